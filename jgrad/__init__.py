@@ -1,0 +1,40 @@
+"""jgrad: gradients and optimizers for JAX, as pure functions on pytrees.
+
+The public names, grouped by what they are for.
+"""
+
+# Gradients.
+from jgrad.execution import execute_with_gradients as execute_with_gradients
+from jgrad.gradients import grad as grad
+from jgrad.gradients import hvp as hvp
+from jgrad.gradients import stop_gradient as stop_gradient
+from jgrad.gradients import value_and_grad as value_and_grad
+from jgrad.jacobians import jac as jac
+from jgrad.jacobians import value_and_jac as value_and_jac
+
+# Functional updates with explicit state.
+from jgrad.steps.adam import adam_step as adam_step
+from jgrad.steps.adam import adam_update as adam_update
+from jgrad.steps.descent import gradient_descent_update as gradient_descent_update
+from jgrad.steps.descent import optimizer_update as optimizer_update
+from jgrad.steps.lamb import lamb_update as lamb_update
+from jgrad.steps.lars import lars_update as lars_update
+
+# Transformations, the `init`/`update` pairs of optax.
+from jgrad.transforms.adam import adam as adam
+from jgrad.transforms.adam import scale_by_adam as scale_by_adam
+from jgrad.transforms.gradient_descent import gradient_descent as gradient_descent
+from jgrad.transforms.lamb import lamb as lamb
+from jgrad.transforms.lars import lars as lars
+from jgrad.transforms.state import OptState as OptState
+from jgrad.transforms.trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
+
+# The oldest face: variables, and updates in place that return the new value.
+from jgrad.variables import inplace_decrement as inplace_decrement
+from jgrad.variables import inplace_increment as inplace_increment
+from jgrad.variables import inplace_update as inplace_update
+from jgrad.variables import is_variable as is_variable
+from jgrad.variables import variable as variable
+from jgrad.variables import variable_data as variable_data
+
+__version__ = "0.1.0"

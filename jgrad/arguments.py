@@ -1,0 +1,197 @@
+"""From what a user may give to what the methods take: the door of the functional updates.
+
+`enter`, `numbers`, `decay` and `adam` run at every call, before anything is traced, and look only
+at what Python knows. A number becomes a scalar of the default float dtype, so that a new value is
+no new trace. `checked` runs while tracing, once per signature, and looks at kinds, structures and
+shapes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad import checks, methods, numerics, trees
+from jgrad.checks import Row
+from jgrad.leafwise import compiled
+from jgrad.methods import Adam, Rule
+from jgrad.numerics import Beta
+from jgrad.rules import BIAS_CORRECTIONS, BiasCorrection
+from jgrad.trees import PyTree
+
+# Arguments of the functional updates by what is asked of them; all others are numbers, one per
+# leaf.
+_WEIGHTS = ("w",)
+_GRADIENTS = ("dcdw", "effective_grad")
+_FIRST_MOMENTS = ("mw", "mw_tm1")
+_BROADCAST = (*_FIRST_MOMENTS, "vw", "vw_tm1", "lr")
+_MAY_BE_COMPLEX = (*_WEIGHTS, *_GRADIENTS, *_FIRST_MOMENTS)
+_OPTIONAL = ("decay_lambda",)
+
+_beta_from_array = compiled(numerics.beta_from_array)
+
+
+def enter(function: str, **named: PyTree) -> dict[str, PyTree]:
+    """Weights, gradients, moments and the rate with strongly typed arrays for leaves."""
+    checks.in_range(function, "lr", named.get("lr"))  # of any sign, but finite
+    lists = {name: tree for name, tree in named.items() if isinstance(tree, (list, tuple))}
+    if all(map(_is_numbers, lists.values())):
+        # A list of numbers is an array, as in Ivy, unless another list holds arrays: then it is a
+        # tree.
+        named |= {name: np.asarray(tree, jnp.result_type(float)) for name, tree in lists.items()}
+    return {name: _arrays(function, name, tree) for name, tree in named.items()}
+
+
+def number(function: str, name: str, tree: PyTree) -> PyTree:
+    """A hyper-parameter or a tree of them; Python numbers, in [0, inf), become scalars."""
+    checks.arrays_or_numbers(function, name, tree, real=True)
+    checks.in_range(function, name, tree, low=0.0)
+    return trees.map_leaves(_scalar, tree)
+
+
+def numbers(function: str, **named: PyTree) -> dict[str, PyTree]:
+    """Several hyper-parameters, each as `number` has it."""
+    return {name: number(function, name, tree) for name, tree in named.items()}
+
+
+def decay(function: str, decay_lambda: PyTree, rule: Rule) -> PyTree:
+    """`None` for no decay: nothing of it is compiled then. Ivy reads a negative decay as none."""
+    known = checks.is_number(decay_lambda)
+    if known and (decay_lambda == 0 or (rule == "ivy" and decay_lambda < 0)):
+        return None
+    return number(function, "decay_lambda", decay_lambda)
+
+
+def betas(function: str, name: str, tree: PyTree) -> Beta:
+    """The forms of a beta in [0, 1) or of a tree of them, in double precision for a number."""
+    checks.arrays_or_numbers(function, name, tree, real=True)
+    checks.in_range(function, name, tree, low=0.0, high=1.0)
+    leaves, structure = trees.flatten(tree)
+    forms = [
+        numerics.beta_from_number(float(x)) if checks.is_number(x) else _beta_from_array(x)
+        for x in leaves
+    ]
+    return Beta(*(structure.unflatten([_scalar(form[i]) for form in forms]) for i in range(3)))
+
+
+def adam(
+    function: str,
+    step: PyTree,
+    beta1: PyTree,
+    beta2: PyTree,
+    epsilon: PyTree,
+    bias_correction: BiasCorrection,
+) -> Adam:
+    """Adam's numbers, with a look at its option."""
+    checks.one_of(function, "bias_correction", bias_correction, BIAS_CORRECTIONS)
+    return Adam(
+        number(function, "step", step),
+        betas(function, "beta1", beta1),
+        betas(function, "beta2", beta2),
+        number(function, "epsilon", epsilon),
+    )
+
+
+def checked(function: str, named: dict[str, PyTree]) -> dict[str, Any]:
+    """The arguments as floating arrays of fitting shapes, numbers as scalars.
+
+    A number that is `None` is absent; it comes back as the Python number 0, which compiles to
+    nothing.
+    """
+    absent = {name: 0.0 for name in _OPTIONAL if named.get(name, 0) is None}
+    present = {
+        name: _floating(function, name, tree) for name, tree in named.items() if name not in absent
+    }
+    aligned = checks.common_structure(function, **present)
+    finest = present[list(present)[aligned.finest]]
+    rows = {
+        name: Row(function, name, leaves, lambda: trees.paths(finest))
+        for name, leaves in zip(present, aligned.rows, strict=True)
+    }
+    gradient = next(row for name, row in rows.items() if name in _GRADIENTS)
+    reference = rows.get("w", gradient)
+    checks.none_together(reference, gradient, list(rows.values()))
+    for name, row in rows.items():
+        if name in _MAY_BE_COMPLEX:
+            checks.same_kinds(row, reference)
+        if name in _GRADIENTS:
+            checks.same_shapes(row, reference)
+        elif name in _BROADCAST:
+            # Without weights nothing can be enlarged: a moment of shape (1,) beside a scalar is
+            # fine.
+            checks.broadcastable(row, reference, rank_may_grow=reference is gradient)
+        elif name not in _WEIGHTS:
+            checks.one_element(row)
+            present[name] = _scalars(present[name])
+    return present | absent
+
+
+def checked_with_adam(
+    function: str, named: dict[str, PyTree], adam: Adam
+) -> tuple[dict[str, Any], Adam]:
+    """The same with Adam's numbers among the arguments."""
+    beta1, beta2 = adam.beta1, adam.beta2
+    numbers = {"step": adam.step, "beta1": beta1.value, "beta2": beta2.value}
+    named = checked(function, named | numbers | {"epsilon": adam.epsilon})
+    beta1 = Beta(named["beta1"], _scalars(beta1.complement), _scalars(beta1.log))
+    beta2 = Beta(named["beta2"], _scalars(beta2.complement), _scalars(beta2.log))
+    return named, Adam(named["step"], beta1, beta2, named["epsilon"])
+
+
+def like(new: PyTree, old: PyTree) -> PyTree:
+    """`new` in the dtypes of `old`, which stays where `new` is `None`."""
+    aligned = trees.align(new, old)
+    assert aligned is not None, "`new` is computed from `old`"
+    pairs = zip(*aligned.rows, strict=True)
+    return aligned.structure.unflatten([y if x is None else x.astype(y.dtype) for x, y in pairs])
+
+
+def new_weights(w: PyTree, step: PyTree, stop_gradients: bool) -> PyTree:
+    """w - step, in the dtypes of `w`."""
+    new = like(methods.descend(w, step), w)
+    return trees.map_leaves(jax.lax.stop_gradient, new) if stop_gradients else new
+
+
+def _is_numbers(x: Any) -> bool:
+    leaves = jax.tree.leaves(x)
+    return bool(leaves) and all(map(checks.is_number, leaves))
+
+
+def _arrays(function: str, name: str, tree: PyTree) -> PyTree:
+    if all(isinstance(x, jax.Array) and not x.weak_type for x in jax.tree.leaves(tree)):
+        return tree  # the short way: most of what an eager call spends outside XLA is spent here
+    checks.arrays_or_numbers(function, name, tree)
+    return trees.map_leaves(_strong, tree)
+
+
+def _strong(x: Any) -> Any:
+    """An array with a dtype of its own; a weak type would be traced anew after one update."""
+    if checks.is_number(x):
+        return x if isinstance(x, (int, np.integer)) else _scalar(x)
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _scalar(x: Any) -> Any:
+    """A number as a scalar of the default float dtype; anything else as it is."""
+    return np.asarray(float(x), jnp.result_type(float)) if checks.is_number(x) else x
+
+
+def _scalars(tree: PyTree) -> PyTree:
+    return trees.map_leaves(lambda x: numerics.floating(x).reshape(()), tree)
+
+
+def _floating(function: str, name: str, tree: PyTree) -> PyTree:
+    """Integers in the default float dtype, except as weights, where they are an error."""
+    leaves, structure = trees.flatten(tree)
+    leaves = [x if x is None else jnp.asarray(x) for x in leaves]
+    row = Row(function, name, leaves, lambda: trees.paths(tree))
+    for i, x in enumerate(leaves):
+        if x is None or jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        if jnp.issubdtype(x.dtype, jnp.integer) and name not in _WEIGHTS:
+            leaves[i] = numerics.floating(x)
+        elif not (jnp.issubdtype(x.dtype, jnp.complexfloating) and name in _MAY_BE_COMPLEX):
+            remedy = "; cast it, or leave it out of the update" if name in _WEIGHTS else ""
+            row.fail(i, TypeError, f"{checks.describe(x)}, expected a floating dtype{remedy}")
+    return structure.unflatten(leaves)

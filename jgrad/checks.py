@@ -1,0 +1,214 @@
+"""What is wrong with the arguments, said once, at trace time, by name.
+
+Every message names the function, the argument, the leaf's path, what came and what was expected.
+chex asserts what it has assertions for, which leaves nothing in the program; where it finds
+something, this file says what, since chex's own text about a tree is as long as the tree.
+
+A `ValueError` is about structure, shape or value, a `TypeError` about what kind of thing was given.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad import trees
+from jgrad.trees import PyTree
+
+_SHOWN = 3  # places named in a message about structure
+
+
+def no_out(function: str, out: object) -> None:
+    """`out=` follows JAX's own convention: there for parity, never written to."""
+    if out is not None:
+        raise NotImplementedError(
+            f"{function}: `out` is not supported, since arrays in JAX are immutable. Use the "
+            "returned value; to reuse memory, give the argument to "
+            "`jax.jit(..., donate_argnums=...)`."
+        )
+
+
+# ---- structure ---------------------------------------------------------------------------------
+
+
+def same_structure(
+    function: str,
+    name: str,
+    tree: PyTree,
+    reference_name: str,
+    reference: PyTree,
+    *,
+    prefix: bool = False,
+) -> None:
+    """`tree` has the structure of `reference`, or may be a prefix of it."""
+    same = trees.flatten(tree)[1] == trees.flatten(reference)[1]
+    if same or (prefix and trees.is_prefix(tree, reference)):
+        return
+    places = list(
+        trees.differences(
+            tree, reference, f"`{name}`", f"`{reference_name}`", a_may_be_prefix=prefix
+        )
+    )
+    more = f" (and {len(places) - _SHOWN} more)" if len(places) > _SHOWN else ""
+    what = "; ".join(places[:_SHOWN]) + more if places else "static data of nodes differ"
+    raise ValueError(
+        f"{function}: `{name}` does not have the structure of `{reference_name}`: {what}."
+    )
+
+
+def common_structure(function: str, **named: PyTree) -> trees.Aligned:
+    """The trees side by side, each a prefix of the finest."""
+    aligned = trees.align(*named.values())
+    if aligned is not None:
+        return aligned
+    finest = max(named, key=lambda name: trees.flatten(named[name])[1].num_nodes)
+    for name, tree in named.items():
+        same_structure(function, name, tree, finest, named[finest], prefix=True)
+    raise AssertionError("unreachable: some tree is not a prefix of the finest")
+
+
+# ---- leaves ------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """The leaves of one argument, with what a message needs to name one of them."""
+
+    function: str
+    name: str
+    leaves: Sequence[Any]
+    paths: Callable[[], Sequence[str]]
+
+    def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
+        """Raises `function: argument relation at path: problem.`, looking the path up only now."""
+        raise error(f"{self.function}: `{self.name}`{relation}{at(self.paths()[i])}: {problem}.")
+
+
+def at(path: str) -> str:
+    """A phrase for a path, which is empty for a bare leaf."""
+    return f" at {path}" if path else ""
+
+
+def describe(x: Any) -> str:
+    """What came, in a few words."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"an array of {x.dtype} and shape {tuple(x.shape)}"
+    text = repr(x)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} of type {type(x).__name__}"
+
+
+def is_number(x: Any) -> bool:
+    """A real number that is known now: not an array, not traced, not a bool."""
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+
+
+def is_array(x: Any) -> bool:
+    """An array of JAX or NumPy, traced or not, or a NumPy scalar."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
+
+
+def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = False) -> None:
+    """No other objects but `None`; with `real`, nothing complex, bool or `None` either."""
+    row = Row(function, name, trees.flatten(tree)[0], lambda: trees.paths(tree))
+    for i, x in enumerate(row.leaves):
+        fits = is_number(x) or is_array(x) or (x is None and not real)
+        if fits and real and is_array(x):
+            fits = jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
+        if not fits:
+            expected = "a real array or a number" if real else "an array or a number"
+            row.fail(i, TypeError, f"{describe(x)}, expected {expected}")
+
+
+def parameters(row: Row) -> list[Any]:
+    """Parameters as arrays of any numbers or bools; `None` may be."""
+    arrays = [jnp.asarray(x) if is_number(x) else x for x in row.leaves]
+    for i, x in enumerate(arrays):
+        if x is None:
+            continue
+        if not (is_array(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)):
+            remedy = "leave other leaves out with `optax.masked` or `equinox.partition`"
+            row.fail(i, TypeError, f"{describe(x)}, expected an array of numbers; {remedy}")
+    return arrays
+
+
+def none_together(weights: Row, gradient: Row, rows: Sequence[Row]) -> None:
+    """`None` is a missing gradient, or stands in all rows at once; it is no number."""
+    for i, (w, g) in enumerate(zip(weights.leaves, gradient.leaves, strict=True)):
+        if w is None and g is not None:
+            gradient.fail(i, TypeError, f"{describe(g)}, expected None, as `{weights.name}` is")
+        for row in rows if g is not None else ():
+            if row.leaves[i] is None:
+                row.fail(i, TypeError, "None, expected an array or a number")
+
+
+def same_shapes(row: Row, reference: Row) -> None:
+    """Leaf against leaf; `None` matches everything."""
+    both = [
+        (i, x, r)
+        for i, (x, r) in enumerate(zip(row.leaves, reference.leaves, strict=True))
+        if x is not None and r is not None
+    ]
+    try:
+        chex.assert_trees_all_equal_shapes([x for _, x, _ in both], [r for _, _, r in both])
+    except AssertionError:
+        i, x, r = next((i, x, r) for i, x, r in both if x.shape != r.shape)
+        problem = f"shape {x.shape}, expected {r.shape}"
+        row.fail(i, ValueError, problem, f" does not match `{reference.name}`")
+
+
+def broadcastable(row: Row, reference: Row, *, rank_may_grow: bool = False) -> None:
+    """Each leaf broadcasts to its reference without enlarging it; `None` matches everything."""
+
+    def fits(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+        try:
+            result = np.broadcast_shapes(shape, to)
+        except ValueError:
+            return False
+        return result == to or (rank_may_grow and math.prod(result) == math.prod(to))
+
+    for i, (x, r) in enumerate(zip(row.leaves, reference.leaves, strict=True)):
+        if x is not None and r is not None and not fits(x.shape, r.shape):
+            problem = f"shape {x.shape}, expected {r.shape} or one that broadcasts to it"
+            row.fail(i, ValueError, problem, f" does not broadcast to `{reference.name}`")
+
+
+def same_kinds(row: Row, reference: Row) -> None:
+    """Complex exactly where the reference is; `None` matches everything."""
+    for i, (x, r) in enumerate(zip(row.leaves, reference.leaves, strict=True)):
+        if x is not None and r is not None and jnp.iscomplexobj(x) != jnp.iscomplexobj(r):
+            expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
+            problem = f"{describe(x)}, expected {expected} beside {r.dtype}"
+            row.fail(i, TypeError, problem, f" does not match `{reference.name}`")
+
+
+def one_element(row: Row) -> None:
+    """Each leaf has one element, whatever its rank."""
+    try:
+        chex.assert_size(list(row.leaves), 1)
+    except AssertionError:
+        i, x = next((i, x) for i, x in enumerate(row.leaves) if x.size != 1)
+        row.fail(i, ValueError, f"shape {x.shape}, expected one element")
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+def in_range(
+    function: str, name: str, tree: PyTree, low: float = -math.inf, high: float = math.inf
+) -> None:
+    """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
+    row = Row(function, name, trees.flatten(tree)[0], lambda: trees.paths(tree))
+    for i, x in enumerate(row.leaves):
+        if is_number(x) and not (low <= x < high and math.isfinite(x)):
+            interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
+            row.fail(i, ValueError, f"{x}, expected a number in {interval}")
+
+
+def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -> None:
+    """An option that is spelled out."""
+    if value not in (allowed := tuple(allowed)):
+        options = ", ".join(map(repr, allowed))
+        raise ValueError(f"{function}: `{name}`: {describe(value)}, expected one of {options}.")

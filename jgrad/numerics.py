@@ -1,0 +1,94 @@
+"""Arithmetic that stays right where the textbook form does not.
+
+Three things go wrong in low or single precision when an optimizer is written down as in its paper:
+half-precision arrays round every intermediate, `1 - beta**t` cancels, and `sqrt` has no derivative
+at zero. The remedies are here, and nowhere else.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+# log(0), finite so that `step * log(beta)` is 0 and not NaN at step 0, and still e^-infinity
+# elsewhere.
+_LOG_OF_ZERO = -1e30
+
+
+def real_dtype(*arrays: jax.Array) -> np.dtype:
+    """The real dtype to work in: float64 where one of the arrays has it, else float32."""
+    wide = any(jnp.finfo(a.dtype).bits == 64 for a in arrays)
+    return np.dtype(np.float64 if wide else np.float32)
+
+
+def floating(x: ArrayLike) -> jax.Array:
+    """`x` as an array, an integer or bool one in the default float dtype."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
+
+
+def complex_dtype(real: np.dtype) -> np.dtype:
+    """The complex dtype whose parts are `real`, or wider."""
+    return np.dtype(np.complex128 if real == np.float64 else np.complex64)
+
+
+def widen(x: jax.Array, real: np.dtype) -> jax.Array:
+    """`x` in the dtype `real`, or in its complex counterpart.
+
+    Explicit, since strict promotion forbids bfloat16 + float32.
+    """
+    dtype = complex_dtype(real) if jnp.iscomplexobj(x) else real
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """`factor * x` for a real `factor` and a real or complex `x` of the same precision."""
+    return factor.astype(x.dtype) * x
+
+
+def abs_squared(x: jax.Array) -> jax.Array:
+    """|x|^2, real for complex `x` too (`x * x` of a complex gradient is not a second moment)."""
+    if jnp.iscomplexobj(x):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return jnp.square(x)
+
+
+def safe_sqrt(x: jax.Array) -> jax.Array:
+    """sqrt(x) with derivative 0 at 0. NaN stays NaN."""
+    zero = x == 0
+    return jnp.where(zero, jnp.zeros_like(x), jnp.sqrt(jnp.where(zero, jnp.ones_like(x), x)))
+
+
+class Beta(NamedTuple):
+    """A decay rate as the arithmetic needs it: `beta`, `1 - beta` and `log(beta)`.
+
+    Each is rounded by itself. From a beta already rounded to float32 the other two come out wrong
+    in the fifth digit (at 0.999) or the second (at 0.999999), and with them the bias correction.
+    Each field is a number, or a tree of numbers where the user gave a tree of betas.
+    """
+
+    value: ArrayLike
+    complement: ArrayLike
+    log: ArrayLike
+
+
+def beta_from_number(beta: float) -> Beta:
+    """The three forms of a Python number, in double precision."""
+    return Beta(beta, 1.0 - beta, math.log(beta) if beta > 0.0 else _LOG_OF_ZERO)
+
+
+def beta_from_array(beta: jax.Array) -> Beta:
+    """The three forms of a scalar array, traced or not, in its own precision (float32 at least)."""
+    beta = widen(beta, real_dtype(beta))
+    positive = beta > 0
+    complement = 1.0 - beta
+    log = jnp.log1p(-jnp.where(positive, complement, jnp.zeros_like(beta)))
+    return Beta(beta, complement, jnp.where(positive, log, jnp.full_like(beta, _LOG_OF_ZERO)))
+
+
+def one_minus_power(log_beta: jax.Array, step: jax.Array) -> jax.Array:
+    """1 - beta^step, to the last digit or two at every step; `step` may be fractional."""
+    return -jnp.expm1(step * log_beta)

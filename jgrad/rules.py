@@ -1,0 +1,192 @@
+"""The arithmetic of each method, once, on the arrays of one leaf.
+
+No trees, no checks, no state. `on_leaf` widens every argument to float32 or float64 first; weights,
+gradients and first moments may be complex, all else is real. `tests/reference/` has each rule again
+in float64 NumPy, written from the papers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad import numerics
+from jgrad.leafwise import compiled
+from jgrad.numerics import scaled
+
+BiasCorrection = Literal["step_size", "moments"] | None
+BIAS_CORRECTIONS = ("step_size", "moments", None)
+
+# Ivy adds this to the denominators of its trust ratios, where the papers treat a zero norm apart.
+_IVY_GUARD = 1e-12
+
+
+def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a rule work on leaves of any float dtype, and on shapes that broadcast.
+
+    The first `arrays` arguments are the leaf's own: they decide dtype and shape. The others are
+    scalars, or arrays that broadcast to that shape, and follow. Keyword-only arguments are static.
+    """
+
+    def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
+        @compiled
+        @functools.wraps(rule)
+        def call(*args: jax.Array, **options: Any) -> Any:
+            own = args[:arrays]
+            real = numerics.real_dtype(*own)
+            shape = np.broadcast_shapes(*(x.shape for x in own))
+            wide = [_spread(numerics.widen(x, real), shape) for x in args]
+            return rule(*wide, **options)
+
+        return call
+
+    return decorate
+
+
+def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Explicit, since `rank_promotion="raise"` forbids the other way; scalars may stay scalars."""
+    return x if x.ndim == 0 or x.shape == shape else jnp.broadcast_to(x, shape)
+
+
+# ---- elementwise -------------------------------------------------------------------------------
+
+
+@on_leaf(arrays=2)
+def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
+    """m' = beta m + (1 - beta) g"""
+    return scaled(mw, beta) + scaled(g, complement)
+
+
+@on_leaf(arrays=2)
+def second_moment(g: jax.Array, vw: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
+    """v' = beta v + (1 - beta) |g|^2"""
+    return beta * vw + complement * numerics.abs_squared(g)
+
+
+@on_leaf(arrays=2)
+def adam_delta(mw: jax.Array, vw: jax.Array, alpha: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """alpha m / (sqrt(v) + epsilon)
+
+    A v below the smallest normal number counts as that number: near 0 `sqrt` has no derivative to
+    speak of, and without an epsilon 0 / 0 becomes 0, the step after gradients that were all zero.
+    """
+    root = jnp.sqrt(jnp.maximum(vw, jnp.finfo(vw.dtype).tiny))
+    return scaled(mw, alpha) / (root + epsilon).astype(mw.dtype)
+
+
+@on_leaf(arrays=2)
+def decayed(direction: jax.Array, w: jax.Array, decay: jax.Array) -> jax.Array:
+    """d + lambda w"""
+    return direction + scaled(w, decay)
+
+
+@on_leaf(arrays=3)
+def lamb_direction(
+    mw: jax.Array,
+    vw: jax.Array,
+    w: jax.Array,
+    alpha: jax.Array,
+    epsilon: jax.Array,
+    decay: jax.Array,
+) -> jax.Array:
+    """u = Adam's delta + lambda w, as one function of what it reads"""
+    return decayed(adam_delta(mw, vw, alpha, epsilon), w, decay)
+
+
+@on_leaf(arrays=1)
+def step(direction: jax.Array, *rates: jax.Array) -> jax.Array:
+    """(product of rates) d; d itself where there are none."""
+    return scaled(direction, functools.reduce(jnp.multiply, rates)) if rates else direction
+
+
+@on_leaf(arrays=2)
+def momentum(mw: jax.Array, direction: jax.Array, decay: jax.Array) -> jax.Array:
+    """m' = mu m + d; Nesterov's look-ahead is the same rule once more, of m' and d."""
+    return scaled(mw, decay) + direction
+
+
+@on_leaf(arrays=2)
+def descend(w: jax.Array, step: jax.Array) -> jax.Array:
+    """w' = w - s"""
+    return w - step
+
+
+# ---- scalars of Adam's bias correction ---------------------------------------------------------
+
+
+@on_leaf(arrays=4)
+def adam_scalars(
+    t: jax.Array,
+    log_beta1: jax.Array,
+    log_beta2: jax.Array,
+    epsilon: jax.Array,
+    *,
+    bias_correction: BiasCorrection,
+) -> tuple[jax.Array, jax.Array]:
+    """The step size alpha and the epsilon that turn `adam_delta` into each published form.
+
+    With c1 = 1 - beta1^t and c2 = 1 - beta2^t:
+      "step_size": sqrt(c2) / (c1 + eps) m / (sqrt(v) + eps)
+      "moments":   (m / c1) / (sqrt(v / c2) + eps) = sqrt(c2) / c1 m / (sqrt(v) + sqrt(c2) eps)
+      None:        m / (sqrt(v) + eps)
+    Step 0 gives alpha = 0, except without correction.
+    """
+    if bias_correction is None:
+        return jnp.ones_like(epsilon), epsilon
+    c1 = numerics.one_minus_power(log_beta1, t)
+    root = numerics.safe_sqrt(numerics.one_minus_power(log_beta2, t))
+    if bias_correction == "moments":
+        return _divide(root, c1), jnp.where(root > 0, root, jnp.ones_like(root)) * epsilon
+    return _divide(root, c1 + epsilon), epsilon
+
+
+# ---- trust ratios, on vectors with an entry per layer ------------------------------------------
+
+
+@on_leaf(arrays=2)
+def lars_ratio(
+    w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array, epsilon: jax.Array
+) -> jax.Array:
+    """eta |w| / (|g| + lambda |w| + epsilon); 1 where a norm is zero."""
+    ratio = _divide(eta * w_norm, g_norm + decay * w_norm + epsilon)
+    return _where_zero(w_norm, g_norm, ratio)
+
+
+@on_leaf(arrays=2)
+def lars_ratio_ivy(
+    w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array
+) -> jax.Array:
+    """eta |w| / |g|, divided by lambda |w| where lambda > 0."""
+    ratio = eta * w_norm / (g_norm + _IVY_GUARD)
+    return jnp.where(decay > 0, ratio / (decay * w_norm + _IVY_GUARD), ratio)
+
+
+@on_leaf(arrays=2)
+def lamb_ratio(
+    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
+) -> jax.Array:
+    """|w| / |u|, clamped; 1 where a norm is zero, which the clamp leaves alone."""
+    ratio = jnp.clip(_divide(w_norm, u_norm), smallest, largest)
+    return _where_zero(w_norm, u_norm, ratio)
+
+
+@on_leaf(arrays=2)
+def lamb_ratio_ivy(
+    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
+) -> jax.Array:
+    """|w| / |u|, clamped; 0 where the weights are."""
+    return jnp.clip(w_norm / (u_norm + _IVY_GUARD), smallest, largest)
+
+
+def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b, and 0 where b is 0, with derivatives that are finite there."""
+    zero = b == 0
+    return jnp.where(zero, jnp.zeros_like(b), a / jnp.where(zero, jnp.ones_like(b), b))
+
+
+def _where_zero(a: jax.Array, b: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """1 where `a` or `b` is 0. NaN is not zero: it goes on."""
+    return jnp.where((a == 0) | (b == 0), jnp.ones_like(otherwise), otherwise)

@@ -1,0 +1,108 @@
+"""LAMB."""
+
+from jgrad import arguments, checks, methods
+from jgrad.leafwise import compiled
+from jgrad.methods import RULES, Adam, Rule
+from jgrad.rules import BiasCorrection
+from jgrad.trees import PyTree
+
+
+def lamb_update(
+    w: PyTree,
+    dcdw: PyTree,
+    lr: PyTree,
+    mw_tm1: PyTree,
+    vw_tm1: PyTree,
+    step: PyTree,
+    /,
+    *,
+    beta1: PyTree = 0.9,
+    beta2: PyTree = 0.999,
+    epsilon: PyTree = 1e-7,
+    max_trust_ratio: PyTree = 10,
+    decay_lambda: PyTree = 0,
+    min_trust_ratio: PyTree = 0.0,
+    bias_correction: BiasCorrection = "step_size",
+    rule: Rule = "paper",
+    stop_gradients: bool = True,
+    out: None = None,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """New weights and moments by LAMB.
+
+        (delta, mw, vw) = adam_step(dcdw, mw_tm1, vw_tm1, step)
+        u     = delta + decay_lambda w
+        ratio = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
+        w'    = w - lr ratio u
+
+    with |.| the 2-norm of a leaf, computed without overflow or underflow. `rule="ivy"` is Ivy's
+    own: the same ratio, 0 where the weights are, but w' = w - lr ratio delta: decay acts in the
+    norm alone.
+
+    Args:
+      w: weights, floating or complex.
+      dcdw: gradient, of the shape of `w`.
+      lr: learning rate, of a shape that broadcasts to that of `w`. Its sign is the caller's.
+      mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
+      vw_tm1: second moment of the step before, real, likewise.
+      step: number of this update, counted from 1; may be fractional or traced.
+      beta1: decay rate of the first moment, in [0, 1).
+      beta2: decay rate of the second moment, in [0, 1).
+      epsilon: added to the root of the second moment, in [0, inf).
+      max_trust_ratio: upper clamp of the ratio, in [0, inf).
+      decay_lambda: weight decay, in [0, inf).
+      min_trust_ratio: lower clamp of the ratio, in [0, inf).
+      bias_correction: see `adam_step`.
+      rule: "paper" or "ivy".
+      stop_gradients: cut `w'` from the graph, and only it.
+      out: None.
+
+    Returns:
+      `(w', mw, vw)`, each with the dtypes of what it replaces.
+
+    Raises:
+      As `adam_update`.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+      (2020),
+    algorithm 2, with phi the clamp of the ratio.
+    """
+    checks.no_out("lamb_update", out)
+    checks.one_of("lamb_update", "rule", rule, RULES)
+    named = arguments.enter("lamb_update", w=w, lr=lr, dcdw=dcdw, mw_tm1=mw_tm1, vw_tm1=vw_tm1)
+    named |= arguments.numbers(
+        "lamb_update", min_trust_ratio=min_trust_ratio, max_trust_ratio=max_trust_ratio
+    )
+    named["decay_lambda"] = arguments.decay("lamb_update", decay_lambda, rule)
+    adam = arguments.adam("lamb_update", step, beta1, beta2, epsilon, bias_correction)
+    return _lamb_update(
+        named, adam, bias_correction=bias_correction, rule=rule, stop_gradients=stop_gradients
+    )
+
+
+@compiled
+def _lamb_update(
+    named: dict[str, PyTree],
+    adam: Adam,
+    *,
+    bias_correction: BiasCorrection,
+    rule: Rule,
+    stop_gradients: bool,
+) -> tuple[PyTree, PyTree, PyTree]:
+    named, adam = arguments.checked_with_adam("lamb_update", named, adam)
+    mw, vw = named["mw_tm1"], named["vw_tm1"]
+    new_mw, new_vw = methods.adam_moments(named["dcdw"], mw, vw, adam)
+    step = methods.lamb_steps(
+        named["w"],
+        new_mw,
+        new_vw,
+        adam,
+        named["lr"],
+        named["decay_lambda"],
+        named["min_trust_ratio"],
+        named["max_trust_ratio"],
+        mask=True,
+        bias_correction=bias_correction,
+        rule=rule,
+    )
+    w = arguments.new_weights(named["w"], step, stop_gradients)
+    return w, arguments.like(new_mw, mw), arguments.like(new_vw, vw)

@@ -1,0 +1,1 @@
+"""The `init`/`update` pairs: optax-compatible transformations, made of `jgrad.methods`."""

@@ -1,0 +1,126 @@
+"""The way into and out of an update, shared by all transformations."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad import checks, trees
+from jgrad.checks import Row
+from jgrad.transforms.state import OptState
+from jgrad.trees import PyTree
+
+
+class Leaves:
+    """Gradients and parameters of one update, checked against each other and laid side by side.
+
+    A leaf that is not to be updated, with an integer parameter or without a gradient, has the
+    gradient `None` here, so that the methods leave it alone.
+
+    Attributes:
+      function: the name of the transformation, for messages.
+      g: gradients.
+      w: parameters, or `None` if they were not given.
+      reference: the parameters, or else the gradients; the updates have their shapes and dtypes.
+      tree: the tree whose leaves the reference is.
+    """
+
+    def __init__(self, function: str, updates: PyTree, params: PyTree) -> None:
+        self.function = function
+        name, self.tree = ("updates", updates) if params is None else ("params", params)
+        leaves, self._structure = trees.flatten(self.tree)
+        self.reference = Row(function, name, leaves, lambda: trees.paths(self.tree))
+        self.w: list[Any] | None = None
+        if params is not None:
+            self.w = checks.parameters(self.reference)
+            self.reference = self.reference._replace(leaves=self.w)
+        self.g = self._gradients(self.row("updates", updates))
+
+    def _gradients(self, row: Row) -> list[Any]:
+        gradients = []
+        for i, (g, p) in enumerate(zip(row.leaves, self.reference.leaves, strict=True)):
+            if (expected := _expected(g, p)) is not None:
+                row.fail(i, TypeError, f"{checks.describe(g)}, expected {expected}")
+            if g is not None and g.dtype == jax.dtypes.float0:
+                self.require_params("a float0 gradient")
+            gradients.append(g if p is not None and jnp.issubdtype(p.dtype, jnp.inexact) else None)
+        checks.same_shapes(row._replace(leaves=gradients), self.reference)
+        return gradients
+
+    def row(self, name: str, tree: PyTree, *, prefix: bool = False) -> Row:
+        """The leaves of a tree with the structure of the parameters, or of a prefix of it."""
+        reference = self.reference
+        checks.same_structure(self.function, name, tree, reference.name, self.tree, prefix=prefix)
+        leaves = trees.broadcast(tree, self.tree) if prefix else trees.flatten(tree)[0]
+        arrays = [jnp.asarray(x) if checks.is_number(x) else x for x in leaves]
+        return reference._replace(name=name, leaves=arrays)
+
+    def updated(self) -> Row:
+        """The reference, with `None` where nothing is to be updated."""
+        pairs = zip(self.reference.leaves, self.g, strict=True)
+        return self.reference._replace(leaves=[None if g is None else x for x, g in pairs])
+
+    def require_params(self, reason: str) -> list[Any]:
+        """The parameters, which have to be there."""
+        if self.w is None:
+            remedy = "call `update(updates, state, params)`"
+            raise ValueError(f"{self.function}: {reason} needs the parameters: {remedy}.")
+        return self.w
+
+    def read(
+        self, state: OptState, *, mw: bool, vw: bool
+    ) -> tuple[jax.Array, Sequence[Any], Sequence[Any]]:
+        """The number of this update, counted from 1, and the moments that the method uses."""
+        begin = f"{self.function}: `state`: "
+        end = f", expected the OptState that this `{self.function}` made with `init`."
+        if not isinstance(state, OptState):
+            raise TypeError(f"{begin}{type(state).__name__}{end}")
+        rows: list[Sequence[Any]] = []
+        for name, tree, used in (("mw", state.mw, mw), ("vw", state.vw, vw)):
+            if (tree is not None) != used:
+                came = f"an OptState {'without' if used else 'with'} `{name}`"
+                raise TypeError(f"{begin}{came}, from another method or other options{end}")
+            row = self.row(f"state.{name}", tree) if used else Row("", "", [], list)
+            if used:
+                checks.same_shapes(row, self.updated())
+            rows.append(row.leaves)
+        return optax.safe_increment(jnp.asarray(state.step)), rows[0], rows[1]
+
+    def updates(self, steps: Sequence[Any]) -> PyTree:
+        """-step, in the dtype of the parameter; zero where there is no step."""
+        return self.directions([None if step is None else jax.lax.neg(step) for step in steps])
+
+    def directions(self, values: Sequence[Any]) -> PyTree:
+        """The values in the dtypes of the parameters; zero where there is none."""
+        pairs = zip(values, self.reference.leaves, strict=True)
+        return self._structure.unflatten([_like(x, reference) for x, reference in pairs])
+
+    def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
+        """New moments in the dtypes of the old, which stay where there is no new one."""
+        pairs = zip(new, old, strict=True)
+        return self._structure.unflatten([y if x is None else _like(x, y) for x, y in pairs])
+
+
+def _expected(g: Any, p: Any) -> str | None:
+    """What a gradient should have been; `None` if it fits its parameter."""
+    if g is None:
+        return None
+    if p is None:
+        return "None, as the parameter is"
+    if not checks.is_array(g):
+        return "an array or None"
+    floating = jnp.issubdtype(g.dtype, jnp.inexact)
+    if not jnp.issubdtype(p.dtype, jnp.inexact):
+        return f"None, float0 or integers beside a parameter of {p.dtype}" if floating else None
+    if floating and jnp.iscomplexobj(g) == jnp.iscomplexobj(p):
+        return None
+    kind = "a complex" if jnp.iscomplexobj(p) else "a real floating"
+    return f"{kind} dtype beside a parameter of {p.dtype}"
+
+
+def _like(x: jax.Array | None, reference: Any) -> jax.Array | None:
+    if x is None:
+        return None if reference is None else jnp.zeros_like(reference)
+    return x if x.dtype == reference.dtype else x.astype(reference.dtype)

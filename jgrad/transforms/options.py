@@ -1,0 +1,170 @@
+"""What the user chose, in the form in which the methods take it.
+
+Scalars (`scalar`, `adam`, `clamps`) are made once by each factory, so that what is wrong with them
+is said there, and once more by each update, since they may be traced. Options that may differ from
+leaf to leaf (`rates`, `decays`, `mask`) become a list with an entry per leaf.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jgrad import arguments, checks, methods, trees
+from jgrad.methods import Adam
+from jgrad.numerics import Beta
+from jgrad.rules import BIAS_CORRECTIONS, BiasCorrection
+from jgrad.transforms.leaves import Leaves
+from jgrad.trees import PyTree
+
+# One real number, or an array of one, traced or not.
+Scalar = jax.Array | np.ndarray | float
+# A number, an array, a prefix tree of them, or a function of the number of updates done.
+LearningRate = PyTree | Callable[[jax.Array], Any]
+# A prefix tree of bools, or a function of the parameters' shapes and dtypes that returns one; None
+# is True for all.
+Mask = PyTree | Callable[[PyTree], PyTree] | None
+
+
+# ---- scalars -----------------------------------------------------------------------------------
+
+
+def scalar(function: str, name: str, x: Scalar) -> Any:
+    """One number in [0, inf)."""
+    return _one_element(function, name, arguments.number(function, name, x))
+
+
+def adam(
+    function: str, step: jax.Array | int, beta1: Scalar, beta2: Scalar, epsilon: Scalar
+) -> Adam:
+    """Adam's numbers for one step."""
+
+    def form(name: str, beta: Scalar) -> Beta:
+        forms = arguments.betas(function, name, beta)
+        return Beta(*(_one_element(function, name, x) for x in forms))
+
+    return Adam(
+        jnp.asarray(step, dtype=float),
+        form("beta1", beta1),
+        form("beta2", beta2),
+        scalar(function, "epsilon", epsilon),
+    )
+
+
+def clamps(function: str, smallest: Scalar, largest: Scalar) -> tuple[Any, Any]:
+    """Both clamps of a trust ratio."""
+    if checks.is_number(smallest) and checks.is_number(largest) and not smallest <= largest:
+        raise ValueError(
+            f"{function}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, "
+            f"which is {largest}."
+        )
+    return scalar(function, "min_trust_ratio", smallest), scalar(
+        function, "max_trust_ratio", largest
+    )
+
+
+def _one_element(function: str, name: str, x: Any) -> Any:
+    if not checks.is_array(x) or x.size != 1:
+        raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
+    return x.reshape(())
+
+
+# ---- what a factory can say already ------------------------------------------------------------
+
+
+def check_rates(function: str, learning_rate: LearningRate, weight_decay: PyTree) -> None:
+    """Learning rate and weight decay, as far as they are known before there are parameters."""
+    if not callable(learning_rate):
+        arguments.number(function, "learning_rate", learning_rate)
+    arguments.number(function, "weight_decay", weight_decay)
+
+
+def check_adam(
+    function: str,
+    beta1: Scalar,
+    beta2: Scalar,
+    epsilon: Scalar,
+    bias_correction: BiasCorrection,
+    moment_dtype: DTypeLike | None,
+) -> None:
+    """The options that are Adam's own."""
+    checks.one_of(function, "bias_correction", bias_correction, BIAS_CORRECTIONS)
+    check_moment_dtype(function, moment_dtype)
+    adam(function, 0, beta1, beta2, epsilon)
+
+
+def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) -> None:
+    """The options of momentum."""
+    if momentum is not None:
+        scalar(function, "momentum", momentum)
+    elif nesterov:
+        raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
+
+
+def check_moment_dtype(function: str, moment_dtype: DTypeLike | None) -> None:
+    """A real floating dtype, or None."""
+    if moment_dtype is not None and not jnp.issubdtype(moment_dtype, jnp.floating):
+        raise TypeError(
+            f"{function}: `moment_dtype`: {moment_dtype!r}, expected a real floating dtype."
+        )
+
+
+# ---- an entry per leaf -------------------------------------------------------------------------
+
+
+def rates(
+    leaves: Leaves,
+    learning_rate: LearningRate,
+    override: PyTree,
+    done: jax.Array,
+) -> list[Any]:
+    """The learning rate of each leaf after `done` updates; `override` is that of this call."""
+    if override is None:
+        override = learning_rate(done) if callable(learning_rate) else learning_rate
+    rate = arguments.number(leaves.function, "learning_rate", override)
+    row = leaves.row("learning_rate", rate, prefix=True)
+    checks.broadcastable(row, leaves.updated())
+    return list(row.leaves)
+
+
+def decays(leaves: Leaves, weight_decay: PyTree, weight_decay_mask: Mask) -> list[Any]:
+    """The weight decay of each leaf; the Python number 0, which compiles to nothing, for none."""
+    if checks.is_number(weight_decay) and weight_decay == 0:
+        return [0.0] * len(leaves.g)
+    leaves.require_params("`weight_decay`")
+    decay = arguments.number(leaves.function, "weight_decay", weight_decay)
+    row = leaves.row("weight_decay", decay, prefix=True)
+    checks.one_element(row)
+    masked = mask(leaves, "weight_decay_mask", weight_decay_mask)
+    return [x.reshape(()) if use else 0.0 for x, use in zip(row.leaves, masked, strict=True)]
+
+
+def with_decay(
+    leaves: Leaves,
+    direction: list[Any],
+    weight_decay: PyTree,
+    weight_decay_mask: Mask,
+) -> list[Any]:
+    """direction + weight_decay w"""
+    row = decays(leaves, weight_decay, weight_decay_mask)
+    return direction if leaves.w is None else methods.add_decay(direction, leaves.w, row)
+
+
+def mask(leaves: Leaves, name: str, tree: Mask) -> list[bool]:
+    """The bool of each leaf."""
+    if tree is None:
+        return [True] * len(leaves.g)
+    if callable(tree):
+        tree = tree(trees.map_leaves(_shape_and_dtype, leaves.tree))
+    row = leaves.row(name, tree, prefix=True)
+    for i, x in enumerate(row.leaves):
+        if not isinstance(x, (bool, np.bool_)):
+            row.fail(i, TypeError, f"{checks.describe(x)}, expected a bool")
+    return list(row.leaves)
+
+
+def _shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -1,0 +1,109 @@
+"""Trees side by side: a prefix stands for all that is below it, and `None` is a leaf.
+
+A functional update takes trees of different depth: one learning rate for all, one gradient for
+every leaf, a rate per layer. The finest tree among them sets the structure of the result, and each
+other tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+PyTree = Any
+
+
+def is_none(x: Any) -> bool:
+    """What makes `None` a leaf, for JAX's tree functions."""
+    return x is None
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """Leaves, `None` among them, and structure."""
+    return jax.tree.flatten(tree, is_leaf=is_none)
+
+
+def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """`f` of every leaf but `None`, which stays."""
+    return jax.tree.map(lambda x: None if x is None else f(x), tree, is_leaf=is_none)
+
+
+def paths(tree: PyTree) -> list[str]:
+    """The path of each leaf as Python indexes it, `['layer_3']['b']`; empty for a bare leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_none)
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def children(node: PyTree) -> list[tuple[Any, PyTree]] | None:
+    """The (key, child) pairs one level below `node`; None for a leaf."""
+    if node is None or jax.tree_util.all_leaves([node]):
+        return None
+    pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return [(path[0], child) for path, child in pairs]
+
+
+def is_prefix(prefix: PyTree, tree: PyTree) -> bool:
+    """Whether each leaf of `prefix` stands where `tree` has a leaf or a subtree."""
+    try:
+        flatten(prefix)[1].flatten_up_to(tree)
+    except ValueError:
+        return False
+    return True
+
+
+def broadcast(prefix: PyTree, tree: PyTree) -> list[Any]:
+    """For each leaf of `tree`, the leaf of `prefix` that stands for it."""
+    leaves, structure = flatten(prefix)
+    counts = [flatten(subtree)[1].num_leaves for subtree in structure.flatten_up_to(tree)]
+    return [leaf for leaf, count in zip(leaves, counts, strict=True) for _ in range(count)]
+
+
+class Aligned(NamedTuple):
+    """The leaves of several trees, a row per tree, all in the structure of the finest."""
+
+    rows: list[list[Any]]
+    structure: Any
+    finest: int  # the position of the finest tree among those given
+
+
+def align(*trees: PyTree) -> Aligned | None:
+    """The trees broadcast to the finest of them; None where none is as fine as all others."""
+    flat = [flatten(tree) for tree in trees]
+    for finest in sorted(range(len(trees)), key=lambda i: -flat[i][1].num_nodes):
+        tree, structure = trees[finest], flat[finest][1]
+        if all(s == structure or is_prefix(t, tree) for t, (_, s) in zip(trees, flat, strict=True)):
+            rows = [
+                leaves if s == structure else broadcast(t, tree)
+                for t, (leaves, s) in zip(trees, flat, strict=True)
+            ]
+            return Aligned(rows, structure, finest)
+    return None
+
+
+def differences(
+    a: PyTree, b: PyTree, a_name: str, b_name: str, *, a_may_be_prefix: bool = False
+) -> Iterator[str]:
+    """Where two trees differ in structure: a phrase per place, each naming a path."""
+
+    def compare(a: PyTree, b: PyTree, path: tuple[Any, ...]) -> Iterator[str]:
+        inner_a, inner_b = children(a), children(b)
+        if inner_a is None and (inner_b is None or a_may_be_prefix):
+            return
+        here = f" at {jax.tree_util.keystr(path)}" if path else ""
+        if inner_a is None or inner_b is None or type(a) is not type(b):
+            yield f"{a_name} has {_kind(a)}{here} where {b_name} has {_kind(b)}"
+            return
+        of_a, of_b = dict(inner_a), dict(inner_b)
+        for name, own, other in ((a_name, of_a, of_b), (b_name, of_b, of_a)):
+            for key in own:
+                if key not in other:
+                    yield f"only {name} has {jax.tree_util.keystr((*path, key))}"
+        for key in of_a:
+            if key in of_b:
+                yield from compare(of_a[key], of_b[key], (*path, key))
+
+    return compare(a, b, ())
+
+
+def _kind(node: PyTree) -> str:
+    return "a leaf" if children(node) is None else f"a {type(node).__name__}"
