@@ -159,9 +159,9 @@ def lars_ratio(
 def lars_ratio_ivy(
     w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array
 ) -> jax.Array:
-    """eta |w| / |g|, divided by lambda |w| where lambda > 0."""
+    """eta |w| / |g|, divided by lambda |w| where lambda > 0; 0 where the weights are."""
     ratio = eta * w_norm / (g_norm + _IVY_GUARD)
-    return jnp.where(decay > 0, ratio / (decay * w_norm + _IVY_GUARD), ratio)
+    return jnp.where(decay > 0, _divide(ratio, decay * w_norm), ratio)
 
 
 @on_leaf(arrays=2)

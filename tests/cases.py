@@ -1,0 +1,223 @@
+"""The rows of the matrix: every optimizer, with its reference and its functional twin.
+
+A new optimizer is one more row, and gets every test in `test_matrix.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jgrad
+from tests.reference import optimizers as reference
+
+RATE = 0.05
+MASK = {"layer": {"w": True, "b": False}, "rest": [True, True, False]}
+
+_NAMES_IN_REFERENCE = {"weight_decay_mask": "decay", "trust_ratio_mask": "trust"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One optimizer with one choice of options.
+
+    Attributes:
+      name: shown by pytest.
+      make: its factory; the reference has the same name.
+      options: keyword arguments of the factory.
+      state: the fields of OptState that are in use.
+      step: the functional twin, `(w, g, lr, mw, vw, t) -> (w, mw, vw)`, for options that it has.
+      elementwise: whether the elements of a leaf do not know of each other.
+      decays: whether weights move under a zero gradient.
+    """
+
+    name: str
+    make: Callable[..., optax.GradientTransformationExtraArgs]
+    options: dict[str, Any]
+    state: tuple[str, ...] = ()
+    step: Callable[..., Any] | None = None
+    elementwise: bool = True
+    decays: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def tx(self, learning_rate: Any = RATE, **more: Any) -> optax.GradientTransformationExtraArgs:
+        """The transformation."""
+        return self.make(learning_rate, **(self.options | more))
+
+    def without_masks(self) -> "Case":
+        """The same for a tree of any structure."""
+        options = {k: v for k, v in self.options.items() if k not in _NAMES_IN_REFERENCE}
+        return dataclasses.replace(self, options=options)
+
+    def trajectory(self, w: Any, gradients: list[Any], rate: Any = RATE) -> list[list[np.ndarray]]:
+        """The leaves of the weights after each step, by the reference."""
+        options = {
+            _NAMES_IN_REFERENCE.get(name, name): jax.tree.leaves(value)
+            if name in _NAMES_IN_REFERENCE
+            else value
+            for name, value in self.options.items()
+        }
+        optimizer = getattr(reference, self.make.__name__)(jax.tree.leaves(w), rate, **options)
+        return reference.trajectory(optimizer, [jax.tree.leaves(g) for g in gradients])
+
+
+def _descent(w, g, lr, mw, vw, t):
+    return jgrad.gradient_descent_update(w, g, lr), mw, vw
+
+
+def _lars(**options):
+    return lambda w, g, lr, mw, vw, t: (jgrad.lars_update(w, g, lr, **options), mw, vw)
+
+
+def _adam(**options):
+    return lambda *args: jgrad.adam_update(*args, **options)
+
+
+def _lamb(**options):
+    return lambda *args: jgrad.lamb_update(*args, **options)
+
+
+CASES = [
+    Case("gradient_descent", jgrad.gradient_descent, {}, step=_descent),
+    Case("momentum", jgrad.gradient_descent, {"momentum": 0.9}, ("mw",)),
+    Case("nesterov", jgrad.gradient_descent, {"momentum": 0.9, "nesterov": True}, ("mw",)),
+    Case(
+        "decayed_descent",
+        jgrad.gradient_descent,
+        {"momentum": 0.8, "weight_decay": 0.1, "weight_decay_mask": MASK},
+        ("mw",),
+        decays=True,
+    ),
+    Case("adam", jgrad.adam, {}, ("mw", "vw"), step=_adam()),
+    Case(
+        "adam_moments",
+        jgrad.adam,
+        {"bias_correction": "moments", "epsilon": 0.1},
+        ("mw", "vw"),
+        step=_adam(bias_correction="moments", epsilon=0.1),
+    ),
+    Case(
+        "adam_uncorrected",
+        jgrad.adam,
+        {"bias_correction": None, "beta1": 0.0},
+        ("mw", "vw"),
+        step=_adam(bias_correction=None, beta1=0.0),
+    ),
+    Case(
+        "adamw",
+        jgrad.adam,
+        {"weight_decay": 0.1, "beta2": 0.95, "weight_decay_mask": MASK},
+        ("mw", "vw"),
+        decays=True,
+    ),
+    Case(
+        "lars",
+        jgrad.lars,
+        {"weight_decay": 0.01, "trust_coefficient": 0.1},
+        ("mw",),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "lars_masked",
+        jgrad.lars,
+        {
+            "weight_decay": 0.1,
+            "nesterov": True,
+            "weight_decay_mask": MASK,
+            "trust_ratio_mask": MASK,
+        },
+        ("mw",),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "lars_outside",
+        jgrad.lars,
+        {"rate_in_momentum": False, "epsilon": 1e-3},
+        ("mw",),
+        elementwise=False,
+    ),
+    Case(
+        "lars_plain",
+        jgrad.lars,
+        {"momentum": None, "trust_coefficient": 1.0, "weight_decay": 0.01},
+        step=_lars(decay_lambda=0.01),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "lars_ivy",
+        jgrad.lars,
+        {"momentum": None, "trust_coefficient": 0.1, "weight_decay": 0.3, "rule": "ivy"},
+        step=_lars(trust_coefficient=0.1, decay_lambda=0.3, rule="ivy"),
+        elementwise=False,
+    ),
+    Case("lamb", jgrad.lamb, {}, ("mw", "vw"), step=_lamb(), elementwise=False),
+    Case(
+        "lamb_decayed",
+        jgrad.lamb,
+        {"weight_decay": 0.1, "min_trust_ratio": 0.01},
+        ("mw", "vw"),
+        step=_lamb(decay_lambda=0.1, min_trust_ratio=0.01),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "lamb_masked",
+        jgrad.lamb,
+        {
+            "weight_decay": 0.1,
+            "max_trust_ratio": 1.5,
+            "bias_correction": "moments",
+            "weight_decay_mask": MASK,
+            "trust_ratio_mask": MASK,
+        },
+        ("mw", "vw"),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "lamb_ivy",
+        jgrad.lamb,
+        {"weight_decay": 0.1, "rule": "ivy"},
+        ("mw", "vw"),
+        step=_lamb(decay_lambda=0.1, rule="ivy"),
+        elementwise=False,
+    ),
+]
+
+
+def params(dtype: Any = jnp.float32, seed: int = 0) -> dict[str, Any]:
+    """A small model: a matrix, a scalar, a large-scaled tensor, and a bias that starts at zero."""
+    rng = np.random.default_rng(seed)
+    tree = {
+        "layer": {"w": rng.normal(size=(4, 3)), "b": np.zeros(3)},
+        "rest": [100 * rng.normal(size=(2, 1, 3)), rng.normal(), rng.normal(size=5)],
+    }
+    return jax.tree.map(lambda x: _array(x, dtype, rng), tree)
+
+
+def gradients(steps: int, dtype: Any = jnp.float32, seed: int = 1) -> list[dict[str, Any]]:
+    """Gradients for `params`, of scales from 1e-3 to 10; those of one leaf vanish in each third step."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for t in range(steps):
+        scales = iter(10.0 ** rng.uniform(-3, 1, size=5))
+        tree = jax.tree.map(lambda p, s=scales: next(s) * rng.normal(size=p.shape), params())
+        if t % 3 == 0:
+            tree["rest"][2] = np.zeros(5)
+        found.append(jax.tree.map(lambda x: _array(x, dtype, rng), tree))
+    return found
+
+
+def _array(x: Any, dtype: Any, rng: np.random.Generator) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x * np.exp(1j * rng.uniform(0, 6, size=np.shape(x)))
+    return jnp.asarray(x, dtype)

@@ -1,0 +1,22 @@
+"""Strictness for every test: nothing is promoted implicitly; pyproject makes warnings errors."""
+
+import chex
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+    """64-bit types, for tests that compare with float64."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_trace_counts():
+    """`chex.assert_max_traces` counts by the function's name, across tests."""
+    chex.clear_trace_counter()
