@@ -28,6 +28,8 @@ _FIRST_MOMENTS = ("mw", "mw_tm1")
 _BROADCAST = (*_FIRST_MOMENTS, "vw", "vw_tm1", "lr")
 _MAY_BE_COMPLEX = (*_WEIGHTS, *_GRADIENTS, *_FIRST_MOMENTS)
 _OPTIONAL = ("decay_lambda",)
+# The order in which messages look for someone to blame: `jax.jit` sorts the keys of a dict.
+_ORDER = (*_WEIGHTS, *_GRADIENTS, *_BROADCAST)
 
 _beta_from_array = compiled(numerics.beta_from_array)
 
@@ -100,9 +102,9 @@ def checked(function: str, named: dict[str, PyTree]) -> dict[str, Any]:
     nothing.
     """
     absent = {name: 0.0 for name in _OPTIONAL if named.get(name, 0) is None}
-    present = {
-        name: _floating(function, name, tree) for name, tree in named.items() if name not in absent
-    }
+    ordered = [name for name in _ORDER if name in named]
+    ordered += [name for name in named if name not in _ORDER and name not in absent]
+    present = {name: _floating(function, name, named[name]) for name in ordered}
     aligned = checks.common_structure(function, **present)
     finest = present[list(present)[aligned.finest]]
     rows = {
@@ -122,7 +124,7 @@ def checked(function: str, named: dict[str, PyTree]) -> dict[str, Any]:
             # fine.
             checks.broadcastable(row, reference, rank_may_grow=reference is gradient)
         elif name not in _WEIGHTS:
-            checks.one_element(row)
+            checks.one_element(Row.of(function, name, present[name]))
             present[name] = _scalars(present[name])
     return present | absent
 
@@ -162,13 +164,17 @@ def _arrays(function: str, name: str, tree: PyTree) -> PyTree:
     if all(isinstance(x, jax.Array) and not x.weak_type for x in jax.tree.leaves(tree)):
         return tree  # the short way: most of what an eager call spends outside XLA is spent here
     checks.arrays_or_numbers(function, name, tree)
+    if name in _WEIGHTS:  # an integer among weights is an error, and must still be seen to be one
+        tree = trees.map_leaves(
+            lambda x: np.asarray(x) if isinstance(x, (int, np.integer)) else x, tree
+        )
     return trees.map_leaves(_strong, tree)
 
 
 def _strong(x: Any) -> Any:
     """An array with a dtype of its own; a weak type would be traced anew after one update."""
     if checks.is_number(x):
-        return x if isinstance(x, (int, np.integer)) else _scalar(x)
+        return _scalar(x)
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 

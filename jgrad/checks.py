@@ -82,6 +82,16 @@ class Row(NamedTuple):
     leaves: Sequence[Any]
     paths: Callable[[], Sequence[str]]
 
+    @classmethod
+    def of(cls, function: str, name: str, tree: PyTree) -> "Row":
+        """The leaves of a tree under their own paths."""
+        return cls(function, name, trees.flatten(tree)[0], lambda: trees.paths(tree))
+
+    def with_arrays(self) -> "Row":
+        """The same with arrays for Python numbers."""
+        arrays = [jnp.asarray(x) if is_number(x) else x for x in self.leaves]
+        return self._replace(leaves=arrays)
+
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
         """Raises `function: argument relation at path: problem.`, looking the path up only now."""
         raise error(f"{self.function}: `{self.name}`{relation}{at(self.paths()[i])}: {problem}.")
@@ -112,7 +122,7 @@ def is_array(x: Any) -> bool:
 
 def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = False) -> None:
     """No other objects but `None`; with `real`, nothing complex, bool or `None` either."""
-    row = Row(function, name, trees.flatten(tree)[0], lambda: trees.paths(tree))
+    row = Row.of(function, name, tree)
     for i, x in enumerate(row.leaves):
         fits = is_number(x) or is_array(x) or (x is None and not real)
         if fits and real and is_array(x):
@@ -123,15 +133,14 @@ def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = Fa
 
 
 def parameters(row: Row) -> list[Any]:
-    """Parameters as arrays of any numbers or bools; `None` may be."""
-    arrays = [jnp.asarray(x) if is_number(x) else x for x in row.leaves]
-    for i, x in enumerate(arrays):
+    """Parameters are arrays of any numbers or bools; `None` may be."""
+    for i, x in enumerate(row.leaves):
         if x is None:
             continue
         if not (is_array(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)):
             remedy = "leave other leaves out with `optax.masked` or `equinox.partition`"
             row.fail(i, TypeError, f"{describe(x)}, expected an array of numbers; {remedy}")
-    return arrays
+    return list(row.leaves)
 
 
 def none_together(weights: Row, gradient: Row, rows: Sequence[Row]) -> None:
@@ -200,7 +209,7 @@ def in_range(
     function: str, name: str, tree: PyTree, low: float = -math.inf, high: float = math.inf
 ) -> None:
     """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
-    row = Row(function, name, trees.flatten(tree)[0], lambda: trees.paths(tree))
+    row = Row.of(function, name, tree)
     for i, x in enumerate(row.leaves):
         if is_number(x) and not (low <= x < high and math.isfinite(x)):
             interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"

@@ -42,10 +42,6 @@ class Arguments:
                     f"expected {expected}."
                 )
 
-    def any_complex(self) -> bool:
-        """Whether a leaf that is differentiated is complex."""
-        return any(map(jnp.iscomplexobj, self.leaves))
-
     def with_leaves(self, leaves: Sequence[Any]) -> list[Any]:
         """All arguments, with other values for the leaves that are differentiated."""
         args = list(self._args)

@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad import checks, differentiation, trees
+from jgrad import checks, differentiation
 from jgrad.checks import Row
 from jgrad.differentiation import Argnums, Arguments
 from jgrad.trees import PyTree
 
 Mode = Literal["reverse", "forward"] | None
+
+# From the leaves that are differentiated to those of the output, and the output itself.
+Outputs = Callable[[list[jax.Array]], tuple[list[jax.Array], PyTree]]
+Blocks = list[list[jax.Array]]
 
 
 def jac(func: Callable[..., Any], argnums: Argnums = 0, *, mode: Mode = None) -> Callable[..., Any]:
@@ -77,45 +81,59 @@ def value_and_jac(
             value = func(*arguments.with_leaves(leaves), **kwargs)
             return _floating_leaves(value), value
 
+        inputs = arguments.leaves
         if mode == "forward":
-            if arguments.any_complex():
-                raise TypeError(
-                    "jac: `mode`: 'forward' with a complex argument, expected 'reverse' or None."
-                )
-
-            def push(tangent: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
-                _, out, value = jax.jvp(outputs, (arguments.leaves,), (tangent,), has_aux=True)
-                return out, value
-
-            columns, value = jax.vmap(push, out_axes=(0, None))(_basis(arguments.leaves))
-            blocks = _blocks_of_columns(columns, arguments.leaves)
+            value, blocks = _forward(outputs, inputs)
         else:
-            leaves, pull, value = jax.vjp(outputs, arguments.leaves, has_aux=True)
-            if (
-                mode is None
-                and _size(leaves) > _size(arguments.leaves)
-                and not arguments.any_complex()
-            ):
-                transposed = jax.linear_transpose(lambda cotangent: pull(cotangent)[0], leaves)
-                columns = jax.vmap(lambda tangent: transposed(tangent)[0])(_basis(arguments.leaves))
-                blocks = _blocks_of_columns(columns, arguments.leaves)
-            else:
-                blocks = _blocks_of_rows(
-                    jax.vmap(lambda cotangent: pull(cotangent)[0])(_basis(leaves)), leaves
-                )
+            value, blocks = _reverse(outputs, inputs, may_transpose=mode is None)
         structure: Any = jax.tree.structure(value)
         return value, structure.unflatten([arguments.result(row) for row in blocks])
 
     return value_and_jacobian
 
 
+def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Blocks]:
+    """Value and blocks, by a push for each element of the input."""
+    if any(map(jnp.iscomplexobj, inputs)):
+        raise TypeError(
+            "jac: `mode`: 'forward' with a complex argument, expected 'reverse' or None."
+        )
+
+    def push(tangent: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
+        _, out, value = jax.jvp(outputs, (inputs,), (tangent,), has_aux=True)
+        return out, value
+
+    along = jax.vmap(push, out_axes=(0, None), axis_size=_size(inputs))
+    columns, value = along(_basis(inputs))
+    return value, _blocks_of_columns(columns, inputs)
+
+
+def _reverse(
+    outputs: Outputs, inputs: list[jax.Array], *, may_transpose: bool
+) -> tuple[PyTree, Blocks]:
+    """Value and blocks, by a pull for each element of the output.
+
+    Or by a push for each element of the input, if those are fewer: transposed, the pullback is one.
+    """
+    leaves, pull, value = jax.vjp(outputs, inputs, has_aux=True)
+
+    def one(cotangent: list[jax.Array]) -> list[jax.Array]:
+        return pull(cotangent)[0]
+
+    fewer_inputs = _size(inputs) < _size(leaves)
+    if may_transpose and fewer_inputs and not any(map(jnp.iscomplexobj, inputs)):
+        push = jax.linear_transpose(one, leaves)
+        along = jax.vmap(lambda tangent: push(tangent)[0], axis_size=_size(inputs))
+        return value, _blocks_of_columns(along(_basis(inputs)), inputs)
+    return value, _blocks_of_rows(jax.vmap(one, axis_size=_size(leaves))(_basis(leaves)), leaves)
+
+
 def _floating_leaves(output: PyTree) -> list[jax.Array]:
-    leaves = jax.tree.leaves(output)
-    row = Row("jac", "output of func", leaves, lambda: trees.paths(output))
-    for i, leaf in enumerate(leaves):
-        if not differentiation.is_real_floating(leaf):
+    row = Row.of("jac", "output of func", output)
+    for i, leaf in enumerate(row.leaves):
+        if leaf is not None and not differentiation.is_real_floating(leaf):
             row.fail(i, TypeError, f"{checks.describe(leaf)}, expected a real floating array")
-    return [jnp.asarray(leaf) for leaf in leaves]
+    return [jnp.asarray(leaf) for leaf in row.leaves if leaf is not None]
 
 
 # The Jacobian of several outputs and inputs is a table of blocks, a row per output leaf.
@@ -142,9 +160,7 @@ def _basis(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def _blocks_of_rows(
-    stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]
-) -> list[list[jax.Array]]:
+def _blocks_of_rows(stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]) -> Blocks:
     """From a stack per input leaf, of shape (all output elements, *input shape)."""
     return [
         [x[part].reshape(*y.shape, *x.shape[1:]) for x in stacks]
@@ -152,9 +168,7 @@ def _blocks_of_rows(
     ]
 
 
-def _blocks_of_columns(
-    stacks: Sequence[jax.Array], inputs: Sequence[jax.Array]
-) -> list[list[jax.Array]]:
+def _blocks_of_columns(stacks: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Blocks:
     """From a stack per output leaf, of shape (all input elements, *output shape)."""
     return [
         [

@@ -1,7 +1,6 @@
 """Every optimizer times every property that all of them have."""
 
 import functools
-from typing import Any
 
 import chex
 import jax
@@ -321,7 +320,7 @@ def test_vmap(case):
     """A batch of models is trained as each model would be."""
     tx = case.tx()
     models, grads = [params(seed=s) for s in range(3)], [gradients(1, seed=s)[0] for s in range(3)]
-    stack = lambda trees: jax.tree.map(lambda *xs: jnp.stack(xs), *trees)  # noqa: E731
+    stack = lambda trees: jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
     w, g = stack(models), stack(grads)
     found, _ = jax.jit(jax.vmap(step_of(tx)))(w, jax.vmap(tx.init)(w), g)
     alone = stack([step_of(tx)(m, tx.init(m), d)[0] for m, d in zip(models, grads, strict=True)])

@@ -30,32 +30,17 @@ class Leaves:
     def __init__(self, function: str, updates: PyTree, params: PyTree) -> None:
         self.function = function
         name, self.tree = ("updates", updates) if params is None else ("params", params)
-        leaves, self._structure = trees.flatten(self.tree)
-        self.reference = Row(function, name, leaves, lambda: trees.paths(self.tree))
-        self.w: list[Any] | None = None
-        if params is not None:
-            self.w = checks.parameters(self.reference)
-            self.reference = self.reference._replace(leaves=self.w)
-        self.g = self._gradients(self.row("updates", updates))
-
-    def _gradients(self, row: Row) -> list[Any]:
-        gradients = []
-        for i, (g, p) in enumerate(zip(row.leaves, self.reference.leaves, strict=True)):
-            if (expected := _expected(g, p)) is not None:
-                row.fail(i, TypeError, f"{checks.describe(g)}, expected {expected}")
-            if g is not None and g.dtype == jax.dtypes.float0:
-                self.require_params("a float0 gradient")
-            gradients.append(g if p is not None and jnp.issubdtype(p.dtype, jnp.inexact) else None)
-        checks.same_shapes(row._replace(leaves=gradients), self.reference)
-        return gradients
+        self.reference = Row.of(function, name, self.tree).with_arrays()
+        self._structure = trees.flatten(self.tree)[1]
+        self.w = None if params is None else checks.parameters(self.reference)
+        self.g = self._gradients(self.row("updates", updates).with_arrays())
 
     def row(self, name: str, tree: PyTree, *, prefix: bool = False) -> Row:
         """The leaves of a tree with the structure of the parameters, or of a prefix of it."""
         reference = self.reference
         checks.same_structure(self.function, name, tree, reference.name, self.tree, prefix=prefix)
         leaves = trees.broadcast(tree, self.tree) if prefix else trees.flatten(tree)[0]
-        arrays = [jnp.asarray(x) if checks.is_number(x) else x for x in leaves]
-        return reference._replace(name=name, leaves=arrays)
+        return reference._replace(name=name, leaves=leaves)
 
     def updated(self) -> Row:
         """The reference, with `None` where nothing is to be updated."""
@@ -82,10 +67,7 @@ class Leaves:
             if (tree is not None) != used:
                 came = f"an OptState {'without' if used else 'with'} `{name}`"
                 raise TypeError(f"{begin}{came}, from another method or other options{end}")
-            row = self.row(f"state.{name}", tree) if used else Row("", "", [], list)
-            if used:
-                checks.same_shapes(row, self.updated())
-            rows.append(row.leaves)
+            rows.append(self._moments(f"state.{name}", tree) if used else [])
         return optax.safe_increment(jnp.asarray(state.step)), rows[0], rows[1]
 
     def updates(self, steps: Sequence[Any]) -> PyTree:
@@ -101,6 +83,25 @@ class Leaves:
         """New moments in the dtypes of the old, which stay where there is no new one."""
         pairs = zip(new, old, strict=True)
         return self._structure.unflatten([y if x is None else _like(x, y) for x, y in pairs])
+
+    def _moments(self, name: str, tree: PyTree) -> Sequence[Any]:
+        row, updated = self.row(name, tree).with_arrays(), self.updated()
+        for i, (moment, reference) in enumerate(zip(row.leaves, updated.leaves, strict=True)):
+            if moment is None and reference is not None:
+                row.fail(i, TypeError, "None, expected an array")
+        checks.same_shapes(row, updated)
+        return row.leaves
+
+    def _gradients(self, row: Row) -> list[Any]:
+        gradients = []
+        for i, (g, p) in enumerate(zip(row.leaves, self.reference.leaves, strict=True)):
+            if (expected := _expected(g, p)) is not None:
+                row.fail(i, TypeError, f"{checks.describe(g)}, expected {expected}")
+            if g is not None and g.dtype == jax.dtypes.float0:
+                self.require_params("a float0 gradient")
+            gradients.append(g if p is not None and jnp.issubdtype(p.dtype, jnp.inexact) else None)
+        checks.same_shapes(row._replace(leaves=gradients), self.reference)
+        return gradients
 
 
 def _expected(g: Any, p: Any) -> str | None:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgrad import arguments, checks, methods, trees
+from jgrad.checks import Row
 from jgrad.methods import Adam
 from jgrad.numerics import Beta
 from jgrad.rules import BIAS_CORRECTIONS, BiasCorrection
@@ -136,8 +137,8 @@ def decays(leaves: Leaves, weight_decay: PyTree, weight_decay_mask: Mask) -> lis
         return [0.0] * len(leaves.g)
     leaves.require_params("`weight_decay`")
     decay = arguments.number(leaves.function, "weight_decay", weight_decay)
+    checks.one_element(Row.of(leaves.function, "weight_decay", decay))
     row = leaves.row("weight_decay", decay, prefix=True)
-    checks.one_element(row)
     masked = mask(leaves, "weight_decay_mask", weight_decay_mask)
     return [x.reshape(()) if use else 0.0 for x, use in zip(row.leaves, masked, strict=True)]
 

@@ -40,8 +40,8 @@ def first_state(
             dtype = numerics.complex_dtype(dtype)
         return jnp.zeros_like(p, dtype=dtype)
 
-    leaves, structure = trees.flatten(params)
-    leaves = checks.parameters(checks.Row(function, "params", leaves, lambda: trees.paths(params)))
+    structure = trees.flatten(params)[1]
+    leaves = checks.parameters(checks.Row.of(function, "params", params).with_arrays())
 
     def moments(*, real: bool) -> PyTree:
         return structure.unflatten([p if p is None else zeros(p, real=real) for p in leaves])

@@ -1,0 +1,148 @@
+"""`jac` and `value_and_jac`."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgrad
+
+MODES = [None, "reverse", "forward"]
+X = jnp.array([0.3, 0.8, -0.5])
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def wide(x):
+    """More outputs than inputs: forward mode is the shorter way."""
+    return jnp.outer(jnp.sin(x), x)
+
+
+def narrow(x):
+    return jnp.stack([jnp.prod(x), jnp.sum(x**2)])
+
+
+@every_mode
+@pytest.mark.parametrize("func", [wide, narrow, jnp.sum], ids=["wide", "narrow", "scalar"])
+def test_finite_differences(func, mode, x64):
+    x = X.astype("float64")
+    found = jgrad.jac(func, mode=mode)(x)
+    assert found.shape == (*func(x).shape, 3)
+    for j, e in enumerate(jnp.eye(3)):
+        expected = (func(x + 1e-6 * e) - func(x - 1e-6 * e)) / 2e-6
+        np.testing.assert_allclose(found[..., j], expected, atol=1e-8)
+
+
+@every_mode
+def test_trees(mode):
+    """A block for each output and input leaf; `None` for inputs that are not differentiated."""
+    p = {"w": X, "v": jnp.ones((2, 2)), "n": jnp.arange(2), "word": "abc"}
+    f = lambda p: {"a": wide(p["w"]), "b": [p["w"][0] * p["v"], jnp.sum(p["v"])]}
+    value, found = jgrad.value_and_jac(f, mode=mode)(p)
+    expected = jax.jacrev(lambda q: f(p | q))({"w": p["w"], "v": p["v"]})
+    chex.assert_trees_all_close(value, f(p))
+    blocks = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, dict) and "w" in x)
+    for block in blocks:
+        assert (block.pop("n"), block.pop("word")) == (None, None)
+    chex.assert_trees_all_close(found, expected, atol=1e-7)
+
+
+@every_mode
+def test_argnums(mode):
+    f = lambda x, y: x * y
+    found = jgrad.jac(f, (1, 0), mode=mode)(X, 2 * X)
+    chex.assert_trees_all_close(found, (jnp.diag(X), jnp.diag(2 * X)))
+
+
+@every_mode
+def test_hessian(mode, x64):
+    x = X.astype("float64")
+    f = lambda x: jnp.sum(jnp.sin(x)) * jnp.sum(x**2)
+    np.testing.assert_allclose(
+        jgrad.jac(jgrad.jac(f, mode=mode), mode=mode)(x), jax.hessian(f)(x), atol=1e-12
+    )
+    np.testing.assert_allclose(
+        jgrad.jac(jgrad.grad(f), mode=mode)(x), jax.hessian(f)(x), atol=1e-12
+    )
+
+
+@every_mode
+def test_func_is_called_once(mode):
+    calls = []
+    jgrad.jac(lambda x: (calls.append(x), wide(x))[1], mode=mode)(X)
+    assert len(calls) == 1
+
+
+@every_mode
+@pytest.mark.parametrize("func", [wide, narrow])
+def test_under_jit_and_vmap(func, mode):
+    x = jnp.stack([X, 2 * X])
+    found = jax.jit(jax.vmap(jgrad.jac(func, mode=mode)))(x)
+    chex.assert_trees_all_close(found, jax.vmap(jax.jacrev(func))(x), atol=1e-6)
+
+
+def passes(func, x, mode):
+    """Which way a Jacobian went: the width of the batch of passes."""
+    jaxpr = str(jax.make_jaxpr(jgrad.jac(func, mode=mode))(x))
+    return {n for n in (2, 3, 7) if f"f32[{n},{n}]" in jaxpr}
+
+
+def test_mode_is_chosen_by_shape():
+    """One pass per element of the smaller side."""
+    seven = lambda x: jnp.sin(jnp.concatenate([x, x, x[:1]]))
+    two = lambda x: jnp.sin(x[:2])
+    assert passes(seven, X, None) == passes(seven, X, "forward") == {3}
+    assert passes(seven, X, "reverse") == {7}
+    assert passes(two, X, None) == passes(two, X, "reverse") == {2}
+
+
+def test_custom_vjp_in_the_forward_way():
+    """The forward mode that `None` picks is a transposed pullback, so a custom pullback will do."""
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.tile(jnp.sin(x), 3)
+
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (jnp.sum(ct.reshape(3, 3), 0) * jnp.cos(x),))
+    chex.assert_trees_all_close(jgrad.jac(f)(X), jax.jacrev(f)(X))
+
+
+def test_forward_differentiates_what_reverse_cannot():
+    def f(x):
+        return jax.lax.while_loop(lambda c: jnp.sum(c) < 10, lambda c: 2 * c, x)
+
+    x = jnp.array([1.0, 2.0])
+    chex.assert_trees_all_close(jgrad.jac(f, mode="forward")(x), 4 * jnp.eye(2))
+
+
+def test_complex_inputs_go_in_reverse():
+    z = jnp.array([1 + 2j, 3 - 1j], jnp.complex64)
+    f = lambda z: jnp.concatenate([z.real, z.imag, jnp.abs(z)])
+    chex.assert_trees_all_close(jgrad.jac(f)(z), jax.jacrev(f)(z))
+    with pytest.raises(TypeError, match="'forward' with a complex argument"):
+        jgrad.jac(f, mode="forward")(z)
+
+
+@every_mode
+def test_empty(mode):
+    assert jgrad.jac(lambda x: x**2, mode=mode)(jnp.ones(0)).shape == (0, 0)
+    assert jgrad.jac(lambda p: X, mode=mode)({}) == {}
+    assert jgrad.jac(lambda x: {}, mode=mode)(X) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "jac: `mode`: 'up' of type str, expected one of 'reverse', 'forward', None.",
+         lambda: jgrad.jac(wide, mode="up")),
+        (TypeError, "jac: `output of func` at ['k'][1]: an array of int32 and shape (3,), expected a real "
+         "floating array.", lambda: jgrad.jac(lambda x: {"k": [x, x.astype(int)]})(X)),
+        (TypeError, "jac: argument 0 of `func`: an array of int32 and shape (3,), expected a floating leaf to "
+         "differentiate; cast with `.astype(float)`.", lambda: jgrad.jac(wide)(jnp.arange(3))),
+    ],
+)  # fmt: skip
+def test_messages(error, message, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message

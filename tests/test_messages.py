@@ -1,0 +1,220 @@
+"""What the optimizers say about bad input, word for word."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+
+NAN = float("nan")
+W = {"layer_3": {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}}
+G = jax.tree.map(lambda x: 0.5 * x, W)
+Z = jax.tree.map(jnp.zeros_like, W)
+X = jnp.ones(3)
+
+
+def with_b(b):
+    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
+
+
+def adam(w=W, g=G, lr=0.1, mw=Z, vw=Z, step=1, **kwargs):
+    return jgrad.adam_update(w, g, lr, mw, vw, step, **kwargs)
+
+
+FUNCTIONAL = [
+    (ValueError, "adam_update: `dcdw` does not match `w` at ['layer_3']['b']: shape (3, 1), expected (3,).",
+     lambda: adam(g=with_b(jnp.ones((3, 1))))),
+    (ValueError, "adam_update: `dcdw` does not match `w` at ['layer_3']['b']: shape (), expected (3,).",
+     lambda: adam(g=with_b(1.0))),
+    (ValueError, "adam_update: `dcdw` does not match `w`: shape (2,), expected (3,).",
+     lambda: adam(X, X[:2], mw=0.0, vw=0.0)),
+    (ValueError, "adam_update: `mw_tm1` does not broadcast to `w` at ['layer_3']['b']: shape (3, 2), expected "
+     "(3,) or one that broadcasts to it.", lambda: adam(mw=with_b(jnp.zeros((3, 2))))),
+    (ValueError, "lars_update: `lr` does not broadcast to `w`: shape (2,), expected (3,) or one that broadcasts "
+     "to it.", lambda: jgrad.lars_update(X, X, jnp.ones(2))),
+    (ValueError, "adam_step: `vw` does not broadcast to `dcdw`: shape (2, 3), expected (3,) or one that "
+     "broadcasts to it.", lambda: jgrad.adam_step(X, X, jnp.ones((2, 3)), 1)),
+    (ValueError, "adam_update: `step`: shape (2,), expected one element.", lambda: adam(step=jnp.ones(2))),
+    (ValueError, "adam_update: `beta1` at ['layer_3']['b']: shape (3,), expected one element.",
+     lambda: adam(beta1=with_b(jnp.ones(3)) | {"layer_3": {"w": 0.9, "b": jnp.full(3, 0.9)}})),
+    (ValueError, "adam_update: `dcdw` does not have the structure of `w`: only `w` has ['layer_3']['b'].",
+     lambda: adam(g={"layer_3": {"w": W["layer_3"]["w"]}})),
+    (ValueError, "adam_update: `w` does not have the structure of `dcdw`: only `dcdw` has ['layer_3']['c'].",
+     lambda: adam(g={"layer_3": {**G["layer_3"], "c": X}})),
+    (ValueError, "adam_update: `dcdw` does not have the structure of `w`: `dcdw` has a list at ['layer_3'] where "
+     "`w` has a dict.", lambda: adam(g={"layer_3": [X, X]})),
+    (ValueError, "adam_update: `lr` does not have the structure of `w`: only `lr` has ['layer_4']; only `w` has "
+     "['layer_3'].", lambda: adam(lr={"layer_4": 0.1})),
+    (TypeError, "adam_update: `w` at ['layer_3']['b']: an array of int32 and shape (3,), expected a floating "
+     "dtype; cast it, or leave it out of the update.", lambda: adam(w=with_b(jnp.arange(3)))),
+    (TypeError, "optimizer_update: `w`: an array of int32 and shape (), expected a floating dtype; cast it, or "
+     "leave it out of the update.", lambda: jgrad.optimizer_update(3, 1.0, 0.1)),
+    (TypeError, "optimizer_update: `w`: an array of int32 and shape (), expected a floating dtype; cast it, or "
+     "leave it out of the update.", lambda: jgrad.optimizer_update(np.int32(3), 1.0, 0.1)),
+    (TypeError, "adam_update: `dcdw` at ['layer_3']['b']: an array of bool and shape (3,), expected a floating "
+     "dtype.", lambda: adam(g=with_b(X > 0))),
+    (TypeError, "adam_update: `w` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.",
+     lambda: adam(w=with_b("abc"))),
+    (TypeError, "adam_update: `dcdw` at ['layer_3']['b']: True of type bool, expected an array or a number.",
+     lambda: adam(g=with_b(True))),
+    (TypeError, "adam_update: `dcdw` does not match `w` at ['layer_3']['b']: an array of complex64 and shape (3,), "
+     "expected a real dtype beside float32.", lambda: adam(g=with_b(X.astype(jnp.complex64)))),
+    (TypeError, "adam_update: `mw_tm1` does not match `w`: an array of float32 and shape (3,), expected a complex "
+     "dtype beside complex64.",
+     lambda: adam(X.astype(jnp.complex64), X.astype(jnp.complex64), mw=X, vw=X)),
+    (TypeError, "adam_update: `vw_tm1`: an array of complex64 and shape (3,), expected a floating dtype.",
+     lambda: adam(X, X, mw=X, vw=X.astype(jnp.complex64))),
+    (TypeError, "adam_update: `dcdw` at ['layer_3']['b']: an array of float32 and shape (3,), expected None, as "
+     "`w` is.", lambda: adam(w=with_b(None))),
+    (TypeError, "adam_update: `mw_tm1` at ['layer_3']['b']: None, expected an array or a number.",
+     lambda: adam(mw=with_b(None))),
+    (TypeError, "adam_update: `lr` at ['layer_3']['b']: None, expected an array or a number.",
+     lambda: adam(lr=None)),
+    (ValueError, "adam_update: `lr`: nan, expected a number in (-inf, inf).", lambda: adam(lr=NAN)),
+    (ValueError, "adam_update: `lr` at ['layer_3']: inf, expected a number in (-inf, inf).",
+     lambda: adam(lr={"layer_3": float("inf")})),
+    (ValueError, "adam_update: `beta1`: 1.5, expected a number in [0, 1).", lambda: adam(beta1=1.5)),
+    (ValueError, "adam_update: `beta2` at ['layer_3']: 1.0, expected a number in [0, 1).",
+     lambda: adam(beta2={"layer_3": 1.0})),
+    (ValueError, "adam_update: `beta1`: nan, expected a number in [0, 1).", lambda: adam(beta1=NAN)),
+    (TypeError, "adam_update: `beta1`: '0.9' of type str, expected a real array or a number.",
+     lambda: adam(beta1="0.9")),
+    (TypeError, "adam_update: `beta1`: None of type NoneType, expected a real array or a number.",
+     lambda: adam(beta1=None)),
+    (ValueError, "adam_update: `epsilon`: -1e-08, expected a number in [0, inf).", lambda: adam(epsilon=-1e-8)),
+    (ValueError, "adam_update: `step`: -1, expected a number in [0, inf).", lambda: adam(step=-1)),
+    (ValueError, "adam_update: `bias_correction`: 'none' of type str, expected one of 'step_size', 'moments', "
+     "None.", lambda: adam(bias_correction="none")),
+    (ValueError, "lars_update: `rule`: 'mlperf' of type str, expected one of 'paper', 'ivy'.",
+     lambda: jgrad.lars_update(X, X, 0.1, rule="mlperf")),
+    (ValueError, "lars_update: `decay_lambda`: -0.1, expected a number in [0, inf).",
+     lambda: jgrad.lars_update(X, X, 0.1, decay_lambda=-0.1)),
+    (ValueError, "lamb_update: `max_trust_ratio`: inf, expected a number in [0, inf).",
+     lambda: jgrad.lamb_update(X, X, 0.1, X, X, 1, max_trust_ratio=float("inf"))),
+    (NotImplementedError, "adam_update: `out` is not supported, since arrays in JAX are immutable. Use the "
+     "returned value; to reuse memory, give the argument to `jax.jit(..., donate_argnums=...)`.",
+     lambda: adam(out=X)),
+]  # fmt: skip
+
+
+def update(tx, g=G, w=W, state=None, **kwargs):
+    return tx.update(g, tx.init(W) if state is None else state, w, **kwargs)
+
+
+TRANSFORMATIONS = [
+    # At construction.
+    (ValueError, "adam: `learning_rate`: -1, expected a number in [0, inf).", lambda: jgrad.adam(-1)),
+    (ValueError, "adam: `learning_rate`: nan, expected a number in [0, inf).", lambda: jgrad.adam(NAN)),
+    (ValueError, "lamb: `learning_rate` at ['a']: -0.1, expected a number in [0, inf).",
+     lambda: jgrad.lamb({"a": -0.1})),
+    (TypeError, "adam: `learning_rate`: 'fast' of type str, expected a real array or a number.",
+     lambda: jgrad.adam("fast")),
+    (ValueError, "adam: `beta1`: 1.5, expected a number in [0, 1).", lambda: jgrad.adam(0.1, beta1=1.5)),
+    (ValueError, "scale_by_adam: `beta2`: 1.0, expected a number in [0, 1).",
+     lambda: jgrad.scale_by_adam(beta2=1.0)),
+    (ValueError, "adam: `beta1`: an array of float32 and shape (2,), expected one number.",
+     lambda: jgrad.adam(0.1, beta1=jnp.ones(2))),
+    (ValueError, "adam: `weight_decay`: -0.1, expected a number in [0, inf).",
+     lambda: jgrad.adam(0.1, weight_decay=-0.1)),
+    (TypeError, "adam: `moment_dtype`: <class 'jax.numpy.int32'>, expected a real floating dtype.",
+     lambda: jgrad.adam(0.1, moment_dtype=jnp.int32)),
+    (ValueError, "gradient_descent: `momentum`: -0.9, expected a number in [0, inf).",
+     lambda: jgrad.gradient_descent(0.1, momentum=-0.9)),
+    (ValueError, "gradient_descent: `nesterov`: True, expected False without `momentum`.",
+     lambda: jgrad.gradient_descent(0.1, nesterov=True)),
+    (ValueError, "lars: `trust_coefficient`: inf, expected a number in [0, inf).",
+     lambda: jgrad.lars(0.1, trust_coefficient=float("inf"))),
+    (ValueError, "lamb: `min_trust_ratio`: 2.0, expected at most `max_trust_ratio`, which is 1.0.",
+     lambda: jgrad.lamb(0.1, min_trust_ratio=2.0, max_trust_ratio=1.0)),
+    (ValueError, "lamb: `rule`: 'nvlamb' of type str, expected one of 'paper', 'ivy'.",
+     lambda: jgrad.lamb(0.1, rule="nvlamb")),
+    # At init.
+    (TypeError, "adam: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; leave other "
+     "leaves out with `optax.masked` or `equinox.partition`.", lambda: jgrad.adam(0.1).init(with_b("abc"))),
+    (TypeError, "adam: `params` at ['layer_3']['b']: an array of key<fry> and shape (), expected an array of "
+     "numbers; leave other leaves out with `optax.masked` or `equinox.partition`.",
+     lambda: jgrad.adam(0.1).init(with_b(jax.random.key(0)))),
+    # At update.
+    (ValueError, "adam: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
+     lambda: update(jgrad.adam(0.1), g=with_b(jnp.ones((3, 1))))),
+    (ValueError, "adam: `updates` does not have the structure of `params`: only `params` has ['layer_3']['b'].",
+     lambda: update(jgrad.adam(0.1), g={"layer_3": {"w": W["layer_3"]["w"]}})),
+    (ValueError, "adam: `state.mw` does not match `params` at ['layer_3']['b']: shape (3,), expected (4,).",
+     lambda: update(jgrad.adam(0.1), with_b(jnp.ones(4)), with_b(jnp.ones(4)))),
+    (ValueError, "adam: `state.mw` does not have the structure of `params`: only `params` has ['layer_3'].",
+     lambda: update(jgrad.adam(0.1), state=jgrad.adam(0.1).init({}))),
+    (TypeError, "adam: `state.mw` at ['layer_3']['b']: None, expected an array.",
+     lambda: update(jgrad.adam(0.1), state=jgrad.adam(0.1).init(with_b(None)))),
+    (TypeError, "adam: `state`: TraceState, expected the OptState that this `adam` made with `init`.",
+     lambda: update(jgrad.adam(0.1), state=optax.trace(0.9).init(W))),
+    (TypeError, "adam: `state`: an OptState without `vw`, from another method or other options, expected the "
+     "OptState that this `adam` made with `init`.", lambda: update(jgrad.adam(0.1), state=jgrad.lars(0.1).init(W))),
+    (TypeError, "gradient_descent: `state`: an OptState with `mw`, from another method or other options, expected "
+     "the OptState that this `gradient_descent` made with `init`.",
+     lambda: update(jgrad.gradient_descent(0.1), state=jgrad.lars(0.1).init(W))),
+    (ValueError, "lamb: the trust ratio needs the parameters: call `update(updates, state, params)`.",
+     lambda: update(jgrad.lamb(0.1), w=None)),
+    (ValueError, "adam: `weight_decay` needs the parameters: call `update(updates, state, params)`.",
+     lambda: update(jgrad.adam(0.1, weight_decay=0.1), w=None)),
+    (TypeError, "adam: `updates` at ['layer_3']['b']: an array of float32 and shape (3,), expected None, float0 or "
+     "integers beside a parameter of int32.",
+     lambda: update(jgrad.adam(0.1), w=with_b(jnp.arange(3)))),
+    (TypeError, "adam: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real floating "
+     "dtype beside a parameter of float32.", lambda: update(jgrad.adam(0.1), g=with_b(jnp.arange(3)))),
+    (TypeError, "adam: `updates` at ['layer_3']['b']: an array of complex64 and shape (3,), expected a real "
+     "floating dtype beside a parameter of float32.",
+     lambda: update(jgrad.adam(0.1), g=with_b(X.astype(jnp.complex64)))),
+    (TypeError, "adam: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or None.",
+     lambda: update(jgrad.adam(0.1), g=with_b("abc"))),
+    (TypeError, "adam: `updates` at ['layer_3']['b']: an array of float32 and shape (3,), expected None, as the "
+     "parameter is.", lambda: update(jgrad.adam(0.1), w=with_b(None))),
+    (ValueError, "adam: `learning_rate` does not have the structure of `params`: only `learning_rate` has ['a']; "
+     "only `params` has ['layer_3'].", lambda: update(jgrad.adam({"a": 0.1}))),
+    (ValueError, "adam: `learning_rate` does not broadcast to `params` at ['layer_3']['w']: shape (3,), expected "
+     "(3, 2) or one that broadcasts to it.", lambda: update(jgrad.adam(jnp.ones(3)))),
+    (ValueError, "adam: `learning_rate`: -0.1, expected a number in [0, inf).",
+     lambda: update(jgrad.adam(0.1), learning_rate=-0.1)),
+    (ValueError, "adam: `weight_decay`: shape (2,), expected one element.",
+     lambda: update(jgrad.adam(0.1, weight_decay=jnp.ones(2)))),
+    (TypeError, "lamb: `trust_ratio_mask` at ['layer_3']['b']: 1 of type int, expected a bool.",
+     lambda: update(jgrad.lamb(0.1, trust_ratio_mask={"layer_3": {"w": True, "b": 1}}))),
+    (ValueError, "lars: `weight_decay_mask` does not have the structure of `params`: only `weight_decay_mask` has "
+     "['b']; only `params` has ['layer_3'].",
+     lambda: update(jgrad.lars(0.1, weight_decay=0.1, weight_decay_mask={"b": False}))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), FUNCTIONAL + TRANSFORMATIONS)
+def test_message(error, message, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_under_jit_the_message_is_the_same():
+    with pytest.raises(ValueError) as caught:
+        jax.jit(lambda w, g: adam(w, g))(W, with_b(jnp.ones((3, 1))))
+    assert str(caught.value) == FUNCTIONAL[0][1]
+
+
+def test_a_thousand_leaves_make_no_longer_message():
+    w = {f"layer_{i}": X for i in range(1000)}
+    g = {f"layer_{i}": X for i in range(1000) if i % 100 != 33}
+    with pytest.raises(ValueError) as caught:
+        jgrad.gradient_descent_update(w, g, 0.1)
+    assert str(caught.value) == (
+        "gradient_descent_update: `dcdw` does not have the structure of `w`: only `w` has ['layer_133']; only `w` "
+        "has ['layer_233']; only `w` has ['layer_33'] (and 7 more)."
+    )
+
+
+def test_nodes_with_other_static_data():
+    """The same keys are not the same structure."""
+    first, second = jax.tree_util.Partial(max, X), jax.tree_util.Partial(min, X)
+    with pytest.raises(ValueError) as caught:
+        jgrad.optimizer_update(first, second, 0.1)
+    assert str(caught.value) == (
+        "optimizer_update: `effective_grad` does not have the structure of `w`: static data of nodes differ."
+    )

@@ -1,0 +1,122 @@
+"""Norms of layers at every scale."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgrad import leafwise, norms
+
+
+def found_norms(*arrays):
+    """The norms of arrays, by the function under test, as NumPy scalars."""
+    (columns,) = norms.layer_norms([(leafwise.itself, (x,)) for x in arrays])
+    return [np.asarray(x) for x in norms.split(columns)]
+
+
+def true_norm(x):
+    x = np.asarray(x).astype(np.longdouble)
+    return np.sqrt(np.sum(np.square(np.abs(x))))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("scale", [0, 1e-30, 1e-23, 1e-19, 1e-10, 1, 1e10, 1e19, 1e30, 3e38])
+def test_scales(scale, jit):
+    """Neither overflow nor underflow, alone and beside layers of other scales."""
+    rng = np.random.default_rng(0)
+    odd = jnp.asarray(scale * rng.uniform(0.1, 0.3, size=(3, 4)), jnp.float32)
+    plain = jnp.asarray(rng.normal(size=7), jnp.float32)
+    for arrays in ([odd], [plain, odd, plain * 1e-3], [odd, plain * 1e25]):
+        found = (jax.jit(found_norms_list) if jit else found_norms_list)(*arrays)
+        for x, y in zip(found, arrays, strict=True):
+            np.testing.assert_allclose(np.asarray(x), float(true_norm(y)), rtol=1e-6)
+
+
+def found_norms_list(*arrays):
+    (columns,) = norms.layer_norms([(leafwise.itself, (x,)) for x in arrays])
+    return norms.split(columns)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_dtypes(dtype, x64):
+    """In float32 or wider: 100 elements of 100 overflow float16's own sum of squares."""
+    x = jnp.full((10, 10), 100, dtype)
+    (found,) = found_norms(x)
+    np.testing.assert_allclose(found, 1000.0, rtol=1e-6)
+    assert found.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)
+
+
+def test_mixed_precision(x64):
+    """Each layer is scaled within its own dtype's range, beside one of another."""
+    single, double = jnp.full(3, 1e30, jnp.float32), jnp.full(3, 1e200, jnp.float64)
+    found = found_norms(single, double)
+    np.testing.assert_allclose(found, [np.sqrt(3) * 1e30, np.sqrt(3) * 1e200], rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 50])
+@pytest.mark.parametrize("small", [True, False])
+def test_columns(count, small):
+    """Any number of layers, alike or not, in the usual and in the rescaled way."""
+    rng = np.random.default_rng(count)
+    shapes = [(4, 3) if i % 2 else (5,) for i in range(count)]
+    scale = 1e-25 if small else 1.0
+    arrays = [jnp.asarray(scale * rng.normal(size=s), jnp.float32) for s in sorted(shapes)]
+    expected = [float(true_norm(x)) for x in arrays]
+    np.testing.assert_allclose(found_norms(*arrays), expected, rtol=1e-6)
+
+
+def test_large_layers_are_rescaled_one_by_one():
+    arrays = [jnp.full((200, 100), 1e-25 * (i + 1), jnp.float32) for i in range(3)]
+    np.testing.assert_allclose(
+        found_norms(*arrays), [float(true_norm(x)) for x in arrays], rtol=1e-5
+    )
+
+
+def test_functions_of_shared_scalars():
+    """A layer may be a function of arrays, some of which all layers share."""
+    f = lambda x, y, a: x + a * y
+    a = jnp.float32(3.0)
+    rng = np.random.default_rng(0)
+    pairs = [jnp.asarray(1e-25 * rng.normal(size=(2, 6)), jnp.float32) for _ in range(5)]
+    first, second = norms.layer_norms(
+        [(f, (x, y, a)) for x, y in pairs], [(leafwise.itself, (x,)) for x, _ in pairs]
+    )
+    for found, (x, y) in zip(norms.split(first), pairs, strict=True):
+        np.testing.assert_allclose(
+            found, float(true_norm(np.asarray(x, float) + 3 * np.asarray(y, float))), rtol=1e-5
+        )
+    for found, (x, _) in zip(norms.split(second), pairs, strict=True):
+        np.testing.assert_allclose(found, float(true_norm(x)), rtol=1e-5)
+
+
+def test_non_finite():
+    """NaN and infinity are not hidden, and do not spread to other layers."""
+    found = found_norms(jnp.array([1.0, jnp.nan]), jnp.array([jnp.inf, 1.0]), jnp.array([3.0, 4.0]))
+    np.testing.assert_array_equal(found, [np.nan, np.inf, 5.0])
+
+
+def test_empty():
+    np.testing.assert_array_equal(found_norms(jnp.zeros((0, 3)), jnp.array([3.0, 4.0])), [0.0, 5.0])
+    assert norms.layer_norms([], []) == [[], []]
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_derivative(scale):
+    """x / |x|, at every scale; zero at zero."""
+    x = jnp.asarray([3 * scale, -4 * scale], jnp.float32)
+    f = lambda x: found_norms_list(x)[0]
+    np.testing.assert_allclose(jax.grad(f)(x), [0.6, -0.8], rtol=1e-6)
+    np.testing.assert_array_equal(jax.grad(f)(jnp.zeros(2)), [0, 0])
+
+
+def test_one_conditional_for_the_model():
+    """However many layers there are, one `lax.cond` chooses the rare way."""
+    arrays = [jnp.ones((i + 1,)) for i in range(40)]
+    jaxpr = str(jax.make_jaxpr(found_norms_list)(*arrays))
+    assert jaxpr.count("cond[") == 1
+
+
+def test_vmap():
+    x = jnp.asarray([[3.0, 4.0], [3e-25, 4e-25], [3e25, 4e25]], jnp.float32)
+    found = jax.vmap(lambda x: found_norms_list(x)[0])(x)
+    np.testing.assert_allclose(found, [5.0, 5e-25, 5e25], rtol=1e-6)

@@ -1,0 +1,87 @@
+"""Bias correction, roots and dtypes at the ends of their ranges."""
+
+import decimal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgrad import numerics
+
+BETAS = [0.5, 0.9, 0.999, 0.9999, 0.999999, 1 - 1e-7]
+STEPS = [1, 2, 10, 100, 10**3, 10**4, 10**5, 10**6, 2**24, 2**31 - 1]
+
+
+def exact(beta, step):
+    """1 - beta^step for the double that Python has for beta."""
+    with decimal.localcontext() as context:
+        context.prec = 60
+        return float(1 - decimal.Decimal(beta) ** step)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("step", STEPS)
+def test_bias_correction(beta, step):
+    """Right to 1e-6 in float32 where `1 - beta**t` is wrong in the second digit."""
+    log = jnp.float32(numerics.beta_from_number(beta).log)
+    found = float(numerics.one_minus_power(log, jnp.asarray(step, jnp.float32)))
+    assert found == pytest.approx(exact(beta, step), rel=1e-6)
+
+
+def test_the_textbook_form_is_worse():
+    """The test above can fail: the plain power is off by a percent."""
+    beta = 0.999999
+    plain = float(1 - jnp.float32(beta) ** jnp.float32(1))
+    assert abs(plain / exact(beta, 1) - 1) > 1e-2
+
+
+@pytest.mark.parametrize("step", [0.0, 0.5, 1.0, 3.0])
+def test_beta_zero(step):
+    """0^t is 0 for t > 0 and 1 at 0."""
+    for beta in (numerics.beta_from_number(0.0), numerics.beta_from_array(jnp.float32(0))):
+        found = numerics.one_minus_power(jnp.float32(beta.log), jnp.float32(step))
+        assert float(found) == (0.0 if step == 0 else 1.0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999])
+def test_forms_of_an_array(beta):
+    """A traced beta has been rounded to its dtype; its forms are right for what is left."""
+    found = jax.jit(numerics.beta_from_array)(jnp.float32(beta))
+    b = float(np.float32(beta))
+    np.testing.assert_allclose(found.complement, 1 - b, rtol=1e-7)
+    if b:
+        np.testing.assert_allclose(found.log, np.log(b), rtol=2e-7)
+
+
+def test_derivative_of_a_traced_beta(x64):
+    """d/db (1 - b^t) = -t b^(t-1), and finite at 0."""
+    f = lambda b: numerics.one_minus_power(numerics.beta_from_array(b).log, jnp.float64(3))
+    np.testing.assert_allclose(jax.grad(f)(jnp.float64(0.9)), -3 * 0.81, rtol=1e-12)
+    assert np.isfinite(jax.grad(f)(jnp.float64(0)))
+
+
+def test_safe_sqrt():
+    x = jnp.array([0.0, 4.0, jnp.nan, jnp.inf])
+    np.testing.assert_array_equal(numerics.safe_sqrt(x), [0, 2, np.nan, np.inf])
+    slopes = jax.vmap(jax.grad(numerics.safe_sqrt))(x[:2])
+    np.testing.assert_array_equal(slopes, [0, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "real"),
+    [("float16", "float32"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64"),
+     ("complex64", "float32"), ("complex128", "float64")],
+)  # fmt: skip
+def test_working_dtype(dtype, real, x64):
+    x = jnp.ones(2, dtype)
+    assert numerics.real_dtype(x) == real
+    wide = numerics.widen(x, numerics.real_dtype(x))
+    assert jnp.iscomplexobj(wide) == jnp.iscomplexobj(x)
+    assert jnp.finfo(wide.dtype).bits == jnp.finfo(real).bits
+
+
+def test_abs_squared():
+    z = jnp.array([3 - 4j], jnp.complex64)
+    np.testing.assert_allclose(numerics.abs_squared(z), [25.0], rtol=1e-6)
+    assert numerics.abs_squared(z).dtype == jnp.float32
