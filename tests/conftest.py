@@ -1,8 +1,13 @@
 """Strictness for every test: nothing is promoted implicitly; pyproject makes warnings errors."""
 
+import os
+
 import chex
 import jax
 import pytest
+
+# These want eight devices; `test_multi_device.py` gives them a process of their own.
+collect_ignore = [] if "JGRAD_MULTI_DEVICE" in os.environ else ["multi_device"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
