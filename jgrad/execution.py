@@ -31,8 +31,7 @@ def execute_with_gradients(
         execute_with_gradients(f, x) = (f(x), df/dx)
 
     An index is a path: a sequence of keys, attribute names and positions, `(1, "a")`. Negative
-      positions
-    count from the end. A path that stops above the leaves means all arrays below it.
+    positions count from the end. A path that stops above the leaves means all arrays below it.
 
     Args:
       func: a function of `xs` that returns an array or a pytree. It is called once.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
 
 import jgrad
 from tests.cases import CASES, RATE, gradients, params
@@ -335,9 +336,10 @@ def test_export(case):
     """The train step lowers for CPU, CUDA and TPU."""
     tx, w = case.tx(), params()
     args = (w, tx.init(w), gradients(1)[0])
-    exported = jax.export.export(jax.jit(step_of(tx)), platforms=("cpu", "cuda", "tpu"))(*args)
+    exported = export.export(jax.jit(step_of(tx)), platforms=("cpu", "cuda", "tpu"))(*args)
     assert exported.platforms == ("cpu", "cuda", "tpu")
-    assert_equal(exported.call(*args), jax.jit(step_of(tx))(*args))
+    again = jax.jit(step_of(tx))(*args)  # compiled apart: equal up to fusion
+    chex.assert_trees_all_close(exported.call(*args), again, rtol=1e-6, atol=1e-6)
 
 
 @every_case

@@ -63,8 +63,7 @@ def lamb_update(
       As `adam_update`.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-      (2020),
-    algorithm 2, with phi the clamp of the ratio.
+      (2020), algorithm 2, with phi the clamp of the ratio.
     """
     checks.no_out("lamb_update", out)
     checks.one_of("lamb_update", "rule", rule, RULES)

@@ -55,8 +55,7 @@ def adam(
       TypeError: an option of the wrong kind.
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2;
-      Loshchilov and
-    Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
+      Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
     options.check_rates("adam", learning_rate, weight_decay)
     options.check_adam("adam", beta1, beta2, epsilon, bias_correction, moment_dtype)

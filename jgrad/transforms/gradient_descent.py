@@ -52,8 +52,7 @@ def gradient_descent(
       TypeError: an option of the wrong kind.
 
     Source: Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum
-      in deep
-    learning" (2013), section 2.
+      in deep learning" (2013), section 2.
     """
     options.check_rates(_NAME, learning_rate, weight_decay)
     options.check_moment_dtype(_NAME, moment_dtype)

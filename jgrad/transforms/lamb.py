@@ -67,8 +67,7 @@ def lamb(
       TypeError: an option of the wrong kind.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-      (2020),
-    algorithm 2, with phi the clamp of the ratio.
+      (2020), algorithm 2, with phi the clamp of the ratio.
     """
     options.check_rates("lamb", learning_rate, weight_decay)
     options.check_adam("lamb", beta1, beta2, epsilon, bias_correction, moment_dtype)

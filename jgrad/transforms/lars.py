@@ -66,8 +66,7 @@ def lars(
       TypeError: an option of the wrong kind.
 
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
-      algorithm 1,
-    which has the rate inside the momentum, as MLPerf's reference does.
+      algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.
     """
     options.check_rates("lars", learning_rate, weight_decay)
     options.check_moment_dtype("lars", moment_dtype)
