@@ -8,6 +8,7 @@ misses the target accuracy. About ten seconds on two cores.
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -66,13 +67,12 @@ def load() -> tuple[Digits, Digits]:
 
 def init(key: jax.Array, *, hidden: int) -> Params:
     """The weights of a perceptron with two hidden layers."""
-    widths = (64, hidden, hidden, 10)
     he = jax.nn.initializers.he_normal()
+    shapes = itertools.pairwise((64, hidden, hidden, 10))
+    layers = zip(jax.random.split(key, 3), shapes, strict=True)
     return {
         f"layer_{i}": {"w": he(key, shape), "b": jnp.zeros(shape[1])}
-        for i, (key, shape) in enumerate(
-            zip(jax.random.split(key, 3), zip(widths, widths[1:], strict=False), strict=True)
-        )
+        for i, (key, shape) in enumerate(layers)
     }
 
 
