@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jgrad import checks, methods, numerics, trees
 from jgrad.checks import Row
@@ -37,12 +38,26 @@ _beta_from_array = compiled(numerics.beta_from_array)
 def enter(function: str, **named: PyTree) -> dict[str, PyTree]:
     """Weights, gradients, moments and the rate with strongly typed arrays for leaves."""
     checks.in_range(function, "lr", named.get("lr"))  # of any sign, but finite
-    lists = {name: tree for name, tree in named.items() if isinstance(tree, (list, tuple))}
-    if all(map(_is_numbers, lists.values())):
-        # A list of numbers is an array, as in Ivy, unless another list holds arrays: then it is a
-        # tree.
-        named |= {name: np.asarray(tree, jnp.result_type(float)) for name, tree in lists.items()}
+    named = lists_as_arrays(function, named, jnp.result_type(float))
     return {name: _arrays(function, name, tree) for name, tree in named.items()}
+
+
+def lists_as_arrays(
+    function: str, named: dict[str, PyTree], dtype: DTypeLike | None = None
+) -> dict[str, PyTree]:
+    """A list of numbers is an array, as in Ivy, unless another list holds arrays: it is a tree."""
+    lists = {name: tree for name, tree in named.items() if _is_list(tree)}
+    if not all(map(_is_numbers, lists.values())):
+        return named
+    arrays = {}
+    for name, tree in lists.items():
+        try:
+            arrays[name] = np.asarray(tree, dtype)
+        except ValueError:
+            raise ValueError(
+                f"{function}: `{name}`: {checks.describe(tree)}, expected rows of one length."
+            ) from None
+    return named | arrays
 
 
 def number(function: str, name: str, tree: PyTree) -> PyTree:
@@ -155,8 +170,13 @@ def new_weights(w: PyTree, step: PyTree, stop_gradients: bool) -> PyTree:
     return trees.map_leaves(jax.lax.stop_gradient, new) if stop_gradients else new
 
 
+def _is_list(x: Any) -> bool:
+    return type(x) in (list, tuple)  # no NamedTuple: that is a tree
+
+
 def _is_numbers(x: Any) -> bool:
-    leaves = jax.tree.leaves(x)
+    """Lists, however deep, of numbers and nothing else."""
+    leaves = jax.tree.leaves(x, is_leaf=lambda node: not _is_list(node))
     return bool(leaves) and all(map(checks.is_number, leaves))
 
 

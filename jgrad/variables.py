@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad import checks, numerics, trees
+from jgrad.arguments import lists_as_arrays
 from jgrad.checks import Row
 from jgrad.trees import PyTree
 
@@ -19,7 +20,7 @@ def variable(x: PyTree, /) -> PyTree:
     """`x` with floating leaves, ready to be differentiated.
 
     Args:
-      x: pytree of arrays and numbers.
+      x: pytree of arrays and numbers; a list of numbers is an array.
 
     Returns:
       A tree of arrays: integer and bool leaves in the default float dtype, others as they are.
@@ -28,7 +29,7 @@ def variable(x: PyTree, /) -> PyTree:
       TypeError: a leaf is not a number or an array of numbers.
     """
     checks.arrays_or_numbers("variable", "x", x)
-    return trees.map_leaves(numerics.floating, x)
+    return trees.map_leaves(numerics.floating, lists_as_arrays("variable", {"x": x})["x"])
 
 
 def is_variable(x: Any, /, exclusive: bool = False) -> bool:
@@ -120,6 +121,7 @@ def _combined(
 ) -> PyTree:
     checks.arrays_or_numbers(function, "x", x)
     checks.arrays_or_numbers(function, "val", val)
+    x, val = lists_as_arrays(function, {"x": x, "val": val}).values()
     checks.same_structure(function, "val", val, "x", x, prefix=True)
     leaves, structure = trees.flatten(x)
     xs = [a if a is None else jnp.asarray(a) for a in leaves]

@@ -55,6 +55,8 @@ FUNCTIONAL = [
      "leave it out of the update.", lambda: jgrad.optimizer_update(np.int32(3), 1.0, 0.1)),
     (TypeError, "adam_update: `dcdw` at ['layer_3']['b']: an array of bool and shape (3,), expected a floating "
      "dtype.", lambda: adam(g=with_b(X > 0))),
+    (ValueError, "adam_step: `dcdw`: [[1.0], [1.0, 2.0]] of type list, expected rows of one length.",
+     lambda: jgrad.adam_step([[1.0], [1.0, 2.0]], 0.0, 0.0, 1)),
     (TypeError, "adam_update: `w` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.",
      lambda: adam(w=with_b("abc"))),
     (TypeError, "adam_update: `dcdw` at ['layer_3']['b']: True of type bool, expected an array or a number.",

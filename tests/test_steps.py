@@ -115,6 +115,16 @@ def test_lists_of_numbers_are_arrays(name):
     )
 
 
+def test_numbers_in_other_nodes_are_leaves():
+    """A NamedTuple of numbers, or a list of dicts of them, is a tree and no array."""
+    pair = collections.namedtuple("Pair", ["a", "b"])
+    ones = jnp.ones(3)
+    found = jgrad.gradient_descent_update(pair(X, X), pair(ones, ones), pair(0.1, 0.2))
+    chex.assert_trees_all_close(found, pair(X - 0.1, X - 0.2), rtol=1e-6)
+    found = jgrad.gradient_descent_update([{"a": X}], [{"a": ones}], [{"a": 0.1}])
+    chex.assert_trees_all_close(found, [{"a": X - 0.1}], rtol=1e-6)
+
+
 @every_update
 def test_any_pytree(name):
     """Types of nodes are kept."""

@@ -28,6 +28,14 @@ def test_variable():
         jgrad.variable({"a": "abc"})
 
 
+def test_lists_of_numbers_are_arrays():
+    """As in the functional updates; lists of arrays are trees."""
+    chex.assert_trees_all_equal(jgrad.variable([1, 2]), jnp.array([1.0, 2.0]))
+    chex.assert_trees_all_equal(jgrad.inplace_increment(jnp.arange(2), [3, 4]), jnp.array([3, 5]))
+    found = jgrad.inplace_update([jnp.ones(2), jnp.ones(3)], [jnp.zeros(2), 4])
+    chex.assert_trees_all_equal(found, [jnp.zeros(2), jnp.full(3, 4.0)])
+
+
 def test_is_variable():
     assert jgrad.is_variable(X["a"])
     assert not jgrad.is_variable(X["a"], exclusive=True)
