@@ -1,0 +1,1 @@
+"""What jgrad costs beside optax: `python -m benchmarks`."""
