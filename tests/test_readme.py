@@ -1,0 +1,84 @@
+"""What the README says is so: its example runs, and its tables name what there is."""
+
+import inspect
+import pathlib
+import re
+
+import jax
+import pytest
+
+import jgrad
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PUBLIC = [
+    name for name, x in vars(jgrad).items() if not (name.startswith("_") or inspect.ismodule(x))
+]
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def section(title):
+    return re.search(rf"^## {title}\n(.*?)(?=^## )", README, re.DOTALL | re.MULTILINE)[1]
+
+
+def first_cells(text):
+    """The name in the first cell of each line of a table."""
+    return re.findall(r"^\| `(\w+)", text, re.MULTILINE)
+
+
+def test_the_example(capsys):
+    """It runs as a reader would run it, and learns; optax's schedules rely on promotion."""
+    (example,) = blocks("python")
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile(example, "README.md", "exec"), {})
+    found = re.fullmatch(r"loss (\S+) after 300 steps\n", capsys.readouterr().out)
+    assert float(found[1]) < 1e-2  # from 0.55, the mean square of y
+
+
+def test_the_table_has_a_line_for_every_public_name():
+    assert sorted(first_cells(section("What there is"))) == sorted(PUBLIC)
+
+
+def test_each_row_of_the_comparison_is_a_test():
+    text = section("Beside optax")
+    tests = set(
+        re.findall(
+            r"^def (test_\w+)", (ROOT / "tests/test_beside_optax.py").read_text(), re.MULTILINE
+        )
+    )
+    assert set(re.findall(r"`(test_\w+)`", text)) == tests
+
+
+def test_figures_are_those_of_the_benchmark():
+    figures = [line for line in section("Speed").splitlines() if line.startswith("|")]
+    assert len(figures) > 2
+    assert set(figures) <= set((ROOT / "benchmarks/results.md").read_text().splitlines())
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\((?!https)([^)]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings(name):
+    """What it does, its arguments and what it returns; the equation for what computes."""
+    thing = getattr(jgrad, name)
+    text = thing.__doc__
+    first, _, rest = text.partition("\n")
+    assert first.endswith(".")
+    if name == "OptState":
+        assert "Attributes:" in rest
+        return
+    for part in ("Args:", "Returns:"):
+        assert f"    {part}\n" in rest
+    for argument in thing.__code__.co_varnames[
+        : thing.__code__.co_argcount + thing.__code__.co_kwonlyargcount
+    ]:
+        assert re.search(rf"^      (\w+, )*{argument}(, \w+)*: ", rest, re.MULTILINE), argument
+    if name not in ("variable", "is_variable", "variable_data"):
+        equation = rest.split("Args:")[0]
+        assert re.search(r"^        \S.*[=<]", equation, re.MULTILINE), "no equation"
