@@ -21,6 +21,13 @@ def x64():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.fixture
+def standard_promotion():
+    """For peers that rely on implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_trace_counts():
     """`chex.assert_max_traces` counts by the function's name, across tests."""

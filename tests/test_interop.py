@@ -17,13 +17,6 @@ from tests.cases import CASES, RATE, gradients, params
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.fixture
-def standard_promotion():
-    """For peers that rely on implicit promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def close(found, expected, rtol=1e-6, atol=1e-6):
     chex.assert_trees_all_close(found, expected, rtol=rtol, atol=atol)
 

@@ -4,7 +4,6 @@ import inspect
 import pathlib
 import re
 
-import jax
 import pytest
 
 import jgrad
@@ -29,11 +28,10 @@ def first_cells(text):
     return re.findall(r"^\| `(\w+)", text, re.MULTILINE)
 
 
-def test_the_example(capsys):
+def test_the_example(capsys, standard_promotion):
     """It runs as a reader would run it, and learns; optax's schedules rely on promotion."""
     (example,) = blocks("python")
-    with jax.numpy_dtype_promotion("standard"):
-        exec(compile(example, "README.md", "exec"), {})
+    exec(compile(example, "README.md", "exec"), {})
     found = re.fullmatch(r"loss (\S+) after 300 steps\n", capsys.readouterr().out)
     assert float(found[1]) < 1e-2  # from 0.55, the mean square of y
 
