@@ -24,6 +24,7 @@ def one_update(tx, w, g):
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
+        (optax.sgd(0.05, momentum=0.9), jgrad.gradient_descent(0.05, momentum=0.9)),
         (optax.sgd(0.05, 0.9, True), jgrad.gradient_descent(0.05, momentum=0.9, nesterov=True)),
         (optax.adam(0.05), jgrad.adam(0.05, epsilon=1e-8, bias_correction="moments")),
         (
@@ -49,7 +50,7 @@ def one_update(tx, w, g):
             ),
         ),
     ],
-    ids=["sgd", "adam", "adamw", "lars", "lamb"],
+    ids=["momentum", "nesterov", "adam", "adamw", "lars", "lamb"],
 )
 def test_same_options_same_numbers(theirs, ours, standard_promotion):
     """Twenty steps agree to single precision, where both are right."""

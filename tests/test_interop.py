@@ -164,39 +164,6 @@ def test_lookahead_and_schedule_free_take_it(case, standard_promotion):
     chex.assert_tree_all_finite(updates.fast)
 
 
-# ---- optax agrees where it is right ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (jgrad.gradient_descent(RATE, momentum=0.9), optax.sgd(RATE, momentum=0.9)),
-        (
-            jgrad.gradient_descent(RATE, momentum=0.9, nesterov=True),
-            optax.sgd(RATE, 0.9, nesterov=True),
-        ),
-        (jgrad.adam(RATE, bias_correction="moments", epsilon=1e-3), optax.adam(RATE, eps=1e-3)),
-        (
-            jgrad.adam(RATE, bias_correction="moments", epsilon=1e-3, weight_decay=0.1),
-            optax.adamw(RATE, eps=1e-3, weight_decay=0.1),
-        ),
-        (
-            jgrad.lamb(
-                RATE, bias_correction="moments", epsilon=1e-3, weight_decay=0.1, max_trust_ratio=1e6
-            ),
-            optax.lamb(RATE, eps=1e-3, eps_root=0.0, weight_decay=0.1),
-        ),
-    ],
-    ids=["momentum", "nesterov", "adam", "adamw", "lamb"],
-)
-def test_optax_agrees(ours, theirs, standard_promotion):
-    """The same methods, to the precision of optax's bias correction in float32 (1e-5)."""
-    w, grads = params(), gradients(10)
-    found, _ = apply(ours, w, grads)
-    expected, _ = apply(theirs, w, grads)
-    close(found, expected, rtol=2e-4, atol=2e-5)
-
-
 # ---- flax --------------------------------------------------------------------------------------
 
 
