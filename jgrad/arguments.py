@@ -1,9 +1,8 @@
 """From what a user may give to what the methods take: the door of the functional updates.
 
-`enter`, `numbers`, `decay` and `adam` run at every call, before anything is traced, and look only
-at what Python knows. A number becomes a scalar of the default float dtype, so that a new value is
-no new trace. `checked` runs while tracing, once per signature, and looks at kinds, structures and
-shapes.
+`enter` runs at every call, before anything is traced, and looks only at what Python knows. A number
+becomes a scalar of the default float dtype, so that a new value is no new trace. `checked` runs
+while tracing, once per signature, and looks at kinds, structures and shapes.
 """
 
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jgrad import checks, methods, numerics, trees
 from jgrad.checks import Row
@@ -27,24 +25,30 @@ _WEIGHTS = ("w",)
 _GRADIENTS = ("dcdw", "effective_grad")
 _FIRST_MOMENTS = ("mw", "mw_tm1")
 _BROADCAST = (*_FIRST_MOMENTS, "vw", "vw_tm1", "lr")
+_ARRAYS = (*_WEIGHTS, *_GRADIENTS, *_BROADCAST)
+_BETAS = ("beta1", "beta2")
 _MAY_BE_COMPLEX = (*_WEIGHTS, *_GRADIENTS, *_FIRST_MOMENTS)
 _OPTIONAL = ("decay_lambda",)
-# The order in which messages look for someone to blame: `jax.jit` sorts the keys of a dict.
-_ORDER = (*_WEIGHTS, *_GRADIENTS, *_BROADCAST)
 
 _beta_from_array = compiled(numerics.beta_from_array)
 
 
-def enter(function: str, **named: PyTree) -> dict[str, PyTree]:
-    """Weights, gradients, moments and the rate with strongly typed arrays for leaves."""
+def enter(function: str, **named: PyTree) -> dict[str, Any]:
+    """Strongly typed arrays for what the update works on, scalars for numbers, forms of betas."""
     checks.in_range(function, "lr", named.get("lr"))  # of any sign, but finite
-    named = lists_as_arrays(function, named, jnp.result_type(float))
-    return {name: _arrays(function, name, tree) for name, tree in named.items()}
+    entered: dict[str, Any] = {}
+    for name, tree in lists_as_arrays(function, named).items():
+        if name in _ARRAYS:
+            entered[name] = _arrays(function, name, tree)
+        elif name in _BETAS:
+            entered[name] = betas(function, name, tree)
+        else:
+            absent = tree is None and name in _OPTIONAL
+            entered[name] = None if absent else number(function, name, tree)
+    return entered
 
 
-def lists_as_arrays(
-    function: str, named: dict[str, PyTree], dtype: DTypeLike | None = None
-) -> dict[str, PyTree]:
+def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree]:
     """A list of numbers is an array, as in Ivy, unless another list holds arrays: it is a tree."""
     lists = {name: tree for name, tree in named.items() if _is_list(tree)}
     if not all(map(_is_numbers, lists.values())):
@@ -52,7 +56,7 @@ def lists_as_arrays(
     arrays = {}
     for name, tree in lists.items():
         try:
-            arrays[name] = np.asarray(tree, dtype)
+            arrays[name] = np.asarray(tree)
         except ValueError:
             raise ValueError(
                 f"{function}: `{name}`: {checks.describe(tree)}, expected rows of one length."
@@ -67,47 +71,39 @@ def number(function: str, name: str, tree: PyTree) -> PyTree:
     return trees.map_leaves(_scalar, tree)
 
 
-def numbers(function: str, **named: PyTree) -> dict[str, PyTree]:
-    """Several hyper-parameters, each as `number` has it."""
-    return {name: number(function, name, tree) for name, tree in named.items()}
-
-
-def decay(function: str, decay_lambda: PyTree, rule: Rule) -> PyTree:
+def decay(decay_lambda: PyTree, rule: Rule) -> PyTree:
     """`None` for no decay: nothing of it is compiled then. Ivy reads a negative decay as none."""
     known = checks.is_number(decay_lambda)
-    if known and (decay_lambda == 0 or (rule == "ivy" and decay_lambda < 0)):
-        return None
-    return number(function, "decay_lambda", decay_lambda)
+    none = known and (decay_lambda == 0 or (rule == "ivy" and decay_lambda < 0))
+    return None if none else decay_lambda
 
 
 def betas(function: str, name: str, tree: PyTree) -> Beta:
     """The forms of a beta in [0, 1) or of a tree of them, in double precision for a number."""
+    tree = trees.map_leaves(_number_if_known, tree)
     checks.arrays_or_numbers(function, name, tree, real=True)
     checks.in_range(function, name, tree, low=0.0, high=1.0)
     leaves, structure = trees.flatten(tree)
-    forms = [
-        numerics.beta_from_number(float(x)) if checks.is_number(x) else _beta_from_array(x)
-        for x in leaves
-    ]
+    forms = [_forms(x) for x in leaves]
     return Beta(*(structure.unflatten([_scalar(form[i]) for form in forms]) for i in range(3)))
 
 
-def adam(
-    function: str,
-    step: PyTree,
-    beta1: PyTree,
-    beta2: PyTree,
-    epsilon: PyTree,
-    bias_correction: BiasCorrection,
-) -> Adam:
-    """Adam's numbers, with a look at its option."""
+def _number_if_known(x: Any) -> Any:
+    return x.item() if isinstance(x, np.ndarray) and x.size == 1 else x
+
+
+def _forms(beta: Any) -> Any:
+    if beta is None:
+        return (None, None, None)  # where there is no parameter either
+    if checks.is_number(beta):
+        return numerics.beta_from_number(float(beta))
+    return _beta_from_array(beta)
+
+
+def adam(function: str, named: dict[str, Any], bias_correction: BiasCorrection) -> Adam:
+    """Adam's numbers, out of the arguments, with a look at its option."""
     checks.one_of(function, "bias_correction", bias_correction, BIAS_CORRECTIONS)
-    return Adam(
-        number(function, "step", step),
-        betas(function, "beta1", beta1),
-        betas(function, "beta2", beta2),
-        number(function, "epsilon", epsilon),
-    )
+    return Adam(*(named.pop(name) for name in Adam._fields))
 
 
 def checked(function: str, named: dict[str, PyTree]) -> dict[str, Any]:
@@ -117,8 +113,9 @@ def checked(function: str, named: dict[str, PyTree]) -> dict[str, Any]:
     nothing.
     """
     absent = {name: 0.0 for name in _OPTIONAL if named.get(name, 0) is None}
-    ordered = [name for name in _ORDER if name in named]
-    ordered += [name for name in named if name not in _ORDER and name not in absent]
+    # The order in which messages look for someone to blame: `jax.jit` sorts the keys of a dict.
+    ordered = [name for name in _ARRAYS if name in named]
+    ordered += [name for name in named if name not in _ARRAYS and name not in absent]
     present = {name: _floating(function, name, named[name]) for name in ordered}
     aligned = checks.common_structure(function, **present)
     finest = present[list(present)[aligned.finest]]
@@ -175,13 +172,16 @@ def _is_list(x: Any) -> bool:
 
 
 def _is_numbers(x: Any) -> bool:
-    """Lists, however deep, of numbers and nothing else."""
+    """A list, however deep, of numbers and nothing else."""
     leaves = jax.tree.leaves(x, is_leaf=lambda node: not _is_list(node))
     return bool(leaves) and all(map(checks.is_number, leaves))
 
 
 def _arrays(function: str, name: str, tree: PyTree) -> PyTree:
-    if all(isinstance(x, jax.Array) and not x.weak_type for x in jax.tree.leaves(tree)):
+    if all(
+        isinstance(x, jax.Array) and not getattr(x, "weak_type", True)
+        for x in jax.tree.leaves(tree)
+    ):
         return tree  # the short way: most of what an eager call spends outside XLA is spent here
     checks.arrays_or_numbers(function, name, tree)
     if name in _WEIGHTS:  # an integer among weights is an error, and must still be seen to be one

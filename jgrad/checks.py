@@ -88,8 +88,8 @@ class Row(NamedTuple):
         return cls(function, name, trees.flatten(tree)[0], lambda: trees.paths(tree))
 
     def with_arrays(self) -> "Row":
-        """The same with arrays for Python numbers."""
-        arrays = [jnp.asarray(x) if is_number(x) else x for x in self.leaves]
+        """The same with arrays of JAX for numbers and for arrays of NumPy."""
+        arrays = [jnp.asarray(x) if is_number(x) or is_numeric(x) else x for x in self.leaves]
         return self._replace(leaves=arrays)
 
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
@@ -104,6 +104,8 @@ def at(path: str) -> str:
 
 def describe(x: Any) -> str:
     """What came, in a few words."""
+    if x is None:
+        return "None"
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"an array of {x.dtype} and shape {tuple(x.shape)}"
     text = repr(x)
@@ -116,15 +118,20 @@ def is_number(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """An array of JAX or NumPy, traced or not, or a NumPy scalar."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
+    """An array of JAX or NumPy, traced or not, or a NumPy scalar; keys and strings too."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def is_numeric(x: Any) -> bool:
+    """An array of numbers or bools."""
+    return is_array(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)
 
 
 def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = False) -> None:
-    """No other objects but `None`; with `real`, nothing complex, bool or `None` either."""
+    """No other leaves but `None`; with `real`, nothing complex or bool, and no bare `None`."""
     row = Row.of(function, name, tree)
     for i, x in enumerate(row.leaves):
-        fits = is_number(x) or is_array(x) or (x is None and not real)
+        fits = is_number(x) or is_numeric(x) or (x is None and not (real and tree is None))
         if fits and real and is_array(x):
             fits = jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
         if not fits:
@@ -137,7 +144,7 @@ def parameters(row: Row) -> list[Any]:
     for i, x in enumerate(row.leaves):
         if x is None:
             continue
-        if not (is_array(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)):
+        if not is_numeric(x):
             remedy = "leave other leaves out with `optax.masked` or `equinox.partition`"
             row.fail(i, TypeError, f"{describe(x)}, expected an array of numbers; {remedy}")
     return list(row.leaves)
@@ -194,11 +201,11 @@ def same_kinds(row: Row, reference: Row) -> None:
 
 
 def one_element(row: Row) -> None:
-    """Each leaf has one element, whatever its rank."""
+    """Each leaf has one element, whatever its rank; `None` passes."""
     try:
-        chex.assert_size(list(row.leaves), 1)
+        chex.assert_size([x for x in row.leaves if x is not None], 1)
     except AssertionError:
-        i, x = next((i, x) for i, x in enumerate(row.leaves) if x.size != 1)
+        i, x = next((i, x) for i, x in enumerate(row.leaves) if x is not None and x.size != 1)
         row.fail(i, ValueError, f"shape {x.shape}, expected one element")
 
 
@@ -209,11 +216,31 @@ def in_range(
     function: str, name: str, tree: PyTree, low: float = -math.inf, high: float = math.inf
 ) -> None:
     """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
+    dtype = jnp.result_type(float)
+    largest = float(jnp.finfo(dtype).max)
     row = Row.of(function, name, tree)
     for i, x in enumerate(row.leaves):
-        if is_number(x) and not (low <= x < high and math.isfinite(x)):
-            interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
-            row.fail(i, ValueError, f"{x}, expected a number in {interval}")
+        if not is_number(x) or (low <= x < high and abs(x) <= largest):
+            continue
+        if low <= x < high and largest < abs(x) < math.inf:
+            row.fail(i, ValueError, f"{describe(x)}, expected what {dtype} can hold")
+        interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
+        row.fail(i, ValueError, f"{x}, expected a number in {interval}")
+
+
+def clamps(function: str, smallest: Any, largest: Any) -> None:
+    """The clamps of a trust ratio, in order as far as they are known now."""
+    if is_number(smallest) and is_number(largest) and not smallest <= largest:
+        raise ValueError(
+            f"{function}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, "
+            f"which is {largest}."
+        )
+
+
+def no_epsilon(function: str, epsilon: Any, rule: str) -> None:
+    """Ivy's rule for LARS has none."""
+    if rule == "ivy" and is_number(epsilon) and epsilon != 0:
+        raise ValueError(f"{function}: `epsilon`: {epsilon}, expected 0 with `rule='ivy'`.")
 
 
 def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -> None:

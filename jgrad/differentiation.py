@@ -78,7 +78,7 @@ class Arguments:
         return list(zip(self._all, self._floating, strict=True))
 
     def _paths(self) -> list[str]:
-        return [path for i in self._chosen for path in trees.paths(self._args[i])]
+        return [f"[{i}]{path}" for i in self._chosen for path in trees.paths(self._args[i])]
 
     def _unflatten(self, values: Sequence[Any], others: Sequence[Any]) -> list[PyTree]:
         given = iter(values)
@@ -98,7 +98,7 @@ def scalar(function: str, output: Any) -> jax.Array:
     """The output of `func` as a scalar, if it is one."""
     if trees.children(output) is not None:
         what = f"a {type(output).__name__} of {len(jax.tree.leaves(output))} leaves"
-        remedy = "; return other outputs with `has_aux=True`, or take `jac`" * (function == "grad")
+        remedy = "; return other outputs with `has_aux=True`, or take `jac`" * (function != "hvp")
         raise TypeError(f"{function}: `func` returned {what}, expected one scalar{remedy}.")
     begin = f"{function}: `func` returned {checks.describe(output)}"
     if not is_real_floating(output):

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad import checks, numerics, trees
 from jgrad.gradients import stop_gradient
@@ -149,7 +150,16 @@ def _outputs(ret: PyTree, idxs: Sequence[Path] | None) -> list[tuple[str, jax.Ar
         if not fitting:
             _fail("ret_grad_idxs", place, leaves, "a real floating array of one element")
         chosen.update(dict.fromkeys(fitting))
-    return [("_".join(map(str, names[i])), leaves[i]) for i in chosen]
+    paths: dict[str, tuple[Any, ...]] = {}
+    for i in chosen:
+        key = "_".join(map(str, names[i]))
+        if key in paths:
+            raise ValueError(
+                f"{_NAME}: outputs {paths[key]} and {names[i]} would both have the key {key!r} "
+                "among the gradients, expected one; rename one of them."
+            )
+        paths[key] = names[i]
+    return list(zip(paths, (leaves[i] for i in chosen), strict=True))
 
 
 def _is_scalar(y: Any) -> bool:
@@ -171,15 +181,25 @@ def _fail(argument: str, place: _Place, leaves: Sequence[Any], expected: str) ->
 
 def _places(argument: str, tree: PyTree, idxs: Sequence[Path] | None) -> list[_Place]:
     """The subtrees that are asked for."""
-    paths = (
-        None
-        if idxs is None
-        else [(path,) if isinstance(path, (str, int)) else tuple(path) for path in idxs]
-    )
-    is_sequence = type(tree) in (list, tuple)
-    if paths is None or (paths == [(0,)] and not is_sequence):
-        return [_Place("all", range(len(trees.flatten(tree)[0])))]
+    everything = [_Place("all", range(len(trees.flatten(tree)[0])))]
+    if idxs is None or (idxs is _DEFAULT and type(tree) not in (list, tuple)):
+        return everything
+    paths = _paths(argument, idxs)
+    # [[0]] written out means the default too, in Ivy's documents, where there is nothing at 0.
+    nothing = trees.children(tree) is None or (isinstance(tree, dict) and 0 not in tree)
+    if paths == [(0,)] and nothing:
+        return everything
     return [_locate(argument, tree, path) for path in paths]
+
+
+def _paths(argument: str, idxs: Any) -> list[tuple[Any, ...]]:
+    """The paths that were given, each as a tuple."""
+    expected = "a sequence of paths, such as ((0,), (1, 'a')), or None for all"
+    if not isinstance(idxs, (list, tuple)):
+        raise TypeError(f"{_NAME}: `{argument}`: {checks.describe(idxs)}, expected {expected}.")
+    if not idxs:
+        raise ValueError(f"{_NAME}: `{argument}`: no paths, expected {expected}.")
+    return [tuple(path) if isinstance(path, (list, tuple)) else (path,) for path in idxs]
 
 
 def _locate(argument: str, tree: PyTree, path: tuple[Any, ...]) -> _Place:
@@ -190,9 +210,11 @@ def _locate(argument: str, tree: PyTree, path: tuple[Any, ...]) -> _Place:
         if key in names:
             position = names.index(key)
         elif (
-            isinstance(key, int) and not isinstance(node, dict) and -len(names) <= key < len(names)
+            isinstance(key, (int, np.integer))
+            and not isinstance(node, dict)
+            and -len(names) <= key < len(names)
         ):
-            position = key % len(names)
+            position = int(key) % len(names)
         else:
             there = (
                 f"expected one of {', '.join(map(repr, names))}"

@@ -51,7 +51,7 @@ def grad(
       ValueError: from the returned function: the output has several elements, or `argnums` is out
         of range.
     """
-    both = value_and_grad(func, argnums, has_aux=has_aux)
+    both = _value_and_grad("grad", func, argnums, has_aux=has_aux)
 
     @functools.wraps(func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -81,18 +81,24 @@ def value_and_grad(
     Raises:
       As `grad`.
     """
+    return _value_and_grad("value_and_grad", func, argnums, has_aux=has_aux)
+
+
+def _value_and_grad(
+    name: str, func: Callable[..., Any], argnums: Argnums, *, has_aux: bool
+) -> Callable[..., Any]:
+    """`value_and_grad` under the name that messages give."""
 
     @functools.wraps(func)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        arguments = Arguments("grad", argnums, args)
+        arguments = Arguments(name, argnums, args)
 
         def scalar(leaves: list[Any]) -> tuple[jax.Array, Any]:
             output = func(*arguments.with_leaves(leaves), **kwargs)
-            value = _first_of_pair(output) if has_aux else output
+            value = _first_of_pair(name, output) if has_aux else output
             is_gradient = getattr(func, _GRADIENT, None) is func
-            return _sum_of_gradient(value) if is_gradient else differentiation.scalar(
-                "grad", value
-            ), output
+            scalar_of = _sum_of_gradient if is_gradient else differentiation.scalar
+            return scalar_of(name, value), output
 
         value, pull, output = jax.vjp(scalar, arguments.leaves, has_aux=True)
         return output, arguments.result(pull(jnp.ones_like(value))[0])
@@ -129,6 +135,8 @@ def hvp(func: Callable[..., Any], primals: Sequence[PyTree], tangents: Sequence[
         raise ValueError(
             f"hvp: `tangents`: {len(tangents)} entries, expected {len(primals)}, as `primals` has."
         )
+    if not primals:
+        raise ValueError("hvp: `primals`: no entries, expected one per argument of `func`.")
     arguments = Arguments("hvp", tuple(range(len(primals))), tuple(primals))
 
     def scalar(leaves: list[Any]) -> jax.Array:
@@ -162,18 +170,18 @@ def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None)
     )
 
 
-def _first_of_pair(output: Any) -> Any:
+def _first_of_pair(name: str, output: Any) -> Any:
     if not isinstance(output, (tuple, list)) or len(output) != 2:
         expected = "a pair `(value, aux)`, as `has_aux` says"
-        raise TypeError(f"grad: `func` returned {checks.describe(output)}, expected {expected}.")
+        raise TypeError(f"{name}: `func` returned {checks.describe(output)}, expected {expected}.")
     return output[0]
 
 
-def _sum_of_gradient(gradient: Any) -> jax.Array:
+def _sum_of_gradient(name: str, gradient: Any) -> jax.Array:
     """What the gradient of a gradient differentiates."""
-    if not checks.is_array(gradient):
-        expected = "that of one array; take `jac` of it, or `hvp`"
+    if not differentiation.is_real_floating(gradient):
+        expected = "that of one real array; take `jac` of it, or `hvp`"
         raise TypeError(
-            f"grad: the inner gradient is {checks.describe(gradient)}, expected {expected}."
+            f"{name}: the inner gradient is {checks.describe(gradient)}, expected {expected}."
         )
     return jnp.sum(gradient)

@@ -1,5 +1,6 @@
 """Jacobians of functions from pytrees to pytrees."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -30,20 +31,22 @@ def jac(func: Callable[..., Any], argnums: Argnums = 0, *, mode: Mode = None) ->
       argnums: which positional arguments to differentiate: pytrees with floating leaves, and
         possibly others.
       mode: "reverse" (one pass per output element), "forward" (one per input element), or None for
-        the one that takes fewer passes. None needs only one evaluation of `func`: its forward mode
-        is the transpose of the pullback, so it works for what is differentiable in reverse.
+        the one that takes fewer passes. None evaluates `func` once: its forward mode is the
+        transpose of the pullback. A `jax.custom_vjp` whose backward pass is not linear has no such
+        transpose: say "reverse" there.
 
     Returns:
       A function of the arguments of `func` that returns, for each leaf of the output, a tree like
-      the argument with leaves of shape `output shape + input shape`, `None` for leaves that are not
-      differentiated; a tuple of such trees where `argnums` is a sequence.
+      the argument with leaves of shape `output shape + input shape` and the dtype of the input,
+      `None` for leaves that are not differentiated; a tuple of such trees where `argnums` is a
+      sequence.
 
     Raises:
       TypeError: from the returned function: an argument has no floating leaf, or an output is not a
         real floating array.
       ValueError: `mode` or, from the returned function, `argnums` is not one of the possible.
     """
-    both = value_and_jac(func, argnums, mode=mode)
+    both = _value_and_jac("jac", func, argnums, mode)
 
     @functools.wraps(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
@@ -71,18 +74,30 @@ def value_and_jac(
     Raises:
       As `jac`.
     """
-    checks.one_of("jac", "mode", mode, ("reverse", "forward", None))
+    return _value_and_jac("value_and_jac", func, argnums, mode)
+
+
+def _value_and_jac(
+    name: str, func: Callable[..., Any], argnums: Argnums, mode: Mode
+) -> Callable[..., Any]:
+    """`value_and_jac` under the name that messages give."""
+    checks.one_of(name, "mode", mode, ("reverse", "forward", None))
 
     @functools.wraps(func)
     def value_and_jacobian(*args: Any, **kwargs: Any) -> Any:
-        arguments = Arguments("jac", argnums, args)
+        arguments = Arguments(name, argnums, args)
 
         def outputs(leaves: list[Any]) -> tuple[list[jax.Array], PyTree]:
             value = func(*arguments.with_leaves(leaves), **kwargs)
-            return _floating_leaves(value), value
+            return _floating_leaves(name, value), value
 
         inputs = arguments.leaves
         if mode == "forward":
+            if any(map(jnp.iscomplexobj, inputs)):
+                expected = "'reverse' or None"
+                raise TypeError(
+                    f"{name}: `mode`: 'forward' with a complex argument, expected {expected}."
+                )
             value, blocks = _forward(outputs, inputs)
         else:
             value, blocks = _reverse(outputs, inputs, may_transpose=mode is None)
@@ -94,10 +109,6 @@ def value_and_jac(
 
 def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Blocks]:
     """Value and blocks, by a push for each element of the input."""
-    if any(map(jnp.iscomplexobj, inputs)):
-        raise TypeError(
-            "jac: `mode`: 'forward' with a complex argument, expected 'reverse' or None."
-        )
 
     def push(tangent: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
         _, out, value = jax.jvp(outputs, (inputs,), (tangent,), has_aux=True)
@@ -124,12 +135,14 @@ def _reverse(
     if may_transpose and fewer_inputs and not any(map(jnp.iscomplexobj, inputs)):
         push = jax.linear_transpose(one, leaves)
         along = jax.vmap(lambda tangent: push(tangent)[0], axis_size=_size(inputs))
-        return value, _blocks_of_columns(along(_basis(inputs)), inputs)
+        # Where a custom backward pass has no transpose, what follows is right all the same.
+        with contextlib.suppress(NotImplementedError, AssertionError):
+            return value, _blocks_of_columns(along(_basis(inputs)), inputs)
     return value, _blocks_of_rows(jax.vmap(one, axis_size=_size(leaves))(_basis(leaves)), leaves)
 
 
-def _floating_leaves(output: PyTree) -> list[jax.Array]:
-    row = Row.of("jac", "output of func", output)
+def _floating_leaves(name: str, output: PyTree) -> list[jax.Array]:
+    row = Row.of(name, "output of func", output)
     for i, leaf in enumerate(row.leaves):
         if leaf is not None and not differentiation.is_real_floating(leaf):
             row.fail(i, TypeError, f"{checks.describe(leaf)}, expected a real floating array")
@@ -172,7 +185,7 @@ def _blocks_of_columns(stacks: Sequence[jax.Array], inputs: Sequence[jax.Array])
     """From a stack per output leaf, of shape (all input elements, *output shape)."""
     return [
         [
-            jnp.moveaxis(y[part], 0, -1).reshape(*y.shape[1:], *x.shape)
+            jnp.moveaxis(y[part], 0, -1).reshape(*y.shape[1:], *x.shape).astype(x.dtype)
             for x, part in zip(inputs, _parts(inputs), strict=True)
         ]
         for y in stacks

@@ -1,9 +1,9 @@
 """Each method on a whole model: rules leaf by leaf, norms over all layers at once.
 
-The functional updates and the `init`/`update` pairs both call what is here, so they agree bit for
-bit. Every argument may be a tree or a prefix of one (`trees.align`); the pairs hand in lists of
-leaves. Results are in float32 or float64, not yet in the dtypes of state and parameters. Where a
-gradient is `None` there is no step and no new moment: the result is `None`.
+The functional updates and the `init`/`update` pairs both call what is here, so that, compiled, they
+agree bit for bit. Every argument may be a tree or a prefix of one (`trees.align`); the pairs hand
+in lists of leaves. Results are in float32 or float64, not yet in the dtypes of state and
+parameters. Where a gradient is `None` there is no step and no new moment: the result is `None`.
 
 A *step* is what is subtracted from the weights: w' = w - step.
 """
@@ -149,7 +149,7 @@ def _trusted(
     w: Sequence[Any],
     directions: Sequence[Task | None],
     measured: Sequence[Task | None],
-    ratio: Callable[..., jax.Array],
+    ratio: Callable[..., tuple[jax.Array, ...]],
     numbers: Sequence[Sequence[Any]],
     mask: Sequence[bool],
     rates: Sequence[Sequence[Any]],
@@ -169,9 +169,9 @@ def _trusted(
         chosen, weights, others = zip(*layers, strict=True)
         columns = norms.layer_norms(weights, others)
         columns += [norms.join([row[i] for i in chosen]) for row in numbers]
-        ratios = norms.split([ratio(*xs) for xs in zip(*columns, strict=True)])
-        for i, each in zip(chosen, ratios, strict=True):
-            factors[i].append(each)
+        ratios = zip(*(ratio(*xs) for xs in zip(*columns, strict=True)), strict=True)
+        for i, *each in zip(chosen, *map(norms.split, ratios), strict=True):
+            factors[i] = each + factors[i]
     found = zip(leafwise.run(directions), factors, strict=True)
     return leafwise.run([None if d is None else (rules.step, (d, *by)) for d, by in found])
 
@@ -187,7 +187,10 @@ def _adam_scalars(adam: Adam, bias_correction: BiasCorrection) -> tuple[PyTree, 
     """Step size and epsilon for `rules.adam_delta`: two numbers for the model, or two trees."""
     rows, unflatten = _rows(adam.step, adam.beta1.log, adam.beta2.log, adam.epsilon)
     leaves = zip(*rows, strict=True)
-    pairs = [rules.adam_scalars(*xs, bias_correction=bias_correction) for xs in leaves]
+    pairs = [
+        (None, None) if _any_none(xs) else rules.adam_scalars(*xs, bias_correction=bias_correction)
+        for xs in leaves
+    ]
     return unflatten([alpha for alpha, _ in pairs]), unflatten([epsilon for _, epsilon in pairs])
 
 

@@ -82,6 +82,7 @@ def beta_from_number(beta: float) -> Beta:
 
 def beta_from_array(beta: jax.Array) -> Beta:
     """The three forms of a scalar array, traced or not, in its own precision (float32 at least)."""
+    beta = floating(beta)
     beta = widen(beta, real_dtype(beta))
     positive = beta > 0
     complement = 1.0 - beta

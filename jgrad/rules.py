@@ -98,8 +98,8 @@ def lamb_direction(
 
 @on_leaf(arrays=1)
 def step(direction: jax.Array, *rates: jax.Array) -> jax.Array:
-    """(product of rates) d; d itself where there are none."""
-    return scaled(direction, functools.reduce(jnp.multiply, rates)) if rates else direction
+    """(product of rates) d, one after the other: a product of the rates alone may overflow."""
+    return functools.reduce(scaled, rates, direction)
 
 
 @on_leaf(arrays=2)
@@ -143,42 +143,45 @@ def adam_scalars(
     return _divide(root, c1 + epsilon), epsilon
 
 
-# ---- trust ratios, on vectors with an entry per layer ------------------------------------------
+# ---- trust ratios, on vectors with an entry per layer, as factors to multiply by in turn --------
 
 
 @on_leaf(arrays=2)
 def lars_ratio(
     w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array, epsilon: jax.Array
-) -> jax.Array:
-    """eta |w| / (|g| + lambda |w| + epsilon); 1 where a norm is zero."""
-    ratio = _divide(eta * w_norm, g_norm + decay * w_norm + epsilon)
-    return _where_zero(w_norm, g_norm, ratio)
+) -> tuple[jax.Array, jax.Array]:
+    """1 / (|g| + lambda |w| + epsilon), then eta |w|; 1 and 1 where a norm is zero.
+
+    Two factors: |w| / |g| may overflow or vanish where its product with g is an ordinary number.
+    """
+    inverse = _divide(jnp.ones_like(g_norm), g_norm + decay * w_norm + epsilon)
+    return _where_zero(w_norm, g_norm, inverse), _where_zero(w_norm, g_norm, eta * w_norm)
 
 
 @on_leaf(arrays=2)
 def lars_ratio_ivy(
     w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array]:
     """eta |w| / |g|, divided by lambda |w| where lambda > 0; 0 where the weights are."""
     ratio = eta * w_norm / (g_norm + _IVY_GUARD)
-    return jnp.where(decay > 0, _divide(ratio, decay * w_norm), ratio)
+    return (jnp.where(decay > 0, _divide(ratio, decay * w_norm), ratio),)
 
 
 @on_leaf(arrays=2)
 def lamb_ratio(
     w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array]:
     """|w| / |u|, clamped; 1 where a norm is zero, which the clamp leaves alone."""
     ratio = jnp.clip(_divide(w_norm, u_norm), smallest, largest)
-    return _where_zero(w_norm, u_norm, ratio)
+    return (_where_zero(w_norm, u_norm, ratio),)
 
 
 @on_leaf(arrays=2)
 def lamb_ratio_ivy(
     w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array]:
     """|w| / |u|, clamped; 0 where the weights are."""
-    return jnp.clip(w_norm / (u_norm + _IVY_GUARD), smallest, largest)
+    return (jnp.clip(w_norm / (u_norm + _IVY_GUARD), smallest, largest),)
 
 
 def _divide(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -18,6 +18,12 @@ def is_none(x: Any) -> bool:
     return x is None
 
 
+def is_function(x: Any) -> bool:
+    """Whether to call `x`: a model of equinox is callable too, and a tree of what it holds."""
+    is_leaf = isinstance(x, jax.tree_util.Partial) or jax.tree_util.all_leaves([x])
+    return callable(x) and is_leaf
+
+
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
     """Leaves, `None` among them, and structure."""
     return jax.tree.flatten(tree, is_leaf=is_none)

@@ -4,11 +4,13 @@ JAX has neither variables nor updates in place, so each function returns the new
 one is as it was. To reuse its memory, donate it to `jax.jit`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad import checks, numerics, trees
 from jgrad.arguments import lists_as_arrays
@@ -124,19 +126,37 @@ def _combined(
     x, val = lists_as_arrays(function, {"x": x, "val": val}).values()
     checks.same_structure(function, "val", val, "x", x, prefix=True)
     leaves, structure = trees.flatten(x)
-    xs = [a if a is None else jnp.asarray(a) for a in leaves]
-    vals = [b if b is None else jnp.asarray(b) for b in trees.broadcast(val, x)]
-    row = Row(function, "val", vals, lambda: trees.paths(x))
-    checks.broadcastable(row, Row(function, "x", xs, row.paths))
-    new = []
-    for i, (a, b) in enumerate(zip(xs, vals, strict=True)):
-        if a is None or b is None:
-            new.append(a)
+    row = Row(function, "val", trees.broadcast(val, x), lambda: trees.paths(x))
+    for i, (a, b) in enumerate(zip(leaves, row.leaves, strict=True)):
+        if (a is None) != (b is None):
+            row.fail(i, TypeError, f"{checks.describe(b)}, expected {_expected(a)}")
+        if checks.is_number(b) and not _holds(jnp.asarray(a).dtype, b):
+            row.fail(i, ValueError, f"{b}, expected what {jnp.asarray(a).dtype} can hold")
+    reference = Row(function, "x", leaves, row.paths).with_arrays()
+    row = row.with_arrays()
+    checks.broadcastable(row, reference)
+    new: list[jax.Array | None] = []
+    for i, (a, b) in enumerate(zip(reference.leaves, row.leaves, strict=True)):
+        if a is None:
+            new.append(None)
             continue
         if _kind(b) > _kind(a):
             row.fail(i, TypeError, f"{checks.describe(b)}, expected what {a.dtype} can hold")
         new.append(combine(a, jnp.broadcast_to(b, a.shape).astype(a.dtype)))
     return structure.unflatten(new)
+
+
+def _expected(a: Any) -> str:
+    return "None, as `x` is" if a is None else "an array or a number"
+
+
+def _holds(dtype: np.dtype, number: Any) -> bool:
+    """Whether a number is within the range of a dtype; of what kind it is, `_kind` says."""
+    if not jnp.issubdtype(dtype, jnp.number) or not math.isfinite(number):
+        return True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max)
+    return abs(number) <= float(jnp.finfo(dtype).max)
 
 
 def _kind(x: jax.Array) -> int:

@@ -1,5 +1,6 @@
 """`execute_with_gradients`, beyond the cases of the oracle."""
 
+import collections
 from typing import NamedTuple
 
 import chex
@@ -158,6 +159,42 @@ def test_outputs_that_are_not_arrays_are_handed_back():
     ret, grads = run(lambda x: (jnp.sum(x), "text", {"n": 3}), X)
     assert ret[1:] == ("text", {"n": 3})
     chex.assert_trees_all_equal(grads, {"0": jnp.ones(2)})
+
+
+def test_zero_written_out():
+    """The default, unless there is something at 0."""
+    pair = collections.namedtuple("Pair", ["a", "b"])
+    x = jnp.array(3.0)
+    f = lambda xs: sum(leaf**2 for leaf in jax.tree.leaves(xs))
+    grads = lambda xs, **kwargs: jgrad.execute_with_gradients(f, xs, **kwargs)[1]
+    zero = {"xs_grad_idxs": [[0]]}
+    assert set(grads({"a": x, "b": x}, **zero)) == {"a", "b"}
+    assert set(grads({0: x, 1: x})) == {0, 1}
+    assert set(grads({0: x, 1: x}, **zero)) == {0}
+    assert grads(pair(x, x)) == pair(6.0, 6.0)
+    assert grads(pair(x, x), **zero) == pair(6.0, None)
+    assert grads([x, 2 * x], xs_grad_idxs=[[np.int64(-1)]]) == 12.0
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "kwargs"),
+    [
+        (ValueError, "outputs ('a', 'b') and ('a_b',) would both have the key 'a_b' among the gradients, "
+         "expected one; rename one of them.", {"ret_grad_idxs": None}),
+        (ValueError, "`xs_grad_idxs`: no paths, expected a sequence of paths, such as ((0,), (1, 'a')), or None "
+         "for all.", {"xs_grad_idxs": []}),
+        (ValueError, "`ret_grad_idxs`: no paths, expected a sequence of paths, such as ((0,), (1, 'a')), or None "
+         "for all.", {"ret_grad_idxs": []}),
+        (TypeError, "`xs_grad_idxs`: 0 of type int, expected a sequence of paths, such as ((0,), (1, 'a')), or "
+         "None for all.", {"xs_grad_idxs": 0}),
+    ],
+)  # fmt: skip
+def test_nothing_is_lost(error, message, kwargs):
+    with pytest.raises(error) as caught:
+        jgrad.execute_with_gradients(
+            lambda x: {"a": {"b": x**2}, "a_b": 5 * x}, jnp.array(3.0), **kwargs
+        )
+    assert str(caught.value) == f"execute_with_gradients: {message}"
 
 
 def test_a_path_above_several_outputs():

@@ -215,8 +215,18 @@ def test_stop_gradient(preserve_type):
         (TypeError, "grad: `func` returned an array of float32 and shape (), expected a pair `(value, aux)`, "
          "as `has_aux` says.", lambda: jgrad.grad(cube, has_aux=True)(X)),
         (TypeError, "grad: the inner gradient is {'a': Array([1.], dtype=float32)} of type dict, expected "
-         "that of one array; take `jac` of it, or `hvp`.",
+         "that of one real array; take `jac` of it, or `hvp`.",
          lambda: jax.disable_jit()(lambda: jgrad.grad(jgrad.grad(lambda p: jnp.sum(p["a"])))({"a": X[:1]}))()),
+        (TypeError, "grad: the inner gradient is an array of complex64 and shape (), expected that of one real "
+         "array; take `jac` of it, or `hvp`.",
+         lambda: jgrad.grad(jgrad.grad(lambda z: jnp.abs(z) ** 2))(jnp.complex64(1 + 2j))),
+        (TypeError, "value_and_grad: `func` returned a tuple of 2 leaves, expected one scalar; return other "
+         "outputs with `has_aux=True`, or take `jac`.", lambda: jgrad.value_and_grad(lambda x: (x, x))(X)),
+        (TypeError, "value_and_grad: argument 0 of `func`: an array of int32 and shape (3,), expected a floating "
+         "leaf to differentiate; cast with `.astype(float)`.",
+         lambda: jgrad.value_and_grad(cube)(jnp.arange(3))),
+        (ValueError, "hvp: `primals`: no entries, expected one per argument of `func`.",
+         lambda: jgrad.hvp(cube, (), ())),
         (ValueError, "grad: `argnums`: 2, expected the position of one of the 1 positional arguments.",
          lambda: jgrad.grad(cube, 2)(X)),
         (ValueError, "grad: `argnums`: (0, -1), expected each argument once.",
@@ -225,7 +235,7 @@ def test_stop_gradient(preserve_type):
          "argument of `func`, such as `(x,)`.", lambda: jgrad.hvp(cube, X, X)),
         (ValueError, "hvp: `tangents`: 2 entries, expected 1, as `primals` has.",
          lambda: jgrad.hvp(cube, (X,), (X, X))),
-        (ValueError, "hvp: `tangents` at ['w']: an array of float32 and shape (2,), expected an array of "
+        (ValueError, "hvp: `tangents` at [0]['w']: an array of float32 and shape (2,), expected an array of "
          "float32 and shape (3,).", lambda: jgrad.hvp(lambda p: cube(p["w"]), ({"w": X},), ({"w": X[:2]},))),
         (ValueError, "hvp: `tangents[0]` does not have the structure of `primals[0]`: only `primals[0]` has "
          "['w'].", lambda: jgrad.hvp(lambda p: cube(p["w"]), ({"w": X},), ({},))),

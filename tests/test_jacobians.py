@@ -124,6 +124,28 @@ def test_complex_inputs_go_in_reverse():
         jgrad.jac(f, mode="forward")(z)
 
 
+def test_a_backward_pass_without_a_transpose():
+    """Gradient clipping, as JAX documents it: with fewer inputs than outputs, still in reverse."""
+
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.75, 0.75),))
+    f = lambda x: jnp.stack([jnp.sin(clipped(x)), clipped(x), 2 * clipped(x)])
+    x = jnp.float32(1.0)
+    expected = [np.cos(1.0), 0.75, 0.75]
+    np.testing.assert_allclose(jgrad.jac(f)(x), expected, rtol=1e-6)
+    np.testing.assert_allclose(jgrad.jac(f, mode="reverse")(x), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 3, 4])
+@every_mode
+def test_blocks_have_the_dtype_of_the_input(mode, outputs):
+    f = lambda x: jnp.repeat(x[:1], outputs).astype(jnp.bfloat16)
+    assert jgrad.jac(f, mode=mode)(jnp.ones(2)).dtype == jnp.float32
+
+
 @every_mode
 def test_empty(mode):
     assert jgrad.jac(lambda x: x**2, mode=mode)(jnp.ones(0)).shape == (0, 0)
@@ -136,6 +158,8 @@ def test_empty(mode):
     [
         (ValueError, "jac: `mode`: 'up' of type str, expected one of 'reverse', 'forward', None.",
          lambda: jgrad.jac(wide, mode="up")),
+        (TypeError, "value_and_jac: `output of func`: an array of int32 and shape (3,), expected a real floating "
+         "array.", lambda: jgrad.value_and_jac(lambda x: x.astype(int))(X)),
         (TypeError, "jac: `output of func` at ['k'][1]: an array of int32 and shape (3,), expected a real "
          "floating array.", lambda: jgrad.jac(lambda x: {"k": [x, x.astype(int)]})(X)),
         (TypeError, "jac: argument 0 of `func`: an array of int32 and shape (3,), expected a floating leaf to "

@@ -237,6 +237,15 @@ def test_integer_leaves_and_missing_gradients(case):
 
 
 @every_case
+def test_numpy_parameters(case):
+    """Arrays of NumPy, in its own float64, are read as JAX would read them, without a warning."""
+    tx, w, (g,) = case.tx(), params(), gradients(1)
+    wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+    updates, state = tx.update(wide(g), tx.init(wide(w)), wide(w))
+    assert_equal((updates, state), tx.update(g, tx.init(w), w))
+
+
+@every_case
 def test_empty_tree(case):
     tx = case.without_masks().tx()
     updates, state = jax.jit(tx.update)({}, tx.init({}), {})

@@ -1,5 +1,6 @@
 """What the optimizers say about bad input, word for word."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +58,23 @@ FUNCTIONAL = [
      "dtype.", lambda: adam(g=with_b(X > 0))),
     (ValueError, "adam_step: `dcdw`: [[1.0], [1.0, 2.0]] of type list, expected rows of one length.",
      lambda: jgrad.adam_step([[1.0], [1.0, 2.0]], 0.0, 0.0, 1)),
+    (ValueError, "lars_update: `decay_lambda`: shape (2,), expected one element.",
+     lambda: jgrad.lars_update(X, X, 0.1, decay_lambda=[0.1, 0.2])),
+    (TypeError, "adam_update: `w`: an array of int32 and shape (3,), expected a floating dtype; cast it, or leave "
+     "it out of the update.", lambda: adam([1, 2, 3], X, mw=0.0, vw=0.0)),
+    (TypeError, "adam_update: `beta1` at ['layer_3']['b']: None, expected an array or a number.",
+     lambda: adam(beta1=with_b(None) | {"layer_3": {"w": 0.9, "b": None}})),
+    (ValueError, "adam_update: `lr`: 1e+39 of type float, expected what float32 can hold.", lambda: adam(lr=1e39)),
+    (ValueError, "adam_update: `step`: 1000000000000000000000000000000000000... of type int, expected what "
+     "float32 can hold.", lambda: adam(step=10**400)),
+    (ValueError, "lamb_update: `min_trust_ratio`: 5, expected at most `max_trust_ratio`, which is 1.",
+     lambda: jgrad.lamb_update(X, X, 0.1, 0.0, 0.0, 1, min_trust_ratio=5, max_trust_ratio=1)),
+    (ValueError, "lars_update: `epsilon`: 0.5, expected 0 with `rule='ivy'`.",
+     lambda: jgrad.lars_update(X, X, 0.1, epsilon=0.5, rule="ivy")),
+    (TypeError, "gradient_descent_update: `w` at ['k']: an array of key<fry> and shape (), expected an array or a "
+     "number.", lambda: jgrad.gradient_descent_update({"k": jax.random.key(0)}, {"k": 1.0}, 0.1)),
+    (TypeError, "optimizer_update: `w`: an array of <U1 and shape (1,), expected an array or a number.",
+     lambda: jgrad.optimizer_update(np.array(["x"]), 1.0, 0.1)),
     (TypeError, "adam_update: `w` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.",
      lambda: adam(w=with_b("abc"))),
     (TypeError, "adam_update: `dcdw` at ['layer_3']['b']: True of type bool, expected an array or a number.",
@@ -83,7 +101,7 @@ FUNCTIONAL = [
     (ValueError, "adam_update: `beta1`: nan, expected a number in [0, 1).", lambda: adam(beta1=NAN)),
     (TypeError, "adam_update: `beta1`: '0.9' of type str, expected a real array or a number.",
      lambda: adam(beta1="0.9")),
-    (TypeError, "adam_update: `beta1`: None of type NoneType, expected a real array or a number.",
+    (TypeError, "adam_update: `beta1`: None, expected a real array or a number.",
      lambda: adam(beta1=None)),
     (ValueError, "adam_update: `epsilon`: -1e-08, expected a number in [0, inf).", lambda: adam(epsilon=-1e-8)),
     (ValueError, "adam_update: `step`: -1, expected a number in [0, inf).", lambda: adam(step=-1)),
@@ -107,6 +125,10 @@ def update(tx, g=G, w=W, state=None, **kwargs):
 
 TRANSFORMATIONS = [
     # At construction.
+    (ValueError, "lars: `epsilon`: 0.5, expected 0 with `rule='ivy'`.",
+     lambda: jgrad.lars(0.1, epsilon=0.5, rule="ivy")),
+    (TypeError, "adam: `moment_dtype`: 'foo', expected a real floating dtype.",
+     lambda: jgrad.adam(0.1, moment_dtype="foo")),
     (ValueError, "adam: `learning_rate`: -1, expected a number in [0, inf).", lambda: jgrad.adam(-1)),
     (ValueError, "adam: `learning_rate`: nan, expected a number in [0, inf).", lambda: jgrad.adam(NAN)),
     (ValueError, "lamb: `learning_rate` at ['a']: -0.1, expected a number in [0, inf).",
@@ -147,7 +169,8 @@ TRANSFORMATIONS = [
      lambda: update(jgrad.adam(0.1), with_b(jnp.ones(4)), with_b(jnp.ones(4)))),
     (ValueError, "adam: `state.mw` does not have the structure of `params`: only `params` has ['layer_3'].",
      lambda: update(jgrad.adam(0.1), state=jgrad.adam(0.1).init({}))),
-    (TypeError, "adam: `state.mw` at ['layer_3']['b']: None, expected an array.",
+    (TypeError, "adam: `state.mw` at ['layer_3']['b']: None, expected an array of a real "
+     "floating dtype.",
      lambda: update(jgrad.adam(0.1), state=jgrad.adam(0.1).init(with_b(None)))),
     (TypeError, "adam: `state`: TraceState, expected the OptState that this `adam` made with `init`.",
      lambda: update(jgrad.adam(0.1), state=optax.trace(0.9).init(W))),
@@ -180,12 +203,51 @@ TRANSFORMATIONS = [
      lambda: update(jgrad.adam(0.1), learning_rate=-0.1)),
     (ValueError, "adam: `weight_decay`: shape (2,), expected one element.",
      lambda: update(jgrad.adam(0.1, weight_decay=jnp.ones(2)))),
+    (TypeError, "adam: `learning_rate` at ['layer_3']['b']: None, expected a value, as this leaf is updated.",
+     lambda: update(jgrad.adam({"layer_3": {"w": 0.1, "b": None}}))),
+    (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: 5 of type int, expected a bool.",
+     lambda: update(jgrad.adam(0.1, weight_decay_mask=5))),
     (TypeError, "lamb: `trust_ratio_mask` at ['layer_3']['b']: 1 of type int, expected a bool.",
      lambda: update(jgrad.lamb(0.1, trust_ratio_mask={"layer_3": {"w": True, "b": 1}}))),
     (ValueError, "lars: `weight_decay_mask` does not have the structure of `params`: only `weight_decay_mask` has "
      "['b']; only `params` has ['layer_3'].",
      lambda: update(jgrad.lars(0.1, weight_decay=0.1, weight_decay_mask={"b": False}))),
 ]  # fmt: skip
+
+
+STATE = jgrad.adam(0.1).init({"a": X})
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "state"),
+    [
+        (ValueError, "`state.step`: shape (3,), expected (); map `update` over the models, as `init` was.",
+         STATE._replace(step=jnp.zeros(3, jnp.int32))),
+        (TypeError, "`state.mw` at ['a']: an array of int32 and shape (3,), expected an array of a real floating "
+         "dtype.", STATE._replace(mw={"a": jnp.zeros(3, jnp.int32)})),
+        (TypeError, "`state.mw` at ['a']: an array of complex64 and shape (3,), expected an array of a real "
+         "floating dtype.", STATE._replace(mw={"a": jnp.zeros(3, jnp.complex64)})),
+        (TypeError, "`state.vw` at ['a']: an array of complex64 and shape (3,), expected an array of a real "
+         "floating dtype.", STATE._replace(vw={"a": jnp.zeros(3, jnp.complex64)})),
+    ],
+)  # fmt: skip
+def test_state_of_another_kind(error, message, state):
+    with pytest.raises(error) as caught:
+        jgrad.adam(0.1).update({"a": X}, state, {"a": X})
+    assert str(caught.value) == f"adam: {message}"
+
+
+def test_the_switch_of_chex_turns_its_checks_off():
+    """`chex.disable_asserts` is a user's own word; structures and kinds are checked all the same."""
+    wide = with_b(jnp.ones((3, 1)))
+    chex.disable_asserts()
+    try:
+        with jax.numpy_rank_promotion("allow"):
+            assert jgrad.gradient_descent_update(W, wide, 0.1)["layer_3"]["b"].shape == (3, 3)
+        with pytest.raises(ValueError, match="structure"):
+            jgrad.gradient_descent_update(W, {}, 0.1)
+    finally:
+        chex.enable_asserts()
 
 
 @pytest.mark.parametrize(("error", "message", "call"), FUNCTIONAL + TRANSFORMATIONS)

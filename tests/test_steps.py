@@ -125,6 +125,31 @@ def test_numbers_in_other_nodes_are_leaves():
     chex.assert_trees_all_close(found, [{"a": X - 0.1}], rtol=1e-6)
 
 
+def test_lists_of_hyper_parameters_are_arrays():
+    found = jgrad.adam_step(X, 0.0, 0.0, [3], beta1=[0.8])
+    chex.assert_trees_all_equal(found, jgrad.adam_step(X, 0.0, 0.0, 3, beta1=0.8))
+
+
+def test_numbers_may_be_none_where_weights_are():
+    w, none = {"a": X, "b": None}, {"a": 0.1, "b": None}
+    found = jgrad.lamb_update(
+        w, w, none, none, none, none, beta1=none, epsilon=none, decay_lambda=none
+    )
+    alone = jgrad.lamb_update(X, X, *[0.1] * 4, beta1=0.1, epsilon=0.1, decay_lambda=0.1)
+    chex.assert_trees_all_equal([tree["a"] for tree in found], list(alone))
+    assert [tree["b"] for tree in found] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("w", "g"), [(1e20, 1e-20), (1e-25, 1e20), (1e30, 1e-30), (1e-30, 1e30), (1e-3, 1e-37)]
+)
+def test_lars_where_the_ratio_of_norms_is_no_float(w, g):
+    """The step, rate |w| / |g| g, is."""
+    w = jnp.full(3, w, jnp.float32)
+    step = w - jgrad.lars_update(w, jnp.full(3, g, jnp.float32), 0.5)
+    np.testing.assert_allclose(step, 0.5 * w, rtol=1e-6)
+
+
 @every_update
 def test_any_pytree(name):
     """Types of nodes are kept."""

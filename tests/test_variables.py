@@ -86,6 +86,9 @@ def test_values_broadcast_but_do_not_enlarge():
          "inplace_update: `val`: an array of float32 and shape (2,), expected what int32 can hold."),
         (jnp.ones(2), jnp.ones(2, jnp.complex64),
          "inplace_update: `val`: an array of complex64 and shape (2,), expected what float32 can hold."),
+        (jnp.ones(2), None, "inplace_update: `val`: None, expected an array or a number."),
+        ({"k": jax.random.key(0)}, 1,
+         "inplace_update: `x` at ['k']: an array of key<fry> and shape (), expected an array or a number."),
         (jnp.ones(2), "abc", "inplace_update: `val`: 'abc' of type str, expected an array or a number."),
     ],
 )  # fmt: skip
@@ -93,6 +96,18 @@ def test_nothing_is_cast_silently(x, val, message):
     with pytest.raises(TypeError) as caught:
         jgrad.inplace_update(x, val)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [("uint8", -1), ("int8", 300), ("float16", 1e6), ("float32", 1e39), ("int32", 2**31)],
+)
+def test_numbers_out_of_range(dtype, number):
+    with pytest.raises(ValueError) as caught:
+        jgrad.inplace_update({"a": jnp.zeros(2, dtype)}, number)
+    assert str(caught.value) == (
+        f"inplace_update: `val` at ['a']: {number}, expected what {dtype} can hold."
+    )
 
 
 def test_structures():

@@ -56,8 +56,17 @@ def adam_step(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     checks.no_out("adam_step", out)
-    named = arguments.enter("adam_step", dcdw=dcdw, mw=mw, vw=vw)
-    adam = arguments.adam("adam_step", step, beta1, beta2, epsilon, bias_correction)
+    named = arguments.enter(
+        "adam_step",
+        dcdw=dcdw,
+        mw=mw,
+        vw=vw,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+    )
+    adam = arguments.adam("adam_step", named, bias_correction)
     return _adam_step(named, adam, bias_correction=bias_correction)
 
 
@@ -117,8 +126,19 @@ def adam_update(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     checks.no_out("adam_update", out)
-    named = arguments.enter("adam_update", w=w, lr=lr, dcdw=dcdw, mw_tm1=mw_tm1, vw_tm1=vw_tm1)
-    adam = arguments.adam("adam_update", step, beta1, beta2, epsilon, bias_correction)
+    named = arguments.enter(
+        "adam_update",
+        w=w,
+        dcdw=dcdw,
+        lr=lr,
+        mw_tm1=mw_tm1,
+        vw_tm1=vw_tm1,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+    )
+    adam = arguments.adam("adam_update", named, bias_correction)
     return _adam_update(named, adam, bias_correction=bias_correction, stop_gradients=stop_gradients)
 
 

@@ -67,12 +67,23 @@ def lamb_update(
     """
     checks.no_out("lamb_update", out)
     checks.one_of("lamb_update", "rule", rule, RULES)
-    named = arguments.enter("lamb_update", w=w, lr=lr, dcdw=dcdw, mw_tm1=mw_tm1, vw_tm1=vw_tm1)
-    named |= arguments.numbers(
-        "lamb_update", min_trust_ratio=min_trust_ratio, max_trust_ratio=max_trust_ratio
+    checks.clamps("lamb_update", min_trust_ratio, max_trust_ratio)
+    named = arguments.enter(
+        "lamb_update",
+        w=w,
+        dcdw=dcdw,
+        lr=lr,
+        mw_tm1=mw_tm1,
+        vw_tm1=vw_tm1,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        min_trust_ratio=min_trust_ratio,
+        max_trust_ratio=max_trust_ratio,
+        decay_lambda=arguments.decay(decay_lambda, rule),
     )
-    named["decay_lambda"] = arguments.decay("lamb_update", decay_lambda, rule)
-    adam = arguments.adam("lamb_update", step, beta1, beta2, epsilon, bias_correction)
+    adam = arguments.adam("lamb_update", named, bias_correction)
     return _lamb_update(
         named, adam, bias_correction=bias_correction, rule=rule, stop_gradients=stop_gradients
     )

@@ -22,7 +22,8 @@ def lars_update(
     """New weights by layer-wise adaptive rate scaling, without momentum.
 
         ratio = trust_coefficient |w| / (|dcdw| + decay_lambda |w| + epsilon), and 1 where a norm is
-        0 w'    = w - lr ratio (dcdw + decay_lambda w)
+                0
+        w'    = w - lr ratio (dcdw + decay_lambda w)
 
     with |.| the 2-norm of a leaf, computed without overflow or underflow. `rule="ivy"` is Ivy's
     own: ratio = trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive;
@@ -50,9 +51,16 @@ def lars_update(
     """
     checks.no_out("lars_update", out)
     checks.one_of("lars_update", "rule", rule, RULES)
-    named = arguments.enter("lars_update", w=w, lr=lr, dcdw=dcdw)
-    named |= arguments.numbers("lars_update", trust_coefficient=trust_coefficient, epsilon=epsilon)
-    named["decay_lambda"] = arguments.decay("lars_update", decay_lambda, rule)
+    checks.no_epsilon("lars_update", epsilon, rule)
+    named = arguments.enter(
+        "lars_update",
+        w=w,
+        dcdw=dcdw,
+        lr=lr,
+        trust_coefficient=trust_coefficient,
+        epsilon=epsilon,
+        decay_lambda=arguments.decay(decay_lambda, rule),
+    )
     return _lars_update(named, rule=rule, stop_gradients=stop_gradients)
 
 

@@ -72,6 +72,7 @@ def lars(
     options.check_moment_dtype("lars", moment_dtype)
     options.check_momentum("lars", momentum, nesterov=nesterov)
     checks.one_of("lars", "rule", rule, RULES)
+    checks.no_epsilon("lars", epsilon, rule)
     options.scalar("lars", "trust_coefficient", trust_coefficient)
     options.scalar("lars", "epsilon", epsilon)
     default_rate = learning_rate

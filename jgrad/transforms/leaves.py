@@ -42,6 +42,14 @@ class Leaves:
         leaves = trees.broadcast(tree, self.tree) if prefix else trees.flatten(tree)[0]
         return reference._replace(name=name, leaves=leaves)
 
+    def options(self, name: str, tree: PyTree) -> Row:
+        """An option for each leaf, from a prefix tree; `None` only where nothing is updated."""
+        row = self.row(name, tree, prefix=True)
+        for i, (x, g) in enumerate(zip(row.leaves, self.g, strict=True)):
+            if x is None and g is not None:
+                row.fail(i, TypeError, "None, expected a value, as this leaf is updated")
+        return row
+
     def updated(self) -> Row:
         """The reference, with `None` where nothing is to be updated."""
         pairs = zip(self.reference.leaves, self.g, strict=True)
@@ -67,8 +75,14 @@ class Leaves:
             if (tree is not None) != used:
                 came = f"an OptState {'without' if used else 'with'} `{name}`"
                 raise TypeError(f"{begin}{came}, from another method or other options{end}")
-            rows.append(self._moments(f"state.{name}", tree) if used else [])
-        return optax.safe_increment(jnp.asarray(state.step)), rows[0], rows[1]
+            rows.append(self._moments(f"state.{name}", tree, real=name == "vw") if used else [])
+        step = jnp.asarray(state.step)
+        if step.shape != ():
+            remedy = "map `update` over the models, as `init` was"
+            raise ValueError(
+                f"{self.function}: `state.step`: shape {step.shape}, expected (); {remedy}."
+            )
+        return optax.safe_increment(step), rows[0], rows[1]
 
     def updates(self, steps: Sequence[Any]) -> PyTree:
         """-step, in the dtype of the parameter; zero where there is no step."""
@@ -84,11 +98,16 @@ class Leaves:
         pairs = zip(new, old, strict=True)
         return self._structure.unflatten([y if x is None else _like(x, y) for x, y in pairs])
 
-    def _moments(self, name: str, tree: PyTree) -> Sequence[Any]:
+    def _moments(self, name: str, tree: PyTree, *, real: bool) -> Sequence[Any]:
         row, updated = self.row(name, tree).with_arrays(), self.updated()
         for i, (moment, reference) in enumerate(zip(row.leaves, updated.leaves, strict=True)):
-            if moment is None and reference is not None:
-                row.fail(i, TypeError, "None, expected an array")
+            if reference is None:
+                continue
+            complex_ = jnp.iscomplexobj(reference) and not real
+            kind = jnp.complexfloating if complex_ else jnp.floating
+            if not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
+                expected = f"an array of a {'complex' if complex_ else 'real floating'} dtype"
+                row.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
         checks.same_shapes(row, updated)
         return row.leaves
 

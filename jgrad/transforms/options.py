@@ -57,11 +57,7 @@ def adam(
 
 def clamps(function: str, smallest: Scalar, largest: Scalar) -> tuple[Any, Any]:
     """Both clamps of a trust ratio."""
-    if checks.is_number(smallest) and checks.is_number(largest) and not smallest <= largest:
-        raise ValueError(
-            f"{function}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, "
-            f"which is {largest}."
-        )
+    checks.clamps(function, smallest, largest)
     return scalar(function, "min_trust_ratio", smallest), scalar(
         function, "max_trust_ratio", largest
     )
@@ -78,7 +74,7 @@ def _one_element(function: str, name: str, x: Any) -> Any:
 
 def check_rates(function: str, learning_rate: LearningRate, weight_decay: PyTree) -> None:
     """Learning rate and weight decay, as far as they are known before there are parameters."""
-    if not callable(learning_rate):
+    if not trees.is_function(learning_rate):
         arguments.number(function, "learning_rate", learning_rate)
     arguments.number(function, "weight_decay", weight_decay)
 
@@ -107,7 +103,11 @@ def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) ->
 
 def check_moment_dtype(function: str, moment_dtype: DTypeLike | None) -> None:
     """A real floating dtype, or None."""
-    if moment_dtype is not None and not jnp.issubdtype(moment_dtype, jnp.floating):
+    try:
+        fits = moment_dtype is None or jnp.issubdtype(np.dtype(moment_dtype), jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
         raise TypeError(
             f"{function}: `moment_dtype`: {moment_dtype!r}, expected a real floating dtype."
         )
@@ -124,23 +124,25 @@ def rates(
 ) -> list[Any]:
     """The learning rate of each leaf after `done` updates; `override` is that of this call."""
     if override is None:
-        override = learning_rate(done) if callable(learning_rate) else learning_rate
+        scheduled = trees.is_function(learning_rate)
+        override = learning_rate(done) if scheduled else learning_rate
     rate = arguments.number(leaves.function, "learning_rate", override)
-    row = leaves.row("learning_rate", rate, prefix=True)
+    row = leaves.options("learning_rate", rate)
     checks.broadcastable(row, leaves.updated())
     return list(row.leaves)
 
 
 def decays(leaves: Leaves, weight_decay: PyTree, weight_decay_mask: Mask) -> list[Any]:
     """The weight decay of each leaf; the Python number 0, which compiles to nothing, for none."""
+    masked = mask(leaves, "weight_decay_mask", weight_decay_mask)
     if checks.is_number(weight_decay) and weight_decay == 0:
         return [0.0] * len(leaves.g)
     leaves.require_params("`weight_decay`")
     decay = arguments.number(leaves.function, "weight_decay", weight_decay)
     checks.one_element(Row.of(leaves.function, "weight_decay", decay))
-    row = leaves.row("weight_decay", decay, prefix=True)
-    masked = mask(leaves, "weight_decay_mask", weight_decay_mask)
-    return [x.reshape(()) if use else 0.0 for x, use in zip(row.leaves, masked, strict=True)]
+    row = leaves.options("weight_decay", decay)
+    entries = zip(row.leaves, masked, strict=True)
+    return [x.reshape(()) if use and x is not None else 0.0 for x, use in entries]
 
 
 def with_decay(
@@ -155,16 +157,16 @@ def with_decay(
 
 
 def mask(leaves: Leaves, name: str, tree: Mask) -> list[bool]:
-    """The bool of each leaf."""
+    """The bool of each leaf; False where nothing is to be updated."""
     if tree is None:
         return [True] * len(leaves.g)
-    if callable(tree):
+    if trees.is_function(tree):
         tree = tree(trees.map_leaves(_shape_and_dtype, leaves.tree))
-    row = leaves.row(name, tree, prefix=True)
+    row = leaves.options(name, tree)
     for i, x in enumerate(row.leaves):
-        if not isinstance(x, (bool, np.bool_)):
+        if not (x is None or isinstance(x, (bool, np.bool_))):
             row.fail(i, TypeError, f"{checks.describe(x)}, expected a bool")
-    return list(row.leaves)
+    return [bool(x) for x in row.leaves]
 
 
 def _shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:
