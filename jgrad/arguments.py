@@ -66,6 +66,7 @@ def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree
 
 def number(function: str, name: str, tree: PyTree) -> PyTree:
     """A hyper-parameter or a tree of them; Python numbers, in [0, inf), become scalars."""
+    tree = trees.map_leaves(_number_if_known, tree)
     checks.arrays_or_numbers(function, name, tree, real=True)
     checks.in_range(function, name, tree, low=0.0)
     return trees.map_leaves(_scalar, tree)
@@ -89,6 +90,7 @@ def betas(function: str, name: str, tree: PyTree) -> Beta:
 
 
 def _number_if_known(x: Any) -> Any:
+    """An array of NumPy with one element as the number that it is."""
     return x.item() if isinstance(x, np.ndarray) and x.size == 1 else x
 
 

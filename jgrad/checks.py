@@ -94,7 +94,8 @@ class Row(NamedTuple):
 
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
         """Raises `function: argument relation at path: problem.`, looking the path up only now."""
-        raise error(f"{self.function}: `{self.name}`{relation}{at(self.paths()[i])}: {problem}.")
+        place = f"{relation}{at(self.paths()[i])}"
+        raise error(f"{self.function}: `{self.name}`{place}: {problem}.") from None  # not chex's
 
 
 def at(path: str) -> str:

@@ -36,7 +36,7 @@ class Arguments:
         for i, (leaves, _) in zip(self._chosen, flat, strict=True):
             if leaves and not any(map(_is_floating, leaves)):
                 path = checks.at(trees.paths(args[i])[0])
-                expected = "a floating leaf to differentiate; cast with `.astype(float)`"
+                expected = "a floating leaf to differentiate; cast it to a floating dtype"
                 raise TypeError(
                     f"{function}: argument {i} of `func`{path}: {checks.describe(leaves[0])}, "
                     f"expected {expected}."
@@ -90,6 +90,7 @@ class Arguments:
         count, index = len(self._args), operator.index(i)
         if not -count <= index < count:
             expected = f"the position of one of the {count} positional arguments"
+            expected += "; arguments given by name are not differentiated" * (count == 0)
             raise ValueError(f"{self._function}: `argnums`: {i}, expected {expected}.")
         return index % count
 

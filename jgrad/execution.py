@@ -101,7 +101,12 @@ class _Inputs:
             floats = [i for i in arrays if jnp.issubdtype(self._all[i].dtype, jnp.inexact)]
             integers = [i for i in arrays if jnp.issubdtype(self._all[i].dtype, jnp.integer)]
             if not (floats or integers):
-                _fail("xs_grad_idxs", place, self._all, "floating or integer arrays")
+                _fail(
+                    "xs_grad_idxs",
+                    place,
+                    self._all,
+                    "floating or integer arrays, as `jgrad.variable` makes them",
+                )
             self._chosen.update(floats or integers)
         self.leaves = [numerics.floating(self._all[i]) for i in sorted(self._chosen)]
 

@@ -7,7 +7,7 @@ entry per layer, so that a trust ratio is one operation for many layers.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -151,13 +151,26 @@ def _scaled_sums(
             [_sum_of_squares(f)(by, *(arguments[i] for i in at)) for by, (f, at) in each]
         )
     positions = list(zip(*(at for _, at in column), strict=True))  # an entry per argument of f
-    axes = [None if len(set(at)) == 1 else 0 for at in positions]
-    stacked = [
-        arguments[at[0]] if axis is None else _stack([arguments[i] for i in at])
-        for at, axis in zip(positions, axes, strict=True)
+    shared = tuple(len(set(at)) == 1 for at in positions)
+    given = [
+        arguments[at[0]] if same else [arguments[i] for i in at]
+        for at, same in zip(positions, shared, strict=True)
     ]
-    sums = jax.vmap(_sum_of_squares(f), in_axes=(0, *axes))(scale, *stacked)
-    return sums.reshape(-1).astype(scale.dtype)
+    return _sums_of_squares(f, shared)(scale, *given)
+
+
+@functools.cache
+def _sums_of_squares(f: Function, shared: tuple[bool, ...]) -> Function:
+    """`_sum_of_squares` for layers that are alike: lists of arrays but where all share one."""
+
+    @compiled
+    def sums_of_squares(scale: jax.Array, *given: Any) -> jax.Array:
+        stacked = [x if same else _stack(x) for x, same in zip(given, shared, strict=True)]
+        axes = [None if same else 0 for same in shared]
+        sums = jax.vmap(_sum_of_squares(f), in_axes=(0, *axes))(scale, *stacked)
+        return sums.reshape(-1).astype(scale.dtype)
+
+    return sums_of_squares
 
 
 @functools.cache

@@ -200,12 +200,12 @@ def test_stop_gradient(preserve_type):
         (ValueError, "grad: `func` returned an array of float32 and shape (3,), expected one element; "
          "reduce it with `jnp.sum` or `jnp.mean`, or take `jac`.", lambda: jgrad.grad(lambda x: x)(X)),
         (TypeError, "grad: argument 0 of `func`: an array of int32 and shape (3,), expected a floating "
-         "leaf to differentiate; cast with `.astype(float)`.", lambda: jgrad.grad(cube)(jnp.arange(3))),
+         "leaf to differentiate; cast it to a floating dtype.", lambda: jgrad.grad(cube)(jnp.arange(3))),
         (TypeError, "grad: argument 1 of `func` at ['a'][0]: an array of int32 and shape (2,), expected a "
-         "floating leaf to differentiate; cast with `.astype(float)`.",
+         "floating leaf to differentiate; cast it to a floating dtype.",
          lambda: jgrad.grad(lambda x, y: cube(x), 1)(X, {"a": [jnp.arange(2)]})),
         (TypeError, "grad: argument 0 of `func`: 'abc' of type str, expected a floating leaf to "
-         "differentiate; cast with `.astype(float)`.", lambda: jgrad.grad(cube)("abc")),
+         "differentiate; cast it to a floating dtype.", lambda: jgrad.grad(cube)("abc")),
         (TypeError, "grad: `func` returned a tuple of 2 leaves, expected one scalar; return other outputs "
          "with `has_aux=True`, or take `jac`.", lambda: jgrad.grad(lambda x: (cube(x), x))(X)),
         (TypeError, "grad: `func` returned an array of int32 and shape (), expected a real floating scalar.",
@@ -223,12 +223,14 @@ def test_stop_gradient(preserve_type):
         (TypeError, "value_and_grad: `func` returned a tuple of 2 leaves, expected one scalar; return other "
          "outputs with `has_aux=True`, or take `jac`.", lambda: jgrad.value_and_grad(lambda x: (x, x))(X)),
         (TypeError, "value_and_grad: argument 0 of `func`: an array of int32 and shape (3,), expected a floating "
-         "leaf to differentiate; cast with `.astype(float)`.",
+         "leaf to differentiate; cast it to a floating dtype.",
          lambda: jgrad.value_and_grad(cube)(jnp.arange(3))),
         (ValueError, "hvp: `primals`: no entries, expected one per argument of `func`.",
          lambda: jgrad.hvp(cube, (), ())),
         (ValueError, "grad: `argnums`: 2, expected the position of one of the 1 positional arguments.",
          lambda: jgrad.grad(cube, 2)(X)),
+        (ValueError, "grad: `argnums`: 0, expected the position of one of the 0 positional arguments; arguments "
+         "given by name are not differentiated.", lambda: jgrad.grad(cube)(x=X)),
         (ValueError, "grad: `argnums`: (0, -1), expected each argument once.",
          lambda: jgrad.grad(cube, (0, -1))(X)),
         (TypeError, "hvp: `primals`: an array of float32 and shape (3,), expected a tuple with an entry per "

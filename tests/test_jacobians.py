@@ -163,7 +163,7 @@ def test_empty(mode):
         (TypeError, "jac: `output of func` at ['k'][1]: an array of int32 and shape (3,), expected a real "
          "floating array.", lambda: jgrad.jac(lambda x: {"k": [x, x.astype(int)]})(X)),
         (TypeError, "jac: argument 0 of `func`: an array of int32 and shape (3,), expected a floating leaf to "
-         "differentiate; cast with `.astype(float)`.", lambda: jgrad.jac(wide)(jnp.arange(3))),
+         "differentiate; cast it to a floating dtype.", lambda: jgrad.jac(wide)(jnp.arange(3))),
     ],
 )  # fmt: skip
 def test_messages(error, message, call):

@@ -58,6 +58,8 @@ FUNCTIONAL = [
      "dtype.", lambda: adam(g=with_b(X > 0))),
     (ValueError, "adam_step: `dcdw`: [[1.0], [1.0, 2.0]] of type list, expected rows of one length.",
      lambda: jgrad.adam_step([[1.0], [1.0, 2.0]], 0.0, 0.0, 1)),
+    (ValueError, "adam_step: `epsilon`: -1.0, expected a number in [0, inf).",
+     lambda: jgrad.adam_step(X, 0.0, 0.0, 1, epsilon=[-1.0])),
     (ValueError, "lars_update: `decay_lambda`: shape (2,), expected one element.",
      lambda: jgrad.lars_update(X, X, 0.1, decay_lambda=[0.1, 0.2])),
     (TypeError, "adam_update: `w`: an array of int32 and shape (3,), expected a floating dtype; cast it, or leave "

@@ -40,6 +40,20 @@ def test_the_table_has_a_line_for_every_public_name():
     assert sorted(first_cells(section("What there is"))) == sorted(PUBLIC)
 
 
+def test_help_lists_the_public_names():
+    assert sorted(jgrad.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("call", re.findall(r"^\| `(\w+\(.*?\))` \|", README, re.MULTILINE))
+def test_signatures(call):
+    """As Python has them, up to the dots."""
+    name = call.partition("(")[0]
+    signature = inspect.signature(getattr(jgrad, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    found = (name + str(inspect.Signature(bare))).replace("1e-07", "1e-7")
+    assert found.startswith(call.removesuffix("...)"))
+
+
 def test_each_row_of_the_comparison_is_a_test():
     text = section("Beside optax")
     tests = set(
