@@ -218,15 +218,13 @@ def in_range(
 ) -> None:
     """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
     dtype = jnp.result_type(float)
-    largest = float(jnp.finfo(dtype).max)
     row = Row.of(function, name, tree)
     for i, x in enumerate(row.leaves):
-        if not is_number(x) or (low <= x < high and abs(x) <= largest):
-            continue
-        if low <= x < high and largest < abs(x) < math.inf:
+        if is_number(x) and not low <= x < high:
+            interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
+            row.fail(i, ValueError, f"{x}, expected a number in {interval}")
+        if is_number(x) and abs(x) > float(jnp.finfo(dtype).max):
             row.fail(i, ValueError, f"{describe(x)}, expected what {dtype} can hold")
-        interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
-        row.fail(i, ValueError, f"{x}, expected a number in {interval}")
 
 
 def clamps(function: str, smallest: Any, largest: Any) -> None:

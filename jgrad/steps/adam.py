@@ -45,8 +45,8 @@ def adam_step(
       out: None.
 
     Returns:
-      `(delta, mw', vw')`, of the gradient's shape; a scalar gradient takes the shape of moments with
-      one element. The moments keep their dtypes, delta has the gradient's.
+      `(delta, mw', vw')`, of the gradient's shape; a scalar gradient takes that of moments with one
+      element. The moments keep their dtypes, delta has the gradient's.
 
     Raises:
       ValueError: structures or shapes do not match, or a Python number is out of range.
