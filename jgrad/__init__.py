@@ -20,12 +20,25 @@ from jgrad.steps.descent import optimizer_update as optimizer_update
 from jgrad.steps.lamb import lamb_update as lamb_update
 from jgrad.steps.lars import lars_update as lars_update
 
+# Transformations around others, and beside them.
+from jgrad.transforms.accumulation import AccumulateState as AccumulateState
+from jgrad.transforms.accumulation import accumulate as accumulate
+
 # Transformations, the `init`/`update` pairs of optax.
 from jgrad.transforms.adam import adam as adam
 from jgrad.transforms.adam import scale_by_adam as scale_by_adam
+from jgrad.transforms.averaging import EmaState as EmaState
+from jgrad.transforms.averaging import ema as ema
+from jgrad.transforms.clipping import clip_by_global_norm as clip_by_global_norm
+from jgrad.transforms.clipping import global_norm as global_norm
 from jgrad.transforms.gradient_descent import gradient_descent as gradient_descent
 from jgrad.transforms.lamb import lamb as lamb
 from jgrad.transforms.lars import lars as lars
+from jgrad.transforms.master import MasterState as MasterState
+from jgrad.transforms.master import master_weights as master_weights
+from jgrad.transforms.shardings import state_shardings as state_shardings
+from jgrad.transforms.skipping import SkipState as SkipState
+from jgrad.transforms.skipping import skip_nonfinite as skip_nonfinite
 from jgrad.transforms.state import OptState as OptState
 from jgrad.transforms.trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
 

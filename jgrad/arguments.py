@@ -14,7 +14,7 @@ import numpy as np
 from jgrad import checks, methods, numerics, trees
 from jgrad.checks import Row
 from jgrad.leafwise import compiled
-from jgrad.methods import Adam, Rule
+from jgrad.methods import Adam
 from jgrad.numerics import Beta
 from jgrad.rules import BIAS_CORRECTIONS, BiasCorrection
 from jgrad.trees import PyTree
@@ -72,7 +72,7 @@ def number(function: str, name: str, tree: PyTree) -> PyTree:
     return trees.map_leaves(_scalar, tree)
 
 
-def decay(decay_lambda: PyTree, rule: Rule) -> PyTree:
+def decay(decay_lambda: PyTree, rule: str) -> PyTree:
     """`None` for no decay: nothing of it is compiled then. Ivy reads a negative decay as none."""
     known = checks.is_number(decay_lambda)
     none = known and (decay_lambda == 0 or (rule == "ivy" and decay_lambda < 0))
@@ -100,6 +100,11 @@ def _forms(beta: Any) -> Any:
     if checks.is_number(beta):
         return numerics.beta_from_number(float(beta))
     return _beta_from_array(beta)
+
+
+def clamp(largest: PyTree) -> PyTree:
+    """An upper clamp; none is one at infinity, which a number may not be."""
+    return jnp.asarray(jnp.inf) if largest is None else largest
 
 
 def adam(function: str, named: dict[str, Any], bias_correction: BiasCorrection) -> Adam:

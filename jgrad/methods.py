@@ -16,11 +16,14 @@ import jax
 from jgrad import leafwise, norms, rules, trees
 from jgrad.leafwise import Task
 from jgrad.numerics import Beta
+from jgrad.places import Place
 from jgrad.rules import BiasCorrection
 from jgrad.trees import PyTree
 
-Rule = Literal["paper", "ivy"]
-RULES = ("paper", "ivy")
+LarsRule = Literal["paper", "decayed_gradient", "ivy"]
+LARS_RULES = ("paper", "decayed_gradient", "ivy")
+LambRule = Literal["paper", "ivy"]
+LAMB_RULES = ("paper", "ivy")
 
 
 def apply(rule: Callable[..., Any], *args: PyTree) -> PyTree:
@@ -54,6 +57,13 @@ def descend(w: PyTree, step: PyTree) -> PyTree:
     return apply(rules.descend, w, step)
 
 
+class Layers(NamedTuple):
+    """Where the layers of each leaf live, and whether they have a ratio of their own."""
+
+    place: PyTree
+    mask: PyTree = True
+
+
 class Adam(NamedTuple):
     """The numbers that Adam's direction depends on, each one for all or a tree."""
 
@@ -83,25 +93,26 @@ def lars_steps(
     coefficient: PyTree,
     decay: PyTree,
     epsilon: PyTree,
-    mask: PyTree,
+    layers: Layers,
     *,
-    rule: Rule,
+    rule: LarsRule,
 ) -> PyTree:
     """(product of rates) ratio (g + decay w), with LARS's local rate as the ratio.
 
     In Ivy's rule decay acts in the ratio alone.
     """
-    rows, unflatten = _rows(w, g, coefficient, decay, epsilon, mask, *rates)
-    w, g, coefficient, decay, epsilon, mask, *rates = rows
+    rows, unflatten = _rows(w, g, coefficient, decay, epsilon, *layers, *rates)
+    w, g, coefficient, decay, epsilon, *rows = rows
+    own, rates = Layers(*rows[:2]), rows[2:]
     gradients = [None if x is None else (leafwise.itself, (x,)) for x in g]
     if rule == "ivy":
         ratio = rules.lars_ratio_ivy
-        return unflatten(
-            _trusted(w, gradients, gradients, ratio, (coefficient, decay), mask, rates)
-        )
+        return unflatten(_trusted(w, gradients, gradients, ratio, (coefficient, decay), own, rates))
     directions = [_decayed(*xs) for xs in zip(g, w, decay, strict=True)]
-    numbers = (coefficient, decay, epsilon)
-    return unflatten(_trusted(w, directions, gradients, rules.lars_ratio, numbers, mask, rates))
+    measured = directions if rule == "decayed_gradient" else gradients
+    below = [0.0] * len(w) if rule == "decayed_gradient" else decay
+    numbers = (coefficient, below, epsilon)
+    return unflatten(_trusted(w, directions, measured, rules.lars_ratio, numbers, own, rates))
 
 
 def lamb_steps(
@@ -113,15 +124,16 @@ def lamb_steps(
     decay: PyTree,
     smallest: PyTree,
     largest: PyTree,
-    mask: PyTree,
+    layers: Layers,
     *,
     bias_correction: BiasCorrection,
-    rule: Rule,
+    rule: LambRule,
 ) -> PyTree:
     """lr ratio (delta + decay w), from the new moments; in Ivy's rule decay is in the norm only."""
     scalars = _adam_scalars(adam, bias_correction)
-    rows, unflatten = _rows(w, mw, vw, *scalars, decay, lr, smallest, largest, mask)
-    w, mw, vw, alpha, epsilon, decay, lr, smallest, largest, mask = rows
+    rows, unflatten = _rows(w, mw, vw, *scalars, decay, lr, smallest, largest, *layers)
+    w, mw, vw, alpha, epsilon, decay, lr, smallest, largest, *rows = rows
+    own = Layers(*rows)
     deltas: list[Task | None] = []
     decayed: list[Task | None] = []
     for x, m, v, a, e, lam in zip(w, mw, vw, alpha, epsilon, decay, strict=True):
@@ -131,18 +143,34 @@ def lamb_steps(
         decayed.append(delta if plain else (rules.lamb_direction, (m, v, x, a, e, lam)))
     numbers = (smallest, largest)
     if rule == "ivy":
-        return unflatten(_trusted(w, deltas, decayed, rules.lamb_ratio_ivy, numbers, mask, (lr,)))
-    return unflatten(_trusted(w, decayed, decayed, rules.lamb_ratio, numbers, mask, (lr,)))
+        return unflatten(_trusted(w, deltas, decayed, rules.lamb_ratio_ivy, numbers, own, (lr,)))
+    return unflatten(_trusted(w, decayed, decayed, rules.lamb_ratio, numbers, own, (lr,)))
 
 
 def trust_ratio_steps(
-    w: PyTree, direction: PyTree, smallest: PyTree, largest: PyTree, mask: PyTree
+    w: PyTree, direction: PyTree, smallest: PyTree, largest: PyTree, layers: Layers
 ) -> PyTree:
     """ratio direction, with LAMB's ratio."""
-    rows, unflatten = _rows(w, direction, smallest, largest, mask)
-    w, direction, smallest, largest, mask = rows
-    layers = [None if d is None else (leafwise.itself, (d,)) for d in direction]
-    return unflatten(_trusted(w, layers, layers, rules.lamb_ratio, (smallest, largest), mask, ()))
+    rows, unflatten = _rows(w, direction, smallest, largest, *layers)
+    w, direction, smallest, largest, *rows = rows
+    given = [None if d is None else (leafwise.itself, (d,)) for d in direction]
+    numbers = (smallest, largest)
+    return unflatten(_trusted(w, given, given, rules.lamb_ratio, numbers, Layers(*rows), ()))
+
+
+def clip(g: Sequence[Any], largest: jax.Array, places: Sequence[Place]) -> list[Any]:
+    """The leaves, scaled down together where their norm is above `largest`."""
+    unit, root = global_norm(g, places)
+    factors = rules.clip_ratio(unit, root, largest)
+    return leafwise.run([None if x is None else (rules.step, (x, *factors)) for x in g])
+
+
+def global_norm(leaves: Sequence[Any], places: Sequence[Place]) -> tuple[jax.Array, jax.Array]:
+    """The norm of all leaves as a product of two numbers: it may be larger than any number."""
+    pairs = [(x, place) for x, place in zip(leaves, places, strict=True) if x is not None]
+    pairs.sort(key=lambda pair: _alike(pair[1]))
+    tasks = [(leafwise.itself, (x,)) for x, _ in pairs]
+    return norms.global_norm([place for _, place in pairs], tasks)
 
 
 def _trusted(
@@ -151,29 +179,33 @@ def _trusted(
     measured: Sequence[Task | None],
     ratio: Callable[..., tuple[jax.Array, ...]],
     numbers: Sequence[Sequence[Any]],
-    mask: Sequence[bool],
+    layers: Layers,
     rates: Sequence[Sequence[Any]],
 ) -> list[Any]:
-    """(product of rates) ratio(|w|, |measured|, *numbers) direction, leaf by leaf.
+    """(product of rates) ratio(|w|, |measured|, *numbers) direction, layer by layer.
 
     The ratio is 1 where the mask is False.
     """
     factors = [[row[i] for row in rates] for i in range(len(w))]
-    layers = [
-        (i, (leafwise.itself, (w[i],)), layer)
-        for i, layer in enumerate(measured)
-        if layer is not None and mask[i]
-    ]
-    layers.sort(key=lambda layer: w[layer[0]].shape)  # equal shapes side by side, for the norms
-    if layers:
-        chosen, weights, others = zip(*layers, strict=True)
-        columns = norms.layer_norms(weights, others)
-        columns += [norms.join([row[i] for i in chosen]) for row in numbers]
+    given = [(i, x) for i, x in enumerate(measured) if x is not None and layers.mask[i]]
+    given.sort(key=lambda pair: _alike(layers.place[pair[0]]))
+    if given:
+        chosen, others = zip(*given, strict=True)
+        places = [layers.place[i] for i in chosen]
+        weights = [(leafwise.itself, (w[i],)) for i in chosen]
+        columns = norms.layer_norms(places, weights, others)
+        columns += [norms.join(places, [row[i] for i in chosen]) for row in numbers]
         ratios = zip(*(ratio(*xs) for xs in zip(*columns, strict=True)), strict=True)
-        for i, *each in zip(chosen, *map(norms.split, ratios), strict=True):
-            factors[i] = each + factors[i]
+        each = (norms.split(places, factor) for factor in ratios)
+        for i, *own in zip(chosen, *each, strict=True):
+            factors[i] = own + factors[i]
     found = zip(leafwise.run(directions), factors, strict=True)
     return leafwise.run([None if d is None else (rules.step, (d, *by)) for d, by in found])
+
+
+def _alike(place: Place) -> Any:
+    """Leaves with equal shapes side by side, for the norms."""
+    return place.cut, place.shape, place.stacked
 
 
 def _decayed(d: jax.Array | None, w: jax.Array | None, decay: Any) -> Task | None:

@@ -2,50 +2,55 @@
 
 A norm is asked for as a function and the arrays that it reads, not as an array: given `u`, XLA
 would write a temporary as large as the parameters. Norms come back as *columns*, vectors with an
-entry per layer, so that a trust ratio is one operation for many layers.
+entry per layer, so that a trust ratio is one operation for many layers. Where layers live is said
+by `places.Place`.
 """
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jgrad import leafwise, numerics
-from jgrad.leafwise import Function, Task, compiled
+from jgrad import leafwise, numerics, sums
+from jgrad.leafwise import Task, compiled
+from jgrad.places import Place
+from jgrad.sums import Leaf
 
 T = TypeVar("T")
 
-# A task with the positions of its arguments in a list: it is static so, and shows what layers
-# share.
-_Static = tuple[Function, tuple[int, ...]]
-
-# Layers per column. XLA's CPU backend compiles equal kernels once, but a scalar cut from a vector
+# Leaves per column. XLA's CPU backend compiles equal kernels once, but a scalar cut from a vector
 # makes a kernel of its own for each position: 1000 of them, 18 ms each, for one vector of 1000.
 _COLUMN = 16
 
-# Columns of layers up to this size are rescaled by one operation on a copy; see `_scaled_sums`.
-_SMALL = 2**14
 
-
-def layer_norms(*groups: Sequence[Task]) -> list[list[jax.Array]]:
+def layer_norms(places: Sequence[Place], *groups: Sequence[Task]) -> list[list[jax.Array]]:
     """|f(*arrays)| of each layer of each group, as columns, in float32 or wider.
 
     The plain sum of squares overflows from 1e19 and vanishes below 1e-23 in float32. A scaled sum
     for every layer would be dear at each step, to run and to compile. So the plain sums come first,
     and one `lax.cond` for the whole model repeats them, each layer scaled by a power of two of its
     own, in the rare step in which some sum is not a normal number. Zero counts as such: a sum does
-    not tell a layer of zeros from one too small. The derivative of a norm at zero is zero.
+    not tell a layer of zeros from one too small. The derivative of a norm at zero is zero, and a
+    norm beyond the largest number is that number.
 
-    Quickest to compile where layers of one shape stand side by side.
+    Parts of layers that are cut over mesh axes are put together afterwards, so that no device waits
+    for another inside a branch that it does not take.
+
+    Quickest to compile where leaves of one shape stand side by side.
     """
     arguments = {id(x): x for group in groups for _, xs in group for x in xs}
     position = {key: i for i, key in enumerate(arguments)}
     static = [
-        _in_columns([(f, tuple(position[id(x)] for x in xs)) for f, xs in group])
+        in_columns(
+            places,
+            [
+                Leaf(f, tuple(position[id(x)] for x in xs), place)
+                for (f, xs), place in zip(group, places, strict=True)
+            ],
+        )
         for group in groups
     ]
     columns = tuple(tuple(column) for group in static for column in group)
@@ -53,148 +58,90 @@ def layer_norms(*groups: Sequence[Task]) -> list[list[jax.Array]]:
     return [[next(norms) for _ in group] for group in static]
 
 
-def join(numbers: Sequence[ArrayLike]) -> list[jax.Array]:
-    """One number per layer as columns, or as scalars where all layers share it."""
-    columns = _in_columns(numbers)
+def global_norm(places: Sequence[Place], tasks: Sequence[Task]) -> tuple[jax.Array, jax.Array]:
+    """The norm of everything as a product: the largest norm of a layer (1 for 0), and a root."""
+    (columns,) = layer_norms(places, tasks)
+    norms = sums.concatenate(columns) if columns else jnp.zeros((1,), jnp.float32)
+    unit = _unit(jnp.max(norms, initial=0))
+    return unit, numerics.safe_sqrt(jnp.sum(jnp.square(norms / unit)))
+
+
+def in_columns(places: Sequence[Place], items: Sequence[T]) -> list[Sequence[T]]:
+    """The items, one per leaf, cut as columns are: up to 16, all cut over the same mesh axes."""
+    starts = [0]
+    for i, place in enumerate(places):
+        if i - starts[-1] == _COLUMN or place.cut != places[starts[-1]].cut:
+            starts.append(i)
+    ends = [*starts[1:], len(items)]
+    return [items[i:j] for i, j in zip(starts, ends, strict=True) if i < j]
+
+
+def join(places: Sequence[Place], numbers: Sequence[ArrayLike]) -> list[jax.Array]:
+    """One number per leaf as columns, or as scalars where all leaves share it."""
     if all(x is numbers[0] for x in numbers):
-        return [jnp.asarray(numbers[0], dtype=float)] * len(columns)
-    return [jnp.stack([jnp.asarray(x, dtype=float) for x in column]) for column in columns]
-
-
-def split(columns: Sequence[jax.Array]) -> list[jax.Array]:
-    """The entries of the columns, as scalars."""
-    return [
-        jax.lax.squeeze(x, (0,))
-        for column in columns
-        for x in jax.lax.split(column, (1,) * column.size)
+        return [jnp.asarray(numbers[0], dtype=float)] * len(in_columns(places, numbers))
+    entries = [
+        jnp.broadcast_to(jnp.asarray(x, dtype=float), (place.layers,))
+        for x, place in zip(numbers, places, strict=True)
     ]
+    return [jnp.concatenate(column) for column in in_columns(places, entries)]
 
 
-def _in_columns(items: Sequence[T]) -> list[Sequence[T]]:
-    return [items[i : i + _COLUMN] for i in range(0, len(items), _COLUMN)]
+def split(places: Sequence[Place], columns: Sequence[jax.Array]) -> list[jax.Array]:
+    """The entries of the columns for each leaf: scalars, or arrays that broadcast to the leaf."""
+    return [
+        x.reshape(place.column)
+        for column, of in zip(columns, in_columns(places, places), strict=True)
+        for x, place in zip(jax.lax.split(column, [place.layers for place in of]), of, strict=True)
+    ]
 
 
 @compiled
-def _norms(
-    arguments: list[jax.Array], *, columns: tuple[tuple[_Static, ...], ...]
-) -> list[jax.Array]:
-    layers = [
-        (_sum_of_squares(f), (None, *(arguments[i] for i in at)))
-        for column in columns
-        for f, at in column
-    ]
-    each = iter(leafwise.run(layers))
-    sums = [[next(each) for _ in column] for column in columns]
-    totals = [_concatenate(column) for column in sums]
-    limits = [_Limits.of(column) for column in sums]
+def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...]) -> list[jax.Array]:
+    each = iter(leafwise.run([sums.task(arguments, of) for column in columns for of in column]))
+    plain = [[next(each) for _ in column] for column in columns]
+    totals = [sums.concatenate(column) for column in plain]
+    limits = [sums.Limits.of(column) for column in plain]
 
-    every = _concatenate(totals)
+    every = sums.concatenate(totals)
     small = np.concatenate([limit.small for limit in limits]).astype(every.dtype)
-    has_elements = [all(x.size for x in xs if x is not None) for _, xs in layers]
-    unusual = ((every < small) & np.array(has_elements)) | (every == jnp.inf)
+    unusual = ((every < small) & _has_elements(columns)) | (every == jnp.inf)
 
     def rescaled() -> list[jax.Array]:
         found = []
         for column, total, limit in zip(columns, totals, limits, strict=True):
-            scale = _scale(total, *(jnp.asarray(x, total.dtype) for x in limit))
-            found.append(_root(_scaled_sums(arguments, column, scale)) / scale)
+            scale = limit.scale(total)
+            root = _root(sums.rescaled(arguments, column, scale))
+            found.append(_bounded(root / scale, root))
         return found
 
-    return jax.lax.cond(jnp.any(unusual), rescaled, lambda: [_root(total) for total in totals])
+    norms = jax.lax.cond(jnp.any(unusual), rescaled, lambda: [_root(total) for total in totals])
+    cuts = [column[0].place.cut for column in columns]
+    return [_across(x, cut) if cut else x for x, cut in zip(norms, cuts, strict=True)]
 
 
-class _Limits(NamedTuple):
-    """What sums of squares can hold, with an entry per layer.
-
-    Powers of two, so that scaling rounds nothing.
-
-    Attributes:
-      small: sums below this may have lost squares to underflow; 2^-64 in float32.
-      down: scale for sums that overflowed. Scaled by 2^-84, the squares of the largest float32 sum
-        to a finite number over 2^40 elements.
-      up: scale for small sums. Scaled by 2^89, the square of the smallest normal float32 is far
-        from 0.
-    """
-
-    small: np.ndarray
-    down: np.ndarray
-    up: np.ndarray
-
-    @classmethod
-    def of(cls, sums: Sequence[jax.Array]) -> "_Limits":
-        exponents = np.array([jnp.finfo(x.dtype).maxexp for x in sums])  # 128 in float32
-        half = exponents // 2
-        return cls(np.exp2(-half), np.exp2(-half - 20), np.exp2(exponents * 7 // 10))
-
-
-@compiled
-def _scale(total: jax.Array, small: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
-    return jnp.where(total == jnp.inf, down, jnp.where(total < small, up, jnp.ones_like(total)))
+def _has_elements(columns: Sequence[Sequence[Leaf]]) -> np.ndarray:
+    places = [leaf.place for column in columns for leaf in column]
+    return np.array([0 not in place.shape for place in places for _ in range(place.layers)])
 
 
 _root = compiled(numerics.safe_sqrt)
 
 
-def _scaled_sums(
-    arguments: list[jax.Array], column: Sequence[_Static], scale: jax.Array
-) -> jax.Array:
-    """The sums of squares of one column again, with a scale for each layer.
-
-    Compiled into every program and run in hardly any step, this must be small above all: layers
-    that are alike, and not large, are stacked and done at once.
-    """
-    kinds = {(f, *((arguments[i].shape, arguments[i].dtype) for i in at)) for f, at in column}
-    f, first = column[0]
-    if len(kinds) > 1 or any(arguments[i].size > _SMALL for i in first):
-        each = zip(split([scale]), column, strict=True)
-        return _concatenate(
-            [_sum_of_squares(f)(by, *(arguments[i] for i in at)) for by, (f, at) in each]
-        )
-    positions = list(zip(*(at for _, at in column), strict=True))  # an entry per argument of f
-    shared = tuple(len(set(at)) == 1 for at in positions)
-    given = [
-        arguments[at[0]] if same else [arguments[i] for i in at]
-        for at, same in zip(positions, shared, strict=True)
-    ]
-    return _sums_of_squares(f, shared)(scale, *given)
+def _across(norms: jax.Array, cut: tuple[str, ...]) -> jax.Array:
+    """Norms of layers from the norms of their parts on each device."""
+    unit = _unit(jax.lax.pmax(jax.lax.stop_gradient(norms), cut))
+    root = numerics.safe_sqrt(jax.lax.psum(jnp.square(norms / unit), cut))
+    return _bounded(unit * root, root)
 
 
-@functools.cache
-def _sums_of_squares(f: Function, shared: tuple[bool, ...]) -> Function:
-    """`_sum_of_squares` for layers that are alike: lists of arrays but where all share one."""
-
-    @compiled
-    def sums_of_squares(scale: jax.Array, *given: Any) -> jax.Array:
-        stacked = [x if same else _stack(x) for x, same in zip(given, shared, strict=True)]
-        axes = [None if same else 0 for same in shared]
-        sums = jax.vmap(_sum_of_squares(f), in_axes=(0, *axes))(scale, *stacked)
-        return sums.reshape(-1).astype(scale.dtype)
-
-    return sums_of_squares
+def _unit(norm: jax.Array) -> jax.Array:
+    """A number to divide norms by that are not larger: `norm`, but 1 for 0 and infinity."""
+    norm = jax.lax.stop_gradient(norm)
+    return jnp.where((norm == 0) | (norm == jnp.inf), jnp.ones_like(norm), norm)
 
 
-@functools.cache
-def _sum_of_squares(f: Function) -> Function:
-    """The function (scale, *arrays) -> the sum of |scale f(*arrays)|^2, of shape (1,)."""
-
-    @compiled
-    def sum_of_squares(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
-        x = f(*arrays)
-        x = numerics.widen(x, numerics.real_dtype(x))
-        if scale is not None:
-            x = numerics.scaled(x, scale)
-        return jnp.sum(numerics.abs_squared(x)).reshape(1)
-
-    return sum_of_squares
-
-
-def _concatenate(sums: Sequence[jax.Array]) -> jax.Array:
-    real = numerics.real_dtype(*sums)
-    return jax.lax.concatenate([numerics.widen(x, real) for x in sums], 0)
-
-
-def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
-    """`jnp.stack`, with one operation for all where there is an axis to join along."""
-    if arrays[0].ndim == 0:
-        return jnp.stack(arrays)
-    return jax.lax.concatenate(arrays, 0).reshape(len(arrays), *arrays[0].shape)
+def _bounded(norm: jax.Array, root: jax.Array) -> jax.Array:
+    """`norm`, but the largest number where it overflowed by its last product, that with `root`."""
+    largest = jnp.full_like(norm, jnp.finfo(norm.dtype).max)
+    return jnp.minimum(norm, jnp.where(root == jnp.inf, root, largest))

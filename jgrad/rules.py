@@ -55,15 +55,25 @@ def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 @on_leaf(arrays=2)
+def average(x: jax.Array, old: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
+    """a' = beta a + (1 - beta) x"""
+    return scaled(old, beta) + scaled(x, complement)
+
+
+@on_leaf(arrays=2)
 def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
-    """m' = beta m + (1 - beta) g"""
-    return scaled(mw, beta) + scaled(g, complement)
+    """m' = beta m + (1 - beta) g
+
+    A gradient with a square beyond the largest number counts as the largest that has one, in both
+    moments: an infinite v would hold its weight for ever.
+    """
+    return scaled(mw, beta) + scaled(numerics.squarable(g), complement)
 
 
 @on_leaf(arrays=2)
 def second_moment(g: jax.Array, vw: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
     """v' = beta v + (1 - beta) |g|^2"""
-    return beta * vw + complement * numerics.abs_squared(g)
+    return beta * vw + complement * numerics.abs_squared(numerics.squarable(g))
 
 
 @on_leaf(arrays=2)
@@ -109,6 +119,18 @@ def momentum(mw: jax.Array, direction: jax.Array, decay: jax.Array) -> jax.Array
 
 
 @on_leaf(arrays=2)
+def add_if(total: jax.Array, g: jax.Array, use: jax.Array) -> jax.Array:
+    """t + g where `use` is not 0, else t"""
+    return jnp.where(use != 0, total + g, total)
+
+
+@on_leaf(arrays=1)
+def divide(x: jax.Array, by: jax.Array) -> jax.Array:
+    """x / b"""
+    return x / by.astype(x.dtype)
+
+
+@on_leaf(arrays=2)
 def descend(w: jax.Array, step: jax.Array) -> jax.Array:
     """w' = w - s"""
     return w - step
@@ -143,19 +165,33 @@ def adam_scalars(
     return _divide(root, c1 + epsilon), epsilon
 
 
-# ---- trust ratios, on vectors with an entry per layer, as factors to multiply by in turn --------
+# ---- ratios, on vectors with an entry per layer, as factors to multiply by in turn --------------
 
 
 @on_leaf(arrays=2)
 def lars_ratio(
     w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array, epsilon: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """1 / (|g| + lambda |w| + epsilon), then eta |w|; 1 and 1 where a norm is zero.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """eta |w| / (|g| + lambda |w| + epsilon); 1 where a norm is zero.
 
-    Two factors: |w| / |g| may overflow or vanish where its product with g is an ordinary number.
+    Three factors: |w| / |g| may overflow or vanish where its product with g is an ordinary number,
+    and so may 1 / |g|.
     """
-    inverse = _divide(jnp.ones_like(g_norm), g_norm + decay * w_norm + epsilon)
-    return _where_zero(w_norm, g_norm, inverse), _where_zero(w_norm, g_norm, eta * w_norm)
+    below = g_norm + decay * w_norm + epsilon
+    half = _divide(jnp.ones_like(below), numerics.safe_sqrt(below))
+    half = _where_zero(w_norm, g_norm, half)
+    return half, half, _where_zero(w_norm, g_norm, eta * w_norm)
+
+
+@on_leaf(arrays=2)
+def clip_ratio(unit: jax.Array, root: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """min(1, largest / norm) as two factors, for norm = unit root; NaN for one that is infinite."""
+    above = ~(unit * root <= largest)  # of NaN too
+    half = jnp.sqrt(unit)
+    ratio = largest / (half * jnp.where(above, root, jnp.ones_like(root)))
+    ratio = jnp.where(root == jnp.inf, jnp.full_like(ratio, jnp.nan), ratio)
+    one = jnp.ones_like(ratio)
+    return jnp.where(above, 1 / half, one), jnp.where(above, ratio, one)
 
 
 @on_leaf(arrays=2)

@@ -12,9 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up; a file imports from floors below its own, or from its own.
 FLOORS = [
-    {"trees", "numerics", "checks"},
+    {"trees", "numerics", "checks", "places"},
     {"leafwise"},
-    {"norms", "rules"},
+    {"norms", "sums", "rules"},
     {"methods"},
     {"arguments", "differentiation"},
     {"steps", "gradients", "jacobians", "execution", "variables"},

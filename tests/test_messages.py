@@ -109,7 +109,7 @@ FUNCTIONAL = [
     (ValueError, "adam_update: `step`: -1, expected a number in [0, inf).", lambda: adam(step=-1)),
     (ValueError, "adam_update: `bias_correction`: 'none' of type str, expected one of 'step_size', 'moments', "
      "None.", lambda: adam(bias_correction="none")),
-    (ValueError, "lars_update: `rule`: 'mlperf' of type str, expected one of 'paper', 'ivy'.",
+    (ValueError, "lars_update: `rule`: 'mlperf' of type str, expected one of 'paper', 'decayed_gradient', 'ivy'.",
      lambda: jgrad.lars_update(X, X, 0.1, rule="mlperf")),
     (ValueError, "lars_update: `decay_lambda`: -0.1, expected a number in [0, inf).",
      lambda: jgrad.lars_update(X, X, 0.1, decay_lambda=-0.1)),

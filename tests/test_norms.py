@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from jgrad import leafwise, norms
+from jgrad.places import Place
 
 
 def found_norms(*arrays):
     """The norms of arrays, by the function under test."""
-    (columns,) = norms.layer_norms([(leafwise.itself, (x,)) for x in arrays])
-    return norms.split(columns)
+    places = [Place(x.shape) for x in arrays]
+    (columns,) = norms.layer_norms(places, [(leafwise.itself, (x,)) for x in arrays])
+    return norms.split(places, columns)
 
 
 def true_norm(x):
@@ -73,14 +75,15 @@ def test_functions_of_shared_scalars():
     a = jnp.float32(3.0)
     rng = np.random.default_rng(0)
     pairs = [jnp.asarray(1e-25 * rng.normal(size=(2, 6)), jnp.float32) for _ in range(5)]
+    places = [Place((6,))] * 5
     first, second = norms.layer_norms(
-        [(f, (x, y, a)) for x, y in pairs], [(leafwise.itself, (x,)) for x, _ in pairs]
+        places, [(f, (x, y, a)) for x, y in pairs], [(leafwise.itself, (x,)) for x, _ in pairs]
     )
-    for found, (x, y) in zip(norms.split(first), pairs, strict=True):
+    for found, (x, y) in zip(norms.split(places, first), pairs, strict=True):
         np.testing.assert_allclose(
             found, float(true_norm(np.asarray(x, float) + 3 * np.asarray(y, float))), rtol=1e-5
         )
-    for found, (x, _) in zip(norms.split(second), pairs, strict=True):
+    for found, (x, _) in zip(norms.split(places, second), pairs, strict=True):
         np.testing.assert_allclose(found, float(true_norm(x)), rtol=1e-5)
 
 
@@ -92,7 +95,7 @@ def test_non_finite():
 
 def test_empty():
     np.testing.assert_array_equal(found_norms(jnp.zeros((0, 3)), jnp.array([3.0, 4.0])), [0.0, 5.0])
-    assert norms.layer_norms([], []) == [[], []]
+    assert norms.layer_norms([], [], []) == [[], []]
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])

@@ -1,8 +1,9 @@
 """LAMB."""
 
-from jgrad import arguments, checks, methods
+from jgrad import arguments, checks, methods, places
 from jgrad.leafwise import compiled
-from jgrad.methods import RULES, Adam, Rule
+from jgrad.methods import LAMB_RULES, Adam, LambRule, Layers
+from jgrad.places import Static
 from jgrad.rules import BiasCorrection
 from jgrad.trees import PyTree
 
@@ -23,7 +24,9 @@ def lamb_update(
     decay_lambda: PyTree = 0,
     min_trust_ratio: PyTree = 0.0,
     bias_correction: BiasCorrection = "step_size",
-    rule: Rule = "paper",
+    rule: LambRule = "paper",
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
     stop_gradients: bool = True,
     out: None = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
@@ -34,9 +37,9 @@ def lamb_update(
         ratio = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
         w'    = w - lr ratio u
 
-    with |.| the 2-norm of a leaf, computed without overflow or underflow. `rule="ivy"` is Ivy's
-    own: the same ratio, 0 where the weights are, but w' = w - lr ratio delta: decay acts in the
-    norm alone.
+    with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
+    `layer_axes` or `norm_axes` says otherwise. `rule="ivy"` is Ivy's own: the same ratio, 0 where
+    the weights are, but w' = w - lr ratio delta: decay acts in the norm alone.
 
     Args:
       w: weights, floating or complex.
@@ -48,11 +51,13 @@ def lamb_update(
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
-      max_trust_ratio: upper clamp of the ratio, in [0, inf).
+      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
       decay_lambda: weight decay, in [0, inf).
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       bias_correction: see `adam_step`.
       rule: "paper" or "ivy".
+      norm_axes: see `lars`.
+      layer_axes: see `lars`.
       stop_gradients: cut `w'` from the graph, and only it.
       out: None.
 
@@ -66,7 +71,7 @@ def lamb_update(
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
     checks.no_out("lamb_update", out)
-    checks.one_of("lamb_update", "rule", rule, RULES)
+    checks.one_of("lamb_update", "rule", rule, LAMB_RULES)
     checks.clamps("lamb_update", min_trust_ratio, max_trust_ratio)
     named = arguments.enter(
         "lamb_update",
@@ -80,12 +85,17 @@ def lamb_update(
         beta2=beta2,
         epsilon=epsilon,
         min_trust_ratio=min_trust_ratio,
-        max_trust_ratio=max_trust_ratio,
+        max_trust_ratio=arguments.clamp(max_trust_ratio),
         decay_lambda=arguments.decay(decay_lambda, rule),
     )
     adam = arguments.adam("lamb_update", named, bias_correction)
     return _lamb_update(
-        named, adam, bias_correction=bias_correction, rule=rule, stop_gradients=stop_gradients
+        named,
+        adam,
+        bias_correction=bias_correction,
+        rule=rule,
+        axes=places.static("lamb_update", norm_axes, layer_axes),
+        stop_gradients=stop_gradients,
     )
 
 
@@ -95,7 +105,8 @@ def _lamb_update(
     adam: Adam,
     *,
     bias_correction: BiasCorrection,
-    rule: Rule,
+    rule: LambRule,
+    axes: Static,
     stop_gradients: bool,
 ) -> tuple[PyTree, PyTree, PyTree]:
     named, adam = arguments.checked_with_adam("lamb_update", named, adam)
@@ -110,7 +121,7 @@ def _lamb_update(
         named["decay_lambda"],
         named["min_trust_ratio"],
         named["max_trust_ratio"],
-        mask=True,
+        Layers(places.in_trees("lamb_update", axes, named["w"], named["dcdw"])),
         bias_correction=bias_correction,
         rule=rule,
     )

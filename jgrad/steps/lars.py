@@ -1,8 +1,9 @@
 """LARS, without momentum."""
 
-from jgrad import arguments, checks, methods
+from jgrad import arguments, checks, methods, places
 from jgrad.leafwise import compiled
-from jgrad.methods import RULES, Rule
+from jgrad.methods import LARS_RULES, LarsRule, Layers
+from jgrad.places import Static
 from jgrad.trees import PyTree
 
 
@@ -15,7 +16,9 @@ def lars_update(
     decay_lambda: PyTree = 0,
     trust_coefficient: PyTree = 1.0,
     epsilon: PyTree = 0.0,
-    rule: Rule = "paper",
+    rule: LarsRule = "paper",
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
     stop_gradients: bool = True,
     out: None = None,
 ) -> PyTree:
@@ -25,8 +28,10 @@ def lars_update(
                 0
         w'    = w - lr ratio (dcdw + decay_lambda w)
 
-    with |.| the 2-norm of a leaf, computed without overflow or underflow. `rule="ivy"` is Ivy's
-    own: ratio = trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive;
+    with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
+    `layer_axes` or `norm_axes` says otherwise. `rule="decayed_gradient"` divides by
+    |dcdw + decay_lambda w| + epsilon, as optax does. `rule="ivy"` is Ivy's own:
+    ratio = trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive;
     w' = w - lr ratio dcdw.
 
     Args:
@@ -36,7 +41,9 @@ def lars_update(
       decay_lambda: weight decay, in [0, inf).
       trust_coefficient: eta of the paper, in [0, inf). 1 here; the transformation `lars` has 0.001.
       epsilon: added to the denominator, in [0, inf).
-      rule: "paper" or "ivy".
+      rule: "paper", "decayed_gradient" or "ivy".
+      norm_axes: see `lars`.
+      layer_axes: see `lars`.
       stop_gradients: cut the result from the graph.
       out: None.
 
@@ -50,7 +57,7 @@ def lars_update(
       algorithm 1.
     """
     checks.no_out("lars_update", out)
-    checks.one_of("lars_update", "rule", rule, RULES)
+    checks.one_of("lars_update", "rule", rule, LARS_RULES)
     checks.no_epsilon("lars_update", epsilon, rule)
     named = arguments.enter(
         "lars_update",
@@ -61,11 +68,14 @@ def lars_update(
         epsilon=epsilon,
         decay_lambda=arguments.decay(decay_lambda, rule),
     )
-    return _lars_update(named, rule=rule, stop_gradients=stop_gradients)
+    axes = places.static("lars_update", norm_axes, layer_axes)
+    return _lars_update(named, rule=rule, axes=axes, stop_gradients=stop_gradients)
 
 
 @compiled
-def _lars_update(named: dict[str, PyTree], *, rule: Rule, stop_gradients: bool) -> PyTree:
+def _lars_update(
+    named: dict[str, PyTree], *, rule: LarsRule, axes: Static, stop_gradients: bool
+) -> PyTree:
     named = arguments.checked("lars_update", named)
     step = methods.lars_steps(
         named["w"],
@@ -74,7 +84,7 @@ def _lars_update(named: dict[str, PyTree], *, rule: Rule, stop_gradients: bool) 
         named["trust_coefficient"],
         named["decay_lambda"],
         named["epsilon"],
-        mask=True,
+        Layers(places.in_trees("lars_update", axes, named["w"], named["dcdw"])),
         rule=rule,
     )
     return arguments.new_weights(named["w"], step, stop_gradients)

@@ -6,7 +6,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad import checks, methods
-from jgrad.methods import RULES, Rule
+from jgrad.methods import LAMB_RULES, LambRule
 from jgrad.rules import BiasCorrection
 from jgrad.transforms import options
 from jgrad.transforms.leaves import Leaves
@@ -23,11 +23,13 @@ def lamb(
     epsilon: Scalar = 1e-7,
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
-    max_trust_ratio: Scalar = 10.0,
+    max_trust_ratio: Scalar | None = 10.0,
     min_trust_ratio: Scalar = 0.0,
     trust_ratio_mask: Mask = None,
     bias_correction: BiasCorrection = "step_size",
-    rule: Rule = "paper",
+    rule: LambRule = "paper",
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
     moment_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB.
@@ -37,7 +39,7 @@ def lamb(
         ratio = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
         w'    = w - learning_rate ratio u
 
-    with |.| the 2-norm of a leaf, computed without overflow or underflow. A leaf of zeros (a bias
+    with |.| the 2-norm of a layer, computed without overflow or underflow. A leaf of zeros (a bias
     at its start) therefore takes one step of plain Adam, and is scaled from then on; exclude such
     leaves with `trust_ratio_mask`, as most recipes do.
 
@@ -51,12 +53,17 @@ def lamb(
       weight_decay: in [0, inf); a number or a prefix tree.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      max_trust_ratio: upper clamp of the ratio, in [0, inf).
+      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       trust_ratio_mask: as `weight_decay_mask`; leaves with False have the ratio 1, clamps not
         applied.
       bias_correction: see `adam_step`.
       rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, decay in the norm alone.
+      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`: a
+        name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of those.
+        Under `jit` a sharded leaf is whole, and needs none.
+      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
+        of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
       moment_dtype: dtype of the moments; the parameter's, or float32 where that is narrower.
 
     Returns:
@@ -71,7 +78,8 @@ def lamb(
     """
     options.check_rates("lamb", learning_rate, weight_decay)
     options.check_adam("lamb", beta1, beta2, epsilon, bias_correction, moment_dtype)
-    checks.one_of("lamb", "rule", rule, RULES)
+    checks.one_of("lamb", "rule", rule, LAMB_RULES)
+    options.check_axes("lamb", norm_axes, layer_axes)
     options.clamps("lamb", min_trust_ratio, max_trust_ratio)
     default_rate = learning_rate
 
@@ -99,7 +107,7 @@ def lamb(
             options.rates(leaves, default_rate, learning_rate, state.step),
             options.decays(leaves, weight_decay, weight_decay_mask),
             *options.clamps("lamb", min_trust_ratio, max_trust_ratio),
-            options.mask(leaves, "trust_ratio_mask", trust_ratio_mask),
+            options.layers(leaves, trust_ratio_mask, norm_axes, layer_axes),
             bias_correction=bias_correction,
             rule=rule,
         )

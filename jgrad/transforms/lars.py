@@ -6,7 +6,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad import checks, methods
-from jgrad.methods import RULES, Rule
+from jgrad.methods import LARS_RULES, LarsRule
 from jgrad.transforms import options
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.options import LearningRate, Mask, Scalar
@@ -25,7 +25,9 @@ def lars(
     trust_ratio_mask: Mask = None,
     epsilon: Scalar = 0.0,
     rate_in_momentum: bool = True,
-    rule: Rule = "paper",
+    rule: LarsRule = "paper",
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
     moment_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LARS.
@@ -35,7 +37,7 @@ def lars(
         m'    = momentum m + d
         w'    = w - m'                              (with nesterov: w - (momentum m' + d))
 
-    with |.| the 2-norm of a leaf, computed without overflow or underflow. With
+    with |.| the 2-norm of a layer, computed without overflow or underflow. With
     `rate_in_momentum=False` the learning rate is applied to m' and not to d, which differs as soon
     as the rate changes.
 
@@ -53,8 +55,14 @@ def lars(
         ratio 1.
       epsilon: added to the denominator, in [0, inf).
       rate_in_momentum: as above.
-      rule: "paper" as above, or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
+      rule: "paper" as above; "decayed_gradient", with |g + weight_decay w| + epsilon below the
+        line, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
         |w| where that is positive, and d = learning_rate ratio g.
+      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`: a
+        name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of those.
+        Under `jit` a sharded leaf is whole, and needs none.
+      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
+        of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
       moment_dtype: dtype of the buffer; the parameter's, or float32 where that is narrower.
 
     Returns:
@@ -71,7 +79,8 @@ def lars(
     options.check_rates("lars", learning_rate, weight_decay)
     options.check_moment_dtype("lars", moment_dtype)
     options.check_momentum("lars", momentum, nesterov=nesterov)
-    checks.one_of("lars", "rule", rule, RULES)
+    checks.one_of("lars", "rule", rule, LARS_RULES)
+    options.check_axes("lars", norm_axes, layer_axes)
     checks.no_epsilon("lars", epsilon, rule)
     options.scalar("lars", "trust_coefficient", trust_coefficient)
     options.scalar("lars", "epsilon", epsilon)
@@ -100,7 +109,7 @@ def lars(
             options.scalar("lars", "trust_coefficient", trust_coefficient),
             options.decays(leaves, weight_decay, weight_decay_mask),
             options.scalar("lars", "epsilon", epsilon),
-            options.mask(leaves, "trust_ratio_mask", trust_ratio_mask),
+            options.layers(leaves, trust_ratio_mask, norm_axes, layer_axes),
             rule=rule,
         )
         if momentum is None:

@@ -33,7 +33,8 @@ class Leaves:
         self.reference = Row.of(function, name, self.tree).with_arrays()
         self._structure = trees.flatten(self.tree)[1]
         self.w = None if params is None else checks.parameters(self.reference)
-        self.g = self._gradients(self.row("updates", updates).with_arrays())
+        self._given = self.row("updates", updates)
+        self.g = self._gradients(self._given.with_arrays())
 
     def row(self, name: str, tree: PyTree, *, prefix: bool = False) -> Row:
         """The leaves of a tree with the structure of the parameters, or of a prefix of it."""
@@ -75,7 +76,7 @@ class Leaves:
             if (tree is not None) != used:
                 came = f"an OptState {'without' if used else 'with'} `{name}`"
                 raise TypeError(f"{begin}{came}, from another method or other options{end}")
-            rows.append(self._moments(f"state.{name}", tree, real=name == "vw") if used else [])
+            rows.append(self.moment(f"state.{name}", tree, real=name == "vw") if used else [])
         step = jnp.asarray(state.step)
         if step.shape != ():
             remedy = "map `update` over the models, as `init` was"
@@ -98,7 +99,17 @@ class Leaves:
         pairs = zip(new, old, strict=True)
         return self._structure.unflatten([y if x is None else _like(x, y) for x, y in pairs])
 
-    def _moments(self, name: str, tree: PyTree, *, real: bool) -> Sequence[Any]:
+    def gradients(self, new: Sequence[Any]) -> PyTree:
+        """The gradients as they were given, with new ones for the leaves that are updated."""
+        pairs = zip(new, self._given.leaves, strict=True)
+        return self._structure.unflatten([g if x is None else x for x, g in pairs])
+
+    def zeros(self) -> PyTree:
+        """Updates that change nothing."""
+        return self.directions([None] * len(self.g))
+
+    def moment(self, name: str, tree: PyTree, *, real: bool = False) -> Sequence[Any]:
+        """The leaves of a part of the state, with the shapes and kinds of what is updated."""
         row, updated = self.row(name, tree).with_arrays(), self.updated()
         for i, (moment, reference) in enumerate(zip(row.leaves, updated.leaves, strict=True)):
             if reference is None:

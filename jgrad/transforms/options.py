@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jgrad import arguments, checks, methods, trees
+from jgrad import arguments, checks, methods, places, trees
 from jgrad.checks import Row
-from jgrad.methods import Adam
+from jgrad.methods import Adam, Layers
 from jgrad.numerics import Beta
 from jgrad.rules import BIAS_CORRECTIONS, BiasCorrection
 from jgrad.transforms.leaves import Leaves
@@ -55,11 +55,12 @@ def adam(
     )
 
 
-def clamps(function: str, smallest: Scalar, largest: Scalar) -> tuple[Any, Any]:
-    """Both clamps of a trust ratio."""
+def clamps(function: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
+    """Both clamps of a trust ratio; None for no upper one."""
     checks.clamps(function, smallest, largest)
-    return scalar(function, "min_trust_ratio", smallest), scalar(
-        function, "max_trust_ratio", largest
+    return (
+        scalar(function, "min_trust_ratio", smallest),
+        scalar(function, "max_trust_ratio", arguments.clamp(largest)),
     )
 
 
@@ -113,6 +114,11 @@ def check_moment_dtype(function: str, moment_dtype: DTypeLike | None) -> None:
         )
 
 
+def check_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> tuple[PyTree, PyTree]:
+    """The trees of axes as far as they are known without parameters."""
+    return places.names(function, norm_axes), places.indices(function, layer_axes)
+
+
 # ---- an entry per leaf -------------------------------------------------------------------------
 
 
@@ -154,6 +160,15 @@ def with_decay(
     """direction + weight_decay w"""
     row = decays(leaves, weight_decay, weight_decay_mask)
     return direction if leaves.w is None else methods.add_decay(direction, leaves.w, row)
+
+
+def layers(leaves: Leaves, trust_ratio_mask: Mask, norm_axes: PyTree, layer_axes: PyTree) -> Layers:
+    """The layers of each leaf, and whether they have a trust ratio."""
+    names, indices = check_axes(leaves.function, norm_axes, layer_axes)
+    rows = leaves.options("norm_axes", names), leaves.options("layer_axes", indices)
+    return Layers(
+        places.places(*rows, leaves.reference), mask(leaves, "trust_ratio_mask", trust_ratio_mask)
+    )
 
 
 def mask(leaves: Leaves, name: str, tree: Mask) -> list[bool]:

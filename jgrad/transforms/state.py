@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgrad import checks, numerics, trees
@@ -31,23 +32,37 @@ def first_state(
     function: str, params: PyTree, moment_dtype: DTypeLike | None, *, mw: bool, vw: bool
 ) -> OptState:
     """The state before the first update; `mw` and `vw` have buffers of their own, for donation."""
-
-    def zeros(p: jax.Array, *, real: bool) -> jax.Array:
-        if not jnp.issubdtype(p.dtype, jnp.inexact):
-            return jnp.zeros((0,), jnp.float32)  # no moments, but a place in the tree
-        dtype = numerics.real_dtype(p) if moment_dtype is None else np.dtype(moment_dtype)
-        if jnp.iscomplexobj(p) and not real:
-            dtype = numerics.complex_dtype(dtype)
-        return jnp.zeros_like(p, dtype=dtype)
-
-    structure = trees.flatten(params)[1]
-    leaves = checks.parameters(checks.Row.of(function, "params", params).with_arrays())
-
-    def moments(*, real: bool) -> PyTree:
-        return structure.unflatten([p if p is None else zeros(p, real=real) for p in leaves])
-
     return OptState(
-        jnp.zeros((), jnp.int32),
-        moments(real=False) if mw else None,
-        moments(real=True) if vw else None,
+        counter(params),
+        zeros(function, params, moment_dtype) if mw else None,
+        zeros(function, params, moment_dtype, real=True) if vw else None,
     )
+
+
+def zeros(
+    function: str, params: PyTree, dtype: DTypeLike | None = None, *, real: bool = False
+) -> PyTree:
+    """A tree of zeros like the parameters, in `dtype`, or in theirs but float32 at least."""
+    leaves = checks.parameters(checks.Row.of(function, "params", params).with_arrays())
+    found = [None if p is None else _zeros(p, dtype, real) for p in leaves]
+    return trees.flatten(params)[1].unflatten(found)
+
+
+def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array:
+    if not jnp.issubdtype(p.dtype, jnp.inexact):
+        return jnp.zeros((0,), jnp.float32)  # no moments, but a place in the tree
+    own = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
+    zero = jnp.zeros((), numerics.complex_dtype(own) if jnp.iscomplexobj(p) and not real else own)
+    # Zeros that depend on the parameter lie where it lies, under `jax.jit` too: of a constant, XLA
+    # does not know, and puts the whole on the first device.
+    return jnp.where(p == p, zero, zero)
+
+
+def counter(params: PyTree, value: int = 0) -> jax.Array:
+    """A scalar that counts, on all devices of the mesh on which parameters lie."""
+    for p in jax.tree.leaves(params):
+        sharding = None if isinstance(p, jax.core.Tracer) else getattr(p, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+            return jax.device_put(jnp.asarray(value, jnp.int32), everywhere)
+    return jnp.asarray(value, jnp.int32)

@@ -15,9 +15,11 @@ _NAME = "scale_by_trust_ratio"
 
 def scale_by_trust_ratio(
     *,
-    max_trust_ratio: Scalar = 10.0,
+    max_trust_ratio: Scalar | None = 10.0,
     min_trust_ratio: Scalar = 0.0,
     trust_ratio_mask: Mask = None,
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates layer by layer to the size of the weights.
 
@@ -28,10 +30,12 @@ def scale_by_trust_ratio(
     scale_by_trust_ratio(), optax.scale(-rate))`, in one piece.
 
     Args:
-      max_trust_ratio: upper clamp of the ratio, in [0, inf).
+      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       trust_ratio_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False pass as they are.
+      norm_axes: see `lamb`.
+      layer_axes: see `lamb`.
 
     Returns:
       A transformation without state. Its update needs the parameters.
@@ -44,6 +48,7 @@ def scale_by_trust_ratio(
       (2020).
     """
     options.clamps(_NAME, min_trust_ratio, max_trust_ratio)
+    options.check_axes(_NAME, norm_axes, layer_axes)
 
     def init(params: PyTree) -> optax.EmptyState:
         return optax.EmptyState()
@@ -54,9 +59,9 @@ def scale_by_trust_ratio(
         leaves = Leaves(_NAME, updates, params)
         leaves.require_params("the trust ratio")
         clamps = options.clamps(_NAME, min_trust_ratio, max_trust_ratio)
-        mask = options.mask(leaves, "trust_ratio_mask", trust_ratio_mask)
+        layers = options.layers(leaves, trust_ratio_mask, norm_axes, layer_axes)
         return leaves.directions(
-            methods.trust_ratio_steps(leaves.w, leaves.g, *clamps, mask)
+            methods.trust_ratio_steps(leaves.w, leaves.g, *clamps, layers)
         ), state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,109 @@
+"""Steps that are not finite are skipped; loss scaling for float16."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jgrad import checks, methods, rules, trees
+from jgrad.transforms import options, wrapping
+from jgrad.transforms.leaves import Leaves
+from jgrad.transforms.options import Scalar
+from jgrad.transforms.state import counter
+from jgrad.trees import PyTree
+
+_NAME = "skip_nonfinite"
+
+
+class SkipState(NamedTuple):
+    """State of `skip_nonfinite`. The field names are a file format: checkpoints hold them.
+
+    Attributes:
+      skipped: number of steps skipped since the start, an int32 scalar; it saturates.
+      inner: state of the transformation inside.
+      streak: finite steps since the last skip or growth of the scale, an int32 scalar.
+      loss_scale: what the loss is to be multiplied by, a float32 scalar; 1 without loss scaling.
+    """
+
+    skipped: jax.Array
+    inner: PyTree
+    streak: jax.Array
+    loss_scale: jax.Array
+
+
+def skip_nonfinite(
+    tx: optax.GradientTransformation,
+    *,
+    loss_scale: Scalar | None = None,
+    growth_interval: int = 2000,
+    norm_axes: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Leaves parameters and state alone where a step would make something not finite.
+
+        step     = tx(g / loss_scale)
+        updates  = step if g, step, the new state and w + step are all finite, else 0
+        skipped' = skipped, or skipped + 1
+
+    With `loss_scale`, dynamic loss scaling: multiply the loss by `state.loss_scale` before it is
+    differentiated. The scale halves at each step skipped, down to 1, and doubles after each
+    `growth_interval` finite steps in a row; `tx` sees gradients in float32 or wider.
+
+    Args:
+      tx: any transformation.
+      loss_scale: first scale of the loss, in [1, inf), such as 2**15; None for no scaling.
+      growth_interval: finite steps until the scale doubles, at least 1.
+      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`, as
+        for `lars`: all devices then skip the same steps.
+
+    Returns:
+      A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
+
+    Raises:
+      ValueError: a Python number out of range.
+      TypeError: an option of the wrong kind.
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
+    """
+    tx = wrapping.inner(_NAME, tx)
+    cut = wrapping.mesh_axes(_NAME, norm_axes)
+    wrapping.check_count(_NAME, "growth_interval", growth_interval)
+    if loss_scale is not None:
+        checks.in_range(_NAME, "loss_scale", loss_scale, low=1.0)
+        options.scalar(_NAME, "loss_scale", loss_scale)
+
+    def init(params: PyTree) -> SkipState:
+        scale = 1.0 if loss_scale is None else options.scalar(_NAME, "loss_scale", loss_scale)
+        ones = counter(params, 1).astype(jnp.float32)
+        return SkipState(counter(params), tx.init(params), counter(params), ones * scale)
+
+    def update(
+        updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, SkipState]:
+        wrapping.check_state(_NAME, state, SkipState)
+        leaves = Leaves(_NAME, updates, params)
+        given = updates
+        if loss_scale is not None:
+            given = leaves.gradients(methods.apply(rules.divide, leaves.g, state.loss_scale))
+        steps, inner = tx.update(given, state.inner, params, **extra_args)
+        steps = leaves.directions(trees.flatten(steps)[0])
+        new = steps if params is None else wrapping.applied(params, steps)
+        finite = wrapping.all_finite((leaves.g, steps, inner, new), cut)
+        scale, streak = state.loss_scale, jnp.where(finite, state.streak + 1, 0)
+        if loss_scale is not None:
+            grow = streak >= growth_interval
+            larger = jnp.where(grow, jnp.minimum(2 * scale, _LARGEST), scale)
+            scale = jnp.where(finite, larger, jnp.maximum(scale / 2, 1))
+            streak = jnp.where(grow, 0, streak)
+        return wrapping.choose(finite, steps, leaves.zeros()), SkipState(
+            jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
+            wrapping.choose(finite, inner, state.inner),
+            streak,
+            scale,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+_LARGEST = float(np.exp2(np.finfo(np.float32).maxexp - 1))

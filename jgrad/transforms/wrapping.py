@@ -1,0 +1,89 @@
+"""What the wrappers share: the transformation inside, its state, and what is finite."""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jgrad import checks, leafwise, numerics, places, trees
+from jgrad.leafwise import compiled
+from jgrad.trees import PyTree
+
+
+def inner(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`tx` as a transformation whose update takes extra arguments."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        expected = "a transformation with `init` and `update`"
+        raise TypeError(f"{function}: `tx`: {checks.describe(tx)}, expected {expected}.")
+    return optax.with_extra_args_support(tx)
+
+
+def check_state(function: str, state: Any, kind: type) -> None:
+    """The state is one that this wrapper made."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{function}: `state`: {type(state).__name__}, expected the {kind.__name__} that this "
+            f"`{function}` made with `init`."
+        )
+
+
+def check_count(function: str, name: str, value: Any) -> None:
+    """An int of at least 1."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{function}: `{name}`: {checks.describe(value)}, expected an int.")
+    if value < 1:
+        raise ValueError(f"{function}: `{name}`: {value}, expected at least 1.")
+
+
+def mesh_axes(function: str, norm_axes: PyTree) -> tuple[str, ...]:
+    """All mesh axes over which some leaf is cut."""
+    leaves, _ = trees.flatten(places.names(function, norm_axes))
+    return tuple(sorted({name for axes in leaves for name in axes.of}))
+
+
+def all_finite(tree: PyTree, cut: tuple[str, ...] = ()) -> jax.Array:
+    """Whether each element of the floating leaves is finite, on all devices of the mesh axes."""
+    floating = [
+        x
+        for x in jax.tree.leaves(tree)
+        if checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    each = leafwise.run([(_is_finite, (x,)) for x in floating])
+    found = functools.reduce(operator.and_, each, jnp.asarray(True))
+    return jax.lax.pmin(found.astype(jnp.int32), cut) == 1 if cut else found
+
+
+@compiled
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(x))
+
+
+def applied(params: PyTree, updates: PyTree) -> PyTree:
+    """The parameters after the updates, as `optax.apply_updates` has them; None changes nothing."""
+
+    def add(p: Any, u: Any) -> Any:
+        if p is None or u is None or u.dtype == jax.dtypes.float0:
+            return p
+        return (wide(p) + wide(u)).astype(p.dtype)
+
+    return jax.tree.map(add, params, updates, is_leaf=trees.is_none)
+
+
+def wide(x: Any) -> jax.Array:
+    """A floating array in float32 or wider, any other as it is."""
+    x = jnp.asarray(x)
+    return numerics.widen(x, numerics.real_dtype(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def choose(use_new: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` or `old` as a whole, in the dtypes of `old`."""
+    return jax.tree.map(lambda n, o: jnp.where(use_new, n, o), in_dtypes(new, old), old)
+
+
+def in_dtypes(new: PyTree, old: PyTree) -> PyTree:
+    """`new` in the dtypes of `old`, which some transformations let drift."""
+    return jax.tree.map(lambda n, o: n.astype(o.dtype) if checks.is_numeric(o) else n, new, old)
