@@ -195,14 +195,9 @@ def _arrays(function: str, name: str, tree: PyTree) -> PyTree:
         tree = trees.map_leaves(
             lambda x: np.asarray(x) if isinstance(x, (int, np.integer)) else x, tree
         )
-    return trees.map_leaves(_strong, tree)
-
-
-def _strong(x: Any) -> Any:
-    """An array with a dtype of its own; a weak type would be traced anew after one update."""
-    if checks.is_number(x):
-        return _scalar(x)
-    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+    return trees.map_leaves(
+        lambda x: _scalar(x) if checks.is_number(x) else numerics.strong(x), tree
+    )
 
 
 def _scalar(x: Any) -> Any:

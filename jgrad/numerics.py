@@ -5,7 +5,9 @@ half-precision arrays round every intermediate, `1 - beta**t` cancels, and `sqrt
 at zero. The remedies are here, and nowhere else.
 """
 
+import functools
 import math
+import operator
 from typing import NamedTuple
 
 import jax
@@ -27,7 +29,12 @@ def real_dtype(*arrays: jax.Array) -> np.dtype:
 def floating(x: ArrayLike) -> jax.Array:
     """`x` as an array, an integer or bool one in the default float dtype."""
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
+    return strong(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float))
+
+
+def strong(x: jax.Array) -> jax.Array:
+    """An array with a dtype of its own; a weak type would be traced anew after one update."""
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def complex_dtype(real: np.dtype) -> np.dtype:
@@ -50,10 +57,13 @@ def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def abs_squared(x: jax.Array) -> jax.Array:
-    """|x|^2, real for complex `x` too (`x * x` of a complex gradient is not a second moment)."""
+    """|x|^2, real for complex `x` too (`x * x` of a complex gradient is not a second moment).
+
+    Not `jnp.square`: its slope is computed as 2 x, which overflows before x does.
+    """
     if jnp.iscomplexobj(x):
-        return jnp.square(x.real) + jnp.square(x.imag)
-    return jnp.square(x)
+        return x.real * x.real + x.imag * x.imag
+    return x * x
 
 
 def squarable(x: jax.Array) -> jax.Array:
@@ -65,6 +75,16 @@ def squarable(x: jax.Array) -> jax.Array:
         return jax.lax.complex(squarable(x.real), squarable(x.imag))
     largest = jnp.asarray(2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 1), x.dtype)
     return jnp.where(jnp.isinf(x), x, jnp.minimum(jnp.maximum(x, -largest), largest))
+
+
+def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:
+    """`x`, but the largest number of its sign where it overflowed and nothing `of` is infinite."""
+    if jnp.iscomplexobj(x):
+        parts = (saturated(part(x), *(part(y) for y in of)) for part in (jnp.real, jnp.imag))
+        return jax.lax.complex(*parts)
+    largest = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
+    clipped = jnp.minimum(jnp.maximum(x, -largest), largest)
+    return jnp.where(functools.reduce(operator.or_, map(jnp.isinf, of)), x, clipped)
 
 
 def safe_sqrt(x: jax.Array) -> jax.Array:

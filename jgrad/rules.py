@@ -115,7 +115,7 @@ def step(direction: jax.Array, *rates: jax.Array) -> jax.Array:
 @on_leaf(arrays=2)
 def momentum(mw: jax.Array, direction: jax.Array, decay: jax.Array) -> jax.Array:
     """m' = mu m + d; Nesterov's look-ahead is the same rule once more, of m' and d."""
-    return scaled(mw, decay) + direction
+    return numerics.saturated(scaled(mw, decay) + direction, mw, direction)
 
 
 @on_leaf(arrays=2)
@@ -171,16 +171,30 @@ def adam_scalars(
 @on_leaf(arrays=2)
 def lars_ratio(
     w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array, epsilon: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """eta |w| / (|g| + lambda |w| + epsilon); 1 where a norm is zero.
 
-    Three factors: |w| / |g| may overflow or vanish where its product with g is an ordinary number,
-    and so may 1 / |g|.
+    As its root, twice: the ratio itself may overflow or vanish where its product with g is an
+    ordinary number.
     """
-    below = g_norm + decay * w_norm + epsilon
-    half = _divide(jnp.ones_like(below), numerics.safe_sqrt(below))
-    half = _where_zero(w_norm, g_norm, half)
-    return half, half, _where_zero(w_norm, g_norm, eta * w_norm)
+    root = _root_of_ratio(
+        _where_zero(w_norm, g_norm, eta * w_norm),
+        _where_zero(w_norm, g_norm, g_norm + decay * w_norm + epsilon),
+    )
+    return root, root
+
+
+@jax.custom_jvp
+def _root_of_ratio(a: jax.Array, b: jax.Array) -> jax.Array:
+    """sqrt(a / b) for a >= 0 and b > 0, and its slope, at every scale of a and b."""
+    return jnp.sqrt(a) / jnp.sqrt(b)
+
+
+@_root_of_ratio.defjvp
+def _root_of_ratio_jvp(primals: Any, tangents: Any) -> Any:
+    (a, b), (da, db) = primals, tangents
+    root = _root_of_ratio(a, b)
+    return root, 0.5 * root * (_divide(da, a) - db / b)
 
 
 @on_leaf(arrays=2)

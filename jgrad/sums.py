@@ -63,7 +63,7 @@ class Limits(NamedTuple):
     def scale(self, total: jax.Array) -> jax.Array:
         """The scale of each layer, from its plain sum."""
         small, down, up = (jnp.asarray(x, total.dtype) for x in self)
-        return _choose(total, small, down, up)
+        return _choose(jax.lax.stop_gradient(total), small, down, up)
 
 
 @compiled

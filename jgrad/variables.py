@@ -26,6 +26,7 @@ def variable(x: PyTree, /) -> PyTree:
 
     Returns:
       A tree of arrays: integer and bool leaves in the default float dtype, others as they are.
+      Their dtypes are their own: weakly typed parameters would be traced anew after one update.
 
     Raises:
       TypeError: a leaf is not a number or an array of numbers.

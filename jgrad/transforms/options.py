@@ -57,11 +57,12 @@ def adam(
 
 def clamps(function: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
     """Both clamps of a trust ratio; None for no upper one."""
-    checks.clamps(function, smallest, largest)
-    return (
+    both = (
         scalar(function, "min_trust_ratio", smallest),
         scalar(function, "max_trust_ratio", arguments.clamp(largest)),
     )
+    checks.clamps(function, smallest, largest)
+    return both
 
 
 def _one_element(function: str, name: str, x: Any) -> Any:

@@ -1,0 +1,101 @@
+"""Checkpoints of each version, kept in `tests/data/`, for all later ones to read.
+
+    python -m tests.golden
+
+writes the file of this version, once, before it is released; it is never written again. A file
+holds, for each transformation of `TRANSFORMATIONS`, weights and state after two steps, a gradient,
+and weights and state after one step more, each array under its path.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jgrad
+
+DATA = pathlib.Path(__file__).parent / "data"
+BFLOAT16 = ":bfloat16"  # NumPy's own files do not know it: stored as float32, which is exact
+
+TRANSFORMATIONS = {
+    "gradient_descent": lambda: jgrad.gradient_descent(0.1),
+    "momentum": lambda: jgrad.gradient_descent(0.1, momentum=0.9),
+    "adam": lambda: jgrad.adam(0.1, weight_decay=0.01),
+    "scale_by_adam": lambda: jgrad.scale_by_adam(),
+    "lars": lambda: jgrad.lars(0.1, weight_decay=0.01),
+    "lamb": lambda: jgrad.lamb(0.1, weight_decay=0.01),
+    "clip_then_lamb": lambda: optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.lamb(0.1)),
+    "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1), 3),
+    "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1), loss_scale=2.0**10),
+    "master_weights": lambda: jgrad.master_weights(jgrad.lamb(0.1)),
+    "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
+}
+
+
+def weights() -> dict[str, Any]:
+    """A tree with leaves of several kinds."""
+    return {
+        "layer": {"w": jnp.asarray([[1.0, -2.0], [0.5, 4.0]]), "b": jnp.zeros(2)},
+        "half": jnp.asarray([1.0, 2.0, 3.0], jnp.bfloat16),
+        "count": jnp.asarray([1, 2]),
+    }
+
+
+def gradient(t: int) -> dict[str, Any]:
+    """That of step t."""
+    grow = lambda p: jnp.sin(t + jnp.arange(p.size, dtype=float)).reshape(p.shape).astype(p.dtype)
+    return {k: None if k == "count" else jax.tree.map(grow, v) for k, v in weights().items()}
+
+
+def step(tx: optax.GradientTransformation, w: Any, state: Any, g: Any) -> tuple[Any, Any]:
+    """One step of training."""
+    updates, state = jax.jit(tx.update)(g, state, w)
+    return optax.apply_updates(w, updates), state
+
+
+def flat(name: str, tree: Any) -> dict[str, np.ndarray]:
+    """Arrays under their paths."""
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        half = x.dtype == jnp.bfloat16
+        key = name + jax.tree_util.keystr(path) + (BFLOAT16 if half else "")
+        found[key] = np.asarray(x.astype(jnp.float32) if half else x)
+    return found
+
+
+def like(name: str, tree: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """The arrays of a file in the structure of a tree, which must name each of them."""
+    own = flat(name, tree)
+    wanted = {key for key in arrays if key.removeprefix(name)[:1] in tuple(".[")}
+    wanted = {key for key in wanted if key.startswith(name)}
+    assert set(own) == wanted, set(own) ^ wanted
+    leaves = [
+        jnp.asarray(arrays[key], x.dtype) for key, x in zip(own, jax.tree.leaves(tree), strict=True)
+    ]
+    for key, x, leaf in zip(own, jax.tree.leaves(tree), leaves, strict=True):
+        assert arrays[key].dtype == own[key].dtype, key
+        assert leaf.shape == x.shape, key
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def main() -> None:
+    """Writes the file of this version."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, make in TRANSFORMATIONS.items():
+        tx, w = make(), weights()
+        state = tx.init(w)
+        for t in range(2):
+            w, state = step(tx, w, state, gradient(t))
+        arrays |= flat(f"{name}/weights", w) | flat(f"{name}/state", state)
+        w, state = step(tx, w, state, gradient(2))
+        arrays |= flat(f"{name}/next_weights", w) | flat(f"{name}/next_state", state)
+    path = DATA / f"states_{jgrad.__version__}.npz"
+    assert not path.exists(), f"{path} is there already"
+    np.savez_compressed(path, **arrays)
+
+
+if __name__ == "__main__":
+    main()
