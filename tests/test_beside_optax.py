@@ -174,3 +174,129 @@ def test_a_rate_for_one_call(standard_promotion):
     theirs, ours = optax.with_extra_args_support(optax.sgd(0.1)), jgrad.gradient_descent(0.1)
     assert jnp.allclose(theirs.update(G, theirs.init(W), W, **rate)[0]["b"], -0.05)
     assert jnp.allclose(ours.update(G, ours.init(W), W, **rate)[0]["b"], -0.25)
+
+
+def test_small_gradients_in_float16(standard_promotion):
+    """An epsilon of 1e-8 is 0 in float16."""
+    w, g = {"b": jnp.ones(3, jnp.float16)}, {"b": jnp.full(3, 1e-4, jnp.float16)}
+    assert not np.any(np.isfinite(one_update(optax.adam(0.1), w, g)["b"]))
+    np.testing.assert_allclose(one_update(jgrad.adam(0.1, epsilon=1e-8), w, g)["b"], -0.1, rtol=1e-2)
+
+
+def test_one_gradient_of_1e20(standard_promotion):
+    """Its square is infinite: the second moment stays so, and holds its weight for ever."""
+
+    def moved(tx):
+        w, state = W, tx.init(W)
+        for value in (1e20, 1.0, 1.0, 1.0):
+            updates, state = tx.update({"b": jnp.full(3, value)}, state, w)
+            w = optax.apply_updates(w, updates)
+        second = optax.tree.get(state, "nu" if optax.tree.get(state, "vw") is None else "vw")
+        return w["b"], second["b"]
+
+    w, second = moved(optax.adam(0.1))
+    assert jnp.all(w == 1)
+    assert jnp.all(jnp.isinf(second))
+    w, second = moved(jgrad.adam(0.1))
+    assert jnp.all(w < 0.9)
+    assert jnp.all(jnp.isfinite(second))
+
+
+def test_bias_correction_near_one(standard_promotion):
+    """beta2 = 0.999999 at the first step, where sqrt(1 - beta2) / sqrt(1 - beta2^1) is 1."""
+    theirs = one_update(optax.scale_by_adam(b1=0.0, b2=0.999999, eps=0.0), W, G)["b"]
+    ours = one_update(jgrad.scale_by_adam(beta1=0.0, beta2=0.999999, epsilon=0.0), W, G)["b"]
+    assert np.all(np.abs(np.asarray(theirs) - 1) > 1e-3)
+    np.testing.assert_allclose(ours, 1, rtol=1e-6)
+
+
+def test_state_of_bfloat16_parameters_with_float32_gradients(standard_promotion):
+    """optax's first moment changes its dtype at the first step."""
+    w, g = {"b": jnp.ones(3, jnp.bfloat16)}, {"b": jnp.ones(3)}
+    for tx, same in ((optax.adam(0.1), False), (jgrad.adam(0.1), True)):
+        state = tx.init(w)
+        new = jax.eval_shape(tx.update, g, state, w)[1]
+        dtypes = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (state, new)]
+        assert (dtypes[0] == dtypes[1]) == same
+
+
+def test_small_steps_of_bfloat16_parameters(standard_promotion):
+    """500 steps of 1e-3 from 1, which has 2^-8 to the number below."""
+    w, g = {"b": jnp.ones(3, jnp.bfloat16)}, {"b": jnp.ones(3, jnp.bfloat16)}
+
+    def train(tx):
+        def body(carry, _):
+            updates, state = tx.update(g, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(body, (w, tx.init(w)), length=500)[0][0]["b"]
+
+    assert jnp.all(train(optax.sgd(1e-3)) == 1)
+    found = train(jgrad.master_weights(jgrad.gradient_descent(1e-3)))
+    np.testing.assert_allclose(np.asarray(found, float), 0.5, rtol=4e-3)
+
+
+def test_layers_stacked_for_scan(standard_promotion):
+    """Two layers of scales 10 and 0.001: one ratio for both, or one for each."""
+    scale = jnp.array([[10.0], [0.001]])
+    w, g = {"s": scale * jnp.ones((2, 4))}, {"s": jnp.ones((2, 4))}
+    theirs = one_update(optax.lamb(1.0, eps=0.0), w, g)["s"]
+    ours = one_update(jgrad.lamb(1.0, epsilon=0.0, layer_axes=0), w, g)["s"]
+    np.testing.assert_allclose(theirs, -np.sqrt(50.0), rtol=1e-3)
+    np.testing.assert_allclose(ours, -scale * np.ones((1, 4)), rtol=1e-5)
+
+
+def test_layers_cut_over_a_mesh_axis(standard_promotion):
+    """A leaf in two parts, here by `vmap`, of norms 10 and 0.001; so under shard_map and pmap."""
+    parts, g = jnp.array([[10.0], [0.001]]), jnp.ones((2, 1))
+    whole = np.linalg.norm(parts) / np.linalg.norm(g)
+
+    def update(tx):
+        own = lambda w, g: tx.update(g, tx.init(w), w)[0]
+        return jax.vmap(own, axis_name="data")(parts, g)
+
+    np.testing.assert_allclose(update(optax.lamb(1.0, eps=0.0)), -parts, rtol=1e-3)
+    ours = update(jgrad.lamb(1.0, epsilon=0.0, norm_axes="data"))
+    np.testing.assert_allclose(ours, -whole, rtol=1e-5)
+
+
+def test_clipping_of_float16_gradients(standard_promotion):
+    """100 gradients of 300 have a norm of 3000 and a sum of squares of 9e6; float16 ends at 65504."""
+    g = {"b": jnp.full(100, 300, jnp.float16)}
+    theirs = optax.clip_by_global_norm(30.0).update(g, optax.EmptyState())[0]["b"]
+    ours = jgrad.clip_by_global_norm(30.0).update(g, optax.EmptyState())[0]["b"]
+    assert jnp.all(theirs == 0)
+    np.testing.assert_allclose(ours, 3.0, rtol=1e-3)
+
+
+def test_clipping_to_zero_of_zero(standard_promotion):
+    g = {"b": jnp.zeros(3)}
+    assert jnp.all(jnp.isnan(optax.clip_by_global_norm(0.0).update(g, optax.EmptyState())[0]["b"]))
+    assert jnp.all(jgrad.clip_by_global_norm(0.0).update(g, optax.EmptyState())[0]["b"] == 0)
+
+
+def test_a_mini_batch_that_is_not_finite(standard_promotion):
+    """In a window of two, with NaN first: the mean is NaN, or that of the other."""
+    bad, good = {"b": jnp.full(3, jnp.nan)}, {"b": jnp.full(3, 0.5)}
+
+    def window(tx):
+        _, state = tx.update(bad, tx.init(W), W)
+        return tx.update(good, state, W)[0]["b"]
+
+    assert jnp.all(jnp.isnan(window(optax.MultiSteps(optax.sgd(0.1), 2))))
+    np.testing.assert_allclose(window(jgrad.accumulate(jgrad.gradient_descent(0.1), 2)), -0.05)
+
+
+def test_many_steps_that_are_not_finite(standard_promotion):
+    """optax gives up after as many as it is told, and writes NaN."""
+    bad = {"b": jnp.full(3, jnp.nan)}
+
+    def train(tx):
+        w, state = W, tx.init(W)
+        for _ in range(5):
+            updates, state = tx.update(bad, state, w)
+            w = optax.apply_updates(w, updates)
+        return w["b"]
+
+    assert jnp.all(jnp.isnan(train(optax.apply_if_finite(optax.sgd(0.1), 3))))
+    assert jnp.all(train(jgrad.skip_nonfinite(jgrad.gradient_descent(0.1))) == 1)
