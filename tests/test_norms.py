@@ -118,3 +118,35 @@ def test_vmap():
     x = jnp.asarray([[3.0, 4.0], [3e-25, 4e-25], [3e25, 4e25]], jnp.float32)
     found = jax.vmap(lambda x: found_norms(x)[0])(x)
     np.testing.assert_allclose(found, [5.0, 5e-25, 5e25], rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+@pytest.mark.parametrize("stacked", [(0,), (1,), (0, 2)])
+def test_stacked_layers(stacked, scale, count):
+    """A norm for each index along the stacked axes, in the usual and in the rescaled way."""
+    rng = np.random.default_rng(0)
+    spread = 10.0 ** rng.uniform(-2, 2, size=(count, 4, 3, 2))
+    arrays = [jnp.asarray(scale * x * rng.normal(size=x.shape), jnp.float32) for x in spread]
+    places = [Place((4, 3, 2), stacked)] * count
+    (columns,) = norms.layer_norms(places, [(leafwise.itself, (x,)) for x in arrays])
+    within = places[0].within
+    for found, x in zip(norms.split(places, columns), arrays, strict=True):
+        expected = np.sqrt(np.sum(np.asarray(x, np.longdouble) ** 2, axis=within, keepdims=True))
+        np.testing.assert_allclose(found, np.asarray(expected, float), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_norms_beyond_the_largest_number(dtype, x64):
+    """The largest number stands for them; infinity stays what it is, and the slope is finite."""
+    largest = jnp.finfo(dtype).max
+    x = jnp.full(4, largest, dtype)
+    found, infinite = found_norms(x, x.at[0].set(jnp.inf))
+    assert found == largest
+    assert infinite == jnp.inf
+    assert jnp.all(jnp.isfinite(jax.grad(lambda x: found_norms(x)[0])(x)))
+
+
+def test_global_norm_of_nothing():
+    unit, root = norms.global_norm([], [])
+    assert (float(unit), float(root)) == (1, 0)

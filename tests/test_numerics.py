@@ -85,3 +85,39 @@ def test_abs_squared():
     z = jnp.array([3 - 4j], jnp.complex64)
     np.testing.assert_allclose(numerics.abs_squared(z), [25.0], rtol=1e-6)
     assert numerics.abs_squared(z).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_squarable(dtype, x64):
+    """Finite numbers get finite squares; smaller ones, NaN and infinity stay as they are."""
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.asarray([0, 1.5, -1e18, largest, -largest, jnp.inf, -jnp.inf, jnp.nan], dtype)
+    found = numerics.squarable(x)
+    np.testing.assert_array_equal(
+        found[jnp.array([0, 1, 2, 5, 6, 7])], x[jnp.array([0, 1, 2, 5, 6, 7])]
+    )
+    assert jnp.all(jnp.isfinite(numerics.abs_squared(found[:5])))
+    assert found[3] == -found[4] == 2.0 ** (jnp.finfo(dtype).maxexp // 2 - 1)
+
+
+def test_saturated():
+    x = jnp.asarray([1.0, jnp.inf, -jnp.inf, jnp.inf, jnp.nan])
+    of = jnp.asarray([1.0, 3e38, -3e38, jnp.inf, jnp.nan])
+    largest = jnp.finfo(jnp.float32).max
+    np.testing.assert_array_equal(
+        numerics.saturated(x, of, of), [1, largest, -largest, jnp.inf, jnp.nan]
+    )
+
+
+def test_slope_of_a_square_at_the_largest_number():
+    assert jnp.isfinite(
+        jax.grad(lambda x: 1e-38 * numerics.abs_squared(1e-19 * x))(jnp.float32(3e38))
+    )
+    assert jax.grad(lambda x: 0.0 * numerics.abs_squared(x))(jnp.float32(3e38)) == 0
+
+
+def test_strong():
+    weak = jnp.full(3, 0.5)
+    assert weak.weak_type
+    assert not numerics.strong(weak).weak_type
+    assert not numerics.floating(0.5).weak_type

@@ -1,0 +1,111 @@
+"""What `norm_axes` and `layer_axes` may be, and what is said of what they may not be."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jgrad
+from jgrad import places
+from jgrad.places import Axes, Place
+
+W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, Axes()),
+        ("data", Axes(("data",))),
+        (("data", "model"), Axes(("data", "model"))),
+        ((), Axes()),
+        (P(), Axes()),
+        (P("data", None), Axes(("data",))),
+        (P(None, ("model", "data")), Axes(("data", "model"))),
+        ({"a": "data", "b": None}, {"a": Axes(("data",)), "b": Axes()}),
+        ({"a": P("x"), "b": [None, "y"]}, {"a": Axes(("x",)), "b": [Axes(), Axes(("y",))]}),
+    ],
+)
+def test_names(given, expected):
+    assert places.names("f", given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, Axes()),
+        (0, Axes((0,))),
+        ((0, -1), Axes((0, -1))),
+        ({"a": (0, 1), "b": [None, ()]}, {"a": Axes((0, 1)), "b": [Axes(), Axes()]}),
+    ],
+)
+def test_indices(given, expected):
+    assert places.indices("f", given) == expected
+
+
+def test_place():
+    place = Place((4, 3, 2), stacked=(0, 2))
+    assert (place.layers, place.within, place.column) == (8, (1,), (4, 1, 2))
+    place = Place((4, 3))
+    assert (place.layers, place.within, place.column) == (1, (0, 1), ())
+
+
+def lamb(w, **options):
+    tx = jgrad.lamb(0.1, **options)
+    return tx.update(w, tx.init(w), w)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "lamb: `norm_axes` at ['a']: 3 of type int, expected None, an axis name, a tuple of names, or a "
+         "PartitionSpec.", lambda: jgrad.lamb(0.1, norm_axes={"a": 3, "b": None})),
+        (TypeError, "lars: `norm_axes` at ['b'][1]: 2.5 of type float, expected None, an axis name, a tuple of "
+         "names, or a PartitionSpec.", lambda: jgrad.lars(0.1, norm_axes={"a": None, "b": ["x", 2.5]})),
+        (TypeError, "lars: `layer_axes`: 'a' of type str, expected None, an int, or a tuple of ints.",
+         lambda: jgrad.lars(0.1, layer_axes="a")),
+        (TypeError, "scale_by_trust_ratio: `layer_axes`: True of type bool, expected None, an int, or a tuple of ints.",
+         lambda: jgrad.scale_by_trust_ratio(layer_axes=True)),
+        (ValueError, "lamb: `layer_axes` at ['b'][1]: 0, expected different axes of an array of shape ().",
+         lambda: lamb(W, layer_axes=0)),
+        (ValueError, "lamb: `layer_axes` at ['a']: (0, -2), expected different axes of an array of shape (4, 3).",
+         lambda: lamb(W, layer_axes={"a": (0, -2), "b": None})),
+        (ValueError, "lamb: `layer_axes` does not have the structure of `params`: only `params` has ['b'].",
+         lambda: lamb(W, layer_axes={"a": 0})),
+        (ValueError, "lamb: `norm_axes` at ['a']: no axis 'data' here; `norm_axes` is for `shard_map` and `pmap`; "
+         "under `jit` norms are whole.", lambda: lamb(W, norm_axes="data")),
+        (ValueError, "lamb_update: `norm_axes` at ['a']: no axis 'data' here; `norm_axes` is for `shard_map` and "
+         "`pmap`; under `jit` norms are whole.",
+         lambda: jgrad.lamb_update(W, W, 0.1, W, W, 1, norm_axes={"a": "data", "b": None})),
+        (ValueError, "lars_update: `layer_axes` at ['a']: 2, expected different axes of an array of shape (4, 3).",
+         lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": 2, "b": None})),
+        (ValueError, "lars_update: `layer_axes` does not have the structure of `w`: `layer_axes` has a dict at ['a'] "
+         "where `w` has a leaf.", lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": {"x": 0}, "b": None})),
+        (ValueError, "global_norm: `norm_axes`: no axis 'data' here; `norm_axes` is for `shard_map` and `pmap`; "
+         "under `jit` norms are whole.", lambda: jgrad.global_norm(jnp.ones(3), norm_axes="data")),
+    ],
+)  # fmt: skip
+def test_messages(error, message, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_axes_of_a_functional_update_are_static():
+    """Other axes are another program, of the same arrays."""
+    w = jnp.ones((4, 3))
+    scaled = w * jnp.expand_dims(1 + jnp.arange(4.0), 1)
+    found = [jgrad.lars_update(scaled, w, 0.1, layer_axes=a) for a in (0, None, 0)]
+    assert jnp.all(found[0] == found[2])
+    assert jnp.any(found[0] != found[1])
+
+
+def test_vmap_names_an_axis_too():
+    """A leaf in parts along a mapped axis: the norm of the whole."""
+    parts, g = jnp.array([[3.0], [4.0]]), jnp.ones((2, 1))
+    norm = jax.vmap(lambda x: jgrad.global_norm(x, norm_axes="data"), axis_name="data")(parts)
+    assert norm.tolist() == [5, 5]
+    found = jax.vmap(lambda w, g: jgrad.lars_update(w, g, 1.0, norm_axes="data"), axis_name="data")(
+        parts, g
+    )
+    assert jnp.allclose(found, parts - 5 / jnp.sqrt(2))
