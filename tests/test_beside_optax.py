@@ -180,7 +180,9 @@ def test_small_gradients_in_float16(standard_promotion):
     """An epsilon of 1e-8 is 0 in float16."""
     w, g = {"b": jnp.ones(3, jnp.float16)}, {"b": jnp.full(3, 1e-4, jnp.float16)}
     assert not np.any(np.isfinite(one_update(optax.adam(0.1), w, g)["b"]))
-    np.testing.assert_allclose(one_update(jgrad.adam(0.1, epsilon=1e-8), w, g)["b"], -0.1, rtol=1e-2)
+    np.testing.assert_allclose(
+        one_update(jgrad.adam(0.1, epsilon=1e-8), w, g)["b"], -0.1, rtol=1e-2
+    )
 
 
 def test_one_gradient_of_1e20(standard_promotion):
