@@ -47,7 +47,8 @@ def accumulate(
         updates = tx(total' / count)  at the end of a window, and 0 before
 
     A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
-    finite mini-batch updates nothing. Put clipping inside, so that it sees the mean.
+    finite mini-batch updates nothing. Leaves with the gradient None should have it in each call of
+    a window. Put clipping inside, so that it sees the mean.
 
     `update(..., emit=True)` closes the window with this call, for a last one that is not full;
     `emit=False` says that this call does not, which compiles to a program without `tx`; by default,

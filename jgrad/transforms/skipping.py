@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jgrad import checks, methods, rules, trees
@@ -15,6 +14,7 @@ from jgrad.transforms.state import counter
 from jgrad.trees import PyTree
 
 _NAME = "skip_nonfinite"
+_LARGEST_SCALE = 2.0**127  # the largest power of two in float32
 
 
 class SkipState(NamedTuple):
@@ -93,7 +93,7 @@ def skip_nonfinite(
         scale, streak = state.loss_scale, jnp.where(finite, state.streak + 1, 0)
         if loss_scale is not None:
             grow = streak >= growth_interval
-            larger = jnp.where(grow, jnp.minimum(2 * scale, _LARGEST), scale)
+            larger = jnp.where(grow, jnp.minimum(2 * scale, _LARGEST_SCALE), scale)
             scale = jnp.where(finite, larger, jnp.maximum(scale / 2, 1))
             streak = jnp.where(grow, 0, streak)
         return wrapping.choose(finite, steps, leaves.zeros()), SkipState(
@@ -104,6 +104,3 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-_LARGEST = float(np.exp2(np.finfo(np.float32).maxexp - 1))
