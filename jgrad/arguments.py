@@ -66,7 +66,7 @@ def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree
 
 def number(function: str, name: str, tree: PyTree) -> PyTree:
     """A hyper-parameter or a tree of them; Python numbers, in [0, inf), become scalars."""
-    tree = trees.map_leaves(_number_if_known, tree)
+    tree = trees.map_leaves(known, tree)
     checks.arrays_or_numbers(function, name, tree, real=True)
     checks.in_range(function, name, tree, low=0.0)
     return trees.map_leaves(_scalar, tree)
@@ -81,7 +81,7 @@ def decay(decay_lambda: PyTree, rule: str) -> PyTree:
 
 def betas(function: str, name: str, tree: PyTree) -> Beta:
     """The forms of a beta in [0, 1) or of a tree of them, in double precision for a number."""
-    tree = trees.map_leaves(_number_if_known, tree)
+    tree = trees.map_leaves(known, tree)
     checks.arrays_or_numbers(function, name, tree, real=True)
     checks.in_range(function, name, tree, low=0.0, high=1.0)
     leaves, structure = trees.flatten(tree)
@@ -89,7 +89,7 @@ def betas(function: str, name: str, tree: PyTree) -> Beta:
     return Beta(*(structure.unflatten([_scalar(form[i]) for form in forms]) for i in range(3)))
 
 
-def _number_if_known(x: Any) -> Any:
+def known(x: Any) -> Any:
     """An array of NumPy with one element as the number that it is."""
     return x.item() if isinstance(x, np.ndarray) and x.size == 1 else x
 

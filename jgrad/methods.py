@@ -160,13 +160,12 @@ def trust_ratio_steps(
 
 def clip(g: Sequence[Any], largest: jax.Array, places: Sequence[Place]) -> list[Any]:
     """The leaves, scaled down together where their norm is above `largest`."""
-    unit, root = global_norm(g, places)
-    factors = rules.clip_ratio(unit, root, largest)
+    factors = rules.clip_ratio(*global_norm(g, places), largest)
     return leafwise.run([None if x is None else (rules.step, (x, *factors)) for x in g])
 
 
-def global_norm(leaves: Sequence[Any], places: Sequence[Place]) -> tuple[jax.Array, jax.Array]:
-    """The norm of all leaves as a product of two numbers: it may be larger than any number."""
+def global_norm(leaves: Sequence[Any], places: Sequence[Place]) -> norms.Parts:
+    """The norm of all leaves together."""
     pairs = [(x, place) for x, place in zip(leaves, places, strict=True) if x is not None]
     pairs.sort(key=lambda pair: _alike(pair[1]))
     tasks = [(leafwise.itself, (x,)) for x, _ in pairs]

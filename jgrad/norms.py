@@ -6,8 +6,8 @@ entry per layer, so that a trust ratio is one operation for many layers. Where l
 by `places.Place`.
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,45 @@ T = TypeVar("T")
 _COLUMN = 16
 
 
-def layer_norms(places: Sequence[Place], *groups: Sequence[Task]) -> list[list[jax.Array]]:
+class Parts(NamedTuple):
+    """Norms, as products of two factors: a norm may be larger than any number.
+
+    Attributes:
+      root: a root of a sum of squares, far from overflow and underflow.
+      unit: a power of two.
+    """
+
+    root: jax.Array
+    unit: jax.Array
+
+    def value(self) -> jax.Array:
+        """The norms as numbers: the largest one where they overflow, but infinity stays."""
+        largest = jnp.full_like(self.root, jnp.finfo(self.root.dtype).max)
+        return jnp.minimum(
+            self.root * self.unit, jnp.where(self.root == jnp.inf, self.root, largest)
+        )
+
+    def together(
+        self, largest: Callable[..., jax.Array], total: Callable[..., jax.Array]
+    ) -> "Parts":
+        """The root of the sum of the squares of norms, by a maximum and a sum over them."""
+        own = jax.lax.stop_gradient(self.unit)
+        unit = largest(own)
+        norms = self.root * (own / unit)
+        # Roots are below the root of the largest number: their own reciprocals are ordinary.
+        top = largest(jax.lax.stop_gradient(norms))
+        top = jnp.where((top == 0) | (top == jnp.inf), jnp.ones_like(top), top)
+        return Parts(top * numerics.safe_sqrt(total(jnp.square(norms / top))), unit)
+
+
+def layer_parts(places: Sequence[Place], *groups: Sequence[Task]) -> list[list[Parts]]:
     """|f(*arrays)| of each layer of each group, as columns, in float32 or wider.
 
     The plain sum of squares overflows from 1e19 and vanishes below 1e-23 in float32. A scaled sum
     for every layer would be dear at each step, to run and to compile. So the plain sums come first,
     and one `lax.cond` for the whole model repeats them, each layer scaled by a power of two of its
     own, in the rare step in which some sum is not a normal number. Zero counts as such: a sum does
-    not tell a layer of zeros from one too small. The derivative of a norm at zero is zero, and a
-    norm beyond the largest number is that number.
+    not tell a layer of zeros from one too small. The derivative of a norm at zero is zero.
 
     Parts of layers that are cut over mesh axes are put together afterwards, so that no device waits
     for another inside a branch that it does not take.
@@ -54,16 +84,22 @@ def layer_norms(places: Sequence[Place], *groups: Sequence[Task]) -> list[list[j
         for group in groups
     ]
     columns = tuple(tuple(column) for group in static for column in group)
-    norms = iter(_norms(list(arguments.values()), columns=columns) if columns else [])
-    return [[next(norms) for _ in group] for group in static]
+    parts = iter(_norms(list(arguments.values()), columns=columns) if columns else [])
+    return [[next(parts) for _ in group] for group in static]
 
 
-def global_norm(places: Sequence[Place], tasks: Sequence[Task]) -> tuple[jax.Array, jax.Array]:
-    """The norm of everything as a product: the largest norm of a layer (1 for 0), and a root."""
-    (columns,) = layer_norms(places, tasks)
-    norms = sums.concatenate(columns) if columns else jnp.zeros((1,), jnp.float32)
-    unit = _unit(jnp.max(norms, initial=0))
-    return unit, numerics.safe_sqrt(jnp.sum(jnp.square(norms / unit)))
+def layer_norms(places: Sequence[Place], *groups: Sequence[Task]) -> list[list[jax.Array]]:
+    """|f(*arrays)| of each layer of each group, as columns; at most the largest number."""
+    return [[x.value() for x in columns] for columns in layer_parts(places, *groups)]
+
+
+def global_norm(places: Sequence[Place], tasks: Sequence[Task]) -> Parts:
+    """The norm of everything."""
+    (columns,) = layer_parts(places, tasks)
+    if not columns:
+        return Parts(jnp.zeros(()), jnp.ones(()))
+    whole = Parts(*(sums.concatenate(part) for part in zip(*columns, strict=True)))
+    return whole.together(jnp.max, jnp.sum)
 
 
 def in_columns(places: Sequence[Place], items: Sequence[T]) -> list[Sequence[T]]:
@@ -97,7 +133,7 @@ def split(places: Sequence[Place], columns: Sequence[jax.Array]) -> list[jax.Arr
 
 
 @compiled
-def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...]) -> list[jax.Array]:
+def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...]) -> list[Parts]:
     each = iter(leafwise.run([sums.task(arguments, of) for column in columns for of in column]))
     plain = [[next(each) for _ in column] for column in columns]
     totals = [sums.concatenate(column) for column in plain]
@@ -107,15 +143,17 @@ def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...])
     small = np.concatenate([limit.small for limit in limits]).astype(every.dtype)
     unusual = ((every < small) & _has_elements(columns)) | (every == jnp.inf)
 
-    def rescaled() -> list[jax.Array]:
+    def rescaled() -> list[Parts]:
         found = []
         for column, total, limit in zip(columns, totals, limits, strict=True):
             scale = limit.scale(total)
-            root = _root(sums.rescaled(arguments, column, scale))
-            found.append(_bounded(root / scale, root))
+            found.append(Parts(_root(sums.rescaled(arguments, column, scale)), 1 / scale))
         return found
 
-    norms = jax.lax.cond(jnp.any(unusual), rescaled, lambda: [_root(total) for total in totals])
+    def plain_roots() -> list[Parts]:
+        return [Parts(_root(total), jnp.ones_like(total)) for total in totals]
+
+    norms = jax.lax.cond(jnp.any(unusual), rescaled, plain_roots)
     cuts = [column[0].place.cut for column in columns]
     return [_across(x, cut) if cut else x for x, cut in zip(norms, cuts, strict=True)]
 
@@ -128,20 +166,6 @@ def _has_elements(columns: Sequence[Sequence[Leaf]]) -> np.ndarray:
 _root = compiled(numerics.safe_sqrt)
 
 
-def _across(norms: jax.Array, cut: tuple[str, ...]) -> jax.Array:
+def _across(norms: Parts, cut: tuple[str, ...]) -> Parts:
     """Norms of layers from the norms of their parts on each device."""
-    unit = _unit(jax.lax.pmax(jax.lax.stop_gradient(norms), cut))
-    root = numerics.safe_sqrt(jax.lax.psum(jnp.square(norms / unit), cut))
-    return _bounded(unit * root, root)
-
-
-def _unit(norm: jax.Array) -> jax.Array:
-    """A number to divide norms by that are not larger: `norm`, but 1 for 0 and infinity."""
-    norm = jax.lax.stop_gradient(norm)
-    return jnp.where((norm == 0) | (norm == jnp.inf), jnp.ones_like(norm), norm)
-
-
-def _bounded(norm: jax.Array, root: jax.Array) -> jax.Array:
-    """`norm`, but the largest number where it overflowed by its last product, that with `root`."""
-    largest = jnp.full_like(norm, jnp.finfo(norm.dtype).max)
-    return jnp.minimum(norm, jnp.where(root == jnp.inf, root, largest))
+    return norms.together(lambda x: jax.lax.pmax(x, cut), lambda x: jax.lax.psum(x, cut))

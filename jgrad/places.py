@@ -53,7 +53,7 @@ class Place:
 class Axes:
     """A leaf of a tree of axes: a tuple would be a tree itself."""
 
-    of: tuple[Any, ...] = ()
+    values: tuple[Any, ...] = ()
 
 
 def names(function: str, norm_axes: PyTree) -> PyTree:
@@ -83,21 +83,28 @@ def indices(function: str, layer_axes: PyTree) -> PyTree:
     return _read(function, "layer_axes", layer_axes, lambda x: _axes(x, is_index), expected)
 
 
-def places(norm_axes: Row, layer_axes: Row, reference: Row) -> list[Place]:
-    """The place of each leaf of the reference, from rows of `Axes`."""
-    for cut in set(norm_axes.leaves):
+def mesh_axes(norm_axes: Row) -> tuple[str, ...]:
+    """All mesh axes of a row of `Axes`; they exist where the update is traced."""
+    cuts = set(norm_axes.leaves)
+    for cut in cuts:
         _bound(norm_axes, cut)
+    return tuple(sorted({name for cut in cuts for name in cut.values}))
+
+
+def in_rows(norm_axes: Row, layer_axes: Row, reference: Row) -> list[Place]:
+    """The place of each leaf of the reference, from rows of `Axes`."""
+    mesh_axes(norm_axes)
     found = []
     for i, x in enumerate(reference.leaves):
         shape: tuple[int, ...] = () if x is None else x.shape
-        axes: tuple[int, ...] = () if x is None else layer_axes.leaves[i].of
+        axes: tuple[int, ...] = () if x is None else layer_axes.leaves[i].values
         inside = all(-len(shape) <= axis < len(shape) for axis in axes)
         stacked = tuple(sorted(axis % len(shape) for axis in axes if inside))
         if not inside or len(set(stacked)) != len(stacked):
             shown = axes[0] if len(axes) == 1 else axes
             problem = f"{shown}, expected different axes of an array of shape {shape}"
             layer_axes.fail(i, ValueError, problem)
-        found.append(Place(shape, stacked, norm_axes.leaves[i].of))
+        found.append(Place(shape, stacked, norm_axes.leaves[i].values))
     return found
 
 
@@ -128,12 +135,12 @@ def in_trees(function: str, axes: Static, w: PyTree, dcdw: PyTree) -> PyTree:
         return reference._replace(name=name, leaves=trees.broadcast(tree, finest))
 
     rows = row("norm_axes", axes[0]), row("layer_axes", axes[1])
-    return aligned.structure.unflatten(places(*rows, reference))
+    return aligned.structure.unflatten(in_rows(*rows, reference))
 
 
 def _axes(x: Any, fits: Any) -> Axes | None:
     """`Axes` of None, of one value, or of a tuple of values."""
-    x = () if x is None else x if isinstance(x, tuple) else (x,)
+    x = () if x is None else x if type(x) is tuple else (x,)
     return Axes(x) if all(map(fits, x)) else None
 
 
@@ -153,7 +160,7 @@ def _read(function: str, name: str, tree: PyTree, read: Any, expected: str) -> P
 
 def _bound(norm_axes: Row, cut: Axes) -> None:
     """The mesh axes exist where the update is traced."""
-    for name in cut.of:
+    for name in cut.values:
         try:
             jax.lax.psum(1, name)
         except NameError:

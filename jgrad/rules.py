@@ -90,7 +90,7 @@ def adam_delta(mw: jax.Array, vw: jax.Array, alpha: jax.Array, epsilon: jax.Arra
 @on_leaf(arrays=2)
 def decayed(direction: jax.Array, w: jax.Array, decay: jax.Array) -> jax.Array:
     """d + lambda w"""
-    return direction + scaled(w, decay)
+    return numerics.saturated(direction + scaled(w, decay), direction, w)
 
 
 @on_leaf(arrays=3)
@@ -121,7 +121,7 @@ def momentum(mw: jax.Array, direction: jax.Array, decay: jax.Array) -> jax.Array
 @on_leaf(arrays=2)
 def add_if(total: jax.Array, g: jax.Array, use: jax.Array) -> jax.Array:
     """t + g where `use` is not 0, else t"""
-    return jnp.where(use != 0, total + g, total)
+    return jnp.where(use != 0, numerics.saturated(total + g, total, g), total)
 
 
 @on_leaf(arrays=1)
@@ -171,22 +171,22 @@ def adam_scalars(
 @on_leaf(arrays=2)
 def lars_ratio(
     w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array, epsilon: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """eta |w| / (|g| + lambda |w| + epsilon); 1 where a norm is zero.
 
-    As its root, twice: the ratio itself may overflow or vanish where its product with g is an
-    ordinary number.
+    Its root twice, and eta between: the ratio itself may overflow or vanish where its product with
+    g is an ordinary number.
     """
     root = _root_of_ratio(
-        _where_zero(w_norm, g_norm, eta * w_norm),
+        _where_zero(w_norm, g_norm, w_norm),
         _where_zero(w_norm, g_norm, g_norm + decay * w_norm + epsilon),
     )
-    return root, root
+    return root, _where_zero(w_norm, g_norm, jnp.broadcast_to(eta, w_norm.shape)), root
 
 
 @jax.custom_jvp
 def _root_of_ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-    """sqrt(a / b) for a >= 0 and b > 0, and its slope, at every scale of a and b."""
+    """sqrt(a / b) for a, b > 0, and its slope, at every scale of a and b."""
     return jnp.sqrt(a) / jnp.sqrt(b)
 
 
@@ -194,18 +194,17 @@ def _root_of_ratio(a: jax.Array, b: jax.Array) -> jax.Array:
 def _root_of_ratio_jvp(primals: Any, tangents: Any) -> Any:
     (a, b), (da, db) = primals, tangents
     root = _root_of_ratio(a, b)
-    return root, 0.5 * root * (_divide(da, a) - db / b)
+    return root, 0.5 * root * (da / a - db / b)
 
 
 @on_leaf(arrays=2)
-def clip_ratio(unit: jax.Array, root: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """min(1, largest / norm) as two factors, for norm = unit root; NaN for one that is infinite."""
-    above = ~(unit * root <= largest)  # of NaN too
-    half = jnp.sqrt(unit)
-    ratio = largest / (half * jnp.where(above, root, jnp.ones_like(root)))
+def clip_ratio(root: jax.Array, unit: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """min(1, largest / norm) as two factors, for norm = root unit; NaN for one that is infinite."""
+    above = ~(root * unit <= largest)  # of NaN too
+    ratio = largest / jnp.where(above, root, jnp.ones_like(root))
     ratio = jnp.where(root == jnp.inf, jnp.full_like(ratio, jnp.nan), ratio)
     one = jnp.ones_like(ratio)
-    return jnp.where(above, 1 / half, one), jnp.where(above, ratio, one)
+    return jnp.where(above, 1 / unit, one), jnp.where(above, ratio, one)
 
 
 @on_leaf(arrays=2)

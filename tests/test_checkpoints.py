@@ -48,7 +48,7 @@ def test_field_names():
     } == {
         "OptState": ("step", "mw", "vw"),
         "AccumulateState": ("mini_step", "count", "skipped", "total", "inner"),
-        "EmaState": ("step", "average"),
+        "EmaState": ("done", "average"),
         "MasterState": ("master", "inner"),
         "SkipState": ("skipped", "inner", "streak", "loss_scale"),
     }

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad import methods, rules, trees
+from jgrad import checks, methods, places, rules, trees
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.state import counter, zeros
@@ -47,8 +47,9 @@ def accumulate(
         updates = tx(total' / count)  at the end of a window, and 0 before
 
     A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
-    finite mini-batch updates nothing. Leaves with the gradient None should have it in each call of
-    a window. Put clipping inside, so that it sees the mean.
+    finite mini-batch updates nothing. A gradient None adds nothing to its leaf. Put clipping
+    inside, so that it sees the mean, and loss scaling outside, so that it sees what is not finite:
+    `skip_nonfinite(accumulate(tx, every), loss_scale=...)`.
 
     `update(..., emit=True)` closes the window with this call, for a last one that is not full;
     `emit=False` says that this call does not, which compiles to a program without `tx`; by default,
@@ -58,7 +59,7 @@ def accumulate(
       tx: any transformation. It sees gradients in the dtype of those given.
       every: mini-batches per window, at least 1.
       check_finite: False adds every gradient as it is. To look at a gradient before it is added
-        means to read it once more: four parameter-sized passes over memory and not three.
+        means to read it once more.
       norm_axes: names of the mesh axes over which gradients are cut, inside `shard_map` or `pmap`,
         as for `lars`: all devices then leave out the same mini-batches.
 
@@ -71,7 +72,7 @@ def accumulate(
     """
     tx = wrapping.inner(_NAME, tx)
     wrapping.check_count(_NAME, "every", every)
-    cut = wrapping.mesh_axes(_NAME, norm_axes)
+    places.names(_NAME, norm_axes)
 
     def init(params: PyTree) -> AccumulateState:
         return AccumulateState(
@@ -92,6 +93,8 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         wrapping.check_state(_NAME, state, AccumulateState)
         leaves = Leaves(_NAME, updates, params)
+        _check_emit(emit)
+        cut = wrapping.mesh_axes(leaves, norm_axes)
         old = leaves.moment("state.total", state.total)
         use = wrapping.all_finite(leaves.g, cut) if check_finite else jnp.asarray(True)
         added = methods.apply(rules.add_if, old, leaves.g, use.astype(float))
@@ -110,7 +113,13 @@ def accumulate(
             steps, inner = tx.update(mean, state.inner, params, **extra_args)
             return (
                 leaves.directions(trees.flatten(steps)[0]),
-                jax.tree.map(jnp.zeros_like, total),
+                leaves.moments(
+                    [
+                        None if g is None else jnp.zeros_like(t)
+                        for g, t in zip(leaves.g, old, strict=True)
+                    ],
+                    old,
+                ),
                 wrapping.in_dtypes(inner, state.inner),
             )
 
@@ -128,3 +137,9 @@ def accumulate(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_emit(emit: Any) -> None:
+    dtype, shape = getattr(emit, "dtype", None), getattr(emit, "shape", ())
+    if not (emit is None or isinstance(emit, bool) or (dtype == jnp.bool_ and shape == ())):
+        raise TypeError(f"{_NAME}: `emit`: {checks.describe(emit)}, expected None or one bool.")

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import arguments, checks, methods, numerics, rules, trees
-from jgrad.transforms import wrapping
+from jgrad import checks, methods, rules, trees
+from jgrad.transforms import options, wrapping
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.options import Scalar
 from jgrad.transforms.state import counter
@@ -21,11 +21,11 @@ class EmaState(NamedTuple):
     """State of `ema`. The field names are a file format: checkpoints hold them.
 
     Attributes:
-      step: number of updates done, an int32 scalar; it saturates.
+      done: number of updates, an int32 scalar; it saturates.
       average: a tree like the parameters, float32 for half-precision ones.
     """
 
-    step: jax.Array
+    done: jax.Array
     average: PyTree
 
 
@@ -45,7 +45,7 @@ def ema(
         `lambda done: jnp.minimum(0.999, (1 + done) / (10 + done))`.
 
     Returns:
-      A transformation with state `EmaState(step, average)`. Its update needs the parameters.
+      A transformation with state `EmaState(done, average)`. Its update needs the parameters.
 
     Raises:
       ValueError: a Python number out of range.
@@ -55,7 +55,7 @@ def ema(
       the exponential form of Tarvainen and Valpola (2017), section 2.
     """
     if not callable(decay):
-        _beta(decay)
+        options.beta(_NAME, "decay", decay)
 
     def init(params: PyTree) -> EmaState:
         row = checks.Row.of(_NAME, "params", params).with_arrays()
@@ -75,7 +75,7 @@ def ema(
         old = leaves.row("state.average", state.average)
         checks.same_shapes(old, leaves.reference)
         new = trees.flatten(wrapping.applied(params, updates))[0]
-        beta = _beta(decay(state.step) if callable(decay) else decay)
+        beta = options.beta(_NAME, "decay", decay(state.done) if callable(decay) else decay)
         floating = [x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for x in old.leaves]
         averaged = methods.apply(
             rules.average,
@@ -89,12 +89,6 @@ def ema(
             for a, x, n, f in zip(averaged, old.leaves, new, floating, strict=True)
         ]
         average = trees.flatten(params)[1].unflatten(kept)
-        return updates, EmaState(optax.safe_increment(state.step), average)
+        return updates, EmaState(optax.safe_increment(state.done), average)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _beta(decay: Any) -> numerics.Beta:
-    checks.one_element(checks.Row.of(_NAME, "decay", decay).with_arrays())
-    forms = arguments.betas(_NAME, "decay", decay)
-    return numerics.Beta(*(jnp.reshape(x, ()) for x in forms))

@@ -81,13 +81,14 @@ def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
       ValueError: `norm_axes` that do not fit.
     """
     row, own = _floating("global_norm", "tree", tree)
-    unit, root = methods.global_norm(own, _places(row, tree, norm_axes))
-    return unit * root
+    norm = methods.global_norm(own, _places(row, tree, norm_axes))
+    return norm.root * norm.unit
 
 
 def _floating(function: str, name: str, tree: PyTree) -> tuple[Row, list[Any]]:
     """The leaves, and those that count, with `None` for the others."""
-    checks.arrays_or_numbers(function, name, tree)
+    without = trees.map_leaves(lambda x: None if _is_float0(x) else x, tree)
+    checks.arrays_or_numbers(function, name, without)
     row = Row.of(function, name, tree).with_arrays()
     own = [
         x if x is not None and jnp.issubdtype(x.dtype, jnp.inexact) else None for x in row.leaves
@@ -95,9 +96,13 @@ def _floating(function: str, name: str, tree: PyTree) -> tuple[Row, list[Any]]:
     return row, own
 
 
+def _is_float0(x: Any) -> bool:
+    return bool(getattr(x, "dtype", None) == jax.dtypes.float0)
+
+
 def _places(row: Row, tree: PyTree, norm_axes: PyTree) -> list[places.Place]:
     names = places.names(row.function, norm_axes)
     checks.same_structure(row.function, "norm_axes", names, row.name, tree, prefix=True)
     whole = row._replace(name="layer_axes", leaves=[places.Axes()] * len(row.leaves))
     cut = row._replace(name="norm_axes", leaves=trees.broadcast(names, tree))
-    return places.places(cut, whole, row)
+    return places.in_rows(cut, whole, row)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import trees
+from jgrad import checks, trees
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
 from jgrad.trees import PyTree
@@ -34,9 +34,9 @@ def master_weights(
         master' = master + tx(float32 g, master)
         updates = round(master') - w
 
-    A bfloat16 number of 1 has 2^-7 to the next: steps below half of that are lost. The copies
-    lose none, and `w + updates` is `master'` rounded to the dtype of w; where a weight shrinks to
-    less than half of itself, to within a unit in the last place of the old one, once. Parameters of
+    A bfloat16 number of 1 has 2^-8 to the one below: steps under half of that are lost. The copies
+    lose none, and `w + updates` is `master'` rounded to the dtype of w; where a weight does not
+    stay within a factor of two of itself, to within a unit in the last place, once. Parameters of
     other dtypes are optimized as they are. Memory, per half-precision parameter: 4 bytes, and the
     state of `tx` as for a float32 parameter.
 
@@ -65,7 +65,12 @@ def master_weights(
         wrapping.check_state(_NAME, state, MasterState)
         leaves = Leaves(_NAME, updates, params)
         leaves.require_params("the master copy")
-        leaves.row("state.master", state.master)
+        copies = leaves.row("state.master", state.master)
+        halves = [
+            m if _is_half(p) else None
+            for m, p in zip(copies.leaves, trees.flatten(params)[0], strict=True)
+        ]
+        checks.same_shapes(copies._replace(leaves=halves), leaves.reference)
         master = _whole(state.master, params)
         wide = jax.tree.map(
             lambda g, p: wrapping.wide(g) if g is not None and _is_half(p) else g,

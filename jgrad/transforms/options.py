@@ -38,19 +38,20 @@ def scalar(function: str, name: str, x: Scalar) -> Any:
     return _one_element(function, name, arguments.number(function, name, x))
 
 
+def beta(function: str, name: str, x: Scalar) -> Beta:
+    """The forms of one number in [0, 1)."""
+    return Beta(*(_one_element(function, name, y) for y in arguments.betas(function, name, x)))
+
+
 def adam(
     function: str, step: jax.Array | int, beta1: Scalar, beta2: Scalar, epsilon: Scalar
 ) -> Adam:
     """Adam's numbers for one step."""
 
-    def form(name: str, beta: Scalar) -> Beta:
-        forms = arguments.betas(function, name, beta)
-        return Beta(*(_one_element(function, name, x) for x in forms))
-
     return Adam(
         jnp.asarray(step, dtype=float),
-        form("beta1", beta1),
-        form("beta2", beta2),
+        beta(function, "beta1", beta1),
+        beta(function, "beta2", beta2),
         scalar(function, "epsilon", epsilon),
     )
 
@@ -104,15 +105,15 @@ def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) ->
 
 
 def check_moment_dtype(function: str, moment_dtype: DTypeLike | None) -> None:
-    """A real floating dtype, or None."""
+    """None, or a real floating dtype with at least the range of float32: float16 has not."""
     try:
-        fits = moment_dtype is None or jnp.issubdtype(np.dtype(moment_dtype), jnp.floating)
+        dtype = np.dtype(np.float32 if moment_dtype is None else moment_dtype)
+        fits = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
     except TypeError:
         fits = False
     if not fits:
-        raise TypeError(
-            f"{function}: `moment_dtype`: {moment_dtype!r}, expected a real floating dtype."
-        )
+        expected = "a real floating dtype with the range of float32"
+        raise TypeError(f"{function}: `moment_dtype`: {moment_dtype!r}, expected {expected}.")
 
 
 def check_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> tuple[PyTree, PyTree]:
@@ -168,7 +169,7 @@ def layers(leaves: Leaves, trust_ratio_mask: Mask, norm_axes: PyTree, layer_axes
     names, indices = check_axes(leaves.function, norm_axes, layer_axes)
     rows = leaves.options("norm_axes", names), leaves.options("layer_axes", indices)
     return Layers(
-        places.places(*rows, leaves.reference), mask(leaves, "trust_ratio_mask", trust_ratio_mask)
+        places.in_rows(*rows, leaves.reference), mask(leaves, "trust_ratio_mask", trust_ratio_mask)
     )
 
 

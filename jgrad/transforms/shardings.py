@@ -43,25 +43,31 @@ def state_shardings(
     else:
         name = "params_shardings"
         checks.same_structure(_NAME, name, params_shardings, "params", params, prefix=True)
-    leaves, structure = trees.flatten(params)
+    leaves, _ = trees.flatten(params)
     given = trees.broadcast(params_shardings, params)
     row = checks.Row.of(_NAME, name, params)
     for i, (p, x) in enumerate(zip(leaves, given, strict=True)):
-        if p is not None and not isinstance(x, NamedSharding):
+        if p is None:
+            continue
+        if not isinstance(x, NamedSharding):
             row.fail(i, TypeError, f"sharding {x!r}, expected a NamedSharding")
+        try:
+            x.shard_shape(p.shape)
+        except ValueError:
+            row.fail(i, ValueError, f"{x.spec}, expected a spec that divides shape {p.shape}")
     meshes = [x.mesh for x in given if x is not None]
     if not meshes:
         raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")
     everywhere = NamedSharding(meshes[0], PartitionSpec())
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=trees.is_none)]
+    own = {path: (p, x) for path, p, x in zip(paths, leaves, given, strict=True) if p is not None}
 
-    def follow(part: Any, p: Any, sharding: Sharding) -> Sharding:
-        return sharding if part.shape == p.shape else everywhere
+    def find(path: tuple[Any, ...], part: Any) -> Sharding:
+        """That of the parameter whose path ends the path in the state, if the shapes agree."""
+        for start in range(len(path) + 1):
+            if path[start:] in own:
+                p, sharding = own[path[start:]]
+                return sharding if part.shape == p.shape else everywhere
+        return everywhere
 
-    return optax.tree_utils.tree_map_params(
-        tx,
-        follow,
-        jax.eval_shape(tx.init, params),
-        params,
-        structure.unflatten(given),
-        transform_non_params=lambda _: everywhere,
-    )
+    return jax.tree_util.tree_map_with_path(find, jax.eval_shape(tx.init, params))

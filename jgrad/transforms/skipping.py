@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import checks, methods, rules, trees
+from jgrad import arguments, checks, methods, places, rules, trees
 from jgrad.transforms import options, wrapping
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.options import Scalar
@@ -14,7 +14,7 @@ from jgrad.transforms.state import counter
 from jgrad.trees import PyTree
 
 _NAME = "skip_nonfinite"
-_LARGEST_SCALE = 2.0**127  # the largest power of two in float32
+_LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
 
 
 class SkipState(NamedTuple):
@@ -43,12 +43,13 @@ def skip_nonfinite(
     """Leaves parameters and state alone where a step would make something not finite.
 
         step     = tx(g / loss_scale)
-        updates  = step if g, step, the new state and w + step are all finite, else 0
+        updates  = step if g and step are finite, and the new state and w + step stay so, else 0
         skipped' = skipped, or skipped + 1
 
     With `loss_scale`, dynamic loss scaling: multiply the loss by `state.loss_scale` before it is
     differentiated. The scale halves at each step skipped, down to 1, and doubles after each
-    `growth_interval` finite steps in a row; `tx` sees gradients in float32 or wider.
+    `growth_interval` finite steps in a row; `tx` sees gradients in float32 or wider. Loss scaling
+    belongs outside of `accumulate`, which leaves out gradients that are not finite.
 
     Args:
       tx: any transformation.
@@ -67,35 +68,37 @@ def skip_nonfinite(
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
     tx = wrapping.inner(_NAME, tx)
-    cut = wrapping.mesh_axes(_NAME, norm_axes)
+    places.names(_NAME, norm_axes)
     wrapping.check_count(_NAME, "growth_interval", growth_interval)
     if loss_scale is not None:
-        checks.in_range(_NAME, "loss_scale", loss_scale, low=1.0)
+        checks.in_range(_NAME, "loss_scale", arguments.known(loss_scale), low=1.0)
         options.scalar(_NAME, "loss_scale", loss_scale)
 
     def init(params: PyTree) -> SkipState:
         scale = 1.0 if loss_scale is None else options.scalar(_NAME, "loss_scale", loss_scale)
-        ones = counter(params, 1).astype(jnp.float32)
-        return SkipState(counter(params), tx.init(params), counter(params), ones * scale)
+        one = counter(params, 1).astype(jnp.float32)
+        scale = one * jnp.asarray(scale, jnp.float32)
+        return SkipState(counter(params), tx.init(params), counter(params), scale)
 
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
         wrapping.check_state(_NAME, state, SkipState)
         leaves = Leaves(_NAME, updates, params)
+        cut = wrapping.mesh_axes(leaves, norm_axes)
         given = updates
         if loss_scale is not None:
             given = leaves.gradients(methods.apply(rules.divide, leaves.g, state.loss_scale))
         steps, inner = tx.update(given, state.inner, params, **extra_args)
         steps = leaves.directions(trees.flatten(steps)[0])
-        new = steps if params is None else wrapping.applied(params, steps)
-        finite = wrapping.all_finite((leaves.g, steps, inner, new), cut)
-        scale, streak = state.loss_scale, jnp.where(finite, state.streak + 1, 0)
+        finite = wrapping.all_finite((leaves.g, steps), cut)
+        finite &= wrapping.stays_finite(inner, state.inner, cut)
+        if params is not None:
+            finite &= wrapping.stays_finite(wrapping.applied(params, steps), params, cut)
+        streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
+        scale = state.loss_scale
         if loss_scale is not None:
-            grow = streak >= growth_interval
-            larger = jnp.where(grow, jnp.minimum(2 * scale, _LARGEST_SCALE), scale)
-            scale = jnp.where(finite, larger, jnp.maximum(scale / 2, 1))
-            streak = jnp.where(grow, 0, streak)
+            scale, streak = _next_scale(scale, streak, finite, growth_interval)
         return wrapping.choose(finite, steps, leaves.zeros()), SkipState(
             jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
             wrapping.choose(finite, inner, state.inner),
@@ -104,3 +107,12 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _next_scale(
+    scale: jax.Array, streak: jax.Array, finite: jax.Array, growth_interval: int
+) -> tuple[jax.Array, jax.Array]:
+    """Half the scale after a skip, twice the scale after a streak, which begins anew."""
+    grow = streak >= growth_interval
+    larger = jnp.where(grow, jnp.minimum(2 * scale, _LARGEST_SCALE), scale)
+    return jnp.where(finite, larger, jnp.maximum(scale / 2, 1)), jnp.where(grow, 0, streak)

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 
 from jgrad import checks, leafwise, numerics, places, trees
 from jgrad.leafwise import compiled
+from jgrad.transforms.leaves import Leaves
 from jgrad.trees import PyTree
 
 
@@ -35,26 +37,34 @@ def check_count(function: str, name: str, value: Any) -> None:
     """An int of at least 1."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise TypeError(f"{function}: `{name}`: {checks.describe(value)}, expected an int.")
-    if value < 1:
-        raise ValueError(f"{function}: `{name}`: {value}, expected at least 1.")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{function}: `{name}`: {value}, expected a number in [1, 2^31).")
 
 
-def mesh_axes(function: str, norm_axes: PyTree) -> tuple[str, ...]:
+def mesh_axes(leaves: Leaves, norm_axes: PyTree) -> tuple[str, ...]:
     """All mesh axes over which some leaf is cut."""
-    leaves, _ = trees.flatten(places.names(function, norm_axes))
-    return tuple(sorted({name for axes in leaves for name in axes.of}))
+    return places.mesh_axes(leaves.options("norm_axes", places.names(leaves.function, norm_axes)))
 
 
 def all_finite(tree: PyTree, cut: tuple[str, ...] = ()) -> jax.Array:
     """Whether each element of the floating leaves is finite, on all devices of the mesh axes."""
-    floating = [
-        x
-        for x in jax.tree.leaves(tree)
-        if checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
-    each = leafwise.run([(_is_finite, (x,)) for x in floating])
-    found = functools.reduce(operator.and_, each, jnp.asarray(True))
+    return _everywhere([(_is_finite, (x,)) for x in jax.tree.leaves(tree) if _is_floating(x)], cut)
+
+
+def stays_finite(new: PyTree, old: PyTree, cut: tuple[str, ...] = ()) -> jax.Array:
+    """Whether nothing that is not finite is new: some states and masks hold an infinity."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    tasks = [(_kept_finite, (n, jnp.asarray(o))) for n, o in pairs if _is_floating(n)]
+    return _everywhere(tasks, cut)
+
+
+def _everywhere(tasks: Sequence[leafwise.Task], cut: tuple[str, ...]) -> jax.Array:
+    found = functools.reduce(operator.and_, leafwise.run(tasks), jnp.asarray(True))
     return jax.lax.pmin(found.astype(jnp.int32), cut) == 1 if cut else found
+
+
+def _is_floating(x: Any) -> bool:
+    return checks.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 @compiled
@@ -62,13 +72,18 @@ def _is_finite(x: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(x))
 
 
+@compiled
+def _kept_finite(new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+
+
 def applied(params: PyTree, updates: PyTree) -> PyTree:
     """The parameters after the updates, as `optax.apply_updates` has them; None changes nothing."""
 
     def add(p: Any, u: Any) -> Any:
-        if p is None or u is None or u.dtype == jax.dtypes.float0:
+        if p is None or u is None or getattr(u, "dtype", None) == jax.dtypes.float0:
             return p
-        return (wide(p) + wide(u)).astype(p.dtype)
+        return (wide(p) + wide(u)).astype(jnp.result_type(p))
 
     return jax.tree.map(add, params, updates, is_leaf=trees.is_none)
 
