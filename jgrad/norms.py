@@ -64,7 +64,9 @@ def layer_parts(places: Sequence[Place], *groups: Sequence[Task]) -> list[list[P
     for every layer would be dear at each step, to run and to compile. So the plain sums come first,
     and one `lax.cond` for the whole model repeats them, each layer scaled by a power of two of its
     own, in the rare step in which some sum is not a normal number. Zero counts as such: a sum does
-    not tell a layer of zeros from one too small. The derivative of a norm at zero is zero.
+    not tell a layer of zeros from one too small. The derivative of a norm at zero is zero. Layers
+    whose sums are normal keep them, so that no norm depends, by a rounding, on other layers, and
+    copies of a layer on several devices stay equal bit for bit.
 
     Parts of layers that are cut over mesh axes are put together afterwards, so that no device waits
     for another inside a branch that it does not take.
@@ -147,7 +149,8 @@ def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...])
         found = []
         for column, total, limit in zip(columns, totals, limits, strict=True):
             scale = limit.scale(total)
-            found.append(Parts(_root(sums.rescaled(arguments, column, scale)), 1 / scale))
+            again = sums.rescaled(arguments, column, scale)
+            found.append(Parts(_root(sums.where_unscaled(scale, total, again)), 1 / scale))
         return found
 
     def plain_roots() -> list[Parts]:

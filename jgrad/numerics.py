@@ -84,7 +84,8 @@ def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:
         return jax.lax.complex(*parts)
     largest = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
     clipped = jnp.minimum(jnp.maximum(x, -largest), largest)
-    return jnp.where(functools.reduce(operator.or_, map(jnp.isinf, of)), x, clipped)
+    finite = functools.reduce(operator.and_, map(jnp.isfinite, of))
+    return jnp.where(finite, clipped, x)
 
 
 def safe_sqrt(x: jax.Array) -> jax.Array:

@@ -199,12 +199,16 @@ def _root_of_ratio_jvp(primals: Any, tangents: Any) -> Any:
 
 @on_leaf(arrays=2)
 def clip_ratio(root: jax.Array, unit: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """min(1, largest / norm) as two factors, for norm = root unit; NaN for one that is infinite."""
+    """min(1, largest / norm), norm = root unit, as its square root twice; NaN for infinite norms.
+
+    The ratio itself may vanish where its product with a gradient is an ordinary number.
+    """
     above = ~(root * unit <= largest)  # of NaN too
-    ratio = largest / jnp.where(above, root, jnp.ones_like(root))
-    ratio = jnp.where(root == jnp.inf, jnp.full_like(ratio, jnp.nan), ratio)
-    one = jnp.ones_like(ratio)
-    return jnp.where(above, 1 / unit, one), jnp.where(above, ratio, one)
+    safe = jnp.where(above, root, jnp.ones_like(root))
+    factor = numerics.safe_sqrt(largest) / jnp.sqrt(safe) / jnp.sqrt(unit)
+    factor = jnp.where(root == jnp.inf, jnp.full_like(factor, jnp.nan), factor)
+    factor = jnp.where(above, factor, jnp.ones_like(factor))
+    return factor, factor
 
 
 @on_leaf(arrays=2)

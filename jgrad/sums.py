@@ -46,7 +46,7 @@ class Limits(NamedTuple):
       small: sums below this may have lost squares to underflow; 2^-64 in float32.
       down: scale for sums that overflowed. Scaled by 2^-84, the squares of the largest float32 sum
         to a finite number over 2^40 elements.
-      up: scale for small sums. Scaled by 2^89, the square of the smallest normal float32 is far
+      up: scale for small sums. Scaled by 2^88, the square of the smallest normal float32 is far
         from 0.
     """
 
@@ -58,7 +58,7 @@ class Limits(NamedTuple):
     def of(cls, sums: Sequence[jax.Array]) -> "Limits":
         exponents = np.array([jnp.finfo(x.dtype).maxexp for x in sums for _ in range(x.size)])
         half = exponents // 2
-        return cls(np.exp2(-half), np.exp2(-half - 20), np.exp2(exponents * 7 // 10))
+        return cls(np.exp2(-half), np.exp2(-half - 20), np.exp2(exponents * 7 // 20 * 2))
 
     def scale(self, total: jax.Array) -> jax.Array:
         """The scale of each layer, from its plain sum."""
@@ -71,6 +71,12 @@ def _choose(total: jax.Array, small: jax.Array, down: jax.Array, up: jax.Array) 
     return jnp.where(total == jnp.inf, down, jnp.where(total < small, up, jnp.ones_like(total)))
 
 
+@compiled
+def where_unscaled(scale: jax.Array, plain: jax.Array, rescaled: jax.Array) -> jax.Array:
+    """The plain sums of layers that are in need of no scale, the other sums elsewhere."""
+    return jnp.where(scale == 1, plain, rescaled)
+
+
 def rescaled(arguments: Sequence[jax.Array], column: Sequence[Leaf], scale: jax.Array) -> jax.Array:
     """The sums of squares of one column again, with a scale for each layer.
 
@@ -79,10 +85,7 @@ def rescaled(arguments: Sequence[jax.Array], column: Sequence[Leaf], scale: jax.
     """
     first = column[0]
     own = [arguments[i] for i in first.arguments]
-    kinds = {
-        (of.f, of.place, *((arguments[i].shape, arguments[i].dtype) for i in of.arguments))
-        for of in column
-    }
+    kinds = {(of.f, of.place, *(jax.typeof(arguments[i]) for i in of.arguments)) for of in column}
     if len(kinds) > 1 or any(x.size > _SMALL or _is_sharded(x) for x in own):
         scales = jax.lax.split(scale, [of.place.layers for of in column])
         each = zip(column, scales, strict=True)

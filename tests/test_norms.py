@@ -69,6 +69,15 @@ def test_large_layers_are_rescaled_one_by_one():
     )
 
 
+def test_the_scale_of_one_layer_changes_no_other():
+    """Bit for bit: each device takes the branch of its own, and copies are to stay equal."""
+    arrays = [jax.random.normal(jax.random.key(i), (33, 31)) for i in range(9)]
+    usual = jax.jit(found_norms)(*arrays)
+    rescaled = jax.jit(found_norms)(*(1e25 * x if i == 4 else x for i, x in enumerate(arrays)))
+    assert rescaled[4] > 1e25
+    assert [a == b for a, b in zip(usual, rescaled, strict=True)] == [i != 4 for i in range(9)]
+
+
 def test_functions_of_shared_scalars():
     """A layer may be a function of arrays, some of which all layers share."""
     f = lambda x, y, a: x + a * y

@@ -9,6 +9,7 @@ import optax
 from jgrad import checks, trees
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
+from jgrad.transforms.state import empty
 from jgrad.trees import PyTree
 
 _NAME = "master_weights"
@@ -54,9 +55,8 @@ def master_weights(
     tx = wrapping.inner(_NAME, tx)
 
     def init(params: PyTree) -> MasterState:
-        master = trees.map_leaves(
-            lambda p: wrapping.wide(p) if _is_half(p) else jnp.zeros((0,), jnp.float32), params
-        )
+        checks.parameters(checks.Row.of(_NAME, "params", params).with_arrays())
+        master = trees.map_leaves(lambda p: wrapping.wide(p) if _is_half(p) else empty(p), params)
         return MasterState(master, tx.init(_whole(master, params)))
 
     def update(
@@ -73,7 +73,7 @@ def master_weights(
         checks.same_shapes(copies._replace(leaves=halves), leaves.reference)
         master = _whole(state.master, params)
         wide = jax.tree.map(
-            lambda g, p: wrapping.wide(g) if g is not None and _is_half(p) else g,
+            lambda g, p: jnp.asarray(g, jnp.float32) if g is not None and _is_half(p) else g,
             updates,
             params,
             is_leaf=trees.is_none,
@@ -82,11 +82,12 @@ def master_weights(
         new = wrapping.applied(master, steps)
 
         def follow(new: Any, step: Any, p: Any) -> Any:
-            return (
-                (wrapping.wide(new.astype(p.dtype)) - wrapping.wide(p)).astype(p.dtype)
-                if _is_half(p)
-                else step
-            )
+            if not _is_half(p):
+                return step
+            # From -60000 to 60000 is further than float16 reaches: the next step does the rest.
+            far = wrapping.wide(new.astype(p.dtype)) - wrapping.wide(p)
+            largest = float(jnp.finfo(p.dtype).max)
+            return jnp.where(jnp.isinf(new), far, jnp.clip(far, -largest, largest)).astype(p.dtype)
 
         def keep(new: Any, old: Any, p: Any) -> Any:
             return new if _is_half(p) else old

@@ -53,7 +53,7 @@ def state_shardings(
             row.fail(i, TypeError, f"sharding {x!r}, expected a NamedSharding")
         try:
             x.shard_shape(p.shape)
-        except ValueError:
+        except (ValueError, IndexError):
             row.fail(i, ValueError, f"{x.spec}, expected a spec that divides shape {p.shape}")
     meshes = [x.mesh for x in given if x is not None]
     if not meshes:

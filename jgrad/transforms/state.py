@@ -50,7 +50,7 @@ def zeros(
 
 def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
-        return jnp.zeros((0,), jnp.float32)  # no moments, but a place in the tree
+        return empty(p)  # no moments, but a place in the tree
     own = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
     zero = jnp.zeros((), numerics.complex_dtype(own) if jnp.iscomplexobj(p) and not real else own)
     # Zeros that depend on the parameter lie where it lies, under `jax.jit` too: of a constant, XLA
@@ -60,9 +60,17 @@ def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array:
 
 def counter(params: PyTree, value: int = 0) -> jax.Array:
     """A scalar that counts, on all devices of the mesh on which parameters lie."""
+    return _everywhere(jnp.asarray(value, jnp.int32), params)
+
+
+def empty(p: jax.Array) -> jax.Array:
+    """What a parameter has in a tree in which it has no array of its own."""
+    return _everywhere(jnp.zeros((0,), jnp.float32), p)
+
+
+def _everywhere(x: jax.Array, params: PyTree) -> jax.Array:
     for p in jax.tree.leaves(params):
         sharding = None if isinstance(p, jax.core.Tracer) else getattr(p, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-            return jax.device_put(jnp.asarray(value, jnp.int32), everywhere)
-    return jnp.asarray(value, jnp.int32)
+            return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
+    return x

@@ -69,7 +69,10 @@ def _is_floating(x: Any) -> bool:
 
 @compiled
 def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(x))
+    # Not `jnp.all(jnp.isfinite(x))`, for which XLA's CPU backend writes an array of bools.
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    largest = [jnp.max(jnp.abs(part), initial=0) for part in parts]
+    return functools.reduce(operator.and_, [x < jnp.inf for x in largest])
 
 
 @compiled

@@ -1,0 +1,570 @@
+"""Layers wherever they live: cut over the axes of a mesh, stacked for scan, or both.
+
+Expected is always what one device finds with whole leaves, one per layer. Scales differ widely from
+shard to shard, so that the norm of a part is nowhere near that of the whole.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jgrad
+
+RATE = 0.1
+EXACT = 3e-6  # a few roundings of float32
+GRID = ((4, 2), ("data", "model"))
+LINE = ((8,), ("data",))
+LAYOUTS = {
+    GRID: {
+        "tiles": P("data", "model"),
+        "columns": P(None, "model"),
+        "rows": P("data"),
+        "flat": P(("data", "model")),
+        "whole": P(),
+    },
+    LINE: {"rows": P("data"), "columns": P(None, "data"), "whole": P()},
+}
+CUT = ("tiles", "columns", "rows", "flat")
+
+check_or_not = pytest.mark.parametrize("check_vma", [True, False])
+
+
+# ---- methods: (init, step) for given axes ------------------------------------------------------
+
+
+def from_transformation(make):
+    """A step of a transformation, as a function of its axes."""
+
+    def method(**axes):
+        tx = make(**axes)
+
+        def step(w, state, g):
+            updates, state = tx.update(g, state, w)
+            return optax.apply_updates(w, updates), state
+
+        return tx.init, step
+
+    return method
+
+
+def from_lamb_update(**axes):
+    def step(w, state, g):
+        t = state.step + 1
+        options = {"max_trust_ratio": None, "decay_lambda": 0.1, **axes}
+        w, mw, vw = jgrad.lamb_update(w, g, RATE, state.mw, state.vw, t, **options)
+        return w, jgrad.OptState(t, mw, vw)
+
+    return jgrad.lamb(RATE).init, step
+
+
+def from_lars_update(**axes):
+    def step(w, state, g):
+        return jgrad.lars_update(w, g, RATE, decay_lambda=0.1, **axes), state
+
+    return lambda w: (), step
+
+
+def lamb(**axes):
+    return jgrad.lamb(RATE, weight_decay=0.1, max_trust_ratio=None, **axes)
+
+
+def lars(**axes):
+    return jgrad.lars(RATE, trust_coefficient=1.0, weight_decay=0.1, **axes)
+
+
+def trust_ratio(**axes):
+    return optax.chain(jgrad.scale_by_trust_ratio(max_trust_ratio=None, **axes), optax.scale(-RATE))
+
+
+def clipping(**axes):
+    return optax.chain(jgrad.clip_by_global_norm(10.0, **axes), optax.scale(-RATE))
+
+
+METHODS = {
+    "lamb": from_transformation(lamb),
+    "lars": from_transformation(lars),
+    "scale_by_trust_ratio": from_transformation(trust_ratio),
+    "clip_by_global_norm": from_transformation(clipping),
+    "lamb_update": from_lamb_update,
+    "lars_update": from_lars_update,
+}
+
+
+# ---- running them --------------------------------------------------------------------------------
+
+
+def make_mesh(mesh, axis_type=AxisType.Auto):
+    shape, names = mesh
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
+
+
+def specs_like(tree, specs):
+    """The spec of the parameter of the same name for each array of a state, P() for counters."""
+
+    def find(path, _):
+        names = (entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+        return next((specs[name] for name in names), P())
+
+    return jax.tree_util.tree_map_with_path(find, tree)
+
+
+def compiled(method, w, mesh, specs, *, check_vma):
+    """One compiled step on a mesh, each leaf cut as its spec says, and where its arguments lie."""
+    init, step = method
+    own = specs, specs_like(jax.eval_shape(init, w), specs), specs
+    mesh = make_mesh(mesh)
+    run = jax.shard_map(step, mesh=mesh, in_specs=own, out_specs=own[:2], check_vma=check_vma)
+    return jax.jit(run), jax.tree.map(lambda spec: NamedSharding(mesh, spec), own)
+
+
+def in_shard_map(method, w, mesh, specs, *, check_vma):
+    """The same, with arguments that are put there: others would make it another program."""
+    run, shardings = compiled(method, w, mesh, specs, check_vma=check_vma)
+    return lambda *args: run(*jax.device_put(jax.device_get(args), shardings))
+
+
+def train(method, step, w, gradients):
+    """The weights after each step."""
+    state, found = method[0](w), []
+    for g in gradients:
+        w, state = jax.block_until_ready(step(w, state, g))
+        found.append(jax.device_get(w))
+    return found
+
+
+@functools.cache
+def plain(name):
+    """The compiled step on whole leaves."""
+    return jax.jit(METHODS[name]()[1])
+
+
+def errors(found, expected, start):
+    """The largest error of each leaf in any step, relative to how far each element went so far.
+
+    Digits that cancel in w - step therefore do not count, and small elements do.
+    """
+    path, last = {k: np.abs(start[k]) for k in start}, start
+    largest = dict.fromkeys(start, 0.0)
+    for a, b in zip(found, expected, strict=True):
+        for k in start:
+            assert np.isfinite(a[k]).all()
+            path[k] = path[k] + np.abs(b[k] - last[k])
+            off = np.abs(a[k] - b[k]).astype(float)
+            # Where an element never moved from zero, its absolute error is none, or enough.
+            off = np.divide(off, path[k], out=off, where=path[k] > 0)
+            largest[k] = max(largest[k], float(np.max(off)))
+        last = b
+    return largest
+
+
+def uneven(names, seed, *, reverse=False, shape=(16, 8)):
+    """Leaves with rows from 0.01 to 10 times a column's scale, or from 10 to 0.01 times."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.logspace(-2, 1, shape[-2]), np.logspace(0, 1, shape[-1])
+    scale = np.outer(rows[::-1] if reverse else rows, columns)
+    return {name: np.float32(scale * rng.normal(size=shape)) for name in names}
+
+
+def problem(names, steps=3, **options):
+    """Weights, and gradients that are large where weights are small."""
+    gradients = [uneven(names, seed=1 + t, reverse=True, **options) for t in range(steps)]
+    return uneven(names, seed=0, **options), gradients
+
+
+# ---- cut leaves --------------------------------------------------------------------------------
+
+
+@functools.cache
+def five_layouts(name, mesh, check_vma, own_axes):
+    """The compiled step on five leaves, cut in five ways; without `norm_axes` if not `own_axes`."""
+    specs = LAYOUTS[mesh]
+    method = METHODS[name](norm_axes=specs if own_axes else None)
+    return in_shard_map(method, uneven(specs, 0), mesh, specs, check_vma=check_vma)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "check_vma"),
+    [(GRID, name, True) for name in METHODS]
+    + [(GRID, name, False) for name in ("lamb", "lars", "clip_by_global_norm")]
+    + [(LINE, "lamb_update", True), (LINE, "lars_update", False)],
+    ids=lambda x: f"{len(x[0])}-D" if isinstance(x, tuple) else str(x),
+)
+def test_e12_cut_leaves_as_whole_ones(mesh, name, check_vma):
+    """Five layouts in one model, on a 2-D mesh and those there are on a 1-D mesh, step by step."""
+    assert jax.device_count() == 8
+    w, gradients = problem(LAYOUTS[mesh])
+    method = METHODS[name]()
+    found = train(method, five_layouts(name, mesh, check_vma, True), w, gradients)
+    expected = train(method, plain(name), w, gradients)
+    assert max(errors(found, expected, w).values()) < EXACT
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_e12_wrong_without_norm_axes(name):
+    """The test above could tell: each leaf that is cut is off by more than a tenth."""
+    w, gradients = problem(LAYOUTS[GRID], steps=1)
+    method = METHODS[name]()
+    found = train(method, five_layouts(name, GRID, False, False), w, gradients)
+    expected = train(method, plain(name), w, gradients)
+    off = errors(found, expected, w)
+    assert min(off[name] for name in CUT) > 0.1, off
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars", "clip_by_global_norm"])
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+@pytest.mark.parametrize("others", [1.0, 0.0])
+@check_or_not
+def test_e12_scales_in_one_shard(name, scale, others, check_vma):
+    """Only devices with the first rows leave the plain sums of squares; none waits for another."""
+    rows = np.where(np.arange(16) < 2, scale, others)[:, None].astype(np.float32)
+    draw = lambda seed: jax.tree.map(lambda x: rows * x, uneven(LAYOUTS[GRID], seed))
+    w, gradients = draw(0), [draw(1), draw(2)]
+    if name == "clip_by_global_norm":  # of which the smallest steps are to be seen
+        w = jax.tree.map(np.zeros_like, w)
+    method = METHODS[name]()
+    found = train(method, five_layouts(name, GRID, check_vma, True), w, gradients)
+    expected = train(method, plain(name), w, gradients)
+    assert max(errors(found, expected, w).values()) < EXACT
+
+
+def test_e12_replicas_stay_identical():
+    """Bit for bit, where only one device has a shard whose squares overflow."""
+    specs = {"cut": P("data")} | {f"whole_{i}": P() for i in range(15)}
+    w, gradients = problem(specs, steps=1)
+    w["cut"][:2] *= 1e25
+    method = from_lars_update(norm_axes=specs)
+    step = in_shard_map(method, w, LINE, specs, check_vma=True)
+    found, _ = jax.block_until_ready(step(w, (), gradients[0]))
+    for i in range(15):
+        first, *others = (shard.data for shard in found[f"whole_{i}"].addressable_shards)
+        for copy in others:
+            np.testing.assert_array_equal(copy, first)
+
+
+@pytest.mark.parametrize(
+    ("specs", "norm_axes"),
+    [
+        ({"a": P("data"), "b": P(None, "data")}, "data"),
+        ({"a": P("data", "model"), "b": P(("data", "model"))}, ("data", "model")),
+        ({"a": P(("model", "data")), "b": P("data", "model")}, P("model", "data")),
+        ({"a": P("data", "model"), "b": P("model")}, {"a": P("data", "model"), "b": P("model")}),
+        ({"a": P("data", "model"), "b": P()}, {"a": ("model", "data"), "b": None}),
+        ({"a": P(None, "model"), "b": P()}, {"a": "model", "b": ()}),
+    ],
+    ids=["name", "names", "one spec", "specs", "names and None", "name and none"],
+)
+def test_e12_forms_of_norm_axes(specs, norm_axes):
+    """For all leaves at once, or a prefix of a tree of layers."""
+    tree = lambda seed, **more: {k: uneven("wu", seed, **more) for k in specs}
+    w, g = tree(0), tree(1, reverse=True)
+
+    def both(w, g, norm_axes=None):
+        new = jgrad.lars_update(w, g, RATE, norm_axes=norm_axes)
+        return new, jgrad.global_norm(g, norm_axes=norm_axes)
+
+    run = jax.shard_map(
+        functools.partial(both, norm_axes=norm_axes),
+        mesh=make_mesh(GRID),
+        in_specs=(specs, specs),
+        out_specs=(specs, P()),
+        check_vma=True,
+    )
+    found, norm = jax.block_until_ready(jax.jit(run)(w, g))
+    expected, expected_norm = both(w, g)
+    np.testing.assert_allclose(norm, expected_norm, rtol=1e-6)
+    for k in specs:
+        off = errors([jax.device_get(found[k])], [jax.device_get(expected[k])], w[k])
+        assert max(off.values()) < EXACT
+
+
+@pytest.mark.parametrize("mesh", [GRID, LINE], ids=["2-D", "1-D"])
+@check_or_not
+def test_e12_global_norm(mesh, check_vma):
+    """One number for all layouts; without axes, each device has its own, and a wrong one."""
+    specs = LAYOUTS[mesh]
+    mapped = functools.partial(
+        jax.shard_map, mesh=make_mesh(mesh), in_specs=(specs,), check_vma=check_vma
+    )
+    whole = jax.jit(mapped(lambda x: jgrad.global_norm(x, norm_axes=specs), out_specs=P()))
+    own = lambda x: jgrad.global_norm(x).reshape((1,) * len(mesh[1]))
+    parts = jax.jit(mapped(own, out_specs=P(*mesh[1])))
+    for scale in (1.0, 1e25, 1e-25):
+        tree = uneven(specs, 0)
+        tree["rows"] *= np.float32(scale)
+        expected = np.sqrt(sum(np.sum(np.square(x, dtype=float)) for x in tree.values()))
+        np.testing.assert_allclose(jax.block_until_ready(whole(tree)), expected, rtol=1e-6)
+        wrong = np.asarray(jax.block_until_ready(parts(tree)))
+        assert np.max(np.abs(wrong / expected - 1)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "own_axes"),
+    [("lamb", True), ("clip_by_global_norm", True), ("lars_update", True), ("lars_update", False)],
+)
+def test_e12_pmap(name, own_axes):
+    """A leaf cut over the mapped axis beside one that each device has whole."""
+    norm_axes = {"cut": "data", "whole": None} if own_axes else None
+    w, gradients = problem(["cut", "whole"], steps=2)
+    method = METHODS[name]()
+    expected = train(method, plain(name), w, gradients)
+
+    def parts(tree):
+        return {"cut": tree["cut"].reshape(8, 2, 8), "whole": jnp.stack([tree["whole"]] * 8)}
+
+    step = jax.pmap(METHODS[name](norm_axes=norm_axes)[1], axis_name="data")
+    init = (jax.pmap(method[0]), None)
+    found = train(init, step, parts(w), [parts(g) for g in gradients])
+    together = [{"cut": x["cut"].reshape(16, 8), "whole": x["whole"][7]} for x in found]
+    off = errors(together, expected, w)
+    assert max(off.values()) < EXACT if own_axes else off["cut"] > 0.1, off
+
+
+# Shapes whose parts are equal, so that it is not the shape by which leaves cut alike are found.
+OF_EQUAL_PARTS = {
+    "tiles": (16, 16),
+    "columns": (4, 16),
+    "rows": (16, 8),
+    "flat": (32, 8),
+    "whole": (4, 8),
+}
+
+
+@pytest.mark.parametrize("layouts", [["tiles"], list(OF_EQUAL_PARTS)], ids=["one", "five"])
+def test_e12_few_collectives(layouts):
+    """For 40 leaves at most 18 of all kinds, and not 240.
+
+    Norms come in columns of up to 16 leaves that are cut alike, so that there are three columns of
+    weights and three of directions here, with at most two maxima and a sum for each. XLA joins some
+    that are over the same axes: in jax 0.10.2, 8 remain for one layout and 12 for five; in 0.7.0,
+    all 18.
+    """
+    kinds = {f"layer_{i:02}": layouts[i % len(layouts)] for i in range(40)}
+    specs = {k: LAYOUTS[GRID][kind] for k, kind in kinds.items()}
+    w = {k: np.ones(OF_EQUAL_PARTS[kind], np.float32) for k, kind in kinds.items()}
+    method = METHODS["lamb"](norm_axes=specs)
+    step, _ = compiled(method, w, GRID, specs, check_vma=True)
+    lowered = step.lower(w, method[0](w), w)
+    assert lowered.as_text().count("stablehlo.all_reduce") <= 18
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute"
+    found = re.findall(rf" ({kinds})(?:-start)?\(", lowered.compile().as_text())
+    assert set(found) == {"all-reduce"}
+    assert 2 <= len(found) <= 18
+
+
+# ---- wrappers ----------------------------------------------------------------------------------
+
+
+INNER = {"lamb": lamb, "adam": lambda norm_axes=None: jgrad.adam(RATE)}
+WRAPPERS = {
+    "skip_nonfinite": lambda tx, norm_axes=None: jgrad.skip_nonfinite(tx, norm_axes=norm_axes),
+    "accumulate": lambda tx, norm_axes=None: jgrad.accumulate(tx, 2, norm_axes=norm_axes),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "inner", "own_axes", "check_vma"),
+    [
+        ("skip_nonfinite", "lamb", True, True),
+        ("skip_nonfinite", "adam", False, False),
+        ("accumulate", "lamb", True, True),
+        ("accumulate", "lamb", True, False),
+        # Without axes, LAMB inside would wait for the device that leaves the mini-batch out.
+        ("accumulate", "adam", False, False),
+    ],
+)
+def test_e12_nan_on_one_device(wrapper, inner, own_axes, check_vma):
+    """All devices leave out what one of them finds not finite; without axes, that one alone."""
+    specs = {"tiles": P("data", "model"), "whole": P()}
+    w, gradients = problem(specs, steps=4)
+    gradients[1]["tiles"][0, 0] = np.nan
+    method = from_transformation(lambda **axes: WRAPPERS[wrapper](INNER[inner](**axes), **axes))
+    whole, cut = method(), method(norm_axes=specs if own_axes else None)
+    step = in_shard_map(cut, w, GRID, specs, check_vma=check_vma)
+    found = train(whole, step, w, gradients)
+    expected = train(whole, jax.jit(whole[1]), w, gradients)
+    off = errors(found, expected, w)
+    assert max(off.values()) < EXACT if own_axes else off["tiles"] > 0.1, off
+    assert all(np.any(expected[-1][name] != w[name]) for name in specs)
+
+
+# ---- stacked leaves ----------------------------------------------------------------------------
+
+# "scan" is cut within its layers. The layers of "pipeline" are dealt out whole: nothing of them is
+# elsewhere. Of "grid", a device has two layers, each cut over the others.
+STACKED = {"scan": P(None, "data", "model"), "pipeline": P("data"), "grid": P("model", "data")}
+STACKED_AXES = {"scan": ("data", "model"), "pipeline": None, "grid": "data"}
+
+
+def stacked_problem():
+    """Four layers per leaf, of weights from 1e-3 to 1e3."""
+    w, gradients = problem(STACKED, steps=2, shape=(4, 16, 8))
+    layers = np.logspace(-3, 3, 4, dtype=np.float32).reshape(4, 1, 1)
+    return jax.tree.map(lambda x: x * layers, w), gradients
+
+
+@functools.cache
+def one_by_one(name):
+    """The steps of the stacked problem with each layer by itself."""
+    init, step = METHODS[name]()
+    w, gradients = stacked_problem()
+    return train((jax.vmap(init), None), jax.jit(jax.vmap(step)), w, gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [("lamb", True), ("lamb", False), ("scale_by_trust_ratio", True), ("lars_update", True)],
+)
+def test_e14_stacked_and_cut(name, check_vma):
+    """Layers that are stacked for scan and cut, or stacked and dealt out, as each by itself."""
+    w, gradients = stacked_problem()
+    method = METHODS[name](norm_axes=STACKED_AXES, layer_axes=0)
+    step = in_shard_map(method, w, GRID, STACKED, check_vma=check_vma)
+    off = errors(train(method, step, w, gradients), one_by_one(name), w)
+    assert max(off.values()) < EXACT, off
+
+
+@pytest.mark.parametrize(
+    ("axes", "wrong"),
+    [
+        ({"norm_axes": STACKED_AXES}, ["scan", "grid"]),
+        ({"layer_axes": 0}, ["scan", "grid"]),
+        ({"norm_axes": "data", "layer_axes": 0}, ["scan", "pipeline"]),
+    ],
+    ids=["no layer_axes", "no norm_axes", "one name"],
+)
+def test_e14_wrong_without_either(axes, wrong):
+    """The test above could tell: one of the two does not do the work of both."""
+    w, gradients = stacked_problem()
+    method = from_lars_update(**axes)
+    step = in_shard_map(method, w, GRID, STACKED, check_vma=False)
+    off = errors(train(method, step, w, gradients), one_by_one("lars_update"), w)
+    assert {k for k in off if off[k] > 0.1} == set(wrong), off
+
+
+# ---- under jit nothing has to be said ------------------------------------------------------------
+
+# The last is so large that it is never stacked.
+PLACED = {
+    **dict.fromkeys(["tiles_1", "tiles_2"], (P("data", "model"), (16, 8))),
+    "columns": (P(None, "model"), (16, 4)),
+    "whole": (P(), (4, 4)),
+    "large": (P(("data", "model")), (128, 130)),
+}
+EQUAL = {
+    "tiles": [P("data", "model")] * 3,
+    "turned": [P("model", "data")] * 2,
+    "cut, whole": [P("data", "model"), P()],
+    "whole, cut": [P(), P("data", "model")],
+}
+
+
+def placed(tree, axis_type, specs):
+    mesh = make_mesh(GRID, axis_type)
+    return jax.device_put(tree, {k: NamedSharding(mesh, specs[k]) for k in tree})
+
+
+@pytest.mark.parametrize("name", ["lamb", "clip_by_global_norm"])
+def test_e12_sharded_under_jit(name):
+    """On Auto and Explicit meshes, in usual steps and in one with squares that overflow."""
+    draw = lambda seed, reverse: {
+        k: uneven([k], seed + i, reverse=reverse, shape=shape)[k]
+        for i, (k, (_, shape)) in enumerate(PLACED.items())
+    }
+    w, gradients = draw(0, False), [draw(100 * t, True) for t in (1, 2, 3)]
+    gradients[1] = jax.tree.map(lambda x: np.float32(1e25) * x, gradients[1])
+    method = METHODS[name]()
+    expected = train(method, plain(name), w, gradients)
+    specs = {k: spec for k, (spec, _) in PLACED.items()}
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        own = placed(w, axis_type, specs)
+        found = train(
+            method, jax.jit(method[1]), own, [placed(g, axis_type, specs) for g in gradients]
+        )
+        off = errors(found, expected, w)
+        assert max(off.values()) < EXACT, (axis_type, off)
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "layer_axes"),
+    [(AxisType.Auto, None), (AxisType.Explicit, None), (AxisType.Explicit, 0)],
+    ids=str,
+)
+@pytest.mark.parametrize("layouts", EQUAL)
+def test_e12_equal_leaves_under_jit(layouts, layer_axes, axis_type):
+    """Leaves of one shape, which are measured together, in a usual step and a rescaled one."""
+    specs = {f"layer_{i}": spec for i, spec in enumerate(EQUAL[layouts])}
+    w, gradients = problem(specs, steps=2)
+    gradients[1] = jax.tree.map(lambda x: np.float32(1e25) * x, gradients[1])
+    method = from_lars_update(layer_axes=layer_axes)
+    expected = train(method, jax.jit(method[1]), w, gradients)
+    own, *given = (placed(tree, axis_type, specs) for tree in (w, *gradients))
+    found = train(method, jax.jit(method[1]), own, given)
+    assert max(errors(found, expected, w).values()) < EXACT
+
+
+# ---- gradients through an update ---------------------------------------------------------------
+
+
+def lamb_weights(w, g, norm_axes=None):
+    """The weights after one step, differentiable."""
+    # Moments that are not zero: Adam's first step is a sign, without a slope by the gradient.
+    moments = 0.3, 0.5, 2
+    options = {"max_trust_ratio": None, "norm_axes": norm_axes, "stop_gradients": False}
+    return jgrad.lamb_update(w, g, RATE, *moments, decay_lambda=0.1, **options)[0]
+
+
+def lars_weights(w, g, norm_axes=None):
+    options = {"decay_lambda": 0.1, "norm_axes": norm_axes, "stop_gradients": False}
+    return jgrad.lars_update(w, g, RATE, **options)
+
+
+def objective(w):
+    return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(w))
+
+
+def assert_slopes(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.max(np.abs(b)))
+
+
+@check_or_not
+def test_e12_slopes_around_shard_map(check_vma):
+    """The derivatives of norms that are put together from parts are those of whole norms."""
+    specs = {k: LAYOUTS[GRID][k] for k in ("columns", "whole")}
+    pair = uneven(specs, 0), uneven(specs, 1, reverse=True)
+    run = jax.shard_map(
+        functools.partial(lars_weights, norm_axes=specs),
+        mesh=make_mesh(GRID),
+        in_specs=(specs, specs),
+        out_specs=specs,
+        check_vma=check_vma,
+    )
+    found = jax.jit(jax.grad(lambda pair: objective(run(*pair))))(pair)
+    assert_slopes(found, jax.grad(lambda pair: objective(lars_weights(*pair)))(pair))
+
+
+@check_or_not
+def test_e12_slopes_inside_shard_map(check_vma):
+    """The same of the sum of what the devices compute, for leaves that are cut over all axes.
+
+    For leaves of which there are copies, what the sum of the devices means depends on `check_vma`:
+    with it each copy counts, without it each device has the slope of its own.
+    """
+    specs = {"tiles": LAYOUTS[GRID]["tiles"]}
+    pair = uneven(specs, 0), uneven(specs, 1, reverse=True)
+    slopes = jax.shard_map(
+        jax.grad(lambda pair: objective(lamb_weights(*pair, specs))),
+        mesh=make_mesh(GRID),
+        in_specs=((specs, specs),),
+        out_specs=(specs, specs),
+        check_vma=check_vma,
+    )
+    found = jax.block_until_ready(jax.jit(slopes)(pair))
+    assert_slopes(found, jax.grad(lambda pair: objective(lamb_weights(*pair)))(pair))

@@ -1,0 +1,361 @@
+"""Where state lives: moments where their parameters are, counters on every device of the mesh."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jgrad
+from tests.cases import CASES
+
+SPECS = {"tiles": P("a", "b"), "flat": P(("a", "b")), "columns": P(None, "b"), "whole": P()}
+SHAPES = {"tiles": (4, 8), "flat": (16,), "columns": (3, 4), "whole": ()}
+EIGHTHS = ("tiles", "flat")  # an eighth of these is on each device
+
+INITS = {
+    "eager": lambda tx, w: tx.init(w),
+    "jit": lambda tx, w: jax.jit(tx.init)(w),
+    "jit with out_shardings": lambda tx, w: jax.jit(
+        tx.init, out_shardings=jgrad.state_shardings(tx, w)
+    )(w),
+}
+STATEFUL = {case.name: case.without_masks().tx for case in CASES if case.state}
+WRAPPED = {
+    "accumulate": lambda: jgrad.accumulate(jgrad.lamb(0.1), 2),
+    "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.lamb(0.1), loss_scale=8.0),
+    "master_weights": lambda: jgrad.master_weights(jgrad.lamb(0.1)),
+    "ema": lambda: optax.chain(jgrad.lamb(0.1), jgrad.ema(0.9)),
+}
+
+every_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+every_init = pytest.mark.parametrize("init", INITS.values(), ids=INITS)
+
+
+def make_mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type,) * 2)
+
+
+def parameters(axis_type=AxisType.Auto, names=tuple(SPECS), dtype=jnp.float32):
+    mesh = make_mesh(axis_type)
+    own = {k: jnp.ones(SHAPES[k], dtype) for k in names}
+    return jax.device_put(own, {k: NamedSharding(mesh, SPECS[k]) for k in names})
+
+
+def parameters_for(name, axis_type, **options):
+    """Half precision where there are to be master copies."""
+    dtype = jnp.bfloat16 if name == "master_weights" else jnp.float32
+    return parameters(axis_type, dtype=dtype, **options)
+
+
+def by_parameter(state):
+    """Pairs of an array of the state and the name of its parameter, None for counters."""
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        keys = (entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+        yield x, next((key for key in keys if key in SPECS), None)
+
+
+def assert_follows(state, w):
+    """Moments lie as their parameters do, all else on every device; returns how many moments."""
+    everywhere = NamedSharding(next(iter(w.values())).sharding.mesh, P())
+    moments = 0
+    for x, name in by_parameter(state):
+        expected = everywhere if name is None else w[name].sharding
+        assert x.shape == (() if name is None else w[name].shape)
+        assert x.sharding.is_equivalent_to(expected, x.ndim), (name, x.sharding)
+        assert len(x.sharding.device_set) == 8
+        moments += name is not None
+    return moments
+
+
+# ---- init --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@every_axis_type
+@every_init
+def test_e26_state_follows_parameters(name, axis_type, init):
+    """Of each optimizer that has state, as of every wrapper below."""
+    assert jax.device_count() == 8
+    tx, w = STATEFUL[name](), parameters(axis_type)
+    state = init(tx, w)
+    used = [x is not None for x in (state.mw, state.vw)]
+    assert assert_follows(state, w) == sum(used) * len(w) > 0
+    chex.assert_trees_all_equal(state, tx.init(jax.tree.map(jnp.ones_like, jax.device_get(w))))
+
+
+@pytest.mark.parametrize(
+    ("name", "trees", "counters"),
+    [
+        ("accumulate", 3, 4),  # total, mw, vw; mini_step, count, skipped, step
+        ("skip_nonfinite", 2, 4),  # mw, vw; skipped, streak, loss_scale, step
+        ("master_weights", 3, 1),  # master, mw, vw; step
+        ("ema", 3, 2),  # average, mw, vw; two steps
+    ],
+)
+@every_axis_type
+@every_init
+def test_e26_wrapped_state_follows_parameters(name, trees, counters, axis_type, init):
+    """Totals, copies and averages are as large as moments; counters are small, and everywhere."""
+    tx, w = WRAPPED[name](), parameters_for(name, axis_type)
+    state = init(tx, w)
+    assert assert_follows(state, w) == trees * len(w)
+    assert len(jax.tree.leaves(state)) == trees * len(w) + counters
+
+
+@pytest.mark.parametrize("name", ["lamb", "momentum", *WRAPPED])
+@every_init
+def test_e26_bytes_per_device(name, init):
+    """An eighth of what is sharded eight ways is on each device: one copy in all."""
+    make = STATEFUL.get(name) or WRAPPED[name]
+    state = init(make(), parameters_for(name, AxisType.Auto, names=EIGHTHS))
+    moments = [x for x, parameter in by_parameter(state) if parameter is not None]
+    on_device = dict.fromkeys(jax.devices(), 0)
+    for shard in itertools.chain.from_iterable(x.addressable_shards for x in moments):
+        on_device[shard.device] += shard.data.nbytes
+    whole = sum(x.nbytes for x in moments)
+    assert whole > 0
+    assert set(on_device.values()) == {whole // 8}
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def train(tx, w, state, steps=3):
+    """Three steps with donated parameters and state, that may be traced but once."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @chex.assert_max_traces(n=1)
+    def step(w, state, g):
+        updates, state = tx.update(g, state, w)
+        return optax.apply_updates(w, updates), state
+
+    g = jax.tree.map(lambda p: 0.1 * p if jnp.issubdtype(p.dtype, jnp.floating) else None, w)
+    for _ in range(steps):
+        w, state = jax.block_until_ready(step(w, state, g))
+    return w, state
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "lars", "lamb", *WRAPPED])
+@every_axis_type
+def test_e26_one_trace(name, axis_type):
+    """From an eager init on, three steps are one program, and leave everything where it was."""
+    tx = (STATEFUL.get(name) or WRAPPED[name])()
+    start = parameters_for(name, axis_type, names=("tiles", "whole"))
+    own = jax.tree.map(lambda p: p + 0, start)
+    w, state = train(tx, own, tx.init(own))
+    for k, p in w.items():
+        assert p.sharding.is_equivalent_to(start[k].sharding, p.ndim)
+        assert np.all(np.asarray(p != start[k]))
+    assert assert_follows(state, w) > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(lambda: jgrad.lamb(0.1), jnp.int32), (WRAPPED["master_weights"], jnp.float32)],
+    ids=["integers", "master_weights of float32"],
+)
+@every_axis_type
+def test_e26_one_trace_beside_leaves_without_moments(make, dtype, axis_type):
+    """Leaves without moments, or without a master copy, have a place in the state all the same."""
+    tx = make()
+    w = parameters(axis_type, names=("tiles",))
+    w |= parameters(axis_type, names=("flat",), dtype=dtype)
+    train(tx, w, tx.init(w))
+
+
+# ---- state_shardings -----------------------------------------------------------------------------
+
+
+def specs_of(shardings):
+    return jax.tree.map(lambda s: s.spec, shardings)
+
+
+def test_e26_state_shardings_without_arrays():
+    """Shapes are enough, and shardings may be given apart, or one for several leaves."""
+    tx, w = jgrad.lamb(0.1), parameters()
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), w)
+    placed = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), w)
+    own = jax.tree.map(lambda p: p.sharding, w)
+    expected = jgrad.OptState(P(), SPECS, SPECS)
+    assert specs_of(jgrad.state_shardings(tx, w)) == expected
+    assert specs_of(jgrad.state_shardings(tx, placed)) == expected
+    assert specs_of(jgrad.state_shardings(tx, shapes, own)) == expected
+    everywhere = dict.fromkeys(SPECS, P())
+    found = jgrad.state_shardings(tx, w, NamedSharding(make_mesh(), P()))
+    assert specs_of(found) == jgrad.OptState(P(), everywhere, everywhere)
+
+
+@every_axis_type
+def test_e26_state_shardings_of_a_train_step(axis_type):
+    """As `out_shardings` they keep the state apart that otherwise follows replicated parameters."""
+    tx, mesh = jgrad.adam(0.1), make_mesh(axis_type)
+    w = jax.device_put({"w": jnp.ones((8, 4))}, NamedSharding(mesh, P()))
+    everywhere = {"w": NamedSharding(mesh, P())}
+    states = jgrad.state_shardings(tx, w, {"w": NamedSharding(mesh, P(("a", "b")))})
+
+    @functools.partial(jax.jit, out_shardings=(everywhere, states))
+    @chex.assert_max_traces(n=1)
+    def step(w, state):
+        updates, state = tx.update(w, state, w)
+        return optax.apply_updates(w, updates), state
+
+    state = jax.jit(tx.init, out_shardings=states)(w)
+    for _ in range(3):
+        w, state = jax.block_until_ready(step(w, state))
+        assert {s.data.shape for s in state.mw["w"].addressable_shards} == {(1, 4)}
+        assert {s.data.shape for s in w["w"].addressable_shards} == {(8, 4)}
+
+
+def test_e26_state_shardings_of_optax():
+    """Any transformation will do; factored moments have other shapes, and are everywhere."""
+    w = parameters()
+    adam = jgrad.state_shardings(optax.chain(optax.clip(1.0), optax.adam(0.1)), w)
+    assert specs_of(optax.tree.get(adam, "mu")) == SPECS
+    assert optax.tree.get(adam, "count").spec == P()
+    factored = jgrad.state_shardings(optax.adafactor(0.1, min_dim_size_to_factor=4), w)
+    rows = optax.tree.get(factored, "v_row")
+    assert {k: s.spec for k, s in rows.items()} == dict.fromkeys(SPECS, P())
+
+
+@pytest.mark.parametrize(
+    ("tx", "moments"),
+    [
+        (optax.masked(jgrad.adam(0.1), {"tiles": True, "flat": False}), 2),
+        (
+            optax.multi_transform(
+                {"lamb": jgrad.lamb(0.1), "lars": jgrad.lars(0.1)},
+                {"tiles": "lamb", "flat": "lars"},
+            ),
+            3,
+        ),
+    ],
+    ids=["masked", "multi_transform"],
+)
+def test_e26_state_shardings_of_masked(tx, moments):
+    """Parts of the parameters under different methods."""
+    w = parameters(names=EIGHTHS)
+    state = INITS["jit with out_shardings"](tx, w)
+    assert assert_follows(state, w) == moments
+
+
+def test_e26_state_shardings_beside_none():
+    """A parameter that is None has no moments, and no sharding."""
+    tx, w = jgrad.adam(0.1), parameters(names=("flat",)) | {"missing": None}
+    found = jgrad.state_shardings(tx, w, NamedSharding(make_mesh(), P("b")))
+    assert found.mw["flat"].spec == P("b")
+    assert found.mw["missing"] is None
+
+
+def raises(error, text, *args):
+    with pytest.raises(error) as caught:
+        jgrad.state_shardings(*args)
+    assert str(caught.value) == text
+
+
+def test_e26_state_shardings_errors():
+    """What is wrong, and where."""
+    tx, w, mesh = jgrad.lamb(0.1), parameters(names=EIGHTHS), make_mesh()
+    own = {k: p.sharding for k, p in w.items()}
+    begin, end = "state_shardings: `params", "expected a NamedSharding."
+    on_host = w | {"flat": np.ones(16, np.float32)}
+    raises(TypeError, f"{begin}` at ['flat']: sharding None, {end}", tx, on_host)
+    shapes = w | {"flat": jax.ShapeDtypeStruct((16,), jnp.float32)}
+    raises(TypeError, f"{begin}` at ['flat']: sharding None, {end}", tx, shapes)
+    single = jnp.ones(16)
+    text = f"{begin}` at ['flat']: sharding {single.sharding!r}, {end}"
+    raises(TypeError, text, tx, w | {"flat": single})
+    text = f"{begin}_shardings` at ['tiles']: sharding {P('a')!r}, {end}"
+    raises(TypeError, text, tx, w, own | {"tiles": P("a")})
+    text = (
+        f"{begin}_shardings` does not have the structure of `params`: only `params` has ['flat']."
+    )
+    raises(ValueError, text, tx, w, {"tiles": own["tiles"]})
+    raises(ValueError, f"{begin}`: no array, expected at least one.", tx, {})
+    raises(ValueError, f"{begin}`: no array, expected at least one.", tx, {"w": None})
+    expected = "expected a transformation with `init` and `update`"
+    raises(TypeError, f"state_shardings: `tx`: 3 of type int, {expected}.", 3, w)
+    raises(
+        TypeError, f"state_shardings: `tx`: None, {expected}.", None, w, NamedSharding(mesh, P())
+    )
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P("b")], ids=str)
+def test_e26_state_shardings_that_do_not_fit(spec):
+    """More axes than the parameter has, or one that does not divide by the devices."""
+    with pytest.raises(ValueError, match=r"^state_shardings: .*\['w'\]"):
+        jgrad.state_shardings(
+            jgrad.adam(0.1), {"w": jnp.ones(3)}, {"w": NamedSharding(make_mesh(), spec)}
+        )
+
+
+# ---- the mean gradient of eight devices --------------------------------------------------------
+
+
+def mean(x):
+    return jax.lax.pmean(x, "data")
+
+
+def product(w, x):
+    """Of slope x: the mean over x = 0, 1, ..., 7 is 3.5."""
+    return jnp.sum(w * x)
+
+
+def both(w, x):
+    """The recipe of the docs."""
+    return mean(jax.grad(lambda w: mean(product(w, x)))(w))
+
+
+def outer(w, x):
+    return mean(jax.grad(product)(w, x))
+
+
+def inner(w, x):
+    return jax.grad(lambda w: mean(product(w, x)))(w)
+
+
+def mapped(way, f):
+    """`f` of a replicated weight and of an x per device; the result of each."""
+    axes = {"axis_name": "data", "in_axes": (None, 0)}
+    if way == "pmap":
+        return jax.pmap(f, **axes)
+    if way == "vmap":
+        return jax.vmap(f, **axes)
+    run = jax.shard_map(
+        lambda w, x: f(w, x).reshape(1),
+        mesh=jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        check_vma=way == "shard_map",
+    )
+    return jax.jit(run)
+
+
+WAYS = ("shard_map", "shard_map without check_vma", "pmap", "vmap")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_e25_mean_on_both_sides(way):
+    """The gradient of the mean is the mean gradient everywhere, with a mean on both sides."""
+    found = mapped(way, both)(jnp.float32(1.0), jnp.arange(8.0))
+    np.testing.assert_array_equal(found, np.full(8, 3.5))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_e25_mean_on_one_side(way):
+    """What the docs warn of: either half of the recipe is wrong somewhere.
+
+    Outside alone, it is 28 under `shard_map` with `check_vma`, where the gradient of a replicated
+    weight is summed already. Inside alone, each device has its own elsewhere. JAX may change this;
+    as of 0.7.0 and 0.10.2 the numbers are these.
+    """
+    w, x = jnp.float32(1.0), jnp.arange(8.0)
+    checked = way == "shard_map"
+    np.testing.assert_array_equal(mapped(way, outer)(w, x), np.full(8, 28.0 if checked else 3.5))
+    np.testing.assert_array_equal(mapped(way, inner)(w, x), np.full(8, 3.5) if checked else x)

@@ -1,0 +1,263 @@
+"""The exponential moving average of the parameters."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.cases import gradients, params
+
+NAN = float("nan")
+X = jnp.ones(3)
+W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
+
+
+def step_of(tx):
+    def step(w, state, g):
+        updates, state = tx.update(g, state, w)
+        return optax.apply_updates(w, updates), state
+
+    return step
+
+
+def run(tx, w, grads):
+    """The weights after each step, and the states."""
+    step, state, found = jax.jit(step_of(tx)), tx.init(w), []
+    for g in grads:
+        w, state = step(w, state, g)
+        found.append((w, state))
+    return found
+
+
+def reference(trees, decay):
+    """The averages after each step, in float64 NumPy; `decay` is a number or a function."""
+    rows = [[np.asarray(x).astype(np.complex128) for x in jax.tree.leaves(t)] for t in trees]
+    average, found = rows[0], []
+    for done, row in enumerate(rows[1:]):
+        beta = decay(done) if callable(decay) else decay
+        average = [beta * a + (1 - beta) * w for a, w in zip(average, row, strict=True)]
+        found.append(average)
+    return found
+
+
+def assert_reference(states, trees, decay, rtol):
+    for state, expected in zip(states, reference(trees, decay), strict=True):
+        average = optax.tree.get(state, "average")
+        for a, b in zip(jax.tree.leaves(average), expected, strict=True):
+            atol = rtol * np.max(np.abs(b))
+            np.testing.assert_allclose(np.asarray(a).astype(np.complex128), b, rtol, atol)
+
+
+# ---- the numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [
+        ("float64", 1e-13),
+        ("complex128", 1e-13),
+        ("float32", 3e-6),
+        ("bfloat16", 3e-6),
+        ("float16", 3e-6),
+    ],
+)
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.9999])
+def test_reference(dtype, decay, rtol, x64):
+    """100 steps, last in a chain: that of the weights as they are stored, in float32 or wider."""
+    w, grads = params(dtype), gradients(100, dtype)
+    tx = optax.chain(jgrad.gradient_descent(0.01), jgrad.ema(decay))
+    found = run(tx, w, grads)
+    states = [state for _, state in found]
+    assert_reference(states, [w, *(w for w, _ in found)], decay, rtol)
+    average, wide = states[-1][-1].average, "float64" if dtype == "float64" else "float32"
+    wide = "complex128" if dtype == "complex128" else wide
+    assert {x.dtype for x in jax.tree.leaves(average)} == {jnp.dtype(wide)}
+    assert int(states[-1][-1].done) == 100
+
+
+DECAYS = {
+    "warm-up": (
+        lambda done: jnp.minimum(0.99, (1 + done) / (10 + done)),
+        lambda done: min(0.99, (1 + done) / (10 + done)),
+    ),
+    "schedule": (optax.linear_schedule(0.0, 0.9, 20), lambda done: 0.9 * min(done / 20, 1)),
+    "number": (lambda done: 0.9, 0.9),
+    "array": (np.float32(0.9), 0.9),
+}
+
+
+@pytest.mark.parametrize(("decay", "same"), DECAYS.values(), ids=DECAYS)
+def test_decay_as_a_function(decay, same, standard_promotion):
+    """Of the number of updates done, 0 at the first, in one trace."""
+    w, grads = params(), gradients(40)
+    chain = optax.chain(jgrad.gradient_descent(0.01), jgrad.ema(decay))
+    tx = chain._replace(update=chex.assert_max_traces(chain.update, n=1))
+    found = run(tx, w, grads)
+    trees = [w, *(w for w, _ in found)]
+    assert_reference([state for _, state in found], trees, same, 3e-6)
+
+
+def test_decay_as_a_traced_number():
+    """With `inject_hyperparams`, another decay is no new trace."""
+    tx, w, grads = optax.inject_hyperparams(jgrad.ema)(decay=0.9), params(), gradients(6)
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1))
+    state, trees, states = tx.init(w), [w], []
+    for i, g in enumerate(grads):
+        state.hyperparams["decay"] = jnp.float32(0.9 if i < 3 else 0.25)
+        new, state = step(trees[-1], state, jax.tree.map(lambda x: 0.01 * x, g))
+        trees.append(new)
+        states.append(state)
+    assert_reference(states, trees, lambda done: 0.9 if done < 3 else 0.25, 3e-6)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9999, 0.999999])
+def test_a_decay_close_to_one(decay):
+    """1 - decay has all its digits: of a decay in float32, 0.999999 would leave 5 % of an error."""
+    tx = jgrad.ema(decay)
+    zero = jnp.zeros(())
+    _, state = tx.update(jnp.ones(()), tx.init(zero), zero)
+    np.testing.assert_allclose(state.average, 1 - decay, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_moves(dtype):
+    """An average of decay 0.999 in half precision would stand still; in float32 it arrives."""
+    w, tx = jnp.ones(3, dtype), jgrad.ema(0.999)
+    state = tx.init(w)._replace(average=jnp.zeros(3))
+    body = lambda state, _: (tx.update(jnp.zeros_like(w), state, w)[1], None)
+    state, _ = jax.lax.scan(body, state, length=5000)
+    np.testing.assert_allclose(state.average, 1 - 0.999**5000, rtol=1e-4)
+    assert int(state.done) == 5000
+
+
+# ---- leaves, and what passes -------------------------------------------------------------------
+
+
+def test_updates_pass():
+    """As the very objects that they are."""
+    w, (g,) = params(), gradients(1)
+    updates, _ = jgrad.ema(0.9).update(g, jgrad.ema(0.9).init(w), w)
+    assert updates is g
+
+
+@pytest.mark.parametrize("count", [None, "float0", "int"])
+def test_leaves_that_are_not_averaged(count):
+    """Integers and bools are copied; without an update, the parameter itself is averaged."""
+    zeros = {None: None, "float0": np.zeros(3, jax.dtypes.float0), "int": jnp.zeros(3, jnp.int32)}
+    w = {"a": X, "b": jnp.full(2, 4.0), "n": jnp.arange(3), "flag": jnp.array(True), "none": None}
+    u = {"a": X, "b": None, "n": zeros[count], "flag": None, "none": None}
+    tx = jgrad.ema(0.75)
+    state = tx.init(w)
+    chex.assert_trees_all_equal(state.average, w)
+    moved = w | {"n": jnp.arange(3) + 1, "flag": jnp.array(False), "b": jnp.full(2, 8.0)}
+    updates, state = tx.update(u, state, moved)
+    assert updates is u
+    expected = moved | {"a": 1.25 * X, "b": jnp.full(2, 5.0)}
+    chex.assert_trees_all_equal(state.average, expected)
+    assert {k: x.dtype for k, x in state.average.items() if x is not None} == {
+        k: x.dtype for k, x in w.items() if x is not None
+    }
+
+
+def test_the_first_average_is_a_copy():
+    """So that parameters and state can be donated together, in every precision."""
+    for dtype in ("float32", "bfloat16"):
+        tx, w = jgrad.ema(0.9), params(dtype)
+        state, (g,) = tx.init(w), gradients(1, dtype)
+        given = jax.tree.leaves((w, state))
+        jax.jit(step_of(tx), donate_argnums=(0, 1))(w, state, g)
+        assert all(x.is_deleted() for x in given)
+
+
+def test_the_counter_saturates():
+    tx = jgrad.ema(0.9)
+    state = tx.init(X)._replace(done=jnp.int32(2**31 - 1))
+    assert int(tx.update(X, state, X)[1].done) == 2**31 - 1
+
+
+# ---- beside others -----------------------------------------------------------------------------
+
+
+def test_read_from_a_chain():
+    """By name, whatever stands around it, and the weights are those without the average."""
+    w, grads = params(), gradients(5)
+    plain = run(jgrad.adam(0.1), w, grads)
+    tx = optax.chain(jgrad.clip_by_global_norm(1e9), jgrad.adam(0.1), jgrad.ema(0.5))
+    found = run(tx, w, grads)
+    trees = [w, *(w for w, _ in found)]
+    chex.assert_trees_all_close(found[-1][0], plain[-1][0], rtol=1e-6, atol=1e-6)
+    assert_reference([state for _, state in found], trees, 0.5, 3e-6)
+
+
+def test_inside_of_what_skips_and_accumulates():
+    """The average moves with the weights only."""
+    w, grads = params(), gradients(4)
+    inner = optax.chain(jgrad.gradient_descent(0.1), jgrad.ema(0.5))
+    tx = jgrad.skip_nonfinite(jgrad.accumulate(inner, 2, check_finite=False))
+    bad = jax.tree.map(lambda x: NAN * x, grads[0])
+    found = run(tx, w, [grads[0], bad, grads[1], bad, *grads[2:]])
+    trees = [w, found[2][0], found[5][0]]
+    assert_reference([found[2][1], found[5][1]], trees, 0.5, 3e-6)
+    assert int(optax.tree.get(found[-1][1], "skipped", filtering=in_skip_state)) == 2
+
+
+def in_skip_state(path, _):
+    return getattr(path[-1], "tuple_name", None) == "SkipState"
+
+
+def test_beside_optax(standard_promotion):
+    """`optax.ema` of the same weights, without its correction and from the same start."""
+    w, grads = params(), gradients(10)
+    found = run(optax.chain(optax.sgd(0.1), jgrad.ema(0.9)), w, grads)
+    tx = optax.ema(0.9, debias=False)
+    state = tx.init(w)._replace(ema=w)
+    for weights, _ in found:
+        _, state = tx.update(weights, state)
+    chex.assert_trees_all_close(found[-1][1][-1].average, state.ema, rtol=1e-5, atol=1e-6)
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+
+def with_b(b):
+    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
+
+
+def update(g=W, w=W, state=None, decay=0.9):
+    tx = jgrad.ema(decay)
+    return tx.update(g, tx.init(W) if state is None else state, w)
+
+
+MESSAGES = [
+    (ValueError, "ema: `decay`: 1.0, expected a number in [0, 1).", lambda: jgrad.ema(1.0)),
+    (ValueError, "ema: `decay`: -0.1, expected a number in [0, 1).", lambda: jgrad.ema(-0.1)),
+    (ValueError, "ema: `decay`: nan, expected a number in [0, 1).", lambda: jgrad.ema(NAN)),
+    (TypeError, "ema: `decay`: '0.9' of type str, expected a real array or a number.", lambda: jgrad.ema("0.9")),
+    (TypeError, "ema: `decay`: None, expected a real array or a number.", lambda: jgrad.ema(None)),
+    (ValueError, "ema: `decay`: an array of float32 and shape (2,), expected one number.", lambda: jgrad.ema(jnp.ones(2))),
+    (ValueError, "ema: `decay`: 1.5, expected a number in [0, 1).", lambda: update(decay=lambda done: 1.5)),
+    (TypeError, "ema: `decay`: 'x' of type str, expected a real array or a number.",
+     lambda: update(decay=lambda done: "x")),
+    (ValueError, "ema: the average needs the parameters: call `update(updates, state, params)`.",
+     lambda: update(w=None)),
+    (TypeError, "ema: `state`: OptState, expected the EmaState that this `ema` made with `init`.",
+     lambda: update(state=jgrad.adam(0.1).init(W))),
+    (ValueError, "ema: `state.average` does not have the structure of `params`: only `params` has ['layer_3'].",
+     lambda: update(state=jgrad.ema(0.9).init({}))),
+    (ValueError, "ema: `state.average` does not match `params` at ['layer_3']['b']: shape (2,), expected (3,).",
+     lambda: update(state=jgrad.ema(0.9).init(with_b(jnp.ones(2))))),
+    (ValueError, "ema: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
+     lambda: update(with_b(jnp.ones((3, 1))))),
+    (TypeError, "ema: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; leave other "
+     "leaves out with `optax.masked` or `equinox.partition`.", lambda: jgrad.ema(0.9).init(with_b("abc"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message

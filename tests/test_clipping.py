@@ -1,0 +1,323 @@
+"""Clipping by the global norm, and the norm itself, at every scale."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.cases import gradients
+
+NAN, INF = float("nan"), float("inf")
+LARGEST = float(np.finfo(np.float32).max)
+X = jnp.ones(3)
+W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
+
+
+def clip(g, max_norm=1.0, params=None, **options):
+    tx = jgrad.clip_by_global_norm(max_norm, **options)
+    return tx.update(g, tx.init(g), params)[0]
+
+
+compiled_clip = jax.jit(clip)
+compiled_norm = jax.jit(jgrad.global_norm)
+eager_or_compiled = pytest.mark.parametrize(
+    ("clip", "norm"),
+    [(clip, jgrad.global_norm), (compiled_clip, compiled_norm)],
+    ids=["eager", "compiled"],
+)
+
+
+def true_norm(tree):
+    """In extended precision, whose exponents float64's squares do not exhaust."""
+    leaves = [np.asarray(x).astype(np.clongdouble) for x in jax.tree.leaves(tree)]
+    return np.sqrt(sum(np.sum(np.square(np.abs(x))) for x in leaves))
+
+
+def reference(tree, max_norm):
+    """min(1, max_norm / norm) x for each leaf, in extended precision."""
+    norm = true_norm(tree)
+    factor = max_norm / norm if norm > max_norm else 1.0
+    return [factor * np.asarray(x).astype(np.clongdouble) for x in jax.tree.leaves(tree)]
+
+
+def assert_reference(found, g, max_norm, rtol=1e-6):
+    for a, b in zip(jax.tree.leaves(found), reference(g, max_norm), strict=True):
+        np.testing.assert_allclose(np.asarray(a).astype(np.clongdouble), b, rtol=rtol)
+
+
+# ---- the numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.01, 1.0, 1e6])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [("float64", 1e-14), ("complex128", 1e-14), ("float32", 1e-6)]
+)
+def test_reference(dtype, rtol, max_norm, x64):
+    """Below the bound bit for bit what came, above it the textbook in NumPy."""
+    for g in gradients(3, dtype):
+        found = compiled_clip(g, max_norm)
+        assert_reference(found, g, max_norm, rtol)
+        np.testing.assert_allclose(jgrad.global_norm(g), float(true_norm(g)), rtol=rtol)
+        if max_norm == 1e6:
+            chex.assert_trees_all_equal(found, g)
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e6])
+def test_optax_where_it_is_right(max_norm, standard_promotion):
+    (g,) = gradients(1)
+    tx = optax.clip_by_global_norm(max_norm)
+    chex.assert_trees_all_close(clip(g, max_norm), tx.update(g, tx.init(g))[0], rtol=1e-6)
+
+
+def trees_of(scale):
+    """Leaves of a scale: alone, several, and beside leaves of other scales."""
+    rng = np.random.default_rng(0)
+    odd, other = (jnp.asarray(scale * rng.uniform(0.1, 0.3, s), "float32") for s in ((3, 4), (5,)))
+    plain = jnp.asarray(rng.normal(size=7), jnp.float32)
+    return [[odd], [odd, other], [plain, odd, plain * 1e-3], [odd, plain * 1e25]]
+
+
+SCALES = [0, 1e-30, 1e-23, 1e-19, 1e-10, 1, 1e10, 1e19, 1e30, 3e37, 3e38]
+
+
+@eager_or_compiled
+@pytest.mark.parametrize("scale", SCALES)
+def test_scales(scale, clip, norm):
+    """Neither overflow nor underflow, in the norm and in what is clipped."""
+    for g in trees_of(scale):
+        np.testing.assert_allclose(norm(g), float(true_norm(g)), rtol=1e-6)
+        for bound in (1e-6, 1.0, 1e10):
+            found = clip(g, jnp.float32(bound))
+            # Between 1e25 and 1e-30 lies more than float32 has: such leaves become 0.
+            for a, b in zip(found, reference(g, bound), strict=True):
+                np.testing.assert_allclose(np.asarray(a), b.real.astype(float), 2e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(100,)], [(10, 10), (50,)], [(1,)] * 40], ids=["one", "two", "forty"]
+)
+@eager_or_compiled
+def test_a_norm_beyond_the_largest_number(shapes, clip, norm):
+    """Of finite leaves: the norm is infinite, and what is clipped is right all the same."""
+    g = [jnp.full(shape, LARGEST) for shape in shapes]
+    assert norm(g) == INF
+    for bound in (1e-6, 1.0, 1e30):
+        assert_reference(clip(g, jnp.float32(bound)), g, bound)
+
+
+@pytest.mark.parametrize("max_norm", [1e-15, 1e-20, 1e-30, 1e-37])
+def test_small_bounds_and_large_norms(max_norm):
+    """A factor below the smallest number is no reason to lose the product."""
+    for scale in (1e-10, 1.0, 1e19, 1e30, 1e37):
+        g = [jnp.asarray([0.6 * scale, 0.8 * scale], jnp.float32)]
+        assert_reference(clip(g, max_norm), g, max_norm)
+
+
+def test_e16_half_precision():
+    """100 gradients of 300 in float16: their squares are infinite, and optax makes them zeros."""
+    g = {"a": jnp.full((10, 10), 300, jnp.float16)}
+    assert jgrad.global_norm(g) == 3000
+    assert jgrad.global_norm(g).dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(clip(g)["a"], float), 0.1, rtol=1e-3)
+    tx = optax.clip_by_global_norm(1.0)
+    assert not tx.update(g, tx.init(g))[0]["a"].any()
+
+
+def test_double_precision(x64):
+    """A leaf of float64 makes the norm one, beyond the range of the leaves beside it."""
+    g = [jnp.full(3, 1e30, jnp.float32), jnp.full(3, 1e200, jnp.float64)]
+    norm = jgrad.global_norm(g)
+    assert norm.dtype == jnp.float64
+    np.testing.assert_allclose(norm, np.sqrt(3) * 1e200, rtol=1e-14)
+    assert jgrad.global_norm(g[:1]).dtype == jnp.float32
+    np.testing.assert_allclose(clip(g[1:], 1e180)[0], 1e180 / np.sqrt(3), rtol=1e-14)
+
+
+@pytest.mark.parametrize(("scale", "max_norm"), [(1e10, 1.0), (1e200, 1e180)])
+def test_single_beside_double_precision(scale, max_norm, x64):
+    """Also where the factors are no numbers of float32."""
+    g = [jnp.full(3, 1e10, jnp.float32), jnp.full(3, scale, jnp.float64)]
+    found = clip(g, max_norm)
+    assert [x.dtype for x in found] == [jnp.float32, jnp.float64]
+    for x, expected, rtol in zip(found, reference(g, max_norm), (1e-6, 1e-7), strict=True):
+        np.testing.assert_allclose(np.asarray(x, float), expected.real.astype(float), rtol)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("value", "max_norm"), [(0.0, 0.0), (0.0, 1.0), (2.0, 0.0)])
+def test_e17_zero(value, max_norm, dtype):
+    """A bound of 0, gradients of 0, and both, give 0 and not NaN; optax divides 0 by 0."""
+    g = {"a": jnp.full(3, value, dtype), "b": jnp.zeros((2, 2), dtype)}
+    for run in (clip, compiled_clip):
+        chex.assert_trees_all_equal(run(g, max_norm), jax.tree.map(jnp.zeros_like, g))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e30])
+def test_what_is_not_finite_is_everywhere(bad, max_norm, dtype):
+    """One such element, and every floating update is NaN: `skip_nonfinite` sees it."""
+    g = {"a": jnp.ones(3, dtype).at[1].set(bad), "b": jnp.zeros(2), "n": jnp.arange(2)}
+    for run in (clip, compiled_clip):
+        found = run(g, max_norm)
+        assert jnp.isnan(found["a"]).all()
+        assert jnp.isnan(found["b"]).all()
+        chex.assert_trees_all_equal(found["n"], g["n"])
+    assert not jnp.isfinite(jgrad.global_norm(g))
+
+
+# ---- leaves ------------------------------------------------------------------------------------
+
+
+def test_leaves_that_are_not_floating_pass():
+    """None, integers and bools, untouched and not counted."""
+    others = {"none": None, "n": jnp.arange(3), "flag": jnp.array(True)}
+    g = {"a": jnp.array([3.0, 4.0])}
+    found = clip(g | others)
+    np.testing.assert_allclose(found.pop("a"), [0.6, 0.8], rtol=1e-6)
+    chex.assert_trees_all_equal(found, others)
+    assert jgrad.global_norm(g | others) == 5
+    chex.assert_trees_all_equal(clip(others), others)
+
+
+def test_float0_passes():
+    """What `jax.grad` gives to integers."""
+    g = {"a": jnp.array([3.0, 4.0]), "n": np.zeros(2, jax.dtypes.float0)}
+    found = clip(g)
+    np.testing.assert_allclose(found["a"], [0.6, 0.8], rtol=1e-6)
+    assert found["n"].dtype == jax.dtypes.float0
+    assert jgrad.global_norm(g) == 5
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 100.0])
+def test_dtypes_are_kept(max_norm):
+    """Those of the updates, whatever the parameters have."""
+    kinds = ["float16", "bfloat16", "float32", "complex64"]
+    g = {k: jnp.full(3, 2, k) for k in kinds}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        found = clip(g, max_norm, {k: jnp.zeros(3, dtype) for k in kinds})
+        assert {k: x.dtype for k, x in found.items()} == {k: jnp.dtype(k) for k in kinds}
+        np.testing.assert_allclose(found["float32"], min(1, max_norm / 48**0.5) * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("empty", [{}, [], None, {"a": None}, {"a": jnp.zeros((0, 3))}])
+def test_empty_trees(empty):
+    chex.assert_trees_all_equal(clip(empty), empty)
+    assert jgrad.global_norm(empty) == 0
+
+
+# ---- derivatives, and the program --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_derivative_at_zero(max_norm):
+    """Finite: that of the identity, below the bound as at it; the norm has 0."""
+    c = jnp.array([1.0, 2.0])
+    slope = jax.grad(lambda g: jnp.dot(clip([g], max_norm)[0], c))(jnp.zeros(2))
+    np.testing.assert_array_equal(slope, c)
+    np.testing.assert_array_equal(jax.grad(jgrad.global_norm)(jnp.zeros(2)), [0, 0])
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_derivative(max_norm, x64):
+    """Above the bound and below it, that of the NumPy reference by central differences."""
+    x = np.random.default_rng(0).normal(size=5)
+
+    def split(x):
+        return [x[:2], x[2:]]
+
+    def difference(f):
+        rows = 1e-6 * np.eye(5)
+        return np.stack([(f(x + h) - f(x - h)) / 2e-6 for h in rows], axis=-1)
+
+    found = jax.jacobian(lambda x: jnp.concatenate(clip(split(x), max_norm)))(jnp.asarray(x))
+    expected = difference(lambda x: np.concatenate(reference(split(x), max_norm)))
+    np.testing.assert_allclose(found, expected.real.astype(float), atol=1e-8)
+    slope = jax.grad(lambda x: jgrad.global_norm(split(x)))(jnp.asarray(x))
+    np.testing.assert_allclose(slope, difference(true_norm).real.astype(float), atol=1e-8)
+
+
+def test_derivative_by_the_bound():
+    found = jax.grad(lambda bound: clip([jnp.array([3.0, 4.0])], bound)[0][1])(2.0)
+    np.testing.assert_allclose(found, 0.8, rtol=1e-6)
+
+
+def test_one_conditional_for_the_model():
+    """However many leaves there are, one `lax.cond` chooses the rare way."""
+    g = [jnp.ones((i + 1,)) for i in range(40)]
+    for f in (clip, jgrad.global_norm):
+        assert str(jax.make_jaxpr(f)(g)).count("cond[") == 1
+
+
+def test_vmap_and_one_trace():
+    """A batch of models is clipped one by one; a new bound is no new trace."""
+    g = {"a": jnp.array([[3.0, 4.0], [0.3, 0.4], [3e30, 4e30]]), "b": jnp.zeros((3, 2))}
+    run = jax.jit(jax.vmap(chex.assert_max_traces(clip, n=1), in_axes=(0, None)))
+    for bound in (1.0, 2.0):
+        found = run(g, jnp.float32(bound))
+        expected = [[0.6 * bound, 0.8 * bound], [0.3, 0.4], [0.6 * bound, 0.8 * bound]]
+        np.testing.assert_allclose(found["a"], expected, rtol=1e-6)
+
+
+def test_leaves_cut_over_an_axis():
+    """With `norm_axes` the norm is that of the parts together, and each whole leaf counts once."""
+    cut, whole = jnp.array([[1.0, 1.0], [1.0, 1.0]]), jnp.array([2.0, 1.0])
+    for axes in ({"cut": "data", "whole": None}, {"cut": ("data",), "whole": ()}):
+        f = jax.vmap(
+            lambda g, axes=axes: (clip(g, norm_axes=axes), jgrad.global_norm(g, norm_axes=axes)),
+            in_axes=({"cut": 0, "whole": None},),
+            axis_name="data",
+        )
+        found, norm = f({"cut": cut, "whole": whole})
+        np.testing.assert_allclose(norm, [3, 3], rtol=1e-6)
+        np.testing.assert_allclose(found["cut"], cut / 3, rtol=1e-6)
+        np.testing.assert_allclose(found["whole"], [whole / 3] * 2, rtol=1e-6)
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+
+def with_b(b):
+    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
+
+
+AXES = "expected None, an axis name, a tuple of names, or a PartitionSpec."
+
+MESSAGES = [
+    (ValueError, "clip_by_global_norm: `max_norm`: -1.0, expected a number in [0, inf).",
+     lambda: clip(W, -1.0)),
+    (ValueError, "clip_by_global_norm: `max_norm`: nan, expected a number in [0, inf).",
+     lambda: clip(W, NAN)),
+    (ValueError, "clip_by_global_norm: `max_norm`: inf, expected a number in [0, inf).",
+     lambda: jgrad.clip_by_global_norm(INF)),
+    (TypeError, "clip_by_global_norm: `max_norm`: '1' of type str, expected a real array or a number.",
+     lambda: jgrad.clip_by_global_norm("1")),
+    (ValueError, "clip_by_global_norm: `max_norm`: an array of float32 and shape (2,), expected one number.",
+     lambda: jgrad.clip_by_global_norm(jnp.ones(2))),
+    (TypeError, "clip_by_global_norm: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or a "
+     "number.", lambda: clip(with_b("abc"))),
+    (TypeError, f"clip_by_global_norm: `norm_axes`: 3 of type int, {AXES}",
+     lambda: jgrad.clip_by_global_norm(1.0, norm_axes=3)),
+    (TypeError, f"clip_by_global_norm: `norm_axes` at ['a']: 3 of type int, {AXES}",
+     lambda: jgrad.clip_by_global_norm(1.0, norm_axes={"a": 3})),
+    (ValueError, "clip_by_global_norm: `norm_axes` at ['layer_3']['b']: no axis 'data' here; `norm_axes` is for "
+     "`shard_map` and `pmap`; under `jit` norms are whole.", lambda: clip(W, norm_axes="data")),
+    (ValueError, "clip_by_global_norm: `norm_axes` does not have the structure of `updates`: only `norm_axes` has "
+     "['a']; only `updates` has ['layer_3'].", lambda: clip(W, norm_axes={"a": None})),
+    (TypeError, "global_norm: `tree` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.",
+     lambda: jgrad.global_norm(with_b("abc"))),
+    (TypeError, "global_norm: `tree` at ['k']: an array of key<fry> and shape (), expected an array or a number.",
+     lambda: jgrad.global_norm({"k": jax.random.key(0)})),
+    (TypeError, f"global_norm: `norm_axes`: 3 of type int, {AXES}",
+     lambda: jgrad.global_norm(W, norm_axes=3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message

@@ -1,0 +1,422 @@
+"""Steps that are not finite are left out, and the loss is scaled for float16."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.cases import CASES, gradients, params
+
+NAN, INF = float("nan"), float("inf")
+X = jnp.ones(3)
+W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
+
+# One of each method and rule; the others share their arithmetic.
+TRANSFORMATIONS = {
+    str(case): case.tx()
+    for case in CASES
+    if str(case) in ("gradient_descent", "nesterov", "adamw", "lars_masked", "lamb_decayed")
+} | {"optax.adam": optax.adam(0.05)}
+
+
+@functools.cache
+def skipping(name):
+    return jgrad.skip_nonfinite(TRANSFORMATIONS[name])
+
+
+def step_of(tx):
+    def step(w, state, g):
+        updates, state = tx.update(g, state, w)
+        return optax.apply_updates(w, updates), state
+
+    return step
+
+
+@functools.cache
+def compiled(tx):
+    return jax.jit(step_of(tx))
+
+
+def stack(trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+def poisoned(g, rng):
+    """With one to all elements of one leaf that are not finite."""
+    leaves, structure = jax.tree.flatten(g)
+    i = rng.integers(len(leaves))
+    bad = rng.choice([NAN, INF, -INF])
+    where = np.asarray(rng.random(leaves[i].shape) < rng.choice([0.0, 0.5, 1.0]))
+    where.flat[rng.integers(where.size)] = True
+    leaves[i] = jnp.where(where, jnp.asarray(bad, leaves[i].dtype), leaves[i])
+    return structure.unflatten(leaves)
+
+
+def assert_equal(a, b):
+    chex.assert_trees_all_equal_structs(a, b)
+    chex.assert_trees_all_equal(a, b)
+
+
+def sequence(tx, w, values):
+    """Eager steps with scalar gradients: the weights and the states."""
+    state, found = tx.init(w), []
+    for g in values:
+        w, state = step_of(tx)(w, state, jnp.full_like(w, g))
+        found.append((w, state))
+    return found
+
+
+# ---- skipping ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in TRANSFORMATIONS),
+        ("adamw", "bfloat16"),
+        ("nesterov", "float16"),
+    ],
+)
+def test_e24_as_if_the_bad_steps_had_not_been(name, dtype, standard_promotion):
+    """NaN and infinity at random among 30 steps: bit for bit the run without them."""
+    rng, w, grads = np.random.default_rng(0), params(dtype), gradients(30, dtype)
+    bad = rng.random(30) < 0.4
+    tx, safe = TRANSFORMATIONS[name], skipping(name)
+    found = expected = w, safe.init(w)
+    plain = w, tx.init(w)
+    for g, is_bad in zip(grads, bad, strict=True):
+        before = found
+        found = compiled(safe)(*found, poisoned(g, rng) if is_bad else g)
+        chex.assert_tree_all_finite(found)
+        if is_bad:
+            assert_equal((found[0], found[1].inner), (before[0], before[1].inner))
+        else:
+            expected, plain = compiled(safe)(*expected, g), compiled(tx)(*plain, g)
+    assert (int(found[1].skipped), int(expected[1].skipped)) == (bad.sum(), 0)
+    assert int(expected[1].streak) == 30 - bad.sum()
+    assert_equal((found[0], found[1].inner), (expected[0], expected[1].inner))
+    # Compiled apart, that is the transformation inside, up to fusion.
+    tolerance = 1e-5 if dtype == "float32" else 4 * float(jnp.finfo(dtype).eps)
+    wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, float), tree)
+    for a, b in zip(jax.tree.leaves(wide(found[0])), jax.tree.leaves(wide(plain[0])), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * max(1, np.max(np.abs(b))))
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_e24_for_ever(name, standard_promotion):
+    """1000 bad steps in a row: nothing is written, all are counted, and then it goes on."""
+    (g, last), safe, rng = gradients(2), skipping(name), np.random.default_rng(0)
+    bad = stack([poisoned(g, rng) for _ in range(10)])
+    w = params()
+    start = compiled(safe)(w, safe.init(w), g)
+
+    @jax.jit
+    def run(carry):
+        body = lambda carry, i: (
+            step_of(safe)(*carry, jax.tree.map(lambda x: x[i % 10], bad)),
+            None,
+        )
+        return jax.lax.scan(body, carry, jnp.arange(1000))[0]
+
+    found = run(start)
+    assert_equal(found, (start[0], start[1]._replace(skipped=jnp.int32(1000), streak=jnp.int32(0))))
+    assert_equal(compiled(safe)(*found, last)[0], compiled(safe)(*start, last)[0])
+
+
+def test_e24_optax_gives_up(standard_promotion):
+    w, tx = X, optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=3)
+    state = tx.init(w)
+    for _ in range(4):
+        w, state = step_of(tx)(w, state, NAN * X)
+    assert jnp.isnan(w).all()
+
+
+def test_the_counter_saturates():
+    tx = jgrad.skip_nonfinite(jgrad.gradient_descent(0.1))
+    state = tx.init(X)._replace(skipped=jnp.int32(2**31 - 1))
+    assert int(tx.update(NAN * X, state, X)[1].skipped) == 2**31 - 1
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0])
+def test_a_parameter_that_would_overflow(loss_scale):
+    """60000 and a step of 10000 are finite in float16, and their sum is not."""
+    tx = jgrad.skip_nonfinite(jgrad.gradient_descent(1.0), loss_scale=loss_scale)
+    found = sequence(tx, jnp.asarray(60000, jnp.float16), [-10000, -2048, 9984])
+    assert [float(w) for w, _ in found] == [60000, 62048, 52064]
+    assert [int(state.skipped) for _, state in found] == [1, 1, 1]
+
+
+def test_a_step_that_would_overflow():
+    """A finite gradient, a finite moment, and a rate that makes infinity of it."""
+    tx = jgrad.skip_nonfinite(jgrad.gradient_descent(1e10, momentum=0.5))
+    found = sequence(tx, jnp.float32(1), [1e30, 1e-10])
+    assert [float(w) for w, _ in found] == [1, 0]
+    assert [int(state.skipped) for _, state in found] == [1, 1]
+    np.testing.assert_allclose(found[-1][1].inner.mw, 1e-10)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0])
+def test_moments_that_would_overflow(loss_scale):
+    """3e38 and 0.9 times 3e38 is too much for a plain momentum."""
+    tx = jgrad.skip_nonfinite(optax.sgd(1e-30, momentum=0.9), loss_scale=loss_scale)
+    found = sequence(tx, jnp.float32(1), [3e38, 3e38, -1e38])
+    assert [int(state.skipped) for _, state in found] == [0, 1, 1]
+    np.testing.assert_allclose([w for w, _ in found], [-3e8, -3e8, -4.7e8], rtol=1e-6)
+    traces = [state.inner[0].trace for _, state in found]
+    np.testing.assert_allclose(traces, [3e38, 3e38, 1.7e38], rtol=1e-6)
+
+
+def test_a_state_that_overflows_beside_a_finite_step():
+    """Whatever `tx` keeps is looked at, though no update shows it."""
+
+    def update(g, total, w=None):
+        return jax.tree.map(jnp.zeros_like, g), total + g
+
+    tx = jgrad.skip_nonfinite(optax.GradientTransformation(jnp.zeros_like, update))
+    found = sequence(tx, jnp.float32(1), [3e38, 3e38, -3e38])
+    assert [float(state.inner) for _, state in found] == pytest.approx([3e38, 3e38, 0])
+    assert [int(state.skipped) for _, state in found] == [0, 1, 1]
+
+
+def test_a_gradient_that_would_be_clipped():
+    """Infinity is no large number, though `optax.clip` makes one of it."""
+    tx = jgrad.skip_nonfinite(optax.chain(optax.clip(1.0), optax.sgd(0.5)))
+    found = sequence(tx, jnp.float32(1), [5.0, INF, -INF, -5.0])
+    assert [float(w) for w, _ in found] == [0.5, 0.5, 0.5, 1]
+    assert [int(state.skipped) for _, state in found] == [0, 1, 2, 2]
+
+
+def test_leaves_that_are_not_updated():
+    """Integers, float0 and missing gradients are finite, and stay."""
+    w = {"a": X, "b": jnp.ones(2), "n": jnp.arange(3), "none": None}
+    g = {"a": X, "b": None, "n": np.zeros(3, jax.dtypes.float0), "none": None}
+    tx = jgrad.skip_nonfinite(jgrad.adam(0.1), loss_scale=8.0)
+    for a, expected in ((X, X - 0.1), (NAN * X, X)):
+        new = optax.apply_updates(w, tx.update(g | {"a": a}, tx.init(w), w)[0])
+        np.testing.assert_allclose(new.pop("a"), expected, rtol=1e-5)
+        assert_equal(new, {k: w[k] for k in new})
+
+
+def test_without_parameters():
+    """Gradients, steps and state are looked at; sums with parameters nobody knows."""
+    tx = jgrad.skip_nonfinite(jgrad.gradient_descent(0.5))
+    state = tx.init(X)
+    for g, expected in ((X, -0.5 * X), (X.at[0].set(INF), 0 * X)):
+        updates, state = tx.update(g, state)
+        np.testing.assert_array_equal(updates, expected)
+    assert int(state.skipped) == 1
+
+
+# ---- loss scaling ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "interval", "steps", "scales"),
+    [
+        (8.0, 2, "++++", [8, 16, 16, 32]),  # twice as much after each two in a row
+        (8.0, 2, "+-+-++", [8, 4, 4, 2, 2, 4]),  # of which a bad one breaks the count
+        (8.0, 1, "+++", [16, 32, 64]),
+        (4.0, 9, "-----", [2, 1, 1, 1, 1]),  # not below 1
+        (3.0, 9, "--", [1.5, 1]),
+        (None, 1, "+-+", [1, 1, 1]),
+    ],
+)
+def test_dynamic_scale(first, interval, steps, scales):
+    tx = jgrad.skip_nonfinite(
+        jgrad.gradient_descent(0.1), loss_scale=first, growth_interval=interval
+    )
+    found = sequence(tx, jnp.float32(1), [0.5 if s == "+" else INF for s in steps])
+    assert [float(state.loss_scale) for _, state in found] == scales
+    assert int(found[-1][1].skipped) == steps.count("-")
+
+
+def kept():
+    """A transformation whose state is the last gradient that it saw."""
+    return optax.GradientTransformation(
+        lambda w: jnp.zeros(w.shape, jnp.float32), lambda g, old, w=None: (jnp.zeros_like(g), g)
+    )
+
+
+@pytest.mark.parametrize("scale", [2.0**15, jnp.float32(2.0**15)], ids=["number", "array"])
+def test_gradients_are_unscaled_in_float32(scale):
+    """1e-8 is 0 in float16; scaled by 2^15 it is not, and `tx` sees it."""
+    assert jnp.float16(1e-8) == 0
+    w, g = jnp.ones(3, jnp.float16), jnp.full(3, 1e-8 * 2**15, jnp.float16)
+    tx = jgrad.skip_nonfinite(kept(), loss_scale=scale)
+    updates, state = tx.update(g, tx.init(w), w)
+    assert (state.inner.dtype, updates.dtype) == (jnp.float32, jnp.float16)
+    np.testing.assert_allclose(state.inner, 1e-8, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("exponent", [0, 1, 24, 100])
+def test_unscaling_rounds_nothing(dtype, exponent):
+    """By a power of two."""
+    w = g = jnp.asarray([1.5, -3.0, 384.0], dtype)
+    tx = jgrad.skip_nonfinite(kept(), loss_scale=2.0**exponent)
+    for update in (tx.update, jax.jit(tx.update)):
+        _, state = update(g, tx.init(w), w)
+        assert int(state.skipped) == 0
+        np.testing.assert_array_equal(state.inner, np.asarray(g, float) / 2.0**exponent)
+
+
+def test_the_ceiling():
+    """The scale grows to a last value that is finite, and gradients are right up to there."""
+    tx = jgrad.skip_nonfinite(kept(), loss_scale=2.0**120, growth_interval=1)
+    w, g = X, 1e5 * X
+    state = tx.init(w)
+    for _ in range(12):
+        before = state.loss_scale
+        _, state = tx.update(g, state, w)
+        np.testing.assert_allclose(state.inner, 1e5 / float(before), rtol=1e-6)
+    assert float(before) == float(state.loss_scale) >= 2.0**124
+    assert float(tx.update(INF * g, state, w)[1].loss_scale) == float(before) / 2
+
+
+@pytest.mark.parametrize("scale", [None, 8.0, np.float64(8)], ids=["none", "number", "numpy"])
+def test_the_scale_is_float32_beside_double_precision(scale, x64):
+    w = g = jnp.full(3, 0.5, "float64")
+    tx = jgrad.skip_nonfinite(jgrad.gradient_descent(1.0), loss_scale=scale)
+    state = tx.init(w)
+    updates, new = tx.update(g, state, w)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+    assert (state.loss_scale.dtype, updates.dtype) == (jnp.float32, jnp.float64)
+    np.testing.assert_array_equal(updates, -g / (scale or 1))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_float16_model_of_tiny_gradients(scaled):
+    """A linear regression on inputs of 1e-4: it learns with a scaled loss, and else not at all."""
+    rng = np.random.default_rng(0)
+    true = np.array([0.5, -0.25, 0.75])
+    x = 1e-4 * rng.normal(size=(256, 3))
+    x, y = jnp.asarray(x, jnp.float16), jnp.asarray(x @ true, jnp.float32)
+    # Steps of float16 around 1 are 5e-4: the rate is above that.
+    tx = jgrad.skip_nonfinite(
+        jgrad.adam(lambda done: jnp.where(done < 150, 0.02, 0.001), epsilon=1e-12),
+        loss_scale=2.0**45 if scaled else None,
+    )
+
+    def loss(w, scale):
+        return scale * jnp.mean(jnp.square((x @ w).astype(jnp.float32) - y))
+
+    def body(carry, _):
+        w, state = carry
+        return step_of(tx)(w, state, jax.grad(loss)(w, state.loss_scale)), None
+
+    w = jnp.ones(3, jnp.float16)
+    (w, state), _ = jax.jit(lambda *carry: jax.lax.scan(body, carry, length=400))(w, tx.init(w))
+    if scaled:
+        np.testing.assert_allclose(np.asarray(w, float), true, atol=0.01)
+        assert int(state.skipped) > 0  # it came down to a scale at which gradients are finite
+        assert 2**10 <= float(state.loss_scale) < 2**45
+    else:
+        np.testing.assert_array_equal(w, jnp.ones(3, jnp.float16))
+
+
+def test_the_state_is_one_tree():
+    """With a scale and without."""
+    states = [
+        jgrad.skip_nonfinite(jgrad.adam(0.1), loss_scale=scale).init(params(jnp.float16))
+        for scale in (None, 2.0**15, np.float32(8), jnp.float32(8))
+    ]
+    for state in states[1:]:
+        chex.assert_trees_all_equal_shapes_and_dtypes(states[0], state)
+        assert jax.tree.structure(states[0]) == jax.tree.structure(state)
+    assert [float(state.loss_scale) for state in states] == [1, 2**15, 8, 8]
+    assert states[0].loss_scale.dtype == jnp.float32
+
+
+# ---- under JAX's transformations ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_scale", [None, 2.0**4])
+def test_vmap_and_scan_over_models_that_skip_apart(loss_scale):
+    """Each model skips its own steps, and has a scale of its own."""
+    rng, count = np.random.default_rng(0), 6
+    tx = jgrad.skip_nonfinite(jgrad.lamb(0.05), loss_scale=loss_scale, growth_interval=2)
+    models = [params(seed=s) for s in range(3)]
+    grads = [gradients(count, seed=s) for s in range(3)]
+    for model, steps in ((0, (1,)), (2, (0, 3, 5))):
+        for i in steps:
+            grads[model][i] = poisoned(grads[model][i], rng)
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1))
+    alone = []
+    for w, given in zip(models, grads, strict=True):
+        carry = w, tx.init(w)
+        for g in given:
+            carry = step(*carry, g)
+        alone.append(carry)
+    steps = stack([stack([g[i] for g in grads]) for i in range(count)])
+    carry = stack(models), jax.vmap(tx.init)(stack(models))
+    body = lambda carry, g: (jax.vmap(step_of(tx))(*carry, g), None)
+    found, _ = jax.jit(lambda carry: jax.lax.scan(body, carry, steps))(carry)
+    chex.assert_trees_all_close(found, stack(alone), rtol=1e-5, atol=1e-5)
+    assert found[1].skipped.tolist() == [1, 0, 3]
+    if loss_scale:
+        assert found[1].loss_scale.tolist() == [32, 128, 4]
+
+
+def test_devices_of_a_mesh_axis_skip_the_same():
+    """With `norm_axes`, a NaN in one part of a cut leaf is seen by all parts."""
+    x = jnp.array([[1.0, NAN], [1.0, 1.0]])
+    for axes, skipped in ((None, [1, 0]), ("data", [1, 1])):
+        tx = jgrad.skip_nonfinite(jgrad.gradient_descent(0.1), norm_axes=axes)
+        f = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g), g)[1].skipped, axis_name="data")
+        assert f(x).tolist() == skipped
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+SGD = jgrad.gradient_descent(0.1)
+
+
+def update(g=W, w=W, state=None, tx=SGD):
+    tx = jgrad.skip_nonfinite(tx)
+    return tx.update(g, tx.init(W) if state is None else state, w)
+
+
+MESSAGES = [
+    (TypeError, "skip_nonfinite: `tx`: 3 of type int, expected a transformation with `init` and `update`.",
+     lambda: jgrad.skip_nonfinite(3)),
+    (ValueError, "skip_nonfinite: `loss_scale`: 0.5, expected a number in [1, inf).",
+     lambda: jgrad.skip_nonfinite(SGD, loss_scale=0.5)),
+    (ValueError, "skip_nonfinite: `loss_scale`: nan, expected a number in [1, inf).",
+     lambda: jgrad.skip_nonfinite(SGD, loss_scale=NAN)),
+    (ValueError, "skip_nonfinite: `loss_scale`: inf, expected a number in [1, inf).",
+     lambda: jgrad.skip_nonfinite(SGD, loss_scale=INF)),
+    (ValueError, "skip_nonfinite: `loss_scale`: 1e+39 of type float, expected what float32 can hold.",
+     lambda: jgrad.skip_nonfinite(SGD, loss_scale=1e39)),
+    (TypeError, "skip_nonfinite: `loss_scale`: '8' of type str, expected a real array or a number.",
+     lambda: jgrad.skip_nonfinite(SGD, loss_scale="8")),
+    (TypeError, "skip_nonfinite: `loss_scale`: True of type bool, expected a real array or a number.",
+     lambda: jgrad.skip_nonfinite(SGD, loss_scale=True)),
+    (ValueError, "skip_nonfinite: `loss_scale`: an array of float32 and shape (2,), expected one number.",
+     lambda: jgrad.skip_nonfinite(SGD, loss_scale=jnp.ones(2))),
+    (ValueError, "skip_nonfinite: `growth_interval`: 0, expected a number in [1, 2^31).",
+     lambda: jgrad.skip_nonfinite(SGD, growth_interval=0)),
+    (TypeError, "skip_nonfinite: `growth_interval`: 2.0 of type float, expected an int.",
+     lambda: jgrad.skip_nonfinite(SGD, growth_interval=2.0)),
+    (TypeError, "skip_nonfinite: `norm_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
+     "PartitionSpec.", lambda: jgrad.skip_nonfinite(SGD, norm_axes=3)),
+    (TypeError, "skip_nonfinite: `state`: OptState, expected the SkipState that this `skip_nonfinite` made with "
+     "`init`.", lambda: update(state=SGD.init(W))),
+    (ValueError, "skip_nonfinite: `updates` does not have the structure of `params`: only `params` has "
+     "['layer_3'].", lambda: update({})),
+    (ValueError, "skip_nonfinite: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected "
+     "(3,).", lambda: update({"layer_3": {"w": W["layer_3"]["w"], "b": jnp.ones((3, 1))}})),
+    (ValueError, "lamb: the trust ratio needs the parameters: call `update(updates, state, params)`.",
+     lambda: update(tx=jgrad.lamb(0.1), w=None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
