@@ -65,9 +65,11 @@ def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.A
     """m' = beta m + (1 - beta) g
 
     A gradient with a square beyond the largest number counts as the largest that has one, in both
-    moments: an infinite v would hold its weight for ever.
+    moments: an infinite v would hold its weight for ever. One that is infinite makes m so, since a
+    fault should be seen.
     """
-    return scaled(mw, beta) + scaled(numerics.squarable(g), complement)
+    clipped = jnp.where(jnp.isinf(g), g, numerics.squarable(g))
+    return scaled(mw, beta) + scaled(clipped, complement)
 
 
 @on_leaf(arrays=2)
@@ -88,9 +90,9 @@ def adam_delta(mw: jax.Array, vw: jax.Array, alpha: jax.Array, epsilon: jax.Arra
 
 
 @on_leaf(arrays=2)
-def decayed(direction: jax.Array, w: jax.Array, decay: jax.Array) -> jax.Array:
-    """d + lambda w"""
-    return numerics.saturated(direction + scaled(w, decay), direction, w)
+def decayed(g: jax.Array, w: jax.Array, decay: jax.Array) -> jax.Array:
+    """g + lambda w"""
+    return numerics.saturated(g + scaled(w, decay), g, w)
 
 
 @on_leaf(arrays=3)
@@ -103,7 +105,7 @@ def lamb_direction(
     decay: jax.Array,
 ) -> jax.Array:
     """u = Adam's delta + lambda w, as one function of what it reads"""
-    return decayed(adam_delta(mw, vw, alpha, epsilon), w, decay)
+    return adam_delta(mw, vw, alpha, epsilon) + scaled(w, decay)
 
 
 @on_leaf(arrays=1)

@@ -129,7 +129,7 @@ TRANSFORMATIONS = [
     # At construction.
     (ValueError, "lars: `epsilon`: 0.5, expected 0 with `rule='ivy'`.",
      lambda: jgrad.lars(0.1, epsilon=0.5, rule="ivy")),
-    (TypeError, "adam: `moment_dtype`: 'foo', expected a real floating dtype.",
+    (TypeError, "adam: `moment_dtype`: 'foo', expected a real floating dtype with the range of float32.",
      lambda: jgrad.adam(0.1, moment_dtype="foo")),
     (ValueError, "adam: `learning_rate`: -1, expected a number in [0, inf).", lambda: jgrad.adam(-1)),
     (ValueError, "adam: `learning_rate`: nan, expected a number in [0, inf).", lambda: jgrad.adam(NAN)),
@@ -144,7 +144,7 @@ TRANSFORMATIONS = [
      lambda: jgrad.adam(0.1, beta1=jnp.ones(2))),
     (ValueError, "adam: `weight_decay`: -0.1, expected a number in [0, inf).",
      lambda: jgrad.adam(0.1, weight_decay=-0.1)),
-    (TypeError, "adam: `moment_dtype`: <class 'jax.numpy.int32'>, expected a real floating dtype.",
+    (TypeError, "adam: `moment_dtype`: <class 'jax.numpy.int32'>, expected a real floating dtype with the range of float32.",
      lambda: jgrad.adam(0.1, moment_dtype=jnp.int32)),
     (ValueError, "gradient_descent: `momentum`: -0.9, expected a number in [0, inf).",
      lambda: jgrad.gradient_descent(0.1, momentum=-0.9)),

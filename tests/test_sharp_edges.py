@@ -31,8 +31,9 @@ def step_of(tx):
     return step
 
 
-def train(tx, w, grads):
-    step, state = jax.jit(step_of(tx)), tx.init(w)
+def train(tx, w, grads, step=None):
+    """Weights and state after a step on each gradient; `step` saves compiling it again."""
+    step, state = step or jax.jit(step_of(tx)), tx.init(w)
     for g in grads:
         w, state = step(w, state, g)
     return w, state
@@ -341,18 +342,20 @@ def test_e23_the_counter_at_its_end(case):
 
 
 @every_case
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
-def test_e24_steps_that_are_not_finite(case, bad):
+def test_e24_steps_that_are_not_finite(case):
     """Skipped, counted, and as if they had not been, however many there are."""
     w, grads = params(), gradients(4)
     tx = jgrad.skip_nonfinite(case.tx())
-    broken = jax.tree.map(lambda x: x, grads[0])
-    broken["rest"][1] = jnp.asarray(bad, jnp.float32)
-    found, state = train(tx, w, [broken, grads[0], broken, broken, *grads[1:], broken])
-    expected, inner = train(tx, w, grads)
-    chex.assert_trees_all_equal(found, expected)
-    chex.assert_trees_all_equal(state.inner, inner.inner)
-    assert (int(state.skipped), int(inner.skipped)) == (4, 0)
+    step = jax.jit(step_of(tx))
+    expected, inner = train(tx, w, grads, step)
+    assert int(inner.skipped) == 0
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        broken = jax.tree.map(lambda x: x, grads[0])
+        broken["rest"][1] = jnp.asarray(bad, jnp.float32)
+        found, state = train(tx, w, [broken, grads[0], broken, broken, *grads[1:], broken], step)
+        chex.assert_trees_all_equal(found, expected)
+        chex.assert_trees_all_equal(state.inner, inner.inner)
+        assert int(state.skipped) == 4
 
 
 # ---- trust ratios ------------------------------------------------------------------------------
