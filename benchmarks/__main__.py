@@ -1,6 +1,6 @@
 """Prints the table: `python -m benchmarks`.
 
-About six minutes on two cores. `--rounds` trades time for steadiness, `--only` picks rows, and
+About eight minutes on two cores. `--rounds` trades time for steadiness, `--only` picks rows, and
 `--results=benchmarks/results.md` writes the table that the README quotes.
 """
 

@@ -149,14 +149,10 @@ def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...])
         found = []
         for column, total, limit in zip(columns, totals, limits, strict=True):
             scale = limit.scale(total)
-            again = sums.rescaled(arguments, column, scale)
-            found.append(Parts(_root(sums.where_unscaled(scale, total, again)), 1 / scale))
+            found.append(_mixed(total, sums.rescaled(arguments, column, scale), scale))
         return found
 
-    def plain_roots() -> list[Parts]:
-        return [Parts(_root(total), jnp.ones_like(total)) for total in totals]
-
-    norms = jax.lax.cond(jnp.any(unusual), rescaled, plain_roots)
+    norms = jax.lax.cond(jnp.any(unusual), rescaled, lambda: [_plain(total) for total in totals])
     cuts = [column[0].place.cut for column in columns]
     return [_across(x, cut) if cut else x for x, cut in zip(norms, cuts, strict=True)]
 
@@ -166,7 +162,15 @@ def _has_elements(columns: Sequence[Sequence[Leaf]]) -> np.ndarray:
     return np.array([0 not in place.shape for place in places for _ in range(place.layers)])
 
 
-_root = compiled(numerics.safe_sqrt)
+@compiled
+def _plain(total: jax.Array) -> Parts:
+    return Parts(numerics.safe_sqrt(total), jnp.ones_like(total))
+
+
+@compiled
+def _mixed(total: jax.Array, rescaled: jax.Array, scale: jax.Array) -> Parts:
+    """From plain sums for layers that are in need of no scale, from the others elsewhere."""
+    return Parts(numerics.safe_sqrt(jnp.where(scale == 1, total, rescaled)), 1 / scale)
 
 
 def _across(norms: Parts, cut: tuple[str, ...]) -> Parts:

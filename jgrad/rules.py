@@ -90,9 +90,9 @@ def adam_delta(mw: jax.Array, vw: jax.Array, alpha: jax.Array, epsilon: jax.Arra
 
 
 @on_leaf(arrays=2)
-def decayed(g: jax.Array, w: jax.Array, decay: jax.Array) -> jax.Array:
-    """g + lambda w"""
-    return numerics.saturated(g + scaled(w, decay), g, w)
+def decayed(direction: jax.Array, w: jax.Array, decay: jax.Array) -> jax.Array:
+    """d + lambda w, for directions of any size"""
+    return numerics.saturated(direction + scaled(w, decay), direction, w)
 
 
 @on_leaf(arrays=3)
@@ -104,7 +104,7 @@ def lamb_direction(
     epsilon: jax.Array,
     decay: jax.Array,
 ) -> jax.Array:
-    """u = Adam's delta + lambda w, as one function of what it reads"""
+    """u = Adam's delta + lambda w, as one function of what it reads; no delta makes it overflow"""
     return adam_delta(mw, vw, alpha, epsilon) + scaled(w, decay)
 
 

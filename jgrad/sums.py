@@ -71,12 +71,6 @@ def _choose(total: jax.Array, small: jax.Array, down: jax.Array, up: jax.Array) 
     return jnp.where(total == jnp.inf, down, jnp.where(total < small, up, jnp.ones_like(total)))
 
 
-@compiled
-def where_unscaled(scale: jax.Array, plain: jax.Array, rescaled: jax.Array) -> jax.Array:
-    """The plain sums of layers that are in need of no scale, the other sums elsewhere."""
-    return jnp.where(scale == 1, plain, rescaled)
-
-
 def rescaled(arguments: Sequence[jax.Array], column: Sequence[Leaf], scale: jax.Array) -> jax.Array:
     """The sums of squares of one column again, with a scale for each layer.
 
