@@ -9,27 +9,11 @@ import pytest
 
 import jgrad
 from tests.cases import gradients, params
+from tests.loops import every_step, step_of
 
 NAN = float("nan")
 X = jnp.ones(3)
 W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
-
-
-def step_of(tx):
-    def step(w, state, g):
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    return step
-
-
-def run(tx, w, grads):
-    """The weights after each step, and the states."""
-    step, state, found = jax.jit(step_of(tx)), tx.init(w), []
-    for g in grads:
-        w, state = step(w, state, g)
-        found.append((w, state))
-    return found
 
 
 def reference(trees, decay):
@@ -69,7 +53,7 @@ def test_reference(dtype, decay, rtol, x64):
     """100 steps, last in a chain: that of the weights as they are stored, in float32 or wider."""
     w, grads = params(dtype), gradients(100, dtype)
     tx = optax.chain(jgrad.gradient_descent(0.01), jgrad.ema(decay))
-    found = run(tx, w, grads)
+    found = every_step(tx, w, grads)
     states = [state for _, state in found]
     assert_reference(states, [w, *(w for w, _ in found)], decay, rtol)
     average, wide = states[-1][-1].average, "float64" if dtype == "float64" else "float32"
@@ -95,7 +79,7 @@ def test_decay_as_a_function(decay, same, standard_promotion):
     w, grads = params(), gradients(40)
     chain = optax.chain(jgrad.gradient_descent(0.01), jgrad.ema(decay))
     tx = chain._replace(update=chex.assert_max_traces(chain.update, n=1))
-    found = run(tx, w, grads)
+    found = every_step(tx, w, grads)
     trees = [w, *(w for w, _ in found)]
     assert_reference([state for _, state in found], trees, same, 3e-6)
 
@@ -184,23 +168,23 @@ def test_the_counter_saturates():
 def test_read_from_a_chain():
     """By name, whatever stands around it, and the weights are those without the average."""
     w, grads = params(), gradients(5)
-    plain = run(jgrad.adam(0.1), w, grads)
+    plain = every_step(jgrad.adam(0.1), w, grads)
     tx = optax.chain(jgrad.clip_by_global_norm(1e9), jgrad.adam(0.1), jgrad.ema(0.5))
-    found = run(tx, w, grads)
+    found = every_step(tx, w, grads)
     trees = [w, *(w for w, _ in found)]
     chex.assert_trees_all_close(found[-1][0], plain[-1][0], rtol=1e-6, atol=1e-6)
     assert_reference([state for _, state in found], trees, 0.5, 3e-6)
 
 
 def test_inside_of_what_skips_and_accumulates():
-    """The average moves with the weights only."""
+    """The average moves with the weights only, once per window."""
     w, grads = params(), gradients(4)
     inner = optax.chain(jgrad.gradient_descent(0.1), jgrad.ema(0.5))
     tx = jgrad.skip_nonfinite(jgrad.accumulate(inner, 2, check_finite=False))
     bad = jax.tree.map(lambda x: NAN * x, grads[0])
-    found = run(tx, w, [grads[0], bad, grads[1], bad, *grads[2:]])
-    trees = [w, found[2][0], found[5][0]]
-    assert_reference([found[2][1], found[5][1]], trees, 0.5, 3e-6)
+    found = every_step(tx, w, [grads[0], bad, grads[1], bad, *grads[2:]])
+    closed = [found[i] for i in (1, 3, 5)]
+    assert_reference([s for _, s in closed], [w, *(w for w, _ in closed)], 0.5, 3e-6)
     assert int(optax.tree.get(found[-1][1], "skipped", filtering=in_skip_state)) == 2
 
 
@@ -211,7 +195,7 @@ def in_skip_state(path, _):
 def test_beside_optax(standard_promotion):
     """`optax.ema` of the same weights, without its correction and from the same start."""
     w, grads = params(), gradients(10)
-    found = run(optax.chain(optax.sgd(0.1), jgrad.ema(0.9)), w, grads)
+    found = every_step(optax.chain(optax.sgd(0.1), jgrad.ema(0.9)), w, grads)
     tx = optax.ema(0.9, debias=False)
     state = tx.init(w)._replace(ema=w)
     for weights, _ in found:

@@ -9,6 +9,7 @@ import pytest
 
 import jgrad
 from tests.cases import Case, gradients, params
+from tests.loops import assert_equal, step_of
 
 HALF = ("bfloat16", "float16")
 X = jnp.ones(3)
@@ -17,22 +18,8 @@ W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
 every_dtype = pytest.mark.parametrize("dtype", HALF)
 
 
-def step_of(tx):
-    def step(w, state, g):
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    return step
-
-
 def half(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-def assert_equal(a, b):
-    chex.assert_trees_all_equal_structs(a, b)
-    chex.assert_trees_all_equal_shapes_and_dtypes(a, b)
-    chex.assert_trees_all_equal(a, b)
 
 
 # ---- E7: small steps are not lost --------------------------------------------------------------
@@ -360,6 +347,8 @@ MESSAGES = [
      lambda: update(w=None)),
     (TypeError, "master_weights: `state`: OptState, expected the MasterState that this `master_weights` made with "
      "`init`.", lambda: update(state=SGD.init(W))),
+    (ValueError, "master_weights: `state.master` does not match `params` at ['layer_3']['b']: shape (3,), expected "
+     "(0,).", lambda: update(state=jgrad.master_weights(SGD).init(jax.tree.map(jnp.bfloat16, W)))),
     (ValueError, "master_weights: `state.master` does not have the structure of `params`: only `params` has "
      "['layer_3'].", lambda: update(state=jgrad.master_weights(SGD).init({}))),
     (ValueError, "master_weights: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected "

@@ -12,34 +12,11 @@ from jax import export
 
 import jgrad
 from tests.cases import CASES, RATE, gradients, params
+from tests.loops import assert_equal, run, step_of
 
 LOW = (jnp.float16, jnp.bfloat16)
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-def step_of(tx):
-    """A train step without a model: update and apply."""
-
-    def step(w, state, g, **extra):
-        updates, state = tx.update(g, state, w, **extra)
-        return optax.apply_updates(w, updates), state
-
-    return step
-
-
-def run(tx, w, grads):
-    step, state = jax.jit(step_of(tx)), tx.init(w)
-    found = []
-    for g in grads:
-        w, state = step(w, state, g)
-        found.append(w)
-    return found, state
-
-
-def assert_equal(a, b):
-    chex.assert_trees_all_equal_structs(a, b)
-    chex.assert_trees_all_equal(a, b)
 
 
 def close(found, expected, rtol):

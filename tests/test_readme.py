@@ -4,6 +4,9 @@ import inspect
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jgrad
@@ -30,10 +33,31 @@ def first_cells(text):
 
 def test_the_example(capsys, standard_promotion):
     """It runs as a reader would run it, and learns; optax's schedules rely on promotion."""
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     exec(compile(example, "README.md", "exec"), {})
     found = re.fullmatch(r"loss (\S+) after 300 steps\n", capsys.readouterr().out)
     assert float(found[1]) < 1e-2  # from 0.55, the mean square of y
+
+
+def test_the_order_of_wrappers():
+    """Four mini-batches of a float16 model, scaled as the text says, and the average read by name."""
+    names = {"jgrad": jgrad, "optax": optax}
+    exec(compile(blocks("python")[1], "README.md", "exec"), names)
+    tx, w = names["tx"], {"w": jnp.ones((2, 3), jnp.float16)}
+
+    @jax.jit
+    def step(w, state):
+        loss = lambda w: state.loss_scale * jnp.mean(jnp.square(w["w"].astype(jnp.float32)))
+        updates, state = tx.update(jgrad.grad(loss)(w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    state = tx.init(w)
+    for i in range(4):
+        assert w["w"][0, 0] == 1, i
+        w, state = step(w, state)
+    assert w["w"][0, 0] < 1
+    assert int(state.skipped) == 0
+    assert 0.999 < optax.tree.get(state, "average")["w"][0, 0] < 1
 
 
 def test_the_table_has_a_line_for_every_public_name():

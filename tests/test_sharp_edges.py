@@ -17,26 +17,11 @@ import pytest
 
 import jgrad
 from tests.cases import CASES, RATE, gradients, params
+from tests.loops import step_of, train
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 with_moments = pytest.mark.parametrize("case", [c for c in CASES if c.state], ids=str)
 with_ratio = pytest.mark.parametrize("case", [c for c in CASES if not c.elementwise], ids=str)
-
-
-def step_of(tx):
-    def step(w, state, g):
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    return step
-
-
-def train(tx, w, grads, step=None):
-    """Weights and state after a step on each gradient; `step` saves compiling it again."""
-    step, state = step or jax.jit(step_of(tx)), tx.init(w)
-    for g in grads:
-        w, state = step(w, state, g)
-    return w, state
 
 
 def message(f, *args, **kwargs):
@@ -346,13 +331,12 @@ def test_e24_steps_that_are_not_finite(case):
     """Skipped, counted, and as if they had not been, however many there are."""
     w, grads = params(), gradients(4)
     tx = jgrad.skip_nonfinite(case.tx())
-    step = jax.jit(step_of(tx))
-    expected, inner = train(tx, w, grads, step)
+    expected, inner = train(tx, w, grads)
     assert int(inner.skipped) == 0
     for bad in (jnp.nan, jnp.inf, -jnp.inf):
         broken = jax.tree.map(lambda x: x, grads[0])
         broken["rest"][1] = jnp.asarray(bad, jnp.float32)
-        found, state = train(tx, w, [broken, grads[0], broken, broken, *grads[1:], broken], step)
+        found, state = train(tx, w, [broken, grads[0], broken, broken, *grads[1:], broken])
         chex.assert_trees_all_equal(found, expected)
         chex.assert_trees_all_equal(state.inner, inner.inner)
         assert int(state.skipped) == 4

@@ -11,6 +11,7 @@ import pytest
 
 import jgrad
 from tests.cases import CASES, gradients, params
+from tests.loops import assert_equal, compiled, stack, step_of
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
@@ -29,23 +30,6 @@ def skipping(name):
     return jgrad.skip_nonfinite(TRANSFORMATIONS[name])
 
 
-def step_of(tx):
-    def step(w, state, g):
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    return step
-
-
-@functools.cache
-def compiled(tx):
-    return jax.jit(step_of(tx))
-
-
-def stack(trees):
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
-
-
 def poisoned(g, rng):
     """With one to all elements of one leaf that are not finite."""
     leaves, structure = jax.tree.flatten(g)
@@ -55,11 +39,6 @@ def poisoned(g, rng):
     where.flat[rng.integers(where.size)] = True
     leaves[i] = jnp.where(where, jnp.asarray(bad, leaves[i].dtype), leaves[i])
     return structure.unflatten(leaves)
-
-
-def assert_equal(a, b):
-    chex.assert_trees_all_equal_structs(a, b)
-    chex.assert_trees_all_equal(a, b)
 
 
 def sequence(tx, w, values):
@@ -169,6 +148,32 @@ def test_moments_that_would_overflow(loss_scale):
     np.testing.assert_allclose([w for w, _ in found], [-3e8, -3e8, -4.7e8], rtol=1e-6)
     traces = [state.inner[0].trace for _, state in found]
     np.testing.assert_allclose(traces, [3e38, 3e38, 1.7e38], rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0])
+def test_e24_a_window_whose_update_overflows(loss_scale):
+    """It is lost, since its sum would be in the way of all windows to come."""
+    tx = jgrad.accumulate(jgrad.gradient_descent(1.0), 2)
+    tx = jgrad.skip_nonfinite(tx, loss_scale=loss_scale)
+    found = sequence(tx, jnp.asarray(-60000, jnp.float16), [60000, 60000, -2048, -2048])
+    assert [float(w) for w, _ in found] == [-60000, -60000, -60000, -57952]
+    assert [int(state.skipped) for _, state in found] == [0, 1, 1, 1]
+    assert [int(state.inner.mini_step) for _, state in found] == [1, 0, 1, 0]
+    assert [int(state.inner.inner.step) for _, state in found] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("check_finite", [True, False])
+def test_e24_a_bad_mini_batch_closes_its_window(check_finite):
+    """Left out and counted by both, with a scale halved, and `emit` as good as ever."""
+    tx = jgrad.accumulate(jgrad.gradient_descent(1.0), 4, check_finite=check_finite)
+    tx = jgrad.skip_nonfinite(tx, loss_scale=8.0)
+    w, state = X, tx.init(X)
+    for g, emit in ((8.0, False), (24.0, False), (NAN, True)):
+        w, state = compiled(tx)(w, state, g * X, emit=jnp.asarray(emit))
+    np.testing.assert_array_equal(w, -X)
+    assert (int(state.skipped), int(state.inner.skipped)) == (1, 1)
+    assert (int(state.inner.mini_step), int(state.inner.inner.step)) == (0, 1)
+    assert float(state.loss_scale) == 4
 
 
 def test_a_state_that_overflows_beside_a_finite_step():

@@ -10,6 +10,7 @@ import optax
 from jgrad import checks, methods, places, rules, trees
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
+from jgrad.transforms.master import MasterState
 from jgrad.transforms.state import counter, zeros
 from jgrad.trees import PyTree
 
@@ -47,16 +48,18 @@ def accumulate(
         updates = tx(total' / count)  at the end of a window, and 0 before
 
     A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
-    finite mini-batch updates nothing. A gradient None adds nothing to its leaf. Put clipping
-    inside, so that it sees the mean, and loss scaling outside, so that it sees what is not finite:
-    `skip_nonfinite(accumulate(tx, every), loss_scale=...)`.
+    finite mini-batch updates nothing. A gradient None adds nothing to its leaf. Put clipping and
+    `ema` inside, where they see means and updates, and loss scaling directly outside, where it sees
+    what is not finite: `skip_nonfinite(accumulate(tx, every), loss_scale=...)`.
 
     `update(..., emit=True)` closes the window with this call, for a last one that is not full;
     `emit=False` says that this call does not, which compiles to a program without `tx`; by default,
-    the call that fills the window closes it. `emit` may be a traced bool.
+    the call that fills the window closes it. `emit` may be a traced bool. `finite=` says whether
+    the gradients are finite, where that is known already; it may be traced too.
 
     Args:
-      tx: any transformation. It sees gradients in the dtype of those given.
+      tx: any transformation. It sees means in the dtype of the gradients, but for `master_weights`,
+        which sees them unrounded.
       every: mini-batches per window, at least 1.
       check_finite: False adds every gradient as it is. To look at a gradient before it is added
         means to read it once more.
@@ -89,14 +92,18 @@ def accumulate(
         params: PyTree = None,
         *,
         emit: Any = None,
+        finite: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
         wrapping.check_state(_NAME, state, AccumulateState)
         leaves = Leaves(_NAME, updates, params)
-        _check_emit(emit)
+        _check_flag("emit", emit)
+        _check_flag("finite", finite)
         cut = wrapping.mesh_axes(leaves, norm_axes)
         old = leaves.moment("state.total", state.total)
-        use = wrapping.all_finite(leaves.g, cut) if check_finite else jnp.asarray(True)
+        if finite is None:
+            finite = wrapping.all_finite(leaves.g, cut) if check_finite else True
+        use = jnp.asarray(finite)
         added = methods.apply(rules.add_if, old, leaves.g, use.astype(float))
         total = leaves.moments(added, old)
         mini_step = state.mini_step + 1
@@ -108,8 +115,10 @@ def accumulate(
 
         def close() -> tuple[PyTree, PyTree, PyTree]:
             means = methods.apply(rules.divide, added, count.astype(float))
-            pairs = zip(means, leaves.g, strict=True)
-            mean = leaves.gradients([None if g is None else x.astype(g.dtype) for x, g in pairs])
+            if not isinstance(state.inner, MasterState):
+                pairs = zip(means, leaves.g, strict=True)
+                means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
+            mean = leaves.gradients(means)
             steps, inner = tx.update(mean, state.inner, params, **extra_args)
             return (
                 leaves.directions(trees.flatten(steps)[0]),
@@ -139,7 +148,7 @@ def accumulate(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_emit(emit: Any) -> None:
-    dtype, shape = getattr(emit, "dtype", None), getattr(emit, "shape", ())
-    if not (emit is None or isinstance(emit, bool) or (dtype == jnp.bool_ and shape == ())):
-        raise TypeError(f"{_NAME}: `emit`: {checks.describe(emit)}, expected None or one bool.")
+def _check_flag(name: str, x: Any) -> None:
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())
+    if not (x is None or isinstance(x, bool) or (dtype == jnp.bool_ and shape == ())):
+        raise TypeError(f"{_NAME}: `{name}`: {checks.describe(x)}, expected None or one bool.")

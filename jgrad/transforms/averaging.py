@@ -37,8 +37,9 @@ def ema(
         average' = decay average + (1 - decay) (w + updates)
 
     It starts at the first parameters, so that no correction of its start is needed. Put it last in
-    `optax.chain`, where the updates are those that will be applied;
-    `optax.tree.get(state, "average")` reads it. Integer leaves are copied.
+    `optax.chain`, where the updates are those that will be applied, and the chain inside of
+    `accumulate`, `skip_nonfinite` and `master_weights`: there it averages once per update, and the
+    float32 copies. `optax.tree.get(state, "average")` reads it. Integer leaves are copied.
 
     Args:
       decay: in [0, 1), or a function of the number of updates done (0 at the first), such as

@@ -21,8 +21,8 @@ def clip_by_global_norm(
         updates' = min(1, max_norm / |updates|) updates
 
     with |.| the 2-norm over all leaves, computed without overflow or underflow, as in
-    `global_norm`. Where it is NaN or infinite all updates become NaN, for `skip_nonfinite` to see.
-    Dtypes are kept; integer leaves, float0 and None pass.
+    `global_norm`. Where one is NaN or infinite all become NaN, for `skip_nonfinite` to see. Dtypes
+    are kept; integer leaves, float0 and None pass.
 
     Args:
       max_norm: in [0, inf).

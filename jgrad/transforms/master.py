@@ -66,11 +66,9 @@ def master_weights(
         leaves = Leaves(_NAME, updates, params)
         leaves.require_params("the master copy")
         copies = leaves.row("state.master", state.master)
-        halves = [
-            m if _is_half(p) else None
-            for m, p in zip(copies.leaves, trees.flatten(params)[0], strict=True)
-        ]
-        checks.same_shapes(copies._replace(leaves=halves), leaves.reference)
+        none = jax.ShapeDtypeStruct((0,), jnp.float32)
+        expected = [p if p is None or _is_half(p) else none for p in leaves.reference.leaves]
+        checks.same_shapes(copies, leaves.reference._replace(leaves=expected))
         master = _whole(state.master, params)
         wide = jax.tree.map(
             lambda g, p: jnp.asarray(g, jnp.float32) if g is not None and _is_half(p) else g,

@@ -54,7 +54,7 @@ def state_shardings(
         try:
             x.shard_shape(p.shape)
         except (ValueError, IndexError):
-            row.fail(i, ValueError, f"{x.spec}, expected a spec that divides shape {p.shape}")
+            row.fail(i, ValueError, f"{x.spec}, expected a spec that fits shape {p.shape}")
     meshes = [x.mesh for x in given if x is not None]
     if not meshes:
         raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")

@@ -8,6 +8,7 @@ import optax
 
 from jgrad import arguments, checks, methods, places, rules, trees
 from jgrad.transforms import options, wrapping
+from jgrad.transforms.accumulation import AccumulateState
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.options import Scalar
 from jgrad.transforms.state import counter
@@ -21,7 +22,8 @@ class SkipState(NamedTuple):
     """State of `skip_nonfinite`. The field names are a file format: checkpoints hold them.
 
     Attributes:
-      skipped: number of steps skipped since the start, an int32 scalar; it saturates.
+      skipped: number of steps skipped since the start, or of mini-batches around `accumulate`, an
+        int32 scalar; it saturates.
       inner: state of the transformation inside.
       streak: finite steps since the last skip or growth of the scale, an int32 scalar.
       loss_scale: what the loss is to be multiplied by, a float32 scalar; 1 without loss scaling.
@@ -46,10 +48,13 @@ def skip_nonfinite(
         updates  = step if g and step are finite, and the new state and w + step stay so, else 0
         skipped' = skipped, or skipped + 1
 
-    With `loss_scale`, dynamic loss scaling: multiply the loss by `state.loss_scale` before it is
-    differentiated. The scale halves at each step skipped, down to 1, and doubles after each
-    `growth_interval` finite steps in a row; `tx` sees gradients in float32 or wider. Loss scaling
-    belongs outside of `accumulate`, which leaves out gradients that are not finite.
+    With `loss_scale`, dynamic loss scaling: multiply the loss, in float32, by `state.loss_scale`
+    before it is differentiated. The scale halves at each step skipped, down to 1, and doubles after
+    each `growth_interval` finite steps in a row, up to 2^125; `tx` sees gradients in float32 or
+    wider. Put clipping inside, so that it sees gradients without the scale.
+
+    Directly around `accumulate`, a mini-batch that is not finite is left out of its window, which
+    goes on and closes as usual; a window whose update is not finite is lost as a whole.
 
     Args:
       tx: any transformation.
@@ -89,19 +94,26 @@ def skip_nonfinite(
         given = updates
         if loss_scale is not None:
             given = leaves.gradients(methods.apply(rules.divide, leaves.g, state.loss_scale))
+        finite = wrapping.all_finite(leaves.g, cut)
+        accumulates = isinstance(state.inner, AccumulateState)
+        if accumulates:
+            extra_args["finite"] = finite
         steps, inner = tx.update(given, state.inner, params, **extra_args)
         steps = leaves.directions(trees.flatten(steps)[0])
-        finite = wrapping.all_finite((leaves.g, steps), cut)
-        finite &= wrapping.stays_finite(inner, state.inner, cut)
+        works = wrapping.all_finite(steps, cut) & wrapping.stays_finite(inner, state.inner, cut)
         if params is not None:
-            finite &= wrapping.stays_finite(wrapping.applied(params, steps), params, cut)
+            works &= wrapping.stays_finite(wrapping.applied(params, steps), params, cut)
+        finite &= works
+        # Where only a window is in the way, it goes: kept, it would be in the way of all to come.
+        kept = inner._replace(inner=state.inner.inner) if accumulates else state.inner
+        use = works if accumulates else finite
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
         if loss_scale is not None:
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
-        return wrapping.choose(finite, steps, leaves.zeros()), SkipState(
+        return wrapping.choose(use, steps, leaves.zeros()), SkipState(
             jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
-            wrapping.choose(finite, inner, state.inner),
+            wrapping.choose(use, inner, kept),
             streak,
             scale,
         )

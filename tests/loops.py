@@ -1,0 +1,56 @@
+"""Training steps around a transformation, as the tests take them."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def step_of(tx):
+    """(weights, state, gradients) -> (new weights, new state)."""
+
+    def step(w, state, g, **extra):
+        updates, state = tx.update(g, state, w, **extra)
+        return optax.apply_updates(w, updates), state
+
+    return step
+
+
+@functools.lru_cache(maxsize=32)
+def compiled(tx):
+    """`step_of`, compiled once for a transformation."""
+    return jax.jit(step_of(tx))
+
+
+def every_step(tx, w, grads):
+    """Weights and state after each step."""
+    state, found = tx.init(w), []
+    for g in grads:
+        w, state = compiled(tx)(w, state, g)
+        found.append((w, state))
+    return found
+
+
+def run(tx, w, grads):
+    """The weights after each step, and the last state."""
+    found = every_step(tx, w, grads)
+    return [w for w, _ in found], found[-1][1]
+
+
+def train(tx, w, grads):
+    """The last weights and state."""
+    return every_step(tx, w, grads)[-1]
+
+
+def stack(trees):
+    """Trees as one, with an axis for them in front of each leaf."""
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+def assert_equal(a, b):
+    """Equal in structure, shapes, dtypes and bit for bit."""
+    chex.assert_trees_all_equal_structs(a, b)
+    chex.assert_trees_all_equal_shapes_and_dtypes(a, b)
+    chex.assert_trees_all_equal(a, b)
