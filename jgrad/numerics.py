@@ -67,11 +67,14 @@ def abs_squared(x: jax.Array) -> jax.Array:
 
 
 def squarable(x: jax.Array) -> jax.Array:
-    """`x`, its parts clipped to 2^63 in float32: the largest power of two with a finite square."""
+    """`x`, its parts clipped to the largest power of two whose square is finite (2^63 in float32).
+
+    What is infinite stays so: a fault should be seen.
+    """
     if jnp.iscomplexobj(x):
         return jax.lax.complex(squarable(x.real), squarable(x.imag))
     largest = jnp.asarray(2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 1), x.dtype)
-    return jnp.minimum(jnp.maximum(x, -largest), largest)
+    return jnp.where(jnp.isinf(x), x, jnp.minimum(jnp.maximum(x, -largest), largest))
 
 
 def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:

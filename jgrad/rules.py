@@ -65,11 +65,9 @@ def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.A
     """m' = beta m + (1 - beta) g
 
     A gradient with a square beyond the largest number counts as the largest that has one, in both
-    moments: an infinite v would hold its weight for ever. One that is infinite makes m so, since a
-    fault should be seen.
+    moments: an infinite v would hold its weight for ever.
     """
-    clipped = jnp.where(jnp.isinf(g), g, numerics.squarable(g))
-    return scaled(mw, beta) + scaled(clipped, complement)
+    return scaled(mw, beta) + scaled(numerics.squarable(g), complement)
 
 
 @on_leaf(arrays=2)

@@ -41,7 +41,7 @@ def run(tx, w, grads):
 
 def train(tx, w, grads):
     """The last weights and state."""
-    return every_step(tx, w, grads)[-1]
+    return [(w, tx.init(w)), *every_step(tx, w, grads)][-1]
 
 
 def stack(trees):
