@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jgrad import leafwise, norms, rules, trees
+from jgrad import leafwise, norms, ratios, rules, trees
 from jgrad.leafwise import Task
 from jgrad.numerics import Beta
 from jgrad.places import Place
@@ -106,13 +106,13 @@ def lars_steps(
     own, rates = Layers(*rows[:2]), rows[2:]
     gradients = [None if x is None else (leafwise.itself, (x,)) for x in g]
     if rule == "ivy":
-        ratio = rules.lars_ratio_ivy
+        ratio = ratios.lars_ratio_ivy
         return unflatten(_trusted(w, gradients, gradients, ratio, (coefficient, decay), own, rates))
     directions = [_decayed(*xs) for xs in zip(g, w, decay, strict=True)]
     measured = directions if rule == "decayed_gradient" else gradients
     below = [0.0] * len(w) if rule == "decayed_gradient" else decay
     numbers = (coefficient, below, epsilon)
-    return unflatten(_trusted(w, directions, measured, rules.lars_ratio, numbers, own, rates))
+    return unflatten(_trusted(w, directions, measured, ratios.lars_ratio, numbers, own, rates))
 
 
 def lamb_steps(
@@ -143,8 +143,8 @@ def lamb_steps(
         decayed.append(delta if plain else (rules.lamb_direction, (m, v, x, a, e, lam)))
     numbers = (smallest, largest)
     if rule == "ivy":
-        return unflatten(_trusted(w, deltas, decayed, rules.lamb_ratio_ivy, numbers, own, (lr,)))
-    return unflatten(_trusted(w, decayed, decayed, rules.lamb_ratio, numbers, own, (lr,)))
+        return unflatten(_trusted(w, deltas, decayed, ratios.lamb_ratio_ivy, numbers, own, (lr,)))
+    return unflatten(_trusted(w, decayed, decayed, ratios.lamb_ratio, numbers, own, (lr,)))
 
 
 def trust_ratio_steps(
@@ -155,12 +155,12 @@ def trust_ratio_steps(
     w, direction, smallest, largest, *rows = rows
     given = [None if d is None else (leafwise.itself, (d,)) for d in direction]
     numbers = (smallest, largest)
-    return unflatten(_trusted(w, given, given, rules.lamb_ratio, numbers, Layers(*rows), ()))
+    return unflatten(_trusted(w, given, given, ratios.lamb_ratio, numbers, Layers(*rows), ()))
 
 
 def clip(g: Sequence[Any], largest: jax.Array, places: Sequence[Place]) -> list[Any]:
     """The leaves, scaled down together where their norm is above `largest`."""
-    factors = rules.clip_ratio(*global_norm(g, places), largest)
+    factors = ratios.clip_ratio(*global_norm(g, places), largest)
     return leafwise.run([None if x is None else (rules.step, (x, *factors)) for x in g])
 
 
@@ -194,8 +194,8 @@ def _trusted(
         weights = [(leafwise.itself, (w[i],)) for i in chosen]
         columns = norms.layer_norms(places, weights, others)
         columns += [norms.join(places, [row[i] for i in chosen]) for row in numbers]
-        ratios = zip(*(ratio(*xs) for xs in zip(*columns, strict=True)), strict=True)
-        each = (norms.split(places, factor) for factor in ratios)
+        by_column = zip(*(ratio(*xs) for xs in zip(*columns, strict=True)), strict=True)
+        each = (norms.split(places, factor) for factor in by_column)
         for i, *own in zip(chosen, *each, strict=True):
             factors[i] = own + factors[i]
     found = zip(leafwise.run(directions), factors, strict=True)

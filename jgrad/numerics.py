@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 # log(0), finite so that `step * log(beta)` is 0 and not NaN at step 0, and still e^-infinity
 # elsewhere.
@@ -88,10 +88,26 @@ def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:
     return jnp.where(finite, clipped, x)
 
 
+def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """Zeros that lie where `x` lies.
+
+    Of a constant, XLA does not know where, and puts the whole on the first device; and inside of a
+    `jax.lax.cond` constants have no sharding. The comparison is not in the program.
+    """
+    zero = jnp.zeros((), x.dtype if dtype is None else dtype)
+    return jnp.where(x == x, zero, zero)
+
+
 def safe_sqrt(x: jax.Array) -> jax.Array:
     """sqrt(x) with derivative 0 at 0. NaN stays NaN."""
     zero = x == 0
     return jnp.where(zero, jnp.zeros_like(x), jnp.sqrt(jnp.where(zero, jnp.ones_like(x), x)))
+
+
+def safe_divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b, and 0 where b is 0, with derivatives that are finite there."""
+    zero = b == 0
+    return jnp.where(zero, jnp.zeros_like(b), a / jnp.where(zero, jnp.ones_like(b), b))
 
 
 class Beta(NamedTuple):

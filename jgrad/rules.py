@@ -20,9 +20,6 @@ from jgrad.numerics import scaled
 BiasCorrection = Literal["step_size", "moments"] | None
 BIAS_CORRECTIONS = ("step_size", "moments", None)
 
-# Ivy adds this to the denominators of its trust ratios, where the papers treat a zero norm apart.
-_IVY_GUARD = 1e-12
-
 
 def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a rule work on leaves of any float dtype, and on shapes that broadcast.
@@ -161,88 +158,6 @@ def adam_scalars(
     c1 = numerics.one_minus_power(log_beta1, t)
     root = numerics.safe_sqrt(numerics.one_minus_power(log_beta2, t))
     if bias_correction == "moments":
-        return _divide(root, c1), jnp.where(root > 0, root, jnp.ones_like(root)) * epsilon
-    return _divide(root, c1 + epsilon), epsilon
-
-
-# ---- ratios, on vectors with an entry per layer, as factors to multiply by in turn --------------
-
-
-@on_leaf(arrays=2)
-def lars_ratio(
-    w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array, epsilon: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """eta |w| / (|g| + lambda |w| + epsilon); 1 where a norm is zero.
-
-    Its root twice, and eta between: the ratio itself may overflow or vanish where its product with
-    g is an ordinary number.
-    """
-    root = _root_of_ratio(
-        _where_zero(w_norm, g_norm, w_norm),
-        _where_zero(w_norm, g_norm, g_norm + decay * w_norm + epsilon),
-    )
-    return root, _where_zero(w_norm, g_norm, jnp.broadcast_to(eta, w_norm.shape)), root
-
-
-@jax.custom_jvp
-def _root_of_ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-    """sqrt(a / b) for a, b > 0, and its slope, at every scale of a and b."""
-    return jnp.sqrt(a) / jnp.sqrt(b)
-
-
-@_root_of_ratio.defjvp
-def _root_of_ratio_jvp(primals: Any, tangents: Any) -> Any:
-    (a, b), (da, db) = primals, tangents
-    root = _root_of_ratio(a, b)
-    return root, 0.5 * root * (da / a - db / b)
-
-
-@on_leaf(arrays=2)
-def clip_ratio(root: jax.Array, unit: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """min(1, largest / norm), norm = root unit, as its square root twice; NaN for infinite norms.
-
-    The ratio itself may vanish where its product with a gradient is an ordinary number.
-    """
-    above = ~(root * unit <= largest)  # of NaN too
-    safe = jnp.where(above, root, jnp.ones_like(root))
-    factor = numerics.safe_sqrt(largest) / jnp.sqrt(safe) / jnp.sqrt(unit)
-    factor = jnp.where(root == jnp.inf, jnp.full_like(factor, jnp.nan), factor)
-    factor = jnp.where(above, factor, jnp.ones_like(factor))
-    return factor, factor
-
-
-@on_leaf(arrays=2)
-def lars_ratio_ivy(
-    w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array
-) -> tuple[jax.Array]:
-    """eta |w| / |g|, divided by lambda |w| where lambda > 0; 0 where the weights are."""
-    ratio = eta * w_norm / (g_norm + _IVY_GUARD)
-    return (jnp.where(decay > 0, _divide(ratio, decay * w_norm), ratio),)
-
-
-@on_leaf(arrays=2)
-def lamb_ratio(
-    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> tuple[jax.Array]:
-    """|w| / |u|, clamped; 1 where a norm is zero, which the clamp leaves alone."""
-    ratio = jnp.clip(_divide(w_norm, u_norm), smallest, largest)
-    return (_where_zero(w_norm, u_norm, ratio),)
-
-
-@on_leaf(arrays=2)
-def lamb_ratio_ivy(
-    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> tuple[jax.Array]:
-    """|w| / |u|, clamped; 0 where the weights are."""
-    return (jnp.clip(w_norm / (u_norm + _IVY_GUARD), smallest, largest),)
-
-
-def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b, and 0 where b is 0, with derivatives that are finite there."""
-    zero = b == 0
-    return jnp.where(zero, jnp.zeros_like(b), a / jnp.where(zero, jnp.ones_like(b), b))
-
-
-def _where_zero(a: jax.Array, b: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """1 where `a` or `b` is 0. NaN is not zero: it goes on."""
-    return jnp.where((a == 0) | (b == 0), jnp.ones_like(otherwise), otherwise)
+        epsilon = jnp.where(root > 0, root, jnp.ones_like(root)) * epsilon
+        return numerics.safe_divide(root, c1), epsilon
+    return numerics.safe_divide(root, c1 + epsilon), epsilon

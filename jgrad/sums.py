@@ -44,31 +44,43 @@ class Limits(NamedTuple):
 
     Attributes:
       small: sums below this may have lost squares to underflow; 2^-64 in float32.
+      tiny: sums below this are scaled once more; 2^-100 in float32.
       down: scale for sums that overflowed. Scaled by 2^-84, the squares of the largest float32 sum
         to a finite number over 2^40 elements.
-      up: scale for small sums. Scaled by 2^88, the square of the smallest normal float32 is far
-        from 0.
+      up: scale for small sums, 2^50 in float32.
+      far_up: scale for tiny sums. Scaled by 2^80, the square of the smallest normal float32 is far
+        from 0. Of larger norms, the square of this scale is too much for the slope.
     """
 
     small: np.ndarray
+    tiny: np.ndarray
     down: np.ndarray
     up: np.ndarray
+    far_up: np.ndarray
 
     @classmethod
     def of(cls, sums: Sequence[jax.Array]) -> "Limits":
         exponents = np.array([jnp.finfo(x.dtype).maxexp for x in sums for _ in range(x.size)])
-        half = exponents // 2
-        return cls(np.exp2(-half), np.exp2(-half - 20), np.exp2(exponents * 7 // 20 * 2))
+        half, part = exponents // 2, exponents // 64
+        powers = (-half, -50 * part, -half - 20, 25 * part, 40 * part)
+        return cls(*(np.exp2(power) for power in powers))
 
     def scale(self, total: jax.Array) -> jax.Array:
         """The scale of each layer, from its plain sum."""
-        small, down, up = (jnp.asarray(x, total.dtype) for x in self)
-        return _choose(jax.lax.stop_gradient(total), small, down, up)
+        return _choose(jax.lax.stop_gradient(total), *(jnp.asarray(x, total.dtype) for x in self))
 
 
 @compiled
-def _choose(total: jax.Array, small: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
-    return jnp.where(total == jnp.inf, down, jnp.where(total < small, up, jnp.ones_like(total)))
+def _choose(
+    total: jax.Array,
+    small: jax.Array,
+    tiny: jax.Array,
+    down: jax.Array,
+    up: jax.Array,
+    far_up: jax.Array,
+) -> jax.Array:
+    scale = jnp.where(total < tiny, far_up, jnp.where(total < small, up, jnp.ones_like(total)))
+    return jnp.where(total == jnp.inf, down, scale)
 
 
 def rescaled(arguments: Sequence[jax.Array], column: Sequence[Leaf], scale: jax.Array) -> jax.Array:

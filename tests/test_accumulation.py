@@ -183,6 +183,20 @@ def test_emit_false_leaves_the_inner_optimizer_out_of_the_program():
     assert ["sqrt" in program for program in programs] == [True, False]
 
 
+def test_a_leaf_without_a_gradient_when_the_window_closes():
+    """It is left alone, and its sum is not taken into the next window."""
+    tx = jgrad.accumulate(jgrad.gradient_descent(1.0), 2)
+    w = {"a": X, "b": X}
+    state = tx.init(w)
+    for b in (X, None, X, 3 * X):
+        updates, state = tx.update({"a": X, "b": b}, state, w)
+        if b is None:
+            np.testing.assert_array_equal(updates["b"], 0 * X)
+            np.testing.assert_array_equal(state.total["b"], 0 * X)
+    np.testing.assert_array_equal(updates["a"], -X)
+    np.testing.assert_array_equal(updates["b"], -2 * X)
+
+
 # ---- finite ------------------------------------------------------------------------------------
 
 
@@ -374,7 +388,7 @@ def test_extra_arguments_reach_the_inner_transformation():
     assert seen[-1] == ["learning_rate", "value"]
 
 
-# The XLA of older versions writes |g| out before it takes the maximum.
+# The XLA of older versions writes 0 g out before it adds it up.
 LOOK = 1 if jax.__version_info__ >= (0, 10) else 3.1
 
 

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"trees", "numerics", "checks", "places"},
     {"leafwise"},
-    {"norms", "sums", "rules"},
+    {"norms", "sums", "rules", "ratios"},
     {"methods"},
     {"arguments", "differentiation"},
     {"steps", "gradients", "jacobians", "execution", "variables"},

@@ -324,6 +324,21 @@ def test_bytes_per_parameter(dtype, tx, expected):
     assert size(state) == pytest.approx(sum(expected[2:]), abs=1e-4)  # and a counter
 
 
+def test_a_copy_beyond_the_largest_number():
+    """Infinite at once, so that it can be skipped: later, the copy would stay where it is."""
+    tx = jgrad.master_weights(jgrad.gradient_descent(1.0))
+    w = jnp.ones(3, jnp.float16)
+    updates, _ = tx.update(jnp.full(3, -69999.0), tx.init(w), w)
+    assert jnp.all(updates == jnp.inf)
+    safe = jgrad.skip_nonfinite(tx)
+    state = safe.init(w)
+    for g in (-69999.0, 2.0):
+        updates, state = safe.update(jnp.full(3, g), state, w)
+        w = w + updates
+    np.testing.assert_array_equal(w, -jnp.ones(3))
+    assert int(state.skipped) == 1
+
+
 # ---- messages ----------------------------------------------------------------------------------
 
 SGD = jgrad.gradient_descent(0.1)

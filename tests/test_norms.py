@@ -116,6 +116,15 @@ def test_derivative(scale):
     np.testing.assert_array_equal(jax.grad(f)(jnp.zeros(2)), [0, 0])
 
 
+@pytest.mark.parametrize("exponent", range(-120, 121, 4))
+def test_slopes_at_every_scale(exponent):
+    """The slope of a norm is the direction of the layer, forward and reverse."""
+    x = jnp.ldexp(jnp.asarray([3.0, -4.0]), exponent)
+    norm = lambda x: found_norms(x)[0]
+    for slope in (jax.jacrev(norm), jax.jacfwd(norm)):
+        np.testing.assert_allclose(slope(x), [0.6, -0.8], rtol=1e-5)
+
+
 def test_one_conditional_for_the_model():
     """However many layers there are, one `lax.cond` chooses the rare way."""
     arrays = [jnp.ones((i + 1,)) for i in range(40)]

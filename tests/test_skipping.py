@@ -176,6 +176,29 @@ def test_e24_a_bad_mini_batch_closes_its_window(check_finite):
     assert float(state.loss_scale) == 4
 
 
+@pytest.mark.parametrize("size", [5, 5000, 100_003])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_e24_one_element_among_many(dtype, bad, size):
+    """XLA's maximum of thousands of numbers does not see a NaN among them."""
+    tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.gradient_descent(1.0), 2))
+    ones = jnp.ones(size, dtype)
+    state = tx.init(ones)
+    for g in (ones.at[size // 2].set(bad), jnp.full(size, jnp.finfo(dtype).max, dtype)):
+        updates, state = jax.jit(tx.update)(g, state, 0 * ones)
+    assert int(state.skipped) == int(state.inner.skipped) == 1
+    np.testing.assert_array_equal(updates, -g)
+
+
+def test_e24_what_the_caller_knows():
+    """`finite=` of the call, beside what is found."""
+    tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.gradient_descent(1.0), 2))
+    _, state = tx.update(X, tx.init(X), X, finite=False)
+    assert (int(state.skipped), int(state.inner.skipped), int(state.inner.count)) == (1, 1, 0)
+    _, state = tx.update(NAN * X, tx.init(X), X, finite=True)
+    assert (int(state.skipped), int(state.inner.skipped), int(state.inner.count)) == (1, 1, 0)
+
+
 def test_a_state_that_overflows_beside_a_finite_step():
     """Whatever `tx` keeps is looked at, though no update shows it."""
 

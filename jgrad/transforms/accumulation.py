@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad import checks, methods, places, rules, trees
+from jgrad import checks, methods, numerics, places, rules, trees
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.master import MasterState
@@ -48,7 +48,9 @@ def accumulate(
         updates = tx(total' / count)  at the end of a window, and 0 before
 
     A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
-    finite mini-batch updates nothing. A gradient None adds nothing to its leaf. Put clipping and
+    finite mini-batch updates nothing. A gradient None adds nothing to its leaf, which is left alone
+    where that is the gradient of the call that closes the window. A sum beyond the largest number
+    counts as that number. Put clipping and
     `ema` inside, where they see means and updates, and loss scaling directly outside, where it sees
     what is not finite: `skip_nonfinite(accumulate(tx, every), loss_scale=...)`.
 
@@ -122,13 +124,7 @@ def accumulate(
             steps, inner = tx.update(mean, state.inner, params, **extra_args)
             return (
                 leaves.directions(trees.flatten(steps)[0]),
-                leaves.moments(
-                    [
-                        None if g is None else jnp.zeros_like(t)
-                        for g, t in zip(leaves.g, old, strict=True)
-                    ],
-                    old,
-                ),
+                empty(state.total),
                 wrapping.in_dtypes(inner, state.inner),
             )
 
@@ -146,6 +142,11 @@ def accumulate(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def empty(total: PyTree) -> PyTree:
+    """The sum of no gradients."""
+    return trees.map_leaves(numerics.zeros_like, total)
 
 
 def _check_flag(name: str, x: Any) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import checks, trees
+from jgrad import checks, numerics, trees
 from jgrad.checks import Row
 from jgrad.transforms.state import OptState
 from jgrad.trees import PyTree
@@ -153,5 +153,5 @@ def _expected(g: Any, p: Any) -> str | None:
 
 def _like(x: jax.Array | None, reference: Any) -> jax.Array | None:
     if x is None:
-        return None if reference is None else jnp.zeros_like(reference)
+        return None if reference is None else numerics.zeros_like(reference)
     return x if x.dtype == reference.dtype else x.astype(reference.dtype)

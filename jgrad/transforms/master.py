@@ -85,7 +85,8 @@ def master_weights(
             # From -60000 to 60000 is further than float16 reaches: the next step does the rest.
             far = wrapping.wide(new.astype(p.dtype)) - wrapping.wide(p)
             largest = float(jnp.finfo(p.dtype).max)
-            return jnp.where(jnp.isinf(new), far, jnp.clip(far, -largest, largest)).astype(p.dtype)
+            lost = jnp.isinf(new.astype(p.dtype))  # for `skip_nonfinite` to see
+            return jnp.where(lost, far, jnp.clip(far, -largest, largest)).astype(p.dtype)
 
         def keep(new: Any, old: Any, p: Any) -> Any:
             return new if _is_half(p) else old

@@ -52,10 +52,9 @@ def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return empty(p)  # no moments, but a place in the tree
     own = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
-    zero = jnp.zeros((), numerics.complex_dtype(own) if jnp.iscomplexobj(p) and not real else own)
-    # Zeros that depend on the parameter lie where it lies, under `jax.jit` too: of a constant, XLA
-    # does not know, and puts the whole on the first device.
-    return jnp.where(p == p, zero, zero)
+    return numerics.zeros_like(
+        p, numerics.complex_dtype(own) if jnp.iscomplexobj(p) and not real else own
+    )
 
 
 def counter(params: PyTree, value: int = 0) -> jax.Array:

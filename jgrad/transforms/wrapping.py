@@ -69,10 +69,11 @@ def _is_floating(x: Any) -> bool:
 
 @compiled
 def _is_finite(x: jax.Array) -> jax.Array:
-    # Not `jnp.all(jnp.isfinite(x))`, for which XLA's CPU backend writes an array of bools.
+    # 0 x is 0, or NaN. For `jnp.all(jnp.isfinite(x))`, XLA's CPU backend writes an array of bools;
+    # its maximum of many numbers does not see a NaN among them.
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-    largest = [jnp.max(jnp.abs(part), initial=0) for part in parts]
-    return functools.reduce(operator.and_, [x < jnp.inf for x in largest])
+    sums = [jnp.sum(part * jnp.zeros((), part.dtype)) for part in parts]
+    return functools.reduce(operator.and_, [total == 0 for total in sums])
 
 
 @compiled
@@ -84,8 +85,10 @@ def applied(params: PyTree, updates: PyTree) -> PyTree:
     """The parameters after the updates, as `optax.apply_updates` has them; None changes nothing."""
 
     def add(p: Any, u: Any) -> Any:
-        if p is None or u is None or getattr(u, "dtype", None) == jax.dtypes.float0:
-            return p
+        if p is None:
+            return None
+        if u is None or getattr(u, "dtype", None) == jax.dtypes.float0:
+            return jnp.asarray(p)
         return (wide(p) + wide(u)).astype(jnp.result_type(p))
 
     return jax.tree.map(add, params, updates, is_leaf=trees.is_none)
