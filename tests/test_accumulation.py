@@ -9,6 +9,7 @@ import pytest
 
 import jgrad
 from tests.cases import CASES, gradients, params
+from tests.errors import assert_error
 from tests.loops import assert_equal, compiled, run, stack, step_of
 
 NAN, INF = float("nan"), float("inf")
@@ -449,6 +450,4 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
 def test_message(error, message, call):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_error(error, message, call)

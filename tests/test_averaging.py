@@ -9,6 +9,7 @@ import pytest
 
 import jgrad
 from tests.cases import gradients, params
+from tests.errors import assert_error
 from tests.loops import every_step, step_of
 
 NAN = float("nan")
@@ -242,6 +243,4 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
 def test_message(error, message, call):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_error(error, message, call)

@@ -9,6 +9,7 @@ import pytest
 
 import jgrad
 from tests.cases import gradients
+from tests.errors import assert_error
 
 NAN, INF = float("nan"), float("inf")
 LARGEST = float(np.finfo(np.float32).max)
@@ -318,6 +319,4 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
 def test_message(error, message, call):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_error(error, message, call)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jgrad
+from tests.errors import assert_error
 
 
 def cube(x):
@@ -247,6 +248,4 @@ def test_stop_gradient(preserve_type):
     ],
 )  # fmt: skip
 def test_messages(error, message, call):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_error(error, message, call)

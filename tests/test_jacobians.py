@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jgrad
+from tests.errors import assert_error
 
 MODES = [None, "reverse", "forward"]
 X = jnp.array([0.3, 0.8, -0.5])
@@ -167,6 +168,4 @@ def test_empty(mode):
     ],
 )  # fmt: skip
 def test_messages(error, message, call):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_error(error, message, call)

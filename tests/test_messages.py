@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jgrad
+from tests.errors import assert_error
 
 NAN = float("nan")
 W = {"layer_3": {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}}
@@ -254,9 +255,7 @@ def test_the_switch_of_chex_turns_its_checks_off():
 
 @pytest.mark.parametrize(("error", "message", "call"), FUNCTIONAL + TRANSFORMATIONS)
 def test_message(error, message, call):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_error(error, message, call)
 
 
 def test_under_jit_the_message_is_the_same():

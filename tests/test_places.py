@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 import jgrad
 from jgrad import places
 from jgrad.places import Axes, Place
+from tests.errors import assert_error
 
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
 
@@ -86,9 +87,7 @@ def lamb(w, **options):
     ],
 )  # fmt: skip
 def test_messages(error, message, call):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_error(error, message, call)
 
 
 def test_axes_of_a_functional_update_are_static():

@@ -11,6 +11,7 @@ import pytest
 
 import jgrad
 from tests.cases import CASES, gradients, params
+from tests.errors import assert_error
 from tests.loops import assert_equal, compiled, stack, step_of
 
 NAN, INF = float("nan"), float("inf")
@@ -404,6 +405,11 @@ def test_devices_of_a_mesh_axis_skip_the_same():
 SGD = jgrad.gradient_descent(0.1)
 
 
+def with_window(**flags):
+    tx = jgrad.skip_nonfinite(jgrad.accumulate(SGD, 2))
+    return tx.update(W, tx.init(W), W, **flags)
+
+
 def update(g=W, w=W, state=None, tx=SGD):
     tx = jgrad.skip_nonfinite(tx)
     return tx.update(g, tx.init(W) if state is None else state, w)
@@ -436,6 +442,10 @@ MESSAGES = [
      "`init`.", lambda: update(state=SGD.init(W))),
     (ValueError, "skip_nonfinite: `updates` does not have the structure of `params`: only `params` has "
      "['layer_3'].", lambda: update({})),
+    (TypeError, "skip_nonfinite: `finite`: 1 of type int, expected None or one bool.",
+     lambda: with_window(finite=1)),
+    (TypeError, "skip_nonfinite: `finite`: an array of float32 and shape (3,), expected None or one bool.",
+     lambda: with_window(finite=X)),
     (ValueError, "skip_nonfinite: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected "
      "(3,).", lambda: update({"layer_3": {"w": W["layer_3"]["w"], "b": jnp.ones((3, 1))}})),
     (ValueError, "lamb: the trust ratio needs the parameters: call `update(updates, state, params)`.",
@@ -445,6 +455,4 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
 def test_message(error, message, call):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+    assert_error(error, message, call)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad import checks, methods, numerics, places, rules, trees
+from jgrad import methods, numerics, places, rules, trees
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.master import MasterState
@@ -50,9 +50,11 @@ def accumulate(
     A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
     finite mini-batch updates nothing. A gradient None adds nothing to its leaf, which is left alone
     where that is the gradient of the call that closes the window. A sum beyond the largest number
-    counts as that number. Put clipping and
-    `ema` inside, where they see means and updates, and loss scaling directly outside, where it sees
-    what is not finite: `skip_nonfinite(accumulate(tx, every), loss_scale=...)`.
+    counts as that number.
+
+    Put clipping and `ema` inside, where they see means and updates, and loss scaling directly
+    outside, where it sees what is not finite:
+    `skip_nonfinite(accumulate(tx, every), loss_scale=...)`.
 
     `update(..., emit=True)` closes the window with this call, for a last one that is not full;
     `emit=False` says that this call does not, which compiles to a program without `tx`; by default,
@@ -99,8 +101,8 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         wrapping.check_state(_NAME, state, AccumulateState)
         leaves = Leaves(_NAME, updates, params)
-        _check_flag("emit", emit)
-        _check_flag("finite", finite)
+        wrapping.check_flag(_NAME, "emit", emit)
+        wrapping.check_flag(_NAME, "finite", finite)
         cut = wrapping.mesh_axes(leaves, norm_axes)
         old = leaves.moment("state.total", state.total)
         if finite is None:
@@ -124,7 +126,7 @@ def accumulate(
             steps, inner = tx.update(mean, state.inner, params, **extra_args)
             return (
                 leaves.directions(trees.flatten(steps)[0]),
-                empty(state.total),
+                _nothing(state.total),
                 wrapping.in_dtypes(inner, state.inner),
             )
 
@@ -144,12 +146,12 @@ def accumulate(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def empty(total: PyTree) -> PyTree:
+def without_window(state: AccumulateState) -> AccumulateState:
+    """The state with its window dropped: nothing summed up, and no calls."""
+    zero = jnp.zeros_like(state.count)
+    return state._replace(mini_step=zero, count=zero, total=_nothing(state.total))
+
+
+def _nothing(total: PyTree) -> PyTree:
     """The sum of no gradients."""
     return trees.map_leaves(numerics.zeros_like, total)
-
-
-def _check_flag(name: str, x: Any) -> None:
-    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())
-    if not (x is None or isinstance(x, bool) or (dtype == jnp.bool_ and shape == ())):
-        raise TypeError(f"{_NAME}: `{name}`: {checks.describe(x)}, expected None or one bool.")

@@ -83,10 +83,11 @@ def master_weights(
             if not _is_half(p):
                 return step
             # From -60000 to 60000 is further than float16 reaches: the next step does the rest.
-            far = wrapping.wide(new.astype(p.dtype)) - wrapping.wide(p)
-            largest = float(jnp.finfo(p.dtype).max)
-            lost = jnp.isinf(new.astype(p.dtype))  # for `skip_nonfinite` to see
-            return jnp.where(lost, far, jnp.clip(far, -largest, largest)).astype(p.dtype)
+            rounded = wrapping.wide(new.astype(p.dtype))
+            far, largest = rounded - wrapping.wide(p), float(jnp.finfo(p.dtype).max)
+            near = jnp.clip(far, -largest, largest)
+            # Beyond float16 itself, the update is infinite, for `skip_nonfinite` to see.
+            return jnp.where(jnp.isinf(rounded), far, near).astype(p.dtype)
 
         def keep(new: Any, old: Any, p: Any) -> Any:
             return new if _is_half(p) else old

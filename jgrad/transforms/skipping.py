@@ -8,7 +8,7 @@ import optax
 
 from jgrad import arguments, checks, methods, places, rules, trees
 from jgrad.transforms import options, wrapping
-from jgrad.transforms.accumulation import AccumulateState, empty
+from jgrad.transforms.accumulation import AccumulateState, without_window
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.options import Scalar
 from jgrad.transforms.state import counter
@@ -97,9 +97,9 @@ def skip_nonfinite(
         finite = wrapping.all_finite(leaves.g, cut)
         accumulates = isinstance(state.inner, AccumulateState)
         if accumulates:
-            given_flag = extra_args.get("finite")
-            finite = finite if given_flag is None else finite & given_flag
-            extra_args["finite"] = finite
+            known = extra_args.get("finite")
+            wrapping.check_flag(_NAME, "finite", known)
+            finite = extra_args["finite"] = finite if known is None else finite & known
         steps, inner = tx.update(given, state.inner, params, **extra_args)
         steps = leaves.directions(trees.flatten(steps)[0])
         works = wrapping.all_finite(steps, cut) & wrapping.stays_finite(inner, state.inner, cut)
@@ -109,8 +109,7 @@ def skip_nonfinite(
         # Where only a window is in the way, it goes: kept, it would be in the way of all to come.
         kept = state.inner
         if accumulates:
-            zero, skipped = jnp.zeros_like(kept.count), inner.skipped
-            kept = AccumulateState(zero, zero, skipped, empty(kept.total), kept.inner)
+            kept = without_window(kept)._replace(skipped=inner.skipped)
         use = works if accumulates else finite
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale

@@ -41,6 +41,13 @@ def check_count(function: str, name: str, value: Any) -> None:
         raise ValueError(f"{function}: `{name}`: {value}, expected a number in [1, 2^31).")
 
 
+def check_flag(function: str, name: str, x: Any) -> None:
+    """None, or one bool, which may be traced."""
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())
+    if not (x is None or isinstance(x, bool) or (dtype == jnp.bool_ and shape == ())):
+        raise TypeError(f"{function}: `{name}`: {checks.describe(x)}, expected None or one bool.")
+
+
 def mesh_axes(leaves: Leaves, norm_axes: PyTree) -> tuple[str, ...]:
     """All mesh axes over which some leaf is cut."""
     return places.mesh_axes(leaves.options("norm_axes", places.names(leaves.function, norm_axes)))
