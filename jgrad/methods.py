@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jgrad import leafwise, norms, ratios, rules, trees
 from jgrad.leafwise import Task
@@ -186,7 +188,8 @@ def _trusted(
     The ratio is 1 where the mask is False.
     """
     factors = [[row[i] for row in rates] for i in range(len(w))]
-    given = [(i, x) for i, x in enumerate(measured) if x is not None and layers.mask[i]]
+    # A mask is a bool, or one for each layer of a packed buffer.
+    given = [(i, x) for i, x in enumerate(measured) if x is not None and np.any(layers.mask[i])]
     given.sort(key=lambda pair: _alike(layers.place[pair[0]]))
     if given:
         chosen, others = zip(*given, strict=True)
@@ -197,6 +200,9 @@ def _trusted(
         by_column = zip(*(ratio(*xs) for xs in zip(*columns, strict=True)), strict=True)
         each = (norms.split(places, factor) for factor in by_column)
         for i, *own in zip(chosen, *each, strict=True):
+            if isinstance(layers.mask[i], np.ndarray):
+                use = layers.place[i].spread(layers.mask[i])
+                own = [jnp.where(use, x, jnp.ones_like(x)) for x in own]
             factors[i] = own + factors[i]
     found = zip(leafwise.run(directions), factors, strict=True)
     return leafwise.run([None if d is None else (rules.step, (d, *by)) for d, by in found])
@@ -204,7 +210,7 @@ def _trusted(
 
 def _alike(place: Place) -> Any:
     """Leaves with equal shapes side by side, for the norms."""
-    return place.cut, place.shape, place.stacked
+    return place.cut, place.shape, place.stacked, place.blocks or ()
 
 
 def _decayed(d: jax.Array | None, w: jax.Array | None, decay: Any) -> Task | None:

@@ -116,19 +116,16 @@ def in_columns(places: Sequence[Place], items: Sequence[T]) -> list[Sequence[T]]
 
 def join(places: Sequence[Place], numbers: Sequence[ArrayLike]) -> list[jax.Array]:
     """One number per leaf as columns, or as scalars where all leaves share it."""
-    if all(x is numbers[0] for x in numbers):
+    if np.ndim(numbers[0]) == 0 and all(x is numbers[0] for x in numbers):
         return [jnp.asarray(numbers[0], dtype=float)] * len(in_columns(places, numbers))
-    entries = [
-        jnp.broadcast_to(jnp.asarray(x, dtype=float), (place.layers,))
-        for x, place in zip(numbers, places, strict=True)
-    ]
+    entries = [place.collect(x) for x, place in zip(numbers, places, strict=True)]
     return [jnp.concatenate(column) for column in in_columns(places, entries)]
 
 
 def split(places: Sequence[Place], columns: Sequence[jax.Array]) -> list[jax.Array]:
     """The entries of the columns for each leaf: scalars, or arrays that broadcast to the leaf."""
     return [
-        x.reshape(place.column)
+        place.spread(x)
         for column, of in zip(columns, in_columns(places, places), strict=True)
         for x, place in zip(jax.lax.split(column, [place.layers for place in of]), of, strict=True)
     ]
@@ -159,7 +156,7 @@ def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...])
 
 def _has_elements(columns: Sequence[Sequence[Leaf]]) -> np.ndarray:
     places = [leaf.place for column in columns for leaf in column]
-    return np.array([0 not in place.shape for place in places for _ in range(place.layers)])
+    return np.array([x for place in places for x in place.filled])
 
 
 @compiled

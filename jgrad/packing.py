@@ -5,11 +5,12 @@ operations of JAX that have both modes of differentiation.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad import checks, layouts, trees
 from jgrad.checks import Row
@@ -184,3 +185,75 @@ def _tree_of(layout: Layout) -> PyTree:
 
 def _is_packed(x: Any) -> bool:
     return isinstance(x, Packed)
+
+
+class Slot(NamedTuple):
+    """Which leaves of the unpacked tree an array stands for.
+
+    Attributes:
+      positions: of the leaves among those of the unpacked tree.
+      runs: where they lie, for a buffer; None for an array that is a leaf itself.
+      rows: of the buffer.
+    """
+
+    positions: tuple[int, ...]
+    runs: tuple[Run, ...] | None = None
+    rows: int = 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The rows of each layer of a buffer."""
+        return tuple(run.per_layer for run in self.runs or () for _ in range(run.place.layers))
+
+    def gather(self, entries: Sequence[Any]) -> Any:
+        """An entry per leaf as one for the array: that of all, or a column of a number per row."""
+        own = [entries[i] for i in self.positions]
+        if self.runs is None or all(x is own[0] for x in own[1:]):
+            return own[0] if own else 0.0
+        if all(checks.is_number(x) for x in own) and len(set(own)) == 1:
+            return own[0]
+        arrays = [jnp.asarray(x, dtype=float) for x in own]
+        if all(x.size == 1 for x in arrays):
+            column = jnp.stack([x.reshape(()) for x in arrays])
+            leaf = np.repeat(np.arange(len(own)), [run.blocks for run in self.runs])
+            leaf = np.pad(leaf, (0, self.rows - len(leaf)), mode="edge")
+            return column[leaf][:, None]
+        parts = [
+            _padded(run, jnp.broadcast_to(x, run.place.shape))
+            for run, x in zip(self.runs, arrays, strict=True)
+        ]
+        whole = jnp.concatenate(parts)
+        return jnp.pad(whole, (0, BLOCK * self.rows - whole.size)).reshape(self.rows, BLOCK)
+
+    def per_layer(self, entries: Sequence[bool]) -> bool | np.ndarray:
+        """A bool per leaf as one for the array, or one for each layer where they differ."""
+        own = [entries[i] for i in self.positions]
+        if self.runs is None or len(set(own)) <= 1:
+            return own[0] if own else True
+        pairs = zip(self.runs, own, strict=True)
+        return np.array([x for run, x in pairs for _ in range(run.place.layers)])
+
+
+def slots(tree: PyTree) -> list[Slot]:
+    """One for each leaf of a tree in which there may be `Packed`s."""
+    found, count = [], 0
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None or _is_packed(x)):
+        if not _is_packed(x):
+            found.append(Slot((count,)))
+            count += 1
+            continue
+        for name, rows in x.layout.blocks:
+            own = [(i, run) for i, run in enumerate(x.layout.runs) if run and run.dtype.name == name]
+            positions, runs = zip(*own, strict=True)
+            found.append(Slot(tuple(count + i for i in positions), runs, rows))
+        count += len(x.layout.runs)
+    return found
+
+
+def shapes(tree: PyTree) -> PyTree:
+    """The unpacked tree, with shapes and dtypes for what is packed."""
+    return jax.tree.map(
+        lambda x: _tree_of(x.layout) if _is_packed(x) else x,
+        tree,
+        is_leaf=lambda x: x is None or _is_packed(x),
+    )

@@ -10,7 +10,10 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from jgrad import checks, trees
 from jgrad.checks import Row
@@ -25,16 +28,49 @@ class Place:
       shape: shape of the leaf.
       stacked: axes of the leaf with a layer for each index, in order and none negative.
       cut: names of the mesh axes over which each layer is cut.
+      blocks: rows of each layer, where the leaf is a packed buffer; None elsewhere. Rows behind the
+        last layer are zeros.
     """
 
     shape: tuple[int, ...]
     stacked: tuple[int, ...] = ()
     cut: tuple[str, ...] = ()
+    blocks: tuple[int, ...] | None = None
 
     @property
     def layers(self) -> int:
         """The number of layers in the leaf."""
+        if self.blocks is not None:
+            return len(self.blocks)
         return math.prod(self.shape[axis] for axis in self.stacked)
+
+    @property
+    def owners(self) -> np.ndarray:
+        """The layer of each row of a packed buffer; the last one of rows behind it."""
+        assert self.blocks is not None
+        own = np.repeat(np.arange(len(self.blocks)), self.blocks)
+        return np.pad(own, (0, self.shape[0] - len(own)), constant_values=len(self.blocks) - 1)
+
+    @property
+    def filled(self) -> list[bool]:
+        """Whether each layer has elements."""
+        if self.blocks is not None:
+            return [n > 0 for n in self.blocks]
+        return [0 not in self.shape] * self.layers
+
+    def spread(self, numbers: jax.Array) -> jax.Array:
+        """A number per layer as a scalar, or as an array that broadcasts to the leaf."""
+        if self.blocks is not None:
+            return numbers[self.owners][:, None]
+        return numbers.reshape(self.column)
+
+    def collect(self, number: ArrayLike) -> jax.Array:
+        """A number per layer as a vector, from one for all, or from a column of a packed buffer."""
+        x = jnp.asarray(number, dtype=float)
+        if self.blocks is not None and x.ndim == 2:
+            first = np.minimum(np.cumsum((0, *self.blocks))[:-1], self.shape[0] - 1)
+            return x[first, 0]
+        return jnp.broadcast_to(x, (self.layers,))
 
     @property
     def within(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jgrad import numerics
+from jgrad import buffers, numerics
 from jgrad.leafwise import Function, Task, compiled
 from jgrad.places import Place
 
@@ -126,10 +126,12 @@ def _of_leaf(f: Function, place: Place) -> Function:
 
     @compiled
     def of_leaf(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
+        if place.blocks is not None:
+            return buffers.sums(f, place, scale, arrays)
         x = f(*arrays)
         x = numerics.widen(x, numerics.real_dtype(x))
         if scale is not None:
-            x = numerics.scaled(x, scale.reshape(place.column))
+            x = numerics.scaled(x, place.spread(scale))
         return _whole(jnp.sum(numerics.abs_squared(x), axis=place.within)).reshape(-1)
 
     return of_leaf

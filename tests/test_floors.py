@@ -14,9 +14,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"trees", "numerics", "checks", "places"},
     {"leafwise"},
-    {"norms", "sums", "rules", "ratios"},
+    {"layouts", "buffers", "norms", "sums", "rules", "ratios"},
     {"methods"},
-    {"arguments", "differentiation"},
+    {"arguments", "differentiation", "packing"},
     {"steps", "gradients", "jacobians", "execution", "variables"},
     {"transforms"},
     {"__init__"},

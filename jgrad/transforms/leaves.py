@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import checks, numerics, trees
+from jgrad import checks, numerics, packing, trees
 from jgrad.checks import Row
 from jgrad.transforms.state import OptState
 from jgrad.trees import PyTree
@@ -32,6 +32,8 @@ class Leaves:
         name, self.tree = ("updates", updates) if params is None else ("params", params)
         self.reference = Row.of(function, name, self.tree).with_arrays()
         self._structure = trees.flatten(self.tree)[1]
+        self.slots = packing.slots(self.tree)
+        self.shapes = packing.shapes(self.tree)
         self.w = None if params is None else checks.parameters(self.reference)
         self._given = self.row("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
@@ -44,12 +46,33 @@ class Leaves:
         return reference._replace(name=name, leaves=leaves)
 
     def options(self, name: str, tree: PyTree) -> Row:
-        """An option for each leaf, from a prefix tree; `None` only where nothing is updated."""
-        row = self.row(name, tree, prefix=True)
-        for i, (x, g) in enumerate(zip(row.leaves, self.g, strict=True)):
-            if x is None and g is not None:
-                row.fail(i, TypeError, "None, expected a value, as this leaf is updated")
+        """An option for each leaf before packing, from a prefix tree.
+
+        `None` only where nothing is updated.
+        """
+        checks.same_structure(
+            self.function, name, tree, self.reference.name, self.shapes, prefix=True
+        )
+        row = Row.of(self.function, name, self.shapes)
+        row = row._replace(leaves=trees.broadcast(tree, self.shapes))
+        for slot, g in zip(self.slots, self.g, strict=True):
+            for i in slot.positions if g is not None else ():
+                if row.leaves[i] is None:
+                    row.fail(i, TypeError, "None, expected a value, as this leaf is updated")
         return row
+
+    def gather(self, entries: Sequence[Any]) -> list[Any]:
+        """An entry for each leaf, from one for each leaf before packing."""
+        return [slot.gather(entries) for slot in self.slots]
+
+    def updated_shapes(self) -> Row:
+        """The leaves before packing, with `None` where nothing is to be updated."""
+        row = Row.of(self.function, self.reference.name, self.shapes).with_arrays()
+        updated: list[Any] = [None] * len(row.leaves)
+        for slot, g in zip(self.slots, self.g, strict=True):
+            for i in slot.positions if g is not None else ():
+                updated[i] = row.leaves[i]
+        return row._replace(leaves=updated)
 
     def updated(self) -> Row:
         """The reference, with `None` where nothing is to be updated."""

@@ -15,8 +15,10 @@ from jax.typing import DTypeLike
 
 from jgrad import arguments, checks, methods, places, trees
 from jgrad.checks import Row
+from jgrad.layouts import BLOCK
 from jgrad.methods import Adam, Layers
 from jgrad.numerics import Beta
+from jgrad.places import Place
 from jgrad.rules import BIAS_CORRECTIONS, BiasCorrection
 from jgrad.transforms.leaves import Leaves
 from jgrad.trees import PyTree
@@ -136,8 +138,8 @@ def rates(
         override = learning_rate(done) if scheduled else learning_rate
     rate = arguments.number(leaves.function, "learning_rate", override)
     row = leaves.options("learning_rate", rate)
-    checks.broadcastable(row, leaves.updated())
-    return list(row.leaves)
+    checks.broadcastable(row, leaves.updated_shapes())
+    return leaves.gather(row.leaves)
 
 
 def decays(leaves: Leaves, weight_decay: PyTree, weight_decay_mask: Mask) -> list[Any]:
@@ -150,7 +152,7 @@ def decays(leaves: Leaves, weight_decay: PyTree, weight_decay_mask: Mask) -> lis
     checks.one_element(Row.of(leaves.function, "weight_decay", decay))
     row = leaves.options("weight_decay", decay)
     entries = zip(row.leaves, masked, strict=True)
-    return [x.reshape(()) if use and x is not None else 0.0 for x, use in entries]
+    return leaves.gather([x.reshape(()) if use and x is not None else 0.0 for x, use in entries])
 
 
 def with_decay(
@@ -167,18 +169,27 @@ def with_decay(
 def layers(leaves: Leaves, trust_ratio_mask: Mask, norm_axes: PyTree, layer_axes: PyTree) -> Layers:
     """The layers of each leaf, and whether they have a trust ratio."""
     names, indices = check_axes(leaves.function, norm_axes, layer_axes)
-    rows = leaves.options("norm_axes", names), leaves.options("layer_axes", indices)
+    cut, stacked = leaves.options("norm_axes", names), leaves.options("layer_axes", indices)
+    reference = Row.of(leaves.function, "params", leaves.shapes).with_arrays()
+    each = places.in_rows(cut, stacked, reference)
+    masked = mask(leaves, "trust_ratio_mask", trust_ratio_mask)
     return Layers(
-        places.in_rows(*rows, leaves.reference), mask(leaves, "trust_ratio_mask", trust_ratio_mask)
+        [
+            each[slot.positions[0]]
+            if slot.runs is None
+            else Place((slot.rows, BLOCK), blocks=slot.layers)
+            for slot in leaves.slots
+        ],
+        [slot.per_layer(masked) for slot in leaves.slots],
     )
 
 
 def mask(leaves: Leaves, name: str, tree: Mask) -> list[bool]:
     """The bool of each leaf; False where nothing is to be updated."""
     if tree is None:
-        return [True] * len(leaves.g)
+        return [True] * len(trees.flatten(leaves.shapes)[0])
     if trees.is_function(tree):
-        tree = tree(trees.map_leaves(_shape_and_dtype, leaves.tree))
+        tree = tree(trees.map_leaves(_shape_and_dtype, leaves.shapes))
     row = leaves.options(name, tree)
     for i, x in enumerate(row.leaves):
         if not (x is None or isinstance(x, (bool, np.bool_))):
@@ -187,4 +198,6 @@ def mask(leaves: Leaves, name: str, tree: Mask) -> list[bool]:
 
 
 def _shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
