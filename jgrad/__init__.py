@@ -12,6 +12,12 @@ from jgrad.gradients import value_and_grad as value_and_grad
 from jgrad.jacobians import jac as jac
 from jgrad.jacobians import value_and_jac as value_and_jac
 
+# Many arrays as one.
+from jgrad.layouts import Layout as Layout
+from jgrad.packing import Packed as Packed
+from jgrad.packing import pack as pack
+from jgrad.packing import unpack as unpack
+
 # Functional updates with explicit state.
 from jgrad.steps.adam import adam_step as adam_step
 from jgrad.steps.adam import adam_update as adam_update

@@ -81,7 +81,9 @@ def pack(
         layout, leaves = layouts.of("pack", tree, layer_axes, multiple_of)
         return _fill(layout, leaves)
     given, structure = jax.tree.flatten(like, is_leaf=_is_packed)
-    whole = jax.tree.map(lambda x: _tree_of(x.layout) if _is_packed(x) else x, like, is_leaf=_is_packed)
+    whole = jax.tree.map(
+        lambda x: _tree_of(x.layout) if _is_packed(x) else x, like, is_leaf=_is_packed
+    )
     checks.same_structure("pack", "tree", tree, "like", whole)
     parts = structure.flatten_up_to(tree)
     packed = [
@@ -141,7 +143,9 @@ def _empty(packed: Packed) -> PyTree:
                 f"unpack: `tree`: a buffer {checks.describe(buffer)}, expected an array of shape "
                 f"{(blocks, BLOCK)}; map `unpack` over models as they were mapped over."
             )
-        own = [(i, run) for i, run in enumerate(packed.layout.runs) if run and run.dtype.name == name]
+        own = [
+            (i, run) for i, run in enumerate(packed.layout.runs) if run and run.dtype.name == name
+        ]
         sizes = [BLOCK * run.blocks for _, run in own]
         sizes.append(BLOCK * blocks - sum(sizes))
         *parts, _ = jax.lax.split(buffer.reshape(-1), sizes)
@@ -243,7 +247,9 @@ def slots(tree: PyTree) -> list[Slot]:
             count += 1
             continue
         for name, rows in x.layout.blocks:
-            own = [(i, run) for i, run in enumerate(x.layout.runs) if run and run.dtype.name == name]
+            own = [
+                (i, run) for i, run in enumerate(x.layout.runs) if run and run.dtype.name == name
+            ]
             positions, runs = zip(*own, strict=True)
             found.append(Slot(tuple(count + i for i in positions), runs, rows))
         count += len(x.layout.runs)
