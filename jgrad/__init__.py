@@ -45,6 +45,7 @@ from jgrad.transforms.master import master_weights as master_weights
 from jgrad.transforms.shardings import state_shardings as state_shardings
 from jgrad.transforms.skipping import SkipState as SkipState
 from jgrad.transforms.skipping import skip_nonfinite as skip_nonfinite
+from jgrad.transforms.small_leaves import pack_small as pack_small
 from jgrad.transforms.state import OptState as OptState
 from jgrad.transforms.trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
 

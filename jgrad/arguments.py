@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad import checks, methods, numerics, trees
+from jgrad import checks, methods, numerics, slots, trees, values
 from jgrad.checks import Row
 from jgrad.leafwise import compiled
 from jgrad.methods import Adam
@@ -35,7 +35,7 @@ _beta_from_array = compiled(numerics.beta_from_array)
 
 def enter(function: str, **named: PyTree) -> dict[str, Any]:
     """Strongly typed arrays for what the update works on, scalars for numbers, forms of betas."""
-    checks.in_range(function, "lr", named.get("lr"))  # of any sign, but finite
+    values.in_range(function, "lr", named.get("lr"))  # of any sign, but finite
     entered: dict[str, Any] = {}
     for name, tree in lists_as_arrays(function, named).items():
         if name in _ARRAYS:
@@ -68,7 +68,7 @@ def number(function: str, name: str, tree: PyTree) -> PyTree:
     """A hyper-parameter or a tree of them; Python numbers, in [0, inf), become scalars."""
     tree = trees.map_leaves(known, tree)
     checks.arrays_or_numbers(function, name, tree, real=True)
-    checks.in_range(function, name, tree, low=0.0)
+    values.in_range(function, name, tree, low=0.0)
     return trees.map_leaves(_scalar, tree)
 
 
@@ -83,7 +83,7 @@ def betas(function: str, name: str, tree: PyTree) -> Beta:
     """The forms of a beta in [0, 1) or of a tree of them, in double precision for a number."""
     tree = trees.map_leaves(known, tree)
     checks.arrays_or_numbers(function, name, tree, real=True)
-    checks.in_range(function, name, tree, low=0.0, high=1.0)
+    values.in_range(function, name, tree, low=0.0, high=1.0)
     leaves, structure = trees.flatten(tree)
     forms = [_forms(x) for x in leaves]
     return Beta(*(structure.unflatten([_scalar(form[i]) for form in forms]) for i in range(3)))
@@ -109,7 +109,7 @@ def clamp(largest: PyTree) -> PyTree:
 
 def adam(function: str, named: dict[str, Any], bias_correction: BiasCorrection) -> Adam:
     """Adam's numbers, out of the arguments, with a look at its option."""
-    checks.one_of(function, "bias_correction", bias_correction, BIAS_CORRECTIONS)
+    values.one_of(function, "bias_correction", bias_correction, BIAS_CORRECTIONS)
     return Adam(*(named.pop(name) for name in Adam._fields))
 
 
@@ -124,6 +124,9 @@ def checked(function: str, named: dict[str, PyTree]) -> dict[str, Any]:
     ordered = [name for name in _ARRAYS if name in named]
     ordered += [name for name in named if name not in _ARRAYS and name not in absent]
     present = {name: _floating(function, name, named[name]) for name in ordered}
+    packed = slots.any_packed(*present.values())
+    if packed:
+        present = _for_packed(function, present)
     aligned = checks.common_structure(function, **present)
     finest = present[list(present)[aligned.finest]]
     rows = {
@@ -142,7 +145,7 @@ def checked(function: str, named: dict[str, PyTree]) -> dict[str, Any]:
             # Without weights nothing can be enlarged: a moment of shape (1,) beside a scalar is
             # fine.
             checks.broadcastable(row, reference, rank_may_grow=reference is gradient)
-        elif name not in _WEIGHTS:
+        elif name not in _WEIGHTS and not packed:
             checks.one_element(Row.of(function, name, present[name]))
             present[name] = _scalars(present[name])
     return present | absent
@@ -155,9 +158,29 @@ def checked_with_adam(
     beta1, beta2 = adam.beta1, adam.beta2
     numbers = {"step": adam.step, "beta1": beta1.value, "beta2": beta2.value}
     named = checked(function, named | numbers | {"epsilon": adam.epsilon})
-    beta1 = Beta(named["beta1"], _scalars(beta1.complement), _scalars(beta1.log))
-    beta2 = Beta(named["beta2"], _scalars(beta2.complement), _scalars(beta2.log))
+    name = next(name for name in (*_WEIGHTS, *_GRADIENTS) if name in named)
+
+    def form(tree: PyTree) -> PyTree:
+        return slots.gathered(function, "beta", _scalars(tree), name, named[name])
+
+    beta1 = Beta(named["beta1"], form(beta1.complement), form(beta1.log))
+    beta2 = Beta(named["beta2"], form(beta2.complement), form(beta2.log))
     return named, Adam(named["step"], beta1, beta2, named["epsilon"])
+
+
+def _for_packed(function: str, present: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Options in the form of packed weights; one number as a moment would fill the padding, too."""
+    (first, reference), *_ = present.items()
+    found = dict(present)
+    for name, tree in present.items():
+        if name in _ARRAYS and name != "lr":
+            checks.same_structure(function, name, tree, first, reference)
+        elif trees.flatten(tree)[1] != trees.flatten(reference)[1]:
+            if name != "lr":
+                checks.one_element(Row.of(function, name, tree))
+                tree = _scalars(tree)
+            found[name] = slots.gathered(function, name, tree, first, reference)
+    return found
 
 
 def like(new: PyTree, old: PyTree) -> PyTree:

@@ -22,11 +22,12 @@ def sums(
     f: Function, place: Place, scale: jax.Array | None, arrays: tuple[jax.Array, ...]
 ) -> jax.Array:
     """The sums of |scale f(*arrays)|^2 of each layer of a buffer, of which `f` takes rows."""
-    rows, width = place.shape
+    rows = place.shape[0]
+    count = min(rows, _ROWS)
     if scale is not None:
         arrays = (place.spread(scale), *arrays)
 
-    def of_rows(start: Any, count: int) -> jax.Array:
+    def of_rows(start: Any) -> jax.Array:
         def cut(x: jax.Array) -> jax.Array:
             if x.ndim == 2 and x.shape[0] == rows:
                 return jax.lax.dynamic_slice_in_dim(x, start, count)
@@ -39,11 +40,14 @@ def sums(
             x = numerics.scaled(x, own[0])
         return _rows(numerics.abs_squared(x))
 
-    whole, left = divmod(rows, _ROWS)
-    starts = jnp.arange(whole, dtype=jnp.int32) * _ROWS
-    parts = [jax.lax.map(lambda i: of_rows(i, _ROWS), starts).reshape(-1)] if whole else []
-    parts += [of_rows(whole * _ROWS, left)] if left else []
-    each = jnp.concatenate(parts) if parts else jnp.zeros((0,), jnp.float32)
+    if rows <= _ROWS:
+        each = of_rows(0)
+    else:
+        # The last turn goes over some rows again, rather than be compiled apart.
+        whole, left = divmod(rows, _ROWS)
+        starts = [*range(0, whole * _ROWS, _ROWS), *([rows - _ROWS] if left else [])]
+        parts = jax.lax.map(of_rows, jnp.asarray(starts, jnp.int32))
+        each = jnp.concatenate([parts[:whole].reshape(-1), parts[-1, _ROWS - left :]])
     return jax.ops.segment_sum(each, place.owners, place.layers, indices_are_sorted=True)
 
 

@@ -8,7 +8,7 @@ A `ValueError` is about structure, shape or value, a `TypeError` about what kind
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import chex
@@ -20,16 +20,6 @@ from jgrad import trees
 from jgrad.trees import PyTree
 
 _SHOWN = 3  # places named in a message about structure
-
-
-def no_out(function: str, out: object) -> None:
-    """`out=` follows JAX's own convention: there for parity, never written to."""
-    if out is not None:
-        raise NotImplementedError(
-            f"{function}: `out` is not supported, since arrays in JAX are immutable. Use the "
-            "returned value; to reuse memory, give the argument to "
-            "`jax.jit(..., donate_argnums=...)`."
-        )
 
 
 # ---- structure ---------------------------------------------------------------------------------
@@ -208,42 +198,3 @@ def one_element(row: Row) -> None:
     except AssertionError:
         i, x = next((i, x) for i, x in enumerate(row.leaves) if x is not None and x.size != 1)
         row.fail(i, ValueError, f"shape {x.shape}, expected one element")
-
-
-# ---- values ------------------------------------------------------------------------------------
-
-
-def in_range(
-    function: str, name: str, tree: PyTree, low: float = -math.inf, high: float = math.inf
-) -> None:
-    """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
-    dtype = jnp.result_type(float)
-    row = Row.of(function, name, tree)
-    for i, x in enumerate(row.leaves):
-        if is_number(x) and not low <= x < high:
-            interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
-            row.fail(i, ValueError, f"{x}, expected a number in {interval}")
-        if is_number(x) and abs(x) > float(jnp.finfo(dtype).max):
-            row.fail(i, ValueError, f"{describe(x)}, expected what {dtype} can hold")
-
-
-def clamps(function: str, smallest: Any, largest: Any) -> None:
-    """The clamps of a trust ratio, in order as far as they are known now."""
-    if is_number(smallest) and is_number(largest) and not smallest <= largest:
-        raise ValueError(
-            f"{function}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, "
-            f"which is {largest}."
-        )
-
-
-def no_epsilon(function: str, epsilon: Any, rule: str) -> None:
-    """Ivy's rule for LARS has none."""
-    if rule == "ivy" and is_number(epsilon) and epsilon != 0:
-        raise ValueError(f"{function}: `epsilon`: {epsilon}, expected 0 with `rule='ivy'`.")
-
-
-def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -> None:
-    """An option that is spelled out."""
-    if value not in (allowed := tuple(allowed)):
-        options = ", ".join(map(repr, allowed))
-        raise ValueError(f"{function}: `{name}`: {describe(value)}, expected one of {options}.")

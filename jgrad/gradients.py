@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad import checks, differentiation
+from jgrad import checks, differentiation, values
 from jgrad.differentiation import Argnums, Arguments
 from jgrad.trees import PyTree
 
@@ -164,7 +164,7 @@ def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None)
     Raises:
       NotImplementedError: `out` is given.
     """
-    checks.no_out("stop_gradient", out)
+    values.no_out("stop_gradient", out)
     return jax.tree.map(
         lambda leaf: jax.lax.stop_gradient(leaf) if checks.is_array(leaf) else leaf, x
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad import checks, differentiation
+from jgrad import checks, differentiation, values
 from jgrad.checks import Row
 from jgrad.differentiation import Argnums, Arguments
 from jgrad.trees import PyTree
@@ -81,7 +81,7 @@ def _value_and_jac(
     name: str, func: Callable[..., Any], argnums: Argnums, mode: Mode
 ) -> Callable[..., Any]:
     """`value_and_jac` under the name that messages give."""
-    checks.one_of(name, "mode", mode, ("reverse", "forward", None))
+    values.one_of(name, "mode", mode, ("reverse", "forward", None))
 
     @functools.wraps(func)
     def value_and_jacobian(*args: Any, **kwargs: Any) -> Any:

@@ -2,14 +2,17 @@
 
 A buffer is an array of shape (blocks, 256). Each layer of a leaf starts on a block of its own, so
 that a number per layer (a norm, a rate, a decay) is a column of one number per block. What is
-behind the last element of a layer is padding, always zero.
+behind the last element of a layer is padding, always zero. A leaf too large to gain may stay as it
+is, in a buffer of its own shape.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,6 +22,7 @@ from jgrad.places import Place
 from jgrad.trees import PyTree
 
 BLOCK = 256
+_SHOWN = 10  # leaves of a buffer that are printed
 
 _EXPECTED = (
     "expected a floating array, since the gradient of a Packed could not hold others; pack those "
@@ -28,20 +32,22 @@ _EXPECTED = (
 
 
 class Run(NamedTuple):
-    """The blocks of one leaf.
+    """Where one leaf lies.
 
     Attributes:
       path: of the leaf in its tree.
-      dtype: of the leaf when the layout was made; its name is that of the buffer.
+      dtype: of the leaf when the layout was made.
       place: its shape, and the axes over which layers are stacked.
-      start: first block in the buffer.
+      buffer: name of the buffer: that of the dtype, or the path of a leaf that stays as it is.
+      start: first block in the buffer; None for a leaf that stays as it is.
       per_layer: blocks of each layer.
     """
 
     path: str
     dtype: np.dtype
     place: Place
-    start: int
+    buffer: str
+    start: int | None
     per_layer: int
 
     @property
@@ -54,6 +60,11 @@ class Run(NamedTuple):
         """Elements of the leaf."""
         return math.prod(self.place.shape)
 
+    def __str__(self) -> str:
+        layers = f", {self.place.layers} layers" if self.place.stacked else ""
+        rows = "" if self.start is None else f"[{self.start}:{self.start + self.blocks}] "
+        return f"{rows}{self.path or 'the leaf'} {self.place.shape}{layers}"
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout:
@@ -62,16 +73,16 @@ class Layout:
     Attributes:
       structure: of the tree, in which None is a leaf.
       runs: for each leaf, or None for None.
-      blocks: (name, number of blocks) for each buffer; the names are those of dtypes, in order.
+      shapes: (name, shape) of each buffer, in the order in which JAX has them.
     """
 
     structure: Any
     runs: tuple[Run | None, ...]
-    blocks: tuple[tuple[str, int], ...]
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.structure, self.runs, self.blocks))
+        return hash((self.structure, self.runs, self.shapes))
 
     def __hash__(self) -> int:
         return self._hash
@@ -82,63 +93,118 @@ class Layout:
             return True
         if not isinstance(other, Layout) or self._hash != other._hash:
             return False
-        own, its = ((x.structure, x.runs, x.blocks) for x in (self, other))
+        own, its = ((x.structure, x.runs, x.shapes) for x in (self, other))
         return own == its
 
-    def within(self, name: str) -> list[Run]:
-        """The runs of one buffer, in order."""
-        return [run for run in self.runs if run is not None and run.dtype.name == name]
+    def within(self, name: str) -> list[tuple[int, Run]]:
+        """The leaves of one buffer in the order in which they lie there: positions and runs."""
+        own = [(i, run) for i, run in enumerate(self.runs) if run and run.buffer == name]
+        return sorted(own, key=lambda pair: (pair[1].start or 0, pair[0]))
+
+    def tree(self) -> PyTree:
+        """Shapes and dtypes of what was packed."""
+        structs = [
+            None if run is None else jax.ShapeDtypeStruct(run.place.shape, run.dtype)
+            for run in self.runs
+        ]
+        return self.structure.unflatten(structs)
+
+    def differences(self, other: "Layout", own_name: str, other_name: str) -> Iterator[str]:
+        """Where two layouts differ: a phrase for each place."""
+        found = False
+        for phrase in trees.differences(self.tree(), other.tree(), own_name, other_name):
+            found = True
+            yield f"{phrase} packed"
+        if found or self.structure != other.structure:
+            return
+        for a, b in zip(self.runs, other.runs, strict=True):
+            if a != b:
+                own, its = (_described(run) for run in (a, b))
+                where = checks.at((a or b).path)  # type: ignore[union-attr]
+                found = True
+                yield f"{own_name} has {own}{where} packed where {other_name} has {its}"
+        if not found:
+            yield f"{own_name} has buffers {dict(self.shapes)}, {other_name} {dict(other.shapes)}"
 
     def __repr__(self) -> str:
         runs = [run for run in self.runs if run is not None]
         elements = sum(run.size for run in runs)
-        room = BLOCK * sum(blocks for _, blocks in self.blocks)
+        room = sum(math.prod(shape) for _, shape in self.shapes)
         padding = 0 if room == 0 else 100 * (1 - elements / room)
         lines = [f"{len(runs)} leaves, {elements:,} elements, {padding:.1f}% padding"]
-        for name, blocks in self.blocks:
-            own = self.within(name)
-            lines.append(f"  {name} ({blocks}, {BLOCK})")
-            lines += [f"    {_line(run)}" for run in own[:_SHOWN]]
-            if len(own) > _SHOWN:
-                lines.append(f"    and {len(own) - _SHOWN} more")
-        return "\n".join(lines)
+        alone = []
+        for name, shape in self.shapes:
+            own = [run for _, run in self.within(name)]
+            if own[0].start is None:
+                alone += own
+                continue
+            lines.append(f"  {name} {shape}")
+            lines += _listed(own)
+        return "\n".join([*lines, *(["  as they are", *_listed(alone)] if alone else [])])
 
 
-_SHOWN = 10  # leaves of a buffer that are printed
+def _described(run: Run | None) -> str:
+    if run is None:
+        return "None"
+    axes = f" stacked over axes {run.place.stacked}" if run.place.stacked else ""
+    rows = "as it is" if run.start is None else f"from row {run.start}"
+    return f"{run.dtype} of shape {run.place.shape}{axes} {rows}"
 
 
-def _line(run: Run) -> str:
-    layers = f", {run.place.layers} layers" if run.place.stacked else ""
-    end = run.start + run.blocks
-    return f"[{run.start}:{end}] {run.path or 'the leaf'} {run.place.shape}{layers}"
+def _listed(runs: list[Run]) -> list[str]:
+    more = [f"    and {len(runs) - _SHOWN} more"] if len(runs) > _SHOWN else []
+    return [f"    {run}" for run in runs[:_SHOWN]] + more
 
 
 def of(
-    function: str, tree: PyTree, layer_axes: PyTree = None, multiple_of: int = 1
+    function: str,
+    tree: PyTree,
+    layer_axes: PyTree = None,
+    multiple_of: int = 1,
+    max_size: int | None = None,
+    *,
+    others: bool = False,
 ) -> tuple[Layout, list[Any]]:
-    """The layout for a tree of floating arrays, and its leaves."""
+    """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
+
+    Leaves of more than `max_size` elements stay as they are, and others than floating ones.
+    """
     row = Row.of(function, "tree", tree).with_arrays()
     for i, x in enumerate(row.leaves):
-        if x is not None and not (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
+        if not (x is None or _is_floating(x) or (others and checks.is_numeric(x))):
             row.fail(i, TypeError, f"{checks.describe(x)}, {_EXPECTED}")
     axes = places.indices(function, layer_axes)
     checks.same_structure(function, "layer_axes", axes, "tree", tree, prefix=True)
     stacked = row._replace(name="layer_axes", leaves=trees.broadcast(axes, tree))
     none = row._replace(name="norm_axes", leaves=[places.Axes()] * len(row.leaves))
-    runs: list[Run | None] = []
-    ends: dict[str, int] = {}
-    for path, x, place in zip(
-        row.paths(), row.leaves, places.in_rows(none, stacked, row), strict=True
-    ):
+    each = list(zip(row.leaves, row.paths(), places.in_rows(none, stacked, row), strict=True))
+
+    runs: list[Run | None] = [None] * len(each)
+    small: list[tuple[int, Run]] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, (x, path, place) in enumerate(each):
         if x is None:
-            runs.append(None)
             continue
-        start = ends.setdefault(x.dtype.name, 0)
-        size = math.prod(place.shape[axis] for axis in place.within)
-        run = Run(path, np.dtype(x.dtype), place, start, -(-size // BLOCK))
-        runs.append(run)
-        ends[x.dtype.name] = start + run.blocks
-    blocks = tuple(
-        (name, -(-end // multiple_of) * multiple_of) for name, end in sorted(ends.items())
+        large = max_size is not None and math.prod(x.shape) > max_size
+        if large or not _is_floating(x):
+            runs[i] = Run(path, np.dtype(x.dtype), place, path, None, 0)
+            shapes[path] = x.shape
+            continue
+        per_layer = -(-math.prod(place.shape[axis] for axis in place.within) // BLOCK)
+        small.append((i, Run(path, np.dtype(x.dtype), place, x.dtype.name, 0, per_layer)))
+    # Leaves that are alike lie side by side: XLA compiles equal pieces of work once.
+    small.sort(key=lambda pair: (pair[1].place.shape, pair[1].place.stacked))
+    ends: dict[str, int] = {}
+    for i, run in small:
+        start = ends.get(run.buffer, 0)
+        runs[i] = run._replace(start=start)
+        ends[run.buffer] = start + run.blocks
+    for name, end in ends.items():
+        shapes[name] = (-(-end // multiple_of) * multiple_of, BLOCK)
+    return Layout(trees.flatten(tree)[1], tuple(runs), tuple(sorted(shapes.items()))), list(
+        row.leaves
     )
-    return Layout(trees.flatten(tree)[1], tuple(runs), blocks), list(row.leaves)
+
+
+def _is_floating(x: Any) -> bool:
+    return checks.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))

@@ -6,13 +6,12 @@ operations of JAX that have both modes of differentiation.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jgrad import checks, layouts, trees
+from jgrad import checks, cutting, layouts, trees, values
 from jgrad.checks import Row
 from jgrad.layouts import BLOCK, Layout, Run
 from jgrad.trees import PyTree
@@ -26,7 +25,8 @@ class Packed:
     it. The layout is static.
 
     Attributes:
-      buffers: arrays of shape (blocks, 256) by the names of dtypes.
+      buffers: arrays of shape (blocks, 256) by the names of dtypes; leaves that stay as they are,
+        by their paths.
       layout: where the leaves lie.
     """
 
@@ -51,13 +51,18 @@ class Packed:
 
 
 def pack(
-    tree: PyTree, *, layer_axes: PyTree = None, multiple_of: int = 1, like: PyTree = None
+    tree: PyTree,
+    *,
+    layer_axes: PyTree = None,
+    multiple_of: int = 1,
+    max_size: int | None = None,
+    like: PyTree = None,
 ) -> PyTree:
     """A tree of floating arrays as one buffer per dtype.
 
         buffers[dtype] = [w_1, 0, ..., w_2, 0, ...], each layer filled up to blocks of 256
 
-    Linear, and undone by `unpack` bit for bit.
+    Linear, and undone by `unpack` bit for bit. Leaves of one shape lie side by side.
 
     Args:
       tree: floating or complex arrays of any shapes, or None; with `like`, any tree that `unpack`
@@ -67,27 +72,32 @@ def pack(
         LARS and LAMB need no `layer_axes` of theirs.
       multiple_of: the number of blocks of a buffer is a multiple of this, so that it can be cut
         over that many devices.
-      like: a tree with `Packed`s in it, such as a state or its `jax.eval_shape`; packs what stands
-        in their places, in their layouts, and leaves all else as it is.
+      max_size: leaves with more elements stay as they are, each a buffer of its own shape; None for
+        no such leaves.
+      like: a tree with `Packed`s in it, such as parameters, a state, or its `jax.eval_shape`; packs
+        what stands in their places, in their layouts, and leaves all else as it is.
 
     Returns:
       A `Packed`; with `like`, a tree like it.
 
     Raises:
       TypeError: a leaf that is no floating array.
-      ValueError: structures or shapes that do not fit.
+      ValueError: structures or shapes that do not fit, or options beside `like`.
     """
     if like is None:
-        layout, leaves = layouts.of("pack", tree, layer_axes, multiple_of)
-        return _fill(layout, leaves)
-    given, structure = jax.tree.flatten(like, is_leaf=_is_packed)
-    whole = jax.tree.map(
-        lambda x: _tree_of(x.layout) if _is_packed(x) else x, like, is_leaf=_is_packed
-    )
-    checks.same_structure("pack", "tree", tree, "like", whole)
+        values.count("pack", "multiple_of", multiple_of)
+        if max_size is not None:
+            values.count("pack", "max_size", max_size, low=0)
+        layout, leaves = layouts.of("pack", tree, layer_axes, multiple_of, max_size)
+        return fill(layout, leaves)
+    if layer_axes is not None or multiple_of != 1 or max_size is not None:
+        raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
+    structure: Any
+    given, structure = jax.tree.flatten(like, is_leaf=is_packed)
+    checks.same_structure("pack", "tree", tree, "like", shapes(like))
     parts = structure.flatten_up_to(tree)
     packed = [
-        _again(x.layout, part) if _is_packed(x) else part
+        _again(x.layout, part) if is_packed(x) else part
         for x, part in zip(given, parts, strict=True)
     ]
     return structure.unflatten(packed)
@@ -106,25 +116,24 @@ def unpack(tree: PyTree) -> PyTree:
     Raises:
       ValueError: buffers of other shapes than the layout has, as under `jax.vmap` outside of it.
     """
-    return jax.tree.map(lambda x: _empty(x) if _is_packed(x) else x, tree, is_leaf=_is_packed)
+    return jax.tree.map(lambda x: _empty(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
-def _fill(layout: Layout, leaves: list[Any]) -> Packed:
-    """The leaves in buffers, each layer behind the one before."""
-    parts: dict[str, list[jax.Array]] = {name: [] for name, _ in layout.blocks}
-    for run, x in zip(layout.runs, leaves, strict=True):
-        if run is not None:
-            parts[run.dtype.name].append(_padded(run, x))
-    buffers = {}
-    for name, blocks in layout.blocks:
-        own = parts[name]
-        rest = BLOCK * blocks - sum(x.size for x in own)
-        own += [jnp.zeros((rest,), own[0].dtype)] if rest else []
-        buffers[name] = jax.lax.concatenate(own, 0).reshape(blocks, BLOCK)
-    return Packed(buffers, layout)
+def shapes(tree: PyTree) -> PyTree:
+    """The unpacked tree, with shapes and dtypes for what is packed."""
+    return jax.tree.map(
+        lambda x: x.layout.tree() if is_packed(x) else x,
+        tree,
+        is_leaf=lambda x: x is None or is_packed(x),
+    )
 
 
-def _padded(run: Run, x: jax.Array) -> jax.Array:
+def is_packed(x: Any) -> bool:
+    """Whether it is a `Packed`."""
+    return isinstance(x, Packed)
+
+
+def padded(run: Run, x: jax.Array) -> jax.Array:
     """The leaf as a vector, with zeros behind each layer."""
     place = run.place
     if place.stacked:
@@ -133,27 +142,40 @@ def _padded(run: Run, x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, BLOCK * run.per_layer - x.shape[1]))).reshape(-1)
 
 
+def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
+    """The leaves in buffers, each layer behind the one before."""
+    buffers: dict[str, jax.Array] = {}
+    for name, shape in layout.shapes:
+        own = layout.within(name)
+        if own[0][1].start is None:
+            buffers[name] = leaves[own[0][0]]
+            continue
+        parts = [padded(run, leaves[i]) for i, run in own]
+        rest = math.prod(shape) - sum(x.size for x in parts)
+        parts += [jnp.zeros((rest,), parts[0].dtype)] if rest else []
+        buffers[name] = jax.lax.concatenate(parts, 0).reshape(shape)
+    return Packed(buffers, layout)
+
+
 def _empty(packed: Packed) -> PyTree:
-    """The tree in the buffers, by one split of each."""
-    leaves: dict[int, jax.Array] = {}
-    for name, blocks in packed.layout.blocks:
-        buffer = packed.buffers[name]
-        if getattr(buffer, "shape", None) != (blocks, BLOCK):
+    """The tree in the buffers, by one cut of each."""
+    leaves: list[Any] = [None] * len(packed.layout.runs)
+    for name, shape in packed.layout.shapes:
+        buffer, own = packed.buffers[name], packed.layout.within(name)
+        if own[0][1].start is None:
+            leaves[own[0][0]] = buffer
+            continue
+        if getattr(buffer, "shape", None) != shape:
             raise ValueError(
                 f"unpack: `tree`: a buffer {checks.describe(buffer)}, expected an array of shape "
-                f"{(blocks, BLOCK)}; map `unpack` over models as they were mapped over."
+                f"{shape}; map `unpack` over models as they were mapped over."
             )
-        own = [
-            (i, run) for i, run in enumerate(packed.layout.runs) if run and run.dtype.name == name
-        ]
         sizes = [BLOCK * run.blocks for _, run in own]
-        sizes.append(BLOCK * blocks - sum(sizes))
-        *parts, _ = jax.lax.split(buffer.reshape(-1), sizes)
-        for (i, run), part in zip(own, parts, strict=True):
+        rest = math.prod(shape) - sum(sizes)
+        parts = cutting.pieces(buffer.reshape(-1), [*sizes, rest] if rest else sizes)
+        for (i, run), part in zip(own, parts[: len(own)], strict=True):
             leaves[i] = _cut(run, part)
-    return packed.layout.structure.unflatten(
-        [leaves.get(i) for i in range(len(packed.layout.runs))]
-    )
+    return packed.layout.structure.unflatten(leaves)
 
 
 def _cut(run: Run, x: jax.Array) -> jax.Array:
@@ -167,99 +189,20 @@ def _cut(run: Run, x: jax.Array) -> jax.Array:
 
 
 def _again(layout: Layout, tree: PyTree) -> Packed:
-    """A tree of the structure and shapes of the layout, in buffers."""
-    checks.same_structure("pack", "tree", tree, "like", _tree_of(layout))
+    """A tree of the structure and shapes of the layout, in buffers; of one dtype in each."""
     row = Row.of("pack", "tree", tree).with_arrays()
-    reference = row._replace(name="like", leaves=trees.flatten(_tree_of(layout))[0])
-    for i, (x, struct) in enumerate(zip(row.leaves, reference.leaves, strict=True)):
-        if (x is None) != (struct is None):
-            row.fail(i, TypeError, f"{checks.describe(x)}, expected {checks.describe(struct)}")
-    checks.same_shapes(row, reference)
-    return _fill(layout, list(row.leaves))
-
-
-def _tree_of(layout: Layout) -> PyTree:
-    """Shapes and dtypes of what was packed."""
-    structs = [
-        None if run is None else jax.ShapeDtypeStruct(run.place.shape, run.dtype)
-        for run in layout.runs
-    ]
-    return layout.structure.unflatten(structs)
-
-
-def _is_packed(x: Any) -> bool:
-    return isinstance(x, Packed)
-
-
-class Slot(NamedTuple):
-    """Which leaves of the unpacked tree an array stands for.
-
-    Attributes:
-      positions: of the leaves among those of the unpacked tree.
-      runs: where they lie, for a buffer; None for an array that is a leaf itself.
-      rows: of the buffer.
-    """
-
-    positions: tuple[int, ...]
-    runs: tuple[Run, ...] | None = None
-    rows: int = 0
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The rows of each layer of a buffer."""
-        return tuple(run.per_layer for run in self.runs or () for _ in range(run.place.layers))
-
-    def gather(self, entries: Sequence[Any]) -> Any:
-        """An entry per leaf as one for the array: that of all, or a column of a number per row."""
-        own = [entries[i] for i in self.positions]
-        if self.runs is None or all(x is own[0] for x in own[1:]):
-            return own[0] if own else 0.0
-        if all(checks.is_number(x) for x in own) and len(set(own)) == 1:
-            return own[0]
-        arrays = [jnp.asarray(x, dtype=float) for x in own]
-        if all(x.size == 1 for x in arrays):
-            column = jnp.stack([x.reshape(()) for x in arrays])
-            leaf = np.repeat(np.arange(len(own)), [run.blocks for run in self.runs])
-            leaf = np.pad(leaf, (0, self.rows - len(leaf)), mode="edge")
-            return column[leaf][:, None]
-        parts = [
-            _padded(run, jnp.broadcast_to(x, run.place.shape))
-            for run, x in zip(self.runs, arrays, strict=True)
-        ]
-        whole = jnp.concatenate(parts)
-        return jnp.pad(whole, (0, BLOCK * self.rows - whole.size)).reshape(self.rows, BLOCK)
-
-    def per_layer(self, entries: Sequence[bool]) -> bool | np.ndarray:
-        """A bool per leaf as one for the array, or one for each layer where they differ."""
-        own = [entries[i] for i in self.positions]
-        if self.runs is None or len(set(own)) <= 1:
-            return own[0] if own else True
-        pairs = zip(self.runs, own, strict=True)
-        return np.array([x for run, x in pairs for _ in range(run.place.layers)])
-
-
-def slots(tree: PyTree) -> list[Slot]:
-    """One for each leaf of a tree in which there may be `Packed`s."""
-    found, count = [], 0
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None or _is_packed(x)):
-        if not _is_packed(x):
-            found.append(Slot((count,)))
-            count += 1
+    reference = row._replace(name="like", leaves=trees.flatten(layout.tree())[0])
+    dtypes: dict[str, Any] = {}
+    for i, (x, run) in enumerate(zip(row.leaves, layout.runs, strict=True)):
+        if (x is None and run is None) or (run is not None and run.start is None):
             continue
-        for name, rows in x.layout.blocks:
-            own = [
-                (i, run) for i, run in enumerate(x.layout.runs) if run and run.dtype.name == name
-            ]
-            positions, runs = zip(*own, strict=True)
-            found.append(Slot(tuple(count + i for i in positions), runs, rows))
-        count += len(x.layout.runs)
-    return found
-
-
-def shapes(tree: PyTree) -> PyTree:
-    """The unpacked tree, with shapes and dtypes for what is packed."""
-    return jax.tree.map(
-        lambda x: _tree_of(x.layout) if _is_packed(x) else x,
-        tree,
-        is_leaf=lambda x: x is None or _is_packed(x),
-    )
+        if run is None or not (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
+            expected = "None" if run is None else "a floating array"
+            row.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
+        first = dtypes.setdefault(run.buffer, x.dtype)
+        if x.dtype != first:
+            row.fail(i, TypeError, f"{checks.describe(x)}, expected {first} as beside it")
+    packed = [run is not None and run.start is not None for run in layout.runs]
+    measured = [x if is_in else None for x, is_in in zip(row.leaves, packed, strict=True)]
+    checks.same_shapes(row._replace(leaves=measured), reference)
+    return fill(layout, list(row.leaves))

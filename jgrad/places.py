@@ -158,22 +158,6 @@ def static(function: str, norm_axes: PyTree, layer_axes: PyTree) -> Static:
     return hashable(names(function, norm_axes)), hashable(indices(function, layer_axes))
 
 
-def in_trees(function: str, axes: Static, w: PyTree, dcdw: PyTree) -> PyTree:
-    """The place of each leaf of a functional update, as a tree."""
-    aligned = checks.common_structure(function, w=w, dcdw=dcdw)
-    finest = (w, dcdw)[aligned.finest]
-    reference = Row(function, "w", aligned.rows[0], lambda: trees.paths(finest))
-
-    def row(name: str, axes: tuple[Any, tuple[Axes, ...]]) -> Row:
-        structure, leaves = axes
-        tree = structure.unflatten(leaves)
-        checks.same_structure(function, name, tree, "w", finest, prefix=True)
-        return reference._replace(name=name, leaves=trees.broadcast(tree, finest))
-
-    rows = row("norm_axes", axes[0]), row("layer_axes", axes[1])
-    return aligned.structure.unflatten(in_rows(*rows, reference))
-
-
 def _axes(x: Any, fits: Any) -> Axes | None:
     """`Axes` of None, of one value, or of a tuple of values."""
     x = () if x is None else x if type(x) is tuple else (x,)

@@ -99,6 +99,10 @@ def differences(
         if inner_a is None or inner_b is None or type(a) is not type(b):
             yield f"{a_name} has {_kind(a)}{here} where {b_name} has {_kind(b)}"
             return
+        static_a, static_b = _static(a), _static(b)
+        if static_a != static_b and hasattr(static_a, "differences"):
+            yield from static_a.differences(static_b, f"{a_name}{here}", f"{b_name}{here}")
+            return
         of_a, of_b = dict(inner_a), dict(inner_b)
         for name, own, other in ((a_name, of_a, of_b), (b_name, of_b, of_a)):
             for key in own:
@@ -109,6 +113,12 @@ def differences(
                 yield from compare(of_a[key], of_b[key], (*path, key))
 
     return compare(a, b, ())
+
+
+def _static(node: PyTree) -> Any:
+    """What a node holds beside its children, as the layout of a `Packed`."""
+    structure: Any = jax.tree.structure(node, is_leaf=lambda x: x is not node)
+    return structure.node_data()[1]
 
 
 def _kind(node: PyTree) -> str:

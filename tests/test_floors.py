@@ -12,11 +12,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up; a file imports from floors below its own, or from its own.
 FLOORS = [
-    {"trees", "numerics", "checks", "places"},
+    {"trees", "numerics", "checks", "values", "places"},
     {"leafwise"},
-    {"layouts", "buffers", "norms", "sums", "rules", "ratios"},
+    {"layouts", "cutting", "buffers", "norms", "sums", "rules", "ratios"},
     {"methods"},
-    {"arguments", "differentiation", "packing"},
+    {"packing"},
+    {"arguments", "differentiation", "slots"},
     {"steps", "gradients", "jacobians", "execution", "variables"},
     {"transforms"},
     {"__init__"},

@@ -1,6 +1,6 @@
 """Adam, as a direction with new moments and as a whole update."""
 
-from jgrad import arguments, checks, methods
+from jgrad import arguments, methods, values
 from jgrad.leafwise import compiled
 from jgrad.methods import Adam
 from jgrad.rules import BiasCorrection
@@ -55,7 +55,7 @@ def adam_step(
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
-    checks.no_out("adam_step", out)
+    values.no_out("adam_step", out)
     named = arguments.enter(
         "adam_step",
         dcdw=dcdw,
@@ -125,7 +125,7 @@ def adam_update(
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
-    checks.no_out("adam_update", out)
+    values.no_out("adam_update", out)
     named = arguments.enter(
         "adam_update",
         w=w,

@@ -1,6 +1,6 @@
 """Gradient descent, and the last step of every optimizer."""
 
-from jgrad import arguments, checks, methods
+from jgrad import arguments, methods, values
 from jgrad.leafwise import compiled
 from jgrad.trees import PyTree
 
@@ -34,7 +34,7 @@ def optimizer_update(
       TypeError: `w` has an integer leaf, or an argument has one that is not numeric.
       NotImplementedError: `out` is given.
     """
-    checks.no_out("optimizer_update", out)
+    values.no_out("optimizer_update", out)
     named = arguments.enter("optimizer_update", w=w, effective_grad=effective_grad, lr=lr)
     return _optimizer_update(named, stop_gradients=stop_gradients)
 
@@ -66,7 +66,7 @@ def gradient_descent_update(
     Raises:
       As `optimizer_update`.
     """
-    checks.no_out("gradient_descent_update", out)
+    values.no_out("gradient_descent_update", out)
     named = arguments.enter("gradient_descent_update", w=w, dcdw=dcdw, lr=lr)
     return _gradient_descent_update(named, stop_gradients=stop_gradients)
 

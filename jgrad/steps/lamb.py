@@ -1,6 +1,6 @@
 """LAMB."""
 
-from jgrad import arguments, checks, methods, places
+from jgrad import arguments, methods, places, slots, values
 from jgrad.leafwise import compiled
 from jgrad.methods import LAMB_RULES, Adam, LambRule, Layers
 from jgrad.places import Static
@@ -70,9 +70,9 @@ def lamb_update(
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
-    checks.no_out("lamb_update", out)
-    checks.one_of("lamb_update", "rule", rule, LAMB_RULES)
-    checks.clamps("lamb_update", min_trust_ratio, max_trust_ratio)
+    values.no_out("lamb_update", out)
+    values.one_of("lamb_update", "rule", rule, LAMB_RULES)
+    values.clamps("lamb_update", min_trust_ratio, max_trust_ratio)
     named = arguments.enter(
         "lamb_update",
         w=w,
@@ -121,7 +121,7 @@ def _lamb_update(
         named["decay_lambda"],
         named["min_trust_ratio"],
         named["max_trust_ratio"],
-        Layers(places.in_trees("lamb_update", axes, named["w"], named["dcdw"])),
+        Layers(slots.in_trees("lamb_update", axes, named["w"], named["dcdw"])),
         bias_correction=bias_correction,
         rule=rule,
     )

@@ -1,6 +1,6 @@
 """LARS, without momentum."""
 
-from jgrad import arguments, checks, methods, places
+from jgrad import arguments, methods, places, slots, values
 from jgrad.leafwise import compiled
 from jgrad.methods import LARS_RULES, LarsRule, Layers
 from jgrad.places import Static
@@ -56,9 +56,9 @@ def lars_update(
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1.
     """
-    checks.no_out("lars_update", out)
-    checks.one_of("lars_update", "rule", rule, LARS_RULES)
-    checks.no_epsilon("lars_update", epsilon, rule)
+    values.no_out("lars_update", out)
+    values.one_of("lars_update", "rule", rule, LARS_RULES)
+    values.no_epsilon("lars_update", epsilon, rule)
     named = arguments.enter(
         "lars_update",
         w=w,
@@ -84,7 +84,7 @@ def _lars_update(
         named["trust_coefficient"],
         named["decay_lambda"],
         named["epsilon"],
-        Layers(places.in_trees("lars_update", axes, named["w"], named["dcdw"])),
+        Layers(slots.in_trees("lars_update", axes, named["w"], named["dcdw"])),
         rule=rule,
     )
     return arguments.new_weights(named["w"], step, stop_gradients)

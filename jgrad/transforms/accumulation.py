@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad import methods, numerics, places, rules, trees
+from jgrad import methods, numerics, places, rules, trees, values
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
 from jgrad.transforms.master import MasterState
@@ -78,7 +78,7 @@ def accumulate(
       TypeError: `tx` is no transformation, or `every` no int.
     """
     tx = wrapping.inner(_NAME, tx)
-    wrapping.check_count(_NAME, "every", every)
+    values.count(_NAME, "every", every)
     places.names(_NAME, norm_axes)
 
     def init(params: PyTree) -> AccumulateState:
@@ -101,8 +101,8 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         wrapping.check_state(_NAME, state, AccumulateState)
         leaves = Leaves(_NAME, updates, params)
-        wrapping.check_flag(_NAME, "emit", emit)
-        wrapping.check_flag(_NAME, "finite", finite)
+        values.flag(_NAME, "emit", emit)
+        values.flag(_NAME, "finite", finite)
         cut = wrapping.mesh_axes(leaves, norm_axes)
         old = leaves.moment("state.total", state.total)
         if finite is None:

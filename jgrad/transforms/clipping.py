@@ -1,12 +1,13 @@
 """Clipping by the norm of all gradients together."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import checks, methods, places, trees
+from jgrad import checks, methods, packing, places, slots, trees
 from jgrad.checks import Row
 from jgrad.transforms import options
 from jgrad.transforms.options import Scalar
@@ -101,8 +102,11 @@ def _is_float0(x: Any) -> bool:
 
 
 def _places(row: Row, tree: PyTree, norm_axes: PyTree) -> list[places.Place]:
-    names = places.names(row.function, norm_axes)
-    checks.same_structure(row.function, "norm_axes", names, row.name, tree, prefix=True)
-    whole = row._replace(name="layer_axes", leaves=[places.Axes()] * len(row.leaves))
-    cut = row._replace(name="norm_axes", leaves=trees.broadcast(names, tree))
-    return places.in_rows(cut, whole, row)
+    """One layer for each array, since only the norm of all is asked for."""
+    names, shapes = places.names(row.function, norm_axes), packing.shapes(tree)
+    checks.same_structure(row.function, "norm_axes", names, row.name, shapes, prefix=True)
+    of_leaves = Row.of(row.function, "norm_axes", shapes)
+    cut = of_leaves._replace(leaves=trees.broadcast(names, shapes))
+    none = of_leaves._replace(leaves=[places.Axes()] * len(of_leaves.leaves))
+    each = slots.in_arrays(slots.of(tree), cut, none, of_leaves.with_arrays())
+    return [dataclasses.replace(place, stacked=(), blocks=None) for place in each]

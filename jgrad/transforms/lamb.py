@@ -5,7 +5,7 @@ from typing import Any
 import optax
 from jax.typing import DTypeLike
 
-from jgrad import checks, methods
+from jgrad import methods, values
 from jgrad.methods import LAMB_RULES, LambRule
 from jgrad.rules import BiasCorrection
 from jgrad.transforms import options
@@ -78,7 +78,7 @@ def lamb(
     """
     options.check_rates("lamb", learning_rate, weight_decay)
     options.check_adam("lamb", beta1, beta2, epsilon, bias_correction, moment_dtype)
-    checks.one_of("lamb", "rule", rule, LAMB_RULES)
+    values.one_of("lamb", "rule", rule, LAMB_RULES)
     options.check_axes("lamb", norm_axes, layer_axes)
     options.clamps("lamb", min_trust_ratio, max_trust_ratio)
     default_rate = learning_rate

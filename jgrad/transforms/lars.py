@@ -5,7 +5,7 @@ from typing import Any
 import optax
 from jax.typing import DTypeLike
 
-from jgrad import checks, methods
+from jgrad import methods, values
 from jgrad.methods import LARS_RULES, LarsRule
 from jgrad.transforms import options
 from jgrad.transforms.leaves import Leaves
@@ -79,9 +79,9 @@ def lars(
     options.check_rates("lars", learning_rate, weight_decay)
     options.check_moment_dtype("lars", moment_dtype)
     options.check_momentum("lars", momentum, nesterov=nesterov)
-    checks.one_of("lars", "rule", rule, LARS_RULES)
+    values.one_of("lars", "rule", rule, LARS_RULES)
     options.check_axes("lars", norm_axes, layer_axes)
-    checks.no_epsilon("lars", epsilon, rule)
+    values.no_epsilon("lars", epsilon, rule)
     options.scalar("lars", "trust_coefficient", trust_coefficient)
     options.scalar("lars", "epsilon", epsilon)
     default_rate = learning_rate

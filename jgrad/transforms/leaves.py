@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import checks, numerics, packing, trees
+from jgrad import checks, numerics, packing, slots, trees
 from jgrad.checks import Row
 from jgrad.transforms.state import OptState
 from jgrad.trees import PyTree
@@ -32,7 +32,7 @@ class Leaves:
         name, self.tree = ("updates", updates) if params is None else ("params", params)
         self.reference = Row.of(function, name, self.tree).with_arrays()
         self._structure = trees.flatten(self.tree)[1]
-        self.slots = packing.slots(self.tree)
+        self.slots = slots.of(self.tree)
         self.shapes = packing.shapes(self.tree)
         self.w = None if params is None else checks.parameters(self.reference)
         self._given = self.row("updates", updates)

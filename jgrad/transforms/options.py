@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jgrad import arguments, checks, methods, places, trees
+from jgrad import arguments, checks, methods, places, slots, trees, values
 from jgrad.checks import Row
-from jgrad.layouts import BLOCK
 from jgrad.methods import Adam, Layers
 from jgrad.numerics import Beta
-from jgrad.places import Place
 from jgrad.rules import BIAS_CORRECTIONS, BiasCorrection
 from jgrad.transforms.leaves import Leaves
 from jgrad.trees import PyTree
@@ -64,7 +62,7 @@ def clamps(function: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any
         scalar(function, "min_trust_ratio", smallest),
         scalar(function, "max_trust_ratio", arguments.clamp(largest)),
     )
-    checks.clamps(function, smallest, largest)
+    values.clamps(function, smallest, largest)
     return both
 
 
@@ -93,7 +91,7 @@ def check_adam(
     moment_dtype: DTypeLike | None,
 ) -> None:
     """The options that are Adam's own."""
-    checks.one_of(function, "bias_correction", bias_correction, BIAS_CORRECTIONS)
+    values.one_of(function, "bias_correction", bias_correction, BIAS_CORRECTIONS)
     check_moment_dtype(function, moment_dtype)
     adam(function, 0, beta1, beta2, epsilon)
 
@@ -171,15 +169,9 @@ def layers(leaves: Leaves, trust_ratio_mask: Mask, norm_axes: PyTree, layer_axes
     names, indices = check_axes(leaves.function, norm_axes, layer_axes)
     cut, stacked = leaves.options("norm_axes", names), leaves.options("layer_axes", indices)
     reference = Row.of(leaves.function, "params", leaves.shapes).with_arrays()
-    each = places.in_rows(cut, stacked, reference)
     masked = mask(leaves, "trust_ratio_mask", trust_ratio_mask)
     return Layers(
-        [
-            each[slot.positions[0]]
-            if slot.runs is None
-            else Place((slot.rows, BLOCK), blocks=slot.layers)
-            for slot in leaves.slots
-        ],
+        slots.in_arrays(leaves.slots, cut, stacked, reference),
         [slot.per_layer(masked) for slot in leaves.slots],
     )
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import arguments, checks, methods, places, rules, trees
+from jgrad import arguments, methods, places, rules, trees, values
 from jgrad.transforms import options, wrapping
 from jgrad.transforms.accumulation import AccumulateState, without_window
 from jgrad.transforms.leaves import Leaves
@@ -74,9 +74,9 @@ def skip_nonfinite(
     """
     tx = wrapping.inner(_NAME, tx)
     places.names(_NAME, norm_axes)
-    wrapping.check_count(_NAME, "growth_interval", growth_interval)
+    values.count(_NAME, "growth_interval", growth_interval)
     if loss_scale is not None:
-        checks.in_range(_NAME, "loss_scale", arguments.known(loss_scale), low=1.0)
+        values.in_range(_NAME, "loss_scale", arguments.known(loss_scale), low=1.0)
         options.scalar(_NAME, "loss_scale", loss_scale)
 
     def init(params: PyTree) -> SkipState:
@@ -98,7 +98,7 @@ def skip_nonfinite(
         accumulates = isinstance(state.inner, AccumulateState)
         if accumulates:
             known = extra_args.get("finite")
-            wrapping.check_flag(_NAME, "finite", known)
+            values.flag(_NAME, "finite", known)
             finite = extra_args["finite"] = finite if known is None else finite & known
         steps, inner = tx.update(given, state.inner, params, **extra_args)
         steps = leaves.directions(trees.flatten(steps)[0])

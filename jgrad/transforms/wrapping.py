@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jgrad import checks, leafwise, numerics, places, trees
@@ -31,21 +30,6 @@ def check_state(function: str, state: Any, kind: type) -> None:
             f"{function}: `state`: {type(state).__name__}, expected the {kind.__name__} that this "
             f"`{function}` made with `init`."
         )
-
-
-def check_count(function: str, name: str, value: Any) -> None:
-    """An int of at least 1."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{function}: `{name}`: {checks.describe(value)}, expected an int.")
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{function}: `{name}`: {value}, expected a number in [1, 2^31).")
-
-
-def check_flag(function: str, name: str, x: Any) -> None:
-    """None, or one bool, which may be traced."""
-    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())
-    if not (x is None or isinstance(x, bool) or (dtype == jnp.bool_ and shape == ())):
-        raise TypeError(f"{function}: `{name}`: {checks.describe(x)}, expected None or one bool.")
 
 
 def mesh_axes(leaves: Leaves, norm_axes: PyTree) -> tuple[str, ...]:
