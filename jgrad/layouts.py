@@ -118,11 +118,11 @@ class Layout:
         if found or self.structure != other.structure:
             return
         for a, b in zip(self.runs, other.runs, strict=True):
-            if a != b:
-                own, its = (_described(run) for run in (a, b))
-                where = checks.at((a or b).path)  # type: ignore[union-attr]
+            own, its = (_described(run) for run in (a, b))
+            if own != its:
                 found = True
-                yield f"{own_name} has {own}{where} packed where {other_name} has {its}"
+                where = checks.at((a or b).path)  # type: ignore[union-attr]
+                yield f"{own_name} has {own}{where} where {other_name} has {its}"
         if not found:
             yield f"{own_name} has buffers {dict(self.shapes)}, {other_name} {dict(other.shapes)}"
 
@@ -131,7 +131,8 @@ class Layout:
         elements = sum(run.size for run in runs)
         room = sum(math.prod(shape) for _, shape in self.shapes)
         padding = 0 if room == 0 else 100 * (1 - elements / room)
-        lines = [f"{len(runs)} leaves, {elements:,} elements, {padding:.1f}% padding"]
+        count = "1 leaf" if len(runs) == 1 else f"{len(runs)} leaves"
+        lines = [f"{count}, {elements:,} elements, {padding:.1f}% padding"]
         alone = []
         for name, shape in self.shapes:
             own = [run for _, run in self.within(name)]
@@ -144,11 +145,12 @@ class Layout:
 
 
 def _described(run: Run | None) -> str:
+    """All that a user gave: where a run starts depends on the leaves before it."""
     if run is None:
         return "None"
     axes = f" stacked over axes {run.place.stacked}" if run.place.stacked else ""
-    rows = "as it is" if run.start is None else f"from row {run.start}"
-    return f"{run.dtype} of shape {run.place.shape}{axes} {rows}"
+    kept = " as it is" if run.start is None else ""
+    return f"packed {run.dtype} of shape {run.place.shape}{axes}{kept}"
 
 
 def _listed(runs: list[Run]) -> list[str]:

@@ -167,7 +167,7 @@ def _empty(packed: Packed) -> PyTree:
             continue
         if getattr(buffer, "shape", None) != shape:
             raise ValueError(
-                f"unpack: `tree`: a buffer {checks.describe(buffer)}, expected an array of shape "
+                f"unpack: `tree`: {checks.describe(buffer)} as a buffer, expected shape "
                 f"{shape}; map `unpack` over models as they were mapped over."
             )
         sizes = [BLOCK * run.blocks for _, run in own]

@@ -1,0 +1,53 @@
+"""Cuts in two turns give the pieces of one, under every transformation, and compile to few kernels."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgrad import cutting
+
+SIZES = {"few": [3, 3, 5], "many": [4] * 100, "mixed": [2, *[4] * 70, 7, *[4] * 65], "one": [9]}
+every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+
+def vector(sizes, first=1.0):
+    return jnp.arange(sum(sizes), dtype=jnp.float32).at[0].set(first)
+
+
+@pytest.mark.parametrize("first", [1.0, -1.0, np.nan])
+@every_size
+def test_pieces(sizes, first):
+    """Whatever the first number is, by which XLA is kept from looking through."""
+    x = vector(sizes, first)
+    ends = np.cumsum(sizes)[:-1]
+    found = jax.jit(lambda x: cutting.pieces(x, sizes))(x)
+    for a, b in zip(found, np.split(np.asarray(x), ends), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@every_size
+def test_derivatives(sizes):
+    """In both modes, one over the other, and over a batch."""
+    x = vector(sizes)
+    weights = [float(i + 1) for i in range(len(sizes))]
+    f = lambda x: sum(
+        w * jnp.sum(jnp.sin(y)) for w, y in zip(weights, cutting.pieces(x, sizes), strict=True)
+    )
+    factor = jnp.asarray(np.repeat(weights, sizes), jnp.float32)
+    np.testing.assert_allclose(jax.grad(f)(x), factor * jnp.cos(x), rtol=1e-6)
+    along = jax.jvp(jax.grad(f), (x,), (jnp.ones_like(x),))[1]
+    np.testing.assert_allclose(along, -factor * jnp.sin(x), rtol=1e-6)
+    both = jax.vmap(jax.grad(f))(jnp.stack([x, -x]))
+    np.testing.assert_allclose(both[1], factor * jnp.cos(x), rtol=1e-6)
+
+
+def test_few_kernels():
+    """A thousand pieces in the kernels of some dozens."""
+    sizes = [8] * 1000
+    x = vector(sizes)
+    text = jax.jit(lambda x: [2 * y for y in cutting.pieces(x, sizes)]).lower(x).compile().as_text()
+    cuts = set(re.findall(r"slice=\{\[(\d+:\d+)\]\}", text))
+    assert 0 < len(cuts) < 100

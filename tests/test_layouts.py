@@ -1,0 +1,126 @@
+"""Where leaves lie: sizes, order, equality, and what is printed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgrad
+from jgrad import layouts
+from tests.errors import assert_error
+
+
+def tree():
+    return {
+        "a": jnp.ones((30, 20)),
+        "b": [jnp.ones(7, jnp.bfloat16), None, jnp.ones((30, 20))],
+        "c": jnp.ones(()),
+        "d": jnp.ones((4, 3, 100)),
+    }
+
+
+def of(tree, *args, **options):
+    return layouts.of("pack", tree, *args, **options)[0]
+
+
+def test_sizes():
+    """Each layer takes whole blocks."""
+    layout = of(tree(), {"a": None, "b": None, "c": None, "d": 0})
+    runs = {run.path: run for run in layout.runs if run is not None}
+    assert runs["['a']"].blocks == 3  # 600 of 768
+    assert runs["['c']"].blocks == 1
+    assert (runs["['d']"].per_layer, runs["['d']"].blocks) == (2, 8)  # four layers of 300
+    assert layout.shapes == (("bfloat16", (1, 256)), ("float32", (15, 256)))
+
+
+def test_blocks_do_not_overlap_and_leaves_of_one_shape_are_neighbours():
+    layout = of(tree())
+    ends = 0
+    for _, run in layout.within("float32"):
+        assert run.start == ends
+        ends += run.blocks
+    shapes = [run.place.shape for _, run in layout.within("float32")]
+    assert shapes == sorted(shapes)
+
+
+def test_multiple_of():
+    assert of(tree(), None, 8).shapes == (("bfloat16", (8, 256)), ("float32", (16, 256)))
+
+
+def test_max_size():
+    """Larger leaves stay as they are, under their paths."""
+    layout = of(tree(), None, 1, 600)
+    assert dict(layout.shapes) == {
+        "['d']": (4, 3, 100),
+        "bfloat16": (1, 256),
+        "float32": (7, 256),
+    }
+
+
+def test_equality_and_hash():
+    """By what they say, not by who made them."""
+    a, b = of(tree()), of(jax.tree.map(lambda x: 2 * x, tree()))
+    assert a == b
+    assert hash(a) == hash(b)
+    for other in (
+        of(tree(), {"a": None, "b": None, "c": None, "d": 0}),
+        of(tree(), None, 8),
+        of(tree(), None, 1, 600),
+        of({"w": jnp.ones(3)}),
+        "a string",
+    ):
+        assert a != other
+
+
+def test_text():
+    """Leaves, sizes and padding, and no numbers of the leaves."""
+    many = {f"w{i:02}": jnp.ones(256) for i in range(12)}
+    axes = {**dict.fromkeys(many), "z": 0}
+    packed = jgrad.pack({**many, "z": jnp.ones((2, 500))}, layer_axes=axes)
+    assert repr(packed) == (
+        "Packed: 13 leaves, 4,072 elements, 0.6% padding\n"
+        "  float32 (16, 256)\n"
+        + "    [0:4] ['z'] (2, 500), 2 layers\n"
+        + "".join(f"    [{4 + i}:{5 + i}] ['w{i:02}'] (256,)\n" for i in range(9))
+        + "    and 3 more"
+    )
+    assert repr(jgrad.pack(jnp.ones((3, 100)), max_size=10)) == (
+        "Packed: 1 leaf, 300 elements, 0.0% padding\n  as they are\n    the leaf (3, 100)"
+    )
+
+
+DIFFERENCES = {
+    "structure": ({"a": jnp.ones(3)}, {"b": jnp.ones(3)}, {}, ["only A has ['a'] packed", "only B has ['b'] packed"]),
+    "shape": ({"a": jnp.ones(3)}, {"a": jnp.ones(4)}, {}, ["A has packed float32 of shape (3,) at ['a'] where B has packed float32 of shape (4,)"]),
+    "dtype": ({"a": jnp.ones(3, jnp.bfloat16)}, {"a": jnp.ones(3)}, {}, ["A has packed bfloat16 of shape (3,) at ['a'] where B has packed float32 of shape (3,)"]),
+    "none": ({"a": None}, {"a": jnp.ones(3)}, {}, ["A has None at ['a'] where B has packed float32 of shape (3,)"]),
+    "layers": ({"a": jnp.ones((2, 3))}, {"a": jnp.ones((2, 3))}, {"layer_axes": 0}, ["A has packed float32 of shape (2, 3) at ['a'] where B has packed float32 of shape (2, 3) stacked over axes (0,)"]),
+    "size": ({"a": jnp.ones(3)}, {"a": jnp.ones(3)}, {"max_size": 2}, ["A has packed float32 of shape (3,) at ['a'] where B has packed float32 of shape (3,) as it is"]),
+    "multiple": ({"a": jnp.ones(3)}, {"a": jnp.ones(3)}, {"multiple_of": 4}, ["A has buffers {'float32': (1, 256)}, B {'float32': (4, 256)}"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b", "options", "phrases"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_differences(a, b, options, phrases):
+    """The leaf is named."""
+    assert list(of(a).differences(of(b, **options), "A", "B")) == phrases
+
+
+REMEDY = (
+    "expected a floating array, since the gradient of a Packed could not hold others; pack those "
+    "alone: `floating, others = equinox.partition(tree, equinox.is_inexact_array)`, or with None "
+    "in the place of each other leaf."
+)
+WRONG = {
+    "integer": ({"n": jnp.arange(3)}, {}, TypeError, f"pack: `tree` at ['n']: an array of int32 and shape (3,), {REMEDY}"),
+    "string": (["a"], {}, TypeError, f"pack: `tree` at [0]: 'a' of type str, {REMEDY}"),
+    "multiple_of": (jnp.ones(3), {"multiple_of": 0}, ValueError, "pack: `multiple_of`: 0, expected a number in [1, 2^31)."),
+    "max_size": (jnp.ones(3), {"max_size": 1.5}, TypeError, "pack: `max_size`: 1.5 of type float, expected an int."),
+    "layer_axes": ({"a": jnp.ones(3)}, {"layer_axes": 1}, ValueError, "pack: `layer_axes` at ['a']: 1, expected different axes of an array of shape (3,)."),
+    "layer_axes_structure": ({"a": jnp.ones(3)}, {"layer_axes": {"b": 0}}, ValueError, "pack: `layer_axes` does not have the structure of `tree`: only `layer_axes` has ['b']; only `tree` has ['a']."),
+    "like_and_more": (jnp.ones(3), {"like": jgrad.pack(jnp.ones(3)), "multiple_of": 2}, ValueError, "pack: `like`: it has a layout already, expected no other option with it."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tree", "options", "error", "message"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_packed(tree, options, error, message):
+    assert_error(error, message, lambda: jgrad.pack(tree, **options))

@@ -1,0 +1,346 @@
+"""Optimizers on packed trees give the numbers of the tree, and take options as for the tree.
+
+Bit for bit where elements do not know of each other, and to the rounding of a norm elsewhere. XLA
+may round differently in loops over fewer elements than a vector has, so leaves here have more.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.cases import CASES, MASK
+from tests.errors import assert_error
+from tests.loops import assert_equal, train
+
+SHAPES = {"layer": {"w": (24, 20), "b": (64,)}, "rest": [(3, 16, 10), (32,), (300,)]}
+STEPS = 6
+SMALL = 300  # elements: two leaves of SHAPES are larger
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_size = pytest.mark.parametrize("max_size", [None, SMALL], ids=["all", "small"])
+
+
+def normal(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: jnp.asarray(10.0 ** rng.uniform(-3, 1) * rng.normal(size=shape), dtype)
+    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def gradients(dtype=jnp.float32):
+    """With a layer whose gradient is zero in each third step."""
+    found = [normal(i + 1, dtype) for i in range(STEPS)]
+    for g in found[::3]:
+        g["layer"]["b"] = jnp.zeros_like(g["layer"]["b"])
+    return found
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    """By the size of each leaf."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        np.testing.assert_allclose(
+            a, b, rtol=tolerance, atol=tolerance * np.max(np.abs(b), initial=0)
+        )
+
+
+def assert_same(tx, *, exact, w=None, grads=None, **layout):
+    """Weights and state after some steps, packed and not; and the way back into the layout."""
+    w = normal(0) if w is None else w
+    grads = gradients() if grads is None else grads
+    packed = jgrad.pack(w, **layout)
+    found = train(tx, packed, [jgrad.pack(g, like=packed) for g in grads])
+    expected = train(tx, w, grads)
+    assert_equal(jgrad.pack(jgrad.unpack(found), like=found), found)  # and zeros as padding
+    (assert_equal if exact else assert_close)(jgrad.unpack(found), expected)
+
+
+# ---- every optimizer, every option ---------------------------------------------------------------
+
+
+@every_size
+@every_case
+def test_every_optimizer(case, max_size):
+    assert_same(case.tx(), exact=case.elementwise, max_size=max_size)
+
+
+RATES = {"layer": 0.1, "rest": [0.01, 0.2, 0.0]}
+PER_ELEMENT = {"layer": {"w": jnp.linspace(0, 1, 20)[None], "b": 0.1}, "rest": 0.1}
+DECAYS = {"layer": {"w": 0.1, "b": 0.0}, "rest": [0.2, 0.0, 0.1]}
+OPTIONS = {
+    "rates": {"learning_rate": RATES},
+    "a rate for each column": {"learning_rate": PER_ELEMENT},
+    "schedule": {"learning_rate": optax.linear_schedule(0.1, 0.0, 4)},
+    "schedule of rates": {"learning_rate": lambda t: {"layer": 0.1 / (1.0 + t.astype(float)), "rest": 0.1}},
+    "decays": {"learning_rate": 0.1, "weight_decay": DECAYS},
+    "masks": {"learning_rate": 0.1, "weight_decay": 0.1, "weight_decay_mask": MASK},
+    "a function": {
+        "learning_rate": 0.1,
+        "weight_decay": 0.1,
+        "weight_decay_mask": lambda w: jax.tree.map(lambda x: x.ndim > 1, w),
+    },
+}  # fmt: skip
+
+
+@every_size
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("method", [jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb])
+def test_options_of_each_leaf(method, name, max_size):
+    """Given for the tree, as ever."""
+    options = dict(OPTIONS[name])
+    if method in (jgrad.lars, jgrad.lamb) and "weight_decay_mask" in options:
+        options["trust_ratio_mask"] = options["weight_decay_mask"]
+    exact = method in (jgrad.gradient_descent, jgrad.adam)
+    assert_same(method(**options), exact=exact, max_size=max_size)
+
+
+def test_functions_of_the_parameters_see_the_tree():
+    """With shapes and dtypes, as for a tree."""
+    seen = []
+
+    def mask(w):
+        seen.append(w)
+        return True
+
+    tx = jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=mask)
+    w = normal(0)
+    packed = jgrad.pack(w)
+    tx.update(packed, tx.init(packed), packed)
+    assert seen == [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), w)]
+
+
+@every_size
+@pytest.mark.parametrize("method", [jgrad.lars, jgrad.lamb])
+def test_layers_of_a_stack(method, max_size):
+    """Known from packing; what is said again has to agree."""
+    axes = {"layer": None, "rest": [(0, 2), None, None]}
+    w, grads = normal(0), gradients()
+    packed = jgrad.pack(w, layer_axes=axes, max_size=max_size)
+    grads_packed = [jgrad.pack(g, like=packed) for g in grads]
+    expected = train(method(0.1, layer_axes=axes), w, grads)
+    for again in (None, axes):
+        found = train(method(0.1, layer_axes=again), packed, grads_packed)
+        assert_close(jgrad.unpack(found), expected)
+    name = method.__name__
+    message = (
+        f"{name}: `layer_axes` at ['rest'][0]: (1,), expected the axes with which it was packed, "
+        "(0, 2)."
+    )
+    tx = method(0.1, layer_axes={"layer": None, "rest": [1, None, None]})
+    assert_error(ValueError, message, lambda: tx.update(packed, tx.init(packed), packed))
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e-25, 0.0])
+@pytest.mark.parametrize("method", [jgrad.lars, jgrad.lamb])
+def test_norms_that_overflow_or_vanish(method, scale):
+    """One layer of each buffer among ordinary ones."""
+    w, grads = normal(0), gradients()
+    for tree in (w, *grads):
+        tree["layer"]["w"] *= scale
+        tree["rest"][1] *= scale
+    assert_same(method(0.1, weight_decay=0.01), exact=False, w=w, grads=grads)
+
+
+@every_case
+def test_one_trace(case):
+    """Over steps, and over new values of the rate."""
+    tx, traces = case.tx(), []
+
+    @jax.jit
+    def step(w, state, g, rate):
+        traces.append(1)
+        updates, state = tx.update(g, state, w, learning_rate=rate)
+        return optax.apply_updates(w, updates), state
+
+    w = jgrad.pack(normal(0))
+    state = tx.init(w)
+    for i, g in enumerate(gradients()):
+        w, state = step(w, state, jgrad.pack(g), 0.1 * i)
+    assert len(traces) == 1
+
+
+# ---- around others -------------------------------------------------------------------------------
+
+WRAPPED = {
+    "clip": lambda: optax.chain(jgrad.clip_by_global_norm(0.5), jgrad.adam(0.1)),
+    "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1), 2),
+    "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1)),
+    "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
+    "scale_by_adam": lambda: optax.chain(jgrad.scale_by_adam(), optax.scale(-0.1)),
+    "trust_ratio": lambda: optax.chain(
+        jgrad.scale_by_adam(), jgrad.scale_by_trust_ratio(trust_ratio_mask=MASK), optax.scale(-0.1)
+    ),
+    "inject": lambda: optax.inject_hyperparams(jgrad.adam)(0.1, beta1=0.8),
+    "bfloat16 moments": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16),
+    "optax.adam": lambda: optax.adam(0.1),
+    "optax.MultiSteps": lambda: optax.MultiSteps(jgrad.adam(0.1), 2).gradient_transformation(),
+    "optax.masked": lambda: optax.masked(jgrad.adam(0.1), lambda w: jax.tree.map(lambda _: True, w)),
+}  # fmt: skip
+# The global norm is summed in another order, ratios are of norms, and of optax's Adam XLA makes
+# other loops.
+ROUNDED = ("clip", "trust_ratio", "optax.adam")
+
+
+@every_size
+@pytest.mark.parametrize("name", WRAPPED)
+def test_transformations_around(name, max_size, standard_promotion):
+    assert_same(WRAPPED[name](), exact=name not in ROUNDED, max_size=max_size)
+
+
+@every_size
+def test_master_weights(max_size):
+    w, grads = normal(0, jnp.bfloat16), gradients(jnp.bfloat16)
+    tx = jgrad.master_weights(jgrad.adam(0.01))
+    assert_same(tx, exact=True, w=w, grads=grads, max_size=max_size)
+
+
+def test_skipped_steps():
+    """One leaf that is not finite skips all."""
+    grads = gradients()
+    grads[2]["rest"][1] = grads[2]["rest"][1].at[0].set(jnp.nan)
+    tx = jgrad.skip_nonfinite(jgrad.lamb(0.1), loss_scale=16.0)
+    scaled = [jax.tree.map(lambda x: 16 * x, g) for g in grads]
+    assert_same(tx, exact=False, grads=scaled)
+    state = train(tx, jgrad.pack(normal(0)), [jgrad.pack(g) for g in scaled])[1]
+    assert state.skipped == 1
+
+
+def test_global_norm():
+    tree = normal(0)
+    np.testing.assert_allclose(
+        jgrad.global_norm(jgrad.pack(tree)), jgrad.global_norm(tree), rtol=1e-6
+    )
+
+
+def test_a_part_of_the_parameters_packed():
+    """Beside arrays that are not, with options for both."""
+    w = normal(0)
+    options = {"weight_decay": 0.1, "weight_decay_mask": MASK, "trust_ratio_mask": MASK}
+    tx = jgrad.lamb(RATES, **options)
+    half = lambda tree: {"layer": jgrad.pack(tree["layer"]), "rest": tree["rest"]}
+    found = train(tx, half(w), [half(g) for g in gradients()])
+    assert_close(jgrad.unpack(found), train(tx, w, gradients()))
+
+
+def test_gradient_through_an_update():
+    """By the rate of each layer, as through the tree."""
+    w, g = normal(0), normal(1)
+
+    def after(rates, pack):
+        tx = jgrad.lamb(0.1, weight_decay=0.1)
+        updates, _ = tx.update(pack(g), tx.init(pack(w)), pack(w), learning_rate=rates)
+        new = jgrad.unpack(optax.apply_updates(pack(w), updates))
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(new))
+
+    rates = jax.tree.map(jnp.asarray, RATES)
+    found = jax.grad(after)(rates, jgrad.pack)
+    assert_close(found, jax.grad(after)(rates, lambda x: x), 1e-5)
+
+
+# ---- functional updates --------------------------------------------------------------------------
+
+T = 3
+FUNCTIONAL = {
+    "adam_step": lambda w, g, m, v, lr, o: jgrad.adam_step(g, m, v, T, **o),
+    "adam_update": lambda w, g, m, v, lr, o: jgrad.adam_update(w, g, lr, m, v, T, **o),
+    "lamb_update": lambda w, g, m, v, lr, o: jgrad.lamb_update(w, g, lr, m, v, T, **o),
+    "lars_update": lambda w, g, m, v, lr, o: jgrad.lars_update(w, g, lr, **o),
+    "gradient_descent_update": lambda w, g, m, v, lr, o: jgrad.gradient_descent_update(w, g, lr),
+    "optimizer_update": lambda w, g, m, v, lr, o: jgrad.optimizer_update(w, g, lr),
+}
+OF_ADAM = {
+    "beta1": {"layer": 0.9, "rest": [0.8, 0.5, 0.0]},
+    "epsilon": {"layer": 1e-7, "rest": 1e-3},
+}
+OF_LAMB = {
+    **OF_ADAM,
+    "max_trust_ratio": {"layer": 10.0, "rest": [1.0, 2.0, 3.0]},
+    "decay_lambda": DECAYS,
+}
+MORE = {
+    "adam_step": OF_ADAM,
+    "adam_update": OF_ADAM,
+    "lamb_update": OF_LAMB,
+    "lars_update": {"decay_lambda": DECAYS, "trust_coefficient": {"layer": 1.0, "rest": 0.1}},
+}
+
+
+@every_size
+@pytest.mark.parametrize("options", ["numbers", "trees"])
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional_updates(name, options, max_size):
+    """Options for the tree; the sizes of arrays stay."""
+    w, g, m = normal(0), normal(1), normal(2)
+    v = jax.tree.map(jnp.square, normal(3))
+    lr, more = (PER_ELEMENT, MORE.get(name, {})) if options == "trees" else (0.1, {})
+    packed = jgrad.pack(w, max_size=max_size)
+    own = [jgrad.pack(tree, like=packed) for tree in (w, g, m, v)]
+    found = FUNCTIONAL[name](*own, lr, more)
+    expected = FUNCTIONAL[name](w, g, m, v, lr, more)
+    exact = name not in ("lamb_update", "lars_update")
+    (assert_equal if exact else assert_close)(jgrad.unpack(found), expected)
+    assert_equal(jgrad.pack(jgrad.unpack(found), like=found), found)
+
+
+def test_a_packed_rate():
+    """A number for each element, as packed as the weights."""
+    w, g, lr = normal(0), normal(1), normal(2)
+    packed = [jgrad.pack(tree) for tree in (w, g, lr)]
+    found = jgrad.gradient_descent_update(*packed)
+    assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, g, lr))
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+OF_TWO = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
+OTHER = {"a": jnp.ones(3), "b": jnp.ones((2, 3))}
+PACKED = jgrad.pack(OF_TWO)
+
+
+def update(updates, params, made_for=PACKED):
+    tx = jgrad.adam(0.1)
+    return tx.update(updates, tx.init(made_for), params)
+
+
+def functional(w, g, m):
+    return jgrad.adam_update(w, g, 0.1, m, m, 1)
+
+
+A_TREE = "a dict where `{}` has a Packed"
+OTHER_LAYOUT = (
+    "{} has packed float32 of shape (2, 3) at ['b'] where {} has packed float32 of shape (2, 2)"
+)
+MIXED = {
+    "a tree as gradient": (lambda: update(OF_TWO, PACKED), "adam: `updates` does not have the structure of `params`: `updates` has " + A_TREE.format("params")),
+    "a tree as parameters": (lambda: update(PACKED, OF_TWO), "adam: `updates` does not have the structure of `params`: `updates` has a Packed where `params` has a dict"),
+    "a tree as state": (lambda: update(PACKED, PACKED, OF_TWO), "adam: `state.mw` does not have the structure of `params`: `state.mw` has " + A_TREE.format("params")),
+    "another layout": (lambda: update(jgrad.pack(OTHER), PACKED), "adam: `updates` does not have the structure of `params`: " + OTHER_LAYOUT.format("`updates`", "`params`")),
+    "a state of another layout": (lambda: update(PACKED, PACKED, jgrad.pack(OTHER)), "adam: `state.mw` does not have the structure of `params`: " + OTHER_LAYOUT.format("`state.mw`", "`params`")),
+    "a tree as functional gradient": (lambda: functional(PACKED, OF_TWO, PACKED), "adam_update: `dcdw` does not have the structure of `w`: `dcdw` has " + A_TREE.format("w")),
+    "a number as moment": (lambda: functional(PACKED, PACKED, 0.0), "adam_update: `mw_tm1` does not have the structure of `w`: `mw_tm1` has a leaf where `w` has a Packed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), MIXED.values(), ids=MIXED)
+def test_packed_beside_other_trees(call, message):
+    assert_error(ValueError, f"{message}.", call)
+
+
+def test_options_that_do_not_fit_the_tree():
+    """Named by the leaf of the tree."""
+    tx = jgrad.adam({"a": jnp.ones(2), "b": 0.1})
+    message = (
+        "adam: `learning_rate` does not broadcast to `params` at ['a']: shape (2,), expected (3,) "
+        "or one that broadcasts to it."
+    )
+    assert_error(ValueError, message, lambda: tx.update(PACKED, tx.init(PACKED), PACKED))
+    rates = {"a": jnp.ones(2), "b": 0.1}
+    message = (
+        "gradient_descent_update: `lr` does not broadcast to `w` at ['a']: shape (2,), expected "
+        "(3,) or one that broadcasts to it."
+    )
+    assert_error(ValueError, message, lambda: jgrad.gradient_descent_update(PACKED, PACKED, rates))
