@@ -97,8 +97,7 @@ def pack(
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
     parts = structure.flatten_up_to(tree)
     packed = [
-        _again(x.layout, part) if is_packed(x) else part
-        for x, part in zip(given, parts, strict=True)
+        _again(x, part) if is_packed(x) else part for x, part in zip(given, parts, strict=True)
     ]
     return structure.unflatten(packed)
 
@@ -147,8 +146,9 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
     buffers: dict[str, jax.Array] = {}
     for name, shape in layout.shapes:
         own = layout.within(name)
-        if own[0][1].start is None:
-            buffers[name] = leaves[own[0][0]]
+        (i, run), *_ = own
+        if run.start is None or _is_stand_in(leaves[i], run.place.shape):
+            buffers[name] = leaves[i]
             continue
         parts = [padded(run, leaves[i]) for i, run in own]
         rest = math.prod(shape) - sum(x.size for x in parts)
@@ -162,8 +162,9 @@ def _empty(packed: Packed) -> PyTree:
     leaves: list[Any] = [None] * len(packed.layout.runs)
     for name, shape in packed.layout.shapes:
         buffer, own = packed.buffers[name], packed.layout.within(name)
-        if own[0][1].start is None:
-            leaves[own[0][0]] = buffer
+        if own[0][1].start is None or _is_stand_in(buffer, shape):
+            for i, _ in own:
+                leaves[i] = buffer
             continue
         if getattr(buffer, "shape", None) != shape:
             raise ValueError(
@@ -188,21 +189,31 @@ def _cut(run: Run, x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, range(len(axes)), axes) if place.stacked else x
 
 
-def _again(layout: Layout, tree: PyTree) -> Packed:
-    """A tree of the structure and shapes of the layout, in buffers; of one dtype in each."""
+def _is_stand_in(x: Any, shape: tuple[int, ...]) -> bool:
+    """Whether `x` says that there is no array: `state.empty`, for leaves with no state."""
+    return getattr(x, "shape", None) == (0,) != shape
+
+
+def _again(like: Packed, tree: PyTree) -> Packed:
+    """A tree of the structure and shapes of a layout, in buffers; of one dtype in each."""
+    layout = like.layout
     row = Row.of("pack", "tree", tree).with_arrays()
-    reference = row._replace(name="like", leaves=trees.flatten(layout.tree())[0])
-    dtypes: dict[str, Any] = {}
-    for i, (x, run) in enumerate(zip(row.leaves, layout.runs, strict=True)):
-        if (x is None and run is None) or (run is not None and run.start is None):
+    expected: list[Any] = [None] * len(row.leaves)
+    for name, shape in layout.shapes:
+        own = layout.within(name)
+        if own[0][1].start is None:
             continue
-        if run is None or not (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
-            expected = "None" if run is None else "a floating array"
-            row.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
-        first = dtypes.setdefault(run.buffer, x.dtype)
-        if x.dtype != first:
-            row.fail(i, TypeError, f"{checks.describe(x)}, expected {first} as beside it")
-    packed = [run is not None and run.start is not None for run in layout.runs]
-    measured = [x if is_in else None for x, is_in in zip(row.leaves, packed, strict=True)]
-    checks.same_shapes(row._replace(leaves=measured), reference)
+        dtype = getattr(row.leaves[own[0][0]], "dtype", None)
+        for i, run in own:
+            x = row.leaves[i]
+            if not (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
+                row.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
+            if x.dtype != dtype:
+                row.fail(i, TypeError, f"{checks.describe(x)}, expected {dtype} as beside it")
+            stands_in = _is_stand_in(like.buffers[name], shape)
+            expected[i] = jax.ShapeDtypeStruct((0,) if stands_in else run.place.shape, dtype)
+    for i, x in enumerate(row.leaves):
+        if layout.runs[i] is None and x is not None:
+            row.fail(i, TypeError, f"{checks.describe(x)}, expected None")
+    checks.same_shapes(row, row._replace(name="like", leaves=expected))
     return fill(layout, list(row.leaves))

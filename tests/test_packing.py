@@ -172,7 +172,7 @@ WRONG = {
     "shape": ({**OF_TWO, "a": jnp.ones(4)}, ValueError, "pack: `tree` does not match `like` at ['a']: shape (4,), expected (3,)."),
     "None": ({**OF_TWO, "a": None}, TypeError, "pack: `tree` at ['a']: None, expected a floating array."),
     "integers": ({**OF_TWO, "a": jnp.arange(3)}, TypeError, "pack: `tree` at ['a']: an array of int32 and shape (3,), expected a floating array."),
-    "dtypes": ({**OF_TWO, "b": jnp.ones((2, 2), jnp.bfloat16)}, TypeError, "pack: `tree` at ['b']: an array of bfloat16 and shape (2, 2), expected float32 as beside it."),
+    "dtypes": ({**OF_TWO, "b": jnp.ones((2, 2), jnp.bfloat16)}, TypeError, "pack: `tree` at ['a']: an array of float32 and shape (3,), expected bfloat16 as beside it."),
 }  # fmt: skip
 
 
