@@ -2,10 +2,11 @@
 
 XLA on CPU reduces the last axis of an array in scalar code, and writes out what is reduced in
 parts. Taken some rows at a time, with halves added until few columns are left, sums are a few
-times as quick, and what is squared is never as large as a buffer.
+times as quick, and what is squared is never as large as a buffer. Elsewhere the turns of a loop
+would wait for each other, and a sum over rows is one kernel.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +23,44 @@ def sums(
     f: Function, place: Place, scale: jax.Array | None, arrays: tuple[jax.Array, ...]
 ) -> jax.Array:
     """The sums of |scale f(*arrays)|^2 of each layer of a buffer, of which `f` takes rows."""
-    rows = place.shape[0]
-    count = min(rows, _ROWS)
     if scale is not None:
         arrays = (place.spread(scale), *arrays)
 
-    def of_rows(start: Any) -> jax.Array:
-        def cut(x: jax.Array) -> jax.Array:
-            if x.ndim == 2 and x.shape[0] == rows:
-                return jax.lax.dynamic_slice_in_dim(x, start, count)
-            return x
-
-        own = [cut(x) for x in arrays]
+    def of(own: Sequence[jax.Array], total: Callable[[jax.Array], jax.Array]) -> jax.Array:
         x = f(*own) if scale is None else f(*own[1:])
         x = numerics.widen(x, numerics.real_dtype(x))
         if scale is not None:
             x = numerics.scaled(x, own[0])
-        return _rows(numerics.abs_squared(x))
+        return total(numerics.abs_squared(x))
 
-    if rows <= _ROWS:
-        each = of_rows(0)
-    else:
-        # The last turn goes over some rows again, rather than be compiled apart.
-        whole, left = divmod(rows, _ROWS)
-        starts = [*range(0, whole * _ROWS, _ROWS), *([rows - _ROWS] if left else [])]
-        parts = jax.lax.map(of_rows, jnp.asarray(starts, jnp.int32))
-        each = jnp.concatenate([parts[:whole].reshape(-1), parts[-1, _ROWS - left :]])
+    each = jax.lax.platform_dependent(
+        arrays,
+        cpu=lambda arrays: _in_turns(place.shape[0], lambda own: of(own, _rows), arrays),
+        default=lambda arrays: of(arrays, lambda x: jnp.sum(x, axis=1)),
+    )
     return jax.ops.segment_sum(each, place.owners, place.layers, indices_are_sorted=True)
+
+
+def _in_turns(
+    rows: int, f: Callable[[Sequence[jax.Array]], jax.Array], arrays: Sequence[jax.Array]
+) -> jax.Array:
+    """`f` of all rows of the arrays, a number for each row, some rows at a time."""
+    if rows <= _ROWS:
+        return f(arrays)
+
+    def of_rows(start: jax.Array) -> jax.Array:
+        def cut(x: jax.Array) -> jax.Array:
+            if x.ndim == 2 and x.shape[0] == rows:
+                return jax.lax.dynamic_slice_in_dim(x, start, _ROWS)
+            return x
+
+        return f([cut(x) for x in arrays])
+
+    # The last turn goes over some rows again, rather than be compiled apart.
+    whole, left = divmod(rows, _ROWS)
+    starts = [*range(0, whole * _ROWS, _ROWS), *([rows - _ROWS] if left else [])]
+    parts = jax.lax.map(of_rows, jnp.asarray(starts, jnp.int32))
+    return jnp.concatenate([parts[:whole].reshape(-1), parts[-1, _ROWS - left :]])
 
 
 def _rows(x: jax.Array) -> jax.Array:

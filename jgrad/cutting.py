@@ -1,53 +1,67 @@
 """Many arrays out of one, so that XLA compiles few pieces of work for them.
 
-XLA's CPU backend compiles equal kernels once, but each cut at another place is another kernel, a
-thousand of which take half a minute. So pieces of one size are cut out in two turns: some dozens at
-a time, and those in the same way from each.
+XLA's CPU backend compiles equal kernels once. But a cut at another place is another kernel, and so
+is all that it is fused into: the same layer, twelve times, compiles twelve times where its weights
+are cut from one buffer, and a thousand cuts take half a minute. So the pieces are cut where XLA
+does not look across, and many pieces of one size in two turns: some of them at a time, and then
+each of these in the same way.
 """
 
+import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-_TOGETHER = 32  # pieces cut in the second turn
-_FEW = 64  # pieces of one size for which one turn is as good
+_FEW = 8  # pieces of one size for which one turn is as good
 
 
-def pieces(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def pieces(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     """The vector in pieces of these sizes, which add up to its own."""
-    bounds = _alike(sizes)
-    groups = jax.lax.split(x, [sum(sizes[i:j]) for i, j in bounds]) if len(bounds) > 1 else [x]
-    found: list[jax.Array] = []
-    for group, (i, j) in zip(groups, bounds, strict=True):
-        found += _of_one_size(group, sizes[i], j - i)
+    groups = _groups(sizes)
+    found = _cut([x], [[size * count for size, count in groups]])
+    if len(groups) < len(sizes):
+        found = _cut(found, [[size] * count for size, count in groups])
     return found
 
 
-def _alike(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where neighbours of one size begin and end."""
+@pieces.defjvp
+def _pieces_jvp(sizes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+    """In one turn: what JAX makes of a branch takes it long to trace, and this is as linear."""
+    return pieces(*primals, sizes), jax.lax.split(tangents[0], sizes)
+
+
+def _groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """What to cut in the first turn: (size, count) of pieces that stay together."""
     starts = [i for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
-    return list(zip(starts, [*starts[1:], len(sizes)], strict=True))
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
+        step = math.isqrt(end - start) if end - start > _FEW else 1
+        found += [(sizes[start], min(step, end - i)) for i in range(start, end, step)]
+    return found
 
 
-def _of_one_size(x: jax.Array, size: int, count: int) -> Sequence[jax.Array]:
-    if count <= _FEW or size == 0:
-        return jax.lax.split(x, [size] * count) if count > 1 else [x]
-    # Elsewhere a cut is no kernel of its own, or a branch would wait for the device.
-    return jax.lax.platform_dependent(
-        x,
-        cpu=lambda x: _in_two_turns(x, size, count),
-        default=lambda x: jax.lax.split(x, [size] * count),
-    )
+def _cut(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Array]:
+    """Each vector in pieces of its sizes."""
 
+    def cut(vectors: list[jax.Array]) -> list[jax.Array]:
+        each = zip(vectors, sizes, strict=True)
+        return [piece for x, own in each for piece in jax.lax.split(x, own)]
 
-def _in_two_turns(x: jax.Array, size: int, count: int) -> Sequence[jax.Array]:
-    counts = [min(_TOGETHER, count - i) for i in range(0, count, _TOGETHER)]
+    def nothing(vectors: list[jax.Array]) -> list[jax.Array]:
+        each = zip(vectors, sizes, strict=True)
+        return [jnp.zeros((size,), x.dtype) for x, own in each for size in own]
 
-    def first(x: jax.Array) -> Sequence[jax.Array]:
-        return jax.lax.split(x, [size * n for n in counts])
+    def apart(vectors: list[jax.Array]) -> list[jax.Array]:
+        # Always true, but XLA does not see it, nor from outside what is in a branch.
+        first = next(x for x in vectors if x.size)[0].real.astype(jnp.float32)
+        bits = jax.lax.bitcast_convert_type(first, jnp.uint32)
+        return jax.lax.cond((bits | 1) > 0, cut, nothing, vectors)
 
-    # Two branches that do the same: XLA does not look across them, and would otherwise make of both
-    # turns the one that they replace.
-    groups = jax.lax.cond(jax.lax.stop_gradient(x[0]) < 0, first, first, x)
-    pairs = zip(groups, counts, strict=True)
-    return [piece for group, n in pairs for piece in jax.lax.split(group, [size] * n)]
+    if not any(x.size for x in vectors) or sum(map(len, sizes)) == len(vectors):
+        return cut(vectors)
+    # Elsewhere a branch would wait for the device.
+    return jax.lax.platform_dependent(vectors, cpu=apart, default=cut)

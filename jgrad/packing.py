@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad import checks, cutting, layouts, trees, values
+from jgrad import checks, cutting, layouts, values
 from jgrad.checks import Row
 from jgrad.layouts import BLOCK, Layout, Run
 from jgrad.trees import PyTree
@@ -179,7 +179,7 @@ def _empty(packed: Packed) -> PyTree:
             )
         sizes = [BLOCK * run.blocks for _, run in own]
         rest = math.prod(shape) - sum(sizes)
-        parts = cutting.pieces(buffer.reshape(-1), [*sizes, rest] if rest else sizes)
+        parts = cutting.pieces(buffer.reshape(-1), (*sizes, *([rest] if rest else [])))
         for (i, run), part in zip(own, parts[: len(own)], strict=True):
             leaves[i] = _cut(run, part)
     return packed.layout.structure.unflatten(leaves)

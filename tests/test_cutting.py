@@ -9,15 +9,22 @@ import pytest
 
 from jgrad import cutting
 
-SIZES = {"few": [3, 3, 5], "many": [4] * 100, "mixed": [2, *[4] * 70, 7, *[4] * 65], "one": [9]}
+SIZES = {
+    "few": (3, 3, 5),
+    "many": (4,) * 100,
+    "mixed": (2, *(4,) * 70, 7, *(4,) * 9, 0),
+    "one": (9,),
+    "nothing": (0, 0),
+}
 every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 
 
 def vector(sizes, first=1.0):
-    return jnp.arange(sum(sizes), dtype=jnp.float32).at[0].set(first)
+    x = jnp.arange(sum(sizes), dtype=jnp.float32)
+    return x.at[0].set(first) if x.size else x
 
 
-@pytest.mark.parametrize("first", [1.0, -1.0, np.nan])
+@pytest.mark.parametrize("first", [1.0, -1.0, 0.0, -0.0, np.inf, np.nan])
 @every_size
 def test_pieces(sizes, first):
     """Whatever the first number is, by which XLA is kept from looking through."""
@@ -46,8 +53,15 @@ def test_derivatives(sizes):
 
 def test_few_kernels():
     """A thousand pieces in the kernels of some dozens."""
-    sizes = [8] * 1000
+    sizes = (8,) * 1000
     x = vector(sizes)
     text = jax.jit(lambda x: [2 * y for y in cutting.pieces(x, sizes)]).lower(x).compile().as_text()
     cuts = set(re.findall(r"slice=\{\[(\d+:\d+)\]\}", text))
     assert 0 < len(cuts) < 100
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_dtypes(dtype):
+    x = vector(SIZES["many"]).astype(dtype)
+    for i, piece in enumerate(jax.jit(lambda x: cutting.pieces(x, SIZES["many"]))(x)):
+        np.testing.assert_array_equal(piece, x[4 * i : 4 * i + 4])

@@ -148,9 +148,10 @@ def decays(leaves: Leaves, weight_decay: PyTree, weight_decay_mask: Mask) -> lis
     leaves.require_params("`weight_decay`")
     decay = arguments.number(leaves.function, "weight_decay", weight_decay)
     checks.one_element(Row.of(leaves.function, "weight_decay", decay))
-    row = leaves.options("weight_decay", decay)
+    # Before it is spread over leaves: leaves that share an object share a number in the program.
+    row = leaves.options("weight_decay", trees.map_leaves(lambda x: x.reshape(()), decay))
     entries = zip(row.leaves, masked, strict=True)
-    return leaves.gather([x.reshape(()) if use and x is not None else 0.0 for x, use in entries])
+    return leaves.gather([x if use and x is not None else 0.0 for x, use in entries])
 
 
 def with_decay(
