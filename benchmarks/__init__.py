@@ -1,1 +1,7 @@
-"""What jgrad costs beside optax: `python -m benchmarks`."""
+"""What jgrad costs beside optax and PyTorch: `python -m benchmarks`.
+
+Needs the extra `bench`. PyTorch is timed where it is installed, and is no part of an extra; its
+build for the CPU is small:
+
+    pip install torch --index-url https://download.pytorch.org/whl/cpu
+"""

@@ -1,127 +1,144 @@
-"""Prints the table: `python -m benchmarks`.
+"""Prints the tables: `python -m benchmarks`.
 
-About eight minutes on two cores. `--rounds` trades time for steadiness, `--only` picks rows, and
-`--results=benchmarks/results.md` writes the table that the README quotes.
+About 20 minutes on two cores that have nothing else to do. `--rounds` trades time for steadiness,
+`--only` picks rows, and `--results=benchmarks/results.md` writes what the README quotes, with plots
+beside it.
 """
 
+import collections
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-import rich
 from absl import app, flags, logging
-from rich.progress import track
-from rich.table import Table
+from rich.console import Console
+from rich.progress import Progress
 
-import jgrad
-from benchmarks.measure import Ratio, Step, in_turn
-from benchmarks.workloads import METHODS, WORKLOADS, Shapes, many_leaves, tree
+from benchmarks import accelerator, plots, pytorch, report, scaling, training, updates
+from benchmarks.methods import METHODS
+from benchmarks.report import Section
+from benchmarks.workloads import WORKLOADS
 
-_ROUNDS = flags.DEFINE_integer("rounds", 21, "Steps timed of each.", lower_bound=2)
+_ROUNDS = flags.DEFINE_integer("rounds", 21, "Times that each takes its turn.", lower_bound=2)
 _BUILDS = flags.DEFINE_integer(
     "builds", 3, "Times that each is traced and compiled.", lower_bound=1
 )
 _ONLY = flags.DEFINE_string("only", "", "Rows whose name holds this.")
-_RESULTS = flags.DEFINE_string("results", "", "Where to write the table; nowhere if empty.")
-
-_COLUMNS = ("work", "method", "step", "quartiles", "ms", "trace", "compile", "MB")
-
-Row = tuple[str, ...]
+_RESULTS = flags.DEFINE_string("results", "", "Where to write the tables; nowhere if empty.")
 
 
-def compare(shapes: Shapes, method: str) -> Row:
-    """The figures of one method on one model."""
-    params, grads = tree(shapes, 0), tree(shapes, 1)
-    pair = METHODS[method]
+class Job(NamedTuple):
+    """Some rows of a section.
 
-    def build(make: Callable[[], optax.GradientTransformation]) -> Step:
-        return Step(make(), jax.tree.map(jnp.copy, params), grads)
+    Attributes:
+      section: one of `_SECTIONS`.
+      name: shown meanwhile, and what `--only` is looked for in.
+      run: measures them.
+    """
 
-    built = [(build(pair.jgrad), build(pair.optax)) for _ in range(_BUILDS.value)]
-    ours, theirs = built[-1]
-    trace = Ratio.of([a.trace for a, _ in built], [b.trace for _, b in built])
-    compiling = Ratio.of([a.compile for a, _ in built], [b.compile for _, b in built])
-    del built
-    for step in (ours, theirs, ours, theirs):
-        jax.block_until_ready(step())
-    stepping = in_turn(ours, theirs, _ROUNDS.value)
-    megabytes = " / ".join(f"{step.temporary_bytes / 1e6:.0f}" for step in (ours, theirs))
-    return (*shown(stepping), f"{trace.ratio:.2f}", f"{compiling.ratio:.2f}", megabytes)
+    section: str
+    name: str
+    run: Callable[[], list[Any]]
 
 
-def eager() -> Row:
-    """`adam_update` without jit on 100 leaves, beside optax's update and apply_updates."""
-    shapes = many_leaves(100)
-    w, g = tree(shapes, 0), tree(shapes, 1)
-    zeros = jax.tree.map(jnp.zeros_like, w)
-    tx = optax.adam(1e-3)
-    state = tx.init(w)
+class Kind(NamedTuple):
+    """Of a section: what makes it of results, and what plots them to a file."""
 
-    def theirs() -> object:
-        updates, new = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), new
-
-    ours = functools.partial(jgrad.adam_update, w, g, 1e-3, zeros, zeros, 1)
-    in_turn(ours, theirs, 3)
-    return (*shown(in_turn(ours, theirs, 5 * _ROUNDS.value)), "", "", "")
+    make: Callable[[list[Any]], Section]
+    plot: Callable[[list[Any], pathlib.Path], None] | None = None
 
 
-def shown(ratio: Ratio) -> Row:
-    """The ratio, its quartiles, and the two times in milliseconds."""
-    times = f"{1e3 * ratio.ours:.3g} / {1e3 * ratio.theirs:.3g}"
-    return (f"{ratio.ratio:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}", times)
+_SECTIONS = {
+    "steps": Kind(report.steps, plots.steps),
+    "leaves": Kind(report.by_leaves, plots.by_leaves),
+    "elements": Kind(report.by_elements, plots.by_elements),
+    "rates": Kind(report.rates),
+}
 
 
-def rows() -> dict[tuple[str, str], Callable[[], Row]]:
-    """Each row by its work and method."""
-    found: dict[tuple[str, str], Callable[[], Row]] = {
-        (work, method): functools.partial(compare, shapes, method)
-        for work, shapes in WORKLOADS.items()
-        for method in METHODS
-    }
-    found["eager call, 100 leaves", "Adam"] = eager
-    return {name: row for name, row in found.items() if _ONLY.value in " ".join(name)}
+def jobs() -> Iterator[Job]:
+    """All that there is to measure."""
+    rounds, builds = _ROUNDS.value, _BUILDS.value
+    for name, work in WORKLOADS.items():
+        for method in METHODS:
+            compare = functools.partial(
+                updates.compare,
+                name,
+                method,
+                work.shapes,
+                work.forms(method),
+                rounds=rounds,
+                builds=min(builds, work.builds),
+            )
+            yield Job("steps", f"{name} {method}", compare)
+    for method in training.TIMED:
+        train = functools.partial(training.compare, method, rounds=rounds, builds=builds)
+        yield Job("steps", f"{training.WORK} {method}", train)
+    yield Job("steps", f"{updates.EAGER} Adam", functools.partial(updates.eager, rounds=rounds))
+    for name, point in scaling.LEAVES.items():
+        yield Job("leaves", name, functools.partial(point, rounds=rounds))
+    for name, point in scaling.ELEMENTS.items():
+        yield Job("elements", name, functools.partial(point, rounds=rounds))
+    if jax.default_backend() != "cpu":
+        for name in accelerator.WORKS:
+            shapes = WORKLOADS[name].shapes
+            rates = functools.partial(accelerator.rates, name, shapes, rounds=rounds)
+            yield Job("rates", f"beside a copy: {name}", rates)
 
 
-def markdown(table: list[Row]) -> str:
-    """The table with where it came from."""
-    lines = [
-        "# jgrad beside optax",
-        "",
-        "`python -m benchmarks` wrote this. Ratios are jgrad / optax, measured in turn in one",
-        "process: below 1 jgrad is the quicker. A step is update and apply, compiled, with donated",
-        "parameters and state, in float32: the median of the ratios, their quartiles, and both",
-        "medians in ms. MB are temporaries of the compiled step, of both.",
-        "",
-        f"jax {jax.__version__}, optax {optax.__version__}, {jax.devices()[0].device_kind} with "
-        f"{os.cpu_count()} cores, {_ROUNDS.value} rounds, {_BUILDS.value} builds.",
-        "",
-        "| " + " | ".join(_COLUMNS) + " |",
-        "| " + " | ".join("---" for _ in _COLUMNS) + " |",
-    ]
-    lines += ["| " + " | ".join(row) + " |" for row in table]
-    return "\n".join(lines) + "\n"
+def measured(todo: list[Job]) -> dict[str, list[Any]]:
+    """The results of each section."""
+    found: dict[str, list[Any]] = collections.defaultdict(list)
+    with Progress() as progress:
+        bar = progress.add_task("", total=len(todo))
+        for job in todo:
+            progress.update(bar, description=job.name)
+            found[job.section] += job.run()
+            progress.advance(bar)
+    return found
+
+
+def write(found: dict[str, list[Any]], path: pathlib.Path) -> None:
+    """The tables as Markdown, and their plots beside it."""
+    text = f"# jgrad beside others\n\n`python -m benchmarks` wrote this. {_circumstances()}\n"
+    for name, results in found.items():
+        kind, image = _SECTIONS[name], ""
+        if kind.plot:
+            image = f"{path.stem}_{name}.png"
+            kind.plot(results, path.with_name(image))
+        text += "\n" + kind.make(results).markdown(image)
+    path.write_text(text)
+
+
+def _circumstances() -> str:
+    return (
+        f"jax {jax.__version__}, optax {optax.__version__}, {pytorch.version()}; "
+        f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores; "
+        f"{_ROUNDS.value} rounds, {_BUILDS.value} builds."
+    )
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     logging.set_verbosity(logging.WARNING)  # JAX tells of each accelerator that is not there
-    todo = rows()
+    todo = [job for job in jobs() if _ONLY.value in job.name]
     if not todo:
         raise app.UsageError(f"--only={_ONLY.value}: no such row")
-    found = [(*name, *row()) for name, row in track(todo.items(), "Measuring")]
-    table = Table(*_COLUMNS, title="jgrad / optax")
-    for line in found:
-        table.add_row(*line)
-    rich.print(table)
+    found = measured(todo)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    console.print(_circumstances())
+    for name, results in found.items():
+        console.print(_SECTIONS[name].make(results).rich())
     if _RESULTS.value:
-        pathlib.Path(_RESULTS.value).write_text(markdown(found))
-        rich.print(f"Written to {_RESULTS.value}")
+        write(found, pathlib.Path(_RESULTS.value))
+        console.print(f"Written to {_RESULTS.value}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""Times and bytes of two things that do the same, measured in turn in one process.
+"""Times of things that do the same, measured in turn in one process.
 
 A machine that is shared drifts by tens of percent within minutes, so a time means little and a
-ratio of neighbouring times means much: the two take turns, and the figure is the median of the
-ratios.
+ratio of neighbouring times means much: all take turns, and the figure is the median of the ratios
+of times of the same round.
 """
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
-from benchmarks.workloads import Tree
+_QUICK = 0.02  # Calls shorter than this are repeated within a turn, until it is over.
+_MOST = 100  # times
 
 
 class Ratio(NamedTuple):
@@ -37,7 +38,9 @@ class Ratio(NamedTuple):
     def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> "Ratio":
         """From times of runs that took turns."""
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        if len(ratios) == 1:
+            ratios *= 2
+        low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
         return cls(statistics.median(ours), statistics.median(theirs), ratio, low, high)
 
 
@@ -48,37 +51,25 @@ def seconds(f: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> Ratio:
-    """Each once per round, the first one changing."""
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for i in range(rounds):
-        for mine in (True, False) if i % 2 else (False, True):
-            times[mine].append(seconds(ours if mine else theirs))
-    return Ratio.of(times[True], times[False])
+def in_turn(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """The time of each in each round, in an order that changes by chance."""
+    for f in contenders.values():
+        _turn(f)  # some have a first call that is unlike all others
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
+    shuffle = random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            times[name].append(_turn(contenders[name]))
+    return times
 
 
-class Step:
-    """An update that is applied, compiled with donated parameters and state."""
+def _turn(f: Callable[[], Any]) -> float:
+    """Seconds of a call; of quick ones, the median of some.
 
-    def __init__(self, tx: optax.GradientTransformation, params: Tree, grads: Tree) -> None:
-        self._grads = grads
-        self._carry = (params, tx.init(params))
-
-        def step(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        jitted = jax.jit(step, donate_argnums=(0, 1))
-        jax.clear_caches()  # what the peer has traced before is no help here
-        start = time.perf_counter()
-        traced = jitted.trace(*self._carry, grads)
-        self.trace = time.perf_counter() - start
-        lowered = traced.lower()
-        start = time.perf_counter()
-        self._compiled = lowered.compile()
-        self.compile = time.perf_counter() - start
-        self.temporary_bytes: int = self._compiled.memory_analysis().temp_size_in_bytes
-
-    def __call__(self) -> Tree:
-        self._carry = self._compiled(*self._carry, self._grads)
-        return self._carry[0]
+    The first call is not timed. It finds the caches full of what another has left, and its threads
+    still waiting for work: a step of 1 ms takes 2 right after one of PyTorch.
+    """
+    count = int(_QUICK / seconds(f))
+    return statistics.median(seconds(f) for _ in range(max(1, min(_MOST, count))))

@@ -1,15 +1,10 @@
-"""The leaves of the models that are timed, and each optimizer with its peer."""
+"""The leaves of the models that are timed."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-
-import jgrad
 
 Tree = dict[str, jax.Array]
 Shapes = dict[str, tuple[int, ...]]
@@ -42,15 +37,66 @@ def bert_base() -> Shapes:
     return shapes
 
 
-def many_leaves(count: int = 1000) -> Shapes:
-    """Leaves of 32 x 32."""
-    return {f"{i}": (32, 32) for i in range(count)}
+def resnet_50() -> Shapes:
+    """The 161 leaves of ResNet-50, 25.6 M elements; kernels are HWIO."""
+    shapes: Shapes = {}
+
+    def convolution(name: str, size: int, inputs: int, outputs: int) -> None:
+        shapes[f"{name}/kernel"] = (size, size, inputs, outputs)
+        shapes.update({f"{name}/norm/scale": (outputs,), f"{name}/norm/bias": (outputs,)})
+
+    convolution("stem", 7, 3, 64)
+    inputs = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 * 2**stage
+        for block in range(blocks):
+            name = f"{stage}/{block}"
+            convolution(f"{name}/1", 1, inputs, width)
+            convolution(f"{name}/2", 3, width, width)
+            convolution(f"{name}/3", 1, width, 4 * width)
+            if block == 0:
+                convolution(f"{name}/shortcut", 1, inputs, 4 * width)
+            inputs = 4 * width
+    return {**shapes, "dense/w": (inputs, 1000), "dense/b": (1000,)}
 
 
-WORKLOADS: dict[str, Shapes] = {
-    "one leaf, 32 M": one_leaf(),
-    "BERT-base, vocabulary 4096: 197 leaves, 88 M": bert_base(),
-    "1000 leaves of 32 x 32": many_leaves(),
+def equal_leaves(count: int, *shape: int) -> Shapes:
+    """Leaves of one shape."""
+    return {f"{i}": shape for i in range(count)}
+
+
+class Work(NamedTuple):
+    """A model whose update is timed.
+
+    Attributes:
+      shapes: of its leaves.
+      has_small_leaves: so many that packing them inside a step is worth a row.
+      builds: at most, for each contender.
+      packed_only: methods that are timed on packed buffers alone, since on this many leaves all
+        others take minutes to compile.
+    """
+
+    shapes: Shapes
+    has_small_leaves: bool = False
+    builds: int = 99
+    packed_only: tuple[str, ...] = ()
+
+    def forms(self, method: str) -> list[str]:
+        """In which to time a method; those that are not there are for the caller to leave out."""
+        packed = ["packed", "small packed"] if self.has_small_leaves else ["packed"]
+        if method in self.packed_only:
+            return packed
+        return ["optax", "tree", *packed, "torch foreach", "torch fused"]
+
+
+WORKLOADS: dict[str, Work] = {
+    "one leaf, 32 M": Work(one_leaf()),
+    "BERT-base, vocabulary 4096: 197 leaves, 88 M": Work(bert_base(), has_small_leaves=True),
+    "ResNet-50: 161 leaves, 26 M": Work(resnet_50()),
+    "1000 leaves of 32 x 32": Work(equal_leaves(1000, 32, 32), has_small_leaves=True),
+    "4000 leaves of 16 x 16": Work(
+        equal_leaves(4000, 16, 16), builds=1, packed_only=("LARS", "LAMB")
+    ),
 }
 
 
@@ -60,37 +106,3 @@ def tree(shapes: Shapes, seed: int) -> Tree:
     return {
         name: jnp.asarray(rng.standard_normal(shape, np.float32)) for name, shape in shapes.items()
     }
-
-
-class Pair(NamedTuple):
-    """The same method, ours and optax's, with options that make the numbers the same.
-
-    All but LARS with decay, where the trust ratios differ, and the work does not.
-    """
-
-    jgrad: Callable[[], optax.GradientTransformation]
-    optax: Callable[[], optax.GradientTransformation]
-
-
-_RATE = 1e-3
-_DECAY: dict[str, Any] = {"weight_decay": 0.01}
-_MOMENTS: dict[str, Any] = {"bias_correction": "moments", "epsilon": 1e-8}
-
-METHODS: dict[str, Pair] = {
-    "momentum": Pair(
-        functools.partial(jgrad.gradient_descent, _RATE, momentum=0.9),
-        functools.partial(optax.sgd, _RATE, momentum=0.9),
-    ),
-    "Adam": Pair(
-        functools.partial(jgrad.adam, _RATE, **_MOMENTS),
-        functools.partial(optax.adam, _RATE, eps=1e-8),
-    ),
-    "LARS": Pair(
-        functools.partial(jgrad.lars, _RATE, **_DECAY),
-        functools.partial(optax.lars, _RATE, **_DECAY),
-    ),
-    "LAMB": Pair(
-        functools.partial(jgrad.lamb, _RATE, **_DECAY, **_MOMENTS, max_trust_ratio=1e30),
-        functools.partial(optax.lamb, _RATE, eps=1e-8, **_DECAY),
-    ),
-}

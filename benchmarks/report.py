@@ -1,0 +1,160 @@
+"""Results as tables, for the terminal and for the documentation."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.console import Group
+from rich.markdown import Markdown
+from rich.table import Table
+
+from benchmarks.accelerator import Rate
+from benchmarks.measure import Ratio
+from benchmarks.results import Figures, Result
+
+
+class Section(NamedTuple):
+    """Tables with the same columns.
+
+    Attributes:
+      title: what they show.
+      note: what the columns are, in Markdown.
+      columns: their names.
+      tables: rows with as many entries each, by what a table is about.
+    """
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    tables: dict[str, list[tuple[str, ...]]]
+
+    def rich(self) -> Group:
+        """For the terminal."""
+        tables: list[Table | str] = []
+        for about, rows in self.tables.items():
+            table = Table(*self.columns, title=about, title_justify="left")
+            for row in rows:
+                table.add_row(*row)
+            tables += [table, ""]
+        return Group(Markdown(f"## {self.title}\n\n{self.note}"), "", *tables)
+
+    def markdown(self, plot: str) -> str:
+        """For the documentation, with the name of a plot or nothing."""
+        parts = [f"## {self.title}", self.note]
+        parts += [f"![{self.title}]({plot})"] if plot else []
+        for about, rows in self.tables.items():
+            lines = [self.columns, ["---"] * len(self.columns), *rows]
+            parts += [f"### {about}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+        return "\n\n".join(parts) + "\n"
+
+
+_STEPS_NOTE = """\
+Ratios are to optax on the tree, measured in turn in one process: below 1 is quicker. Of two
+figures the first is that of the row, the second that of optax.
+
+- A step is update and apply, compiled, with donated parameters and state, in float32; a train step
+  is forward and backward too. *step*: median of the ratios of neighbouring times; *quartiles*:
+  theirs; *ms*: median times.
+- *trace*: ratio of the times of tracing and lowering; *compile*: of compiling; *build*: of the sum
+  of both, and its seconds.
+- *bytes*: read and written, as XLA counts them, over what a step must move (momentum 20, Adam 28,
+  LARS 28, LAMB 40 bytes per parameter). XLA counts a branch that is hardly ever taken, as LARS and
+  LAMB have on the tree, and the body of a loop once: a program with a loop has "-".
+- *copies*: temporaries of a step, as copies of the parameters.
+- *torch*: PyTorch's optimizers, eager, with a thread for each core. Where the machine has other
+  things to do, its times grow many times over.
+- On 4000 leaves LARS and LAMB are timed packed alone: on the tree they take minutes to compile."""
+
+
+def steps(results: Sequence[Result]) -> Section:
+    """Each form beside optax."""
+    columns = ["method", "form", "step", "quartiles", "ms"]
+    columns += ["trace", "compile", "build", "bytes", "copies"]
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for x in results:
+        if x.form != "optax":
+            rows = tables.setdefault(x.work, [])
+            rows.append((x.method, x.form, *_times(x), *_program(x)))
+    return Section("Steps beside optax", _STEPS_NOTE, columns, tables)
+
+
+def _times(x: Result) -> tuple[str, ...]:
+    ratio = x.step
+    quartiles = f"{ratio.low:.2f} to {ratio.high:.2f}" if ratio else "-"
+    return _ratio(ratio), quartiles, _pair(x, ".3g", lambda figures: 1e3 * figures.step)
+
+
+def _program(x: Result) -> tuple[str, ...]:
+    if not x.ours.builds:  # nothing of it is compiled
+        return ("",) * 5
+    trace, compiling, build = (
+        _ratio(x.optax and Ratio.of(of(x.ours), of(x.optax)))
+        for of in (lambda y: y.traces, lambda y: y.compiles, lambda y: y.builds)
+    )
+    seconds = _pair(x, ".2g", lambda figures: figures.build)
+    return (
+        trace,
+        compiling,
+        f"{build} ({seconds} s)",
+        _pair(x, ".2f", lambda figures: _over(figures.bytes_accessed, x.floor)) if x.floor else "",
+        _pair(x, ".2f", lambda figures: _over(figures.temporary_bytes, 4 * x.elements)),
+    )
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    return f"{ratio.ratio:.2f}" if ratio else "-"
+
+
+def _over(number: float | None, by: float | None) -> float | None:
+    return None if number is None or by is None else number / by
+
+
+def _pair(x: Result, form: str, of: Callable[[Figures], float | None]) -> str:
+    found = (figures and of(figures) for figures in (x.ours, x.optax))
+    return " / ".join("-" if y is None else f"{y:{form}}" for y in found)
+
+
+_SCALING_NOTE = """\
+Adam; each form is measured in turn, and built once. Milliseconds of a step, and seconds of tracing
+and compiling it."""
+
+
+def by_leaves(results: Sequence[Result]) -> Section:
+    """From one leaf to thousands."""
+    return _scaling("Against the number of leaves", "a million elements", results)
+
+
+def by_elements(results: Sequence[Result]) -> Section:
+    """From small leaves to large ones."""
+    return _scaling("Against the number of elements", "a hundred leaves", results)
+
+
+def _scaling(title: str, about: str, results: Sequence[Result]) -> Section:
+    """A row for each model."""
+    forms = list(dict.fromkeys(x.form for x in results))
+    columns = [f"{form}, {unit}" for unit in ("ms", "s") for form in forms]
+    rows = []
+    for work in dict.fromkeys(x.work for x in results):
+        own = [x for x in results if x.work == work]
+        step = (f"{1e3 * x.ours.step:.3g}" for x in own)
+        build = (f"{x.ours.build:.2g}" for x in own)
+        rows.append((f"{own[0].leaves:,}", f"{own[0].elements:,}", *step, *build))
+    return Section(title, _SCALING_NOTE, ["leaves", "elements", *columns], {about: rows})
+
+
+_RATES_NOTE = """\
+Steps in a row, without waiting in between. *GB/s*: what a step must move (Adam 28, LAMB 40 bytes
+per parameter) over its time; *copy*: what a loop that changes an array of that size in place reads
+and writes; *share*: the one over the other. *operations*: of the compiled program, a loop or a
+branch being one."""
+
+
+def rates(results: Sequence[Rate]) -> Section:
+    """How near each step comes to the speed of the memory."""
+    columns = ["method", "form", "ms", "GB/s", "copy, GB/s", "share", "operations"]
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for x in results:
+        speeds = f"{x.rate / 1e9:.0f}", f"{x.copy / 1e9:.0f}", f"{x.rate / x.copy:.0%}"
+        launches = ", ".join(f"{count} {name}" for name, count in x.launches.most_common())
+        rows = tables.setdefault(x.work, [])
+        rows.append((x.method, x.form, f"{1e3 * x.seconds:.3g}", *speeds, launches))
+    return Section("Beside a copy", _RATES_NOTE, columns, tables)
