@@ -70,6 +70,6 @@ FORMS: dict[str, Form] = {
     "optax": Form(lambda method: method.optax(), lambda tree: tree),
     "tree": Form(lambda method: method.jgrad(), lambda tree: tree),
     "packed": Form(lambda method: method.jgrad(), jgrad.pack),
+    # A tree in, a tree out, and small leaves packed inside.
+    "small packed": Form(lambda method: jgrad.pack_small(method.jgrad()), lambda tree: tree),
 }
-if hasattr(jgrad, "pack_small"):  # a tree in, a tree out, and small leaves packed inside
-    FORMS["small packed"] = Form(lambda method: jgrad.pack_small(method.jgrad()), lambda tree: tree)

@@ -5,6 +5,7 @@ may round differently in loops over fewer elements than a vector has, so leaves 
 """
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -239,6 +240,25 @@ def test_gradient_through_an_update():
     rates = jax.tree.map(jnp.asarray, RATES)
     found = jax.grad(after)(rates, jgrad.pack)
     assert_close(found, jax.grad(after)(rates, lambda x: x), 1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("method", [jgrad.adam, jgrad.lamb])
+def test_a_step_for_other_machines(method, platform):
+    """A whole step, with its gradient, is lowered for machines that are not at hand."""
+    tx, packed = method(0.1, weight_decay=0.1), jgrad.pack(normal(0))
+
+    def step(w, state):
+        loss = lambda w: sum(jnp.sum(x**2) for x in jax.tree.leaves(jgrad.unpack(w)))
+        updates, state = tx.update(jax.grad(loss)(w), state, w)
+        return jax.tree.leaves((optax.apply_updates(w, updates), state))
+
+    args = jax.tree.leaves((packed, tx.init(packed)))
+    structure = jax.tree.structure((packed, tx.init(packed)))
+    flat = jax.jit(lambda *args: step(*jax.tree.unflatten(structure, args)))
+    exported = jax.export.export(flat, platforms=[platform])(*args)
+    assert exported.platforms == (platform,)
+    assert "stablehlo.while" not in exported.mlir_module()  # a loop over rows is for the CPU
 
 
 # ---- functional updates --------------------------------------------------------------------------
