@@ -106,6 +106,10 @@ def pack(
 def unpack(tree: PyTree) -> PyTree:
     """The tree of arrays that was packed, in the dtypes of the buffers.
 
+        unpack(pack(tree)) = tree
+
+    Linear: the gradient of a function of `unpack(packed)` is a `Packed`, and forward mode works.
+
     Args:
       tree: a `Packed`, or any tree in which there are some, such as the state of an optimizer:
         moments of packed parameters are packed as they are.

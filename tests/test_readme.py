@@ -4,12 +4,14 @@ import inspect
 import pathlib
 import re
 
+import equinox
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import jgrad
+from tests.loops import assert_equal
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,7 +35,7 @@ def first_cells(text):
 
 def test_the_example(capsys, standard_promotion):
     """It runs as a reader would run it, and learns; optax's schedules rely on promotion."""
-    example, _ = blocks("python")
+    example = blocks("python")[0]
     exec(compile(example, "README.md", "exec"), {})
     found = re.fullmatch(r"loss (\S+) after 300 steps\n", capsys.readouterr().out)
     assert float(found[1]) < 1e-2  # from 0.55, the mean square of y
@@ -58,6 +60,38 @@ def test_the_order_of_wrappers():
     assert w["w"][0, 0] < 1
     assert int(state.skipped) == 0
     assert 0.999 < optax.tree.get(state, "average")["w"][0, 0] < 1
+
+
+def test_packed_training(standard_promotion):
+    """The example goes on, packed, to the same loss; and back to the tree."""
+    first, packed = blocks("python")[0], blocks("python")[2]
+    names = {}
+    exec(compile(first, "README.md", "exec"), names)
+    expected = names["value"], names["params"]
+    names["params"] = {
+        "w1": jax.random.normal(jax.random.key(0), (1, 32)),
+        "w2": jnp.zeros((32, 1)),
+    }
+    exec(compile(packed, "README.md", "exec"), names)
+    params, state = names["params"], names["state"]
+    for _ in range(300):
+        params, state, value = names["step"](params, state)
+    assert float(value) == pytest.approx(float(expected[0]), rel=1e-4)
+    saved = jgrad.unpack((params, state))
+    assert jax.tree.structure(saved[0]) == jax.tree.structure(expected[1])
+    assert jax.tree.structure(jgrad.pack(saved, like=(params, state))) == jax.tree.structure(
+        (params, state)
+    )
+
+
+@pytest.mark.parametrize("recipe", [3, 4])
+def test_recipes_for_integer_leaves(recipe):
+    """They come back as they were."""
+    model = {"w": jnp.ones(3), "n": jnp.arange(2), "z": jnp.ones(2, jnp.complex64)}
+    names = {"jgrad": jgrad, "jax": jax, "jnp": jnp, "equinox": equinox, "model": model}
+    exec(compile(blocks("python")[recipe], "README.md", "exec"), names)
+    assert set(names["packed"].buffers) == {"float32", "complex64"}
+    assert_equal(names["model"], model)
 
 
 def test_the_table_has_a_line_for_every_public_name():
@@ -97,7 +131,8 @@ def test_figures_are_those_of_the_benchmark():
 def test_links_lead_somewhere():
     for link in re.findall(r"\]\((?!https)([^)]+)\)", README):
         file, _, anchor = link.partition("#")
-        headings = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), re.MULTILINE)
+        text = (ROOT / (file or "README.md")).read_text()
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         assert not anchor or anchor in {h.lower().replace(" ", "-") for h in headings}, link
 
 
