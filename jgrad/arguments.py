@@ -51,7 +51,7 @@ def enter(function: str, **named: PyTree) -> dict[str, Any]:
 def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree]:
     """A list of numbers is an array, as in Ivy, unless another list holds arrays: it is a tree."""
     lists = {name: tree for name, tree in named.items() if _is_list(tree)}
-    if not all(map(_is_numbers, lists.values())):
+    if not all(map(_is_numbers, lists.values())) or (lists and slots.any_packed(*named.values())):
         return named
     arrays = {}
     for name, tree in lists.items():
@@ -175,7 +175,7 @@ def _for_packed(function: str, present: dict[str, PyTree]) -> dict[str, PyTree]:
     for name, tree in present.items():
         if name in _ARRAYS and name != "lr":
             checks.same_structure(function, name, tree, first, reference)
-        elif trees.flatten(tree)[1] != trees.flatten(reference)[1]:
+        elif name != "lr" or trees.flatten(tree)[1] != trees.flatten(reference)[1]:
             if name != "lr":
                 checks.one_element(Row.of(function, name, tree))
                 tree = _scalars(tree)

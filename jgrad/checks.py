@@ -77,6 +77,15 @@ class Row(NamedTuple):
         """The leaves of a tree under their own paths."""
         return cls(function, name, trees.flatten(tree)[0], lambda: trees.paths(tree))
 
+    @classmethod
+    def spread(
+        cls, function: str, name: str, tree: PyTree, reference_name: str, reference: PyTree
+    ) -> "Row":
+        """A prefix of a tree with an entry for each of its leaves, under their paths."""
+        same_structure(function, name, tree, reference_name, reference, prefix=True)
+        leaves = trees.broadcast(tree, reference)
+        return cls(function, name, leaves, lambda: trees.paths(reference))
+
     def with_arrays(self) -> "Row":
         """The same with arrays of JAX for numbers and for arrays of NumPy."""
         arrays = [jnp.asarray(x) if is_number(x) or is_numeric(x) else x for x in self.leaves]
@@ -98,7 +107,8 @@ def describe(x: Any) -> str:
     if x is None:
         return "None"
     if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return f"an array of {x.dtype} and shape {tuple(x.shape)}"
+        kind = "an array" if is_array(x) else f"a {type(x).__name__}"
+        return f"{kind} of {x.dtype} and shape {tuple(x.shape)}"
     text = repr(x)
     return f"{text if len(text) <= 40 else text[:37] + '...'} of type {type(x).__name__}"
 
@@ -116,6 +126,11 @@ def is_array(x: Any) -> bool:
 def is_numeric(x: Any) -> bool:
     """An array of numbers or bools."""
     return is_array(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)
+
+
+def is_floating(x: Any) -> bool:
+    """An array of floating or complex numbers."""
+    return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = False) -> None:

@@ -15,12 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgrad import numerics
+
 _FEW = 8  # pieces of one size for which one turn is as good
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@functools.partial(jax.jit, static_argnums=1)
 def pieces(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     """The vector in pieces of these sizes, which add up to its own."""
+    return _pieces(x, sizes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _pieces(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     groups = _groups(sizes)
     found = _cut([x], [[size * count for size, count in groups]])
     if len(groups) < len(sizes):
@@ -28,10 +35,10 @@ def pieces(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     return found
 
 
-@pieces.defjvp
+@_pieces.defjvp
 def _pieces_jvp(sizes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
     """In one turn: what JAX makes of a branch takes it long to trace, and this is as linear."""
-    return pieces(*primals, sizes), jax.lax.split(tangents[0], sizes)
+    return _pieces(*primals, sizes), jax.lax.split(tangents[0], sizes)
 
 
 def _groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -53,7 +60,7 @@ def _cut(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Array]:
 
     def nothing(vectors: list[jax.Array]) -> list[jax.Array]:
         each = zip(vectors, sizes, strict=True)
-        return [jnp.zeros((size,), x.dtype) for x, own in each for size in own]
+        return [_zeros(x, size) for x, own in each for size in own]
 
     def apart(vectors: list[jax.Array]) -> list[jax.Array]:
         # Always true, but XLA does not see it, nor from outside what is in a branch.
@@ -65,3 +72,8 @@ def _cut(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Array]:
         return cut(vectors)
     # Elsewhere a branch would wait for the device.
     return jax.lax.platform_dependent(vectors, cpu=apart, default=cut)
+
+
+def _zeros(x: jax.Array, size: int) -> jax.Array:
+    """Zeros that depend on `x`, as its pieces do: `shard_map` asks for that."""
+    return jnp.broadcast_to(numerics.zeros_like(x[0]), (size,)) if size else x[:0]

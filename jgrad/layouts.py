@@ -6,22 +6,21 @@ behind the last element of a layer is padding, always zero. A leaf too large to 
 is, in a buffer of its own shape.
 """
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jgrad import checks, places, trees
+from jgrad.blocks import BLOCK, Run
 from jgrad.checks import Row
-from jgrad.places import Place
 from jgrad.trees import PyTree
 
-BLOCK = 256
 _SHOWN = 10  # leaves of a buffer that are printed
 
 _EXPECTED = (
@@ -29,41 +28,6 @@ _EXPECTED = (
     "alone: `floating, others = equinox.partition(tree, equinox.is_inexact_array)`, or with None "
     "in the place of each other leaf"
 )
-
-
-class Run(NamedTuple):
-    """Where one leaf lies.
-
-    Attributes:
-      path: of the leaf in its tree.
-      dtype: of the leaf when the layout was made.
-      place: its shape, and the axes over which layers are stacked.
-      buffer: name of the buffer: that of the dtype, or the path of a leaf that stays as it is.
-      start: first block in the buffer; None for a leaf that stays as it is.
-      per_layer: blocks of each layer.
-    """
-
-    path: str
-    dtype: np.dtype
-    place: Place
-    buffer: str
-    start: int | None
-    per_layer: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the leaf."""
-        return self.place.layers * self.per_layer
-
-    @property
-    def size(self) -> int:
-        """Elements of the leaf."""
-        return math.prod(self.place.shape)
-
-    def __str__(self) -> str:
-        layers = f", {self.place.layers} layers" if self.place.stacked else ""
-        rows = "" if self.start is None else f"[{self.start}:{self.start + self.blocks}] "
-        return f"{rows}{self.path or 'the leaf'} {self.place.shape}{layers}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -96,18 +60,48 @@ class Layout:
         own, its = ((x.structure, x.runs, x.shapes) for x in (self, other))
         return own == its
 
+    @functools.cached_property
+    def _within(self) -> dict[str, list[tuple[int, Run]]]:
+        found: dict[str, list[tuple[int, Run]]] = collections.defaultdict(list)
+        for i, run in enumerate(self.runs):
+            if run is not None:
+                found[run.buffer].append((i, run))
+        for own in found.values():
+            own.sort(key=lambda pair: (pair[1].start or 0, pair[0]))
+        return found
+
     def within(self, name: str) -> list[tuple[int, Run]]:
         """The leaves of one buffer in the order in which they lie there: positions and runs."""
-        own = [(i, run) for i, run in enumerate(self.runs) if run and run.buffer == name]
-        return sorted(own, key=lambda pair: (pair[1].start or 0, pair[0]))
+        return self._within[name]
 
-    def tree(self) -> PyTree:
-        """Shapes and dtypes of what was packed."""
+    def tree(self, dtypes: Mapping[str, Any] | None = None) -> PyTree:
+        """Shapes and dtypes of what was packed; those of buffers where they are given."""
+        given = dtypes or {}
         structs = [
-            None if run is None else jax.ShapeDtypeStruct(run.place.shape, run.dtype)
+            None
+            if run is None
+            else jax.ShapeDtypeStruct(run.place.shape, given.get(run.buffer, run.dtype))
             for run in self.runs
         ]
         return self.structure.unflatten(structs)
+
+    def is_like(self, other: "Layout") -> bool:
+        """Whether the same leaves lie in the same places, in trees of any structure."""
+        own, its = ([run and run._replace(path="") for run in x.runs] for x in (self, other))
+        return own == its and self.shapes == other.shapes
+
+    # A copy is this very layout. Structures are not copied by `pickle` where nodes are not JAX's
+    # own, and hashes of strings differ from process to process: a tree of numbers goes instead.
+
+    def __copy__(self) -> "Layout":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Layout":
+        return self
+
+    def __reduce__(self) -> Any:
+        numbers = self.structure.unflatten(range(len(self.runs)))
+        return _rebuilt, (numbers, self.runs, self.shapes)
 
     def differences(self, other: "Layout", own_name: str, other_name: str) -> Iterator[str]:
         """Where two layouts differ: a phrase for each place."""
@@ -144,6 +138,10 @@ class Layout:
         return "\n".join([*lines, *(["  as they are", *_listed(alone)] if alone else [])])
 
 
+def _rebuilt(numbers: PyTree, runs: Any, shapes: Any) -> Layout:
+    return Layout(trees.flatten(numbers)[1], runs, shapes)
+
+
 def _described(run: Run | None) -> str:
     """All that a user gave: where a run starts depends on the leaves before it."""
     if run is None:
@@ -173,11 +171,10 @@ def of(
     """
     row = Row.of(function, "tree", tree).with_arrays()
     for i, x in enumerate(row.leaves):
-        if not (x is None or _is_floating(x) or (others and checks.is_numeric(x))):
+        if not (x is None or checks.is_floating(x) or (others and checks.is_numeric(x))):
             row.fail(i, TypeError, f"{checks.describe(x)}, {_EXPECTED}")
     axes = places.indices(function, layer_axes)
-    checks.same_structure(function, "layer_axes", axes, "tree", tree, prefix=True)
-    stacked = row._replace(name="layer_axes", leaves=trees.broadcast(axes, tree))
+    stacked = Row.spread(function, "layer_axes", axes, "tree", tree)
     none = row._replace(name="norm_axes", leaves=[places.Axes()] * len(row.leaves))
     each = list(zip(row.leaves, row.paths(), places.in_rows(none, stacked, row), strict=True))
 
@@ -188,9 +185,10 @@ def of(
         if x is None:
             continue
         large = max_size is not None and math.prod(x.shape) > max_size
-        if large or not _is_floating(x):
-            runs[i] = Run(path, np.dtype(x.dtype), place, path, None, 0)
-            shapes[path] = x.shape
+        if large or not checks.is_floating(x):
+            name = f"leaf {i}"  # not the path: two leaves may have one
+            runs[i] = Run(path, np.dtype(x.dtype), place, name, None, 0)
+            shapes[name] = x.shape
             continue
         per_layer = -(-math.prod(place.shape[axis] for axis in place.within) // BLOCK)
         small.append((i, Run(path, np.dtype(x.dtype), place, x.dtype.name, 0, per_layer)))
@@ -206,7 +204,3 @@ def of(
     return Layout(trees.flatten(tree)[1], tuple(runs), tuple(sorted(shapes.items()))), list(
         row.leaves
     )
-
-
-def _is_floating(x: Any) -> bool:
-    return checks.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad import checks, cutting, layouts, values
+from jgrad import blocks, checks, cutting, layouts, values
+from jgrad.blocks import BLOCK
 from jgrad.checks import Row
-from jgrad.layouts import BLOCK, Layout, Run
+from jgrad.layouts import Layout
 from jgrad.trees import PyTree
 
 
@@ -46,6 +47,10 @@ class Packed:
         (self.buffers,) = children
         self.layout = layout
         return self
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a buffer of this name; flax's `TrainState` asks trees for names."""
+        return name in self.buffers
 
     def __repr__(self) -> str:
         return f"Packed: {self.layout!r}"
@@ -120,35 +125,24 @@ def unpack(tree: PyTree) -> PyTree:
     Raises:
       ValueError: buffers of other shapes than the layout has, as under `jax.vmap` outside of it.
     """
-    return jax.tree.map(lambda x: _empty(x) if is_packed(x) else x, tree, is_leaf=is_packed)
+    return jax.tree.map(lambda x: _leaves(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
 def shapes(tree: PyTree) -> PyTree:
     """The unpacked tree, with shapes and dtypes for what is packed."""
-    return jax.tree.map(
-        lambda x: x.layout.tree() if is_packed(x) else x,
-        tree,
-        is_leaf=lambda x: x is None or is_packed(x),
-    )
+
+    def whole(x: Any) -> Any:
+        if not is_packed(x):
+            return x
+        buffers = x.buffers.items()
+        return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
+
+    return jax.tree.map(whole, tree, is_leaf=lambda x: x is None or is_packed(x))
 
 
 def is_packed(x: Any) -> bool:
     """Whether it is a `Packed`."""
     return isinstance(x, Packed)
-
-
-def padded(run: Run, x: jax.Array) -> jax.Array:
-    """The leaf as a vector, with zeros behind each layer."""
-    # By operations of `lax`, which are a fraction of those of `jnp` to trace, a thousand times.
-    place = run.place
-    if place.stacked:
-        x = jax.lax.transpose(x, (*place.stacked, *place.within))
-    row = math.prod(place.shape[axis] for axis in place.within)
-    missing = BLOCK * run.per_layer - row
-    if missing:
-        x = jax.lax.reshape(x, (place.layers, row))
-        x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, 0, 0), (0, missing, 0)))
-    return jax.lax.reshape(x, (BLOCK * run.blocks,))
 
 
 def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
@@ -160,45 +154,37 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
         if run.start is None or _is_stand_in(leaves[i], run.place.shape):
             buffers[name] = leaves[i]
             continue
-        parts = [padded(run, leaves[i]) for i, run in own]
+        parts = [blocks.padded(run, leaves[i]) for i, run in own]
         rest = math.prod(shape) - sum(x.size for x in parts)
         parts += [jnp.zeros((rest,), parts[0].dtype)] if rest else []
         buffers[name] = jax.lax.concatenate(parts, 0).reshape(shape)
     return Packed(buffers, layout)
 
 
-def _empty(packed: Packed) -> PyTree:
+def _leaves(packed: Packed) -> PyTree:
     """The tree in the buffers, by one cut of each."""
     leaves: list[Any] = [None] * len(packed.layout.runs)
     for name, shape in packed.layout.shapes:
         buffer, own = packed.buffers[name], packed.layout.within(name)
-        if own[0][1].start is None or _is_stand_in(buffer, shape):
-            for i, _ in own:
-                leaves[i] = buffer
+        if own[0][1].start is None:
+            leaves[own[0][0]] = buffer
             continue
-        if getattr(buffer, "shape", None) != shape:
+        if _is_stand_in(buffer, shape):
+            for i, _ in own:
+                leaves[i] = jnp.copy(buffer)  # each its own, for donation
+            continue
+        if not (checks.is_array(buffer) and buffer.shape == shape):
             raise ValueError(
-                f"unpack: `tree`: {checks.describe(buffer)} as a buffer, expected shape "
-                f"{shape}; map `unpack` over models as they were mapped over."
+                f"unpack: `tree`: {checks.describe(buffer)} as the buffer {name!r}, expected an "
+                f"array of shape {shape}; map `unpack` over models as they were mapped over, and "
+                "for shapes alone call `jax.eval_shape(unpack, tree)`."
             )
         sizes = [BLOCK * run.blocks for _, run in own]
         rest = math.prod(shape) - sum(sizes)
         parts = cutting.pieces(buffer.reshape(-1), (*sizes, *([rest] if rest else [])))
         for (i, run), part in zip(own, parts[: len(own)], strict=True):
-            leaves[i] = _cut(run, part)
+            leaves[i] = blocks.leaf(run, part)
     return packed.layout.structure.unflatten(leaves)
-
-
-def _cut(run: Run, x: jax.Array) -> jax.Array:
-    """The leaf from its blocks."""
-    place = run.place
-    row = math.prod(place.shape[axis] for axis in place.within)
-    if row != BLOCK * run.per_layer:
-        x = jax.lax.reshape(x, (place.layers, BLOCK * run.per_layer))
-        x = jax.lax.slice(x, (0, 0), (place.layers, row))
-    axes = (*place.stacked, *place.within)
-    x = jax.lax.reshape(x, [place.shape[axis] for axis in axes])
-    return jax.lax.transpose(x, np.argsort(axes)) if place.stacked else x
 
 
 def _is_stand_in(x: Any, shape: tuple[int, ...]) -> bool:
@@ -212,20 +198,33 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     row = Row.of("pack", "tree", tree).with_arrays()
     expected: list[Any] = [None] * len(row.leaves)
     for name, shape in layout.shapes:
-        own = layout.within(name)
-        if own[0][1].start is None:
+        own, buffer = layout.within(name), like.buffers[name]
+        (first, run), *_ = own
+        if run.start is None:
+            _check_whole(row, first, buffer)
+            expected[first] = buffer
             continue
-        dtype = getattr(row.leaves[own[0][0]], "dtype", None)
+        dtype = getattr(row.leaves[first], "dtype", None)
         for i, run in own:
             x = row.leaves[i]
-            if not (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
+            if not checks.is_floating(x):
                 row.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
             if x.dtype != dtype:
                 row.fail(i, TypeError, f"{checks.describe(x)}, expected {dtype} as beside it")
-            stands_in = _is_stand_in(like.buffers[name], shape)
+            stands_in = _is_stand_in(buffer, shape)
             expected[i] = jax.ShapeDtypeStruct((0,) if stands_in else run.place.shape, dtype)
     for i, x in enumerate(row.leaves):
         if layout.runs[i] is None and x is not None:
             row.fail(i, TypeError, f"{checks.describe(x)}, expected None")
     checks.same_shapes(row, row._replace(name="like", leaves=expected))
     return fill(layout, list(row.leaves))
+
+
+def _check_whole(row: Row, i: int, buffer: Any) -> None:
+    """A leaf that stays as it is: an array where there is one, of its kind."""
+    x = row.leaves[i]
+    floating = jnp.issubdtype(getattr(buffer, "dtype", np.int32), jnp.inexact)
+    if (x is None) != (buffer is None) or not (
+        x is None or (checks.is_numeric(x) and checks.is_floating(x) == floating)
+    ):
+        row.fail(i, TypeError, f"{checks.describe(x)}, expected {checks.describe(buffer)}")

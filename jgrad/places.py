@@ -68,6 +68,8 @@ class Place:
         """A number per layer as a vector, from one for all, or from a column of a packed buffer."""
         x = jnp.asarray(number, dtype=float)
         if self.blocks is not None and x.ndim == 2:
+            if self.shape[0] == 0:  # layers without elements, and no number of theirs to be read
+                return jnp.zeros((self.layers,))
             first = np.minimum(np.cumsum((0, *self.blocks))[:-1], self.shape[0] - 1)
             return x[first, 0]
         return jnp.broadcast_to(x, (self.layers,))

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad import checks, packing, places, trees
+from jgrad import blocks, checks, packing, places, trees
+from jgrad.blocks import BLOCK, Run
 from jgrad.checks import Row
-from jgrad.layouts import BLOCK, Run
 from jgrad.packing import Packed
 from jgrad.places import Place
 from jgrad.trees import PyTree
@@ -37,17 +37,27 @@ class Slot(NamedTuple):
     def gather(self, entries: Sequence[Any]) -> Any:
         """An entry per leaf as one for the array: that of all, or a column of a number per row."""
         own = [entries[i] for i in self.positions]
-        if self.is_whole or all(x is own[0] for x in own[1:]):
+        if self.is_whole:
             return own[0]
+        if any(x is None for x in own):
+            return None
         if all(checks.is_number(x) for x in own) and len(set(own)) == 1:
             return own[0]
-        arrays = [jnp.asarray(x, dtype=float) for x in own]
-        if all(x.size == 1 for x in arrays):
-            column = jnp.stack([x.reshape(()) for x in arrays])
+        if all(jnp.size(x) == 1 for x in own):
+            shared = all(x is own[0] for x in own)
+            numbers = [
+                jnp.asarray(x, dtype=float).reshape(()) for x in own[: 1 if shared else None]
+            ]
+            if shared:
+                return numbers[0]
             leaf = np.repeat(np.arange(len(own)), [run.blocks for run in self.runs])
-            return column[np.pad(leaf, (0, self.shape[0] - len(leaf)), mode="edge")][:, None]
-        pairs = zip(self.runs, arrays, strict=True)
-        parts = [packing.padded(run, jnp.broadcast_to(x, run.place.shape)) for run, x in pairs]
+            rows = np.pad(leaf, (0, self.shape[0] - len(leaf)), mode="edge")
+            return jnp.stack(numbers)[rows][:, None]
+        pairs = zip(self.runs, own, strict=True)
+        parts = [
+            blocks.padded(run, jnp.broadcast_to(jnp.asarray(x, dtype=float), run.place.shape))
+            for run, x in pairs
+        ]
         whole = jnp.concatenate(parts)
         rest = self.shape[0] * BLOCK - whole.size
         return jnp.pad(whole, (0, rest)).reshape(self.shape)
@@ -100,9 +110,7 @@ def in_trees(function: str, axes: places.Static, w: PyTree, dcdw: PyTree) -> PyT
 
     def row(name: str, axes: tuple[Any, tuple[places.Axes, ...]]) -> Row:
         structure, own = axes
-        tree = structure.unflatten(own)
-        checks.same_structure(function, name, tree, "w", whole, prefix=True)
-        return reference._replace(name=name, leaves=trees.broadcast(tree, whole))
+        return Row.spread(function, name, structure.unflatten(own), "w", whole)
 
     rows = row("norm_axes", axes[0]), row("layer_axes", axes[1])
     return aligned.structure.unflatten(in_arrays(of(finest), *rows, reference))
@@ -132,9 +140,12 @@ def gathered(
     if not any_packed(reference):
         return tree
     whole = packing.shapes(reference)
-    checks.same_structure(function, name, tree, reference_name, whole, prefix=True)
-    row = Row.of(function, name, whole)
-    row = row._replace(leaves=trees.broadcast(tree, whole))
+    row = Row.spread(function, name, tree, reference_name, whole)
+    slots = of(reference)
+    for slot in slots:
+        for i in slot.positions if slot.runs else ():
+            if row.leaves[i] is None:
+                row.fail(i, TypeError, "None, expected an array or a number")
     checks.broadcastable(row, Row.of(function, reference_name, whole).with_arrays())
     _, structure = trees.flatten(reference)
-    return structure.unflatten([slot.gather(row.leaves) for slot in of(reference)])
+    return structure.unflatten([slot.gather(row.leaves) for slot in slots])

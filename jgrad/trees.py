@@ -100,7 +100,7 @@ def differences(
             yield f"{a_name} has {_kind(a)}{here} where {b_name} has {_kind(b)}"
             return
         static_a, static_b = _static(a), _static(b)
-        if static_a != static_b and hasattr(static_a, "differences"):
+        if hasattr(static_a, "differences") and static_a != static_b:
             yield from static_a.differences(static_b, f"{a_name}{here}", f"{b_name}{here}")
             return
         of_a, of_b = dict(inner_a), dict(inner_b)

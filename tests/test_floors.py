@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"trees", "numerics", "checks", "values", "places"},
     {"leafwise"},
-    {"layouts", "cutting", "buffers", "norms", "sums", "rules", "ratios"},
+    {"blocks", "layouts", "cutting", "buffers", "norms", "sums", "rules", "ratios"},
     {"methods"},
     {"packing"},
     {"arguments", "differentiation", "slots"},

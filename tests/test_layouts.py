@@ -50,7 +50,7 @@ def test_max_size():
     """Larger leaves stay as they are, under their paths."""
     layout = of(tree(), None, 1, 600)
     assert dict(layout.shapes) == {
-        "['d']": (4, 3, 100),
+        "leaf 5": (4, 3, 100),
         "bfloat16": (1, 256),
         "float32": (7, 256),
     }

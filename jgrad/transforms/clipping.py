@@ -104,9 +104,8 @@ def _is_float0(x: Any) -> bool:
 def _places(row: Row, tree: PyTree, norm_axes: PyTree) -> list[places.Place]:
     """One layer for each array, since only the norm of all is asked for."""
     names, shapes = places.names(row.function, norm_axes), packing.shapes(tree)
-    checks.same_structure(row.function, "norm_axes", names, row.name, shapes, prefix=True)
-    of_leaves = Row.of(row.function, "norm_axes", shapes)
-    cut = of_leaves._replace(leaves=trees.broadcast(names, shapes))
-    none = of_leaves._replace(leaves=[places.Axes()] * len(of_leaves.leaves))
-    each = slots.in_arrays(slots.of(tree), cut, none, of_leaves.with_arrays())
+    cut = Row.spread(row.function, "norm_axes", names, row.name, shapes)
+    none = cut._replace(leaves=[places.Axes()] * len(cut.leaves))
+    of_leaves = Row.of(row.function, row.name, shapes).with_arrays()
+    each = slots.in_arrays(slots.of(tree), cut, none, of_leaves)
     return [dataclasses.replace(place, stacked=(), blocks=None) for place in each]

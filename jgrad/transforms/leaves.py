@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jgrad import checks, numerics, packing, slots, trees
@@ -50,11 +51,7 @@ class Leaves:
 
         `None` only where nothing is updated.
         """
-        checks.same_structure(
-            self.function, name, tree, self.reference.name, self.shapes, prefix=True
-        )
-        row = Row.of(self.function, name, self.shapes)
-        row = row._replace(leaves=trees.broadcast(tree, self.shapes))
+        row = Row.spread(self.function, name, tree, self.reference.name, self.shapes)
         for slot, g in zip(self.slots, self.g, strict=True):
             for i in slot.positions if g is not None else ():
                 if row.leaves[i] is None:
@@ -63,7 +60,18 @@ class Leaves:
 
     def gather(self, entries: Sequence[Any]) -> list[Any]:
         """An entry for each leaf, from one for each leaf before packing."""
-        return [slot.gather(entries) for slot in self.slots]
+        found = [slot.gather(entries) for slot in self.slots]
+        if any(np.ndim(x) for x, slot in zip(found, self.slots, strict=True) if slot.runs):
+            self.check_buffers()
+        return found
+
+    def check_buffers(self) -> None:
+        """Buffers are as large as their layouts say: it matters here where rows lie."""
+        for i, (x, slot) in enumerate(zip(self.reference.leaves, self.slots, strict=True)):
+            if slot.runs and not slot.is_whole and x.shape != slot.shape:
+                remedy = "inside `vmap`, `shard_map` or `pmap`, pack there, or map `update` too"
+                problem = f"shape {x.shape}, expected {slot.shape} as in its layout; {remedy}"
+                self.reference.fail(i, ValueError, problem)
 
     def updated_shapes(self) -> Row:
         """The leaves before packing, with `None` where nothing is to be updated."""

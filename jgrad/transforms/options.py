@@ -167,6 +167,7 @@ def with_decay(
 
 def layers(leaves: Leaves, trust_ratio_mask: Mask, norm_axes: PyTree, layer_axes: PyTree) -> Layers:
     """The layers of each leaf, and whether they have a trust ratio."""
+    leaves.check_buffers()
     names, indices = check_axes(leaves.function, norm_axes, layer_axes)
     cut, stacked = leaves.options("norm_axes", names), leaves.options("layer_axes", indices)
     reference = Row.of(leaves.function, "params", leaves.shapes).with_arrays()

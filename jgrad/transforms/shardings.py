@@ -60,16 +60,16 @@ def state_shardings(
         raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")
     everywhere = NamedSharding(meshes[0], PartitionSpec())
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=trees.is_none)]
-    named = {jax.tree_util.keystr(path): path for path in paths if path}
+    named = {jax.tree_util.DictKey(f"leaf {i}"): path for i, path in enumerate(paths)}
     own = {path: (p, x) for path, p, x in zip(paths, leaves, given, strict=True) if p is not None}
 
     def find(path: tuple[Any, ...], part: Any) -> Sharding:
         """That of the parameter whose path ends the path in the state, if the shapes agree.
 
-        A leaf that stays as it is beside packed ones has its path as the name of its buffer.
+        A leaf that stays as it is beside packed ones is a buffer with a name of its own.
         """
-        if path and isinstance(path[-1], jax.tree_util.DictKey) and path[-1].key in named:
-            path = named[path[-1].key]
+        if path[-2:-1] == (jax.tree_util.GetAttrKey("buffers"),):
+            path = named.get(path[-1], path)
         for start in range(len(path) + 1):
             if path[start:] in own:
                 p, sharding = own[path[start:]]

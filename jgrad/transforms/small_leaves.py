@@ -8,6 +8,7 @@ import optax
 
 from jgrad import checks, layouts, packing, values
 from jgrad.layouts import Layout
+from jgrad.packing import Packed
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
 from jgrad.trees import PyTree
@@ -52,31 +53,56 @@ def pack_small(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         leaves = Leaves(_NAME, updates, params)
-        layout = _of_state(leaves, state, layout_of(leaves.tree)[0])
+        layout, old = layout_of(leaves.tree)[0], _layout(state)
+        if old is None:
+            _check_stateless(tx, packing.fill(*layout_of(leaves.tree)))
+        elif leaves.w is None:
+            checks.same_shapes(leaves.reference, checks.Row.of(_NAME, "state", old.tree()))
+            layout = old
+        elif not layout.is_like(old):
+            phrase = next(layout.differences(old, "`params`", "it"))
+            raise ValueError(
+                f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
+                f"{phrase}."
+            )
+        # The tree may be another with the same leaves: flax's nnx wraps them for `init` alone.
+        state = _in_layout(state, layout)
         g = leaves.row("updates", updates).with_arrays().leaves
-        if not _fit(layout, g):
+        if _fit(layout, g):
+            w = None if params is None else packing.fill(layout, leaves.reference.leaves)
+            steps, new = tx.update(packing.fill(layout, g), state, w, **extra_args)
+            steps = packing.unpack(steps)
+        else:
             steps, new = tx.update(updates, packing.unpack(state), params, **extra_args)
-            return steps, packing.pack(new, like=state)
-        w = None if params is None else packing.fill(layout, leaves.reference.leaves)
-        steps, state = tx.update(packing.fill(layout, g), state, w, **extra_args)
-        return packing.unpack(steps), state
+            new = packing.pack(new, like=state)
+        return steps, new if old is None else _in_layout(new, old)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _of_state(leaves: Leaves, state: Any, expected: Layout) -> Layout:
-    """The layout in which the state is, which fits the parameters; the expected one in no state."""
-    packed = [x for x in jax.tree.leaves(state, is_leaf=packing.is_packed) if packing.is_packed(x)]
-    if not packed:
-        return expected
-    layout: Layout = packed[0].layout
-    if leaves.w is not None and layout != expected:
-        phrase = next(expected.differences(layout, "`params`", "it"))
-        raise ValueError(f"{_NAME}: `state` was not made for these parameters: {phrase}.")
-    shapes = layout.tree()
-    checks.same_structure(_NAME, leaves.reference.name, leaves.tree, "state", shapes)
-    checks.same_shapes(leaves.reference, checks.Row.of(_NAME, "state", shapes))
-    return layout
+def _layout(state: Any) -> Layout | None:
+    """That of the packed trees in a state; None where there are none."""
+    found = [x for x in jax.tree.leaves(state, is_leaf=packing.is_packed) if packing.is_packed(x)]
+    return found[0].layout if found else None
+
+
+def _in_layout(state: Any, layout: Layout) -> Any:
+    """The same buffers for a tree of another structure."""
+    return jax.tree.map(
+        lambda x: Packed(x.buffers, layout) if packing.is_packed(x) else x,
+        state,
+        is_leaf=packing.is_packed,
+    )
+
+
+def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed) -> None:
+    """A state without packed trees is right where `init` makes such a state."""
+    if _layout(jax.eval_shape(tx.init, packed)) is not None:
+        remedy = "`pack(state, like=jax.eval_shape(tx.init, params))`"
+        raise ValueError(
+            f"{_NAME}: `state` has no packed leaves, expected what `init` made; of the state of a "
+            f"tree, make it by {remedy}."
+        )
 
 
 def _fit(layout: Layout, g: Sequence[Any]) -> bool:

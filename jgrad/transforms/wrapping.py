@@ -39,23 +39,21 @@ def mesh_axes(leaves: Leaves, norm_axes: PyTree) -> tuple[str, ...]:
 
 def all_finite(tree: PyTree, cut: tuple[str, ...] = ()) -> jax.Array:
     """Whether each element of the floating leaves is finite, on all devices of the mesh axes."""
-    return _everywhere([(_is_finite, (x,)) for x in jax.tree.leaves(tree) if _is_floating(x)], cut)
+    return _everywhere(
+        [(_is_finite, (x,)) for x in jax.tree.leaves(tree) if checks.is_floating(x)], cut
+    )
 
 
 def stays_finite(new: PyTree, old: PyTree, cut: tuple[str, ...] = ()) -> jax.Array:
     """Whether nothing that is not finite is new: some states and masks hold an infinity."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    tasks = [(_kept_finite, (n, jnp.asarray(o))) for n, o in pairs if _is_floating(n)]
+    tasks = [(_kept_finite, (n, jnp.asarray(o))) for n, o in pairs if checks.is_floating(n)]
     return _everywhere(tasks, cut)
 
 
 def _everywhere(tasks: Sequence[leafwise.Task], cut: tuple[str, ...]) -> jax.Array:
     found = functools.reduce(operator.and_, leafwise.run(tasks), jnp.asarray(True))
     return jax.lax.pmin(found.astype(jnp.int32), cut) == 1 if cut else found
-
-
-def _is_floating(x: Any) -> bool:
-    return checks.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 @compiled
