@@ -70,6 +70,10 @@ def pack(
 
     Linear, and undone by `unpack` bit for bit. Leaves of one shape lie side by side.
 
+    Transformations of this library work on packed trees as on others, with options given for the
+    unpacked tree. Others have to work element by element, and to make 0 of 0, since padding has to
+    stay zero: no noise. Masks and labels of optax, given for the tree, belong around `pack_small`.
+
     Args:
       tree: floating or complex arrays of any shapes, or None; with `like`, any tree that `unpack`
         made.
@@ -113,7 +117,7 @@ def unpack(tree: PyTree) -> PyTree:
 
         unpack(pack(tree)) = tree
 
-    Linear: the gradient of a function of `unpack(packed)` is a `Packed`, and forward mode works.
+    The gradient of a function of `unpack(packed)` is a `Packed`, and forward mode works.
 
     Args:
       tree: a `Packed`, or any tree in which there are some, such as the state of an optimizer:

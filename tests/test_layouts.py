@@ -1,5 +1,11 @@
 """Where leaves lie: sizes, order, equality, and what is printed."""
 
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -71,6 +77,60 @@ def test_equality_and_hash():
         assert a != other
 
 
+class Pair:
+    """A node that is not JAX's own, both of whose children have one path."""
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+
+jax.tree_util.register_pytree_with_keys(
+    Pair,
+    lambda p: (((jax.tree_util.GetAttrKey("x"), p.a), (jax.tree_util.GetAttrKey("x"), p.b)), None),
+    lambda _, children: Pair(*children),
+)
+
+
+def test_two_leaves_of_one_path():
+    """Both stay, packed or as they are."""
+    for max_size in (None, 2):
+        packed = jgrad.pack(Pair(jnp.zeros(5), jnp.ones(5)), max_size=max_size)
+        found = jgrad.unpack(packed)
+        assert (found.a[0], found.b[0]) == (0, 1)
+
+
+@pytest.mark.parametrize("tree", [tree(), Pair(jnp.ones(3), None)], ids=["tree", "node"])
+def test_copies(tree):
+    """Equal to the layout, and of use."""
+    packed = jgrad.pack(tree)
+    hash(packed.layout)
+    for again in (
+        copy.copy(packed),
+        copy.deepcopy(packed),
+        pickle.loads(pickle.dumps(packed)),
+        jax.device_put(packed),
+    ):
+        assert again.layout == packed.layout
+        assert hash(again.layout) == hash(packed.layout)
+        for a, b in zip(jax.tree.leaves(jgrad.unpack(again)), jax.tree.leaves(tree), strict=True):
+            assert jnp.array_equal(a, b)
+
+
+def test_pickles_of_another_process():
+    """Where strings have other hashes."""
+    program = (
+        "import pickle, sys, jax.numpy as jnp, jgrad;"
+        "packed = jgrad.pack({'a': jnp.ones(3)}); hash(packed.layout);"
+        "sys.stdout.buffer.write(pickle.dumps(packed))"
+    )
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        text = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, check=True
+        ).stdout
+        assert pickle.loads(text).layout == jgrad.pack({"a": jnp.ones(3)}).layout
+
+
 def test_text():
     """Leaves, sizes and padding, and no numbers of the leaves."""
     many = {f"w{i:02}": jnp.ones(256) for i in range(12)}
@@ -112,6 +172,7 @@ REMEDY = (
 )
 WRONG = {
     "integer": ({"n": jnp.arange(3)}, {}, TypeError, f"pack: `tree` at ['n']: an array of int32 and shape (3,), {REMEDY}"),
+    "struct": (jax.ShapeDtypeStruct((3,), "float32"), {}, TypeError, f"pack: `tree`: a ShapeDtypeStruct of float32 and shape (3,), {REMEDY}"),
     "string": (["a"], {}, TypeError, f"pack: `tree` at [0]: 'a' of type str, {REMEDY}"),
     "multiple_of": (jnp.ones(3), {"multiple_of": 0}, ValueError, "pack: `multiple_of`: 0, expected a number in [1, 2^31)."),
     "max_size": (jnp.ones(3), {"max_size": 1.5}, TypeError, "pack: `max_size`: 1.5 of type float, expected an int."),

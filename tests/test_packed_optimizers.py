@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import jgrad
 from tests.cases import CASES, MASK
@@ -87,16 +88,15 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@every_size
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("method", [jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb])
-def test_options_of_each_leaf(method, name, max_size):
+def test_options_of_each_leaf(method, name):
     """Given for the tree, as ever."""
     options = dict(OPTIONS[name])
     if method in (jgrad.lars, jgrad.lamb) and "weight_decay_mask" in options:
         options["trust_ratio_mask"] = options["weight_decay_mask"]
     exact = method in (jgrad.gradient_descent, jgrad.adam)
-    assert_same(method(**options), exact=exact, max_size=max_size)
+    assert_same(method(**options), exact=exact, max_size=SMALL)
 
 
 def test_functions_of_the_parameters_see_the_tree():
@@ -135,6 +135,37 @@ def test_layers_of_a_stack(method, max_size):
     assert_error(ValueError, message, lambda: tx.update(packed, tx.init(packed), packed))
 
 
+ELEMENTWISE = {
+    "one leaf": ({"a": jnp.ones((3, 100))}, jnp.linspace(0, 1, 100)[None], None),
+    "rates as long as a block": ({"a": jnp.ones(256), "b": jnp.ones(256)}, jnp.arange(256.0), 0),
+    "rates as many as blocks": ({"a": jnp.ones((2, 256))}, jnp.arange(256.0)[None], 1),
+    "one element": ({"a": jnp.ones(300), "b": jnp.ones(3)}, jnp.ones((1,)), None),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_rate_for_each_element_of_all_leaves(name):
+    """One array that all leaves of a buffer share is meant for each of them, not for the buffer."""
+    w, rate, axes = ELEMENTWISE[name]
+    packed, tx = jgrad.pack(w, layer_axes=axes), jgrad.gradient_descent(rate)
+    found, _ = tx.update(packed, tx.init(packed), packed)
+    assert_equal(jgrad.unpack(found), tx.update(w, tx.init(w), w)[0])
+    found = jgrad.gradient_descent_update(packed, packed, rate)
+    assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, w, rate))
+
+
+def test_leaves_without_elements():
+    """A buffer without rows, with numbers for each leaf."""
+    w = {"a": jnp.zeros((0,)), "b": jnp.zeros((0, 3))}
+    for tx in (
+        jgrad.lars(0.1, weight_decay={"a": 0.1, "b": 0.0}),
+        jgrad.lamb({"a": 0.1, "b": 0.2}),
+    ):
+        packed = jgrad.pack(w)
+        updates, _ = tx.update(packed, tx.init(packed), packed)
+        assert_equal(jgrad.unpack(updates), w)
+
+
 @pytest.mark.parametrize("scale", [1e25, 1e-25, 0.0])
 @pytest.mark.parametrize("method", [jgrad.lars, jgrad.lamb])
 def test_norms_that_overflow_or_vanish(method, scale):
@@ -146,10 +177,10 @@ def test_norms_that_overflow_or_vanish(method, scale):
     assert_same(method(0.1, weight_decay=0.01), exact=False, w=w, grads=grads)
 
 
-@every_case
-def test_one_trace(case):
+@pytest.mark.parametrize("method", [jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb])
+def test_one_trace(method):
     """Over steps, and over new values of the rate."""
-    tx, traces = case.tx(), []
+    tx, traces = method(0.1), []
 
     @jax.jit
     def step(w, state, g, rate):
@@ -186,17 +217,15 @@ WRAPPED = {
 ROUNDED = ("clip", "trust_ratio", "optax.adam")
 
 
-@every_size
 @pytest.mark.parametrize("name", WRAPPED)
-def test_transformations_around(name, max_size, standard_promotion):
-    assert_same(WRAPPED[name](), exact=name not in ROUNDED, max_size=max_size)
+def test_transformations_around(name, standard_promotion):
+    assert_same(WRAPPED[name](), exact=name not in ROUNDED, max_size=SMALL)
 
 
-@every_size
-def test_master_weights(max_size):
+def test_master_weights():
     w, grads = normal(0, jnp.bfloat16), gradients(jnp.bfloat16)
     tx = jgrad.master_weights(jgrad.adam(0.01))
-    assert_same(tx, exact=True, w=w, grads=grads, max_size=max_size)
+    assert_same(tx, exact=True, w=w, grads=grads, max_size=SMALL)
 
 
 def test_skipped_steps():
@@ -208,6 +237,29 @@ def test_skipped_steps():
     assert_same(tx, exact=False, grads=scaled)
     state = train(tx, jgrad.pack(normal(0)), [jgrad.pack(g) for g in scaled])[1]
     assert state.skipped == 1
+
+
+def test_functions_of_the_parameters_see_the_dtypes_of_buffers():
+    """Those of the master copy, where that is what is updated."""
+    seen = []
+
+    def mask(w):
+        seen.append(jax.tree.map(lambda x: x.dtype.name, w))
+        return True
+
+    tx = jgrad.master_weights(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=mask))
+    w = {"a": jnp.ones(3, jnp.bfloat16)}
+    for params in (w, jgrad.pack(w)):
+        tx.update(params, tx.init(params), params)
+    assert seen == [{"a": "float32"}] * 2
+
+
+def test_flax_train_state():
+    """flax asks parameters for a name."""
+    packed = jgrad.pack(normal(0))
+    state = TrainState.create(apply_fn=None, params=packed, tx=jgrad.adam(0.1))
+    state = state.apply_gradients(grads=jgrad.pack(normal(1)))
+    assert_close(jgrad.unpack(state.params), train(jgrad.adam(0.1), normal(0), [normal(1)])[0])
 
 
 def test_global_norm():
@@ -289,15 +341,14 @@ MORE = {
 }
 
 
-@every_size
 @pytest.mark.parametrize("options", ["numbers", "trees"])
 @pytest.mark.parametrize("name", FUNCTIONAL)
-def test_functional_updates(name, options, max_size):
+def test_functional_updates(name, options):
     """Options for the tree; the sizes of arrays stay."""
     w, g, m = normal(0), normal(1), normal(2)
     v = jax.tree.map(jnp.square, normal(3))
     lr, more = (PER_ELEMENT, MORE.get(name, {})) if options == "trees" else (0.1, {})
-    packed = jgrad.pack(w, max_size=max_size)
+    packed = jgrad.pack(w, max_size=SMALL)
     own = [jgrad.pack(tree, like=packed) for tree in (w, g, m, v)]
     found = FUNCTIONAL[name](*own, lr, more)
     expected = FUNCTIONAL[name](w, g, m, v, lr, more)
@@ -348,6 +399,44 @@ MIXED = {
 @pytest.mark.parametrize(("call", "message"), MIXED.values(), ids=MIXED)
 def test_packed_beside_other_trees(call, message):
     assert_error(ValueError, f"{message}.", call)
+
+
+def test_a_list_of_rates_is_a_tree():
+    """As beside a list of weights."""
+    w = [jnp.ones(2), jnp.ones(2)]
+    packed = jgrad.pack(w)
+    found = jgrad.gradient_descent_update(packed, packed, [0.1, 0.2])
+    assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, w, [0.1, 0.2]))
+
+
+@pytest.mark.parametrize("name", ["lr", "epsilon", "beta1"])
+def test_none_among_options(name):
+    options = {"lr": 0.1, name: {"a": 0.1, "b": None}}
+    lr = options.pop("lr")
+    message = f"adam_update: `{name}` at ['b']: None, expected an array or a number."
+    call = lambda: jgrad.adam_update(PACKED, PACKED, lr, PACKED, PACKED, 1, **options)
+    assert_error(TypeError, message, call)
+
+
+def test_a_packed_number():
+    """Numbers are one per leaf, as in the tree."""
+    message = "adam_update: `epsilon` at .buffers['float32']: shape (2, 256), expected one element."
+    call = lambda: jgrad.adam_update(PACKED, PACKED, 0.1, PACKED, PACKED, 1, epsilon=PACKED)
+    assert_error(ValueError, message, call)
+
+
+def test_buffers_mapped_over():
+    """What needs to know where rows lie says so; the rest goes on."""
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), PACKED)
+    for tx in (jgrad.lars(0.1), jgrad.gradient_descent({"a": 0.1, "b": 0.2})):
+        name = "lars" if "lars" in tx.update.__qualname__ else "gradient_descent"
+        message = (
+            f"{name}: `params` at .buffers['float32']: shape (2, 2, 256), expected (2, 256) as in "
+            "its layout; inside `vmap`, `shard_map` or `pmap`, pack there, or map `update` too."
+        )
+        assert_error(ValueError, message, lambda tx=tx: tx.update(many, tx.init(many), many))
+    tx = jgrad.adam(0.1)
+    assert tx.update(many, tx.init(many), many)[0].buffers["float32"].shape == (2, 2, 256)
 
 
 def test_options_that_do_not_fit_the_tree():

@@ -183,6 +183,40 @@ def test_what_does_not_fit_a_layout(tree, error, message):
     assert_error(error, message, lambda: jgrad.pack(tree, like=like))
 
 
+WHOLE = {
+    "shape": (jnp.ones(7), ValueError, "pack: `tree` does not match `like` at ['a']: shape (7,), expected (200,)."),
+    "integers": (jnp.arange(200), TypeError, "pack: `tree` at ['a']: an array of int32 and shape (200,), expected an array of float32 and shape (200,)."),
+    "None": (None, TypeError, "pack: `tree` at ['a']: None, expected an array of float32 and shape (200,)."),
+    "string": ("x", TypeError, "pack: `tree` at ['a']: 'x' of type str, expected an array of float32 and shape (200,)."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "error", "message"), WHOLE.values(), ids=WHOLE)
+def test_what_does_not_fit_a_leaf_that_stays(a, error, message):
+    like = jgrad.pack({"a": jnp.ones(200), "b": jnp.ones(3)}, max_size=100)
+    assert_error(error, message, lambda: jgrad.pack({"a": a, "b": jnp.ones(3)}, like=like))
+
+
+def test_eager_unpack_compiles_once():
+    packed = jgrad.pack({f"{i}": jnp.ones(i) for i in range(20)})
+    jgrad.unpack(packed)
+    compiled = []
+    listen = lambda name, _, **__: compiled.append(name) if "compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jgrad.unpack(packed)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled
+
+
+def test_stand_ins_have_arrays_of_their_own():
+    """For donation of a whole unpacked state."""
+    w = {"a": jnp.ones(3), "b": jnp.ones(4), "h": jnp.ones(3, jnp.bfloat16)}
+    state = jgrad.unpack(jgrad.master_weights(jgrad.adam(0.1)).init(jgrad.pack(w)))
+    jax.jit(lambda s: s, donate_argnums=0)(state)
+
+
 def test_an_array_where_like_has_none():
     like = jgrad.pack({"a": jnp.ones(3), "b": None})
     message = "pack: `tree` at ['b']: an array of float32 and shape (2,), expected None."

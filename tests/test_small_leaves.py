@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jgrad
 from tests.cases import CASES
@@ -132,6 +133,33 @@ def test_inside_and_outside_of_others():
     assert_close(found, tx.update(g, tx.init(w), w, learning_rate=rates)[0])
 
 
+def test_in_nnx():
+    """flax wraps the parameters for `init`, and not for `update`."""
+    model, expected = (nnx.Linear(3, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+    x = jnp.ones((2, 3))
+    loss = lambda model: jnp.mean(model(x) ** 2)
+    for m, tx in ((model, jgrad.pack_small(jgrad.lamb(0.1))), (expected, jgrad.lamb(0.1))):
+        optimizer = nnx.Optimizer(m, tx, wrt=nnx.Param)
+        for _ in range(3):
+            optimizer.update(m, nnx.grad(loss)(m))
+    assert_close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(expected)))
+
+
+def test_rates_for_each_element():
+    w = {"a": jnp.ones(100), "b": jnp.ones(3000)}
+    tx = jgrad.adam({"a": jnp.linspace(0, 1, 100), "b": 0.1})
+    assert_equal(train(jgrad.pack_small(tx), w, [w])[0], train(tx, w, [w])[0])
+
+
+def test_masks_of_optax_go_outside():
+    """Inside, they would see buffers."""
+    w, g = normal(0), normal(1)
+    mask = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    tx = jgrad.adam(0.1)
+    found = train(optax.masked(jgrad.pack_small(tx, max_size=SMALL), mask), w, [g])[0]
+    assert_close(found, train(optax.masked(tx, mask), w, [g])[0])
+
+
 def test_one_trace():
     traces = []
     tx = jgrad.pack_small(jgrad.lamb(0.1))
@@ -182,3 +210,16 @@ def test_a_state_of_other_parameters():
     assert_error(ValueError, message, lambda: tx.update(w, state, w))
     message = "pack_small: `updates` does not match `state` at ['b']: shape (4,), expected (5,)."
     assert_error(ValueError, message, lambda: tx.update(w, state))
+
+
+def test_a_state_that_is_not_packed():
+    w = {"a": jnp.ones(3)}
+    tx = jgrad.adam(0.1)
+    message = (
+        "pack_small: `state` has no packed leaves, expected what `init` made; of the state of a "
+        "tree, make it by `pack(state, like=jax.eval_shape(tx.init, params))`."
+    )
+    small = jgrad.pack_small(tx)
+    assert_error(ValueError, message, lambda: small.update(w, tx.init(w), w))
+    state = jgrad.pack(tx.init(w), like=jax.eval_shape(small.init, w))
+    assert_equal(small.update(w, state, w)[0], tx.update(w, tx.init(w), w)[0])

@@ -29,7 +29,8 @@ def pack_small(
 
     Args:
       tx: any transformation of this library, whose options are given for the tree, or any other
-        that works element by element.
+        that works element by element and makes 0 of 0. Masks and labels of optax see the tree only
+        from outside: `optax.masked(pack_small(tx), mask)`.
       max_size: elements of the largest leaf that is packed; larger ones gain nothing.
 
     Returns:
