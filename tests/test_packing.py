@@ -157,12 +157,11 @@ def test_numpy_and_numbers_are_arrays():
     assert_equal(jgrad.unpack(packed), {"a": jnp.ones(3), "b": jnp.asarray(2.0)})
 
 
-def test_double_precision():
-    with jax.enable_x64(True):
-        tree = {"a": jnp.ones(3, jnp.float64), "b": jnp.ones(3, jnp.float32)}
-        packed = jgrad.pack(tree)
-        assert set(packed.buffers) == {"float32", "float64"}
-        assert_equal(jgrad.unpack(packed), tree)
+def test_double_precision(x64):
+    tree = {"a": jnp.ones(3, jnp.float64), "b": jnp.ones(3, jnp.float32)}
+    packed = jgrad.pack(tree)
+    assert set(packed.buffers) == {"float32", "float64"}
+    assert_equal(jgrad.unpack(packed), tree)
 
 
 # ---- errors ------------------------------------------------------------------------------------
