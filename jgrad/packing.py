@@ -79,13 +79,15 @@ def pack(
         made.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each layer has blocks of its own, so that
-        LARS and LAMB need no `layer_axes` of theirs.
+        LARS and LAMB need no `layer_axes` of theirs; given, they have to agree.
       multiple_of: the number of blocks of a buffer is a multiple of this, so that it can be cut
         over that many devices.
-      max_size: leaves with more elements stay as they are, each a buffer of its own shape; None for
-        no such leaves.
-      like: a tree with `Packed`s in it, such as parameters, a state, or its `jax.eval_shape`; packs
-        what stands in their places, in their layouts, and leaves all else as it is.
+      max_size: leaves with more elements stay as they are, each a buffer of its shape; None for
+        no such leaves. Large leaves gain nothing by being packed, and `unpack` copies what is
+        packed: where they are most of the model, give some thousands.
+      like: a tree with `Packed`s in it, such as parameters and state, or `jax.eval_shape` of the
+        function that makes them; packs what stands in their places, in their layouts, and leaves
+        all else as it is.
 
     Returns:
       A `Packed`; with `like`, a tree like it.

@@ -187,6 +187,16 @@ def test_what_is_wrong_with_options():
     assert_error(TypeError, message, lambda: jgrad.pack_small(3))
 
 
+def test_leaves_that_are_no_numbers():
+    """As of the transformation inside."""
+    message = (
+        "pack_small: `params` at ['k']: an array of key<fry> and shape (), expected an array of "
+        "numbers; leave other leaves out with `optax.masked` or `equinox.partition`."
+    )
+    tx = jgrad.pack_small(jgrad.adam(0.1))
+    assert_error(TypeError, message, lambda: tx.init({"k": jax.random.key(0), "w": jnp.ones(3)}))
+
+
 def test_gradients_of_another_shape():
     """Found before anything is packed, under the name of the leaf."""
     w, g = normal(0), normal(1)

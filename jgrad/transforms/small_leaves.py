@@ -48,6 +48,7 @@ def pack_small(
         return layouts.of(_NAME, tree, max_size=max_size, others=True)
 
     def init(params: PyTree) -> Any:
+        checks.parameters(checks.Row.of(_NAME, "params", params).with_arrays())
         return tx.init(packing.fill(*layout_of(params)))
 
     def update(
