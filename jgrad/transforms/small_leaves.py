@@ -55,9 +55,9 @@ def pack_small(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         leaves = Leaves(_NAME, updates, params)
-        layout, old = layout_of(leaves.tree)[0], _layout(state)
+        (layout, own), old = layout_of(leaves.tree), _layout(state)
         if old is None:
-            _check_stateless(tx, packing.fill(*layout_of(leaves.tree)))
+            _check_stateless(tx, packing.fill(layout, own))
         elif leaves.w is None:
             checks.same_shapes(leaves.reference, checks.Row.of(_NAME, "state", old.tree()))
             layout = old
