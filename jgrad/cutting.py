@@ -59,13 +59,15 @@ def _cut(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Array]:
         return [piece for x, own in each for piece in jax.lax.split(x, own)]
 
     def nothing(vectors: list[jax.Array]) -> list[jax.Array]:
-        each = zip(vectors, sizes, strict=True)
-        return [_zeros(x, size) for x, own in each for size in own]
+        # Zeros that depend on what is cut, as the pieces do: `shard_map` asks for that.
+        zero = numerics.zeros_like(_first(vectors))
+        zeros = {size: jnp.broadcast_to(zero, (size,)) for own in sizes for size in own}
+        return [zeros[size] for own in sizes for size in own]
 
     def apart(vectors: list[jax.Array]) -> list[jax.Array]:
         # Always true, but XLA does not see it, nor from outside what is in a branch.
-        first = next(x for x in vectors if x.size)[0].real.astype(jnp.float32)
-        bits = jax.lax.bitcast_convert_type(first, jnp.uint32)
+        number = _first(vectors).real.astype(jnp.float32)
+        bits = jax.lax.bitcast_convert_type(number, jnp.uint32)
         return jax.lax.cond((bits | 1) > 0, cut, nothing, vectors)
 
     if not any(x.size for x in vectors) or sum(map(len, sizes)) == len(vectors):
@@ -74,6 +76,6 @@ def _cut(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Array]:
     return jax.lax.platform_dependent(vectors, cpu=apart, default=cut)
 
 
-def _zeros(x: jax.Array, size: int) -> jax.Array:
-    """Zeros that depend on `x`, as its pieces do: `shard_map` asks for that."""
-    return jnp.broadcast_to(numerics.zeros_like(x[0]), (size,)) if size else x[:0]
+def _first(vectors: list[jax.Array]) -> jax.Array:
+    """Some element."""
+    return next(x for x in vectors if x.size)[0]
