@@ -173,13 +173,14 @@ def _for_packed(function: str, present: dict[str, PyTree]) -> dict[str, PyTree]:
     (first, reference), *_ = present.items()
     found = dict(present)
     for name, tree in present.items():
-        if name in _ARRAYS and name != "lr":
+        if name == "lr":
+            if trees.flatten(tree)[1] != trees.flatten(reference)[1]:
+                found[name] = slots.gathered(function, name, tree, first, reference)
+        elif name in _ARRAYS:
             checks.same_structure(function, name, tree, first, reference)
-        elif name != "lr" or trees.flatten(tree)[1] != trees.flatten(reference)[1]:
-            if name != "lr":
-                checks.one_element(Row.of(function, name, tree))
-                tree = _scalars(tree)
-            found[name] = slots.gathered(function, name, tree, first, reference)
+        else:
+            checks.one_element(Row.of(function, name, tree))
+            found[name] = slots.gathered(function, name, _scalars(tree), first, reference)
     return found
 
 

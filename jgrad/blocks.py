@@ -31,6 +31,11 @@ class Run(NamedTuple):
     per_layer: int
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the leaf stays as it is."""
+        return self.start is None
+
+    @property
     def blocks(self) -> int:
         """Blocks of the leaf."""
         return self.place.layers * self.per_layer
@@ -52,10 +57,9 @@ def padded(run: Run, x: jax.Array) -> jax.Array:
     place = run.place
     if place.stacked:
         x = jax.lax.transpose(x, (*place.stacked, *place.within))
-    row = math.prod(place.shape[axis] for axis in place.within)
-    missing = BLOCK * run.per_layer - row
+    missing = BLOCK * run.per_layer - place.layer_size
     if missing:
-        x = jax.lax.reshape(x, (place.layers, row))
+        x = jax.lax.reshape(x, (place.layers, place.layer_size))
         x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, 0, 0), (0, missing, 0)))
     return jax.lax.reshape(x, (BLOCK * run.blocks,))
 
@@ -63,10 +67,9 @@ def padded(run: Run, x: jax.Array) -> jax.Array:
 def leaf(run: Run, x: jax.Array) -> jax.Array:
     """The leaf from its blocks."""
     place = run.place
-    row = math.prod(place.shape[axis] for axis in place.within)
-    if row != BLOCK * run.per_layer:
+    if place.layer_size != BLOCK * run.per_layer:
         x = jax.lax.reshape(x, (place.layers, BLOCK * run.per_layer))
-        x = jax.lax.slice(x, (0, 0), (place.layers, row))
+        x = jax.lax.slice(x, (0, 0), (place.layers, place.layer_size))
     axes = (*place.stacked, *place.within)
     x = jax.lax.reshape(x, [place.shape[axis] for axis in axes])
     return jax.lax.transpose(x, np.argsort(axes)) if place.stacked else x

@@ -1,17 +1,16 @@
-"""Sums of squares over the rows of packed buffers, added up layer by layer.
+"""Sums over the rows of packed buffers, added up layer by layer.
 
 XLA on CPU reduces the last axis of an array in scalar code, and writes out what is reduced in
 parts. Taken some rows at a time, with halves added until few columns are left, sums are a few
-times as quick, and what is squared is never as large as a buffer. Elsewhere the turns of a loop
+times as quick, and what is added up is never as large as a buffer. Elsewhere the turns of a loop
 would wait for each other, and a sum over rows is one kernel.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jgrad import numerics
 from jgrad.leafwise import Function
 from jgrad.places import Place
 
@@ -19,31 +18,17 @@ _ROWS = 64  # at a time: 64 kB in float32
 _COLUMNS = 16  # left when halves are added
 
 
-def sums(
-    f: Function, place: Place, scale: jax.Array | None, arrays: tuple[jax.Array, ...]
-) -> jax.Array:
-    """The sums of |scale f(*arrays)|^2 of each layer of a buffer, of which `f` takes rows."""
-    if scale is not None:
-        arrays = (place.spread(scale), *arrays)
-
-    def of(own: Sequence[jax.Array], total: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        x = f(*own) if scale is None else f(*own[1:])
-        x = numerics.widen(x, numerics.real_dtype(x))
-        if scale is not None:
-            x = numerics.scaled(x, own[0])
-        return total(numerics.abs_squared(x))
-
+def sums(f: Function, place: Place, arrays: Sequence[jax.Array | None]) -> jax.Array:
+    """The sum of each layer of `f(*arrays)`, which has the rows of a buffer."""
     each = jax.lax.platform_dependent(
         arrays,
-        cpu=lambda arrays: _in_turns(place.shape[0], lambda own: of(own, _rows), arrays),
-        default=lambda arrays: of(arrays, lambda x: jnp.sum(x, axis=1)),
+        cpu=lambda arrays: _in_turns(place.shape[0], lambda own: _rows(f(*own)), arrays),
+        default=lambda arrays: jnp.sum(f(*arrays), axis=1),
     )
     return jax.ops.segment_sum(each, place.owners, place.layers, indices_are_sorted=True)
 
 
-def _in_turns(
-    rows: int, f: Callable[[Sequence[jax.Array]], jax.Array], arrays: Sequence[jax.Array]
-) -> jax.Array:
+def _in_turns(rows: int, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:
     """`f` of all rows of the arrays, a number for each row, some rows at a time."""
     if rows <= _ROWS:
         return f(arrays)
@@ -54,7 +39,7 @@ def _in_turns(
                 return jax.lax.dynamic_slice_in_dim(x, start, _ROWS)
             return x
 
-        return f([cut(x) for x in arrays])
+        return f(jax.tree.map(cut, arrays))
 
     # The last turn goes over some rows again, rather than be compiled apart.
     whole, left = divmod(rows, _ROWS)

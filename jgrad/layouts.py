@@ -113,12 +113,11 @@ class Layout:
             yield f"{phrase} packed"
         if found or self.structure != other.structure:
             return
-        for a, b in zip(self.runs, other.runs, strict=True):
-            own, its = (_described(run) for run in (a, b))
+        for path, *pair in zip(trees.paths(self.tree()), self.runs, other.runs, strict=True):
+            own, its = map(_described, pair)
             if own != its:
                 found = True
-                where = checks.at((a or b).path)  # type: ignore[union-attr]
-                yield f"{own_name} has {own}{where} where {other_name} has {its}"
+                yield f"{own_name} has {own}{checks.at(path)} where {other_name} has {its}"
         if not found:
             yield f"{own_name} has buffers {dict(self.shapes)}, {other_name} {dict(other.shapes)}"
 
@@ -132,7 +131,7 @@ class Layout:
         alone = []
         for name, shape in self.shapes:
             own = [run for _, run in self.within(name)]
-            if own[0].start is None:
+            if own[0].is_whole:
                 alone += own
                 continue
             lines.append(f"  {name} {shape}")
@@ -149,7 +148,7 @@ def _described(run: Run | None) -> str:
     if run is None:
         return "None"
     axes = f" stacked over axes {run.place.stacked}" if run.place.stacked else ""
-    kept = " as it is" if run.start is None else ""
+    kept = " as it is" if run.is_whole else ""
     return f"packed {run.dtype} of shape {run.place.shape}{axes}{kept}"
 
 
@@ -192,7 +191,7 @@ def of(
             runs[i] = Run(path, np.dtype(x.dtype), place, name, None, 0)
             shapes[name] = x.shape
             continue
-        per_layer = -(-math.prod(place.shape[axis] for axis in place.within) // BLOCK)
+        per_layer = -(-place.layer_size // BLOCK)
         small.append((i, Run(path, np.dtype(x.dtype), place, x.dtype.name, 0, per_layer)))
     # Leaves that are alike lie side by side: XLA compiles equal pieces of work once.
     small.sort(key=lambda pair: (pair[1].place.shape, pair[1].place.stacked))

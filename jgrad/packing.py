@@ -28,7 +28,7 @@ class Packed:
 
     Attributes:
       buffers: arrays of shape (blocks, 256) by the names of dtypes; leaves that stay as they are,
-        by their paths.
+        by names such as "leaf 3", of the fourth.
       layout: where the leaves lie.
     """
 
@@ -157,7 +157,7 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
     for name, shape in layout.shapes:
         own = layout.within(name)
         (i, run), *_ = own
-        if run.start is None or _is_stand_in(leaves[i], run.place.shape):
+        if run.is_whole or _is_stand_in(leaves[i], run.place.shape):
             buffers[name] = leaves[i]
             continue
         parts = [blocks.padded(run, leaves[i]) for i, run in own]
@@ -172,7 +172,7 @@ def _leaves(packed: Packed) -> PyTree:
     leaves: list[Any] = [None] * len(packed.layout.runs)
     for name, shape in packed.layout.shapes:
         buffer, own = packed.buffers[name], packed.layout.within(name)
-        if own[0][1].start is None:
+        if own[0][1].is_whole:
             leaves[own[0][0]] = buffer
             continue
         if _is_stand_in(buffer, shape):
@@ -206,7 +206,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     for name, shape in layout.shapes:
         own, buffer = layout.within(name), like.buffers[name]
         (first, run), *_ = own
-        if run.start is None:
+        if run.is_whole:
             _check_whole(row, first, buffer)
             expected[first] = buffer
             continue

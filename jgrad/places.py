@@ -80,6 +80,11 @@ class Place:
         return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
 
     @property
+    def layer_size(self) -> int:
+        """Elements of a single layer."""
+        return math.prod(self.shape[axis] for axis in self.within)
+
+    @property
     def column(self) -> tuple[int, ...]:
         """The shape in which a number per layer broadcasts to the leaf."""
         if not self.stacked:

@@ -11,7 +11,6 @@ import numpy as np
 from jgrad import blocks, checks, packing, places, trees
 from jgrad.blocks import BLOCK, Run
 from jgrad.checks import Row
-from jgrad.packing import Packed
 from jgrad.places import Place
 from jgrad.trees import PyTree
 
@@ -32,7 +31,7 @@ class Slot(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether the array is a leaf itself."""
-        return not self.runs or self.runs[0].start is None
+        return not self.runs or self.runs[0].is_whole
 
     def gather(self, entries: Sequence[Any]) -> Any:
         """An entry per leaf as one for the array: that of all, or a column of a number per row."""
@@ -89,7 +88,7 @@ def of(tree: PyTree) -> list[Slot]:
 def any_packed(*given: PyTree) -> bool:
     """Whether there is a `Packed` somewhere."""
     leaves = jax.tree.leaves(given, is_leaf=packing.is_packed)
-    return any(isinstance(x, Packed) for x in leaves)
+    return any(map(packing.is_packed, leaves))
 
 
 def in_arrays(

@@ -124,15 +124,17 @@ def _of_stack(f: Function, shared: tuple[bool, ...], place: Place) -> Function:
 def _of_leaf(f: Function, place: Place) -> Function:
     """The function (scale, *arrays) -> the sums of |scale f(*arrays)|^2, a vector over layers."""
 
-    @compiled
-    def of_leaf(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
-        if place.blocks is not None:
-            return buffers.sums(f, place, scale, arrays)
+    def squares(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
         x = f(*arrays)
         x = numerics.widen(x, numerics.real_dtype(x))
-        if scale is not None:
-            x = numerics.scaled(x, place.spread(scale))
-        return _whole(jnp.sum(numerics.abs_squared(x), axis=place.within)).reshape(-1)
+        return numerics.abs_squared(x if scale is None else numerics.scaled(x, scale))
+
+    @compiled
+    def of_leaf(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
+        by = None if scale is None else place.spread(scale)
+        if place.blocks is not None:
+            return buffers.sums(squares, place, (by, *arrays))
+        return _whole(jnp.sum(squares(by, *arrays), axis=place.within)).reshape(-1)
 
     return of_leaf
 

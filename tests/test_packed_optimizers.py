@@ -1,7 +1,6 @@
 """Optimizers on packed trees give the numbers of the tree, and take options as for the tree.
 
-Bit for bit where elements do not know of each other, and to the rounding of a norm elsewhere. XLA
-may round differently in loops over fewer elements than a vector has, so leaves here have more.
+Bit for bit where elements do not know of each other, and to the rounding of a norm elsewhere.
 """
 
 import jax
@@ -16,38 +15,10 @@ import jgrad
 from tests.cases import CASES, MASK
 from tests.errors import assert_error
 from tests.loops import assert_equal, train
-
-SHAPES = {"layer": {"w": (24, 20), "b": (64,)}, "rest": [(3, 16, 10), (32,), (300,)]}
-STEPS = 6
-SMALL = 300  # elements: two leaves of SHAPES are larger
+from tests.packed import DECAYS, PER_ELEMENT, RATES, SMALL, assert_close, gradients, normal
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_size = pytest.mark.parametrize("max_size", [None, SMALL], ids=["all", "small"])
-
-
-def normal(seed, dtype=jnp.float32):
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: jnp.asarray(10.0 ** rng.uniform(-3, 1) * rng.normal(size=shape), dtype)
-    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def gradients(dtype=jnp.float32):
-    """With a layer whose gradient is zero in each third step."""
-    found = [normal(i + 1, dtype) for i in range(STEPS)]
-    for g in found[::3]:
-        g["layer"]["b"] = jnp.zeros_like(g["layer"]["b"])
-    return found
-
-
-def assert_close(found, expected, tolerance=1e-6):
-    """By the size of each leaf."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        a, b = (np.asarray(x, np.float64) for x in (a, b))
-        np.testing.assert_allclose(
-            a, b, rtol=tolerance, atol=tolerance * np.max(np.abs(b), initial=0)
-        )
 
 
 def assert_same(tx, *, exact, w=None, grads=None, **layout):
@@ -70,9 +41,6 @@ def test_every_optimizer(case, max_size):
     assert_same(case.tx(), exact=case.elementwise, max_size=max_size)
 
 
-RATES = {"layer": 0.1, "rest": [0.01, 0.2, 0.0]}
-PER_ELEMENT = {"layer": {"w": jnp.linspace(0, 1, 20)[None], "b": 0.1}, "rest": 0.1}
-DECAYS = {"layer": {"w": 0.1, "b": 0.0}, "rest": [0.2, 0.0, 0.1]}
 OPTIONS = {
     "rates": {"learning_rate": RATES},
     "a rate for each column": {"learning_rate": PER_ELEMENT},
@@ -311,145 +279,3 @@ def test_a_step_for_other_machines(method, platform):
     exported = jax.export.export(flat, platforms=[platform])(*args)
     assert exported.platforms == (platform,)
     assert "stablehlo.while" not in exported.mlir_module()  # a loop over rows is for the CPU
-
-
-# ---- functional updates --------------------------------------------------------------------------
-
-T = 3
-FUNCTIONAL = {
-    "adam_step": lambda w, g, m, v, lr, o: jgrad.adam_step(g, m, v, T, **o),
-    "adam_update": lambda w, g, m, v, lr, o: jgrad.adam_update(w, g, lr, m, v, T, **o),
-    "lamb_update": lambda w, g, m, v, lr, o: jgrad.lamb_update(w, g, lr, m, v, T, **o),
-    "lars_update": lambda w, g, m, v, lr, o: jgrad.lars_update(w, g, lr, **o),
-    "gradient_descent_update": lambda w, g, m, v, lr, o: jgrad.gradient_descent_update(w, g, lr),
-    "optimizer_update": lambda w, g, m, v, lr, o: jgrad.optimizer_update(w, g, lr),
-}
-OF_ADAM = {
-    "beta1": {"layer": 0.9, "rest": [0.8, 0.5, 0.0]},
-    "epsilon": {"layer": 1e-7, "rest": 1e-3},
-}
-OF_LAMB = {
-    **OF_ADAM,
-    "max_trust_ratio": {"layer": 10.0, "rest": [1.0, 2.0, 3.0]},
-    "decay_lambda": DECAYS,
-}
-MORE = {
-    "adam_step": OF_ADAM,
-    "adam_update": OF_ADAM,
-    "lamb_update": OF_LAMB,
-    "lars_update": {"decay_lambda": DECAYS, "trust_coefficient": {"layer": 1.0, "rest": 0.1}},
-}
-
-
-@pytest.mark.parametrize("options", ["numbers", "trees"])
-@pytest.mark.parametrize("name", FUNCTIONAL)
-def test_functional_updates(name, options):
-    """Options for the tree; the sizes of arrays stay."""
-    w, g, m = normal(0), normal(1), normal(2)
-    v = jax.tree.map(jnp.square, normal(3))
-    lr, more = (PER_ELEMENT, MORE.get(name, {})) if options == "trees" else (0.1, {})
-    packed = jgrad.pack(w, max_size=SMALL)
-    own = [jgrad.pack(tree, like=packed) for tree in (w, g, m, v)]
-    found = FUNCTIONAL[name](*own, lr, more)
-    expected = FUNCTIONAL[name](w, g, m, v, lr, more)
-    exact = name not in ("lamb_update", "lars_update")
-    (assert_equal if exact else assert_close)(jgrad.unpack(found), expected)
-    assert_equal(jgrad.pack(jgrad.unpack(found), like=found), found)
-
-
-def test_a_packed_rate():
-    """A number for each element, as packed as the weights."""
-    w, g, lr = normal(0), normal(1), normal(2)
-    packed = [jgrad.pack(tree) for tree in (w, g, lr)]
-    found = jgrad.gradient_descent_update(*packed)
-    assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, g, lr))
-
-
-# ---- errors --------------------------------------------------------------------------------------
-
-OF_TWO = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
-OTHER = {"a": jnp.ones(3), "b": jnp.ones((2, 3))}
-PACKED = jgrad.pack(OF_TWO)
-
-
-def update(updates, params, made_for=PACKED):
-    tx = jgrad.adam(0.1)
-    return tx.update(updates, tx.init(made_for), params)
-
-
-def functional(w, g, m):
-    return jgrad.adam_update(w, g, 0.1, m, m, 1)
-
-
-A_TREE = "a dict where `{}` has a Packed"
-OTHER_LAYOUT = (
-    "{} has packed float32 of shape (2, 3) at ['b'] where {} has packed float32 of shape (2, 2)"
-)
-MIXED = {
-    "a tree as gradient": (lambda: update(OF_TWO, PACKED), "adam: `updates` does not have the structure of `params`: `updates` has " + A_TREE.format("params")),
-    "a tree as parameters": (lambda: update(PACKED, OF_TWO), "adam: `updates` does not have the structure of `params`: `updates` has a Packed where `params` has a dict"),
-    "a tree as state": (lambda: update(PACKED, PACKED, OF_TWO), "adam: `state.mw` does not have the structure of `params`: `state.mw` has " + A_TREE.format("params")),
-    "another layout": (lambda: update(jgrad.pack(OTHER), PACKED), "adam: `updates` does not have the structure of `params`: " + OTHER_LAYOUT.format("`updates`", "`params`")),
-    "a state of another layout": (lambda: update(PACKED, PACKED, jgrad.pack(OTHER)), "adam: `state.mw` does not have the structure of `params`: " + OTHER_LAYOUT.format("`state.mw`", "`params`")),
-    "a tree as functional gradient": (lambda: functional(PACKED, OF_TWO, PACKED), "adam_update: `dcdw` does not have the structure of `w`: `dcdw` has " + A_TREE.format("w")),
-    "a number as moment": (lambda: functional(PACKED, PACKED, 0.0), "adam_update: `mw_tm1` does not have the structure of `w`: `mw_tm1` has a leaf where `w` has a Packed"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "message"), MIXED.values(), ids=MIXED)
-def test_packed_beside_other_trees(call, message):
-    assert_error(ValueError, f"{message}.", call)
-
-
-def test_a_list_of_rates_is_a_tree():
-    """As beside a list of weights."""
-    w = [jnp.ones(2), jnp.ones(2)]
-    packed = jgrad.pack(w)
-    found = jgrad.gradient_descent_update(packed, packed, [0.1, 0.2])
-    assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, w, [0.1, 0.2]))
-
-
-@pytest.mark.parametrize("name", ["lr", "epsilon", "beta1"])
-def test_none_among_options(name):
-    options = {"lr": 0.1, name: {"a": 0.1, "b": None}}
-    lr = options.pop("lr")
-    message = f"adam_update: `{name}` at ['b']: None, expected an array or a number."
-    call = lambda: jgrad.adam_update(PACKED, PACKED, lr, PACKED, PACKED, 1, **options)
-    assert_error(TypeError, message, call)
-
-
-def test_a_packed_number():
-    """Numbers are one per leaf, as in the tree."""
-    message = "adam_update: `epsilon` at .buffers['float32']: shape (2, 256), expected one element."
-    call = lambda: jgrad.adam_update(PACKED, PACKED, 0.1, PACKED, PACKED, 1, epsilon=PACKED)
-    assert_error(ValueError, message, call)
-
-
-def test_buffers_mapped_over():
-    """What needs to know where rows lie says so; the rest goes on."""
-    many = jax.tree.map(lambda x: jnp.stack([x, x]), PACKED)
-    for tx in (jgrad.lars(0.1), jgrad.gradient_descent({"a": 0.1, "b": 0.2})):
-        name = "lars" if "lars" in tx.update.__qualname__ else "gradient_descent"
-        message = (
-            f"{name}: `params` at .buffers['float32']: shape (2, 2, 256), expected (2, 256) as in "
-            "its layout; inside `vmap`, `shard_map` or `pmap`, pack there, or map `update` too."
-        )
-        assert_error(ValueError, message, lambda tx=tx: tx.update(many, tx.init(many), many))
-    tx = jgrad.adam(0.1)
-    assert tx.update(many, tx.init(many), many)[0].buffers["float32"].shape == (2, 2, 256)
-
-
-def test_options_that_do_not_fit_the_tree():
-    """Named by the leaf of the tree."""
-    tx = jgrad.adam({"a": jnp.ones(2), "b": 0.1})
-    message = (
-        "adam: `learning_rate` does not broadcast to `params` at ['a']: shape (2,), expected (3,) "
-        "or one that broadcasts to it."
-    )
-    assert_error(ValueError, message, lambda: tx.update(PACKED, tx.init(PACKED), PACKED))
-    rates = {"a": jnp.ones(2), "b": 0.1}
-    message = (
-        "gradient_descent_update: `lr` does not broadcast to `w` at ['a']: shape (2,), expected "
-        "(3,) or one that broadcasts to it."
-    )
-    assert_error(ValueError, message, lambda: jgrad.gradient_descent_update(PACKED, PACKED, rates))

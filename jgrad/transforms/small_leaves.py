@@ -111,7 +111,7 @@ def _fit(layout: Layout, g: Sequence[Any]) -> bool:
     """Whether the gradients of each buffer are there, and of one dtype."""
     for name, _ in layout.shapes:
         own = layout.within(name)
-        if own[0][1].start is not None:
+        if not own[0][1].is_whole:
             dtypes = {None if g[i] is None else g[i].dtype for i, _ in own}
             if len(dtypes) > 1 or None in dtypes:
                 return False
