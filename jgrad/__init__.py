@@ -48,6 +48,7 @@ from jgrad.transforms.skipping import skip_nonfinite as skip_nonfinite
 from jgrad.transforms.small_leaves import pack_small as pack_small
 from jgrad.transforms.state import OptState as OptState
 from jgrad.transforms.trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
+from jgrad.transforms.zero import zero as zero
 
 # The oldest face: variables, and updates in place that return the new value.
 from jgrad.variables import inplace_decrement as inplace_decrement

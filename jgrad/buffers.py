@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jgrad.leafwise import Function
-from jgrad.places import Place
+from jgrad.rows import Rows
 
 _ROWS = 64  # at a time: 64 kB in float32
 _COLUMNS = 16  # left when halves are added
 
 
-def sums(f: Function, place: Place, arrays: Sequence[jax.Array | None]) -> jax.Array:
+def sums(f: Function, place: Rows, arrays: Sequence[jax.Array | None]) -> jax.Array:
     """The sum of each layer of `f(*arrays)`, which has the rows of a buffer."""
     each = jax.lax.platform_dependent(
         arrays,

@@ -19,6 +19,7 @@ import numpy as np
 from jgrad import checks, places, trees
 from jgrad.blocks import BLOCK, Run
 from jgrad.checks import Row
+from jgrad.rows import Share
 from jgrad.trees import PyTree
 
 _SHOWN = 10  # leaves of a buffer that are printed
@@ -38,15 +39,17 @@ class Layout:
       structure: of the tree, in which None is a leaf.
       runs: for each leaf, or None for None.
       shapes: (name, shape) of each buffer, in the order in which JAX has them.
+      share: None, but inside of `zero`: buffers are a device's rows of those of these shapes.
     """
 
     structure: Any
     runs: tuple[Run | None, ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    share: Share | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.structure, self.runs, self.shapes))
+        return hash((self.structure, self.runs, self.shapes, self.share))
 
     def __hash__(self) -> int:
         return self._hash
@@ -57,7 +60,7 @@ class Layout:
             return True
         if not isinstance(other, Layout) or self._hash != other._hash:
             return False
-        own, its = ((x.structure, x.runs, x.shapes) for x in (self, other))
+        own, its = ((x.structure, x.runs, x.shapes, x.share) for x in (self, other))
         return own == its
 
     @functools.cached_property
@@ -90,7 +93,7 @@ class Layout:
         if self == other:
             return True
         own, its = ([run and run._replace(path="") for run in x.runs] for x in (self, other))
-        return own == its and self.shapes == other.shapes
+        return own == its and (self.shapes, self.share) == (other.shapes, other.share)
 
     # A copy is this very layout. Structures are not copied by `pickle` where nodes are not JAX's
     # own, and hashes of strings differ from process to process: a tree of numbers goes instead.
@@ -103,7 +106,7 @@ class Layout:
 
     def __reduce__(self) -> Any:
         numbers = self.structure.unflatten(range(len(self.runs)))
-        return _rebuilt, (numbers, self.runs, self.shapes)
+        return _rebuilt, (numbers, self.runs, self.shapes, self.share)
 
     def differences(self, other: "Layout", own_name: str, other_name: str) -> Iterator[str]:
         """Where two layouts differ: a phrase for each place."""
@@ -139,8 +142,8 @@ class Layout:
         return "\n".join([*lines, *(["  as they are", *_listed(alone)] if alone else [])])
 
 
-def _rebuilt(numbers: PyTree, runs: Any, shapes: Any) -> Layout:
-    return Layout(trees.flatten(numbers)[1], runs, shapes)
+def _rebuilt(numbers: PyTree, *rest: Any) -> Layout:
+    return Layout(trees.flatten(numbers)[1], *rest)
 
 
 def _described(run: Run | None) -> str:

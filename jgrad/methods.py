@@ -210,7 +210,7 @@ def _trusted(
 
 def _alike(place: Place) -> Any:
     """Leaves with equal shapes side by side, for the norms."""
-    return place.cut, place.shape, place.stacked, place.blocks or ()
+    return place.cut, place.shape, place.stacked, getattr(place, "blocks", ())
 
 
 def _decayed(d: jax.Array | None, w: jax.Array | None, decay: Any) -> Task | None:

@@ -154,9 +154,11 @@ def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...])
     return [_across(x, cut) if cut else x for x, cut in zip(norms, cuts, strict=True)]
 
 
-def _has_elements(columns: Sequence[Sequence[Leaf]]) -> np.ndarray:
-    places = [leaf.place for column in columns for leaf in column]
-    return np.array([x for place in places for x in place.filled])
+def _has_elements(columns: Sequence[Sequence[Leaf]]) -> ArrayLike:
+    filled = [leaf.place.filled for column in columns for leaf in column]
+    if all(isinstance(x, np.ndarray) for x in filled):
+        return np.concatenate(filled)
+    return jnp.concatenate(filled)
 
 
 @compiled

@@ -28,51 +28,29 @@ class Place:
       shape: shape of the leaf.
       stacked: axes of the leaf with a layer for each index, in order and none negative.
       cut: names of the mesh axes over which each layer is cut.
-      blocks: rows of each layer, where the leaf is a packed buffer; None elsewhere. Rows behind the
-        last layer are zeros.
     """
 
     shape: tuple[int, ...]
     stacked: tuple[int, ...] = ()
     cut: tuple[str, ...] = ()
-    blocks: tuple[int, ...] | None = None
 
     @property
     def layers(self) -> int:
         """The number of layers in the leaf."""
-        if self.blocks is not None:
-            return len(self.blocks)
         return math.prod(self.shape[axis] for axis in self.stacked)
 
     @property
-    def owners(self) -> np.ndarray:
-        """The layer of each row of a packed buffer; the last one of rows behind it."""
-        assert self.blocks is not None
-        own = np.repeat(np.arange(len(self.blocks)), self.blocks)
-        return np.pad(own, (0, self.shape[0] - len(own)), constant_values=len(self.blocks) - 1)
-
-    @property
-    def filled(self) -> list[bool]:
-        """Whether each layer has elements."""
-        if self.blocks is not None:
-            return [n > 0 for n in self.blocks]
-        return [0 not in self.shape] * self.layers
+    def filled(self) -> np.ndarray | jax.Array:
+        """Whether each layer has elements here."""
+        return np.full((self.layers,), 0 not in self.shape)
 
     def spread(self, numbers: jax.Array) -> jax.Array:
         """A number per layer as a scalar, or as an array that broadcasts to the leaf."""
-        if self.blocks is not None:
-            return numbers[self.owners][:, None]
         return numbers.reshape(self.column)
 
     def collect(self, number: ArrayLike) -> jax.Array:
-        """A number per layer as a vector, from one for all, or from a column of a packed buffer."""
-        x = jnp.asarray(number, dtype=float)
-        if self.blocks is not None and x.ndim == 2:
-            if self.shape[0] == 0:  # layers without elements, and no number of theirs to be read
-                return jnp.zeros((self.layers,))
-            first = np.minimum(np.cumsum((0, *self.blocks))[:-1], self.shape[0] - 1)
-            return x[first, 0]
-        return jnp.broadcast_to(x, (self.layers,))
+        """A number per layer as a vector, from one for all."""
+        return jnp.broadcast_to(jnp.asarray(number, dtype=float), (self.layers,))
 
     @property
     def within(self) -> tuple[int, ...]:

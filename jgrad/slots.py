@@ -12,6 +12,7 @@ from jgrad import blocks, checks, packing, places, trees
 from jgrad.blocks import BLOCK, Run
 from jgrad.checks import Row
 from jgrad.places import Place
+from jgrad.rows import Rows, Share
 from jgrad.trees import PyTree
 
 
@@ -21,20 +22,33 @@ class Slot(NamedTuple):
     Attributes:
       positions: of the leaves among those of the unpacked tree.
       runs: where they lie in the array; none for an array that is no buffer.
-      shape: of the buffer.
+      shape: of the buffer, whole.
+      share: a device's rows of it, where it is cut.
     """
 
     positions: tuple[int, ...]
     runs: tuple[Run, ...] = ()
     shape: tuple[int, ...] = ()
+    share: Share | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether the array is a leaf itself."""
         return not self.runs or self.runs[0].is_whole
 
+    @property
+    def shape_here(self) -> tuple[int, ...]:
+        """The shape of what is here of the buffer."""
+        if self.share is None or self.is_whole:
+            return self.shape
+        return (self.share.rows(self.shape[0]), *self.shape[1:])
+
     def gather(self, entries: Sequence[Any]) -> Any:
         """An entry per leaf as one for the array: that of all, or a column of a number per row."""
+        found = self._gather(entries)
+        return found if self.share is None or np.ndim(found) == 0 else self.share.of(found)
+
+    def _gather(self, entries: Sequence[Any]) -> Any:
         own = [entries[i] for i in self.positions]
         if self.is_whole:
             return own[0]
@@ -80,7 +94,7 @@ def of(tree: PyTree) -> list[Slot]:
             continue
         for name, shape in x.layout.shapes:
             positions, runs = zip(*x.layout.within(name), strict=True)
-            found.append(Slot(tuple(count + i for i in positions), runs, shape))
+            found.append(Slot(tuple(count + i for i in positions), runs, shape, x.layout.share))
         count += len(x.layout.runs)
     return found
 
@@ -129,7 +143,8 @@ def _place(slot: Slot, each: Sequence[Place], norm_axes: Row, layer_axes: Row) -
     if slot.is_whole:
         return dataclasses.replace(slot.runs[0].place, cut=first.cut)
     layers = tuple(run.per_layer for run in slot.runs for _ in range(run.place.layers))
-    return Place(slot.shape, cut=first.cut, blocks=layers)
+    cut = first.cut if slot.share is None else tuple(sorted({*first.cut, *slot.share.axes}))
+    return Rows(slot.shape_here, cut=cut, blocks=layers, share=slot.share)
 
 
 def gathered(

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgrad import buffers, numerics
 from jgrad.leafwise import Function, Task, compiled
 from jgrad.places import Place
+from jgrad.rows import Rows
 
 # Columns of leaves up to this size are rescaled by one operation on a copy; see `rescaled`.
 _SMALL = 2**14
@@ -132,7 +133,7 @@ def _of_leaf(f: Function, place: Place) -> Function:
     @compiled
     def of_leaf(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
         by = None if scale is None else place.spread(scale)
-        if place.blocks is not None:
+        if isinstance(place, Rows):
             return buffers.sums(squares, place, (by, *arrays))
         return _whole(jnp.sum(squares(by, *arrays), axis=place.within)).reshape(-1)
 

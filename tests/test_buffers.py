@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgrad import buffers
-from jgrad.places import Place
+from jgrad.rows import Rows
 
 
 @pytest.mark.parametrize("padding", [0, 1])
@@ -19,7 +19,7 @@ def test_sums(rows, padding):
     x = rng.normal(size=(rows, 256))
     column = rng.uniform(1, 2, size=(rows, 1))
     sizes = [rows // 3, 0, rows - rows // 3 - padding]
-    place = Place((rows, 256), blocks=tuple(sizes))
+    place = Rows((rows, 256), blocks=tuple(sizes))
     x[sum(sizes) :] = 0  # padding
     f = lambda column, x, factor, none: factor * column * x**2
     arrays = (jnp.asarray(column, float), jnp.asarray(x, float), jnp.asarray(3.0), None)

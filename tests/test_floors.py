@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up; a file imports from floors below its own, or from its own.
 FLOORS = [
-    {"trees", "numerics", "checks", "values", "places"},
+    {"trees", "numerics", "checks", "values", "places", "rows", "collectives"},
     {"leafwise"},
     {"blocks", "layouts", "cutting", "buffers", "norms", "sums", "rules", "ratios"},
     {"methods"},

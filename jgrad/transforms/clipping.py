@@ -1,6 +1,5 @@
 """Clipping by the norm of all gradients together."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -108,4 +107,4 @@ def _places(row: Row, tree: PyTree, norm_axes: PyTree) -> list[places.Place]:
     none = cut._replace(leaves=[places.Axes()] * len(cut.leaves))
     of_leaves = Row.of(row.function, row.name, shapes).with_arrays()
     each = slots.in_arrays(slots.of(tree), cut, none, of_leaves)
-    return [dataclasses.replace(place, stacked=(), blocks=None) for place in each]
+    return [places.Place(place.shape, cut=place.cut) for place in each]

@@ -68,9 +68,12 @@ class Leaves:
     def check_buffers(self) -> None:
         """Buffers are as large as their layouts say: it matters here where rows lie."""
         for i, (x, slot) in enumerate(zip(self.reference.leaves, self.slots, strict=True)):
-            if slot.runs and not slot.is_whole and x.shape != slot.shape:
-                remedy = "inside `vmap`, `shard_map` or `pmap`, pack there, or map `update` too"
-                problem = f"shape {x.shape}, expected {slot.shape} as in its layout; {remedy}"
+            if slot.runs and not slot.is_whole and x.shape != slot.shape_here:
+                remedy = (
+                    "inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
+                    "`zero` knows which rows are whose"
+                )
+                problem = f"shape {x.shape}, expected {slot.shape_here} as in its layout; {remedy}"
                 self.reference.fail(i, ValueError, problem)
 
     def updated_shapes(self) -> Row:

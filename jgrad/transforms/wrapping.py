@@ -1,6 +1,7 @@
 """What the wrappers share: the transformation inside, its state, and what is finite."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +35,9 @@ def check_state(function: str, state: Any, kind: type) -> None:
 
 def mesh_axes(leaves: Leaves, norm_axes: PyTree) -> tuple[str, ...]:
     """All mesh axes over which some leaf is cut."""
-    return places.mesh_axes(leaves.options("norm_axes", places.names(leaves.function, norm_axes)))
+    named = leaves.options("norm_axes", places.names(leaves.function, norm_axes))
+    shares = [slot.share.axes for slot in leaves.slots if slot.share is not None]
+    return tuple(sorted({*places.mesh_axes(named), *itertools.chain(*shares)}))
 
 
 def all_finite(tree: PyTree, cut: tuple[str, ...] = ()) -> jax.Array:

@@ -1,0 +1,49 @@
+"""What devices do together inside `shard_map` and `pmap`, in all versions of JAX supported here."""
+
+from typing import Any
+
+import jax
+
+from jgrad.rows import Share
+
+
+def share(axes: tuple[str, ...]) -> Share | None:
+    """This device's share along mesh axes; None where they do not exist, as outside of them."""
+    try:
+        return Share(axes, jax.lax.psum(1, axes))
+    except NameError:
+        return None
+
+
+def scattered_mean(x: jax.Array, share: Share) -> jax.Array:
+    """This device's rows of the mean over devices, by a reduce-scatter."""
+    total = jax.lax.psum_scatter(x, share.axes, scatter_dimension=0, tiled=True)
+    return total / share.devices
+
+
+def gathered(x: jax.Array, share: Share) -> jax.Array:
+    """All rows on each device, by an all-gather; known to be the same on each."""
+    if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # until JAX 0.8
+        return gather(x, share.axes, axis=0, tiled=True)
+    return jax.lax.all_gather(x, share.axes, axis=0, tiled=True, to="invarying")
+
+
+def is_known_to_be_equal(x: jax.Array, share: Share) -> bool:
+    """Whether `shard_map` with `check_vma=True` knows that `x` is the same on some devices.
+
+    Where nothing is checked nothing is known.
+    """
+    return any(_varies_after(x, axis) for axis in share.axes)
+
+
+def _varies_after(x: jax.Array, axis: str) -> bool:
+    """Whether `x` can be made to vary over an axis: not where it does, or where none is known."""
+    try:
+        varying: Any
+        if hasattr(jax.lax, "pcast"):
+            varying = jax.lax.pcast(x, axis, to="varying")
+        else:
+            varying = jax.lax.pvary(x, axis)
+    except ValueError:
+        return False
+    return bool(jax.typeof(varying) != jax.typeof(x))
