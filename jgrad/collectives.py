@@ -1,7 +1,5 @@
 """What devices do together inside `shard_map` and `pmap`, in all versions of JAX supported here."""
 
-from typing import Any
-
 import jax
 
 from jgrad.rows import Share
@@ -39,11 +37,13 @@ def is_known_to_be_equal(x: jax.Array, share: Share) -> bool:
 def _varies_after(x: jax.Array, axis: str) -> bool:
     """Whether `x` can be made to vary over an axis: not where it does, or where none is known."""
     try:
-        varying: Any
-        if hasattr(jax.lax, "pcast"):
-            varying = jax.lax.pcast(x, axis, to="varying")
-        else:
-            varying = jax.lax.pvary(x, axis)
+        varying = _varying(x, axis)
     except ValueError:
         return False
     return bool(jax.typeof(varying) != jax.typeof(x))
+
+
+def _varying(x: jax.Array, axis: str) -> jax.Array:
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axis, to="varying")
+    return jax.lax.pvary(x, axis)  # type: ignore[attr-defined]  # until JAX 0.8

@@ -64,7 +64,8 @@ def test_buffers_mapped_over():
         name = "lars" if "lars" in tx.update.__qualname__ else "gradient_descent"
         message = (
             f"{name}: `params` at .buffers['float32']: shape (2, 2, 256), expected (2, 256) as in "
-            "its layout; inside `vmap`, `shard_map` or `pmap`, pack there, or map `update` too."
+            "its layout; inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
+            "`zero` knows which rows are whose."
         )
         assert_error(ValueError, message, lambda tx=tx: tx.update(many, tx.init(many), many))
     tx = jgrad.adam(0.1)

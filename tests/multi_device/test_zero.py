@@ -1,0 +1,412 @@
+"""`zero`: a share of the state on each device, and the numbers of the whole."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jgrad
+from tests.cases import CASES, MASK
+from tests.loops import assert_equal, stack
+from tests.packed import DECAYS, RATES, assert_close, normal
+
+DEVICES = 8
+apply_updates = jax.jit(optax.apply_updates)
+
+
+def mesh_of(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def packed_model(dtype=jnp.float32, **layout):
+    return jgrad.pack(normal(0, dtype), multiple_of=DEVICES, **layout)
+
+
+def gradients(packed, steps=3):
+    """For each step a tree with an axis for devices; those of one leaf vanish at first."""
+    found = []
+    for step in range(steps):
+        each = []
+        for device in range(DEVICES):
+            g = normal(1 + step * DEVICES + device)
+            if step == 0:
+                g["layer"]["b"] = jnp.zeros_like(g["layer"]["b"])
+            dtypes = jax.tree.map(lambda g, p: g.astype(p.dtype), g, jgrad.unpack(packed))
+            each.append(jgrad.pack(dtypes, like=packed))
+        found.append(stack(each))
+    return found
+
+
+class Sharded:
+    """`zero(tx)` in `shard_map`: the state of each device is a share."""
+
+    def __init__(self, tx, packed, axes="data", mesh=None, check=False):
+        self.mesh = mesh_of(data=DEVICES) if mesh is None else mesh
+        self.tx = jgrad.zero(tx, axes)
+        shardings = jgrad.state_shardings(self.tx, packed, NamedSharding(self.mesh, P(axes)))
+        self.specs = jax.tree.map(lambda s: s.spec, shardings)
+        self.state = jax.jit(self.tx.init, out_shardings=shardings)(packed)
+        self.traces = 0
+
+        def update(w, state, g):
+            self.traces += 1
+            return self.tx.update(jax.tree.map(lambda x: x[0], g), state, w)
+
+        self.update = jax.jit(
+            jax.shard_map(
+                update,
+                mesh=self.mesh,
+                in_specs=(P(), self.specs, P(axes)),
+                out_specs=(P(), self.specs),
+                check_vma=check,
+            )
+        )
+
+
+class Replicated:
+    """`tx` in `shard_map`, on each device the mean and all of the state."""
+
+    def __init__(self, tx, packed, axes="data", mesh=None):
+        self.mesh = mesh_of(data=DEVICES) if mesh is None else mesh
+        self.state = jax.device_put(tx.init(packed), NamedSharding(self.mesh, P()))
+
+        def update(w, state, g):
+            mean = jax.lax.pmean(jax.tree.map(lambda x: x[0], g), axes)
+            return tx.update(mean, state, w)
+
+        self.update = jax.jit(
+            jax.shard_map(
+                update,
+                mesh=self.mesh,
+                in_specs=(P(), P(), P(axes)),
+                out_specs=P(),
+                check_vma=False,
+            )
+        )
+
+
+def train(run, w, grads):
+    """Parameters and state after each step.
+
+    Parameters are updated in a program of its own: in one with the update, XLA rounds the product
+    of rate and direction and its sum with the weight at once, unless there is a gather between.
+    """
+    w = jax.device_put(w, NamedSharding(run.mesh, P()))
+    state = run.state
+    for g in grads:
+        updates, state = run.update(w, state, g)
+        w = jax.block_until_ready(apply_updates(w, updates))
+    return w, state
+
+
+def assert_same(tx, *, exact, packed=None, grads=None, **options):
+    packed = packed_model() if packed is None else packed
+    grads = gradients(packed) if grads is None else grads
+    sharded = Sharded(tx, packed, **options)
+    found = train(sharded, packed, grads)
+    options.pop("check", None)
+    expected = train(Replicated(tx, packed, **options), packed, grads)
+    (assert_equal if exact else assert_close)(found, expected)
+    assert sharded.traces == 1
+    return found
+
+
+# ---- the numbers of the whole --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_optimizer(case):
+    """Bit for bit where each element is on its own; layers of which a device has a part, or none."""
+    assert_same(case.tx(), exact=case.elementwise)
+
+
+OPTIONS = {
+    "a rate for each leaf": jgrad.adam(RATES),
+    "a decay for each leaf": jgrad.adam(0.1, weight_decay=DECAYS),
+    "a schedule": jgrad.adam(optax.linear_schedule(0.1, 0.0, 3)),
+    "sqrt": optax.adam(0.1),
+    "clipped": optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1)),
+    "averaged": optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
+    "layers": jgrad.lamb(RATES, weight_decay=DECAYS, trust_ratio_mask=MASK),
+    "a ratio": optax.chain(
+        jgrad.scale_by_adam(), jgrad.scale_by_trust_ratio(), optax.scale(-0.1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    norms = name in ("clipped", "layers", "a ratio")
+    with jax.numpy_dtype_promotion("standard"):  # for optax
+        assert_same(OPTIONS[name], exact=not norms)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e20])
+def test_norms_at_every_scale(scale):
+    """The way of rescaled sums, on devices that have a part of a layer, or none of it."""
+    packed = jax.tree.map(lambda x: scale * x, packed_model())
+    assert_same(jgrad.lamb(0.1), exact=False, packed=packed, grads=gradients(packed, 2))
+
+
+def test_layers_of_a_stacked_leaf():
+    """Each has its own norm, wherever it begins and ends."""
+    w = {"stack": normal(0)["layer"]["w"].reshape(5, 96) * jnp.arange(1.0, 6.0)[:, None]}
+    packed = jgrad.pack(w, layer_axes=0, multiple_of=DEVICES)
+    assert packed.buffers["float32"].shape == (8, 256)  # five layers, and three devices with none
+    each = [jax.tree.map(lambda x, i=i: jnp.cos(i * x), w) for i in range(DEVICES)]
+    grads = [stack([jgrad.pack(g, like=packed) for g in each])]
+    found, _ = assert_same(jgrad.lamb(0.1), exact=False, packed=packed, grads=grads)
+    tx = jgrad.lamb(0.1, layer_axes=0)
+    mean = jax.tree.map(lambda *xs: sum(xs) / DEVICES, *each)
+    updates, _ = tx.update(mean, tx.init(w), w)
+    assert_close(jgrad.unpack(found), optax.apply_updates(w, updates), 1e-5)
+
+
+def test_mixed_dtypes():
+    """A buffer for each, and float32 copies in the state."""
+    w = normal(0)
+    w["rest"] = [x.astype(jnp.bfloat16) for x in w["rest"]]
+    packed = jgrad.pack(w, multiple_of=DEVICES)
+    assert_same(jgrad.master_weights(jgrad.adam(0.1)), exact=True, packed=packed)
+
+
+def test_known_types():
+    """`shard_map` checks what is the same on all devices, unless it is told not to."""
+    assert_same(jgrad.lamb(0.1, weight_decay=0.1), exact=False, check=True)
+
+
+def test_two_axes():
+    """Rows are dealt out over both, in their order."""
+    mesh = mesh_of(a=2, b=4)
+    assert_same(jgrad.lamb(0.1), exact=False, mesh=mesh, axes=("a", "b"))
+
+
+# ---- around and inside ---------------------------------------------------------------------------
+
+
+def test_accumulation_of_shares():
+    """A window is a share, too."""
+    packed = packed_model()
+    tx = optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1))
+    _, state = assert_same(jgrad.accumulate(tx, 2), exact=False, packed=packed)
+    assert state.mini_step == 1
+    assert state.total.buffers["float32"].addressable_shards[0].data.shape == (1, 256)
+
+
+def test_a_step_that_is_not_finite_on_one_device_is_skipped_on_all():
+    packed = packed_model()
+    grads = gradients(packed, 2)
+    grads[1].buffers["float32"] = grads[1].buffers["float32"].at[3, 5, 7].set(jnp.inf)
+    tx = jgrad.skip_nonfinite(jgrad.adam(0.1), loss_scale=2.0**15)
+    _, state = assert_same(tx, exact=True, packed=packed, grads=grads)
+    assert state.skipped == 1
+    assert {int(x.data) for x in state.skipped.addressable_shards} == {1}
+
+
+def test_layers_cut_over_a_model_axis():
+    """Parameters cut over one axis, their state over the other as well."""
+    mesh = mesh_of(data=4, model=2)
+    w = {"w": normal(0)["layer"]["w"], "h": normal(1)["rest"][2].reshape(20, 15)}
+    grads = [jax.tree.map(lambda x, i=i: jnp.cos(x + i), w) for i in range(4)]
+    tx = jgrad.lamb(0.1, weight_decay=0.1, norm_axes="model")
+
+    def update(w, g):
+        packed = jgrad.pack(w, multiple_of=4)
+        of_zero = jgrad.zero(tx, "data")
+        g = jgrad.pack(jax.tree.map(lambda x: x[0], g), like=packed)
+        updates, state = of_zero.update(g, of_zero.init(packed), packed)
+        assert state.mw.buffers["float32"].shape[0] * 4 == packed.buffers["float32"].shape[0]
+        return optax.apply_updates(w, jgrad.unpack(updates))
+
+    found = jax.jit(
+        jax.shard_map(
+            update,
+            mesh=mesh,
+            in_specs=(P("model"), P("data", "model")),
+            out_specs=P("model"),
+            check_vma=False,
+        )
+    )(w, stack(grads))
+    whole = jgrad.lamb(0.1, weight_decay=0.1)
+    mean = jax.tree.map(lambda *x: sum(x) / 4, *grads)
+    updates, _ = whole.update(mean, whole.init(w), w)
+    assert_close(found, optax.apply_updates(w, updates), 1e-5)
+
+
+def test_pmap():
+    """Each device makes its share of the state; the step is one program."""
+    packed = packed_model()
+    tx = jgrad.master_weights(jgrad.lamb(0.1))
+    sharded = jgrad.zero(tx, "i")
+    many = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), packed)
+    state = jax.pmap(sharded.init, axis_name="i")(many)
+    assert state.inner.mw.buffers["float32"].shape == (8, 1, 256)
+    update = jax.pmap(sharded.update, axis_name="i")
+    w = many
+    for g in gradients(packed):
+        updates, state = update(g, state, w)
+        w = jax.block_until_ready(optax.apply_updates(w, updates))
+    expected, other = train(Replicated(tx, packed), packed, gradients(packed))
+    for i in range(DEVICES):
+        assert_close(jax.tree.map(lambda x, i=i: x[i], w), expected)
+    moments = jax.tree.map(lambda x: x.reshape(-1, 256), state.inner.mw)
+    assert_close(moments, other.inner.mw)
+
+
+def test_init_inside_is_a_share_of_init_outside():
+    packed = packed_model(jnp.bfloat16)
+    run = Sharded(jgrad.master_weights(jgrad.adam(0.1)), packed)
+    inside = jax.shard_map(
+        run.tx.init, mesh=run.mesh, in_specs=P(), out_specs=run.specs, check_vma=False
+    )
+    assert_equal(inside(packed), run.state)
+
+
+def test_a_checkpoint_fits_the_tree():
+    """The state as a tree is that of `tx` alone, and can be packed for another number of devices."""
+    packed, w = packed_model(), normal(0)
+    tx = jgrad.adam(0.1)
+    found = jgrad.unpack(train(Sharded(tx, packed), packed, gradients(packed)))
+    assert jax.tree.structure(found) == jax.tree.structure((w, tx.init(w)))
+    fewer = jgrad.pack(w, multiple_of=3)
+    again = jgrad.pack(found, like=(fewer, tx.init(fewer)))
+    assert_equal(jgrad.unpack(again), found)
+
+
+# ---- what it costs -------------------------------------------------------------------------------
+
+
+def collectives(compiled):
+    """How often the program has each."""
+    names = re.findall(
+        r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(?:-start)?\(",
+        compiled.as_text(),
+    )
+    return {name: names.count(name) for name in set(names)}
+
+
+def small(compiled):
+    """The largest number of elements that an all-reduce adds up."""
+    lines = [x for x in compiled.as_text().splitlines() if re.search(r" all-reduce(-start)?\(", x)]
+    shapes = [s for line in lines for s in re.findall(r"\w+\[([\d,]*)\]", line.split("all-red")[0])]
+    return max((int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes), default=0)
+
+
+@pytest.mark.parametrize("dtypes", [1, 2])
+@pytest.mark.parametrize("name", ["momentum", "adam", "lars", "lamb"])
+def test_one_reduce_scatter_and_one_all_gather_per_dtype(name, dtypes):
+    """Norms are all-reduced, which are a few numbers for each layer."""
+    w = normal(0)
+    if dtypes == 2:
+        w["rest"] = [x.astype(jnp.bfloat16) for x in w["rest"]]
+    packed = jgrad.pack(w, multiple_of=DEVICES)
+    tx = next(case for case in CASES if case.name == name).tx()
+    run = Sharded(jgrad.master_weights(tx), packed)
+    compiled = run.update.lower(packed, run.state, gradients(packed, 1)[0]).compile()
+    found = collectives(compiled)
+    assert (found.pop("reduce-scatter"), found.pop("all-gather")) == (dtypes, dtypes)
+    assert set(found) == ({"all-reduce"} if name in ("lars", "lamb") else set())
+    assert small(compiled) <= 2 * 5  # both norms of five layers
+
+
+def test_bytes_of_the_state():
+    packed = packed_model()
+    tx = jgrad.adam(0.1)
+    run, whole = Sharded(tx, packed), tx.init(packed)
+    _, state = train(run, packed, gradients(packed))
+    for x, y in zip(jax.tree.leaves((state.mw, state.vw)), jax.tree.leaves(whole[1:]), strict=True):
+        assert {s.data.nbytes for s in x.addressable_shards} == {y.nbytes // DEVICES}
+    assert state.step.sharding.is_fully_replicated
+
+
+# ---- what is wrong -------------------------------------------------------------------------------
+
+
+def inside(f, *args, check=False, specs=P()):
+    mesh = mesh_of(data=DEVICES)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check)
+    return jax.eval_shape(mapped, *args)
+
+
+def assert_fails(message, kind, f, *args, **options):
+    with pytest.raises(kind) as caught:
+        inside(f, *args, **options)
+    assert str(caught.value) == message
+
+
+def step(tx=None, axis="data"):
+    tx = jgrad.zero(jgrad.adam(0.1) if tx is None else tx, axis)
+    return lambda w: tx.update(w, tx.init(w), w)[0]
+
+
+SUMMED = (
+    "zero: `updates` at .buffers['float32']: the same on all devices along 'data', expected those "
+    "of each device's own loss: `jax.grad` has summed them over devices, since the parameters are "
+    'the same on all; differentiate by `jax.lax.pcast(params, axis_name, to="varying")`, or choose '
+    "`check_vma=False`."
+)
+
+
+def test_gradients_that_are_summed_already():
+    """The trap of `shard_map`: they would be too large by the number of devices."""
+    assert_fails(SUMMED, ValueError, step(), packed_model(), check=True)
+
+
+def test_leaves_that_are_not_packed():
+    message = (
+        "zero: `params` at ['layer']['b']: an array of float32 and shape (64,), expected a buffer of a "
+        "`Packed`: `pack(params, multiple_of=devices)`."
+    )
+    assert_fails(message, TypeError, step(), normal(0))
+
+
+def test_leaves_that_stay_as_they_are():
+    message = (
+        "zero: `params` at .buffers['leaf 1']: a leaf as it is, expected a packed one: no "
+        "`max_size`."
+    )
+    assert_fails(message, TypeError, step(), packed_model(max_size=300))
+
+
+def test_rows_that_cannot_be_dealt_out():
+    message = (
+        "zero: `params` at .buffers['float32']: 5 rows, expected a multiple of 8 devices: "
+        "`pack(params, multiple_of=8)`."
+    )
+    assert_fails(message, ValueError, step(), jgrad.pack(normal(0)["rest"]))
+
+
+def test_parameters_that_are_cut():
+    message = (
+        "zero: `params` at .buffers['float32']: shape (1, 256), expected (8, 256): whole "
+        "parameters on each device."
+    )
+    assert_fails(message, ValueError, step(), packed_model(), specs=P("data"))
+
+
+def test_a_state_that_is_whole():
+    message = (
+        "zero: `state` at .mw.buffers['float32']: shape (8, 256), expected (1, 256), this "
+        "device's; cut it by the specs of `state_shardings`, or call `init` here."
+    )
+    tx, packed = jgrad.zero(jgrad.adam(0.1), "data"), packed_model()
+    whole = tx.init(packed)
+    assert_fails(message, ValueError, lambda w: tx.update(w, whole, w)[0], packed)
+
+
+def test_rows_that_lie_elsewhere():
+    """Without `zero`, nothing says which rows a device has."""
+    message = (
+        "lamb: `params` at .buffers['float32']: shape (1, 256), expected (8, 256) as in its "
+        "layout; inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
+        "`zero` knows which rows are whose."
+    )
+    tx = jgrad.lamb(0.1)
+    update = lambda w: tx.update(w, tx.init(w), w)[0]
+    assert_fails(message, ValueError, update, packed_model(), specs=P("data"))
