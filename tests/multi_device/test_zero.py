@@ -1,6 +1,5 @@
 """`zero`: a share of the state on each device, and the numbers of the whole."""
 
-import functools
 import re
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES, MASK
+from tests.errors import assert_error
 from tests.loops import assert_equal, stack
 from tests.packed import DECAYS, RATES, assert_close, normal
 
@@ -328,16 +328,11 @@ def test_bytes_of_the_state():
 # ---- what is wrong -------------------------------------------------------------------------------
 
 
-def inside(f, *args, check=False, specs=P()):
-    mesh = mesh_of(data=DEVICES)
+def assert_fails(message, kind, f, params, *, check=False, cut=False):
+    """Inside `shard_map`."""
+    mesh, specs = mesh_of(data=DEVICES), P("data") if cut else P()
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check)
-    return jax.eval_shape(mapped, *args)
-
-
-def assert_fails(message, kind, f, *args, **options):
-    with pytest.raises(kind) as caught:
-        inside(f, *args, **options)
-    assert str(caught.value) == message
+    assert_error(kind, message, lambda: jax.eval_shape(mapped, params))
 
 
 def step(tx=None, axis="data"):
@@ -387,7 +382,7 @@ def test_parameters_that_are_cut():
         "zero: `params` at .buffers['float32']: shape (1, 256), expected (8, 256): whole "
         "parameters on each device."
     )
-    assert_fails(message, ValueError, step(), packed_model(), specs=P("data"))
+    assert_fails(message, ValueError, step(), packed_model(), cut=True)
 
 
 def test_a_state_that_is_whole():
@@ -409,4 +404,4 @@ def test_rows_that_lie_elsewhere():
     )
     tx = jgrad.lamb(0.1)
     update = lambda w: tx.update(w, tx.init(w), w)[0]
-    assert_fails(message, ValueError, update, packed_model(), specs=P("data"))
+    assert_fails(message, ValueError, update, packed_model(), cut=True)
