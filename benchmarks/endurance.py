@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import app, flags, logging
 
 _STEPS = flags.DEFINE_integer("steps", 10_000, "Steps to train.")
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 100, "Steps between checkpoints.")
@@ -131,6 +131,7 @@ def save_and_restore(rounds: int) -> list[int]:
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # orbax tells of every step
     steps, save_every = _STEPS.value, _SAVE_EVERY.value
     whole = train(steps, save_every, 0, _SEED.value)
     early = min(1000, steps // 10)
@@ -142,10 +143,8 @@ def main(argv: list[str]) -> int:
     killed = train(steps, save_every, _KILLS.value, _SEED.value)
     print(f"killed {killed.starts - 1} times: {killed.seconds:.0f} s, {killed.parameters[:16]}")
     rounds = save_and_restore(_ROUNDS.value)
-    tenth = rounds[len(rounds) // 10] / 2**20
-    print(
-        f"{len(rounds)} saves and restores: {tenth:.1f} MiB after a tenth, {rounds[-1] / 2**20:.1f} last"
-    )
+    tenth, end = (rounds[i] / 2**20 for i in (len(rounds) // 10, -1))
+    print(f"{len(rounds)} saves and restores: {tenth:.1f} MiB after a tenth, {end:.1f} at the end")
     lost = whole.parameters != killed.parameters
     grown = last > 1.05 * first
     print("LOST" if lost else "Nothing lost.", "GROWN" if grown else "No growth of memory.")

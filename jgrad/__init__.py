@@ -58,7 +58,7 @@ from jgrad.variables import is_variable as is_variable
 from jgrad.variables import variable as variable
 from jgrad.variables import variable_data as variable_data
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # The names above and not the modules they come from, for `help(jgrad)`.
 __all__ = [name for name, x in vars().items() if hasattr(x, "__module__") and name[0] != "_"]

@@ -1,5 +1,6 @@
 """What the README says is so: its example runs, and its tables name what there is."""
 
+import functools
 import inspect
 import pathlib
 import re
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jgrad
 from tests.loops import assert_equal
@@ -82,6 +84,22 @@ def test_packed_training(standard_promotion):
     assert jax.tree.structure(jgrad.pack(saved, like=(params, state))) == jax.tree.structure(
         (params, state)
     )
+
+
+def test_many_devices(standard_promotion):
+    """The step with a share of the state, here on one device, trains."""
+    names = {"jgrad": jgrad, "jax": jax, "optax": optax, "functools": functools, "P": PartitionSpec}
+    names |= {"AxisType": AxisType, "NamedSharding": NamedSharding}
+    names["params"] = {"w": jnp.ones((4, 3))}
+    names["loss"] = lambda w, x: jnp.mean(jnp.square(x @ w["w"]))
+    exec(compile(blocks("python")[5], "README.md", "exec"), names)
+    params, state = names["params"], names["state"]
+    values = []
+    for _ in range(10):
+        params, state, value = names["step"](params, state, jnp.ones((8, 4)))
+        values.append(float(value))
+    assert values == sorted(values, reverse=True)
+    assert values[-1] < values[0]
 
 
 @pytest.mark.parametrize("recipe", [3, 4])

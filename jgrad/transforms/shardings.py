@@ -1,5 +1,6 @@
 """Where the state of a transformation lives, for parameters that are spread over a mesh."""
 
+import math
 from typing import Any
 
 import jax
@@ -14,11 +15,18 @@ _NAME = "state_shardings"
 
 
 def state_shardings(
-    tx: optax.GradientTransformation, params: PyTree, params_shardings: PyTree = None
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    params_shardings: PyTree = None,
+    *,
+    cut_over: str | tuple[str, ...] | None = None,
 ) -> PyTree:
     """The sharding of each array of a state: moments follow their parameters.
 
         sharding(mw[leaf]) = sharding(vw[leaf]) = sharding(w[leaf]);  all else is on every device
+
+    With `cut_over`, they are cut once more, so that each device along that axis has a share of the
+    state: ZeRO-1.
 
     For `jax.jit(tx.init, out_shardings=...)`, for the `out_shardings` of a train step, and for
     restoring a checkpoint.
@@ -28,15 +36,25 @@ def state_shardings(
       params: arrays, or `jax.ShapeDtypeStruct`s.
       params_shardings: tree of `jax.sharding.NamedSharding`, or a prefix of one; None for those of
         `params`.
+      cut_over: a mesh axis, or a tuple of axes, over which moments are cut as well, along the first
+        axis of each array that can be divided further. Those that cannot lie as their parameters
+        do, and so do those of parameters that are cut over it already. Under `jit`, give the
+        result to `out_shardings`, with the shardings of the parameters; in `shard_map` and `pmap`,
+        see `zero`.
 
     Returns:
       A tree like the state, with a sharding for each array.
 
     Raises:
       TypeError: something that is not a NamedSharding, or `tx` is no transformation.
-      ValueError: trees of different structure, or a sharding that does not fit its parameter.
+      ValueError: trees of different structure, a sharding that does not fit its parameter, or a
+        mesh without such an axis.
+
+    Source: for `cut_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+      Parameter Models" (2020), section 5.1.
     """
     tx = wrapping.inner(_NAME, tx)
+    axes = () if cut_over is None else cut_over if isinstance(cut_over, tuple) else (cut_over,)
     if params_shardings is None:
         name = "params"
         params_shardings = trees.map_leaves(lambda p: getattr(p, "sharding", None), params)
@@ -55,6 +73,10 @@ def state_shardings(
             x.shard_shape(p.shape)
         except (ValueError, IndexError):
             row.fail(i, ValueError, f"{x.spec}, expected a spec that fits shape {p.shape}")
+        for axis in axes:
+            if axis not in x.mesh.axis_names:
+                expected = f"one of the axes of the mesh, {', '.join(map(repr, x.mesh.axis_names))}"
+                raise ValueError(f"{_NAME}: `cut_over`: {axis!r}, expected {expected}.")
     meshes = [x.mesh for x in given if x is not None]
     if not meshes:
         raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")
@@ -73,7 +95,25 @@ def state_shardings(
         for start in range(len(path) + 1):
             if path[start:] in own:
                 p, sharding = own[path[start:]]
-                return sharding if part.shape == p.shape else everywhere
+                return _cut(sharding, p.shape, axes) if part.shape == p.shape else everywhere
         return everywhere
 
     return jax.tree_util.tree_map_with_path(find, jax.eval_shape(tx.init, params))
+
+
+def _cut(sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str, ...]) -> NamedSharding:
+    """Cut over more mesh axes, along the first axis of the array that can be."""
+    missing = len(shape) - len(sharding.spec)
+    parts = [
+        part if isinstance(part, tuple) else () if part is None else (part,)
+        for part in (*sharding.spec, *[None] * missing)
+    ]
+    if not axes or any(axis in part for axis in axes for part in parts):
+        return sharding
+    devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    for i, here in enumerate(sharding.shard_shape(shape)):
+        if here and here % devices == 0:
+            parts[i] = (*parts[i], *axes)
+            spec = [part[0] if len(part) == 1 else part or None for part in parts[: i + 1]]
+            return NamedSharding(sharding.mesh, PartitionSpec(*spec, *sharding.spec[i + 1 :]))
+    return sharding

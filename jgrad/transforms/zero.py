@@ -33,9 +33,10 @@ def zero(
     `zero(master_weights(tx), "data")`.
 
     Pack for n devices: `pack(params, multiple_of=n)`. Outside of `shard_map` and `pmap`, `init`
-    makes the whole state, to be cut as `state_shardings(tx, params, NamedSharding(mesh,
-    PartitionSpec(axis_name)))` says; inside, it makes this device's share. A checkpoint of
-    `unpack(state)` fits any number of devices, and `tx` alone.
+    makes the whole state, to be cut as `state_shardings(tx, params, cut_over=axis_name)` says;
+    inside, it makes this device's share. A checkpoint of `unpack(state)` fits any number of
+    devices, and `tx` alone. Around it, `accumulate` and `skip_nonfinite` need
+    `norm_axes=axis_name`, so that all devices go the same way.
 
     Under `shard_map` with `check_vma=True`, `jax.grad` by parameters that are the same on all
     devices sums gradients over them unasked. Differentiate by

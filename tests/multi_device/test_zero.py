@@ -1,16 +1,16 @@
 """`zero`: a share of the state on each device, and the numbers of the whole."""
 
-import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgrad
+from benchmarks import collectives
 from tests.cases import CASES, MASK
 from tests.errors import assert_error
 from tests.loops import assert_equal, stack
@@ -49,7 +49,8 @@ class Sharded:
     def __init__(self, tx, packed, axes="data", mesh=None, check=False):
         self.mesh = mesh_of(data=DEVICES) if mesh is None else mesh
         self.tx = jgrad.zero(tx, axes)
-        shardings = jgrad.state_shardings(self.tx, packed, NamedSharding(self.mesh, P(axes)))
+        packed = jax.device_put(packed, NamedSharding(self.mesh, P()))
+        shardings = jgrad.state_shardings(self.tx, packed, cut_over=axes)
         self.specs = jax.tree.map(lambda s: s.spec, shardings)
         self.state = jax.jit(self.tx.init, out_shardings=shardings)(packed)
         self.traces = 0
@@ -282,22 +283,6 @@ def test_a_checkpoint_fits_the_tree():
 # ---- what it costs -------------------------------------------------------------------------------
 
 
-def collectives(compiled):
-    """How often the program has each."""
-    names = re.findall(
-        r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(?:-start)?\(",
-        compiled.as_text(),
-    )
-    return {name: names.count(name) for name in set(names)}
-
-
-def small(compiled):
-    """The largest number of elements that an all-reduce adds up."""
-    lines = [x for x in compiled.as_text().splitlines() if re.search(r" all-reduce(-start)?\(", x)]
-    shapes = [s for line in lines for s in re.findall(r"\w+\[([\d,]*)\]", line.split("all-red")[0])]
-    return max((int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes), default=0)
-
-
 @pytest.mark.parametrize("dtypes", [1, 2])
 @pytest.mark.parametrize("name", ["momentum", "adam", "lars", "lamb"])
 def test_one_reduce_scatter_and_one_all_gather_per_dtype(name, dtypes):
@@ -309,10 +294,12 @@ def test_one_reduce_scatter_and_one_all_gather_per_dtype(name, dtypes):
     tx = next(case for case in CASES if case.name == name).tx()
     run = Sharded(jgrad.master_weights(tx), packed)
     compiled = run.update.lower(packed, run.state, gradients(packed, 1)[0]).compile()
-    found = collectives(compiled)
-    assert (found.pop("reduce-scatter"), found.pop("all-gather")) == (dtypes, dtypes)
-    assert set(found) == ({"all-reduce"} if name in ("lars", "lamb") else set())
-    assert small(compiled) <= 2 * 5  # both norms of five layers
+    found = collectives.of(compiled.as_text(), DEVICES)
+    kinds = Counter(x.kind for x in found)
+    assert (kinds.pop("reduce-scatter"), kinds.pop("all-gather")) == (dtypes, dtypes)
+    assert set(kinds) == ({"all-reduce"} if name in ("lars", "lamb") else set())
+    both_norms = 2 * len(jax.tree.leaves(w)) * 4
+    assert max([x.whole for x in found if x.kind == "all-reduce"], default=0) <= both_norms
 
 
 def test_bytes_of_the_state():

@@ -1,0 +1,302 @@
+"""Recipes for training on many devices, to be copied: each against the same training on one.
+
+Why the mean of gradients is taken on both sides of `jax.grad`, `test_e25_mean_on_one_side` in
+`test_placement.py` shows.
+"""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jgrad
+
+DEVICES = 8
+GRID = {"data": 4, "model": 2}
+ROWS = P("data")  # where a batch lies
+EXACT = 5e-5  # of the largest element of a leaf: sums over devices are in another order
+
+on_mesh = lambda mesh, specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def make_mesh(axis_type=AxisType.Auto, **axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+def training_step(tx, gradient):
+    @chex.assert_max_traces(n=1)
+    def step(w, state, batch):
+        updates, state = tx.update(gradient(w, batch), state, w)
+        return optax.apply_updates(w, updates), state
+
+    return step
+
+
+def under_jit(tx, gradient, w, mesh, specs):
+    """A step, parameters that lie as `specs` say, and a state that lies as they do."""
+    own, batch = on_mesh(mesh, (specs, ROWS))
+    w = jax.device_put(w, own)
+    own = own, jgrad.state_shardings(tx, w)
+    state = jax.jit(tx.init, out_shardings=own[1])(w)
+    step = training_step(tx, gradient)
+    step = jax.jit(step, in_shardings=(*own, batch), out_shardings=own, donate_argnums=(0, 1))
+    return step, w, state
+
+
+def in_shard_map(tx, gradient, w, mesh, specs, moments, *, batch=ROWS, check_vma=True):
+    """The same in `shard_map`; under `zero`, `moments` lie elsewhere than parameters."""
+    states = jgrad.state_shardings(tx, w, on_mesh(mesh, moments))
+    w = jax.device_put(w, on_mesh(mesh, specs))
+    state = jax.jit(tx.init, out_shardings=states)(w)
+    own = specs, jax.tree.map(lambda sharding: sharding.spec, states)
+    step = training_step(tx, gradient)
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=(*own, batch), out_specs=own, check_vma=check_vma
+    )
+    return jax.jit(step, donate_argnums=(0, 1)), w, state
+
+
+def train(step, w, state, batches):
+    for batch in batches:
+        w, state = jax.block_until_ready(step(w, state, batch))
+    return w, state
+
+
+def on_one_device(tx, loss, w, batches):
+    """What the recipes have to find."""
+    return train(jax.jit(training_step(tx, jax.grad(loss))), w, tx.init(w), batches)
+
+
+def assert_close(found, expected):
+    chex.assert_trees_all_equal_structs(found, expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=EXACT * np.max(np.abs(b)))
+
+
+def assert_cut(tree, parts):
+    """Each device has one part of each array."""
+    for x in jax.tree.leaves(tree):
+        assert {s.data.nbytes * parts for s in x.addressable_shards} == {x.nbytes}
+        assert len(x.sharding.device_set) == DEVICES
+
+
+# ---- a perceptron --------------------------------------------------------------------------------
+
+
+def loss(w, x, contract=jnp.matmul):
+    """`contract` is the product over hidden units, which tensor parallelism cuts."""
+    hidden = jnp.tanh((x * w["gain"][None]) @ w["up"] + w["bias"][None])
+    return jnp.mean(jnp.square(contract(hidden, w["down"]) - jnp.sin(x[:, :1])))
+
+
+mean = functools.partial(jax.lax.pmean, axis_name="data")
+
+
+def mean_gradient(w, x, contract=jnp.matmul):
+    """The gradient of the whole batch, of which each device has a part."""
+    return mean(jax.grad(lambda w: mean(loss(w, x, contract)))(w))
+
+
+def problem(steps=3):
+    """Parameters and batches on the host; each batch larger than the one before."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: np.float32(rng.normal(size=shape))
+    w = {"gain": draw(4), "up": draw(4, 16), "bias": draw(16), "down": draw(16, 1)}
+    return w, [(1 + t) * draw(32, 4) for t in range(steps)]
+
+
+# ---- data parallel -----------------------------------------------------------------------------
+
+# Adam and LAMB would hardly tell eight times a gradient from the right one.
+descent = functools.partial(jgrad.gradient_descent, 0.01, momentum=0.9)
+# With the usual epsilon, first steps would have the signs of gradients that are roundings.
+lamb = functools.partial(jgrad.lamb, 0.1, weight_decay=0.1, epsilon=1e-3)
+
+
+def test_data_parallel_under_jit():
+    """The loss is that of the whole batch, and so is its gradient."""
+    mesh, (w, batches) = make_mesh(data=8), problem()
+    step, *start = under_jit(descent(), jax.grad(loss), w, mesh, P())
+    assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_data_parallel_in_shard_map(check_vma):
+    mesh, (w, batches) = make_mesh(data=8), problem()
+    step, *start = in_shard_map(descent(), mean_gradient, w, mesh, P(), P(), check_vma=check_vma)
+    assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
+
+
+def test_data_parallel_under_pmap():
+    """Parameters on a mesh with the name of the axis; from elsewhere, JAX would trace twice."""
+    mesh, (w, batches) = make_mesh(data=8), problem()
+    step = training_step(descent(), mean_gradient)
+    step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
+    start = jax.device_put((w, descent().init(w)), NamedSharding(mesh, P()))
+    found = train(step, *start, [x.reshape(DEVICES, -1, 4) for x in batches])
+    assert_close(found, on_one_device(descent(), loss, w, batches))
+
+
+# ---- tensor parallel -----------------------------------------------------------------------------
+
+# Columns of the first product, and rows of the second: hidden units are cut.
+SPECS = {"gain": P(), "up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("make", [jgrad.lamb, jgrad.adam])
+def test_tensor_parallel_under_jit(make, axis_type):
+    """Norms are those of whole leaves, and moments lie where parameters do."""
+    mesh, (w, batches) = make_mesh(axis_type, **GRID), problem()
+    contract = jnp.matmul
+    if axis_type == AxisType.Explicit:  # which has to be told where a sum over devices lies
+        contract = functools.partial(jnp.matmul, out_sharding=NamedSharding(mesh, P("data", None)))
+    gradient = jax.grad(functools.partial(loss, contract=contract))
+    tx = make(0.1, weight_decay=0.1)
+    step, *start = under_jit(tx, gradient, w, mesh, SPECS)
+    found, state = train(step, *start, batches)
+
+    for tree in (found, state.mw, state.vw):
+        assert_cut([tree[name] for name in ("up", "bias", "down")], parts=2)
+    assert_close((found, state), on_one_device(tx, loss, w, batches))
+
+
+def test_tensor_parallel_in_shard_map():
+    """`norm_axes` says how leaves are cut; with `check_vma=True`, `jax.grad` knows by itself."""
+    make = lambda **axes: optax.chain(jgrad.clip_by_global_norm(0.5, **axes), lamb(**axes))
+    contract = lambda hidden, down: jax.lax.psum(hidden @ down, "model")
+    mesh, (w, batches) = make_mesh(**GRID), problem()
+    gradient = functools.partial(mean_gradient, contract=contract)
+    step, *start = in_shard_map(make(norm_axes=SPECS), gradient, w, mesh, SPECS, SPECS)
+    assert_close(train(step, *start, batches), on_one_device(make(), loss, w, batches))
+
+
+# ---- micro-batches -------------------------------------------------------------------------------
+
+EVERY = 4
+every_method = pytest.mark.parametrize("tx", [descent(), lamb()], ids=["momentum", "lamb"])
+packed_loss = lambda w, x: loss(jgrad.unpack(w), x)
+window_loss = lambda w, xs: jnp.mean(jax.vmap(loss, in_axes=(None, 0))(w, xs))
+
+
+def under_zero(tx, gradient, w, *, layer_axes=None, **options):
+    """A step, packed parameters that are on each device, and an eighth of the state on each."""
+    w = jgrad.pack(w, layer_axes=layer_axes, multiple_of=DEVICES)
+    options |= {"specs": P(), "moments": P("data"), "check_vma": False}
+    return in_shard_map(jgrad.zero(tx, "data"), gradient, w, make_mesh(data=8), **options)
+
+
+def micro_batches():
+    """Parameters, micro-batches, and the same micro-batches as two windows of four."""
+    w, batches = problem(2 * EVERY)
+    return w, batches, [np.stack(batches[:EVERY]), np.stack(batches[EVERY:])]
+
+
+@every_method
+def test_accumulate_under_jit(tx):
+    """One call for each micro-batch, all of one program."""
+    mesh, (w, batches, windows) = make_mesh(data=8), micro_batches()
+    step, *start = under_jit(jgrad.accumulate(tx, EVERY), jax.grad(loss), w, mesh, P())
+    found, state = train(step, *start, batches)
+    assert_close((found, state.inner), on_one_device(tx, window_loss, w, windows))
+
+
+@every_method
+def test_accumulate_under_zero(tx):
+    """An eighth of the sum on each device, for a reduce-scatter with each micro-batch."""
+    w, batches, windows = micro_batches()
+    step, *start = under_zero(jgrad.accumulate(tx, EVERY), jax.grad(packed_loss), w)
+    found, state = train(step, *start, batches)
+
+    assert_cut((state.total, state.inner.mw, state.inner.vw), parts=DEVICES)
+    assert_close(jgrad.unpack((found, state.inner)), on_one_device(tx, window_loss, w, windows))
+
+
+@every_method
+def test_scan_of_micro_batches_under_zero(tx):
+    """Each device sums up its own gradients, whole, for one reduce-scatter in all."""
+
+    def gradient(w, window):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(packed_loss)(w, x)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), window)
+        return jax.tree.map(lambda x: x / len(window), total)
+
+    w, _, windows = micro_batches()
+    step, *start = under_zero(tx, gradient, w, batch=P(None, "data"))
+    program = step.lower(*start, windows[0]).compile()
+    found = jgrad.unpack(train(program, *start, windows))
+    assert_close(found, on_one_device(tx, window_loss, w, windows))
+
+    loops, main = program.as_text().split("\nENTRY ")
+    collective = r" (reduce-scatter|all-\w+|collective-\w+)(?:-start)?\("
+    assert " while(" in main
+    assert not re.search(collective, loops)
+    found = re.findall(collective, main)
+    assert [found.count(kind) for kind in ("reduce-scatter", "all-gather")] == [1, 1]
+
+
+# ---- a transformer of stacked layers -------------------------------------------------------------
+
+LAYER_AXES = {"embed": None, "layers": 0}
+HEADS = {"qkv": P(None, None, None, "model"), "out": P(None, "model")}
+UNITS = {"up": P(None, None, "model"), "down": P(None, "model")}
+stack = lambda w: w | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *w["layers"])}
+
+
+def next_word_loss(w, words):
+    def layer(x, w):
+        q, k, v = jnp.einsum("btd,dchk->cbthk", jax.nn.standardize(x), w["qkv"])
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + jnp.einsum("bthk,hkd->btd", mixed, w["out"])
+        return x + jax.nn.gelu(jax.nn.standardize(x) @ w["up"]) @ w["down"], None
+
+    x, _ = jax.lax.scan(layer, w["embed"][words[:, :-1]], w["layers"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ w["embed"].T, words[:, 1:])
+    return jnp.mean(losses)
+
+
+@functools.cache
+def transformer():
+    """Stacked parameters, batches of words, and what one device finds with a leaf for each layer."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: np.float32(rng.normal(size=shape) / 4)
+    shapes = {"qkv": (16, 3, 2, 8), "out": (2, 8, 16), "up": (16, 32), "down": (32, 16)}
+    # Each layer is larger than the one before, so that trust ratios differ.
+    layers = [{k: (1 + i) / 2 * draw(*shapes[k]) for k in shapes} for i in range(4)]
+    w = {"embed": draw(11, 16), "layers": layers}
+    words = [np.int32(rng.integers(11, size=(32, 9))) for _ in range(3)]
+    apart, state = on_one_device(lamb(), lambda w, x: next_word_loss(stack(w), x), w, words)
+    expected = stack(apart), state._replace(mw=stack(state.mw), vw=stack(state.vw))
+    return jax.device_get((stack(w), words, expected))
+
+
+@pytest.mark.parametrize("specs", [HEADS | UNITS, P("model")], ids=["within layers", "layers"])
+def test_stacked_transformer_under_jit(specs):
+    """Each layer is cut, or the stack of them."""
+    mesh, (w, words, expected) = make_mesh(**GRID), transformer()
+    tx, specs = lamb(layer_axes=LAYER_AXES), {"embed": P(), "layers": specs}
+    step, *start = under_jit(tx, jax.grad(next_word_loss), w, mesh, specs)
+    found, state = train(step, *start, words)
+
+    assert_cut([tree["layers"] for tree in (found, state.mw, state.vw)], parts=2)
+    assert_close((found, state), expected)
+
+
+def test_stacked_transformer_under_zero():
+    """The blocks of each layer are known from packing on."""
+    w, words, expected = transformer()
+    gradient = jax.grad(lambda w, words: next_word_loss(jgrad.unpack(w), words))
+    step, *start = under_zero(lamb(), gradient, w, layer_axes=LAYER_AXES)
+    found, state = train(step, *start, words)
+
+    assert_cut((state.mw, state.vw), parts=DEVICES)
+    assert_close(jgrad.unpack((found, state)), expected)
