@@ -7,9 +7,10 @@ gradients and gives each a share of the state to keep and to update. Checkpoints
 training goes; the same command goes on after the last one, also with another number of processes.
 Sent SIGTERM, it saves before it ends.
 
-On several machines, start it on each, with a folder that all of them see:
+On two machines, a process on each with all of its accelerators, and a folder that both see; this is
+the first of them, the other has `--first_process=1`:
 
-    python colabs/train_distributed.py --processes=16 --local_processes=8 --first_process=0 \\
+    python colabs/train_distributed.py --processes=2 --local_processes=1 --first_process=0 \\
         --coordinator=first-machine:1234 --devices=0 --folder=/shared/digits
 
 The processes of a machine are children of the command. When one of them is lost it ends the others,

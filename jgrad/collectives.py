@@ -21,7 +21,7 @@ def scattered_mean(x: jax.Array, share: Share) -> jax.Array:
 
 def gathered(x: jax.Array, share: Share) -> jax.Array:
     """All rows on each device, by an all-gather; known to be the same on each."""
-    if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # until JAX 0.8
+    if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # JAX 0.7
         return gather(x, share.axes, axis=0, tiled=True)
     return jax.lax.all_gather(x, share.axes, axis=0, tiled=True, to="invarying")
 
@@ -46,4 +46,4 @@ def _varies_after(x: jax.Array, axis: str) -> bool:
 def _varying(x: jax.Array, axis: str) -> jax.Array:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axis, to="varying")
-    return jax.lax.pvary(x, axis)  # type: ignore[attr-defined]  # until JAX 0.8
+    return jax.lax.pvary(x, axis)  # type: ignore[attr-defined]  # JAX 0.7

@@ -23,6 +23,7 @@ GRID = {"data": 4, "model": 2}
 ROWS = P("data")  # where a batch lies
 EXACT = 5e-5  # of the largest element of a leaf: sums over devices are in another order
 
+mean = functools.partial(jax.lax.pmean, axis_name="data")
 on_mesh = lambda mesh, specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
@@ -50,10 +51,10 @@ def under_jit(tx, gradient, w, mesh, specs):
     return step, w, state
 
 
-def in_shard_map(tx, gradient, w, mesh, specs, moments, *, batch=ROWS, check_vma=True):
-    """The same in `shard_map`; under `zero`, `moments` lie elsewhere than parameters."""
-    states = jgrad.state_shardings(tx, w, on_mesh(mesh, moments))
+def in_shard_map(tx, gradient, w, mesh, specs, *, cut_over=None, batch=ROWS, check_vma=True):
+    """The same in `shard_map`, where `zero` wants a state that is cut over an axis."""
     w = jax.device_put(w, on_mesh(mesh, specs))
+    states = jgrad.state_shardings(tx, w, cut_over=cut_over)
     state = jax.jit(tx.init, out_shardings=states)(w)
     own = specs, jax.tree.map(lambda sharding: sharding.spec, states)
     step = training_step(tx, gradient)
@@ -96,9 +97,6 @@ def loss(w, x, contract=jnp.matmul):
     return jnp.mean(jnp.square(contract(hidden, w["down"]) - jnp.sin(x[:, :1])))
 
 
-mean = functools.partial(jax.lax.pmean, axis_name="data")
-
-
 def mean_gradient(w, x, contract=jnp.matmul):
     """The gradient of the whole batch, of which each device has a part."""
     return mean(jax.grad(lambda w: mean(loss(w, x, contract)))(w))
@@ -114,9 +112,9 @@ def problem(steps=3):
 
 # ---- data parallel -----------------------------------------------------------------------------
 
-# Adam and LAMB would hardly tell eight times a gradient from the right one.
+# Linear in gradients: Adam and LAMB would hardly tell eight times one from the right one.
 descent = functools.partial(jgrad.gradient_descent, 0.01, momentum=0.9)
-# With the usual epsilon, first steps would have the signs of gradients that are roundings.
+# With the usual epsilon, first steps would be the signs of gradients of the size of roundings.
 lamb = functools.partial(jgrad.lamb, 0.1, weight_decay=0.1, epsilon=1e-3)
 
 
@@ -130,12 +128,12 @@ def test_data_parallel_under_jit():
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_data_parallel_in_shard_map(check_vma):
     mesh, (w, batches) = make_mesh(data=8), problem()
-    step, *start = in_shard_map(descent(), mean_gradient, w, mesh, P(), P(), check_vma=check_vma)
+    step, *start = in_shard_map(descent(), mean_gradient, w, mesh, P(), check_vma=check_vma)
     assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
 
 
 def test_data_parallel_under_pmap():
-    """Parameters on a mesh with the name of the axis; from elsewhere, JAX would trace twice."""
+    """Put on a mesh with the name of the axis; from elsewhere, JAX 0.10 would trace twice."""
     mesh, (w, batches) = make_mesh(data=8), problem()
     step = training_step(descent(), mean_gradient)
     step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
@@ -162,7 +160,6 @@ def test_tensor_parallel_under_jit(make, axis_type):
     tx = make(0.1, weight_decay=0.1)
     step, *start = under_jit(tx, gradient, w, mesh, SPECS)
     found, state = train(step, *start, batches)
-
     for tree in (found, state.mw, state.vw):
         assert_cut([tree[name] for name in ("up", "bias", "down")], parts=2)
     assert_close((found, state), on_one_device(tx, loss, w, batches))
@@ -174,7 +171,7 @@ def test_tensor_parallel_in_shard_map():
     contract = lambda hidden, down: jax.lax.psum(hidden @ down, "model")
     mesh, (w, batches) = make_mesh(**GRID), problem()
     gradient = functools.partial(mean_gradient, contract=contract)
-    step, *start = in_shard_map(make(norm_axes=SPECS), gradient, w, mesh, SPECS, SPECS)
+    step, *start = in_shard_map(make(norm_axes=SPECS), gradient, w, mesh, SPECS)
     assert_close(train(step, *start, batches), on_one_device(make(), loss, w, batches))
 
 
@@ -189,8 +186,8 @@ window_loss = lambda w, xs: jnp.mean(jax.vmap(loss, in_axes=(None, 0))(w, xs))
 def under_zero(tx, gradient, w, *, layer_axes=None, **options):
     """A step, packed parameters that are on each device, and an eighth of the state on each."""
     w = jgrad.pack(w, layer_axes=layer_axes, multiple_of=DEVICES)
-    options |= {"specs": P(), "moments": P("data"), "check_vma": False}
-    return in_shard_map(jgrad.zero(tx, "data"), gradient, w, make_mesh(data=8), **options)
+    options |= {"cut_over": "data", "check_vma": False}
+    return in_shard_map(jgrad.zero(tx, "data"), gradient, w, make_mesh(data=8), P(), **options)
 
 
 def micro_batches():
@@ -214,7 +211,6 @@ def test_accumulate_under_zero(tx):
     w, batches, windows = micro_batches()
     step, *start = under_zero(jgrad.accumulate(tx, EVERY), jax.grad(packed_loss), w)
     found, state = train(step, *start, batches)
-
     assert_cut((state.total, state.inner.mw, state.inner.vw), parts=DEVICES)
     assert_close(jgrad.unpack((found, state.inner)), on_one_device(tx, window_loss, w, windows))
 
@@ -235,7 +231,6 @@ def test_scan_of_micro_batches_under_zero(tx):
     program = step.lower(*start, windows[0]).compile()
     found = jgrad.unpack(train(program, *start, windows))
     assert_close(found, on_one_device(tx, window_loss, w, windows))
-
     loops, main = program.as_text().split("\nENTRY ")
     collective = r" (reduce-scatter|all-\w+|collective-\w+)(?:-start)?\("
     assert " while(" in main
@@ -286,7 +281,6 @@ def test_stacked_transformer_under_jit(specs):
     tx, specs = lamb(layer_axes=LAYER_AXES), {"embed": P(), "layers": specs}
     step, *start = under_jit(tx, jax.grad(next_word_loss), w, mesh, specs)
     found, state = train(step, *start, words)
-
     assert_cut([tree["layers"] for tree in (found, state.mw, state.vw)], parts=2)
     assert_close((found, state), expected)
 
@@ -297,6 +291,5 @@ def test_stacked_transformer_under_zero():
     gradient = jax.grad(lambda w, words: next_word_loss(jgrad.unpack(w), words))
     step, *start = under_zero(lamb(), gradient, w, layer_axes=LAYER_AXES)
     found, state = train(step, *start, words)
-
     assert_cut((state.mw, state.vw), parts=DEVICES)
     assert_close(jgrad.unpack((found, state)), expected)

@@ -14,7 +14,7 @@ from benchmarks import collectives
 from tests.cases import CASES, MASK
 from tests.errors import assert_error
 from tests.loops import assert_equal, stack
-from tests.packed import DECAYS, RATES, assert_close, normal
+from tests.packed import DECAYS, PER_ELEMENT, RATES, assert_close, normal
 
 DEVICES = 8
 apply_updates = jax.jit(optax.apply_updates)
@@ -129,6 +129,7 @@ def test_every_optimizer(case):
 
 OPTIONS = {
     "a rate for each leaf": jgrad.adam(RATES),
+    "a rate for each element": jgrad.adam(PER_ELEMENT),
     "a decay for each leaf": jgrad.adam(0.1, weight_decay=DECAYS),
     "a schedule": jgrad.adam(optax.linear_schedule(0.1, 0.0, 3)),
     "sqrt": optax.adam(0.1),
@@ -260,6 +261,26 @@ def test_pmap():
     assert_close(moments, other.inner.mw)
 
 
+def test_around_it():
+    """Wrappers outside have to be told that devices see different gradients: then all skip alike."""
+    packed = packed_model()
+    outside = jgrad.accumulate(jgrad.zero(jgrad.adam(0.1), "i"), 2, norm_axes="i")
+    many = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), packed)
+    state = jax.pmap(outside.init, axis_name="i")(many)
+    update = jax.pmap(outside.update, axis_name="i")
+    grads = gradients(packed)
+    grads[0].buffers["float32"] = grads[0].buffers["float32"].at[3].set(jnp.nan)
+    for g in grads:
+        updates, state = jax.block_until_ready(update(g, state, many))
+        if g is grads[1]:  # the end of a window, of which one mini-batch is left
+            tx = jgrad.adam(0.1)
+            mean = jax.tree.map(lambda x: jnp.mean(x, 0), g)
+            expected, _ = tx.update(mean, tx.init(packed), packed)
+            assert_close(jax.tree.map(lambda x: x[5], updates), expected)
+    assert state.skipped.tolist() == [1] * DEVICES
+    assert state.count.tolist() == [1] * DEVICES
+
+
 def test_init_inside_is_a_share_of_init_outside():
     packed = packed_model(jnp.bfloat16)
     run = Sharded(jgrad.master_weights(jgrad.adam(0.1)), packed)
@@ -333,6 +354,28 @@ SUMMED = (
     'the same on all; differentiate by `jax.lax.pcast(params, axis_name, to="varying")`, or choose '
     "`check_vma=False`."
 )
+
+
+def test_no_such_axis():
+    message = (
+        "zero: `axis_name`: no axis 'data' here; call `update` inside `shard_map` or `pmap`; under "
+        "`jit`, use `tx` alone."
+    )
+    assert_error(ValueError, message, lambda: step()(packed_model()))
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "came"),
+    [(3, "3 of type int"), ((), "()"), (("data", 3), "('data', 3)"), (None, "None")],
+)
+def test_no_axis_name(axis_name, came):
+    message = f"zero: `axis_name`: {came}, expected an axis name or a tuple of names."
+    assert_error(TypeError, message, lambda: jgrad.zero(jgrad.adam(0.1), axis_name))
+
+
+def test_no_transformation():
+    message = "zero: `tx`: 3 of type int, expected a transformation with `init` and `update`."
+    assert_error(TypeError, message, lambda: jgrad.zero(3, "data"))
 
 
 def test_gradients_that_are_summed_already():
