@@ -87,6 +87,7 @@ class Checkpoints:
 
         Raises:
           CheckpointError: no such step, a file that was altered, or arrays that do not fit.
+          TypeError: something in `like` without a sharding, such as an array of NumPy.
         """
         step = self.latest() if step is None else step
         if step is None or not self._manifest(step).exists():
@@ -101,8 +102,8 @@ class Checkpoints:
         whole = jax.tree.map(
             lambda x: next(leaves) if x.size else jnp.zeros(x.shape, x.dtype), shapes
         )
-        shardings = jax.tree.map(lambda x: x.sharding, like)
-        return jax.jit(lambda tree: jgrad.pack(tree, like=like), out_shardings=shardings)(whole)
+        again = jax.jit(lambda tree: jgrad.pack(tree, like=like), out_shardings=_shardings(like))
+        return again(whole)
 
     def close(self) -> None:
         """Ends orbax's threads."""
@@ -166,15 +167,26 @@ def last_whole_step(folder: str | os.PathLike[str]) -> int | None:
 
 def _unpacked(tree: Tree) -> Tree:
     """Trees for packed trees, cut over devices where they can be: none needs room for all."""
-    shardings = jax.tree.map(
-        lambda x: x.sharding, _spread(jax.eval_shape(jgrad.unpack, tree), tree)
-    )
-    return jax.jit(jgrad.unpack, out_shardings=shardings)(tree)
+    shapes = _spread(jax.eval_shape(jgrad.unpack, tree), tree)
+    return jax.jit(jgrad.unpack, out_shardings=_shardings(shapes))(tree)
+
+
+def _shardings(tree: Tree) -> Tree:
+    """Where each array is, or belongs."""
+
+    def of(path: Any, x: Any) -> jax.sharding.Sharding:
+        if getattr(x, "sharding", None) is None:
+            came = f"{jax.tree_util.keystr(path)}: {type(x).__name__}"
+            expected = "an array of JAX, or a `jax.ShapeDtypeStruct` with a sharding"
+            raise TypeError(f"{came}, expected {expected}.")
+        return x.sharding
+
+    return jax.tree_util.tree_map_with_path(of, tree)
 
 
 def _spread(shapes: Tree, like: Tree) -> Tree:
     """Shapes with shardings: the first axis that can be is cut over the mesh of `like`."""
-    given = [x.sharding for x in jax.tree.leaves(like)]
+    given = jax.tree.leaves(_shardings(like))
     meshes = [x.mesh for x in given if isinstance(x, NamedSharding)]
 
     def spread(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

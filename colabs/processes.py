@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +25,17 @@ _REFUSED = 4  # of one that was told not to begin
 def run(commands: Mapping[int, Sequence[str]], environment: Mapping[str, str]) -> list[str]:
     """Runs Python with each command, a process for each number, until the last has ended.
 
-    SIGTERM and SIGINT are handed on, as SIGTERM: JAX then finds a step at which all can save.
+    SIGTERM and SIGINT are handed on, as SIGTERM: JAX then finds a step at which all can save. Where
+    this process itself is killed, those that it started end in the same way.
 
     Returns:
       What is to be said of those that failed, a line for each.
     """
     workers = {}
     for i, command in commands.items():
-        workers[i] = subprocess.Popen([sys.executable, *command], env=environment)
+        workers[i] = subprocess.Popen(
+            [sys.executable, *command], env=environment, stdin=subprocess.PIPE
+        )
         print(f"process {i}: pid {workers[i].pid}", flush=True)
 
     def end(*_: Any) -> None:
@@ -102,13 +106,15 @@ def free_port() -> int:
 def to_the_end(process: int, train: Callable[[], None], *, refused: type[Exception]) -> None:
     """Calls `train`, and ends this process if that fails, whatever the others do.
 
-    By `os._exit`, since the usual end of JAX waits for the others.
+    By `os._exit`, since the usual end of JAX waits for the others. Where the process that has
+    started this one is gone, it is as if SIGTERM had come.
 
     Args:
       process: the number of this process.
       train: the work.
       refused: what it raises, on all processes, where it does not begin.
     """
+    threading.Thread(target=_end_with_the_starter, daemon=True).start()
     try:
         train()
     except refused as error:
@@ -123,3 +129,9 @@ def to_the_end(process: int, train: Callable[[], None], *, refused: type[Excepti
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _end_with_the_starter() -> None:
+    """Waits for the end of a pipe of which the starter has the other end, and never writes."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)

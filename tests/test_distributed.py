@@ -138,6 +138,18 @@ def test_preemption(start):
     assert f"Going on after step {step}.\n" in again.text
 
 
+def test_the_command_is_killed(start):
+    """What it has started does not go on alone."""
+    run = start("--processes=1")
+    run.wait_for("step 20:")
+    run.command.kill()
+    deadline = time.monotonic() + SURVIVORS
+    while pathlib.Path(f"/proc/{run.pid(0)}").exists():
+        assert time.monotonic() < deadline, run.text
+        time.sleep(0.05)
+    assert "Asked to end: saved step " in run.text
+
+
 def test_a_flipped_bit(start, tmp_path):
     """Training does not go on from numbers that were altered."""
     start("--processes=1", "--steps=20").parameters()

@@ -5,8 +5,8 @@ from benchmarks import endurance
 
 def test_training_that_is_killed_again_and_again():
     """On eight devices: nothing is lost, bit for bit, and it was started anew each time."""
-    whole = endurance.train(steps=100, save_every=20, kills=0, seed=0)
-    killed = endurance.train(steps=100, save_every=20, kills=2, seed=0)
+    whole = endurance.train(steps=60, save_every=15, kills=0, seed=0)
+    killed = endurance.train(steps=60, save_every=15, kills=2, seed=0)
     assert killed.starts == 3
     assert killed.parameters == whole.parameters
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgrad
 from checkpoints import CheckpointError, Checkpoints, last_whole_step
+from tests.errors import assert_error
 from tests.loops import assert_equal
 from tests.packed import normal
 
@@ -208,6 +209,16 @@ def test_another_method(opened):
         "of shape (3, 16, 10) (and 2 more)."
     )
     assert_refused(message, opened, packed(2, tx=jgrad.adam(0.1)))
+
+
+def test_arrays_that_are_nowhere(opened):
+    opened.save(1, packed(2))
+    like = jax.device_get(packed(2))
+    message = (
+        "[0].buffers['bfloat16']: ndarray, expected an array of JAX, or a `jax.ShapeDtypeStruct` "
+        "with a sharding."
+    )
+    assert_error(TypeError, message, lambda: opened.restore(like))
 
 
 def test_what_is_in_a_manifest(opened, folder):
