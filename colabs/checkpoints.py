@@ -10,14 +10,18 @@ orbax writes and reads the arrays. What is added here:
 - What does not fit is said by the array's path; orbax alone casts dtypes without a word.
 - Arrays without elements, which stand where there is no state, and which orbax refuses, are made
   anew.
+- A folder has one writer, and nothing in it is removed that was not saved here.
 
-Every process of a run calls every method, on a folder that all of them see.
+Every process of a run calls every method, on a folder that all of them see; what one of them finds
+wrong is raised by all.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -31,44 +35,90 @@ import jgrad
 
 Tree = Any
 
+_UNFINISHED = ".unfinished"  # marks a step while it is saved or removed
+
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be restored, and why."""
+    """A checkpoint that cannot be saved or restored, and why."""
 
 
 class Checkpoints:
-    """The steps saved in a folder."""
+    """The steps saved in a folder.
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
-        """Opens a folder, or makes it; what an interrupted save left behind is removed.
+    A step N is a folder N of orbax and a manifest N.json. There is N.unfinished before there is
+    anything else of it, and until all of it is there or gone; whatever a kill leaves behind is
+    known by that, and removed by the next save.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int = 3, read_only: bool = False
+    ) -> None:
+        """Opens a folder, or makes it.
 
         Args:
           folder: seen by all processes.
-          keep: how many of the last steps stay.
-        """
-        self._folder = pathlib.Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, enable_async_checkpointing=False
-        )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
-        for step in self._manager.all_steps():
-            if not self._manifest(step).exists():
-                self._manager.delete(step)
+          keep: how many of the last steps stay, at least 1.
+          read_only: whether steps are restored only; any number of readers may be beside a writer.
 
-    def save(self, step: int, tree: Tree) -> None:
+        Raises:
+          CheckpointError: another writer has the folder, or it has steps that were not saved here.
+          ValueError: `keep` below 1.
+        """
+        if keep < 1:
+            raise ValueError(f"keep: {keep}, expected at least 1.")
+        self._folder, self._keep, self._lock = pathlib.Path(folder).absolute(), keep, None
+        problem = ""
+        if jax.process_index() == 0 and not read_only:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self._folder / "lock").open("a")
+            if problem := self._problem():
+                self._lock.close()
+        # What the first process finds, all raise: none waits for one that is gone.
+        if problem := _of_first(problem):
+            raise CheckpointError(problem)
+        options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False)
+        if read_only and not self._folder.exists():
+            raise CheckpointError(f"{self._folder}: no such folder.")
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    def save(self, step: int, tree: Tree, *, about: dict[str, Any] | None = None) -> None:
         """Writes a tree of arrays, and then its manifest.
 
         Returns when all of it is on disk: arrays may be donated afterwards.
+
+        Args:
+          step: after the last one.
+          tree: arrays of JAX; packed trees are saved as trees.
+          about: what `about` will return, of JSON's types.
+
+        Raises:
+          CheckpointError: a step that is not after the last one.
+          TypeError: something in the tree that is no array of JAX.
         """
+        last = self.latest()
+        if last is not None and step <= last:
+            remedy = f"remove {self._folder / str(last)} and {last}.json, or save in another folder"
+            raise CheckpointError(
+                f"{self._folder}: step {step} is not after step {last}; {remedy}."
+            )
         saved = _without_empty(_unpacked(tree))
-        self._manager.save(step, args=ocp.args.StandardSave(saved))
+        if jax.process_index() == 0:
+            self._remove_unfinished()
+            self._mark(step)
+        multihost_utils.sync_global_devices(f"saving {step}")
+        self._manager.reload()
+        if not self._manager.save(step, args=ocp.args.StandardSave(saved), force=True):
+            raise CheckpointError(f"{self._folder}: orbax did not save step {step}.")
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
-            manifest = {"arrays": _described(saved), "files": self._digests(step)}
+            manifest = {"about": about or {}, "arrays": _described(saved)}
+            manifest["files"] = self._digests(step)
             _write(self._manifest(step), json.dumps(manifest, indent=1))
-            for old in self._folder.glob("*.json"):
-                if not (self._folder / old.stem).exists():
-                    old.unlink()
+            self._mark(step).unlink()
+            for old in self._steps()[: -self._keep]:
+                self._mark(old)
+                self._manifest(old).unlink()
+            self._remove_unfinished()
         multihost_utils.sync_global_devices(f"saved {step}")
 
     def latest(self) -> int | None:
@@ -78,6 +128,14 @@ class Checkpoints:
         step = multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found))
         return int(step) if step >= 0 else None
 
+    def about(self, step: int) -> dict[str, Any]:
+        """What was given to `save` beside the tree.
+
+        Raises:
+          CheckpointError: no such step, or its manifest was altered.
+        """
+        return dict(self._read(step)["about"])
+
     def restore(self, like: Tree, step: int | None = None) -> Tree:
         """The tree of a step, in the form, on the devices and in the shardings of `like`.
 
@@ -85,18 +143,22 @@ class Checkpoints:
           like: arrays, or `jax.ShapeDtypeStruct`s with shardings; with `Packed`s in it, or not.
           step: None for the last whole one.
 
+        Returns:
+          A tree of the structure of `like`.
+
         Raises:
           CheckpointError: no such step, a file that was altered, or arrays that do not fit.
           TypeError: something in `like` without a sharding, such as an array of NumPy.
         """
         step = self.latest() if step is None else step
-        if step is None or not self._manifest(step).exists():
-            raise CheckpointError(f"{self._folder}: no whole checkpoint{_of(step)}.")
-        files, arrays = self._read(self._manifest(step))
-        self._check_files(step, files)
+        if step is None:
+            raise CheckpointError(f"{self._folder}: no whole checkpoint.")
+        manifest = self._read(step)
+        self._check_files(step, manifest["files"])
         shapes = jax.eval_shape(jgrad.unpack, like)
-        self._check_arrays(step, arrays, _described(_without_empty(shapes)))
+        self._check_arrays(step, manifest["arrays"], _described(_without_empty(shapes)))
         target = _without_empty(_spread(shapes, like))
+        self._manager.reload()
         restored = self._manager.restore(step, args=ocp.args.StandardRestore(target))
         leaves = iter(jax.tree.leaves(restored))
         whole = jax.tree.map(
@@ -106,18 +168,62 @@ class Checkpoints:
         return again(whole)
 
     def close(self) -> None:
-        """Ends orbax's threads."""
+        """Ends orbax's threads, and lets another writer in."""
         self._manager.close()
+        if self._lock:
+            self._lock.close()
+
+    # ---- the folder ------------------------------------------------------------------------------
+
+    def _problem(self) -> str:
+        """Why this process should not write here; nothing if it may."""
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return f"{self._folder}: another run saves its checkpoints here."
+        known = {x.stem for x in self._folder.iterdir() if x.suffix in (".json", _UNFINISHED)}
+        steps = [x.name for x in self._folder.iterdir() if x.is_dir() and x.name.isdigit()]
+        if others := sorted(set(steps) - known, key=int):
+            return f"{self._folder}: step {others[0]} was not saved here; give another folder."
+        return ""
+
+    def _steps(self) -> list[int]:
+        return sorted(int(x.stem) for x in self._folder.glob("*.json") if x.stem.isdigit())
 
     def _manifest(self, step: int) -> pathlib.Path:
         return self._folder / f"{step}.json"
 
-    def _read(self, manifest: pathlib.Path) -> tuple[dict[str, str], dict[str, list[Any]]]:
+    def _mark(self, step: int) -> pathlib.Path:
+        """Marks a step as unfinished."""
+        mark = self._folder / f"{step}{_UNFINISHED}"
+        mark.touch()
+        return mark
+
+    def _remove_unfinished(self) -> None:
+        """What is left of steps that have no manifest."""
+        for mark in self._folder.glob(f"*{_UNFINISHED}"):
+            if not self._manifest(int(mark.stem)).exists():
+                for rest in self._folder.glob(f"{mark.stem}.*tmp*"):
+                    shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+                if (self._folder / mark.stem).exists():
+                    shutil.rmtree(self._folder / mark.stem)
+            mark.unlink()
+
+    # ---- manifests -------------------------------------------------------------------------------
+
+    def _read(self, step: int) -> dict[str, Any]:
+        """The manifest of a step, as the first process sees it."""
+        file = self._manifest(step)
+        # Bytes that cannot be read as text are read as what no manifest has.
+        own = file.read_text(errors="replace") if file.exists() else ""
+        if not (text := _of_first(own)):
+            raise CheckpointError(f"{self._folder}: no whole checkpoint of step {step}.")
         try:
-            found = json.loads(manifest.read_text())
-            return dict(found["files"]), dict(found["arrays"])
+            found = json.loads(text)
+            return {name: dict(found[name]) for name in ("about", "arrays", "files")}
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{manifest}: altered since it was written.") from error
+            raise CheckpointError(f"{file}: altered since it was written.") from error
 
     def _digests(self, step: int) -> dict[str, str]:
         """The digest of each file of a step, by its path in the folder."""
@@ -132,8 +238,8 @@ class Checkpoints:
         first = np.int32(names.index(bad[0]) if bad else len(names))
         first = int(np.min(multihost_utils.process_allgather(first)))
         if first < len(names):
-            older = [x for x in self._manager.all_steps() if x < step]
-            remedy = f"delete {self._folder / str(step)} and its .json, to go on after step"
+            older = [x for x in self._steps() if x < step]
+            remedy = f"remove {self._folder / str(step)} and {step}.json to go on after step"
             raise CheckpointError(
                 f"{self._folder / names[first]}: altered or missing since step {step} was saved; "
                 f"{f'{remedy} {max(older)}' if older else 'there is no older step'}."
@@ -216,11 +322,7 @@ def _phrase(described: list[Any] | None) -> str:
     return "nothing" if described is None else f"{described[0]} of shape {tuple(described[1])}"
 
 
-def _of(step: int | None) -> str:
-    return "" if step is None else f" of step {step}"
-
-
-# ---- files ---------------------------------------------------------------------------------------
+# ---- files, and processes ------------------------------------------------------------------------
 
 
 def _digest(file: pathlib.Path) -> str:
@@ -232,9 +334,17 @@ def _digest(file: pathlib.Path) -> str:
 
 def _write(file: pathlib.Path, text: str) -> None:
     """Whole or not at all, whenever the machine stops."""
-    part = file.with_suffix(".tmp")
+    part = file.with_suffix(".json.tmp")
     with part.open("w") as opened:
         opened.write(text)
         opened.flush()
         os.fsync(opened.fileno())
     part.replace(file)
+
+
+def _of_first(text: str) -> str:
+    """The text of the first process."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(own.size)))
+    own = np.resize(own, size) if own.size else np.zeros(size, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(own), np.uint8).tobytes().decode()

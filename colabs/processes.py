@@ -10,33 +10,48 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-_GRACE = 10.0  # seconds in which the others end by themselves when one is lost
-_LOST = 3  # exit status of a process that cannot go on without the others
+ASKED = os.EX_TEMPFAIL  # exit status of a process that was asked to end before it was done
+_LOST = 3  # of one that cannot go on without the others
 _REFUSED = 4  # of one that was told not to begin
+_GRACE = 10.0  # seconds in which the others end by themselves when one is lost
+
+_PIPE = "PROCESSES_PIPE"  # names the end of a pipe, of which the starter has the other end
 
 
 # ---- from outside --------------------------------------------------------------------------------
 
 
-def run(commands: Mapping[int, Sequence[str]], environment: Mapping[str, str]) -> list[str]:
+class Ended(NamedTuple):
+    """How the processes ended.
+
+    Attributes:
+      failed: what is to be said of each that failed.
+      asked: whether they were asked to end before they were done.
+      lost: whether one was lost, and nothing else was wrong.
+    """
+
+    failed: list[str]
+    asked: bool
+    lost: bool
+
+
+def run(commands: Mapping[int, Sequence[str]], environment: Mapping[str, str]) -> Ended:
     """Runs Python with each command, a process for each number, until the last has ended.
 
     SIGTERM and SIGINT are handed on, as SIGTERM: JAX then finds a step at which all can save. Where
     this process itself is killed, those that it started end in the same way.
-
-    Returns:
-      What is to be said of those that failed, a line for each.
     """
+    pipe, kept = os.pipe()
+    environment = {**environment, _PIPE: str(pipe)}
     workers = {}
     for i, command in commands.items():
-        workers[i] = subprocess.Popen(
-            [sys.executable, *command], env=environment, stdin=subprocess.PIPE
-        )
+        workers[i] = subprocess.Popen([sys.executable, *command], env=environment, pass_fds=[pipe])
         print(f"process {i}: pid {workers[i].pid}", flush=True)
+    os.close(pipe)
 
     def end(*_: Any) -> None:
         for worker in workers.values():
@@ -45,9 +60,14 @@ def run(commands: Mapping[int, Sequence[str]], environment: Mapping[str, str]) -
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
     _wait(list(workers.values()))
-    failed = [(i, worker.returncode) for i, worker in workers.items() if worker.returncode]
-    failed.sort(key=lambda pair: pair[1] == _LOST)  # first what was the cause
-    return [f"process {i} {_reason(status)}." for i, status in failed]
+    os.close(kept)
+    found = [(i, x.returncode) for i, x in workers.items() if x.returncode not in (0, ASKED)]
+    found.sort(key=lambda pair: pair[1] == _LOST)  # first what was the cause
+    return Ended(
+        [f"process {i} {_reason(status)}." for i, status in found],
+        asked=any(worker.returncode == ASKED for worker in workers.values()),
+        lost=all(status < 0 or status == _LOST for _, status in found),
+    )
 
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -103,35 +123,46 @@ def free_port() -> int:
 # ---- from inside ---------------------------------------------------------------------------------
 
 
-def to_the_end(process: int, train: Callable[[], None], *, refused: type[Exception]) -> None:
+def to_the_end(train: Callable[[], bool], *, refused: type[Exception]) -> int:
     """Calls `train`, and ends this process if that fails, whatever the others do.
 
     By `os._exit`, since the usual end of JAX waits for the others. Where the process that has
-    started this one is gone, it is as if SIGTERM had come.
+    started this one by `run` is gone, it is as if SIGTERM had come.
 
     Args:
-      process: the number of this process.
-      train: the work.
+      train: the work; returns whether it was done, or asked to end before.
       refused: what it raises, on all processes, where it does not begin.
+
+    Returns:
+      The exit status of a process that did not fail.
     """
-    threading.Thread(target=_end_with_the_starter, daemon=True).start()
+    if _PIPE in os.environ:
+        threading.Thread(target=_end_with_the_starter, daemon=True).start()
     try:
-        train()
+        return 0 if train() else ASKED
     except refused as error:
-        if process == 0:
+        if jax.process_index() == 0:
             print(f"Not trained: {error}", flush=True)
         os._exit(_REFUSED)
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0][:160]
-        print(f"process {process}: a step failed, others may be gone: {reason}", flush=True)
-        os._exit(_LOST)
-    except BaseException:
+    except BaseException as error:
+        if _may_be_of_others(error):
+            reason = str(error).splitlines()[0][:160]
+            name = f"process {jax.process_index()}"
+            print(f"{name}: a step failed, others may be gone: {reason}", flush=True)
+            os._exit(_LOST)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
 
 
+def _may_be_of_others(error: BaseException) -> bool:
+    """Whether this process would have gone on if it had been alone."""
+    own = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")
+    others = jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError)
+    return others and not str(error).startswith(own)
+
+
 def _end_with_the_starter() -> None:
-    """Waits for the end of a pipe of which the starter has the other end, and never writes."""
-    sys.stdin.read()
+    """Waits for the end of a pipe to which nobody writes."""
+    os.read(int(os.environ[_PIPE]), 1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -5,7 +5,7 @@
 starts two processes on this machine. Each reads its part of every batch, and `jgrad.zero` averages
 gradients and gives each a share of the state to keep and to update. Checkpoints are saved as
 training goes; the same command goes on after the last one, also with another number of processes.
-Sent SIGTERM, it saves before it ends.
+Sent SIGTERM, it saves before it ends, with the exit status 75: not done yet.
 
 On two machines, a process on each with all of its accelerators, and a folder that both see; this is
 the first of them, the other has `--first_process=1`:
@@ -42,12 +42,15 @@ _PROCESSES = flags.DEFINE_integer("processes", 2, "Processes on all machines.", 
 _LOCAL = flags.DEFINE_integer(
     "local_processes", None, "Processes on this machine; all of them by default.", lower_bound=1
 )
-_FIRST = flags.DEFINE_integer("first_process", 0, "The first process on this machine.")
+_FIRST = flags.DEFINE_integer("first_process", 0, "The first one here.", lower_bound=0)
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "host:port of process 0; a free port of this machine by default."
 )
 _DEVICES = flags.DEFINE_integer(
-    "devices", 1, "Virtual CPU devices of each process; 0 for the accelerators that are there."
+    "devices",
+    1,
+    "Virtual CPU devices of each process; 0 for the accelerators that are there.",
+    lower_bound=0,
 )
 _FOLDER = flags.DEFINE_string("folder", "digits_checkpoints", "Where checkpoints are.")
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps to train.", lower_bound=1)
@@ -65,8 +68,13 @@ _AXIS = "data"
 # ---- one process ---------------------------------------------------------------------------------
 
 
-def train() -> None:
-    """Trains from the last checkpoint, or from the start."""
+def train() -> bool:
+    """Trains from the last checkpoint, or from the start; returns whether it came to its end."""
+    checkpoints = Checkpoints(_FOLDER.value)
+    done = checkpoints.latest() or 0
+    about = {x.name: x.value for x in (_STEPS, _BATCH, _HIDDEN, _RATE, _SEED)}
+    if done:
+        check_flags(about, checkpoints.about(done), done)
     train_set, test_set = load()
     mesh = jax.make_mesh((jax.device_count(),), (_AXIS,), axis_types=(AxisType.Auto,))
     schedule = optax.warmup_cosine_decay_schedule(
@@ -75,8 +83,6 @@ def train() -> None:
     tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.lamb(schedule, weight_decay=1e-4))
     tx = jgrad.zero(tx, _AXIS)
     params, state, step = start(tx, mesh)
-    checkpoints = Checkpoints(_FOLDER.value)
-    done = checkpoints.latest() or 0
     if done:
         params, state = checkpoints.restore((params, state), done)
         say(f"Going on after step {done}.")
@@ -93,14 +99,22 @@ def train() -> None:
             stops = multihost_utils.reached_preemption_sync_point(i)
             if stops or i % _SAVE_EVERY.value == 0 or i == _STEPS.value:
                 check_equal(params)
-                checkpoints.save(i, (params, state))
-            if stops:
+                checkpoints.save(i, (params, state), about=about)
+            if stops and i < _STEPS.value:
                 say(f"Asked to end: saved step {i}. {how_to_resume()}")
-                return
+                return False
     found = accuracy(jgrad.unpack(jax.device_get(params)), test_set)
-    checkpoints.close()
     say(f"Test accuracy {found:.1%}.")
     print(f"process {jax.process_index()}: parameters {digest(params)}", flush=True)
+    return True
+
+
+def check_flags(own: dict[str, Any], saved: dict[str, Any], step: int) -> None:
+    """What decides the numbers is what it was when a step was saved."""
+    for name, value in own.items():
+        if saved.get(name) != value:
+            remedy = f"expected {saved.get(name)}, as until step {step}, or another --folder"
+            raise CheckpointError(f"--{name}: {value}, {remedy}.")
 
 
 def start(
@@ -141,8 +155,6 @@ def start(
 
 def batches(digits: Digits, done: int) -> Iterator[Digits]:
     """This process's part of each batch after the first ones: known by its number alone."""
-    if _BATCH.value % (devices := jax.device_count()):
-        raise ValueError(f"--batch: {_BATCH.value}, expected a multiple of {devices} devices.")
     per_epoch = len(digits.labels) // _BATCH.value
     part = _BATCH.value // jax.process_count()
     for step in range(done, _STEPS.value):
@@ -184,18 +196,41 @@ def progress() -> Iterator[Callable[[int], None]]:
 
 def launch() -> int:
     """Starts the processes of this machine, and says how they ended."""
-    local = _PROCESSES.value - _FIRST.value if _LOCAL.value is None else _LOCAL.value
+    local = check_processes()
     coordinator = _COORDINATOR.value or f"localhost:{processes.free_port()}"
     commands = {
         i: [*sys.argv, f"--coordinator={coordinator}", f"--process={i}"]
         for i in range(_FIRST.value, _FIRST.value + local)
     }
-    failed = processes.run(commands, processes.environment(_DEVICES.value))
-    for line in failed:
+    ended = processes.run(commands, processes.environment(_DEVICES.value))
+    for line in ended.failed:
         print(line)
-    if failed:
+    if ended.failed and ended.lost:
         print(f"Training stopped. {how_to_resume()}", flush=True)
-    return 1 if failed else 0
+    return 1 if ended.failed else processes.ASKED if ended.asked else 0
+
+
+def check_processes() -> int:
+    """How many processes this machine has, from flags that fit each other."""
+    first, every = _FIRST.value, _PROCESSES.value
+    local = every - first if _LOCAL.value is None else _LOCAL.value
+    devices = every * max(_DEVICES.value, 1)
+    if first >= every:
+        problem = (
+            f"--first_process={first}, expected at most {every - 1}: there are {every} processes"
+        )
+    elif first + local > every:
+        most = f"at most {every - first}: there are {every} processes"
+        problem = f"--local_processes={local}, expected {most}"
+    elif local < every and not _COORDINATOR.value:
+        problem = "--coordinator: expected host:port of process 0, which is not told"
+    elif local > 1 and not _DEVICES.value:
+        problem = "--devices=0, expected --local_processes=1: each takes all accelerators"
+    elif _BATCH.value % devices:
+        problem = f"--batch={_BATCH.value}, expected a multiple of the {devices} devices"
+    else:
+        return local
+    raise app.UsageError(problem)
 
 
 def how_to_resume() -> str:
@@ -206,7 +241,7 @@ def how_to_resume() -> str:
     return f"The same command goes on after step {saved}, saved in {_FOLDER.value}."
 
 
-def main(argv: list[str]) -> int | None:
+def main(argv: list[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     logging.set_verbosity(logging.WARNING)  # orbax and JAX tell of every step
@@ -216,8 +251,7 @@ def main(argv: list[str]) -> int | None:
     jax.distributed.initialize(
         _COORDINATOR.value, _PROCESSES.value, _PROCESS.value, heartbeat_timeout_seconds=10
     )
-    processes.to_the_end(_PROCESS.value, train, refused=CheckpointError)
-    return None
+    return processes.to_the_end(train, refused=CheckpointError)
 
 
 if __name__ == "__main__":

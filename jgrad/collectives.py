@@ -1,16 +1,28 @@
 """What devices do together inside `shard_map` and `pmap`, in all versions of JAX supported here."""
 
 import jax
+import jax.numpy as jnp
 
 from jgrad.rows import Share
 
 
 def share(axes: tuple[str, ...]) -> Share | None:
-    """This device's share along mesh axes; None where they do not exist, as outside of them."""
-    try:
-        return Share(axes, jax.lax.psum(1, axes))
-    except NameError:
+    """This device's share along mesh axes; None where none of them exist, as outside of them.
+
+    Raises:
+      NameError: some of them exist, and others do not.
+    """
+    if not any(_exists(axis) for axis in axes):
         return None
+    return Share(axes, jax.lax.psum(1, axes))
+
+
+def _exists(axis: str) -> bool:
+    try:
+        jax.lax.psum(1, axis)
+    except NameError:
+        return False
+    return True
 
 
 def scattered_mean(x: jax.Array, share: Share) -> jax.Array:
@@ -20,7 +32,13 @@ def scattered_mean(x: jax.Array, share: Share) -> jax.Array:
 
 
 def gathered(x: jax.Array, share: Share) -> jax.Array:
-    """All rows on each device, by an all-gather; known to be the same on each."""
+    """All rows on each device, by an all-gather; known to be the same on each, if that is checked.
+
+    The transpose of a gather that is known to be the same is a slice, which is right only where
+    JAX knows of each cotangent whether it is the same.
+    """
+    if not is_known_to_be_equal(jnp.zeros(()), share):
+        return jax.lax.all_gather(x, share.axes, axis=0, tiled=True)
     if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # JAX 0.7
         return gather(x, share.axes, axis=0, tiled=True)
     return jax.lax.all_gather(x, share.axes, axis=0, tiled=True, to="invarying")

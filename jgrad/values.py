@@ -73,3 +73,15 @@ def flag(function: str, name: str, x: Any) -> None:
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())
     if not (x is None or isinstance(x, bool) or (dtype == jnp.bool_ and shape == ())):
         raise TypeError(f"{function}: `{name}`: {describe(x)}, expected None or one bool.")
+
+
+def axis_names(function: str, name: str, value: Any) -> tuple[str, ...]:
+    """The name of a mesh axis, or a tuple of different ones, as a tuple."""
+    found = value if isinstance(value, tuple) else (value,)
+    if not (found and all(isinstance(axis, str) for axis in found)):
+        came = value if isinstance(value, tuple) else describe(value)
+        expected = "an axis name or a tuple of names"
+        raise TypeError(f"{function}: `{name}`: {came}, expected {expected}.")
+    if len(set(found)) < len(found):
+        raise ValueError(f"{function}: `{name}`: {value}, expected different names.")
+    return found

@@ -1,11 +1,10 @@
 """Saves two steps, and a third in the midst of which the process is killed.
 
-PYTHONPATH=colabs python -m tests.save_and_die FOLDER MOMENT
+PYTHONPATH=colabs python -m tests.save_and_die FOLDER MOMENT KEEP
 """
 
 import os
 import pathlib
-import shutil
 import signal
 import sys
 import threading
@@ -48,13 +47,13 @@ def in_the_manifest(folder):
 
 
 def while_removing(folder):
-    """The oldest step loses its files when a newer one is saved."""
+    """The oldest step loses its files when a newer one is there."""
 
     def remove_some(path, *_, **__):
         next(x for x in pathlib.Path(path).rglob("*") if x.is_file()).unlink()
         die()
 
-    shutil.rmtree = remove_some
+    checkpoints.shutil.rmtree = remove_some
 
 
 MOMENTS = {
@@ -63,7 +62,7 @@ MOMENTS = {
 
 if __name__ == "__main__":
     folder, moment = pathlib.Path(sys.argv[1]), MOMENTS[sys.argv[2]]
-    opened = checkpoints.Checkpoints(folder, keep=2)
+    opened = checkpoints.Checkpoints(folder, keep=int(sys.argv[3]))
     opened.save(1, tree(1))
     opened.save(2, tree(2))
     moment(folder)

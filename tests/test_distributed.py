@@ -17,7 +17,7 @@ import time
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "colabs" / "train_distributed.py"
-OPTIONS = ["--steps=80", "--save_every=20", "--log_every=1", "--hidden=32"]
+OPTIONS = ["--steps=120", "--save_every=30", "--log_every=1", "--hidden=32"]
 ONE = ["--processes=1", "--devices=2"]  # the same devices in one process
 LIMIT = 240  # seconds for a run, of which most is the start of its processes
 SURVIVORS = 15  # seconds in which all have ended when one was killed
@@ -114,8 +114,9 @@ def test_four_processes(start):
 def test_a_process_is_killed(start, process, then):
     """The other ends soon, and training goes on as if nothing had happened."""
     run = start()
-    run.wait_for("step 25:")
-    os.kill(run.pid(process), signal.SIGKILL)
+    run.wait_for("step 35:")
+    with contextlib.suppress(ProcessLookupError):  # this machine was too slow: the status says so
+        os.kill(run.pid(process), signal.SIGKILL)
     assert run.ended(SURVIVORS) == 1, run.text
     assert f"process {process} was ended by SIGKILL.\n" in run.text
     assert re.search(
@@ -123,7 +124,7 @@ def test_a_process_is_killed(start, process, then):
     )
     again = start(*then)
     assert set(again.parameters()) == {uninterrupted()}
-    assert re.search(r"Going on after step (20|40|60)\.\n", again.text)
+    assert re.search(r"Going on after step (30|60|90)\.\n", again.text)
 
 
 def test_preemption(start):
@@ -131,11 +132,19 @@ def test_preemption(start):
     run = start()
     run.wait_for("step 30:")
     run.command.send_signal(signal.SIGTERM)
-    assert run.ended(SURVIVORS) == 0, run.text
+    assert run.ended(SURVIVORS) == os.EX_TEMPFAIL, run.text
     step = re.search(r"Asked to end: saved step (\d+)\. The same command goes on", run.text)[1]
     again = start(*ONE)
     assert again.parameters() == [uninterrupted()]
     assert f"Going on after step {step}.\n" in again.text
+
+
+def is_running(pid):
+    """Not as a process that nobody has asked how it ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_the_command_is_killed(start):
@@ -144,10 +153,9 @@ def test_the_command_is_killed(start):
     run.wait_for("step 20:")
     run.command.kill()
     deadline = time.monotonic() + SURVIVORS
-    while pathlib.Path(f"/proc/{run.pid(0)}").exists():
+    while "Asked to end: saved step " not in run.text or is_running(run.pid(0)):
         assert time.monotonic() < deadline, run.text
         time.sleep(0.05)
-    assert "Asked to end: saved step " in run.text
 
 
 def test_a_flipped_bit(start, tmp_path):
@@ -157,7 +165,36 @@ def test_a_flipped_bit(start, tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    run = start("--processes=1")
+    run = start("--processes=1", "--steps=20")
     assert run.ended() == 1
     assert f"Not trained: {file}: altered or missing since step 20 was saved; " in run.text
-    assert "process 0 did not begin.\n" in run.text
+    assert run.text.endswith("process 0 did not begin.\n")  # and not that it would go on
+
+
+def test_other_flags(start):
+    """Nor to another end than it was meant for."""
+    start("--processes=1", "--steps=20").parameters()
+    run = start("--processes=2")
+    assert run.ended() == 1
+    message = "Not trained: --steps: 120, expected 20, as until step 20, or another --folder.\n"
+    assert run.text.count(message) == 1
+    assert run.text.endswith("process 0 did not begin.\nprocess 1 did not begin.\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--first_process=2", "--first_process=2, expected at most 1: there are 2 processes"),
+        ("--local_processes=3", "--local_processes=3, expected at most 2: there are 2 processes"),
+        (
+            "--local_processes=1",
+            "--coordinator: expected host:port of process 0, which is not told",
+        ),
+        ("--devices=0", "--devices=0, expected --local_processes=1: each takes all accelerators"),
+        ("--batch=255", "--batch=255, expected a multiple of the 2 devices"),
+    ],
+)
+def test_flags_that_do_not_fit(start, flags, message):
+    run = start(flags)
+    assert run.ended() != 0
+    assert message in run.text

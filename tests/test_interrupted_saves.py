@@ -15,11 +15,12 @@ from tests.loops import assert_equal
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("moment", save_and_die.MOMENTS)
-def test_kill(moment, tmp_path):
+def test_kill(moment, keep, tmp_path):
     folder = tmp_path / "saved"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.save_and_die", folder, moment],
+        [sys.executable, "-m", "tests.save_and_die", folder, moment, str(keep)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'colabs'}"},
         timeout=120,
@@ -27,10 +28,15 @@ def test_kill(moment, tmp_path):
         text=True,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    opened = Checkpoints(folder, keep=2)
-    assert opened.latest() == 2
-    assert_equal(opened.restore(save_and_die.tree(0)), save_and_die.tree(2))
-    opened.save(3, save_and_die.tree(3))  # and training goes on
-    assert_equal(opened.restore(save_and_die.tree(0)), save_and_die.tree(3))
+    opened = Checkpoints(folder, keep=keep)
+    last = 3 if moment == "while_removing" else 2  # old steps are removed when a new one is whole
+    assert opened.latest() == last
+    assert_equal(opened.restore(save_and_die.tree(0)), save_and_die.tree(last))
+    opened.save(4, save_and_die.tree(4))  # and training goes on
+    assert_equal(opened.restore(save_and_die.tree(0)), save_and_die.tree(4))
     opened.close()
-    assert {x.name for x in folder.iterdir()} == {"2", "2.json", "3", "3.json"}
+    left = [last, 4][-keep:]
+    assert {x.name for x in folder.iterdir()} == {
+        "lock",
+        *(f"{i}{end}" for i in left for end in ("", ".json")),
+    }

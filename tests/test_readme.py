@@ -1,6 +1,5 @@
 """What the README says is so: its example runs, and its tables name what there is."""
 
-import functools
 import inspect
 import pathlib
 import re
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jgrad
 from tests.loops import assert_equal
@@ -88,8 +86,7 @@ def test_packed_training(standard_promotion):
 
 def test_many_devices(standard_promotion):
     """The step with a share of the state, here on one device, trains."""
-    names = {"jgrad": jgrad, "jax": jax, "optax": optax, "functools": functools, "P": PartitionSpec}
-    names |= {"AxisType": AxisType, "NamedSharding": NamedSharding}
+    names = {"jgrad": jgrad, "jax": jax, "optax": optax}
     names["params"] = {"w": jnp.ones((4, 3))}
     names["loss"] = lambda w, x: jnp.mean(jnp.square(x @ w["w"]))
     exec(compile(blocks("python")[5], "README.md", "exec"), names)

@@ -104,6 +104,11 @@ def accumulate(
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
         cut = wrapping.mesh_axes(leaves, norm_axes)
+        if not cut and wrapping.holds_shares(state.inner, leaves):
+            remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `norm_axes`"
+            raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
+        # Collectives inside of `tx` wait for all devices: they have to take the same branch.
+        emit, finite = wrapping.agreed(emit, cut), wrapping.agreed(finite, cut)
         old = leaves.moment("state.total", state.total)
         if finite is None:
             finite = wrapping.all_finite(leaves.g, cut) if check_finite else True

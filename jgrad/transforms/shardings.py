@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jgrad import checks, trees
+from jgrad import checks, trees, values
 from jgrad.transforms import wrapping
 from jgrad.trees import PyTree
 
@@ -54,7 +54,7 @@ def state_shardings(
       Parameter Models" (2020), section 5.1.
     """
     tx = wrapping.inner(_NAME, tx)
-    axes = () if cut_over is None else cut_over if isinstance(cut_over, tuple) else (cut_over,)
+    axes = () if cut_over is None else values.axis_names(_NAME, "cut_over", cut_over)
     if params_shardings is None:
         name = "params"
         params_shardings = trees.map_leaves(lambda p: getattr(p, "sharding", None), params)
@@ -88,32 +88,40 @@ def state_shardings(
     def find(path: tuple[Any, ...], part: Any) -> Sharding:
         """That of the parameter whose path ends the path in the state, if the shapes agree.
 
-        A leaf that stays as it is beside packed ones is a buffer with a name of its own.
+        Where `pack_small` leaves one as it is, a buffer has a name that says which.
         """
-        if path[-2:-1] == (jax.tree_util.GetAttrKey("buffers"),):
-            path = named.get(path[-1], path)
-        for start in range(len(path) + 1):
-            if path[start:] in own:
-                p, sharding = own[path[start:]]
-                return _cut(sharding, p.shape, axes) if part.shape == p.shape else everywhere
+        in_buffer = path[-2:-1] == (jax.tree_util.GetAttrKey("buffers"),)
+        rows = in_buffer and not str(path[-1].key).startswith("leaf ")
+        ends = [path[start:] for start in range(len(path) + 1)]
+        if in_buffer and path[-1] in named:
+            ends.append(named[path[-1]])
+        for end in ends:
+            if end in own:
+                p, sharding = own[end]
+                return _cut(sharding, p.shape, axes, rows) if part.shape == p.shape else everywhere
         return everywhere
 
     return jax.tree_util.tree_map_with_path(find, jax.eval_shape(tx.init, params))
 
 
-def _cut(sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str, ...]) -> NamedSharding:
-    """Cut over more mesh axes, along the first axis of the array that can be."""
+def _cut(
+    sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str, ...], rows: bool
+) -> NamedSharding:
+    """Cut over more mesh axes, along the first axis of the array that can be; `rows`, no other."""
     missing = len(shape) - len(sharding.spec)
     parts = [
         part if isinstance(part, tuple) else () if part is None else (part,)
         for part in (*sharding.spec, *[None] * missing)
     ]
-    if not axes or any(axis in part for axis in axes for part in parts):
+    if not axes or 0 in shape or any(axis in part for axis in axes for part in parts):
         return sharding
     devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    for i, here in enumerate(sharding.shard_shape(shape)):
-        if here and here % devices == 0:
+    for i, here in enumerate(sharding.shard_shape(shape)[: 1 if rows else None]):
+        if here % devices == 0:
             parts[i] = (*parts[i], *axes)
-            spec = [part[0] if len(part) == 1 else part or None for part in parts[: i + 1]]
-            return NamedSharding(sharding.mesh, PartitionSpec(*spec, *sharding.spec[i + 1 :]))
+            spec = [part[0] if len(part) == 1 else part or None for part in parts]
+            while spec[-1] is None:
+                spec.pop()
+            kind = sharding.memory_kind
+            return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=kind)
     return sharding

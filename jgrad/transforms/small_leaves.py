@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from jgrad import checks, layouts, packing, values
+from jgrad import checks, layouts, packing, slots, values
 from jgrad.layouts import Layout
 from jgrad.packing import Packed
 from jgrad.transforms import wrapping
@@ -47,13 +47,19 @@ def pack_small(
     def layout_of(tree: PyTree) -> tuple[Layout, list[Any]]:
         return layouts.of(_NAME, tree, max_size=max_size, others=True)
 
+    def check_tree(name: str, tree: PyTree) -> None:
+        if slots.any_packed(tree):
+            raise TypeError(f"{_NAME}: `{name}`: packed already, expected a tree of arrays.")
+
     def init(params: PyTree) -> Any:
+        check_tree("params", params)
         checks.parameters(checks.Row.of(_NAME, "params", params).with_arrays())
         return tx.init(packing.fill(*layout_of(params)))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
+        check_tree("updates", updates)
         leaves = Leaves(_NAME, updates, params)
         (layout, own), old = layout_of(leaves.tree), _layout(state)
         if old is None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad import checks, leafwise, numerics, places, trees
+from jgrad import checks, leafwise, numerics, places, slots, trees
 from jgrad.leafwise import compiled
 from jgrad.transforms.leaves import Leaves
 from jgrad.trees import PyTree
@@ -47,6 +47,26 @@ def all_finite(tree: PyTree, cut: tuple[str, ...] = ()) -> jax.Array:
     )
 
 
+def agreed(flag: Any, cut: tuple[str, ...]) -> Any:
+    """A flag that is True where it is on all devices of the mesh axes: they go the same way."""
+    if not (cut and checks.is_array(flag)):
+        return flag
+    return jax.lax.pmin(flag.astype(jnp.int32), cut) == 1
+
+
+def holds_shares(state: PyTree, leaves: Leaves) -> bool:
+    """Whether a state has shares of buffers of which the parameters are whole: that of `zero`."""
+    whole = {
+        x.shape for x, slot in zip(leaves.reference.leaves, leaves.slots, strict=True) if slot.runs
+    }
+    pairs = zip(trees.flatten(state)[0], slots.of(state), strict=True)
+    return any(
+        slot.shape in whole and getattr(x, "shape", None) not in (None, (0,), slot.shape)
+        for x, slot in pairs
+        if slot.runs and not slot.is_whole
+    )
+
+
 def stays_finite(new: PyTree, old: PyTree, cut: tuple[str, ...] = ()) -> jax.Array:
     """Whether nothing that is not finite is new: some states and masks hold an infinity."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
@@ -55,8 +75,7 @@ def stays_finite(new: PyTree, old: PyTree, cut: tuple[str, ...] = ()) -> jax.Arr
 
 
 def _everywhere(tasks: Sequence[leafwise.Task], cut: tuple[str, ...]) -> jax.Array:
-    found = functools.reduce(operator.and_, leafwise.run(tasks), jnp.asarray(True))
-    return jax.lax.pmin(found.astype(jnp.int32), cut) == 1 if cut else found
+    return agreed(functools.reduce(operator.and_, leafwise.run(tasks), jnp.asarray(True)), cut)
 
 
 @compiled

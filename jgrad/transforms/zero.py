@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from jgrad import checks, collectives, packing, slots, trees
+from jgrad import checks, collectives, packing, slots, trees, values
 from jgrad.checks import Row
 from jgrad.packing import Packed
 from jgrad.rows import Share
@@ -27,20 +27,24 @@ def zero(
         updates = u_1, ..., u_n                                one all-gather per dtype
 
     For `shard_map` and `pmap`. It takes the mean over devices itself: give it the gradient of each
-    device's own loss. The numbers are those of `tx` with `pmean`, bit for bit where each element is
-    treated by itself; LARS, LAMB and clipping see norms of whole layers, by a few small all-reduces
-    more. Clipping, accumulation, master weights and skipping belong inside, where they see means:
-    `zero(master_weights(tx), "data")`.
+    device's own loss. The numbers are those of `tx` with `pmean`, where each element is treated by
+    itself bit for bit, if reduce-scatter and all-reduce add up in one order, as on CPUs; LARS, LAMB
+    and clipping see norms of whole layers, by a few small all-reduces more.
+
+    Everything belongs inside, where it sees means: `zero(accumulate(master_weights(tx), 4),
+    "data")`. What keeps arrays like the parameters, such as `accumulate` and `ema`, can stand
+    around it under `pmap` alone, with `norm_axes=axis_name` where it is to be had, so that all
+    devices skip the same steps.
 
     Pack for n devices: `pack(params, multiple_of=n)`. Outside of `shard_map` and `pmap`, `init`
     makes the whole state, to be cut as `state_shardings(tx, params, cut_over=axis_name)` says;
     inside, it makes this device's share. A checkpoint of `unpack(state)` fits any number of
-    devices, and `tx` alone. Around it, `accumulate` and `skip_nonfinite` need
-    `norm_axes=axis_name`, so that all devices go the same way.
+    devices, and `tx` alone.
 
     Under `shard_map` with `check_vma=True`, `jax.grad` by parameters that are the same on all
-    devices sums gradients over them unasked. Differentiate by
-    `jax.lax.pcast(params, axis_name, to="varying")`, or choose `check_vma=False`.
+    devices sums gradients over them unasked, and `zero` refuses them. Differentiate by
+    `jax.lax.pcast(params, axis_name, to="varying")` (`jax.lax.pvary` in JAX 0.7), or choose
+    `check_vma=False`.
 
     Half-precision gradients are summed in their dtype; cast them to float32 before, if that is not
     enough.
@@ -55,16 +59,13 @@ def zero(
 
     Raises:
       TypeError: `tx` is no transformation, or `axis_name` no name.
+      ValueError: `axis_name` names an axis twice.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models" (2020), section 5.1, with the reduce-scatter of section 7.2.1.
     """
     tx = wrapping.inner(_NAME, tx)
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not (axes and all(isinstance(axis, str) for axis in axes)):
-        expected = "an axis name or a tuple of names"
-        described = axis_name if isinstance(axis_name, tuple) else checks.describe(axis_name)
-        raise TypeError(f"{_NAME}: `axis_name`: {described}, expected {expected}.")
+    axes = values.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> Any:
         share = collectives.share(axes)
@@ -101,9 +102,9 @@ def zero(
 
 
 _SUMMED = (
-    "expected those of each device's own loss: `jax.grad` has summed them over devices, since the "
-    "parameters are the same on all; differentiate by `jax.lax.pcast(params, axis_name, "
-    'to="varying")`, or choose `check_vma=False`'
+    "so that they are summed or averaged already, expected those of each device's own loss: "
+    'differentiate by `jax.lax.pcast(params, axis_name, to="varying")` without a mean, or choose '
+    "`check_vma=False`"
 )
 
 

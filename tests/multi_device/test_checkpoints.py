@@ -130,8 +130,8 @@ def test_one_flipped_bit(opened, folder):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     message = (
-        f"{file}: altered or missing since step 2 was saved; delete {folder / '2'} and its .json, "
-        "to go on after step 1."
+        f"{file}: altered or missing since step 2 was saved; remove {folder / '2'} and 2.json to "
+        "go on after step 1."
     )
     assert_refused(message, opened, packed(2))
     assert_equal(opened.restore(packed(2), 1), packed(2))
@@ -163,17 +163,72 @@ def test_no_step(opened, folder):
     assert_refused(f"{folder}: no whole checkpoint of step 3.", opened, packed(2), 3)
 
 
-def test_a_step_without_manifest_does_not_count(opened, folder):
-    """It is removed when the folder is opened again, and the step can be saved once more."""
+def test_a_step_that_was_not_finished_does_not_count(opened, folder):
+    """It is removed when there is another to be saved, and no sooner."""
     for step in (1, 2):
         opened.save(step, packed(2))
+    opened.close()
     (folder / "2.json").unlink()
+    (folder / "2.unfinished").touch()
     again = Checkpoints(folder)
     assert again.latest() == 1
-    assert not (folder / "2").exists()
+    assert (folder / "2").exists()
     again.save(2, packed(2))
     assert again.latest() == 2
     again.close()
+    assert {x.name for x in folder.iterdir()} == {"1", "1.json", "2", "2.json", "lock"}
+
+
+def test_what_others_put_there(opened, folder):
+    """Files stay; beside steps of others nothing is saved."""
+    (folder / "notes.json").write_text("{}")
+    opened.save(1, packed(2))
+    assert (folder / "notes.json").exists()
+    opened.close()
+    (folder / "7").mkdir()
+    message = f"{folder}: step 7 was not saved here; give another folder."
+    assert_error(CheckpointError, message, lambda: Checkpoints(folder))
+    assert {x.name for x in folder.iterdir()} == {"1", "1.json", "7", "lock", "notes.json"}
+
+
+def test_one_writer(opened, folder):
+    opened.save(1, packed(2))
+    message = f"{folder}: another run saves its checkpoints here."
+    assert_error(CheckpointError, message, lambda: Checkpoints(folder))
+    reader = Checkpoints(folder, read_only=True)
+    opened.save(2, packed(2))
+    assert_equal(reader.restore(packed(2)), packed(2))
+    reader.close()
+    opened.close()
+    Checkpoints(folder).close()
+
+
+def test_no_folder_to_read(tmp_path):
+    folder = tmp_path / "none"
+    message = f"{folder}: no such folder."
+    assert_error(CheckpointError, message, lambda: Checkpoints(folder, read_only=True))
+    assert not folder.exists()
+
+
+def test_steps_go_up(opened, folder):
+    """After going back, what came later has to be removed first."""
+    for step in (1, 2):
+        opened.save(step, packed(2))
+    message = (
+        f"{folder}: step 2 is not after step 2; remove {folder / '2'} and 2.json, or save in "
+        "another folder."
+    )
+    assert_error(CheckpointError, message, lambda: opened.save(2, packed(2)))
+
+
+def test_how_many_stay(folder):
+    assert_error(ValueError, "keep: 0, expected at least 1.", lambda: Checkpoints(folder, keep=0))
+    one = Checkpoints(folder, keep=1)
+    for step in (1, 2):
+        one.save(step, packed(2), about={"rate": step / 10})
+    assert one.about(2) == {"rate": 0.2}
+    one.close()
+    assert {x.name for x in folder.iterdir()} == {"2", "2.json", "lock"}
 
 
 def test_another_dtype(opened):

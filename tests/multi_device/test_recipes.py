@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgrad
+from tests.multi_device.meshes import mesh_of
 
 DEVICES = 8
 GRID = {"data": 4, "model": 2}
@@ -25,10 +26,6 @@ EXACT = 5e-5  # of the largest element of a leaf: sums over devices are in anoth
 
 mean = functools.partial(jax.lax.pmean, axis_name="data")
 on_mesh = lambda mesh, specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-
-def make_mesh(axis_type=AxisType.Auto, **axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
 
 
 def training_step(tx, gradient):
@@ -120,21 +117,21 @@ lamb = functools.partial(jgrad.lamb, 0.1, weight_decay=0.1, epsilon=1e-3)
 
 def test_data_parallel_under_jit():
     """The loss is that of the whole batch, and so is its gradient."""
-    mesh, (w, batches) = make_mesh(data=8), problem()
+    mesh, (w, batches) = mesh_of(data=8), problem()
     step, *start = under_jit(descent(), jax.grad(loss), w, mesh, P())
     assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_data_parallel_in_shard_map(check_vma):
-    mesh, (w, batches) = make_mesh(data=8), problem()
+    mesh, (w, batches) = mesh_of(data=8), problem()
     step, *start = in_shard_map(descent(), mean_gradient, w, mesh, P(), check_vma=check_vma)
     assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
 
 
 def test_data_parallel_under_pmap():
     """Put on a mesh with the name of the axis; from elsewhere, JAX 0.10 would trace twice."""
-    mesh, (w, batches) = make_mesh(data=8), problem()
+    mesh, (w, batches) = mesh_of(data=8), problem()
     step = training_step(descent(), mean_gradient)
     step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
     start = jax.device_put((w, descent().init(w)), NamedSharding(mesh, P()))
@@ -152,7 +149,7 @@ SPECS = {"gain": P(), "up": P(None, "model"), "bias": P("model"), "down": P("mod
 @pytest.mark.parametrize("make", [jgrad.lamb, jgrad.adam])
 def test_tensor_parallel_under_jit(make, axis_type):
     """Norms are those of whole leaves, and moments lie where parameters do."""
-    mesh, (w, batches) = make_mesh(axis_type, **GRID), problem()
+    mesh, (w, batches) = mesh_of(axis_type, **GRID), problem()
     contract = jnp.matmul
     if axis_type == AxisType.Explicit:  # which has to be told where a sum over devices lies
         contract = functools.partial(jnp.matmul, out_sharding=NamedSharding(mesh, P("data", None)))
@@ -169,7 +166,7 @@ def test_tensor_parallel_in_shard_map():
     """`norm_axes` says how leaves are cut; with `check_vma=True`, `jax.grad` knows by itself."""
     make = lambda **axes: optax.chain(jgrad.clip_by_global_norm(0.5, **axes), lamb(**axes))
     contract = lambda hidden, down: jax.lax.psum(hidden @ down, "model")
-    mesh, (w, batches) = make_mesh(**GRID), problem()
+    mesh, (w, batches) = mesh_of(**GRID), problem()
     gradient = functools.partial(mean_gradient, contract=contract)
     step, *start = in_shard_map(make(norm_axes=SPECS), gradient, w, mesh, SPECS)
     assert_close(train(step, *start, batches), on_one_device(make(), loss, w, batches))
@@ -187,7 +184,7 @@ def under_zero(tx, gradient, w, *, layer_axes=None, **options):
     """A step, packed parameters that are on each device, and an eighth of the state on each."""
     w = jgrad.pack(w, layer_axes=layer_axes, multiple_of=DEVICES)
     options |= {"cut_over": "data", "check_vma": False}
-    return in_shard_map(jgrad.zero(tx, "data"), gradient, w, make_mesh(data=8), P(), **options)
+    return in_shard_map(jgrad.zero(tx, "data"), gradient, w, mesh_of(data=8), P(), **options)
 
 
 def micro_batches():
@@ -199,7 +196,7 @@ def micro_batches():
 @every_method
 def test_accumulate_under_jit(tx):
     """One call for each micro-batch, all of one program."""
-    mesh, (w, batches, windows) = make_mesh(data=8), micro_batches()
+    mesh, (w, batches, windows) = mesh_of(data=8), micro_batches()
     step, *start = under_jit(jgrad.accumulate(tx, EVERY), jax.grad(loss), w, mesh, P())
     found, state = train(step, *start, batches)
     assert_close((found, state.inner), on_one_device(tx, window_loss, w, windows))
@@ -277,7 +274,7 @@ def transformer():
 @pytest.mark.parametrize("specs", [HEADS | UNITS, P("model")], ids=["within layers", "layers"])
 def test_stacked_transformer_under_jit(specs):
     """Each layer is cut, or the stack of them."""
-    mesh, (w, words, expected) = make_mesh(**GRID), transformer()
+    mesh, (w, words, expected) = mesh_of(**GRID), transformer()
     tx, specs = lamb(layer_axes=LAYER_AXES), {"embed": P(), "layers": specs}
     step, *start = under_jit(tx, jax.grad(next_word_loss), w, mesh, specs)
     found, state = train(step, *start, words)

@@ -4,9 +4,10 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgrad
@@ -14,14 +15,11 @@ from benchmarks import collectives
 from tests.cases import CASES, MASK
 from tests.errors import assert_error
 from tests.loops import assert_equal, stack
+from tests.multi_device.meshes import mesh_of
 from tests.packed import DECAYS, PER_ELEMENT, RATES, assert_close, normal
 
 DEVICES = 8
 apply_updates = jax.jit(optax.apply_updates)
-
-
-def mesh_of(**axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def packed_model(dtype=jnp.float32, **layout):
@@ -261,6 +259,64 @@ def test_pmap():
     assert_close(moments, other.inner.mw)
 
 
+@pytest.mark.parametrize("mode", ["check", "no check", "pmap"])
+def test_slopes_of_a_step(mode):
+    """Of the loss after a step by the learning rate, in reverse mode, as on one device."""
+    packed, grads = packed_model(), gradients(packed_model(), 1)[0]
+    tx = jgrad.adam(0.1)
+    square = lambda tree: sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
+
+    def after(tx, axis, w, rate, g):
+        updates, _ = tx.update(g, tx.init(w), w, learning_rate=rate)
+        part = square(optax.apply_updates(w, updates)) / DEVICES
+        return part if axis is None else jax.lax.psum(part, axis)
+
+    def own(w, rate, g):
+        return after(jgrad.zero(tx, "i"), "i", w, rate, jax.tree.map(lambda x: x[0], g))
+
+    if mode == "pmap":
+        mapped = jax.pmap(
+            lambda w, r, g: after(jgrad.zero(tx, "i"), "i", w, r, g),
+            axis_name="i",
+            in_axes=(None, None, 0),
+        )
+        found = jax.grad(lambda rate: mapped(packed, rate, grads)[0])(0.1)
+    else:
+        mapped = jax.shard_map(
+            own,
+            mesh=mesh_of(i=DEVICES),
+            in_specs=(P(), P(), P("i")),
+            out_specs=P(),
+            check_vma=mode == "check",
+        )
+        found = jax.jit(jax.grad(lambda rate: mapped(packed, rate, grads)))(0.1)
+    mean = jax.tree.map(lambda x: jnp.mean(x, 0), grads)
+    alone = jax.grad(lambda rate: DEVICES * after(tx, None, packed, rate, mean))(0.1)
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_devices_that_disagree(check):
+    """On whether gradients are finite: the norms inside of the window wait for all devices."""
+    packed = packed_model()
+    run = Sharded(jgrad.accumulate(jgrad.lamb(0.1), 1), packed)
+
+    def update(w, state, g):
+        finite = jax.lax.axis_index("data") != 3
+        return run.tx.update(jax.tree.map(lambda x: x[0], g), state, w, finite=finite)
+
+    mapped = jax.shard_map(
+        update,
+        mesh=run.mesh,
+        in_specs=(P(), run.specs, P("data")),
+        out_specs=(P(), run.specs),
+        check_vma=check,
+    )
+    updates, state = jax.jit(mapped)(packed, run.state, gradients(packed, 1)[0])
+    assert state.skipped == 1
+    assert not any(jnp.any(x) for x in jax.tree.leaves(updates))
+
+
 def test_around_it():
     """Wrappers outside have to be told that devices see different gradients: then all skip alike."""
     packed = packed_model()
@@ -349,10 +405,9 @@ def step(tx=None, axis="data"):
 
 
 SUMMED = (
-    "zero: `updates` at .buffers['float32']: the same on all devices along 'data', expected those "
-    "of each device's own loss: `jax.grad` has summed them over devices, since the parameters are "
-    'the same on all; differentiate by `jax.lax.pcast(params, axis_name, to="varying")`, or choose '
-    "`check_vma=False`."
+    "zero: `updates` at .buffers['float32']: the same on all devices along 'data', so that they are "
+    "summed or averaged already, expected those of each device's own loss: differentiate by "
+    '`jax.lax.pcast(params, axis_name, to="varying")` without a mean, or choose `check_vma=False`.'
 )
 
 
@@ -371,6 +426,37 @@ def test_no_such_axis():
 def test_no_axis_name(axis_name, came):
     message = f"zero: `axis_name`: {came}, expected an axis name or a tuple of names."
     assert_error(TypeError, message, lambda: jgrad.zero(jgrad.adam(0.1), axis_name))
+
+
+def test_an_axis_twice():
+    message = "zero: `axis_name`: ('data', 'data'), expected different names."
+    assert_error(ValueError, message, lambda: jgrad.zero(jgrad.adam(0.1), ("data", "data")))
+
+
+def test_an_axis_of_several_that_is_not_there():
+    """`init` does not take the inside of `shard_map` for the outside."""
+    tx = jgrad.zero(jgrad.adam(0.1), ("data", "date"))
+    with pytest.raises(NameError, match="date"):
+        jax.eval_shape(
+            jax.shard_map(tx.init, mesh=mesh_of(data=DEVICES), in_specs=P(), out_specs=P()),
+            packed_model(),
+        )
+
+
+def test_accumulation_around_it():
+    """Devices would wait for each other for ever where one has no finite gradient."""
+    message = (
+        "accumulate: `tx`: a `zero`, expected it outside: `zero(accumulate(tx, every), axis_name)`, "
+        "or give its axis as `norm_axes`."
+    )
+    tx = jgrad.accumulate(jgrad.zero(jgrad.adam(0.1), "data"), 2)
+    update = lambda w: tx.update(w, tx.init(w), w)[0]
+    assert_fails(message, ValueError, update, packed_model())
+
+
+def test_small_leaves_inside_it():
+    message = "pack_small: `params`: packed already, expected a tree of arrays."
+    assert_fails(message, TypeError, step(jgrad.pack_small(jgrad.adam(0.1))), packed_model())
 
 
 def test_no_transformation():
