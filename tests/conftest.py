@@ -13,6 +13,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every", type=int, default=1, help="Run each n-th test alone.")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Most tests are one of many alike, with other options: each n-th has some of every kind."""
+    every = config.getoption("--every")
+    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % every])
+    items[:] = items[::every]
+
+
 @pytest.fixture
 def x64():
     """64-bit types, for tests that compare with float64."""
