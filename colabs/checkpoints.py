@@ -115,7 +115,7 @@ class Checkpoints:
             manifest["files"] = self._digests(step)
             _write(self._manifest(step), json.dumps(manifest, indent=1))
             self._mark(step).unlink()
-            for old in self._steps()[: -self._keep]:
+            for old in whole_steps(self._folder)[: -self._keep]:
                 self._mark(old)
                 self._manifest(old).unlink()
             self._remove_unfinished()
@@ -123,9 +123,9 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The last whole step; None if there is none."""
-        found = last_whole_step(self._folder)
+        found = [-1, *whole_steps(self._folder)]
         # One for all: a file system may show a new file to some processes first.
-        step = multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found))
+        step = multihost_utils.broadcast_one_to_all(np.int32(found[-1]))
         return int(step) if step >= 0 else None
 
     def about(self, step: int) -> dict[str, Any]:
@@ -188,9 +188,6 @@ class Checkpoints:
             return f"{self._folder}: step {others[0]} was not saved here; give another folder."
         return ""
 
-    def _steps(self) -> list[int]:
-        return sorted(int(x.stem) for x in self._folder.glob("*.json") if x.stem.isdigit())
-
     def _manifest(self, step: int) -> pathlib.Path:
         return self._folder / f"{step}.json"
 
@@ -238,7 +235,7 @@ class Checkpoints:
         first = np.int32(names.index(bad[0]) if bad else len(names))
         first = int(np.min(multihost_utils.process_allgather(first)))
         if first < len(names):
-            older = [x for x in self._steps() if x < step]
+            older = [x for x in whole_steps(self._folder) if x < step]
             remedy = f"remove {self._folder / str(step)} and {step}.json to go on after step"
             raise CheckpointError(
                 f"{self._folder / names[first]}: altered or missing since step {step} was saved; "
@@ -262,10 +259,10 @@ class Checkpoints:
             )
 
 
-def last_whole_step(folder: str | os.PathLike[str]) -> int | None:
-    """The last step in a folder that has a manifest; None if there is none."""
+def whole_steps(folder: str | os.PathLike[str]) -> list[int]:
+    """The steps in a folder that have a manifest, in order."""
     found = pathlib.Path(folder).glob("*.json")
-    return max((int(x.stem) for x in found if x.stem.isdigit()), default=None)
+    return sorted(int(x.stem) for x in found if x.stem.isdigit())
 
 
 # ---- trees ---------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from rich.progress import Progress
 
 import jgrad
 import processes
-from checkpoints import CheckpointError, Checkpoints, last_whole_step
+from checkpoints import CheckpointError, Checkpoints, whole_steps
 from digits import Digits, accuracy, init, load, loss
 
 _PROCESSES = flags.DEFINE_integer("processes", 2, "Processes on all machines.", lower_bound=1)
@@ -87,10 +87,10 @@ def train() -> bool:
         params, state = checkpoints.restore((params, state), done)
         say(f"Going on after step {done}.")
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
+    whole = functools.partial(jax.make_array_from_process_local_data, rows)
     with progress() as advance:
         advance(done)
         for i, batch in enumerate(batches(train_set, done), done + 1):
-            whole = functools.partial(jax.make_array_from_process_local_data, rows)
             params, state, value = step(params, state, jax.tree.map(whole, batch))
             jax.block_until_ready(value)  # a process that is lost is seen here
             advance(i)
@@ -121,15 +121,14 @@ def start(
     tx: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> tuple[jgrad.Packed, Any, Callable[..., Any]]:
     """Parameters on every device, their state in shares, and a train step."""
-    everywhere, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (_AXIS,)))
 
-    @functools.partial(jax.jit, out_shardings=everywhere)
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
     def packed() -> jgrad.Packed:
         params = init(jax.random.key(_SEED.value), hidden=_HIDDEN.value)
         return jgrad.pack(params, multiple_of=mesh.size)
 
     params = packed()
-    shardings = jgrad.state_shardings(tx, params, rows)
+    shardings = jgrad.state_shardings(tx, params, cut_over=_AXIS)
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     specs = jax.tree.map(lambda x: x.spec, shardings)
 
@@ -159,7 +158,8 @@ def batches(digits: Digits, done: int) -> Iterator[Digits]:
     part = _BATCH.value // jax.process_count()
     for step in range(done, _STEPS.value):
         epoch, number = divmod(step, per_epoch)
-        order = np.random.default_rng((_SEED.value, epoch)).permutation(len(digits.labels))
+        if number == 0 or step == done:
+            order = np.random.default_rng((_SEED.value, epoch)).permutation(len(digits.labels))
         first = number * _BATCH.value + jax.process_index() * part
         chosen = order[first : first + part]
         yield Digits(digits.images[chosen], digits.labels[chosen])
@@ -235,10 +235,10 @@ def check_processes() -> int:
 
 def how_to_resume() -> str:
     """For every message about an end that was not the end."""
-    saved = last_whole_step(_FOLDER.value)
-    if saved is None:
+    saved = whole_steps(_FOLDER.value)
+    if not saved:
         return "Nothing was saved: the same command starts anew."
-    return f"The same command goes on after step {saved}, saved in {_FOLDER.value}."
+    return f"The same command goes on after step {saved[-1]}, saved in {_FOLDER.value}."
 
 
 def main(argv: list[str]) -> int:

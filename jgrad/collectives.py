@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jgrad import places
 from jgrad.rows import Share
 
 
@@ -12,17 +13,9 @@ def share(axes: tuple[str, ...]) -> Share | None:
     Raises:
       NameError: some of them exist, and others do not.
     """
-    if not any(_exists(axis) for axis in axes):
+    if not any(map(places.exists, axes)):
         return None
     return Share(axes, jax.lax.psum(1, axes))
-
-
-def _exists(axis: str) -> bool:
-    try:
-        jax.lax.psum(1, axis)
-    except NameError:
-        return False
-    return True
 
 
 def scattered_mean(x: jax.Array, share: Share) -> jax.Array:

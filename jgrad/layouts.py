@@ -142,6 +142,16 @@ class Layout:
         return "\n".join([*lines, *(["  as they are", *_listed(alone)] if alone else [])])
 
 
+def whole_name(i: int) -> str:
+    """The name of the buffer that is the i-th leaf as it is."""
+    return f"leaf {i}"
+
+
+def is_whole_name(name: str) -> bool:
+    """Whether a buffer of this name is a leaf as it is; others have the names of dtypes."""
+    return name.startswith("leaf ")
+
+
 def _rebuilt(numbers: PyTree, *rest: Any) -> Layout:
     return Layout(trees.flatten(numbers)[1], *rest)
 
@@ -190,7 +200,7 @@ def of(
             continue
         large = max_size is not None and math.prod(x.shape) > max_size
         if large or not checks.is_floating(x):
-            name = f"leaf {i}"  # not the path: two leaves may have one
+            name = whole_name(i)  # not the path: two leaves may have one
             runs[i] = Run(path, np.dtype(x.dtype), place, name, None, 0)
             shapes[name] = x.shape
             continue

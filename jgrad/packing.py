@@ -5,7 +5,7 @@ operations of JAX that have both modes of differentiation.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -144,6 +144,15 @@ def shapes(tree: PyTree) -> PyTree:
         return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
 
     return jax.tree.map(whole, tree, is_leaf=lambda x: x is None or is_packed(x))
+
+
+def with_layouts(tree: PyTree, layout_of: Callable[[Layout], Layout]) -> PyTree:
+    """The same buffers, said to be another tree, or other parts of it."""
+    return jax.tree.map(
+        lambda x: Packed(x.buffers, layout_of(x.layout)) if is_packed(x) else x,
+        tree,
+        is_leaf=is_packed,
+    )
 
 
 def is_packed(x: Any) -> bool:

@@ -104,6 +104,15 @@ def indices(function: str, layer_axes: PyTree) -> PyTree:
     return _read(function, "layer_axes", layer_axes, lambda x: _axes(x, is_index), expected)
 
 
+def exists(name: str) -> bool:
+    """Whether there is such a mesh axis where this is traced."""
+    try:
+        jax.lax.psum(1, name)
+    except NameError:
+        return False
+    return True
+
+
 def mesh_axes(norm_axes: Row) -> tuple[str, ...]:
     """All mesh axes of a row of `Axes`; they exist where the update is traced."""
     cuts = set(norm_axes.leaves)
@@ -166,9 +175,7 @@ def _read(function: str, name: str, tree: PyTree, read: Any, expected: str) -> P
 def _bound(norm_axes: Row, cut: Axes) -> None:
     """The mesh axes exist where the update is traced."""
     for name in cut.values:
-        try:
-            jax.lax.psum(1, name)
-        except NameError:
+        if not exists(name):
             i = norm_axes.leaves.index(cut)
             remedy = "`norm_axes` is for `shard_map` and `pmap`; under `jit` norms are whole"
             norm_axes.fail(i, ValueError, f"no axis {name!r} here; {remedy}")

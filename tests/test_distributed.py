@@ -16,6 +16,8 @@ import time
 
 import pytest
 
+from tests.harm import data_file, flip_a_bit
+
 SCRIPT = pathlib.Path(__file__).parents[1] / "colabs" / "train_distributed.py"
 OPTIONS = ["--steps=120", "--save_every=30", "--log_every=1", "--hidden=32"]
 ONE = ["--processes=1", "--devices=2"]  # the same devices in one process
@@ -161,10 +163,8 @@ def test_the_command_is_killed(start):
 def test_a_flipped_bit(start, tmp_path):
     """Training does not go on from numbers that were altered."""
     start("--processes=1", "--steps=20").parameters()
-    file = max((tmp_path / "saved" / "20").rglob("*"), key=lambda x: x.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    file = data_file(tmp_path / "saved" / "20")
+    flip_a_bit(file)
     run = start("--processes=1", "--steps=20")
     assert run.ended() == 1
     assert f"Not trained: {file}: altered or missing since step 20 was saved; " in run.text

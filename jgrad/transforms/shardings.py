@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jgrad import checks, trees, values
+from jgrad import checks, layouts, trees, values
 from jgrad.transforms import wrapping
 from jgrad.trees import PyTree
 
@@ -82,7 +82,7 @@ def state_shardings(
         raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")
     everywhere = NamedSharding(meshes[0], PartitionSpec())
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=trees.is_none)]
-    named = {jax.tree_util.DictKey(f"leaf {i}"): path for i, path in enumerate(paths)}
+    named = {jax.tree_util.DictKey(layouts.whole_name(i)): path for i, path in enumerate(paths)}
     own = {path: (p, x) for path, p, x in zip(paths, leaves, given, strict=True) if p is not None}
 
     def find(path: tuple[Any, ...], part: Any) -> Sharding:
@@ -91,7 +91,7 @@ def state_shardings(
         Where `pack_small` leaves one as it is, a buffer has a name that says which.
         """
         in_buffer = path[-2:-1] == (jax.tree_util.GetAttrKey("buffers"),)
-        rows = in_buffer and not str(path[-1].key).startswith("leaf ")
+        rows = in_buffer and not layouts.is_whole_name(path[-1].key)
         ends = [path[start:] for start in range(len(path) + 1)]
         if in_buffer and path[-1] in named:
             ends.append(named[path[-1]])

@@ -74,7 +74,7 @@ def pack_small(
                 f"{phrase}."
             )
         # The tree may be another with the same leaves: flax's nnx wraps them for `init` alone.
-        state = _in_layout(state, layout)
+        state = packing.with_layouts(state, lambda _: layout)
         g = leaves.row("updates", updates).with_arrays().leaves
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves.reference.leaves)
@@ -83,7 +83,7 @@ def pack_small(
         else:
             steps, new = tx.update(updates, packing.unpack(state), params, **extra_args)
             new = packing.pack(new, like=state)
-        return steps, new if old is None else _in_layout(new, old)
+        return steps, new if old is None else packing.with_layouts(new, lambda _: old)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -92,15 +92,6 @@ def _layout(state: Any) -> Layout | None:
     """That of the packed trees in a state; None where there are none."""
     found = [x for x in jax.tree.leaves(state, is_leaf=packing.is_packed) if packing.is_packed(x)]
     return found[0].layout if found else None
-
-
-def _in_layout(state: Any, layout: Layout) -> Any:
-    """The same buffers for a tree of another structure."""
-    return jax.tree.map(
-        lambda x: Packed(x.buffers, layout) if packing.is_packed(x) else x,
-        state,
-        is_leaf=packing.is_packed,
-    )
 
 
 def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed) -> None:

@@ -3,12 +3,10 @@
 import dataclasses
 from typing import Any
 
-import jax
 import optax
 
 from jgrad import checks, collectives, packing, slots, trees, values
 from jgrad.checks import Row
-from jgrad.packing import Packed
 from jgrad.rows import Share
 from jgrad.transforms import wrapping
 from jgrad.transforms.leaves import Leaves
@@ -110,15 +108,7 @@ _SUMMED = (
 
 def _in_layouts(tree: PyTree, share: Share | None) -> PyTree:
     """The same buffers, as what they are: whole ones, or shares of them."""
-    return jax.tree.map(
-        lambda x: (
-            Packed(x.buffers, dataclasses.replace(x.layout, share=share))
-            if packing.is_packed(x)
-            else x
-        ),
-        tree,
-        is_leaf=packing.is_packed,
-    )
+    return packing.with_layouts(tree, lambda layout: dataclasses.replace(layout, share=share))
 
 
 def _whole(tree: PyTree) -> PyTree:

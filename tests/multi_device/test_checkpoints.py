@@ -10,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from checkpoints import CheckpointError, Checkpoints, last_whole_step
+from checkpoints import CheckpointError, Checkpoints, whole_steps
 from tests.errors import assert_error
+from tests.harm import data_file, flip_a_bit
 from tests.loops import assert_equal
 from tests.packed import normal
 
@@ -107,7 +108,7 @@ def test_shapes_are_enough(opened):
 def test_the_last_steps_stay(opened, folder):
     for step in range(5):
         opened.save(step, packed(2))
-    assert opened.latest() == last_whole_step(folder) == 4
+    assert opened.latest() == whole_steps(folder)[-1] == 4
     assert sorted(int(x.stem) for x in folder.glob("*.json")) == [2, 3, 4]
     assert sorted(int(x.name) for x in folder.iterdir() if x.is_dir()) == [2, 3, 4]
 
@@ -115,20 +116,11 @@ def test_the_last_steps_stay(opened, folder):
 # ---- what does not -------------------------------------------------------------------------------
 
 
-def data_file(folder, step):
-    """The largest file of a step: that of the numbers."""
-    return max(
-        (folder / str(step)).rglob("*"), key=lambda x: x.stat().st_size if x.is_file() else 0
-    )
-
-
 def test_one_flipped_bit(opened, folder):
     for step in (1, 2):
         opened.save(step, packed(2))
-    file = data_file(folder, 2)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    file = data_file(folder / "2")
+    flip_a_bit(file)
     message = (
         f"{file}: altered or missing since step 2 was saved; remove {folder / '2'} and 2.json to "
         "go on after step 1."
@@ -140,7 +132,7 @@ def test_one_flipped_bit(opened, folder):
 @pytest.mark.parametrize("harm", ["gone", "cut"])
 def test_a_file_that_is_not_whole(opened, folder, harm):
     opened.save(1, packed(2))
-    file = data_file(folder, 1)
+    file = data_file(folder / "1")
     if harm == "gone":
         file.unlink()
     else:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgrad
+from tests.multi_device.meshes import mesh_of
 
 DEVICES = 8
 METHODS = {
@@ -22,8 +23,7 @@ METHODS = {
 every_method = pytest.mark.parametrize("name", METHODS)
 
 
-def line(name):
-    return jax.make_mesh((DEVICES,), (name,), axis_types=(AxisType.Auto,))
+line = lambda name: mesh_of(**{name: DEVICES})
 
 
 def model(seed):

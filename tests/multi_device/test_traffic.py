@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgrad
@@ -17,6 +17,7 @@ from benchmarks import collectives, traffic
 from benchmarks.collectives import Collective
 from benchmarks.methods import METHODS
 from benchmarks.traffic import WAYS, Machine, Part
+from tests.multi_device.meshes import mesh_of
 
 # Leaves that 8 devices can share, and that fill their blocks; and others, which packing pads.
 EVEN = {"w": [(64, 512), (512, 128)], "b": []}
@@ -52,7 +53,7 @@ class Trained(NamedTuple):
 
 def train(name, n, w, packed):
     """By Adam on the first n devices."""
-    mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+    mesh = mesh_of(data=n)
     whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     x = jax.device_put(jnp.ones((16, w["w"][0].shape[0])), cut)
     w = jax.device_put(jgrad.pack(w, multiple_of=n) if packed else w, whole)
