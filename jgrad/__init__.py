@@ -4,59 +4,59 @@ The public names, grouped by what they are for.
 """
 
 # Gradients.
-from jgrad.execution import execute_with_gradients as execute_with_gradients
-from jgrad.gradients import grad as grad
-from jgrad.gradients import hvp as hvp
-from jgrad.gradients import stop_gradient as stop_gradient
-from jgrad.gradients import value_and_grad as value_and_grad
-from jgrad.jacobians import jac as jac
-from jgrad.jacobians import value_and_jac as value_and_jac
-
-# Many arrays as one.
-from jgrad.layouts import Layout as Layout
-from jgrad.packing import Packed as Packed
-from jgrad.packing import pack as pack
-from jgrad.packing import unpack as unpack
-
-# Functional updates with explicit state.
-from jgrad.steps.adam import adam_step as adam_step
-from jgrad.steps.adam import adam_update as adam_update
-from jgrad.steps.descent import gradient_descent_update as gradient_descent_update
-from jgrad.steps.descent import optimizer_update as optimizer_update
-from jgrad.steps.lamb import lamb_update as lamb_update
-from jgrad.steps.lars import lars_update as lars_update
-
-# Transformations around others, and beside them.
-from jgrad.transforms.accumulation import AccumulateState as AccumulateState
-from jgrad.transforms.accumulation import accumulate as accumulate
-
-# Transformations, the `init`/`update` pairs of optax.
-from jgrad.transforms.adam import adam as adam
-from jgrad.transforms.adam import scale_by_adam as scale_by_adam
-from jgrad.transforms.averaging import EmaState as EmaState
-from jgrad.transforms.averaging import ema as ema
-from jgrad.transforms.clipping import clip_by_global_norm as clip_by_global_norm
-from jgrad.transforms.clipping import global_norm as global_norm
-from jgrad.transforms.gradient_descent import gradient_descent as gradient_descent
-from jgrad.transforms.lamb import lamb as lamb
-from jgrad.transforms.lars import lars as lars
-from jgrad.transforms.master import MasterState as MasterState
-from jgrad.transforms.master import master_weights as master_weights
-from jgrad.transforms.shardings import state_shardings as state_shardings
-from jgrad.transforms.skipping import SkipState as SkipState
-from jgrad.transforms.skipping import skip_nonfinite as skip_nonfinite
-from jgrad.transforms.small_leaves import pack_small as pack_small
-from jgrad.transforms.state import OptState as OptState
-from jgrad.transforms.trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
-from jgrad.transforms.zero import zero as zero
+from jgrad._gradients.grad import grad as grad
+from jgrad._gradients.grad import hvp as hvp
+from jgrad._gradients.grad import stop_gradient as stop_gradient
+from jgrad._gradients.grad import value_and_grad as value_and_grad
+from jgrad._gradients.jac import jac as jac
+from jgrad._gradients.jac import value_and_jac as value_and_jac
+from jgrad._inputs.state import OptState as OptState
+from jgrad._ivy.execution import execute_with_gradients as execute_with_gradients
 
 # The oldest face: variables, and updates in place that return the new value.
-from jgrad.variables import inplace_decrement as inplace_decrement
-from jgrad.variables import inplace_increment as inplace_increment
-from jgrad.variables import inplace_update as inplace_update
-from jgrad.variables import is_variable as is_variable
-from jgrad.variables import variable as variable
-from jgrad.variables import variable_data as variable_data
+from jgrad._ivy.variables import inplace_decrement as inplace_decrement
+from jgrad._ivy.variables import inplace_increment as inplace_increment
+from jgrad._ivy.variables import inplace_update as inplace_update
+from jgrad._ivy.variables import is_variable as is_variable
+from jgrad._ivy.variables import variable as variable
+from jgrad._ivy.variables import variable_data as variable_data
+
+# Transformations, the `init`/`update` pairs of optax.
+from jgrad._optimizers.adam import adam as adam
+from jgrad._optimizers.adam import scale_by_adam as scale_by_adam
+from jgrad._optimizers.gradient_descent import gradient_descent as gradient_descent
+from jgrad._optimizers.lamb import lamb as lamb
+from jgrad._optimizers.lars import lars as lars
+
+# Functional updates with explicit state.
+from jgrad._optimizers.steps_adam import adam_step as adam_step
+from jgrad._optimizers.steps_adam import adam_update as adam_update
+from jgrad._optimizers.steps_descent import gradient_descent_update as gradient_descent_update
+from jgrad._optimizers.steps_descent import optimizer_update as optimizer_update
+from jgrad._optimizers.steps_lamb import lamb_update as lamb_update
+from jgrad._optimizers.steps_lars import lars_update as lars_update
+from jgrad._optimizers.trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
+
+# Many arrays as one.
+from jgrad._packed.layouts import Layout as Layout
+from jgrad._packed.packing import Packed as Packed
+from jgrad._packed.packing import pack as pack
+from jgrad._packed.packing import unpack as unpack
+
+# Transformations around others, and beside them.
+from jgrad._wrappers.accumulate import AccumulateState as AccumulateState
+from jgrad._wrappers.accumulate import accumulate as accumulate
+from jgrad._wrappers.clip import clip_by_global_norm as clip_by_global_norm
+from jgrad._wrappers.clip import global_norm as global_norm
+from jgrad._wrappers.ema import EmaState as EmaState
+from jgrad._wrappers.ema import ema as ema
+from jgrad._wrappers.master_weights import MasterState as MasterState
+from jgrad._wrappers.master_weights import master_weights as master_weights
+from jgrad._wrappers.pack_small import pack_small as pack_small
+from jgrad._wrappers.skip_nonfinite import SkipState as SkipState
+from jgrad._wrappers.skip_nonfinite import skip_nonfinite as skip_nonfinite
+from jgrad._wrappers.state_shardings import state_shardings as state_shardings
+from jgrad._wrappers.zero import zero as zero
 
 __version__ = "0.4.0"
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad import buffers
-from jgrad.rows import Rows
+from jgrad._packed import row_sums as buffers
+from jgrad._packed.rows import Rows
 
 
 @pytest.mark.parametrize("padding", [0, 1])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad import cutting
+from jgrad._packed import splitting as cutting
 
 SIZES = {
     "few": (3, 3, 5),

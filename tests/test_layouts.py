@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgrad
-from jgrad import layouts
+from jgrad._packed import layouts
 from tests.errors import assert_error
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad import leafwise
+from jgrad._arithmetic import leafwise
 
 
 def double(x):

@@ -331,7 +331,7 @@ def test_export(case):
 @every_case
 def test_checks_leave_nothing_in_the_program(case, monkeypatch):
     """With every check taken out, the jaxpr is the same."""
-    from jgrad import checks, values
+    from jgrad._trees import checks, values
 
     tx, w = case.tx(), params()
     args = (w, tx.init(w), gradients(1)[0])

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad import leafwise, norms
-from jgrad.places import Place
+from jgrad._arithmetic import leafwise
+from jgrad._layers import norms
+from jgrad._layers.layer_axes import Place
 
 
 def found_norms(*arrays):

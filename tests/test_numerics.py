@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad import numerics
+from jgrad._arithmetic import numerics
 
 BETAS = [0.5, 0.9, 0.999, 0.9999, 0.999999, 1 - 1e-7]
 STEPS = [1, 2, 10, 100, 10**3, 10**4, 10**5, 10**6, 2**24, 2**31 - 1]

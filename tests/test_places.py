@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad import places
-from jgrad.places import Axes, Place
+from jgrad._layers import layer_axes as places
+from jgrad._layers.layer_axes import Axes, Place
 from tests.errors import assert_error
 
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad.rows import Rows, Share
+from jgrad._packed.rows import Rows, Share
 
 BLOCKS = (3, 0, 2, 1)  # rows of each layer; two rows behind them are padding
 WHOLE = Rows((8, 256), blocks=BLOCKS)

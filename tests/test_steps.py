@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad import steps
 
 W = {"a": jnp.array([1.0, 2.0, 3.0]), "b": {"c": jnp.array([4.0, 5.0, 6.0])}}
 G = jax.tree.map(lambda x: 0.1 * x - 0.3, W)
@@ -395,4 +394,3 @@ def test_signatures():
             if p.kind is not p.KEYWORD_ONLY or p.name not in extra
         ]
         assert str(inspect.Signature(kept)) == signature
-    assert steps.__doc__

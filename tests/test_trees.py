@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from jgrad import trees
+from jgrad._trees import trees
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

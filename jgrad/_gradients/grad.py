@@ -1,0 +1,188 @@
+"""Gradients and Hessian-vector products of functions of pytrees.
+
+Over `jax.grad` and its kin: integer, bool and PRNG-key leaves may stand beside floating ones (their
+gradient is `None`), a one-element output of any rank counts as a scalar, `func` is called exactly
+once, and errors name the leaf.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._gradients import arguments as differentiation
+from jgrad._gradients.arguments import Argnums, Arguments
+from jgrad._trees import checks, values
+from jgrad._trees.trees import PyTree
+
+# Set on what `grad` returns, to itself: the gradient of a gradient differentiates the sum of its
+# elements, and `functools.wraps` copies attributes to wrappers that are no gradients.
+_GRADIENT = "_jgrad_gradient"
+
+
+def grad(
+    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """The function that returns the gradient of `func`.
+
+        grad(f)(x) = df/dx
+
+    `grad(grad(f))` on an array is the gradient of the sum of the inner gradient: the second
+    derivative of each element, where `f` treats elements apart; and so on for the n-th.
+
+    Args:
+      func: returns one real floating array with one element; with `has_aux`, a pair of it and
+        anything.
+      argnums: which positional arguments to differentiate: pytrees with floating or complex leaves,
+        and possibly others. The gradient of a complex leaf is as `jax.grad` defines it: the descent
+        direction is its conjugate.
+      has_aux: see `func`.
+
+    Returns:
+      A function of the arguments of `func`. It returns the gradient, a tree like the argument with
+      leaves of the same shapes and dtypes, `None` for leaves that are not differentiated; a tuple
+      of such trees where `argnums` is a sequence; with `has_aux`, the pair of that and the
+      auxiliary output.
+
+    Raises:
+      TypeError: from the returned function: an argument has no floating leaf, or the output is not
+        one real floating array.
+      ValueError: from the returned function: the output has several elements, or `argnums` is out
+        of range.
+    """
+    both = _value_and_grad("grad", func, argnums, has_aux=has_aux)
+
+    @functools.wraps(func)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    setattr(gradient, _GRADIENT, gradient)
+    return gradient
+
+
+def value_and_grad(
+    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """The function that returns the value of `func` and its gradient, from one evaluation.
+
+        value_and_grad(f)(x) = (f(x), df/dx)
+
+    Args:
+      func: as for `grad`.
+      argnums: as for `grad`.
+      has_aux: as for `grad`.
+
+    Returns:
+      A function of the arguments of `func` that returns `(value, gradient)`, with `has_aux`
+      `((value, aux), gradient)`. The gradient is as for `grad`.
+
+    Raises:
+      As `grad`.
+    """
+    return _value_and_grad("value_and_grad", func, argnums, has_aux=has_aux)
+
+
+def _value_and_grad(
+    name: str, func: Callable[..., Any], argnums: Argnums, *, has_aux: bool
+) -> Callable[..., Any]:
+    """`value_and_grad` under the name that messages give."""
+
+    @functools.wraps(func)
+    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments(name, argnums, args)
+
+        def scalar(leaves: list[Any]) -> tuple[jax.Array, Any]:
+            output = func(*arguments.with_leaves(leaves), **kwargs)
+            value = _first_of_pair(name, output) if has_aux else output
+            is_gradient = getattr(func, _GRADIENT, None) is func
+            scalar_of = _sum_of_gradient if is_gradient else differentiation.scalar
+            return scalar_of(name, value), output
+
+        value, pull, output = jax.vjp(scalar, arguments.leaves, has_aux=True)
+        return output, arguments.result(pull(jnp.ones_like(value))[0])
+
+    return value_and_gradient
+
+
+def hvp(func: Callable[..., Any], primals: Sequence[PyTree], tangents: Sequence[PyTree]) -> PyTree:
+    """The product of the Hessian of `func` with a vector, forward over reverse.
+
+        hvp(f, (x,), (v,)) = d/de grad f(x + e v) at e = 0
+
+    Args:
+      func: returns one real floating array with one element.
+      primals: its positional arguments, as for `jax.jvp`: pytrees with floating leaves, and
+        possibly others.
+      tangents: a vector for each: trees of the same structure with leaves of the same shapes and
+        dtypes; `None` beside leaves that are not differentiated.
+
+    Returns:
+      The product, a tree like the argument, `None` for leaves that are not differentiated; a tuple
+      of such trees if there are several arguments (each sums over the tangents of all).
+
+    Raises:
+      TypeError: `primals` or `tangents` is not a tuple or list, an argument has no floating leaf, a
+        tangent is not one, or the output of `func` is not one real floating array.
+      ValueError: lengths, structures or shapes do not match, or the output has several elements.
+    """
+    for name, x in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(x, (tuple, list)):
+            expected = "a tuple with an entry per argument of `func`, such as `(x,)`"
+            raise TypeError(f"hvp: `{name}`: {checks.describe(x)}, expected {expected}.")
+    if len(primals) != len(tangents):
+        raise ValueError(
+            f"hvp: `tangents`: {len(tangents)} entries, expected {len(primals)}, as `primals` has."
+        )
+    if not primals:
+        raise ValueError("hvp: `primals`: no entries, expected one per argument of `func`.")
+    arguments = Arguments("hvp", tuple(range(len(primals))), tuple(primals))
+
+    def scalar(leaves: list[Any]) -> jax.Array:
+        return differentiation.scalar("hvp", func(*arguments.with_leaves(leaves)))
+
+    _, products = jax.jvp(jax.grad(scalar), (arguments.leaves,), (arguments.tangents(tangents),))
+    product = arguments.result(products)
+    return product if len(primals) > 1 else product[0]
+
+
+def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None) -> PyTree:
+    """The same values, cut from the graph.
+
+        stop_gradient(x) = x, with derivative 0
+
+    Args:
+      x: pytree; leaves that are not arrays pass as they are.
+      preserve_type: accepted for parity with Ivy, whose variables may change type; JAX's arrays
+        have one.
+      out: None.
+
+    Returns:
+      A tree like `x`.
+
+    Raises:
+      NotImplementedError: `out` is given.
+    """
+    values.no_out("stop_gradient", out)
+    return jax.tree.map(
+        lambda leaf: jax.lax.stop_gradient(leaf) if checks.is_array(leaf) else leaf, x
+    )
+
+
+def _first_of_pair(name: str, output: Any) -> Any:
+    if not isinstance(output, (tuple, list)) or len(output) != 2:
+        expected = "a pair `(value, aux)`, as `has_aux` says"
+        raise TypeError(f"{name}: `func` returned {checks.describe(output)}, expected {expected}.")
+    return output[0]
+
+
+def _sum_of_gradient(name: str, gradient: Any) -> jax.Array:
+    """What the gradient of a gradient differentiates."""
+    if not differentiation.is_real_floating(gradient):
+        expected = "that of one real array; take `jac` of it, or `hvp`"
+        raise TypeError(
+            f"{name}: the inner gradient is {checks.describe(gradient)}, expected {expected}."
+        )
+    return jnp.sum(gradient)

@@ -1,0 +1,193 @@
+"""Jacobians of functions from pytrees to pytrees."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._gradients import arguments as differentiation
+from jgrad._gradients.arguments import Argnums, Arguments
+from jgrad._trees import checks, values
+from jgrad._trees.checks import Row
+from jgrad._trees.trees import PyTree
+
+Mode = Literal["reverse", "forward"] | None
+
+# From the leaves that are differentiated to those of the output, and the output itself.
+Outputs = Callable[[list[jax.Array]], tuple[list[jax.Array], PyTree]]
+Blocks = list[list[jax.Array]]
+
+
+def jac(func: Callable[..., Any], argnums: Argnums = 0, *, mode: Mode = None) -> Callable[..., Any]:
+    """The function that returns the Jacobian of `func`.
+
+        jac(f)(x)[i..., j...] = df[i...] / dx[j...]
+
+    Args:
+      func: returns a pytree of real floating arrays.
+      argnums: which positional arguments to differentiate: pytrees with floating leaves, and
+        possibly others.
+      mode: "reverse" (one pass per output element), "forward" (one per input element), or None for
+        the one that takes fewer passes. None evaluates `func` once: its forward mode is the
+        transpose of the pullback. A `jax.custom_vjp` whose backward pass is not linear has no such
+        transpose: say "reverse" there.
+
+    Returns:
+      A function of the arguments of `func` that returns, for each leaf of the output, a tree like
+      the argument with leaves of shape `output shape + input shape` and the dtype of the input,
+      `None` for leaves that are not differentiated; a tuple of such trees where `argnums` is a
+      sequence.
+
+    Raises:
+      TypeError: from the returned function: an argument has no floating leaf, or an output is not a
+        real floating array.
+      ValueError: `mode` or, from the returned function, `argnums` is not one of the possible.
+    """
+    both = _value_and_jac("jac", func, argnums, mode)
+
+    @functools.wraps(func)
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        return both(*args, **kwargs)[1]
+
+    return jacobian
+
+
+def value_and_jac(
+    func: Callable[..., Any], argnums: Argnums = 0, *, mode: Mode = None
+) -> Callable[..., Any]:
+    """The function that returns the value of `func` and its Jacobian, from one evaluation.
+
+        value_and_jac(f)(x) = (f(x), df/dx)
+
+    Args:
+      func: as for `jac`.
+      argnums: as for `jac`.
+      mode: as for `jac`.
+
+    Returns:
+      A function of the arguments of `func` that returns `(value, Jacobian)`; the Jacobian is as for
+      `jac`.
+
+    Raises:
+      As `jac`.
+    """
+    return _value_and_jac("value_and_jac", func, argnums, mode)
+
+
+def _value_and_jac(
+    name: str, func: Callable[..., Any], argnums: Argnums, mode: Mode
+) -> Callable[..., Any]:
+    """`value_and_jac` under the name that messages give."""
+    values.one_of(name, "mode", mode, ("reverse", "forward", None))
+
+    @functools.wraps(func)
+    def value_and_jacobian(*args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments(name, argnums, args)
+
+        def outputs(leaves: list[Any]) -> tuple[list[jax.Array], PyTree]:
+            value = func(*arguments.with_leaves(leaves), **kwargs)
+            return _floating_leaves(name, value), value
+
+        inputs = arguments.leaves
+        if mode == "forward":
+            if any(map(jnp.iscomplexobj, inputs)):
+                expected = "'reverse' or None"
+                raise TypeError(
+                    f"{name}: `mode`: 'forward' with a complex argument, expected {expected}."
+                )
+            value, blocks = _forward(outputs, inputs)
+        else:
+            value, blocks = _reverse(outputs, inputs, may_transpose=mode is None)
+        structure: Any = jax.tree.structure(value)
+        return value, structure.unflatten([arguments.result(row) for row in blocks])
+
+    return value_and_jacobian
+
+
+def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Blocks]:
+    """Value and blocks, by a push for each element of the input."""
+
+    def push(tangent: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
+        _, out, value = jax.jvp(outputs, (inputs,), (tangent,), has_aux=True)
+        return out, value
+
+    along = jax.vmap(push, out_axes=(0, None), axis_size=_size(inputs))
+    columns, value = along(_basis(inputs))
+    return value, _blocks_of_columns(columns, inputs)
+
+
+def _reverse(
+    outputs: Outputs, inputs: list[jax.Array], *, may_transpose: bool
+) -> tuple[PyTree, Blocks]:
+    """Value and blocks, by a pull for each element of the output.
+
+    Or by a push for each element of the input, if those are fewer: transposed, the pullback is one.
+    """
+    leaves, pull, value = jax.vjp(outputs, inputs, has_aux=True)
+
+    def one(cotangent: list[jax.Array]) -> list[jax.Array]:
+        return pull(cotangent)[0]
+
+    fewer_inputs = _size(inputs) < _size(leaves)
+    if may_transpose and fewer_inputs and not any(map(jnp.iscomplexobj, inputs)):
+        push = jax.linear_transpose(one, leaves)
+        along = jax.vmap(lambda tangent: push(tangent)[0], axis_size=_size(inputs))
+        # Where a custom backward pass has no transpose, what follows is right all the same.
+        with contextlib.suppress(NotImplementedError, AssertionError):
+            return value, _blocks_of_columns(along(_basis(inputs)), inputs)
+    return value, _blocks_of_rows(jax.vmap(one, axis_size=_size(leaves))(_basis(leaves)), leaves)
+
+
+def _floating_leaves(name: str, output: PyTree) -> list[jax.Array]:
+    row = Row.of(name, "output of func", output)
+    for i, leaf in enumerate(row.leaves):
+        if leaf is not None and not differentiation.is_real_floating(leaf):
+            row.fail(i, TypeError, f"{checks.describe(leaf)}, expected a real floating array")
+    return [jnp.asarray(leaf) for leaf in row.leaves if leaf is not None]
+
+
+# The Jacobian of several outputs and inputs is a table of blocks, a row per output leaf.
+# Differentiation gives a stack for each leaf of one side, whose first axis runs through all
+# elements of the other side.
+
+
+def _size(leaves: Sequence[jax.Array]) -> int:
+    return sum(leaf.size for leaf in leaves)
+
+
+def _parts(leaves: Sequence[jax.Array]) -> list[slice]:
+    """Where the elements of each leaf stand among those of all."""
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    return [slice(end - leaf.size, end) for leaf, end in zip(leaves, ends, strict=True)]
+
+
+def _basis(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """The unit vectors of the space of `leaves`, stacked along a new first axis."""
+    unit = np.eye(_size(leaves))
+    return [
+        jnp.asarray(unit[:, part].reshape(len(unit), *x.shape), x.dtype)
+        for x, part in zip(leaves, _parts(leaves), strict=True)
+    ]
+
+
+def _blocks_of_rows(stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]) -> Blocks:
+    """From a stack per input leaf, of shape (all output elements, *input shape)."""
+    return [
+        [x[part].reshape(*y.shape, *x.shape[1:]) for x in stacks]
+        for y, part in zip(outputs, _parts(outputs), strict=True)
+    ]
+
+
+def _blocks_of_columns(stacks: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Blocks:
+    """From a stack per output leaf, of shape (all input elements, *output shape)."""
+    return [
+        [
+            jnp.moveaxis(y[part], 0, -1).reshape(*y.shape[1:], *x.shape).astype(x.dtype)
+            for x, part in zip(inputs, _parts(inputs), strict=True)
+        ]
+        for y in stacks
+    ]

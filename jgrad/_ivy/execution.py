@@ -1,0 +1,245 @@
+"""Ivy's `execute_with_gradients`: a value, and gradients of chosen outputs by chosen inputs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._arithmetic import numerics
+from jgrad._gradients.grad import stop_gradient
+from jgrad._trees import checks, trees
+from jgrad._trees.trees import PyTree
+
+_NAME = "execute_with_gradients"
+_DEFAULT = ((0,),)
+_ABSENT: Any = object()
+
+Path = Sequence[Any]
+
+
+def execute_with_gradients(
+    func: Callable[[Any], Any],
+    xs: PyTree,
+    /,
+    *,
+    retain_grads: bool = False,
+    xs_grad_idxs: Sequence[Path] | None = _DEFAULT,
+    ret_grad_idxs: Sequence[Path] | None = _DEFAULT,
+) -> tuple[Any, Any]:
+    """The value of `func` at `xs`, and gradients of its outputs.
+
+        execute_with_gradients(f, x) = (f(x), df/dx)
+
+    An index is a path: a sequence of keys, attribute names and positions, `(1, "a")`. Negative
+    positions count from the end. A path that stops above the leaves means all arrays below it.
+
+    Args:
+      func: a function of `xs` that returns an array or a pytree. It is called once.
+      xs: an array, or a pytree of arrays and of anything else, which is handed to `func` as it is.
+      retain_grads: whether gradients of an enclosing differentiation flow through the returned
+        value; through the returned gradients they always do.
+      xs_grad_idxs: paths of the inputs to differentiate by; `None` for all. The default is the
+        first entry of a list or tuple, and all of anything else. Integer arrays take part, as the
+        default float dtype, where a path leads to integers only; beside floating ones they are left
+        alone, and bool arrays always are.
+      ret_grad_idxs: paths of the outputs to differentiate: real floating arrays of one element,
+        whatever their rank. `None` for all such; other outputs are passed over. The default is the
+        first entry of a list or tuple, and all of anything else.
+
+    Returns:
+      `(func_ret, grads)`. `func_ret` is all that `func` returned. `grads` has the chosen inputs
+      only: dicts keep their keys, lists and tuples become lists of what was chosen, other nodes
+      keep their type, with `None` for what was not chosen; a list of one at the top is that one
+      entry. Leaves have the dtype of their input, and are zero where `func` does not depend on it.
+      Where `func` returned one array, or `ret_grad_idxs=None` found one output, this is all; else
+      `grads` is a dict of it, keyed by the outputs' paths joined with "_": `{"0": ..., "1_a":
+      ...}`.
+
+      K outputs cost K backward passes. The gradient of their sum costs one: let `func` return the
+      sum.
+
+    Raises:
+      ValueError: a path does not exist, does not lead to an array, or leads to an output of several
+        elements; or nothing is there to differentiate.
+    """
+    inputs = _Inputs(xs, xs_grad_idxs)
+    keys: list[str] = []
+
+    def outputs(leaves: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+        ret = func(inputs.with_leaves(leaves))
+        chosen = _outputs(ret, ret_grad_idxs)
+        keys[:] = [key for key, _ in chosen]
+        return [y.reshape(()) for _, y in chosen], ret
+
+    ys, pull, ret = jax.vjp(outputs, inputs.leaves, has_aux=True)
+    found = []
+    for i in range(len(ys)):
+        (leaves,) = pull(
+            [jnp.ones_like(y) if i == j else jnp.zeros_like(y) for j, y in enumerate(ys)]
+        )
+        found.append(inputs.gradients(leaves))
+    bare = trees.children(ret) is None or (ret_grad_idxs is None and len(found) == 1)
+    grads = found[0] if bare else dict(zip(keys, found, strict=True))
+    return ret if retain_grads else stop_gradient(ret), grads
+
+
+class _Inputs:
+    """`xs`, and which of its leaves are differentiated.
+
+    Attributes:
+      leaves: those leaves, integers as the default float dtype.
+    """
+
+    def __init__(self, xs: PyTree, idxs: Sequence[Path] | None) -> None:
+        xs = jnp.asarray(xs) if checks.is_number(xs) else xs
+        self._tree = xs
+        self._all, self._structure = trees.flatten(xs)
+        self._chosen: set[int] = set()
+        for place in _places("xs_grad_idxs", xs, idxs):
+            arrays = [i for i in place.leaves if checks.is_array(self._all[i])]
+            floats = [i for i in arrays if jnp.issubdtype(self._all[i].dtype, jnp.inexact)]
+            integers = [i for i in arrays if jnp.issubdtype(self._all[i].dtype, jnp.integer)]
+            if not (floats or integers):
+                _fail(
+                    "xs_grad_idxs",
+                    place,
+                    self._all,
+                    "floating or integer arrays, as `jgrad.variable` makes them",
+                )
+            self._chosen.update(floats or integers)
+        self.leaves = [numerics.floating(self._all[i]) for i in sorted(self._chosen)]
+
+    def with_leaves(self, leaves: Sequence[jax.Array]) -> PyTree:
+        """`xs` with other values for the leaves that are differentiated."""
+        return self._structure.unflatten(self._scattered(leaves, self._all))
+
+    def gradients(self, leaves: Sequence[jax.Array]) -> Any:
+        """The tree of what was chosen."""
+        grads = _pruned(self._tree, iter(self._scattered(leaves, [_ABSENT] * len(self._all))))
+        return grads[0] if isinstance(grads, list) and len(grads) == 1 else grads
+
+    def _scattered(self, leaves: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        given = iter(leaves)
+        return [next(given) if i in self._chosen else other for i, other in enumerate(others)]
+
+
+def _pruned(node: PyTree, leaves: Iterator[Any]) -> Any:
+    """The tree of `leaves`, without absent ones in dicts and lists, and with `None` elsewhere."""
+    children = trees.children(node)
+    if children is None:
+        return next(leaves)
+    values = [_pruned(child, leaves) for _, child in children]
+    present = [
+        (key, value)
+        for (key, _), value in zip(children, values, strict=True)
+        if value is not _ABSENT
+    ]
+    if not present:
+        return _ABSENT
+    if isinstance(node, dict):
+        return {key.key: value for key, value in present}
+    if type(node) in (list, tuple):
+        return [value for _, value in present]
+    structure: Any = jax.tree.structure(node, is_leaf=lambda x: x is not node)
+    return structure.unflatten([None if value is _ABSENT else value for value in values])
+
+
+def _outputs(ret: PyTree, idxs: Sequence[Path] | None) -> list[tuple[str, jax.Array]]:
+    """The outputs to differentiate, each with its path as a key."""
+    leaves, _ = trees.flatten(ret)
+    names = _names(ret)
+    chosen: dict[int, None] = {}
+    for place in _places("ret_grad_idxs", ret, idxs):
+        fitting = [i for i in place.leaves if _is_scalar(leaves[i])]
+        if not fitting:
+            _fail("ret_grad_idxs", place, leaves, "a real floating array of one element")
+        chosen.update(dict.fromkeys(fitting))
+    paths: dict[str, tuple[Any, ...]] = {}
+    for i in chosen:
+        key = "_".join(map(str, names[i]))
+        if key in paths:
+            raise ValueError(
+                f"{_NAME}: outputs {paths[key]} and {names[i]} would both have the key {key!r} "
+                "among the gradients, expected one; rename one of them."
+            )
+        paths[key] = names[i]
+    return list(zip(paths, (leaves[i] for i in chosen), strict=True))
+
+
+def _is_scalar(y: Any) -> bool:
+    return checks.is_array(y) and y.size == 1 and jnp.issubdtype(y.dtype, jnp.floating)
+
+
+class _Place(NamedTuple):
+    """A subtree that a path leads to."""
+
+    named: str
+    leaves: range
+
+
+def _fail(argument: str, place: _Place, leaves: Sequence[Any], expected: str) -> NoReturn:
+    only = [leaves[i] for i in place.leaves]
+    what = checks.describe(only[0]) if len(only) == 1 else f"{len(only)} leaves"
+    raise ValueError(f"{_NAME}: `{argument}`: {place.named}: {what}, expected {expected}.")
+
+
+def _places(argument: str, tree: PyTree, idxs: Sequence[Path] | None) -> list[_Place]:
+    """The subtrees that are asked for."""
+    everything = [_Place("all", range(len(trees.flatten(tree)[0])))]
+    if idxs is None or (idxs is _DEFAULT and type(tree) not in (list, tuple)):
+        return everything
+    paths = _paths(argument, idxs)
+    # [[0]] written out means the default too, in Ivy's documents, where there is nothing at 0.
+    nothing = trees.children(tree) is None or (isinstance(tree, dict) and 0 not in tree)
+    if paths == [(0,)] and nothing:
+        return everything
+    return [_locate(argument, tree, path) for path in paths]
+
+
+def _paths(argument: str, idxs: Any) -> list[tuple[Any, ...]]:
+    """The paths that were given, each as a tuple."""
+    expected = "a sequence of paths, such as ((0,), (1, 'a')), or None for all"
+    if not isinstance(idxs, (list, tuple)):
+        raise TypeError(f"{_NAME}: `{argument}`: {checks.describe(idxs)}, expected {expected}.")
+    if not idxs:
+        raise ValueError(f"{_NAME}: `{argument}`: no paths, expected {expected}.")
+    return [tuple(path) if isinstance(path, (list, tuple)) else (path,) for path in idxs]
+
+
+def _locate(argument: str, tree: PyTree, path: tuple[Any, ...]) -> _Place:
+    node, start = tree, 0
+    for depth, key in enumerate(path):
+        children = trees.children(node) or []
+        names = [_name(entry) for entry, _ in children]
+        if key in names:
+            position = names.index(key)
+        elif (
+            isinstance(key, (int, np.integer))
+            and not isinstance(node, dict)
+            and -len(names) <= key < len(names)
+        ):
+            position = int(key) % len(names)
+        else:
+            there = (
+                f"expected one of {', '.join(map(repr, names))}"
+                if names
+                else f"there is {checks.describe(node)}"
+            )
+            raise ValueError(
+                f"{_NAME}: `{argument}`: path {path}: no {key!r} at {path[:depth]}; {there}."
+            )
+        start += sum(len(trees.flatten(child)[0]) for _, child in children[:position])
+        node = children[position][1]
+    return _Place(f"path {path}", range(start, start + len(trees.flatten(node)[0])))
+
+
+def _name(entry: Any) -> Any:
+    """The key, position or attribute name of an entry of a JAX key path."""
+    return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
+
+
+def _names(tree: PyTree) -> list[tuple[Any, ...]]:
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=trees.is_none)
+    return [tuple(_name(entry) for entry in path) for path, _ in found]

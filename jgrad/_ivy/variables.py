@@ -1,0 +1,170 @@
+"""The oldest face of Ivy's gradients: variables and updates in place, as pure functions on pytrees.
+
+JAX has neither variables nor updates in place, so each function returns the new value, and the old
+one is as it was. To reuse its memory, donate it to `jax.jit`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._arithmetic import numerics
+from jgrad._inputs.functional import lists_as_arrays
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import Row
+from jgrad._trees.trees import PyTree
+
+
+def variable(x: PyTree, /) -> PyTree:
+    """`x` with floating leaves, ready to be differentiated.
+
+    Args:
+      x: pytree of arrays and numbers; a list of numbers is an array.
+
+    Returns:
+      A tree of arrays: integer and bool leaves in the default float dtype, others as they are.
+      Their dtypes are their own: weakly typed parameters would be traced anew after one update.
+
+    Raises:
+      TypeError: a leaf is not a number or an array of numbers.
+    """
+    checks.arrays_or_numbers("variable", "x", x)
+    return trees.map_leaves(numerics.floating, lists_as_arrays("variable", {"x": x})["x"])
+
+
+def is_variable(x: Any, /, exclusive: bool = False) -> bool:
+    """Whether `x` is an array, which in JAX is all that can be said of a variable.
+
+    Args:
+      x: anything.
+      exclusive: whether to count only what is a variable and nothing else; JAX has no such class.
+
+    Returns:
+      True for an array, traced or not; always False if `exclusive` is set.
+    """
+    return isinstance(x, jax.Array) and not exclusive
+
+
+def variable_data(x: PyTree, /) -> PyTree:
+    """The array behind a variable: `x` itself.
+
+    Args:
+      x: pytree.
+
+    Returns:
+      `x`.
+    """
+    return x
+
+
+def inplace_update(x: PyTree, val: PyTree, /) -> PyTree:
+    """`val` in the place of `x`.
+
+        x' = val
+
+    Args:
+      x: pytree of arrays.
+      val: pytree of the same structure or a prefix of it, with leaves that broadcast to those of
+        `x`.
+
+    Returns:
+      `val`, with the shapes and dtypes of `x`.
+
+    Raises:
+      ValueError: structures or shapes do not match.
+      TypeError: a leaf is not a number or an array of numbers, or `val` has a dtype that `x` cannot
+        hold.
+    """
+    return _combined("inplace_update", x, val, lambda x, val: val)
+
+
+def inplace_increment(x: PyTree, val: PyTree, /) -> PyTree:
+    """`x` increased.
+
+        x' = x + val
+
+    Args:
+      x: pytree of arrays.
+      val: pytree of the same structure or a prefix of it, with leaves that broadcast to those of
+        `x`.
+
+    Returns:
+      The sum, with the dtypes of `x`.
+
+    Raises:
+      As `inplace_update`.
+    """
+    return _combined("inplace_increment", x, val, jnp.add)
+
+
+def inplace_decrement(x: PyTree, val: PyTree, /) -> PyTree:
+    """`x` decreased.
+
+        x' = x - val
+
+    Args:
+      x: pytree of arrays.
+      val: pytree of the same structure or a prefix of it, with leaves that broadcast to those of
+        `x`.
+
+    Returns:
+      The difference, with the dtypes of `x`.
+
+    Raises:
+      As `inplace_update`.
+    """
+    return _combined("inplace_decrement", x, val, jnp.subtract)
+
+
+def _combined(
+    function: str, x: PyTree, val: PyTree, combine: Callable[[jax.Array, jax.Array], jax.Array]
+) -> PyTree:
+    checks.arrays_or_numbers(function, "x", x)
+    checks.arrays_or_numbers(function, "val", val)
+    x, val = lists_as_arrays(function, {"x": x, "val": val}).values()
+    checks.same_structure(function, "val", val, "x", x, prefix=True)
+    leaves, structure = trees.flatten(x)
+    row = Row(function, "val", trees.broadcast(val, x), lambda: trees.paths(x))
+    for i, (a, b) in enumerate(zip(leaves, row.leaves, strict=True)):
+        if (a is None) != (b is None):
+            row.fail(i, TypeError, f"{checks.describe(b)}, expected {_expected(a)}")
+        if checks.is_number(b) and not _holds(jnp.asarray(a).dtype, b):
+            row.fail(i, ValueError, f"{b}, expected what {jnp.asarray(a).dtype} can hold")
+    reference = Row(function, "x", leaves, row.paths).with_arrays()
+    row = row.with_arrays()
+    checks.broadcastable(row, reference)
+    new: list[jax.Array | None] = []
+    for i, (a, b) in enumerate(zip(reference.leaves, row.leaves, strict=True)):
+        if a is None:
+            new.append(None)
+            continue
+        if _kind(b) > _kind(a):
+            row.fail(i, TypeError, f"{checks.describe(b)}, expected what {a.dtype} can hold")
+        new.append(combine(a, jnp.broadcast_to(b, a.shape).astype(a.dtype)))
+    return structure.unflatten(new)
+
+
+def _expected(a: Any) -> str:
+    return "None, as `x` is" if a is None else "an array or a number"
+
+
+def _holds(dtype: np.dtype, number: Any) -> bool:
+    """Whether a number is within the range of a dtype; of what kind it is, `_kind` says."""
+    if not jnp.issubdtype(dtype, jnp.number) or not math.isfinite(number):
+        return True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max)
+    return abs(number) <= float(jnp.finfo(dtype).max)
+
+
+def _kind(x: jax.Array) -> int:
+    """bool, integers, floats, complex: each can be held by those after it."""
+    return next(
+        i
+        for i, kind in enumerate((jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating))
+        if jnp.issubdtype(x.dtype, kind)
+    )

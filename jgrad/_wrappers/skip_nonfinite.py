@@ -1,0 +1,138 @@
+"""Steps that are not finite are skipped; loss scaling for float16."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad._arithmetic import rules
+from jgrad._inputs import functional as arguments
+from jgrad._inputs import methods, options
+from jgrad._inputs.options import Scalar
+from jgrad._inputs.state import counter
+from jgrad._inputs.update import Leaves
+from jgrad._layers import layer_axes as places
+from jgrad._trees import trees, values
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import inner as wrapping
+from jgrad._wrappers.accumulate import AccumulateState, without_window
+
+_NAME = "skip_nonfinite"
+_LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
+
+
+class SkipState(NamedTuple):
+    """State of `skip_nonfinite`. The field names are a file format: checkpoints hold them.
+
+    Attributes:
+      skipped: number of steps skipped since the start, or of mini-batches around `accumulate`, an
+        int32 scalar; it saturates.
+      inner: state of the transformation inside.
+      streak: finite steps since the last skip or growth of the scale, an int32 scalar.
+      loss_scale: what the loss is to be multiplied by, a float32 scalar; 1 without loss scaling.
+    """
+
+    skipped: jax.Array
+    inner: PyTree
+    streak: jax.Array
+    loss_scale: jax.Array
+
+
+def skip_nonfinite(
+    tx: optax.GradientTransformation,
+    *,
+    loss_scale: Scalar | None = None,
+    growth_interval: int = 2000,
+    norm_axes: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Leaves parameters and state alone where a step would make something not finite.
+
+        step     = tx(g / loss_scale)
+        updates  = step if g and step are finite, and the new state and w + step stay so, else 0
+        skipped' = skipped, or skipped + 1
+
+    With `loss_scale`, dynamic loss scaling: multiply the loss, in float32, by `state.loss_scale`
+    before it is differentiated. The scale halves at each step skipped, down to 1, and doubles after
+    each `growth_interval` finite steps in a row, up to 2^125; `tx` sees gradients in float32 or
+    wider. Put clipping inside, so that it sees gradients without the scale.
+
+    Directly around `accumulate`, a mini-batch that is not finite is left out of its window, which
+    goes on and closes as usual; a window whose update is not finite is lost as a whole.
+
+    Args:
+      tx: any transformation.
+      loss_scale: first scale of the loss, in [1, inf), such as 2**15; None for no scaling.
+      growth_interval: finite steps until the scale doubles, at least 1.
+      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`, as
+        for `lars`: all devices then skip the same steps.
+
+    Returns:
+      A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
+
+    Raises:
+      ValueError: a Python number out of range.
+      TypeError: an option of the wrong kind.
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
+    """
+    tx = wrapping.inner(_NAME, tx)
+    places.names(_NAME, norm_axes)
+    values.count(_NAME, "growth_interval", growth_interval)
+    if loss_scale is not None:
+        values.in_range(_NAME, "loss_scale", arguments.known(loss_scale), low=1.0)
+        options.scalar(_NAME, "loss_scale", loss_scale)
+
+    def init(params: PyTree) -> SkipState:
+        scale = 1.0 if loss_scale is None else options.scalar(_NAME, "loss_scale", loss_scale)
+        one = counter(params, 1).astype(jnp.float32)
+        scale = one * jnp.asarray(scale, jnp.float32)
+        return SkipState(counter(params), tx.init(params), counter(params), scale)
+
+    def update(
+        updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, SkipState]:
+        wrapping.check_state(_NAME, state, SkipState)
+        leaves = Leaves(_NAME, updates, params)
+        cut = wrapping.mesh_axes(leaves, norm_axes)
+        given = updates
+        if loss_scale is not None:
+            given = leaves.gradients(methods.apply(rules.divide, leaves.g, state.loss_scale))
+        finite = wrapping.all_finite(leaves.g, cut)
+        accumulates = isinstance(state.inner, AccumulateState)
+        if accumulates:
+            known = extra_args.get("finite")
+            values.flag(_NAME, "finite", known)
+            finite = extra_args["finite"] = finite if known is None else finite & known
+        steps, inner = tx.update(given, state.inner, params, **extra_args)
+        steps = leaves.directions(trees.flatten(steps)[0])
+        works = wrapping.all_finite(steps, cut) & wrapping.stays_finite(inner, state.inner, cut)
+        if params is not None:
+            works &= wrapping.stays_finite(wrapping.applied(params, steps), params, cut)
+        finite &= works
+        # Where only a window is in the way, it goes: kept, it would be in the way of all to come.
+        kept = state.inner
+        if accumulates:
+            kept = without_window(kept)._replace(skipped=inner.skipped)
+        use = works if accumulates else finite
+        streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
+        scale = state.loss_scale
+        if loss_scale is not None:
+            scale, streak = _next_scale(scale, streak, finite, growth_interval)
+        return wrapping.choose(use, steps, leaves.zeros()), SkipState(
+            jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
+            wrapping.choose(use, inner, kept),
+            streak,
+            scale,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _next_scale(
+    scale: jax.Array, streak: jax.Array, finite: jax.Array, growth_interval: int
+) -> tuple[jax.Array, jax.Array]:
+    """Half the scale after a skip, twice the scale after a streak, which begins anew."""
+    grow = streak >= growth_interval
+    larger = jnp.where(grow, jnp.minimum(2 * scale, _LARGEST_SCALE), scale)
+    return jnp.where(finite, larger, jnp.maximum(scale / 2, 1)), jnp.where(grow, 0, streak)

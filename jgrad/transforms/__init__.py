@@ -1,1 +1,0 @@
-"""The `init`/`update` pairs: optax-compatible transformations, made of `jgrad.methods`."""
