@@ -15,7 +15,7 @@ import jgrad
 from tests.cases import CASES
 from tests.errors import assert_error
 from tests.loops import assert_equal
-from tests.packed import SMALL, assert_close, gradients, normal
+from tests.packed_model import SMALL, assert_close, gradients, normal
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -12,7 +12,7 @@ from checkpoints import Checkpoints
 from tests import save_and_die
 from tests.loops import assert_equal
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("keep", [1, 2])

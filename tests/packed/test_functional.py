@@ -6,7 +6,7 @@ import pytest
 
 import jgrad
 from tests.loops import assert_equal
-from tests.packed import DECAYS, PER_ELEMENT, SMALL, assert_close, normal
+from tests.packed_model import DECAYS, PER_ELEMENT, SMALL, assert_close, normal
 
 T = 3
 FUNCTIONAL = {

@@ -15,7 +15,7 @@ import jgrad
 from tests.cases import CASES, MASK
 from tests.errors import assert_error
 from tests.loops import assert_equal, train
-from tests.packed import DECAYS, PER_ELEMENT, RATES, SMALL, assert_close, gradients, normal
+from tests.packed_model import DECAYS, PER_ELEMENT, RATES, SMALL, assert_close, gradients, normal
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_size = pytest.mark.parametrize("max_size", [None, SMALL], ids=["all", "small"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests import ivy
+from tests import ivy_oracle as ivy
 
 UPDATES = [
     "adam_step",
