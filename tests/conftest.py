@@ -4,8 +4,10 @@ Nothing is promoted implicitly, and pyproject makes warnings errors. `pytest` ru
 need no more than five minutes; `pytest --all` runs also those marked `slow`.
 """
 
+import ctypes
 import gc
 import os
+import pathlib
 import resource
 import sys
 
@@ -30,7 +32,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=5)
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
 
-TESTS_BETWEEN_CLEARS = 100  # compiled programs of so many tests take 0.3 GB
+LIMIT = 1.0  # GB, above which a process frees its compiled programs; one test takes up to 0.2
 GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
 
 
@@ -105,13 +107,20 @@ def _fresh_trace_counts():
     chex.clear_trace_counter()
 
 
-def pytest_runtest_teardown(item, nextitem):
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
     """Frees the compiled programs of earlier tests, which would take 5 GB in the end."""
-    count = item.session.stash.setdefault(_COUNT, 0) + 1
-    item.session.stash[_COUNT] = count
-    if count % TESTS_BETWEEN_CLEARS == 0:
+    if _resident() > LIMIT:
         jax.clear_caches()
         gc.collect()
+        # Without it, freed memory stays with the process. Only the C library of Linux has it.
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
-_COUNT = pytest.StashKey[int]()
+def _resident():
+    """The memory of this process now, in GB; where there is no /proc, the most that it had."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return _peak()
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30

@@ -12,9 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jgrad
-from tests.cases import CASES, RATE, gradients, params
-
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+from tests.cases import FEW, RATE, every_case, gradients, params
 
 
 def close(found, expected, rtol=1e-6, atol=1e-6):
@@ -41,7 +39,7 @@ def apply(tx, w, grads, **extra):
 # ---- optax -------------------------------------------------------------------------------------
 
 
-@every_case
+@every_case(("lamb_decayed",))
 def test_chain(case, standard_promotion):
     """Clipping before and nothing after is the optimizer on clipped gradients."""
     w, grads = params(), gradients(3)
@@ -50,7 +48,7 @@ def test_chain(case, standard_promotion):
     close(apply(tx, w, grads)[0], apply(case.tx(), w, clipped)[0])
 
 
-@every_case
+@every_case(("lars_masked",))
 def test_chain_passes_the_rate_on(case, standard_promotion):
     """`learning_rate=` and arguments of others reach an optimizer inside a chain."""
     w, grads = params(), gradients(2)
@@ -84,7 +82,7 @@ def test_trust_ratio_masks_and_missing_gradients():
     assert state == optax.EmptyState()
 
 
-@every_case
+@every_case(FEW)
 def test_masked(case, standard_promotion):
     """Leaves outside of the mask pass; the others are trained as if alone."""
     case = case.without_masks()
@@ -97,8 +95,10 @@ def test_masked(case, standard_promotion):
     close(updates["layer"], expected)
 
 
-@every_case
-@pytest.mark.parametrize("partition", [optax.partition, optax.multi_transform])
+@every_case(("lamb_decayed",))
+@pytest.mark.parametrize(
+    "partition", [optax.partition, pytest.param(optax.multi_transform, marks=pytest.mark.slow)]
+)
 def test_partition(case, partition, standard_promotion):
     case = case.without_masks()
     w, grads = params(), gradients(3)
@@ -109,7 +109,7 @@ def test_partition(case, partition, standard_promotion):
         close(found[key], expected)
 
 
-@every_case
+@every_case(("adamw",))
 def test_multi_steps(case, standard_promotion):
     """Two halves make one step."""
     w, grads = params(), gradients(4)
@@ -119,7 +119,7 @@ def test_multi_steps(case, standard_promotion):
     close(found, apply(case.tx(), w, means)[0], rtol=1e-5, atol=1e-5)
 
 
-@every_case
+@every_case(("momentum",))
 def test_apply_if_finite(case, standard_promotion):
     w, grads = params(), gradients(3)
     poisoned = [*grads[:2], jax.tree.map(lambda g: g * jnp.nan, grads[0]), grads[2]]
@@ -127,7 +127,7 @@ def test_apply_if_finite(case, standard_promotion):
     close(apply(tx, w, poisoned)[0], apply(case.tx(), w, grads)[0])
 
 
-@every_case
+@every_case()
 def test_tree_get(case, standard_promotion):
     """State is found by name, inside of whatever stands around it."""
     w = params()
@@ -140,7 +140,7 @@ def test_tree_get(case, standard_promotion):
     assert optax.tree.get(changed, "step") == 7
 
 
-@every_case
+@every_case()
 def test_tree_map_params(case):
     """optax knows which parts of the state are like the parameters."""
     tx, w = case.tx(), params()
@@ -152,7 +152,7 @@ def test_tree_map_params(case):
         assert set(jax.tree.leaves(getattr(marked, name))) == {"moment"}
 
 
-@every_case
+@every_case(("adam_moments",))
 def test_lookahead_and_schedule_free_take_it(case, standard_promotion):
     """Wrappers that keep copies of the parameters."""
     w, grads = params(), gradients(2)

@@ -6,9 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from tests.cases import CASES
+from tests.cases import every_case
 
-DTYPES = ["float16", "bfloat16", "float32", "float64"]
+slow = pytest.mark.slow
+DTYPES = ["float16", *(pytest.param(x, marks=slow) for x in ("bfloat16", "float32", "float64"))]
 SCALES = ["zero", "subnormal", 1e-4, 1.0, 300.0, 1e20, "largest"]
 
 # Slopes are multiplied by this before they are stored as float16: at a gradient of 0, Adam's is
@@ -30,7 +31,7 @@ def tree(dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), signs, is_leaf=lambda x: type(x) is list)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case(("adamw", "lars_masked", "lamb_decayed"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_e05_e16_finite_at_every_scale(case, dtype, x64):
     """Gradients at each scale beside weights of 1, weights beside gradients of 1, and both."""
