@@ -9,6 +9,7 @@ import pytest
 
 import jgrad
 from tests import golden
+from tests.choice import mostly_slow
 from tests.loops import assert_equal
 
 FILES = sorted(golden.DATA.glob("states_*.npz"))
@@ -72,7 +73,7 @@ def test_states_are_read_by_name(name):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["from packed", "from tree"])
-@pytest.mark.parametrize("name", golden.TRANSFORMATIONS)
+@pytest.mark.parametrize("name", mostly_slow(golden.TRANSFORMATIONS, "accumulate"))
 def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
     """What orbax saved of one form is restored into both, and the next steps agree."""
     tx, w = golden.TRANSFORMATIONS[name](), golden.weights()

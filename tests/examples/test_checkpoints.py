@@ -12,6 +12,7 @@ from checkpoints import Checkpoints
 from tests import save_and_die
 from tests.loops import assert_equal
 
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 
 

@@ -1,6 +1,10 @@
 """A short form of `benchmarks/endurance.py`, whose long form BUILD_NOTES.md reports."""
 
+import pytest
+
 from benchmarks import endurance
+
+pytestmark = pytest.mark.slow  # it starts processes, as the others in this folder
 
 
 def test_training_that_is_killed_again_and_again():

@@ -18,6 +18,7 @@ import pytest
 
 from tests.harm import data_file, flip_a_bit
 
+pytestmark = pytest.mark.slow
 SCRIPT = pathlib.Path(__file__).parents[2] / "colabs" / "train_distributed.py"
 OPTIONS = ["--steps=120", "--save_every=30", "--log_every=1", "--hidden=32"]
 ONE = ["--processes=1", "--devices=2"]  # the same devices in one process

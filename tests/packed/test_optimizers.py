@@ -12,12 +12,12 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jgrad
-from tests.cases import CASES, MASK
+from tests.cases import MASK, every_case
+from tests.choice import mostly_slow
 from tests.errors import assert_error
 from tests.loops import assert_equal, train
 from tests.packed_model import DECAYS, PER_ELEMENT, RATES, SMALL, assert_close, gradients, normal
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_size = pytest.mark.parametrize("max_size", [None, SMALL], ids=["all", "small"])
 
 
@@ -35,8 +35,8 @@ def assert_same(tx, *, exact, w=None, grads=None, **layout):
 # ---- every optimizer, every option ---------------------------------------------------------------
 
 
-@every_size
-@every_case
+@pytest.mark.parametrize("max_size", mostly_slow([None, SMALL], SMALL), ids=["all", "small"])
+@every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
 def test_every_optimizer(case, max_size):
     assert_same(case.tx(), exact=case.elementwise, max_size=max_size)
 
@@ -57,7 +57,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("method", [jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb])
+@pytest.mark.parametrize(
+    "method",
+    mostly_slow([jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb], jgrad.lars),
+)
 def test_options_of_each_leaf(method, name):
     """Given for the tree, as ever."""
     options = dict(OPTIONS[name])
@@ -262,8 +265,8 @@ def test_gradient_through_an_update():
     assert_close(found, jax.grad(after)(rates, lambda x: x), 1e-5)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("method", [jgrad.adam, jgrad.lamb])
+@pytest.mark.parametrize("platform", mostly_slow(["cuda", "tpu"], "cuda"))
+@pytest.mark.parametrize("method", mostly_slow([jgrad.adam, jgrad.lamb], jgrad.lamb))
 def test_a_step_for_other_machines(method, platform):
     """A whole step, with its gradient, is lowered for machines that are not at hand."""
     tx, packed = method(0.1, weight_decay=0.1), jgrad.pack(normal(0))

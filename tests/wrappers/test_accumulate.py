@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import jgrad
-from tests.cases import CASES, gradients, params
+from tests.cases import every_case, gradients, params
+from tests.choice import mostly_slow
 from tests.errors import assert_error
 from tests.loops import assert_equal, compiled, run, stack, step_of
 
@@ -30,8 +31,8 @@ def poisoned(g, bad):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("every", [1, 3])
+@every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
+@pytest.mark.parametrize("every", mostly_slow([1, 3], 3))
 def test_a_window_is_one_update_with_the_mean(case, every, x64):
     """Three windows are three steps of the reference, with means by NumPy."""
     w, grads = params("float64"), gradients(3 * every, "float64")
@@ -70,7 +71,7 @@ def test_the_inner_optimizer_waits(jit):
             assert int(state.mini_step) == int(state.count) == i % 4
 
 
-@pytest.mark.parametrize("case", CASES[::4], ids=str)
+@every_case(("adamw",))
 def test_the_inner_state_waits_bit_for_bit(case):
     w, grads = params(), gradients(5)
     tx = jgrad.accumulate(case.tx(), 3)

@@ -18,6 +18,7 @@ from jax import export
 
 import jgrad
 from tests.cases import RATE, Case, gradients, params
+from tests.choice import mostly_slow
 from tests.loops import stack, step_of, train
 from tests.reference import optimizers as reference
 
@@ -89,6 +90,10 @@ WRAPPERS = [
 ]
 
 every_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)
+# For tests that compile much: around an optimizer in two ways.
+few_wrappers = pytest.mark.parametrize(
+    "wrapper", mostly_slow(WRAPPERS, "accumulate", "master_weights"), ids=str
+)
 with_state = pytest.mark.parametrize("wrapper", [w for w in WRAPPERS if w.state], ids=str)
 
 
@@ -127,7 +132,7 @@ def test_it_trains(wrapper):
         assert jnp.array_equal(found["layer"]["w"], w["layer"]["w"]) == (count < wrapper.calls)
 
 
-@every_wrapper
+@few_wrappers
 def test_chain(wrapper):
     """After another transformation it is itself on what that makes of gradients."""
     tx, w, grads = setup(wrapper)
@@ -139,7 +144,7 @@ def test_chain(wrapper):
     )
 
 
-@every_wrapper
+@few_wrappers
 def test_masked(wrapper):
     """Leaves outside of the mask pass; the others are trained as if alone."""
     tx, w, grads = setup(wrapper)
@@ -153,7 +158,7 @@ def test_masked(wrapper):
         close(updates["layer"], expected, wrapper.dtype)
 
 
-@every_wrapper
+@few_wrappers
 def test_partition(wrapper):
     _, w, grads = setup(wrapper)
     rates = {"fast": 0.1, "slow": 0.01}
@@ -164,7 +169,7 @@ def test_partition(wrapper):
         close(found[key], expected, wrapper.dtype)
 
 
-@every_wrapper
+@few_wrappers
 def test_inject_hyperparams(wrapper):
     """The optimizer's numbers may be traced."""
     tx, w, grads = setup(wrapper)
@@ -204,7 +209,7 @@ class Net(nn.Module):
         return dense(1)(nn.tanh(dense(8)(x)))
 
 
-@every_wrapper
+@few_wrappers
 def test_flax_train_state(wrapper, standard_promotion):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(32, 4)), jnp.float32)
@@ -262,7 +267,7 @@ def test_one_trace_with_donation(wrapper):
     close(w, expected, wrapper.dtype)
 
 
-@every_wrapper
+@few_wrappers
 def test_scan(wrapper):
     """A scan over the gradients is the loop: dtypes of the state are stable."""
     tx, w, grads = setup(wrapper)
@@ -271,7 +276,7 @@ def test_scan(wrapper):
     close(found, train(tx, w, grads), wrapper.dtype)
 
 
-@every_wrapper
+@few_wrappers
 def test_vmap(wrapper):
     """A batch of models is trained as each model would be."""
     tx, _, _ = setup(wrapper)
@@ -284,7 +289,7 @@ def test_vmap(wrapper):
     close((w, state), stack(alone), wrapper.dtype)
 
 
-@every_wrapper
+@few_wrappers
 def test_export(wrapper):
     """The train step lowers for CPU, CUDA and TPU."""
     tx, w, (g,) = setup(wrapper, 1)

@@ -12,12 +12,10 @@ import pytest
 from flax import nnx
 
 import jgrad
-from tests.cases import CASES
+from tests.cases import every_case
 from tests.errors import assert_error
 from tests.loops import assert_equal
 from tests.packed_model import SMALL, assert_close, gradients, normal
-
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def train(tx, w, grads):
@@ -29,7 +27,7 @@ def train(tx, w, grads):
     return w, state
 
 
-@every_case
+@every_case(("adamw", "lamb_decayed"))
 def test_every_optimizer(case):
     """Weights are those of the tree, and `unpack` makes the state that of the tree."""
     w, grads = normal(0), gradients()
