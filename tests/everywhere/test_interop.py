@@ -1,4 +1,4 @@
-"""In use: optax's combinators, flax, equinox."""
+"""Optimizers inside the combinators of optax, and in training by flax and equinox."""
 
 import chex
 import equinox as eqx
@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 
 import jgrad
 from tests.cases import FEW, RATE, every_case, gradients, params
+from tests.choice import mostly_slow
 
 
 def close(found, expected, rtol=1e-6, atol=1e-6):
@@ -188,7 +189,7 @@ SMALL = {
     "lamb": jgrad.lamb(0.05),
 }
 
-every_method = pytest.mark.parametrize("tx", SMALL.values(), ids=SMALL)
+every_method = pytest.mark.parametrize("tx", mostly_slow(SMALL.values(), SMALL["adam"]), ids=SMALL)
 
 
 @every_method

@@ -12,6 +12,7 @@ from jax import export
 
 import jgrad
 from tests.cases import ALL, FEW, RATE, every_case, gradients, params
+from tests.choice import mostly_slow
 from tests.loops import assert_equal, run, step_of
 
 slow = pytest.mark.slow
@@ -73,7 +74,7 @@ def test_reference_in_half_precision(case, dtype):
 
 
 @every_case(("gradient_descent", "adam", "lars_plain", "lamb_decayed"), lambda case: case.step)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("dtype", mostly_slow([jnp.float32, jnp.complex64], jnp.complex64))
 def test_functional_twin(case, dtype):
     """Step functions and pairs agree bit for bit over 50 steps."""
     tx, w = case.tx(), params(dtype)
@@ -88,7 +89,7 @@ def test_functional_twin(case, dtype):
     assert int(state.step) == 50
 
 
-@every_case()
+@every_case(("momentum", "lars_masked", "lamb_ivy"))
 def test_schedule(case, x64):
     """A schedule is a function of the number of updates done, 0 at the first."""
     w, grads = params("float64"), gradients(7, "float64")

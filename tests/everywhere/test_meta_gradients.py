@@ -1,4 +1,4 @@
-"""Slopes through 20 steps of training, by every number that an optimizer has."""
+"""Derivatives through 20 steps of training, by each number that an optimizer has."""
 
 import jax
 import jax.numpy as jnp

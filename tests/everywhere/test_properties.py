@@ -121,11 +121,3 @@ def test_zero_gradients_move_nothing(case, model):
     zeros = jax.tree.map(jnp.zeros_like, g)
     case = case.without_masks()
     chex.assert_trees_all_equal(steps(case.tx(), w, zeros, count=3), zeros)
-
-
-@given(w=leaf((3,)), g=leaf((3,)), rate=st.floats(-2, 2, width=32))
-def test_descent_is_linear_in_the_rate(w, g, rate):
-    """To the rounding of w - rate g, computed in double precision."""
-    found = jgrad.gradient_descent_update(w, g, rate)
-    expected = np.asarray(w, np.float64) - rate * np.asarray(g, np.float64)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=3e-6)

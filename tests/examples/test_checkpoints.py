@@ -1,4 +1,4 @@
-"""A process is killed in the midst of a save: the last whole step is still there."""
+"""A process is killed during a save: the last complete step can still be restored."""
 
 import os
 import pathlib

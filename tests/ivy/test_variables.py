@@ -1,4 +1,4 @@
-"""The oldest face."""
+"""`variable`, `is_variable`, `variable_data`, and the in-place functions of Ivy."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""`state_shardings(cut_over=)`: under `jit`, a share of the state on each device."""
+"""`state_shardings(cut_over=)`: under `jit`, each device has a shard of the state."""
 
 import functools
 

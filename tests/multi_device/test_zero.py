@@ -1,4 +1,4 @@
-"""`zero`: a share of the state on each device, and the numbers of the whole."""
+"""`zero`: each device has a shard of the state, and the numbers are those of the whole."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What does not fit a packed tree, and how it is said."""
+"""Error messages about arguments that do not fit a packed tree."""
 
 import jax
 import jax.numpy as jnp

@@ -18,7 +18,9 @@ from tests.errors import assert_error
 from tests.loops import assert_equal, train
 from tests.packed_model import DECAYS, PER_ELEMENT, RATES, SMALL, assert_close, gradients, normal
 
-every_size = pytest.mark.parametrize("max_size", [None, SMALL], ids=["all", "small"])
+every_size = pytest.mark.parametrize(
+    "max_size", mostly_slow([None, SMALL], SMALL), ids=["all", "small"]
+)
 
 
 def assert_same(tx, *, exact, w=None, grads=None, **layout):
@@ -35,7 +37,7 @@ def assert_same(tx, *, exact, w=None, grads=None, **layout):
 # ---- every optimizer, every option ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_size", mostly_slow([None, SMALL], SMALL), ids=["all", "small"])
+@every_size
 @every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
 def test_every_optimizer(case, max_size):
     assert_same(case.tx(), exact=case.elementwise, max_size=max_size)
@@ -59,7 +61,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
     "method",
-    mostly_slow([jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb], jgrad.lars),
+    mostly_slow([jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb], jgrad.lamb),
 )
 def test_options_of_each_leaf(method, name):
     """Given for the tree, as ever."""
@@ -86,7 +88,7 @@ def test_functions_of_the_parameters_see_the_tree():
 
 
 @every_size
-@pytest.mark.parametrize("method", [jgrad.lars, jgrad.lamb])
+@pytest.mark.parametrize("method", mostly_slow([jgrad.lars, jgrad.lamb], jgrad.lamb))
 def test_layers_of_a_stack(method, max_size):
     """Known from packing; what is said again has to agree."""
     axes = {"layer": None, "rest": [(0, 2), None, None]}
@@ -138,7 +140,7 @@ def test_leaves_without_elements():
 
 
 @pytest.mark.parametrize("scale", [1e25, 1e-25, 0.0])
-@pytest.mark.parametrize("method", [jgrad.lars, jgrad.lamb])
+@pytest.mark.parametrize("method", mostly_slow([jgrad.lars, jgrad.lamb], jgrad.lamb))
 def test_norms_that_overflow_or_vanish(method, scale):
     """One layer of each buffer among ordinary ones."""
     w, grads = normal(0), gradients()
@@ -148,7 +150,10 @@ def test_norms_that_overflow_or_vanish(method, scale):
     assert_same(method(0.1, weight_decay=0.01), exact=False, w=w, grads=grads)
 
 
-@pytest.mark.parametrize("method", [jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb])
+@pytest.mark.parametrize(
+    "method",
+    mostly_slow([jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb], jgrad.lamb),
+)
 def test_one_trace(method):
     """Over steps, and over new values of the rate."""
     tx, traces = method(0.1), []
@@ -188,7 +193,9 @@ WRAPPED = {
 ROUNDED = ("clip", "trust_ratio", "optax.adam")
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize(
+    "name", mostly_slow(WRAPPED, "clip", "accumulate", "ema", "trust_ratio", "bfloat16 moments")
+)
 def test_transformations_around(name, standard_promotion):
     assert_same(WRAPPED[name](), exact=name not in ROUNDED, max_size=SMALL)
 

@@ -1,4 +1,4 @@
-"""What clipping, accumulation, skipping, master weights and averages share: one table, all tests."""
+"""Properties that all wrappers have: clipping, accumulation, skipping, master weights, averages."""
 
 import dataclasses
 import functools
