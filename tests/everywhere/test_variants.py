@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jgrad
+from tests.choice import mostly_slow
 from tests.reference import variants as source
 from tests.reference.optimizers import trajectory
 
@@ -187,7 +188,20 @@ def gradients(zeros):
     return found
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+QUICK = [  # one of each rule and of each correction
+    "MLPerf LARS, Nesterov",
+    "apex LARC around SGD",
+    "optax LARS",
+    "Ivy LARS, decayed",
+    "LAMB paper, phi(z) = z",
+    "DeepSpeed LAMB, BERT",
+    "Ivy LAMB",
+    "PyTorch AdamW",
+    "Keras AdamW, epsilon near 0",
+]
+
+
+@pytest.mark.parametrize("name", mostly_slow(VARIANTS, *QUICK))
 def test_variant(name, x64):
     """200 steps, in double precision."""
     reference, make = VARIANTS[name]

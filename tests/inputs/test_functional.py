@@ -31,6 +31,7 @@ UPDATES = {
     ),
 }
 every_update = pytest.mark.parametrize("name", UPDATES)
+two_updates = pytest.mark.parametrize("name", mostly_slow(UPDATES, "lars_update", "adam_update"))
 
 
 def weights(found):
@@ -41,7 +42,7 @@ def weights(found):
 # ---- trees -------------------------------------------------------------------------------------
 
 
-@every_update
+@two_updates
 def test_an_array_stands_for_all_leaves(name):
     """One gradient and one rate for every leaf give what copies of them give."""
     update = UPDATES[name]
@@ -99,7 +100,7 @@ def test_hyper_parameters_may_be_trees():
         chex.assert_trees_all_close([x[key] for x in found], list(alone), rtol=1e-6)
 
 
-@every_update
+@two_updates
 def test_lists_of_numbers_are_arrays(name):
     """Unless another list holds arrays; then a list is a tree, such as one rate per layer."""
     update = UPDATES[name]
@@ -174,7 +175,7 @@ def test_moments_of_missing_gradients():
 # ---- shapes and dtypes -------------------------------------------------------------------------
 
 
-@every_update
+@two_updates
 def test_a_rate_may_have_any_shape_that_broadcasts(name):
     w, g = jnp.ones((2, 3)), jnp.full((2, 3), 0.5)
     for rate in (jnp.full(3, 0.1), jnp.full((2, 1), 0.1), jnp.full(1, 0.1), jnp.float32(0.1)):
@@ -243,7 +244,7 @@ def test_stop_gradients_cuts_the_weights_only(update):
     np.testing.assert_allclose(jax.grad(loss)(X), 0.1 + 0.002 * X, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", mostly_slow(UPDATES, "adam_update", "lars_update"))
+@two_updates
 def test_slopes_are_finite_differences(name, x64):
     """With respect to weights, gradient and rate."""
     rng = np.random.default_rng(0)
@@ -298,7 +299,7 @@ def test_an_eager_call_is_one_program():
     assert [eqn.primitive.name for eqn in jaxpr.eqns] in (["jit"], ["pjit"])
 
 
-@every_update
+@two_updates
 def test_under_vmap_and_jit(name):
     stack = jnp.stack([X, 2 * X])
     found = jax.jit(jax.vmap(lambda w: weights(UPDATES[name](w, G["a"]))))(stack)

@@ -19,10 +19,10 @@ QUICK = {
         "test_e12_scales_in_one_shard[True-0.0-1e-25-lamb]",
         "test_e12_forms_of_norm_axes[one spec]",
         "test_e12_nan_on_one_device[skip_nonfinite-adam-False-False]",
-        "test_e12_few_collectives[five]",
+        "test_e12_few_collectives[one]",
         "test_e14_stacked_and_cut[lamb-True]",
     ],
-    "test_packed.py": ["test_shard_map[lamb]", "test_buffers_cut_over_a_mesh[lamb]"],
+    "test_packed.py": ["test_buffers_cut_over_a_mesh[lamb]"],
     "test_placement.py": [
         "test_e25_mean_on_one_side[shard_map]",
         "test_e26_state_follows_parameters[eager-AxisType.Explicit-adamw]",

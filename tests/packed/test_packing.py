@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jgrad
@@ -61,7 +61,6 @@ shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size
 
 
 @given(shapes, st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(max_examples=25, deadline=None)
 def test_any_shapes(sizes, multiple_of, random):
     """Stacked over any axes or none."""
     rng = np.random.default_rng(0)

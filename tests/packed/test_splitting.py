@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jgrad._packed import splitting as cutting
+from tests.choice import mostly_slow
 
 SIZES = {
     "few": (3, 3, 5),
@@ -35,7 +36,7 @@ def test_pieces(sizes, first):
         np.testing.assert_array_equal(a, b)
 
 
-@every_size
+@pytest.mark.parametrize("sizes", mostly_slow(SIZES.values(), SIZES["many"]), ids=SIZES)
 def test_derivatives(sizes):
     """In both modes, one over the other, and over a batch."""
     x = vector(sizes)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.cases import every_case, gradients, params
+from tests.cases import FEW, every_case, gradients, params
 from tests.choice import mostly_slow
 from tests.errors import assert_error
 from tests.loops import assert_equal, compiled, run, stack, step_of
@@ -31,7 +31,7 @@ def poisoned(g, bad):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
-@every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
+@every_case(FEW)
 @pytest.mark.parametrize("every", mostly_slow([1, 3], 3))
 def test_a_window_is_one_update_with_the_mean(case, every, x64):
     """Three windows are three steps of the reference, with means by NumPy."""
@@ -56,7 +56,7 @@ def counting():
     return optax.GradientTransformation(lambda w: jnp.int32(0), update), ran
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", mostly_slow([False, True], True))
 def test_the_inner_optimizer_waits(jit):
     """Inside a window nothing of it runs, and updates are zero in the parameters' dtypes."""
     tx, ran = counting()
@@ -85,8 +85,8 @@ def test_the_inner_state_waits_bit_for_bit(case):
 # ---- mini-batches that are not finite ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("at", [(0,), (2,), (0, 1)])
+@pytest.mark.parametrize("bad", mostly_slow([NAN, INF, -INF], NAN, INF))
+@pytest.mark.parametrize("at", mostly_slow([(0,), (2,), (0, 1)], (2,), (0, 1)))
 def test_a_mini_batch_that_is_not_finite_is_left_out(bad, at, x64):
     """Skipped, counted, and the mean is over the others."""
     w, grads = params("float64"), gradients(3, "float64")
@@ -109,7 +109,7 @@ def test_e11_one_nan_and_optax_never_recovers(standard_promotion):
     chex.assert_tree_all_finite((found, state))
 
 
-@pytest.mark.parametrize("how", ["full", "emit"])
+@pytest.mark.parametrize("how", mostly_slow(["full", "emit"], "full"))
 def test_a_window_without_any_finite_mini_batch(how):
     """It updates nothing, closes, and the next window is as if it had not been."""
     w, grads = params(), gradients(4)
