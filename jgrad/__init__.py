@@ -10,10 +10,12 @@ from jgrad._gradients.grad import stop_gradient as stop_gradient
 from jgrad._gradients.grad import value_and_grad as value_and_grad
 from jgrad._gradients.jac import jac as jac
 from jgrad._gradients.jac import value_and_jac as value_and_jac
-from jgrad._inputs.state import OptState as OptState
-from jgrad._ivy.execution import execute_with_gradients as execute_with_gradients
 
-# The oldest face: variables, and updates in place that return the new value.
+# The state of every optimizer.
+from jgrad._inputs.state import OptState as OptState
+
+# Names kept for Ivy.
+from jgrad._ivy.execution import execute_with_gradients as execute_with_gradients
 from jgrad._ivy.variables import inplace_decrement as inplace_decrement
 from jgrad._ivy.variables import inplace_increment as inplace_increment
 from jgrad._ivy.variables import inplace_update as inplace_update
@@ -21,21 +23,19 @@ from jgrad._ivy.variables import is_variable as is_variable
 from jgrad._ivy.variables import variable as variable
 from jgrad._ivy.variables import variable_data as variable_data
 
-# Transformations, the `init`/`update` pairs of optax.
+# Optimizers: a functional update with explicit state, and an `init`/`update` pair.
 from jgrad._optimizers.adam import adam as adam
+from jgrad._optimizers.adam import adam_step as adam_step
+from jgrad._optimizers.adam import adam_update as adam_update
 from jgrad._optimizers.adam import scale_by_adam as scale_by_adam
 from jgrad._optimizers.gradient_descent import gradient_descent as gradient_descent
+from jgrad._optimizers.gradient_descent import gradient_descent_update as gradient_descent_update
+from jgrad._optimizers.gradient_descent import optimizer_update as optimizer_update
 from jgrad._optimizers.lamb import lamb as lamb
+from jgrad._optimizers.lamb import lamb_update as lamb_update
+from jgrad._optimizers.lamb import scale_by_trust_ratio as scale_by_trust_ratio
 from jgrad._optimizers.lars import lars as lars
-
-# Functional updates with explicit state.
-from jgrad._optimizers.steps_adam import adam_step as adam_step
-from jgrad._optimizers.steps_adam import adam_update as adam_update
-from jgrad._optimizers.steps_descent import gradient_descent_update as gradient_descent_update
-from jgrad._optimizers.steps_descent import optimizer_update as optimizer_update
-from jgrad._optimizers.steps_lamb import lamb_update as lamb_update
-from jgrad._optimizers.steps_lars import lars_update as lars_update
-from jgrad._optimizers.trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
+from jgrad._optimizers.lars import lars_update as lars_update
 
 # Many arrays as one.
 from jgrad._packed.layouts import Layout as Layout
@@ -43,7 +43,7 @@ from jgrad._packed.packing import Packed as Packed
 from jgrad._packed.packing import pack as pack
 from jgrad._packed.packing import unpack as unpack
 
-# Transformations around others, and beside them.
+# Transformations around transformations, and what stands beside them.
 from jgrad._wrappers.accumulate import AccumulateState as AccumulateState
 from jgrad._wrappers.accumulate import accumulate as accumulate
 from jgrad._wrappers.clip import clip_by_global_norm as clip_by_global_norm
@@ -58,7 +58,50 @@ from jgrad._wrappers.skip_nonfinite import skip_nonfinite as skip_nonfinite
 from jgrad._wrappers.state_shardings import state_shardings as state_shardings
 from jgrad._wrappers.zero import zero as zero
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
-# The names above and not the modules they come from, for `help(jgrad)`.
-__all__ = [name for name, x in vars().items() if hasattr(x, "__module__") and name[0] != "_"]
+__all__ = [
+    "AccumulateState",
+    "EmaState",
+    "Layout",
+    "MasterState",
+    "OptState",
+    "Packed",
+    "SkipState",
+    "accumulate",
+    "adam",
+    "adam_step",
+    "adam_update",
+    "clip_by_global_norm",
+    "ema",
+    "execute_with_gradients",
+    "global_norm",
+    "grad",
+    "gradient_descent",
+    "gradient_descent_update",
+    "hvp",
+    "inplace_decrement",
+    "inplace_increment",
+    "inplace_update",
+    "is_variable",
+    "jac",
+    "lamb",
+    "lamb_update",
+    "lars",
+    "lars_update",
+    "master_weights",
+    "optimizer_update",
+    "pack",
+    "pack_small",
+    "scale_by_adam",
+    "scale_by_trust_ratio",
+    "skip_nonfinite",
+    "state_shardings",
+    "stop_gradient",
+    "unpack",
+    "value_and_grad",
+    "value_and_jac",
+    "variable",
+    "variable_data",
+    "zero",
+]
