@@ -12,16 +12,7 @@ from jgrad._arithmetic.apply import PerLeaf, apply, side_by_side
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.functional import (
-    BETA,
-    FIRST_MOMENT,
-    GRADIENT,
-    NUMBER,
-    RATE,
-    SECOND_MOMENT,
-    WEIGHTS,
-    Arguments,
-)
+from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import OptState
@@ -110,7 +101,7 @@ class AdamNumbers(NamedTuple):
     bias_correction: BiasCorrection
 
     @classmethod
-    def of_arguments(cls, args: Arguments, bias_correction: BiasCorrection) -> "AdamNumbers":
+    def of_arguments(cls, args: AlignedArguments, bias_correction: BiasCorrection) -> "AdamNumbers":
         """Those of a functional update."""
         return cls(
             step=args["step"],
@@ -247,16 +238,16 @@ def adam_step(
 
 
 @functional.update(
-    dcdw=GRADIENT,
-    mw=FIRST_MOMENT,
-    vw=SECOND_MOMENT,
-    step=NUMBER,
-    beta1=BETA,
-    beta2=BETA,
-    epsilon=NUMBER,
+    dcdw=Role.GRADIENT,
+    mw=Role.FIRST_MOMENT,
+    vw=Role.SECOND_MOMENT,
+    step=Role.NUMBER,
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    epsilon=Role.NUMBER,
 )
 def _adam_step(
-    args: Arguments, *, bias_correction: BiasCorrection
+    args: AlignedArguments, *, bias_correction: BiasCorrection
 ) -> tuple[PyTree, PyTree, PyTree]:
     adam = AdamNumbers.of_arguments(args, bias_correction)
     mw, vw = new_moments(args["dcdw"], args["mw"], args["vw"], adam)
@@ -328,18 +319,18 @@ def adam_update(
 
 
 @functional.update(
-    w=WEIGHTS,
-    dcdw=GRADIENT,
-    mw_tm1=FIRST_MOMENT,
-    vw_tm1=SECOND_MOMENT,
-    lr=RATE,
-    step=NUMBER,
-    beta1=BETA,
-    beta2=BETA,
-    epsilon=NUMBER,
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    mw_tm1=Role.FIRST_MOMENT,
+    vw_tm1=Role.SECOND_MOMENT,
+    lr=Role.RATE,
+    step=Role.NUMBER,
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    epsilon=Role.NUMBER,
 )
 def _adam_update(
-    args: Arguments, *, bias_correction: BiasCorrection, stop_gradients: bool
+    args: AlignedArguments, *, bias_correction: BiasCorrection, stop_gradients: bool
 ) -> tuple[PyTree, PyTree, PyTree]:
     adam = AdamNumbers.of_arguments(args, bias_correction)
     mw, vw = new_moments(args["dcdw"], args["mw_tm1"], args["vw_tm1"], adam)

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.apply import add_momentum, apply
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.functional import GRADIENT, RATE, WEIGHTS, Arguments
+from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import OptState
@@ -51,8 +51,8 @@ def optimizer_update(
     )
 
 
-@functional.update(w=WEIGHTS, effective_grad=GRADIENT, lr=RATE)
-def _optimizer_update(args: Arguments, *, stop_gradients: bool) -> PyTree:
+@functional.update(w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
+def _optimizer_update(args: AlignedArguments, *, stop_gradients: bool) -> PyTree:
     steps = apply(rules.scale_by, args["effective_grad"], args["lr"])
     return args.new_weights(steps, stop_gradients=stop_gradients)
 
@@ -80,8 +80,8 @@ def gradient_descent_update(
     return _gradient_descent_update(w=w, dcdw=dcdw, lr=lr, stop_gradients=stop_gradients, out=out)
 
 
-@functional.update(w=WEIGHTS, dcdw=GRADIENT, lr=RATE)
-def _gradient_descent_update(args: Arguments, *, stop_gradients: bool) -> PyTree:
+@functional.update(w=Role.WEIGHTS, dcdw=Role.GRADIENT, lr=Role.RATE)
+def _gradient_descent_update(args: AlignedArguments, *, stop_gradients: bool) -> PyTree:
     steps = apply(rules.scale_by, args["dcdw"], args["lr"])
     return args.new_weights(steps, stop_gradients=stop_gradients)
 

@@ -12,17 +12,7 @@ from jgrad._arithmetic.apply import PerLeaf, is_zero, side_by_side
 from jgrad._arithmetic.leafwise import Call, on_leaf
 from jgrad._arithmetic.numerics import scaled
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.functional import (
-    BETA,
-    FIRST_MOMENT,
-    GRADIENT,
-    NUMBER,
-    OPTIONAL_NUMBER,
-    RATE,
-    SECOND_MOMENT,
-    WEIGHTS,
-    Arguments,
-)
+from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import OptState
@@ -118,21 +108,13 @@ def _steps(
     )
 
 
-class _Clamps(NamedTuple):
-    """The clamps of the trust ratio."""
-
-    smallest: Any
-    largest: Any
-
-    @classmethod
-    def read(cls, name: str, smallest: Scalar, largest: Scalar | None) -> "_Clamps":
-        """Both as scalars; None for no upper one."""
-        clamps = cls(
-            numbers.scalar(name, "min_trust_ratio", smallest),
-            numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
-        )
-        _check_clamps(name, smallest, largest)
-        return clamps
+def _clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
+    """Both clamps of the ratio as scalars; None for no upper one."""
+    _check_clamps(name, smallest, largest)
+    return (
+        numbers.scalar(name, "min_trust_ratio", smallest),
+        numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
+    )
 
 
 def _check_clamps(name: str, smallest: Any, largest: Any) -> None:
@@ -239,21 +221,21 @@ def lamb_update(
 
 
 @functional.update(
-    w=WEIGHTS,
-    dcdw=GRADIENT,
-    mw_tm1=FIRST_MOMENT,
-    vw_tm1=SECOND_MOMENT,
-    lr=RATE,
-    step=NUMBER,
-    beta1=BETA,
-    beta2=BETA,
-    epsilon=NUMBER,
-    min_trust_ratio=NUMBER,
-    max_trust_ratio=NUMBER,
-    decay_lambda=OPTIONAL_NUMBER,
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    mw_tm1=Role.FIRST_MOMENT,
+    vw_tm1=Role.SECOND_MOMENT,
+    lr=Role.RATE,
+    step=Role.NUMBER,
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    epsilon=Role.NUMBER,
+    min_trust_ratio=Role.NUMBER,
+    max_trust_ratio=Role.NUMBER,
+    decay_lambda=Role.OPTIONAL_NUMBER,
 )
 def _lamb_update(
-    args: Arguments,
+    args: AlignedArguments,
     *,
     bias_correction: BiasCorrection,
     rule: LambRule,
@@ -347,17 +329,17 @@ def lamb(
     adam_options.check(name)
     _check_rule(name, rule)
     options.check_axes(name, norm_axes, layer_axes)
-    _Clamps.read(name, min_trust_ratio, max_trust_ratio)
+    _clamps(name, min_trust_ratio, max_trust_ratio)
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
         w = inputs.require_params("the trust ratio")
-        clamps = _Clamps.read(name, min_trust_ratio, max_trust_ratio)
+        smallest, largest = _clamps(name, min_trust_ratio, max_trust_ratio)
         lamb_numbers = LambNumbers(
             adam=adam_options.at(name, state.step),
             learning_rate=rates,
             weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
-            min_trust_ratio=clamps.smallest,
-            max_trust_ratio=clamps.largest,
+            min_trust_ratio=smallest,
+            max_trust_ratio=largest,
         )
         mw, vw = adam.new_moments(inputs.g, state.mw, state.vw, lamb_numbers.adam)
         layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
@@ -409,7 +391,7 @@ def scale_by_trust_ratio(
       (2020).
     """
     name = "scale_by_trust_ratio"
-    _Clamps.read(name, min_trust_ratio, max_trust_ratio)
+    _clamps(name, min_trust_ratio, max_trust_ratio)
     options.check_axes(name, norm_axes, layer_axes)
 
     def init(params: PyTree) -> optax.EmptyState:
@@ -426,7 +408,7 @@ def scale_by_trust_ratio(
             directions,
             directions,
             ratio=_ratio,
-            numbers=_Clamps.read(name, min_trust_ratio, max_trust_ratio),
+            numbers=_clamps(name, min_trust_ratio, max_trust_ratio),
             layers=options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
             rates=(),
         )

@@ -12,14 +12,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.apply import PerLeaf, add_momentum, apply, decay_call, side_by_side
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.functional import (
-    GRADIENT,
-    NUMBER,
-    OPTIONAL_NUMBER,
-    RATE,
-    WEIGHTS,
-    Arguments,
-)
+from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import OptState
@@ -181,15 +174,15 @@ def lars_update(
 
 
 @functional.update(
-    w=WEIGHTS,
-    dcdw=GRADIENT,
-    lr=RATE,
-    trust_coefficient=NUMBER,
-    epsilon=NUMBER,
-    decay_lambda=OPTIONAL_NUMBER,
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    lr=Role.RATE,
+    trust_coefficient=Role.NUMBER,
+    epsilon=Role.NUMBER,
+    decay_lambda=Role.OPTIONAL_NUMBER,
 )
 def _lars_update(
-    args: Arguments, *, rule: LarsRule, axes: StaticAxes, stop_gradients: bool
+    args: AlignedArguments, *, rule: LarsRule, axes: StaticAxes, stop_gradients: bool
 ) -> PyTree:
     steps = _steps(
         args["w"],
