@@ -27,6 +27,7 @@ from jgrad._trees import checks, values
 from jgrad._trees.trees import PyTree
 
 LambRule = Literal["paper", "ivy"]
+_RULES = ("paper", "ivy")
 
 # ---- the trust ratio, on vectors with an entry per layer ---------------------------------------
 
@@ -80,13 +81,7 @@ class LambNumbers(NamedTuple):
 
 
 def _steps(
-    w: list[Any],
-    mw: list[Any],
-    vw: list[Any],
-    lamb: LambNumbers,
-    layers: TrustLayers,
-    *,
-    rule: LambRule,
+    w: list[Any], mw: list[Any], vw: list[Any], lamb: LambNumbers, layers: TrustLayers, *, rule: str
 ) -> list[Any]:
     """lr ratio (delta + decay w), from the new moments; in Ivy's rule decay is in the norm only."""
     deltas: list[Call | None] = []
@@ -124,10 +119,6 @@ def _check_clamps(name: str, smallest: Any, largest: Any) -> None:
             f"{name}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, which is "
             f"{largest}."
         )
-
-
-def _check_rule(name: str, rule: LambRule) -> None:
-    values.one_of(name, "rule", rule, ("paper", "ivy"))
 
 
 # ---- functional update -------------------------------------------------------------------------
@@ -196,7 +187,7 @@ def lamb_update(
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
     name = "lamb_update"
-    _check_rule(name, rule)
+    values.one_of(name, "rule", rule, _RULES)
     _check_clamps(name, min_trust_ratio, max_trust_ratio)
     adam.check_bias_correction(name, bias_correction)
     return _lamb_update(
@@ -327,7 +318,7 @@ def lamb(
     options.check_weight_decay(name, weight_decay)
     adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
     adam_options.check(name)
-    _check_rule(name, rule)
+    values.one_of(name, "rule", rule, _RULES)
     options.check_axes(name, norm_axes, layer_axes)
     _clamps(name, min_trust_ratio, max_trust_ratio)
 
