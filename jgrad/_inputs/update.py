@@ -20,7 +20,7 @@ class Update:
     """Gradients and parameters of one update, checked against each other, as lists of leaves.
 
     A leaf that is not updated, since its parameter is an integer or its gradient is missing, has
-    the gradient `None` here, so that the methods leave it alone.
+    the gradient `None` here, so that the methods do not change it.
 
     Attributes:
       function: the name of the transformation, for messages.

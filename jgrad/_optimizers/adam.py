@@ -62,7 +62,7 @@ def corrections(
     *,
     bias_correction: BiasCorrection,
 ) -> tuple[jax.Array, jax.Array]:
-    """The step size alpha and the epsilon that turn `delta` into each published form.
+    """The step size alpha and the epsilon with which `delta` is each published form.
 
     With c1 = 1 - beta1^t and c2 = 1 - beta2^t:
       "step_size": sqrt(c2) / (c1 + eps) m / (sqrt(v) + eps)
@@ -282,7 +282,7 @@ def adam_update(
     Args:
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
-      lr: learning rate, of a shape that broadcasts to that of `w`. Its sign is the caller's.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
       mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
       vw_tm1: second moment of the step before, real, likewise.
       step: number of this update, counted from 1; may be fractional or traced.
@@ -290,7 +290,7 @@ def adam_update(
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
       bias_correction: see `adam_step`.
-      stop_gradients: cut `w'` from the graph, and only it.
+      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
       out: None.
 
     Returns:
@@ -376,7 +376,7 @@ def adam(
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       bias_correction: "step_size" as above; "moments" as in PyTorch and optax, the one for recipes
         with a large epsilon; None for alpha = 1. See `adam_step`.
-      moment_dtype: dtype of the moments; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.
@@ -422,7 +422,7 @@ def scale_by_adam(
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
       bias_correction: see `adam_step`.
-      moment_dtype: dtype of the moments; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.

@@ -26,16 +26,16 @@ def optimizer_update(
     stop_gradients: bool = True,
     out: None = None,
 ) -> PyTree:
-    """New weights from a gradient that an optimizer has made effective.
+    """New weights from an effective gradient, such as `adam_step` returns.
 
         w' = w - lr effective_grad
 
     Args:
       w: weights, floating or complex.
       effective_grad: effective gradient, of the shape of `w`.
-      lr: learning rate, of a shape that broadcasts to that of `w` (so one of shape (n,) goes along
-        the last axis). Its sign is the caller's.
-      stop_gradients: cut the result from the graph.
+      lr: learning rate, of a shape that broadcasts to that of `w` (one of shape (n,) goes along the
+        last axis), and of any sign.
+      stop_gradients: apply `jax.lax.stop_gradient` to the result.
       out: None.
 
     Returns:
@@ -67,8 +67,8 @@ def gradient_descent_update(
     Args:
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
-      lr: learning rate, of a shape that broadcasts to that of `w`. Its sign is the caller's.
-      stop_gradients: cut the result from the graph.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
+      stop_gradients: apply `jax.lax.stop_gradient` to the result.
       out: None.
 
     Returns:
@@ -113,7 +113,7 @@ def gradient_descent(
       weight_decay: in [0, inf); a number or a prefix tree.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      moment_dtype: dtype of the buffer; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum.

@@ -154,13 +154,13 @@ def lamb_update(
         w'    = w - lr ratio u
 
     with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
-    `layer_axes` or `norm_axes` says otherwise. `rule="ivy"` is Ivy's own: the same ratio, 0 where
+    `layer_axes` or `norm_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, 0 where
     the weights are, but w' = w - lr ratio delta: decay acts in the norm alone.
 
     Args:
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
-      lr: learning rate, of a shape that broadcasts to that of `w`. Its sign is the caller's.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
       mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
       vw_tm1: second moment of the step before, real, likewise.
       step: number of this update, counted from 1; may be fractional or traced.
@@ -172,9 +172,9 @@ def lamb_update(
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       bias_correction: see `adam_step`.
       rule: "paper" or "ivy".
-      norm_axes: see `lars`.
-      layer_axes: see `lars`.
-      stop_gradients: cut `w'` from the graph, and only it.
+      norm_axes: see `lamb`.
+      layer_axes: see `lamb`.
+      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
       out: None.
 
     Returns:
@@ -297,12 +297,12 @@ def lamb(
         applied.
       bias_correction: see `adam_step`.
       rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, decay in the norm alone.
-      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`: a
-        name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of those.
-        Under `jit` a sharded leaf is whole, and needs none.
+      norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
+        a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
+        those. Under `jit` a sharded leaf counts as a whole, and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
-      moment_dtype: dtype of the moments; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`. Its update needs the parameters.

@@ -131,21 +131,21 @@ def lars_update(
 
     with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
     `layer_axes` or `norm_axes` says otherwise. `rule="decayed_gradient"` divides by
-    |dcdw + decay_lambda w| + epsilon, as optax does. `rule="ivy"` is Ivy's own:
+    |dcdw + decay_lambda w| + epsilon, as optax does. `rule="ivy"` is Ivy's:
     ratio = trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive;
     w' = w - lr ratio dcdw.
 
     Args:
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
-      lr: learning rate, of a shape that broadcasts to that of `w`. Its sign is the caller's.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
       decay_lambda: weight decay, in [0, inf).
       trust_coefficient: eta of the paper, in [0, inf). 1 here; the transformation `lars` has 0.001.
       epsilon: added to the denominator, in [0, inf).
       rule: "paper", "decayed_gradient" or "ivy".
       norm_axes: see `lars`.
       layer_axes: see `lars`.
-      stop_gradients: cut the result from the graph.
+      stop_gradients: apply `jax.lax.stop_gradient` to the result.
       out: None.
 
     Returns:
@@ -246,12 +246,12 @@ def lars(
       rule: "paper" as above; "decayed_gradient", with |g + weight_decay w| + epsilon below the
         line, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
         |w| where that is positive, and d = learning_rate ratio g.
-      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`: a
-        name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of those.
-        Under `jit` a sharded leaf is whole, and needs none.
+      norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
+        a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
+        those. Under `jit` a sharded leaf counts as a whole, and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
-      moment_dtype: dtype of the buffer; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum. Its
