@@ -42,12 +42,23 @@ def run(mutation: Mutation, *, every: bool) -> Outcome:
         file.write_text(text.replace(mutation.old, mutation.new))
         near = [*mutation.near.split(), "-n0"]
         for arguments in (near, ["-n1"]):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "--tb=no",
+                "-p",
+                "no:cacheprovider",
+            ]
             command += arguments + ["--all"] * every
             done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
             if done.returncode not in (0, 5):
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-                return Outcome(mutation, failed[1] if failed else "an error while tests are collected")
+                return Outcome(
+                    mutation, failed[1] if failed else "an error while tests are collected"
+                )
     return Outcome(mutation, None)
 
 

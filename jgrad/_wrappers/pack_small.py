@@ -25,9 +25,9 @@ def pack_small(
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
 
-    The numbers are those of `tx` alone; see `pack`. Training on packed parameters gains more, since
-    then no step packs and unpacks. In a step in which a small leaf has the gradient None, `tx`
-    works on the tree.
+    The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. Training on packed
+    parameters gains more, since then no step packs and unpacks. In a step in which a small leaf has
+    the gradient None, `tx` works on the tree.
 
     Args:
       tx: any transformation of this library, whose options are given for the tree, or any other
