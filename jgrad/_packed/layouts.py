@@ -25,10 +25,10 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 # Elements of a block. A wider block pads more: a transformer of 193 leaves by 1% at 128, 3% at 256,
-# 9% at 512 and 19% at 1024, leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores Adam on 1000
-# leaves of 32 x 32 takes the same time at each width, and LAMB twice as long from 512 on, where the
-# chunks of its norms leave the first-level cache (`rows`). A TPU's lanes are 128 wide, so a multiple
-# of that. Unmeasured on accelerators.
+# 9% at 512 and 19% at 1024; leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores Adam on 1000
+# leaves of 32 x 32 takes the same time at each width. LAMB takes twice as long from 512 on, where
+# the chunks of its norms leave the first-level cache (`rows`). A TPU's lanes are 128 wide, so a
+# multiple of that. Unmeasured on accelerators.
 WIDTH = 256
 
 _SHOWN = 10  # leaves of a buffer that are printed
