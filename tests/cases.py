@@ -1,6 +1,6 @@
 """The rows of the matrix: every optimizer, with its reference and its functional twin.
 
-A new optimizer is one more row, and gets every test in `test_matrix.py`.
+A new optimizer is one more row, and gets every test in `everywhere/test_matrix.py`.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import jgrad
 from tests.reference import optimizers as reference
@@ -192,6 +193,25 @@ CASES = [
         elementwise=False,
     ),
 ]
+
+
+# What a test runs on by default: moments of each kind, each correction but one, masks, and each
+# method with a rule of its own. `pytest --all` runs it on all cases.
+CORE = ("momentum", "adam_moments", "adamw", "lars_masked", "lamb_decayed", "lamb_ivy")
+FEW = ("adamw", "lars_masked")  # for tests that compile many programs
+ALL = tuple(case.name for case in CASES)  # for the tests of the numbers
+
+
+def every_case(core: tuple[str, ...] = CORE, where: Callable[[Case], Any] | None = None) -> Any:
+    """Parametrizes a test by `case`.
+
+    Args:
+      core: names of the cases that are not slow.
+      where: which cases the test is about; all by default.
+    """
+    cases = [case for case in CASES if where is None or where(case)]
+    marked = [pytest.param(c, marks=() if c.name in core else pytest.mark.slow) for c in cases]
+    return pytest.mark.parametrize("case", marked, ids=str)
 
 
 def params(dtype: Any = jnp.float32, seed: int = 0) -> dict[str, Any]:

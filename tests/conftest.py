@@ -1,27 +1,89 @@
-"""Strictness for every test: nothing is promoted implicitly; pyproject makes warnings errors."""
+"""Strictness for every test, eight virtual devices, the choice of tests, and a bound on memory.
 
+Nothing is promoted implicitly, and pyproject makes warnings errors. `pytest` runs the tests that
+need no more than five minutes; `pytest --all` runs also those marked `slow`.
+"""
+
+import ctypes
+import gc
 import os
+import pathlib
+import resource
+import sys
+
+DEVICES = 8
+# XLA reads both once, when JAX starts. It needs more threads than devices: on two cores, the
+# collectives of eight virtual devices can otherwise wait for each other for ever.
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}={DEVICES}".strip()
+os.environ.setdefault("PJRT_NPROC", str(max(2 * DEVICES, os.cpu_count() or 1)))
 
 import chex
 import jax
 import pytest
-
-# These want eight devices; `test_multi_device.py` gives them a process of their own.
-collect_ignore = [] if "JGRAD_MULTI_DEVICE" in os.environ else ["multi_device"]
+from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# No deadline, since the first call of a shape compiles. The same examples in every run, so that a
+# failure in CI is a failure anywhere.
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=5)
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
+
+LIMIT = 1.0  # GB, above which a process frees its compiled programs; one test takes up to 0.2
+GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
+
 
 def pytest_addoption(parser):
-    parser.addoption("--every", type=int, default=1, help="Run each n-th test alone.")
+    parser.addoption("--all", action="store_true", help="Run the tests marked slow, too.")
+    parser.addoption("--every", type=int, default=1, help="Run only each n-th test.")
+
+
+def pytest_configure(config):
+    settings.load_profile("all" if config.getoption("--all") else "default")
+    if not hasattr(config, "workerinput"):  # in the process that collects reports
+        config.pluginmanager.register(PeakMemory())
 
 
 def pytest_collection_modifyitems(config, items):
-    """Most tests are one of many alike, with other options: each n-th has some of every kind."""
-    every = config.getoption("--every")
-    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % every])
-    items[:] = items[::every]
+    """Drops slow tests, unless asked for by `--all` or by name; else runs them first."""
+    named = any("::" in argument for argument in config.args)
+    slow = [x for x in items if x.get_closest_marker("slow")]
+    quick = [x for x in items if not x.get_closest_marker("slow")]
+    chosen = [*slow, *quick] if config.getoption("--all") or named else quick
+    # Most tests are one of many alike, with other options: each n-th has some of every kind.
+    chosen = chosen[:: config.getoption("--every")]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[x for x in items if x not in kept])
+    items[:] = chosen
+
+
+class PeakMemory:
+    """Prints the largest resident memory of each worker, or of the process that ran all tests."""
+
+    def __init__(self):
+        self.peaks = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node, error):
+        """xdist's hook, at the end of a worker."""
+        self.peaks.append(getattr(node, "workeroutput", {}).get("peak", 0))
+
+    def pytest_terminal_summary(self, terminalreporter):
+        peaks = self.peaks or [_peak()]
+        text = ", ".join(f"{x:.2f}" for x in sorted(peaks))
+        terminalreporter.write_line(f"peak memory per worker: {text} GB")
+
+
+def _peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIGABYTE
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = _peak()
 
 
 @pytest.fixture
@@ -43,3 +105,22 @@ def standard_promotion():
 def _fresh_trace_counts():
     """`chex.assert_max_traces` counts by the function's name, across tests."""
     chex.clear_trace_counter()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    """Frees the compiled programs of earlier tests, which would take 5 GB in the end."""
+    if _resident() > LIMIT:
+        jax.clear_caches()
+        gc.collect()
+        # Without it, freed memory stays with the process. Only the C library of Linux has it.
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+
+
+def _resident():
+    """The memory of this process now, in GB; where there is no /proc, the most that it had."""
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return _peak()
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30

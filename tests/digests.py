@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from tests import packed
+from tests import packed_model as packed
 from tests.cases import CASES, MASK, params
 from tests.loops import step_of
 

@@ -1,4 +1,4 @@
-"""Errors, to the letter: messages are read by people."""
+"""Compares error messages word for word."""
 
 import pytest
 

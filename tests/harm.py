@@ -1,4 +1,4 @@
-"""What may happen to the files of a checkpoint."""
+"""Damages the files of a checkpoint."""
 
 
 def data_file(folder):

@@ -1,1 +1,1 @@
-"""Tests that want eight devices; `tests/test_multi_device.py` runs them in processes of their own."""
+"""Tests on eight devices; `tests/conftest.py` gives each process eight virtual CPU devices."""

@@ -14,7 +14,7 @@ from checkpoints import CheckpointError, Checkpoints, whole_steps
 from tests.errors import assert_error
 from tests.harm import data_file, flip_a_bit
 from tests.loops import assert_equal
-from tests.packed import normal
+from tests.packed_model import normal
 
 
 def weights():

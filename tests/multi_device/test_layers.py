@@ -1,4 +1,4 @@
-"""Layers wherever they live: cut over the axes of a mesh, stacked for scan, or both.
+"""Layers that are sharded over the axes of a mesh, stacked for scan, or both.
 
 Expected is always what one device finds with whole leaves, one per layer. Scales differ widely from
 shard to shard, so that the norm of a part is nowhere near that of the whole.

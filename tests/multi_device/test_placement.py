@@ -1,4 +1,4 @@
-"""Where state lives: moments where their parameters are, counters on every device of the mesh."""
+"""Shardings of the state: moments are sharded as their parameters, counters are replicated."""
 
 import functools
 import itertools

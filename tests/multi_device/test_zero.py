@@ -1,4 +1,4 @@
-"""`zero`: a share of the state on each device, and the numbers of the whole."""
+"""`zero`: each device has a shard of the state, and the numbers are those of the whole."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ from tests.cases import CASES, MASK
 from tests.errors import assert_error
 from tests.loops import assert_equal, stack
 from tests.multi_device.meshes import mesh_of
-from tests.packed import DECAYS, PER_ELEMENT, RATES, assert_close, normal
+from tests.packed_model import DECAYS, PER_ELEMENT, RATES, assert_close, normal
 
 DEVICES = 8
 apply_updates = jax.jit(optax.apply_updates)

@@ -1,0 +1,303 @@
+"""Optimizers inside the combinators of optax, and in training by flax and equinox."""
+
+import chex
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jgrad
+from tests.cases import FEW, RATE, every_case, gradients, params
+from tests.choice import mostly_slow
+
+
+def close(found, expected, rtol=1e-6, atol=1e-6):
+    chex.assert_trees_all_close(found, expected, rtol=rtol, atol=atol)
+
+
+def apply(tx, w, grads, **extra):
+    """Some jitted steps, in one trace."""
+    traces = []
+
+    @jax.jit
+    def step(w, state, g):
+        traces.append(None)
+        updates, state = tx.update(g, state, w, **extra)
+        return optax.apply_updates(w, updates), state
+
+    state = tx.init(w)
+    for g in grads:
+        w, state = step(w, state, g)
+    assert len(traces) == 1
+    return w, state
+
+
+# ---- optax -------------------------------------------------------------------------------------
+
+
+@every_case(("lamb_decayed",))
+def test_chain(case, standard_promotion):
+    """Clipping before and nothing after is the optimizer on clipped gradients."""
+    w, grads = params(), gradients(3)
+    tx = optax.chain(optax.clip(0.01), case.tx())
+    clipped = [jax.tree.map(lambda g: jnp.clip(g, -0.01, 0.01), g) for g in grads]
+    close(apply(tx, w, grads)[0], apply(case.tx(), w, clipped)[0])
+
+
+@every_case(("lars_masked",))
+def test_chain_passes_the_rate_on(case, standard_promotion):
+    """`learning_rate=` and arguments of others reach an optimizer inside a chain."""
+    w, grads = params(), gradients(2)
+    tx = optax.chain(optax.clip(0.01), case.tx(0.7))
+    found, _ = apply(tx, w, grads, learning_rate=jnp.float32(0.2), value=jnp.float32(3))
+    expected, _ = apply(optax.chain(optax.clip(0.01), case.tx(0.2)), w, grads)
+    close(found, expected)
+
+
+def test_pieces_make_the_whole(standard_promotion):
+    """Adam and LAMB from `scale_by_adam`, `scale_by_trust_ratio` and optax's own parts."""
+    w, grads = params(), gradients(5)
+    adamw = optax.chain(jgrad.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(-RATE))
+    close(apply(adamw, w, grads)[0], apply(jgrad.adam(RATE, weight_decay=0.1), w, grads)[0])
+    lamb = optax.chain(
+        jgrad.scale_by_adam(),
+        optax.add_decayed_weights(0.1),
+        jgrad.scale_by_trust_ratio(max_trust_ratio=2.0),
+        optax.scale(-RATE),
+    )
+    whole = jgrad.lamb(RATE, weight_decay=0.1, max_trust_ratio=2.0)
+    close(apply(lamb, w, grads)[0], apply(whole, w, grads)[0], rtol=1e-5)
+
+
+def test_trust_ratio_masks_and_missing_gradients():
+    w = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0]), "n": jnp.arange(2)}
+    u = {"a": jnp.array([1.0, 0.0]), "b": jnp.array([1.0, 0.0]), "n": None}
+    tx = jgrad.scale_by_trust_ratio(trust_ratio_mask={"a": True, "b": False, "n": True})
+    found, state = tx.update(u, tx.init(w), w)
+    close(found, {"a": 5 * u["a"], "b": u["b"], "n": jnp.zeros(2, int)})
+    assert state == optax.EmptyState()
+
+
+@every_case(FEW)
+def test_masked(case, standard_promotion):
+    """Leaves outside of the mask pass; the others are trained as if alone."""
+    case = case.without_masks()
+    w, grads = params(), gradients(2)
+    tx = optax.masked(case.tx(), {"layer": True, "rest": False})
+    updates, _ = tx.update(grads[0], tx.init(w), w)
+    chex.assert_trees_all_equal(updates["rest"], grads[0]["rest"])
+    alone = case.tx()
+    expected, _ = alone.update(grads[0]["layer"], alone.init(w["layer"]), w["layer"])
+    close(updates["layer"], expected)
+
+
+@every_case(("lamb_decayed",))
+@pytest.mark.parametrize(
+    "partition", [optax.partition, pytest.param(optax.multi_transform, marks=pytest.mark.slow)]
+)
+def test_partition(case, partition, standard_promotion):
+    case = case.without_masks()
+    w, grads = params(), gradients(3)
+    tx = partition({"fast": case.tx(0.1), "slow": case.tx(0.01)}, {"layer": "fast", "rest": "slow"})
+    found, _ = apply(tx, w, grads)
+    for key, rate in (("layer", 0.1), ("rest", 0.01)):
+        expected, _ = apply(case.tx(rate), w[key], [g[key] for g in grads])
+        close(found[key], expected)
+
+
+@every_case(("adamw",))
+def test_multi_steps(case, standard_promotion):
+    """Two halves make one step."""
+    w, grads = params(), gradients(4)
+    means = [jax.tree.map(lambda a, b: (a + b) / 2, *pair) for pair in (grads[:2], grads[2:])]
+    found, _ = apply(optax.MultiSteps(case.tx(), every_k_schedule=2), w, grads)
+    # atol: Adam's first steps divide by the gradient, whose mean is rounded in another order.
+    close(found, apply(case.tx(), w, means)[0], rtol=1e-5, atol=1e-5)
+
+
+@every_case(("momentum",))
+def test_apply_if_finite(case, standard_promotion):
+    w, grads = params(), gradients(3)
+    poisoned = [*grads[:2], jax.tree.map(lambda g: g * jnp.nan, grads[0]), grads[2]]
+    tx = optax.apply_if_finite(case.tx(), max_consecutive_errors=5)
+    close(apply(tx, w, poisoned)[0], apply(case.tx(), w, grads)[0])
+
+
+@every_case()
+def test_tree_get(case, standard_promotion):
+    """State is found by name, inside of whatever stands around it."""
+    w = params()
+    tx = optax.chain(optax.clip(1.0), optax.masked(case.without_masks().tx(), True))
+    state = tx.init(w)
+    assert optax.tree.get(state, "step") == 0
+    for name in case.state:
+        chex.assert_trees_all_equal(optax.tree.get(state, name), jax.tree.map(jnp.zeros_like, w))
+    changed = optax.tree.set(state, step=jnp.int32(7))
+    assert optax.tree.get(changed, "step") == 7
+
+
+@every_case()
+def test_tree_map_params(case):
+    """optax knows which parts of the state are like the parameters."""
+    tx, w = case.tx(), params()
+    marked = optax.tree_map_params(
+        tx, lambda _: "moment", tx.init(w), transform_non_params=lambda _: "other"
+    )
+    assert marked.step == "other"
+    for name in case.state:
+        assert set(jax.tree.leaves(getattr(marked, name))) == {"moment"}
+
+
+@every_case(("adam_moments",))
+def test_lookahead_and_schedule_free_take_it(case, standard_promotion):
+    """Wrappers that keep copies of the parameters."""
+    w, grads = params(), gradients(2)
+    tx = optax.contrib.schedule_free(case.tx(), learning_rate=RATE)
+    chex.assert_tree_all_finite(apply(tx, w, grads)[0])
+    fast_slow = optax.LookaheadParams.init_synced(w)
+    tx = optax.lookahead(case.tx(), sync_period=2, slow_step_size=0.5)
+    updates, _ = tx.update(grads[0], tx.init(fast_slow), fast_slow)
+    chex.assert_tree_all_finite(updates.fast)
+
+
+# ---- flax --------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(8)(x)))
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(32, 4)), jnp.float32)
+    return x, jnp.sum(x, axis=1, keepdims=True)
+
+
+SMALL = {
+    "gradient_descent": jgrad.gradient_descent(0.1),
+    "adam": jgrad.adam(0.05),
+    "lars": jgrad.lars(0.1, trust_coefficient=0.1),
+    "lamb": jgrad.lamb(0.05),
+}
+
+every_method = pytest.mark.parametrize("tx", mostly_slow(SMALL.values(), SMALL["adam"]), ids=SMALL)
+
+
+@every_method
+def test_flax_train_state(tx, standard_promotion):
+    x, y = data()
+    net = Net()
+    state = TrainState.create(
+        apply_fn=net.apply, params=net.init(jax.random.key(0), x)["params"], tx=tx
+    )
+
+    @jax.jit
+    def step(state):
+        loss = lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
+        value, grads = jgrad.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    losses = []
+    for _ in range(40):
+        state, value = step(state)
+        losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+    assert int(state.step) == int(state.opt_state.step) == 40
+
+
+@every_method
+def test_nnx_optimizer(tx, standard_promotion):
+    x, y = data()
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(jnp.tanh(self.first(x)))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert isinstance(optimizer.opt_state, jgrad.OptState)
+
+
+# ---- equinox -----------------------------------------------------------------------------------
+
+
+@every_method
+def test_equinox(tx, standard_promotion):
+    """With a filtered model; what is no array has no gradient and no update."""
+    x, y = data()
+    model = eqx.nn.MLP(4, 1, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    traces = []
+
+    @eqx.filter_jit
+    def step(model, state):
+        traces.append(None)
+        loss = lambda m: jnp.mean((jax.vmap(m)(x) - y) ** 2)
+        value, grads = eqx.filter_value_and_grad(loss)(model)
+        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    losses = []
+    for _ in range(40):
+        model, state, value = step(model, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+    assert len(traces) == 1
+
+
+def test_equinox_functional(standard_promotion):
+    """The functional updates on a filtered model, where `None` stands for what is no array."""
+    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
+    weights = eqx.filter(model, eqx.is_inexact_array)
+    grads = jax.tree.map(jnp.ones_like, weights)
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    w, mw, _ = jgrad.adam_update(weights, grads, 0.1, zeros, zeros, 1)
+    assert jax.tree.structure(w) == jax.tree.structure(mw) == jax.tree.structure(weights)
+
+
+def test_equinox_masks_and_rates():
+    """Trees like the model are callable, as it is, and hold `None` where it has no arrays."""
+    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
+    weights = eqx.filter(model, eqx.is_inexact_array)
+    grads = jax.tree.map(jnp.ones_like, weights)
+
+    def matrices(tree):
+        return jax.tree.map(lambda p: p.ndim > 1, tree)
+
+    def updates(tx):
+        return jax.tree.leaves(tx.update(grads, tx.init(weights), weights)[0])
+
+    decay = {"weight_decay": 0.1}
+    plain = updates(jgrad.adam(0.1))
+    for mask in (matrices, matrices(weights)):
+        found = updates(jgrad.adam(0.1, **decay, weight_decay_mask=mask))
+        pairs = zip(found, plain, jax.tree.leaves(weights), strict=True)
+        for u, without, p in pairs:
+            close(u, without - 0.01 * p if p.ndim > 1 else without)
+        updates(jgrad.lamb(0.1, **decay, weight_decay_mask=mask, trust_ratio_mask=mask))
+        updates(jgrad.lars(0.1, **decay, weight_decay_mask=mask, trust_ratio_mask=mask))
+    rates = jax.tree.map(lambda p: 0.1 * p.ndim, weights)
+    assert callable(rates)
+    for u, p in zip(updates(jgrad.gradient_descent(rates)), jax.tree.leaves(weights), strict=True):
+        close(u, jnp.full_like(p, -0.1 * p.ndim))

@@ -1,0 +1,363 @@
+"""Every optimizer times every property that all of them have."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export
+
+import jgrad
+from tests.cases import ALL, FEW, RATE, every_case, gradients, params
+from tests.choice import mostly_slow
+from tests.loops import assert_equal, run, step_of
+
+slow = pytest.mark.slow
+# Of parameters and of gradients: each once beside the same, a wider and a narrower one.
+PAIRS = [
+    ("float16", "float16"),
+    ("bfloat16", "float32"),
+    ("float32", "bfloat16"),
+    ("float32", "float64"),
+    ("float64", "float64"),
+    ("float64", "float16"),
+]
+
+
+def close(found, expected, rtol):
+    for a, b in zip(jax.tree.leaves(found), expected, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a), b, rtol=rtol, atol=rtol * np.max(np.abs(b), initial=0)
+        )
+
+
+# ---- the numbers -------------------------------------------------------------------------------
+
+
+@every_case(ALL)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("complex128", marks=slow)])
+def test_reference(case, dtype, x64):
+    """50 steps in double precision are the paper's."""
+    w, grads = params(dtype), gradients(50, dtype)
+    found, _ = run(case.tx(), w, grads)
+    for a, b in zip(found, case.trajectory(w, grads), strict=True):
+        close(a, b, 1e-12)
+
+
+@every_case()
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=slow), "complex64"])
+def test_reference_in_single_precision(case, dtype):
+    """A step in single precision is that of double precision to a few digits in the last place."""
+    w, grads = params(dtype), gradients(10, dtype)
+    found, _ = run(case.tx(), w, grads)
+    close(found[0], case.trajectory(w, grads)[0], 2e-6)
+    close(found[-1], case.trajectory(w, grads)[-1], 4e-5)
+
+
+@every_case()
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=slow), jnp.bfloat16])
+def test_reference_in_half_precision(case, dtype):
+    """Only what is stored is rounded: one step's update is right to half an ulp of the dtype."""
+    w, (g,) = params(dtype), gradients(1, dtype)
+    updates, _ = jax.jit(case.tx().update)(g, case.tx().init(w), w)
+    (expected,) = case.trajectory(w, [g])
+    epsilon = float(jnp.finfo(dtype).eps)
+    for p, u, b in zip(jax.tree.leaves(w), jax.tree.leaves(updates), expected, strict=True):
+        exact = b - np.asarray(p, np.float64)
+        tiny = float(jnp.finfo(dtype).smallest_subnormal)
+        np.testing.assert_allclose(
+            np.asarray(u, np.float64), exact, rtol=epsilon / 2 + 1e-5, atol=tiny
+        )
+
+
+@every_case(("gradient_descent", "adam", "lars_plain", "lamb_decayed"), lambda case: case.step)
+@pytest.mark.parametrize("dtype", mostly_slow([jnp.float32, jnp.complex64], jnp.complex64))
+def test_functional_twin(case, dtype):
+    """Step functions and pairs agree bit for bit over 50 steps."""
+    tx, w = case.tx(), params(dtype)
+    state, step = tx.init(w), jax.jit(step_of(tx))
+    # The twin keeps what the pair keeps; methods without moments pass them through.
+    twin, mw, vw = w, state.mw, state.vw
+    for t, g in enumerate(gradients(50, dtype), start=1):
+        w, state = step(w, state, g)
+        twin, mw, vw = case.step(twin, g, RATE, mw, vw, t)
+        assert_equal(twin, w)
+        assert_equal((mw, vw), (state.mw, state.vw))
+    assert int(state.step) == 50
+
+
+@every_case(("momentum", "lars_masked", "lamb_ivy"))
+def test_schedule(case, x64):
+    """A schedule is a function of the number of updates done, 0 at the first."""
+    w, grads = params("float64"), gradients(7, "float64")
+    found, _ = run(case.tx(lambda done: 0.1 / (1 + done).astype(float)), w, grads)
+    expected = case.trajectory(w, grads, lambda done: 0.1 / (1 + done))
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, 1e-12)
+
+
+@every_case(FEW)
+def test_rate_tree(case, x64):
+    """A prefix tree of rates gives each leaf what a scalar rate would give it."""
+    w, grads = params("float64"), gradients(4, "float64")
+    rates = {"layer": 0.3, "rest": [0.1, 0.2, jnp.full((5,), 0.4)]}
+    found, _ = run(case.tx(rates), w, grads)
+    tx = case.tx()
+    step = jax.jit(step_of(tx))
+    for i, rate in enumerate((0.3, 0.3, 0.1, 0.2, 0.4)):
+        alone, state = w, tx.init(w)
+        for g in grads:  # one program for all rates
+            alone, state = step(alone, state, g, learning_rate=jnp.asarray(rate))
+        expected = jax.tree.leaves(alone)[i]
+        np.testing.assert_allclose(jax.tree.leaves(found[-1])[i], expected, rtol=1e-12)
+
+
+@every_case(FEW)
+def test_override(case):
+    """`learning_rate=` in update stands in for the rate of that call, and a sweep compiles once."""
+    w, (g,) = params(), gradients(1)
+    tx = case.tx(0.7)
+    traced = chex.assert_max_traces(step_of(tx), n=1)
+    step = jax.jit(lambda w, state, g, rate: traced(w, state, g, learning_rate=rate))
+    for rate in (0.1, 0.2, 0.3):
+        found, _ = step(w, tx.init(w), g, jnp.float32(rate))
+        expected, _ = jax.jit(step_of(case.tx(rate)))(w, tx.init(w), g)
+        chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+
+# ---- the state ---------------------------------------------------------------------------------
+
+
+@every_case()
+def test_state_has_what_the_method_uses(case):
+    state = case.tx().init(params())
+    assert isinstance(state, jgrad.OptState)
+    assert state._fields == ("step", "mw", "vw")
+    assert tuple(name for name in ("mw", "vw") if getattr(state, name) is not None) == case.state
+    assert (state.step.dtype, state.step.shape) == (jnp.int32, ())
+
+
+@every_case(("momentum", "lamb_decayed"))
+@pytest.mark.parametrize(("dtype", "grads_dtype"), PAIRS)
+def test_e18_dtypes_do_not_drift(case, dtype, grads_dtype, x64):
+    """State and parameters keep shapes and dtypes, whatever the gradient has, so `scan` works."""
+    tx, w, g = case.tx(), params(dtype), gradients(1, grads_dtype)[0]
+    state = tx.init(w)
+    wide = jnp.float64 if dtype == "float64" else jnp.float32
+    assert all(m.dtype == wide for m in jax.tree.leaves((state.mw, state.vw)))
+
+    def body(carry, g):
+        return step_of(tx)(*carry, g), None
+
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), g)
+    new = jax.eval_shape(lambda gs: jax.lax.scan(body, (w, state), gs)[0], stacked)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
+
+
+@every_case(where=lambda case: case.state)
+def test_moment_dtype(case):
+    tx, w = case.tx(moment_dtype=jnp.bfloat16), params()
+    state = tx.init(w)
+    assert all(m.dtype == jnp.bfloat16 for m in jax.tree.leaves((state.mw, state.vw)))
+    new = jax.eval_shape(step_of(tx), w, state, gradients(1)[0])
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
+
+
+@every_case()
+def test_complex_moments(case):
+    """The first moment of a complex leaf is complex, the second real."""
+    state = case.tx().init(params(jnp.complex64))
+    assert all(m.dtype == jnp.complex64 for m in jax.tree.leaves(state.mw))
+    assert all(m.dtype == jnp.float32 for m in jax.tree.leaves(state.vw))
+
+
+# ---- leaves that are not updated ---------------------------------------------------------------
+
+
+@every_case()
+def test_e20_e29_integer_leaves_and_missing_gradients(case):
+    """They and their moments are left alone, bit for bit; the others do not notice."""
+    case = case.without_masks()
+    rng = np.random.default_rng(0)
+    w = {"a": jnp.asarray(rng.normal(size=3), jnp.float32), "b": jnp.ones(2)}
+    more = {"count": jnp.arange(3), "flag": jnp.array(True), "none": None}
+    g = {"a": jnp.asarray(rng.normal(size=3), jnp.float32), "b": None}
+    float0 = np.zeros((3,), jax.dtypes.float0)
+    tx = case.tx()
+    state = tx.init(w | more)
+    # Moments of "b" that are not zero.
+    state = jax.tree.map(lambda m: m + 1 if m.shape == (2,) else m, state)
+    alone_updates, alone = tx.update(g, tx.init(w), w)
+    for count in (None, float0, jnp.full(3, 7)):
+        grads = g | {"count": count, "flag": None, "none": None}
+        updates, new = tx.update(grads, state, w | more)
+        found = optax.apply_updates(w | more, updates)
+        assert_equal({k: found[k] for k in ("b", *more)}, {"b": w["b"]} | more)
+        assert_equal(found["a"], optax.apply_updates(w, alone_updates)["a"])
+        assert updates["count"].dtype == jnp.int32
+        for name in case.state:
+            moments = getattr(new, name)
+            assert_equal(moments["a"], getattr(alone, name)["a"])
+            assert_equal(moments["b"], jnp.ones(2))
+            assert moments["count"].shape == (0,)
+
+
+@every_case(FEW)
+def test_numpy_parameters(case):
+    """Arrays of NumPy, in its own float64, are read as JAX would read them, without a warning."""
+    tx, w, (g,) = case.tx(), params(), gradients(1)
+    wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+    updates, state = tx.update(wide(g), tx.init(wide(w)), wide(w))
+    assert_equal((updates, state), tx.update(g, tx.init(w), w))
+
+
+@every_case()
+def test_empty_tree(case):
+    tx = case.without_masks().tx()
+    updates, state = jax.jit(tx.update)({}, tx.init({}), {})
+    assert updates == {}
+    assert int(state.step) == 1
+
+
+@every_case((*FEW, "lamb_decayed"))
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=slow), jnp.float32]
+)
+def test_zero_gradient(case, dtype):
+    """Nothing moves without decay, and nothing is NaN, forward and backward."""
+    case = case.without_masks()
+    w = {"a": jnp.ones(3, dtype), "zero": jnp.zeros(2, dtype)}
+    g = jax.tree.map(jnp.zeros_like, w)
+    tx = case.tx(epsilon=0.0) if case.make in (jgrad.adam, jgrad.lamb) else case.tx()
+    update, state = jax.jit(tx.update), tx.init(w)
+    for _ in range(2):
+        updates, state = update(g, state, w)
+        chex.assert_tree_all_finite((updates, state))
+        if not case.decays:
+            assert_equal(updates, g)
+
+    def loss(w, g):
+        updates, _ = tx.update(g, tx.init(w), w)
+        return sum(jnp.sum(u) for u in jax.tree.leaves(updates))
+
+    if dtype == jnp.float32:  # in float16 the true slope of Adam at zero, 1 / epsilon, is infinite
+        chex.assert_tree_all_finite(jax.jit(jax.grad(loss, argnums=(0, 1)))(w, g))
+
+
+# ---- transformations of JAX --------------------------------------------------------------------
+
+
+@every_case(FEW)
+def test_one_trace(case):
+    """Five steps, one trace; and donation of parameters and state."""
+    tx, w = case.tx(), params()
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
+    state = jax.jit(tx.init)(w)
+    for g in gradients(5):
+        w, state = step(w, state, g)
+    chex.assert_tree_all_finite(w)
+
+
+@every_case(FEW)
+def test_donation_of_an_eager_state(case):
+    """`mw` and `vw` have buffers of their own, so both can be donated at once."""
+    tx, w = case.tx(), params()
+    state = tx.init(w)
+    jax.jit(step_of(tx), donate_argnums=1)(w, state, gradients(1)[0])
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+@every_case(FEW)
+def test_eager_equals_compiled(case):
+    tx, w = case.tx(), params()
+    (g,) = gradients(1)
+    eager = step_of(tx)(w, tx.init(w), g)
+    compiled = jax.jit(step_of(tx))(w, tx.init(w), g)
+    chex.assert_trees_all_close(eager, compiled, rtol=1e-6, atol=1e-6)
+
+
+@every_case(FEW)
+def test_scan(case):
+    """A scan over the gradients is the loop."""
+    tx, w, grads = case.tx(), params(), gradients(5)
+    found, state = run(tx, w, grads)
+
+    def body(carry, g):
+        return step_of(tx)(*carry, g), None
+
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+    scanned, _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stacked))(w)
+    chex.assert_trees_all_close(scanned, (found[-1], state), rtol=1e-6, atol=1e-6)
+
+
+@every_case(FEW)
+def test_vmap(case):
+    """A batch of models is trained as each model would be."""
+    tx = case.tx()
+    models, grads = [params(seed=s) for s in range(3)], [gradients(1, seed=s)[0] for s in range(3)]
+    stack = lambda trees: jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+    w, g = stack(models), stack(grads)
+    found, _ = jax.jit(jax.vmap(step_of(tx)))(w, jax.vmap(tx.init)(w), g)
+    step = jax.jit(step_of(tx))
+    alone = stack([step(m, tx.init(m), d)[0] for m, d in zip(models, grads, strict=True)])
+    chex.assert_trees_all_close(found, alone, rtol=1e-6, atol=1e-6)
+
+
+@every_case()
+def test_eval_shape(case):
+    tx, w = case.tx(), params()
+    abstract = jax.eval_shape(tx.init, w)
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, tx.init(w))
+
+
+@every_case(("momentum", *FEW))
+def test_export(case):
+    """The train step lowers for CPU, CUDA and TPU."""
+    tx, w = case.tx(), params()
+    args = (w, tx.init(w), gradients(1)[0])
+    exported = export.export(jax.jit(step_of(tx)), platforms=("cpu", "cuda", "tpu"))(*args)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    again = jax.jit(step_of(tx))(*args)  # compiled apart: equal up to fusion
+    chex.assert_trees_all_close(exported.call(*args), again, rtol=1e-6, atol=1e-6)
+
+
+@every_case()
+def test_checks_leave_nothing_in_the_program(case, monkeypatch):
+    """With every check taken out, the jaxpr is the same."""
+    from jgrad._trees import checks, values
+
+    tx, w = case.tx(), params()
+    args = (w, tx.init(w), gradients(1)[0])
+    checked = str(jax.make_jaxpr(step_of(tx))(*args))
+    nothing = lambda *args, **kwargs: None
+    for name in ("same_shapes", "broadcastable", "one_element", "same_structure"):
+        monkeypatch.setattr(checks, name, nothing)
+    monkeypatch.setattr(values, "in_range", nothing)
+    assert str(jax.make_jaxpr(step_of(tx))(*args)) == checked
+
+
+# ---- traced hyper-parameters -------------------------------------------------------------------
+
+
+@every_case(("lars_masked", "lamb_decayed"))
+def test_inject_hyperparams(case):
+    """Every number may be traced; setting one compiles nothing."""
+    static = [k for k, v in case.options.items() if not isinstance(v, float)]
+    make = functools.partial(case.make, **{k: case.options[k] for k in static})
+    numbers = {k: v for k, v in case.options.items() if k not in static}
+    tx = optax.inject_hyperparams(make)(learning_rate=RATE, **numbers)
+    w, grads = params(), gradients(2)
+    state = tx.init(w)
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1))
+    found = w
+    for g in grads:
+        found, state = step(found, state, g)
+    # 1 - beta2 of a traced float32 beta2 is right to 5e-5 only; a Python number has all its digits.
+    chex.assert_trees_all_close(found, run(case.tx(), w, grads)[0][-1], rtol=1e-4, atol=1e-6)
+    state.hyperparams["learning_rate"] = jnp.float32(0.0)
+    still, _ = step(w, state, grads[0])
+    if not case.state or case.make is jgrad.adam or case.make is jgrad.lamb:
+        assert_equal(still, w)

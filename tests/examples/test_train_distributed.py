@@ -1,0 +1,201 @@
+"""`colabs/train_distributed.py` on several processes, some of which are killed.
+
+Every run has a time limit; what ends a run early is said by the messages that these tests read.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from tests.harm import data_file, flip_a_bit
+
+pytestmark = pytest.mark.slow
+SCRIPT = pathlib.Path(__file__).parents[2] / "colabs" / "train_distributed.py"
+OPTIONS = ["--steps=120", "--save_every=30", "--log_every=1", "--hidden=32"]
+ONE = ["--processes=1", "--devices=2"]  # the same devices in one process
+LIMIT = 240  # seconds for a run, of which most is the start of its processes
+SURVIVORS = 15  # seconds in which all have ended when one was killed
+
+
+class Run:
+    """The command, in a folder, with what it has printed so far."""
+
+    def __init__(self, folder, *options):
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        environment["PYTHONUNBUFFERED"] = "1"
+        self.output = pathlib.Path(tempfile.mkstemp(dir=folder.parent)[1])
+        with self.output.open("w") as out:
+            self.command = subprocess.Popen(
+                [sys.executable, SCRIPT, *OPTIONS, f"--folder={folder}", *options],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    @property
+    def text(self):
+        return self.output.read_text()
+
+    def pid(self, process):
+        return int(re.search(rf"process {process}: pid (\d+)", self.text)[1])
+
+    def wait_for(self, text):
+        """Until it has printed this."""
+        deadline = time.monotonic() + LIMIT
+        while text not in self.text:
+            assert self.command.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.01)
+
+    def ended(self, limit=LIMIT):
+        """The exit status."""
+        try:
+            return self.command.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"no end after {limit} s:\n{self.text}")
+
+    def kill(self):
+        """With all processes."""
+        for pid in re.findall(r"process \d+: pid (\d+)", self.text):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        self.command.kill()
+        self.command.wait()
+
+    def parameters(self):
+        """The digest of the last parameters on each process."""
+        assert self.ended() == 0, self.text
+        return re.findall(r"process \d+: parameters (\w+)", self.text)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the command; nothing of it is left after the test."""
+    runs = []
+
+    def start(*options):
+        runs.append(Run(tmp_path / "saved", *options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+@functools.cache
+def uninterrupted():
+    """The parameters of one process with two devices, from start to end."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(pathlib.Path(folder) / "saved", *ONE)
+        (found,) = run.parameters()
+        return found
+
+
+def test_two_processes_are_one_with_two_devices(start):
+    """Bit for bit."""
+    assert start("--processes=2").parameters() == [uninterrupted()] * 2
+
+
+def test_four_processes(start):
+    """The same parameters on each."""
+    found = start("--processes=4", "--steps=40").parameters()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize(("process", "then"), [(1, []), (0, ONE)], ids=["worker", "coordinator"])
+def test_a_process_is_killed(start, process, then):
+    """The other ends soon, and training goes on as if nothing had happened."""
+    run = start()
+    run.wait_for("step 35:")
+    with contextlib.suppress(ProcessLookupError):  # this machine was too slow: the status says so
+        os.kill(run.pid(process), signal.SIGKILL)
+    assert run.ended(SURVIVORS) == 1, run.text
+    assert f"process {process} was ended by SIGKILL.\n" in run.text
+    assert re.search(
+        r"Training stopped. The same command goes on after step \d+, saved in .*saved\.\n", run.text
+    )
+    again = start(*then)
+    assert set(again.parameters()) == {uninterrupted()}
+    assert re.search(r"Going on after step (30|60|90)\.\n", again.text)
+
+
+def test_preemption(start):
+    """On SIGTERM all processes save the same step; one process with two devices goes on from it."""
+    run = start()
+    run.wait_for("step 30:")
+    run.command.send_signal(signal.SIGTERM)
+    assert run.ended(SURVIVORS) == os.EX_TEMPFAIL, run.text
+    step = re.search(r"Asked to end: saved step (\d+)\. The same command goes on", run.text)[1]
+    again = start(*ONE)
+    assert again.parameters() == [uninterrupted()]
+    assert f"Going on after step {step}.\n" in again.text
+
+
+def is_running(pid):
+    """Not as a process that nobody has asked how it ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_the_command_is_killed(start):
+    """What it has started does not go on alone."""
+    run = start("--processes=1")
+    run.wait_for("step 20:")
+    run.command.kill()
+    deadline = time.monotonic() + SURVIVORS
+    while "Asked to end: saved step " not in run.text or is_running(run.pid(0)):
+        assert time.monotonic() < deadline, run.text
+        time.sleep(0.05)
+
+
+def test_a_flipped_bit(start, tmp_path):
+    """Training does not go on from numbers that were altered."""
+    start("--processes=1", "--steps=20").parameters()
+    file = data_file(tmp_path / "saved" / "20")
+    flip_a_bit(file)
+    run = start("--processes=1", "--steps=20")
+    assert run.ended() == 1
+    assert f"Not trained: {file}: altered or missing since step 20 was saved; " in run.text
+    assert run.text.endswith("process 0 did not begin.\n")  # and not that it would go on
+
+
+def test_other_flags(start):
+    """Nor to another end than it was meant for."""
+    start("--processes=1", "--steps=20").parameters()
+    run = start("--processes=2")
+    assert run.ended() == 1
+    message = "Not trained: --steps: 120, expected 20, as until step 20, or another --folder.\n"
+    assert run.text.count(message) == 1
+    assert run.text.endswith("process 0 did not begin.\nprocess 1 did not begin.\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--first_process=2", "--first_process=2, expected at most 1: there are 2 processes"),
+        ("--local_processes=3", "--local_processes=3, expected at most 2: there are 2 processes"),
+        (
+            "--local_processes=1",
+            "--coordinator: expected host:port of process 0, which is not told",
+        ),
+        ("--devices=0", "--devices=0, expected --local_processes=1: each takes all accelerators"),
+        ("--batch=255", "--batch=255, expected a multiple of the 2 devices"),
+    ],
+)
+def test_flags_that_do_not_fit(start, flags, message):
+    run = start(flags)
+    assert run.ended() != 0
+    assert message in run.text

@@ -1,0 +1,335 @@
+"""The functional updates: trees, shapes, dtypes, kinds, calls."""
+
+import collections
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgrad
+from tests.choice import mostly_slow
+
+W = {"a": jnp.array([1.0, 2.0, 3.0]), "b": {"c": jnp.array([4.0, 5.0, 6.0])}}
+G = jax.tree.map(lambda x: 0.1 * x - 0.3, W)
+Z = jax.tree.map(jnp.zeros_like, W)
+X = W["a"]
+
+Pair = collections.namedtuple("Pair", "x y")
+
+UPDATES = {
+    "optimizer_update": lambda w, g, lr=0.1, **k: jgrad.optimizer_update(w, g, lr, **k),
+    "gradient_descent_update": lambda w, g, lr=0.1, **k: jgrad.gradient_descent_update(
+        w, g, lr, **k
+    ),
+    "lars_update": lambda w, g, lr=0.1, **k: jgrad.lars_update(w, g, lr, decay_lambda=0.1, **k),
+    "adam_update": lambda w, g, lr=0.1, **k: jgrad.adam_update(w, g, lr, 0.0, 0.0, 1, **k),
+    "lamb_update": lambda w, g, lr=0.1, **k: jgrad.lamb_update(
+        w, g, lr, 0.0, 0.0, 1, decay_lambda=0.1, **k
+    ),
+}
+every_update = pytest.mark.parametrize("name", UPDATES)
+
+
+def weights(found):
+    """The new weights, which some functions return beside moments."""
+    return found[0] if type(found) is tuple else found
+
+
+# ---- trees -------------------------------------------------------------------------------------
+
+
+@every_update
+def test_an_array_stands_for_all_leaves(name):
+    """One gradient and one rate for every leaf give what copies of them give."""
+    update = UPDATES[name]
+    found = update(W, X, 0.1)
+    copied = update(W, jax.tree.map(lambda _: X, W), {"a": 0.1, "b": {"c": 0.1}})
+    chex.assert_trees_all_equal(weights(found), weights(copied))
+
+
+@every_update
+def test_a_prefix_stands_for_what_is_below_it(name):
+    update = UPDATES[name]
+    found = update(W, G, {"a": 0.1, "b": 0.2})
+    for key, rate in (("a", 0.1), ("b", 0.2)):
+        chex.assert_trees_all_equal(weights(found)[key], weights(update(W[key], G[key], rate)))
+
+
+@every_update
+def test_weights_take_the_finest_structure(name):
+    """An array of weights under a tree of rates becomes a tree."""
+    found = UPDATES[name](X, G["a"], {"slow": 0.1, "fast": 0.2})
+    assert set(weights(found)) == {"slow", "fast"}
+    for key, rate in (("slow", 0.1), ("fast", 0.2)):
+        chex.assert_trees_all_equal(weights(found)[key], weights(UPDATES[name](X, G["a"], rate)))
+
+
+def test_results_are_as_fine_as_what_they_come_from():
+    """With an array of gradients the moments stay arrays, whatever the weights are."""
+    w, mw, vw = jgrad.adam_update(W, X, 0.1, jnp.zeros(3), jnp.zeros(1), 1)
+    assert jax.tree.structure(w) == jax.tree.structure(W)
+    assert mw.shape == vw.shape == (3,)
+    _, mw, vw = jgrad.adam_update(W, X, 0.1, Z, jnp.zeros(1), 1, beta2={"a": 0.9, "b": 0.8})
+    assert jax.tree.structure(mw) == jax.tree.structure(W)
+    assert set(vw) == {"a", "b"}
+    delta, mw, vw = jgrad.adam_step(X, jnp.zeros(3), jnp.zeros(3), {"early": 1, "late": 9})
+    assert set(delta) == {"early", "late"}
+    assert mw.shape == vw.shape == (3,)
+
+
+def test_hyper_parameters_may_be_trees():
+    betas, epsilons = {"a": 0.5, "b": 0.6}, {"a": 1e-3, "b": 0.1}
+    ratios, decays, steps_ = (
+        {"a": 1.5, "b": 2.5},
+        {"a": 0.0, "b": 0.3},
+        {"a": 1, "b": jnp.array([7])},
+    )
+    found = jgrad.lamb_update(
+        W, G, 0.1, Z, Z, steps_, beta1=betas, beta2=betas, epsilon=epsilons, max_trust_ratio=ratios,
+        decay_lambda=decays,
+    )  # fmt: skip
+    for key in W:
+        alone = jgrad.lamb_update(
+            W[key], G[key], 0.1, Z[key], Z[key], steps_[key], beta1=betas[key], beta2=betas[key],
+            epsilon=epsilons[key], max_trust_ratio=ratios[key], decay_lambda=decays[key],
+        )  # fmt: skip
+        chex.assert_trees_all_close([x[key] for x in found], list(alone), rtol=1e-6)
+
+
+@every_update
+def test_lists_of_numbers_are_arrays(name):
+    """Unless another list holds arrays; then a list is a tree, such as one rate per layer."""
+    update = UPDATES[name]
+    rates = [0.1, 0.2, 0.3]
+    chex.assert_trees_all_equal(update(X, G["a"], rates), update(X, G["a"], jnp.array(rates)))
+    chex.assert_trees_all_equal(
+        update([1.0, 2.0, 3.0], [0.1, 0.2, 0.3]), update(X, jnp.array([0.1, 0.2, 0.3]))
+    )
+    w, g = [X, 2 * X, 3 * X], [G["a"]] * 3
+    found = weights(update(w, g, rates))
+    chex.assert_trees_all_equal(
+        found, [weights(update(x, G["a"], r)) for x, r in zip(w, rates, strict=True)]
+    )
+
+
+def test_numbers_in_other_nodes_are_leaves():
+    """A NamedTuple of numbers, or a list of dicts of them, is a tree and no array."""
+    pair = collections.namedtuple("Pair", ["a", "b"])
+    ones = jnp.ones(3)
+    found = jgrad.gradient_descent_update(pair(X, X), pair(ones, ones), pair(0.1, 0.2))
+    chex.assert_trees_all_close(found, pair(X - 0.1, X - 0.2), rtol=1e-6)
+    found = jgrad.gradient_descent_update([{"a": X}], [{"a": ones}], [{"a": 0.1}])
+    chex.assert_trees_all_close(found, [{"a": X - 0.1}], rtol=1e-6)
+
+
+def test_lists_of_hyper_parameters_are_arrays():
+    found = jgrad.adam_step(X, 0.0, 0.0, [3], beta1=[0.8])
+    chex.assert_trees_all_equal(found, jgrad.adam_step(X, 0.0, 0.0, 3, beta1=0.8))
+
+
+def test_numbers_may_be_none_where_weights_are():
+    w, none = {"a": X, "b": None}, {"a": 0.1, "b": None}
+    found = jgrad.lamb_update(
+        w, w, none, none, none, none, beta1=none, epsilon=none, decay_lambda=none
+    )
+    alone = jgrad.lamb_update(X, X, *[0.1] * 4, beta1=0.1, epsilon=0.1, decay_lambda=0.1)
+    chex.assert_trees_all_equal([tree["a"] for tree in found], list(alone))
+    assert [tree["b"] for tree in found] == [None] * 3
+
+
+@every_update
+def test_any_pytree(name):
+    """Types of nodes are kept."""
+    w = Pair(X, (jnp.ones(3), [jnp.ones(3)]))
+    found = weights(UPDATES[name](w, jax.tree.map(lambda x: 0.1 * x, w)))
+    assert jax.tree.structure(found) == jax.tree.structure(w)
+
+
+@every_update
+def test_empty_tree(name):
+    assert weights(UPDATES[name]({}, {})) == {}
+
+
+@every_update
+def test_missing_gradients(name):
+    """`None` leaves its leaf as it is; the others do not notice."""
+    found = UPDATES[name](W, {"a": G["a"], "b": None})
+    chex.assert_trees_all_equal(weights(found)["b"], W["b"])
+    chex.assert_trees_all_equal(weights(found)["a"], weights(UPDATES[name](X, G["a"])))
+
+
+def test_moments_of_missing_gradients():
+    m = jax.tree.map(jnp.ones_like, W)
+    g = {"a": G["a"], "b": {"c": None}}
+    w, mw, vw = jgrad.adam_update(W, g, 0.1, m, m, 1)
+    chex.assert_trees_all_equal([x["b"] for x in (w, mw, vw)], [W["b"], m["b"], m["b"]])
+    delta, mw, vw = jgrad.adam_step(g, m, m, 1)
+    assert delta["b"]["c"] is None
+    chex.assert_trees_all_equal([mw["b"], vw["b"]], [m["b"], m["b"]])
+
+
+# ---- shapes and dtypes -------------------------------------------------------------------------
+
+
+@every_update
+def test_a_rate_may_have_any_shape_that_broadcasts(name):
+    w, g = jnp.ones((2, 3)), jnp.full((2, 3), 0.5)
+    for rate in (jnp.full(3, 0.1), jnp.full((2, 1), 0.1), jnp.full(1, 0.1), jnp.float32(0.1)):
+        chex.assert_trees_all_equal(
+            weights(UPDATES[name](w, g, rate)), weights(UPDATES[name](w, g, 0.1))
+        )
+    columns = weights(UPDATES[name](w, g, jnp.array([0.0, 0.1, 0.2])))
+    chex.assert_trees_all_equal(columns[:, 0], w[:, 0])
+
+
+def test_moments_grow_to_the_weights():
+    w, mw, vw = jgrad.adam_update(
+        jnp.ones((2, 3)), jnp.ones((2, 3)), 0.1, jnp.zeros(1), jnp.zeros(3), 1
+    )
+    assert w.shape == mw.shape == vw.shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", mostly_slow(UPDATES, "gradient_descent_update", "lamb_update"))
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [
+        ("float16", "float16"),
+        ("bfloat16", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "int32"),
+        ("float64", "float16"),
+        ("float16", "float64"),
+    ],
+)
+def test_weights_keep_their_dtype(name, dtype, grad_dtype, x64):
+    found = UPDATES[name](jnp.ones(3, dtype), jnp.ones(3, grad_dtype), jnp.float64(0.1))
+    assert weights(found).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_moments_keep_their_dtypes(dtype):
+    low = jnp.ones(3, dtype)
+    w, mw, vw = jgrad.adam_update(X, X, 0.1, low, low.astype(jnp.float16), 1)
+    assert (w.dtype, mw.dtype, vw.dtype) == (jnp.float32, dtype, jnp.float16)
+    delta, _, _ = jgrad.adam_step(low, X, X, 1)
+    assert delta.dtype == dtype
+
+
+def test_integers_are_read_as_floats():
+    """In gradients, moments and numbers, as the documented examples need."""
+    found = jgrad.adam_update(
+        X, jnp.array([1, 2, 3]), 1, jnp.zeros(3, int), jnp.zeros(1, int), jnp.int32(1)
+    )
+    expected = jgrad.adam_update(X, X, 1.0, jnp.zeros(3), jnp.zeros(3), 1.0)
+    chex.assert_trees_all_equal(found, expected)
+
+
+# ---- gradients through the update --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", mostly_slow(UPDATES, "gradient_descent_update", "lamb_update"))
+def test_stop_gradients(name):
+    loss = lambda w, stop: jnp.sum(weights(UPDATES[name](w, G["a"], stop_gradients=stop)))
+    chex.assert_trees_all_equal(jax.grad(loss)(X, True), jnp.zeros(3))
+    assert jnp.all(jax.grad(loss)(X, False) != 0)
+
+
+@pytest.mark.parametrize("update", [jgrad.adam_update, jgrad.lamb_update])
+def test_stop_gradients_cuts_the_weights_only(update):
+    loss = lambda g: sum(jnp.sum(x) for x in update(X, g, 0.1, jnp.zeros(3), jnp.zeros(3), 1)[1:])
+    np.testing.assert_allclose(jax.grad(loss)(X), 0.1 + 0.002 * X, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", mostly_slow(UPDATES, "adam_update", "lars_update"))
+def test_slopes_are_finite_differences(name, x64):
+    """With respect to weights, gradient and rate."""
+    rng = np.random.default_rng(0)
+    w, g = jnp.asarray(rng.normal(size=(2, 4)))
+    f = lambda w, g, lr: jnp.sum(jnp.sin(weights(UPDATES[name](w, g, lr, stop_gradients=False))))
+    slopes = jax.grad(f, argnums=(0, 1, 2))(w, g, jnp.float64(0.1))
+    for i, slope in enumerate(slopes):
+        v = jnp.asarray(rng.normal(size=slope.shape))
+        args = [w, g, jnp.float64(0.1)]
+        up, down = list(args), list(args)
+        up[i], down[i] = args[i] + 1e-6 * v, args[i] - 1e-6 * v
+        np.testing.assert_allclose(
+            jnp.vdot(slope, v), (f(*up) - f(*down)) / 2e-6, rtol=1e-6, atol=1e-9
+        )
+
+
+# ---- eager calls -------------------------------------------------------------------------------
+
+
+def compilations(call, *args):
+    """How often XLA is asked to compile while `call` runs with each of `args`."""
+    events = []
+    listen = lambda event, *rest, **kwargs: events.append(event)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for arg in args:
+            call(arg)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    return sum("backend_compile" in event for event in events)
+
+
+def test_new_values_compile_nothing():
+    """One program serves every rate, step, beta, and weight of Python's or JAX's making."""
+    call = lambda w, lr, step, beta: jgrad.adam_update(
+        w, G["a"], lr, Z["a"], Z["a"], step, beta1=beta
+    )
+    call(X, 0.1, 1, 0.9)
+    others = [
+        (X, 0.2, 2, 0.8),
+        (X, 1, 3.5, 0.0),
+        (X, np.float64(0.3), np.int32(4), np.float32(0.5)),
+        (jnp.full(3, 0.5), 0.1, 1, 0.9),  # weakly typed
+    ]
+    assert compilations(lambda args: call(*args), *others[:3]) == 0
+    # The weak type is made strong by one small conversion; the update itself is not compiled again.
+    assert compilations(lambda args: call(*args), others[3]) <= 1
+
+
+def test_an_eager_call_is_one_program():
+    jaxpr = jax.make_jaxpr(lambda w, g: jgrad.adam_update(w, g, 0.1, Z, Z, 1))(W, G)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] in (["jit"], ["pjit"])
+
+
+@every_update
+def test_under_vmap_and_jit(name):
+    stack = jnp.stack([X, 2 * X])
+    found = jax.jit(jax.vmap(lambda w: weights(UPDATES[name](w, G["a"]))))(stack)
+    expected = [weights(UPDATES[name](w, G["a"])) for w in stack]
+    chex.assert_trees_all_close(found, jnp.stack(expected), rtol=1e-6)
+
+
+# ---- signatures --------------------------------------------------------------------------------
+
+
+def test_signatures():
+    """Names, order, kinds and defaults that users of Ivy know; more keywords may follow."""
+    designed = {
+        jgrad.adam_step: "(dcdw, mw, vw, step, /, *, beta1=0.9, beta2=0.999, epsilon=1e-07, out=None)",
+        jgrad.optimizer_update: "(w, effective_grad, lr, /, *, stop_gradients=True, out=None)",
+        jgrad.gradient_descent_update: "(w, dcdw, lr, /, *, stop_gradients=True, out=None)",
+        jgrad.lars_update: "(w, dcdw, lr, /, *, decay_lambda=0, stop_gradients=True, out=None)",
+        jgrad.adam_update: "(w, dcdw, lr, mw_tm1, vw_tm1, step, /, *, beta1=0.9, beta2=0.999, epsilon=1e-07, "
+        "stop_gradients=True, out=None)",
+        jgrad.lamb_update: "(w, dcdw, lr, mw_tm1, vw_tm1, step, /, *, beta1=0.9, beta2=0.999, epsilon=1e-07, "
+        "max_trust_ratio=10, decay_lambda=0, stop_gradients=True, out=None)",
+    }
+    added = {"bias_correction", "rule", "min_trust_ratio", "norm_axes", "layer_axes"}
+    for function, signature in designed.items():
+        parameters = inspect.signature(function).parameters.values()
+        extra = added | (
+            {"trust_coefficient", "epsilon"} if function is jgrad.lars_update else set()
+        )
+        kept = [
+            p.replace(annotation=inspect.Parameter.empty)
+            for p in parameters
+            if p.kind is not p.KEYWORD_ONLY or p.name not in extra
+        ]
+        assert str(inspect.Signature(kept)) == signature

@@ -1,0 +1,91 @@
+"""Programs for eight devices take seconds to compile: most tests here are slow.
+
+By default there is a test of each thing that `jgrad` does on many devices.
+"""
+
+import pathlib
+
+import pytest
+
+# With brackets, one choice of parameters; without, each of them.
+QUICK = {
+    "test_checkpoints.py": [],  # of an example
+    "test_data_parallel.py": ["test_jit_with_sharded_leaves[AxisType.Explicit-lamb_decayed]"],
+    "test_layers.py": [
+        "test_e12_cut_leaves_as_whole_ones[2-D-lamb-True]",
+        "test_e12_cut_leaves_as_whole_ones[1-D-lars_update-False]",
+        "test_e12_cut_leaves_as_whole_ones[2-D-clip_by_global_norm-False]",
+        "test_e12_scales_in_one_shard[True-1.0-1e+25-lamb]",
+        "test_e12_scales_in_one_shard[True-0.0-1e-25-lamb]",
+        "test_e12_forms_of_norm_axes[one spec]",
+        "test_e12_nan_on_one_device[skip_nonfinite-adam-False-False]",
+        "test_e12_few_collectives[five]",
+        "test_e14_stacked_and_cut[lamb-True]",
+    ],
+    "test_packed.py": ["test_shard_map[lamb]", "test_buffers_cut_over_a_mesh[lamb]"],
+    "test_placement.py": [
+        "test_e25_mean_on_one_side[shard_map]",
+        "test_e26_state_follows_parameters[eager-AxisType.Explicit-adamw]",
+        "test_e26_state_follows_parameters[jit with out_shardings-AxisType.Auto-momentum]",
+        "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-accumulate-3-4]",
+        "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-skip_nonfinite-2-4]",
+        "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-master_weights-3-1]",
+        "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-ema-3-2]",
+        "test_e26_state_shardings_without_arrays",
+        "test_e26_state_shardings_of_masked",
+        "test_e26_state_shardings_beside_none",
+        "test_e26_state_shardings_errors",
+        "test_e26_state_shardings_that_do_not_fit",
+    ],
+    "test_recipes.py": [],
+    "test_state_shardings.py": [
+        "test_specs",
+        "test_several_axes",
+        "test_rows_of_buffers",
+        "test_an_axis_that_is_not_there",
+    ],
+    "test_traffic.py": [
+        "test_by_hand",
+        "test_table",
+        "test_forms_of_a_program",
+        "test_bytes[zero-2]",
+    ],
+    "test_variants.py": [],
+    "test_zero.py": [
+        "test_every_optimizer[adamw]",
+        "test_every_optimizer[lamb_decayed]",
+        "test_options[a rate for each leaf]",
+        "test_norms_at_every_scale[1e+20]",
+        "test_mixed_dtypes",
+        "test_init_inside_is_a_share_of_init_outside",
+        "test_a_step_that_is_not_finite_on_one_device_is_skipped_on_all",
+        "test_devices_that_disagree[True]",
+        "test_no_such_axis",
+        "test_no_axis_name",
+        "test_an_axis_twice",
+        "test_an_axis_of_several_that_is_not_there",
+        "test_no_transformation",
+        "test_gradients_that_are_summed_already",
+        "test_leaves_that_are_not_packed",
+        "test_rows_that_cannot_be_dealt_out",
+        "test_parameters_that_are_cut",
+        "test_a_state_that_is_whole",
+        "test_rows_that_lie_elsewhere",
+    ],
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks as slow all that are not in `QUICK`, where each file and test must be."""
+    here = pathlib.Path(__file__).parent
+    names = {}
+    for item in items:
+        if item.path.parent == here:
+            found = {item.name, item.name.partition("[")[0]}
+            names.setdefault(item.path.name, set()).update(found)
+            if found.isdisjoint(QUICK[item.path.name]):
+                item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args):  # whole files
+        unknown = [f"{f}::{x}" for f in names for x in QUICK[f] if x not in names[f]]
+        assert not unknown, f"tests/multi_device/conftest.py: no such tests: {unknown}"

@@ -1,0 +1,112 @@
+"""`state_shardings(cut_over=)`: under `jit`, each device has a shard of the state."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jgrad
+from tests.errors import assert_error
+from tests.multi_device.meshes import mesh_of
+from tests.packed_model import assert_close
+
+# Shape, spec of the parameter, spec of its moments when cut over "a" (4 devices) too.
+SPECS = {
+    "first": ((8, 3), P(), P("a")),
+    "second": ((3, 8), P(), P(None, "a")),
+    "none": ((3, 5), P(), P()),
+    "scalar": ((), P(), P()),
+    "further": ((8, 3), P("b"), P(("b", "a"))),
+    "beside": ((6, 4), P("b"), P("b", "a")),
+    "before": ((4, 2), P(None, "b"), P("a", "b")),
+    "already": ((8, 8), P(None, "a"), P(None, "a")),
+    "both": ((8, 8), P(("a", "b")), P(("a", "b"))),
+    "empty": ((0, 4), P(), P()),
+}
+
+
+grid = functools.partial(mesh_of, a=4, b=2)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_specs(name):
+    shape, own, expected = SPECS[name]
+    w = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(grid(), own))
+    found = jgrad.state_shardings(jgrad.adam(0.1), w, cut_over="a")
+    assert (found.step.spec, found.mw.spec, found.vw.spec) == (P(), expected, expected)
+
+
+def test_several_axes():
+    w = jax.ShapeDtypeStruct((3, 16), jnp.float32, sharding=NamedSharding(grid(), P()))
+    found = jgrad.state_shardings(jgrad.adam(0.1), w, cut_over=("b", "a"))
+    assert found.mw.spec == P(None, ("b", "a"))
+
+
+def test_memory():
+    """Moments stay on the host with their parameters."""
+    own = NamedSharding(grid(), P(), memory_kind="unpinned_host")
+    w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=own)
+    found = jgrad.state_shardings(jgrad.adam(0.1), w, cut_over="a")
+    assert found.mw == NamedSharding(grid(), P("a"), memory_kind="unpinned_host")
+
+
+def test_rows_of_buffers():
+    """Along no other axis, since rows are what `zero` deals out; large leaves as others."""
+    w = {
+        "small": jnp.ones((3, 5)),
+        "large": jnp.ones((3, 400)),
+        "empty": jnp.ones((0, 4), "bfloat16"),
+    }
+    for multiple_of, expected in ((4, P("a")), (1, P())):
+        packed = jgrad.pack(w, multiple_of=multiple_of, max_size=1000)
+        found = jgrad.state_shardings(
+            jgrad.adam(0.1), packed, NamedSharding(grid(), P()), cut_over="a"
+        )
+        specs = {name: s.spec for name, s in found.mw.buffers.items()}
+        assert specs == {"float32": expected, "bfloat16": P(), "leaf 1": P(None, "a")}
+
+
+def test_an_axis_that_is_not_there():
+    w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(grid(), P()))
+    message = "state_shardings: `cut_over`: 'data', expected one of the axes of the mesh, 'a', 'b'."
+    tx = jgrad.adam(0.1)
+    assert_error(ValueError, message, lambda: jgrad.state_shardings(tx, w, cut_over="data"))
+    message = "state_shardings: `cut_over`: ('a', 'a'), expected different names."
+    assert_error(ValueError, message, lambda: jgrad.state_shardings(tx, w, cut_over=("a", "a")))
+    message = "state_shardings: `cut_over`: (), expected an axis name or a tuple of names."
+    assert_error(TypeError, message, lambda: jgrad.state_shardings(tx, w, cut_over=()))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("method", [jgrad.adam, jgrad.lamb])
+def test_training(method, axis_type):
+    """Parameters stay on every device, moments stay cut, and one program is made of it."""
+    mesh, tx = grid(axis_type), method(0.1, weight_decay=0.1)
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    alone = {"w": draw(16, 12), "b": draw(12), "odd": draw(3, 5)}
+    w = jax.device_put(alone, NamedSharding(mesh, P()))
+    own = jax.tree.map(lambda x: x.sharding, w)
+    shardings = jgrad.state_shardings(tx, w, cut_over=("a", "b"))
+    state = jax.jit(tx.init, out_shardings=shardings)(w)
+    other = tx.init(alone)
+
+    def step(w, state):
+        updates, state = tx.update(jax.tree.map(jnp.cos, w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    once = chex.assert_max_traces(step, n=1)
+    sharded = functools.partial(jax.jit, out_shardings=(own, shardings))(once)
+    for _ in range(3):
+        w, state = jax.block_until_ready(sharded(w, state))
+        alone, other = step(alone, other)
+    assert jax.tree.map(lambda x: x.sharding, w) == own
+    sizes = {k: m.addressable_shards[0].data.size for k, m in state.mw.items()}
+    assert sizes == {"w": 16 * 12 // 8, "b": 12, "odd": 15}
+    assert_close(jax.device_get((w, state)), jax.device_get((alone, other)))

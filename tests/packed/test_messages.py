@@ -1,0 +1,88 @@
+"""Error messages about arguments that do not fit a packed tree."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgrad
+from tests.errors import assert_error
+
+OF_TWO = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
+OTHER = {"a": jnp.ones(3), "b": jnp.ones((2, 3))}
+PACKED = jgrad.pack(OF_TWO)
+
+
+def update(updates, params, made_for=PACKED):
+    tx = jgrad.adam(0.1)
+    return tx.update(updates, tx.init(made_for), params)
+
+
+def functional(w, g, m):
+    return jgrad.adam_update(w, g, 0.1, m, m, 1)
+
+
+A_TREE = "a dict where `{}` has a Packed"
+OTHER_LAYOUT = (
+    "{} has packed float32 of shape (2, 3) at ['b'] where {} has packed float32 of shape (2, 2)"
+)
+MIXED = {
+    "a tree as gradient": (lambda: update(OF_TWO, PACKED), "adam: `updates` does not have the structure of `params`: `updates` has " + A_TREE.format("params")),
+    "a tree as parameters": (lambda: update(PACKED, OF_TWO), "adam: `updates` does not have the structure of `params`: `updates` has a Packed where `params` has a dict"),
+    "a tree as state": (lambda: update(PACKED, PACKED, OF_TWO), "adam: `state.mw` does not have the structure of `params`: `state.mw` has " + A_TREE.format("params")),
+    "another layout": (lambda: update(jgrad.pack(OTHER), PACKED), "adam: `updates` does not have the structure of `params`: " + OTHER_LAYOUT.format("`updates`", "`params`")),
+    "a state of another layout": (lambda: update(PACKED, PACKED, jgrad.pack(OTHER)), "adam: `state.mw` does not have the structure of `params`: " + OTHER_LAYOUT.format("`state.mw`", "`params`")),
+    "a tree as functional gradient": (lambda: functional(PACKED, OF_TWO, PACKED), "adam_update: `dcdw` does not have the structure of `w`: `dcdw` has " + A_TREE.format("w")),
+    "a number as moment": (lambda: functional(PACKED, PACKED, 0.0), "adam_update: `mw_tm1` does not have the structure of `w`: `mw_tm1` has a leaf where `w` has a Packed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), MIXED.values(), ids=MIXED)
+def test_packed_beside_other_trees(call, message):
+    assert_error(ValueError, f"{message}.", call)
+
+
+@pytest.mark.parametrize("name", ["lr", "epsilon", "beta1"])
+def test_none_among_options(name):
+    options = {"lr": 0.1, name: {"a": 0.1, "b": None}}
+    lr = options.pop("lr")
+    message = f"adam_update: `{name}` at ['b']: None, expected an array or a number."
+    call = lambda: jgrad.adam_update(PACKED, PACKED, lr, PACKED, PACKED, 1, **options)
+    assert_error(TypeError, message, call)
+
+
+def test_a_packed_number():
+    """Numbers are one per leaf, as in the tree."""
+    message = "adam_update: `epsilon` at .buffers['float32']: shape (2, 256), expected one element."
+    call = lambda: jgrad.adam_update(PACKED, PACKED, 0.1, PACKED, PACKED, 1, epsilon=PACKED)
+    assert_error(ValueError, message, call)
+
+
+def test_buffers_mapped_over():
+    """What needs to know where rows lie says so; the rest goes on."""
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), PACKED)
+    for tx in (jgrad.lars(0.1), jgrad.gradient_descent({"a": 0.1, "b": 0.2})):
+        name = "lars" if "lars" in tx.update.__qualname__ else "gradient_descent"
+        message = (
+            f"{name}: `params` at .buffers['float32']: shape (2, 2, 256), expected (2, 256) as in "
+            "its layout; inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
+            "`zero` knows which rows are whose."
+        )
+        assert_error(ValueError, message, lambda tx=tx: tx.update(many, tx.init(many), many))
+    tx = jgrad.adam(0.1)
+    assert tx.update(many, tx.init(many), many)[0].buffers["float32"].shape == (2, 2, 256)
+
+
+def test_options_that_do_not_fit_the_tree():
+    """Named by the leaf of the tree."""
+    tx = jgrad.adam({"a": jnp.ones(2), "b": 0.1})
+    message = (
+        "adam: `learning_rate` does not broadcast to `params` at ['a']: shape (2,), expected (3,) "
+        "or one that broadcasts to it."
+    )
+    assert_error(ValueError, message, lambda: tx.update(PACKED, tx.init(PACKED), PACKED))
+    rates = {"a": jnp.ones(2), "b": 0.1}
+    message = (
+        "gradient_descent_update: `lr` does not broadcast to `w` at ['a']: shape (2,), expected "
+        "(3,) or one that broadcasts to it."
+    )
+    assert_error(ValueError, message, lambda: jgrad.gradient_descent_update(PACKED, PACKED, rates))

@@ -1,0 +1,291 @@
+"""Optimizers on packed trees give the numbers of the tree, and take options as for the tree.
+
+Bit for bit where elements do not know of each other, and to the rounding of a norm elsewhere.
+"""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jgrad
+from tests.cases import MASK, every_case
+from tests.choice import mostly_slow
+from tests.errors import assert_error
+from tests.loops import assert_equal, train
+from tests.packed_model import DECAYS, PER_ELEMENT, RATES, SMALL, assert_close, gradients, normal
+
+every_size = pytest.mark.parametrize(
+    "max_size", mostly_slow([None, SMALL], SMALL), ids=["all", "small"]
+)
+
+
+def assert_same(tx, *, exact, w=None, grads=None, **layout):
+    """Weights and state after some steps, packed and not; and the way back into the layout."""
+    w = normal(0) if w is None else w
+    grads = gradients() if grads is None else grads
+    packed = jgrad.pack(w, **layout)
+    found = train(tx, packed, [jgrad.pack(g, like=packed) for g in grads])
+    expected = train(tx, w, grads)
+    assert_equal(jgrad.pack(jgrad.unpack(found), like=found), found)  # and zeros as padding
+    (assert_equal if exact else assert_close)(jgrad.unpack(found), expected)
+
+
+# ---- every optimizer, every option ---------------------------------------------------------------
+
+
+@every_size
+@every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
+def test_every_optimizer(case, max_size):
+    assert_same(case.tx(), exact=case.elementwise, max_size=max_size)
+
+
+OPTIONS = {
+    "rates": {"learning_rate": RATES},
+    "a rate for each column": {"learning_rate": PER_ELEMENT},
+    "schedule": {"learning_rate": optax.linear_schedule(0.1, 0.0, 4)},
+    "schedule of rates": {"learning_rate": lambda t: {"layer": 0.1 / (1.0 + t.astype(float)), "rest": 0.1}},
+    "decays": {"learning_rate": 0.1, "weight_decay": DECAYS},
+    "masks": {"learning_rate": 0.1, "weight_decay": 0.1, "weight_decay_mask": MASK},
+    "a function": {
+        "learning_rate": 0.1,
+        "weight_decay": 0.1,
+        "weight_decay_mask": lambda w: jax.tree.map(lambda x: x.ndim > 1, w),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "method",
+    mostly_slow([jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb], jgrad.lamb),
+)
+def test_options_of_each_leaf(method, name):
+    """Given for the tree, as ever."""
+    options = dict(OPTIONS[name])
+    if method in (jgrad.lars, jgrad.lamb) and "weight_decay_mask" in options:
+        options["trust_ratio_mask"] = options["weight_decay_mask"]
+    exact = method in (jgrad.gradient_descent, jgrad.adam)
+    assert_same(method(**options), exact=exact, max_size=SMALL)
+
+
+def test_functions_of_the_parameters_see_the_tree():
+    """With shapes and dtypes, as for a tree."""
+    seen = []
+
+    def mask(w):
+        seen.append(w)
+        return True
+
+    tx = jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=mask)
+    w = normal(0)
+    packed = jgrad.pack(w)
+    tx.update(packed, tx.init(packed), packed)
+    assert seen == [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), w)]
+
+
+@every_size
+@pytest.mark.parametrize("method", mostly_slow([jgrad.lars, jgrad.lamb], jgrad.lamb))
+def test_layers_of_a_stack(method, max_size):
+    """Known from packing; what is said again has to agree."""
+    axes = {"layer": None, "rest": [(0, 2), None, None]}
+    w, grads = normal(0), gradients()
+    packed = jgrad.pack(w, layer_axes=axes, max_size=max_size)
+    grads_packed = [jgrad.pack(g, like=packed) for g in grads]
+    expected = train(method(0.1, layer_axes=axes), w, grads)
+    for again in (None, axes):
+        found = train(method(0.1, layer_axes=again), packed, grads_packed)
+        assert_close(jgrad.unpack(found), expected)
+    name = method.__name__
+    message = (
+        f"{name}: `layer_axes` at ['rest'][0]: (1,), expected the axes with which it was packed, "
+        "(0, 2)."
+    )
+    tx = method(0.1, layer_axes={"layer": None, "rest": [1, None, None]})
+    assert_error(ValueError, message, lambda: tx.update(packed, tx.init(packed), packed))
+
+
+ELEMENTWISE = {
+    "one leaf": ({"a": jnp.ones((3, 100))}, jnp.linspace(0, 1, 100)[None], None),
+    "rates as long as a block": ({"a": jnp.ones(256), "b": jnp.ones(256)}, jnp.arange(256.0), 0),
+    "rates as many as blocks": ({"a": jnp.ones((2, 256))}, jnp.arange(256.0)[None], 1),
+    "one element": ({"a": jnp.ones(300), "b": jnp.ones(3)}, jnp.ones((1,)), None),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_rate_for_each_element_of_all_leaves(name):
+    """One array that all leaves of a buffer share is meant for each of them, not for the buffer."""
+    w, rate, axes = ELEMENTWISE[name]
+    packed, tx = jgrad.pack(w, layer_axes=axes), jgrad.gradient_descent(rate)
+    found, _ = tx.update(packed, tx.init(packed), packed)
+    assert_equal(jgrad.unpack(found), tx.update(w, tx.init(w), w)[0])
+    found = jgrad.gradient_descent_update(packed, packed, rate)
+    assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, w, rate))
+
+
+def test_leaves_without_elements():
+    """A buffer without rows, with numbers for each leaf."""
+    w = {"a": jnp.zeros((0,)), "b": jnp.zeros((0, 3))}
+    for tx in (
+        jgrad.lars(0.1, weight_decay={"a": 0.1, "b": 0.0}),
+        jgrad.lamb({"a": 0.1, "b": 0.2}),
+    ):
+        packed = jgrad.pack(w)
+        updates, _ = tx.update(packed, tx.init(packed), packed)
+        assert_equal(jgrad.unpack(updates), w)
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e-25, 0.0])
+@pytest.mark.parametrize("method", mostly_slow([jgrad.lars, jgrad.lamb], jgrad.lamb))
+def test_norms_that_overflow_or_vanish(method, scale):
+    """One layer of each buffer among ordinary ones."""
+    w, grads = normal(0), gradients()
+    for tree in (w, *grads):
+        tree["layer"]["w"] *= scale
+        tree["rest"][1] *= scale
+    assert_same(method(0.1, weight_decay=0.01), exact=False, w=w, grads=grads)
+
+
+@pytest.mark.parametrize(
+    "method",
+    mostly_slow([jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb], jgrad.lamb),
+)
+def test_one_trace(method):
+    """Over steps, and over new values of the rate."""
+    tx, traces = method(0.1), []
+
+    @jax.jit
+    def step(w, state, g, rate):
+        traces.append(1)
+        updates, state = tx.update(g, state, w, learning_rate=rate)
+        return optax.apply_updates(w, updates), state
+
+    w = jgrad.pack(normal(0))
+    state = tx.init(w)
+    for i, g in enumerate(gradients()):
+        w, state = step(w, state, jgrad.pack(g), 0.1 * i)
+    assert len(traces) == 1
+
+
+# ---- around others -------------------------------------------------------------------------------
+
+WRAPPED = {
+    "clip": lambda: optax.chain(jgrad.clip_by_global_norm(0.5), jgrad.adam(0.1)),
+    "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1), 2),
+    "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1)),
+    "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
+    "scale_by_adam": lambda: optax.chain(jgrad.scale_by_adam(), optax.scale(-0.1)),
+    "trust_ratio": lambda: optax.chain(
+        jgrad.scale_by_adam(), jgrad.scale_by_trust_ratio(trust_ratio_mask=MASK), optax.scale(-0.1)
+    ),
+    "inject": lambda: optax.inject_hyperparams(jgrad.adam)(0.1, beta1=0.8),
+    "bfloat16 moments": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16),
+    "optax.adam": lambda: optax.adam(0.1),
+    "optax.MultiSteps": lambda: optax.MultiSteps(jgrad.adam(0.1), 2).gradient_transformation(),
+    "optax.masked": lambda: optax.masked(jgrad.adam(0.1), lambda w: jax.tree.map(lambda _: True, w)),
+}  # fmt: skip
+# The global norm is summed in another order, ratios are of norms, and of optax's Adam XLA makes
+# other loops.
+ROUNDED = ("clip", "trust_ratio", "optax.adam")
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(WRAPPED, "clip", "accumulate", "ema", "trust_ratio", "bfloat16 moments")
+)
+def test_transformations_around(name, standard_promotion):
+    assert_same(WRAPPED[name](), exact=name not in ROUNDED, max_size=SMALL)
+
+
+def test_master_weights():
+    w, grads = normal(0, jnp.bfloat16), gradients(jnp.bfloat16)
+    tx = jgrad.master_weights(jgrad.adam(0.01))
+    assert_same(tx, exact=True, w=w, grads=grads, max_size=SMALL)
+
+
+def test_skipped_steps():
+    """One leaf that is not finite skips all."""
+    grads = gradients()
+    grads[2]["rest"][1] = grads[2]["rest"][1].at[0].set(jnp.nan)
+    tx = jgrad.skip_nonfinite(jgrad.lamb(0.1), loss_scale=16.0)
+    scaled = [jax.tree.map(lambda x: 16 * x, g) for g in grads]
+    assert_same(tx, exact=False, grads=scaled)
+    state = train(tx, jgrad.pack(normal(0)), [jgrad.pack(g) for g in scaled])[1]
+    assert state.skipped == 1
+
+
+def test_functions_of_the_parameters_see_the_dtypes_of_buffers():
+    """Those of the master copy, where that is what is updated."""
+    seen = []
+
+    def mask(w):
+        seen.append(jax.tree.map(lambda x: x.dtype.name, w))
+        return True
+
+    tx = jgrad.master_weights(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=mask))
+    w = {"a": jnp.ones(3, jnp.bfloat16)}
+    for params in (w, jgrad.pack(w)):
+        tx.update(params, tx.init(params), params)
+    assert seen == [{"a": "float32"}] * 2
+
+
+def test_flax_train_state():
+    """flax asks parameters for a name."""
+    packed = jgrad.pack(normal(0))
+    state = TrainState.create(apply_fn=None, params=packed, tx=jgrad.adam(0.1))
+    state = state.apply_gradients(grads=jgrad.pack(normal(1)))
+    assert_close(jgrad.unpack(state.params), train(jgrad.adam(0.1), normal(0), [normal(1)])[0])
+
+
+def test_global_norm():
+    tree = normal(0)
+    np.testing.assert_allclose(
+        jgrad.global_norm(jgrad.pack(tree)), jgrad.global_norm(tree), rtol=1e-6
+    )
+
+
+def test_a_part_of_the_parameters_packed():
+    """Beside arrays that are not, with options for both."""
+    w = normal(0)
+    options = {"weight_decay": 0.1, "weight_decay_mask": MASK, "trust_ratio_mask": MASK}
+    tx = jgrad.lamb(RATES, **options)
+    half = lambda tree: {"layer": jgrad.pack(tree["layer"]), "rest": tree["rest"]}
+    found = train(tx, half(w), [half(g) for g in gradients()])
+    assert_close(jgrad.unpack(found), train(tx, w, gradients()))
+
+
+def test_gradient_through_an_update():
+    """By the rate of each layer, as through the tree."""
+    w, g = normal(0), normal(1)
+
+    def after(rates, pack):
+        tx = jgrad.lamb(0.1, weight_decay=0.1)
+        updates, _ = tx.update(pack(g), tx.init(pack(w)), pack(w), learning_rate=rates)
+        new = jgrad.unpack(optax.apply_updates(pack(w), updates))
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(new))
+
+    rates = jax.tree.map(jnp.asarray, RATES)
+    found = jax.grad(after)(rates, jgrad.pack)
+    assert_close(found, jax.grad(after)(rates, lambda x: x), 1e-5)
+
+
+@pytest.mark.parametrize("platform", mostly_slow(["cuda", "tpu"], "cuda"))
+@pytest.mark.parametrize("method", mostly_slow([jgrad.adam, jgrad.lamb], jgrad.lamb))
+def test_a_step_for_other_machines(method, platform):
+    """A whole step, with its gradient, is lowered for machines that are not at hand."""
+    tx, packed = method(0.1, weight_decay=0.1), jgrad.pack(normal(0))
+
+    def step(w, state):
+        loss = lambda w: sum(jnp.sum(x**2) for x in jax.tree.leaves(jgrad.unpack(w)))
+        updates, state = tx.update(jax.grad(loss)(w), state, w)
+        return jax.tree.leaves((optax.apply_updates(w, updates), state))
+
+    args = jax.tree.leaves((packed, tx.init(packed)))
+    structure = jax.tree.structure((packed, tx.init(packed)))
+    flat = jax.jit(lambda *args: step(*jax.tree.unflatten(structure, args)))
+    exported = jax.export.export(flat, platforms=[platform])(*args)
+    assert exported.platforms == (platform,)
+    assert "stablehlo.while" not in exported.mlir_module()  # a loop over rows is for the CPU

@@ -1,0 +1,436 @@
+"""Properties that all wrappers have: clipping, accumulation, skipping, master weights, averages."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax import export
+
+import jgrad
+from tests.cases import RATE, Case, gradients, params
+from tests.choice import mostly_slow
+from tests.loops import stack, step_of, train
+from tests.reference import optimizers as reference
+
+X = jnp.ones(3)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wrapper:
+    """One of the five, around or beside an optimizer.
+
+    Attributes:
+      name: of the function.
+      around: makes a transformation of an optimizer.
+      own: fields of its state that are found by name, and what they are at the start.
+      like_params: those among them that are trees like the parameters.
+      state: the type of its state and its fields, a file format.
+      dtype: of the parameters, where it matters.
+      calls: updates until the optimizer has run.
+    """
+
+    name: str
+    around: Callable[[Any], Any]
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
+    like_params: tuple[str, ...] = ()
+    state: tuple[Any, tuple[str, ...]] | None = None
+    dtype: Any = jnp.float32
+    calls: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+WRAPPERS = [
+    Wrapper("clip_by_global_norm", lambda tx: optax.chain(jgrad.clip_by_global_norm(0.01), tx)),
+    Wrapper(
+        "accumulate",
+        lambda tx: jgrad.accumulate(tx, 2),
+        {"mini_step": 0, "count": 0, "skipped": 0},
+        ("total",),
+        (jgrad.AccumulateState, ("mini_step", "count", "skipped", "total", "inner")),
+        calls=2,
+    ),
+    Wrapper(
+        "skip_nonfinite",
+        jgrad.skip_nonfinite,
+        {"skipped": 0, "streak": 0, "loss_scale": 1},
+        state=(jgrad.SkipState, ("skipped", "inner", "streak", "loss_scale")),
+    ),
+    Wrapper(
+        "skip_nonfinite",
+        lambda tx: jgrad.skip_nonfinite(tx, loss_scale=8.0, growth_interval=3),
+        {"skipped": 0, "streak": 0, "loss_scale": 8},
+    ),
+    Wrapper(
+        "master_weights",
+        jgrad.master_weights,
+        {},
+        ("master",),
+        (jgrad.MasterState, ("master", "inner")),
+        dtype=jnp.bfloat16,
+    ),
+    Wrapper(
+        "ema",
+        lambda tx: optax.chain(tx, jgrad.ema(0.9)),
+        {},
+        ("average",),
+        (jgrad.EmaState, ("done", "average")),
+    ),
+]
+
+every_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)
+# For tests that compile much: around an optimizer in two ways.
+few_wrappers = pytest.mark.parametrize(
+    "wrapper", mostly_slow(WRAPPERS, "accumulate", "master_weights"), ids=str
+)
+with_state = pytest.mark.parametrize("wrapper", [w for w in WRAPPERS if w.state], ids=str)
+
+
+@functools.cache
+def around_adam(wrapper):
+    return wrapper.around(jgrad.adam(RATE))
+
+
+def few(tree):
+    """Three leaves of the five, which take half the time to compile."""
+    return tree | {"rest": tree["rest"][2]}
+
+
+def setup(wrapper, steps=4, seed=1):
+    """The transformation around Adam, parameters and gradients."""
+    grads = [few(g) for g in gradients(steps, wrapper.dtype, seed)]
+    return around_adam(wrapper), few(params(wrapper.dtype)), grads
+
+
+def close(found, expected, dtype=jnp.float32):
+    """To single precision, or to a unit in the last place of parameters that are stored as less."""
+    tolerance = max(1e-6, float(jnp.finfo(dtype).eps) if dtype != jnp.float32 else 0)
+    widen = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+    chex.assert_trees_all_close(widen(found), widen(expected), rtol=tolerance, atol=tolerance)
+
+
+# ---- beside and inside of others ---------------------------------------------------------------
+
+
+@every_wrapper
+def test_it_trains(wrapper):
+    """It does something: the weights move once the optimizer has run, and not before."""
+    tx, w, grads = setup(wrapper)
+    for count in range(1, 3):
+        found, _ = train(tx, w, grads[:count])
+        assert jnp.array_equal(found["layer"]["w"], w["layer"]["w"]) == (count < wrapper.calls)
+
+
+@few_wrappers
+def test_chain(wrapper):
+    """After another transformation it is itself on what that makes of gradients."""
+    tx, w, grads = setup(wrapper)
+    halves = [jax.tree.map(lambda x: x / 2, g) for g in grads]
+    close(
+        train(optax.chain(optax.scale(0.5), tx), w, grads)[0],
+        train(tx, w, halves)[0],
+        wrapper.dtype,
+    )
+
+
+@few_wrappers
+def test_masked(wrapper):
+    """Leaves outside of the mask pass; the others are trained as if alone."""
+    tx, w, grads = setup(wrapper)
+    masked = optax.masked(tx, {"layer": True, "rest": False})
+    state, alone = masked.init(w), tx.init(w["layer"])
+    update, update_alone = jax.jit(masked.update), jax.jit(tx.update)
+    for g in grads:
+        updates, state = update(g, state, w)
+        expected, alone = update_alone(g["layer"], alone, w["layer"])
+        chex.assert_trees_all_equal(updates["rest"], g["rest"])
+        close(updates["layer"], expected, wrapper.dtype)
+
+
+@few_wrappers
+def test_partition(wrapper):
+    _, w, grads = setup(wrapper)
+    rates = {"fast": 0.1, "slow": 0.01}
+    txs = {name: wrapper.around(jgrad.adam(rate)) for name, rate in rates.items()}
+    found, _ = train(optax.partition(txs, {"layer": "fast", "rest": "slow"}), w, grads)
+    for key, name in (("layer", "fast"), ("rest", "slow")):
+        expected, _ = train(txs[name], w[key], [g[key] for g in grads])
+        close(found[key], expected, wrapper.dtype)
+
+
+@few_wrappers
+def test_inject_hyperparams(wrapper):
+    """The optimizer's numbers may be traced."""
+    tx, w, grads = setup(wrapper)
+    injected = optax.inject_hyperparams(
+        lambda learning_rate: wrapper.around(jgrad.adam(learning_rate))
+    )
+    close(train(injected(learning_rate=RATE), w, grads)[0], train(tx, w, grads)[0], wrapper.dtype)
+
+
+OWN_NUMBERS = {
+    "max_norm": (lambda max_norm: jgrad.clip_by_global_norm(max_norm), 0.01),
+    "loss_scale": (
+        lambda loss_scale: jgrad.skip_nonfinite(optax.identity(), loss_scale=loss_scale),
+        8.0,
+    ),
+    "decay": (lambda decay: jgrad.ema(decay), 0.75),
+}
+
+
+@pytest.mark.parametrize(("make", "value"), OWN_NUMBERS.values(), ids=OWN_NUMBERS)
+def test_inject_their_own_numbers(make, value):
+    (name,) = make.__code__.co_varnames
+    w, grads = params(), gradients(3)
+    found, state = train(optax.inject_hyperparams(make)(**{name: value}), w, grads)
+    expected, plain = train(make(value), w, grads)
+    close((found, state.inner_state), (expected, plain))
+
+
+class Net(nn.Module):
+    """Two layers, with parameters of a dtype."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        dense = lambda n: nn.Dense(n, param_dtype=self.dtype)
+        return dense(1)(nn.tanh(dense(8)(x)))
+
+
+@few_wrappers
+def test_flax_train_state(wrapper, standard_promotion):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(32, 4)), jnp.float32)
+    y, net = jnp.sum(x, axis=1, keepdims=True), Net(wrapper.dtype)
+    weights = net.init(jax.random.key(0), x)["params"]
+    tx = wrapper.around(jgrad.adam(0.05))
+    state = TrainState.create(apply_fn=net.apply, params=weights, tx=tx)
+
+    @jax.jit
+    def step(state):
+        loss = lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
+        value, grads = jgrad.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    losses = []
+    for _ in range(40 * wrapper.calls):
+        state, value = step(state)
+        losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(wrapper.dtype)}
+
+
+# ---- under JAX's transformations ---------------------------------------------------------------
+
+
+@every_wrapper
+def test_empty_tree(wrapper):
+    tx, _, _ = setup(wrapper)
+    state = tx.init({})
+    for _ in range(wrapper.calls):
+        updates, state = jax.jit(tx.update)({}, state, {})
+        assert updates == {}
+    assert optax.tree.get(state, "mw") == {}
+
+
+@every_wrapper
+def test_eval_shape_and_jit_of_init(wrapper):
+    tx, w, _ = setup(wrapper)
+    state = tx.init(w)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, w), state)
+    chex.assert_trees_all_equal(jax.jit(tx.init)(w), state)
+
+
+@every_wrapper
+def test_one_trace_with_donation(wrapper):
+    """Buffers of parameters and state are given away at each of five steps."""
+    tx, w, grads = setup(wrapper, 5)
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
+    expected, _ = train(tx, w, grads)
+    state = tx.init(w)
+    for g in grads:
+        given = jax.tree.leaves((w, state))
+        w, state = step(w, state, g)
+        assert all(x.is_deleted() for x in given if x.size)
+    close(w, expected, wrapper.dtype)
+
+
+@few_wrappers
+def test_scan(wrapper):
+    """A scan over the gradients is the loop: dtypes of the state are stable."""
+    tx, w, grads = setup(wrapper)
+    body = lambda carry, g: (step_of(tx)(*carry, g), None)
+    found, _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(grads)))(w)
+    close(found, train(tx, w, grads), wrapper.dtype)
+
+
+@few_wrappers
+def test_vmap(wrapper):
+    """A batch of models is trained as each model would be."""
+    tx, _, _ = setup(wrapper)
+    models = [few(params(wrapper.dtype, seed=s)) for s in range(3)]
+    grads = [setup(wrapper, 2, seed=s)[2] for s in range(3)]
+    w, state, step = stack(models), jax.vmap(tx.init)(stack(models)), jax.jit(jax.vmap(step_of(tx)))
+    for i in range(2):
+        w, state = step(w, state, stack([g[i] for g in grads]))
+    alone = [train(tx, m, g) for m, g in zip(models, grads, strict=True)]
+    close((w, state), stack(alone), wrapper.dtype)
+
+
+@few_wrappers
+def test_export(wrapper):
+    """The train step lowers for CPU, CUDA and TPU."""
+    tx, w, (g,) = setup(wrapper, 1)
+    # Weak types and types of states are no part of an exported program.
+    leaves, structure = jax.tree.flatten((w, tx.init(w), g))
+    step = jax.jit(lambda *leaves: jax.tree.leaves(step_of(tx)(*structure.unflatten(leaves))))
+    exported = export.export(step, platforms=("cpu", "cuda", "tpu"))(*leaves)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    close(exported.call(*leaves), step(*leaves), wrapper.dtype)
+
+
+# ---- the state ---------------------------------------------------------------------------------
+
+
+@every_wrapper
+def test_tree_get(wrapper):
+    """Moments and the wrapper's own fields are found by name, inside of whatever is around."""
+    tx, w, _ = setup(wrapper)
+    state = optax.chain(optax.scale(1.0), optax.masked(tx, True)).init(w)
+    for name in ("mw", "vw"):
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), w)
+        chex.assert_trees_all_equal(optax.tree.get(state, name), zeros)
+    for name, value in wrapper.own.items():
+        assert optax.tree.get(state, name) == value
+        assert optax.tree.get(optax.tree.set(state, **{name: 7}), name) == 7
+    for name in wrapper.like_params:
+        like = optax.tree.get(state, name)
+        assert jax.tree.structure(like) == jax.tree.structure(w)
+        assert {x.dtype for x in jax.tree.leaves(like)} == {jnp.dtype(jnp.float32)}
+
+
+@every_wrapper
+def test_tree_map_params(wrapper):
+    """optax knows which parts of the state are like the parameters."""
+    tx, w, _ = setup(wrapper)
+    marked = optax.tree_map_params(
+        tx, lambda _: "like", tx.init(w), transform_non_params=lambda _: "other"
+    )
+    for name in ("mw", "vw", *wrapper.like_params):
+        assert set(jax.tree.leaves(optax.tree.get(marked, name))) == {"like"}
+    for name in wrapper.own:
+        assert optax.tree.get(marked, name) == "other"
+
+
+@with_state
+def test_fields_are_a_file_format(wrapper):
+    """Their names and order; checkpoints hold them. A change is a new version of the format."""
+    kind, fields = wrapper.state
+    assert kind._fields == fields
+    tx, w, _ = setup(wrapper)
+    found = [
+        x
+        for x in jax.tree.leaves(tx.init(w), is_leaf=lambda x: isinstance(x, kind))
+        if isinstance(x, kind)
+    ]
+    assert len(found) == 1
+    for name in ("mini_step", "count", "skipped", "streak", "step"):
+        if name in fields:
+            field = getattr(found[0], name)
+            assert (field.shape, field.dtype) == ((), jnp.int32)
+
+
+@with_state
+def test_the_state_of_another(wrapper):
+    """A message that names both, for each state that is not this wrapper's own."""
+    kind, _ = wrapper.state
+    tx = jgrad.ema(0.9) if wrapper.name == "ema" else wrapper.around(jgrad.adam(RATE))
+    others = [w.around(jgrad.adam(RATE)).init(X) for w in WRAPPERS if w.state and w.name != "ema"]
+    for state in (*others, jgrad.ema(0.9).init(X), None, (), tuple(tx.init(X))):
+        if isinstance(state, kind):
+            continue
+        with pytest.raises(TypeError) as caught:
+            tx.update(X, state, X)
+        assert str(caught.value) == (
+            f"{wrapper.name}: `state`: {type(state).__name__}, expected the {kind.__name__} that "
+            f"this `{wrapper.name}` made with `init`."
+        )
+
+
+def test_e07_the_copy_sees_the_mean_unrounded():
+    """Three gradients of 1 and one of 0.01: in bfloat16, the mean is off by a part in 500."""
+    grads = [jnp.full(3, x, jnp.bfloat16) for x in (1, 1, 1, 0.01)]
+    mean = np.mean([np.asarray(g, float) for g in grads], axis=0)
+    w = jnp.zeros(3, jnp.bfloat16)
+    for outer, inner in itertools.permutations(
+        [lambda tx: jgrad.accumulate(tx, 4), jgrad.master_weights]
+    ):
+        _, state = train(outer(inner(jgrad.gradient_descent(1.0))), w, grads)
+        np.testing.assert_allclose(optax.tree.get(state, "master"), -mean, rtol=1e-6)
+
+
+# ---- all together ------------------------------------------------------------------------------
+
+LAMB = Case("lamb", jgrad.lamb, {"weight_decay": 0.1})
+MAX_NORM = 0.5
+
+
+def by_hand(w, windows):
+    """Means of windows, clipped by their norm, and LAMB of the reference, in float64 NumPy."""
+    optimizer = reference.lamb(jax.tree.leaves(w), RATE, weight_decay=0.1)
+    clipped = []
+    for grads in windows:
+        rows = [[np.asarray(x, np.float64) for x in jax.tree.leaves(g)] for g in grads]
+        mean = [np.mean(xs, axis=0) for xs in zip(*rows, strict=True)]
+        norm = np.sqrt(sum(np.sum(x**2) for x in mean))
+        clipped.append([x * min(1, MAX_NORM / norm) for x in mean])
+    return reference.trajectory(optimizer, clipped)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 16.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_all_together(dtype, loss_scale):
+    """Six mini-batches in half precision under scan, one of them NaN: three windows."""
+    optimizer = optax.chain(jgrad.clip_by_global_norm(MAX_NORM), LAMB.tx())
+    tx = jgrad.skip_nonfinite(
+        jgrad.accumulate(jgrad.master_weights(optimizer), 2), loss_scale=loss_scale
+    )
+    w, (a, b, c, d, e) = params(dtype), gradients(5, dtype)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), a)
+    given = [a, b, c, bad, d, e]
+
+    def body(carry, g):
+        scale = carry[1].loss_scale
+        g = jax.tree.map(lambda x: (scale * x.astype(jnp.float32)).astype(dtype), g)
+        new = step_of(tx)(*carry, g)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, carry)
+        return new, new[0]
+
+    (found, state), each = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(given)))(w)
+    chex.assert_trees_all_equal_shapes_and_dtypes((found, state), (w, tx.init(w)))
+    expected = by_hand(w, [(a, b), (c,), (d, e)])
+    epsilon = float(jnp.finfo(dtype).eps)
+    for i, row in zip((1, 3, 5), expected, strict=True):
+        for x, y in zip(jax.tree.leaves(each), row, strict=True):
+            # Beside the rounding of parameters, that of scaled gradients.
+            np.testing.assert_allclose(
+                np.asarray(x[i], float), y, atol=4 * epsilon * max(RATE, np.max(np.abs(y)))
+            )
+    for m, y in zip(jax.tree.leaves(optax.tree.get(state, "master")), expected[-1], strict=True):
+        np.testing.assert_allclose(m, y, atol=epsilon * max(RATE, np.max(np.abs(y))))
+    assert int(state.skipped) == 1
+    assert int(optax.tree.get(state.inner, "skipped")) == 1
+    assert int(optax.tree.get(state, "step")) == 3
+    assert float(state.loss_scale) == (8 if loss_scale else 1)

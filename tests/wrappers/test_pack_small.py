@@ -1,0 +1,233 @@
+"""`pack_small`: the numbers of the transformation inside, tree in and tree out.
+
+Updates are added to the weights outside of what is compiled: together with the tree form XLA may
+do both in one operation that rounds once.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgrad
+from tests.cases import every_case
+from tests.errors import assert_error
+from tests.loops import assert_equal
+from tests.packed_model import SMALL, assert_close, gradients, normal
+
+
+def train(tx, w, grads):
+    """The last weights and state."""
+    update, state = jax.jit(tx.update), tx.init(w)
+    for g in grads:
+        updates, state = update(g, state, w)
+        w = optax.apply_updates(w, updates)
+    return w, state
+
+
+@every_case(("adamw", "lamb_decayed"))
+def test_every_optimizer(case):
+    """Weights are those of the tree, and `unpack` makes the state that of the tree."""
+    w, grads = normal(0), gradients()
+    found = train(jgrad.pack_small(case.tx(), max_size=SMALL), w, grads)
+    expected = train(case.tx(), w, grads)
+    (assert_equal if case.elementwise else assert_close)(jgrad.unpack(found), expected)
+
+
+def test_what_is_packed():
+    """Leaves of up to `max_size` elements, of each dtype; others stay as they are."""
+    w = {"a": jnp.ones(300), "b": jnp.ones(301), "n": jnp.arange(3), "h": jnp.ones(3, jnp.bfloat16)}
+    state = jgrad.pack_small(jgrad.adam(0.1), max_size=300).init(w)
+    assert set(state.mw.buffers) == {"leaf 1", "leaf 3", "bfloat16", "float32"}
+    assert state.mw.buffers["float32"].shape == (2, 256)
+    assert all(x.dtype == jnp.float32 for x in state.mw.buffers.values())
+    everything = jgrad.pack_small(jgrad.adam(0.1), max_size=0).init(w)
+    assert len(everything.mw.buffers) == 4
+
+
+@pytest.mark.parametrize("zero", [None, "float0", "integers"])
+def test_integer_leaves(zero):
+    """They do not change, as with the transformation alone."""
+    w = {"a": jnp.ones(3), "b": jnp.ones(4), "n": jnp.arange(3)}
+    n = {
+        None: None,
+        "float0": np.zeros(3, jax.dtypes.float0),
+        "integers": jnp.zeros(3, jnp.int32),
+    }[zero]
+    g = {"a": jnp.ones(3), "b": jnp.full(4, 2.0), "n": n}
+    tx = jgrad.adam(0.1, weight_decay=0.1)
+    small = jgrad.pack_small(tx)
+    updates, state = jax.jit(small.update)(g, small.init(w), w)
+    expected, tree = jax.jit(tx.update)(g, tx.init(w), w)
+    assert_equal(updates, expected)
+    assert_equal(jgrad.unpack(state), tree)
+
+
+def test_gradients_that_are_none():
+    """The leaf and its moments stay, also in steps between others."""
+    w, grads = normal(0), gradients()
+    for g in grads[1::2]:
+        g["layer"]["b"] = None
+    tx = jgrad.adam(0.1)
+    found = train(jgrad.pack_small(tx), w, grads)
+    assert_equal(jgrad.unpack(found), train(tx, w, grads))
+
+
+def test_parameters_that_are_none():
+    w, g = {"a": jnp.ones(3), "b": None}, {"a": jnp.ones(3), "b": None}
+    tx = jgrad.pack_small(jgrad.adam(0.1))
+    updates, _ = tx.update(g, tx.init(w), w)
+    assert updates["b"] is None
+
+
+def test_gradients_of_several_dtypes():
+    """For parameters of one."""
+    w = {"a": jnp.ones(30), "b": jnp.ones(30)}
+    g = {"a": jnp.ones(30, jnp.bfloat16), "b": jnp.ones(30)}
+    tx = jgrad.adam(0.1)
+    assert_equal(jgrad.unpack(train(jgrad.pack_small(tx), w, [g])), train(tx, w, [g]))
+
+
+def test_without_parameters():
+    """Updates in the dtype of the gradients, as for the tree."""
+    w = normal(0)
+    g = jax.tree.map(lambda x: x.astype(jnp.bfloat16), normal(1))
+    tx = jgrad.adam(0.1)
+    small = jgrad.pack_small(tx, max_size=SMALL)
+    assert_equal(jax.jit(small.update)(g, small.init(w))[0], jax.jit(tx.update)(g, tx.init(w))[0])
+
+
+STATELESS = {"sgd": lambda: optax.sgd(0.1), "descent": lambda: jgrad.gradient_descent(0.1)}
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_transformations_without_moments(name):
+    w, g = normal(0), normal(1)
+    tx = STATELESS[name]()
+    small = jgrad.pack_small(tx, max_size=SMALL)
+    assert_equal(small.update(g, small.init(w))[0], tx.update(g, tx.init(w))[0])
+    assert_equal(small.update(g, small.init(w), w)[0], tx.update(g, tx.init(w), w)[0])
+
+
+def test_inside_and_outside_of_others():
+    """Arguments of the call reach the transformation inside; options are those of the tree."""
+    w, grads = normal(0), gradients()
+    rates = {"layer": 0.1, "rest": [0.01, 0.2, 0.0]}
+    ways = (
+        lambda pack: jgrad.accumulate(pack(jgrad.adam(rates)), 2),
+        lambda pack: pack(jgrad.accumulate(jgrad.adam(rates), 2)),
+        lambda pack: jgrad.skip_nonfinite(pack(optax.chain(jgrad.adam(rates), jgrad.ema(0.9)))),
+        lambda pack: pack(jgrad.master_weights(jgrad.adam(rates))),
+    )
+    for way in ways:
+        found = train(way(lambda tx: jgrad.pack_small(tx, max_size=SMALL)), w, grads)
+        assert_equal(jgrad.unpack(found), train(way(lambda tx: tx), w, grads))
+    tx = jgrad.adam(0.1)
+    small = jgrad.pack_small(tx)
+    g = grads[0]
+    found, _ = small.update(g, small.init(w), w, learning_rate=rates)
+    assert_close(found, tx.update(g, tx.init(w), w, learning_rate=rates)[0])
+
+
+def test_in_nnx():
+    """flax wraps the parameters for `init`, and not for `update`."""
+    model, expected = (nnx.Linear(3, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+    x = jnp.ones((2, 3))
+    loss = lambda model: jnp.mean(model(x) ** 2)
+    for m, tx in ((model, jgrad.pack_small(jgrad.lamb(0.1))), (expected, jgrad.lamb(0.1))):
+        optimizer = nnx.Optimizer(m, tx, wrt=nnx.Param)
+        for _ in range(3):
+            optimizer.update(m, nnx.grad(loss)(m))
+    assert_close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(expected)))
+
+
+def test_rates_for_each_element():
+    w = {"a": jnp.ones(100), "b": jnp.ones(3000)}
+    tx = jgrad.adam({"a": jnp.linspace(0, 1, 100), "b": 0.1})
+    assert_equal(train(jgrad.pack_small(tx), w, [w])[0], train(tx, w, [w])[0])
+
+
+def test_masks_of_optax_go_outside():
+    """Inside, they would see buffers."""
+    w, g = normal(0), normal(1)
+    mask = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    tx = jgrad.adam(0.1)
+    found = train(optax.masked(jgrad.pack_small(tx, max_size=SMALL), mask), w, [g])[0]
+    assert_close(found, train(optax.masked(tx, mask), w, [g])[0])
+
+
+def test_one_trace():
+    traces = []
+    tx = jgrad.pack_small(jgrad.lamb(0.1))
+
+    @jax.jit
+    def step(w, state, g):
+        traces.append(1)
+        updates, state = tx.update(g, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = normal(0)
+    state = tx.init(w)
+    for g in gradients():
+        w, state = step(w, state, g)
+    assert len(traces) == 1
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_options():
+    message = "pack_small: `max_size`: -1, expected a number in [0, 2^31)."
+    assert_error(ValueError, message, lambda: jgrad.pack_small(jgrad.adam(0.1), max_size=-1))
+    message = "pack_small: `tx`: 3 of type int, expected a transformation with `init` and `update`."
+    assert_error(TypeError, message, lambda: jgrad.pack_small(3))
+
+
+def test_leaves_that_are_no_numbers():
+    """As of the transformation inside."""
+    message = (
+        "pack_small: `params` at ['k']: an array of key<fry> and shape (), expected an array of "
+        "numbers; leave other leaves out with `optax.masked` or `equinox.partition`."
+    )
+    tx = jgrad.pack_small(jgrad.adam(0.1))
+    assert_error(TypeError, message, lambda: tx.init({"k": jax.random.key(0), "w": jnp.ones(3)}))
+
+
+def test_gradients_of_another_shape():
+    """Found before anything is packed, under the name of the leaf."""
+    w, g = normal(0), normal(1)
+    g["layer"]["b"] = jnp.ones(3)
+    tx = jgrad.pack_small(jgrad.adam(0.1))
+    message = (
+        "pack_small: `updates` does not match `params` at ['layer']['b']: shape (3,), expected "
+        "(64,)."
+    )
+    assert_error(ValueError, message, lambda: tx.update(g, tx.init(w), w))
+
+
+def test_a_state_of_other_parameters():
+    w = {"a": jnp.ones(3), "b": jnp.ones(4)}
+    tx = jgrad.pack_small(jgrad.adam(0.1))
+    state = tx.init({"a": jnp.ones(3), "b": jnp.ones(5)})
+    message = (
+        "pack_small: `state` was made for other parameters, or with another `max_size`: `params` "
+        "has packed float32 of shape (4,) at ['b'] where it has packed float32 of shape (5,)."
+    )
+    assert_error(ValueError, message, lambda: tx.update(w, state, w))
+    message = "pack_small: `updates` does not match `state` at ['b']: shape (4,), expected (5,)."
+    assert_error(ValueError, message, lambda: tx.update(w, state))
+
+
+def test_a_state_that_is_not_packed():
+    w = {"a": jnp.ones(3)}
+    tx = jgrad.adam(0.1)
+    message = (
+        "pack_small: `state` has no packed leaves, expected what `init` made; of the state of a "
+        "tree, make it by `pack(state, like=jax.eval_shape(tx.init, params))`."
+    )
+    small = jgrad.pack_small(tx)
+    assert_error(ValueError, message, lambda: small.update(w, tx.init(w), w))
+    state = jgrad.pack(tx.init(w), like=jax.eval_shape(small.init, w))
+    assert_equal(small.update(w, state, w)[0], tx.update(w, tx.init(w), w)[0])
