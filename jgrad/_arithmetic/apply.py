@@ -58,6 +58,12 @@ def add_momentum(
     return (apply(rules.momentum, mw, direction, decay) if nesterov else mw), mw
 
 
+def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """New values in the dtypes of the old, which stay where there is no new one."""
+    pairs = zip(new, old, strict=True)
+    return [y if x is None else x.astype(y.dtype) for x, y in pairs]
+
+
 def is_zero(number: Any) -> bool:
     """Whether it is the Python number 0, which stands for "none of it"."""
     return isinstance(number, (int, float)) and number == 0

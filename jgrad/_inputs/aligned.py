@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.apply import apply
+from jgrad._arithmetic.apply import apply, cast_back
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._layers.layer_axes import LayerAxes, StaticAxes
 from jgrad._packed import arrays, packing
@@ -137,8 +137,7 @@ class AlignedArguments:
         The tree is as fine as the finest argument that the values are computed from, which by
         default is all of them.
         """
-        pairs = zip(new, self[name], strict=True)
-        leaves = [old if x is None else x.astype(old.dtype) for x, old in pairs]
+        leaves = cast_back(new, self[name])
         finest = None if computed_from is None else self._finest((name, *computed_from))
         if finest is None:
             return self._structure.unflatten(leaves)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import numerics
+from jgrad._arithmetic.apply import cast_back
 from jgrad._inputs.state import OptState
 from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees
@@ -130,13 +131,15 @@ class Update:
 
     def directions(self, values: Sequence[Any]) -> PyTree:
         """Updates in the dtypes of the parameters; zero where there is no value."""
-        pairs = zip(values, self.reference.leaves, strict=True)
-        return self._structure.unflatten([_like(x, reference) for x, reference in pairs])
+        leaves = [
+            numerics.zeros_like(p) if x is None and p is not None else x
+            for x, p in zip(values, self.reference.leaves, strict=True)
+        ]
+        return self._structure.unflatten(cast_back(leaves, self.reference.leaves))
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""
-        pairs = zip(new, old, strict=True)
-        return self._structure.unflatten([y if x is None else _like(x, y) for x, y in pairs])
+        return self._structure.unflatten(cast_back(new, old))
 
     def gradients(self, new: Sequence[Any]) -> PyTree:
         """The gradients as they came in, with new ones for the leaves that are updated."""
@@ -184,13 +187,7 @@ def _expected(g: Any, p: Any) -> str | None:
     floating = jnp.issubdtype(g.dtype, jnp.inexact)
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return f"None, float0 or integers beside a parameter of {p.dtype}" if floating else None
-    if floating and jnp.iscomplexobj(g) == jnp.iscomplexobj(p):
+    if floating and checks.is_of_kind(g, p):
         return None
     kind = "a complex" if jnp.iscomplexobj(p) else "a real floating"
     return f"{kind} dtype beside a parameter of {p.dtype}"
-
-
-def _like(x: jax.Array | None, reference: Any) -> jax.Array | None:
-    if x is None:
-        return None if reference is None else numerics.zeros_like(reference)
-    return x if x.dtype == reference.dtype else x.astype(reference.dtype)

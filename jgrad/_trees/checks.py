@@ -203,10 +203,15 @@ def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool =
             arg.fail(i, ValueError, problem, f" does not broadcast to `{reference.name}`")
 
 
+def is_of_kind(x: Any, reference: Any) -> bool:
+    """Complex exactly where the reference is."""
+    return bool(jnp.iscomplexobj(x) == jnp.iscomplexobj(reference))
+
+
 def same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Complex exactly where the reference is; `None` matches everything."""
     for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True)):
-        if x is not None and r is not None and jnp.iscomplexobj(x) != jnp.iscomplexobj(r):
+        if x is not None and r is not None and not is_of_kind(x, r):
             expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
             problem = f"{describe(x)}, expected {expected} beside {r.dtype}"
             arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")
