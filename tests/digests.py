@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend import core
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from tests import packed_model as packed
@@ -71,6 +70,12 @@ def _equation(equation: Any, inputs: list[str]) -> list[str]:
     if name == "cond":
         branches = [_outputs(b.jaxpr, b.consts, inputs[1:]) for b in parameters["branches"]]
         return [_hash("cond", inputs[0], *each) for each in zip(*branches, strict=True)]
+    if name == "shard_map":  # constants come in as operands, in any order
+        specs = zip(parameters["in_specs"], inputs, strict=True)
+        inner = parameters["jaxpr"]
+        outputs = _outputs(inner, [], [_hash("shard", spec, x) for spec, x in specs])
+        pairs = zip(parameters["out_specs"], outputs, strict=True)
+        return [_hash("shard_map", parameters["mesh"], spec, x) for spec, x in pairs]
     described = [f"{key}={_parameter(x)}" for key, x in sorted(parameters.items())]
     return [_hash(name, *described, v.aval, i, *inputs) for i, v in enumerate(equation.outvars)]
 

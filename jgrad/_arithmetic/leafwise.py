@@ -1,8 +1,8 @@
-"""One function per leaf, traced once for leaves that are alike.
+"""One function per leaf, traced once for leaves of the same shapes.
 
 A model of a thousand leaves has a dozen shapes. Traced leaf by leaf, an update takes most of a
-second; here leaves of one shape go sixteen at a time through a nested `jax.jit`, whose trace JAX
-keeps. XLA inlines the calls, so that the compiled program is the same. Eagerly, sixteen leaves are
+second. Here leaves of one shape go through a nested `jax.jit`, sixteen at a time, and JAX keeps its
+trace. XLA inlines the calls, so that the compiled program is the same. Eagerly, sixteen leaves are
 one dispatch.
 """
 
@@ -13,41 +13,78 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._arithmetic import numerics
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 Function = Callable[..., Any]
-# A function and the arrays that it reads. JAX's trace cache looks functions up by identity: a task
-# made anew at each call must name the same object each time.
-Task = tuple[Function, tuple[Any, ...]]
+# A function and the arrays that it reads. JAX's trace cache looks functions up by identity, so a
+# call must name the same function object each time it is made.
+Call = tuple[Function, tuple[Any, ...]]
 
+# Leaves per nested call. With 4 to 64, Adam on 1000 leaves of 32 x 32 is traced in 1.0 to 1.2 s and
+# compiled in 10 to 12 s, without a trend; an eager update of 100 leaves is seven dispatches a rule.
 _TOGETHER = 16
 
 
-def compiled(f: Callable[P, R]) -> Callable[P, R]:
+def jit_static_kwargs(f: Callable[P, R]) -> Callable[P, R]:
     """`jax.jit` with keyword-only arguments static."""
     parameters = inspect.signature(f).parameters.values()
     static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     return cast(Callable[P, R], functools.wraps(f)(jax.jit(f, static_argnames=static)))
 
 
-def itself(x: R) -> R:
-    """The function of a task that is an array as it stands."""
+def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a rule work on leaves of any float dtype, and on shapes that broadcast.
+
+    The first `arrays` arguments decide the dtype and the shape of the arithmetic. The others are
+    scalars, or arrays that broadcast to that shape, and are converted. Keyword-only arguments are
+    static.
+    """
+
+    def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
+        @jit_static_kwargs
+        @functools.wraps(rule)
+        def call(*args: jax.Array, **options: Any) -> Any:
+            leading = args[:arrays]
+            real = numerics.real_dtype(*leading)
+            shape = np.broadcast_shapes(*(x.shape for x in leading))
+            wide = [_broadcast(numerics.widen(x, real), shape) for x in args]
+            return rule(*wide, **options)
+
+        return call
+
+    return decorate
+
+
+def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Explicit, since `rank_promotion="raise"` forbids the other way; scalars may stay scalars."""
+    if x.ndim == 0 or x.shape == shape:
+        return x
+    return jnp.broadcast_to(x, shape)
+
+
+def identity(x: R) -> R:
+    """The function of a call that is an array as it stands."""
     return x
 
 
-def run(tasks: Sequence[Task | None]) -> list[Any]:
-    """The result of each task; `None` for `None`."""
-    results: list[Any] = [None] * len(tasks)
+def run(calls: Sequence[Call | None]) -> list[Any]:
+    """The result of each call; `None` for `None`. Equal calls are made once."""
+    results: list[Any] = [None] * len(calls)
+    first: dict[Any, int] = {}
     alike: dict[Any, list[tuple[int, tuple[Any, ...]]]] = collections.defaultdict(list)
-    for i, task in enumerate(tasks):
-        if task is None:
+    for i, call in enumerate(calls):
+        if call is None:
             continue
-        f, arrays = task
-        if f is itself:
+        f, arrays = call
+        if f is identity:
             results[i] = arrays[0]
-        else:
+        elif first.setdefault((f, *map(id, arrays)), i) == i:
             kind = (f, *(None if x is None else (x.shape, x.dtype) for x in arrays))
             alike[kind].append((i, arrays))
     for (f, *_), members in alike.items():
@@ -55,19 +92,22 @@ def run(tasks: Sequence[Task | None]) -> list[Any]:
             indices, rows = zip(*members[start : start + _TOGETHER], strict=True)
             columns = list(zip(*rows, strict=True))
             shared = tuple(all(x is column[0] for x in column) for column in columns)
-            given = [
+            arguments = [
                 column[0] if one else column for column, one in zip(columns, shared, strict=True)
             ]
-            found = _together(given, f=f, shared=shared, count=len(rows))
-            for i, result in zip(indices, found, strict=True):
-                results[i] = result
+            outputs = _together(arguments, f=f, shared=shared, count=len(rows))
+            for i, output in zip(indices, outputs, strict=True):
+                results[i] = output
+    for i, call in enumerate(calls):
+        if call is not None and call[0] is not identity:
+            results[i] = results[first[(call[0], *map(id, call[1]))]]
     return results
 
 
-@compiled
-def _together(arrays: list[Any], *, f: Function, shared: tuple[bool, ...], count: int) -> list[Any]:
-    """`f` of `count` leaves: an entry of `arrays` is one that they share, or a column."""
-    rows = [
-        [x if one else x[i] for x, one in zip(arrays, shared, strict=True)] for i in range(count)
-    ]
-    return [f(*row) for row in rows]
+@jit_static_kwargs
+def _together(
+    arguments: list[Any], *, f: Function, shared: tuple[bool, ...], count: int
+) -> list[Any]:
+    """`f` of `count` leaves: an entry of `arguments` is shared by all, or has one for each."""
+    pairs = list(zip(arguments, shared, strict=True))
+    return [f(*(x if one else x[i] for x, one in pairs)) for i in range(count)]

@@ -1,14 +1,14 @@
 """Arithmetic that stays right where the textbook form does not.
 
-Three things go wrong in low or single precision when an optimizer is written down as in its paper:
+Three things go wrong in single and half precision when an optimizer is written as in its paper:
 half-precision arrays round every intermediate, `1 - beta**t` cancels, and `sqrt` has no derivative
-at zero. The remedies are here, and nowhere else.
+at zero. The remedies are in this file.
 """
 
 import functools
 import math
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,13 @@ def real_dtype(*arrays: jax.Array) -> np.dtype:
 
 
 def floating(x: ArrayLike) -> jax.Array:
-    """`x` as an array, an integer or bool one in the default float dtype."""
+    """`x` as an array; integers and bools in the default float dtype."""
     x = jnp.asarray(x)
     return strong(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float))
 
 
 def strong(x: jax.Array) -> jax.Array:
-    """An array with a dtype of its own; a weak type would be traced anew after one update."""
+    """`x` without a weak type: a weakly typed argument is traced again after one update."""
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
@@ -69,7 +69,7 @@ def abs_squared(x: jax.Array) -> jax.Array:
 def squarable(x: jax.Array) -> jax.Array:
     """`x`, its parts clipped to the largest power of two whose square is finite (2^63 in float32).
 
-    What is infinite stays so: a fault should be seen.
+    Infinities stay infinite, so that a fault is seen.
     """
     if jnp.iscomplexobj(x):
         return jax.lax.complex(squarable(x.real), squarable(x.imag))
@@ -78,7 +78,7 @@ def squarable(x: jax.Array) -> jax.Array:
 
 
 def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:
-    """`x`, but the largest number of its sign where it overflowed and nothing `of` is infinite."""
+    """`x`, or the largest number of its sign where it overflowed from finite values of `of`."""
     if jnp.iscomplexobj(x):
         parts = (saturated(part(x), *(part(y) for y in of)) for part in (jnp.real, jnp.imag))
         return jax.lax.complex(*parts)
@@ -89,10 +89,10 @@ def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:
 
 
 def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Zeros that lie where `x` lies.
+    """Zeros with the sharding of `x`.
 
-    Of a constant, XLA does not know where, and puts the whole on the first device; and inside of a
-    `jax.lax.cond` constants have no sharding. The comparison is not in the program.
+    XLA puts constants on the first device, and constants inside a `jax.lax.cond` have no sharding;
+    zeros computed from `x` keep its sharding. The comparison is not in the compiled program.
     """
     zero = jnp.zeros((), x.dtype if dtype is None else dtype)
     return jnp.where(x == x, zero, zero)
@@ -110,32 +110,32 @@ def safe_divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(zero, jnp.zeros_like(b), a / jnp.where(zero, jnp.ones_like(b), b))
 
 
-class Beta(NamedTuple):
-    """A decay rate as the arithmetic needs it: `beta`, `1 - beta` and `log(beta)`.
+class BetaForms(NamedTuple):
+    """A decay rate in the forms that the arithmetic needs: `beta`, `1 - beta` and `log(beta)`.
 
-    Each is rounded by itself. From a beta already rounded to float32 the other two come out wrong
-    in the fifth digit (at 0.999) or the second (at 0.999999), and with them the bias correction.
-    Each field is a number, or a tree of numbers where the user gave a tree of betas.
+    Each is rounded by itself. Computed from a beta already rounded to float32, the other two are
+    wrong in the fifth digit (at 0.999) or the second (at 0.999999), and so is the bias correction.
+    Each field is a number, a tree of numbers, or a list with an entry per leaf.
     """
 
-    value: ArrayLike
-    complement: ArrayLike
-    log: ArrayLike
+    value: Any
+    complement: Any
+    log: Any
 
 
-def beta_from_number(beta: float) -> Beta:
+def beta_from_number(beta: float) -> BetaForms:
     """The three forms of a Python number, in double precision."""
-    return Beta(beta, 1.0 - beta, math.log(beta) if beta > 0.0 else _LOG_OF_ZERO)
+    return BetaForms(beta, 1.0 - beta, math.log(beta) if beta > 0.0 else _LOG_OF_ZERO)
 
 
-def beta_from_array(beta: jax.Array) -> Beta:
+def beta_from_array(beta: jax.Array) -> BetaForms:
     """The three forms of a scalar array, traced or not, in its own precision (float32 at least)."""
     beta = floating(beta)
     beta = widen(beta, real_dtype(beta))
     positive = beta > 0
     complement = 1.0 - beta
     log = jnp.log1p(-jnp.where(positive, complement, jnp.zeros_like(beta)))
-    return Beta(beta, complement, jnp.where(positive, log, jnp.full_like(beta, _LOG_OF_ZERO)))
+    return BetaForms(beta, complement, jnp.where(positive, log, jnp.full_like(beta, _LOG_OF_ZERO)))
 
 
 def one_minus_power(log_beta: jax.Array, step: jax.Array) -> jax.Array:

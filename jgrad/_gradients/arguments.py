@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._trees import checks, trees
-from jgrad._trees.checks import Row
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 Argnums = int | Sequence[int]
@@ -61,15 +61,15 @@ class Arguments:
             names = f"tangents[{i}]", f"primals[{i}]"
             checks.same_structure(self._function, names[0], tree, names[1], self._args[i])
             leaves += trees.flatten(tree)[0]
-        row = Row(self._function, "tangents", leaves, self._paths)
+        arg = ArgLeaves(self._function, "tangents", leaves, self._paths)
         for i, (tangent, (primal, floating)) in enumerate(zip(leaves, self._leaves(), strict=True)):
             if not floating and tangent is not None:
                 expected = "None, as the argument is not differentiated there"
-                row.fail(i, ValueError, f"{checks.describe(tangent)}, expected {expected}")
+                arg.fail(i, ValueError, f"{checks.describe(tangent)}, expected {expected}")
             if floating and (tangent is None or _signature(tangent) != _signature(primal)):
                 shape, dtype = _signature(primal)
                 expected = f"an array of {dtype} and shape {shape}"
-                row.fail(i, ValueError, f"{checks.describe(tangent)}, expected {expected}")
+                arg.fail(i, ValueError, f"{checks.describe(tangent)}, expected {expected}")
         return [
             jnp.asarray(x) for x, floating in zip(leaves, self._floating, strict=True) if floating
         ]

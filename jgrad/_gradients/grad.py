@@ -149,7 +149,7 @@ def hvp(func: Callable[..., Any], primals: Sequence[PyTree], tangents: Sequence[
 
 
 def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None) -> PyTree:
-    """The same values, cut from the graph.
+    """The same values, as constants for differentiation.
 
         stop_gradient(x) = x, with derivative 0
 

@@ -12,7 +12,7 @@ import numpy as np
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
 from jgrad._trees import checks, values
-from jgrad._trees.checks import Row
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 Mode = Literal["reverse", "forward"] | None
@@ -143,11 +143,11 @@ def _reverse(
 
 
 def _floating_leaves(name: str, output: PyTree) -> list[jax.Array]:
-    row = Row.of(name, "output of func", output)
-    for i, leaf in enumerate(row.leaves):
+    arg = ArgLeaves.from_tree(name, "output of func", output)
+    for i, leaf in enumerate(arg.leaves):
         if leaf is not None and not differentiation.is_real_floating(leaf):
-            row.fail(i, TypeError, f"{checks.describe(leaf)}, expected a real floating array")
-    return [jnp.asarray(leaf) for leaf in row.leaves if leaf is not None]
+            arg.fail(i, TypeError, f"{checks.describe(leaf)}, expected a real floating array")
+    return [jnp.asarray(leaf) for leaf in arg.leaves if leaf is not None]
 
 
 # The Jacobian of several outputs and inputs is a table of blocks, a row per output leaf.

@@ -1,4 +1,4 @@
-"""The one state type of the optimizers, and its first value."""
+"""The state type of all optimizers, and the state before the first update."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,12 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
 from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 
 class OptState(NamedTuple):
-    """State of every optimizer here; what a method does not use is `None`.
+    """State of every optimizer; what a method does not use is `None`.
 
     The field names are a file format: checkpoints hold them.
 
@@ -29,10 +30,13 @@ class OptState(NamedTuple):
     vw: PyTree
 
 
-def first_state(
+OptState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def init_state(
     function: str, params: PyTree, moment_dtype: DTypeLike | None, *, mw: bool, vw: bool
 ) -> OptState:
-    """The state before the first update; `mw` and `vw` have buffers of their own, for donation."""
+    """The state before the first update; `mw` and `vw` share no buffer, for donation."""
     return OptState(
         counter(params),
         zeros(function, params, moment_dtype) if mw else None,
@@ -44,31 +48,30 @@ def zeros(
     function: str, params: PyTree, dtype: DTypeLike | None = None, *, real: bool = False
 ) -> PyTree:
     """A tree of zeros like the parameters, in `dtype`, or in theirs but float32 at least."""
-    leaves = checks.parameters(checks.Row.of(function, "params", params).with_arrays())
-    found = [None if p is None else _zeros(p, dtype, real) for p in leaves]
-    return trees.flatten(params)[1].unflatten(found)
+    leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
+    zeros = [None if p is None else _zeros(p, dtype, real) for p in leaves]
+    return trees.flatten(params)[1].unflatten(zeros)
 
 
 def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return empty(p)  # no moments, but a place in the tree
-    own = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
-    return numerics.zeros_like(
-        p, numerics.complex_dtype(own) if jnp.iscomplexobj(p) and not real else own
-    )
+    dtype = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
+    is_complex = jnp.iscomplexobj(p) and not real
+    return numerics.zeros_like(p, numerics.complex_dtype(dtype) if is_complex else dtype)
 
 
 def counter(params: PyTree, value: int = 0) -> jax.Array:
-    """A scalar that counts, on all devices of the mesh on which parameters lie."""
-    return _everywhere(jnp.asarray(value, jnp.int32), params)
+    """A scalar that counts, replicated over the mesh of the parameters."""
+    return _replicated(jnp.asarray(value, jnp.int32), params)
 
 
 def empty(p: jax.Array) -> jax.Array:
-    """What a parameter has in a tree in which it has no array of its own."""
-    return _everywhere(jnp.zeros((0,), jnp.float32), p)
+    """The empty array of a parameter without state."""
+    return _replicated(jnp.zeros((0,), jnp.float32), p)
 
 
-def _everywhere(x: jax.Array, params: PyTree) -> jax.Array:
+def _replicated(x: jax.Array, params: PyTree) -> jax.Array:
     for p in jax.tree.leaves(params):
         sharding = None if isinstance(p, jax.core.Tracer) else getattr(p, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):

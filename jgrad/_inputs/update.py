@@ -1,4 +1,4 @@
-"""The way into and out of an update, shared by all transformations."""
+"""The input of one update of a transformation, checked, and the way out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,19 +9,19 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import numerics
+from jgrad._arithmetic.apply import cast_back
 from jgrad._inputs.state import OptState
-from jgrad._packed import arrays as slots
-from jgrad._packed import packing
+from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees
-from jgrad._trees.checks import Row
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 
-class Leaves:
-    """Gradients and parameters of one update, checked against each other and laid side by side.
+class Update:
+    """Gradients and parameters of one update, checked against each other, as lists of leaves.
 
-    A leaf that is not to be updated, with an integer parameter or without a gradient, has the
-    gradient `None` here, so that the methods leave it alone.
+    A leaf that is not updated, since its parameter is an integer or its gradient is missing, has
+    the gradient `None` here, so that the methods do not change it.
 
     Attributes:
       function: the name of the transformation, for messages.
@@ -29,67 +29,71 @@ class Leaves:
       w: parameters, or `None` if they were not given.
       reference: the parameters, or else the gradients; the updates have their shapes and dtypes.
       tree: the tree whose leaves the reference is.
+      specs: what each of these leaves stands for.
+      shapes: the same tree unpacked, with shapes and dtypes for what is packed.
     """
 
     def __init__(self, function: str, updates: PyTree, params: PyTree) -> None:
         self.function = function
         name, self.tree = ("updates", updates) if params is None else ("params", params)
-        self.reference = Row.of(function, name, self.tree).with_arrays()
+        self.reference = ArgLeaves.from_tree(function, name, self.tree).with_arrays()
         self._structure = trees.flatten(self.tree)[1]
-        self.slots = slots.of(self.tree)
+        self.specs = arrays.specs(self.tree)
         self.shapes = packing.shapes(self.tree)
         self.w = None if params is None else checks.parameters(self.reference)
-        self._given = self.row("updates", updates)
+        self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
 
-    def row(self, name: str, tree: PyTree, *, prefix: bool = False) -> Row:
-        """The leaves of a tree with the structure of the parameters, or of a prefix of it."""
-        reference = self.reference
-        checks.same_structure(self.function, name, tree, reference.name, self.tree, prefix=prefix)
-        leaves = trees.broadcast(tree, self.tree) if prefix else trees.flatten(tree)[0]
-        return reference._replace(name=name, leaves=leaves)
+    def like_reference(self, name: str, tree: PyTree) -> ArgLeaves:
+        """The leaves of a tree with the structure of the parameters."""
+        checks.same_structure(self.function, name, tree, self.reference.name, self.tree)
+        return self.reference._replace(name=name, leaves=trees.flatten(tree)[0])
 
-    def options(self, name: str, tree: PyTree) -> Row:
-        """An option for each leaf before packing, from a prefix tree.
+    def option(self, name: str, tree: PyTree) -> ArgLeaves:
+        """An option for each leaf of the unpacked tree, from a prefix of it.
 
         `None` only where nothing is updated.
         """
-        row = Row.spread(self.function, name, tree, self.reference.name, self.shapes)
-        for slot, g in zip(self.slots, self.g, strict=True):
-            for i in slot.positions if g is not None else ():
-                if row.leaves[i] is None:
-                    row.fail(i, TypeError, "None, expected a value, as this leaf is updated")
-        return row
+        arg = ArgLeaves.from_prefix(self.function, name, tree, self.reference.name, self.shapes)
+        for i in self._updated_positions():
+            if arg.leaves[i] is None:
+                arg.fail(i, TypeError, "None, expected a value, as this leaf is updated")
+        return arg
 
-    def gather(self, entries: Sequence[Any]) -> list[Any]:
-        """An entry for each leaf, from one for each leaf before packing."""
-        found = [slot.gather(entries) for slot in self.slots]
-        if any(np.ndim(x) for x, slot in zip(found, self.slots, strict=True) if slot.runs):
+    def per_array(self, entries: Sequence[Any]) -> list[Any]:
+        """An entry for each array, from one for each leaf of the unpacked tree."""
+        per_array = [spec.per_array(entries) for spec in self.specs]
+        pairs = zip(per_array, self.specs, strict=True)
+        if any(np.ndim(x) for x, spec in pairs if spec.is_buffer):
             self.check_buffers()
-        return found
+        return per_array
 
     def check_buffers(self) -> None:
-        """Buffers are as large as their layouts say: it matters here where rows lie."""
-        for i, (x, slot) in enumerate(zip(self.reference.leaves, self.slots, strict=True)):
-            if slot.runs and not slot.is_whole and x.shape != slot.shape_here:
+        """Buffers have the shapes of their layouts; needed where rows have numbers of their own."""
+        for i, (x, spec) in enumerate(zip(self.reference.leaves, self.specs, strict=True)):
+            if spec.is_buffer and not spec.is_unpacked and x.shape != spec.local_shape:
                 remedy = (
                     "inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
                     "`zero` knows which rows are whose"
                 )
-                problem = f"shape {x.shape}, expected {slot.shape_here} as in its layout; {remedy}"
+                problem = f"shape {x.shape}, expected {spec.local_shape} as in its layout; {remedy}"
                 self.reference.fail(i, ValueError, problem)
 
-    def updated_shapes(self) -> Row:
-        """The leaves before packing, with `None` where nothing is to be updated."""
-        row = Row.of(self.function, self.reference.name, self.shapes).with_arrays()
-        updated: list[Any] = [None] * len(row.leaves)
-        for slot, g in zip(self.slots, self.g, strict=True):
-            for i in slot.positions if g is not None else ():
-                updated[i] = row.leaves[i]
-        return row._replace(leaves=updated)
+    def updated_shapes(self) -> ArgLeaves:
+        """The leaves of the unpacked tree, with `None` where nothing is updated."""
+        arg = ArgLeaves.from_tree(self.function, self.reference.name, self.shapes).with_arrays()
+        updated: list[Any] = [None] * len(arg.leaves)
+        for i in self._updated_positions():
+            updated[i] = arg.leaves[i]
+        return arg._replace(leaves=updated)
 
-    def updated(self) -> Row:
-        """The reference, with `None` where nothing is to be updated."""
+    def _updated_positions(self) -> list[int]:
+        """Which leaves of the unpacked tree are updated."""
+        pairs = zip(self.specs, self.g, strict=True)
+        return [i for spec, g in pairs if g is not None for i in spec.positions]
+
+    def updated(self) -> ArgLeaves:
+        """The reference, with `None` where nothing is updated."""
         pairs = zip(self.reference.leaves, self.g, strict=True)
         return self.reference._replace(leaves=[None if g is None else x for x, g in pairs])
 
@@ -100,44 +104,45 @@ class Leaves:
             raise ValueError(f"{self.function}: {reason} needs the parameters: {remedy}.")
         return self.w
 
-    def read(
-        self, state: OptState, *, mw: bool, vw: bool
-    ) -> tuple[jax.Array, Sequence[Any], Sequence[Any]]:
-        """The number of this update, counted from 1, and the moments that the method uses."""
+    def read(self, state: OptState, *, mw: bool, vw: bool) -> OptState:
+        """The number of this update, counted from 1, and the moments as lists of leaves."""
         begin = f"{self.function}: `state`: "
         end = f", expected the OptState that this `{self.function}` made with `init`."
         if not isinstance(state, OptState):
             raise TypeError(f"{begin}{type(state).__name__}{end}")
-        rows: list[Sequence[Any]] = []
+        moments: list[list[Any] | None] = []
         for name, tree, used in (("mw", state.mw, mw), ("vw", state.vw, vw)):
             if (tree is not None) != used:
                 came = f"an OptState {'without' if used else 'with'} `{name}`"
                 raise TypeError(f"{begin}{came}, from another method or other options{end}")
-            rows.append(self.moment(f"state.{name}", tree, real=name == "vw") if used else [])
+            moment = self.moment(f"state.{name}", tree, real=name == "vw") if used else None
+            moments.append(moment)
         step = jnp.asarray(state.step)
         if step.shape != ():
             remedy = "map `update` over the models, as `init` was"
             raise ValueError(
                 f"{self.function}: `state.step`: shape {step.shape}, expected (); {remedy}."
             )
-        return optax.safe_increment(step), rows[0], rows[1]
+        return OptState(optax.safe_increment(step), *moments)
 
-    def updates(self, steps: Sequence[Any]) -> PyTree:
-        """-step, in the dtype of the parameter; zero where there is no step."""
+    def descent(self, steps: Sequence[Any]) -> PyTree:
+        """The updates that subtract steps; zero where there is no step."""
         return self.directions([None if step is None else jax.lax.neg(step) for step in steps])
 
     def directions(self, values: Sequence[Any]) -> PyTree:
-        """The values in the dtypes of the parameters; zero where there is none."""
-        pairs = zip(values, self.reference.leaves, strict=True)
-        return self._structure.unflatten([_like(x, reference) for x, reference in pairs])
+        """Updates in the dtypes of the parameters; zero where there is no value."""
+        leaves = [
+            numerics.zeros_like(p) if x is None and p is not None else x
+            for x, p in zip(values, self.reference.leaves, strict=True)
+        ]
+        return self._structure.unflatten(cast_back(leaves, self.reference.leaves))
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""
-        pairs = zip(new, old, strict=True)
-        return self._structure.unflatten([y if x is None else _like(x, y) for x, y in pairs])
+        return self._structure.unflatten(cast_back(new, old))
 
     def gradients(self, new: Sequence[Any]) -> PyTree:
-        """The gradients as they were given, with new ones for the leaves that are updated."""
+        """The gradients as they came in, with new ones for the leaves that are updated."""
         pairs = zip(new, self._given.leaves, strict=True)
         return self._structure.unflatten([g if x is None else x for x, g in pairs])
 
@@ -145,29 +150,29 @@ class Leaves:
         """Updates that change nothing."""
         return self.directions([None] * len(self.g))
 
-    def moment(self, name: str, tree: PyTree, *, real: bool = False) -> Sequence[Any]:
+    def moment(self, name: str, tree: PyTree, *, real: bool = False) -> list[Any]:
         """The leaves of a part of the state, with the shapes and kinds of what is updated."""
-        row, updated = self.row(name, tree).with_arrays(), self.updated()
-        for i, (moment, reference) in enumerate(zip(row.leaves, updated.leaves, strict=True)):
+        arg, updated = self.like_reference(name, tree).with_arrays(), self.updated()
+        for i, (moment, reference) in enumerate(zip(arg.leaves, updated.leaves, strict=True)):
             if reference is None:
                 continue
             complex_ = jnp.iscomplexobj(reference) and not real
             kind = jnp.complexfloating if complex_ else jnp.floating
             if not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
                 expected = f"an array of a {'complex' if complex_ else 'real floating'} dtype"
-                row.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
-        checks.same_shapes(row, updated)
-        return row.leaves
+                arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
+        checks.same_shapes(arg, updated)
+        return list(arg.leaves)
 
-    def _gradients(self, row: Row) -> list[Any]:
+    def _gradients(self, arg: ArgLeaves) -> list[Any]:
         gradients = []
-        for i, (g, p) in enumerate(zip(row.leaves, self.reference.leaves, strict=True)):
+        for i, (g, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
             if (expected := _expected(g, p)) is not None:
-                row.fail(i, TypeError, f"{checks.describe(g)}, expected {expected}")
+                arg.fail(i, TypeError, f"{checks.describe(g)}, expected {expected}")
             if g is not None and g.dtype == jax.dtypes.float0:
                 self.require_params("a float0 gradient")
             gradients.append(g if p is not None and jnp.issubdtype(p.dtype, jnp.inexact) else None)
-        checks.same_shapes(row._replace(leaves=gradients), self.reference)
+        checks.same_shapes(arg._replace(leaves=gradients), self.reference)
         return gradients
 
 
@@ -182,13 +187,7 @@ def _expected(g: Any, p: Any) -> str | None:
     floating = jnp.issubdtype(g.dtype, jnp.inexact)
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return f"None, float0 or integers beside a parameter of {p.dtype}" if floating else None
-    if floating and jnp.iscomplexobj(g) == jnp.iscomplexobj(p):
+    if floating and checks.is_of_kind(g, p):
         return None
     kind = "a complex" if jnp.iscomplexobj(p) else "a real floating"
     return f"{kind} dtype beside a parameter of {p.dtype}"
-
-
-def _like(x: jax.Array | None, reference: Any) -> jax.Array | None:
-    if x is None:
-        return None if reference is None else numerics.zeros_like(reference)
-    return x if x.dtype == reference.dtype else x.astype(reference.dtype)

@@ -15,7 +15,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._inputs.functional import lists_as_arrays
 from jgrad._trees import checks, trees
-from jgrad._trees.checks import Row
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 
@@ -128,22 +128,22 @@ def _combined(
     x, val = lists_as_arrays(function, {"x": x, "val": val}).values()
     checks.same_structure(function, "val", val, "x", x, prefix=True)
     leaves, structure = trees.flatten(x)
-    row = Row(function, "val", trees.broadcast(val, x), lambda: trees.paths(x))
-    for i, (a, b) in enumerate(zip(leaves, row.leaves, strict=True)):
+    arg = ArgLeaves(function, "val", trees.broadcast(val, x), lambda: trees.paths(x))
+    for i, (a, b) in enumerate(zip(leaves, arg.leaves, strict=True)):
         if (a is None) != (b is None):
-            row.fail(i, TypeError, f"{checks.describe(b)}, expected {_expected(a)}")
+            arg.fail(i, TypeError, f"{checks.describe(b)}, expected {_expected(a)}")
         if checks.is_number(b) and not _holds(jnp.asarray(a).dtype, b):
-            row.fail(i, ValueError, f"{b}, expected what {jnp.asarray(a).dtype} can hold")
-    reference = Row(function, "x", leaves, row.paths).with_arrays()
-    row = row.with_arrays()
-    checks.broadcastable(row, reference)
+            arg.fail(i, ValueError, f"{b}, expected what {jnp.asarray(a).dtype} can hold")
+    reference = ArgLeaves(function, "x", leaves, arg.paths).with_arrays()
+    arg = arg.with_arrays()
+    checks.broadcastable(arg, reference)
     new: list[jax.Array | None] = []
-    for i, (a, b) in enumerate(zip(reference.leaves, row.leaves, strict=True)):
+    for i, (a, b) in enumerate(zip(reference.leaves, arg.leaves, strict=True)):
         if a is None:
             new.append(None)
             continue
         if _kind(b) > _kind(a):
-            row.fail(i, TypeError, f"{checks.describe(b)}, expected what {a.dtype} can hold")
+            arg.fail(i, TypeError, f"{checks.describe(b)}, expected what {a.dtype} can hold")
         new.append(combine(a, jnp.broadcast_to(b, a.shape).astype(a.dtype)))
     return structure.unflatten(new)
 

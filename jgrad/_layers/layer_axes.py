@@ -1,56 +1,45 @@
-"""Where a layer lives: LARS and LAMB need the norm of each, and a leaf is not always one layer.
+"""Which axes of an array make up a layer: LARS and LAMB need one norm per layer.
 
-A leaf may be a stack of layers, as models under `lax.scan` have them (`layer_axes`), or a part of
-one that is cut over the axes of a mesh inside `shard_map` or `pmap` (`norm_axes`). Under `jit` a
-sharded leaf is whole, and nothing has to be said.
+A leaf is one layer, or a stack of layers as models under `lax.scan` have them (`layer_axes`).
+Inside `shard_map` and `pmap` a layer may be sharded over mesh axes (`norm_axes`). The caller says
+which; jgrad does not detect it. Under `jit` a sharded array is whole, and needs no option.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from jgrad._arithmetic.leafwise import Function
 from jgrad._trees import checks, trees
-from jgrad._trees.checks import Row
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where the layers of one leaf live.
+class LayerAxes:
+    """Where the layers of one array are.
 
     Attributes:
-      shape: shape of the leaf.
-      stacked: axes of the leaf with a layer for each index, in order and none negative.
-      cut: names of the mesh axes over which each layer is cut.
+      shape: shape of the array.
+      stacked: axes of the array with a layer for each index, in order and none negative.
+      mesh_axes: names of the mesh axes over which each layer is sharded.
     """
 
     shape: tuple[int, ...]
     stacked: tuple[int, ...] = ()
-    cut: tuple[str, ...] = ()
+    mesh_axes: tuple[str, ...] = ()
 
     @property
-    def layers(self) -> int:
-        """The number of layers in the leaf."""
+    def num_layers(self) -> int:
+        """The number of layers in the array."""
         return math.prod(self.shape[axis] for axis in self.stacked)
-
-    @property
-    def filled(self) -> np.ndarray | jax.Array:
-        """Whether each layer has elements here."""
-        return np.full((self.layers,), 0 not in self.shape)
-
-    def spread(self, numbers: jax.Array) -> jax.Array:
-        """A number per layer as a scalar, or as an array that broadcasts to the leaf."""
-        return numbers.reshape(self.column)
-
-    def collect(self, number: ArrayLike) -> jax.Array:
-        """A number per layer as a vector, from one for all."""
-        return jnp.broadcast_to(jnp.asarray(number, dtype=float), (self.layers,))
 
     @property
     def within(self) -> tuple[int, ...]:
@@ -59,26 +48,59 @@ class Place:
 
     @property
     def layer_size(self) -> int:
-        """Elements of a single layer."""
+        """The number of elements of a single layer."""
         return math.prod(self.shape[axis] for axis in self.within)
 
     @property
-    def column(self) -> tuple[int, ...]:
-        """The shape in which a number per layer broadcasts to the leaf."""
+    def nonempty(self) -> np.ndarray | jax.Array:
+        """Whether each layer has elements on this device, of shape (num_layers,)."""
+        return np.full((self.num_layers,), 0 not in self.shape)
+
+    @property
+    def sort_key(self) -> tuple[Any, ...]:
+        """Arrays with equal keys are alike: norms of neighbours that are alike compile once."""
+        return self.mesh_axes, self.shape, self.stacked
+
+    def to_elements(self, numbers: jax.Array) -> jax.Array:
+        """A vector with an entry per layer as a scalar, or in a shape that broadcasts."""
         if not self.stacked:
-            return ()
-        return tuple(n if axis in self.stacked else 1 for axis, n in enumerate(self.shape))
+            return numbers.reshape(())
+        ones = [n if axis in self.stacked else 1 for axis, n in enumerate(self.shape)]
+        return numbers.reshape(ones)
+
+    def per_layer(self, number: ArrayLike) -> jax.Array:
+        """One number for all layers in shape (num_layers,)."""
+        return jnp.broadcast_to(jnp.asarray(number, dtype=float), (self.num_layers,))
+
+    def sum(self, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:
+        """The sum of `f(*arrays)` over each layer, of shape (num_layers,)."""
+        return _replicated(jnp.sum(f(*arrays), axis=self.within)).reshape(-1)
+
+
+def is_sharded(x: jax.Array) -> bool:
+    """Whether the type of `x` says that it is sharded: its mesh has explicit axes."""
+    return any(part is not None for part in jax.typeof(x).sharding.spec)
+
+
+def _replicated(x: jax.Array) -> jax.Array:
+    """`x` replicated on a mesh with explicit axes, so that it can be reshaped and concatenated."""
+    if not is_sharded(x):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
+
+
+# ---- what a user gives as `norm_axes` and `layer_axes` -----------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """A leaf of a tree of axes: a tuple would be a tree itself."""
+    """A leaf of a tree of axes. A bare tuple would be a subtree."""
 
     values: tuple[Any, ...] = ()
 
 
-def names(function: str, norm_axes: PyTree) -> PyTree:
-    """A tree of `Axes` with names of mesh axes, from what a user may give as `norm_axes`."""
+def read_norm_axes(function: str, norm_axes: PyTree) -> PyTree:
+    """A tree of `Axes` with names of mesh axes."""
 
     def is_name(x: Any) -> bool:
         return isinstance(x, str)
@@ -86,16 +108,16 @@ def names(function: str, norm_axes: PyTree) -> PyTree:
     def read(x: Any) -> Axes | None:
         if isinstance(x, PartitionSpec):
             parts = [part if isinstance(part, tuple) else (part,) for part in x]
-            found = [name for part in parts for name in part if name is not None]
-            return Axes(tuple(sorted(found))) if all(map(is_name, found)) else None
+            names = [name for part in parts for name in part if name is not None]
+            return Axes(tuple(sorted(names))) if all(map(is_name, names)) else None
         return _axes(x, is_name)
 
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
     return _read(function, "norm_axes", norm_axes, read, expected)
 
 
-def indices(function: str, layer_axes: PyTree) -> PyTree:
-    """A tree of `Axes` with indices, from what a user may give as `layer_axes`."""
+def read_layer_axes(function: str, layer_axes: PyTree) -> PyTree:
+    """A tree of `Axes` with indices of array axes."""
 
     def is_index(x: Any) -> bool:
         return isinstance(x, int) and not isinstance(x, bool)
@@ -104,8 +126,25 @@ def indices(function: str, layer_axes: PyTree) -> PyTree:
     return _read(function, "layer_axes", layer_axes, lambda x: _axes(x, is_index), expected)
 
 
-def exists(name: str) -> bool:
-    """Whether there is such a mesh axis where this is traced."""
+# Trees of axes as `jax.jit` wants static arguments: hashable, as structure and leaves.
+StaticAxes = tuple[tuple[Any, tuple[Axes, ...]], tuple[Any, tuple[Axes, ...]]]
+
+
+def static_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> StaticAxes:
+    """`norm_axes` and `layer_axes` of a functional update, hashable."""
+
+    def hashable(tree: PyTree) -> tuple[Any, tuple[Axes, ...]]:
+        leaves, structure = trees.flatten(tree)
+        return structure, tuple(leaves)
+
+    return (
+        hashable(read_norm_axes(function, norm_axes)),
+        hashable(read_layer_axes(function, layer_axes)),
+    )
+
+
+def axis_exists(name: str) -> bool:
+    """Whether there is a mesh axis of this name where this is traced."""
     try:
         jax.lax.psum(1, name)
     except NameError:
@@ -113,18 +152,22 @@ def exists(name: str) -> bool:
     return True
 
 
-def mesh_axes(norm_axes: Row) -> tuple[str, ...]:
-    """All mesh axes of a row of `Axes`; they exist where the update is traced."""
-    cuts = set(norm_axes.leaves)
-    for cut in cuts:
-        _bound(norm_axes, cut)
-    return tuple(sorted({name for cut in cuts for name in cut.values}))
+def existing_mesh_axes(norm_axes: ArgLeaves) -> tuple[str, ...]:
+    """All mesh axes that are named, sorted; an error if one does not exist here."""
+    different = set(norm_axes.leaves)
+    for axes in different:
+        for name in axes.values:
+            if not axis_exists(name):
+                remedy = "`norm_axes` is for `shard_map` and `pmap`; under `jit` norms are whole"
+                i = norm_axes.leaves.index(axes)
+                norm_axes.fail(i, ValueError, f"no axis {name!r} here; {remedy}")
+    return tuple(sorted({name for axes in different for name in axes.values}))
 
 
-def in_rows(norm_axes: Row, layer_axes: Row, reference: Row) -> list[Place]:
-    """The place of each leaf of the reference, from rows of `Axes`."""
-    mesh_axes(norm_axes)
-    found = []
+def of_leaves(norm_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
+    """The layers of each leaf of the reference; both arguments hold an `Axes` for each leaf."""
+    existing_mesh_axes(norm_axes)
+    layers = []
     for i, x in enumerate(reference.leaves):
         shape: tuple[int, ...] = () if x is None else x.shape
         axes: tuple[int, ...] = () if x is None else layer_axes.leaves[i].values
@@ -134,48 +177,29 @@ def in_rows(norm_axes: Row, layer_axes: Row, reference: Row) -> list[Place]:
             shown = axes[0] if len(axes) == 1 else axes
             problem = f"{shown}, expected different axes of an array of shape {shape}"
             layer_axes.fail(i, ValueError, problem)
-        found.append(Place(shape, stacked, norm_axes.leaves[i].values))
-    return found
+        layers.append(LayerAxes(shape, stacked, norm_axes.leaves[i].values))
+    return layers
 
 
-# The trees of axes as `jax.jit` wants static arguments: hashable.
-Static = tuple[tuple[Any, tuple[Axes, ...]], tuple[Any, tuple[Axes, ...]]]
-
-
-def static(function: str, norm_axes: PyTree, layer_axes: PyTree) -> Static:
-    """What a user gave as axes to a functional update."""
-
-    def hashable(tree: PyTree) -> tuple[Any, tuple[Axes, ...]]:
-        leaves, structure = trees.flatten(tree)
-        return structure, tuple(leaves)
-
-    return hashable(names(function, norm_axes)), hashable(indices(function, layer_axes))
-
-
-def _axes(x: Any, fits: Any) -> Axes | None:
+def _axes(x: Any, fits: Callable[[Any], bool]) -> Axes | None:
     """`Axes` of None, of one value, or of a tuple of values."""
     x = () if x is None else x if type(x) is tuple else (x,)
     return Axes(x) if all(map(fits, x)) else None
 
 
-def _read(function: str, name: str, tree: PyTree, read: Any, expected: str) -> PyTree:
+def _read(
+    function: str, name: str, tree: PyTree, read: Callable[[Any], Axes | None], expected: str
+) -> PyTree:
     """`tree` with each leaf as `read` understands it."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is None or read(x) is not None
     )
     leaves = [x for _, x in pairs]
-    row = Row(function, name, leaves, lambda: [jax.tree_util.keystr(path) for path, _ in pairs])
-    found = [read(x) for x in leaves]
-    if None in found:
-        i = found.index(None)
-        row.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {expected}")
-    return jax.tree.unflatten(structure, found)
-
-
-def _bound(norm_axes: Row, cut: Axes) -> None:
-    """The mesh axes exist where the update is traced."""
-    for name in cut.values:
-        if not exists(name):
-            i = norm_axes.leaves.index(cut)
-            remedy = "`norm_axes` is for `shard_map` and `pmap`; under `jit` norms are whole"
-            norm_axes.fail(i, ValueError, f"no axis {name!r} here; {remedy}")
+    arg = ArgLeaves(
+        function, name, leaves, lambda: [jax.tree_util.keystr(path) for path, _ in pairs]
+    )
+    axes = [read(x) for x in leaves]
+    if None in axes:
+        i = axes.index(None)
+        arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {expected}")
+    return jax.tree.unflatten(structure, axes)

@@ -1,9 +1,9 @@
 """The norm of each layer, right at every scale, for a whole model at once.
 
 A norm is asked for as a function and the arrays that it reads, not as an array: given `u`, XLA
-would write a temporary as large as the parameters. Norms come back as *columns*, vectors with an
-entry per layer, so that a trust ratio is one operation for many layers. Where layers live is said
-by `places.Place`.
+would write a temporary as large as the parameters. Norms come back in *batches*, vectors with an
+entry per layer of up to 16 arrays, so that a trust ratio is one operation for many layers.
+`LayerAxes` says where the layers are.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,164 +15,173 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._arithmetic.leafwise import Task, compiled
+from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
 from jgrad._layers import sums
-from jgrad._layers.layer_axes import Place
-from jgrad._layers.sums import Leaf
+from jgrad._layers.layer_axes import LayerAxes
+from jgrad._layers.sums import Measured, SquareRange
 
 T = TypeVar("T")
 
-# Leaves per column. XLA's CPU backend compiles equal kernels once, but a scalar cut from a vector
-# makes a kernel of its own for each position: 1000 of them, 18 ms each, for one vector of 1000.
-_COLUMN = 16
+# Arrays per batch. XLA's CPU backend compiles equal kernels once, but a scalar sliced from a vector
+# is a kernel of its own for each position: one vector of 1000 norms is 1000 kernels of 11 to 18 ms
+# each to compile, batches of 16 are 16.
+_BATCH = 16
 
 
-class Parts(NamedTuple):
-    """Norms, as products of two factors: a norm may be larger than any number.
+class ScaledNorm(NamedTuple):
+    """Norms as products mantissa * scale: a norm may be larger than any number.
 
     Attributes:
-      root: a root of a sum of squares, far from overflow and underflow.
-      unit: a power of two.
+      mantissa: root of a sum of squares, far from overflow and underflow.
+      scale: a power of two.
     """
 
-    root: jax.Array
-    unit: jax.Array
+    mantissa: jax.Array
+    scale: jax.Array
 
     def value(self) -> jax.Array:
-        """The norms as numbers: the largest one where they overflow, but infinity stays."""
-        largest = jnp.full_like(self.root, jnp.finfo(self.root.dtype).max)
-        return jnp.minimum(
-            self.root * self.unit, jnp.where(self.root == jnp.inf, self.root, largest)
-        )
+        """The norms as numbers: the largest finite one where they overflow; infinity stays."""
+        largest = jnp.full_like(self.mantissa, jnp.finfo(self.mantissa.dtype).max)
+        bound = jnp.where(self.mantissa == jnp.inf, self.mantissa, largest)
+        return jnp.minimum(self.mantissa * self.scale, bound)
 
-    def together(
+    def combined(
         self, largest: Callable[..., jax.Array], total: Callable[..., jax.Array]
-    ) -> "Parts":
+    ) -> "ScaledNorm":
         """The root of the sum of the squares of norms, by a maximum and a sum over them."""
-        own = jax.lax.stop_gradient(self.unit)
-        unit = largest(own)
-        norms = self.root * (own / unit)
-        # Roots are below the root of the largest number: their own reciprocals are ordinary.
+        own = jax.lax.stop_gradient(self.scale)
+        scale = largest(own)
+        norms = self.mantissa * (own / scale)
+        # Mantissas are below the root of the largest number, so their reciprocals do not overflow.
         top = largest(jax.lax.stop_gradient(norms))
         top = jnp.where((top == 0) | (top == jnp.inf), jnp.ones_like(top), top)
-        return Parts(top * numerics.safe_sqrt(total(jnp.square(norms / top))), unit)
+        return ScaledNorm(top * numerics.safe_sqrt(total(jnp.square(norms / top))), scale)
 
 
-def layer_parts(places: Sequence[Place], *groups: Sequence[Task]) -> list[list[Parts]]:
-    """|f(*arrays)| of each layer of each group, as columns, in float32 or wider.
+def scaled_layer_norms(
+    layers: Sequence[LayerAxes], *groups: Sequence[Call]
+) -> list[list[ScaledNorm]]:
+    """|f(*arrays)| of each layer, a list of batches for each group, in float32 or wider.
 
     The plain sum of squares overflows from 1e19 and vanishes below 1e-23 in float32. A scaled sum
-    for every layer would be dear at each step, to run and to compile. So the plain sums come first,
-    and one `lax.cond` for the whole model repeats them, each layer scaled by a power of two of its
-    own, in the rare step in which some sum is not a normal number. Zero counts as such: a sum does
-    not tell a layer of zeros from one too small. The derivative of a norm at zero is zero. Layers
-    whose sums are normal keep them, so that no norm depends, by a rounding, on other layers, and
-    copies of a layer on several devices stay equal bit for bit.
+    for every layer would be expensive at each step, to run and to compile. So the plain sums come
+    first. One `lax.cond` for the whole model repeats them, each layer scaled by a power of two of
+    its own, in the rare step in which some sum is not a normal number. A sum of zero also takes
+    this path: it may be an underflow. The derivative of a norm at zero is zero. Layers whose sums
+    are normal keep them, so that no norm depends on other layers, not even by a rounding, and
+    replicas of a layer on several devices stay equal bit for bit.
 
-    Parts of layers that are cut over mesh axes are put together afterwards, so that no device waits
-    for another inside a branch that it does not take.
+    Norms of sharded layers are combined over devices after the `cond`, so that no device waits for
+    another inside a branch that the other does not take.
 
-    Quickest to compile where leaves of one shape stand side by side.
+    Quickest to compile where arrays of one shape stand side by side.
     """
     arguments = {id(x): x for group in groups for _, xs in group for x in xs}
     position = {key: i for i, key in enumerate(arguments)}
     static = [
-        in_columns(
-            places,
+        in_batches(
+            layers,
             [
-                Leaf(f, tuple(position[id(x)] for x in xs), place)
-                for (f, xs), place in zip(group, places, strict=True)
+                Measured(f, tuple(position[id(x)] for x in xs), axes)
+                for (f, xs), axes in zip(group, layers, strict=True)
             ],
         )
         for group in groups
     ]
-    columns = tuple(tuple(column) for group in static for column in group)
-    parts = iter(_norms(list(arguments.values()), columns=columns) if columns else [])
-    return [[next(parts) for _ in group] for group in static]
+    batches = tuple(tuple(batch) for group in static for batch in group)
+    norms = iter(_norms(list(arguments.values()), batches=batches) if batches else [])
+    return [[next(norms) for _ in group] for group in static]
 
 
-def layer_norms(places: Sequence[Place], *groups: Sequence[Task]) -> list[list[jax.Array]]:
-    """|f(*arrays)| of each layer of each group, as columns; at most the largest number."""
-    return [[x.value() for x in columns] for columns in layer_parts(places, *groups)]
+def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[list[jax.Array]]:
+    """|f(*arrays)| of each layer of each group, in batches; at most the largest number."""
+    return [[x.value() for x in batches] for batches in scaled_layer_norms(layers, *groups)]
 
 
-def global_norm(places: Sequence[Place], tasks: Sequence[Task]) -> Parts:
-    """The norm of everything."""
-    (columns,) = layer_parts(places, tasks)
-    if not columns:
-        return Parts(jnp.zeros(()), jnp.ones(()))
-    whole = Parts(*(sums.concatenate(part) for part in zip(*columns, strict=True)))
-    return whole.together(jnp.max, jnp.sum)
+def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNorm:
+    """The norm of all arrays together."""
+    (batches,) = scaled_layer_norms(layers, calls)
+    if not batches:
+        return ScaledNorm(jnp.zeros(()), jnp.ones(()))
+    whole = ScaledNorm(*(sums.concatenate(part) for part in zip(*batches, strict=True)))
+    return whole.combined(jnp.max, jnp.sum)
 
 
-def in_columns(places: Sequence[Place], items: Sequence[T]) -> list[Sequence[T]]:
-    """The items, one per leaf, cut as columns are: up to 16, all cut over the same mesh axes."""
+def in_batches(layers: Sequence[LayerAxes], items: Sequence[T]) -> list[Sequence[T]]:
+    """The items, one per array, in runs of up to 16 that are sharded over the same mesh axes."""
     starts = [0]
-    for i, place in enumerate(places):
-        if i - starts[-1] == _COLUMN or place.cut != places[starts[-1]].cut:
+    for i, axes in enumerate(layers):
+        if i - starts[-1] == _BATCH or axes.mesh_axes != layers[starts[-1]].mesh_axes:
             starts.append(i)
     ends = [*starts[1:], len(items)]
     return [items[i:j] for i, j in zip(starts, ends, strict=True) if i < j]
 
 
-def join(places: Sequence[Place], numbers: Sequence[ArrayLike]) -> list[jax.Array]:
-    """One number per leaf as columns, or as scalars where all leaves share it."""
+def join(layers: Sequence[LayerAxes], numbers: Sequence[ArrayLike]) -> list[jax.Array]:
+    """One number per array as batches, or as scalars where all arrays share it."""
     if np.ndim(numbers[0]) == 0 and all(x is numbers[0] for x in numbers):
-        return [jnp.asarray(numbers[0], dtype=float)] * len(in_columns(places, numbers))
-    entries = [place.collect(x) for x, place in zip(numbers, places, strict=True)]
-    return [jnp.concatenate(column) for column in in_columns(places, entries)]
+        return [jnp.asarray(numbers[0], dtype=float)] * len(in_batches(layers, numbers))
+    entries = [axes.per_layer(x) for x, axes in zip(numbers, layers, strict=True)]
+    return [jnp.concatenate(batch) for batch in in_batches(layers, entries)]
 
 
-def split(places: Sequence[Place], columns: Sequence[jax.Array]) -> list[jax.Array]:
-    """The entries of the columns for each leaf: scalars, or arrays that broadcast to the leaf."""
+def split(layers: Sequence[LayerAxes], batches: Sequence[jax.Array]) -> list[jax.Array]:
+    """The entries of the batches for each array: scalars, or shapes that broadcast to it."""
     return [
-        place.spread(x)
-        for column, of in zip(columns, in_columns(places, places), strict=True)
-        for x, place in zip(jax.lax.split(column, [place.layers for place in of]), of, strict=True)
+        axes.to_elements(x)
+        for batch, among in zip(batches, in_batches(layers, layers), strict=True)
+        for x, axes in zip(
+            jax.lax.split(batch, [axes.num_layers for axes in among]), among, strict=True
+        )
     ]
 
 
-@compiled
-def _norms(arguments: list[jax.Array], *, columns: tuple[tuple[Leaf, ...], ...]) -> list[Parts]:
-    each = iter(leafwise.run([sums.task(arguments, of) for column in columns for of in column]))
-    plain = [[next(each) for _ in column] for column in columns]
-    totals = [sums.concatenate(column) for column in plain]
-    limits = [sums.Limits.of(column) for column in plain]
+@jit_static_kwargs
+def _norms(
+    arguments: list[jax.Array], *, batches: tuple[tuple[Measured, ...], ...]
+) -> list[ScaledNorm]:
+    calls = [sums.call(arguments, measured) for batch in batches for measured in batch]
+    results = iter(leafwise.run(calls))
+    per_array = [[next(results) for _ in batch] for batch in batches]
+    totals = [sums.concatenate(batch) for batch in per_array]
+    ranges = [SquareRange.of(batch) for batch in per_array]
 
     every = sums.concatenate(totals)
-    small = np.concatenate([limit.small for limit in limits]).astype(every.dtype)
-    unusual = ((every < small) & _has_elements(columns)) | (every == jnp.inf)
+    small = np.concatenate([r.small for r in ranges]).astype(every.dtype)
+    unusual = ((every < small) & _nonempty(batches)) | (every == jnp.inf)
 
-    def rescaled() -> list[Parts]:
-        found = []
-        for column, total, limit in zip(columns, totals, limits, strict=True):
-            scale = limit.scale(total)
-            found.append(_mixed(total, sums.rescaled(arguments, column, scale), scale))
-        return found
+    def rescaled() -> list[ScaledNorm]:
+        norms = []
+        for batch, total, limits in zip(batches, totals, ranges, strict=True):
+            scale = limits.scale(total)
+            norms.append(_mixed(total, sums.rescaled(arguments, batch, scale), scale))
+        return norms
 
     norms = jax.lax.cond(jnp.any(unusual), rescaled, lambda: [_plain(total) for total in totals])
-    cuts = [column[0].place.cut for column in columns]
-    return [_across(x, cut) if cut else x for x, cut in zip(norms, cuts, strict=True)]
+    mesh_axes = [batch[0].layers.mesh_axes for batch in batches]
+    return [_over_devices(x, axes) if axes else x for x, axes in zip(norms, mesh_axes, strict=True)]
 
 
-def _has_elements(columns: Sequence[Sequence[Leaf]]) -> ArrayLike:
-    filled = [leaf.place.filled for column in columns for leaf in column]
-    if all(isinstance(x, np.ndarray) for x in filled):
-        return np.concatenate(filled)
-    return jnp.concatenate(filled)
+def _nonempty(batches: Sequence[Sequence[Measured]]) -> ArrayLike:
+    flags = [measured.layers.nonempty for batch in batches for measured in batch]
+    if all(isinstance(x, np.ndarray) for x in flags):
+        return np.concatenate(flags)
+    return jnp.concatenate(flags)
 
 
-@compiled
-def _plain(total: jax.Array) -> Parts:
-    return Parts(numerics.safe_sqrt(total), jnp.ones_like(total))
+@jit_static_kwargs
+def _plain(total: jax.Array) -> ScaledNorm:
+    return ScaledNorm(numerics.safe_sqrt(total), jnp.ones_like(total))
 
 
-@compiled
-def _mixed(total: jax.Array, rescaled: jax.Array, scale: jax.Array) -> Parts:
-    """From plain sums for layers that are in need of no scale, from the others elsewhere."""
-    return Parts(numerics.safe_sqrt(jnp.where(scale == 1, total, rescaled)), 1 / scale)
+@jit_static_kwargs
+def _mixed(total: jax.Array, rescaled: jax.Array, scale: jax.Array) -> ScaledNorm:
+    """From plain sums for layers that need no scale, from rescaled sums for the others."""
+    return ScaledNorm(numerics.safe_sqrt(jnp.where(scale == 1, total, rescaled)), 1 / scale)
 
 
-def _across(norms: Parts, cut: tuple[str, ...]) -> Parts:
-    """Norms of layers from the norms of their parts on each device."""
-    return norms.together(lambda x: jax.lax.pmax(x, cut), lambda x: jax.lax.psum(x, cut))
+def _over_devices(norms: ScaledNorm, mesh_axes: tuple[str, ...]) -> ScaledNorm:
+    """Norms of whole layers, from the norms of their shards."""
+    return norms.combined(
+        lambda x: jax.lax.pmax(x, mesh_axes), lambda x: jax.lax.psum(x, mesh_axes)
+    )

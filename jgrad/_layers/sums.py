@@ -1,6 +1,7 @@
 """The sum of squares of each layer: plain, or with every layer scaled first.
 
-Compiled functions of what a norm reads, so that no array as large as the parameters is written.
+A sum is asked for as a function and the arrays that it reads, so that no array as large as the
+parameters is written.
 """
 
 import functools
@@ -10,48 +11,49 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
-from jgrad._arithmetic.leafwise import Function, Task, compiled
-from jgrad._layers.layer_axes import Place
-from jgrad._packed import row_sums as buffers
-from jgrad._packed.rows import Rows
+from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
+from jgrad._layers.layer_axes import LayerAxes, is_sharded
 
-# Columns of leaves up to this size are rescaled by one operation on a copy; see `rescaled`.
+# Arrays of up to this many elements are rescaled together, on a stacked copy; see `rescaled`.
+# On larger ones the copy costs more memory than the smaller program is worth.
 _SMALL = 2**14
 
 
-class Leaf(NamedTuple):
-    """A leaf whose layers are measured: `f(*arguments)`.
+class Measured(NamedTuple):
+    """An array whose layers are measured: `f(*arguments)`.
 
-    Static: arguments are positions in a list, which also shows what leaves share.
+    Static: arguments are positions in a list, which also shows what arrays share.
     """
 
     f: Function
     arguments: tuple[int, ...]
-    place: Place
+    layers: LayerAxes
 
 
-def task(arguments: Sequence[jax.Array], leaf: Leaf, scale: jax.Array | None = None) -> Task:
-    """The sums of squares of a leaf, as a vector over its layers, each scaled first."""
-    xs = (arguments[i] for i in leaf.arguments)
-    return _of_leaf(leaf.f, leaf.place), (scale, *xs)
+def call(
+    arguments: Sequence[jax.Array], measured: Measured, scale: jax.Array | None = None
+) -> Call:
+    """The call of the sums of squares, of shape (num_layers,), each layer scaled first."""
+    xs = (arguments[i] for i in measured.arguments)
+    return _of_array(measured.f, measured.layers), (scale, *xs)
 
 
-class Limits(NamedTuple):
-    """What sums of squares can hold, with an entry per layer.
+class SquareRange(NamedTuple):
+    """The range in which sums of squares are exact enough, with an entry per layer.
 
-    Powers of two, so that scaling rounds nothing.
+    All are powers of two, so that scaling rounds nothing.
 
     Attributes:
       small: sums below this may have lost squares to underflow; 2^-64 in float32.
       tiny: sums below this are scaled once more; 2^-100 in float32.
-      down: scale for sums that overflowed. Scaled by 2^-84, the squares of the largest float32 sum
-        to a finite number over 2^40 elements.
+      down: scale for sums that overflowed, 2^-84 in float32: then 2^40 elements as large as the
+        largest float32 have a finite sum of squares.
       up: scale for small sums, 2^50 in float32.
-      far_up: scale for tiny sums. Scaled by 2^80, the square of the smallest normal float32 is far
-        from 0. Of larger norms, the square of this scale is too much for the slope.
+      far_up: scale for tiny sums, 2^80 in float32: then the square of the smallest normal float32
+        is far from 0. For larger norms the derivative, which has the square of this scale, would
+        overflow.
     """
 
     small: np.ndarray
@@ -61,7 +63,7 @@ class Limits(NamedTuple):
     far_up: np.ndarray
 
     @classmethod
-    def of(cls, sums: Sequence[jax.Array]) -> "Limits":
+    def of(cls, sums: Sequence[jax.Array]) -> "SquareRange":
         exponents = np.array([jnp.finfo(x.dtype).maxexp for x in sums for _ in range(x.size)])
         half, part = exponents // 2, exponents // 64
         powers = (-half, -50 * part, -half - 20, 25 * part, 40 * part)
@@ -72,7 +74,7 @@ class Limits(NamedTuple):
         return _choose(jax.lax.stop_gradient(total), *(jnp.asarray(x, total.dtype) for x in self))
 
 
-@compiled
+@jit_static_kwargs
 def _choose(
     total: jax.Array,
     small: jax.Array,
@@ -85,72 +87,60 @@ def _choose(
     return jnp.where(total == jnp.inf, down, scale)
 
 
-def rescaled(arguments: Sequence[jax.Array], column: Sequence[Leaf], scale: jax.Array) -> jax.Array:
-    """The sums of squares of one column again, with a scale for each layer.
+def rescaled(
+    arguments: Sequence[jax.Array], batch: Sequence[Measured], scale: jax.Array
+) -> jax.Array:
+    """The sums of squares of one batch again, with a scale for each layer.
 
-    Compiled into every program and run in hardly any step, this must be small above all: leaves
-    that are alike, and not large, are stacked and done at once.
+    This is compiled into every program and hardly ever runs, so it must be small above all: small
+    arrays that are alike are stacked, and one operation computes them.
     """
-    first = column[0]
-    own = [arguments[i] for i in first.arguments]
-    kinds = {(of.f, of.place, *(jax.typeof(arguments[i]) for i in of.arguments)) for of in column}
-    if len(kinds) > 1 or any(x.size > _SMALL or _is_sharded(x) for x in own):
-        scales = jax.lax.split(scale, [of.place.layers for of in column])
-        each = zip(column, scales, strict=True)
-        return concatenate([f(*xs) for f, xs in (task(arguments, of, by) for of, by in each)])
-    positions = list(zip(*(of.arguments for of in column), strict=True))  # per argument of f
+    first = batch[0]
+    xs = [arguments[i] for i in first.arguments]
+    kinds = {(m.f, m.layers, *(jax.typeof(arguments[i]) for i in m.arguments)) for m in batch}
+    if len(kinds) > 1 or any(x.size > _SMALL or is_sharded(x) for x in xs):
+        scales = jax.lax.split(scale, [m.layers.num_layers for m in batch])
+        calls = [call(arguments, m, by) for m, by in zip(batch, scales, strict=True)]
+        return concatenate([f(*args) for f, args in calls])
+    positions = list(zip(*(m.arguments for m in batch), strict=True))  # per argument of f
     shared = tuple(len(set(at)) == 1 for at in positions)
     given = [
         arguments[at[0]] if same else [arguments[i] for i in at]
         for at, same in zip(positions, shared, strict=True)
     ]
-    by = scale.reshape(len(column), -1)
-    return _of_stack(first.f, shared, first.place)(by, *given)
+    by = scale.reshape(len(batch), -1)
+    return _of_stack(first.f, shared, first.layers)(by, *given)
 
 
 @functools.cache
-def _of_stack(f: Function, shared: tuple[bool, ...], place: Place) -> Function:
-    """`_of_leaf` for leaves that are alike: lists of arrays but where all share one."""
+def _of_stack(f: Function, shared: tuple[bool, ...], layers: LayerAxes) -> Function:
+    """`_of_array` for arrays that are alike: each argument is a list, or one that all share."""
 
-    @compiled
+    @jit_static_kwargs
     def of_stack(scale: jax.Array, *given: Any) -> jax.Array:
         together = [x if same else _stack(x) for x, same in zip(given, shared, strict=True)]
         axes = [None if same else 0 for same in shared]
-        sums = jax.vmap(_of_leaf(f, place), in_axes=(0, *axes))(scale, *together)
+        sums = jax.vmap(_of_array(f, layers), in_axes=(0, *axes))(scale, *together)
         return sums.reshape(-1).astype(scale.dtype)
 
     return of_stack
 
 
 @functools.cache
-def _of_leaf(f: Function, place: Place) -> Function:
-    """The function (scale, *arrays) -> the sums of |scale f(*arrays)|^2, a vector over layers."""
+def _of_array(f: Function, layers: LayerAxes) -> Function:
+    """The function (scale, *arrays) -> sums of |scale f(*arrays)|^2, of shape (num_layers,)."""
 
     def squares(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
         x = f(*arrays)
         x = numerics.widen(x, numerics.real_dtype(x))
         return numerics.abs_squared(x if scale is None else numerics.scaled(x, scale))
 
-    @compiled
-    def of_leaf(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
-        by = None if scale is None else place.spread(scale)
-        if isinstance(place, Rows):
-            return buffers.sums(squares, place, (by, *arrays))
-        return _whole(jnp.sum(squares(by, *arrays), axis=place.within)).reshape(-1)
+    @jit_static_kwargs
+    def of_array(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
+        by = None if scale is None else layers.to_elements(scale)
+        return layers.sum(squares, (by, *arrays))
 
-    return of_leaf
-
-
-def _whole(x: jax.Array) -> jax.Array:
-    """`x` on every device of a mesh with explicit axes, so that it can be reshaped and joined."""
-    if not _is_sharded(x):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
-
-
-def _is_sharded(x: jax.Array) -> bool:
-    """Whether the type of `x` says how it is sharded: it has a mesh with explicit axes."""
-    return any(part is not None for part in jax.typeof(x).sharding.spec)
+    return of_array
 
 
 def concatenate(sums: Sequence[jax.Array]) -> jax.Array:
@@ -160,7 +150,7 @@ def concatenate(sums: Sequence[jax.Array]) -> jax.Array:
 
 
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
-    """`jnp.stack`, with one operation for all where there is an axis to join along."""
+    """`jnp.stack`, by one operation where there is an axis to concatenate along."""
     if arrays[0].ndim == 0:
         return jnp.stack(arrays)
     return jax.lax.concatenate(arrays, 0).reshape(len(arrays), *arrays[0].shape)

@@ -1,16 +1,348 @@
 """Adam, and AdamW: its weight decay is decoupled."""
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jgrad._arithmetic.rules import BiasCorrection
-from jgrad._inputs import methods, options
-from jgrad._inputs.options import LearningRate, Mask, Scalar
-from jgrad._inputs.state import OptState, first_state
-from jgrad._inputs.update import Leaves
+from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.apply import PerLeaf, apply, side_by_side
+from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._arithmetic.numerics import BetaForms, scaled
+from jgrad._inputs import functional, numbers, options
+from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.state import OptState
+from jgrad._inputs.transformation import UNSCALED, transformation
+from jgrad._inputs.update import Update
+from jgrad._trees import values
 from jgrad._trees.trees import PyTree
+
+BiasCorrection = Literal["step_size", "moments"] | None
+
+# ---- the method, on the arrays of one leaf -----------------------------------------------------
+
+
+@on_leaf(arrays=2)
+def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
+    """m' = beta m + (1 - beta) g
+
+    In both moments, a gradient whose square overflows counts as the largest one whose square does
+    not: an infinite v would hold its weight for ever.
+    """
+    return scaled(mw, beta) + scaled(numerics.squarable(g), complement)
+
+
+@on_leaf(arrays=2)
+def second_moment(g: jax.Array, vw: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
+    """v' = beta v + (1 - beta) |g|^2"""
+    return beta * vw + complement * numerics.abs_squared(numerics.squarable(g))
+
+
+@on_leaf(arrays=2)
+def delta(mw: jax.Array, vw: jax.Array, alpha: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """alpha m / (sqrt(v) + epsilon)
+
+    A v below the smallest normal number counts as that number. Near 0 the derivative of `sqrt`
+    overflows; and without an epsilon the step after gradients that were all zero, 0 / 0, is 0.
+    """
+    root = jnp.sqrt(jnp.maximum(vw, jnp.finfo(vw.dtype).tiny))
+    return scaled(mw, alpha) / (root + epsilon).astype(mw.dtype)
+
+
+@on_leaf(arrays=4)
+def corrections(
+    t: jax.Array,
+    log_beta1: jax.Array,
+    log_beta2: jax.Array,
+    epsilon: jax.Array,
+    *,
+    bias_correction: BiasCorrection,
+) -> tuple[jax.Array, jax.Array]:
+    """The step size alpha and the epsilon with which `delta` is each published form.
+
+    With c1 = 1 - beta1^t and c2 = 1 - beta2^t:
+      "step_size": sqrt(c2) / (c1 + eps) m / (sqrt(v) + eps)
+      "moments":   (m / c1) / (sqrt(v / c2) + eps) = sqrt(c2) / c1 m / (sqrt(v) + sqrt(c2) eps)
+      None:        m / (sqrt(v) + eps)
+    Step 0 gives alpha = 0, except without correction.
+    """
+    if bias_correction is None:
+        return jnp.ones_like(epsilon), epsilon
+    c1 = numerics.one_minus_power(log_beta1, t)
+    root = numerics.safe_sqrt(numerics.one_minus_power(log_beta2, t))
+    if bias_correction == "moments":
+        epsilon = jnp.where(root > 0, root, jnp.ones_like(root)) * epsilon
+        return numerics.safe_divide(root, c1), epsilon
+    return numerics.safe_divide(root, c1 + epsilon), epsilon
+
+
+# ---- the method, on lists of leaves ------------------------------------------------------------
+
+
+class AdamNumbers(NamedTuple):
+    """The numbers of Adam's direction, each one for all leaves or a list with one per leaf.
+
+    Attributes:
+      step: number of this update, counted from 1.
+      beta1: decay rate of the first moment.
+      beta2: decay rate of the second moment.
+      epsilon: added to the root of the second moment.
+      bias_correction: a published form, see `corrections`.
+    """
+
+    step: PerLeaf
+    beta1: BetaForms
+    beta2: BetaForms
+    epsilon: PerLeaf
+    bias_correction: BiasCorrection
+
+    @classmethod
+    def of_arguments(cls, args: AlignedArguments, bias_correction: BiasCorrection) -> "AdamNumbers":
+        """Those of a functional update."""
+        return cls(
+            step=args["step"],
+            beta1=args["beta1"],
+            beta2=args["beta2"],
+            epsilon=args["epsilon"],
+            bias_correction=bias_correction,
+        )
+
+
+class AdamOptions(NamedTuple):
+    """The options of Adam's direction as a user gave them to a transformation."""
+
+    beta1: Scalar
+    beta2: Scalar
+    epsilon: Scalar
+    bias_correction: BiasCorrection
+
+    def at(self, name: str, step: Any) -> AdamNumbers:
+        """The numbers of one update; errors of the transformation `name` where they are wrong."""
+        check_bias_correction(name, self.bias_correction)
+        return AdamNumbers(
+            step=jnp.asarray(step, dtype=float),
+            beta1=numbers.beta(name, "beta1", self.beta1),
+            beta2=numbers.beta(name, "beta2", self.beta2),
+            epsilon=numbers.scalar(name, "epsilon", self.epsilon),
+            bias_correction=self.bias_correction,
+        )
+
+    def check(self, name: str) -> None:
+        """What the factory can say already."""
+        self.at(name, 0)
+
+
+def check_bias_correction(name: str, bias_correction: BiasCorrection) -> None:
+    """One of the published forms."""
+    values.one_of(name, "bias_correction", bias_correction, ("step_size", "moments", None))
+
+
+def new_moments(
+    g: list[Any], mw: list[Any], vw: list[Any], adam: AdamNumbers
+) -> tuple[list[Any], list[Any]]:
+    """Both moments, `None` where there is no gradient."""
+    return (
+        apply(first_moment, g, mw, adam.beta1.value, adam.beta1.complement),
+        apply(second_moment, g, vw, adam.beta2.value, adam.beta2.complement),
+    )
+
+
+def directions(mw: list[Any], vw: list[Any], adam: AdamNumbers) -> list[Any]:
+    """Adam's direction, from the new moments."""
+    return apply(delta, mw, vw, *step_sizes(adam))
+
+
+def step_sizes(adam: AdamNumbers) -> tuple[PerLeaf, PerLeaf]:
+    """alpha and epsilon for `delta`: two numbers for the model, or two lists."""
+    args = (adam.step, adam.beta1.log, adam.beta2.log, adam.epsilon)
+    if not any(isinstance(x, list) for x in args):
+        return corrections(*args, bias_correction=adam.bias_correction)
+    rows = side_by_side(*args)
+    # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
+    different = {tuple(map(id, row)): row for row in rows if not any(x is None for x in row)}
+    pairs = {
+        key: corrections(*row, bias_correction=adam.bias_correction)
+        for key, row in different.items()
+    }
+    each = [pairs.get(tuple(map(id, row)), (None, None)) for row in rows]
+    return [alpha for alpha, _ in each], [epsilon for _, epsilon in each]
+
+
+# ---- functional updates ------------------------------------------------------------------------
+
+
+def adam_step(
+    dcdw: PyTree,
+    mw: PyTree,
+    vw: PyTree,
+    step: PyTree,
+    /,
+    *,
+    beta1: PyTree = 0.9,
+    beta2: PyTree = 0.999,
+    epsilon: PyTree = 1e-7,
+    bias_correction: BiasCorrection = "step_size",
+    out: None = None,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Adam's direction and new moments; the learning rate is not applied.
+
+        mw'   = beta1 mw + (1 - beta1) dcdw
+        vw'   = beta2 vw + (1 - beta2) |dcdw|^2
+        alpha = sqrt(1 - beta2^step) / (1 - beta1^step + epsilon)
+        delta = alpha mw' / (sqrt(vw') + epsilon)
+
+    The epsilon inside alpha is Ivy's guard and not the paper's. At the default it moves the first
+    step by one part in a million; a large one (0.1, 1) matters: take `bias_correction="moments"`
+    for recipes that were tuned elsewhere.
+
+    Args:
+      dcdw: gradient.
+      mw: first moment, of a shape that broadcasts to the gradient's.
+      vw: second moment, real, likewise.
+      step: number of this update, counted from 1; may be fractional or traced. At 0 delta is 0.
+      beta1: decay rate of the first moment, in [0, 1).
+      beta2: decay rate of the second moment, in [0, 1).
+      epsilon: added to the root of the second moment, in [0, inf).
+      bias_correction: "step_size" is the form above, of the end of section 2 of the paper;
+        "moments" is `m_hat / (sqrt(v_hat) + epsilon)`, its algorithm 1, PyTorch's and optax's; None
+        is alpha = 1.
+      out: None.
+
+    Returns:
+      `(delta, mw', vw')`, of the gradient's shape; a scalar gradient takes that of moments with one
+      element. The moments keep their dtypes, delta has the gradient's.
+
+    Raises:
+      ValueError: structures or shapes do not match, or a Python number is out of range.
+      TypeError: a leaf is not a number or an array of numbers, or is complex beside a real one.
+      NotImplementedError: `out` is given.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
+    """
+    check_bias_correction("adam_step", bias_correction)
+    return _adam_step(
+        dcdw=dcdw,
+        mw=mw,
+        vw=vw,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        bias_correction=bias_correction,
+        out=out,
+    )
+
+
+@functional.update(
+    dcdw=Role.GRADIENT,
+    mw=Role.FIRST_MOMENT,
+    vw=Role.SECOND_MOMENT,
+    step=Role.NUMBER,
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    epsilon=Role.NUMBER,
+)
+def _adam_step(
+    args: AlignedArguments, *, bias_correction: BiasCorrection
+) -> tuple[PyTree, PyTree, PyTree]:
+    adam = AdamNumbers.of_arguments(args, bias_correction)
+    mw, vw = new_moments(args["dcdw"], args["mw"], args["vw"], adam)
+    return (
+        args.replaced("dcdw", directions(mw, vw, adam)),
+        args.replaced("mw", mw, computed_from=("dcdw", "beta1")),
+        args.replaced("vw", vw, computed_from=("dcdw", "beta2")),
+    )
+
+
+def adam_update(
+    w: PyTree,
+    dcdw: PyTree,
+    lr: PyTree,
+    mw_tm1: PyTree,
+    vw_tm1: PyTree,
+    step: PyTree,
+    /,
+    *,
+    beta1: PyTree = 0.9,
+    beta2: PyTree = 0.999,
+    epsilon: PyTree = 1e-7,
+    bias_correction: BiasCorrection = "step_size",
+    stop_gradients: bool = True,
+    out: None = None,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """New weights and moments by Adam.
+
+        (delta, mw, vw) = adam_step(dcdw, mw_tm1, vw_tm1, step)
+        w' = w - lr delta
+
+    Args:
+      w: weights, floating or complex.
+      dcdw: gradient, of the shape of `w`.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
+      mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
+      vw_tm1: second moment of the step before, real, likewise.
+      step: number of this update, counted from 1; may be fractional or traced.
+      beta1: decay rate of the first moment, in [0, 1).
+      beta2: decay rate of the second moment, in [0, 1).
+      epsilon: added to the root of the second moment, in [0, inf).
+      bias_correction: see `adam_step`.
+      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
+      out: None.
+
+    Returns:
+      `(w', mw, vw)`, each with the dtypes of what it replaces.
+
+    Raises:
+      As `adam_step`; TypeError also where `w` has an integer leaf.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
+    """
+    check_bias_correction("adam_update", bias_correction)
+    return _adam_update(
+        w=w,
+        dcdw=dcdw,
+        lr=lr,
+        mw_tm1=mw_tm1,
+        vw_tm1=vw_tm1,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        bias_correction=bias_correction,
+        stop_gradients=stop_gradients,
+        out=out,
+    )
+
+
+@functional.update(
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    mw_tm1=Role.FIRST_MOMENT,
+    vw_tm1=Role.SECOND_MOMENT,
+    lr=Role.RATE,
+    step=Role.NUMBER,
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    epsilon=Role.NUMBER,
+)
+def _adam_update(
+    args: AlignedArguments, *, bias_correction: BiasCorrection, stop_gradients: bool
+) -> tuple[PyTree, PyTree, PyTree]:
+    adam = AdamNumbers.of_arguments(args, bias_correction)
+    mw, vw = new_moments(args["dcdw"], args["mw_tm1"], args["vw_tm1"], adam)
+    steps = apply(rules.scale_by, directions(mw, vw, adam), args["lr"])
+    return (
+        args.new_weights(steps, stop_gradients=stop_gradients),
+        args.replaced("mw_tm1", mw, computed_from=("dcdw", "beta1")),
+        args.replaced("vw_tm1", vw, computed_from=("dcdw", "beta2")),
+    )
+
+
+# ---- transformations ---------------------------------------------------------------------------
 
 
 def adam(
@@ -44,7 +376,7 @@ def adam(
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       bias_correction: "step_size" as above; "moments" as in PyTorch and optax, the one for recipes
         with a large epsilon; None for alpha = 1. See `adam_step`.
-      moment_dtype: dtype of the moments; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.
@@ -56,35 +388,21 @@ def adam(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2;
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
-    options.check_rates("adam", learning_rate, weight_decay)
-    options.check_adam("adam", beta1, beta2, epsilon, bias_correction, moment_dtype)
-    default_rate = learning_rate
+    name = "adam"
+    options.check_weight_decay(name, weight_decay)
+    adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
+    adam_options.check(name)
 
-    def init(params: PyTree) -> OptState:
-        return first_state("adam", params, moment_dtype, mw=True, vw=True)
+    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
+        numbers_now = adam_options.at(name, state.step)
+        mw, vw = new_moments(inputs.g, state.mw, state.vw, numbers_now)
+        direction = directions(mw, vw, numbers_now)
+        direction = options.with_weight_decay(inputs, direction, weight_decay, weight_decay_mask)
+        return apply(rules.scale_by, direction, rates), mw, vw
 
-    def update(
-        updates: PyTree,
-        state: OptState,
-        params: PyTree = None,
-        *,
-        learning_rate: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, OptState]:
-        leaves = Leaves("adam", updates, params)
-        step, mw, vw = leaves.read(state, mw=True, vw=True)
-        numbers = options.adam("adam", step, beta1, beta2, epsilon)
-        new_mw, new_vw = methods.adam_moments(leaves.g, mw, vw, numbers)
-        delta = methods.adam_delta(new_mw, new_vw, numbers, bias_correction)
-        direction = options.with_decay(leaves, delta, weight_decay, weight_decay_mask)
-        steps = methods.steps(
-            direction, options.rates(leaves, default_rate, learning_rate, state.step)
-        )
-        return leaves.updates(steps), OptState(
-            step, leaves.moments(new_mw, mw), leaves.moments(new_vw, vw)
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transformation(
+        name, compute, learning_rate=learning_rate, mw=True, vw=True, moment_dtype=moment_dtype
+    )
 
 
 def scale_by_adam(
@@ -104,7 +422,7 @@ def scale_by_adam(
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
       bias_correction: see `adam_step`.
-      moment_dtype: dtype of the moments; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.
@@ -115,21 +433,14 @@ def scale_by_adam(
     Source: as `adam`.
     """
     name = "scale_by_adam"
-    options.check_adam(name, beta1, beta2, epsilon, bias_correction, moment_dtype)
+    adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
+    adam_options.check(name)
 
-    def init(params: PyTree) -> OptState:
-        return first_state(name, params, moment_dtype, mw=True, vw=True)
+    def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
+        numbers_now = adam_options.at(name, state.step)
+        mw, vw = new_moments(inputs.g, state.mw, state.vw, numbers_now)
+        return directions(mw, vw, numbers_now), mw, vw
 
-    def update(
-        updates: PyTree, state: OptState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, OptState]:
-        leaves = Leaves(name, updates, params)
-        step, mw, vw = leaves.read(state, mw=True, vw=True)
-        numbers = options.adam(name, step, beta1, beta2, epsilon)
-        new_mw, new_vw = methods.adam_moments(leaves.g, mw, vw, numbers)
-        delta = methods.adam_delta(new_mw, new_vw, numbers, bias_correction)
-        return leaves.directions(delta), OptState(
-            step, leaves.moments(new_mw, mw), leaves.moments(new_vw, vw)
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transformation(
+        name, compute, learning_rate=UNSCALED, mw=True, vw=True, moment_dtype=moment_dtype
+    )

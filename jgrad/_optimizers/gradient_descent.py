@@ -1,17 +1,89 @@
-"""Gradient descent, with heavy-ball or Nesterov momentum."""
+"""Gradient descent, with heavy-ball or Nesterov momentum; and the last step of every optimizer."""
 
 from typing import Any
 
 import optax
 from jax.typing import DTypeLike
 
-from jgrad._inputs import methods, options
-from jgrad._inputs.options import LearningRate, Mask, Scalar
-from jgrad._inputs.state import OptState, first_state
-from jgrad._inputs.update import Leaves
+from jgrad._arithmetic import rules
+from jgrad._arithmetic.apply import add_momentum, apply
+from jgrad._inputs import functional, numbers, options
+from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.state import OptState
+from jgrad._inputs.transformation import transformation
+from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
 
-_NAME = "gradient_descent"
+
+def optimizer_update(
+    w: PyTree,
+    effective_grad: PyTree,
+    lr: PyTree,
+    /,
+    *,
+    stop_gradients: bool = True,
+    out: None = None,
+) -> PyTree:
+    """New weights from an effective gradient, such as `adam_step` returns.
+
+        w' = w - lr effective_grad
+
+    Args:
+      w: weights, floating or complex.
+      effective_grad: effective gradient, of the shape of `w`.
+      lr: learning rate, of a shape that broadcasts to that of `w` (one of shape (n,) goes along the
+        last axis), and of any sign.
+      stop_gradients: apply `jax.lax.stop_gradient` to the result.
+      out: None.
+
+    Returns:
+      `w'`, with the dtypes of `w`.
+
+    Raises:
+      ValueError: structures or shapes do not match, or a Python number is not finite.
+      TypeError: `w` has an integer leaf, or an argument has one that is not numeric.
+      NotImplementedError: `out` is given.
+    """
+    return _optimizer_update(
+        w=w, effective_grad=effective_grad, lr=lr, stop_gradients=stop_gradients, out=out
+    )
+
+
+@functional.update(w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
+def _optimizer_update(args: AlignedArguments, *, stop_gradients: bool) -> PyTree:
+    steps = apply(rules.scale_by, args["effective_grad"], args["lr"])
+    return args.new_weights(steps, stop_gradients=stop_gradients)
+
+
+def gradient_descent_update(
+    w: PyTree, dcdw: PyTree, lr: PyTree, /, *, stop_gradients: bool = True, out: None = None
+) -> PyTree:
+    """New weights by gradient descent.
+
+        w' = w - lr dcdw
+
+    Args:
+      w: weights, floating or complex.
+      dcdw: gradient, of the shape of `w`.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
+      stop_gradients: apply `jax.lax.stop_gradient` to the result.
+      out: None.
+
+    Returns:
+      `w'`, with the dtypes of `w`.
+
+    Raises:
+      As `optimizer_update`.
+    """
+    return _gradient_descent_update(w=w, dcdw=dcdw, lr=lr, stop_gradients=stop_gradients, out=out)
+
+
+@functional.update(w=Role.WEIGHTS, dcdw=Role.GRADIENT, lr=Role.RATE)
+def _gradient_descent_update(args: AlignedArguments, *, stop_gradients: bool) -> PyTree:
+    steps = apply(rules.scale_by, args["dcdw"], args["lr"])
+    return args.new_weights(steps, stop_gradients=stop_gradients)
 
 
 def gradient_descent(
@@ -41,7 +113,7 @@ def gradient_descent(
       weight_decay: in [0, inf); a number or a prefix tree.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      moment_dtype: dtype of the buffer; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum.
@@ -53,33 +125,22 @@ def gradient_descent(
     Source: Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum
       in deep learning" (2013), section 2.
     """
-    options.check_rates(_NAME, learning_rate, weight_decay)
-    options.check_moment_dtype(_NAME, moment_dtype)
-    options.check_momentum(_NAME, momentum, nesterov=nesterov)
-    default_rate = learning_rate
+    name = "gradient_descent"
+    options.check_weight_decay(name, weight_decay)
+    options.check_momentum(name, momentum, nesterov=nesterov)
 
-    def init(params: PyTree) -> OptState:
-        return first_state(_NAME, params, moment_dtype, mw=momentum is not None, vw=False)
+    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
+        direction = options.with_weight_decay(inputs, inputs.g, weight_decay, weight_decay_mask)
+        mw = None
+        if momentum is not None:
+            decay = numbers.scalar(name, "momentum", momentum)
+            direction, mw = add_momentum(direction, state.mw, decay, nesterov=nesterov)
+        return apply(rules.scale_by, direction, rates), mw, None
 
-    def update(
-        updates: PyTree,
-        state: OptState,
-        params: PyTree = None,
-        *,
-        learning_rate: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, OptState]:
-        leaves = Leaves(_NAME, updates, params)
-        step, mw, _ = leaves.read(state, mw=momentum is not None, vw=False)
-        rates = options.rates(leaves, default_rate, learning_rate, state.step)
-        direction = options.with_decay(leaves, leaves.g, weight_decay, weight_decay_mask)
-        if momentum is None:
-            return leaves.updates(methods.steps(direction, rates)), OptState(step, None, None)
-        direction, new_mw = methods.momentum(
-            direction, mw, options.scalar(_NAME, "momentum", momentum), nesterov=nesterov
-        )
-        return leaves.updates(methods.steps(direction, rates)), OptState(
-            step, leaves.moments(new_mw, mw), None
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transformation(
+        name,
+        compute,
+        learning_rate=learning_rate,
+        mw=momentum is not None,
+        moment_dtype=moment_dtype,
+    )

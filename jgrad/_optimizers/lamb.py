@@ -1,18 +1,256 @@
 """LAMB: Adam's direction, scaled layer by layer to the size of the weights."""
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jgrad._arithmetic.rules import BiasCorrection
-from jgrad._inputs import methods, options
-from jgrad._inputs.methods import LAMB_RULES, LambRule
-from jgrad._inputs.options import LearningRate, Mask, Scalar
-from jgrad._inputs.state import OptState, first_state
-from jgrad._inputs.update import Leaves
-from jgrad._trees import values
+from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.apply import PerLeaf, is_zero, side_by_side
+from jgrad._arithmetic.leafwise import Call, on_leaf
+from jgrad._arithmetic.numerics import scaled
+from jgrad._inputs import functional, numbers, options
+from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.state import OptState
+from jgrad._inputs.transformation import transformation
+from jgrad._inputs.update import Update
+from jgrad._layers.layer_axes import StaticAxes, static_axes
+from jgrad._layers.ratios import IVY_GUARD, one_where_zero, quotient
+from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio
+from jgrad._optimizers import adam
+from jgrad._optimizers.adam import AdamNumbers, AdamOptions, BiasCorrection
+from jgrad._trees import checks, values
 from jgrad._trees.trees import PyTree
+
+LambRule = Literal["paper", "ivy"]
+_RULES = ("paper", "ivy")
+
+# ---- the trust ratio, on vectors with an entry per layer ---------------------------------------
+
+
+@on_leaf(arrays=2)
+def _ratio(
+    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
+) -> tuple[jax.Array]:
+    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone.
+
+    Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows.
+    """
+    above, below = w_norm >= largest * u_norm, w_norm <= smallest * u_norm
+    ratio = quotient(w_norm, jnp.where(above | below, jnp.ones_like(u_norm), u_norm))
+    clamped = jnp.where(above, largest, jnp.where(below, smallest, ratio))
+    return (one_where_zero(w_norm, u_norm, clamped),)
+
+
+@on_leaf(arrays=2)
+def _ivy_ratio(
+    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
+) -> tuple[jax.Array]:
+    """clip(|w| / |u|, smallest, largest); 0 where the weights are."""
+    return (jnp.clip(w_norm / (u_norm + IVY_GUARD), smallest, largest),)
+
+
+@on_leaf(arrays=3)
+def _decayed_delta(
+    mw: jax.Array,
+    vw: jax.Array,
+    w: jax.Array,
+    alpha: jax.Array,
+    epsilon: jax.Array,
+    decay: jax.Array,
+) -> jax.Array:
+    """u = Adam's delta + lambda w, as one function of what it reads; no delta makes it overflow"""
+    return adam.delta(mw, vw, alpha, epsilon) + scaled(w, decay)
+
+
+# ---- the method, on lists of leaves ------------------------------------------------------------
+
+
+class LambNumbers(NamedTuple):
+    """The numbers of LAMB, each one for all leaves or a list with one per leaf."""
+
+    adam: AdamNumbers
+    learning_rate: PerLeaf
+    weight_decay: PerLeaf
+    min_trust_ratio: PerLeaf
+    max_trust_ratio: PerLeaf
+
+
+def _steps(
+    w: list[Any], mw: list[Any], vw: list[Any], lamb: LambNumbers, layers: TrustLayers, *, rule: str
+) -> list[Any]:
+    """lr ratio (delta + decay w), from the new moments; in Ivy's rule decay is in the norm only."""
+    deltas: list[Call | None] = []
+    decayed: list[Call | None] = []
+    columns = (w, mw, vw, *adam.step_sizes(lamb.adam), lamb.weight_decay)
+    for x, m, v, alpha, epsilon, decay in side_by_side(*columns):
+        delta = None if m is None else (adam.delta, (m, v, alpha, epsilon))
+        plain = delta is None or is_zero(decay)
+        deltas.append(delta)
+        decayed.append(delta if plain else (_decayed_delta, (m, v, x, alpha, epsilon, decay)))
+    return scaled_by_trust_ratio(
+        w,
+        deltas if rule == "ivy" else decayed,
+        decayed,
+        ratio=_ivy_ratio if rule == "ivy" else _ratio,
+        numbers=(lamb.min_trust_ratio, lamb.max_trust_ratio),
+        layers=layers,
+        rates=(lamb.learning_rate,),
+    )
+
+
+def _clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
+    """Both clamps of the ratio as scalars; None for no upper one."""
+    _check_clamps(name, smallest, largest)
+    return (
+        numbers.scalar(name, "min_trust_ratio", smallest),
+        numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
+    )
+
+
+def _check_clamps(name: str, smallest: Any, largest: Any) -> None:
+    """In order, as far as they are concrete."""
+    if checks.is_number(smallest) and checks.is_number(largest) and not smallest <= largest:
+        raise ValueError(
+            f"{name}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, which is "
+            f"{largest}."
+        )
+
+
+# ---- functional update -------------------------------------------------------------------------
+
+
+def lamb_update(
+    w: PyTree,
+    dcdw: PyTree,
+    lr: PyTree,
+    mw_tm1: PyTree,
+    vw_tm1: PyTree,
+    step: PyTree,
+    /,
+    *,
+    beta1: PyTree = 0.9,
+    beta2: PyTree = 0.999,
+    epsilon: PyTree = 1e-7,
+    max_trust_ratio: PyTree = 10,
+    decay_lambda: PyTree = 0,
+    min_trust_ratio: PyTree = 0.0,
+    bias_correction: BiasCorrection = "step_size",
+    rule: LambRule = "paper",
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
+    stop_gradients: bool = True,
+    out: None = None,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """New weights and moments by LAMB.
+
+        (delta, mw, vw) = adam_step(dcdw, mw_tm1, vw_tm1, step)
+        u     = delta + decay_lambda w
+        ratio = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
+        w'    = w - lr ratio u
+
+    with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
+    `layer_axes` or `norm_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, 0 where
+    the weights are, but w' = w - lr ratio delta: decay acts in the norm alone.
+
+    Args:
+      w: weights, floating or complex.
+      dcdw: gradient, of the shape of `w`.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
+      mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
+      vw_tm1: second moment of the step before, real, likewise.
+      step: number of this update, counted from 1; may be fractional or traced.
+      beta1: decay rate of the first moment, in [0, 1).
+      beta2: decay rate of the second moment, in [0, 1).
+      epsilon: added to the root of the second moment, in [0, inf).
+      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
+      decay_lambda: weight decay, in [0, inf).
+      min_trust_ratio: lower clamp of the ratio, in [0, inf).
+      bias_correction: see `adam_step`.
+      rule: "paper" or "ivy".
+      norm_axes: see `lamb`.
+      layer_axes: see `lamb`.
+      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
+      out: None.
+
+    Returns:
+      `(w', mw, vw)`, each with the dtypes of what it replaces.
+
+    Raises:
+      As `adam_update`.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+      (2020), algorithm 2, with phi the clamp of the ratio.
+    """
+    name = "lamb_update"
+    values.one_of(name, "rule", rule, _RULES)
+    _check_clamps(name, min_trust_ratio, max_trust_ratio)
+    adam.check_bias_correction(name, bias_correction)
+    return _lamb_update(
+        w=w,
+        dcdw=dcdw,
+        lr=lr,
+        mw_tm1=mw_tm1,
+        vw_tm1=vw_tm1,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        min_trust_ratio=min_trust_ratio,
+        max_trust_ratio=numbers.upper_clamp(max_trust_ratio),
+        decay_lambda=numbers.optional_decay(decay_lambda, negative_is_none=rule == "ivy"),
+        bias_correction=bias_correction,
+        rule=rule,
+        axes=static_axes(name, norm_axes, layer_axes),
+        stop_gradients=stop_gradients,
+        out=out,
+    )
+
+
+@functional.update(
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    mw_tm1=Role.FIRST_MOMENT,
+    vw_tm1=Role.SECOND_MOMENT,
+    lr=Role.RATE,
+    step=Role.NUMBER,
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    epsilon=Role.NUMBER,
+    min_trust_ratio=Role.NUMBER,
+    max_trust_ratio=Role.NUMBER,
+    decay_lambda=Role.OPTIONAL_NUMBER,
+)
+def _lamb_update(
+    args: AlignedArguments,
+    *,
+    bias_correction: BiasCorrection,
+    rule: LambRule,
+    axes: StaticAxes,
+    stop_gradients: bool,
+) -> tuple[PyTree, PyTree, PyTree]:
+    lamb_numbers = LambNumbers(
+        adam=AdamNumbers.of_arguments(args, bias_correction),
+        learning_rate=args["lr"],
+        weight_decay=args["decay_lambda"],
+        min_trust_ratio=args["min_trust_ratio"],
+        max_trust_ratio=args["max_trust_ratio"],
+    )
+    mw, vw = adam.new_moments(args["dcdw"], args["mw_tm1"], args["vw_tm1"], lamb_numbers.adam)
+    layers = TrustLayers(args.layer_axes(axes))
+    steps = _steps(args["w"], mw, vw, lamb_numbers, layers, rule=rule)
+    return (
+        args.new_weights(steps, stop_gradients=stop_gradients),
+        args.replaced("mw_tm1", mw, computed_from=("dcdw", "beta1")),
+        args.replaced("vw_tm1", vw, computed_from=("dcdw", "beta2")),
+    )
+
+
+# ---- transformations ---------------------------------------------------------------------------
 
 
 def lamb(
@@ -59,12 +297,12 @@ def lamb(
         applied.
       bias_correction: see `adam_step`.
       rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, decay in the norm alone.
-      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`: a
-        name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of those.
-        Under `jit` a sharded leaf is whole, and needs none.
+      norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
+        a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
+        those. Under `jit` a sharded leaf counts as a whole, and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
-      moment_dtype: dtype of the moments; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`. Its update needs the parameters.
@@ -76,43 +314,95 @@ def lamb(
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
-    options.check_rates("lamb", learning_rate, weight_decay)
-    options.check_adam("lamb", beta1, beta2, epsilon, bias_correction, moment_dtype)
-    values.one_of("lamb", "rule", rule, LAMB_RULES)
-    options.check_axes("lamb", norm_axes, layer_axes)
-    options.clamps("lamb", min_trust_ratio, max_trust_ratio)
-    default_rate = learning_rate
+    name = "lamb"
+    options.check_weight_decay(name, weight_decay)
+    adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
+    adam_options.check(name)
+    values.one_of(name, "rule", rule, _RULES)
+    options.check_axes(name, norm_axes, layer_axes)
+    _clamps(name, min_trust_ratio, max_trust_ratio)
 
-    def init(params: PyTree) -> OptState:
-        return first_state("lamb", params, moment_dtype, mw=True, vw=True)
+    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
+        w = inputs.require_params("the trust ratio")
+        smallest, largest = _clamps(name, min_trust_ratio, max_trust_ratio)
+        lamb_numbers = LambNumbers(
+            adam=adam_options.at(name, state.step),
+            learning_rate=rates,
+            weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
+            min_trust_ratio=smallest,
+            max_trust_ratio=largest,
+        )
+        mw, vw = adam.new_moments(inputs.g, state.mw, state.vw, lamb_numbers.adam)
+        layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
+        return _steps(w, mw, vw, lamb_numbers, layers, rule=rule), mw, vw
+
+    return transformation(
+        name,
+        compute,
+        learning_rate=learning_rate,
+        mw=True,
+        vw=True,
+        moment_dtype=moment_dtype,
+        params_for="the trust ratio",
+    )
+
+
+def scale_by_trust_ratio(
+    *,
+    max_trust_ratio: Scalar | None = 10.0,
+    min_trust_ratio: Scalar = 0.0,
+    trust_ratio_mask: Mask = None,
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Scales updates layer by layer to the size of the weights.
+
+        ratio    = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
+        updates' = ratio u
+
+    `lamb` is `optax.chain(scale_by_adam(), optax.add_decayed_weights(decay),
+    scale_by_trust_ratio(), optax.scale(-rate))`, in one piece.
+
+    Args:
+      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
+      min_trust_ratio: lower clamp of the ratio, in [0, inf).
+      trust_ratio_mask: prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False pass as they are.
+      norm_axes: see `lamb`.
+      layer_axes: see `lamb`.
+
+    Returns:
+      A transformation without state. Its update needs the parameters.
+
+    Raises:
+      ValueError: a Python number out of range.
+      TypeError: an option of the wrong kind.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+      (2020).
+    """
+    name = "scale_by_trust_ratio"
+    _clamps(name, min_trust_ratio, max_trust_ratio)
+    options.check_axes(name, norm_axes, layer_axes)
+
+    def init(params: PyTree) -> optax.EmptyState:
+        return optax.EmptyState()
 
     def update(
-        updates: PyTree,
-        state: OptState,
-        params: PyTree = None,
-        *,
-        learning_rate: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, OptState]:
-        leaves = Leaves("lamb", updates, params)
-        leaves.require_params("the trust ratio")
-        step, mw, vw = leaves.read(state, mw=True, vw=True)
-        numbers = options.adam("lamb", step, beta1, beta2, epsilon)
-        new_mw, new_vw = methods.adam_moments(leaves.g, mw, vw, numbers)
-        steps = methods.lamb_steps(
-            leaves.w,
-            new_mw,
-            new_vw,
-            numbers,
-            options.rates(leaves, default_rate, learning_rate, state.step),
-            options.decays(leaves, weight_decay, weight_decay_mask),
-            *options.clamps("lamb", min_trust_ratio, max_trust_ratio),
-            options.layers(leaves, trust_ratio_mask, norm_axes, layer_axes),
-            bias_correction=bias_correction,
-            rule=rule,
+        updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, optax.EmptyState]:
+        inputs = Update(name, updates, params)
+        w = inputs.require_params("the trust ratio")
+        directions = [None if g is None else (leafwise.identity, (g,)) for g in inputs.g]
+        scaled_directions = scaled_by_trust_ratio(
+            w,
+            directions,
+            directions,
+            ratio=_ratio,
+            numbers=_clamps(name, min_trust_ratio, max_trust_ratio),
+            layers=options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
+            rates=(),
         )
-        return leaves.updates(steps), OptState(
-            step, leaves.moments(new_mw, mw), leaves.moments(new_vw, vw)
-        )
+        return inputs.directions(scaled_directions), state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,17 +1,205 @@
 """LARS: the gradient, scaled layer by layer to the size of the weights, with momentum."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jgrad._inputs import methods, options
-from jgrad._inputs.methods import LARS_RULES, LarsRule
-from jgrad._inputs.options import LearningRate, Mask, Scalar
-from jgrad._inputs.state import OptState, first_state
-from jgrad._inputs.update import Leaves
-from jgrad._trees import values
+from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.apply import PerLeaf, add_momentum, apply, decay_call, side_by_side
+from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._inputs import functional, numbers, options
+from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.state import OptState
+from jgrad._inputs.transformation import transformation
+from jgrad._inputs.update import Update
+from jgrad._layers.layer_axes import StaticAxes, static_axes
+from jgrad._layers.ratios import IVY_GUARD, one_where_zero, root_of_quotient
+from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio
+from jgrad._trees import checks, values
 from jgrad._trees.trees import PyTree
+
+LarsRule = Literal["paper", "decayed_gradient", "ivy"]
+
+# ---- the trust ratio, on vectors with an entry per layer ---------------------------------------
+
+
+@on_leaf(arrays=2)
+def _ratio(
+    w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array, epsilon: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """eta |w| / (|g| + lambda |w| + epsilon); 1 where a norm is zero.
+
+    As its root twice with eta between: the ratio itself may overflow or vanish where its product
+    with g is an ordinary number.
+    """
+    root = root_of_quotient(
+        one_where_zero(w_norm, g_norm, w_norm),
+        one_where_zero(w_norm, g_norm, g_norm + decay * w_norm + epsilon),
+    )
+    return root, one_where_zero(w_norm, g_norm, jnp.broadcast_to(eta, w_norm.shape)), root
+
+
+@on_leaf(arrays=2)
+def _ivy_ratio(
+    w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array
+) -> tuple[jax.Array]:
+    """eta |w| / |g|, divided by lambda |w| where lambda > 0; 0 where the weights are."""
+    ratio = eta * w_norm / (g_norm + IVY_GUARD)
+    return (jnp.where(decay > 0, numerics.safe_divide(ratio, decay * w_norm), ratio),)
+
+
+# ---- the method, on lists of leaves ------------------------------------------------------------
+
+
+class LarsNumbers(NamedTuple):
+    """The numbers of LARS, each one for all leaves or a list with one per leaf."""
+
+    trust_coefficient: PerLeaf
+    weight_decay: PerLeaf
+    epsilon: PerLeaf
+
+
+def _steps(
+    w: list[Any],
+    g: list[Any],
+    lars: LarsNumbers,
+    layers: TrustLayers,
+    *,
+    rates: Sequence[PerLeaf],
+    rule: LarsRule,
+) -> list[Any]:
+    """(product of rates) ratio (g + decay w). In Ivy's rule decay acts in the ratio alone."""
+    gradients = [None if x is None else (leafwise.identity, (x,)) for x in g]
+    if rule == "ivy":
+        return scaled_by_trust_ratio(
+            w,
+            gradients,
+            gradients,
+            ratio=_ivy_ratio,
+            numbers=(lars.trust_coefficient, lars.weight_decay),
+            layers=layers,
+            rates=rates,
+        )
+    directions = [decay_call(*row) for row in side_by_side(g, w, lars.weight_decay)]
+    decayed = rule == "decayed_gradient"
+    return scaled_by_trust_ratio(
+        w,
+        directions,
+        directions if decayed else gradients,
+        ratio=_ratio,
+        numbers=(lars.trust_coefficient, 0.0 if decayed else lars.weight_decay, lars.epsilon),
+        layers=layers,
+        rates=rates,
+    )
+
+
+def _check_rule(name: str, rule: LarsRule, epsilon: Any) -> None:
+    values.one_of(name, "rule", rule, ("paper", "decayed_gradient", "ivy"))
+    if rule == "ivy" and checks.is_number(epsilon) and epsilon != 0:
+        raise ValueError(f"{name}: `epsilon`: {epsilon}, expected 0 with `rule='ivy'`.")
+
+
+# ---- functional update -------------------------------------------------------------------------
+
+
+def lars_update(
+    w: PyTree,
+    dcdw: PyTree,
+    lr: PyTree,
+    /,
+    *,
+    decay_lambda: PyTree = 0,
+    trust_coefficient: PyTree = 1.0,
+    epsilon: PyTree = 0.0,
+    rule: LarsRule = "paper",
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
+    stop_gradients: bool = True,
+    out: None = None,
+) -> PyTree:
+    """New weights by layer-wise adaptive rate scaling, without momentum.
+
+        ratio = trust_coefficient |w| / (|dcdw| + decay_lambda |w| + epsilon), and 1 where a norm is
+                0
+        w'    = w - lr ratio (dcdw + decay_lambda w)
+
+    with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
+    `layer_axes` or `norm_axes` says otherwise. `rule="decayed_gradient"` divides by
+    |dcdw + decay_lambda w| + epsilon, as optax does. `rule="ivy"` is Ivy's:
+    ratio = trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive;
+    w' = w - lr ratio dcdw.
+
+    Args:
+      w: weights, floating or complex.
+      dcdw: gradient, of the shape of `w`.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
+      decay_lambda: weight decay, in [0, inf).
+      trust_coefficient: eta of the paper, in [0, inf). 1 here; the transformation `lars` has 0.001.
+      epsilon: added to the denominator, in [0, inf).
+      rule: "paper", "decayed_gradient" or "ivy".
+      norm_axes: see `lars`.
+      layer_axes: see `lars`.
+      stop_gradients: apply `jax.lax.stop_gradient` to the result.
+      out: None.
+
+    Returns:
+      `w'`, with the dtypes of `w`.
+
+    Raises:
+      As `optimizer_update`.
+
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
+      algorithm 1.
+    """
+    name = "lars_update"
+    _check_rule(name, rule, epsilon)
+    return _lars_update(
+        w=w,
+        dcdw=dcdw,
+        lr=lr,
+        trust_coefficient=trust_coefficient,
+        epsilon=epsilon,
+        decay_lambda=numbers.optional_decay(decay_lambda, negative_is_none=rule == "ivy"),
+        rule=rule,
+        axes=static_axes(name, norm_axes, layer_axes),
+        stop_gradients=stop_gradients,
+        out=out,
+    )
+
+
+@functional.update(
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    lr=Role.RATE,
+    trust_coefficient=Role.NUMBER,
+    epsilon=Role.NUMBER,
+    decay_lambda=Role.OPTIONAL_NUMBER,
+)
+def _lars_update(
+    args: AlignedArguments, *, rule: LarsRule, axes: StaticAxes, stop_gradients: bool
+) -> PyTree:
+    steps = _steps(
+        args["w"],
+        args["dcdw"],
+        LarsNumbers(
+            trust_coefficient=args["trust_coefficient"],
+            weight_decay=args["decay_lambda"],
+            epsilon=args["epsilon"],
+        ),
+        TrustLayers(args.layer_axes(axes)),
+        rates=(args["lr"],),
+        rule=rule,
+    )
+    return args.new_weights(steps, stop_gradients=stop_gradients)
+
+
+# ---- transformation ----------------------------------------------------------------------------
 
 
 def lars(
@@ -58,12 +246,12 @@ def lars(
       rule: "paper" as above; "decayed_gradient", with |g + weight_decay w| + epsilon below the
         line, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
         |w| where that is positive, and d = learning_rate ratio g.
-      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`: a
-        name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of those.
-        Under `jit` a sharded leaf is whole, and needs none.
+      norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
+        a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
+        those. Under `jit` a sharded leaf counts as a whole, and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
-      moment_dtype: dtype of the buffer; the parameter's, or float32 where that is narrower.
+      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum. Its
@@ -76,49 +264,39 @@ def lars(
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.
     """
-    options.check_rates("lars", learning_rate, weight_decay)
-    options.check_moment_dtype("lars", moment_dtype)
-    options.check_momentum("lars", momentum, nesterov=nesterov)
-    values.one_of("lars", "rule", rule, LARS_RULES)
-    options.check_axes("lars", norm_axes, layer_axes)
-    values.no_epsilon("lars", epsilon, rule)
-    options.scalar("lars", "trust_coefficient", trust_coefficient)
-    options.scalar("lars", "epsilon", epsilon)
-    default_rate = learning_rate
+    name = "lars"
+    options.check_weight_decay(name, weight_decay)
+    options.check_momentum(name, momentum, nesterov=nesterov)
+    _check_rule(name, rule, epsilon)
+    options.check_axes(name, norm_axes, layer_axes)
+    numbers.scalar(name, "trust_coefficient", trust_coefficient)
+    numbers.scalar(name, "epsilon", epsilon)
+    inside = rate_in_momentum or momentum is None
 
-    def init(params: PyTree) -> OptState:
-        return first_state("lars", params, moment_dtype, mw=momentum is not None, vw=False)
-
-    def update(
-        updates: PyTree,
-        state: OptState,
-        params: PyTree = None,
-        *,
-        learning_rate: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, OptState]:
-        leaves = Leaves("lars", updates, params)
-        leaves.require_params("the trust ratio")
-        step, mw, _ = leaves.read(state, mw=momentum is not None, vw=False)
-        rates = options.rates(leaves, default_rate, learning_rate, state.step)
-        inside = rate_in_momentum or momentum is None
-        steps = methods.lars_steps(
-            leaves.w,
-            leaves.g,
-            (rates,) if inside else (),
-            options.scalar("lars", "trust_coefficient", trust_coefficient),
-            options.decays(leaves, weight_decay, weight_decay_mask),
-            options.scalar("lars", "epsilon", epsilon),
-            options.layers(leaves, trust_ratio_mask, norm_axes, layer_axes),
+    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
+        steps = _steps(
+            inputs.require_params("the trust ratio"),
+            inputs.g,
+            LarsNumbers(
+                trust_coefficient=numbers.scalar(name, "trust_coefficient", trust_coefficient),
+                weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
+                epsilon=numbers.scalar(name, "epsilon", epsilon),
+            ),
+            options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
+            rates=(rates,) if inside else (),
             rule=rule,
         )
         if momentum is None:
-            return leaves.updates(steps), OptState(step, None, None)
-        steps, new_mw = methods.momentum(
-            steps, mw, options.scalar("lars", "momentum", momentum), nesterov=nesterov
-        )
-        return leaves.updates(steps if inside else methods.steps(steps, rates)), OptState(
-            step, leaves.moments(new_mw, mw), None
-        )
+            return steps, None, None
+        decay = numbers.scalar(name, "momentum", momentum)
+        steps, mw = add_momentum(steps, state.mw, decay, nesterov=nesterov)
+        return steps if inside else apply(rules.scale_by, steps, rates), mw, None
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transformation(
+        name,
+        compute,
+        learning_rate=learning_rate,
+        mw=momentum is not None,
+        moment_dtype=moment_dtype,
+        params_for="the trust ratio",
+    )

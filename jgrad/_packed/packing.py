@@ -1,7 +1,7 @@
-"""A tree of arrays as one buffer per dtype: a thousand leaves at the price of one.
+"""A tree of arrays as one buffer per dtype: an update of a thousand leaves is one loop.
 
-`pack` and `unpack` are linear, so that gradients of a packed tree are packed, and written in
-operations of JAX that have both modes of differentiation.
+`pack` and `unpack` are linear, so that gradients of a packed tree are packed. They are written in
+operations of JAX that have forward and reverse mode.
 """
 
 import math
@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed import blocks, layouts
-from jgrad._packed import splitting as cutting
-from jgrad._packed.blocks import BLOCK
-from jgrad._packed.layouts import Layout
+from jgrad._packed import blocks, splitting
+from jgrad._packed.layouts import Layout, layout_of
 from jgrad._trees import checks, values
-from jgrad._trees.checks import Row
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 
@@ -25,13 +23,13 @@ from jgrad._trees.trees import PyTree
 class Packed:
     """A tree of arrays in buffers, one for each dtype.
 
-    A node of JAX's trees, whose leaves are the buffers: everything that works leaf by leaf works on
+    A pytree node whose leaves are the buffers, so that everything that works leaf by leaf works on
     it. The layout is static.
 
     Attributes:
-      buffers: arrays of shape (blocks, 256) by the names of dtypes; leaves that stay as they are,
-        by names such as "leaf 3", of the fourth.
-      layout: where the leaves lie.
+      buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves stay unpacked, as
+        "leaf 3" for the leaf at index 3.
+      layout: where the leaves are in the buffers.
     """
 
     def __init__(self, buffers: Mapping[str, Any], layout: Layout) -> None:
@@ -44,7 +42,7 @@ class Packed:
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: Any) -> "Packed":
-        # Without a look at the buffers: JAX puts all kinds of things in their place.
+        # Without a check of the buffers: JAX puts objects of all kinds in their place.
         self = object.__new__(cls)
         (self.buffers,) = children
         self.layout = layout
@@ -58,6 +56,9 @@ class Packed:
         return f"Packed: {self.layout!r}"
 
 
+Packed.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
 def pack(
     tree: PyTree,
     *,
@@ -68,41 +69,42 @@ def pack(
 ) -> PyTree:
     """A tree of floating arrays as one buffer per dtype.
 
-        buffers[dtype] = [w_1, 0, ..., w_2, 0, ...], each layer filled up to blocks of 256
+        buffers[dtype] = [w_1, 0, ..., w_2, 0, ...], each layer padded to blocks of 256
 
-    Linear, and undone by `unpack` bit for bit. Leaves of one shape lie side by side.
+    Linear, and undone by `unpack` bit for bit. Leaves of one shape are neighbours in the buffer.
 
     Transformations of this library work on packed trees as on others, with options given for the
-    unpacked tree. Others have to work element by element, and to make 0 of 0, since padding has to
-    stay zero: no noise. Masks and labels of optax, given for the tree, belong around `pack_small`.
+    unpacked tree. Other transformations must treat each element by itself and map 0 to 0, since
+    padding has to stay zero: no noise. Masks and labels of optax are given for the tree, so put
+    them around `pack_small`.
 
     Args:
       tree: floating or complex arrays of any shapes, or None; with `like`, any tree that `unpack`
-        made.
+        returned.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each layer has blocks of its own, so that
         LARS and LAMB need no `layer_axes` of theirs; given, they have to agree.
-      multiple_of: the number of blocks of a buffer is a multiple of this, so that it can be cut
+      multiple_of: the number of blocks of a buffer is a multiple of this, so that it can be sharded
         over that many devices.
-      max_size: leaves with more elements stay as they are, each a buffer of its shape; None for
-        no such leaves. Large leaves gain nothing by being packed, and `unpack` copies what is
-        packed: where they are most of the model, give some thousands.
-      like: a tree with `Packed`s in it, such as parameters and state, or `jax.eval_shape` of the
-        function that makes them; packs what stands in their places, in their layouts, and leaves
-        all else as it is.
+      max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
+        all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
+        give some thousands where large leaves are most of the model.
+      like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
+        function that makes them. The subtrees of `tree` in their places are packed in their
+        layouts; everything else stays as it is.
 
     Returns:
       A `Packed`; with `like`, a tree like it.
 
     Raises:
-      TypeError: a leaf that is no floating array.
-      ValueError: structures or shapes that do not fit, or options beside `like`.
+      TypeError: a leaf is not a floating array.
+      ValueError: structures or shapes do not fit, or options are given beside `like`.
     """
     if like is None:
         values.count("pack", "multiple_of", multiple_of)
         if max_size is not None:
             values.count("pack", "max_size", max_size, low=0)
-        layout, leaves = layouts.of("pack", tree, layer_axes, multiple_of, max_size)
+        layout, leaves = layout_of("pack", tree, layer_axes, multiple_of, max_size)
         return fill(layout, leaves)
     if layer_axes is not None or multiple_of != 1 or max_size is not None:
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
@@ -117,7 +119,7 @@ def pack(
 
 
 def unpack(tree: PyTree) -> PyTree:
-    """The tree of arrays that was packed, in the dtypes of the buffers.
+    """The tree of arrays that was packed, with the dtypes of the buffers.
 
         unpack(pack(tree)) = tree
 
@@ -131,7 +133,7 @@ def unpack(tree: PyTree) -> PyTree:
       The tree, with a tree of arrays for each `Packed`.
 
     Raises:
-      ValueError: buffers of other shapes than the layout has, as under `jax.vmap` outside of it.
+      ValueError: a buffer has another shape than in the layout, as outside of a `jax.vmap`.
     """
     return jax.tree.map(lambda x: _leaves(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
@@ -139,17 +141,17 @@ def unpack(tree: PyTree) -> PyTree:
 def shapes(tree: PyTree) -> PyTree:
     """The unpacked tree, with shapes and dtypes for what is packed."""
 
-    def whole(x: Any) -> Any:
+    def of_node(x: Any) -> Any:
         if not is_packed(x):
             return x
         buffers = x.buffers.items()
         return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
 
-    return jax.tree.map(whole, tree, is_leaf=lambda x: x is None or is_packed(x))
+    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or is_packed(x))
 
 
 def with_layouts(tree: PyTree, layout_of: Callable[[Layout], Layout]) -> PyTree:
-    """The same buffers, said to be another tree, or other parts of it."""
+    """The same buffers under other layouts."""
     return jax.tree.map(
         lambda x: Packed(x.buffers, layout_of(x.layout)) if is_packed(x) else x,
         tree,
@@ -162,16 +164,26 @@ def is_packed(x: Any) -> bool:
     return isinstance(x, Packed)
 
 
+def any_packed(*trees: PyTree) -> bool:
+    """Whether there is a `Packed` somewhere."""
+    return any(map(is_packed, jax.tree.leaves(trees, is_leaf=is_packed)))
+
+
+def layout_in(tree: PyTree) -> Layout | None:
+    """The layout of the first `Packed` in a tree; None where there is none."""
+    nodes = filter(is_packed, jax.tree.leaves(tree, is_leaf=is_packed))
+    return next((x.layout for x in nodes), None)
+
+
 def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
     """The leaves in buffers, each layer behind the one before."""
     buffers: dict[str, jax.Array] = {}
     for name, shape in layout.shapes:
-        own = layout.within(name)
-        (i, run), *_ = own
-        if run.is_whole or _is_stand_in(leaves[i], run.place.shape):
+        (i, span), *_ = own = layout.within(name)
+        if span.is_unpacked or _is_stand_in(leaves[i], span.layers.shape):
             buffers[name] = leaves[i]
             continue
-        parts = [blocks.padded(run, leaves[i]) for i, run in own]
+        parts = [blocks.to_blocks(span, leaves[i], layout.width) for i, span in own]
         rest = math.prod(shape) - sum(x.size for x in parts)
         parts += [jnp.zeros((rest,), parts[0].dtype)] if rest else []
         buffers[name] = jax.lax.concatenate(parts, 0).reshape(shape)
@@ -179,12 +191,13 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
 
 
 def _leaves(packed: Packed) -> PyTree:
-    """The tree in the buffers, by one cut of each."""
-    leaves: list[Any] = [None] * len(packed.layout.runs)
-    for name, shape in packed.layout.shapes:
-        buffer, own = packed.buffers[name], packed.layout.within(name)
-        if own[0][1].is_whole:
-            leaves[own[0][0]] = buffer
+    """The tree in the buffers, by one split of each."""
+    layout = packed.layout
+    leaves: list[Any] = [None] * len(layout.runs)
+    for name, shape in layout.shapes:
+        buffer, own = packed.buffers[name], layout.within(name)
+        if (unpacked := layout.unpacked_leaf(name)) is not None:
+            leaves[unpacked] = buffer
             continue
         if _is_stand_in(buffer, shape):
             for i, _ in own:
@@ -196,52 +209,51 @@ def _leaves(packed: Packed) -> PyTree:
                 f"array of shape {shape}; map `unpack` over models as they were mapped over, and "
                 "for shapes alone call `jax.eval_shape(unpack, tree)`."
             )
-        sizes = [BLOCK * run.blocks for _, run in own]
+        sizes = [layout.width * span.num_blocks for _, span in own]
         rest = math.prod(shape) - sum(sizes)
-        parts = cutting.pieces(buffer.reshape(-1), (*sizes, *([rest] if rest else [])))
-        for (i, run), part in zip(own, parts[: len(own)], strict=True):
-            leaves[i] = blocks.leaf(run, part)
-    return packed.layout.structure.unflatten(leaves)
+        parts = splitting.split(buffer.reshape(-1), (*sizes, *([rest] if rest else [])))
+        for (i, span), part in zip(own, parts[: len(own)], strict=True):
+            leaves[i] = blocks.from_blocks(span, part, layout.width)
+    return layout.structure.unflatten(leaves)
 
 
 def _is_stand_in(x: Any, shape: tuple[int, ...]) -> bool:
-    """Whether `x` says that there is no array: `state.empty`, for leaves with no state."""
+    """Whether `x` is the empty array that stands for a leaf without state, `state.empty`."""
     return getattr(x, "shape", None) == (0,) != shape
 
 
 def _again(like: Packed, tree: PyTree) -> Packed:
-    """A tree of the structure and shapes of a layout, in buffers; of one dtype in each."""
+    """A tree of the structure and shapes of a layout, in buffers; each buffer of one dtype."""
     layout = like.layout
-    row = Row.of("pack", "tree", tree).with_arrays()
-    expected: list[Any] = [None] * len(row.leaves)
+    arg = ArgLeaves.from_tree("pack", "tree", tree).with_arrays()
+    expected: list[Any] = [None] * len(arg.leaves)
     for name, shape in layout.shapes:
         own, buffer = layout.within(name), like.buffers[name]
-        (first, run), *_ = own
-        if run.is_whole:
-            _check_whole(row, first, buffer)
-            expected[first] = buffer
+        if (unpacked := layout.unpacked_leaf(name)) is not None:
+            _check_unpacked(arg, unpacked, buffer)
+            expected[unpacked] = buffer
             continue
-        dtype = getattr(row.leaves[first], "dtype", None)
-        for i, run in own:
-            x = row.leaves[i]
-            if not checks.is_floating(x):
-                row.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
+        dtype = getattr(arg.leaves[own[0][0]], "dtype", None)
+        for i, span in own:
+            x = arg.leaves[i]
+            if not checks.is_inexact(x):
+                arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
             if x.dtype != dtype:
-                row.fail(i, TypeError, f"{checks.describe(x)}, expected {dtype} as beside it")
+                arg.fail(i, TypeError, f"{checks.describe(x)}, expected {dtype} as beside it")
             stands_in = _is_stand_in(buffer, shape)
-            expected[i] = jax.ShapeDtypeStruct((0,) if stands_in else run.place.shape, dtype)
-    for i, x in enumerate(row.leaves):
+            expected[i] = jax.ShapeDtypeStruct((0,) if stands_in else span.layers.shape, dtype)
+    for i, x in enumerate(arg.leaves):
         if layout.runs[i] is None and x is not None:
-            row.fail(i, TypeError, f"{checks.describe(x)}, expected None")
-    checks.same_shapes(row, row._replace(name="like", leaves=expected))
-    return fill(layout, list(row.leaves))
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected None")
+    checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
+    return fill(layout, list(arg.leaves))
 
 
-def _check_whole(row: Row, i: int, buffer: Any) -> None:
-    """A leaf that stays as it is: an array where there is one, of its kind."""
-    x = row.leaves[i]
-    floating = jnp.issubdtype(getattr(buffer, "dtype", np.int32), jnp.inexact)
+def _check_unpacked(arg: ArgLeaves, i: int, buffer: Any) -> None:
+    """A leaf that stays unpacked: an array where there is one, of its kind."""
+    x = arg.leaves[i]
+    inexact = jnp.issubdtype(getattr(buffer, "dtype", np.int32), jnp.inexact)
     if (x is None) != (buffer is None) or not (
-        x is None or (checks.is_numeric(x) and checks.is_floating(x) == floating)
+        x is None or (checks.is_numeric(x) and checks.is_inexact(x) == inexact)
     ):
-        row.fail(i, TypeError, f"{checks.describe(x)}, expected {checks.describe(buffer)}")
+        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {checks.describe(buffer)}")

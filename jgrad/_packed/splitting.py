@@ -1,10 +1,10 @@
-"""Many arrays out of one, so that XLA compiles few pieces of work for them.
+"""One vector in many pieces, so that XLA compiles few kernels for them.
 
-XLA's CPU backend compiles equal kernels once. But a cut at another place is another kernel, and so
-is all that it is fused into: the same layer, twelve times, compiles twelve times where its weights
-are cut from one buffer, and a thousand cuts take half a minute. So the pieces are cut where XLA
-does not look across, and many pieces of one size in two turns: some of them at a time, and then
-each of these in the same way.
+XLA's CPU backend compiles equal kernels once. But a slice at another offset is another kernel, and
+so is everything that it is fused into: a layer that occurs twelve times compiles twelve times where
+its weights are sliced from one buffer, and a thousand slices take half a minute. So the vector is
+split inside a branch, which XLA does not fuse across. Many pieces of one size are split in two
+turns: groups of them first, then each group in the same way.
 """
 
 import functools
@@ -17,63 +17,64 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
 
-_FEW = 8  # pieces of one size for which one turn is as good
+# Pieces of one size up to which one turn compiles as quickly as two; a kernel takes 5 to 10 ms.
+_FEW = 8
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def pieces(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+def split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     """The vector in pieces of these sizes, which add up to its own."""
-    return _pieces(x, sizes)
+    return _split(x, sizes)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _pieces(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+def _split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     groups = _groups(sizes)
-    found = _cut([x], [[size * count for size, count in groups]])
+    parts = _split_each([x], [[size * count for size, count in groups]])
     if len(groups) < len(sizes):
-        found = _cut(found, [[size] * count for size, count in groups])
-    return found
+        parts = _split_each(parts, [[size] * count for size, count in groups])
+    return parts
 
 
-@_pieces.defjvp
-def _pieces_jvp(sizes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
-    """In one turn: what JAX makes of a branch takes it long to trace, and this is as linear."""
-    return _pieces(*primals, sizes), jax.lax.split(tangents[0], sizes)
+@_split.defjvp
+def _split_jvp(sizes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+    """By one plain split: JAX takes long to trace the derivative of a branch."""
+    return _split(*primals, sizes), jax.lax.split(tangents[0], sizes)
 
 
 def _groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """What to cut in the first turn: (size, count) of pieces that stay together."""
+    """What to split off in the first turn: (size, count) of pieces that stay together."""
     starts = [i for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
-    found = []
+    groups = []
     for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
         step = math.isqrt(end - start) if end - start > _FEW else 1
-        found += [(sizes[start], min(step, end - i)) for i in range(start, end, step)]
-    return found
+        groups += [(sizes[start], min(step, end - i)) for i in range(start, end, step)]
+    return groups
 
 
-def _cut(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Array]:
+def _split_each(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Array]:
     """Each vector in pieces of its sizes."""
 
-    def cut(vectors: list[jax.Array]) -> list[jax.Array]:
-        each = zip(vectors, sizes, strict=True)
-        return [piece for x, own in each for piece in jax.lax.split(x, own)]
+    def plain(vectors: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(vectors, sizes, strict=True)
+        return [piece for x, own in pairs for piece in jax.lax.split(x, own)]
 
     def nothing(vectors: list[jax.Array]) -> list[jax.Array]:
-        # Zeros that depend on what is cut, as the pieces do: `shard_map` asks for that.
+        # Zeros computed from the vectors, as the pieces are: `shard_map` requires that.
         zero = numerics.zeros_like(_first(vectors))
         zeros = {size: jnp.broadcast_to(zero, (size,)) for own in sizes for size in own}
         return [zeros[size] for own in sizes for size in own]
 
-    def apart(vectors: list[jax.Array]) -> list[jax.Array]:
-        # Always true, but XLA does not see it, nor from outside what is in a branch.
+    def in_branch(vectors: list[jax.Array]) -> list[jax.Array]:
+        # The condition is always true, but XLA does not see that.
         number = _first(vectors).real.astype(jnp.float32)
         bits = jax.lax.bitcast_convert_type(number, jnp.uint32)
-        return jax.lax.cond((bits | 1) > 0, cut, nothing, vectors)
+        return jax.lax.cond((bits | 1) > 0, plain, nothing, vectors)
 
     if not any(x.size for x in vectors) or sum(map(len, sizes)) == len(vectors):
-        return cut(vectors)
-    # Elsewhere a branch would wait for the device.
-    return jax.lax.platform_dependent(vectors, cpu=apart, default=cut)
+        return plain(vectors)
+    # On other devices the host would wait for the condition.
+    return jax.lax.platform_dependent(vectors, cpu=in_branch, default=plain)
 
 
 def _first(vectors: list[jax.Array]) -> jax.Array:

@@ -1,10 +1,9 @@
-"""What is wrong with the arguments, said once, at trace time, by name.
+"""Checks of arguments, at trace time: they leave nothing in the compiled program.
 
 Every message names the function, the argument, the leaf's path, what came and what was expected.
-chex asserts what it has assertions for, which leaves nothing in the program; where it finds
-something, this file says what, since chex's own text about a tree is as long as the tree.
+chex makes the assertions that it has; this file writes the messages, since chex prints both trees.
 
-A `ValueError` is about structure, shape or value, a `TypeError` about what kind of thing was given.
+A `ValueError` is about structure, shape or value; a `TypeError` is about the kind of an object.
 """
 
 import math
@@ -64,8 +63,15 @@ def common_structure(function: str, **named: PyTree) -> trees.Aligned:
 # ---- leaves ------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
-    """The leaves of one argument, with what a message needs to name one of them."""
+class ArgLeaves(NamedTuple):
+    """The leaves of one argument, with what a message needs to name one of them.
+
+    Attributes:
+      function: the function or transformation that the user called.
+      name: the argument.
+      leaves: one entry per leaf; `None` is a leaf.
+      paths: returns the path of each leaf. Called for messages only.
+    """
 
     function: str
     name: str
@@ -73,26 +79,26 @@ class Row(NamedTuple):
     paths: Callable[[], Sequence[str]]
 
     @classmethod
-    def of(cls, function: str, name: str, tree: PyTree) -> "Row":
-        """The leaves of a tree under their own paths."""
+    def from_tree(cls, function: str, name: str, tree: PyTree) -> "ArgLeaves":
+        """The leaves of a tree, under their own paths."""
         return cls(function, name, trees.flatten(tree)[0], lambda: trees.paths(tree))
 
     @classmethod
-    def spread(
+    def from_prefix(
         cls, function: str, name: str, tree: PyTree, reference_name: str, reference: PyTree
-    ) -> "Row":
-        """A prefix of a tree with an entry for each of its leaves, under their paths."""
+    ) -> "ArgLeaves":
+        """A prefix of the reference, broadcast to it: an entry per leaf, under its path."""
         same_structure(function, name, tree, reference_name, reference, prefix=True)
         leaves = trees.broadcast(tree, reference)
         return cls(function, name, leaves, lambda: trees.paths(reference))
 
-    def with_arrays(self) -> "Row":
-        """The same with arrays of JAX for numbers and for arrays of NumPy."""
+    def with_arrays(self) -> "ArgLeaves":
+        """The same, with JAX arrays for numbers and for NumPy arrays."""
         arrays = [jnp.asarray(x) if is_number(x) or is_numeric(x) else x for x in self.leaves]
         return self._replace(leaves=arrays)
 
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
-        """Raises `function: argument relation at path: problem.`, looking the path up only now."""
+        """Raises `function: argument relation at path: problem.`"""
         place = f"{relation}{at(self.paths()[i])}"
         raise error(f"{self.function}: `{self.name}`{place}: {problem}.") from None  # not chex's
 
@@ -114,7 +120,7 @@ def describe(x: Any) -> str:
 
 
 def is_number(x: Any) -> bool:
-    """A real number that is known now: not an array, not traced, not a bool."""
+    """A concrete real number: not an array, not traced, not a bool."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
@@ -128,49 +134,49 @@ def is_numeric(x: Any) -> bool:
     return is_array(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)
 
 
-def is_floating(x: Any) -> bool:
-    """An array of floating or complex numbers."""
+def is_inexact(x: Any) -> bool:
+    """An array of floating or complex numbers, as `jnp.inexact` is."""
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = False) -> None:
     """No other leaves but `None`; with `real`, nothing complex or bool, and no bare `None`."""
-    row = Row.of(function, name, tree)
-    for i, x in enumerate(row.leaves):
+    arg = ArgLeaves.from_tree(function, name, tree)
+    for i, x in enumerate(arg.leaves):
         fits = is_number(x) or is_numeric(x) or (x is None and not (real and tree is None))
         if fits and real and is_array(x):
             fits = jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
         if not fits:
             expected = "a real array or a number" if real else "an array or a number"
-            row.fail(i, TypeError, f"{describe(x)}, expected {expected}")
+            arg.fail(i, TypeError, f"{describe(x)}, expected {expected}")
 
 
-def parameters(row: Row) -> list[Any]:
+def parameters(arg: ArgLeaves) -> list[Any]:
     """Parameters are arrays of any numbers or bools; `None` may be."""
-    for i, x in enumerate(row.leaves):
+    for i, x in enumerate(arg.leaves):
         if x is None:
             continue
         if not is_numeric(x):
             remedy = "leave other leaves out with `optax.masked` or `equinox.partition`"
-            row.fail(i, TypeError, f"{describe(x)}, expected an array of numbers; {remedy}")
-    return list(row.leaves)
+            arg.fail(i, TypeError, f"{describe(x)}, expected an array of numbers; {remedy}")
+    return list(arg.leaves)
 
 
-def none_together(weights: Row, gradient: Row, rows: Sequence[Row]) -> None:
-    """`None` is a missing gradient, or stands in all rows at once; it is no number."""
+def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgLeaves]) -> None:
+    """`None` is a missing gradient, or stands in all arguments at once; it is no number."""
     for i, (w, g) in enumerate(zip(weights.leaves, gradient.leaves, strict=True)):
         if w is None and g is not None:
             gradient.fail(i, TypeError, f"{describe(g)}, expected None, as `{weights.name}` is")
-        for row in rows if g is not None else ():
-            if row.leaves[i] is None:
-                row.fail(i, TypeError, "None, expected an array or a number")
+        for arg in others if g is not None else ():
+            if arg.leaves[i] is None:
+                arg.fail(i, TypeError, "None, expected an array or a number")
 
 
-def same_shapes(row: Row, reference: Row) -> None:
+def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
     both = [
         (i, x, r)
-        for i, (x, r) in enumerate(zip(row.leaves, reference.leaves, strict=True))
+        for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True))
         if x is not None and r is not None
     ]
     try:
@@ -178,10 +184,10 @@ def same_shapes(row: Row, reference: Row) -> None:
     except AssertionError:
         i, x, r = next((i, x, r) for i, x, r in both if x.shape != r.shape)
         problem = f"shape {x.shape}, expected {r.shape}"
-        row.fail(i, ValueError, problem, f" does not match `{reference.name}`")
+        arg.fail(i, ValueError, problem, f" does not match `{reference.name}`")
 
 
-def broadcastable(row: Row, reference: Row, *, rank_may_grow: bool = False) -> None:
+def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool = False) -> None:
     """Each leaf broadcasts to its reference without enlarging it; `None` matches everything."""
 
     def fits(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -191,25 +197,30 @@ def broadcastable(row: Row, reference: Row, *, rank_may_grow: bool = False) -> N
             return False
         return result == to or (rank_may_grow and math.prod(result) == math.prod(to))
 
-    for i, (x, r) in enumerate(zip(row.leaves, reference.leaves, strict=True)):
+    for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True)):
         if x is not None and r is not None and not fits(x.shape, r.shape):
             problem = f"shape {x.shape}, expected {r.shape} or one that broadcasts to it"
-            row.fail(i, ValueError, problem, f" does not broadcast to `{reference.name}`")
+            arg.fail(i, ValueError, problem, f" does not broadcast to `{reference.name}`")
 
 
-def same_kinds(row: Row, reference: Row) -> None:
+def is_of_kind(x: Any, reference: Any) -> bool:
+    """Complex exactly where the reference is."""
+    return bool(jnp.iscomplexobj(x) == jnp.iscomplexobj(reference))
+
+
+def same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Complex exactly where the reference is; `None` matches everything."""
-    for i, (x, r) in enumerate(zip(row.leaves, reference.leaves, strict=True)):
-        if x is not None and r is not None and jnp.iscomplexobj(x) != jnp.iscomplexobj(r):
+    for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True)):
+        if x is not None and r is not None and not is_of_kind(x, r):
             expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
             problem = f"{describe(x)}, expected {expected} beside {r.dtype}"
-            row.fail(i, TypeError, problem, f" does not match `{reference.name}`")
+            arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")
 
 
-def one_element(row: Row) -> None:
+def one_element(arg: ArgLeaves) -> None:
     """Each leaf has one element, whatever its rank; `None` passes."""
     try:
-        chex.assert_size([x for x in row.leaves if x is not None], 1)
+        chex.assert_size([x for x in arg.leaves if x is not None], 1)
     except AssertionError:
-        i, x = next((i, x) for i, x in enumerate(row.leaves) if x is not None and x.size != 1)
-        row.fail(i, ValueError, f"shape {x.shape}, expected one element")
+        i, x = next((i, x) for i, x in enumerate(arg.leaves) if x is not None and x.size != 1)
+        arg.fail(i, ValueError, f"shape {x.shape}, expected one element")

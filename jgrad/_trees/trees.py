@@ -1,11 +1,11 @@
-"""Trees side by side: a prefix stands for all that is below it, and `None` is a leaf.
+"""Trees side by side: a leaf of a prefix stands for a whole subtree, and `None` is a leaf.
 
-A functional update takes trees of different depth: one learning rate for all, one gradient for
-every leaf, a rate per layer. The finest tree among them sets the structure of the result, and each
-other tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning.
+A functional update takes trees of different depth: one learning rate for all leaves, one gradient
+for every leaf, a rate per layer. The finest tree sets the structure of the result, and every other
+tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ def is_none(x: Any) -> bool:
 
 
 def is_function(x: Any) -> bool:
-    """Whether to call `x`: a model of equinox is callable too, and a tree of what it holds."""
+    """Whether to call `x`. A model of equinox is callable too, but it is a tree."""
     is_leaf = isinstance(x, jax.tree_util.Partial) or jax.tree_util.all_leaves([x])
     return callable(x) and is_leaf
 
@@ -60,30 +60,42 @@ def is_prefix(prefix: PyTree, tree: PyTree) -> bool:
 def broadcast(prefix: PyTree, tree: PyTree) -> list[Any]:
     """For each leaf of `tree`, the leaf of `prefix` that stands for it."""
     leaves, structure = flatten(prefix)
-    counts = [flatten(subtree)[1].num_leaves for subtree in structure.flatten_up_to(tree)]
-    return [leaf for leaf, count in zip(leaves, counts, strict=True) for _ in range(count)]
+    return repeat(leaves, _counts(structure, tree))
 
 
 class Aligned(NamedTuple):
-    """The leaves of several trees, a row per tree, all in the structure of the finest."""
+    """Several trees as prefixes of the finest of them.
 
-    rows: list[list[Any]]
+    Attributes:
+      counts: for each tree, how many leaves of the finest each of its leaves stands for.
+      structure: of the finest tree.
+      finest: its position among the trees.
+    """
+
+    counts: list[list[int]]
     structure: Any
-    finest: int  # the position of the finest tree among those given
+    finest: int
 
 
 def align(*trees: PyTree) -> Aligned | None:
-    """The trees broadcast to the finest of them; None where none is as fine as all others."""
-    flat = [flatten(tree) for tree in trees]
-    for finest in sorted(range(len(trees)), key=lambda i: -flat[i][1].num_nodes):
-        tree, structure = trees[finest], flat[finest][1]
-        if all(s == structure or is_prefix(t, tree) for t, (_, s) in zip(trees, flat, strict=True)):
-            rows = [
-                leaves if s == structure else broadcast(t, tree)
-                for t, (leaves, s) in zip(trees, flat, strict=True)
-            ]
-            return Aligned(rows, structure, finest)
+    """The trees side by side; None where none of them is as fine as all others."""
+    structures = [flatten(tree)[1] for tree in trees]
+    for finest in sorted(range(len(trees)), key=lambda i: -structures[i].num_nodes):
+        tree, structure = trees[finest], structures[finest]
+        pairs = list(zip(trees, structures, strict=True))
+        if all(s == structure or is_prefix(t, tree) for t, s in pairs):
+            counts = [[1] * s.num_leaves if s == structure else _counts(s, tree) for _, s in pairs]
+            return Aligned(counts, structure, finest)
     return None
+
+
+def repeat(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    """Each leaf as often as it has leaves of a finer tree below it."""
+    return [leaf for leaf, count in zip(leaves, counts, strict=True) for _ in range(count)]
+
+
+def _counts(prefix: Any, tree: PyTree) -> list[int]:
+    return [flatten(subtree)[1].num_leaves for subtree in prefix.flatten_up_to(tree)]
 
 
 def differences(
@@ -104,8 +116,8 @@ def differences(
             yield from static_a.differences(static_b, f"{a_name}{here}", f"{b_name}{here}")
             return
         of_a, of_b = dict(inner_a), dict(inner_b)
-        for name, own, other in ((a_name, of_a, of_b), (b_name, of_b, of_a)):
-            for key in own:
+        for name, present, other in ((a_name, of_a, of_b), (b_name, of_b, of_a)):
+            for key in present:
                 if key not in other:
                     yield f"only {name} has {jax.tree_util.keystr((*path, key))}"
         for key in of_a:

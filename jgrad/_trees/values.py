@@ -1,6 +1,6 @@
-"""What is wrong with a value, said by name: options, numbers out of range, flags.
+"""Checks of single values: numbers in range, options, flags, names of mesh axes.
 
-As in `checks`: a `ValueError` is about the value, a `TypeError` about what kind of thing was given.
+As in `checks`, a `ValueError` is about the value, a `TypeError` about the kind of an object.
 """
 
 import math
@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._trees.checks import Row, describe, is_number
+from jgrad._trees.checks import ArgLeaves, describe, is_number
 from jgrad._trees.trees import PyTree
 
 
 def no_out(function: str, out: object) -> None:
-    """`out=` follows JAX's own convention: there for parity, never written to."""
+    """`out=` follows JAX's convention: accepted for parity, never written to."""
     if out is not None:
         raise NotImplementedError(
             f"{function}: `out` is not supported, since arrays in JAX are immutable. Use the "
@@ -29,13 +29,13 @@ def in_range(
 ) -> None:
     """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
     dtype = jnp.result_type(float)
-    row = Row.of(function, name, tree)
-    for i, x in enumerate(row.leaves):
+    arg = ArgLeaves.from_tree(function, name, tree)
+    for i, x in enumerate(arg.leaves):
         if is_number(x) and not low <= x < high:
             interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
-            row.fail(i, ValueError, f"{x}, expected a number in {interval}")
+            arg.fail(i, ValueError, f"{x}, expected a number in {interval}")
         if is_number(x) and abs(x) > float(jnp.finfo(dtype).max):
-            row.fail(i, ValueError, f"{describe(x)}, expected what {dtype} can hold")
+            arg.fail(i, ValueError, f"{describe(x)}, expected what {dtype} can hold")
 
 
 def count(function: str, name: str, value: Any, low: int = 1) -> None:
@@ -44,21 +44,6 @@ def count(function: str, name: str, value: Any, low: int = 1) -> None:
         raise TypeError(f"{function}: `{name}`: {describe(value)}, expected an int.")
     if not low <= value < 2**31:
         raise ValueError(f"{function}: `{name}`: {value}, expected a number in [{low}, 2^31).")
-
-
-def clamps(function: str, smallest: Any, largest: Any) -> None:
-    """The clamps of a trust ratio, in order as far as they are known now."""
-    if is_number(smallest) and is_number(largest) and not smallest <= largest:
-        raise ValueError(
-            f"{function}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, "
-            f"which is {largest}."
-        )
-
-
-def no_epsilon(function: str, epsilon: Any, rule: str) -> None:
-    """Ivy's rule for LARS has none."""
-    if rule == "ivy" and is_number(epsilon) and epsilon != 0:
-        raise ValueError(f"{function}: `epsilon`: {epsilon}, expected 0 with `rule='ivy'`.")
 
 
 def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -> None:
@@ -77,11 +62,11 @@ def flag(function: str, name: str, x: Any) -> None:
 
 def axis_names(function: str, name: str, value: Any) -> tuple[str, ...]:
     """The name of a mesh axis, or a tuple of different ones, as a tuple."""
-    found = value if isinstance(value, tuple) else (value,)
-    if not (found and all(isinstance(axis, str) for axis in found)):
+    names = value if isinstance(value, tuple) else (value,)
+    if not (names and all(isinstance(axis, str) for axis in names)):
         came = value if isinstance(value, tuple) else describe(value)
         expected = "an axis name or a tuple of names"
         raise TypeError(f"{function}: `{name}`: {came}, expected {expected}.")
-    if len(set(found)) < len(found):
+    if len(set(names)) < len(names):
         raise ValueError(f"{function}: `{name}`: {value}, expected different names.")
-    return found
+    return names

@@ -8,13 +8,15 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._inputs import methods
+from jgrad._arithmetic.apply import apply
+from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs.state import counter, zeros
-from jgrad._inputs.update import Leaves
-from jgrad._layers import layer_axes as places
+from jgrad._inputs.update import Update
+from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inner as wrapping
+from jgrad._wrappers import wrapped
+from jgrad._wrappers.finite import agreed, all_finite
 from jgrad._wrappers.master_weights import MasterState
 
 _NAME = "accumulate"
@@ -38,6 +40,15 @@ class AccumulateState(NamedTuple):
     inner: PyTree
 
 
+AccumulateState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+@on_leaf(arrays=2)
+def _add_if(total: jax.Array, g: jax.Array, use: jax.Array) -> jax.Array:
+    """t + g where `use` is not 0, else t; saturated"""
+    return jnp.where(use != 0, numerics.saturated(total + g, total, g), total)
+
+
 def accumulate(
     tx: optax.GradientTransformation,
     every: int,
@@ -51,38 +62,38 @@ def accumulate(
         updates = tx(total' / count)  at the end of a window, and 0 before
 
     A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
-    finite mini-batch updates nothing. A gradient None adds nothing to its leaf, which is left alone
-    where that is the gradient of the call that closes the window. A sum beyond the largest number
-    counts as that number.
+    finite mini-batch updates nothing. A gradient None adds nothing to its leaf; if it is that of
+    the call that closes the window, the leaf stays as it is. A sum that overflows is the largest
+    number.
 
-    Put clipping and `ema` inside, where they see means and updates, and loss scaling directly
-    outside, where it sees what is not finite:
-    `skip_nonfinite(accumulate(tx, every), loss_scale=...)`.
+    Put clipping and `ema` inside, where they see means and updates. Put loss scaling directly
+    outside, where it sees non-finite gradients: `skip_nonfinite(accumulate(tx, every),
+    loss_scale=...)`.
 
-    `update(..., emit=True)` closes the window with this call, for a last one that is not full;
-    `emit=False` says that this call does not, which compiles to a program without `tx`; by default,
-    the call that fills the window closes it. `emit` may be a traced bool. `finite=` says whether
-    the gradients are finite, where that is known already; it may be traced too.
+    `update(..., emit=True)` closes the window with this call, for a last window that is not full.
+    `emit=False` keeps it open, and compiles to a program without `tx`. By default the call that
+    fills the window closes it. `emit` may be a traced bool. `finite=` says whether the gradients
+    are finite, where that is known already; it may be traced too.
 
     Args:
-      tx: any transformation. It sees means in the dtype of the gradients, but for `master_weights`,
-        which sees them unrounded.
+      tx: any transformation. It sees means in the dtype of the gradients; `master_weights` sees
+        them unrounded.
       every: mini-batches per window, at least 1.
-      check_finite: False adds every gradient as it is. To look at a gradient before it is added
-        means to read it once more.
-      norm_axes: names of the mesh axes over which gradients are cut, inside `shard_map` or `pmap`,
-        as for `lars`: all devices then leave out the same mini-batches.
+      check_finite: False adds every gradient as it is. Checking a gradient before it is added reads
+        it once more.
+      norm_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
+        `pmap`, as for `lars`: all devices then leave out the same mini-batches.
 
     Returns:
       A transformation with state `AccumulateState(mini_step, count, skipped, total, inner)`.
 
     Raises:
       ValueError: `every` below 1.
-      TypeError: `tx` is no transformation, or `every` no int.
+      TypeError: `tx` is not a transformation, or `every` is not an int.
     """
-    tx = wrapping.inner(_NAME, tx)
+    tx = wrapped.transformation(_NAME, tx)
     values.count(_NAME, "every", every)
-    places.names(_NAME, norm_axes)
+    read_norm_axes(_NAME, norm_axes)
 
     def init(params: PyTree) -> AccumulateState:
         return AccumulateState(
@@ -102,40 +113,40 @@ def accumulate(
         finite: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
-        wrapping.check_state(_NAME, state, AccumulateState)
-        leaves = Leaves(_NAME, updates, params)
+        wrapped.check_state(_NAME, state, AccumulateState)
+        inputs = Update(_NAME, updates, params)
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
-        cut = wrapping.mesh_axes(leaves, norm_axes)
-        if not cut and wrapping.holds_shares(state.inner, leaves):
+        mesh_axes = wrapped.mesh_axes_of(inputs, norm_axes)
+        if not mesh_axes and wrapped.holds_shards(state.inner, inputs):
             remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `norm_axes`"
             raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
-        # Collectives inside of `tx` wait for all devices: they have to take the same branch.
-        emit, finite = wrapping.agreed(emit, cut), wrapping.agreed(finite, cut)
-        old = leaves.moment("state.total", state.total)
+        # Collectives inside `tx` wait for all devices, so all have to take the same branch.
+        emit, finite = agreed(emit, mesh_axes), agreed(finite, mesh_axes)
+        old = inputs.moment("state.total", state.total)
         if finite is None:
-            finite = wrapping.all_finite(leaves.g, cut) if check_finite else True
+            finite = all_finite(inputs.g, mesh_axes) if check_finite else True
         use = jnp.asarray(finite)
-        added = methods.apply(rules.add_if, old, leaves.g, use.astype(float))
-        total = leaves.moments(added, old)
+        added = apply(_add_if, old, inputs.g, use.astype(float))
+        total = inputs.moments(added, old)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
         skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
 
         def hold() -> tuple[PyTree, PyTree, PyTree]:
-            return leaves.zeros(), total, state.inner
+            return inputs.zeros(), total, state.inner
 
         def close() -> tuple[PyTree, PyTree, PyTree]:
-            means = methods.apply(rules.divide, added, count.astype(float))
+            means = apply(rules.divide, added, count.astype(float))
             if not isinstance(state.inner, MasterState):
-                pairs = zip(means, leaves.g, strict=True)
+                pairs = zip(means, inputs.g, strict=True)
                 means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
-            mean = leaves.gradients(means)
+            mean = inputs.gradients(means)
             steps, inner = tx.update(mean, state.inner, params, **extra_args)
             return (
-                leaves.directions(trees.flatten(steps)[0]),
+                inputs.directions(trees.flatten(steps)[0]),
                 _nothing(state.total),
-                wrapping.in_dtypes(inner, state.inner),
+                wrapped.in_dtypes(inner, state.inner),
             )
 
         if emit is None:
@@ -161,5 +172,5 @@ def without_window(state: AccumulateState) -> AccumulateState:
 
 
 def _nothing(total: PyTree) -> PyTree:
-    """The sum of no gradients."""
+    """The sum of an empty window."""
     return trees.map_leaves(numerics.zeros_like, total)

@@ -6,14 +6,34 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._inputs import methods, options
-from jgrad._inputs.options import Scalar
-from jgrad._layers import layer_axes as places
-from jgrad._packed import arrays as slots
-from jgrad._packed import packing
+from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.apply import apply
+from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._inputs import numbers
+from jgrad._inputs.numbers import Scalar
+from jgrad._layers import trust
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_norm_axes
+from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees
-from jgrad._trees.checks import Row
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
+
+
+@on_leaf(arrays=2)
+def _ratio(
+    mantissa: jax.Array, scale: jax.Array, largest: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """min(1, largest / norm), norm = mantissa scale, as its square root twice.
+
+    NaN for infinite norms. The ratio itself may vanish where its product with a gradient is an
+    ordinary number.
+    """
+    above = ~(mantissa * scale <= largest)  # of NaN too
+    safe = jnp.where(above, mantissa, jnp.ones_like(mantissa))
+    factor = numerics.safe_sqrt(largest) / jnp.sqrt(safe) / jnp.sqrt(scale)
+    factor = jnp.where(mantissa == jnp.inf, jnp.full_like(factor, jnp.nan), factor)
+    factor = jnp.where(above, factor, jnp.ones_like(factor))
+    return factor, factor
 
 
 def clip_by_global_norm(
@@ -24,8 +44,8 @@ def clip_by_global_norm(
         updates' = min(1, max_norm / |updates|) updates
 
     with |.| the 2-norm over all leaves, computed without overflow or underflow, as in
-    `global_norm`. Where one is NaN or infinite all become NaN, for `skip_nonfinite` to see. Dtypes
-    are kept; integer leaves, float0 and None pass.
+    `global_norm`. Where one update is NaN or infinite all become NaN, so that `skip_nonfinite` sees
+    it. Dtypes are kept; integer leaves, float0 and None pass.
 
     Args:
       max_norm: in [0, inf).
@@ -42,8 +62,8 @@ def clip_by_global_norm(
       (2013), algorithm 1.
     """
     name = "clip_by_global_norm"
-    options.scalar(name, "max_norm", max_norm)
-    places.names(name, norm_axes)
+    numbers.scalar(name, "max_norm", max_norm)
+    read_norm_axes(name, norm_axes)
 
     def init(params: PyTree) -> optax.EmptyState:
         return optax.EmptyState()
@@ -51,13 +71,13 @@ def clip_by_global_norm(
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, optax.EmptyState]:
-        row, own = _floating(name, "updates", updates)
-        clipped = methods.clip(
-            own, options.scalar(name, "max_norm", max_norm), _places(row, updates, norm_axes)
-        )
+        arg, inexact = _inexact(name, "updates", updates)
+        norm = trust.global_norm(inexact, _layers(arg, updates, norm_axes))
+        factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
+        clipped = apply(rules.scale_by, inexact, *factors)
         leaves = [
             x if new is None else new.astype(x.dtype)
-            for x, new in zip(row.leaves, clipped, strict=True)
+            for x, new in zip(arg.leaves, clipped, strict=True)
         ]
         return trees.flatten(updates)[1].unflatten(leaves), state
 
@@ -69,8 +89,8 @@ def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
 
         norm = sqrt(sum over leaves and elements of |x|^2)
 
-    Neither overflows nor underflows on the way, in float32 or wider; its derivative at zero is
-    zero. A norm beyond the largest number is infinite.
+    No intermediate overflows or underflows, in float32 or wider; the derivative at zero is zero. A
+    norm above the largest number is infinite.
 
     Args:
       tree: floating or complex leaves; others, and None, do not count.
@@ -80,34 +100,31 @@ def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
       A scalar, float32, or float64 where a leaf is.
 
     Raises:
-      TypeError: a leaf that is no array.
-      ValueError: `norm_axes` that do not fit.
+      TypeError: a leaf is not an array.
+      ValueError: `norm_axes` does not fit the tree.
     """
-    row, own = _floating("global_norm", "tree", tree)
-    norm = methods.global_norm(own, _places(row, tree, norm_axes))
-    return norm.root * norm.unit
+    arg, inexact = _inexact("global_norm", "tree", tree)
+    norm = trust.global_norm(inexact, _layers(arg, tree, norm_axes))
+    return norm.mantissa * norm.scale
 
 
-def _floating(function: str, name: str, tree: PyTree) -> tuple[Row, list[Any]]:
+def _inexact(function: str, name: str, tree: PyTree) -> tuple[ArgLeaves, list[Any]]:
     """The leaves, and those that count, with `None` for the others."""
     without = trees.map_leaves(lambda x: None if _is_float0(x) else x, tree)
     checks.arrays_or_numbers(function, name, without)
-    row = Row.of(function, name, tree).with_arrays()
-    own = [
-        x if x is not None and jnp.issubdtype(x.dtype, jnp.inexact) else None for x in row.leaves
-    ]
-    return row, own
+    arg = ArgLeaves.from_tree(function, name, tree).with_arrays()
+    return arg, [x if checks.is_inexact(x) else None for x in arg.leaves]
 
 
 def _is_float0(x: Any) -> bool:
     return bool(getattr(x, "dtype", None) == jax.dtypes.float0)
 
 
-def _places(row: Row, tree: PyTree, norm_axes: PyTree) -> list[places.Place]:
+def _layers(arg: ArgLeaves, tree: PyTree, norm_axes: PyTree) -> list[LayerAxes]:
     """One layer for each array, since only the norm of all is asked for."""
-    names, shapes = places.names(row.function, norm_axes), packing.shapes(tree)
-    cut = Row.spread(row.function, "norm_axes", names, row.name, shapes)
-    none = cut._replace(leaves=[places.Axes()] * len(cut.leaves))
-    of_leaves = Row.of(row.function, row.name, shapes).with_arrays()
-    each = slots.in_arrays(slots.of(tree), cut, none, of_leaves)
-    return [places.Place(place.shape, cut=place.cut) for place in each]
+    names, shapes = read_norm_axes(arg.function, norm_axes), packing.shapes(tree)
+    sharded = ArgLeaves.from_prefix(arg.function, "norm_axes", names, arg.name, shapes)
+    stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
+    reference = ArgLeaves.from_tree(arg.function, arg.name, shapes).with_arrays()
+    layers = arrays.layer_axes_per_array(arrays.specs(tree), sharded, stacked, reference)
+    return [LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers]

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs import methods, options
-from jgrad._inputs.options import Scalar
+from jgrad._arithmetic.apply import apply
+from jgrad._inputs import numbers
+from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
-from jgrad._inputs.update import Leaves
+from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inner as wrapping
+from jgrad._wrappers import wrapped
 
 _NAME = "ema"
 
@@ -31,6 +33,9 @@ class EmaState(NamedTuple):
     average: PyTree
 
 
+EmaState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
 def ema(
     decay: Scalar | Callable[[jax.Array], Any],
 ) -> optax.GradientTransformationExtraArgs:
@@ -38,10 +43,11 @@ def ema(
 
         average' = decay average + (1 - decay) (w + updates)
 
-    It starts at the first parameters, so that no correction of its start is needed. Put it last in
-    `optax.chain`, where the updates are those that will be applied, and the chain inside of
-    `accumulate`, `skip_nonfinite` and `master_weights`: there it averages once per update, and the
-    float32 copies. `optax.tree.get(state, "average")` reads it. Integer leaves are copied.
+    The average starts at the first parameters, so that its start needs no correction. Put `ema`
+    last in `optax.chain`, where the updates are those that will be applied. Put the chain inside
+    `accumulate`, `skip_nonfinite` and `master_weights`: there `ema` averages once per update, and
+    averages the float32 copies. `optax.tree.get(state, "average")` reads the average. Integer
+    leaves are copied.
 
     Args:
       decay: in [0, 1), or a function of the number of updates done (0 at the first), such as
@@ -58,40 +64,40 @@ def ema(
       the exponential form of Tarvainen and Valpola (2017), section 2.
     """
     if not callable(decay):
-        options.beta(_NAME, "decay", decay)
+        numbers.beta(_NAME, "decay", decay)
 
     def init(params: PyTree) -> EmaState:
-        row = checks.Row.of(_NAME, "params", params).with_arrays()
+        arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
         # Copies, so that parameters and state can be donated together.
         leaves = [
-            None if p is None else jnp.array(wrapping.wide(p), copy=True)
-            for p in checks.parameters(row)
+            None if p is None else jnp.array(wrapped.wide(p), copy=True)
+            for p in checks.parameters(arg)
         ]
         return EmaState(counter(params), trees.flatten(params)[1].unflatten(leaves))
 
     def update(
         updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, EmaState]:
-        wrapping.check_state(_NAME, state, EmaState)
-        leaves = Leaves(_NAME, updates, params)
-        leaves.require_params("the average")
-        old = leaves.row("state.average", state.average)
-        checks.same_shapes(old, leaves.reference)
-        new = trees.flatten(wrapping.applied(params, updates))[0]
-        beta = options.beta(_NAME, "decay", decay(state.done) if callable(decay) else decay)
-        floating = [x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for x in old.leaves]
-        averaged = methods.apply(
+        wrapped.check_state(_NAME, state, EmaState)
+        inputs = Update(_NAME, updates, params)
+        inputs.require_params("the average")
+        old = inputs.like_reference("state.average", state.average)
+        checks.same_shapes(old, inputs.reference)
+        new = trees.flatten(wrapped.applied(params, updates))[0]
+        beta = numbers.beta(_NAME, "decay", decay(state.done) if callable(decay) else decay)
+        pairs = list(zip(new, map(checks.is_inexact, old.leaves), strict=True))
+        averaged = apply(
             rules.average,
-            [x if f else None for x, f in zip(new, floating, strict=True)],
-            [x if f else None for x, f in zip(old.leaves, floating, strict=True)],
+            [x if inexact else None for x, inexact in pairs],
+            list(old.leaves),
             beta.value,
             beta.complement,
         )
-        kept = [
-            a.astype(x.dtype) if f else n
-            for a, x, n, f in zip(averaged, old.leaves, new, floating, strict=True)
+        leaves = [
+            x if a is None else a.astype(o.dtype)
+            for a, x, o in zip(averaged, new, old.leaves, strict=True)
         ]
-        average = trees.flatten(params)[1].unflatten(kept)
+        average = trees.flatten(params)[1].unflatten(leaves)
         return updates, EmaState(optax.safe_increment(state.done), average)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,4 +1,4 @@
-"""Steps that are not finite are skipped; loss scaling for float16."""
+"""Steps that would make something non-finite are skipped; loss scaling for float16."""
 
 from typing import Any, NamedTuple
 
@@ -7,16 +7,17 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs import functional as arguments
-from jgrad._inputs import methods, options
-from jgrad._inputs.options import Scalar
+from jgrad._arithmetic.apply import apply
+from jgrad._inputs import numbers
+from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
-from jgrad._inputs.update import Leaves
-from jgrad._layers import layer_axes as places
+from jgrad._inputs.update import Update
+from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inner as wrapping
+from jgrad._wrappers import wrapped
 from jgrad._wrappers.accumulate import AccumulateState, without_window
+from jgrad._wrappers.finite import all_finite, stays_finite
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -39,6 +40,9 @@ class SkipState(NamedTuple):
     loss_scale: jax.Array
 
 
+SkipState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
 def skip_nonfinite(
     tx: optax.GradientTransformation,
     *,
@@ -46,7 +50,7 @@ def skip_nonfinite(
     growth_interval: int = 2000,
     norm_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Leaves parameters and state alone where a step would make something not finite.
+    """Rejects every step that would make parameters or state non-finite.
 
         step     = tx(g / loss_scale)
         updates  = step if g and step are finite, and the new state and w + step stay so, else 0
@@ -57,15 +61,15 @@ def skip_nonfinite(
     each `growth_interval` finite steps in a row, up to 2^125; `tx` sees gradients in float32 or
     wider. Put clipping inside, so that it sees gradients without the scale.
 
-    Directly around `accumulate`, a mini-batch that is not finite is left out of its window, which
-    goes on and closes as usual; a window whose update is not finite is lost as a whole.
+    Directly around `accumulate`, a non-finite mini-batch is left out of its window, which continues
+    and closes as usual. A window whose update is non-finite is dropped as a whole.
 
     Args:
       tx: any transformation.
       loss_scale: first scale of the loss, in [1, inf), such as 2**15; None for no scaling.
       growth_interval: finite steps until the scale doubles, at least 1.
-      norm_axes: names of the mesh axes over which leaves are cut, inside `shard_map` or `pmap`, as
-        for `lars`: all devices then skip the same steps.
+      norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
+        as for `lars`: all devices then skip the same steps.
 
     Returns:
       A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
@@ -76,15 +80,15 @@ def skip_nonfinite(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
-    tx = wrapping.inner(_NAME, tx)
-    places.names(_NAME, norm_axes)
+    tx = wrapped.transformation(_NAME, tx)
+    read_norm_axes(_NAME, norm_axes)
     values.count(_NAME, "growth_interval", growth_interval)
     if loss_scale is not None:
-        values.in_range(_NAME, "loss_scale", arguments.known(loss_scale), low=1.0)
-        options.scalar(_NAME, "loss_scale", loss_scale)
+        values.in_range(_NAME, "loss_scale", numbers.as_python_number(loss_scale), low=1.0)
+        numbers.scalar(_NAME, "loss_scale", loss_scale)
 
     def init(params: PyTree) -> SkipState:
-        scale = 1.0 if loss_scale is None else options.scalar(_NAME, "loss_scale", loss_scale)
+        scale = 1.0 if loss_scale is None else numbers.scalar(_NAME, "loss_scale", loss_scale)
         one = counter(params, 1).astype(jnp.float32)
         scale = one * jnp.asarray(scale, jnp.float32)
         return SkipState(counter(params), tx.init(params), counter(params), scale)
@@ -92,25 +96,25 @@ def skip_nonfinite(
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
-        wrapping.check_state(_NAME, state, SkipState)
-        leaves = Leaves(_NAME, updates, params)
-        cut = wrapping.mesh_axes(leaves, norm_axes)
+        wrapped.check_state(_NAME, state, SkipState)
+        inputs = Update(_NAME, updates, params)
+        mesh_axes = wrapped.mesh_axes_of(inputs, norm_axes)
         given = updates
         if loss_scale is not None:
-            given = leaves.gradients(methods.apply(rules.divide, leaves.g, state.loss_scale))
-        finite = wrapping.all_finite(leaves.g, cut)
+            given = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
+        finite = all_finite(inputs.g, mesh_axes)
         accumulates = isinstance(state.inner, AccumulateState)
         if accumulates:
             known = extra_args.get("finite")
             values.flag(_NAME, "finite", known)
             finite = extra_args["finite"] = finite if known is None else finite & known
         steps, inner = tx.update(given, state.inner, params, **extra_args)
-        steps = leaves.directions(trees.flatten(steps)[0])
-        works = wrapping.all_finite(steps, cut) & wrapping.stays_finite(inner, state.inner, cut)
+        steps = inputs.directions(trees.flatten(steps)[0])
+        works = all_finite(steps, mesh_axes) & stays_finite(inner, state.inner, mesh_axes)
         if params is not None:
-            works &= wrapping.stays_finite(wrapping.applied(params, steps), params, cut)
+            works &= stays_finite(wrapped.applied(params, steps), params, mesh_axes)
         finite &= works
-        # Where only a window is in the way, it goes: kept, it would be in the way of all to come.
+        # A window whose update is non-finite is dropped: kept, it would make the next ones so too.
         kept = state.inner
         if accumulates:
             kept = without_window(kept)._replace(skipped=inner.skipped)
@@ -119,9 +123,9 @@ def skip_nonfinite(
         scale = state.loss_scale
         if loss_scale is not None:
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
-        return wrapping.choose(use, steps, leaves.zeros()), SkipState(
+        return wrapped.choose(use, steps, inputs.zeros()), SkipState(
             jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
-            wrapping.choose(use, inner, kept),
+            wrapped.choose(use, inner, kept),
             streak,
             scale,
         )

@@ -1,5 +1,7 @@
-"""Where the state of a transformation lives, for parameters that are spread over a mesh."""
+"""The sharding of each array of a state, for parameters on a mesh."""
 
+import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -7,10 +9,15 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jgrad._packed import layouts
+from jgrad._packed import packing
+from jgrad._packed.packing import Packed
 from jgrad._trees import checks, trees, values
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inner as wrapping
+from jgrad._wrappers import wrapped
+
+# A path in a tree, as JAX gives it.
+Path = tuple[Any, ...]
 
 _NAME = "state_shardings"
 
@@ -24,10 +31,10 @@ def state_shardings(
 ) -> PyTree:
     """The sharding of each array of a state: moments follow their parameters.
 
-        sharding(mw[leaf]) = sharding(vw[leaf]) = sharding(w[leaf]);  all else is on every device
+        sharding(mw[leaf]) = sharding(vw[leaf]) = sharding(w[leaf]);  all else is replicated
 
-    With `cut_over`, they are cut once more, so that each device along that axis has a share of the
-    state: ZeRO-1.
+    With `cut_over`, moments are sharded over one more mesh axis, so that each device along it has
+    1/n of the state: ZeRO-1.
 
     For `jax.jit(tx.init, out_shardings=...)`, for the `out_shardings` of a train step, and for
     restoring a checkpoint.
@@ -37,24 +44,24 @@ def state_shardings(
       params: arrays, or `jax.ShapeDtypeStruct`s.
       params_shardings: tree of `jax.sharding.NamedSharding`, or a prefix of one; None for those of
         `params`.
-      cut_over: a mesh axis, or a tuple of axes, over which moments are cut as well, along the first
-        axis of each array that can be divided further. Those that cannot lie as their parameters
-        do, and so do those of parameters that are cut over it already. Under `jit`, give the
-        result to `out_shardings`, with the shardings of the parameters; in `shard_map` and `pmap`,
-        see `zero`.
+      cut_over: a mesh axis, or a tuple of axes, over which moments are sharded as well, along the
+        first axis of each array that can be divided further; packed buffers along rows. An array
+        that cannot be divided, or whose parameter is sharded over it already, has the sharding of
+        its parameter. Under `jit`, give the result to `out_shardings`, with the shardings of the
+        parameters; in `shard_map` and `pmap`, see `zero`.
 
     Returns:
       A tree like the state, with a sharding for each array.
 
     Raises:
-      TypeError: something that is not a NamedSharding, or `tx` is no transformation.
+      TypeError: something is not a NamedSharding, or `tx` is not a transformation.
       ValueError: trees of different structure, a sharding that does not fit its parameter, or a
         mesh without such an axis.
 
     Source: for `cut_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
       Parameter Models" (2020), section 5.1.
     """
-    tx = wrapping.inner(_NAME, tx)
+    tx = wrapped.transformation(_NAME, tx)
     axes = () if cut_over is None else values.axis_names(_NAME, "cut_over", cut_over)
     if params_shardings is None:
         name = "params"
@@ -62,53 +69,109 @@ def state_shardings(
     else:
         name = "params_shardings"
         checks.same_structure(_NAME, name, params_shardings, "params", params, prefix=True)
-    leaves, _ = trees.flatten(params)
+    leaves, structure = trees.flatten(params)
     given = trees.broadcast(params_shardings, params)
-    row = checks.Row.of(_NAME, name, params)
-    for i, (p, x) in enumerate(zip(leaves, given, strict=True)):
+    _check(ArgLeaves.from_tree(_NAME, name, params), leaves, given, axes)
+    meshes = [x.mesh for x in given if x is not None]
+    if not meshes:
+        raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")
+    placed = [
+        None if p is None else _Placed(p.shape, x) for p, x in zip(leaves, given, strict=True)
+    ]
+    replicated = NamedSharding(meshes[0], PartitionSpec())
+    return _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
+        jax.eval_shape(tx.init, params)
+    )
+
+
+def _check(arg: ArgLeaves, leaves: list[Any], shardings: list[Any], axes: tuple[str, ...]) -> None:
+    """Each parameter has a sharding that fits it, on a mesh that has the axes."""
+    for i, (p, x) in enumerate(zip(leaves, shardings, strict=True)):
         if p is None:
             continue
         if not isinstance(x, NamedSharding):
-            row.fail(i, TypeError, f"sharding {x!r}, expected a NamedSharding")
+            arg.fail(i, TypeError, f"sharding {x!r}, expected a NamedSharding")
         try:
             x.shard_shape(p.shape)
         except (ValueError, IndexError):
-            row.fail(i, ValueError, f"{x.spec}, expected a spec that fits shape {p.shape}")
+            arg.fail(i, ValueError, f"{x.spec}, expected a spec that fits shape {p.shape}")
         for axis in axes:
             if axis not in x.mesh.axis_names:
                 expected = f"one of the axes of the mesh, {', '.join(map(repr, x.mesh.axis_names))}"
                 raise ValueError(f"{_NAME}: `cut_over`: {axis!r}, expected {expected}.")
-    meshes = [x.mesh for x in given if x is not None]
-    if not meshes:
-        raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")
-    everywhere = NamedSharding(meshes[0], PartitionSpec())
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=trees.is_none)]
-    named = {jax.tree_util.DictKey(layouts.whole_name(i)): path for i, path in enumerate(paths)}
-    own = {path: (p, x) for path, p, x in zip(paths, leaves, given, strict=True) if p is not None}
-
-    def find(path: tuple[Any, ...], part: Any) -> Sharding:
-        """That of the parameter whose path ends the path in the state, if the shapes agree.
-
-        Where `pack_small` leaves one as it is, a buffer has a name that says which.
-        """
-        in_buffer = path[-2:-1] == (jax.tree_util.GetAttrKey("buffers"),)
-        rows = in_buffer and not layouts.is_whole_name(path[-1].key)
-        ends = [path[start:] for start in range(len(path) + 1)]
-        if in_buffer and path[-1] in named:
-            ends.append(named[path[-1]])
-        for end in ends:
-            if end in own:
-                p, sharding = own[end]
-                return _cut(sharding, p.shape, axes, rows) if part.shape == p.shape else everywhere
-        return everywhere
-
-    return jax.tree_util.tree_map_with_path(find, jax.eval_shape(tx.init, params))
 
 
-def _cut(
-    sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str, ...], rows: bool
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A parameter: its shape and its sharding."""
+
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+
+
+class _Shardings:
+    """Finds for each array of a state the parameter that it follows.
+
+    Args:
+      params: the tree of `_Placed`.
+      leaves: its leaves, `None` among them.
+      replicated: the sharding of everything that follows no parameter.
+      axes: mesh axes over which the state is sharded further.
+    """
+
+    def __init__(
+        self,
+        params: PyTree,
+        leaves: list[_Placed | None],
+        replicated: NamedSharding,
+        axes: tuple[str, ...],
+    ) -> None:
+        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=packing.is_packed)
+        self._nodes = dict(nodes)
+        self._leaves, self._replicated, self._axes = leaves, replicated, axes
+
+    def of_state(self, state: PyTree) -> PyTree:
+        """The sharding of each array of a state."""
+
+        def of_node(path: Path, x: Any) -> Any:
+            return self._of_packed(path, x) if packing.is_packed(x) else self._of_array(path, x)
+
+        return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=packing.is_packed)
+
+    def _followed(self, path: Path) -> Any:
+        """The parameter, or packed part of the parameters, whose path ends a path in the state."""
+        ends = (path[start:] for start in range(len(path) + 1))
+        return next((self._nodes[end] for end in ends if end in self._nodes), None)
+
+    def _of_array(self, path: Path, x: Any) -> Sharding:
+        node = self._followed(path)
+        return self._like(node if isinstance(node, _Placed) else None, x, rows_only=False)
+
+    def _of_packed(self, path: Path, packed: Packed) -> Packed:
+        """The shardings of buffers: those of packed parameters, or of what `pack_small` packed."""
+        node, layout = self._followed(path), packed.layout
+        shardings = {}
+        for name, buffer in packed.buffers.items():
+            leaf = layout.unpacked_leaf(name)
+            if packing.is_packed(node):
+                followed = node.buffers.get(name)
+            else:
+                followed = None if leaf is None else self._leaves[leaf]
+            like = functools.partial(self._like, followed, rows_only=leaf is None)
+            shardings[name] = jax.tree.map(like, buffer)
+        return Packed(shardings, layout)
+
+    def _like(self, followed: _Placed | None, x: Any, *, rows_only: bool) -> NamedSharding:
+        """The sharding of the parameter, sharded further, where the shapes agree."""
+        if followed is None or followed.shape != x.shape:
+            return self._replicated
+        return _sharded_further(followed.sharding, x.shape, self._axes, rows_only=rows_only)
+
+
+def _sharded_further(
+    sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str, ...], *, rows_only: bool
 ) -> NamedSharding:
-    """Cut over more mesh axes, along the first axis of the array that can be; `rows`, no other."""
+    """Sharded over more mesh axes, along the first axis of the array that can be divided."""
     missing = len(shape) - len(sharding.spec)
     parts = [
         part if isinstance(part, tuple) else () if part is None else (part,)
@@ -117,8 +180,8 @@ def _cut(
     if not axes or 0 in shape or any(axis in part for axis in axes for part in parts):
         return sharding
     devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    for i, here in enumerate(sharding.shard_shape(shape)[: 1 if rows else None]):
-        if here % devices == 0:
+    for i, size in enumerate(sharding.shard_shape(shape)[: 1 if rows_only else None]):
+        if size % devices == 0:
             parts[i] = (*parts[i], *axes)
             spec = [part[0] if len(part) == 1 else part or None for part in parts]
             while spec[-1] is None:

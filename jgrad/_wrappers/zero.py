@@ -1,18 +1,17 @@
-"""ZeRO-1: each device keeps, and updates, a share of the state."""
+"""ZeRO-1: each device keeps and updates a shard of the state."""
 
 import dataclasses
 from typing import Any
 
 import optax
 
-from jgrad._inputs.update import Leaves
-from jgrad._packed import arrays as slots
-from jgrad._packed import collectives, packing
-from jgrad._packed.rows import Share
+from jgrad._inputs.update import Update
+from jgrad._packed import arrays, packing, shard
+from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees, values
-from jgrad._trees.checks import Row
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inner as wrapping
+from jgrad._wrappers import wrapped
 
 _NAME = "zero"
 
@@ -20,83 +19,83 @@ _NAME = "zero"
 def zero(
     tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation whose state is cut over devices, for packed parameters that are on each.
+    """A transformation whose state is sharded over devices, for replicated packed parameters.
 
         g_i     = rows i of the mean of g over devices         one reduce-scatter per dtype
         u_i     = tx(g_i, state_i, w_i)                        1/n of the state and of the work
         updates = u_1, ..., u_n                                one all-gather per dtype
 
     For `shard_map` and `pmap`. It takes the mean over devices itself: give it the gradient of each
-    device's own loss. The numbers are those of `tx` with `pmean`, where each element is treated by
-    itself bit for bit, if reduce-scatter and all-reduce add up in one order, as on CPUs; LARS, LAMB
-    and clipping see norms of whole layers, by a few small all-reduces more.
+    device's own loss. The numbers are those of `tx` with `pmean`: in float32, bit for bit for
+    elementwise methods, if reduce-scatter and all-reduce add in one order, as on CPUs. LARS, LAMB
+    and clipping see norms of whole layers, at the cost of a few small all-reduces.
 
-    Everything belongs inside, where it sees means: `zero(accumulate(master_weights(tx), 4),
-    "data")`. What keeps arrays like the parameters, such as `accumulate` and `ema`, can stand
-    around it under `pmap` alone, with `norm_axes=axis_name` where it is to be had, so that all
+    Put every other wrapper inside, where it sees means: `zero(accumulate(master_weights(tx), 4),
+    "data")`. A wrapper with arrays like the parameters, such as `accumulate` or `ema`, may wrap
+    `zero` only under `pmap`; pass `norm_axes=axis_name` if the wrapper takes it, so that all
     devices skip the same steps.
 
     Pack for n devices: `pack(params, multiple_of=n)`. Outside of `shard_map` and `pmap`, `init`
-    makes the whole state, to be cut as `state_shardings(tx, params, cut_over=axis_name)` says;
-    inside, it makes this device's share. A checkpoint of `unpack(state)` fits any number of
+    returns the whole state, to be sharded as `state_shardings(tx, params, cut_over=axis_name)`
+    says; inside, it returns this device's shard. A checkpoint of `unpack(state)` fits any number of
     devices, and `tx` alone.
 
-    Under `shard_map` with `check_vma=True`, `jax.grad` by parameters that are the same on all
-    devices sums gradients over them unasked, and `zero` refuses them. Differentiate by
-    `jax.lax.pcast(params, axis_name, to="varying")` (`jax.lax.pvary` in JAX 0.7), or choose
+    Under `shard_map` with `check_vma=True`, `jax.grad` with respect to replicated parameters sums
+    gradients over devices by itself, and `zero` refuses such gradients. Differentiate with respect
+    to `jax.lax.pcast(params, axis_name, to="varying")` (`jax.lax.pvary` in JAX 0.7), or choose
     `check_vma=False`.
 
-    Half-precision gradients are summed in their dtype; cast them to float32 before, if that is not
+    Half-precision gradients are summed in their dtype; cast them to float32 first if that is not
     enough.
 
     Args:
-      tx: any transformation of this library, or any other that works element by element and makes 0
-        of 0.
-      axis_name: the mesh axis over which the state is cut, or a tuple of axes.
+      tx: any transformation of this library, or any other that treats each element by itself and
+        maps 0 to 0.
+      axis_name: the mesh axis over which the state is sharded, or a tuple of axes.
 
     Returns:
       A transformation with the state of `tx`. Parameters are `Packed`, or trees of them.
 
     Raises:
-      TypeError: `tx` is no transformation, or `axis_name` no name.
+      TypeError: `tx` is not a transformation, or `axis_name` is not a name.
       ValueError: `axis_name` names an axis twice.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models" (2020), section 5.1, with the reduce-scatter of section 7.2.1.
     """
-    tx = wrapping.inner(_NAME, tx)
+    tx = wrapped.transformation(_NAME, tx)
     axes = values.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> Any:
-        share = collectives.share(axes)
-        _check_packed(Row.of(_NAME, "params", params), params, share)
-        if share is None:
+        own = shard.shard_over(axes)
+        _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, own)
+        if own is None:
             return tx.init(params)
-        return _whole(tx.init(_shared(params, share)))
+        return _with_shard(tx.init(_sliced(params, own)), None)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        share = collectives.share(axes)
-        if share is None:
+        own = shard.shard_over(axes)
+        if own is None:
             remedy = "call `update` inside `shard_map` or `pmap`; under `jit`, use `tx` alone"
             raise ValueError(f"{_NAME}: `axis_name`: no axis {axis_name!r} here; {remedy}.")
-        leaves = Leaves(_NAME, updates, params)
-        _check_packed(leaves.reference, leaves.tree, share)
-        _check_state(state, share)
-        given = leaves.row("updates", updates)
-        for i, g in enumerate(given.leaves):
-            if g is not None and collectives.is_known_to_be_equal(g, share):
-                given.fail(i, ValueError, f"the same on all devices along {axis_name!r}, {_SUMMED}")
-        mean = trees.map_leaves(lambda g: collectives.scattered_mean(g, share), updates)
+        inputs = Update(_NAME, updates, params)
+        _check_packed(inputs.reference, inputs.tree, own)
+        _check_state(state, own)
+        arg = inputs.like_reference("updates", updates)
+        for i, g in enumerate(arg.leaves):
+            if g is not None and shard.is_known_to_be_invariant(g, own):
+                arg.fail(i, ValueError, f"the same on all devices along {axis_name!r}, {_SUMMED}")
+        mean = trees.map_leaves(lambda g: shard.reduce_scatter_mean(g, own), updates)
         steps, new = tx.update(
-            _in_layouts(mean, share),
-            _in_layouts(state, share),
-            None if params is None else _shared(params, share),
+            _with_shard(mean, own),
+            _with_shard(state, own),
+            None if params is None else _sliced(params, own),
             **extra_args,
         )
-        steps = trees.map_leaves(lambda x: collectives.gathered(x, share), _whole(steps))
-        return steps, _whole(new)
+        steps = _with_shard(steps, None)
+        return trees.map_leaves(lambda x: shard.all_gather(x, own), steps), _with_shard(new, None)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -108,45 +107,44 @@ _SUMMED = (
 )
 
 
-def _in_layouts(tree: PyTree, share: Share | None) -> PyTree:
-    """The same buffers, as what they are: whole ones, or shares of them."""
-    return packing.with_layouts(tree, lambda layout: dataclasses.replace(layout, share=share))
+def _with_shard(tree: PyTree, own: Shard | None) -> PyTree:
+    """The same arrays under layouts that say which rows they are; None for all rows.
+
+    Outside of `tx` each array is whole, or sharded as its sharding says, and layouts do not say it.
+    """
+    return packing.with_layouts(tree, lambda layout: dataclasses.replace(layout, share=own))
 
 
-def _whole(tree: PyTree) -> PyTree:
-    """The same buffers for the world outside, where each array is cut or whole by its sharding."""
-    return _in_layouts(tree, None)
+def _sliced(params: PyTree, own: Shard) -> PyTree:
+    """This device's rows of replicated parameters."""
+    return _with_shard(trees.map_leaves(own.slice, params), own)
 
 
-def _shared(params: PyTree, share: Share) -> PyTree:
-    """This device's rows of parameters that are whole."""
-    return _in_layouts(trees.map_leaves(share.of, params), share)
-
-
-def _check_packed(params: Row, tree: PyTree, share: Share | None) -> None:
-    """Every array is a whole buffer of packed leaves, whose rows can be dealt out."""
-    for i, (x, slot) in enumerate(zip(params.leaves, slots.of(tree), strict=True)):
+def _check_packed(params: ArgLeaves, tree: PyTree, own: Shard | None) -> None:
+    """Every array is a whole buffer of packed leaves, whose rows can be sharded."""
+    for i, (x, spec) in enumerate(zip(params.leaves, arrays.specs(tree), strict=True)):
         if x is None:
             continue
-        if not slot.runs:
+        if not spec.is_buffer:
             packed = "a buffer of a `Packed`: `pack(params, multiple_of=devices)`"
             params.fail(i, TypeError, f"{checks.describe(x)}, expected {packed}")
-        if slot.is_whole:
+        if spec.is_unpacked:
             params.fail(i, TypeError, "a leaf as it is, expected a packed one: no `max_size`")
-        if x.shape != slot.shape:
-            expected = f"{slot.shape}: whole parameters on each device"
+        if x.shape != spec.shape:
+            expected = f"{spec.shape}: whole parameters on each device"
             params.fail(i, ValueError, f"shape {x.shape}, expected {expected}")
-        if share is not None and slot.shape[0] % share.devices:
-            remedy = f"`pack(params, multiple_of={share.devices})`"
-            problem = f"{slot.shape[0]} rows, expected a multiple of {share.devices} devices"
+        if own is not None and spec.shape[0] % own.devices:
+            remedy = f"`pack(params, multiple_of={own.devices})`"
+            problem = f"{spec.shape[0]} rows, expected a multiple of {own.devices} devices"
             params.fail(i, ValueError, f"{problem}: {remedy}")
 
 
-def _check_state(state: Any, share: Share) -> None:
-    """Each buffer is this device's share."""
-    row = Row.of(_NAME, "state", state)
-    for i, (x, slot) in enumerate(zip(row.leaves, slots.of(state), strict=True)):
-        here = slot._replace(share=share).shape_here
-        if slot.runs and getattr(x, "shape", None) == slot.shape != here:
+def _check_state(state: Any, own: Shard) -> None:
+    """Each buffer is this device's shard."""
+    arg = ArgLeaves.from_tree(_NAME, "state", state)
+    for i, (x, spec) in enumerate(zip(arg.leaves, arrays.specs(state), strict=True)):
+        expected = spec._replace(shard=own).local_shape
+        if spec.is_buffer and getattr(x, "shape", None) == spec.shape != expected:
             remedy = "cut it by the specs of `state_shardings`, or call `init` here"
-            row.fail(i, ValueError, f"shape {x.shape}, expected {here}, this device's; {remedy}")
+            problem = f"shape {x.shape}, expected {expected}, this device's; {remedy}"
+            arg.fail(i, ValueError, problem)

@@ -19,14 +19,14 @@ def nested_calls(jaxpr):
 
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
 def test_results_are_in_order(count):
-    """Shapes in turn, with gaps: each result is that of its own task."""
+    """Shapes in turn, with gaps: each result is that of its own call."""
     rng = np.random.default_rng(count)
     shapes = [(), (3,), (2, 2)]
     arrays = [jnp.asarray(rng.normal(size=shapes[i % 3]), jnp.float32) for i in range(count)]
-    tasks = [None if i % 5 == 4 else (double, (x,)) for i, x in enumerate(arrays)]
-    for x, task, y in zip(arrays, tasks, leafwise.run(tasks), strict=True):
-        assert (y is None) == (task is None)
-        if task is not None:
+    calls = [None if i % 5 == 4 else (double, (x,)) for i, x in enumerate(arrays)]
+    for x, call, y in zip(arrays, calls, leafwise.run(calls), strict=True):
+        assert (y is None) == (call is None)
+        if call is not None:
             np.testing.assert_array_equal(y, 2 * np.asarray(x))
 
 
@@ -57,8 +57,8 @@ def test_xla_inlines_every_call():
     assert " call(" not in compiled.as_text()
 
 
-def test_compiled_keeps_the_signature_and_static_options():
-    @leafwise.compiled
+def test_jit_static_kwargs_keeps_the_signature_and_static_options():
+    @leafwise.jit_static_kwargs
     def scale(x, *, by):
         """Documented."""
         assert isinstance(by, int)

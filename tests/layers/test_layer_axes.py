@@ -6,8 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._layers import layer_axes as places
-from jgrad._layers.layer_axes import Axes, Place
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes, read_norm_axes
 from tests.errors import assert_error
 
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
@@ -28,7 +27,7 @@ W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
     ],
 )
 def test_names(given, expected):
-    assert places.names("f", given) == expected
+    assert read_norm_axes("f", given) == expected
 
 
 @pytest.mark.parametrize(
@@ -41,14 +40,16 @@ def test_names(given, expected):
     ],
 )
 def test_indices(given, expected):
-    assert places.indices("f", given) == expected
+    assert read_layer_axes("f", given) == expected
 
 
-def test_place():
-    place = Place((4, 3, 2), stacked=(0, 2))
-    assert (place.layers, place.within, place.column) == (8, (1,), (4, 1, 2))
-    place = Place((4, 3))
-    assert (place.layers, place.within, place.column) == (1, (0, 1), ())
+def test_layers():
+    layers = LayerAxes((4, 3, 2), stacked=(0, 2))
+    assert (layers.num_layers, layers.within, layers.layer_size) == (8, (1,), 3)
+    assert layers.to_elements(jnp.arange(8)).shape == (4, 1, 2)
+    layers = LayerAxes((4, 3))
+    assert (layers.num_layers, layers.within, layers.layer_size) == (1, (0, 1), 12)
+    assert layers.to_elements(jnp.arange(1)).shape == ()
 
 
 def lamb(w, **options):

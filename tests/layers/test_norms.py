@@ -7,14 +7,14 @@ import pytest
 
 from jgrad._arithmetic import leafwise
 from jgrad._layers import norms
-from jgrad._layers.layer_axes import Place
+from jgrad._layers.layer_axes import LayerAxes
 
 
 def found_norms(*arrays):
     """The norms of arrays, by the function under test."""
-    places = [Place(x.shape) for x in arrays]
-    (columns,) = norms.layer_norms(places, [(leafwise.itself, (x,)) for x in arrays])
-    return norms.split(places, columns)
+    layers = [LayerAxes(x.shape) for x in arrays]
+    (batches,) = norms.layer_norms(layers, [(leafwise.identity, (x,)) for x in arrays])
+    return norms.split(layers, batches)
 
 
 def true_norm(x):
@@ -53,7 +53,7 @@ def test_mixed_precision(x64):
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 50])
 @pytest.mark.parametrize("small", [True, False])
-def test_columns(count, small):
+def test_batches(count, small):
     """Any number of layers, alike or not, in the usual and in the rescaled way."""
     rng = np.random.default_rng(count)
     shapes = [(4, 3) if i % 2 else (5,) for i in range(count)]
@@ -85,15 +85,15 @@ def test_functions_of_shared_scalars():
     a = jnp.float32(3.0)
     rng = np.random.default_rng(0)
     pairs = [jnp.asarray(1e-25 * rng.normal(size=(2, 6)), jnp.float32) for _ in range(5)]
-    places = [Place((6,))] * 5
+    layers = [LayerAxes((6,))] * 5
     first, second = norms.layer_norms(
-        places, [(f, (x, y, a)) for x, y in pairs], [(leafwise.itself, (x,)) for x, _ in pairs]
+        layers, [(f, (x, y, a)) for x, y in pairs], [(leafwise.identity, (x,)) for x, _ in pairs]
     )
-    for found, (x, y) in zip(norms.split(places, first), pairs, strict=True):
+    for found, (x, y) in zip(norms.split(layers, first), pairs, strict=True):
         np.testing.assert_allclose(
             found, float(true_norm(np.asarray(x, float) + 3 * np.asarray(y, float))), rtol=1e-5
         )
-    for found, (x, _) in zip(norms.split(places, second), pairs, strict=True):
+    for found, (x, _) in zip(norms.split(layers, second), pairs, strict=True):
         np.testing.assert_allclose(found, float(true_norm(x)), rtol=1e-5)
 
 
@@ -147,10 +147,10 @@ def test_stacked_layers(stacked, scale, count):
     rng = np.random.default_rng(0)
     spread = 10.0 ** rng.uniform(-2, 2, size=(count, 4, 3, 2))
     arrays = [jnp.asarray(scale * x * rng.normal(size=x.shape), jnp.float32) for x in spread]
-    places = [Place((4, 3, 2), stacked)] * count
-    (columns,) = norms.layer_norms(places, [(leafwise.itself, (x,)) for x in arrays])
-    within = places[0].within
-    for found, x in zip(norms.split(places, columns), arrays, strict=True):
+    layers = [LayerAxes((4, 3, 2), stacked)] * count
+    (batches,) = norms.layer_norms(layers, [(leafwise.identity, (x,)) for x in arrays])
+    within = layers[0].within
+    for found, x in zip(norms.split(layers, batches), arrays, strict=True):
         expected = np.sqrt(np.sum(np.asarray(x, np.longdouble) ** 2, axis=within, keepdims=True))
         np.testing.assert_allclose(found, np.asarray(expected, float), rtol=1e-6)
 
@@ -167,4 +167,4 @@ def test_norms_beyond_the_largest_number(dtype, x64):
 
 
 def test_global_norm_of_nothing():
-    assert norms.global_norm([], []) == norms.Parts(0, 1)
+    assert norms.global_norm([], []) == norms.ScaledNorm(0, 1)

@@ -4,8 +4,7 @@ import chex
 import hypothesis.extra.numpy as hnp
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jgrad
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgrad
-from jgrad._packed import layouts
+from jgrad._packed.layouts import layout_of
 from tests.errors import assert_error
 
 
@@ -25,16 +25,19 @@ def tree():
 
 
 def of(tree, *args, **options):
-    return layouts.of("pack", tree, *args, **options)[0]
+    return layout_of("pack", tree, *args, **options)[0]
 
 
 def test_sizes():
     """Each layer takes whole blocks."""
     layout = of(tree(), {"a": None, "b": None, "c": None, "d": 0})
     runs = {run.path: run for run in layout.runs if run is not None}
-    assert runs["['a']"].blocks == 3  # 600 of 768
-    assert runs["['c']"].blocks == 1
-    assert (runs["['d']"].per_layer, runs["['d']"].blocks) == (2, 8)  # four layers of 300
+    assert runs["['a']"].num_blocks == 3  # 600 of 768
+    assert runs["['c']"].num_blocks == 1
+    assert (runs["['d']"].blocks_per_layer, runs["['d']"].num_blocks) == (
+        2,
+        8,
+    )  # four layers of 300
     assert layout.shapes == (("bfloat16", (1, 256)), ("float32", (15, 256)))
 
 
@@ -43,8 +46,8 @@ def test_blocks_do_not_overlap_and_leaves_of_one_shape_are_neighbours():
     ends = 0
     for _, run in layout.within("float32"):
         assert run.start == ends
-        ends += run.blocks
-    shapes = [run.place.shape for _, run in layout.within("float32")]
+        ends += run.num_blocks
+    shapes = [run.layers.shape for _, run in layout.within("float32")]
     assert shapes == sorted(shapes)
 
 
@@ -53,7 +56,7 @@ def test_multiple_of():
 
 
 def test_max_size():
-    """Larger leaves stay as they are, under their paths."""
+    """Larger leaves stay unpacked, named by their index."""
     layout = of(tree(), None, 1, 600)
     assert dict(layout.shapes) == {
         "leaf 5": (4, 3, 100),

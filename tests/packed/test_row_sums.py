@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad._packed import row_sums as buffers
-from jgrad._packed.rows import Rows
+from jgrad._packed.rows import PackedLayers
 
 
 @pytest.mark.parametrize("padding", [0, 1])
@@ -19,11 +18,11 @@ def test_sums(rows, padding):
     x = rng.normal(size=(rows, 256))
     column = rng.uniform(1, 2, size=(rows, 1))
     sizes = [rows // 3, 0, rows - rows // 3 - padding]
-    place = Rows((rows, 256), blocks=tuple(sizes))
+    layers = PackedLayers((rows, 256), blocks=tuple(sizes))
     x[sum(sizes) :] = 0  # padding
     f = lambda column, x, factor, none: factor * column * x**2
     arrays = (jnp.asarray(column, float), jnp.asarray(x, float), jnp.asarray(3.0), None)
-    found = jax.jit(lambda arrays: buffers.sums(f, place, arrays))(arrays)
+    found = jax.jit(lambda arrays: layers.sum(f, arrays))(arrays)
     ends = np.cumsum([0, *sizes])
     each = np.sum(3 * column * x**2, axis=1)
     expected = [each[i:j].sum() for i, j in itertools.pairwise(ends)]

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed.rows import Rows, Share
+from jgrad._packed.rows import PackedLayers
+from jgrad._packed.shard import Shard
 
 BLOCKS = (3, 0, 2, 1)  # rows of each layer; two rows behind them are padding
-WHOLE = Rows((8, 256), blocks=BLOCKS)
+WHOLE = PackedLayers((8, 256), blocks=BLOCKS)
 OWNERS = [0, 0, 0, 2, 2, 3, 3, 3]
-SHARE = Share(("i",), 4)
-PART = Rows((2, 256), blocks=BLOCKS, share=SHARE)
+SHARD = Shard(("i",), 4)
+PART = PackedLayers((2, 256), blocks=BLOCKS, shard=SHARD)
 
 
 def on_each(f):
@@ -23,25 +24,27 @@ def test_owners():
     np.testing.assert_array_equal(on_each(lambda: PART.owners).reshape(-1), OWNERS)
 
 
-def test_filled():
+def test_nonempty():
     """A layer that is elsewhere is not a layer of zeros."""
-    assert WHOLE.filled.tolist() == [True, False, True, True]
+    assert WHOLE.nonempty.tolist() == [True, False, True, True]
     expected = [[1, 0, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
-    np.testing.assert_array_equal(on_each(lambda: PART.filled), expected)
+    np.testing.assert_array_equal(on_each(lambda: PART.nonempty), expected)
 
 
 def test_numbers_of_layers():
     """Spread over rows, and read again where a layer has rows."""
     numbers = jnp.array([1.0, 2.0, 3.0, 4.0])
-    column = on_each(lambda: PART.spread(numbers))
-    np.testing.assert_array_equal(column.reshape(-1, 1), WHOLE.spread(numbers))
-    read = on_each(lambda: PART.collect(PART.spread(numbers)))
-    filled = on_each(lambda: PART.filled)
-    np.testing.assert_array_equal(read[filled], jnp.broadcast_to(numbers, (4, 4))[filled])
-    np.testing.assert_array_equal(WHOLE.collect(WHOLE.spread(numbers))[WHOLE.filled], [1, 3, 4])
-    np.testing.assert_array_equal(PART.collect(0.5), [0.5] * 4)
+    column = on_each(lambda: PART.to_elements(numbers))
+    np.testing.assert_array_equal(column.reshape(-1, 1), WHOLE.to_elements(numbers))
+    read = on_each(lambda: PART.per_layer(PART.to_elements(numbers)))
+    nonempty = on_each(lambda: PART.nonempty)
+    np.testing.assert_array_equal(read[nonempty], jnp.broadcast_to(numbers, (4, 4))[nonempty])
+    np.testing.assert_array_equal(
+        WHOLE.per_layer(WHOLE.to_elements(numbers))[WHOLE.nonempty], [1, 3, 4]
+    )
+    np.testing.assert_array_equal(PART.per_layer(0.5), [0.5] * 4)
 
 
-def test_share():
+def test_shard():
     x = np.arange(24.0).reshape(8, 3)
-    np.testing.assert_array_equal(on_each(lambda: SHARE.of(x)).reshape(8, 3), x)
+    np.testing.assert_array_equal(on_each(lambda: SHARD.slice(x)).reshape(8, 3), x)

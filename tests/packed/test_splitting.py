@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad._packed import splitting as cutting
+from jgrad._packed import splitting
 from tests.choice import mostly_slow
 
 SIZES = {
@@ -31,7 +31,7 @@ def test_pieces(sizes, first):
     """Whatever the first number is, by which XLA is kept from looking through."""
     x = vector(sizes, first)
     ends = np.cumsum(sizes)[:-1]
-    found = jax.jit(lambda x: cutting.pieces(x, sizes))(x)
+    found = jax.jit(lambda x: splitting.split(x, sizes))(x)
     for a, b in zip(found, np.split(np.asarray(x), ends), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -42,7 +42,7 @@ def test_derivatives(sizes):
     x = vector(sizes)
     weights = [float(i + 1) for i in range(len(sizes))]
     f = lambda x: sum(
-        w * jnp.sum(jnp.sin(y)) for w, y in zip(weights, cutting.pieces(x, sizes), strict=True)
+        w * jnp.sum(jnp.sin(y)) for w, y in zip(weights, splitting.split(x, sizes), strict=True)
     )
     factor = jnp.asarray(np.repeat(weights, sizes), jnp.float32)
     np.testing.assert_allclose(jax.grad(f)(x), factor * jnp.cos(x), rtol=1e-6)
@@ -56,7 +56,9 @@ def test_few_kernels():
     """A thousand pieces in the kernels of some dozens."""
     sizes = (8,) * 1000
     x = vector(sizes)
-    text = jax.jit(lambda x: [2 * y for y in cutting.pieces(x, sizes)]).lower(x).compile().as_text()
+    text = (
+        jax.jit(lambda x: [2 * y for y in splitting.split(x, sizes)]).lower(x).compile().as_text()
+    )
     cuts = set(re.findall(r"slice=\{\[(\d+:\d+)\]\}", text))
     assert 0 < len(cuts) < 100
 
@@ -64,5 +66,5 @@ def test_few_kernels():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
 def test_dtypes(dtype):
     x = vector(SIZES["many"]).astype(dtype)
-    for i, piece in enumerate(jax.jit(lambda x: cutting.pieces(x, SIZES["many"]))(x)):
+    for i, piece in enumerate(jax.jit(lambda x: splitting.split(x, SIZES["many"]))(x)):
         np.testing.assert_array_equal(piece, x[4 * i : 4 * i + 4])

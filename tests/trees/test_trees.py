@@ -32,7 +32,8 @@ def test_broadcast_counts_none_as_a_leaf():
 
 def test_align_takes_the_finest():
     aligned = trees.align(1, {"a": 2, "b": 3}, {"a": [4, 5], "b": {"c": 6}})
-    assert aligned.rows == [[1, 1, 1], [2, 2, 3], [4, 5, 6]]
+    assert aligned.counts == [[3], [2, 1], [1, 1, 1]]
+    assert trees.repeat([2, 3], aligned.counts[1]) == [2, 2, 3]
     assert aligned.finest == 2
     assert aligned.structure.unflatten("xyz") == {"a": ["x", "y"], "b": {"c": "z"}}
 

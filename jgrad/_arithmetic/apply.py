@@ -1,0 +1,69 @@
+"""The shared rules on lists of leaves.
+
+A list has an entry for each leaf; anything else, a scalar of the model, is for all leaves. Where an
+entry is `None` there is nothing to compute, and the result is `None`. Results are in float32 or
+float64, not yet in the dtypes of state and parameters.
+
+A *step* is what is subtracted from the weights: w' = w - step.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jgrad._arithmetic import leafwise, rules
+from jgrad._arithmetic.leafwise import Call, Function
+
+# A list with an entry per leaf, or one scalar for all of them.
+PerLeaf = list[Any] | Any
+
+
+def per_leaf(x: PerLeaf, count: int) -> list[Any]:
+    """`x` as a list with an entry for each of `count` leaves."""
+    return x if isinstance(x, list) else [x] * count
+
+
+def side_by_side(*args: PerLeaf) -> list[tuple[Any, ...]]:
+    """For each leaf, its entries; at least one argument is a list."""
+    count = next(len(x) for x in args if isinstance(x, list))
+    return list(zip(*(per_leaf(x, count) for x in args), strict=True))
+
+
+def apply(rule: Function, *args: PerLeaf) -> list[Any]:
+    """`rule` of each leaf's entries."""
+    rows = side_by_side(*args)
+    return leafwise.run([None if any(x is None for x in row) else (rule, row) for row in rows])
+
+
+def decay_call(direction: jax.Array | None, w: jax.Array | None, decay: Any) -> Call | None:
+    """The call of direction + decay w; a decay that is the Python number 0 compiles to nothing."""
+    if direction is None:
+        return None
+    if is_zero(decay):
+        return (leafwise.identity, (direction,))
+    return (rules.decayed, (direction, w, decay))
+
+
+def add_decay(direction: list[Any], w: Sequence[Any], decay: PerLeaf) -> list[Any]:
+    """direction + decay w"""
+    return leafwise.run([decay_call(*row) for row in side_by_side(direction, list(w), decay)])
+
+
+def add_momentum(
+    direction: list[Any], mw: list[Any], decay: PerLeaf, *, nesterov: bool
+) -> tuple[list[Any], list[Any]]:
+    """The direction with momentum, and the new buffer."""
+    mw = apply(rules.momentum, mw, direction, decay)
+    return (apply(rules.momentum, mw, direction, decay) if nesterov else mw), mw
+
+
+def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """New values in the dtypes of the old, which stay where there is no new one."""
+    pairs = zip(new, old, strict=True)
+    return [y if x is None else x.astype(y.dtype) for x, y in pairs]
+
+
+def is_zero(number: Any) -> bool:
+    """Whether it is the Python number 0, which stands for "none of it"."""
+    return isinstance(number, (int, float)) and number == 0

@@ -1,0 +1,247 @@
+"""The arguments of a functional update, checked and aligned while it is traced.
+
+The trees are aligned once. From then on the method works on lists with an entry per leaf, as the
+`init`/`update` pairs do.
+"""
+
+import enum
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.apply import apply, cast_back
+from jgrad._arithmetic.numerics import BetaForms
+from jgrad._layers.layer_axes import LayerAxes, StaticAxes
+from jgrad._packed import arrays, packing
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.trees import PyTree
+
+
+class Role(enum.Enum):
+    """What an argument of a functional update is."""
+
+    WEIGHTS = enum.auto()
+    GRADIENT = enum.auto()
+    FIRST_MOMENT = enum.auto()
+    SECOND_MOMENT = enum.auto()
+    RATE = enum.auto()  # of any sign, and of any shape that broadcasts
+    NUMBER = enum.auto()  # in [0, inf), one element per leaf
+    OPTIONAL_NUMBER = enum.auto()  # likewise; None compiles to nothing
+    BETA = enum.auto()  # in [0, 1), one element per leaf
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it has elements of its own, and not one number per leaf."""
+        return self in (Role.WEIGHTS, Role.GRADIENT) or self.broadcasts
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether it may have any shape that broadcasts to the weights."""
+        return self in (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.RATE)
+
+    @property
+    def may_be_complex(self) -> bool:
+        """Whether it is complex where the weights are."""
+        return self in (Role.WEIGHTS, Role.GRADIENT, Role.FIRST_MOMENT)
+
+
+Roles = Mapping[str, Role]
+
+
+class AlignedArguments:
+    """The checked arguments of one functional update, aligned: a list with an entry per leaf.
+
+    Numbers are scalars, or what an `ArraySpec` makes of them beside packed weights. An absent
+    number is the Python number 0.
+    """
+
+    def __init__(self, function: str, roles: Roles, named: dict[str, Any]) -> None:
+        self._function = function
+        present = {name: role for name, role in roles.items() if named[name] is not None}
+        self._gradient = _with_role(Role.GRADIENT, roles)
+        self._reference = _with_role(Role.WEIGHTS, roles) or self._gradient
+        self._trees = {
+            name: _floating(function, name, _value(named[name]), role)
+            for name, role in present.items()
+        }
+        self._packed = packing.any_packed(*self._trees.values())
+        if self._packed:
+            self._trees = {
+                name: self._beside_packed(name, tree, present[name])
+                for name, tree in self._trees.items()
+            }
+        aligned = checks.common_structure(function, **self._trees)
+        self._structure = aligned.structure
+        self._counts = dict(zip(self._trees, aligned.counts, strict=True))
+        self._leaves: dict[str, Any] = {
+            name: trees.repeat(trees.flatten(tree)[0], self._counts[name])
+            for name, tree in self._trees.items()
+        }
+        self._check(present, list(self._trees.values())[aligned.finest])
+        for name, role in roles.items():
+            if name not in present:
+                self._leaves[name] = [0.0] * self._structure.num_leaves
+            elif role is Role.BETA:
+                forms = named[name]
+                self._leaves[name] = BetaForms(
+                    self._scalar_entries(name, self._trees[name], checked=True),
+                    self._scalar_entries(name, forms.complement),
+                    self._scalar_entries(name, forms.log),
+                )
+            elif not role.is_array:
+                self._leaves[name] = self._scalar_entries(name, self._trees[name], checked=True)
+
+    def __getitem__(self, name: str) -> Any:
+        """The entries of an argument; of a beta, `BetaForms` with a list in each field."""
+        return self._leaves[name]
+
+    def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
+        """Where the layers of each leaf are, from `norm_axes` and `layer_axes`."""
+        # The weights may be one array for a tree of gradients: the finer of both has the leaves.
+        both = (self._reference, self._gradient)
+        name = max(both, key=lambda name: len(self._counts[name]))
+        tree, counts = self._trees[name], self._counts[name]
+        unpacked = packing.shapes(tree)
+        if self._packed:
+            leaves = trees.flatten(unpacked)[0]
+        else:
+            leaves = _first_below(self[self._reference], counts)
+        reference = ArgLeaves(
+            self._function, self._reference, leaves, lambda: trees.paths(unpacked)
+        )
+
+        def read(name: str, static: tuple[Any, tuple[Any, ...]]) -> ArgLeaves:
+            structure, entries = static
+            option = structure.unflatten(entries)
+            return ArgLeaves.from_prefix(self._function, name, option, self._reference, unpacked)
+
+        options = read("norm_axes", axes[0]), read("layer_axes", axes[1])
+        per_array = arrays.layer_axes_per_array(arrays.specs(tree), *options, reference)
+        return trees.repeat(per_array, counts)
+
+    def new_weights(self, steps: list[Any], *, stop_gradients: bool) -> PyTree:
+        """w - step, in the dtypes of `w`."""
+        new = self.replaced(self._reference, apply(rules.descend, self[self._reference], steps))
+        return trees.map_leaves(jax.lax.stop_gradient, new) if stop_gradients else new
+
+    def replaced(
+        self, name: str, new: Sequence[Any], computed_from: Sequence[str] | None = None
+    ) -> PyTree:
+        """New values of an argument in its dtypes; the old ones where the new are `None`.
+
+        The tree is as fine as the finest argument that the values are computed from, which by
+        default is all of them.
+        """
+        leaves = cast_back(new, self[name])
+        finest = None if computed_from is None else self._finest((name, *computed_from))
+        if finest is None:
+            return self._structure.unflatten(leaves)
+        below = _first_below(leaves, self._counts[finest])
+        old = trees.broadcast(self._trees[name], self._trees[finest])
+        counts = zip(self._counts[finest], below, old, strict=True)
+        structure = trees.flatten(self._trees[finest])[1]
+        return structure.unflatten([x if count else y for count, x, y in counts])
+
+    def _finest(self, names: Sequence[str]) -> str | None:
+        """The one of these arguments that all of them are prefixes of; None if there is none."""
+        ends = {name: set(itertools.accumulate(self._counts[name])) for name in names}
+        finest = max(names, key=lambda name: len(self._counts[name]))
+        return finest if all(ends[name] <= ends[finest] for name in names) else None
+
+    def _beside_packed(self, name: str, tree: PyTree, role: Role) -> PyTree:
+        """An argument in the form of packed weights.
+
+        A number as a moment would fill the padding, so moments have to be packed.
+        """
+        reference = self._trees[self._reference]
+        if role is Role.RATE:
+            same = trees.flatten(tree)[1] == trees.flatten(reference)[1]
+            return tree if same else self._per_array(name, tree)
+        if role.is_array:
+            checks.same_structure(self._function, name, tree, self._reference, reference)
+            return tree
+        checks.one_element(ArgLeaves.from_tree(self._function, name, tree))
+        return self._per_array(name, _scalars(tree))
+
+    def _per_array(self, name: str, tree: PyTree) -> PyTree:
+        """An option for the leaves of a packed reference as one for its arrays."""
+        reference = self._trees[self._reference]
+        unpacked = packing.shapes(reference)
+        arg = ArgLeaves.from_prefix(self._function, name, tree, self._reference, unpacked)
+        specs = arrays.specs(reference)
+        for spec in specs:
+            for i in spec.positions if spec.is_buffer else ():
+                if arg.leaves[i] is None:
+                    arg.fail(i, TypeError, "None, expected an array or a number")
+        shapes = ArgLeaves.from_tree(self._function, self._reference, unpacked)
+        checks.broadcastable(arg, shapes.with_arrays())
+        structure = trees.flatten(reference)[1]
+        return structure.unflatten([spec.per_array(arg.leaves) for spec in specs])
+
+    def _scalar_entries(self, name: str, tree: PyTree, *, checked: bool = False) -> list[Any]:
+        """A number per leaf as scalars; beside packed weights what was checked has their form."""
+        if not (self._packed and checked):
+            tree = _scalars(tree)
+        if self._packed and not checked:
+            tree = self._per_array(name, tree)
+        return trees.repeat(trees.flatten(tree)[0], self._counts[name])
+
+    def _check(self, roles: Roles, finest: PyTree) -> None:
+        """Kinds and shapes, leaf against leaf."""
+        args = {
+            name: ArgLeaves(self._function, name, self._leaves[name], lambda: trees.paths(finest))
+            for name in roles
+        }
+        gradient, reference = args[self._gradient], args[self._reference]
+        checks.none_together(reference, gradient, list(args.values()))
+        for name, role in roles.items():
+            arg = args[name]
+            if role.may_be_complex:
+                checks.same_kinds(arg, reference)
+            if role is Role.GRADIENT:
+                checks.same_shapes(arg, reference)
+            elif role.broadcasts:
+                # Without weights nothing can be enlarged: a moment of shape (1,) beside a scalar
+                # is fine.
+                checks.broadcastable(arg, reference, rank_may_grow=reference is gradient)
+            elif not (role.is_array or self._packed):
+                checks.one_element(ArgLeaves.from_tree(self._function, name, self._trees[name]))
+
+
+def _with_role(role: Role, roles: Roles) -> str:
+    return next((name for name in roles if roles[name] is role), "")
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, BetaForms) else x
+
+
+def _first_below(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    """For each leaf of a coarser tree, the first of the leaves that it stands for, if any."""
+    starts = itertools.accumulate(counts[:-1], initial=0)
+    return [leaves[i] if n else None for i, n in zip(starts, counts, strict=False)]
+
+
+def _scalars(tree: PyTree) -> PyTree:
+    return trees.map_leaves(lambda x: numerics.floating(x).reshape(()), tree)
+
+
+def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
+    """Integers in the default float dtype, except as weights, where they are an error."""
+    leaves, structure = trees.flatten(tree)
+    leaves = [x if x is None else jnp.asarray(x) for x in leaves]
+    arg = ArgLeaves(function, name, leaves, lambda: trees.paths(tree))
+    for i, x in enumerate(leaves):
+        if x is None or jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        if jnp.issubdtype(x.dtype, jnp.integer) and role is not Role.WEIGHTS:
+            leaves[i] = numerics.floating(x)
+        elif not (jnp.issubdtype(x.dtype, jnp.complexfloating) and role.may_be_complex):
+            remedy = "; cast it, or leave it out of the update" if role is Role.WEIGHTS else ""
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating dtype{remedy}")
+    return structure.unflatten(leaves)

@@ -1,0 +1,100 @@
+"""Numbers that a user gives, in the form that the arithmetic takes; written once for both faces.
+
+A Python number is checked against its range here, before anything is traced, and becomes a scalar
+of the default float dtype, so that a new value is no new trace. Arrays pass: they may be traced.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._arithmetic import numerics
+from jgrad._arithmetic.leafwise import jit_static_kwargs
+from jgrad._arithmetic.numerics import BetaForms
+from jgrad._trees import checks, trees, values
+from jgrad._trees.trees import PyTree
+
+# One real number, or an array of one element, traced or not.
+Scalar = jax.Array | np.ndarray | float
+
+_beta_from_array = jit_static_kwargs(numerics.beta_from_array)
+
+
+# ---- numbers, or trees of them -----------------------------------------------------------------
+
+
+def number(function: str, name: str, tree: PyTree) -> PyTree:
+    """A hyper-parameter or a tree of them, in [0, inf)."""
+    tree = trees.map_leaves(as_python_number, tree)
+    checks.arrays_or_numbers(function, name, tree, real=True)
+    values.in_range(function, name, tree, low=0.0)
+    return trees.map_leaves(strong_scalar, tree)
+
+
+def betas(function: str, name: str, tree: PyTree) -> BetaForms:
+    """The forms of a beta in [0, 1), or of a tree of them, in double precision for a number."""
+    tree = trees.map_leaves(as_python_number, tree)
+    checks.arrays_or_numbers(function, name, tree, real=True)
+    values.in_range(function, name, tree, low=0.0, high=1.0)
+    leaves, structure = trees.flatten(tree)
+    forms = [_forms(x) for x in leaves]
+    return BetaForms(
+        *(structure.unflatten([strong_scalar(form[i]) for form in forms]) for i in range(3))
+    )
+
+
+def _forms(beta: Any) -> Any:
+    if beta is None:
+        return (None, None, None)  # where there is no parameter either
+    if checks.is_number(beta):
+        return numerics.beta_from_number(float(beta))
+    return _beta_from_array(beta)
+
+
+def as_python_number(x: Any) -> Any:
+    """A NumPy array with one element as the number that it is; anything else as it is."""
+    return x.item() if isinstance(x, np.ndarray) and x.size == 1 else x
+
+
+def strong_scalar(x: Any) -> Any:
+    """A number as a scalar of the default float dtype; anything else as it is."""
+    return np.asarray(float(x), jnp.result_type(float)) if checks.is_number(x) else x
+
+
+# ---- one number for the model ------------------------------------------------------------------
+
+
+def scalar(function: str, name: str, x: Scalar) -> Any:
+    """One number in [0, inf)."""
+    return _one_element(function, name, number(function, name, x))
+
+
+def beta(function: str, name: str, x: Scalar) -> BetaForms:
+    """The forms of one number in [0, 1)."""
+    return BetaForms(*(_one_element(function, name, y) for y in betas(function, name, x)))
+
+
+def _one_element(function: str, name: str, x: Any) -> Any:
+    if not checks.is_array(x) or x.size != 1:
+        raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
+    return x.reshape(())
+
+
+# ---- numbers that may be absent ----------------------------------------------------------------
+
+
+def upper_clamp(largest: PyTree) -> PyTree:
+    """`None` means no clamp, i.e. +inf, which callers may not pass as a number."""
+    return jnp.asarray(jnp.inf) if largest is None else largest
+
+
+def optional_decay(decay: PyTree, *, negative_is_none: bool) -> PyTree:
+    """`None` for the Python number 0: nothing of a decay is compiled then.
+
+    Ivy reads a negative decay as none, too.
+    """
+    if not checks.is_number(decay):
+        return decay
+    return None if decay == 0 or (negative_is_none and decay < 0) else decay

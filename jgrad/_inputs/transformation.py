@@ -1,0 +1,78 @@
+"""The plumbing of an `init`/`update` pair, so that a method writes only its arithmetic."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from jax.typing import DTypeLike
+
+from jgrad._inputs import options
+from jgrad._inputs.options import LearningRate
+from jgrad._inputs.state import OptState, init_state
+from jgrad._inputs.update import Update
+from jgrad._trees.trees import PyTree
+
+# (update, state, learning rates) -> (steps, new first moments, new second moments). Moments are
+# lists with an entry per leaf, or None where the method has no such moment. `state.step` is the
+# number of this update, counted from 1.
+Compute = Callable[[Update, OptState, list[Any]], tuple[list[Any], Any, Any]]
+
+# In place of a learning rate: what the method computes is the update, not a step to subtract.
+UNSCALED: Any = object()
+
+
+def transformation(
+    name: str,
+    compute: Compute,
+    *,
+    learning_rate: LearningRate,
+    mw: bool = False,
+    vw: bool = False,
+    moment_dtype: DTypeLike | None = None,
+    params_for: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer with the state `OptState(step, mw, vw)`.
+
+    Args:
+      name: what users call it, for messages.
+      compute: the method. It returns steps, which are subtracted from the parameters.
+      learning_rate: what the user gave; `UNSCALED` where the method has none, as `scale_by_adam`:
+        then what it returns are the updates.
+      mw: whether the method has a first moment.
+      vw: whether the method has a second moment.
+      moment_dtype: what the user gave.
+      params_for: what in the method needs the parameters, for the error without them.
+    """
+    if learning_rate is not UNSCALED:
+        options.check_learning_rate(name, learning_rate)
+    options.check_moment_dtype(name, moment_dtype)
+    default_rate = learning_rate
+
+    def init(params: PyTree) -> OptState:
+        return init_state(name, params, moment_dtype, mw=mw, vw=vw)
+
+    def update(
+        updates: PyTree,
+        state: OptState,
+        params: PyTree = None,
+        *,
+        learning_rate: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, OptState]:
+        inputs = Update(name, updates, params)
+        if params_for is not None:
+            inputs.require_params(params_for)
+        old = inputs.read(state, mw=mw, vw=vw)
+        rates: list[Any] = []
+        if default_rate is not UNSCALED:
+            rates = options.learning_rates(inputs, default_rate, learning_rate, state.step)
+        values, new_mw, new_vw = compute(inputs, old, rates)
+        new = OptState(
+            old.step,
+            inputs.moments(new_mw, old.mw) if mw else None,
+            inputs.moments(new_vw, old.vw) if vw else None,
+        )
+        to_updates = inputs.directions if default_rate is UNSCALED else inputs.descent
+        return to_updates(values), new
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,82 @@
+"""Directions scaled layer by layer with a trust ratio, and the norm of a whole model."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._arithmetic import leafwise, rules
+from jgrad._arithmetic.apply import PerLeaf, per_leaf
+from jgrad._arithmetic.leafwise import Call, Function
+from jgrad._layers import norms
+from jgrad._layers.layer_axes import LayerAxes
+from jgrad._layers.norms import ScaledNorm
+
+
+class TrustLayers(NamedTuple):
+    """Where the layers of each array are, and which have a trust ratio.
+
+    Attributes:
+      axes: an entry per array.
+      mask: True for all; or for each array a bool, or bools of shape (num_layers,). A layer with
+        False has the ratio 1.
+    """
+
+    axes: list[LayerAxes]
+    mask: PerLeaf = True
+
+
+def scaled_by_trust_ratio(
+    w: Sequence[Any],
+    directions: Sequence[Call | None],
+    measured: Sequence[Call | None],
+    *,
+    ratio: Function,
+    numbers: Sequence[PerLeaf],
+    layers: TrustLayers,
+    rates: Sequence[PerLeaf],
+) -> list[Any]:
+    """(product of rates) ratio(|w|, |measured|, *numbers) direction, layer by layer.
+
+    Args:
+      w: weights; an array for each leaf.
+      directions: the calls that compute what is scaled; `None` where there is no gradient.
+      measured: the calls whose norms the ratio takes. Norms read the arguments of a call, so that
+        its result need not be written.
+      ratio: (|w|, |measured|, *numbers) -> factors, each of shape (num_layers,).
+      numbers: what the ratio depends on beside the norms.
+      layers: where the layers are.
+      rates: factors that multiply the ratio.
+    """
+    count = len(w)
+    columns = [per_leaf(x, count) for x in rates]
+    factors = [[column[i] for column in columns] for i in range(count)]
+    mask = per_leaf(layers.mask, count)
+    pairs = [(i, x) for i, x in enumerate(measured) if x is not None and np.any(mask[i])]
+    pairs.sort(key=lambda pair: layers.axes[pair[0]].sort_key)
+    if pairs:
+        chosen, directions_measured = zip(*pairs, strict=True)
+        axes = [layers.axes[i] for i in chosen]
+        weights = [(leafwise.identity, (w[i],)) for i in chosen]
+        batches = norms.layer_norms(axes, weights, directions_measured)
+        for x in numbers:
+            column = per_leaf(x, count)
+            batches.append(norms.join(axes, [column[i] for i in chosen]))
+        per_batch = [ratio(*xs) for xs in zip(*batches, strict=True)]
+        per_factor = [norms.split(axes, factor) for factor in zip(*per_batch, strict=True)]
+        for i, *own in zip(chosen, *per_factor, strict=True):
+            if isinstance(mask[i], np.ndarray):
+                use = layers.axes[i].to_elements(mask[i])
+                own = [jnp.where(use, x, jnp.ones_like(x)) for x in own]
+            factors[i] = own + factors[i]
+    results = zip(leafwise.run(directions), factors, strict=True)
+    return leafwise.run([None if d is None else (rules.scale_by, (d, *by)) for d, by in results])
+
+
+def global_norm(leaves: Sequence[Any], layers: Sequence[LayerAxes]) -> ScaledNorm:
+    """The norm of all leaves together."""
+    pairs = [(x, axes) for x, axes in zip(leaves, layers, strict=True) if x is not None]
+    pairs.sort(key=lambda pair: pair[1].sort_key)
+    calls = [(leafwise.identity, (x,)) for x, _ in pairs]
+    return norms.global_norm([axes for _, axes in pairs], calls)

@@ -1,0 +1,53 @@
+"""Whether arrays are finite, on every device that has a part of them."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
+from jgrad._trees import checks
+from jgrad._trees.trees import PyTree
+
+
+def all_finite(tree: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
+    """Whether each element of the inexact leaves is finite, on all devices of the mesh axes."""
+    leaves = filter(checks.is_inexact, jax.tree.leaves(tree))
+    return _all([(_is_finite, (x,)) for x in leaves], mesh_axes)
+
+
+def stays_finite(new: PyTree, old: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
+    """Whether nothing became non-finite: some states and masks hold an infinity from the start."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    calls = [(_stays_finite, (n, jnp.asarray(o))) for n, o in pairs if checks.is_inexact(n)]
+    return _all(calls, mesh_axes)
+
+
+def agreed(flag: Any, mesh_axes: tuple[str, ...]) -> Any:
+    """True where the flag is True on all devices of the mesh axes, so that they act alike."""
+    if not (mesh_axes and checks.is_array(flag)):
+        return flag
+    return jax.lax.pmin(flag.astype(jnp.int32), mesh_axes) == 1
+
+
+def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
+    flags = leafwise.run(calls)
+    return agreed(functools.reduce(operator.and_, flags, jnp.asarray(True)), mesh_axes)
+
+
+@jit_static_kwargs
+def _is_finite(x: jax.Array) -> jax.Array:
+    # 0 x is 0, or NaN. For `jnp.all(jnp.isfinite(x))` XLA's CPU backend writes an array of bools,
+    # and its maximum of many numbers does not see a NaN among them.
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    sums = [jnp.sum(part * jnp.zeros((), part.dtype)) for part in parts]
+    return functools.reduce(operator.and_, [total == 0 for total in sums])
+
+
+@jit_static_kwargs
+def _stays_finite(new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))

@@ -1,0 +1,173 @@
+"""Mutations of the library, in the order of its folders: every rule, norm, check, wrapper, layout.
+
+The first four entries of each: file, what is broken, the text, the text in its place. The last:
+where to look for a test that notices, before the whole suite runs.
+"""
+
+from typing import NamedTuple
+
+MATRIX = "tests/everywhere/test_matrix.py"
+MESSAGES = "tests/everywhere/test_messages.py"
+EDGES = "tests/everywhere/test_sharp_edges.py"
+FUNCTIONAL = "tests/inputs/test_functional.py"
+NORMS = "tests/layers/test_norms.py"
+PACKED = "tests/packed/test_optimizers.py tests/packed/test_packing.py"
+DEVICES = "tests/multi_device"
+
+
+class Mutation(NamedTuple):
+    """A text of a file, and what stands in its place.
+
+    Attributes:
+      file: in `jgrad/`.
+      name: what is broken.
+      old: stands once in the file.
+      new: the broken text.
+      near: arguments of pytest, the tests that are run first.
+    """
+
+    file: str
+    name: str
+    old: str
+    new: str
+    near: str
+
+
+MUTATIONS = [
+    # ---- _trees
+    Mutation("_trees/trees.py", "a prefix gives each leaf once", "for _ in range(count)]", "for _ in range(min(count, 1))]", "tests/trees"),
+    Mutation("_trees/trees.py", "None is no leaf", "return jax.tree.flatten(tree, is_leaf=is_none)", "return jax.tree.flatten(tree)", "tests/trees"),
+    Mutation("_trees/trees.py", "the coarsest tree is taken for the finest", "key=lambda i: -structures[i].num_nodes", "key=lambda i: structures[i].num_nodes", "tests/trees"),
+    Mutation("_trees/trees.py", "a model that is callable is called", "return callable(x) and is_leaf", "return callable(x)", EDGES),
+    Mutation("_trees/checks.py", "shapes are not compared", "if x is not None and r is not None\n    ]", "if x is not None and r is not None and False\n    ]", MESSAGES),
+    Mutation("_trees/checks.py", "the path is left out of messages", 'return f" at {path}" if path else ""', 'return ""', MESSAGES),
+    Mutation("_trees/checks.py", "what broadcasts may enlarge a parameter", "return result == to or", "return True or", MESSAGES),
+    Mutation("_trees/checks.py", "a real gradient beside a complex parameter", "return bool(jnp.iscomplexobj(x) == jnp.iscomplexobj(reference))", "return True", FUNCTIONAL),
+    Mutation("_trees/checks.py", "a bool is a number", "and not isinstance(x, bool)", "", MESSAGES),
+    Mutation("_trees/values.py", "the end of a range belongs to it", "not low <= x < high", "not low <= x <= high", MESSAGES),
+    Mutation("_trees/values.py", "numbers that float32 cannot hold", "abs(x) > float(jnp.finfo(dtype).max)", "False", MESSAGES),
+    Mutation("_trees/values.py", "out= is ignored", "if out is not None:", "if False:", MESSAGES),
+    # ---- _arithmetic
+    Mutation("_arithmetic/numerics.py", "1 - beta^t as it is written", "return -jnp.expm1(step * log_beta)", "return 1 - jnp.exp(step * log_beta)", "tests/arithmetic"),
+    Mutation("_arithmetic/numerics.py", "the root has an infinite slope at 0", "zero = x == 0\n    return jnp.where(zero, jnp.zeros_like(x), jnp.sqrt(", "zero = x < 0\n    return jnp.where(zero, jnp.zeros_like(x), jnp.sqrt(", "tests/arithmetic"),
+    Mutation("_arithmetic/numerics.py", "squares overflow", "maxexp // 2 - 1)", "maxexp - 1)", "tests/arithmetic"),
+    Mutation("_arithmetic/numerics.py", "saturated hides infinities", "return jnp.where(finite, clipped, x)", "return clipped", "tests/arithmetic"),
+    Mutation("_arithmetic/numerics.py", "1 - beta from a rounded beta", "return BetaForms(beta, 1.0 - beta, ", "return BetaForms(beta, 1.0 - np.float32(beta), ", FUNCTIONAL),
+    Mutation("_arithmetic/numerics.py", "|z|^2 of the real part alone", "x.real * x.real + x.imag * x.imag", "x.real * x.real", "tests/arithmetic"),
+    Mutation("_arithmetic/numerics.py", "arithmetic in half precision", "return np.dtype(np.float64 if wide else np.float32)", "return np.dtype(np.float64 if wide else arrays[0].real.dtype)", MATRIX),
+    Mutation("_arithmetic/numerics.py", "zeros without the sharding", "return jnp.where(x == x, zero, zero)", "return jnp.broadcast_to(zero, x.shape)", DEVICES + "/test_placement.py"),
+    Mutation("_arithmetic/leafwise.py", "results of a batch in another order", "indices, rows = zip(*members[start : start + _TOGETHER], strict=True)", "indices, rows = zip(*members[start : start + _TOGETHER], strict=True)\n            indices = indices[::-1]", "tests/arithmetic"),
+    Mutation("_arithmetic/leafwise.py", "leaves of other dtypes are alike", "(x.shape, x.dtype) for x in arrays", "(x.shape,) for x in arrays", MATRIX),
+    Mutation("_arithmetic/rules.py", "momentum does not decay", "scaled(mw, decay) + direction", "mw + direction", MATRIX),
+    Mutation("_arithmetic/rules.py", "momentum overflows", "return numerics.saturated(scaled(mw, decay) + direction, mw, direction)", "return scaled(mw, decay) + direction", EDGES),
+    Mutation("_arithmetic/rules.py", "decay has the other sign", "direction + scaled(w, decay), direction, w", "direction - scaled(w, decay), direction, w", MATRIX),
+    Mutation("_arithmetic/rules.py", "an average with swapped weights", "scaled(old, beta) + scaled(x, complement)", "scaled(x, beta) + scaled(old, complement)", "tests/wrappers/test_ema.py"),
+    Mutation("_arithmetic/rules.py", "weights ascend", "return w - step", "return w + step", FUNCTIONAL),
+    Mutation("_arithmetic/apply.py", "Nesterov's form is heavy-ball", "if nesterov else mw), mw", "if False else mw), mw", MATRIX),
+    Mutation("_arithmetic/apply.py", "a decay of 0 is compiled", "return isinstance(number, (int, float)) and number == 0", "return False", MATRIX),
+    # ---- _gradients
+    Mutation("_gradients/grad.py", "func is called twice", "value, pull, output = jax.vjp(scalar, arguments.leaves, has_aux=True)", "scalar(arguments.leaves)\n        value, pull, output = jax.vjp(scalar, arguments.leaves, has_aux=True)", "tests/gradients"),
+    Mutation("_gradients/grad.py", "hvp by another vector", "(arguments.tangents(tangents),)", "(arguments.leaves,)", "tests/gradients"),
+    Mutation("_gradients/grad.py", "the gradient of a gradient is an error", "is_gradient = getattr(func, _GRADIENT, None) is func", "is_gradient = False", "tests/gradients"),
+    Mutation("_gradients/jac.py", "blocks of columns are not transposed", "jnp.moveaxis(y[part], 0, -1).reshape(", "y[part].reshape(", "tests/gradients"),
+    Mutation("_gradients/jac.py", "always reverse mode", "fewer_inputs = _size(inputs) < _size(leaves)", "fewer_inputs = False", "tests/gradients"),
+    Mutation("_gradients/arguments.py", "an argument twice", "if len(set(self._chosen)) < len(self._chosen):", "if False:", "tests/gradients"),
+    # ---- _layers
+    Mutation("_layers/layer_axes.py", "layers of a stack are one", "axis not in self.stacked)", "True)", "tests/layers"),
+    Mutation("_layers/layer_axes.py", "negative axes as they are", "tuple(sorted(axis % len(shape) for axis in axes if inside))", "tuple(sorted(axis for axis in axes if inside))", "tests/layers tests/multi_device/test_layers.py"),
+    Mutation("_layers/layer_axes.py", "a PartitionSpec without its tuples", "for name in part if name is not None]", "for name in part[:1] if name is not None]", "tests/layers"),
+    Mutation("_layers/sums.py", "sums that overflowed are not scaled", "return jnp.where(total == jnp.inf, down, scale)", "return scale", NORMS),
+    Mutation("_layers/sums.py", "tiny sums are scaled once", "jnp.where(total < tiny, far_up, jnp.where", "jnp.where(total < 0, far_up, jnp.where", NORMS),
+    Mutation("_layers/norms.py", "norms are never rescaled", "jax.lax.cond(jnp.any(unusual), rescaled,", "jax.lax.cond(jnp.any(unusual) & False, rescaled,", NORMS),
+    Mutation("_layers/norms.py", "other layers change a norm", "jnp.where(scale == 1, total, rescaled)", "rescaled", DEVICES + "/test_layers.py"),
+    Mutation("_layers/norms.py", "norms of shards are not combined", "_over_devices(x, axes) if axes else x", "x", DEVICES + "/test_layers.py"),
+    Mutation("_layers/norms.py", "an infinite norm counts as finite", "bound = jnp.where(self.mantissa == jnp.inf, self.mantissa, largest)", "bound = largest", NORMS),
+    Mutation("_layers/norms.py", "batches of other mesh axes are joined", "or axes.mesh_axes != layers[starts[-1]].mesh_axes", "", DEVICES + "/test_layers.py"),
+    Mutation("_layers/ratios.py", "a zero norm has no ratio of 1", "jnp.where((a == 0) | (b == 0), jnp.ones_like(otherwise), otherwise)", "otherwise", MATRIX),
+    Mutation("_layers/ratios.py", "the slope of a root of a quotient", "0.5 * root * (da / a - db / b)", "0.5 * root * (da / a + db / b)", "tests/everywhere/test_meta_gradients.py " + FUNCTIONAL),
+    Mutation("_layers/ratios.py", "the slope of a quotient", "(da - ratio * db) / b", "(da + ratio * db) / b", "tests/everywhere/test_meta_gradients.py " + FUNCTIONAL),
+    Mutation("_layers/trust.py", "masked leaves have a ratio", "if x is not None and np.any(mask[i])]", "if x is not None]", MATRIX),
+    Mutation("_layers/trust.py", "masks in a buffer are ignored", "if isinstance(mask[i], np.ndarray):", "if False:", PACKED),
+    # ---- _packed
+    Mutation("_packed/blocks.py", "stacked layers in another order", "x = jax.lax.transpose(x, (*layers.stacked, *layers.within))", "x = jax.lax.transpose(x, (*layers.within, *layers.stacked))", "tests/packed"),
+    Mutation("_packed/layouts.py", "max_size is ignored", "max_size is not None and math.prod(x.shape) > max_size", "False", "tests/packed/test_layouts.py"),
+    Mutation("_packed/layouts.py", "multiple_of is ignored", "(-(-end // multiple_of) * multiple_of, WIDTH)", "(end, WIDTH)", "tests/packed/test_layouts.py"),
+    Mutation("_packed/layouts.py", "layouts of other structures are equal", "return bool(self.structure == other.structure) and", "return", "tests/packed/test_layouts.py tests/packed"),
+    Mutation("_packed/layouts.py", "pickles lose the axes of stacks", "dataclasses.astuple(span.layers)", "(span.layers.shape,)", "tests/packed/test_layouts.py"),
+    Mutation("_packed/packing.py", "padding is not zero", "jnp.zeros((rest,), parts[0].dtype)", "jnp.ones((rest,), parts[0].dtype)", "tests/packed"),
+    Mutation("_packed/packing.py", "like: dtypes are mixed", "if x.dtype != dtype:", "if False:", "tests/packed"),
+    Mutation("_packed/splitting.py", "pieces in two turns lose one", "min(step, end - i))", "step)", "tests/packed/test_splitting.py"),
+    Mutation("_packed/splitting.py", "split outside of a branch", "return jax.lax.platform_dependent(vectors, cpu=in_branch, default=plain)", "return plain(vectors)", "tests/packed/test_splitting.py"),
+    Mutation("_packed/rows.py", "the last chunk is dropped", "parts[-1, _ROWS - left :]", "parts[-1, :left]", "tests/packed/test_rows.py"),
+    Mutation("_packed/rows.py", "rows behind the last layer are the first's", "constant_values=len(self.blocks) - 1", "constant_values=0", "tests/packed"),
+    Mutation("_packed/rows.py", "layers elsewhere are empty here", "if self.shard is None:\n            return np.array(self.blocks) > 0", "if True:\n            return np.array(self.blocks) > 0", "tests/packed/test_rows.py"),
+    Mutation("_packed/arrays.py", "one rate for all leaves of a buffer", "all(checks.is_number(x) for x in own) and len(set(own)) == 1", "all(checks.is_number(x) for x in own)", PACKED),
+    Mutation("_packed/arrays.py", "rates per element are averaged", "jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)", "jnp.broadcast_to(jnp.mean(jnp.asarray(x, dtype=float)), span.layers.shape)", PACKED),
+    Mutation("_packed/arrays.py", "columns are not sliced for a shard", "return entry if self.shard is None or np.ndim(entry) == 0 else self.shard.slice(entry)", "return entry", DEVICES + "/test_zero.py"),
+    Mutation("_packed/shard.py", "a sum for a mean", "return total / shard.devices", "return total", DEVICES + "/test_zero.py"),
+    Mutation("_packed/shard.py", "every device has the first rows", "return jax.lax.axis_index(self.axes) * self.num_rows(rows)", "return jax.lax.axis_index(self.axes) * 0", "tests/packed/test_rows.py"),
+    # ---- _inputs
+    Mutation("_inputs/numbers.py", "betas may be 1", 'values.in_range(function, name, tree, low=0.0, high=1.0)', 'values.in_range(function, name, tree, low=0.0)', MESSAGES),
+    Mutation("_inputs/numbers.py", "no upper clamp is a clamp at 1", "jnp.asarray(jnp.inf) if largest is None", "jnp.asarray(1.0) if largest is None", "tests/everywhere/test_variants.py"),
+    Mutation("_inputs/numbers.py", "a new value is a new trace", "return np.asarray(float(x), jnp.result_type(float)) if checks.is_number(x) else x", "return np.asarray(float(x), np.float16 if float(x) < 0.15 else np.float32) if checks.is_number(x) else x", FUNCTIONAL),
+    Mutation("_inputs/functional.py", "a list of numbers is a tree", "return named | as_arrays", "return named", FUNCTIONAL),
+    Mutation("_inputs/functional.py", "weakly typed weights are traced again", "numbers.strong_scalar(x) if checks.is_number(x) else numerics.strong(x)", "numbers.strong_scalar(x) if checks.is_number(x) else x", FUNCTIONAL),
+    Mutation("_inputs/aligned.py", "moments as fine as the weights", "finest = None if computed_from is None else", "finest = None if True else", FUNCTIONAL),
+    Mutation("_inputs/aligned.py", "integer weights are floats", "and role is not Role.WEIGHTS:", "and True:", FUNCTIONAL + " " + MESSAGES),
+    Mutation("_inputs/aligned.py", "stop_gradients is ignored", "if stop_gradients else new", "if False else new", FUNCTIONAL),
+    Mutation("_arithmetic/apply.py", "dtypes of moments drift", "x.astype(y.dtype) for x, y in pairs", "x for x, y in pairs", FUNCTIONAL),
+    Mutation("_inputs/state.py", "moments in half precision", "numerics.real_dtype(p) if dtype is None", "p.real.dtype if dtype is None", MATRIX),
+    Mutation("_inputs/state.py", "the counter is not replicated", "return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))", "return x", DEVICES + "/test_placement.py"),
+    Mutation("_inputs/update.py", "updates are not negated", "None if step is None else jax.lax.neg(step)", "step", MATRIX),
+    Mutation("_inputs/update.py", "moments of missing gradients are zero", "cast_back(new, old)", "cast_back([y if x is not None or y is None else jnp.zeros_like(y) for x, y in zip(new, old, strict=True)], old)", MATRIX),
+    Mutation("_inputs/update.py", "a gradient of another shape", "checks.same_shapes(arg._replace(leaves=gradients), self.reference)", "pass", MESSAGES),
+    Mutation("_inputs/update.py", "an integer leaf with a floating gradient", "if floating else None", "if False else None", MESSAGES + " " + EDGES),
+    Mutation("_inputs/update.py", "the counter overflows", "optax.safe_increment(step)", "step + 1", MATRIX),
+    Mutation("_inputs/options.py", "the override of a call is ignored", "if override is None:", "if True:", MATRIX),
+    Mutation("_inputs/options.py", "masks of decay are ignored", "x if use and x is not None else 0.0", "x if x is not None else 0.0", MATRIX),
+    Mutation("_inputs/options.py", "moments in float16", "jnp.finfo(dtype).maxexp >= 128", "True", MESSAGES),
+    Mutation("_inputs/transformation.py", "a schedule sees the next step", "learning_rate, state.step)", "learning_rate, old.step)", MATRIX),
+    # ---- _optimizers
+    Mutation("_optimizers/adam.py", "the first moment without its complement", "scaled(mw, beta) + scaled(numerics.squarable(g), complement)", "scaled(mw, beta) + numerics.squarable(g)", MATRIX),
+    Mutation("_optimizers/adam.py", "the second moment of g, not |g|^2", "numerics.abs_squared(numerics.squarable(g))", "jnp.abs(numerics.squarable(g))", MATRIX),
+    Mutation("_optimizers/adam.py", "epsilon inside the root", "root = jnp.sqrt(jnp.maximum(vw, jnp.finfo(vw.dtype).tiny))\n    return scaled(mw, alpha) / (root + epsilon)", "root = jnp.sqrt(jnp.maximum(vw, jnp.finfo(vw.dtype).tiny) + epsilon)\n    return scaled(mw, alpha) / (root)", MATRIX),
+    Mutation("_optimizers/adam.py", "the epsilon of \"moments\" as it is", "epsilon = jnp.where(root > 0, root, jnp.ones_like(root)) * epsilon", "epsilon = epsilon * 1", MATRIX),
+    Mutation("_optimizers/adam.py", "Ivy's guard is left out", "numerics.safe_divide(root, c1 + epsilon), epsilon", "numerics.safe_divide(root, c1), epsilon", MATRIX),
+    Mutation("_optimizers/adam.py", "0 / 0 after zero gradients", "jnp.maximum(vw, jnp.finfo(vw.dtype).tiny)", "vw", MATRIX),
+    Mutation("_optimizers/lars.py", "no decay in the denominator", "g_norm + decay * w_norm + epsilon", "g_norm + epsilon", MATRIX),
+    Mutation("_optimizers/lars.py", "the rate outside of the momentum", "rates=(rates,) if inside else (),", "rates=() if inside else (rates,),", MATRIX),
+    Mutation("_optimizers/lars.py", "Ivy's rule with decay", "gradients,\n            gradients,\n            ratio=_ivy_ratio", "[decay_call(*row) for row in side_by_side(g, w, lars.weight_decay)],\n            gradients,\n            ratio=_ivy_ratio", MATRIX),
+    Mutation("_optimizers/lamb.py", "the ratio is not clamped from above", "above, below = w_norm >= largest * u_norm,", "above, below = w_norm < 0 * u_norm,", MATRIX),
+    Mutation("_optimizers/lamb.py", "Ivy's rule with decay", 'deltas if rule == "ivy" else decayed,\n        decayed,', "decayed,\n        decayed,", MATRIX),
+    Mutation("_optimizers/lamb.py", "clamps in the wrong order are accepted", "and not smallest <= largest:", "and False:", MESSAGES),
+    Mutation("_optimizers/gradient_descent.py", "decay outside of the momentum", "direction, mw = add_momentum(direction, state.mw, decay, nesterov=nesterov)", "direction, mw = add_momentum(inputs.g, state.mw, decay, nesterov=nesterov)", MATRIX),
+    # ---- _wrappers
+    Mutation("_wrappers/clip.py", "small norms are scaled up", "factor = jnp.where(above, factor, jnp.ones_like(factor))", "factor = factor * 1", "tests/wrappers/test_clip.py"),
+    Mutation("_wrappers/clip.py", "an infinite norm clips to 0", "jnp.where(mantissa == jnp.inf, jnp.full_like(factor, jnp.nan), factor)", "factor * 1", "tests/wrappers/test_clip.py"),
+    Mutation("_wrappers/accumulate.py", "a sum for a mean", "means = apply(rules.divide, added, count.astype(float))", "means = apply(rules.divide, added, jnp.ones_like(count).astype(float))", "tests/wrappers/test_accumulate.py"),
+    Mutation("_wrappers/accumulate.py", "gradients that are not finite are added", "jnp.where(use != 0, numerics.saturated(total + g, total, g), total)", "numerics.saturated(total + g, total, g)", "tests/wrappers/test_accumulate.py"),
+    Mutation("_wrappers/accumulate.py", "a window closes a call late", "emit = mini_step >= every", "emit = mini_step > every", "tests/wrappers/test_accumulate.py"),
+    Mutation("_wrappers/accumulate.py", "a window without gradients updates", "emit & (count > 0)", "emit", "tests/wrappers/test_accumulate.py"),
+    Mutation("_wrappers/skip_nonfinite.py", "steps are not looked at", "works = all_finite(steps, mesh_axes) &", "works =", "tests/wrappers/test_skip_nonfinite.py"),
+    Mutation("_wrappers/skip_nonfinite.py", "new states are not looked at", "& stays_finite(inner, state.inner, mesh_axes)", "", "tests/wrappers/test_skip_nonfinite.py"),
+    Mutation("_wrappers/skip_nonfinite.py", "new parameters are not looked at", "works &= stays_finite(wrapped.applied(params, steps), params, mesh_axes)", "pass", "tests/wrappers/test_skip_nonfinite.py"),
+    Mutation("_wrappers/skip_nonfinite.py", "the loss scale does not halve", "jnp.maximum(scale / 2, 1)", "scale", "tests/wrappers/test_skip_nonfinite.py"),
+    Mutation("_wrappers/skip_nonfinite.py", "a lost window is kept", "kept = without_window(kept)._replace(skipped=inner.skipped)", "kept = kept._replace(skipped=inner.skipped)", "tests/wrappers/test_skip_nonfinite.py"),
+    Mutation("_wrappers/finite.py", "a NaN in a state is finite", "jnp.isfinite(new) | ~jnp.isfinite(old)", "~jnp.isinf(new) | ~jnp.isfinite(old)", "tests/wrappers/test_skip_nonfinite.py"),
+    Mutation("_wrappers/finite.py", "devices do not agree", "jax.lax.pmin(flag.astype(jnp.int32), mesh_axes) == 1", "flag", DEVICES),
+    Mutation("_wrappers/master_weights.py", "updates from the rounded weights", "new = wrapped.applied(master, steps)", "new = wrapped.applied(jax.tree.map(wrapped.wide, params), steps)", "tests/wrappers/test_master_weights.py"),
+    Mutation("_wrappers/master_weights.py", "an update beyond float16 is clipped", "jnp.where(jnp.isinf(rounded), far, near)", "near", "tests/wrappers/test_master_weights.py"),
+    Mutation("_wrappers/ema.py", "parameters before the update are averaged", "wrapped.applied(params, updates)", "wrapped.applied(params, jax.tree.map(jnp.zeros_like, updates))", "tests/wrappers/test_ema.py"),
+    Mutation("_wrappers/pack_small.py", "mixed dtypes of gradients are packed", "len(dtypes) > 1 or None in dtypes", "None in dtypes", "tests/wrappers/test_pack_small.py"),
+    Mutation("_wrappers/pack_small.py", "the state of another model", "elif not layout.is_like(old):", "elif False:", "tests/wrappers/test_pack_small.py"),
+    Mutation("_wrappers/zero.py", "gradients that JAX summed are accepted", "if g is not None and shard.is_known_to_be_invariant(g, own):", "if False:", DEVICES + "/test_zero.py"),
+    Mutation("_wrappers/zero.py", "the rows of the first device", "_with_shard(trees.map_leaves(own.slice, params), own)", "_with_shard(trees.map_leaves(lambda x: x[: own.num_rows(len(x))], params), own)", DEVICES + "/test_zero.py"),
+    Mutation("_wrappers/state_shardings.py", "buffers are sharded along columns", "[: 1 if rows_only else None]", "[::-1]", DEVICES),
+    Mutation("_wrappers/state_shardings.py", "moments of other shapes follow", "followed is None or followed.shape != x.shape", "followed is None", DEVICES),
+    Mutation("_wrappers/state_shardings.py", "unpacked leaves are replicated", "followed = None if leaf is None else self._leaves[leaf]", "followed = None", DEVICES),
+    Mutation("_wrappers/wrapped.py", "states drift to other dtypes", "n.astype(o.dtype) if checks.is_numeric(o) else n", "n", "tests/wrappers"),
+    # ---- _ivy
+    Mutation("_ivy/execution.py", "gradients stay in the returned value", "return ret if retain_grads else stop_gradient(ret), grads", "return ret, grads", "tests/ivy"),
+    Mutation("_ivy/execution.py", "negative positions are not found", "-len(names) <= key < len(names)", "0 <= key < len(names)", "tests/ivy"),
+    Mutation("_ivy/variables.py", "a value that the dtype cannot hold", "if _kind(b) > _kind(a):", "if False:", "tests/ivy"),
+]  # fmt: skip

@@ -1,0 +1,90 @@
+"""Breaks the library on purpose, one place at a time, and sees whether the tests notice.
+
+    python -m tests.mutations                    # by the default suite
+    python -m tests.mutations --all zero norms   # by every test, those whose names have these words
+
+Each mutation replaces a text that stands once in a file. The tests nearest to that file run first,
+in a copy of the tree; the whole suite runs only if they pass. Prints a table for
+`docs/mutations.md`: which test was the first to fail.
+"""
+
+import argparse
+import concurrent.futures
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+from tests.mutation_list import MUTATIONS, Mutation
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+class Outcome(NamedTuple):
+    """Whether a mutation was killed, and by which test."""
+
+    mutation: Mutation
+    test: str | None
+
+
+def run(mutation: Mutation, *, every: bool) -> Outcome:
+    """Tries one mutation in a copy of the tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder)
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "*.png")
+        shutil.copytree(ROOT, copy, dirs_exist_ok=True, ignore=ignored)
+        file = copy / "jgrad" / mutation.file
+        text = file.read_text()
+        assert text.count(mutation.old) == 1, f"{mutation.name}: not once in {mutation.file}"
+        file.write_text(text.replace(mutation.old, mutation.new))
+        near = [*mutation.near.split(), "-n0"]
+        for arguments in (near, ["-n1"]):
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "--tb=no",
+                "-p",
+                "no:cacheprovider",
+            ]
+            command += arguments + ["--all"] * every
+            done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+            if done.returncode not in (0, 5):
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+                return Outcome(
+                    mutation, failed[1] if failed else "an error while tests are collected"
+                )
+    return Outcome(mutation, None)
+
+
+def main() -> int:
+    """Prints the table; the status is 1 where a mutation survived."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="Run every test.")
+    parser.add_argument("--processes", type=int, default=2, help="Mutations at a time.")
+    parser.add_argument("words", nargs="*", help="Only mutations whose names or files have these.")
+    options = parser.parse_args()
+    chosen = [
+        m
+        for m in MUTATIONS
+        if not options.words or any(word in m.name or word in m.file for word in options.words)
+    ]
+    print("| file | mutation | first test that fails |\n| --- | --- | --- |")
+    survived = 0
+    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+        for mutation, test in pool.map(lambda m: run(m, every=options.all), chosen):
+            survived += test is None
+            shown = "**survived**" if test is None else f"`{test.replace('|', ' ')}`"
+            print(f"| `{mutation.file}` | {mutation.name} | {shown} |", flush=True)
+    killed = len(chosen) - survived
+    print(f"\n{killed} of {len(chosen)} killed", flush=True)
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""What README, the notes and docs/ say is so: examples run, and tables name what there is."""
+
+import functools
+import inspect
+import itertools
+import pathlib
+import re
+
+import equinox
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jgrad
+from benchmarks import traffic
+from tests.loops import assert_equal
+
+ROOT = next(x for x in pathlib.Path(__file__).parents if (x / "pyproject.toml").exists())
+PUBLIC = [
+    name for name, x in vars(jgrad).items() if not (name.startswith("_") or inspect.ismodule(x))
+]
+GUIDES = sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
+PAGES = [
+    name
+    for name in ("README.md", "CONTRIBUTING.md", "BUILD_NOTES.md", "CHANGELOG.md", *GUIDES)
+    if (ROOT / name).exists()
+]
+LONGEST = {"README.md": 200, "BUILD_NOTES.md": 300}
+
+# Pages with examples: how many, each run by a test below.
+EXAMPLES = {"README.md": 1, "docs/wrappers.md": 1, "docs/packed.md": 3, "docs/devices.md": 4}
+
+
+@functools.cache
+def page(name):
+    return (ROOT / name).read_text()
+
+
+def blocks(name, language="python"):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page(name), re.DOTALL | re.MULTILINE)
+
+
+def run_example(name, index, names):
+    """Runs an example of a page as a reader would, in the given names."""
+    exec(compile(blocks(name)[index], name, "exec"), names)
+    return names
+
+
+def section(name, title):
+    """What stands under a heading, up to the next of its kind."""
+    found = re.search(
+        rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page(name), re.DOTALL | re.MULTILINE
+    )
+    return found[1]
+
+
+def rows(text):
+    """The cells of each line of the tables, without headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    heads = {i for i, row in enumerate(cells) if i + 1 < len(cells) and cells[i + 1][0] == "---"}
+    return [row for i, row in enumerate(cells) if i not in heads and row[0] != "---"]
+
+
+def names_of_tests(pattern):
+    """The functions of all files of tests whose names fit."""
+    text = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    return set(re.findall(rf"^def ({pattern})\(", text, re.MULTILINE))
+
+
+# ---- examples ----------------------------------------------------------------------------------
+
+
+def test_every_example_is_run():
+    """A new one needs a test here."""
+    found = {name: len(blocks(name)) for name in ("README.md", *GUIDES) if blocks(name)}
+    assert found == EXAMPLES
+
+
+def test_readme(capsys, standard_promotion):
+    """It runs as a reader would run it, and learns; optax's schedules rely on promotion."""
+    run_example("README.md", 0, {})
+    found = re.fullmatch(r"loss (\S+) after 300 steps\n", capsys.readouterr().out)
+    assert float(found[1]) < 1e-2  # from 0.55, the mean square of y
+
+
+def test_the_order_of_wrappers():
+    """Four mini-batches of a float16 model, scaled as the text says, and the average read by name."""
+    names = run_example("docs/wrappers.md", 0, {"jgrad": jgrad, "optax": optax})
+    tx, w = names["tx"], {"w": jnp.ones((2, 3), jnp.float16)}
+
+    @jax.jit
+    def step(w, state):
+        loss = lambda w: state.loss_scale * jnp.mean(jnp.square(w["w"].astype(jnp.float32)))
+        updates, state = tx.update(jgrad.grad(loss)(w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    state = tx.init(w)
+    for i in range(4):
+        assert w["w"][0, 0] == 1, i
+        w, state = step(w, state)
+    assert w["w"][0, 0] < 1
+    assert int(state.skipped) == 0
+    assert 0.999 < optax.tree.get(state, "average")["w"][0, 0] < 1
+
+
+def test_packed_training(standard_promotion):
+    """README's example goes on, packed, to the same loss; and back to the tree."""
+    names = run_example("README.md", 0, {})
+    expected = names["value"], names["params"]
+    names["params"] = {
+        "w1": jax.random.normal(jax.random.key(0), (1, 32)),
+        "w2": jnp.zeros((32, 1)),
+    }
+    run_example("docs/packed.md", 0, names)
+    params, state = names["params"], names["state"]
+    for _ in range(300):
+        params, state, value = names["step"](params, state)
+    assert float(value) == pytest.approx(float(expected[0]), rel=1e-4)
+    saved = jgrad.unpack((params, state))
+    assert jax.tree.structure(saved[0]) == jax.tree.structure(expected[1])
+    assert jax.tree.structure(jgrad.pack(saved, like=(params, state))) == jax.tree.structure(
+        (params, state)
+    )
+
+
+@pytest.mark.parametrize("recipe", [1, 2])
+def test_recipes_for_integer_leaves(recipe):
+    """They come back as they were."""
+    model = {"w": jnp.ones(3), "n": jnp.arange(2), "z": jnp.ones(2, jnp.complex64)}
+    names = {"jgrad": jgrad, "jax": jax, "jnp": jnp, "equinox": equinox, "model": model}
+    run_example("docs/packed.md", recipe, names)
+    assert set(names["packed"].buffers) == {"float32", "complex64"}
+    assert_equal(names["model"], model)
+
+
+def on_a_mesh():
+    """Names after the first example of docs/devices.md, on the devices that there are."""
+    names = {"jgrad": jgrad, "jax": jax, "optax": optax, "params": {"w": jnp.ones((16, 3))}}
+    names["loss"] = lambda w, x: jnp.mean(jnp.square(x @ w["w"]))
+    return run_example("docs/devices.md", 0, names)
+
+
+def test_gradients_in_shard_map(standard_promotion):
+    """Those of the whole batch."""
+    names = run_example("docs/devices.md", 1, on_a_mesh())
+    batch = jnp.arange(128.0).reshape(8, 16)
+    found = names["gradients"](names["params"], batch)
+    expected = jax.grad(names["loss"])(names["params"], batch)
+    assert jnp.allclose(found["w"], expected["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("example", [2, 3], ids=["zero", "jit"])
+def test_sharded_state_trains(example, standard_promotion):
+    """Ten steps, each with a smaller loss."""
+    names = run_example("docs/devices.md", example, on_a_mesh())
+    params, state, batch = names["params"], names["state"], jnp.ones((8, 16))
+    values = []
+    for _ in range(11):
+        values.append(float(names["loss"](jgrad.unpack(params), batch)))
+        params, state, *_ = names["step"](params, state, batch)
+    assert all(b < a for a, b in itertools.pairwise(values))
+
+
+# ---- what there is -----------------------------------------------------------------------------
+
+
+def test_the_reference_has_a_line_for_every_public_name():
+    found = re.findall(r"^\| `(\w+)", page("docs/reference.md"), re.MULTILINE)
+    assert sorted(found) == sorted(PUBLIC)
+
+
+def test_readme_names_what_there_is():
+    found = re.findall(r"`(\w+)`", section("README.md", "What there is"))
+    assert set(found) <= set(PUBLIC)
+    assert len(found) > 30
+
+
+def test_help_lists_the_public_names():
+    assert sorted(jgrad.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize(
+    "call", re.findall(r"^\| `(\w+\(.*?\))` \|", page("docs/reference.md"), re.MULTILINE)
+)
+def test_signatures(call):
+    """As Python has them, up to the dots."""
+    name = call.partition("(")[0]
+    signature = inspect.signature(getattr(jgrad, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    found = (name + str(inspect.Signature(bare))).replace("1e-07", "1e-7")
+    assert found.startswith(call.removesuffix("...)"))
+
+
+def test_each_row_of_the_comparison_is_a_test():
+    (file,) = (ROOT / "tests").rglob("test_beside_optax.py")
+    tests = re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(test_\w+)`", page("docs/beside_optax.md"))) == set(tests)
+
+
+def test_each_pitfall_has_a_test():
+    """E1 to E29 in order, each with a test; and no test carries another number."""
+    table = rows(page("docs/edges.md"))
+    assert [row[0] for row in table] == [f"E{n}" for n in range(1, 30)]
+    for row in table:
+        assert re.search(r"`test_\w+`", row[-1]), row[0]
+    numbers = {
+        n for name in names_of_tests(r"test_(?:e\d\d_)+\w*") for n in re.findall(r"e(\d\d)_", name)
+    }
+    assert numbers <= {f"{n:02}" for n in range(1, 30)}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_tests_that_a_page_names(name):
+    """Each is a function, or a file, of tests."""
+    files = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"\b(test_\w+\.py)", page(name))) <= files
+    named = set(re.findall(r"`(test_\w+)`", page(name)))
+    assert named <= names_of_tests(r"test_\w+")
+
+
+def test_one_test_per_number_in_its_row():
+    """A test that carries numbers stands in the rows of those numbers only."""
+    for row in rows(page("docs/edges.md")):
+        for name in re.findall(r"`(test_\w+)`", row[-1]):
+            numbers = [int(n) for n in re.findall(r"_e(\d\d)(?=_)", name)]
+            assert not numbers or int(row[0][1:]) in numbers, name
+
+
+# ---- figures -----------------------------------------------------------------------------------
+
+
+def measured(work):
+    """Of `benchmarks/results.md`: cells by (method, form), for the section of that title."""
+    text = page("benchmarks/results.md")
+    found = re.search(
+        rf"^### {re.escape(work)}\n\n(.*?)(?=\n\n|\Z)", text, re.DOTALL | re.MULTILINE
+    )
+    return {(row[0], row[1]): row for row in rows(found[1])}
+
+
+def step_and_build(row):
+    return row[2], row[7].partition(" ")[0]
+
+
+def test_figures_of_readme():
+    table = [row for row in rows(page("README.md")) if len(row) == 5]
+    assert len(table) > 5
+    for work, method, form, *figures in table:
+        assert tuple(figures) == step_and_build(measured(work)[method, form]), (work, method)
+
+
+def test_figures_are_those_of_the_benchmark():
+    figures = [x for x in page("docs/benchmarks.md").splitlines() if len(x.split("|")) == 12]
+    assert len(figures) > 20
+    assert set(figures) <= set(page("benchmarks/results.md").splitlines())
+
+
+def test_targets():
+    """What came out is what was measured, and bold where it is above its target."""
+    table = rows(section("docs/benchmarks.md", "Targets"))
+    assert len(table) == 7
+    for work, form, *cells in table:
+        results = [step_and_build(x) for (_, of), x in measured(work).items() if of == form]
+        for target, found, column in (
+            (cells[0], cells[1], [step for step, _ in results]),
+            (cells[2], cells[3], [build for _, build in results]),
+        ):
+            if not target:
+                continue
+            targets = target.split(" / ")
+            targets = targets * len(column) if len(targets) == 1 else targets
+            marked = [
+                f"**{x}**" if float(x) > float(t) else x
+                for x, t in zip(column, targets, strict=True)
+            ]
+            assert found == " / ".join(marked), (work, form)
+
+
+def test_figures_on_paper():
+    """The table is what the command prints."""
+    assert traffic.table(traffic.Machine()) in page("docs/on_paper.md")
+
+
+OPTIMIZERS = {
+    "`gradient_descent`": [jgrad.gradient_descent],
+    "momentum, `lars`": [functools.partial(jgrad.gradient_descent, momentum=0.9), jgrad.lars],
+    "`adam`, `lamb`": [jgrad.adam, jgrad.lamb],
+}
+
+
+@pytest.mark.parametrize("row", rows(page("docs/memory.md")), ids=lambda row: f"{row[0]} {row[1]}")
+def test_memory(row):
+    """The bytes of abstract states of a million parameters."""
+    dtype, text, *figures = row
+    parameter, gradient, moments, master, total = map(int, figures)
+    name, _, option = text.removeprefix("`master_weights` of ").partition(", `moment_dtype=")
+    options = {"moment_dtype": option[:-1]} if option else {}
+    size = jnp.dtype(dtype).itemsize
+    assert (parameter, gradient, total) == (size, size, 2 * size + moments + master)
+    w = {"w": jax.ShapeDtypeStruct((2**20,), dtype)}
+    for make in OPTIMIZERS[name]:
+        tx = make(0.1, **options)
+        tx = jgrad.master_weights(tx) if "`master_weights` of" in text else tx
+        state = jax.eval_shape(tx.init, w)
+        found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 2**20
+        assert found == pytest.approx(moments + master, abs=1e-4)  # and a counter
+
+
+# ---- the pages themselves ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "longest"), LONGEST.items())
+def test_length(name, longest):
+    """Longer tables and guides belong into docs/."""
+    assert len(page(name).splitlines()) <= longest
+
+
+def test_the_commands_of_readme():
+    """`.ci/run` takes them by number."""
+    first, second, third = blocks("README.md", "sh")
+    assert "train_digits.py" in first
+    assert "pytest" in second
+    assert "train_distributed.py" in third
+
+
+def anchors(text):
+    """Of its headings, as GitHub makes them."""
+    bare = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", bare, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    """To files, from where the page stands, and to headings of pages."""
+    missing = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page(name)):
+        file, _, anchor = link.partition("#")
+        path = (ROOT / name).parent / file if file else ROOT / name
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text())):
+            missing.append(link)
+    assert not missing
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings(name):
+    """What it does, its arguments and what it returns; the equation for what computes."""
+    thing = getattr(jgrad, name)
+    text = inspect.getdoc(thing)  # Python 3.13 strips the indentation, older ones do not
+    first, _, rest = text.partition("\n")
+    assert first.endswith(".")
+    if isinstance(thing, type):  # a state
+        assert "Attributes:" in rest
+        return
+    for part in ("Args:", "Returns:"):
+        assert f"\n{part}\n" in rest
+    for argument in thing.__code__.co_varnames[
+        : thing.__code__.co_argcount + thing.__code__.co_kwonlyargcount
+    ]:
+        assert re.search(rf"^  (\w+, )*{argument}(, \w+)*: ", rest, re.MULTILINE), argument
+    if name not in ("variable", "is_variable", "variable_data"):
+        equation = rest.split("Args:")[0]
+        assert re.search(r"^    \S.*[=<]", equation, re.MULTILINE), "no equation"

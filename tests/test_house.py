@@ -1,0 +1,147 @@
+"""The house: data flows one way, as the table in CONTRIBUTING.md says, and no file is long."""
+
+import ast
+import fnmatch
+import graphlib
+import io
+import pathlib
+import re
+import tokenize
+
+import pytest
+
+import jgrad
+
+PACKAGE = pathlib.Path(jgrad.__file__).parent
+ROOT = pathlib.Path(__file__).parents[1]
+FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+ROOMS = [name for name in FILES if not name.endswith("/__init__.py")]
+FOLDERS = sorted({name.partition("/")[0] for name in ROOMS if "/" in name})
+
+every_file = pytest.mark.parametrize("name", FILES)
+
+
+def table():
+    """(file or pattern, its tests) of each row of the table "Where is what", from the top down."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.partition("\n## Where is what\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(\S+\.py)` \| .* \| `(\S+)` \|$", section, re.MULTILINE)
+
+
+def row(name):
+    """The row of a file: that of its name, or else of a pattern for it."""
+    rows = [pattern for pattern, _ in table()]
+    if name in rows:
+        return rows.index(name)
+    found = [i for i, pattern in enumerate(rows) if fnmatch.fnmatch(name, pattern)]
+    assert len(found) == 1, f"{name} has {len(found)} rows in CONTRIBUTING.md"
+    return found[0]
+
+
+def imported(name):
+    """The files of jgrad that a file imports."""
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("jgrad") for alias in node.names), "use `from`"
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        assert node.level == 0, "a relative import"
+        parts = (node.module or "").split(".")
+        if parts[0] != "jgrad":
+            continue
+        module = "/".join(parts[1:])
+        if f"{module}.py" in FILES:
+            yield f"{module}.py"
+        else:
+            yield from (f"{module}/{alias.name}.py" for alias in node.names)
+
+
+def test_the_table_has_each_file_once():
+    rows = [pattern for pattern, _ in table()]
+    assert len(set(rows)) == len(rows)
+    assert {row(name) for name in ROOMS} == set(range(len(rows)))
+
+
+def test_a_folder_is_one_part_of_the_table():
+    folders = [name.partition("/")[0] for name, _ in table()]
+    changes = [a for a, b in zip(folders, [*folders[1:], None], strict=True) if a != b]
+    assert len(changes) == len(set(changes))
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_imports_go_down(name):
+    """From any file to one in a row further down, so that no folder hides a floor."""
+    for other in imported(name):
+        assert row(other) > row(name), f"{name} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_docstring_imports_nothing(folder):
+    assert not list(imported(f"{folder}/__init__.py"))
+
+
+def test_every_import_is_seen():
+    """Of the file that imports most, by hand: what is not found cannot be wrong."""
+    found = set(imported("_optimizers/lamb.py"))
+    assert {"_optimizers/adam.py", "_inputs/functional.py", "_arithmetic/leafwise.py"} <= found
+    assert "_layers/ratios.py" in found
+
+
+@pytest.mark.parametrize("of", ["files", "folders"])
+def test_imports_have_an_order(of):
+    """Derived from the imports alone: no cycle, of files or of folders."""
+    graph = {}
+    for name in FILES:
+        for other in imported(name):
+            pair = (name, other)
+            if of == "folders":
+                pair = (name.partition("/")[0], other.partition("/")[0])
+            if pair[0] != pair[1]:
+                graph.setdefault(pair[0], set()).add(pair[1])
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+    assert order[-1] == "__init__.py"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_what_its_docstring_says(folder):
+    text = ast.get_docstring(ast.parse(FILES[f"{folder}/__init__.py"].read_text()))
+    allowed = set(re.findall(r"`(_\w+)`", text))
+    own = [name for name in ROOMS if name.startswith(f"{folder}/")]
+    others = {other.partition("/")[0] for name in own for other in imported(name)} - {folder}
+    assert others <= allowed
+
+
+@pytest.mark.parametrize("tests", sorted({tests for _, tests in table()}))
+def test_the_tests_of_a_file_exist(tests):
+    assert (ROOT / tests).is_file()
+
+
+@every_file
+def test_files_are_short_and_say_what_they_are_for(name):
+    """At most 250 lines of code; docstrings and comments do not count."""
+    text = FILES[name].read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree)
+    docstrings = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in blank | {tokenize.ENDMARKER}
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    assert len(code - docstrings) <= 250
+
+
+@pytest.mark.parametrize("name", [name for name in ROOMS if not name.startswith("_packed/")])
+def test_nobody_else_looks_into_packed_trees(name):
+    """Other folders ask a layout, an `ArraySpec` or `LayerAxes`: no type is tested, no name read."""
+    text = FILES[name].read_text()
+    assert not re.search(r"isinstance\([^)]*\b(Packed|PackedLayers|Layout|Span)\b", text)
+    assert not re.search(r"getattr\([^)]*\"(blocks|buffers|layout)\"", text)
+    assert not re.search(r"[\"']leaf |[\"']buffers[\"']", text)
