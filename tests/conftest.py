@@ -4,6 +4,7 @@ Nothing is promoted implicitly, and pyproject makes warnings errors. `pytest` ru
 need no more than five minutes; `pytest --all` runs also those marked `slow`.
 """
 
+import collections
 import ctypes
 import gc
 import os
@@ -50,6 +51,13 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Drops slow tests, unless asked for by `--all` or by name; else runs them first."""
     named = any("::" in argument for argument in config.args)
+    counts = collections.Counter()
+    for item in items:
+        if sampled := item.get_closest_marker("sampled"):
+            function = item.nodeid.partition("[")[0]
+            if counts[function] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            counts[function] += 1
     slow = [x for x in items if x.get_closest_marker("slow")]
     quick = [x for x in items if not x.get_closest_marker("slow")]
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick

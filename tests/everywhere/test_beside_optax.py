@@ -21,6 +21,7 @@ def one_update(tx, w, g):
     return tx.update(g, tx.init(w), w)[0]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -96,7 +96,7 @@ def test_masked(case, standard_promotion):
     close(updates["layer"], expected)
 
 
-@every_case(("lamb_decayed",))
+@every_case(())
 @pytest.mark.parametrize(
     "partition", [optax.partition, pytest.param(optax.multi_transform, marks=pytest.mark.slow)]
 )
@@ -276,6 +276,7 @@ def test_equinox_functional(standard_promotion):
     assert jax.tree.structure(w) == jax.tree.structure(mw) == jax.tree.structure(weights)
 
 
+@pytest.mark.slow
 def test_equinox_masks_and_rates():
     """Trees like the model are callable, as it is, and hold `None` where it has no arrays."""
     model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))

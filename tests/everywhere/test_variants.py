@@ -189,14 +189,11 @@ def gradients(zeros):
 
 
 QUICK = [  # one of each rule and of each correction
-    "MLPerf LARS, Nesterov",
     "apex LARC around SGD",
     "optax LARS",
     "Ivy LARS, decayed",
     "LAMB paper, phi(z) = z",
     "DeepSpeed LAMB, BERT",
-    "Ivy LAMB",
-    "PyTorch AdamW",
     "Keras AdamW, epsilon near 0",
 ]
 

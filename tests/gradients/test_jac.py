@@ -24,6 +24,7 @@ def narrow(x):
     return jnp.stack([jnp.prod(x), jnp.sum(x**2)])
 
 
+@pytest.mark.sampled(4)
 @every_mode
 @pytest.mark.parametrize("func", [wide, narrow, jnp.sum], ids=["wide", "narrow", "scalar"])
 def test_finite_differences(func, mode, x64):
@@ -35,6 +36,7 @@ def test_finite_differences(func, mode, x64):
         np.testing.assert_allclose(found[..., j], expected, atol=1e-8)
 
 
+@pytest.mark.sampled(3)
 @every_mode
 def test_trees(mode):
     """A block for each output and input leaf; `None` for inputs that are not differentiated."""
@@ -56,6 +58,7 @@ def test_argnums(mode):
     chex.assert_trees_all_close(found, (jnp.diag(X), jnp.diag(2 * X)))
 
 
+@pytest.mark.sampled(3)
 @every_mode
 def test_hessian(mode, x64):
     x = X.astype("float64")
@@ -75,6 +78,7 @@ def test_func_is_called_once(mode):
     assert len(calls) == 1
 
 
+@pytest.mark.sampled(4)
 @every_mode
 @pytest.mark.parametrize("func", [wide, narrow])
 def test_under_jit_and_vmap(func, mode):

@@ -51,7 +51,7 @@ def test_an_array_stands_for_all_leaves(name):
     chex.assert_trees_all_equal(weights(found), weights(copied))
 
 
-@every_update
+@two_updates
 def test_a_prefix_stands_for_what_is_below_it(name):
     update = UPDATES[name]
     found = update(W, G, {"a": 0.1, "b": 0.2})

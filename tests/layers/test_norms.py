@@ -139,6 +139,7 @@ def test_vmap():
     np.testing.assert_allclose(found, [5.0, 5e-25, 5e25], rtol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", [1, 3, 20])
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
 @pytest.mark.parametrize("stacked", [(0,), (1,), (0, 2)])

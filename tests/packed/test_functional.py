@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 import jgrad
-from tests.choice import mostly_slow
 from tests.loops import assert_equal
 from tests.packed_model import DECAYS, PER_ELEMENT, SMALL, assert_close, normal
 
@@ -35,7 +34,8 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("options", mostly_slow(["numbers", "trees"], "trees"))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("options", ["numbers", "trees"])
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_functional_updates(name, options):
     """Options for the tree; the sizes of arrays stay."""

@@ -58,11 +58,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(
-    "method",
-    mostly_slow([jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb], jgrad.adam),
-)
+@pytest.mark.parametrize("method", [jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb])
 def test_options_of_each_leaf(method, name):
     """Given for the tree, as ever."""
     options = dict(OPTIONS[name])

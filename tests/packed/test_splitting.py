@@ -25,6 +25,7 @@ def vector(sizes, first=1.0):
     return x.at[0].set(first) if x.size else x
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("first", [1.0, -1.0, 0.0, -0.0, np.inf, np.nan])
 @every_size
 def test_pieces(sizes, first):

@@ -142,6 +142,7 @@ def test_skipped_saturates():
 # ---- emit --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("emit", [True, np.True_, jnp.array(True)], ids=["bool", "numpy", "traced"])
 def test_emit_closes_a_partial_window(emit, x64):
     """With the mean of the mini-batches that there were; the next window starts anew."""
@@ -282,6 +283,7 @@ def test_devices_of_a_mesh_axis_leave_out_the_same():
 # ---- leaves and dtypes -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("dtype", "values", "expected"),
     [
@@ -308,6 +310,7 @@ def test_half_precision_is_summed_in_float32(dtype, values, expected, params_dty
     np.testing.assert_array_equal(state.inner, jnp.full(2, expected, dtype), strict=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [None, "float0", "int"])
 def test_leaves_that_are_not_updated(count):
     """Integers and None pass through the sum; a missing gradient stays missing inside."""
@@ -344,6 +347,7 @@ def test_without_parameters():
 # ---- beside others -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner",
     [optax.adam(0.1), optax.lamb(0.1), optax.sgd(0.1, momentum=0.9)],
@@ -358,6 +362,7 @@ def test_around_optax(inner, standard_promotion):
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_inside_a_chain():
     """Clipping inside sees the mean; outside, each mini-batch."""
     w, grads = params(), gradients(2)

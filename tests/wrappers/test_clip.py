@@ -52,6 +52,7 @@ def assert_reference(found, g, max_norm, rtol=1e-6):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("max_norm", [0.0, 0.01, 1.0, 1e6])
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [("float64", 1e-14), ("complex128", 1e-14), ("float32", 1e-6)]
@@ -84,6 +85,7 @@ def trees_of(scale):
 SCALES = [0, 1e-30, 1e-23, 1e-19, 1e-10, 1, 1e10, 1e19, 1e30, 3e37, 3e38]
 
 
+@pytest.mark.sampled(3)
 @eager_or_compiled
 @pytest.mark.parametrize("scale", SCALES)
 def test_scales(scale, clip, norm):
@@ -97,6 +99,7 @@ def test_scales(scale, clip, norm):
                 np.testing.assert_allclose(np.asarray(a), b.real.astype(float), 2e-6, atol=1e-37)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shapes", [[(100,)], [(10, 10), (50,)], [(1,)] * 40], ids=["one", "two", "forty"]
 )
@@ -222,6 +225,7 @@ def test_derivative_at_zero(max_norm):
     np.testing.assert_array_equal(jax.grad(jgrad.global_norm)(jnp.zeros(2)), [0, 0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_derivative(max_norm, x64):
     """Above the bound and below it, that of the NumPy reference by central differences."""

@@ -39,6 +39,7 @@ def assert_reference(states, trees, decay, rtol):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
     [

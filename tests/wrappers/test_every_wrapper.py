@@ -123,7 +123,7 @@ def close(found, expected, dtype=jnp.float32):
 # ---- beside and inside of others ---------------------------------------------------------------
 
 
-@every_wrapper
+@few_wrappers
 def test_it_trains(wrapper):
     """It does something: the weights move once the optimizer has run, and not before."""
     tx, w, grads = setup(wrapper)
@@ -158,6 +158,7 @@ def test_masked(wrapper):
         close(updates["layer"], expected, wrapper.dtype)
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_partition(wrapper):
     _, w, grads = setup(wrapper)
@@ -209,6 +210,7 @@ class Net(nn.Module):
         return dense(1)(nn.tanh(dense(8)(x)))
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_flax_train_state(wrapper, standard_promotion):
     rng = np.random.default_rng(0)
@@ -253,7 +255,7 @@ def test_eval_shape_and_jit_of_init(wrapper):
     chex.assert_trees_all_equal(jax.jit(tx.init)(w), state)
 
 
-@every_wrapper
+@few_wrappers
 def test_one_trace_with_donation(wrapper):
     """Buffers of parameters and state are given away at each of five steps."""
     tx, w, grads = setup(wrapper, 5)
@@ -399,6 +401,7 @@ def by_hand(w, windows):
     return reference.trajectory(optimizer, clipped)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss_scale", [None, 16.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_all_together(dtype, loss_scale):

@@ -63,6 +63,7 @@ def ulp(x, dtype):
     return 2.0**exponent * float(info.eps)
 
 
+@pytest.mark.sampled(3)
 @every_dtype
 @every_method
 def test_e07_a_weight_of_one(method, tx, dtype, standard_promotion):
@@ -79,6 +80,7 @@ def test_e07_a_weight_of_one(method, tx, dtype, standard_promotion):
     np.testing.assert_allclose(state.master, exact, rtol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @every_dtype
 @every_method
 def test_e07_a_linear_regression(method, tx, dtype, standard_promotion):
@@ -115,6 +117,7 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
+@pytest.mark.sampled(3)
 @every_dtype
 @every_case
 def test_the_copy_is_the_papers(case, dtype):
@@ -193,6 +196,7 @@ def test_a_sign_changed_at_the_top_of_float16():
 # ---- mixed trees, and dtypes -------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @every_dtype
 @every_case
 def test_other_leaves_are_those_of_the_plain_transformation(case, dtype):

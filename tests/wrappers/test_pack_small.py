@@ -90,6 +90,7 @@ def test_gradients_of_several_dtypes():
     assert_equal(jgrad.unpack(train(jgrad.pack_small(tx), w, [g])), train(tx, w, [g]))
 
 
+@pytest.mark.slow
 def test_without_parameters():
     """Updates in the dtype of the gradients, as for the tree."""
     w = normal(0)
@@ -111,6 +112,7 @@ def test_transformations_without_moments(name):
     assert_equal(small.update(g, small.init(w), w)[0], tx.update(g, tx.init(w), w)[0])
 
 
+@pytest.mark.slow
 def test_inside_and_outside_of_others():
     """Arguments of the call reach the transformation inside; options are those of the tree."""
     w, grads = normal(0), gradients()
@@ -131,6 +133,7 @@ def test_inside_and_outside_of_others():
     assert_close(found, tx.update(g, tx.init(w), w, learning_rate=rates)[0])
 
 
+@pytest.mark.slow
 def test_in_nnx():
     """flax wraps the parameters for `init`, and not for `update`."""
     model, expected = (nnx.Linear(3, 4, rngs=nnx.Rngs(0)) for _ in range(2))

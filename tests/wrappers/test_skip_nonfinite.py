@@ -54,6 +54,7 @@ def sequence(tx, w, values):
 # ---- skipping ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -87,6 +88,7 @@ def test_e24_as_if_the_bad_steps_had_not_been(name, dtype, standard_promotion):
         np.testing.assert_allclose(a, b, atol=tolerance * max(1, np.max(np.abs(b))))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_e24_for_ever(name, standard_promotion):
     """1000 bad steps in a row: nothing is written, all are counted, and then it goes on."""
@@ -177,6 +179,7 @@ def test_e24_a_bad_mini_batch_closes_its_window(check_finite):
     assert float(state.loss_scale) == 4
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [5, 5000, 100_003])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
@@ -282,6 +285,7 @@ def test_gradients_are_unscaled_in_float32(scale):
     np.testing.assert_allclose(state.inner, 1e-8, rtol=1e-3)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("exponent", [0, 1, 24, 100])
 def test_unscaling_rounds_nothing(dtype, exponent):
@@ -364,6 +368,7 @@ def test_the_state_is_one_tree():
 # ---- under JAX's transformations ---------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss_scale", [None, 2.0**4])
 def test_vmap_and_scan_over_models_that_skip_apart(loss_scale):
     """Each model skips its own steps, and has a scale of its own."""
