@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import jgrad
 from tests.reference import optimizers as reference
@@ -191,6 +192,15 @@ CASES = [
         step=_lamb(decay_lambda=0.1, rule="ivy"),
         elementwise=False,
     ),
+]
+
+
+# Methods that treat each element by itself agree bit for bit in many forms. `pytest -m bits` takes
+# these six of them, to run in a minute or two under each of several instruction sets.
+_BITS = ("gradient_descent", "momentum", "nesterov", "decayed_descent", "adam", "adamw")
+CASES_OF_BITS = [
+    pytest.param(case, id=str(case), marks=[pytest.mark.bits] if str(case) in _BITS else [])
+    for case in CASES
 ]
 
 

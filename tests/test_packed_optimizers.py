@@ -12,12 +12,12 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jgrad
-from tests.cases import CASES, MASK
+from tests.cases import CASES_OF_BITS, MASK
 from tests.errors import assert_error
 from tests.loops import assert_equal, train
 from tests.packed import DECAYS, PER_ELEMENT, RATES, SMALL, assert_close, gradients, normal
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_case = pytest.mark.parametrize("case", CASES_OF_BITS)
 every_size = pytest.mark.parametrize("max_size", [None, SMALL], ids=["all", "small"])
 
 
@@ -111,6 +111,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_rate_for_each_element_of_all_leaves(name):
     """One array that all leaves of a buffer share is meant for each of them, not for the buffer."""

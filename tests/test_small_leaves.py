@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 
 import jgrad
-from tests.cases import CASES
+from tests.cases import CASES_OF_BITS
 from tests.errors import assert_error
 from tests.loops import assert_equal
 from tests.packed import SMALL, assert_close, gradients, normal
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_case = pytest.mark.parametrize("case", CASES_OF_BITS)
 
 
 def train(tx, w, grads):
@@ -49,6 +49,7 @@ def test_what_is_packed():
     assert len(everything.mw.buffers) == 4
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("zero", [None, "float0", "integers"])
 def test_integer_leaves(zero):
     """They do not change, as with the transformation alone."""
@@ -84,6 +85,7 @@ def test_parameters_that_are_none():
     assert updates["b"] is None
 
 
+@pytest.mark.bits
 def test_gradients_of_several_dtypes():
     """For parameters of one."""
     w = {"a": jnp.ones(30), "b": jnp.ones(30)}
@@ -92,6 +94,7 @@ def test_gradients_of_several_dtypes():
     assert_equal(jgrad.unpack(train(jgrad.pack_small(tx), w, [g])), train(tx, w, [g]))
 
 
+@pytest.mark.bits
 def test_without_parameters():
     """Updates in the dtype of the gradients, as for the tree."""
     w = normal(0)
@@ -104,6 +107,7 @@ def test_without_parameters():
 STATELESS = {"sgd": lambda: optax.sgd(0.1), "descent": lambda: jgrad.gradient_descent(0.1)}
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", STATELESS)
 def test_transformations_without_moments(name):
     w, g = normal(0), normal(1)
@@ -145,6 +149,7 @@ def test_in_nnx():
     assert_close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(expected)))
 
 
+@pytest.mark.bits
 def test_rates_for_each_element():
     w = {"a": jnp.ones(100), "b": jnp.ones(3000)}
     tx = jgrad.adam({"a": jnp.linspace(0, 1, 100), "b": 0.1})
