@@ -5,6 +5,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -54,3 +55,17 @@ def assert_equal(a, b):
     chex.assert_trees_all_equal_structs(a, b)
     chex.assert_trees_all_equal_shapes_and_dtypes(a, b)
     chex.assert_trees_all_equal(a, b)
+
+
+def norm(x):
+    """The Euclidean norm of one array, in double precision."""
+    return float(np.linalg.norm(np.ravel(np.asarray(x, complex))))
+
+
+def assert_within(found, expected, bounds):
+    """Equal in structure, shapes and dtypes; the difference of each leaf has a norm within its bound."""
+    chex.assert_trees_all_equal_structs(found, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    rows = (jax.tree.leaves(tree) for tree in (found, expected, bounds))
+    for a, b, bound in zip(*rows, strict=True):
+        assert norm(np.asarray(a, complex) - np.asarray(b, complex)) <= bound, (a, b, bound)

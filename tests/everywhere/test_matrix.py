@@ -12,8 +12,7 @@ from jax import export
 
 import jgrad
 from tests.cases import ALL, FEW, RATE, every_case, gradients, params
-from tests.choice import mostly_slow
-from tests.loops import assert_equal, run, step_of
+from tests.loops import assert_equal, assert_within, norm, run, step_of
 
 slow = pytest.mark.slow
 # Of parameters and of gradients: each once beside the same, a wider and a narrower one.
@@ -73,19 +72,77 @@ def test_reference_in_half_precision(case, dtype):
         )
 
 
-@every_case(("gradient_descent", "adam", "lars_plain", "lamb_decayed"), lambda case: case.step)
-@pytest.mark.parametrize("dtype", mostly_slow([jnp.float32, jnp.complex64], jnp.complex64))
-def test_functional_twin(case, dtype):
-    """Step functions and pairs agree bit for bit over 50 steps."""
-    tx, w = case.tx(), params(dtype)
+every_twin = every_case(
+    ("gradient_descent", "adam", "lars_plain", "lamb_decayed"), lambda case: case.step
+)
+
+
+@pytest.mark.bits
+@every_twin
+def test_functional_twin(case):
+    """Step functions and pairs agree bit for bit over 50 steps in float32."""
+    tx, w = case.tx(), params()
     state, step = tx.init(w), jax.jit(step_of(tx))
     # The twin keeps what the pair keeps; methods without moments pass them through.
     twin, mw, vw = w, state.mw, state.vw
-    for t, g in enumerate(gradients(50, dtype), start=1):
+    for t, g in enumerate(gradients(50), start=1):
         w, state = step(w, state, g)
         twin, mw, vw = case.step(twin, g, RATE, mw, vw, t)
         assert_equal(twin, w)
         assert_equal((mw, vw), (state.mw, state.vw))
+    assert int(state.step) == 50
+
+
+def roundings(case, w, g, moments):
+    """By how many roundings the steps of two programs may differ on complex leaves, for each leaf.
+
+    A processor with FMA computes a product and a sum with one rounding or with two. XLA chooses for
+    each program, and of re^2 + im^2 it may choose either product. All else is the same operations on
+    the same numbers: complex numbers are multiplied by real ones, with an imaginary part of zero, so
+    that no product meets a sum. Counted in u = 2^-24, an operation adds 2 to a difference, 1 for
+    each program.
+
+    Second moments: 1 for the product in |g|^2, 2 for its sum, 2 for the product with 1 - beta2, 2
+    for the last sum: 7, as all terms are positive.
+    Adam's step: 3.5 by the root of that, 2 each for the root, the sum with epsilon and the rate, 6
+    for a complex division, which is three operations in the textbook's form: 15.5.
+    A norm of n real numbers: 2 n for the sum of squares in any order, n behind the root, and 2.
+    LAMB's ratio: two norms, one of a direction that differs by at most 16 already, of terms that may
+    cancel; and a division. With the product and the direction: 2 n + 10, and 32 / c, where c is
+    what cancellation leaves of the norm.
+    LARS's ratio: less than 3 n + 42, from three norms in Ivy's rule.
+    Gradient descent has nothing of this: 0.
+    """
+    if case.make is jgrad.gradient_descent:
+        return jax.tree.map(lambda x: 0, w)
+    if case.elementwise:
+        return jax.tree.map(lambda x: 16, w)
+    decay = case.options.get("weight_decay", 0.0)
+    direction = jgrad.adam_step(g, *moments)[0] if case.make is jgrad.lamb else g
+
+    def number(d, p):
+        d, p = np.asarray(d, complex), decay * np.asarray(p, complex)
+        terms, left = norm(np.abs(d) + np.abs(p)), norm(d + p)
+        return 3 * 2 * d.size + 10 + 32 * (terms / left if left else 1)
+
+    return jax.tree.map(number, direction, w)
+
+
+@pytest.mark.bits
+@every_twin
+def test_complex_functional_twin(case):
+    """The same for complex weights, to a few roundings of each step: see `roundings`."""
+    tx, w, u = case.tx(), params(jnp.complex64), 2.0**-24
+    state, step = tx.init(w), jax.jit(step_of(tx))
+    for t, g in enumerate(gradients(50, jnp.complex64), start=1):
+        found, mw, vw = case.step(w, g, RATE, state.mw, state.vw, t)
+        counts = roundings(case, w, g, (state.mw, state.vw, t))
+        old, (w, state) = w, step(w, state, g)
+        assert_equal(mw, state.mw)
+        assert_within(vw, state.vw, jax.tree.map(lambda v: 7 * u * norm(v), state.vw))
+        # What differs before the last sum is rounded there once in each program, as a weight.
+        bound = lambda x, p, count: u * (2 * norm(x) + count * norm(x - p)) if count else 0
+        assert_within(found, w, jax.tree.map(bound, w, old, counts))
     assert int(state.step) == 50
 
 

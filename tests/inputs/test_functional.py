@@ -42,6 +42,7 @@ def weights(found):
 # ---- trees -------------------------------------------------------------------------------------
 
 
+@pytest.mark.bits
 @two_updates
 def test_an_array_stands_for_all_leaves(name):
     """One gradient and one rate for every leaf give what copies of them give."""
@@ -51,6 +52,7 @@ def test_an_array_stands_for_all_leaves(name):
     chex.assert_trees_all_equal(weights(found), weights(copied))
 
 
+@pytest.mark.bits
 @two_updates
 def test_a_prefix_stands_for_what_is_below_it(name):
     update = UPDATES[name]
@@ -59,6 +61,7 @@ def test_a_prefix_stands_for_what_is_below_it(name):
         chex.assert_trees_all_equal(weights(found)[key], weights(update(W[key], G[key], rate)))
 
 
+@pytest.mark.bits
 @every_update
 def test_weights_take_the_finest_structure(name):
     """An array of weights under a tree of rates becomes a tree."""
@@ -100,6 +103,7 @@ def test_hyper_parameters_may_be_trees():
         chex.assert_trees_all_close([x[key] for x in found], list(alone), rtol=1e-6)
 
 
+@pytest.mark.bits
 @two_updates
 def test_lists_of_numbers_are_arrays(name):
     """Unless another list holds arrays; then a list is a tree, such as one rate per layer."""
@@ -126,6 +130,7 @@ def test_numbers_in_other_nodes_are_leaves():
     chex.assert_trees_all_close(found, [{"a": X - 0.1}], rtol=1e-6)
 
 
+@pytest.mark.bits
 def test_lists_of_hyper_parameters_are_arrays():
     found = jgrad.adam_step(X, 0.0, 0.0, [3], beta1=[0.8])
     chex.assert_trees_all_equal(found, jgrad.adam_step(X, 0.0, 0.0, 3, beta1=0.8))
@@ -154,6 +159,7 @@ def test_empty_tree(name):
     assert weights(UPDATES[name]({}, {})) == {}
 
 
+@pytest.mark.bits
 @every_update
 def test_missing_gradients(name):
     """`None` leaves its leaf as it is; the others do not notice."""
@@ -175,6 +181,7 @@ def test_moments_of_missing_gradients():
 # ---- shapes and dtypes -------------------------------------------------------------------------
 
 
+@pytest.mark.bits
 @two_updates
 def test_a_rate_may_have_any_shape_that_broadcasts(name):
     w, g = jnp.ones((2, 3)), jnp.full((2, 3), 0.5)
@@ -219,6 +226,7 @@ def test_moments_keep_their_dtypes(dtype):
     assert delta.dtype == dtype
 
 
+@pytest.mark.bits
 def test_integers_are_read_as_floats():
     """In gradients, moments and numbers, as the documented examples need."""
     found = jgrad.adam_update(

@@ -34,6 +34,7 @@ MORE = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", ["numbers", "trees"])
 @pytest.mark.parametrize("name", FUNCTIONAL)
@@ -51,6 +52,7 @@ def test_functional_updates(name, options):
     assert_equal(jgrad.pack(jgrad.unpack(found), like=found), found)
 
 
+@pytest.mark.bits
 def test_a_packed_rate():
     """A number for each element, as packed as the weights."""
     w, g, lr = normal(0), normal(1), normal(2)
@@ -59,6 +61,7 @@ def test_a_packed_rate():
     assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, g, lr))
 
 
+@pytest.mark.bits
 def test_a_list_of_rates_is_a_tree():
     """As beside a list of weights."""
     w = [jnp.ones(2), jnp.ones(2)]

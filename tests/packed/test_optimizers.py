@@ -38,6 +38,7 @@ def assert_same(tx, *, exact, w=None, grads=None, **layout):
 
 
 @every_size
+@pytest.mark.bits
 @every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
 def test_every_optimizer(case, max_size):
     assert_same(case.tx(), exact=case.elementwise, max_size=max_size)
@@ -114,6 +115,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_rate_for_each_element_of_all_leaves(name):
     """One array that all leaves of a buffer share is meant for each of them, not for the buffer."""

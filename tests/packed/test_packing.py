@@ -26,7 +26,7 @@ def mixed(seed=0):
     }
 
 
-AXES = {**dict.fromkeys(mixed()), "stack": 1, "half": None}
+AXES = {**dict.fromkeys(jax.eval_shape(mixed)), "stack": 1, "half": None}
 
 
 # ---- round trip --------------------------------------------------------------------------------

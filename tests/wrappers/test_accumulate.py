@@ -123,6 +123,7 @@ def test_a_window_without_any_finite_mini_batch(how):
     assert_equal(state, old._replace(skipped=jnp.int32(count)))
 
 
+@pytest.mark.bits
 def test_unchecked_gradients_are_added_as_they_are():
     w, grads = params(), gradients(2)
     tx = jgrad.accumulate(jgrad.gradient_descent(0.1), 2, check_finite=False)

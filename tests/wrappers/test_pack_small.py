@@ -27,6 +27,7 @@ def train(tx, w, grads):
     return w, state
 
 
+@pytest.mark.bits
 @every_case(("adamw", "lamb_decayed"))
 def test_every_optimizer(case):
     """Weights are those of the tree, and `unpack` makes the state that of the tree."""
@@ -47,6 +48,7 @@ def test_what_is_packed():
     assert len(everything.mw.buffers) == 4
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("zero", [None, "float0", "integers"])
 def test_integer_leaves(zero):
     """They do not change, as with the transformation alone."""
@@ -82,6 +84,7 @@ def test_parameters_that_are_none():
     assert updates["b"] is None
 
 
+@pytest.mark.bits
 def test_gradients_of_several_dtypes():
     """For parameters of one."""
     w = {"a": jnp.ones(30), "b": jnp.ones(30)}
@@ -90,6 +93,7 @@ def test_gradients_of_several_dtypes():
     assert_equal(jgrad.unpack(train(jgrad.pack_small(tx), w, [g])), train(tx, w, [g]))
 
 
+@pytest.mark.bits
 @pytest.mark.slow
 def test_without_parameters():
     """Updates in the dtype of the gradients, as for the tree."""
@@ -103,6 +107,7 @@ def test_without_parameters():
 STATELESS = {"sgd": lambda: optax.sgd(0.1), "descent": lambda: jgrad.gradient_descent(0.1)}
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", STATELESS)
 def test_transformations_without_moments(name):
     w, g = normal(0), normal(1)
@@ -146,6 +151,7 @@ def test_in_nnx():
     assert_close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(expected)))
 
 
+@pytest.mark.bits
 def test_rates_for_each_element():
     w = {"a": jnp.ones(100), "b": jnp.ones(3000)}
     tx = jgrad.adam({"a": jnp.linspace(0, 1, 100), "b": 0.1})
