@@ -16,12 +16,14 @@ from tests.cases import MASK, gradients, params
 W = {"b": jnp.ones(3)}
 G = {"b": jnp.full(3, 0.5)}
 
+# What jgrad does here is tested in other files, too.
+pytestmark = pytest.mark.slow
+
 
 def one_update(tx, w, g):
     return tx.update(g, tx.init(w), w)[0]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -40,7 +40,7 @@ def apply(tx, w, grads, **extra):
 # ---- optax -------------------------------------------------------------------------------------
 
 
-@every_case(("lamb_decayed",))
+@every_case(())
 def test_chain(case, standard_promotion):
     """Clipping before and nothing after is the optimizer on clipped gradients."""
     w, grads = params(), gradients(3)
@@ -192,6 +192,7 @@ SMALL = {
 every_method = pytest.mark.parametrize("tx", mostly_slow(SMALL.values(), SMALL["adam"]), ids=SMALL)
 
 
+@pytest.mark.slow
 @every_method
 def test_flax_train_state(tx, standard_promotion):
     x, y = data()
@@ -214,6 +215,7 @@ def test_flax_train_state(tx, standard_promotion):
     assert int(state.step) == int(state.opt_state.step) == 40
 
 
+@pytest.mark.slow
 @every_method
 def test_nnx_optimizer(tx, standard_promotion):
     x, y = data()

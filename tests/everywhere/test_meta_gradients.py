@@ -79,7 +79,7 @@ def test_e08_slopes_are_those_of_finite_differences(case, x64):
     assert slopes["learning_rate"] != 0
 
 
-@every_case(("adamw",))
+@every_case(())
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_e08_slopes_at_zero_gradients_are_finite(case, dtype, x64):
     """A loss that is constant to first order in all weights, from the first step to the last."""

@@ -240,7 +240,7 @@ def test_e10_the_state_does_not_depend_on_options(case):
         assert jax.tree.structure(jax.eval_shape(tx.init, w)) == plain
 
 
-@every_case(("lamb_decayed",))
+@every_case(())
 def test_e11_a_bad_mini_batch(case):
     """It is left out and counted; only the last of a window runs the optimizer; a part is enough."""
     w, (a, b) = params(), gradients(2)

@@ -20,7 +20,7 @@ QUICK = {
         "test_e12_few_collectives[one]",
         "test_e14_stacked_and_cut[lamb-True]",
     ],
-    "test_packed.py": ["test_buffers_cut_over_a_mesh[lamb]"],
+    "test_packed.py": ["test_buffers_cut_over_a_mesh[lars]"],
     "test_placement.py": [
         "test_e25_mean_on_one_side[shard_map]",
         "test_e26_state_follows_parameters[eager-AxisType.Explicit-adamw]",

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
-from tests.cases import CASES, CASES_OF_BITS, MASK
+from tests.cases import CASES, MASK
 from tests.errors import assert_error
 from tests.loops import assert_equal, stack
 from tests.multi_device.meshes import mesh_of
@@ -118,7 +118,8 @@ def assert_same(tx, *, exact, packed=None, grads=None, **options):
 # ---- the numbers of the whole --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES_OF_BITS)
+@pytest.mark.bits
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_optimizer(case):
     """Bit for bit where each element is on its own; layers of which a device has a part, or none."""
     assert_same(case.tx(), exact=case.elementwise)

@@ -238,6 +238,7 @@ def test_a_schedule_of_windows_under_scan(x64):
     chex.assert_trees_all_close((found, state.inner), (expected[-1], inner), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_vmap_over_models_that_skip_apart():
     """Each model leaves out its own mini-batches, and closes its own windows."""
     models, count = [params(seed=s) for s in range(3)], 4

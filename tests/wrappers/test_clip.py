@@ -67,6 +67,7 @@ def test_reference(dtype, rtol, max_norm, x64):
             chex.assert_trees_all_equal(found, g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e6])
 def test_optax_where_it_is_right(max_norm, standard_promotion):
     (g,) = gradients(1)

@@ -178,6 +178,7 @@ def test_read_from_a_chain():
     assert_reference([state for _, state in found], trees, 0.5, 3e-6)
 
 
+@pytest.mark.slow
 def test_inside_of_what_skips_and_accumulates():
     """The average moves with the weights only, once per window."""
     w, grads = params(), gradients(4)

@@ -291,6 +291,7 @@ def test_vmap(wrapper):
     close((w, state), stack(alone), wrapper.dtype)
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_export(wrapper):
     """The train step lowers for CPU, CUDA and TPU."""
@@ -401,7 +402,7 @@ def by_hand(w, windows):
     return reference.trajectory(optimizer, clipped)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss_scale", [None, 16.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_all_together(dtype, loss_scale):

@@ -158,6 +158,7 @@ def test_rates_for_each_element():
     assert_equal(train(jgrad.pack_small(tx), w, [w])[0], train(tx, w, [w])[0])
 
 
+@pytest.mark.slow
 def test_masks_of_optax_go_outside():
     """Inside, they would see buffers."""
     w, g = normal(0), normal(1)

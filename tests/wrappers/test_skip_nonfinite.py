@@ -368,7 +368,7 @@ def test_the_state_is_one_tree():
 # ---- under JAX's transformations ---------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_scale", [None, 2.0**4])
 def test_vmap_and_scan_over_models_that_skip_apart(loss_scale):
     """Each model skips its own steps, and has a scale of its own."""
