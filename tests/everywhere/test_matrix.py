@@ -12,6 +12,7 @@ from jax import export
 
 import jgrad
 from tests.cases import ALL, FEW, RATE, every_case, gradients, params
+from tests.choice import mostly_slow
 from tests.loops import assert_equal, assert_within, norm, run, step_of
 
 slow = pytest.mark.slow
