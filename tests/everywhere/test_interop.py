@@ -244,6 +244,7 @@ def test_nnx_optimizer(tx, standard_promotion):
 # ---- equinox -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_method
 def test_equinox(tx, standard_promotion):
     """With a filtered model; what is no array has no gradient and no update."""

@@ -87,7 +87,7 @@ def compare(found, wanted, rtol=None):
 
 
 @pytest.mark.parametrize("double", mostly_slow([False, True], True), ids=["float32", "float64"])
-@cases(*UPDATES, every=2)
+@cases(*UPDATES, every=3)
 def test_update(case, double, x64):
     """Ivy's numbers under Ivy's rules, from the inputs as they are, and in float64."""
     args, kwargs = arguments(case, double)
@@ -169,7 +169,7 @@ def _xp():
     return xp
 
 
-@cases(*GRADIENTS, every=2)
+@cases(*GRADIENTS, every=3)
 def test_gradients(case, x64):
     args, kwargs = arguments(case, double=False)
     call = case.get("call", {})

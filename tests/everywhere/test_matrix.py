@@ -172,7 +172,7 @@ def test_rate_tree(case, x64):
         np.testing.assert_allclose(jax.tree.leaves(found[-1])[i], expected, rtol=1e-12)
 
 
-@every_case(("lars_masked",))
+@every_case(())
 def test_override(case):
     """`learning_rate=` in update stands in for the rate of that call, and a sweep compiles once."""
     w, (g,) = params(), gradients(1)
@@ -281,7 +281,7 @@ def test_empty_tree(case):
 
 @every_case(("lars_masked", "lamb_decayed"))
 @pytest.mark.parametrize(
-    "dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=slow), jnp.float32]
+    "dtype", mostly_slow([jnp.float16, jnp.bfloat16, jnp.float32], jnp.float32)
 )
 def test_zero_gradient(case, dtype):
     """Nothing moves without decay, and nothing is NaN, forward and backward."""

@@ -58,7 +58,7 @@ def test_argnums(mode):
     chex.assert_trees_all_close(found, (jnp.diag(X), jnp.diag(2 * X)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @every_mode
 def test_hessian(mode, x64):
     x = X.astype("float64")

@@ -32,7 +32,7 @@ AXES = {**dict.fromkeys(jax.eval_shape(mixed)), "stack": 1, "half": None}
 # ---- round trip --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("max_size", [None, 100])
 @pytest.mark.parametrize("multiple_of", [1, 8])
 @pytest.mark.parametrize("layer_axes", [None, AXES], ids=["leaves", "layers"])

@@ -402,7 +402,7 @@ def by_hand(w, windows):
     return reference.trajectory(optimizer, clipped)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_scale", [None, 16.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_all_together(dtype, loss_scale):

@@ -54,7 +54,7 @@ def sequence(tx, w, values):
 # ---- skipping ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
