@@ -62,7 +62,12 @@ class AlignedArguments:
 
     def __init__(self, function: str, roles: Roles, named: dict[str, Any]) -> None:
         self._function = function
-        present = {name: role for name, role in roles.items() if named[name] is not None}
+        absent = {
+            name
+            for name, role in roles.items()
+            if role is Role.OPTIONAL_NUMBER and named[name] is None
+        }
+        present = {name: role for name, role in roles.items() if name not in absent}
         self._gradient = _with_role(Role.GRADIENT, roles)
         self._reference = _with_role(Role.WEIGHTS, roles) or self._gradient
         self._trees = {
@@ -84,7 +89,7 @@ class AlignedArguments:
         }
         self._check(present, list(self._trees.values())[aligned.finest])
         for name, role in roles.items():
-            if name not in present:
+            if name in absent:
                 self._leaves[name] = [0.0] * self._structure.num_leaves
             elif role is Role.BETA:
                 forms = named[name]

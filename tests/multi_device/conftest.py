@@ -37,6 +37,7 @@ QUICK = {
     ],
     "test_recipes.py": [],
     "test_state_shardings.py": [
+        "test_names_of_users",
         "test_specs",
         "test_several_axes",
         "test_rows_of_buffers",

@@ -1,6 +1,8 @@
 """`state_shardings(cut_over=)`: under `jit`, each device has a shard of the state."""
 
+import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -53,6 +55,49 @@ def test_memory():
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=own)
     found = jgrad.state_shardings(jgrad.adam(0.1), w, cut_over="a")
     assert found.mw == NamedSharding(grid(), P("a"), memory_kind="unpinned_host")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Normalisation:
+    """A layer with running averages, as users name them."""
+
+    buffers: Any
+    scale: Any
+
+
+class Averages(NamedTuple):
+    """What it may hold."""
+
+    mean: Any
+    variance: Any
+
+
+MODELS = {
+    "a list of buffers": lambda x: Normalisation([x, x], x),
+    "a tuple of buffers": lambda x: Normalisation((x,), x),
+    "a NamedTuple of buffers": lambda x: Normalisation(Averages(x, x), x),
+    "a dict of buffers": lambda x: Normalisation({"float32": x, "leaf 0": x}, x),
+    "an array of buffers": lambda x: Normalisation(x, x),
+    "keys": lambda x: {"buffers": {"leaf 1": x, "leaf 3": [x]}, "leaf 0": x, "float32": x},
+}
+
+
+@pytest.mark.parametrize("packs", ["", "small", "nothing"])
+@pytest.mark.parametrize("name", MODELS)
+def test_names_of_users(name, packs):
+    """A model may call its parts as jgrad calls those of a `Packed`: moments follow all the same."""
+    tx = jgrad.adam(0.1)
+    if packs:  # all leaves in a buffer, or each as it is
+        tx = jgrad.pack_small(tx, max_size=100 if packs == "small" else 1)
+    own, further = NamedSharding(grid(), P()), NamedSharding(grid(), P(None, "a"))
+    w = MODELS[name](jax.ShapeDtypeStruct((3, 8), jnp.float32, sharding=own))
+    found = jgrad.state_shardings(tx, w, cut_over="a")
+    assert jax.tree.structure(found) == jax.tree.structure(jax.eval_shape(tx.init, w))
+    expected = own if packs == "small" else further
+    assert set(jax.tree.leaves((found.mw, found.vw))) == {expected}
+    if packs != "small":
+        assert len(jax.tree.leaves(found.mw)) == len(jax.tree.leaves(w))
 
 
 def test_rows_of_buffers():

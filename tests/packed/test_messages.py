@@ -58,10 +58,13 @@ def test_a_packed_number():
 
 
 def test_buffers_mapped_over():
-    """What needs to know where rows lie says so; the rest goes on."""
+    """Only what needs a number per row is an error."""
     many = jax.tree.map(lambda x: jnp.stack([x, x]), PACKED)
-    for tx in (jgrad.lars(0.1), jgrad.gradient_descent({"a": 0.1, "b": 0.2})):
-        name = "lars" if "lars" in tx.update.__qualname__ else "gradient_descent"
+    needing = {
+        "lars": jgrad.lars(0.1),
+        "gradient_descent": jgrad.gradient_descent({"a": 0.1, "b": 0.2}),
+    }
+    for name, tx in needing.items():
         message = (
             f"{name}: `params` at .buffers['float32']: shape (2, 2, 256), expected (2, 256) as in "
             "its layout; inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
