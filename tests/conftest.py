@@ -25,6 +25,8 @@ import jax
 import pytest
 from hypothesis import settings
 
+from tests import expensive
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -58,6 +60,7 @@ def pytest_collection_modifyitems(config, items):
             if counts[function] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
             counts[function] += 1
+    _mark_expensive(items)
     slow = [x for x in items if x.get_closest_marker("slow")]
     quick = [x for x in items if not x.get_closest_marker("slow")]
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
@@ -66,6 +69,20 @@ def pytest_collection_modifyitems(config, items):
     kept = set(chosen)
     config.hook.pytest_deselected(items=[x for x in items if x not in kept])
     items[:] = chosen
+
+
+def _mark_expensive(items):
+    """Leaves as many choices of `expensive.DEFAULT` as it says, evenly spaced; the others are slow."""
+    choices = collections.defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            choices[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
+    for function, count in expensive.DEFAULT.items():
+        own = choices[function]
+        kept = {i * len(own) // count for i in range(count)} if count else set()
+        for i, item in enumerate(own):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 class PeakMemory:
