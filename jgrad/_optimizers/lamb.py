@@ -105,11 +105,12 @@ def _steps(
 
 def _clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
     """Both clamps of the ratio as scalars; None for no upper one."""
-    _check_clamps(name, smallest, largest)
-    return (
+    both = (
         numbers.scalar(name, "min_trust_ratio", smallest),
         numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
     )
+    _check_clamps(name, smallest, largest)
+    return both
 
 
 def _check_clamps(name: str, smallest: Any, largest: Any) -> None:
