@@ -394,9 +394,9 @@ def adam(
     adam_options.check(name)
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
-        numbers_now = adam_options.at(name, state.step)
-        mw, vw = new_moments(inputs.g, state.mw, state.vw, numbers_now)
-        direction = directions(mw, vw, numbers_now)
+        adam_numbers = adam_options.at(name, state.step)
+        mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers)
+        direction = directions(mw, vw, adam_numbers)
         direction = options.with_weight_decay(inputs, direction, weight_decay, weight_decay_mask)
         return apply(rules.scale_by, direction, rates), mw, vw
 
@@ -437,9 +437,9 @@ def scale_by_adam(
     adam_options.check(name)
 
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
-        numbers_now = adam_options.at(name, state.step)
-        mw, vw = new_moments(inputs.g, state.mw, state.vw, numbers_now)
-        return directions(mw, vw, numbers_now), mw, vw
+        adam_numbers = adam_options.at(name, state.step)
+        mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers)
+        return directions(mw, vw, adam_numbers), mw, vw
 
     return transformation(
         name, compute, learning_rate=UNSCALED, mw=True, vw=True, moment_dtype=moment_dtype

@@ -150,10 +150,10 @@ def shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or is_packed(x))
 
 
-def with_layouts(tree: PyTree, layout_of: Callable[[Layout], Layout]) -> PyTree:
+def with_layouts(tree: PyTree, relabeled: Callable[[Layout], Layout]) -> PyTree:
     """The same buffers under other layouts."""
     return jax.tree.map(
-        lambda x: Packed(x.buffers, layout_of(x.layout)) if is_packed(x) else x,
+        lambda x: Packed(x.buffers, relabeled(x.layout)) if is_packed(x) else x,
         tree,
         is_leaf=is_packed,
     )
