@@ -154,7 +154,7 @@ def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None)
         stop_gradient(x) = x, with derivative 0
 
     Args:
-      x: pytree; leaves that are not arrays pass as they are.
+      x: pytree; leaves that are not arrays pass unchanged.
       preserve_type: accepted for parity with Ivy, whose variables may change type; JAX's arrays
         have one.
       out: None.

@@ -13,7 +13,7 @@ What functional updates share:
 - Dtypes. Weights and moments keep theirs. The arithmetic is in float32, or in float64 where an
   array is. Integer gradients, moments and numbers are read as the default float dtype; integer
   weights are an error.
-- `None` as a gradient leaves its leaf, and the moments of it, as they are.
+- `None` as a gradient leaves its leaf, and the moments of it, unchanged.
 """
 
 import functools

@@ -368,7 +368,7 @@ def scale_by_trust_ratio(
       max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       trust_ratio_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False pass as they are.
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False pass unchanged.
       norm_axes: see `lamb`.
       layer_axes: see `lamb`.
 

@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether the leaf stays as it is, a buffer of its own shape."""
+        """Whether the leaf is not packed: its buffer has its own shape."""
         return self.start is None
 
     @property

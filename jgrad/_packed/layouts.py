@@ -172,7 +172,7 @@ class Layout:
                 continue
             lines.append(f"  {name} {shape}")
             lines += _listed(own)
-        return "\n".join([*lines, *(["  as they are", *_listed(unpacked)] if unpacked else [])])
+        return "\n".join([*lines, *(["  unpacked", *_listed(unpacked)] if unpacked else [])])
 
 
 Layout.__module__ = "jgrad"  # where users import it from, and what a pickle names
@@ -183,8 +183,8 @@ def _described(span: Span | None) -> str:
     if span is None:
         return "None"
     axes = f" stacked over axes {span.layers.stacked}" if span.layers.stacked else ""
-    kept = " as it is" if span.is_unpacked else ""
-    return f"packed {span.dtype} of shape {span.layers.shape}{axes}{kept}"
+    kind = "unpacked" if span.is_unpacked else "packed"
+    return f"{kind} {span.dtype} of shape {span.layers.shape}{axes}"
 
 
 def _listed(spans: list[Span]) -> list[str]:

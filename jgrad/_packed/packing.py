@@ -91,7 +91,7 @@ def pack(
         give some thousands where large leaves are most of the model.
       like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
         function that makes them. The subtrees of `tree` in their places are packed in their
-        layouts; everything else stays as it is.
+        layouts; everything else is unchanged.
 
     Returns:
       A `Packed`; with `like`, a tree like it.

@@ -39,7 +39,7 @@ EmaState.__module__ = "jgrad"  # where users import it from, and what a pickle n
 def ema(
     decay: Scalar | Callable[[jax.Array], Any],
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps an exponential moving average of the parameters; updates pass as they are.
+    """Keeps an exponential moving average of the parameters; updates pass unchanged.
 
         average' = decay average + (1 - decay) (w + updates)
 

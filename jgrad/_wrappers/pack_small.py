@@ -1,4 +1,4 @@
-"""Small leaves packed inside a transformation, for training loops that stay as they are."""
+"""Small leaves packed inside a transformation, for training loops that remain unchanged."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -129,7 +129,7 @@ def _check_packed(params: ArgLeaves, tree: PyTree, own: Shard | None) -> None:
             packed = "a buffer of a `Packed`: `pack(params, multiple_of=devices)`"
             params.fail(i, TypeError, f"{checks.describe(x)}, expected {packed}")
         if spec.is_unpacked:
-            params.fail(i, TypeError, "a leaf as it is, expected a packed one: no `max_size`")
+            params.fail(i, TypeError, "an unpacked leaf, expected a packed one: no `max_size`")
         if x.shape != spec.shape:
             expected = f"{spec.shape}: whole parameters on each device"
             params.fail(i, ValueError, f"shape {x.shape}, expected {expected}")
@@ -145,6 +145,6 @@ def _check_state(state: Any, own: Shard) -> None:
     for i, (x, spec) in enumerate(zip(arg.leaves, arrays.specs(state), strict=True)):
         expected = spec._replace(shard=own).local_shape
         if spec.is_buffer and getattr(x, "shape", None) == spec.shape != expected:
-            remedy = "cut it by the specs of `state_shardings`, or call `init` here"
+            remedy = "shard it as `state_shardings` says, or call `init` here"
             problem = f"shape {x.shape}, expected {expected}, this device's; {remedy}"
             arg.fail(i, ValueError, problem)

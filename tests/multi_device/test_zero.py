@@ -479,7 +479,7 @@ def test_leaves_that_are_not_packed():
 
 def test_leaves_that_stay_as_they_are():
     message = (
-        "zero: `params` at .buffers['leaf 1']: a leaf as it is, expected a packed one: no "
+        "zero: `params` at .buffers['leaf 1']: an unpacked leaf, expected a packed one: no "
         "`max_size`."
     )
     assert_fails(message, TypeError, step(), packed_model(max_size=300))
@@ -504,7 +504,7 @@ def test_parameters_that_are_cut():
 def test_a_state_that_is_whole():
     message = (
         "zero: `state` at .mw.buffers['float32']: shape (8, 256), expected (1, 256), this "
-        "device's; cut it by the specs of `state_shardings`, or call `init` here."
+        "device's; shard it as `state_shardings` says, or call `init` here."
     )
     tx, packed = jgrad.zero(jgrad.adam(0.1), "data"), packed_model()
     whole = tx.init(packed)

@@ -95,7 +95,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def test_two_leaves_of_one_path():
-    """Both stay, packed or as they are."""
+    """Both stay, packed or unpacked."""
     for max_size in (None, 2):
         packed = jgrad.pack(Pair(jnp.zeros(5), jnp.ones(5)), max_size=max_size)
         found = jgrad.unpack(packed)
@@ -147,7 +147,7 @@ def test_text():
         + "    and 3 more"
     )
     assert repr(jgrad.pack(jnp.ones((3, 100)), max_size=10)) == (
-        "Packed: 1 leaf, 300 elements, 0.0% padding\n  as they are\n    the leaf (3, 100)"
+        "Packed: 1 leaf, 300 elements, 0.0% padding\n  unpacked\n    the leaf (3, 100)"
     )
 
 
@@ -157,7 +157,7 @@ DIFFERENCES = {
     "dtype": ({"a": jnp.ones(3, jnp.bfloat16)}, {"a": jnp.ones(3)}, {}, ["A has packed bfloat16 of shape (3,) at ['a'] where B has packed float32 of shape (3,)"]),
     "none": ({"a": None}, {"a": jnp.ones(3)}, {}, ["A has None at ['a'] where B has packed float32 of shape (3,)"]),
     "layers": ({"a": jnp.ones((2, 3))}, {"a": jnp.ones((2, 3))}, {"layer_axes": 0}, ["A has packed float32 of shape (2, 3) at ['a'] where B has packed float32 of shape (2, 3) stacked over axes (0,)"]),
-    "size": ({"a": jnp.ones(3)}, {"a": jnp.ones(3)}, {"max_size": 2}, ["A has packed float32 of shape (3,) at ['a'] where B has packed float32 of shape (3,) as it is"]),
+    "size": ({"a": jnp.ones(3)}, {"a": jnp.ones(3)}, {"max_size": 2}, ["A has packed float32 of shape (3,) at ['a'] where B has unpacked float32 of shape (3,)"]),
     "multiple": ({"a": jnp.ones(3)}, {"a": jnp.ones(3)}, {"multiple_of": 4}, ["A has buffers {'float32': (1, 256)}, B {'float32': (4, 256)}"]),
 }  # fmt: skip
 
