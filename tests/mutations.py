@@ -2,6 +2,7 @@
 
     python -m tests.mutations                    # by the default suite
     python -m tests.mutations --all zero norms   # by every test, those whose names have these words
+    python -m tests.mutations --near             # by the nearest tests alone: quick
 
 Each mutation replaces a text that stands once in a file. The tests nearest to that file run first,
 in a copy of the tree; the whole suite runs only if they pass. Prints a table for
@@ -30,7 +31,7 @@ class Outcome(NamedTuple):
     test: str | None
 
 
-def run(mutation: Mutation, *, every: bool) -> Outcome:
+def run(mutation: Mutation, *, every: bool, only_near: bool = False) -> Outcome:
     """Tries one mutation in a copy of the tree."""
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
@@ -41,18 +42,9 @@ def run(mutation: Mutation, *, every: bool) -> Outcome:
         assert text.count(mutation.old) == 1, f"{mutation.name}: not once in {mutation.file}"
         file.write_text(text.replace(mutation.old, mutation.new))
         near = [*mutation.near.split(), "-n0"]
-        for arguments in (near, ["-n1"]):
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "--tb=no",
-                "-p",
-                "no:cacheprovider",
-            ]
-            command += arguments + ["--all"] * every
+        for arguments in (near,) if only_near else (near, ["-n1"]):
+            options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *["--all"] * every]
+            command = [sys.executable, "-m", "pytest", *options, *arguments]
             done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
             if done.returncode not in (0, 5):
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
@@ -66,6 +58,7 @@ def main() -> int:
     """Prints the table; the status is 1 where a mutation survived."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--all", action="store_true", help="Run every test.")
+    parser.add_argument("--near", action="store_true", help="Run the nearest tests alone.")
     parser.add_argument("--processes", type=int, default=2, help="Mutations at a time.")
     parser.add_argument("words", nargs="*", help="Only mutations whose names or files have these.")
     options = parser.parse_args()
@@ -77,7 +70,8 @@ def main() -> int:
     print("| file | mutation | first test that fails |\n| --- | --- | --- |")
     survived = 0
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
-        for mutation, test in pool.map(lambda m: run(m, every=options.all), chosen):
+        outcomes = pool.map(lambda m: run(m, every=options.all, only_near=options.near), chosen)
+        for mutation, test in outcomes:
             survived += test is None
             shown = "**survived**" if test is None else f"`{test.replace('|', ' ')}`"
             print(f"| `{mutation.file}` | {mutation.name} | {shown} |", flush=True)
