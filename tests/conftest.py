@@ -1,7 +1,8 @@
 """Strictness for every test, eight virtual devices, the choice of tests, and a bound on memory.
 
 Nothing is promoted implicitly, and pyproject makes warnings errors. `pytest` runs the tests that
-need no more than five minutes; `pytest --all` runs also those marked `slow`.
+need no more than five minutes; `pytest --all` runs also those marked `slow`, of a test with many
+choices of parameters some; `pytest --all --exhaustive` runs every choice.
 """
 
 import collections
@@ -11,6 +12,7 @@ import os
 import pathlib
 import resource
 import sys
+import zlib
 
 DEVICES = 8
 # XLA reads both once, when JAX starts. It needs more threads than devices: on two cores, the
@@ -36,11 +38,13 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
 
 LIMIT = 1.15  # GB, above which a process frees its compiled programs; one test takes up to 0.2
+ONE_IN = 5  # of slow choices one in so many runs by `--all`
 GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
 
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="Run the tests marked slow, too.")
+    parser.addoption("--exhaustive", action="store_true", help="With --all: every choice.")
     parser.addoption("--every", type=int, default=1, help="Run only each n-th test.")
 
 
@@ -62,6 +66,8 @@ def pytest_collection_modifyitems(config, items):
             counts[function] += 1
     _mark_expensive(items)
     slow = [x for x in items if x.get_closest_marker("slow")]
+    if not (config.getoption("--exhaustive") or named):
+        slow = _thinned(slow)
     quick = [x for x in items if not x.get_closest_marker("slow")]
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
     # Most tests are one of many alike, with other options: each n-th has some of every kind.
@@ -69,6 +75,22 @@ def pytest_collection_modifyitems(config, items):
     kept = set(chosen)
     config.hook.pytest_deselected(items=[x for x in items if x not in kept])
     items[:] = chosen
+
+
+def _thinned(slow):
+    """Of each test with many slow choices of parameters a fifth, of another test another fifth.
+
+    The choices are those of the whole matrix, of which the default suite runs a core. Together the
+    tests still meet every optimizer, dtype and form.
+    """
+    choices = collections.defaultdict(list)
+    for item in slow:
+        choices[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for function, own in choices.items():
+        start = zlib.crc32(function.encode()) % ONE_IN
+        kept.update(own if len(own) < ONE_IN else own[start::ONE_IN])
+    return [x for x in slow if x in kept]
 
 
 def _mark_expensive(items):

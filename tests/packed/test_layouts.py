@@ -119,6 +119,12 @@ def test_copies(tree):
             assert jnp.array_equal(a, b)
 
 
+def test_pickles_keep_the_axes_of_stacks():
+    packed = jgrad.pack({"a": jnp.ones((2, 3))}, layer_axes=0)
+    assert pickle.loads(pickle.dumps(packed)).layout == packed.layout
+    assert jgrad.pack({"a": jnp.ones((2, 3))}).layout != packed.layout
+
+
 def test_pickles_of_another_process():
     """Where strings have other hashes."""
     program = (

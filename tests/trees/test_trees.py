@@ -2,6 +2,7 @@
 
 import collections
 
+import jax
 import pytest
 
 from jgrad._trees import trees
@@ -41,6 +42,26 @@ def test_align_takes_the_finest():
 def test_align_needs_one_that_is_finest():
     """Each of these is finer than the other at one place."""
     assert trees.align({"a": [1], "b": 2}, {"a": 1, "b": [2]}) is None
+
+
+def test_a_model_that_is_callable_is_no_function():
+    """Such as equinox's; a schedule may be a `Partial`."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Model:
+        def __call__(self, x):
+            return x
+
+        def tree_flatten(self):
+            return (1.0,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls()
+
+    assert not trees.is_function(Model())
+    assert trees.is_function(lambda x: x)
+    assert trees.is_function(jax.tree_util.Partial(lambda x: x))
 
 
 @pytest.mark.parametrize(
