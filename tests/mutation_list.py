@@ -78,7 +78,7 @@ MUTATIONS = [
     Mutation("_layers/sums.py", "sums that overflowed are not scaled", "return jnp.where(total == jnp.inf, down, scale)", "return scale", NORMS),
     Mutation("_layers/sums.py", "tiny sums are scaled once", "jnp.where(total < tiny, far_up, jnp.where", "jnp.where(total < 0, far_up, jnp.where", NORMS),
     Mutation("_layers/norms.py", "norms are never rescaled", "jax.lax.cond(jnp.any(unusual), rescaled,", "jax.lax.cond(jnp.any(unusual) & False, rescaled,", NORMS),
-    Mutation("_layers/norms.py", "other layers change a norm", "jnp.where(scale == 1, total, rescaled)", "rescaled", DEVICES + "/test_layers.py"),
+    Mutation("_layers/norms.py", "other layers change a norm", "jnp.where(scale == 1, total, rescaled)", "rescaled", NORMS),
     Mutation("_layers/norms.py", "norms of shards are not combined", "_over_devices(x, axes) if axes else x", "x", DEVICES + "/test_layers.py"),
     Mutation("_layers/norms.py", "an infinite norm counts as finite", "bound = jnp.where(self.mantissa == jnp.inf, self.mantissa, largest)", "bound = largest", NORMS),
     Mutation("_layers/norms.py", "batches of other mesh axes are joined", "or axes.mesh_axes != layers[starts[-1]].mesh_axes", "", DEVICES + "/test_layers.py"),

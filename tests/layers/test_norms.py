@@ -35,6 +35,17 @@ def test_scales(scale, jit):
             np.testing.assert_allclose(np.asarray(x), float(true_norm(y)), rtol=1e-6)
 
 
+@pytest.mark.bits
+@pytest.mark.parametrize("shape", [(123,), (40, 30), (7, 5, 11)])
+def test_layers_of_another_scale_change_no_bit(shape):
+    """A layer beside one that is rescaled keeps its plain sum: replicas on devices stay equal."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(16)]
+    usual = jax.jit(found_norms)(*arrays)
+    beside = jax.jit(found_norms)(*arrays[:-1], arrays[-1] * 1e-25)
+    assert [float(x) for x in usual[:-1]] == [float(x) for x in beside[:-1]]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_dtypes(dtype, x64):
     """In float32 or wider: 100 elements of 100 overflow float16's own sum of squares."""
