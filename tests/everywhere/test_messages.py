@@ -147,6 +147,8 @@ TRANSFORMATIONS = [
      lambda: jgrad.adam(0.1, weight_decay=-0.1)),
     (TypeError, "adam: `moment_dtype`: <class 'jax.numpy.int32'>, expected a real floating dtype with the range of float32.",
      lambda: jgrad.adam(0.1, moment_dtype=jnp.int32)),
+    (TypeError, "adam: `moment_dtype`: <class 'jax.numpy.float16'>, expected a real floating dtype with the range of float32.",
+     lambda: jgrad.adam(0.1, moment_dtype=jnp.float16)),
     (ValueError, "gradient_descent: `momentum`: -0.9, expected a number in [0, inf).",
      lambda: jgrad.gradient_descent(0.1, momentum=-0.9)),
     (ValueError, "gradient_descent: `nesterov`: True, expected False without `momentum`.",
