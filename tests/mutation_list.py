@@ -120,7 +120,7 @@ MUTATIONS = [
     Mutation("_inputs/update.py", "moments of missing gradients are zero", "cast_back(new, old)", "cast_back([y if x is not None or y is None else jnp.zeros_like(y) for x, y in zip(new, old, strict=True)], old)", MATRIX),
     Mutation("_inputs/update.py", "a gradient of another shape", "checks.same_shapes(arg._replace(leaves=gradients), self.reference)", "pass", MESSAGES),
     Mutation("_inputs/update.py", "an integer leaf with a floating gradient", "if floating else None", "if False else None", MESSAGES + " " + EDGES),
-    Mutation("_inputs/update.py", "the counter overflows", "optax.safe_increment(step)", "step + 1", MATRIX),
+    Mutation("_inputs/update.py", "the counter overflows", "optax.safe_increment(step)", "step + 1", EDGES + " -k e23"),
     Mutation("_inputs/options.py", "the override of a call is ignored", "if override is None:", "if True:", MATRIX),
     Mutation("_inputs/options.py", "masks of decay are ignored", "x if use and x is not None else 0.0", "x if x is not None else 0.0", MATRIX),
     Mutation("_inputs/options.py", "moments in float16", "jnp.finfo(dtype).maxexp >= 128", "True", MESSAGES),

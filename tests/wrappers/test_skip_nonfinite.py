@@ -244,6 +244,14 @@ def test_without_parameters():
     assert int(state.skipped) == 1
 
 
+def test_a_step_that_overflows_without_parameters():
+    """Of a transformation without state: there is nothing else to look at."""
+    tx = jgrad.skip_nonfinite(optax.scale(1e30))
+    updates, state = tx.update(1e30 * X, tx.init(X))
+    np.testing.assert_array_equal(updates, 0 * X)
+    assert int(state.skipped) == 1
+
+
 # ---- loss scaling ------------------------------------------------------------------------------
 
 
