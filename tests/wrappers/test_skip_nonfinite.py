@@ -215,6 +215,18 @@ def test_a_state_that_overflows_beside_a_finite_step():
     assert [int(state.skipped) for _, state in found] == [0, 1, 1]
 
 
+def test_a_state_that_is_no_number_beside_a_finite_step():
+    """NaN, such as a logarithm makes it of a finite gradient."""
+
+    def update(g, kept, w=None):
+        return jax.tree.map(jnp.zeros_like, g), jnp.log(g)
+
+    tx = jgrad.skip_nonfinite(optax.GradientTransformation(jnp.zeros_like, update))
+    found = sequence(tx, jnp.float32(1), [1.0, -1.0])
+    assert [float(state.inner) for _, state in found] == [0, 0]
+    assert [int(state.skipped) for _, state in found] == [0, 1]
+
+
 def test_a_gradient_that_would_be_clipped():
     """Infinity is no large number, though `optax.clip` makes one of it."""
     tx = jgrad.skip_nonfinite(optax.chain(optax.clip(1.0), optax.sgd(0.5)))
