@@ -53,7 +53,7 @@ MUTATIONS = [
     Mutation("_arithmetic/numerics.py", "squares overflow", "maxexp // 2 - 1)", "maxexp - 1)", "tests/arithmetic"),
     Mutation("_arithmetic/numerics.py", "saturated hides infinities", "return jnp.where(finite, clipped, x)", "return clipped", "tests/arithmetic"),
     Mutation("_arithmetic/numerics.py", "1 - beta from a rounded beta", "return BetaForms(beta, 1.0 - beta, ", "return BetaForms(beta, 1.0 - np.float32(beta), ", MATRIX),
-    Mutation("_arithmetic/numerics.py", "|z|^2 of the real part alone", "x.real * x.real + x.imag * x.imag", "x.real * x.real", "tests/arithmetic"),
+    Mutation("_arithmetic/numerics.py", "the squared modulus of the real part alone", "x.real * x.real + x.imag * x.imag", "x.real * x.real", "tests/arithmetic"),
     Mutation("_arithmetic/numerics.py", "arithmetic in half precision", "return np.dtype(np.float64 if wide else np.float32)", "return np.dtype(np.float64 if wide else arrays[0].real.dtype)", MATRIX),
     Mutation("_arithmetic/numerics.py", "zeros without the sharding", "return jnp.where(x == x, zero, zero)", "return jnp.broadcast_to(zero, x.shape)", DEVICES + "/test_placement.py"),
     Mutation("_arithmetic/leafwise.py", "results of a batch in another order", "indices, rows = zip(*members[start : start + _TOGETHER], strict=True)", "indices, rows = zip(*members[start : start + _TOGETHER], strict=True)\n            indices = indices[::-1]", "tests/arithmetic"),
@@ -127,7 +127,7 @@ MUTATIONS = [
     Mutation("_inputs/transformation.py", "a schedule sees the next step", "learning_rate, state.step)", "learning_rate, old.step)", MATRIX),
     # ---- _optimizers
     Mutation("_optimizers/adam.py", "the first moment without its complement", "scaled(mw, beta) + scaled(numerics.squarable(g), complement)", "scaled(mw, beta) + numerics.squarable(g)", MATRIX),
-    Mutation("_optimizers/adam.py", "the second moment of g, not |g|^2", "numerics.abs_squared(numerics.squarable(g))", "jnp.abs(numerics.squarable(g))", MATRIX),
+    Mutation("_optimizers/adam.py", "the second moment of g and not of its square", "numerics.abs_squared(numerics.squarable(g))", "jnp.abs(numerics.squarable(g))", MATRIX),
     Mutation("_optimizers/adam.py", "epsilon inside the root", "root = jnp.sqrt(jnp.maximum(vw, jnp.finfo(vw.dtype).tiny))\n    return scaled(mw, alpha) / (root + epsilon)", "root = jnp.sqrt(jnp.maximum(vw, jnp.finfo(vw.dtype).tiny) + epsilon)\n    return scaled(mw, alpha) / (root)", MATRIX),
     Mutation("_optimizers/adam.py", "the epsilon of \"moments\" as it is", "epsilon = jnp.where(root > 0, root, jnp.ones_like(root)) * epsilon", "epsilon = epsilon * 1", MATRIX),
     Mutation("_optimizers/adam.py", "Ivy's guard is left out", "numerics.safe_divide(root, c1 + epsilon), epsilon", "numerics.safe_divide(root, c1), epsilon", MATRIX),

@@ -47,7 +47,7 @@ def run(mutation: Mutation, *, every: bool, only_near: bool = False) -> Outcome:
             command = [sys.executable, "-m", "pytest", *options, *arguments]
             done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
             if done.returncode not in (0, 5):
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+                failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.MULTILINE)
                 return Outcome(
                     mutation, failed[1] if failed else "an error while tests are collected"
                 )

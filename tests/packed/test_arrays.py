@@ -7,7 +7,9 @@ import pytest
 import jgrad
 from jgrad._packed import arrays
 
-(SPEC,) = arrays.specs(jgrad.pack({"a": jnp.ones(3), "b": jnp.ones((2, 300))}))  # three rows of b, one of a
+(SPEC,) = arrays.specs(
+    jgrad.pack({"a": jnp.ones(3), "b": jnp.ones((2, 300))})
+)  # three rows of b, one of a
 
 
 @pytest.mark.parametrize("kind", [float, jnp.float32, lambda x: np.full(1, x)])

@@ -438,3 +438,19 @@ def test_all_together(dtype, loss_scale):
     assert int(optax.tree.get(state.inner, "skipped")) == 1
     assert int(optax.tree.get(state, "step")) == 3
     assert float(state.loss_scale) == (8 if loss_scale else 1)
+
+
+@pytest.mark.parametrize(
+    "wrap", [jgrad.skip_nonfinite, lambda tx: jgrad.accumulate(tx, 1)], ids=["skip", "accumulate"]
+)
+def test_the_dtypes_of_a_state_do_not_drift(wrap):
+    """Whatever the transformation inside makes of them: a step would be compiled again."""
+
+    def update(g, kept, w=None):
+        return g, kept.astype(jnp.float32) + 1
+
+    inner = optax.GradientTransformation(lambda w: jnp.zeros(3, jnp.bfloat16), update)
+    tx, w = wrap(inner), jnp.ones(3)
+    _, state = jax.jit(tx.update)(w, tx.init(w), w)
+    assert state.inner.dtype == jnp.bfloat16
+    assert float(state.inner[0]) == 1
