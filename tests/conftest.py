@@ -38,7 +38,8 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
 
 LIMIT = 1.15  # GB, above which a process frees its compiled programs; one test takes up to 0.2
-ONE_IN = 5  # of slow choices one in so many runs by `--all`
+ONE_IN = 10  # of slow choices one in so many runs by `--all`
+FEW = 2  # so many always run
 GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
 
 
@@ -78,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _thinned(slow):
-    """Of each test with many slow choices of parameters a fifth, of another test another fifth.
+    """Of each test with many slow choices of parameters a tenth, of another test another tenth.
 
     The choices are those of the whole matrix, of which the default suite runs a core. Together the
     tests still meet every optimizer, dtype and form.
@@ -89,8 +90,8 @@ def _thinned(slow):
     kept = set()
     for function, own in choices.items():
         start = zlib.crc32(function.encode()) % ONE_IN
-        kept.update(own if len(own) < ONE_IN else own[start::ONE_IN])
-    return [x for x in slow if x in kept]
+        kept.update(own if len(own) <= FEW else own[start % len(own) :: ONE_IN])
+    return [x for x in slow if x in kept and not x.get_closest_marker("exhaustive")]
 
 
 def _mark_expensive(items):

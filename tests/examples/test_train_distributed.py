@@ -106,6 +106,7 @@ def test_two_processes_are_one_with_two_devices(start):
     assert start("--processes=2").parameters() == [uninterrupted()] * 2
 
 
+@pytest.mark.exhaustive
 def test_four_processes(start):
     """The same parameters on each."""
     found = start("--processes=4", "--steps=40").parameters()
@@ -113,7 +114,11 @@ def test_four_processes(start):
     assert len(set(found)) == 1
 
 
-@pytest.mark.parametrize(("process", "then"), [(1, []), (0, ONE)], ids=["worker", "coordinator"])
+@pytest.mark.parametrize(
+    ("process", "then"),
+    [(1, []), pytest.param(0, ONE, marks=pytest.mark.exhaustive)],
+    ids=["worker", "coordinator"],
+)
 def test_a_process_is_killed(start, process, then):
     """The other ends soon, and training goes on as if nothing had happened."""
     run = start()
@@ -172,6 +177,7 @@ def test_a_flipped_bit(start, tmp_path):
     assert run.text.endswith("process 0 did not begin.\n")  # and not that it would go on
 
 
+@pytest.mark.exhaustive
 def test_other_flags(start):
     """Nor to another end than it was meant for."""
     start("--processes=1", "--steps=20").parameters()
