@@ -7,7 +7,7 @@ float64, not yet in the dtypes of state and parameters.
 A *step* is what is subtracted from the weights: w' = w - step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,9 @@ from jgrad._arithmetic.leafwise import Call, Function
 
 # A list with an entry per leaf, or one scalar for all of them.
 PerLeaf = list[Any] | Any
+
+# (new moments, old moments) -> what is written.
+Kept = Callable[[list[Any], list[Any]], list[Any]]
 
 
 def per_leaf(x: PerLeaf, count: int) -> list[Any]:
@@ -42,7 +45,7 @@ def decay_call(direction: jax.Array | None, w: jax.Array | None, decay: Any) -> 
         return None
     if is_zero(decay):
         return (leafwise.identity, (direction,))
-    return (rules.decayed, (direction, w, decay))
+    return (rules.add_scaled, (direction, w, decay))
 
 
 def add_decay(direction: list[Any], w: Sequence[Any], decay: PerLeaf) -> list[Any]:
@@ -50,12 +53,17 @@ def add_decay(direction: list[Any], w: Sequence[Any], decay: PerLeaf) -> list[An
     return leafwise.run([decay_call(*row) for row in side_by_side(direction, list(w), decay)])
 
 
+def always(new: list[Any], _: list[Any]) -> list[Any]:
+    """Every update is committed."""
+    return new
+
+
 def add_momentum(
-    direction: list[Any], mw: list[Any], decay: PerLeaf, *, nesterov: bool
+    direction: list[Any], mw: list[Any], decay: PerLeaf, *, nesterov: bool, kept: Kept
 ) -> tuple[list[Any], list[Any]]:
-    """The direction with momentum, and the new buffer."""
-    mw = apply(rules.momentum, mw, direction, decay)
-    return (apply(rules.momentum, mw, direction, decay) if nesterov else mw), mw
+    """The direction with momentum, and the new buffer, of which `kept` says what is committed."""
+    mw = kept(apply(rules.add_scaled, direction, mw, decay), mw)
+    return (apply(rules.add_scaled, direction, mw, decay) if nesterov else mw), mw
 
 
 def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

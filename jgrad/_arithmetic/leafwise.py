@@ -42,8 +42,8 @@ def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a rule work on leaves of any float dtype, and on shapes that broadcast.
 
     The first `arrays` arguments decide the dtype and the shape of the arithmetic. The others are
-    scalars, or arrays that broadcast to that shape, and are converted. Keyword-only arguments are
-    static.
+    scalars, or arrays that broadcast to that shape, and are converted; bools stay bools.
+    Keyword-only arguments are static.
     """
 
     def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,12 +53,16 @@ def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             leading = args[:arrays]
             real = numerics.real_dtype(*leading)
             shape = np.broadcast_shapes(*(x.shape for x in leading))
-            wide = [_broadcast(numerics.widen(x, real), shape) for x in args]
+            wide = [_broadcast(_widened(x, real), shape) for x in args]
             return rule(*wide, **options)
 
         return call
 
     return decorate
+
+
+def _widened(x: jax.Array, real: np.dtype) -> jax.Array:
+    return x if x.dtype == np.bool_ else numerics.widen(x, real)
 
 
 def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

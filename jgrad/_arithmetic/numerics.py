@@ -66,6 +66,13 @@ def abs_squared(x: jax.Array) -> jax.Array:
     return x * x
 
 
+def clipped(x: jax.Array, largest: float) -> jax.Array:
+    """`x`, its parts within [-largest, largest]; NaN stays NaN."""
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(clipped(x.real, largest), clipped(x.imag, largest))
+    return jax.lax.clamp(jnp.asarray(-largest, x.dtype), x, jnp.asarray(largest, x.dtype))
+
+
 def squarable(x: jax.Array) -> jax.Array:
     """`x`, its parts clipped to the largest power of two whose square is finite (2^63 in float32).
 
@@ -73,8 +80,8 @@ def squarable(x: jax.Array) -> jax.Array:
     """
     if jnp.iscomplexobj(x):
         return jax.lax.complex(squarable(x.real), squarable(x.imag))
-    largest = jnp.asarray(2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 1), x.dtype)
-    return jnp.where(jnp.isinf(x), x, jnp.minimum(jnp.maximum(x, -largest), largest))
+    largest = 2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 1)
+    return jnp.where(jnp.isfinite(x), clipped(x, largest), x)
 
 
 def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:
@@ -82,10 +89,23 @@ def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         parts = (saturated(part(x), *(part(y) for y in of)) for part in (jnp.real, jnp.imag))
         return jax.lax.complex(*parts)
-    largest = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
-    clipped = jnp.minimum(jnp.maximum(x, -largest), largest)
     finite = functools.reduce(operator.and_, map(jnp.isfinite, of))
-    return jnp.where(finite, clipped, x)
+    return jnp.where(finite, clipped(x, float(jnp.finfo(x.dtype).max)), x)
+
+
+def addable(x: jax.Array) -> jax.Array:
+    """`x`, its parts clipped so that no finite number overflows when `x` is added.
+
+    The bound is 2^102 in float32, a quarter of the distance between the largest number and the next
+    below, which rounding removes.
+    """
+    return clipped(x, largest_addable(x.dtype))
+
+
+def largest_addable(dtype: DTypeLike) -> float:
+    """The bound of `addable`: 2^102 in float32."""
+    info = jnp.finfo(dtype)
+    return float(2.0 ** (info.maxexp - info.nmant - 3))
 
 
 def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:

@@ -8,6 +8,7 @@ may be complex; everything else is real. The arithmetic of a single method is in
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import on_leaf
@@ -21,15 +22,25 @@ def average(x: jax.Array, old: jax.Array, beta: jax.Array, complement: jax.Array
 
 
 @on_leaf(arrays=2)
-def decayed(direction: jax.Array, w: jax.Array, decay: jax.Array) -> jax.Array:
-    """d + lambda w, saturated: no finite direction overflows"""
-    return numerics.saturated(direction + scaled(w, decay), direction, w)
+def add_scaled(direction: jax.Array, x: jax.Array, factor: jax.Array) -> jax.Array:
+    """d + f x: weight decay, momentum m' = d + mu m, and Nesterov's look-ahead d + mu m'
+
+    No finite d overflows: a term beyond 2^102 counts as that. An infinite d stays infinite. The
+    rule reads d once: read twice, a direction that is expensive to compute would be written out.
+    """
+    return direction + numerics.addable(scaled(x, factor))
 
 
 @on_leaf(arrays=2)
-def momentum(mw: jax.Array, direction: jax.Array, decay: jax.Array) -> jax.Array:
-    """m' = mu m + d, saturated; Nesterov's look-ahead is the same rule once more, of m' and d"""
-    return numerics.saturated(scaled(mw, decay) + direction, mw, direction)
+def kept(new: jax.Array, old: jax.Array, commit: jax.Array) -> jax.Array:
+    """The new array where the update is committed, else the old one."""
+    return jnp.where(commit, new, old)
+
+
+@on_leaf(arrays=1)
+def kept_update(u: jax.Array, commit: jax.Array, *, largest: float) -> jax.Array:
+    """The update, within +-largest, where it is committed, else 0."""
+    return jnp.where(commit, numerics.clipped(u, largest), jnp.zeros_like(u))
 
 
 @on_leaf(arrays=1)

@@ -7,6 +7,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad._inputs import options
+from jgrad._inputs.commit import Commit
 from jgrad._inputs.options import LearningRate
 from jgrad._inputs.state import OptState, init_state
 from jgrad._inputs.update import Update
@@ -57,9 +58,10 @@ def transformation(
         params: PyTree = None,
         *,
         learning_rate: PyTree = None,
+        commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, OptState]:
-        inputs = Update(name, updates, params)
+        inputs = Update(name, updates, params, commit)
         if params_for is not None:
             inputs.require_params(params_for)
         old = inputs.read(state, mw=mw, vw=vw)
@@ -68,7 +70,7 @@ def transformation(
             rates = options.learning_rates(inputs, default_rate, learning_rate, state.step)
         values, new_mw, new_vw = compute(inputs, old, rates)
         new = OptState(
-            old.step,
+            inputs.counted(old.step, state.step),
             inputs.moments(new_mw, old.mw) if mw else None,
             inputs.moments(new_vw, old.vw) if vw else None,
         )

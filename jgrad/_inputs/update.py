@@ -1,5 +1,7 @@
 """The input of one update of a transformation, checked, and the way out."""
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad._arithmetic import numerics
-from jgrad._arithmetic.apply import cast_back
+from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.apply import apply, cast_back
+from jgrad._arithmetic.leafwise import Function
+from jgrad._inputs.commit import Commit
 from jgrad._inputs.state import OptState
 from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees
@@ -31,10 +35,14 @@ class Update:
       tree: the tree whose leaves the reference is.
       specs: what each of these leaves stands for.
       shapes: the same tree unpacked, with shapes and dtypes for what is packed.
+      commit: whether the update is committed, if a wrapper decides it; None where it always is.
     """
 
-    def __init__(self, function: str, updates: PyTree, params: PyTree) -> None:
+    def __init__(
+        self, function: str, updates: PyTree, params: PyTree, commit: Commit | None = None
+    ) -> None:
         self.function = function
+        self.follow(commit, updates)
         name, self.tree = ("updates", updates) if params is None else ("params", params)
         self.reference = ArgLeaves.from_tree(function, name, self.tree).with_arrays()
         self._structure = trees.flatten(self.tree)[1]
@@ -43,6 +51,10 @@ class Update:
         self.w = None if params is None else checks.parameters(self.reference)
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
+
+    def follow(self, commit: Commit | None, tree: PyTree) -> None:
+        """Lets the commit decide what is written, if it covers what that is computed from."""
+        self.commit = commit if commit is not None and commit.covers(tree) else None
 
     def like_reference(self, name: str, tree: PyTree) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters."""
@@ -131,15 +143,44 @@ class Update:
 
     def directions(self, values: Sequence[Any]) -> PyTree:
         """Updates in the dtypes of the parameters; zero where there is no value."""
+        if self.commit is not None:
+            values = self._committed(values, self.commit)
         leaves = [
             numerics.zeros_like(p) if x is None and p is not None else x
             for x, p in zip(values, self.reference.leaves, strict=True)
         ]
-        return self._structure.unflatten(cast_back(leaves, self.reference.leaves))
+        updates = cast_back(leaves, self.reference.leaves)
+        if self.commit is not None:
+            self.commit.cover([u for u in updates if checks.is_inexact(u) and _has_room(u.dtype)])
+        return self._structure.unflatten(updates)
+
+    def _committed(self, values: Sequence[Any], commit: Commit) -> list[Any]:
+        """Zero where the update is not committed; and small enough to be added to any parameter."""
+        calls = [
+            None if u is None else (_kept_update(p.dtype), (u, commit.flag))
+            for u, p in zip(values, self.reference.leaves, strict=True)
+        ]
+        return leafwise.run(calls)
+
+    def kept(self, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+        """New moments; the old ones where the update is not committed.
+
+        To be called before anything else reads the new moments.
+        """
+        if self.commit is None:
+            return list(new)
+        return apply(rules.kept, list(new), list(old), self.commit.flag)
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""
-        return self._structure.unflatten(cast_back(new, old))
+        moments = cast_back(new, old)
+        if self.commit is not None:
+            self.commit.cover(moments)
+        return self._structure.unflatten(moments)
+
+    def counted(self, new: jax.Array, old: jax.Array) -> jax.Array:
+        """A counter after this update; the old one where it is not committed."""
+        return new if self.commit is None else jnp.where(self.commit.flag, new, old)
 
     def gradients(self, new: Sequence[Any]) -> PyTree:
         """The gradients as they came in, with new ones for the leaves that are updated."""
@@ -174,6 +215,18 @@ class Update:
             gradients.append(g if p is not None and jnp.issubdtype(p.dtype, jnp.inexact) else None)
         checks.same_shapes(arg._replace(leaves=gradients), self.reference)
         return gradients
+
+
+def _has_room(dtype: np.dtype) -> bool:
+    """Whether no update of a training is too large to be added to any parameter; not in float16."""
+    return bool(jnp.finfo(dtype).maxexp >= 128)
+
+
+@functools.cache
+def _kept_update(dtype: np.dtype) -> Function:
+    """`rules.kept_update` for parameters of a dtype: one function object for each, to be cached."""
+    largest = numerics.largest_addable(dtype) if _has_room(dtype) else math.inf
+    return functools.partial(rules.kept_update, largest=largest)
 
 
 def _expected(g: Any, p: Any) -> str | None:

@@ -8,7 +8,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.apply import PerLeaf, apply, side_by_side
+from jgrad._arithmetic.apply import Kept, PerLeaf, always, apply, side_by_side
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional, numbers, options
@@ -142,12 +142,12 @@ def check_bias_correction(name: str, bias_correction: BiasCorrection) -> None:
 
 
 def new_moments(
-    g: list[Any], mw: list[Any], vw: list[Any], adam: AdamNumbers
+    g: list[Any], mw: list[Any], vw: list[Any], adam: AdamNumbers, *, kept: Kept = always
 ) -> tuple[list[Any], list[Any]]:
-    """Both moments, `None` where there is no gradient."""
+    """Both moments, `None` where there is no gradient; `kept` says what is committed."""
     return (
-        apply(first_moment, g, mw, adam.beta1.value, adam.beta1.complement),
-        apply(second_moment, g, vw, adam.beta2.value, adam.beta2.complement),
+        kept(apply(first_moment, g, mw, adam.beta1.value, adam.beta1.complement), mw),
+        kept(apply(second_moment, g, vw, adam.beta2.value, adam.beta2.complement), vw),
     )
 
 
@@ -395,7 +395,7 @@ def adam(
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
         adam_numbers = adam_options.at(name, state.step)
-        mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers)
+        mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers, kept=inputs.kept)
         direction = directions(mw, vw, adam_numbers)
         direction = options.with_weight_decay(inputs, direction, weight_decay, weight_decay_mask)
         return apply(rules.scale_by, direction, rates), mw, vw
@@ -438,7 +438,7 @@ def scale_by_adam(
 
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
         adam_numbers = adam_options.at(name, state.step)
-        mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers)
+        mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers, kept=inputs.kept)
         return directions(mw, vw, adam_numbers), mw, vw
 
     return transformation(

@@ -134,7 +134,9 @@ def gradient_descent(
         mw = None
         if momentum is not None:
             decay = numbers.scalar(name, "momentum", momentum)
-            direction, mw = add_momentum(direction, state.mw, decay, nesterov=nesterov)
+            direction, mw = add_momentum(
+                direction, state.mw, decay, nesterov=nesterov, kept=inputs.kept
+            )
         return apply(rules.scale_by, direction, rates), mw, None
 
     return transformation(

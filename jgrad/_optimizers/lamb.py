@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jgrad._arithmetic import leafwise
+from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.apply import PerLeaf, is_zero, side_by_side
 from jgrad._arithmetic.leafwise import Call, on_leaf
-from jgrad._arithmetic.numerics import scaled
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.numbers import Scalar
@@ -63,8 +62,8 @@ def _decayed_delta(
     epsilon: jax.Array,
     decay: jax.Array,
 ) -> jax.Array:
-    """u = Adam's delta + lambda w, as one function of what it reads; no delta makes it overflow"""
-    return adam.delta(mw, vw, alpha, epsilon) + scaled(w, decay)
+    """u = Adam's delta + lambda w, as one function of what it reads"""
+    return rules.add_scaled(adam.delta(mw, vw, alpha, epsilon), w, decay)
 
 
 # ---- the method, on lists of leaves ------------------------------------------------------------
@@ -333,7 +332,7 @@ def lamb(
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )
-        mw, vw = adam.new_moments(inputs.g, state.mw, state.vw, lamb_numbers.adam)
+        mw, vw = adam.new_moments(inputs.g, state.mw, state.vw, lamb_numbers.adam, kept=inputs.kept)
         layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
         return _steps(w, mw, vw, lamb_numbers, layers, rule=rule), mw, vw
 

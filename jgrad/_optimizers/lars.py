@@ -289,7 +289,7 @@ def lars(
         if momentum is None:
             return steps, None, None
         decay = numbers.scalar(name, "momentum", momentum)
-        steps, mw = add_momentum(steps, state.mw, decay, nesterov=nesterov)
+        steps, mw = add_momentum(steps, state.mw, decay, nesterov=nesterov, kept=inputs.kept)
         return steps if inside else apply(rules.scale_by, steps, rates), mw, None
 
     return transformation(

@@ -10,6 +10,7 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.apply import apply
 from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_norm_axes
@@ -45,8 +46,8 @@ AccumulateState.__module__ = "jgrad"  # where users import it from, and what a p
 
 @on_leaf(arrays=2)
 def _add_if(total: jax.Array, g: jax.Array, use: jax.Array) -> jax.Array:
-    """t + g where `use` is not 0, else t; saturated"""
-    return jnp.where(use != 0, numerics.saturated(total + g, total, g), total)
+    """t + g where `use`, else t; saturated"""
+    return jnp.where(use, numerics.saturated(total + g, total, g), total)
 
 
 def accumulate(
@@ -111,10 +112,12 @@ def accumulate(
         *,
         emit: Any = None,
         finite: Any = None,
+        commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
         wrapped.check_state(_NAME, state, AccumulateState)
         inputs = Update(_NAME, updates, params)
+        covers = commit is not None and commit.covers(updates)
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
         mesh_axes = wrapped.mesh_axes_of(inputs, norm_axes)
@@ -127,8 +130,9 @@ def accumulate(
         if finite is None:
             finite = all_finite(inputs.g, mesh_axes) if check_finite else True
         use = jnp.asarray(finite)
-        added = apply(_add_if, old, inputs.g, use.astype(float))
+        added = apply(_add_if, old, inputs.g, use)
         total = inputs.moments(added, old)
+        covered: list[bool] = []
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
         skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
@@ -142,21 +146,30 @@ def accumulate(
                 pairs = zip(means, inputs.g, strict=True)
                 means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
             mean = inputs.gradients(means)
-            steps, inner = tx.update(mean, state.inner, params, **extra_args)
-            return (
-                inputs.directions(trees.flatten(steps)[0]),
-                _nothing(state.total),
-                wrapped.in_dtypes(inner, state.inner),
-            )
+            # Means of finite gradients are finite, so that a window is committed always.
+            own = Commit(mean, jnp.asarray(True)) if covers else None
+            steps, inner = tx.update(mean, state.inner, params, **inward(own), **extra_args)
+            if own is None or not own.covers(steps):
+                steps = inputs.directions(trees.flatten(steps)[0])
+            results = steps, _nothing(state.total), wrapped.in_dtypes(inner, state.inner)
+            if own is not None:
+                own.cover(results[1])
+                covered[:] = [own.covers(x) for x in jax.tree.leaves(results)]
+            return results
 
         if emit is None:
             emit = mini_step >= every
         if isinstance(emit, (bool, np.bool_)) and not emit:
             steps, total, inner = hold()
+            if commit is not None and covers:
+                commit.cover((steps, total))
             return steps, AccumulateState(mini_step, count, skipped, total, inner)
         emit = jnp.asarray(emit)
         # Without a finite mini-batch there is no mean, and the total is still zero.
-        steps, total, inner = jax.lax.cond(emit & (count > 0), close, hold)
+        results = steps, total, inner = jax.lax.cond(emit & (count > 0), close, hold)
+        if commit is not None and covers:
+            leaves = zip(jax.tree.leaves(results), covered, strict=True)
+            commit.cover([x for x, known in leaves if known])
         zero = jnp.zeros_like(count)
         return steps, AccumulateState(
             jnp.where(emit, zero, mini_step), jnp.where(emit, zero, count), skipped, total, inner

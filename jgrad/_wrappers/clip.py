@@ -10,6 +10,7 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.apply import apply
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import numbers
+from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._layers import trust
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_norm_axes
@@ -69,7 +70,12 @@ def clip_by_global_norm(
         return optax.EmptyState()
 
     def update(
-        updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree = None,
+        *,
+        commit: Commit | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         arg, inexact = _inexact(name, "updates", updates)
         norm = trust.global_norm(inexact, _layers(arg, updates, norm_axes))
@@ -79,6 +85,11 @@ def clip_by_global_norm(
             x if new is None else new.astype(x.dtype)
             for x, new in zip(arg.leaves, clipped, strict=True)
         ]
+        if commit is not None:
+            # A norm is finite where all is finite: its mantissa does not overflow.
+            commit.offer(jnp.isfinite(norm.mantissa), updates)
+            if commit.covers(updates):
+                commit.cover(leaves)
         return trees.flatten(updates)[1].unflatten(leaves), state
 
     return optax.GradientTransformationExtraArgs(init, update)

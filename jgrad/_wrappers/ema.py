@@ -10,6 +10,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.apply import apply
 from jgrad._inputs import numbers
+from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.update import Update
@@ -76,10 +77,15 @@ def ema(
         return EmaState(counter(params), trees.flatten(params)[1].unflatten(leaves))
 
     def update(
-        updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
+        updates: PyTree,
+        state: EmaState,
+        params: PyTree = None,
+        *,
+        commit: Commit | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, EmaState]:
         wrapped.check_state(_NAME, state, EmaState)
-        inputs = Update(_NAME, updates, params)
+        inputs = Update(_NAME, updates, params, commit)
         inputs.require_params("the average")
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
@@ -93,11 +99,11 @@ def ema(
             beta.value,
             beta.complement,
         )
-        leaves = [
-            x if a is None else a.astype(o.dtype)
-            for a, x, o in zip(averaged, new, old.leaves, strict=True)
-        ]
-        average = trees.flatten(params)[1].unflatten(leaves)
-        return updates, EmaState(optax.safe_increment(state.done), average)
+        averaged = inputs.kept(averaged, old.leaves)
+        average = inputs.moments(
+            [x if a is None else a for a, x in zip(averaged, new, strict=True)], old.leaves
+        )
+        done = inputs.counted(optax.safe_increment(state.done), state.done)
+        return updates, EmaState(done, average)
 
     return optax.GradientTransformationExtraArgs(init, update)

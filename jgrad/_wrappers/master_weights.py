@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.state import empty
 from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
@@ -64,10 +65,15 @@ def master_weights(
         return MasterState(master, tx.init(_optimized(master, params)))
 
     def update(
-        updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: Any
+        updates: PyTree,
+        state: MasterState,
+        params: PyTree = None,
+        *,
+        commit: Commit | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, MasterState]:
         wrapped.check_state(_NAME, state, MasterState)
-        inputs = Update(_NAME, updates, params)
+        inputs = Update(_NAME, updates, params, commit)
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
         none = jax.ShapeDtypeStruct((0,), jnp.float32)
@@ -80,8 +86,12 @@ def master_weights(
             params,
             is_leaf=trees.is_none,
         )
-        steps, inner = tx.update(wide, state.inner, master, **extra_args)
-        new = wrapped.applied(master, steps)
+        if inputs.commit is not None:
+            inputs.commit.cover(wide)
+        steps, inner = tx.update(wide, state.inner, master, **inward(commit), **extra_args)
+        inputs.follow(commit, steps)
+        new = trees.flatten(wrapped.applied(master, steps))[0]
+        new = inputs.kept(new, trees.flatten(master)[0])
 
         def follow(new: Any, step: Any, p: Any) -> Any:
             if not _is_half(p):
@@ -91,16 +101,14 @@ def master_weights(
             far, largest = rounded - wrapped.wide(p), float(jnp.finfo(p.dtype).max)
             near = jnp.clip(far, -largest, largest)
             # Where the copy overflows float16 the update is infinite: `skip_nonfinite` sees it.
-            return jnp.where(jnp.isinf(rounded), far, near).astype(p.dtype)
+            return jnp.where(jnp.isinf(rounded), far, near)
 
-        def keep(new: Any, old: Any, p: Any) -> Any:
-            return new if _is_half(p) else old
-
+        rows = zip(new, trees.flatten(steps)[0], inputs.reference.leaves, strict=True)
+        pairs = zip(new, inputs.reference.leaves, strict=True)
+        copied = [x if _is_half(p) else None for x, p in pairs]
         return (
-            jax.tree.map(follow, new, steps, params, is_leaf=trees.is_none),
-            MasterState(
-                jax.tree.map(keep, new, state.master, params, is_leaf=trees.is_none), inner
-            ),
+            inputs.directions([follow(*row) for row in rows]),
+            MasterState(inputs.moments(copied, copies.leaves), inner),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

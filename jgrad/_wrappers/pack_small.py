@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.update import Update
 from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of
@@ -59,10 +60,15 @@ def pack_small(
         return tx.init(packing.fill(*small_packed(params)))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        updates: PyTree,
+        state: Any,
+        params: PyTree = None,
+        *,
+        commit: Commit | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         check_tree("updates", updates)
-        inputs = Update(_NAME, updates, params)
+        inputs = Update(_NAME, updates, params, commit)
         (layout, leaves), old = small_packed(inputs.tree), packing.layout_in(state)
         if old is None:
             _check_stateless(tx, packing.fill(layout, leaves))
@@ -80,11 +86,21 @@ def pack_small(
         g = inputs.like_reference("updates", updates).with_arrays().leaves
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, inputs.reference.leaves)
-            steps, new = tx.update(packing.fill(layout, g), state, w, **extra_args)
+            packed = packing.fill(layout, g)
+            if inputs.commit is not None:
+                inputs.commit.cover(packed)
+            steps, new = tx.update(packed, state, w, **inward(commit), **extra_args)
+            inputs.follow(commit, steps)
             steps = packing.unpack(steps)
+            if inputs.commit is not None:
+                inputs.commit.cover(steps)
         else:
-            steps, new = tx.update(updates, packing.unpack(state), params, **extra_args)
+            loose = packing.unpack(state)
+            steps, new = tx.update(updates, loose, params, **inward(commit), **extra_args)
+            inputs.follow(commit, new)
             new = packing.pack(new, like=state)
+            if inputs.commit is not None:
+                inputs.commit.cover(new)
         return steps, new if old is None else packing.with_layouts(new, lambda _: old)
 
     return optax.GradientTransformationExtraArgs(init, update)

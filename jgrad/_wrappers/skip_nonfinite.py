@@ -9,6 +9,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.apply import apply
 from jgrad._inputs import numbers
+from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.update import Update
@@ -17,7 +18,7 @@ from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import wrapped
 from jgrad._wrappers.accumulate import AccumulateState, without_window
-from jgrad._wrappers.finite import all_finite, stays_finite
+from jgrad._wrappers.finite import agreed, all_finite, stays_finite
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -108,29 +109,58 @@ def skip_nonfinite(
             known = extra_args.get("finite")
             values.flag(_NAME, "finite", known)
             finite = extra_args["finite"] = finite if known is None else finite & known
-        steps, inner = tx.update(given, state.inner, params, **extra_args)
-        steps = inputs.directions(trees.flatten(steps)[0])
-        works = all_finite(steps, mesh_axes) & stays_finite(inner, state.inner, mesh_axes)
-        if params is not None:
-            works &= stays_finite(wrapped.applied(params, steps), params, mesh_axes)
-        finite &= works
-        # A window whose update is non-finite is dropped: kept, it would make the next ones so too.
-        kept = state.inner
+        commit = Commit(given, finite, lambda flag: agreed(flag, mesh_axes))
+        extra_args.pop("commit", None)  # that of a `skip_nonfinite` outside, which looks at results
+        steps, inner = tx.update(given, state.inner, params, commit=commit, **extra_args)
+        if not commit.covers(steps):
+            steps = inputs.directions(trees.flatten(steps)[0])
+        works = _works(commit, inputs, steps, inner, state.inner, mesh_axes)
+        finite = commit.flag & works
+        # `accumulate` counts mini-batches that are left out, so that its new state is kept. A
+        # window whose update is non-finite is dropped: kept, it would make the next ones so too.
+        use, old = finite, state.inner
         if accumulates:
-            kept = without_window(kept)._replace(skipped=inner.skipped)
-        use = works if accumulates else finite
+            use, old = works, without_window(old)._replace(skipped=inner.skipped)
+        chosen = commit.covers if works is True else None
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
         if loss_scale is not None:
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
-        return wrapped.choose(use, steps, inputs.zeros()), SkipState(
+        return wrapped.choose(use, steps, inputs.zeros(), chosen), SkipState(
             jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
-            wrapped.choose(use, inner, kept),
+            wrapped.choose(use, inner, old, chosen),
             streak,
             scale,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _works(
+    commit: Commit,
+    inputs: Update,
+    steps: PyTree,
+    new: PyTree,
+    old: PyTree,
+    mesh_axes: tuple[str, ...],
+) -> Any:
+    """Whether steps and state are finite, and parameters stay so; True where the commit says it.
+
+    Only what the commit does not cover is looked at.
+    """
+    flat = trees.flatten(steps)[0]
+    unknown = [None if commit.covers(u) else u for u in flat]
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    states = [(n, o) for n, o in pairs if not (n is o or commit.covers(n))]
+    if not states and all(u is None for u in unknown):
+        return True
+    works = all_finite(unknown, mesh_axes)
+    works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
+    if inputs.w is not None:
+        pairs = zip(unknown, inputs.reference.leaves, strict=True)
+        of_unknown = [None if u is None else p for u, p in pairs]
+        works &= stays_finite(wrapped.applied(of_unknown, unknown), of_unknown, mesh_axes)
+    return works
 
 
 def _next_scale(

@@ -1,6 +1,7 @@
 """What the wrappers share: the transformation inside, its state, and parameters after updates."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -69,9 +70,17 @@ def wide(x: Any) -> jax.Array:
     return numerics.widen(x, numerics.real_dtype(x)) if checks.is_inexact(x) else x
 
 
-def choose(use_new: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` or `old` as a whole, in the dtypes of `old`."""
-    return jax.tree.map(lambda n, o: jnp.where(use_new, n, o), in_dtypes(new, old), old)
+def choose(
+    use_new: Any, new: PyTree, old: PyTree, chosen: Callable[[PyTree], bool] | None = None
+) -> PyTree:
+    """`new` or `old`, in the dtypes of `old`, for all leaves but inexact ones that are `chosen`."""
+
+    def choice(n: Any, o: Any) -> Any:
+        if n is o or use_new is True or (chosen and checks.is_inexact(n) and chosen(n)):
+            return n
+        return jnp.where(use_new, n, o)
+
+    return jax.tree.map(lambda n, o: in_dtypes(choice(n, o), o), new, old)
 
 
 def in_dtypes(new: PyTree, old: PyTree) -> PyTree:
