@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic import numerics
 from jgrad._arithmetic.apply import apply
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs.commit import Commit, inward
@@ -45,9 +45,18 @@ AccumulateState.__module__ = "jgrad"  # where users import it from, and what a p
 
 
 @on_leaf(arrays=2)
-def _add_if(total: jax.Array, g: jax.Array, use: jax.Array) -> jax.Array:
-    """t + g where `use`, else t; saturated"""
-    return jnp.where(use, numerics.saturated(total + g, total, g), total)
+def _add_if(total: jax.Array, g: jax.Array, use: jax.Array, divisor: jax.Array) -> jax.Array:
+    """(t + g) / d where `use`, else t / d; saturated
+
+    XLA does not compute a quotient twice: what reads this one reads it from memory.
+    """
+    new = jnp.where(use, numerics.saturated(total + g, total, g), total)
+    return new / divisor.astype(new.dtype)
+
+
+@on_leaf(arrays=1)
+def _zero_if(total: jax.Array, closed: jax.Array) -> jax.Array:
+    return jnp.where(closed, jnp.zeros_like(total), total)
 
 
 def accumulate(
@@ -130,18 +139,26 @@ def accumulate(
         if finite is None:
             finite = all_finite(inputs.g, mesh_axes) if check_finite else True
         use = jnp.asarray(finite)
-        added = apply(_add_if, old, inputs.g, use)
-        total = inputs.moments(added, old)
-        covered: list[bool] = []
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
         skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
+        if emit is None:
+            emit = mini_step >= every
+        never = isinstance(emit, (bool, np.bool_)) and not emit
+        emit = jnp.asarray(emit)
+        # Without a finite mini-batch there is no mean, and the total is still zero.
+        close = emit & (count > 0)
+        # The sum, or the mean where the window closes: one array, which both branches read.
+        divisor = jnp.where(close, count, 1).astype(float)
+        added = apply(_add_if, old, inputs.g, use, jnp.ones(()) if never else divisor)
 
-        def hold() -> tuple[PyTree, PyTree, PyTree]:
-            return inputs.zeros(), total, state.inner
+        def hold() -> tuple[PyTree, PyTree, jax.Array]:
+            return inputs.zeros(), state.inner, jnp.asarray(False)
 
-        def close() -> tuple[PyTree, PyTree, PyTree]:
-            means = apply(rules.divide, added, count.astype(float))
+        covered: list[bool] = []
+
+        def run() -> tuple[PyTree, PyTree, jax.Array]:
+            means = added
             if not isinstance(state.inner, MasterState):
                 pairs = zip(means, inputs.g, strict=True)
                 means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
@@ -151,29 +168,28 @@ def accumulate(
             steps, inner = tx.update(mean, state.inner, params, **inward(own), **extra_args)
             if own is None or not own.covers(steps):
                 steps = inputs.directions(trees.flatten(steps)[0])
-            results = steps, _nothing(state.total), wrapped.in_dtypes(inner, state.inner)
+            inner = wrapped.in_dtypes(inner, state.inner)
             if own is not None:
-                own.cover(results[1])
-                covered[:] = [own.covers(x) for x in jax.tree.leaves(results)]
-            return results
+                covered[:] = [own.covers(x) for x in jax.tree.leaves((steps, inner))]
+            return steps, inner, jnp.asarray(True)
 
-        if emit is None:
-            emit = mini_step >= every
-        if isinstance(emit, (bool, np.bool_)) and not emit:
-            steps, total, inner = hold()
-            if commit is not None and covers:
-                commit.cover((steps, total))
-            return steps, AccumulateState(mini_step, count, skipped, total, inner)
-        emit = jnp.asarray(emit)
-        # Without a finite mini-batch there is no mean, and the total is still zero.
-        results = steps, total, inner = jax.lax.cond(emit & (count > 0), close, hold)
-        if commit is not None and covers:
-            leaves = zip(jax.tree.leaves(results), covered, strict=True)
-            commit.cover([x for x, known in leaves if known])
-        zero = jnp.zeros_like(count)
-        return steps, AccumulateState(
-            jnp.where(emit, zero, mini_step), jnp.where(emit, zero, count), skipped, total, inner
+        steps, inner, closed = hold() if never else wrapped.branch(close, run, hold)
+        if not never:
+            # By what the branch returned: then the array is not needed any more, nor copied.
+            added = apply(_zero_if, added, closed)
+        new = AccumulateState(
+            jnp.where(emit, 0, mini_step),
+            jnp.where(emit, 0, count),
+            skipped,
+            inputs.moments(added, old),
+            inner,
         )
+        if commit is not None and covers:
+            leaves = jax.tree.leaves((steps, inner))
+            known = covered or [True] * len(leaves)  # `run` was not traced: nothing is new
+            commit.cover([x for x, is_known in zip(leaves, known, strict=True) if is_known])
+            commit.cover(new.total)
+        return steps, new
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -50,6 +50,7 @@ def skip_nonfinite(
     loss_scale: Scalar | None = None,
     growth_interval: int = 2000,
     norm_axes: PyTree = None,
+    branch: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Rejects every step that would make parameters or state non-finite.
 
@@ -62,6 +63,11 @@ def skip_nonfinite(
     each `growth_interval` finite steps in a row, up to 2^125; `tx` sees gradients in float32 or
     wider. Put clipping inside, so that it sees gradients without the scale.
 
+    What is looked at: transformations of this library make nothing non-finite of finite gradients,
+    since they work in float32 or wider and saturate; so the gradients decide, or the norm that
+    `clip_by_global_norm` has computed of them. Results of other transformations are looked at, and
+    so are float16 parameters, which overflow at 65504: that reads every new array once more.
+
     Directly around `accumulate`, a non-finite mini-batch is left out of its window, which continues
     and closes as usual. A window whose update is non-finite is dropped as a whole.
 
@@ -71,6 +77,9 @@ def skip_nonfinite(
       growth_interval: finite steps until the scale doubles, at least 1.
       norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
         as for `lars`: all devices then skip the same steps.
+      branch: True lets the gradients alone decide, and runs `tx` in a branch, as
+        `optax.apply_if_finite` does: for transformations of other libraries that make nothing
+        non-finite of finite gradients. It reads least then; on an accelerator the branch waits.
 
     Returns:
       A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
@@ -104,36 +113,62 @@ def skip_nonfinite(
         if loss_scale is not None:
             given = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
         finite = all_finite(inputs.g, mesh_axes)
-        accumulates = isinstance(state.inner, AccumulateState)
-        if accumulates:
+        extra_args.pop("commit", None)  # of a `skip_nonfinite` outside, which looks at the results
+        if isinstance(state.inner, AccumulateState):
+            if branch:
+                raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
             known = extra_args.get("finite")
             values.flag(_NAME, "finite", known)
-            finite = extra_args["finite"] = finite if known is None else finite & known
-        commit = Commit(given, finite, lambda flag: agreed(flag, mesh_axes))
-        extra_args.pop("commit", None)  # that of a `skip_nonfinite` outside, which looks at results
-        steps, inner = tx.update(given, state.inner, params, commit=commit, **extra_args)
-        if not commit.covers(steps):
-            steps = inputs.directions(trees.flatten(steps)[0])
-        works = _works(commit, inputs, steps, inner, state.inner, mesh_axes)
-        finite = commit.flag & works
-        # `accumulate` counts mini-batches that are left out, so that its new state is kept. A
-        # window whose update is non-finite is dropped: kept, it would make the next ones so too.
-        use, old = finite, state.inner
-        if accumulates:
-            use, old = works, without_window(old)._replace(skipped=inner.skipped)
-        chosen = commit.covers if works is True else None
+            extra_args["finite"] = finite = finite if known is None else finite & known
+        if branch:
+
+            def take() -> tuple[PyTree, PyTree]:
+                steps, inner = tx.update(given, state.inner, params, **extra_args)
+                steps = inputs.directions(trees.flatten(steps)[0])
+                return steps, wrapped.in_dtypes(inner, state.inner)
+
+            steps, inner = wrapped.branch(finite, take, lambda: (inputs.zeros(), state.inner))
+        else:
+            commit = Commit(given, finite, lambda flag: agreed(flag, mesh_axes))
+            steps, inner = tx.update(given, state.inner, params, commit=commit, **extra_args)
+            finite, steps, inner = _chosen(commit, inputs, steps, inner, state.inner, mesh_axes)
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
         if loss_scale is not None:
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
-        return wrapped.choose(use, steps, inputs.zeros(), chosen), SkipState(
+        return steps, SkipState(
             jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
-            wrapped.choose(use, inner, old, chosen),
+            inner,
             streak,
             scale,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _chosen(
+    commit: Commit,
+    inputs: Update,
+    steps: PyTree,
+    new: PyTree,
+    old: PyTree,
+    mesh_axes: tuple[str, ...],
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Whether the step is finite; and then it and the new state, else zeros and the old state."""
+    if not commit.covers(steps):
+        steps = inputs.directions(trees.flatten(steps)[0])
+    works = _works(commit, inputs, steps, new, old, mesh_axes)
+    finite = use = commit.flag & works
+    if isinstance(old, AccumulateState):
+        # It counts mini-batches that are left out, so that its new state is kept. A window whose
+        # update is non-finite is dropped: kept, it would make the next ones so too.
+        use, old = works, without_window(old)._replace(skipped=new.skipped)
+    done = commit.covers if works is True else None
+    return (
+        finite,
+        wrapped.choose(use, steps, inputs.zeros(), done),
+        wrapped.choose(use, new, old, done),
+    )
 
 
 def _works(

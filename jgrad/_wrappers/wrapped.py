@@ -83,6 +83,13 @@ def choose(
     return jax.tree.map(lambda n, o: in_dtypes(choice(n, o), o), new, old)
 
 
+def branch(use: Any, then: Callable[[], PyTree], otherwise: Callable[[], PyTree]) -> PyTree:
+    """`jax.lax.cond`; Python's `if` in an eager call, where a `cond` is compiled at each call."""
+    if isinstance(use, jax.core.Tracer):
+        return jax.lax.cond(use, then, otherwise)
+    return then() if use else otherwise()
+
+
 def in_dtypes(new: PyTree, old: PyTree) -> PyTree:
     """`new` in the dtypes of `old`, which some transformations let drift."""
     return jax.tree.map(lambda n, o: n.astype(o.dtype) if checks.is_numeric(o) else n, new, old)

@@ -1,0 +1,144 @@
+"""What people run: an optimizer with decay, clipping, skipping, accumulation, or several of them.
+
+`docs/recipes.md` quotes the figures, and `tests/everywhere/test_recipes.py` asserts the counts.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jgrad
+from benchmarks.programs import Program
+
+
+class Recipe(NamedTuple):
+    """A transformation of jgrad, and what comes nearest to it in optax.
+
+    Attributes:
+      jgrad: makes ours.
+      optax: makes optax's; None where it has none.
+      dtype: of parameters and gradients.
+      options: of each `update` of ours.
+    """
+
+    jgrad: Callable[[], optax.GradientTransformation]
+    optax: Callable[[], optax.GradientTransformation] | None = None
+    dtype: Any = jnp.float32
+    options: dict[str, Any] = {}
+
+
+RATE = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 1000)
+
+
+def matrices(params: Any) -> Any:
+    """The usual mask: biases and scales of norms neither decay nor have a trust ratio."""
+    return jax.tree.map(lambda x: len(x.shape) > 1, params)
+
+
+def rates(params: Any) -> Any:
+    """A rate for each leaf, as a Python number."""
+    count = len(jax.tree.leaves(params))
+    return jax.tree.unflatten(jax.tree.structure(params), [1e-3 / (i + 1) for i in range(count)])
+
+
+_MASKS: dict[str, Any] = {"weight_decay_mask": matrices, "trust_ratio_mask": matrices}
+
+momentum = functools.partial(jgrad.gradient_descent, RATE, momentum=0.9, weight_decay=1e-4)
+adamw = functools.partial(jgrad.adam, RATE, weight_decay=1e-2, weight_decay_mask=matrices)
+lars = functools.partial(jgrad.lars, RATE, weight_decay=1e-4, **_MASKS)
+lamb = functools.partial(jgrad.lamb, RATE, weight_decay=1e-2, **_MASKS)
+
+
+def clipped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Behind clipping by the global norm."""
+    return optax.chain(jgrad.clip_by_global_norm(1.0), tx)
+
+
+def stack() -> optax.GradientTransformation:
+    """All of README's stack."""
+    tx = optax.chain(jgrad.clip_by_global_norm(1.0), lamb(), jgrad.ema(0.999))
+    return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(tx), 4))
+
+
+_optax_adamw = functools.partial(optax.adamw, RATE, weight_decay=1e-2, mask=matrices)
+
+
+def _optax_momentum(**options: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(RATE, momentum=0.9, **options))
+
+
+def _optax_clipped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+def _optax_skip(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.apply_if_finite(tx, 5)
+
+
+_BF16 = jnp.bfloat16
+
+RECIPES = {
+    "momentum, decay": Recipe(momentum, _optax_momentum),
+    "Nesterov, decay": Recipe(
+        functools.partial(momentum, nesterov=True),
+        functools.partial(_optax_momentum, nesterov=True),
+    ),
+    "AdamW": Recipe(adamw, _optax_adamw),
+    "clip + AdamW": Recipe(lambda: clipped(adamw()), lambda: _optax_clipped(_optax_adamw())),
+    "skip(AdamW)": Recipe(
+        lambda: jgrad.skip_nonfinite(adamw()), lambda: _optax_skip(_optax_adamw())
+    ),
+    "skip(clip + AdamW)": Recipe(
+        lambda: jgrad.skip_nonfinite(clipped(adamw())),
+        lambda: _optax_skip(_optax_clipped(_optax_adamw())),
+    ),
+    "skip(optax's AdamW)": Recipe(
+        lambda: jgrad.skip_nonfinite(_optax_adamw()), lambda: _optax_skip(_optax_adamw())
+    ),
+    "skip(optax's AdamW, branch=True)": Recipe(
+        lambda: jgrad.skip_nonfinite(_optax_adamw(), branch=True),
+        lambda: _optax_skip(_optax_adamw()),
+    ),
+    "accumulate(clip + AdamW)": Recipe(
+        lambda: jgrad.accumulate(clipped(adamw()), 4),
+        lambda: optax.MultiSteps(_optax_clipped(_optax_adamw()), 4).gradient_transformation(),
+    ),
+    "accumulate, emit=False": Recipe(
+        lambda: jgrad.accumulate(clipped(adamw()), 4), options={"emit": False}
+    ),
+    "AdamW + ema": Recipe(lambda: optax.chain(adamw(), jgrad.ema(0.999))),
+    "LARS": Recipe(lars, functools.partial(optax.lars, RATE, weight_decay=1e-4, **_MASKS)),
+    "clip + LAMB": Recipe(
+        lambda: clipped(lamb()),
+        lambda: _optax_clipped(optax.lamb(RATE, weight_decay=1e-2, mask=matrices)),
+    ),
+    "bf16: AdamW": Recipe(adamw, functools.partial(_optax_adamw, mu_dtype=jnp.float32), _BF16),
+    "bf16: AdamW, bf16 moments": Recipe(
+        functools.partial(adamw, moment_dtype=_BF16), _optax_adamw, _BF16
+    ),
+    "bf16: master(AdamW)": Recipe(lambda: jgrad.master_weights(adamw()), dtype=_BF16),
+    "bf16: skip(master(clip + AdamW))": Recipe(
+        lambda: jgrad.skip_nonfinite(jgrad.master_weights(clipped(adamw()))), dtype=_BF16
+    ),
+    "bf16: skip(accumulate(master(clip + LAMB + ema)))": Recipe(stack, dtype=_BF16),
+}
+
+
+def program(
+    tx: optax.GradientTransformation, params: Any, grads: Any, options: dict[str, Any] | None = None
+) -> Program:
+    """A step with update and apply, whose parameters and state are donated."""
+    given = options or {}
+    tx = optax.with_extra_args_support(tx)
+
+    def step(carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+        params, state = carry
+        updates, state = tx.update(grads, state, params, **given)
+        return optax.apply_updates(params, updates), state
+
+    own = jax.tree.map(jnp.copy, params)
+    return Program(step, (own, tx.init(own)), grads)
