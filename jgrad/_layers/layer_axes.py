@@ -57,6 +57,11 @@ class LayerAxes:
         return np.full((self.num_layers,), 0 not in self.shape)
 
     @property
+    def in_chunks(self) -> bool:
+        """Whether sums are taken some rows at a time, so that their terms are not written."""
+        return False
+
+    @property
     def sort_key(self) -> tuple[Any, ...]:
         """Arrays with equal keys are alike: norms of neighbours that are alike compile once."""
         return self.mesh_axes, self.shape, self.stacked

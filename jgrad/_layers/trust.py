@@ -74,6 +74,21 @@ def scaled_by_trust_ratio(
     return leafwise.run([None if d is None else (rules.scale_by, (d, *by)) for d, by in results])
 
 
+def written(calls: Sequence[Call | None], layers: TrustLayers) -> list[Call | None]:
+    """Expensive directions that are read by their norm and by the step, as arrays.
+
+    XLA writes such a direction in any case, and a norm given the array does not compute it again.
+    Sums in chunks do without the array.
+    """
+    whole = [not axes.in_chunks for axes in layers.axes]
+    pairs = list(zip(calls, whole, strict=True))
+    results = leafwise.run([call if use else None for call, use in pairs])
+    return [
+        call if x is None else (leafwise.identity, (x,))
+        for x, call in zip(results, calls, strict=True)
+    ]
+
+
 def global_norm(leaves: Sequence[Any], layers: Sequence[LayerAxes]) -> ScaledNorm:
     """The norm of all leaves together."""
     pairs = [(x, axes) for x, axes in zip(leaves, layers, strict=True) if x is not None]

@@ -19,7 +19,7 @@ from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import StaticAxes, static_axes
 from jgrad._layers.ratios import IVY_GUARD, one_where_zero, quotient
-from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio
+from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio, written
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import AdamNumbers, AdamOptions, BiasCorrection
 from jgrad._trees import checks, values
@@ -91,9 +91,11 @@ def _steps(
         plain = delta is None or is_zero(decay)
         deltas.append(delta)
         decayed.append(delta if plain else (_decayed_delta, (m, v, x, alpha, epsilon, decay)))
+    if rule == "paper":
+        deltas = decayed = written(decayed, layers)
     return scaled_by_trust_ratio(
         w,
-        deltas if rule == "ivy" else decayed,
+        deltas,
         decayed,
         ratio=_ivy_ratio if rule == "ivy" else _ratio,
         numbers=(lamb.min_trust_ratio, lamb.max_trust_ratio),

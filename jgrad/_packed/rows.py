@@ -52,6 +52,10 @@ class PackedLayers(LayerAxes):
         return jnp.minimum(ends, first + self.shape[0]) > jnp.maximum(starts, first)
 
     @property
+    def in_chunks(self) -> bool:
+        return True
+
+    @property
     def sort_key(self) -> tuple[Any, ...]:
         return (*super().sort_key, self.blocks)
 

@@ -53,6 +53,9 @@ def _is_finite(x: jax.Array) -> jax.Array:
     # its maximum of many numbers does not see a NaN among them, and for 0 x it writes an array of
     # zeros that all leaves of a shape then read.
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    if jnp.finfo(x.dtype).bits < 32:
+        # Else XLA writes out the float32 form of x, which this sum and the update both read.
+        parts = jax.lax.optimization_barrier(parts)
     return sum(jnp.sum(x - x).astype(jnp.float32) for x in parts)
 
 
