@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,6 +43,11 @@ class Program:
         return self.carry
 
     @property
+    def operations(self) -> int:
+        """Of the compiled program, those inside fused kernels, too: what compile time goes by."""
+        return len(re.findall(r"^ +(?:ROOT )?%\S+ = ", self.text, re.MULTILINE))
+
+    @property
     def text(self) -> str:
         """The compiled program, in XLA's words."""
         return self._compiled.as_text()
@@ -54,8 +60,11 @@ class Program:
     @property
     def bytes_accessed(self) -> float | None:
         """Read and written by a call; None for a program with a loop, whose body counts once."""
-        if " while(" in self.text:
-            return None
+        return None if " while(" in self.text else self.counted_bytes
+
+    @property
+    def counted_bytes(self) -> float:
+        """The same as XLA has it: the body of a loop once, and of branches the largest."""
         return self._compiled.cost_analysis()["bytes accessed"]
 
 

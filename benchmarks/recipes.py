@@ -4,7 +4,8 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ class Recipe(NamedTuple):
     jgrad: Callable[[], optax.GradientTransformation]
     optax: Callable[[], optax.GradientTransformation] | None = None
     dtype: Any = jnp.float32
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 RATE = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 1000)
@@ -129,15 +130,14 @@ RECIPES = {
 
 
 def program(
-    tx: optax.GradientTransformation, params: Any, grads: Any, options: dict[str, Any] | None = None
+    tx: optax.GradientTransformation, params: Any, grads: Any, options: Mapping[str, Any]
 ) -> Program:
     """A step with update and apply, whose parameters and state are donated."""
-    given = options or {}
     tx = optax.with_extra_args_support(tx)
 
     def step(carry: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
         params, state = carry
-        updates, state = tx.update(grads, state, params, **given)
+        updates, state = tx.update(grads, state, params, **options)
         return optax.apply_updates(params, updates), state
 
     own = jax.tree.map(jnp.copy, params)

@@ -15,10 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import get_opaque_trace_state
 
 from jgrad._trees import checks
 from jgrad._trees.trees import PyTree
+
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # JAX 0.7
+    from jax.core import get_opaque_trace_state
 
 
 class Commit:

@@ -56,7 +56,7 @@ def _is_finite(x: jax.Array) -> jax.Array:
     if jnp.finfo(x.dtype).bits < 32:
         # Else XLA writes out the float32 form of x, which this sum and the update both read.
         parts = jax.lax.optimization_barrier(parts)
-    return sum(jnp.sum(x - x).astype(jnp.float32) for x in parts)
+    return jnp.sum(jnp.stack([jnp.sum(x - x).astype(jnp.float32) for x in parts]))
 
 
 @jit_static_kwargs

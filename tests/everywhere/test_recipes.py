@@ -1,0 +1,81 @@
+"""What recipes cost, from the compiled program: bytes, temporaries, and operations per leaf.
+
+Counts and no times. `docs/recipes.md` says what they mean, and `benchmarks/recipes.py` has the
+recipes.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+import jgrad
+from benchmarks.recipes import RECIPES, Recipe, program
+from tests.choice import mostly_slow
+
+# Bytes moved and bytes of temporaries, at most, per parameter: on a tree, and packed.
+LIMITS = {
+    "momentum, decay": ((28, 0), (28, 0)),
+    "Nesterov, decay": ((40, 4), (40, 4)),
+    "AdamW": ((40, 0), (40, 0)),
+    "clip + AdamW": ((48, 0), (48, 0.1)),
+    "skip(AdamW)": ((44, 0), (44, 0)),
+    "skip(clip + AdamW)": ((48, 0), (48, 0.1)),
+    "skip(optax's AdamW)": ((96, 13), (96, 13)),
+    "skip(optax's AdamW, branch=True)": ((58, 4), (58, 4)),
+    "accumulate(clip + AdamW)": ((88, 4), (88, 8)),
+    "accumulate, emit=False": ((24, 0), (24, 0)),
+    "AdamW + ema": ((52, 0), (52, 0)),
+    "LARS": ((44, 0), (30, 0.2)),
+    "clip + LAMB": ((76, 4), (50, 0.2)),
+    "bf16: AdamW": ((32, 0), (32, 0)),
+    "bf16: AdamW, bf16 moments": ((22, 0), (22, 0)),
+    "bf16: master(AdamW)": ((44, 0), (44, 0)),
+    "bf16: skip(master(clip + AdamW))": ((60, 0.5), (60, 0.5)),
+    "bf16: skip(accumulate(master(clip + LAMB + ema)))": ((134, 8), (118, 12)),
+}
+LEAVES, SIZE = 6, 512
+
+
+def built(recipe, leaves, shape, *, packed=False):
+    tree = {f"w{i}": jnp.ones(shape, recipe.dtype) for i in range(leaves)}
+    tree = jgrad.pack(tree) if packed else tree
+    step = program(recipe.jgrad(), tree, tree, recipe.options)
+    step.build()
+    return step
+
+
+def test_every_recipe_has_a_limit():
+    assert LIMITS.keys() == RECIPES.keys()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_bytes(name, packed):
+    """The scalars, and the numbers of layers, are less than a hundredth."""
+    limit, temporaries = LIMITS[name][packed]
+    step, elements = built(RECIPES[name], LEAVES, (SIZE, SIZE), packed=packed), LEAVES * SIZE**2
+    assert step.counted_bytes <= 1.01 * limit * elements
+    assert step.temporary_bytes <= (temporaries + 0.05) * elements
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(RECIPES, "skip(clip + AdamW)", "accumulate(clip + AdamW)")
+)
+def test_the_program_grows_with_the_leaves(name):
+    """In proportion: a flag that all leaves join and read made it quadratic."""
+    counts = [built(RECIPES[name], leaves, (16, 24)).operations for leaves in (20, 40, 80)]
+    assert counts[2] - counts[1] <= 2.05 * (counts[1] - counts[0])
+
+
+@pytest.mark.parametrize("option", ["learning_rate", "weight_decay"])
+def test_a_number_for_each_leaf_is_a_few_operations(option):
+    """Beside one number for all."""
+    options = {"learning_rate": 1e-3, "weight_decay": 1e-2}
+    tree = {f"w{i}": jnp.ones((16, 24)) for i in range(40)}
+    numbers = {name: 1e-3 * (i + 1) for i, name in enumerate(tree)}
+    one, each = (
+        built(Recipe(functools.partial(jgrad.adam, **(options | own))), 40, (16, 24)).operations
+        for own in ({}, {option: numbers})
+    )
+    assert each <= one + 40
