@@ -59,11 +59,22 @@ def always(new: list[Any], _: list[Any]) -> list[Any]:
 
 
 def add_momentum(
-    direction: list[Any], mw: list[Any], decay: PerLeaf, *, nesterov: bool, kept: Kept
+    direction: list[Any],
+    mw: list[Any],
+    decay: PerLeaf,
+    *,
+    nesterov: bool,
+    again: list[Any] | None = None,
+    kept: Kept = always,
 ) -> tuple[list[Any], list[Any]]:
-    """The direction with momentum, and the new buffer, of which `kept` says what is committed."""
+    """The direction with momentum, and the new buffer, of which `kept` says what is committed.
+
+    Nesterov's look-ahead reads the direction a second time: `again`, if that is given.
+    """
     mw = kept(apply(rules.add_scaled, direction, mw, decay), mw)
-    return (apply(rules.add_scaled, direction, mw, decay) if nesterov else mw), mw
+    if not nesterov:
+        return mw, mw
+    return apply(rules.add_scaled, direction if again is None else again, mw, decay), mw
 
 
 def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

@@ -104,11 +104,12 @@ def scalar(function: str, output: Any) -> jax.Array:
     begin = f"{function}: `func` returned {checks.describe(output)}"
     if not is_real_floating(output):
         raise TypeError(f"{begin}, expected a real floating scalar.")
-    output = jnp.asarray(output)
+    # An eager call pays for each operation that is recorded, even for one that does nothing.
+    output = output if isinstance(output, jax.Array) else jnp.asarray(output)
     if output.size != 1:
         remedy = "reduce it with `jnp.sum` or `jnp.mean`, or take `jac`"
         raise ValueError(f"{begin}, expected one element; {remedy}.")
-    return output.reshape(())
+    return output if output.shape == () else output.reshape(())
 
 
 def is_real_floating(x: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
@@ -102,7 +103,7 @@ def _value_and_grad(
             return scalar_of(name, value), output
 
         value, pull, output = jax.vjp(scalar, arguments.leaves, has_aux=True)
-        return output, arguments.result(pull(jnp.ones_like(value))[0])
+        return output, arguments.result(pull(np.ones((), value.dtype))[0])
 
     return value_and_gradient
 

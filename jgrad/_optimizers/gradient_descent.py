@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import optax
 from jax.typing import DTypeLike
 
@@ -130,12 +131,21 @@ def gradient_descent(
     options.check_momentum(name, momentum, nesterov=nesterov)
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
-        direction = options.with_weight_decay(inputs, inputs.g, weight_decay, weight_decay_mask)
+        def decayed(g: list[Any]) -> list[Any]:
+            return options.with_weight_decay(inputs, g, weight_decay, weight_decay_mask)
+
+        direction = decayed(inputs.g)
         mw = None
         if momentum is not None:
             decay = numbers.scalar(name, "momentum", momentum)
             direction, mw = add_momentum(
-                direction, state.mw, decay, nesterov=nesterov, kept=inputs.kept
+                direction,
+                state.mw,
+                decay,
+                nesterov=nesterov,
+                # Computed again, since XLA would write out a direction that two kernels read.
+                again=decayed(jax.lax.optimization_barrier(inputs.g)) if nesterov else None,
+                kept=inputs.kept,
             )
         return apply(rules.scale_by, direction, rates), mw, None
 

@@ -16,7 +16,7 @@ from tests.choice import mostly_slow
 # Bytes moved and bytes of temporaries, at most, per parameter: on a tree, and packed.
 LIMITS = {
     "momentum, decay": ((28, 0), (28, 0)),
-    "Nesterov, decay": ((40, 4), (40, 4)),
+    "Nesterov, decay": ((32, 0), (32, 0)),
     "AdamW": ((40, 0), (40, 0)),
     "clip + AdamW": ((48, 0), (48, 0.1)),
     "skip(AdamW)": ((44, 0), (44, 0)),

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.cases import CASES, gradients, params
+from tests.cases import CASES, every_case, gradients, params
 from tests.errors import assert_error
 from tests.loops import assert_equal, compiled, stack, step_of
 
@@ -133,13 +133,30 @@ def test_a_parameter_that_would_overflow(loss_scale):
     assert [int(state.skipped) for _, state in found] == [1, 1, 1]
 
 
-def test_a_step_that_would_overflow():
-    """A finite gradient, a finite moment, and a rate that makes infinity of it."""
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_step_that_would_overflow(dtype):
+    """It is clipped to what can be added to any parameter: the gradients alone decide."""
+    largest = 2.0**102 if dtype == jnp.float32 else 2.0**118
     tx = jgrad.skip_nonfinite(jgrad.gradient_descent(1e10, momentum=0.5))
-    found = sequence(tx, jnp.float32(1), [1e30, 1e-10])
-    assert [float(w) for w, _ in found] == [1, 0]
-    assert [int(state.skipped) for _, state in found] == [1, 1]
-    np.testing.assert_allclose(found[-1][1].inner.mw, 1e-10)
+    found = sequence(tx, jnp.asarray(1, dtype), [1e30, -3e30])
+    assert [float(w) for w, _ in found] == [-largest, 0]
+    assert [int(state.skipped) for _, state in found] == [0, 0]
+    np.testing.assert_allclose(found[-1][1].inner.mw, -2.5e30, rtol=1e-2)
+
+
+@every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_finite_gradients_make_nothing_that_is_not(case, dtype):
+    """Of any size and sign, at a rate of 1e10, and whatever the step before has left."""
+    info = jnp.finfo(dtype)
+    tx, w = jgrad.skip_nonfinite(case.tx(1e10)), params(dtype)
+    state = tx.init(w)
+    sizes = [info.max, -info.max, 0, info.tiny, info.smallest_subnormal, 1.0, 2.0**64, info.max]
+    for size in sizes:
+        g = jax.tree.map(lambda x, size=size: jnp.full_like(x, size), w)
+        w, state = compiled(tx)(w, state, g)
+        chex.assert_tree_all_finite((w, state))
+    assert int(state.skipped) == 0
 
 
 @pytest.mark.parametrize("loss_scale", [None, 1.0])
