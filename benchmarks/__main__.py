@@ -18,7 +18,7 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import accelerator, plots, pytorch, report, scaling, training, updates
+from benchmarks import accelerator, plots, pytorch, recipes, report, scaling, training, updates
 from benchmarks.methods import METHODS
 from benchmarks.report import Section
 from benchmarks.workloads import WORKLOADS
@@ -56,6 +56,8 @@ _SECTIONS = {
     "steps": Kind(report.steps, plots.steps),
     "leaves": Kind(report.by_leaves, plots.by_leaves),
     "elements": Kind(report.by_elements, plots.by_elements),
+    "recipes": Kind(report.recipes),
+    "growth": Kind(report.growth, plots.growth),
     "rates": Kind(report.rates),
 }
 
@@ -83,6 +85,11 @@ def jobs() -> Iterator[Job]:
         yield Job("leaves", name, functools.partial(point, rounds=rounds))
     for name, point in scaling.ELEMENTS.items():
         yield Job("elements", name, functools.partial(point, rounds=rounds))
+    for name in recipes.RECIPES:
+        compare = functools.partial(recipes.compare, name, rounds=rounds, builds=builds)
+        yield Job("recipes", f"recipes: {name}", compare)
+    for name in recipes.GROWING:
+        yield Job("growth", f"growth: {name}", functools.partial(recipes.growth, name))
     if jax.default_backend() != "cpu":
         for name in accelerator.WORKS:
             shapes = WORKLOADS[name].shapes

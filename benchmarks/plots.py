@@ -71,6 +71,22 @@ def by_elements(results: Sequence[Result], path: pathlib.Path) -> None:
     _scaling(results, "elements", path)
 
 
+def growth(results: Sequence[Result], path: pathlib.Path) -> None:
+    """Seconds of building against the number of leaves: ours in full lines, optax's in dashes."""
+    figure = Figure((8, 5), layout="constrained")
+    panel = figure.subplots()
+    for i, name in enumerate(dict.fromkeys(x.method for x in results)):
+        for form, style in (("tree", "-"), ("optax", "--")):
+            own = [x for x in results if x.method == name and x.form == form]
+            label = name if form == "tree" else None
+            seconds = [x.ours.build for x in own]
+            panel.loglog([x.leaves for x in own], seconds, f"C{i}{style}", label=label)
+    panel.set(xlabel="leaves", ylabel="s", title="tracing and compiling a step (dashed: optax)")
+    panel.grid(alpha=0.3, which="both")
+    panel.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
 def _scaling(results: Sequence[Result], against: str, path: pathlib.Path) -> None:
     """Times of a step and of building it, against an attribute of the results."""
     figure = Figure((9, 3.8), layout="constrained")

@@ -4,6 +4,7 @@
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +14,10 @@ import jax.numpy as jnp
 import optax
 
 import jgrad
-from benchmarks.programs import Program
+from benchmarks.measure import in_turn
+from benchmarks.programs import Program, build_in_turn
+from benchmarks.results import Figures, Result
+from benchmarks.workloads import Shapes, equal_leaves, tree
 
 
 class Recipe(NamedTuple):
@@ -142,3 +146,64 @@ def program(
 
     own = jax.tree.map(jnp.copy, params)
     return Program(step, (own, tx.init(own)), grads)
+
+
+def shapes() -> Shapes:
+    """A transformer of width 512 with six layers: 49 leaves, 21 M elements."""
+    width = 512
+    found: Shapes = {"embedding": (4096, width)}
+    for i in range(6):
+        found |= {f"{i}/qkv": (width, 3 * width), f"{i}/out": (width, width)}
+        found |= {f"{i}/up": (width, 4 * width), f"{i}/down": (4 * width, width)}
+        found |= {f"{i}/up_bias": (4 * width,), f"{i}/down_bias": (width,)}
+        found |= {f"{i}/norm_1": (width,), f"{i}/norm_2": (width,)}
+    return found
+
+
+WORK = "recipes on a transformer: 49 leaves, 21 M"
+GROWTH = (20, 40, 80, 160)  # leaves
+GROWING = ("AdamW", "clip + AdamW", "skip(clip + AdamW)", "accumulate(clip + AdamW)", "clip + LAMB")
+
+
+def compare(name: str, *, rounds: int, builds: int) -> list[Result]:
+    """A step of the recipe on the tree and packed, beside optax."""
+    programs = _programs(name, shapes(), packed=True)
+    build_in_turn(programs, builds)
+    steps = in_turn(programs, rounds)
+    figures = {form: Figures.of(steps[form], own) for form, own in programs.items()}
+    return _results(WORK, name, shapes(), figures)
+
+
+def growth(name: str) -> list[Result]:
+    """Seconds of tracing and compiling, against the number of leaves."""
+    found = []
+    for count in GROWTH:
+        leaves = equal_leaves(count, 16, 24)
+        programs = _programs(name, leaves, packed=False)
+        build_in_turn(programs, 1)
+        figures = {form: Figures.of([], own) for form, own in programs.items()}
+        found += _results("building", name, leaves, figures)
+    return found
+
+
+def _programs(name: str, leaves: Shapes, *, packed: bool) -> dict[str, Program]:
+    recipe = RECIPES[name]
+    params, grads = (
+        jax.tree.map(lambda x: (0.01 * x).astype(recipe.dtype), tree(leaves, seed))
+        for seed in (0, 1)
+    )
+    programs = {"tree": program(recipe.jgrad(), params, grads, recipe.options)}
+    if packed:
+        forms = jgrad.pack(params), jgrad.pack(grads)
+        programs["packed"] = program(recipe.jgrad(), *forms, recipe.options)
+    if recipe.optax:
+        programs["optax"] = program(recipe.optax(), params, grads, {})
+    return programs
+
+
+def _results(work: str, name: str, leaves: Shapes, figures: dict[str, Figures]) -> list[Result]:
+    elements = sum(math.prod(shape) for shape in leaves.values())
+    return [
+        Result(work, name, form, len(leaves), elements, own, figures.get("optax"))
+        for form, own in figures.items()
+    ]

@@ -141,6 +141,45 @@ def _scaling(title: str, about: str, results: Sequence[Result]) -> Section:
     return Section(title, _SCALING_NOTE, ["leaves", "elements", *columns], {about: rows})
 
 
+_RECIPES_NOTE = """\
+Each beside the nearest in optax, measured in turn. *bytes*: read and written per parameter, as XLA
+counts them (the body of a loop once); *temporaries*: bytes per parameter; *operations*: of the
+compiled program, per leaf. Of two figures the first is that of the row, the second optax's."""
+
+
+def recipes(results: Sequence[Result]) -> Section:
+    """What people run."""
+    columns = ["recipe", "form", "bytes", "temporaries", "step", "quartiles", "ms", "build"]
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for x in results:
+        if x.form == "optax":
+            continue
+        build = _ratio(x.optax and Ratio.of(x.ours.builds, x.optax.builds))
+        row = (
+            _pair(x, ".3g", lambda y, n=x.elements: _over(y.counted_bytes, n)),
+            _pair(x, ".2f", lambda y, n=x.elements: _over(y.temporary_bytes, n)),
+            *_times(x),
+            f"{build} ({_pair(x, '.2g', lambda y: y.build)} s)",
+        )
+        tables.setdefault(x.work, []).append((x.method, x.form, *row))
+    return Section("Recipes", _RECIPES_NOTE, columns, tables)
+
+
+_GROWTH_NOTE = """\
+Seconds of tracing and compiling one step, on leaves of 16 x 24: jgrad's and optax's."""
+
+
+def growth(results: Sequence[Result]) -> Section:
+    """How building grows with the leaves."""
+    counts = list(dict.fromkeys(x.leaves for x in results))
+    rows = []
+    for name in dict.fromkeys(x.method for x in results):
+        own = [x for x in results if x.method == name and x.form == "tree"]
+        rows.append((name, *(_pair(x, ".2g", lambda y: y.build) for x in own)))
+    columns = ["recipe", *(f"{count} leaves" for count in counts)]
+    return Section("Building against the number of leaves", _GROWTH_NOTE, columns, {"": rows})
+
+
 _RATES_NOTE = """\
 Steps in a row, without waiting in between. *GB/s*: what a step must move (Adam 28, LAMB 40 bytes
 per parameter) over its time; *copy*: what a loop that changes an array of that size in place reads

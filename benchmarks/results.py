@@ -17,6 +17,7 @@ class Figures(NamedTuple):
       compiles: seconds of compiling, for each build.
       bytes_accessed: by a step; None where XLA does not know.
       temporary_bytes: of a step.
+      counted_bytes: as `bytes_accessed`, with the body of a loop counted once.
     """
 
     steps: Sequence[float]
@@ -24,12 +25,18 @@ class Figures(NamedTuple):
     compiles: Sequence[float] = ()
     bytes_accessed: float | None = None
     temporary_bytes: int | None = None
+    counted_bytes: float | None = None
 
     @classmethod
     def of(cls, steps: Sequence[float], program: Program) -> "Figures":
         """With what a program knows of itself."""
         return cls(
-            steps, program.traces, program.compiles, program.bytes_accessed, program.temporary_bytes
+            steps,
+            program.traces,
+            program.compiles,
+            program.bytes_accessed,
+            program.temporary_bytes,
+            program.counted_bytes,
         )
 
     @property
