@@ -24,14 +24,14 @@ class Recipe(NamedTuple):
     """A transformation of jgrad, and what comes nearest to it in optax.
 
     Attributes:
-      jgrad: makes ours.
-      optax: makes optax's; None where it has none.
+      ours: makes jgrad's.
+      optaxs: makes optax's; None where it has none.
       dtype: of parameters and gradients.
       options: of each `update` of ours.
     """
 
-    jgrad: Callable[[], optax.GradientTransformation]
-    optax: Callable[[], optax.GradientTransformation] | None = None
+    ours: Callable[[], optax.GradientTransformation]
+    optaxs: Callable[[], optax.GradientTransformation] | None = None
     dtype: Any = jnp.float32
     options: Mapping[str, Any] = MappingProxyType({})
 
@@ -192,12 +192,12 @@ def _programs(name: str, leaves: Shapes, *, packed: bool) -> dict[str, Program]:
         jax.tree.map(lambda x: (0.01 * x).astype(recipe.dtype), tree(leaves, seed))
         for seed in (0, 1)
     )
-    programs = {"tree": program(recipe.jgrad(), params, grads, recipe.options)}
+    programs = {"tree": program(recipe.ours(), params, grads, recipe.options)}
     if packed:
         forms = jgrad.pack(params), jgrad.pack(grads)
-        programs["packed"] = program(recipe.jgrad(), *forms, recipe.options)
-    if recipe.optax:
-        programs["optax"] = program(recipe.optax(), params, grads, {})
+        programs["packed"] = program(recipe.ours(), *forms, recipe.options)
+    if recipe.optaxs:
+        programs["optax"] = program(recipe.optaxs(), params, grads, {})
     return programs
 
 

@@ -32,9 +32,9 @@ def add_scaled(direction: jax.Array, x: jax.Array, factor: jax.Array) -> jax.Arr
 
 
 @on_leaf(arrays=2)
-def kept(new: jax.Array, old: jax.Array, commit: jax.Array) -> jax.Array:
-    """The new array where the update is committed, else the old one."""
-    return jnp.where(commit, new, old)
+def kept(new: jax.Array, old: jax.Array, commit: jax.Array, *, largest: float) -> jax.Array:
+    """The new array, within +-largest, where the update is committed, else the old one."""
+    return jnp.where(commit, numerics.clipped(new, largest), old)
 
 
 @on_leaf(arrays=1)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.apply import apply, cast_back
+from jgrad._arithmetic.apply import cast_back
 from jgrad._arithmetic.leafwise import Function
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.state import OptState
@@ -163,13 +163,18 @@ class Update:
         return leafwise.run(calls)
 
     def kept(self, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-        """New moments; the old ones where the update is not committed.
+        """New moments as they are stored; the old ones where the update is not committed.
 
-        To be called before anything else reads the new moments.
+        To be called before anything else reads the new moments: a step is computed from what is
+        stored, so that no other form of it is written.
         """
         if self.commit is None:
-            return list(new)
-        return apply(rules.kept, list(new), list(old), self.commit.flag)
+            return _stored(new, old)
+        calls = [
+            None if n is None else (_kept(o.dtype), (n, o, self.commit.flag))
+            for n, o in zip(new, old, strict=True)
+        ]
+        return _stored(leafwise.run(calls), old)
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""
@@ -217,14 +222,31 @@ class Update:
         return gradients
 
 
+def _stored(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """New moments in the dtypes of the old; in half precision XLA must not skip the rounding."""
+    return [
+        x if x is None or x.dtype == o.dtype else jax.lax.optimization_barrier(x.astype(o.dtype))
+        for x, o in zip(new, old, strict=True)
+    ]
+
+
 def _has_room(dtype: np.dtype) -> bool:
     """Whether no update of a training is too large to be added to any parameter; not in float16."""
     return bool(jnp.finfo(dtype).maxexp >= 128)
 
 
+# One function object for each dtype, so that JAX's caches find it again.
+
+
+@functools.cache
+def _kept(dtype: np.dtype) -> Function:
+    """`rules.kept` for arrays that are stored in a dtype."""
+    return functools.partial(rules.kept, largest=float(jnp.finfo(dtype).max))
+
+
 @functools.cache
 def _kept_update(dtype: np.dtype) -> Function:
-    """`rules.kept_update` for parameters of a dtype: one function object for each, to be cached."""
+    """`rules.kept_update` for parameters of a dtype."""
     largest = numerics.largest_addable(dtype) if _has_room(dtype) else math.inf
     return functools.partial(rules.kept_update, largest=largest)
 

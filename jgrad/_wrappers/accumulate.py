@@ -176,7 +176,8 @@ def accumulate(
         steps, inner, closed = hold() if never else wrapped.branch(close, run, hold)
         if not never:
             # By what the branch returned: then the array is not needed any more, nor copied.
-            added = apply(_zero_if, added, closed)
+            total = [o if x is None else x for x, o in zip(added, old, strict=True)]
+            added = apply(_zero_if, total, closed)
         new = AccumulateState(
             jnp.where(emit, 0, mini_step),
             jnp.where(emit, 0, count),

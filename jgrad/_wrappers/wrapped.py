@@ -78,9 +78,9 @@ def choose(
     def choice(n: Any, o: Any) -> Any:
         if n is o or use_new is True or (chosen and checks.is_inexact(n) and chosen(n)):
             return n
-        return jnp.where(use_new, n, o)
+        return jnp.where(use_new, in_dtypes(n, o), o)
 
-    return jax.tree.map(lambda n, o: in_dtypes(choice(n, o), o), new, old)
+    return in_dtypes(jax.tree.map(choice, new, old), old)
 
 
 def branch(use: Any, then: Callable[[], PyTree], otherwise: Callable[[], PyTree]) -> PyTree:

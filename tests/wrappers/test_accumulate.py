@@ -452,7 +452,7 @@ MESSAGES = [
     (ValueError, "accumulate: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
      lambda: update({"layer_3": {"w": W["layer_3"]["w"], "b": jnp.ones((3, 1))}})),
     (ValueError, "lamb: the trust ratio needs the parameters: call `update(updates, state, params)`.",
-     lambda: update(tx=jgrad.lamb(0.1), w=None)),
+     lambda: update(tx=jgrad.lamb(0.1), w=None, emit=True)),
 ]  # fmt: skip
 
 
