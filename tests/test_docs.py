@@ -14,6 +14,7 @@ import pytest
 
 import jgrad
 from benchmarks import traffic
+from tests.everywhere.test_recipes import LIMITS
 from tests.loops import assert_equal
 
 ROOT = next(x for x in pathlib.Path(__file__).parents if (x / "pyproject.toml").exists())
@@ -29,7 +30,13 @@ PAGES = [
 LONGEST = {"README.md": 200, "BUILD_NOTES.md": 300}
 
 # Pages with examples: how many, each run by a test below.
-EXAMPLES = {"README.md": 1, "docs/wrappers.md": 1, "docs/packed.md": 3, "docs/devices.md": 4}
+EXAMPLES = {
+    "README.md": 1,
+    "docs/wrappers.md": 1,
+    "docs/packed.md": 3,
+    "docs/devices.md": 4,
+    "docs/recipes.md": 1,
+}
 
 
 @functools.cache
@@ -363,3 +370,33 @@ def test_docstrings(name):
     if name not in ("variable", "is_variable", "variable_data"):
         equation = rest.split("Args:")[0]
         assert re.search(r"^    \S.*[=<]", equation, re.MULTILINE), "no equation"
+
+
+# ---- recipes -----------------------------------------------------------------------------------
+
+
+def test_bytes_of_recipes():
+    """The columns of the page are the limits that a test asserts."""
+    found = {
+        name: (tree, packed) for name, tree, packed, _ in rows(section("docs/recipes.md", "Bytes"))
+    }
+    limits = {
+        name: tuple(f"{moved:g} / {kept:g}" for moved, kept in both)
+        for name, both in LIMITS.items()
+    }
+    assert found == limits
+
+
+def test_donation():
+    """As the page has it: the results are in the order of the arguments, and nothing is copied."""
+    names = {"functools": functools, "jax": jax, "optax": optax, "tx": jgrad.adam(0.1)}
+    step = run_example("docs/recipes.md", 0, names)["step"]
+    params = {f"w{i}": jnp.ones((64, 64)) for i in range(4)}
+    state = names["tx"].init(params)
+    text = step.lower(params, state, params).compile().as_text()
+    assert not re.findall(r"= f32\[64,64\]\S* copy\(", text)
+    swapped = jax.jit(
+        lambda grads, state, params: step(params, state, grads), donate_argnums=(1, 2)
+    )
+    text = swapped.lower(params, state, params).compile().as_text()
+    assert len(re.findall(r"= f32\[64,64\]\S* copy\(", text)) >= 4
