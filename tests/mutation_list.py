@@ -113,7 +113,6 @@ MUTATIONS = [
     # ---- _inputs
     Mutation("_inputs/commit.py", "every array is covered", "return _arrays(tree).keys() <= self._covered.keys()", "return True", SKIP),
     Mutation("_inputs/commit.py", "the norm of some gradients decides for all", "_arrays(tree).keys() >= self._gradients.keys()", "True", SKIP),
-    Mutation("_inputs/update.py", "the counter of a skipped update advances", "return new if self.commit is None else jnp.where(self.commit.flag, new, old)", "return new", SKIP),
     Mutation("_inputs/update.py", "float16 updates are covered", "return bool(jnp.finfo(dtype).maxexp >= 128)", "return True", SKIP),
     Mutation("_inputs/numbers.py", "betas may be 1", 'values.in_range(function, name, tree, low=0.0, high=1.0)', 'values.in_range(function, name, tree, low=0.0)', MESSAGES),
     Mutation("_inputs/numbers.py", "no upper clamp is a clamp at 1", "jnp.asarray(jnp.inf) if largest is None", "jnp.asarray(1.0) if largest is None", "tests/everywhere/test_variants.py"),

@@ -29,7 +29,7 @@ class Commit:
     """The decision about one update, and the arrays that it covers.
 
     A covered array is finite if the update is committed. If it is an update or a part of a state,
-    it is zero or the old array if the update is not committed.
+    it is zero or the old array if the update is not committed. Counters are left to the wrapper.
     """
 
     def __init__(

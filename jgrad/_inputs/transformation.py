@@ -70,7 +70,7 @@ def transformation(
             rates = options.learning_rates(inputs, default_rate, learning_rate, state.step)
         values, new_mw, new_vw = compute(inputs, old, rates)
         new = OptState(
-            inputs.counted(old.step, state.step),
+            old.step,
             inputs.moments(new_mw, old.mw) if mw else None,
             inputs.moments(new_vw, old.vw) if vw else None,
         )

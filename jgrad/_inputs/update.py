@@ -183,10 +183,6 @@ class Update:
             self.commit.cover(moments)
         return self._structure.unflatten(moments)
 
-    def counted(self, new: jax.Array, old: jax.Array) -> jax.Array:
-        """A counter after this update; the old one where it is not committed."""
-        return new if self.commit is None else jnp.where(self.commit.flag, new, old)
-
     def gradients(self, new: Sequence[Any]) -> PyTree:
         """The gradients as they came in, with new ones for the leaves that are updated."""
         pairs = zip(new, self._given.leaves, strict=True)

@@ -103,7 +103,6 @@ def ema(
         average = inputs.moments(
             [x if a is None else a for a, x in zip(averaged, new, strict=True)], old.leaves
         )
-        done = inputs.counted(optax.safe_increment(state.done), state.done)
-        return updates, EmaState(done, average)
+        return updates, EmaState(optax.safe_increment(state.done), average)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -215,6 +215,61 @@ def test_e24_one_element_among_many(dtype, bad, size):
     )
 
 
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_skipped_step_changes_nothing(jit, branch, bad):
+    """Moments, averages, float32 copies and counters; the streak and the count of skips aside."""
+    chain = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1), jgrad.ema(0.9))
+    tx, w = jgrad.skip_nonfinite(jgrad.master_weights(chain), branch=branch), params("bfloat16")
+    step = compiled(tx) if jit else step_of(tx)
+    start = step(w, tx.init(w), gradients(1, "bfloat16")[0])
+    g = gradients(1, "bfloat16")[0]
+    found = step(*start, g | {"rest": [g["rest"][0] * bad, *g["rest"][1:]]})
+    assert_equal((found[0], found[1].inner), (start[0], start[1].inner))
+    assert (int(found[1].skipped), int(found[1].streak)) == (1, 0)
+
+
+@pytest.mark.parametrize("place", ["layer", "rest"])
+def test_clipping_of_some_gradients_does_not_decide_for_all(place):
+    """Its norm is finite where a leaf that it does not see is not."""
+    clip = optax.masked(jgrad.clip_by_global_norm(1.0), {"layer": True, "rest": False})
+    tx, w, g = jgrad.skip_nonfinite(optax.chain(clip, jgrad.adam(0.1))), params(), gradients(1)[0]
+    g[place] = jax.tree.map(lambda x: x * NAN, g[place])
+    found = compiled(tx)(w, tx.init(w), g)
+    assert_equal((found[0], found[1].inner), (w, tx.init(w).inner))
+    assert int(found[1].skipped) == 1
+
+
+def test_branch_lets_the_gradients_alone_decide():
+    """As the option says: what `tx` makes of finite gradients is not looked at."""
+    tx = jgrad.skip_nonfinite(optax.scale(1e30), branch=True)
+    updates, state = tx.update(1e30 * X, tx.init(X))
+    assert jnp.isinf(updates).all()
+    updates, state = tx.update(NAN * X, state)
+    np.testing.assert_array_equal(updates, 0 * X)
+    assert int(state.skipped) == 1
+
+
+def test_a_chain_inside_a_branch_of_another_library():
+    """`optax.conditionally_transform` runs clipping in a branch; its norm does not decide outside."""
+    clip = optax.conditionally_transform(jgrad.clip_by_global_norm(1.0), lambda step: step < 1)
+    tx, w = jgrad.skip_nonfinite(optax.chain(clip, jgrad.adam(0.1))), params()
+    state = tx.init(w)
+    for g, skipped in ((gradients(1)[0], 0), (jax.tree.map(lambda x: x * NAN, w), 1)):
+        w, state = compiled(tx)(w, state, g)
+        chex.assert_tree_all_finite((w, state))
+        assert int(state.skipped) == skipped
+
+
+def test_one_inside_another():
+    """Each decides for itself."""
+    tx = jgrad.skip_nonfinite(jgrad.skip_nonfinite(jgrad.adam(0.1)))
+    w, state = compiled(tx)(X, tx.init(X), NAN * X)
+    np.testing.assert_array_equal(w, X)
+    assert (int(state.skipped), int(state.inner.skipped)) == (1, 0)
+
+
 def test_e24_what_the_caller_knows():
     """`finite=` of the call, beside what is found."""
     tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.gradient_descent(1.0), 2))
@@ -462,6 +517,8 @@ def update(g=W, w=W, state=None, tx=SGD):
 
 
 MESSAGES = [
+    (ValueError, "skip_nonfinite: `branch`: True, expected False around `accumulate`.",
+     lambda: sequence(jgrad.skip_nonfinite(jgrad.accumulate(SGD, 2), branch=True), X, [1.0])),
     (TypeError, "skip_nonfinite: `tx`: 3 of type int, expected a transformation with `init` and `update`.",
      lambda: jgrad.skip_nonfinite(3)),
     (ValueError, "skip_nonfinite: `loss_scale`: 0.5, expected a number in [1, inf).",
