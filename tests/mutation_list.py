@@ -111,9 +111,11 @@ MUTATIONS = [
     Mutation("_wrappers/accumulate.py", "the sum of a closed window is kept", "added = apply(_zero_if, total, closed)", "added = total", "tests/wrappers/test_accumulate.py"),
     Mutation("_packed/shard.py", "every device has the first rows", "return jax.lax.axis_index(self.axes) * self.num_rows(rows)", "return jax.lax.axis_index(self.axes) * 0", "tests/packed/test_rows.py"),
     # ---- _inputs
-    Mutation("_inputs/commit.py", "every array is covered", "return _arrays(tree).keys() <= self._covered.keys()", "return True", SKIP),
+    Mutation("_inputs/commit.py", "every array is settled", "return _arrays(tree).keys() <= self._settled.keys()", "return True", SKIP),
+    Mutation("_inputs/commit.py", "every gradient is finite", "return _arrays(tree).keys() <= self._finite.keys() | self._settled.keys()", "return True", SKIP),
+    Mutation("_inputs/commit.py", "gradients that pass are settled", "self._settled: dict[int, Any] = {}", "self._settled = dict(self._gradients)", SKIP),
     Mutation("_inputs/commit.py", "the norm of some gradients decides for all", "_arrays(tree).keys() >= self._gradients.keys()", "True", SKIP),
-    Mutation("_inputs/update.py", "float16 updates are covered", "return bool(jnp.finfo(dtype).maxexp >= 128)", "return True", SKIP),
+    Mutation("_inputs/update.py", "float16 updates are settled", "return bool(jnp.finfo(dtype).maxexp >= 128)", "return True", SKIP),
     Mutation("_inputs/numbers.py", "betas may be 1", 'values.in_range(function, name, tree, low=0.0, high=1.0)', 'values.in_range(function, name, tree, low=0.0)', MESSAGES),
     Mutation("_inputs/numbers.py", "no upper clamp is a clamp at 1", "jnp.asarray(jnp.inf) if largest is None", "jnp.asarray(1.0) if largest is None", "tests/everywhere/test_variants.py"),
     Mutation("_inputs/numbers.py", "a new value is a new trace", "return np.asarray(float(x), jnp.result_type(float)) if checks.is_number(x) else x", "return np.asarray(float(x), np.float16 if float(x) < 0.15 else np.float32) if checks.is_number(x) else x", FUNCTIONAL),

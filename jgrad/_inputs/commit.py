@@ -6,15 +6,17 @@ wrapper passes a `Commit` inwards, as the extra argument `commit`, and every tra
 library makes the choice itself, before anything reads its new moments. `optax.chain` and the like
 hand extra arguments on; a transformation that does not know `commit` ignores it.
 
-A `Commit` exists while a program is traced. It remembers by identity which arrays need no further
-look: the gradients, and what is computed from such arrays alone by transformations that know how.
-The wrapper looks at the others itself.
+A `Commit` exists while a program is traced. It remembers arrays by identity, of two kinds. *Finite*
+are the gradients, and what is computed from such arrays alone by a transformation that makes
+nothing non-finite. *Settled* are updates and parts of a state that are right whatever the decision
+is. The wrapper looks at all updates and states that are not settled.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jgrad._trees import checks
 from jgrad._trees.trees import PyTree
@@ -25,11 +27,11 @@ except ImportError:  # JAX 0.7
     from jax.core import get_opaque_trace_state
 
 
+@jax.tree_util.register_pytree_node_class
 class Commit:
-    """The decision about one update, and the arrays that it covers.
+    """The decision about one update, and what is known of its arrays.
 
-    A covered array is finite if the update is committed. If it is an update or a part of a state,
-    it is zero or the old array if the update is not committed. Counters are left to the wrapper.
+    Handed through `jax.jit` or `jax.vmap`, where arrays have other identities, it knows of none.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class Commit:
         self._is_read = False
         self._trace = get_opaque_trace_state()
         self._gradients = _arrays(gradients)
-        self._covered = dict(self._gradients)
+        self._finite = dict(self._gradients)
+        self._settled: dict[int, Any] = {}
 
     @property
     def flag(self) -> jax.Array:
@@ -52,13 +55,21 @@ class Commit:
         self._is_read = True
         return self._flag
 
-    def covers(self, tree: PyTree) -> bool:
-        """Whether each inexact array of the tree is covered."""
-        return _arrays(tree).keys() <= self._covered.keys()
+    def is_finite(self, tree: PyTree) -> bool:
+        """Whether each inexact array of the tree is finite if the update is committed."""
+        return _arrays(tree).keys() <= self._finite.keys() | self._settled.keys()
 
-    def cover(self, tree: PyTree) -> None:
-        """Says that the arrays are covered."""
-        self._covered |= _arrays(tree)
+    def add_finite(self, tree: PyTree) -> None:
+        """Says that the arrays are finite if the update is committed."""
+        self._finite |= _arrays(tree)
+
+    def is_settled(self, tree: PyTree) -> bool:
+        """Whether each inexact array is finite, and if the update is not committed, zero or old."""
+        return _arrays(tree).keys() <= self._settled.keys()
+
+    def settle(self, tree: PyTree) -> None:
+        """Says that the arrays are settled."""
+        self._settled |= _arrays(tree)
 
     def offer(self, finite: jax.Array, tree: PyTree) -> None:
         """Says whether the arrays are finite, for a transformation that has their norm anyway.
@@ -69,6 +80,13 @@ class Commit:
         same_trace = get_opaque_trace_state() == self._trace
         if same_trace and not self._is_read and _arrays(tree).keys() >= self._gradients.keys():
             self._flag = self._agreed(finite)
+
+    def tree_flatten(self) -> tuple[tuple[()], None]:
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[()]) -> "Commit":
+        return cls((), jnp.asarray(True))
 
 
 def inward(commit: Commit | None) -> dict[str, Commit]:

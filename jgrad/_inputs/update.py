@@ -42,7 +42,7 @@ class Update:
         self, function: str, updates: PyTree, params: PyTree, commit: Commit | None = None
     ) -> None:
         self.function = function
-        self.follow(commit, updates)
+        self.commit = commit if commit is not None and commit.is_finite(updates) else None
         name, self.tree = ("updates", updates) if params is None else ("params", params)
         self.reference = ArgLeaves.from_tree(function, name, self.tree).with_arrays()
         self._structure = trees.flatten(self.tree)[1]
@@ -52,9 +52,9 @@ class Update:
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
 
-    def follow(self, commit: Commit | None, tree: PyTree) -> None:
-        """Lets the commit decide what is written, if it covers what that is computed from."""
-        self.commit = commit if commit is not None and commit.covers(tree) else None
+    def follow(self, commit: Commit | None, steps: PyTree) -> None:
+        """Lets the commit decide what is written, if that is computed from settled steps."""
+        self.commit = commit if commit is not None and commit.is_settled(steps) else None
 
     def like_reference(self, name: str, tree: PyTree) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters."""
@@ -151,7 +151,7 @@ class Update:
         ]
         updates = cast_back(leaves, self.reference.leaves)
         if self.commit is not None:
-            self.commit.cover([u for u in updates if checks.is_inexact(u) and _has_room(u.dtype)])
+            self.commit.settle([u for u in updates if checks.is_inexact(u) and _has_room(u.dtype)])
         return self._structure.unflatten(updates)
 
     def _committed(self, values: Sequence[Any], commit: Commit) -> list[Any]:
@@ -180,7 +180,7 @@ class Update:
         """New moments in the dtypes of the old, which stay where there is no new one."""
         moments = cast_back(new, old)
         if self.commit is not None:
-            self.commit.cover(moments)
+            self.commit.settle(moments)
         return self._structure.unflatten(moments)
 
     def gradients(self, new: Sequence[Any]) -> PyTree:

@@ -126,7 +126,7 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         wrapped.check_state(_NAME, state, AccumulateState)
         inputs = Update(_NAME, updates, params)
-        covers = commit is not None and commit.covers(updates)
+        known_finite = commit is not None and commit.is_finite(updates)
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
         mesh_axes = wrapped.mesh_axes_of(inputs, norm_axes)
@@ -155,7 +155,7 @@ def accumulate(
         def hold() -> tuple[PyTree, PyTree, jax.Array]:
             return inputs.zeros(), state.inner, jnp.asarray(False)
 
-        covered: list[bool] = []
+        settled: list[bool] = []
 
         def run() -> tuple[PyTree, PyTree, jax.Array]:
             means = added
@@ -164,13 +164,13 @@ def accumulate(
                 means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
             mean = inputs.gradients(means)
             # Means of finite gradients are finite, so that a window is committed always.
-            own = Commit(mean, jnp.asarray(True)) if covers else None
+            own = Commit(mean, jnp.asarray(True)) if known_finite else None
             steps, inner = tx.update(mean, state.inner, params, **inward(own), **extra_args)
-            if own is None or not own.covers(steps):
+            if own is None or not own.is_settled(steps):
                 steps = inputs.directions(trees.flatten(steps)[0])
             inner = wrapped.in_dtypes(inner, state.inner)
             if own is not None:
-                covered[:] = [own.covers(x) for x in jax.tree.leaves((steps, inner))]
+                settled[:] = [own.is_settled(x) for x in jax.tree.leaves((steps, inner))]
             return steps, inner, jnp.asarray(True)
 
         steps, inner, closed = hold() if never else wrapped.branch(close, run, hold)
@@ -185,11 +185,11 @@ def accumulate(
             inputs.moments(added, old),
             inner,
         )
-        if commit is not None and covers:
+        if commit is not None and known_finite:
             leaves = jax.tree.leaves((steps, inner))
-            known = covered or [True] * len(leaves)  # `run` was not traced: nothing is new
-            commit.cover([x for x, is_known in zip(leaves, known, strict=True) if is_known])
-            commit.cover(new.total)
+            flags = settled or [True] * len(leaves)  # `run` was not traced: nothing is new
+            commit.settle([x for x, flag in zip(leaves, flags, strict=True) if flag])
+            commit.settle(new.total)
         return steps, new
 
     return optax.GradientTransformationExtraArgs(init, update)

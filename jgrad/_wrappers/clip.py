@@ -88,8 +88,8 @@ def clip_by_global_norm(
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
             commit.offer(jnp.isfinite(norm.mantissa), updates)
-            if commit.covers(updates):
-                commit.cover(leaves)
+            if commit.is_finite(updates):
+                commit.add_finite(leaves)
         return trees.flatten(updates)[1].unflatten(leaves), state
 
     return optax.GradientTransformationExtraArgs(init, update)

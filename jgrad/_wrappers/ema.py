@@ -85,7 +85,8 @@ def ema(
         **extra_args: Any,
     ) -> tuple[PyTree, EmaState]:
         wrapped.check_state(_NAME, state, EmaState)
-        inputs = Update(_NAME, updates, params, commit)
+        inputs = Update(_NAME, updates, params)
+        inputs.follow(commit, updates)
         inputs.require_params("the average")
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)

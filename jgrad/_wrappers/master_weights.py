@@ -87,7 +87,7 @@ def master_weights(
             is_leaf=trees.is_none,
         )
         if inputs.commit is not None:
-            inputs.commit.cover(wide)
+            inputs.commit.add_finite(wide)
         steps, inner = tx.update(wide, state.inner, master, **inward(commit), **extra_args)
         inputs.follow(commit, steps)
         new = trees.flatten(wrapped.applied(master, steps))[0]

@@ -88,19 +88,19 @@ def pack_small(
             w = None if params is None else packing.fill(layout, inputs.reference.leaves)
             packed = packing.fill(layout, g)
             if inputs.commit is not None:
-                inputs.commit.cover(packed)
+                inputs.commit.add_finite(packed)
             steps, new = tx.update(packed, state, w, **inward(commit), **extra_args)
             inputs.follow(commit, steps)
             steps = packing.unpack(steps)
             if inputs.commit is not None:
-                inputs.commit.cover(steps)
+                inputs.commit.settle(steps)
         else:
             loose = packing.unpack(state)
             steps, new = tx.update(updates, loose, params, **inward(commit), **extra_args)
             inputs.follow(commit, new)
             new = packing.pack(new, like=state)
             if inputs.commit is not None:
-                inputs.commit.cover(new)
+                inputs.commit.settle(new)
         return steps, new if old is None else packing.with_layouts(new, lambda _: old)
 
     return optax.GradientTransformationExtraArgs(init, update)

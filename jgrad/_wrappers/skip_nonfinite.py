@@ -155,7 +155,7 @@ def _chosen(
     mesh_axes: tuple[str, ...],
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Whether the step is finite; and then it and the new state, else zeros and the old state."""
-    if not commit.covers(steps):
+    if not commit.is_settled(steps):
         steps = inputs.directions(trees.flatten(steps)[0])
     works = _works(commit, inputs, steps, new, old, mesh_axes)
     finite = use = commit.flag & works
@@ -163,7 +163,7 @@ def _chosen(
         # It counts mini-batches that are left out, so that its new state is kept. A window whose
         # update is non-finite is dropped: kept, it would make the next ones so too.
         use, old = works, without_window(old)._replace(skipped=new.skipped)
-    done = commit.covers if works is True else None
+    done = commit.is_settled if works is True else None
     return (
         finite,
         wrapped.choose(use, steps, inputs.zeros(), done),
@@ -181,12 +181,12 @@ def _works(
 ) -> Any:
     """Whether steps and state are finite, and parameters stay so; True where the commit says it.
 
-    Only what the commit does not cover is looked at.
+    Only what is not settled is looked at.
     """
     flat = trees.flatten(steps)[0]
-    unknown = [None if commit.covers(u) else u for u in flat]
+    unknown = [None if commit.is_settled(u) else u for u in flat]
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    states = [(n, o) for n, o in pairs if not (n is o or commit.covers(n))]
+    states = [(n, o) for n, o in pairs if not (n is o or commit.is_settled(n))]
     if not states and all(u is None for u in unknown):
         return True
     works = all_finite(unknown, mesh_axes)

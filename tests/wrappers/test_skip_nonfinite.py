@@ -241,6 +241,43 @@ def test_clipping_of_some_gradients_does_not_decide_for_all(place):
     assert int(found[1].skipped) == 1
 
 
+@pytest.mark.parametrize(
+    "tx", [optax.identity(), jgrad.clip_by_global_norm(1.0)], ids=["identity", "clip"]
+)
+def test_gradients_that_pass(tx):
+    """They are updates then, and zero in a step that is skipped."""
+    masked = optax.chain(optax.masked(jgrad.adam(0.1), {"a": True, "b": False}), tx)
+    w, g = {"a": X, "b": X}, {"a": X, "b": X.at[0].set(NAN)}
+    safe = jgrad.skip_nonfinite(masked)
+    for make in (lambda f: f, jax.jit):
+        updates, state = make(safe.update)(g, safe.init(w), w)
+        assert_equal(updates, jax.tree.map(jnp.zeros_like, w))
+        assert int(state.skipped) == 1
+
+
+def test_gradients_that_another_transformation_spoils():
+    """Finite ones in, NaN out: what a method makes of them is looked at."""
+    spoil = optax.stateless(lambda updates, params: jax.tree.map(jnp.log, updates))
+    tx = jgrad.skip_nonfinite(optax.chain(spoil, jgrad.adam(0.1)))
+    w, state = compiled(tx)(X, tx.init(X), -X)
+    np.testing.assert_array_equal(w, X)
+    assert_equal(state.inner, tx.init(X).inner)
+    assert int(state.skipped) == 1
+
+
+def test_an_update_that_is_compiled_apart():
+    """Inside it arrays have other identities, so that its results are looked at."""
+    inner = jgrad.adam(0.1)
+    tx = jgrad.skip_nonfinite(
+        optax.GradientTransformationExtraArgs(inner.init, jax.jit(inner.update))
+    )
+    w, state = compiled(tx)(X, tx.init(X), X)
+    again, state = compiled(tx)(w, state, NAN * X)
+    assert_equal(again, w)
+    assert int(state.skipped) == 1
+    assert (w < X).all()
+
+
 def test_branch_lets_the_gradients_alone_decide():
     """As the option says: what `tx` makes of finite gradients is not looked at."""
     tx = jgrad.skip_nonfinite(optax.scale(1e30), branch=True)
