@@ -46,10 +46,7 @@ AccumulateState.__module__ = "jgrad"  # where users import it from, and what a p
 
 @on_leaf(arrays=2)
 def _add_if(total: jax.Array, g: jax.Array, use: jax.Array, divisor: jax.Array) -> jax.Array:
-    """(t + g) / d where `use`, else t / d; saturated
-
-    XLA does not compute a quotient twice: what reads this one reads it from memory.
-    """
+    """(t + g) / d where `use`, else t / d; saturated"""
     new = jnp.where(use, numerics.saturated(total + g, total, g), total)
     return new / divisor.astype(new.dtype)
 
@@ -73,7 +70,7 @@ def accumulate(
 
     A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
     finite mini-batch updates nothing. A gradient None adds nothing to its leaf; if it is that of
-    the call that closes the window, the leaf stays as it is. A sum that overflows is the largest
+    the call that closes the window, the leaf is unchanged. A sum that overflows is the largest
     number.
 
     Put clipping and `ema` inside, where they see means and updates. Put loss scaling directly
@@ -89,7 +86,7 @@ def accumulate(
       tx: any transformation. It sees means in the dtype of the gradients; `master_weights` sees
         them unrounded.
       every: mini-batches per window, at least 1.
-      check_finite: False adds every gradient as it is. Checking a gradient before it is added reads
+      check_finite: False adds every gradient unchecked. Checking a gradient before it is added reads
         it once more.
       norm_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
         `pmap`, as for `lars`: all devices then leave out the same mini-batches.

@@ -64,7 +64,8 @@ def skip_nonfinite(
     wider. Put clipping inside, so that it sees gradients without the scale.
 
     What is looked at: transformations of this library make nothing non-finite of finite gradients,
-    since they work in float32 or wider and saturate; so the gradients decide, or the norm that
+    since they work in float32 or wider and saturate, and their updates are clipped to 2^102 (2^118
+    for bfloat16), which can be added to any parameter. So the gradients decide, or the norm that
     `clip_by_global_norm` has computed of them. Results of other transformations are looked at, and
     so are float16 parameters, which overflow at 65504: that reads every new array once more.
 
