@@ -186,7 +186,7 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
         parts = [blocks.to_blocks(span, leaves[i], layout.width) for i, span in own]
         rest = math.prod(shape) - sum(x.size for x in parts)
         parts += [jnp.zeros((rest,), parts[0].dtype)] if rest else []
-        buffers[name] = jax.lax.concatenate(parts, 0).reshape(shape)
+        buffers[name] = splitting.join(parts).reshape(shape)
     return Packed(buffers, layout)
 
 

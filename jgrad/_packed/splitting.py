@@ -5,15 +5,20 @@ so is everything that it is fused into: a layer that occurs twelve times compile
 its weights are sliced from one buffer, and a thousand slices take half a minute. So the vector is
 split inside a branch, which XLA does not fuse across. Many pieces of one size are split in two
 turns: groups of them first, then each group in the same way.
+
+In an eager call no program is worth compiling for thousands of pieces: there each piece is a small
+program that all pieces of its size share.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import numerics
 
@@ -21,9 +26,41 @@ from jgrad._arithmetic import numerics
 _FEW = 8
 
 
-@functools.partial(jax.jit, static_argnums=1)
+# Pieces from which an eager call takes them one by one, and joins them by so many at a time: 5,000
+# pieces are split in a second, and in half a minute by one program.
+_MANY = 256
+_AT_A_TIME = 64
+
+
 def split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     """The vector in pieces of these sizes, which add up to its own."""
+    if _is_eager(x) and len(sizes) > _MANY > 2 * len(set(sizes)):
+        starts = itertools.accumulate(sizes, initial=0)
+        pairs = zip(sizes, starts, strict=False)
+        return [_piece(x, np.int32(start), size=size) for size, start in pairs]
+    return _in_one_program(x, sizes)
+
+
+def join(pieces: Sequence[jax.Array]) -> jax.Array:
+    """The vector of these pieces."""
+    if len(pieces) > _MANY and all(map(_is_eager, pieces)):
+        starts = range(0, len(pieces), _AT_A_TIME)
+        pieces = [jax.lax.concatenate(pieces[i : i + _AT_A_TIME], 0) for i in starts]
+    return jax.lax.concatenate(pieces, 0)
+
+
+def _is_eager(x: jax.Array) -> bool:
+    """An array on one device, outside of any program."""
+    return not isinstance(x, jax.core.Tracer) and len(x.devices()) == 1
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _piece(x: jax.Array, start: jax.Array, *, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice(x, (start,), (size,))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _in_one_program(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     return _split(x, sizes)
 
 

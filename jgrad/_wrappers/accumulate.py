@@ -86,8 +86,8 @@ def accumulate(
       tx: any transformation. It sees means in the dtype of the gradients; `master_weights` sees
         them unrounded.
       every: mini-batches per window, at least 1.
-      check_finite: False adds every gradient unchecked. Checking a gradient before it is added reads
-        it once more.
+      check_finite: False adds every gradient unchecked. Checking a gradient before it is added
+        reads it once more.
       norm_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
         `pmap`, as for `lars`: all devices then leave out the same mini-batches.
 

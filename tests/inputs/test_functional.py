@@ -12,6 +12,7 @@ import pytest
 import jgrad
 from jgrad._arithmetic import numerics
 from tests.choice import mostly_slow
+from tests.compilations import compilations
 
 W = {"a": jnp.array([1.0, 2.0, 3.0]), "b": {"c": jnp.array([4.0, 5.0, 6.0])}}
 G = jax.tree.map(lambda x: 0.1 * x - 0.3, W)
@@ -271,19 +272,6 @@ def test_slopes_are_finite_differences(name, x64):
 
 
 # ---- eager calls -------------------------------------------------------------------------------
-
-
-def compilations(call, *args):
-    """How often XLA is asked to compile while `call` runs with each of `args`."""
-    events = []
-    listen = lambda event, *rest, **kwargs: events.append(event)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for arg in args:
-            call(arg)
-    finally:
-        jax.monitoring.clear_event_listeners()
-    return sum("backend_compile" in event for event in events)
 
 
 def test_new_values_compile_nothing():

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgrad
 from jgrad._packed import splitting
 from tests.choice import mostly_slow
+from tests.compilations import compilations
+from tests.loops import assert_equal
 
 SIZES = {
     "few": (3, 3, 5),
@@ -69,3 +72,18 @@ def test_dtypes(dtype):
     x = vector(SIZES["many"]).astype(dtype)
     for i, piece in enumerate(jax.jit(lambda x: splitting.split(x, SIZES["many"]))(x)):
         np.testing.assert_array_equal(piece, x[4 * i : 4 * i + 4])
+
+
+def test_thousands_of_pieces_of_few_sizes():
+    """An eager call takes them one by one, and compiles a program for each size."""
+    tree = {f"w{i}": jnp.full((16, 16) if i % 3 else (5,), float(i)) for i in range(600)}
+    packed = []
+    assert compilations(lambda tree: packed.append(jgrad.pack(tree)), tree) <= 12
+    found = []
+    assert compilations(lambda packed: found.append(jgrad.unpack(packed)), packed[0]) <= 6
+    assert_equal(found[0], tree)
+    assert_equal(jax.jit(jgrad.unpack)(packed[0]), tree)
+    state = []
+    tx = jgrad.pack_small(jgrad.adam(0.1))
+    assert compilations(lambda tree: state.append(tx.init(tree)), tree) <= 12
+    assert_equal(state[0].mw.buffers["float32"], 0 * packed[0].buffers["float32"])

@@ -19,6 +19,7 @@ from jax import export
 import jgrad
 from tests.cases import RATE, Case, gradients, params
 from tests.choice import mostly_slow
+from tests.compilations import compilations
 from tests.loops import stack, step_of, train
 from tests.reference import optimizers as reference
 
@@ -454,3 +455,24 @@ def test_the_dtypes_of_a_state_do_not_drift(wrap):
     _, state = jax.jit(tx.update)(w, tx.init(w), w)
     assert state.inner.dtype == jnp.bfloat16
     assert float(state.inner[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jgrad.skip_nonfinite,
+        lambda tx: jgrad.accumulate(tx, 2),
+        lambda tx: jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(tx), 2)),
+    ],
+    ids=["skip", "accumulate", "all"],
+)
+def test_an_eager_call_compiles_nothing_anew(wrap):
+    """The first window apart: `lax.cond` would be compiled at each call."""
+    tx, w = wrap(optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1))), {"a": jnp.ones(3)}
+    state = [tx.init(w)]
+
+    def call(scale):
+        _, state[0] = tx.update({"a": scale * jnp.ones(3)}, state[0], w)
+
+    assert compilations(call, 1.0, 2.0, float("nan"), 3.0, 4.0) > 0
+    assert compilations(call, 5.0, 6.0, float("nan"), 7.0) == 0
