@@ -36,7 +36,7 @@ LIMITS = {
     "bf16: skip(master(clip + AdamW))": ((60, 4), (60, 4)),
     "bf16: skip(accumulate(master(clip + LAMB + ema)))": ((134, 8), (118, 12)),
 }
-LEAVES, SIZE = 6, 512
+LEAVES, SIZE = 3, 512
 
 
 def built(recipe, leaves, shape, *, packed=False):
@@ -61,9 +61,7 @@ def test_bytes(name, packed):
     assert step.temporary_bytes <= (temporaries + 0.05) * elements
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(RECIPES, "skip(clip + AdamW)", "accumulate(clip + AdamW)")
-)
+@pytest.mark.parametrize("name", mostly_slow(RECIPES, "skip(clip + AdamW)"))
 def test_the_program_grows_with_the_leaves(name):
     """In proportion: a flag that all leaves join and read made it quadratic."""
     counts = [built(RECIPES[name], leaves, (16, 24)).operations for leaves in (20, 40, 80)]
