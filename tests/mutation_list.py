@@ -124,7 +124,7 @@ MUTATIONS = [
     Mutation("_inputs/aligned.py", "moments as fine as the weights", "finest = None if computed_from is None else", "finest = None if True else", FUNCTIONAL),
     Mutation("_inputs/aligned.py", "integer weights are floats", "and role is not Role.WEIGHTS:", "and True:", FUNCTIONAL + " " + MESSAGES),
     Mutation("_inputs/aligned.py", "stop_gradients is ignored", "if stop_gradients else new", "if False else new", FUNCTIONAL),
-    Mutation("_arithmetic/apply.py", "dtypes of moments drift", "x.astype(y.dtype) for x, y in pairs", "x for x, y in pairs", FUNCTIONAL),
+    Mutation("_arithmetic/apply.py", "dtypes of moments drift", "y if x is None else x if x.dtype == y.dtype else x.astype(y.dtype) for x, y in pairs", "y if x is None else x for x, y in pairs", FUNCTIONAL),
     Mutation("_inputs/state.py", "moments in half precision", "numerics.real_dtype(p) if dtype is None", "p.real.dtype if dtype is None", MATRIX),
     Mutation("_inputs/state.py", "the counter is not replicated", "return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))", "return x", DEVICES + "/test_placement.py"),
     Mutation("_inputs/update.py", "updates are not negated", "None if step is None else jax.lax.neg(step)", "step", MATRIX),

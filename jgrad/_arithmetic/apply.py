@@ -80,7 +80,7 @@ def add_momentum(
 def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     """New values in the dtypes of the old, which stay where there is no new one."""
     pairs = zip(new, old, strict=True)
-    return [y if x is None else x.astype(y.dtype) for x, y in pairs]
+    return [y if x is None else x if x.dtype == y.dtype else x.astype(y.dtype) for x, y in pairs]
 
 
 def is_zero(number: Any) -> bool:

@@ -166,7 +166,8 @@ class Update:
         """New moments as they are stored; the old ones where the update is not committed.
 
         To be called before anything else reads the new moments: a step is computed from what is
-        stored, so that no other form of it is written.
+        stored, so that no other form of it is written. What does not come by here is not settled:
+        the wrapper that decides looks at it.
         """
         if self.commit is None:
             return _stored(new, old)
@@ -174,14 +175,13 @@ class Update:
             None if n is None else (_kept(o.dtype), (n, o, self.commit.flag))
             for n, o in zip(new, old, strict=True)
         ]
-        return _stored(leafwise.run(calls), old)
+        kept = _stored(leafwise.run(calls), old)
+        self.commit.settle(kept)
+        return kept
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""
-        moments = cast_back(new, old)
-        if self.commit is not None:
-            self.commit.settle(moments)
-        return self._structure.unflatten(moments)
+        return self._structure.unflatten(cast_back(new, old))
 
     def gradients(self, new: Sequence[Any]) -> PyTree:
         """The gradients as they came in, with new ones for the leaves that are updated."""

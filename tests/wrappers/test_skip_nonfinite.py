@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jgrad
+from jgrad._inputs.transformation import transformation
 from tests.cases import CASES, every_case, gradients, params
 from tests.errors import assert_error
 from tests.loops import assert_equal, compiled, stack, step_of
@@ -263,6 +264,20 @@ def test_gradients_that_another_transformation_spoils():
     np.testing.assert_array_equal(w, X)
     assert_equal(state.inner, tx.init(X).inner)
     assert int(state.skipped) == 1
+
+
+def test_a_method_that_forgets_to_keep_old_moments():
+    """Its moments are not settled, and so looked at."""
+
+    def compute(inputs, state, rates):
+        mw = [m + g for m, g in zip(state.mw, inputs.g, strict=True)]
+        return mw, mw, None
+
+    tx = jgrad.skip_nonfinite(transformation("forgetful", compute, learning_rate=1.0, mw=True))
+    start = compiled(tx)(X, tx.init(X), X)
+    found = compiled(tx)(*start, NAN * X)
+    assert_equal((found[0], found[1].inner), (start[0], start[1].inner))
+    assert int(found[1].skipped) == 1
 
 
 def test_an_update_that_is_compiled_apart():
