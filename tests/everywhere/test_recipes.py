@@ -6,6 +6,7 @@ recipes.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -51,6 +52,9 @@ def test_every_recipe_has_a_limit():
     assert LIMITS.keys() == RECIPES.keys()
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes(name, packed):
