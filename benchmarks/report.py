@@ -143,8 +143,8 @@ def _scaling(title: str, about: str, results: Sequence[Result]) -> Section:
 
 _RECIPES_NOTE = """\
 Each beside the nearest in optax, measured in turn. *bytes*: read and written per parameter, as XLA
-counts them (the body of a loop once); *temporaries*: bytes per parameter; *operations*: of the
-compiled program, per leaf. Of two figures the first is that of the row, the second optax's."""
+counts them (the body of a loop once); *temporaries*: bytes per parameter. Of two figures the first
+is that of the row, the second optax's."""
 
 
 def recipes(results: Sequence[Result]) -> Section:
