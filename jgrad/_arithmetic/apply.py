@@ -48,9 +48,9 @@ def decay_call(direction: jax.Array | None, w: jax.Array | None, decay: Any) -> 
     return (rules.add_scaled, (direction, w, decay))
 
 
-def add_decay(direction: list[Any], w: Sequence[Any], decay: PerLeaf) -> list[Any]:
-    """direction + decay w"""
-    return leafwise.run([decay_call(*row) for row in side_by_side(direction, list(w), decay)])
+def add_decay(direction: list[Any], w: list[Any] | None, decay: PerLeaf) -> list[Any]:
+    """direction + decay w; without weights no decay but the number 0"""
+    return leafwise.run([decay_call(*row) for row in side_by_side(direction, w, decay)])
 
 
 def always(new: list[Any], _: list[Any]) -> list[Any]:

@@ -105,7 +105,7 @@ def with_weight_decay(
 ) -> list[Any]:
     """direction + weight_decay w"""
     decays = weight_decays(inputs, weight_decay, weight_decay_mask)
-    return direction if inputs.w is None else add_decay(direction, inputs.w, decays)
+    return add_decay(direction, inputs.w, decays)
 
 
 def trust_layers(

@@ -7,7 +7,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.apply import add_momentum, apply
+from jgrad._arithmetic.apply import add_decay, add_momentum, apply
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.numbers import Scalar
@@ -131,20 +131,21 @@ def gradient_descent(
     options.check_momentum(name, momentum, nesterov=nesterov)
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
-        def decayed(g: list[Any]) -> list[Any]:
-            return options.with_weight_decay(inputs, g, weight_decay, weight_decay_mask)
-
-        direction = decayed(inputs.g)
+        decays = options.weight_decays(inputs, weight_decay, weight_decay_mask)
+        direction = add_decay(inputs.g, inputs.w, decays)
         mw = None
         if momentum is not None:
             decay = numbers.scalar(name, "momentum", momentum)
+            again = None
+            if nesterov:
+                # Computed again, since XLA would write out a direction that two kernels read.
+                again = add_decay(jax.lax.optimization_barrier(inputs.g), inputs.w, decays)
             direction, mw = add_momentum(
                 direction,
                 state.mw,
                 decay,
                 nesterov=nesterov,
-                # Computed again, since XLA would write out a direction that two kernels read.
-                again=decayed(jax.lax.optimization_barrier(inputs.g)) if nesterov else None,
+                again=again,
                 kept=inputs.kept,
             )
         return apply(rules.scale_by, direction, rates), mw, None

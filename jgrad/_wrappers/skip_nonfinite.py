@@ -155,10 +155,18 @@ def _chosen(
     old: PyTree,
     mesh_axes: tuple[str, ...],
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Whether the step is finite; and then it and the new state, else zeros and the old state."""
+    """Whether the step is finite; and then it and the new state, else zeros and the old state.
+
+    Only what is not settled is looked at.
+    """
     if not commit.is_settled(steps):
         steps = inputs.directions(trees.flatten(steps)[0])
-    works = _works(commit, inputs, steps, new, old, mesh_axes)
+    unknown = [None if commit.is_settled(u) else u for u in trees.flatten(steps)[0]]
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    states = [(n, o) for n, o in pairs if not (n is o or commit.is_settled(n))]
+    works: Any = True
+    if states or any(u is not None for u in unknown):
+        works = _works(inputs, unknown, states, mesh_axes)
     finite = use = commit.flag & works
     if isinstance(old, AccumulateState):
         # It counts mini-batches that are left out, so that its new state is kept. A window whose
@@ -173,29 +181,18 @@ def _chosen(
 
 
 def _works(
-    commit: Commit,
     inputs: Update,
-    steps: PyTree,
-    new: PyTree,
-    old: PyTree,
+    steps: list[Any],
+    states: list[tuple[Any, Any]],
     mesh_axes: tuple[str, ...],
-) -> Any:
-    """Whether steps and state are finite, and parameters stay so; True where the commit says it.
-
-    Only what is not settled is looked at.
-    """
-    flat = trees.flatten(steps)[0]
-    unknown = [None if commit.is_settled(u) else u for u in flat]
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    states = [(n, o) for n, o in pairs if not (n is o or commit.is_settled(n))]
-    if not states and all(u is None for u in unknown):
-        return True
-    works = all_finite(unknown, mesh_axes)
+) -> jax.Array:
+    """Whether steps are finite, and states and parameters stay so; settled steps are None."""
+    works = all_finite(steps, mesh_axes)
     works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
     if inputs.w is not None:
-        pairs = zip(unknown, inputs.reference.leaves, strict=True)
-        of_unknown = [None if u is None else p for u, p in pairs]
-        works &= stays_finite(wrapped.applied(of_unknown, unknown), of_unknown, mesh_axes)
+        pairs = zip(steps, inputs.reference.leaves, strict=True)
+        params = [None if u is None else p for u, p in pairs]
+        works &= stays_finite(wrapped.applied(params, steps), params, mesh_axes)
     return works
 
 
