@@ -94,6 +94,7 @@ def skip_nonfinite(
     tx = wrapped.transformation(_NAME, tx)
     read_norm_axes(_NAME, norm_axes)
     values.count(_NAME, "growth_interval", growth_interval)
+    values.one_of(_NAME, "branch", branch, (True, False))
     if loss_scale is not None:
         values.in_range(_NAME, "loss_scale", numbers.as_python_number(loss_scale), low=1.0)
         numbers.scalar(_NAME, "loss_scale", loss_scale)

@@ -569,6 +569,8 @@ def update(g=W, w=W, state=None, tx=SGD):
 
 
 MESSAGES = [
+    (ValueError, "skip_nonfinite: `branch`: 'yes' of type str, expected one of True, False.",
+     lambda: jgrad.skip_nonfinite(SGD, branch="yes")),
     (ValueError, "skip_nonfinite: `branch`: True, expected False around `accumulate`.",
      lambda: sequence(jgrad.skip_nonfinite(jgrad.accumulate(SGD, 2), branch=True), X, [1.0])),
     (TypeError, "skip_nonfinite: `tx`: 3 of type int, expected a transformation with `init` and `update`.",
