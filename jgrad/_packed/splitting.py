@@ -50,8 +50,10 @@ def join(pieces: Sequence[jax.Array]) -> jax.Array:
 
 
 def _is_eager(x: jax.Array) -> bool:
-    """An array on one device, outside of any program."""
-    return not isinstance(x, jax.core.Tracer) and len(x.devices()) == 1
+    """An array on one device, or NumPy's, outside of any program."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or len(x.devices()) == 1
 
 
 @functools.partial(jax.jit, static_argnames="size")

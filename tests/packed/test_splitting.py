@@ -83,6 +83,7 @@ def test_thousands_of_pieces_of_few_sizes():
     assert compilations(lambda packed: found.append(jgrad.unpack(packed)), packed[0]) <= 6
     assert_equal(found[0], tree)
     assert_equal(jax.jit(jgrad.unpack)(packed[0]), tree)
+    assert_equal(jgrad.unpack(jax.device_get(packed[0])), tree)
     state = []
     tx = jgrad.pack_small(jgrad.adam(0.1))
     assert compilations(lambda tree: state.append(tx.init(tree)), tree) <= 12
