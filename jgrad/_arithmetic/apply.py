@@ -4,7 +4,7 @@ A list has an entry for each leaf; anything else, a scalar of the model, is for 
 entry is `None` there is nothing to compute, and the result is `None`. Results are in float32 or
 float64, not yet in the dtypes of state and parameters.
 
-A *step* is what is subtracted from the weights: w' = w - step.
+An *update* is what is added to the weights: w' = w + update.
 """
 
 from collections.abc import Callable, Sequence

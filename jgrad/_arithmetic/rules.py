@@ -27,6 +27,8 @@ def add_scaled(direction: jax.Array, x: jax.Array, factor: jax.Array) -> jax.Arr
 
     No finite d overflows: a term beyond 2^102 counts as that. An infinite d stays infinite. The
     rule reads d once: read twice, a direction that is expensive to compute would be written out.
+    The clip also keeps product and sum two roundings on every CPU: joined to one in some kernels
+    only, a packed tree would not have the bits of the unpacked one.
     """
     return direction + numerics.addable(scaled(x, factor))
 
@@ -50,12 +52,25 @@ def scale_by(direction: jax.Array, *factors: jax.Array) -> jax.Array:
 
 
 @on_leaf(arrays=1)
+def descent(direction: jax.Array, *factors: jax.Array) -> jax.Array:
+    """-(product of factors) d, what is added to the weights; the last factor has the sign"""
+    *others, last = factors
+    return functools.reduce(scaled, (*others, -last), direction)
+
+
+@on_leaf(arrays=1)
+def negative(x: jax.Array) -> jax.Array:
+    """-x"""
+    return -x
+
+
+@on_leaf(arrays=1)
 def divide(x: jax.Array, by: jax.Array) -> jax.Array:
     """x / b"""
     return x / by.astype(x.dtype)
 
 
 @on_leaf(arrays=2)
-def descend(w: jax.Array, step: jax.Array) -> jax.Array:
-    """w' = w - s"""
-    return w - step
+def add(w: jax.Array, update: jax.Array) -> jax.Array:
+    """w' = w + u"""
+    return w + update

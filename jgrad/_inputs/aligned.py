@@ -129,9 +129,9 @@ class AlignedArguments:
         per_array = arrays.layer_axes_per_array(arrays.specs(tree), *options, reference)
         return trees.repeat(per_array, counts)
 
-    def new_weights(self, steps: list[Any], *, stop_gradients: bool) -> PyTree:
-        """w - step, in the dtypes of `w`."""
-        new = self.replaced(self._reference, apply(rules.descend, self[self._reference], steps))
+    def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
+        """w + update, in the dtypes of `w`."""
+        new = self.replaced(self._reference, apply(rules.add, self[self._reference], updates))
         return trees.map_leaves(jax.lax.stop_gradient, new) if stop_gradients else new
 
     def replaced(

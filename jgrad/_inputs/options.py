@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jgrad._arithmetic import numerics
 from jgrad._arithmetic.apply import add_decay
 from jgrad._inputs import numbers
 from jgrad._inputs.numbers import Scalar
@@ -77,10 +78,13 @@ def learning_rates(
     inputs: Update, learning_rate: LearningRate, override: PyTree, done: jax.Array
 ) -> list[Any]:
     """The learning rate of each array after `done` updates; `override` is that of this call."""
-    if override is None:
-        scheduled = trees.is_function(learning_rate)
-        override = learning_rate(done) if scheduled else learning_rate
-    rate = numbers.number(inputs.function, "learning_rate", override)
+    if override is not None:
+        learning_rate = override
+    scheduled = trees.is_function(learning_rate)
+    rate = learning_rate(done) if scheduled else learning_rate
+    rate = numbers.number(inputs.function, "learning_rate", rate)
+    if scheduled:
+        rate = trees.map_leaves(numerics.once, rate)
     arg = inputs.option("learning_rate", rate)
     checks.broadcastable(arg, inputs.updated_shapes())
     return inputs.per_array(arg.leaves)

@@ -13,12 +13,12 @@ from jgrad._inputs.state import OptState, init_state
 from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
 
-# (update, state, learning rates) -> (steps, new first moments, new second moments). Moments are
-# lists with an entry per leaf, or None where the method has no such moment. `state.step` is the
-# number of this update, counted from 1.
+# (update, state, learning rates) -> (updates, new first moments, new second moments). Updates are
+# added to the parameters. Moments are lists with an entry per leaf, or None where the method has no
+# such moment. `state.step` is the number of this update, counted from 1.
 Compute = Callable[[Update, OptState, list[Any]], tuple[list[Any], Any, Any]]
 
-# In place of a learning rate: what the method computes is the update, not a step to subtract.
+# In place of a learning rate: the method has none, and its direction is the update.
 UNSCALED: Any = object()
 
 
@@ -36,9 +36,8 @@ def transformation(
 
     Args:
       name: what users call it, for messages.
-      compute: the method. It returns steps, which are subtracted from the parameters.
-      learning_rate: what the user gave; `UNSCALED` where the method has none, as `scale_by_adam`:
-        then what it returns are the updates.
+      compute: the method. It returns updates, which are added to the parameters.
+      learning_rate: what the user gave; `UNSCALED` where the method has none, as `scale_by_adam`.
       mw: whether the method has a first moment.
       vw: whether the method has a second moment.
       moment_dtype: what the user gave.
@@ -74,7 +73,6 @@ def transformation(
             inputs.moments(new_mw, old.mw) if mw else None,
             inputs.moments(new_vw, old.vw) if vw else None,
         )
-        to_updates = inputs.directions if default_rate is UNSCALED else inputs.descent
-        return to_updates(values), new
+        return inputs.directions(values), new
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -137,10 +137,6 @@ class Update:
             )
         return OptState(optax.safe_increment(step), *moments)
 
-    def descent(self, steps: Sequence[Any]) -> PyTree:
-        """The updates that subtract steps; zero where there is no step."""
-        return self.directions([None if step is None else jax.lax.neg(step) for step in steps])
-
     def directions(self, values: Sequence[Any]) -> PyTree:
         """Updates in the dtypes of the parameters; zero where there is no value."""
         if self.commit is not None:

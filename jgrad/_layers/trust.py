@@ -35,7 +35,8 @@ def scaled_by_trust_ratio(
     ratio: Function,
     numbers: Sequence[PerLeaf],
     layers: TrustLayers,
-    rates: Sequence[PerLeaf],
+    rates: Sequence[PerLeaf] = (),
+    scale: Function = rules.scale_by,
 ) -> list[Any]:
     """(product of rates) ratio(|w|, |measured|, *numbers) direction, layer by layer.
 
@@ -48,6 +49,7 @@ def scaled_by_trust_ratio(
       numbers: what the ratio depends on beside the norms.
       layers: where the layers are.
       rates: factors that multiply the ratio.
+      scale: the rule that multiplies a direction by the ratio's factors and the rates.
     """
     count = len(w)
     columns = [per_leaf(x, count) for x in rates]
@@ -71,7 +73,7 @@ def scaled_by_trust_ratio(
                 own = [jnp.where(use, x, jnp.ones_like(x)) for x in own]
             factors[i] = own + factors[i]
     results = zip(leafwise.run(directions), factors, strict=True)
-    return leafwise.run([None if d is None else (rules.scale_by, (d, *by)) for d, by in results])
+    return leafwise.run([None if d is None else (scale, (d, *by)) for d, by in results])
 
 
 def written(calls: Sequence[Call | None], layers: TrustLayers) -> list[Call | None]:

@@ -39,7 +39,7 @@ def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.A
 @on_leaf(arrays=2)
 def second_moment(g: jax.Array, vw: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
     """v' = beta v + (1 - beta) |g|^2"""
-    return beta * vw + complement * numerics.abs_squared(numerics.squarable(g))
+    return beta * vw + complement * numerics.bounded_square(g)
 
 
 @on_leaf(arrays=2)
@@ -49,7 +49,7 @@ def delta(mw: jax.Array, vw: jax.Array, alpha: jax.Array, epsilon: jax.Array) ->
     A v below the smallest normal number counts as that number. Near 0 the derivative of `sqrt`
     overflows; and without an epsilon the step after gradients that were all zero, 0 / 0, is 0.
     """
-    root = jnp.sqrt(jnp.maximum(vw, jnp.finfo(vw.dtype).tiny))
+    root = jnp.sqrt(numerics.positive(vw))
     return scaled(mw, alpha) / (root + epsilon).astype(mw.dtype)
 
 
@@ -75,9 +75,11 @@ def corrections(
     c1 = numerics.one_minus_power(log_beta1, t)
     root = numerics.safe_sqrt(numerics.one_minus_power(log_beta2, t))
     if bias_correction == "moments":
-        epsilon = jnp.where(root > 0, root, jnp.ones_like(root)) * epsilon
-        return numerics.safe_divide(root, c1), epsilon
-    return numerics.safe_divide(root, c1 + epsilon), epsilon
+        divisor, epsilon = c1, root * epsilon
+    else:
+        divisor = c1 + epsilon
+    # The quotient comes last: XLA computes a division once, and what follows it for every leaf.
+    return root / jnp.where(divisor == 0, jnp.ones_like(divisor), divisor), epsilon
 
 
 # ---- the method, on lists of leaves ------------------------------------------------------------
@@ -334,9 +336,9 @@ def _adam_update(
 ) -> tuple[PyTree, PyTree, PyTree]:
     adam = AdamNumbers.of_arguments(args, bias_correction)
     mw, vw = new_moments(args["dcdw"], args["mw_tm1"], args["vw_tm1"], adam)
-    steps = apply(rules.scale_by, directions(mw, vw, adam), args["lr"])
+    updates = apply(rules.descent, directions(mw, vw, adam), args["lr"])
     return (
-        args.new_weights(steps, stop_gradients=stop_gradients),
+        args.new_weights(updates, stop_gradients=stop_gradients),
         args.replaced("mw_tm1", mw, computed_from=("dcdw", "beta1")),
         args.replaced("vw_tm1", vw, computed_from=("dcdw", "beta2")),
     )
@@ -398,7 +400,7 @@ def adam(
         mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers, kept=inputs.kept)
         direction = directions(mw, vw, adam_numbers)
         direction = options.with_weight_decay(inputs, direction, weight_decay, weight_decay_mask)
-        return apply(rules.scale_by, direction, rates), mw, vw
+        return apply(rules.descent, direction, rates), mw, vw
 
     return transformation(
         name, compute, learning_rate=learning_rate, mw=True, vw=True, moment_dtype=moment_dtype

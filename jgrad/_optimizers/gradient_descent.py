@@ -54,8 +54,8 @@ def optimizer_update(
 
 @functional.update(w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
 def _optimizer_update(args: AlignedArguments, *, stop_gradients: bool) -> PyTree:
-    steps = apply(rules.scale_by, args["effective_grad"], args["lr"])
-    return args.new_weights(steps, stop_gradients=stop_gradients)
+    updates = apply(rules.descent, args["effective_grad"], args["lr"])
+    return args.new_weights(updates, stop_gradients=stop_gradients)
 
 
 def gradient_descent_update(
@@ -83,8 +83,8 @@ def gradient_descent_update(
 
 @functional.update(w=Role.WEIGHTS, dcdw=Role.GRADIENT, lr=Role.RATE)
 def _gradient_descent_update(args: AlignedArguments, *, stop_gradients: bool) -> PyTree:
-    steps = apply(rules.scale_by, args["dcdw"], args["lr"])
-    return args.new_weights(steps, stop_gradients=stop_gradients)
+    updates = apply(rules.descent, args["dcdw"], args["lr"])
+    return args.new_weights(updates, stop_gradients=stop_gradients)
 
 
 def gradient_descent(
@@ -148,7 +148,7 @@ def gradient_descent(
                 again=again,
                 kept=inputs.kept,
             )
-        return apply(rules.scale_by, direction, rates), mw, None
+        return apply(rules.descent, direction, rates), mw, None
 
     return transformation(
         name,

@@ -40,9 +40,9 @@ def _ratio(
     Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows.
     """
     above, below = w_norm >= largest * u_norm, w_norm <= smallest * u_norm
-    ratio = quotient(w_norm, jnp.where(above | below, jnp.ones_like(u_norm), u_norm))
-    clamped = jnp.where(above, largest, jnp.where(below, smallest, ratio))
-    return (one_where_zero(w_norm, u_norm, clamped),)
+    dividend = jnp.where(above, largest, jnp.where(below, smallest, w_norm))
+    divisor = jnp.where(above | below, jnp.ones_like(u_norm), u_norm)
+    return (quotient(*(one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))),)
 
 
 @on_leaf(arrays=2)
@@ -79,10 +79,10 @@ class LambNumbers(NamedTuple):
     max_trust_ratio: PerLeaf
 
 
-def _steps(
+def _updates(
     w: list[Any], mw: list[Any], vw: list[Any], lamb: LambNumbers, layers: TrustLayers, *, rule: str
 ) -> list[Any]:
-    """lr ratio (delta + decay w), from the new moments; in Ivy's rule decay is in the norm only."""
+    """-lr ratio (delta + decay w), from the new moments; in Ivy's rule decay is in norms only."""
     deltas: list[Call | None] = []
     decayed: list[Call | None] = []
     columns = (w, mw, vw, *adam.step_sizes(lamb.adam), lamb.weight_decay)
@@ -101,6 +101,7 @@ def _steps(
         numbers=(lamb.min_trust_ratio, lamb.max_trust_ratio),
         layers=layers,
         rates=(lamb.learning_rate,),
+        scale=rules.descent,
     )
 
 
@@ -244,9 +245,9 @@ def _lamb_update(
     )
     mw, vw = adam.new_moments(args["dcdw"], args["mw_tm1"], args["vw_tm1"], lamb_numbers.adam)
     layers = TrustLayers(args.layer_axes(axes))
-    steps = _steps(args["w"], mw, vw, lamb_numbers, layers, rule=rule)
+    updates = _updates(args["w"], mw, vw, lamb_numbers, layers, rule=rule)
     return (
-        args.new_weights(steps, stop_gradients=stop_gradients),
+        args.new_weights(updates, stop_gradients=stop_gradients),
         args.replaced("mw_tm1", mw, computed_from=("dcdw", "beta1")),
         args.replaced("vw_tm1", vw, computed_from=("dcdw", "beta2")),
     )
@@ -336,7 +337,7 @@ def lamb(
         )
         mw, vw = adam.new_moments(inputs.g, state.mw, state.vw, lamb_numbers.adam, kept=inputs.kept)
         layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
-        return _steps(w, mw, vw, lamb_numbers, layers, rule=rule), mw, vw
+        return _updates(w, mw, vw, lamb_numbers, layers, rule=rule), mw, vw
 
     return transformation(
         name,
@@ -403,7 +404,6 @@ def scale_by_trust_ratio(
             ratio=_ratio,
             numbers=_clamps(name, min_trust_ratio, max_trust_ratio),
             layers=options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
-            rates=(),
         )
         return inputs.directions(scaled_directions), state
 

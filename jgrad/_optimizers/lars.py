@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.apply import PerLeaf, add_momentum, apply, decay_call, side_by_side
-from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._arithmetic.leafwise import Function, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.numbers import Scalar
@@ -32,17 +32,17 @@ LarsRule = Literal["paper", "decayed_gradient", "ivy"]
 @on_leaf(arrays=2)
 def _ratio(
     w_norm: jax.Array, g_norm: jax.Array, eta: jax.Array, decay: jax.Array, epsilon: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """eta |w| / (|g| + lambda |w| + epsilon); 1 where a norm is zero.
 
-    As its root twice with eta between: the ratio itself may overflow or vanish where its product
+    As its root, and eta times its root: the ratio itself may overflow or vanish where its product
     with g is an ordinary number.
     """
-    root = root_of_quotient(
-        one_where_zero(w_norm, g_norm, w_norm),
-        one_where_zero(w_norm, g_norm, g_norm + decay * w_norm + epsilon),
-    )
-    return root, one_where_zero(w_norm, g_norm, jnp.broadcast_to(eta, w_norm.shape)), root
+    dividend = one_where_zero(w_norm, g_norm, w_norm)
+    divisor = one_where_zero(w_norm, g_norm, g_norm + decay * w_norm + epsilon)
+    eta = one_where_zero(w_norm, g_norm, jnp.broadcast_to(eta, w_norm.shape))
+    root = root_of_quotient(dividend, divisor, jnp.ones_like(eta))
+    return root, root_of_quotient(dividend, divisor, eta)
 
 
 @on_leaf(arrays=2)
@@ -65,16 +65,17 @@ class LarsNumbers(NamedTuple):
     epsilon: PerLeaf
 
 
-def _steps(
+def _scaled(
     w: list[Any],
     g: list[Any],
     lars: LarsNumbers,
     layers: TrustLayers,
     *,
-    rates: Sequence[PerLeaf],
     rule: LarsRule,
+    rates: Sequence[PerLeaf],
+    scale: Function,
 ) -> list[Any]:
-    """(product of rates) ratio (g + decay w). In Ivy's rule decay acts in the ratio alone."""
+    """ratio (g + decay w), and the rates; in Ivy's rule decay acts in the ratio alone."""
     gradients = [None if x is None else (leafwise.identity, (x,)) for x in g]
     if rule == "ivy":
         return scaled_by_trust_ratio(
@@ -85,6 +86,7 @@ def _steps(
             numbers=(lars.trust_coefficient, lars.weight_decay),
             layers=layers,
             rates=rates,
+            scale=scale,
         )
     directions = [decay_call(*row) for row in side_by_side(g, w, lars.weight_decay)]
     decayed = rule == "decayed_gradient"
@@ -96,6 +98,7 @@ def _steps(
         numbers=(lars.trust_coefficient, 0.0 if decayed else lars.weight_decay, lars.epsilon),
         layers=layers,
         rates=rates,
+        scale=scale,
     )
 
 
@@ -184,7 +187,7 @@ def lars_update(
 def _lars_update(
     args: AlignedArguments, *, rule: LarsRule, axes: StaticAxes, stop_gradients: bool
 ) -> PyTree:
-    steps = _steps(
+    updates = _scaled(
         args["w"],
         args["dcdw"],
         LarsNumbers(
@@ -193,10 +196,11 @@ def _lars_update(
             epsilon=args["epsilon"],
         ),
         TrustLayers(args.layer_axes(axes)),
-        rates=(args["lr"],),
         rule=rule,
+        rates=(args["lr"],),
+        scale=rules.descent,
     )
-    return args.new_weights(steps, stop_gradients=stop_gradients)
+    return args.new_weights(updates, stop_gradients=stop_gradients)
 
 
 # ---- transformation ----------------------------------------------------------------------------
@@ -271,10 +275,10 @@ def lars(
     options.check_axes(name, norm_axes, layer_axes)
     numbers.scalar(name, "trust_coefficient", trust_coefficient)
     numbers.scalar(name, "epsilon", epsilon)
-    inside = rate_in_momentum or momentum is None
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
-        steps = _steps(
+        inside = rate_in_momentum or momentum is None
+        direction = _scaled(
             inputs.require_params("the trust ratio"),
             inputs.g,
             LarsNumbers(
@@ -283,14 +287,19 @@ def lars(
                 epsilon=numbers.scalar(name, "epsilon", epsilon),
             ),
             options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
-            rates=(rates,) if inside else (),
             rule=rule,
+            rates=(rates,) if inside else (),
+            scale=rules.descent if momentum is None else rules.scale_by,
         )
         if momentum is None:
-            return steps, None, None
+            return direction, None, None
         decay = numbers.scalar(name, "momentum", momentum)
-        steps, mw = add_momentum(steps, state.mw, decay, nesterov=nesterov, kept=inputs.kept)
-        return steps if inside else apply(rules.scale_by, steps, rates), mw, None
+        direction, mw = add_momentum(
+            direction, state.mw, decay, nesterov=nesterov, kept=inputs.kept
+        )
+        if inside:
+            return apply(rules.negative, direction), mw, None
+        return apply(rules.descent, direction, rates), mw, None
 
     return transformation(
         name,

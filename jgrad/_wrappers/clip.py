@@ -30,10 +30,11 @@ def _ratio(
     ordinary number.
     """
     above = ~(mantissa * scale <= largest)  # of NaN too
-    safe = jnp.where(above, mantissa, jnp.ones_like(mantissa))
-    factor = numerics.safe_sqrt(largest) / jnp.sqrt(safe) / jnp.sqrt(scale)
-    factor = jnp.where(mantissa == jnp.inf, jnp.full_like(factor, jnp.nan), factor)
-    factor = jnp.where(above, factor, jnp.ones_like(factor))
+    one = jnp.ones_like(mantissa)
+    root = numerics.safe_sqrt(largest) / jnp.sqrt(jnp.where(above, mantissa, one))
+    root = jnp.where(mantissa == jnp.inf, jnp.full_like(root, jnp.nan), root)
+    # The division comes last: XLA computes it once, and what follows it for every leaf.
+    factor = jnp.where(above, root, one) / jnp.where(above, jnp.sqrt(scale), one)
     return factor, factor
 
 
