@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic import leafwise, numerics, one_pass, rules
 from jgrad._arithmetic.apply import cast_back
 from jgrad._arithmetic.leafwise import Function
 from jgrad._inputs.commit import Commit
@@ -174,6 +174,14 @@ class Update:
         kept = _stored(leafwise.run(calls), old)
         self.commit.settle(kept)
         return kept
+
+    def written_and_read(self, compute: Callable[..., Any], *arrays: Any) -> tuple[Any, Any]:
+        """New moments to be written, and for the updates; see `one_pass`."""
+        if self.commit is None:
+            return one_pass.written_and_read(compute, *arrays)
+        # XLA does not join loops that also read the decision.
+        written = compute(*arrays)
+        return written, written
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
+from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
 from jgrad._layers import sums
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.sums import Measured, SquareRange
@@ -25,8 +25,9 @@ T = TypeVar("T")
 # Arrays per batch. XLA's CPU backend compiles equal kernels once, but a scalar sliced from a vector
 # is a kernel of its own for each position: one vector of 1000 norms is 1000 kernels of 5 to 10 ms
 # each to compile, batches of 8 are 8. LARS on 24 and 200 leaves compiles in 0.9 and 6.2 s with 4,
-# 0.9 and 4.5 with 8, 1.4 and 4.6 with 16.
+# 0.9 and 4.5 with 8, 1.4 and 4.6 with 16. Of sharded arrays each batch takes collectives, too.
 _BATCH = 8
+_SHARDED_BATCH = 16
 
 
 class ScaledNorm(NamedTuple):
@@ -100,19 +101,34 @@ def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[li
 
 
 def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNorm:
-    """The norm of all arrays together."""
-    (batches,) = scaled_layer_norms(layers, calls)
-    if not batches:
+    """The norm of all arrays together, each of which is one layer.
+
+    As `scaled_layer_norms`, but with one sum, and one scale where that is not a normal number.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, axes in enumerate(layers):
+        groups.setdefault(axes.mesh_axes, []).append(i)
+    norms = []
+    for mesh_axes, members in groups.items():
+        arguments = [calls[i][1] for i in members]
+        kinds = tuple((calls[i][0], layers[i]) for i in members)
+        norm = _norm_of_all(arguments, kinds=kinds)
+        norms.append(_over_devices(norm, mesh_axes) if mesh_axes else norm)
+    if not norms:
         return ScaledNorm(jnp.zeros(()), jnp.ones(()))
-    whole = ScaledNorm(*(sums.concatenate(part) for part in zip(*batches, strict=True)))
-    return whole.combined(jnp.max, jnp.sum)
+    if len(norms) == 1:
+        return norms[0]
+    real = numerics.real_dtype(*(norm.mantissa for norm in norms))
+    parts = ([numerics.widen(x, real) for x in part] for part in zip(*norms, strict=True))
+    return ScaledNorm(*map(jnp.stack, parts)).combined(jnp.max, jnp.sum)
 
 
 def in_batches(layers: Sequence[LayerAxes], items: Sequence[T]) -> list[Sequence[T]]:
-    """The items, one per array, in runs of up to 8 that are sharded over the same mesh axes."""
+    """The items, one per array, in short runs that are sharded over the same mesh axes."""
     starts = [0]
     for i, axes in enumerate(layers):
-        if i - starts[-1] == _BATCH or axes.mesh_axes != layers[starts[-1]].mesh_axes:
+        longest = _SHARDED_BATCH if axes.mesh_axes else _BATCH
+        if i - starts[-1] == longest or axes.mesh_axes != layers[starts[-1]].mesh_axes:
             starts.append(i)
     ends = [*starts[1:], len(items)]
     return [items[i:j] for i, j in zip(starts, ends, strict=True) if i < j]
@@ -164,6 +180,28 @@ def _norms(
     norms = jax.lax.cond(jnp.any(unusual), rescaled, lambda: [_plain(total) for total in totals])
     mesh_axes = [batch[0].layers.mesh_axes for batch in batches]
     return [_over_devices(x, axes) if axes else x for x, axes in zip(norms, mesh_axes, strict=True)]
+
+
+@jit_static_kwargs
+def _norm_of_all(
+    arguments: list[tuple[jax.Array, ...]], *, kinds: tuple[tuple[Function, LayerAxes], ...]
+) -> ScaledNorm:
+    def total(scale: jax.Array | None) -> jax.Array:
+        pairs = zip(kinds, arguments, strict=True)
+        calls = [sums.of_call((f, xs), axes, scale) for (f, axes), xs in pairs]
+        return jnp.sum(sums.concatenate(leafwise.run(calls)), keepdims=True)
+
+    plain = total(None)
+    limits = SquareRange.of([plain])
+
+    def rescaled() -> ScaledNorm:
+        scale = limits.scale(plain)
+        return ScaledNorm(numerics.safe_sqrt(total(scale)), 1 / scale)
+
+    small = jnp.asarray(limits.small, plain.dtype)
+    unusual = jnp.any((plain < small) | (plain == jnp.inf))
+    norm = jax.lax.cond(unusual, rescaled, lambda: _plain(plain))
+    return ScaledNorm(*(x.reshape(()) for x in norm))
 
 
 def _nonempty(batches: Sequence[Sequence[Measured]]) -> ArrayLike:

@@ -36,8 +36,14 @@ def call(
     arguments: Sequence[jax.Array], measured: Measured, scale: jax.Array | None = None
 ) -> Call:
     """The call of the sums of squares, of shape (num_layers,), each layer scaled first."""
-    xs = (arguments[i] for i in measured.arguments)
-    return _of_array(measured.f, measured.layers), (scale, *xs)
+    xs = tuple(arguments[i] for i in measured.arguments)
+    return of_call((measured.f, xs), measured.layers, scale)
+
+
+def of_call(own: Call, layers: LayerAxes, scale: jax.Array | None) -> Call:
+    """The call of the sums of squares of what another call returns."""
+    f, xs = own
+    return _of_array(f, layers), (scale, *xs)
 
 
 class SquareRange(NamedTuple):

@@ -1,5 +1,6 @@
 """Adam, and AdamW: its weight decay is decoupled."""
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -347,6 +348,15 @@ def _adam_update(
 # ---- transformations ---------------------------------------------------------------------------
 
 
+def _from_state(
+    inputs: Update, state: OptState, adam: AdamNumbers
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The direction and the new moments of one update."""
+    compute = functools.partial(new_moments, adam=adam, kept=inputs.kept)
+    (mw, vw), (read_mw, read_vw) = inputs.written_and_read(compute, inputs.g, state.mw, state.vw)
+    return directions(read_mw, read_vw, adam), mw, vw
+
+
 def adam(
     learning_rate: LearningRate,
     *,
@@ -396,9 +406,7 @@ def adam(
     adam_options.check(name)
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
-        adam_numbers = adam_options.at(name, state.step)
-        mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers, kept=inputs.kept)
-        direction = directions(mw, vw, adam_numbers)
+        direction, mw, vw = _from_state(inputs, state, adam_options.at(name, state.step))
         direction = options.with_weight_decay(inputs, direction, weight_decay, weight_decay_mask)
         return apply(rules.descent, direction, rates), mw, vw
 
@@ -439,9 +447,7 @@ def scale_by_adam(
     adam_options.check(name)
 
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
-        adam_numbers = adam_options.at(name, state.step)
-        mw, vw = new_moments(inputs.g, state.mw, state.vw, adam_numbers, kept=inputs.kept)
-        return directions(mw, vw, adam_numbers), mw, vw
+        return _from_state(inputs, state, adam_options.at(name, state.step))
 
     return transformation(
         name, compute, learning_rate=UNSCALED, mw=True, vw=True, moment_dtype=moment_dtype

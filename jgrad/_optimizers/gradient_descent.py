@@ -132,22 +132,23 @@ def gradient_descent(
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
         decays = options.weight_decays(inputs, weight_decay, weight_decay_mask)
-        direction = add_decay(inputs.g, inputs.w, decays)
-        mw = None
-        if momentum is not None:
-            decay = numbers.scalar(name, "momentum", momentum)
-            again = None
+        if momentum is None:
+            direction = add_decay(inputs.g, inputs.w, decays)
+            return apply(rules.descent, direction, rates), None, None
+        decay = numbers.scalar(name, "momentum", momentum)
+
+        def with_momentum(g: list[Any], w: Any, mw: list[Any]) -> tuple[list[Any], list[Any]]:
+            direction, again = add_decay(g, w, decays), None
             if nesterov:
                 # Computed again, since XLA would write out a direction that two kernels read.
-                again = add_decay(jax.lax.optimization_barrier(inputs.g), inputs.w, decays)
-            direction, mw = add_momentum(
-                direction,
-                state.mw,
-                decay,
-                nesterov=nesterov,
-                again=again,
-                kept=inputs.kept,
+                again = add_decay(jax.lax.optimization_barrier(g), w, decays)
+            return add_momentum(
+                direction, mw, decay, nesterov=nesterov, again=again, kept=inputs.kept
             )
+
+        (_, mw), (direction, _) = inputs.written_and_read(
+            with_momentum, inputs.g, inputs.w, state.mw
+        )
         return apply(rules.descent, direction, rates), mw, None
 
     return transformation(
