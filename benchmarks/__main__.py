@@ -1,6 +1,6 @@
 """Prints the tables: `python -m benchmarks`.
 
-About 20 minutes on two cores that have nothing else to do. `--rounds` trades time for steadiness,
+About 30 minutes on two cores that have nothing else to do. `--rounds` trades time for steadiness,
 `--only` picks rows, and `--results=benchmarks/results.md` writes what the README quotes, with plots
 beside it.
 """
@@ -18,7 +18,17 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import accelerator, plots, pytorch, recipes, report, scaling, training, updates
+from benchmarks import (
+    accelerator,
+    one_pass,
+    plots,
+    pytorch,
+    recipes,
+    report,
+    scaling,
+    training,
+    updates,
+)
 from benchmarks.methods import METHODS
 from benchmarks.report import Section
 from benchmarks.workloads import WORKLOADS
@@ -77,6 +87,10 @@ def jobs() -> Iterator[Job]:
                 builds=min(builds, work.builds),
             )
             yield Job("steps", f"{name} {method}", compare)
+    if jax.default_backend() == "cpu":
+        for method in one_pass.METHODS:
+            compare = functools.partial(one_pass.compare, method, rounds=rounds, builds=builds)
+            yield Job("steps", f"{one_pass.WORK} {method}", compare)
     for method in training.TIMED:
         train = functools.partial(training.compare, method, rounds=rounds, builds=builds)
         yield Job("steps", f"{training.WORK} {method}", train)

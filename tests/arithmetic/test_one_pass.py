@@ -15,10 +15,10 @@ import optax
 import pytest
 
 import jgrad
+from benchmarks.one_pass import FLAG
 from benchmarks.recipes import program
 from jgrad._arithmetic import one_pass
 
-FLAG = "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # schedules of optax promote
 
 SIZE = 256
