@@ -100,6 +100,7 @@ def pack(
       TypeError: a leaf is not a floating array, or is packed already.
       ValueError: structures or shapes do not fit, or options are given beside `like`.
     """
+    tree = checks.values_of(tree)
     if like is None:
         check_unpacked("pack", "tree", tree)
         values.count("pack", "multiple_of", multiple_of)

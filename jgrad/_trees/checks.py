@@ -105,7 +105,7 @@ class ArgLeaves(NamedTuple):
 def _as_jax_array(x: Any) -> Any:
     if isinstance(x, jax.Array):
         return x  # the short way, taken by thousands of leaves
-    return jnp.asarray(x) if is_number(x) or is_numeric(x) else value_of(x)
+    return jnp.asarray(x) if is_number(x) or is_numeric(x) else x
 
 
 def at(path: str) -> str:
