@@ -20,7 +20,7 @@ from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes, read_norm_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import arrays
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -36,7 +36,7 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 def check_learning_rate(function: str, learning_rate: LearningRate) -> None:
     """Numbers in range; a schedule is called in each update only."""
-    if not trees.is_function(learning_rate):
+    if not trees.may_be_function(learning_rate):
         numbers.number(function, "learning_rate", learning_rate)
 
 
@@ -48,6 +48,8 @@ def check_weight_decay(function: str, weight_decay: PyTree) -> None:
 def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) -> None:
     """A number in range; Nesterov's form needs one."""
     if momentum is not None:
+        as_number = numbers.as_python_number(momentum)
+        values.in_range(function, "momentum", as_number, low=0.0, high=1.0)
         numbers.scalar(function, "momentum", momentum)
     elif nesterov:
         raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
@@ -74,16 +76,28 @@ def check_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> None:
 # ---- an entry per leaf -------------------------------------------------------------------------
 
 
+def called(inputs: Update, name: str, x: Any, argument: Callable[[], Any]) -> Any:
+    """`x(argument)` if the option is a function, else `x`."""
+    if not trees.is_function(x, inputs.shapes):
+        return x
+    try:
+        return x(argument())
+    except Exception as error:
+        if not jax.tree_util.all_leaves([x]):
+            which = f"its structure is no prefix of that of `{inputs.reference.name}`"
+            error.add_note(f"{inputs.function}: `{name}` was called as a function, since {which}.")
+        raise
+
+
 def learning_rates(
     inputs: Update, learning_rate: LearningRate, override: PyTree, done: jax.Array
 ) -> list[Any]:
     """The learning rate of each array after `done` updates; `override` is that of this call."""
-    if override is not None:
-        learning_rate = override
-    scheduled = trees.is_function(learning_rate)
-    rate = learning_rate(done) if scheduled else learning_rate
+    given = learning_rate if override is None else override
+    rate = called(inputs, "learning_rate", given, lambda: done)
+    is_scheduled = rate is not given
     rate = numbers.number(inputs.function, "learning_rate", rate)
-    if scheduled:
+    if is_scheduled:
         rate = trees.map_leaves(numerics.once, rate)
     arg = inputs.option("learning_rate", rate)
     checks.broadcastable(arg, inputs.updated_shapes())
@@ -131,13 +145,16 @@ def _mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])
-    if trees.is_function(tree):
-        tree = tree(trees.map_leaves(_shape_and_dtype, inputs.shapes))
+    tree = called(inputs, name, tree, lambda: trees.map_leaves(_shape_and_dtype, inputs.shapes))
     arg = inputs.option(name, tree)
     for i, x in enumerate(arg.leaves):
-        if not (x is None or isinstance(x, (bool, np.bool_))):
+        if isinstance(x, jax.core.Tracer):
+            remedy = "masks are read while tracing: compute them with Python or NumPy"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, traced, expected a bool; {remedy}")
+        is_bool = isinstance(x, bool) or (checks.is_array(x) and x.dtype == bool and x.size == 1)
+        if not (x is None or is_bool):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected a bool")
-    return [bool(x) for x in arg.leaves]
+    return [bool(np.asarray(x).all()) for x in arg.leaves]
 
 
 def _shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:

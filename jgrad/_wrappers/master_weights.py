@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._inputs.commit import Commit, inward
+from jgrad._inputs.pair import pair
 from jgrad._inputs.state import empty
 from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
@@ -91,10 +92,12 @@ def master_weights(
         steps, inner = tx.update(wide, state.inner, master, **inward(commit), **extra_args)
         inputs.follow(commit, steps)
         new = trees.flatten(wrapped.applied(master, steps))[0]
-        new = inputs.kept(new, trees.flatten(master)[0])
+        pairs = zip(new, inputs.reference.leaves, strict=True)
+        new = [x if _is_half(p) else None for x, p in pairs]
+        new = inputs.kept(new, copies.leaves)
 
         def follow(new: Any, step: Any, p: Any) -> Any:
-            if not _is_half(p):
+            if new is None:
                 return step
             # From -60000 to 60000 is more than the largest float16: the next step does the rest.
             rounded = wrapped.wide(new.astype(p.dtype))
@@ -104,14 +107,12 @@ def master_weights(
             return jnp.where(jnp.isinf(rounded), far, near)
 
         rows = zip(new, trees.flatten(steps)[0], inputs.reference.leaves, strict=True)
-        pairs = zip(new, inputs.reference.leaves, strict=True)
-        copied = [x if _is_half(p) else None for x, p in pairs]
         return (
             inputs.directions([follow(*row) for row in rows]),
-            MasterState(inputs.moments(copied, copies.leaves), inner),
+            MasterState(inputs.moments(new, copies.leaves), inner),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)
 
 
 def _is_half(p: Any) -> bool:
