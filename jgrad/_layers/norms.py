@@ -187,8 +187,13 @@ def _norm_of_all(
     arguments: list[tuple[jax.Array, ...]], *, kinds: tuple[tuple[Function, LayerAxes], ...]
 ) -> ScaledNorm:
     def total(scale: jax.Array | None) -> jax.Array:
-        pairs = zip(kinds, arguments, strict=True)
-        calls = [sums.of_call((f, xs), axes, scale) for (f, axes), xs in pairs]
+        calls = []
+        for (f, layers), xs in zip(kinds, arguments, strict=True):
+            own = scale
+            if scale is not None:
+                # XLA would write a scale for each element, if it saw that arrays share one.
+                own, xs = jax.lax.optimization_barrier((scale, xs))
+            calls.append(sums.of_call((f, xs), layers, own))
         return jnp.sum(sums.concatenate(leafwise.run(calls)), keepdims=True)
 
     plain = total(None)
