@@ -17,7 +17,8 @@ from jgrad._trees.trees import PyTree
 class OptState(NamedTuple):
     """State of every optimizer; what a method does not use is `None`.
 
-    The field names are a file format: checkpoints hold them.
+    The field names are a file format: checkpoints hold them. `count`, `mu` and `nu`, optax's names,
+    read the same arrays; `optax.tree.get` finds fields only, so give it `"step"`.
 
     Attributes:
       step: number of updates done, an int32 scalar; it saturates.
@@ -28,6 +29,21 @@ class OptState(NamedTuple):
     step: jax.Array
     mw: PyTree
     vw: PyTree
+
+    @property
+    def count(self) -> jax.Array:  # type: ignore[override]  # hides `tuple.count`
+        """The step, by optax's name."""
+        return self.step
+
+    @property
+    def mu(self) -> PyTree:
+        """The first moment, by optax's name."""
+        return self.mw
+
+    @property
+    def nu(self) -> PyTree:
+        """The second moment, by optax's name."""
+        return self.vw
 
 
 OptState.__module__ = "jgrad"  # where users import it from, and what a pickle names

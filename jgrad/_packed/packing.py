@@ -5,6 +5,7 @@ operations of JAX that have forward and reverse mode.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ class Packed:
     """A tree of arrays in buffers, one for each dtype.
 
     A pytree node whose leaves are the buffers, so that everything that works leaf by leaf works on
-    it. The layout is static.
+    it. The layout is static. `flax.serialization` saves it as the tree that was packed, if flax was
+    imported before it was made; for other files, `unpack` before a save.
 
     Attributes:
       buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves stay unpacked, as
@@ -177,6 +179,7 @@ def layout_in(tree: PyTree) -> Layout | None:
 
 def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
     """The leaves in buffers, each layer behind the one before."""
+    _register_with_flax()
     buffers: dict[str, jax.Array] = {}
     for name, shape in layout.shapes:
         (i, span), *_ = own = layout.within(name)
@@ -188,6 +191,21 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
         parts += [jnp.zeros((rest,), parts[0].dtype)] if rest else []
         buffers[name] = splitting.join(parts).reshape(shape)
     return Packed(buffers, layout)
+
+
+def _register_with_flax() -> None:
+    """Lets `flax.serialization` save what is packed as the tree that was packed.
+
+    So a file does not depend on the layout, and is that of a state that is not packed. Nothing is
+    imported here: a program that saves in this way has imported flax before it makes a state.
+    """
+    flax: Any = sys.modules.get("flax.serialization")
+    if flax is not None and not flax.is_serializable(Packed):
+        flax.register_serialization_state(
+            Packed,
+            lambda packed: flax.to_state_dict(unpack(packed)),
+            lambda packed, saved: pack(flax.from_state_dict(shapes(packed), saved), like=packed),
+        )
 
 
 def _leaves(packed: Packed) -> PyTree:

@@ -32,6 +32,7 @@ def same_structure(
     reference: PyTree,
     *,
     prefix: bool = False,
+    remedy: str = "",
 ) -> None:
     """`tree` has the structure of `reference`, or may be a prefix of it."""
     same = trees.flatten(tree)[1] == trees.flatten(reference)[1]
@@ -44,8 +45,9 @@ def same_structure(
     )
     more = f" (and {len(places) - _SHOWN} more)" if len(places) > _SHOWN else ""
     what = "; ".join(places[:_SHOWN]) + more if places else "static data of nodes differ"
+    end = f"; {remedy}" if remedy else ""
     raise ValueError(
-        f"{function}: `{name}` does not have the structure of `{reference_name}`: {what}."
+        f"{function}: `{name}` does not have the structure of `{reference_name}`: {what}{end}."
     )
 
 
