@@ -113,6 +113,7 @@ def _strong_arrays(function: str, name: str, tree: PyTree, role: Role) -> PyTree
         for x in jax.tree.leaves(tree)
     ):
         return tree  # the short way: most of what an eager call spends outside XLA is spent here
+    tree = checks.values_of(tree)
     checks.arrays_or_numbers(function, name, tree)
     if (
         role is Role.WEIGHTS

@@ -27,7 +27,7 @@ _beta_from_array = jit_static_kwargs(numerics.beta_from_array)
 
 def number(function: str, name: str, tree: PyTree) -> PyTree:
     """A hyper-parameter or a tree of them, in [0, inf)."""
-    tree = trees.map_leaves(as_python_number, tree)
+    tree = trees.map_leaves(as_python_number, checks.value_of(tree))
     checks.arrays_or_numbers(function, name, tree, real=True)
     values.in_range(function, name, tree, low=0.0)
     return trees.map_leaves(strong_scalar, tree)
@@ -35,7 +35,7 @@ def number(function: str, name: str, tree: PyTree) -> PyTree:
 
 def betas(function: str, name: str, tree: PyTree) -> BetaForms:
     """The forms of a beta in [0, 1), or of a tree of them, in double precision for a number."""
-    tree = trees.map_leaves(as_python_number, tree)
+    tree = trees.map_leaves(as_python_number, checks.value_of(tree))
     checks.arrays_or_numbers(function, name, tree, real=True)
     values.in_range(function, name, tree, low=0.0, high=1.0)
     leaves, structure = trees.flatten(tree)
@@ -54,8 +54,8 @@ def _forms(beta: Any) -> Any:
 
 
 def as_python_number(x: Any) -> Any:
-    """A NumPy array with one element as the number that it is; anything else as it is."""
-    return x.item() if isinstance(x, np.ndarray) and x.size == 1 else x
+    """A NumPy array with one element as the number that it is, a variable as its array."""
+    return x.item() if isinstance(x, np.ndarray) and x.size == 1 else checks.value_of(x)
 
 
 def strong_scalar(x: Any) -> Any:

@@ -19,7 +19,7 @@ from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes, read_norm_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import arrays
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -35,7 +35,7 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 def check_learning_rate(function: str, learning_rate: LearningRate) -> None:
     """Numbers in range; a schedule is called in each update only."""
-    if not trees.is_function(learning_rate):
+    if not trees.may_be_function(learning_rate):
         numbers.number(function, "learning_rate", learning_rate)
 
 
@@ -47,6 +47,8 @@ def check_weight_decay(function: str, weight_decay: PyTree) -> None:
 def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) -> None:
     """A number in range; Nesterov's form needs one."""
     if momentum is not None:
+        as_number = numbers.as_python_number(momentum)
+        values.in_range(function, "momentum", as_number, low=0.0, high=1.0)
         numbers.scalar(function, "momentum", momentum)
     elif nesterov:
         raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
@@ -77,10 +79,9 @@ def learning_rates(
     inputs: Update, learning_rate: LearningRate, override: PyTree, done: jax.Array
 ) -> list[Any]:
     """The learning rate of each array after `done` updates; `override` is that of this call."""
-    if override is None:
-        scheduled = trees.is_function(learning_rate)
-        override = learning_rate(done) if scheduled else learning_rate
-    rate = numbers.number(inputs.function, "learning_rate", override)
+    given = learning_rate if override is None else override
+    given = given(done) if trees.is_function(given, inputs.shapes) else given
+    rate = numbers.number(inputs.function, "learning_rate", given)
     arg = inputs.option("learning_rate", rate)
     checks.broadcastable(arg, inputs.updated_shapes())
     return inputs.per_array(arg.leaves)
@@ -127,13 +128,17 @@ def _mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])
-    if trees.is_function(tree):
+    if trees.is_function(tree, inputs.shapes):
         tree = tree(trees.map_leaves(_shape_and_dtype, inputs.shapes))
     arg = inputs.option(name, tree)
     for i, x in enumerate(arg.leaves):
-        if not (x is None or isinstance(x, (bool, np.bool_))):
+        if isinstance(x, jax.core.Tracer):
+            remedy = "masks are read while tracing: compute them with Python or NumPy"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, traced, expected a bool; {remedy}")
+        is_bool = isinstance(x, bool) or (checks.is_array(x) and x.dtype == bool and x.size == 1)
+        if not (x is None or is_bool):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected a bool")
-    return [bool(x) for x in arg.leaves]
+    return [bool(np.asarray(x).all()) for x in arg.leaves]
 
 
 def _shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:

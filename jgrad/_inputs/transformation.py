@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jgrad._inputs import options
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.options import LearningRate
+from jgrad._inputs.pair import pair
 from jgrad._inputs.state import OptState, init_state
 from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
@@ -77,4 +78,4 @@ def transformation(
         to_updates = inputs.directions if default_rate is UNSCALED else inputs.descent
         return to_updates(values), new
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)

@@ -145,14 +145,17 @@ class Update:
         """The updates that subtract steps; zero where there is no step."""
         return self.directions([None if step is None else jax.lax.neg(step) for step in steps])
 
+    def with_zeros(self, updates: PyTree) -> PyTree:
+        """The updates, with zero for None beside a parameter."""
+        pairs = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
+        return self._structure.unflatten([_or_zeros(u, p) for u, p in pairs])
+
     def directions(self, values: Sequence[Any]) -> PyTree:
         """Updates in the dtypes of the parameters; zero where there is no value."""
         if self.commit is not None:
             values = self._committed(values, self.commit)
-        leaves = [
-            numerics.zeros_like(p) if x is None and p is not None else x
-            for x, p in zip(values, self.reference.leaves, strict=True)
-        ]
+        pairs = zip(values, self.reference.leaves, strict=True)
+        leaves = [_or_zeros(x, p) for x, p in pairs]
         updates = cast_back(leaves, self.reference.leaves)
         if self.commit is not None:
             self.commit.settle([u for u in updates if checks.is_inexact(u) and _has_room(u.dtype)])
@@ -160,11 +163,13 @@ class Update:
 
     def _committed(self, values: Sequence[Any], commit: Commit) -> list[Any]:
         """Zero where the update is not committed; and small enough to be added to any parameter."""
+        pairs = list(zip(values, self.reference.leaves, strict=True))
         calls = [
-            None if u is None else (_kept_update(p.dtype), (u, commit.flag))
-            for u, p in zip(values, self.reference.leaves, strict=True)
+            (_kept_update(p.dtype), (u, commit.flag)) if checks.is_inexact(u) else None
+            for u, p in pairs
         ]
-        return leafwise.run(calls)
+        kept = leafwise.run(calls)  # zeros of integers are never settled, and need not be
+        return [u if x is None else x for x, (u, _) in zip(kept, pairs, strict=True)]
 
     def kept(self, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
         """New moments as they are stored; the old ones where the update is not committed.
@@ -229,6 +234,10 @@ _NOT_PACKED = (
     "`nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and parameters as a tree, "
     "or call `tx.update` yourself"
 )
+
+
+def _or_zeros(x: Any, p: Any) -> Any:
+    return numerics.zeros_like(p) if x is None and p is not None else x
 
 
 def _stored(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

@@ -366,8 +366,8 @@ def adam(
 
     Args:
       learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the
-        number of updates done (0 at the first). `update(..., learning_rate=x)` overrides it for one
-        call.
+        number of updates done (0 at the first). What is callable is a function, unless it is such
+        a tree. `update(..., learning_rate=x)` overrides it for one call.
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).

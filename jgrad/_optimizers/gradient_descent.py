@@ -107,9 +107,9 @@ def gradient_descent(
 
     Args:
       learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the
-        number of updates done (0 at the first). `update(..., learning_rate=x)` overrides it for one
-        call.
-      momentum: decay of the buffer, in [0, inf); None for no buffer at all.
+        number of updates done (0 at the first). What is callable is a function, unless it is such
+        a tree. `update(..., learning_rate=x)` overrides it for one call.
+      momentum: decay of the buffer, in [0, 1); None for no buffer at all.
       nesterov: look ahead.
       weight_decay: in [0, inf); a number or a prefix tree.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'

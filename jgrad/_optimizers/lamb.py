@@ -14,6 +14,7 @@ from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.pair import pair
 from jgrad._inputs.state import OptState
 from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
@@ -285,8 +286,8 @@ def lamb(
 
     Args:
       learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the
-        number of updates done (0 at the first). `update(..., learning_rate=x)` overrides it for one
-        call.
+        number of updates done (0 at the first). What is callable is a function, unless it is such
+        a tree. `update(..., learning_rate=x)` overrides it for one call.
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
@@ -407,4 +408,4 @@ def scale_by_trust_ratio(
         )
         return inputs.directions(scaled_directions), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)

@@ -109,12 +109,13 @@ class Layout:
         ]
         return self.structure.unflatten(structs)
 
-    def is_like(self, other: "Layout") -> bool:
-        """Whether the same leaves are in the same places, in trees of any structure."""
+    def is_part_of(self, other: "Layout") -> bool:
+        """Whether each leaf is one of the other's at its position, in trees of any structure."""
         if self == other:
             return True
-        own, its = ([span and span._replace(path="") for span in x.runs] for x in (self, other))
-        return own == its and self._places[1:] == other._places[1:]
+        pairs = list(zip(self.runs, other.runs, strict=False))
+        same = all(own is None or (its and own.is_alike(its)) for own, its in pairs)
+        return same and len(self.runs) == len(other.runs)
 
     # A copy is this very layout. Structures of nodes that are not JAX's own cannot be pickled, and
     # hashes of strings differ from process to process: a tree of numbers and plain data go instead.

@@ -99,10 +99,11 @@ def pack(
       A `Packed`; with `like`, a tree like it.
 
     Raises:
-      TypeError: a leaf is not a floating array.
+      TypeError: a leaf is not a floating array, or is packed already.
       ValueError: structures or shapes do not fit, or options are given beside `like`.
     """
     if like is None:
+        check_unpacked("pack", "tree", tree)
         values.count("pack", "multiple_of", multiple_of)
         if max_size is not None:
             values.count("pack", "max_size", max_size, low=0)
@@ -169,6 +170,15 @@ def is_packed(x: Any) -> bool:
 def any_packed(*trees: PyTree) -> bool:
     """Whether there is a `Packed` somewhere."""
     return any(map(is_packed, jax.tree.leaves(trees, is_leaf=is_packed)))
+
+
+def check_unpacked(function: str, name: str, tree: PyTree) -> None:
+    """There is no `Packed` in the tree: packed again, its buffers would be taken for leaves."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed):
+        if is_packed(x):
+            place = checks.at(jax.tree_util.keystr(path))
+            remedy = "expected a tree of arrays; `unpack` it first"
+            raise TypeError(f"{function}: `{name}`{place}: packed already, {remedy}.")
 
 
 def layout_in(tree: PyTree) -> Layout | None:

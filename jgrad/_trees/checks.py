@@ -96,13 +96,18 @@ class ArgLeaves(NamedTuple):
 
     def with_arrays(self) -> "ArgLeaves":
         """The same, with JAX arrays for numbers and for NumPy arrays."""
-        arrays = [jnp.asarray(x) if is_number(x) or is_numeric(x) else x for x in self.leaves]
-        return self._replace(leaves=arrays)
+        return self._replace(leaves=[_as_jax_array(x) for x in self.leaves])
 
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
         """Raises `function: argument relation at path: problem.`"""
         place = f"{relation}{at(self.paths()[i])}"
         raise error(f"{self.function}: `{self.name}`{place}: {problem}.") from None  # not chex's
+
+
+def _as_jax_array(x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return x  # the short way, taken by thousands of leaves
+    return jnp.asarray(x) if is_number(x) or is_numeric(x) else value_of(x)
 
 
 def at(path: str) -> str:
@@ -149,6 +154,31 @@ def is_inexact(x: Any) -> bool:
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
+def is_no_parameter(x: Any) -> bool:
+    """What a model may hold beside arrays: an activation, a string, a bool, a key; not `None`.
+
+    What has a shape and a dtype and is no array was meant as a parameter.
+    """
+    if x is None or is_number(x) or is_numeric(x):
+        return False
+    return is_array(x) or not (hasattr(x, "shape") and hasattr(x, "dtype"))
+
+
+def value_of(x: Any) -> Any:
+    """The array of a variable, such as those of flax's nnx; anything else as it is."""
+    if is_array(x) or not hasattr(x, "__jax_array__"):
+        return x
+    return jnp.asarray(x)
+
+
+def values_of(tree: PyTree) -> PyTree:
+    """The tree with arrays for variables that are leaves."""
+    leaves, structure = trees.flatten(tree)
+    values = [value_of(x) for x in leaves]
+    same = all(value is x for value, x in zip(values, leaves, strict=True))
+    return tree if same else structure.unflatten(values)
+
+
 def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = False) -> None:
     """No other leaves but `None`; with `real`, nothing complex or bool, and no bare `None`."""
     arg = ArgLeaves.from_tree(function, name, tree)
@@ -167,7 +197,7 @@ def parameters(arg: ArgLeaves) -> list[Any]:
         if x is None:
             continue
         if not is_numeric(x):
-            remedy = "leave other leaves out with `optax.masked` or `equinox.partition`"
+            remedy = "leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`"
             arg.fail(i, TypeError, f"{describe(x)}, expected an array of numbers; {remedy}")
     return list(arg.leaves)
 

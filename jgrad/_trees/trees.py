@@ -18,10 +18,19 @@ def is_none(x: Any) -> bool:
     return x is None
 
 
-def is_function(x: Any) -> bool:
-    """Whether to call `x`. A model of equinox is callable too, but it is a tree."""
-    is_leaf = isinstance(x, jax.tree_util.Partial) or jax.tree_util.all_leaves([x])
-    return callable(x) and is_leaf
+def may_be_function(x: Any) -> bool:
+    """Whether `x` can be called. Without parameters nobody knows whether to call it."""
+    return callable(x) and not hasattr(x, "__jax_array__")  # an array, as a variable of flax is
+
+
+def is_function(x: Any, params: PyTree) -> bool:
+    """Whether to call `x`, an option beside `params`: it is callable, and no prefix of them.
+
+    Functions may be trees: modules, registered dataclasses, and closures of optimistix. Trees may
+    be callable: rates in a model of equinox. Such a tree has the structure of the parameters.
+    """
+    is_leaf = jax.tree_util.all_leaves([x])
+    return may_be_function(x) and (is_leaf or not is_prefix(x, params))
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:

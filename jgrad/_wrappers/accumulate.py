@@ -11,6 +11,7 @@ from jgrad._arithmetic import numerics
 from jgrad._arithmetic.apply import apply
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs.commit import Commit, inward
+from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_norm_axes
@@ -189,7 +190,7 @@ def accumulate(
             commit.settle(new.total)
         return steps, new
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)
 
 
 def without_window(state: AccumulateState) -> AccumulateState:

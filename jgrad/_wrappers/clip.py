@@ -12,6 +12,7 @@ from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.pair import pair
 from jgrad._layers import trust
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_norm_axes
 from jgrad._packed import arrays, packing
@@ -92,7 +93,7 @@ def clip_by_global_norm(
                 commit.add_finite(leaves)
         return trees.flatten(updates)[1].unflatten(leaves), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)
 
 
 def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
@@ -121,6 +122,7 @@ def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
 
 def _inexact(function: str, name: str, tree: PyTree) -> tuple[ArgLeaves, list[Any]]:
     """The leaves, and those that count, with `None` for the others."""
+    tree = checks.values_of(tree)
     without = trees.map_leaves(lambda x: None if _is_float0(x) else x, tree)
     checks.arrays_or_numbers(function, name, without)
     arg = ArgLeaves.from_tree(function, name, tree).with_arrays()

@@ -1,17 +1,18 @@
 """An exponential moving average of the parameters."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import rules
+from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.apply import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
 from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
@@ -51,8 +52,8 @@ def ema(
     leaves are copied.
 
     Args:
-      decay: in [0, 1), or a function of the number of updates done (0 at the first), such as
-        `lambda done: jnp.minimum(0.999, (1 + done) / (10 + done))`.
+      decay: in [0, 1), or a function of the number of updates done (0 at the first): a schedule, a
+        module, or `lambda done: jnp.minimum(0.999, (1 + done) / (10 + done))`.
 
     Returns:
       A transformation with state `EmaState(done, average)`. Its update needs the parameters.
@@ -64,14 +65,14 @@ def ema(
     Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992), in
       the exponential form of Tarvainen and Valpola (2017), section 2.
     """
-    if not callable(decay):
-        numbers.beta(_NAME, "decay", decay)
+    if not trees.may_be_function(decay):
+        numbers.beta(_NAME, "decay", cast(Scalar, decay))
 
     def init(params: PyTree) -> EmaState:
         arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
         # Copies, so that parameters and state can be donated together.
         leaves = [
-            None if p is None else jnp.array(wrapped.wide(p), copy=True)
+            None if p is None else numerics.strong(jnp.array(wrapped.wide(p), copy=True))
             for p in checks.parameters(arg)
         ]
         return EmaState(counter(params), trees.flatten(params)[1].unflatten(leaves))
@@ -90,12 +91,15 @@ def ema(
         inputs.require_params("the average")
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
-        new = trees.flatten(wrapped.applied(params, updates))[0]
-        beta = numbers.beta(_NAME, "decay", decay(state.done) if callable(decay) else decay)
-        pairs = list(zip(new, map(checks.is_inexact, old.leaves), strict=True))
+        # Where the average has None, `init` saw no parameter: of a model it may be given a part.
+        pairs = zip(trees.flatten(wrapped.applied(params, updates))[0], old.leaves, strict=True)
+        new = [None if o is None else x for x, o in pairs]
+        given: Any = decay
+        given = given(state.done) if trees.is_function(given, inputs.shapes) else given
+        beta = numbers.beta(_NAME, "decay", given)
         averaged = apply(
             rules.average,
-            [x if inexact else None for x, inexact in pairs],
+            [x if checks.is_inexact(o) else None for x, o in zip(new, old.leaves, strict=True)],
             list(old.leaves),
             beta.value,
             beta.complement,
@@ -106,4 +110,4 @@ def ema(
         )
         return updates, EmaState(optax.safe_increment(state.done), average)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)

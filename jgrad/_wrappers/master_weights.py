@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._inputs.commit import Commit, inward
+from jgrad._inputs.pair import pair
 from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -75,7 +76,7 @@ def master_weights(
         inputs = Update(_NAME, updates, params, commit)
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
-        _check_copies(copies, inputs.reference)
+        _check_copies(copies, inputs)
         master = _optimized(state.master, params)
         wide = jax.tree.map(
             lambda g, p: jnp.asarray(g, jnp.float32) if g is not None and _is_half(p) else g,
@@ -88,10 +89,12 @@ def master_weights(
         steps, inner = tx.update(wide, state.inner, master, **inward(commit), **extra_args)
         inputs.follow(commit, steps)
         new = trees.flatten(wrapped.applied(master, steps))[0]
-        new = inputs.kept(new, trees.flatten(master)[0])
+        pairs = zip(new, inputs.reference.leaves, strict=True)
+        new = [x if _is_half(p) else None for x, p in pairs]
+        new = inputs.kept(new, copies.leaves)
 
         def follow(new: Any, step: Any, p: Any) -> Any:
-            if not _is_half(p):
+            if new is None:
                 return step
             # From -60000 to 60000 is more than the largest float16: the next step does the rest.
             rounded = wrapped.wide(new.astype(p.dtype))
@@ -101,27 +104,28 @@ def master_weights(
             return jnp.where(jnp.isinf(rounded), far, near)
 
         rows = zip(new, trees.flatten(steps)[0], inputs.reference.leaves, strict=True)
-        pairs = zip(new, inputs.reference.leaves, strict=True)
-        copied = [x if _is_half(p) else None for x, p in pairs]
         return (
             inputs.directions([follow(*row) for row in rows]),
-            MasterState(inputs.moments(copied, copies.leaves), inner),
+            MasterState(inputs.moments(new, copies.leaves), inner),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)
 
 
-def _check_copies(copies: ArgLeaves, params: ArgLeaves) -> None:
-    """A copy of each half-precision parameter, and of no other."""
-    half = [p if _is_half(p) else None for p in params.leaves]
+def _check_copies(copies: ArgLeaves, inputs: Update) -> None:
+    """A copy of each half-precision parameter that is updated, and of no float32 one."""
+    half = [p if _is_half(p) else None for p in inputs.reference.leaves]
     for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):
-        if checks.is_nothing(copy, getattr(p, "shape", None)) != (p is None):
+        is_there = not checks.is_nothing(copy, getattr(p, "shape", None))
+        if p is None and is_there:
             expected = "None beside a parameter that needs no copy"
-            if p is not None:
-                expected = f"a float32 copy of a parameter of {p.dtype}"
-            remedy = "call `init` with parameters of the dtypes that `update` gets"
-            copies.fail(i, ValueError, f"{checks.describe(copy)}, expected {expected}; {remedy}")
-    checks.same_shapes(copies, params._replace(leaves=half))
+        elif not (p is None or is_there or inputs.g[i] is None):
+            expected = f"a float32 copy of a parameter of {p.dtype}"
+        else:
+            continue
+        remedy = "call `init` with parameters of the dtypes that `update` gets"
+        copies.fail(i, ValueError, f"{checks.describe(copy)}, expected {expected}; {remedy}")
+    checks.same_shapes(copies, inputs.reference._replace(leaves=half))
 
 
 def _is_half(p: Any) -> bool:

@@ -1,5 +1,6 @@
 """Small leaves packed inside a transformation, for training loops that remain unchanged."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,11 +8,12 @@ import jax
 import optax
 
 from jgrad._inputs.commit import Commit, inward
+from jgrad._inputs.pair import pair
 from jgrad._inputs.update import Update
 from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
-from jgrad._trees import checks, values
+from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import wrapped
@@ -52,12 +54,8 @@ def pack_small(
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
         return layout_of(_NAME, tree, max_size=max_size, others=True)
 
-    def check_tree(name: str, tree: PyTree) -> None:
-        if packing.any_packed(tree):
-            raise TypeError(f"{_NAME}: `{name}`: packed already, expected a tree of arrays.")
-
     def init(params: PyTree) -> Any:
-        check_tree("params", params)
+        packing.check_unpacked(_NAME, "params", params)
         checks.parameters(ArgLeaves.from_tree(_NAME, "params", params).with_arrays())
         layout, leaves = small_packed(params)
         # `optax.tree.map_params` calls `init` with a node in place of the parameters.
@@ -71,26 +69,29 @@ def pack_small(
         commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        check_tree("updates", updates)
+        packing.check_unpacked(_NAME, "updates", updates)
         inputs = Update(_NAME, updates, params, commit)
-        (layout, leaves), old = small_packed(inputs.tree), packing.layout_in(state)
+        old = packing.layout_in(state)
+        g = list(inputs.like_reference("updates", updates).with_arrays().leaves)
+        layout, leaves = small_packed(_part(inputs, g, old))
         if old is None:
             if layout.shapes:
                 _check_stateless(tx, packing.fill(layout, leaves))
         elif inputs.w is None:
             checks.same_shapes(inputs.reference, ArgLeaves.from_tree(_NAME, "state", old.tree()))
             layout = old
-        elif not layout.is_like(old):
+        elif layout.is_part_of(old):
+            # The tree may be another with the same leaves: flax's nnx wraps them for `init` alone.
+            layout = dataclasses.replace(old, structure=layout.structure)
+        else:
             phrase = next(layout.differences(old, "`params`", "it"))
             raise ValueError(
                 f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
                 f"{phrase}."
             )
-        # The tree may be another with the same leaves: flax's nnx wraps them for `init` alone.
         state = packing.with_layouts(state, lambda _: layout)
-        g = inputs.like_reference("updates", updates).with_arrays().leaves
         if _fit(layout, g):
-            w = None if params is None else packing.fill(layout, inputs.reference.leaves)
+            w = None if params is None else packing.fill(layout, leaves)
             packed = packing.fill(layout, g)
             if inputs.commit is not None:
                 inputs.commit.add_finite(packed)
@@ -100,15 +101,28 @@ def pack_small(
             if inputs.commit is not None:
                 inputs.commit.settle(steps)
         else:
-            loose = packing.unpack(state)
-            steps, new = tx.update(updates, loose, params, **inward(commit), **extra_args)
+            g, w = (layout.structure.unflatten(x) for x in (g, leaves))
+            w = None if params is None else w
+            steps, new = tx.update(g, packing.unpack(state), w, **inward(commit), **extra_args)
             inputs.follow(commit, new)
             new = packing.pack(new, like=state)
             if inputs.commit is not None:
                 inputs.commit.settle(new)
+        steps = inputs.with_zeros(steps)
         return steps, new if old is None else packing.with_layouts(new, lambda _: old)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)
+
+
+def _part(inputs: Update, g: list[Any], old: Layout | None) -> PyTree:
+    """The parameters; and of a model None for what `init` did not see, if it is not updated."""
+    leaves, structure = trees.flatten(inputs.tree)
+    if old is None or len(old.runs) != len(leaves):
+        return inputs.tree
+    for i, span in enumerate(old.runs):
+        if span is None and inputs.g[i] is None:
+            leaves[i] = g[i] = None
+    return structure.unflatten(leaves)
 
 
 def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed) -> None:

@@ -11,6 +11,7 @@ from jgrad._arithmetic.apply import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_norm_axes
@@ -145,7 +146,7 @@ def skip_nonfinite(
             scale,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)
 
 
 def _chosen(

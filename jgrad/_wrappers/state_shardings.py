@@ -9,6 +9,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jgrad._inputs.pair import arrays_of
 from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, trees, values
@@ -62,6 +63,7 @@ def state_shardings(
       Parameter Models" (2020), section 5.1.
     """
     tx = wrapped.transformation(_NAME, tx)
+    params = arrays_of(params)
     axes = () if cut_over is None else values.axis_names(_NAME, "cut_over", cut_over)
     if params_shardings is None:
         name = "params"

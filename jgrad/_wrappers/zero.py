@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from jgrad._inputs.pair import pair
 from jgrad._inputs.update import Update
 from jgrad._packed import arrays, packing, shard
 from jgrad._packed.shard import Shard
@@ -97,7 +98,7 @@ def zero(
         steps = _with_shard(steps, None)
         return trees.map_leaves(lambda x: shard.all_gather(x, own), steps), _with_shard(new, None)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return pair(init, update)
 
 
 _SUMMED = (

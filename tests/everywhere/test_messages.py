@@ -149,8 +149,11 @@ TRANSFORMATIONS = [
      lambda: jgrad.adam(0.1, moment_dtype=jnp.int32)),
     (TypeError, "adam: `moment_dtype`: <class 'jax.numpy.float16'>, expected a real floating dtype with the range of float32.",
      lambda: jgrad.adam(0.1, moment_dtype=jnp.float16)),
-    (ValueError, "gradient_descent: `momentum`: -0.9, expected a number in [0, inf).",
+    (ValueError, "gradient_descent: `momentum`: -0.9, expected a number in [0, 1).",
      lambda: jgrad.gradient_descent(0.1, momentum=-0.9)),
+    (ValueError, "gradient_descent: `momentum`: 1.5, expected a number in [0, 1).",
+     lambda: jgrad.gradient_descent(0.1, momentum=np.array(1.5))),
+    (ValueError, "lars: `momentum`: 1.0, expected a number in [0, 1).", lambda: jgrad.lars(0.1, momentum=1.0)),
     (ValueError, "gradient_descent: `nesterov`: True, expected False without `momentum`.",
      lambda: jgrad.gradient_descent(0.1, nesterov=True)),
     (ValueError, "lars: `trust_coefficient`: inf, expected a number in [0, inf).",
@@ -160,12 +163,22 @@ TRANSFORMATIONS = [
     (ValueError, "lamb: `rule`: 'nvlamb' of type str, expected one of 'paper', 'ivy'.",
      lambda: jgrad.lamb(0.1, rule="nvlamb")),
     # At init.
-    (TypeError, "adam: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; leave other "
-     "leaves out with `optax.masked` or `equinox.partition`.", lambda: jgrad.adam(0.1).init(with_b("abc"))),
-    (TypeError, "adam: `params` at ['layer_3']['b']: an array of key<fry> and shape (), expected an array of "
-     "numbers; leave other leaves out with `optax.masked` or `equinox.partition`.",
-     lambda: jgrad.adam(0.1).init(with_b(jax.random.key(0)))),
+    (TypeError, "adam: `params` at ['layer_3']['b']: a ShapeDtypeStruct of float32 and shape (3,), expected an array "
+     "of numbers; leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`.",
+     lambda: jgrad.adam(0.1).init(with_b(jax.ShapeDtypeStruct((3,), jnp.float32)))),
+    (TypeError, "adam: `params`: 'abc' of type str, expected an array of numbers; leave other leaves out with "
+     "`eqx.filter(model, eqx.is_inexact_array)`.", lambda: jgrad.adam(0.1).init("abc")),
     # At update.
+    (TypeError, "adam: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; leave other "
+     "leaves out with `eqx.filter(model, eqx.is_inexact_array)`.",
+     lambda: update(jgrad.adam(0.1), w=with_b("abc"))),
+    (TypeError, "adam: `params` at ['layer_3']['b']: an array of key<fry> and shape (), expected an array of "
+     "numbers; leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`.",
+     lambda: update(jgrad.adam(0.1), w=with_b(jax.random.key(0)))),
+    (TypeError, "adam: `params` at ['layer_3']['b']: True of type bool, expected an array of numbers; leave other "
+     "leaves out with `eqx.filter(model, eqx.is_inexact_array)`.", lambda: update(jgrad.adam(0.1), w=with_b(True))),
+    (ValueError, "adam: `updates` does not have the structure of `params`: only `params` has ['layer_3']['b'].",
+     lambda: update(jgrad.adam(0.1), g={"layer_3": {"w": W["layer_3"]["w"]}}, w=with_b("abc"))),
     (ValueError, "adam: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
      lambda: update(jgrad.adam(0.1), g=with_b(jnp.ones((3, 1))))),
     (ValueError, "adam: `updates` does not have the structure of `params`: only `params` has ['layer_3']['b'].",
@@ -212,6 +225,11 @@ TRANSFORMATIONS = [
      lambda: update(jgrad.adam({"layer_3": {"w": 0.1, "b": None}}))),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: 5 of type int, expected a bool.",
      lambda: update(jgrad.adam(0.1, weight_decay_mask=5))),
+    (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: an array of bool and shape (3,), expected a bool.",
+     lambda: update(jgrad.adam(0.1, weight_decay_mask=np.ones(3, bool)))),
+    (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: an array of bool and shape (), traced, expected a "
+     "bool; masks are read while tracing: compute them with Python or NumPy.",
+     lambda: jax.jit(lambda x: update(jgrad.adam(0.1, weight_decay_mask=x)))(True)),
     (TypeError, "lamb: `trust_ratio_mask` at ['layer_3']['b']: 1 of type int, expected a bool.",
      lambda: update(jgrad.lamb(0.1, trust_ratio_mask={"layer_3": {"w": True, "b": 1}}))),
     (ValueError, "lars: `weight_decay_mask` does not have the structure of `params`: only `weight_decay_mask` has "

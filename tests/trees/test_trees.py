@@ -44,8 +44,8 @@ def test_align_needs_one_that_is_finest():
     assert trees.align({"a": [1], "b": 2}, {"a": 1, "b": [2]}) is None
 
 
-def test_a_model_that_is_callable_is_no_function():
-    """Such as equinox's; a schedule may be a `Partial`."""
+def test_a_model_that_is_callable_is_no_function_beside_itself():
+    """Such as equinox's; beside other parameters it is one."""
 
     @jax.tree_util.register_pytree_node_class
     class Model:
@@ -59,9 +59,10 @@ def test_a_model_that_is_callable_is_no_function():
         def tree_unflatten(cls, _, children):
             return cls()
 
-    assert not trees.is_function(Model())
-    assert trees.is_function(lambda x: x)
-    assert trees.is_function(jax.tree_util.Partial(lambda x: x))
+    assert not trees.is_function(Model(), Model())
+    assert trees.is_function(Model(), {"w": 1.0})
+    assert trees.is_function(lambda x: x, Model())
+    assert trees.is_function(jax.tree_util.Partial(lambda x: x), Model())
 
 
 @pytest.mark.parametrize(

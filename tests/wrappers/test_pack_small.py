@@ -200,10 +200,11 @@ def test_leaves_that_are_no_numbers():
     """As of the transformation inside."""
     message = (
         "pack_small: `params` at ['k']: an array of key<fry> and shape (), expected an array of "
-        "numbers; leave other leaves out with `optax.masked` or `equinox.partition`."
+        "numbers; leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`."
     )
     tx = jgrad.pack_small(jgrad.adam(0.1))
-    assert_error(TypeError, message, lambda: tx.init({"k": jax.random.key(0), "w": jnp.ones(3)}))
+    w, g = {"k": jax.random.key(0), "w": jnp.ones(3)}, {"k": jnp.ones(3), "w": jnp.ones(3)}
+    assert_error(TypeError, message, lambda: tx.update(g, tx.init(w), w))
 
 
 def test_gradients_of_another_shape():

@@ -1,0 +1,200 @@
+"""Options that may be functions: what is called, and what is a tree of numbers."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.choice import mostly_slow
+
+W = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
+G = jax.tree.map(lambda x: 0.5 * x, W)
+
+
+def node(cls):
+    """A dataclass whose fields are all children, as those of equinox's modules."""
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+
+@node
+class Schedule:
+    """Stands for a module whose leaves are numbers."""
+
+    start: Any
+
+    def __call__(self, done):
+        return self.start / (done + 1).astype(float)
+
+
+@node
+class Closure:
+    """Stands for what optimistix and `eqx.filter_jit` make of a function: it is a leaf of theirs."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *args):
+        return self.fn(*args)
+
+
+@node
+class Model:
+    """Stands for a model of equinox, which is callable; so is a tree of rates made of it."""
+
+    w: Any
+    b: Any
+
+    def __call__(self, x):
+        raise AssertionError("a tree of numbers was called")
+
+
+MODEL = Model(**W)
+
+
+def plain(done):
+    return 0.2 / (done + 1).astype(float)
+
+
+SCHEDULES = {
+    "a module": Schedule(0.2),
+    "a module of arrays": Schedule(jnp.asarray(0.2)),
+    "a module of shape arrays": Schedule(jnp.full((3, 1), 0.2)[0]),
+    "a closure": Closure(plain),
+    "a Partial": jax.tree_util.Partial(lambda start, done: start / (done + 1).astype(float), 0.2),
+    "a compiled function": jax.jit(plain),
+    "a functools.partial": functools.partial(plain),
+    "a module of modules": Closure(Schedule(0.2)),
+}
+
+
+def trained(tx, params=W, steps=3):
+    """The parameters after some steps, in one compiled program a step."""
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(steps):
+        updates, state = update(jax.tree.map(lambda x: 0.5 * x, params), state, params)
+        params = optax.apply_updates(params, updates)
+    return jax.tree.leaves(params), state
+
+
+def assert_same(found, expected):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("params", [W, MODEL], ids=["dict", "model"])
+def test_a_schedule_that_is_a_tree_is_called(schedule, params):
+    tx, state = jgrad.gradient_descent(schedule), jgrad.gradient_descent(0.1).init(params)
+    for step, rate in enumerate((0.2, 0.1)):
+        updates, _ = tx.update(params, state._replace(step=jnp.int32(step)), params)
+        assert_same(updates, jax.tree.map(lambda x, rate=rate: -rate * x, params))
+
+
+@pytest.mark.parametrize("make", mostly_slow(["adam", "lars", "lamb"], "lamb"))
+def test_by_every_method_and_inside_of_wrappers(make):
+    around = lambda rate: jgrad.skip_nonfinite(jgrad.pack_small(getattr(jgrad, make)(rate)))
+    assert_same(trained(around(Closure(Schedule(0.2)))), trained(around(plain)))
+
+
+def test_a_schedule_for_one_call():
+    """In the place of the rate of the factory, as a number would be."""
+    tx = jgrad.gradient_descent(0.1)
+    updates, _ = tx.update(G, tx.init(W), W, learning_rate=Schedule(0.2))
+    assert_same(updates, jax.tree.map(lambda x: -0.2 * x, G))
+
+
+def test_a_schedule_may_return_a_tree():
+    rates = {"w": 0.2, "b": 0.0}
+    found, _ = trained(jgrad.gradient_descent(Closure(lambda done: rates)))
+    assert_same(found, trained(jgrad.gradient_descent(rates))[0])
+
+
+def test_a_tree_of_rates_in_a_callable_model_is_not_called():
+    tree = Model(w=0.2, b=0.1)
+    assert_same(
+        trained(jgrad.gradient_descent(tree), MODEL)[0],
+        trained(jgrad.gradient_descent({"w": 0.2, "b": 0.1}))[0][::-1],
+    )
+    inner = {"layer": MODEL, "rest": jnp.ones(2)}
+    prefix = {"layer": 0.2, "rest": 0.1}
+    whole = {"layer": Model(0.2, 0.2), "rest": 0.1}
+    assert_same(
+        trained(jgrad.adam(whole), inner)[0],
+        trained(jgrad.adam(prefix), inner)[0],
+    )
+
+
+def test_other_leaves_of_a_tree_of_rates_are_named():
+    tx = jgrad.adam(Model(w=0.2, b="fast"))
+    with pytest.raises(TypeError) as caught:
+        tx.update(MODEL, tx.init(MODEL), MODEL)
+    assert str(caught.value) == (
+        "adam: `learning_rate` at .b: 'fast' of type str, expected a real array or a number."
+    )
+
+
+def test_a_tree_of_another_model_says_so():
+    """A tree that is not callable and no prefix of the parameters, as ever."""
+    tx = jgrad.adam({"a": 0.1})
+    with pytest.raises(ValueError, match="`learning_rate` does not have the structure of `params`"):
+        tx.update(G, tx.init(W), W)
+
+
+# ---- masks and decays --------------------------------------------------------------------------
+
+
+def matrices(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+@pytest.mark.parametrize("option", ["weight_decay_mask", "trust_ratio_mask"])
+def test_masks(option):
+    """A function in a tree is called with shapes; a mask in a callable model is not called."""
+    tx = lambda mask: jgrad.lamb(0.1, weight_decay=0.1, **{option: mask})
+    expected = trained(tx({"w": True, "b": False}))[0]
+    assert_same(trained(tx(Closure(matrices)))[0], expected)
+    assert_same(trained(tx(Model(w=True, b=False)), MODEL)[0], expected[::-1])
+
+
+@pytest.mark.parametrize(
+    "true",
+    [np.array(True), np.bool_(True), np.array([True]), jnp.array(True), jnp.array([[True]])],
+    ids=["np.array", "np.bool_", "one of np", "jnp.array", "one of jnp"],
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_bools_of_numpy(true, compiled):
+    """From a function as well as in a tree."""
+    mask = {"w": true, "b": np.logical_not(true)}
+    tx = lambda mask: jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=mask)
+    update = jax.jit(tx(mask).update) if compiled else tx(mask).update
+    plain, _ = tx({"w": True, "b": False}).update(G, tx(None).init(W), W)
+    assert_same(update(G, tx(None).init(W), W)[0], plain)
+    assert_same(tx(lambda _: mask).update(G, tx(None).init(W), W)[0], plain)
+
+
+@pytest.mark.parametrize(
+    "decay",
+    [Schedule(0.9), Closure(lambda done: 0.9 / (done + 1).astype(float))],
+    ids=["module", "closure"],
+)
+@pytest.mark.parametrize("params", [W, MODEL], ids=["dict", "model"])
+def test_decay_of_an_average(decay, params):
+    tx = lambda decay: optax.chain(jgrad.adam(0.1), jgrad.ema(decay))
+    expected = trained(tx(lambda done: 0.9 / (done + 1).astype(float)), params)
+    assert_same(trained(tx(decay), params), expected)
+
+
+def test_a_tree_of_decays_is_not_called():
+    tx = jgrad.ema(Model(0.9, 0.8))
+    with pytest.raises(ValueError) as caught:
+        tx.update(MODEL, tx.init(MODEL), MODEL)
+    assert str(caught.value).startswith("ema: `decay`: Model(")
+    assert str(caught.value).endswith(", expected one number.")
