@@ -35,7 +35,7 @@ def test_run(pair):
 @every_pair("adam")
 def test_step_by_step_and_derivative(pair):
     def run(tx):
-        solver = OptaxSolver(opt=tx, fun=ridge, maxiter=60, implicit_diff=True)
+        solver = OptaxSolver(opt=tx, fun=ridge, maxiter=30, implicit_diff=True)
         params, state = START, solver.init_state(START, 0.1, data=(X, Y))
         for _ in range(3):
             params, state = solver.update(params, state, 0.1, data=(X, Y))
