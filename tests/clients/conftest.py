@@ -12,7 +12,9 @@ FOLDER = pathlib.Path(__file__).parent
 
 def asked_for(config):
     """By `-m clients`, or by the name of this folder or of a file in it."""
-    named = any(FOLDER.name in pathlib.Path(x.partition("::")[0]).parts for x in config.args)
+    here = config.invocation_params.dir
+    paths = [(here / x.partition("::")[0]).resolve() for x in config.args]
+    named = any(FOLDER in (path, *path.parents) for path in paths)
     return named or "clients" in config.getoption("markexpr")
 
 
