@@ -75,12 +75,25 @@ def check_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> None:
 # ---- an entry per leaf -------------------------------------------------------------------------
 
 
+def called(inputs: Update, name: str, x: Any, argument: Callable[[], Any]) -> Any:
+    """`x(argument)` if the option is a function, else `x`."""
+    if not trees.is_function(x, inputs.shapes):
+        return x
+    try:
+        return x(argument())
+    except Exception as error:
+        if not jax.tree_util.all_leaves([x]):
+            which = f"its structure is no prefix of that of `{inputs.reference.name}`"
+            error.add_note(f"{inputs.function}: `{name}` was called as a function, since {which}.")
+        raise
+
+
 def learning_rates(
     inputs: Update, learning_rate: LearningRate, override: PyTree, done: jax.Array
 ) -> list[Any]:
     """The learning rate of each array after `done` updates; `override` is that of this call."""
     given = learning_rate if override is None else override
-    given = given(done) if trees.is_function(given, inputs.shapes) else given
+    given = called(inputs, "learning_rate", given, lambda: done)
     rate = numbers.number(inputs.function, "learning_rate", given)
     arg = inputs.option("learning_rate", rate)
     checks.broadcastable(arg, inputs.updated_shapes())
@@ -128,8 +141,7 @@ def _mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])
-    if trees.is_function(tree, inputs.shapes):
-        tree = tree(trees.map_leaves(_shape_and_dtype, inputs.shapes))
+    tree = called(inputs, name, tree, lambda: trees.map_leaves(_shape_and_dtype, inputs.shapes))
     arg = inputs.option(name, tree)
     for i, x in enumerate(arg.leaves):
         if isinstance(x, jax.core.Tracer):

@@ -9,7 +9,7 @@ import optax
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.apply import apply
-from jgrad._inputs import numbers
+from jgrad._inputs import numbers, options
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.pair import pair
@@ -94,8 +94,7 @@ def ema(
         # Where the average has None, `init` saw no parameter: of a model it may be given a part.
         pairs = zip(trees.flatten(wrapped.applied(params, updates))[0], old.leaves, strict=True)
         new = [None if o is None else x for x, o in pairs]
-        given: Any = decay
-        given = given(state.done) if trees.is_function(given, inputs.shapes) else given
+        given = options.called(inputs, "decay", decay, lambda: state.done)
         beta = numbers.beta(_NAME, "decay", given)
         averaged = apply(
             rules.average,

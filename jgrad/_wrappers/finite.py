@@ -11,6 +11,10 @@ from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
 from jgrad._trees import checks
 from jgrad._trees.trees import PyTree
 
+# Leaves per stack. An eager call compiles a program of so many arguments once: in 0.4 s, and one of
+# 5,000 in 18 s.
+_TOGETHER = 256
+
 
 def all_finite(tree: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
     """Whether each element of the inexact leaves is finite, on all devices of the mesh axes."""
@@ -35,15 +39,22 @@ def agreed(flag: Any, mesh_axes: tuple[str, ...]) -> Any:
 def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
     """Whether all calls, of which each is 0 or NaN, are 0."""
     faults = leafwise.run(calls)
-    return agreed(_joined(faults) if faults else jnp.asarray(True), mesh_axes)
+    stacks = [_stacked(faults[i : i + _TOGETHER]) for i in range(0, len(faults), _TOGETHER)]
+    return agreed(_none_of(stacks) if stacks else jnp.asarray(True), mesh_axes)
 
 
 @jit_static_kwargs
-def _joined(faults: list[jax.Array]) -> jax.Array:
+def _stacked(faults: list[jax.Array]) -> jax.Array:
+    return jnp.stack(faults)
+
+
+@jit_static_kwargs
+def _none_of(stacks: list[jax.Array]) -> jax.Array:
     # By a sort, which puts NaN last. XLA would fuse a chain of `and`s over all leaves into each
     # kernel that reads the result, for every leaf: compile time would be quadratic in the leaves.
     # A sort is not fused, and unlike a loop or a branch it does not make an accelerator wait.
-    return jnp.sort(jnp.stack(faults))[-1] == 0
+    faults = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
+    return jnp.sort(faults)[-1] == 0
 
 
 @jit_static_kwargs

@@ -142,7 +142,14 @@ def test_other_leaves_of_a_tree_of_rates_are_named():
 
 
 def test_a_tree_of_another_model_says_so():
-    """A tree that is not callable and no prefix of the parameters, as ever."""
+    """One that is callable is called; what then goes wrong says why."""
+    tx = jgrad.adam(Model(w=0.1, b=[0.1]))
+    with pytest.raises(AssertionError) as failed:
+        tx.update(MODEL, tx.init(MODEL), MODEL)
+    assert failed.value.__notes__ == [
+        "adam: `learning_rate` was called as a function, since its structure is no prefix of that "
+        "of `params`."
+    ]
     tx = jgrad.adam({"a": 0.1})
     with pytest.raises(ValueError, match="`learning_rate` does not have the structure of `params`"):
         tx.update(G, tx.init(W), W)

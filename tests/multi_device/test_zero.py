@@ -455,7 +455,7 @@ def test_accumulation_around_it():
 
 
 def test_small_leaves_inside_it():
-    message = "pack_small: `params`: packed already, expected a tree of arrays."
+    message = "pack_small: `params`: packed already, expected a tree of arrays; `unpack` it first."
     assert_fails(message, TypeError, step(jgrad.pack_small(jgrad.adam(0.1))), packed_model())
 
 

@@ -94,3 +94,11 @@ def test_options_that_do_not_fit_the_tree():
         "(3,) or one that broadcasts to it."
     )
     assert_error(ValueError, message, lambda: jgrad.gradient_descent_update(PACKED, PACKED, rates))
+
+
+def test_packed_twice():
+    """Its buffers would be taken for leaves, and LARS and LAMB would take one for a layer."""
+    message = (
+        "pack: `tree` at ['a'][1]: packed already, expected a tree of arrays; `unpack` it first."
+    )
+    assert_error(TypeError, message, lambda: jgrad.pack({"a": [jnp.ones(3), PACKED]}))
