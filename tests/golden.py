@@ -81,6 +81,24 @@ def like(name: str, tree: Any, arrays: dict[str, np.ndarray]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
+def with_stand_ins(name: str, tree: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """A state as a file of 0.5 or before has it: an empty array for None where there is no state."""
+
+    def of(path: Any, x: Any) -> Any:
+        if x is not None:
+            return x
+        found = arrays.get(name + jax.tree_util.keystr(path))
+        assert found is None or found.shape == (0,)
+        return found if found is None else jnp.asarray(found)
+
+    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda x: x is None)
+
+
+def without_stand_ins(state: Any) -> Any:
+    """None for the empty arrays of 0.5 and before."""
+    return jax.tree.map(lambda x: None if x.shape == (0,) else x, state)
+
+
 def main() -> None:
     """Writes the file of this version."""
     arrays: dict[str, np.ndarray] = {}

@@ -17,7 +17,8 @@ from jgrad._trees.trees import PyTree
 class OptState(NamedTuple):
     """State of every optimizer; what a method does not use is `None`.
 
-    The field names are a file format: checkpoints hold them.
+    The field names are a file format: checkpoints hold them. `count`, `mu` and `nu`, optax's names,
+    read the same arrays; `optax.tree.get` finds fields only, so give it `"step"`.
 
     Attributes:
       step: number of updates done, an int32 scalar; it saturates.
@@ -28,6 +29,21 @@ class OptState(NamedTuple):
     step: jax.Array
     mw: PyTree
     vw: PyTree
+
+    @property
+    def count(self) -> jax.Array:  # type: ignore[override]  # hides `tuple.count`
+        """The step, by optax's name."""
+        return self.step
+
+    @property
+    def mu(self) -> PyTree:
+        """The first moment, by optax's name."""
+        return self.mw
+
+    @property
+    def nu(self) -> PyTree:
+        """The second moment, by optax's name."""
+        return self.vw
 
 
 OptState.__module__ = "jgrad"  # where users import it from, and what a pickle names
@@ -47,15 +63,18 @@ def init_state(
 def zeros(
     function: str, params: PyTree, dtype: DTypeLike | None = None, *, real: bool = False
 ) -> PyTree:
-    """A tree of zeros like the parameters, in `dtype`, or in theirs but float32 at least."""
+    """A tree of zeros like the parameters, in `dtype`, or in theirs but float32 at least.
+
+    None for integers, which have no moments: orbax refuses to save empty arrays.
+    """
     leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
     zeros = [None if p is None else _zeros(p, dtype, real) for p in leaves]
     return trees.flatten(params)[1].unflatten(zeros)
 
 
-def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array:
+def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | None:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
-        return empty(p)  # no moments, but a place in the tree
+        return None
     dtype = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
     is_complex = jnp.iscomplexobj(p) and not real
     return numerics.zeros_like(p, numerics.complex_dtype(dtype) if is_complex else dtype)
@@ -64,11 +83,6 @@ def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array:
 def counter(params: PyTree, value: int = 0) -> jax.Array:
     """A scalar that counts, replicated over the mesh of the parameters."""
     return _replicated(jnp.asarray(value, jnp.int32), params)
-
-
-def empty(p: jax.Array) -> jax.Array:
-    """The empty array of a parameter without state."""
-    return _replicated(jnp.zeros((0,), jnp.float32), p)
 
 
 def _replicated(x: jax.Array, params: PyTree) -> jax.Array:

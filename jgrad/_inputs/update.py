@@ -58,7 +58,11 @@ class Update:
 
     def like_reference(self, name: str, tree: PyTree) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters."""
-        checks.same_structure(self.function, name, tree, self.reference.name, self.tree)
+        taken_apart = packing.any_packed(self.tree) and not packing.any_packed(tree)
+        remedy = _NOT_PACKED if taken_apart and name.startswith("state") else ""
+        checks.same_structure(
+            self.function, name, tree, self.reference.name, self.tree, remedy=remedy
+        )
         return self.reference._replace(name=name, leaves=trees.flatten(tree)[0])
 
     def option(self, name: str, tree: PyTree) -> ArgLeaves:
@@ -225,6 +229,15 @@ class Update:
             gradients.append(g if p is not None and jnp.issubdtype(p.dtype, jnp.inexact) else None)
         checks.same_shapes(arg._replace(leaves=gradients), self.reference)
         return gradients
+
+
+# `nnx.Optimizer` writes the new state back attribute by attribute, and loses nodes that are not its
+# own, whatever the optimizer.
+_NOT_PACKED = (
+    "pack a restored state by `pack(state, like=jax.eval_shape(tx.init, params))`; flax's "
+    "`nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and parameters as a tree, "
+    "or call `tx.update` yourself"
+)
 
 
 def _or_zeros(x: Any, p: Any) -> Any:

@@ -5,6 +5,7 @@ operations of JAX that have forward and reverse mode.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ class Packed:
     """A tree of arrays in buffers, one for each dtype.
 
     A pytree node whose leaves are the buffers, so that everything that works leaf by leaf works on
-    it. The layout is static.
+    it. The layout is static. `flax.serialization` saves it as the tree that was packed, if flax was
+    imported before it was made; for other files, `unpack` before a save.
 
     Attributes:
       buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves stay unpacked, as
@@ -188,10 +190,11 @@ def layout_in(tree: PyTree) -> Layout | None:
 
 def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
     """The leaves in buffers, each layer behind the one before."""
+    _register_with_flax()
     buffers: dict[str, jax.Array] = {}
     for name, shape in layout.shapes:
         (i, span), *_ = own = layout.within(name)
-        if span.is_unpacked or _is_stand_in(leaves[i], span.layers.shape):
+        if span.is_unpacked or checks.is_nothing(leaves[i], span.layers.shape):
             buffers[name] = leaves[i]
             continue
         parts = [blocks.to_blocks(span, leaves[i], layout.width) for i, span in own]
@@ -199,6 +202,21 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
         parts += [jnp.zeros((rest,), parts[0].dtype)] if rest else []
         buffers[name] = splitting.join(parts).reshape(shape)
     return Packed(buffers, layout)
+
+
+def _register_with_flax() -> None:
+    """Lets `flax.serialization` save what is packed as the tree that was packed.
+
+    So a file does not depend on the layout, and is that of a state that is not packed. Nothing is
+    imported here: a program that saves in this way has imported flax before it makes a state.
+    """
+    flax: Any = sys.modules.get("flax.serialization")
+    if flax is not None and not flax.is_serializable(Packed):
+        flax.register_serialization_state(
+            Packed,
+            lambda packed: flax.to_state_dict(unpack(packed)),
+            lambda packed, saved: pack(flax.from_state_dict(shapes(packed), saved), like=packed),
+        )
 
 
 def _leaves(packed: Packed) -> PyTree:
@@ -210,9 +228,9 @@ def _leaves(packed: Packed) -> PyTree:
         if (unpacked := layout.unpacked_leaf(name)) is not None:
             leaves[unpacked] = buffer
             continue
-        if _is_stand_in(buffer, shape):
+        if checks.is_nothing(buffer, shape):
             for i, _ in own:
-                leaves[i] = jnp.copy(buffer)  # each its own, for donation
+                leaves[i] = buffer if buffer is None else jnp.copy(buffer)  # for donation
             continue
         if not (checks.is_array(buffer) and buffer.shape == shape):
             raise ValueError(
@@ -228,18 +246,22 @@ def _leaves(packed: Packed) -> PyTree:
     return layout.structure.unflatten(leaves)
 
 
-def _is_stand_in(x: Any, shape: tuple[int, ...]) -> bool:
-    """Whether `x` is the empty array that stands for a leaf without state, `state.empty`."""
-    return getattr(x, "shape", None) == (0,) != shape
-
-
 def _again(like: Packed, tree: PyTree) -> Packed:
     """A tree of the structure and shapes of a layout, in buffers; each buffer of one dtype."""
     layout = like.layout
     arg = ArgLeaves.from_tree("pack", "tree", tree).with_arrays()
-    expected: list[Any] = [None] * len(arg.leaves)
+    leaves = list(arg.leaves)
+    expected: list[Any] = [None] * len(leaves)
     for name, shape in layout.shapes:
         own, buffer = layout.within(name), like.buffers[name]
+        if checks.is_nothing(buffer, shape):
+            for i, _ in own:
+                if not checks.is_nothing(leaves[i]):
+                    arg.fail(
+                        i, TypeError, f"{checks.describe(leaves[i])}, expected None, as in `like`"
+                    )
+                leaves[i] = None if buffer is None else leaves[i]
+            continue
         if (unpacked := layout.unpacked_leaf(name)) is not None:
             _check_unpacked(arg, unpacked, buffer)
             expected[unpacked] = buffer
@@ -251,20 +273,17 @@ def _again(like: Packed, tree: PyTree) -> Packed:
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
             if x.dtype != dtype:
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected {dtype} as beside it")
-            stands_in = _is_stand_in(buffer, shape)
-            expected[i] = jax.ShapeDtypeStruct((0,) if stands_in else span.layers.shape, dtype)
+            expected[i] = jax.ShapeDtypeStruct(span.layers.shape, dtype)
     for i, x in enumerate(arg.leaves):
         if layout.runs[i] is None and x is not None:
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected None")
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
-    return fill(layout, list(arg.leaves))
+    return fill(layout, leaves)
 
 
 def _check_unpacked(arg: ArgLeaves, i: int, buffer: Any) -> None:
     """A leaf that stays unpacked: an array where there is one, of its kind."""
     x = arg.leaves[i]
     inexact = jnp.issubdtype(getattr(buffer, "dtype", np.int32), jnp.inexact)
-    if (x is None) != (buffer is None) or not (
-        x is None or (checks.is_numeric(x) and checks.is_inexact(x) == inexact)
-    ):
+    if not (checks.is_numeric(x) and checks.is_inexact(x) == inexact):
         arg.fail(i, TypeError, f"{checks.describe(x)}, expected {checks.describe(buffer)}")

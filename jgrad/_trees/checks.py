@@ -32,6 +32,7 @@ def same_structure(
     reference: PyTree,
     *,
     prefix: bool = False,
+    remedy: str = "",
 ) -> None:
     """`tree` has the structure of `reference`, or may be a prefix of it."""
     same = trees.flatten(tree)[1] == trees.flatten(reference)[1]
@@ -44,8 +45,9 @@ def same_structure(
     )
     more = f" (and {len(places) - _SHOWN} more)" if len(places) > _SHOWN else ""
     what = "; ".join(places[:_SHOWN]) + more if places else "static data of nodes differ"
+    end = f"; {remedy}" if remedy else ""
     raise ValueError(
-        f"{function}: `{name}` does not have the structure of `{reference_name}`: {what}."
+        f"{function}: `{name}` does not have the structure of `{reference_name}`: {what}{end}."
     )
 
 
@@ -132,6 +134,14 @@ def is_number(x: Any) -> bool:
 def is_array(x: Any) -> bool:
     """An array of JAX or NumPy, traced or not, or a NumPy scalar; keys and strings too."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def is_nothing(x: Any, shape: tuple[int, ...] | None = None) -> bool:
+    """Whether a place in a state is empty: None, or what stood there in states of 0.5 and before.
+
+    That was an array of shape (0,), where an array of `shape` could have been.
+    """
+    return x is None or getattr(x, "shape", None) == (0,) != shape
 
 
 def is_numeric(x: Any) -> bool:

@@ -8,7 +8,6 @@ import optax
 
 from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.pair import pair
-from jgrad._inputs.state import empty
 from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -22,7 +21,7 @@ class MasterState(NamedTuple):
     """State of `master_weights`. The field names are a file format: checkpoints hold them.
 
     Attributes:
-      master: a float32 copy of each half-precision parameter, an empty array for each other one.
+      master: a float32 copy of each half-precision parameter, None for each other one.
       inner: state of the transformation inside.
     """
 
@@ -62,7 +61,7 @@ def master_weights(
 
     def init(params: PyTree) -> MasterState:
         checks.parameters(ArgLeaves.from_tree(_NAME, "params", params).with_arrays())
-        master = trees.map_leaves(lambda p: wrapped.wide(p) if _is_half(p) else empty(p), params)
+        master = trees.map_leaves(lambda p: wrapped.wide(p) if _is_half(p) else None, params)
         return MasterState(master, tx.init(_optimized(master, params)))
 
     def update(
@@ -77,9 +76,7 @@ def master_weights(
         inputs = Update(_NAME, updates, params, commit)
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
-        none = jax.ShapeDtypeStruct((0,), jnp.float32)
-        expected = [p if p is None or _is_half(p) else none for p in inputs.reference.leaves]
-        checks.same_shapes(copies, inputs.reference._replace(leaves=expected))
+        _check_copies(copies, inputs)
         master = _optimized(state.master, params)
         wide = jax.tree.map(
             lambda g, p: jnp.asarray(g, jnp.float32) if g is not None and _is_half(p) else g,
@@ -113,6 +110,22 @@ def master_weights(
         )
 
     return pair(init, update)
+
+
+def _check_copies(copies: ArgLeaves, inputs: Update) -> None:
+    """A copy of each half-precision parameter that is updated, and of no float32 one."""
+    half = [p if _is_half(p) else None for p in inputs.reference.leaves]
+    for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):
+        is_there = not checks.is_nothing(copy, getattr(p, "shape", None))
+        if p is None and is_there:
+            expected = "None beside a parameter that needs no copy"
+        elif not (p is None or is_there or inputs.g[i] is None):
+            expected = f"a float32 copy of a parameter of {p.dtype}"
+        else:
+            continue
+        remedy = "call `init` with parameters of the dtypes that `update` gets"
+        copies.fail(i, ValueError, f"{checks.describe(copy)}, expected {expected}; {remedy}")
+    checks.same_shapes(copies, inputs.reference._replace(leaves=half))
 
 
 def _is_half(p: Any) -> bool:

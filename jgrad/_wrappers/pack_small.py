@@ -40,7 +40,9 @@ def pack_small(
 
     Returns:
       A transformation whose state is that of `tx` for packed parameters. `unpack` of it is the
-      state of `tx` alone.
+      state of `tx` alone: save that one, restore it, and `pack(restored, like=state)`. Orbax,
+      pickle and equinox save the packed one too, and `flax.serialization` saves it unpacked. Where
+      `optax.tree.map_params` is given trees beside the state, give it `tx` and `unpack(state)`.
 
     Raises:
       ValueError: `max_size` below 0.
@@ -55,7 +57,9 @@ def pack_small(
     def init(params: PyTree) -> Any:
         packing.check_unpacked(_NAME, "params", params)
         checks.parameters(ArgLeaves.from_tree(_NAME, "params", params).with_arrays())
-        return tx.init(packing.fill(*small_packed(params)))
+        layout, leaves = small_packed(params)
+        # `optax.tree.map_params` calls `init` with a node in place of the parameters.
+        return tx.init(packing.fill(layout, leaves) if layout.shapes else params)
 
     def update(
         updates: PyTree,
@@ -71,7 +75,8 @@ def pack_small(
         g = list(inputs.like_reference("updates", updates).with_arrays().leaves)
         layout, leaves = small_packed(_part(inputs, g, old))
         if old is None:
-            _check_stateless(tx, packing.fill(layout, leaves))
+            if layout.shapes:
+                _check_stateless(tx, packing.fill(layout, leaves))
         elif inputs.w is None:
             checks.same_shapes(inputs.reference, ArgLeaves.from_tree(_NAME, "state", old.tree()))
             layout = old
@@ -131,9 +136,9 @@ def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed) 
 
 
 def _fit(layout: Layout, g: Sequence[Any]) -> bool:
-    """Whether the gradients of each buffer are there, and of one dtype."""
+    """Whether the gradients of each buffer are there, and of one dtype; and there is a buffer."""
     for name, _ in layout.shapes:
         dtypes = {None if g[i] is None else g[i].dtype for i, _ in layout.within(name)}
         if layout.unpacked_leaf(name) is None and (len(dtypes) > 1 or None in dtypes):
             return False
-    return True
+    return bool(layout.shapes)

@@ -45,7 +45,7 @@ def holds_shards(state: PyTree, inputs: Update) -> bool:
     pairs = zip(inputs.reference.leaves, inputs.specs, strict=True)
     whole = {x.shape for x, spec in pairs if spec.is_buffer}
     return any(
-        spec.shape in whole and getattr(x, "shape", None) not in (None, (0,), spec.shape)
+        spec.shape in whole and not checks.is_nothing(x) and x.shape != spec.shape
         for x, spec in zip(trees.flatten(state)[0], arrays.specs(state), strict=True)
         if spec.is_buffer and not spec.is_unpacked
     )

@@ -142,6 +142,24 @@ def test_tree_get(case, standard_promotion):
 
 
 @every_case()
+def test_optax_names(case, standard_promotion):
+    """`count`, `mu` and `nu` read what optax's state has there; fields are those of the format."""
+    w, grads = params(), gradients(2)
+    tx, adam = case.tx(), optax.scale_by_adam()
+    state, theirs = tx.init(w), adam.init(w)
+    for g in grads:
+        _, state = tx.update(g, state, w)
+        _, theirs = adam.update(g, theirs, w)
+    assert state.count is state.step
+    assert state.count == theirs.count
+    assert state.count.dtype == theirs.count.dtype
+    assert state.mu is state.mw
+    assert state.nu is state.vw
+    assert state._fields == ("step", "mw", "vw")
+    assert optax.tree.get(state, "count") is None  # as the docs say: fields only
+
+
+@every_case()
 def test_tree_map_params(case):
     """optax knows which parts of the state are like the parameters."""
     tx, w = case.tx(), params()

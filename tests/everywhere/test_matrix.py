@@ -260,7 +260,7 @@ def test_e20_e29_integer_leaves_and_missing_gradients(case):
             moments = getattr(new, name)
             assert_equal(moments["a"], getattr(alone, name)["a"])
             assert_equal(moments["b"], jnp.ones(2))
-            assert moments["count"].shape == (0,)
+            assert moments["count"] is None
 
 
 @every_case(("lars_masked",))

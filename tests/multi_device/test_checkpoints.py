@@ -23,7 +23,7 @@ def weights():
 
 
 def transformation():
-    """Has all kinds of state, and arrays without elements where a parameter is float32 already."""
+    """Has all kinds of state, and None where a parameter is float32 already."""
     return jgrad.accumulate(jgrad.master_weights(jgrad.lamb(0.1)), 2)
 
 

@@ -22,13 +22,18 @@ def functional(w, g, m):
 
 
 A_TREE = "a dict where `{}` has a Packed"
+NOT_PACKED = (
+    "; pack a restored state by `pack(state, like=jax.eval_shape(tx.init, params))`; flax's "
+    "`nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and parameters as a tree, "
+    "or call `tx.update` yourself"
+)
 OTHER_LAYOUT = (
     "{} has packed float32 of shape (2, 3) at ['b'] where {} has packed float32 of shape (2, 2)"
 )
 MIXED = {
     "a tree as gradient": (lambda: update(OF_TWO, PACKED), "adam: `updates` does not have the structure of `params`: `updates` has " + A_TREE.format("params")),
     "a tree as parameters": (lambda: update(PACKED, OF_TWO), "adam: `updates` does not have the structure of `params`: `updates` has a Packed where `params` has a dict"),
-    "a tree as state": (lambda: update(PACKED, PACKED, OF_TWO), "adam: `state.mw` does not have the structure of `params`: `state.mw` has " + A_TREE.format("params")),
+    "a tree as state": (lambda: update(PACKED, PACKED, OF_TWO), "adam: `state.mw` does not have the structure of `params`: `state.mw` has " + A_TREE.format("params") + NOT_PACKED),
     "another layout": (lambda: update(jgrad.pack(OTHER), PACKED), "adam: `updates` does not have the structure of `params`: " + OTHER_LAYOUT.format("`updates`", "`params`")),
     "a state of another layout": (lambda: update(PACKED, PACKED, jgrad.pack(OTHER)), "adam: `state.mw` does not have the structure of `params`: " + OTHER_LAYOUT.format("`state.mw`", "`params`")),
     "a tree as functional gradient": (lambda: functional(PACKED, OF_TWO, PACKED), "adam_update: `dcdw` does not have the structure of `w`: `dcdw` has " + A_TREE.format("w")),

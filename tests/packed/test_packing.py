@@ -208,11 +208,42 @@ def test_eager_unpack_compiles_once():
     assert not compiled
 
 
-def test_stand_ins_have_arrays_of_their_own():
-    """For donation of a whole unpacked state."""
-    w = {"a": jnp.ones(3), "b": jnp.ones(4), "h": jnp.ones(3, jnp.bfloat16)}
-    state = jgrad.unpack(jgrad.master_weights(jgrad.adam(0.1)).init(jgrad.pack(w)))
-    jax.jit(lambda s: s, donate_argnums=0)(state)
+MIXED = {"a": jnp.ones(3), "b": jnp.ones(4), "h": jnp.ones(3, jnp.bfloat16)}
+
+
+def test_a_buffer_of_parameters_without_state_is_none():
+    """So are their leaves when it is unpacked, and the buffer when they are packed again."""
+    state = jgrad.master_weights(jgrad.adam(0.1)).init(jgrad.pack(MIXED))
+    assert state.master.buffers["float32"] is None
+    tree = jgrad.unpack(state)
+    assert {k for k, x in tree.master.items() if x is None} == {"a", "b"}
+    assert jax.tree.structure(jgrad.pack(tree, like=state)) == jax.tree.structure(state)
+
+
+def with_stand_ins(state):
+    """As 0.5 made it: an empty array for all parameters that have no state."""
+    empty = lambda x: jnp.zeros((0,)) if x is None else x
+    return jax.tree.map(empty, state, is_leaf=lambda x: x is None)
+
+
+def test_empty_arrays_of_earlier_versions():
+    """Each leaf has one of its own, for donation; packed like a state of today, they are None."""
+    state = jgrad.master_weights(jgrad.adam(0.1)).init(jgrad.pack(MIXED))
+    old = with_stand_ins(state)
+    tree = jgrad.unpack(old)
+    assert_equal(jgrad.pack(tree, like=state), state)
+    assert_equal(jgrad.pack(tree, like=old), old)
+    assert tree.master["a"].shape == (0,)
+    jax.jit(lambda s: s, donate_argnums=0)(tree)
+
+
+def test_an_array_where_like_has_no_state():
+    state = jgrad.master_weights(jgrad.adam(0.1)).init(jgrad.pack(MIXED))
+    message = (
+        "pack: `tree` at ['a']: an array of float32 and shape (3,), expected None, as in `like`."
+    )
+    tree = jgrad.unpack(state).master | {"a": jnp.ones(3)}
+    assert_error(TypeError, message, lambda: jgrad.pack(tree, like=state.master))
 
 
 def test_an_array_where_like_has_none():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 
 import jgrad
 from tests.cases import every_case
@@ -43,7 +43,8 @@ def test_what_is_packed():
     state = jgrad.pack_small(jgrad.adam(0.1), max_size=300).init(w)
     assert set(state.mw.buffers) == {"leaf 1", "leaf 3", "bfloat16", "float32"}
     assert state.mw.buffers["float32"].shape == (2, 256)
-    assert all(x.dtype == jnp.float32 for x in state.mw.buffers.values())
+    assert state.mw.buffers["leaf 3"] is None
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.mw))
     everything = jgrad.pack_small(jgrad.adam(0.1), max_size=0).init(w)
     assert len(everything.mw.buffers) == 4
 
@@ -242,3 +243,106 @@ def test_a_state_that_is_not_packed():
     assert_error(ValueError, message, lambda: small.update(w, tx.init(w), w))
     state = jgrad.pack(tx.init(w), like=jax.eval_shape(small.init, w))
     assert_equal(small.update(w, state, w)[0], tx.update(w, tx.init(w), w)[0])
+
+
+# ---- state that others read and save ------------------------------------------------------------
+
+SAVED = {"pack_small": (jgrad.pack_small, lambda w: w), "packed": (lambda tx: tx, jgrad.pack)}
+
+
+@pytest.mark.parametrize("form", SAVED)
+def test_flax_saves_the_tree(form):
+    """The file is that of the state of a tree, and fits both."""
+    around, packed = SAVED[form]
+    make = lambda: jgrad.master_weights(jgrad.adam(0.1))
+    tree = {"a": jnp.ones(3), "h": jnp.ones((2, 3), jnp.bfloat16), "none": None}
+    ones = jax.tree.map(jnp.ones_like, tree)
+    w, tx = packed(tree), around(make())
+    _, state = tx.update(packed(ones), tx.init(w), w)
+    _, alone = make().update(ones, make().init(tree), tree)
+    saved = serialization.to_bytes(state)
+    assert saved == serialization.to_bytes(alone)
+    for like in (tx.init(w), jax.eval_shape(tx.init, w)):
+        again = serialization.from_bytes(like, saved)
+        assert jax.tree.structure(again) == jax.tree.structure(state)
+        assert_equal(again, state)
+
+
+def test_flax_restores_what_fits():
+    """What does not is said by `pack`, with the path."""
+    w = {"a": jnp.ones(3), "b": jnp.ones(4)}
+    saved = serialization.to_bytes(jgrad.pack(w | {"b": jnp.ones(5)}))
+    message = "pack: `tree` does not match `like` at ['b']: shape (5,), expected (4,)."
+    assert_error(ValueError, message, lambda: serialization.from_bytes(jgrad.pack(w), saved))
+
+
+@pytest.mark.parametrize("tree", [{}, {"a": None}], ids=["no leaf", "None"])
+@pytest.mark.parametrize("make", [jgrad.adam, jgrad.gradient_descent])
+def test_nothing_to_pack(make, tree):
+    small = jgrad.pack_small(make(0.1))
+    state = small.init(tree)
+    assert jax.tree.structure(state) == jax.tree.structure(make(0.1).init(tree))
+    updates, again = small.update(tree, state, tree)
+    assert updates == tree
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+
+
+def test_optax_maps_what_is_like_the_parameters():
+    w = {"a": jnp.ones(3), "big": jnp.ones((3, 2000)), "n": jnp.arange(2)}
+    tx = jgrad.pack_small(optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1)))
+    state = tx.init(w)
+    marked = optax.tree_map_params(tx, jnp.shape, state, transform_non_params=lambda _: "other")
+    adam = marked[1]
+    assert adam.step == "other"
+    assert adam.mw.buffers == {"float32": (1, 256), "leaf 1": (3, 2000), "leaf 2": None}
+    # With a tree beside it: as the docstring says.
+    inner = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1))
+    named = optax.tree_map_params(
+        inner,
+        lambda _, name: name,
+        jgrad.unpack(state),
+        {"a": "A", "big": "B", "n": "N"},
+        is_leaf=lambda x: x is None,
+    )
+    assert named[1].vw == {"a": "A", "big": "B", "n": "N"}
+
+
+@pytest.mark.skipif(not hasattr(nnx.Param, "get_value"), reason="flax before 0.12")
+def test_packed_parameters_of_nnx():
+    """`nnx.Optimizer` takes the state apart, whatever the optimizer: the message says what to do."""
+
+    class Model(nnx.Module):
+        def __init__(self, w):
+            self.w = nnx.Param(w)
+
+    loss = lambda model: jgrad.unpack(model.w.get_value())["a"].sum()
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    model = Model(jgrad.pack({"a": jnp.ones(3)}))
+    optimizer = nnx.Optimizer(model, jgrad.adam(0.1), wrt=nnx.Param)
+    step(model, optimizer)
+    message = (
+        "adam: `state.mw` does not have the structure of `params`: `state.mw` has a State at ['w'] where "
+        "`params` has a Packed; pack a restored state by `pack(state, like=jax.eval_shape(tx.init, "
+        "params))`; flax's `nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and "
+        "parameters as a tree, or call `tx.update` yourself."
+    )
+    assert_error(ValueError, message, lambda: step(model, optimizer))
+
+    tx = jgrad.adam(0.1)
+
+    @nnx.jit
+    def by_hand(model, state):
+        params = nnx.state(model, nnx.Param)
+        updates, state = tx.update(nnx.grad(loss)(model), state, params)
+        nnx.update(model, optax.apply_updates(params, updates))
+        return state
+
+    model = Model(jgrad.pack({"a": jnp.ones(3)}))
+    state = tx.init(nnx.state(model, nnx.Param))
+    for _ in range(2):
+        state = by_hand(model, state)
+    np.testing.assert_allclose(jgrad.unpack(model.w.get_value())["a"], 0.8, rtol=1e-5)

@@ -1,0 +1,156 @@
+"""flax: linen with `TrainState`, and nnx with `nnx.Optimizer`."""
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+from flax.training.train_state import TrainState
+
+import jgrad
+from benchmarks import swap
+from tests.clients.pairs import RATE, SCHEDULE, Counted, both, every_pair
+
+pytestmark = pytest.mark.clients
+
+X = jnp.linspace(-1, 1, 32).reshape(16, 2)
+Y = jnp.sin(3 * X.sum(1, keepdims=True))
+
+
+# ---- linen -------------------------------------------------------------------------------------
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(8)(x)))
+
+
+LINEN = Linen()
+
+
+def start(tx):
+    return TrainState.create(apply_fn=LINEN.apply, params=LINEN.init(jax.random.key(0), X), tx=tx)
+
+
+def steps(state, count):
+    """The last state, the losses, and how often the loss was traced."""
+    loss = Counted(lambda params: jnp.mean((state.apply_fn(params, X) - Y) ** 2))
+
+    @jax.jit
+    def step(state):
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    values = []
+    for _ in range(count):
+        state, value = step(state)
+        values.append(value)
+    return state, values, loss.count
+
+
+@every_pair("clip, adamw, schedule", "lamb", "pack_small")
+def test_train_state(pair):
+    theirs, ours = both(pair, lambda tx: steps(start(tx), 30)[1:])
+    assert ours[0][-1] < ours[0][0]
+    assert theirs[1] == ours[1]
+
+
+@pytest.mark.parametrize("wrap", [jgrad.pack_small, swap.wrapped])
+def test_train_state_saved(wrap):
+    """As bytes in the middle of a run, which goes on from them as if nothing had been."""
+    tx = wrap(swap.adam(RATE))
+    state, *_ = steps(start(tx), 3)
+    restored = serialization.from_bytes(start(tx), serialization.to_bytes(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    np.testing.assert_array_equal(steps(restored, 3)[1], steps(state, 3)[1])
+
+
+# ---- nnx ---------------------------------------------------------------------------------------
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(2, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(nnx.tanh(self.a(x)))
+
+
+def train(tx):
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    loss = Counted(lambda model: jnp.mean((model(X) - Y) ** 2))
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(lambda model: loss(model))(model)
+        optimizer.update(model, grads)
+        return value
+
+    values = [step(model, optimizer) for _ in range(20)]
+    return values, loss.count
+
+
+@every_pair("clip, adamw, schedule", "all wrappers")
+def test_nnx_optimizer(pair):
+    theirs, ours = both(pair, train)
+    assert theirs[1] == ours[1]
+
+
+def test_state_by_optax_names():
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, swap.adam(RATE), wrt=nnx.Param)
+    assert optimizer.opt_state.count[...] == 0
+    assert "a" in optimizer.opt_state.mu
+
+
+@every_pair("momentum", "lamb", "all wrappers")
+def test_hijax_variables(pair):
+    """`init` is given the variables themselves, which are no arrays but become some."""
+
+    def run(tx):
+        with nnx.var_defaults(hijax=True):
+            model = Model(nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+            @jax.jit
+            def step(model, optimizer):
+                graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+                loss = lambda params: jnp.mean((nnx.merge(graphdef, params, rest)(X) - Y) ** 2)
+                arrays = nnx.with_vars(params, hijax=False)  # JAX does not differentiate the others
+                value, grads = jax.value_and_grad(loss)(arrays)
+                optimizer.update(params, grads)
+                return value
+
+            return [step(model, optimizer) for _ in range(5)]
+
+    both(pair, run)
+
+
+# ---- schedules that are trees ------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class Dataclass:
+    scale: float
+
+    def __call__(self, count):
+        return self.scale * SCHEDULE(count)
+
+
+class NnxSchedule(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, count):
+        return self.scale[...] * SCHEDULE(count)
+
+
+@pytest.mark.parametrize("make", [lambda: Dataclass(1.0), NnxSchedule], ids=["struct", "nnx"])
+def test_a_schedule_that_is_a_tree(make):
+    found = [steps(start(adam(make())), 5)[1] for adam in (optax.adam, swap.adam)]
+    np.testing.assert_allclose(*found, rtol=1e-5)
