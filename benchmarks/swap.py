@@ -28,7 +28,7 @@ _LARS = ("weight_decay", "weight_decay_mask", "trust_coefficient", "trust_ratio_
 
 _adam = functools.partial(jgrad.adam, bias_correction="moments")
 _lamb = functools.partial(jgrad.lamb, bias_correction="moments", max_trust_ratio=None)
-_lars = functools.partial(jgrad.lars, rule="decayed_gradient", rate_in_momentum=False)
+_lars = functools.partial(jgrad.lars, rule="decayed_gradient")
 
 NAMES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "adam": (_adam, _ADAM),

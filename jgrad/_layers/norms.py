@@ -6,6 +6,7 @@ entry per layer of up to 8 arrays, so that a trust ratio is one operation for ma
 `LayerAxes` says where the layers are.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -28,6 +29,9 @@ T = TypeVar("T")
 # 0.9 and 4.5 with 8, 1.4 and 4.6 with 16. Of sharded arrays each batch takes collectives, too.
 _BATCH = 8
 _SHARDED_BATCH = 16
+
+# Arrays per program of an eager call, in whole batches. One program of 5,000 compiles in a minute.
+_EAGER = 32 * _BATCH
 
 
 class ScaledNorm(NamedTuple):
@@ -78,6 +82,12 @@ def scaled_layer_norms(
 
     Quickest to compile where arrays of one shape stand side by side.
     """
+    spans = _spans(len(layers), groups)
+    if len(spans) > 1:
+        parts = [
+            scaled_layer_norms(layers[span], *(group[span] for group in groups)) for span in spans
+        ]
+        return [list(itertools.chain(*batches)) for batches in zip(*parts, strict=True)]
     arguments = {id(x): x for group in groups for _, xs in group for x in xs}
     position = {key: i for i, key in enumerate(arguments)}
     static = [
@@ -110,10 +120,11 @@ def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNor
         groups.setdefault(axes.mesh_axes, []).append(i)
     norms = []
     for mesh_axes, members in groups.items():
-        arguments = [calls[i][1] for i in members]
-        kinds = tuple((calls[i][0], layers[i]) for i in members)
-        norm = _norm_of_all(arguments, kinds=kinds)
-        norms.append(_over_devices(norm, mesh_axes) if mesh_axes else norm)
+        for span in _spans(len(members), [calls]):
+            arguments = [calls[i][1] for i in members[span]]
+            kinds = tuple((calls[i][0], layers[i]) for i in members[span])
+            norm = _norm_of_all(arguments, kinds=kinds)
+            norms.append(_over_devices(norm, mesh_axes) if mesh_axes else norm)
     if not norms:
         return ScaledNorm(jnp.zeros(()), jnp.ones(()))
     if len(norms) == 1:
@@ -121,6 +132,14 @@ def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNor
     real = numerics.real_dtype(*(norm.mantissa for norm in norms))
     parts = ([numerics.widen(x, real) for x in part] for part in zip(*norms, strict=True))
     return ScaledNorm(*map(jnp.stack, parts)).combined(jnp.max, jnp.sum)
+
+
+def _spans(count: int, groups: Sequence[Sequence[Call]]) -> list[slice]:
+    """Which arrays share a program: all of them, but in an eager call so many at a time."""
+    arrays = (x for group in groups for _, xs in group for x in xs)
+    if count <= _EAGER or any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return [slice(0, count)]
+    return [slice(i, i + _EAGER) for i in range(0, count, _EAGER)]
 
 
 def in_batches(layers: Sequence[LayerAxes], items: Sequence[T]) -> list[Sequence[T]]:

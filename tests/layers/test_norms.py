@@ -1,10 +1,12 @@
 """Norms of layers at every scale."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgrad
 from jgrad._arithmetic import leafwise
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
@@ -180,3 +182,27 @@ def test_norms_beyond_the_largest_number(dtype, x64):
 
 def test_global_norm_of_nothing():
     assert norms.global_norm([], []) == norms.ScaledNorm(0, 1)
+
+
+def test_an_eager_call_of_many_arrays(monkeypatch):
+    """Several programs of some arrays each, with the norms of one program of all."""
+    sizes = []
+    whole = norms._norms
+
+    def counted(arrays, *, batches):
+        sizes.append(len(arrays))
+        return whole(arrays, batches=batches)
+
+    monkeypatch.setattr(norms, "_norms", counted)
+    monkeypatch.setattr(norms, "_EAGER", 16)
+    rng = np.random.default_rng(0)
+    w = {f"w{i}": jnp.asarray(rng.normal(size=(2, 2)), jnp.float32) for i in range(20)}
+    g = jax.tree.map(jnp.cos, w)
+    tx = jgrad.lamb(0.1)
+    found = tx.update(g, tx.init(w), w)
+    assert sizes == [32, 8]  # weights and directions
+    chex.assert_trees_all_close(found, jax.jit(tx.update)(g, tx.init(w), w), rtol=1e-6)
+    exact = np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in w.values()))
+    np.testing.assert_allclose(jgrad.global_norm(w), exact, rtol=1e-6)
+    w["w19"] = jnp.full((2, 2), 1e30)
+    np.testing.assert_allclose(jgrad.global_norm(w), 2e30, rtol=1e-6)
