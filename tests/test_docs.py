@@ -14,7 +14,7 @@ import pytest
 
 import jgrad
 from benchmarks import traffic
-from tests.everywhere.test_recipes import LIMITS
+from tests.everywhere.test_recipes import LIMITS, OPERATIONS
 from tests.loops import assert_equal
 
 ROOT = next(x for x in pathlib.Path(__file__).parents if (x / "pyproject.toml").exists())
@@ -36,6 +36,7 @@ EXAMPLES = {
     "docs/packed.md": 3,
     "docs/devices.md": 4,
     "docs/recipes.md": 1,
+    "docs/from_optax.md": 1,
 }
 
 
@@ -386,6 +387,20 @@ def test_bytes_of_recipes():
         for name, both in LIMITS.items()
     }
     assert found == limits
+
+
+def test_operations():
+    """The column of jgrad is what the test of the counts has."""
+    found = {name: float(ours) for name, ours, _ in rows(section("docs/recipes.md", "Building"))}
+    assert found == {name: limit for name, (_, limit) in OPERATIONS.items()}
+
+
+def test_a_state_of_optax():
+    """The page's line makes a state with which training goes on."""
+    w = {"w": jnp.ones(3)}
+    names = {"jgrad": jgrad, "s": optax.scale_by_adam().init(w)}
+    state = run_example("docs/from_optax.md", 0, names)["state"]
+    assert_equal(state, jgrad.scale_by_adam().init(w))
 
 
 def test_donation():

@@ -98,6 +98,27 @@ def test_squarable(dtype, x64):
     assert found[6] == -found[7] == 2.0 ** (jnp.finfo(dtype).maxexp // 2 - 1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_bounded_square(dtype, x64):
+    """That of `squarable`, for all real numbers; NaN stays NaN. Its slope is finite, too."""
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.asarray([0, 1.5, -1e18, 1e19, largest, -largest], dtype)
+    found = numerics.bounded_square(x)
+    np.testing.assert_array_equal(found, numerics.abs_squared(numerics.squarable(x)))
+    assert jnp.isnan(numerics.bounded_square(jnp.asarray(jnp.nan, dtype)))
+    if dtype != "complex64":
+        assert jnp.all(jnp.isfinite(jax.vmap(jax.grad(numerics.bounded_square))(x)))
+
+
+def test_once():
+    """The same number, of any kind, with its slope."""
+    x = jnp.asarray([0.0, -0.0, 1.5, 1e-30, jnp.inf, -jnp.inf, jnp.nan])
+    found = jax.jit(numerics.once)(x)
+    np.testing.assert_array_equal(found, jax.jit(lambda x: x)(x))
+    assert jax.jit(jax.grad(numerics.once))(3.0) == 1.0
+    assert jax.jit(jax.grad(numerics.once))(jnp.inf) == 1.0
+
+
 def test_saturated():
     x = jnp.asarray([1.0, jnp.inf, -jnp.inf, jnp.inf, jnp.nan])
     of = jnp.asarray([1.0, 3e38, -3e38, jnp.inf, jnp.nan])
