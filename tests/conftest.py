@@ -38,7 +38,7 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
 
 LIMIT = 1.15  # GB, above which a process frees its compiled programs; one test takes up to 0.2
-ONE_IN = 10  # of slow choices one in so many runs by `--all`
+ONE_IN = 16  # of slow choices one in so many runs by `--all`
 FEW = 2  # so many always run
 GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
 
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _thinned(slow):
-    """Of each test with many slow choices of parameters a tenth, of another test another tenth.
+    """Of each test with many slow choices of parameters one in sixteen, of another test another one.
 
     The choices are those of the whole matrix, of which the default suite runs a core. Together the
     tests still meet every optimizer, dtype and form.
