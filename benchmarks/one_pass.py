@@ -15,8 +15,9 @@ from benchmarks.workloads import WORKLOADS
 
 FLAG = "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"
 METHODS = ("momentum", "Adam")
-_ONE_LEAF = "one leaf, 32 M"
-WORK = f"with several results per loop: {_ONE_LEAF}"
+# Not the leaf of 2^25 elements: arrays that start at multiples of a power of two share cache sets.
+_MODEL = "BERT-base, vocabulary 4096: 197 leaves, 88 M"
+WORK = f"with several results per loop: {_MODEL}"
 
 
 def compare(method: str, *, rounds: int, builds: int) -> list[Result]:
@@ -32,8 +33,8 @@ def compare(method: str, *, rounds: int, builds: int) -> list[Result]:
 
 
 def _in_this_process(method: str, rounds: int, builds: int) -> list[Result]:
-    work = WORKLOADS[_ONE_LEAF]
-    forms = work.forms(method)
+    work = WORKLOADS[_MODEL]
+    forms = [form for form in work.forms(method) if form != "small packed"]
     return updates.compare(WORK, method, work.shapes, forms, rounds=rounds, builds=builds)
 
 

@@ -65,7 +65,7 @@ MUTATIONS = [
     Mutation("_arithmetic/numerics.py", "zeros without the sharding", "return jnp.where(x == x, zero, zero)", "return jnp.broadcast_to(zero, x.shape)", DEVICES + "/test_placement.py"),
     Mutation("_arithmetic/numerics.py", "second moments overflow", "return jnp.minimum(square, jnp.asarray(largest, square.dtype))", "return square", "tests/arithmetic tests/everywhere/test_sharp_edges.py"),
     Mutation("_arithmetic/numerics.py", "a schedule is computed for each leaf", "return x / jax.lax.stop_gradient(one)", "return x", "tests/everywhere/test_recipes.py -k operations"),
-    Mutation("_arithmetic/one_pass.py", "moments are computed twice without the flag", 'return _FLAG in os.environ.get("XLA_FLAGS", "") and', "return", "tests/arithmetic/test_one_pass.py"),
+    Mutation("_arithmetic/one_pass.py", "moments are computed twice without the flag", 'return _flag_is_set() and', "return", "tests/arithmetic/test_one_pass.py"),
     Mutation("_arithmetic/one_pass.py", "moments are computed once under the flag", "    if not is_chosen():\n", "    if True:\n", "tests/arithmetic/test_one_pass.py"),
     Mutation("_arithmetic/leafwise.py", "results of a batch in another order", "indices, rows = zip(*members[start : start + _TOGETHER], strict=True)", "indices, rows = zip(*members[start : start + _TOGETHER], strict=True)\n            indices = indices[::-1]", "tests/arithmetic"),
     Mutation("_arithmetic/rules.py", "momentum and decay without their factors", "direction + numerics.addable(scaled(x, factor))", "direction + numerics.addable(x)", MATRIX),

@@ -9,6 +9,7 @@ the same program would move 60, so nothing is computed twice there.
 
 import functools
 import os
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,13 +17,17 @@ import jax
 
 T = TypeVar("T")
 
-_FLAG = "xla_cpu_use_multi_output_fusion"
+_FLAG = re.compile("xla_cpu_use_multi_output_fusion(?!=(false|0))")
+
+
+def is_chosen() -> bool:
+    """Whether the flag is set, and programs are for CPUs."""
+    return _flag_is_set() and jax.default_backend() == "cpu"
 
 
 @functools.cache
-def is_chosen() -> bool:
-    """Whether the flag is set, and programs are for CPUs."""
-    return _FLAG in os.environ.get("XLA_FLAGS", "") and jax.default_backend() == "cpu"
+def _flag_is_set() -> bool:
+    return bool(_FLAG.search(os.environ.get("XLA_FLAGS", "")))
 
 
 def written_and_read(compute: Callable[..., T], *arrays: Any) -> tuple[T, T]:

@@ -8,7 +8,7 @@ entry per layer of up to 8 arrays, so that a trust ratio is one operation for ma
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -113,13 +113,14 @@ def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[li
 def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNorm:
     """The norm of all arrays together, each of which is one layer.
 
-    As `scaled_layer_norms`, but with one sum, and one scale where that is not a normal number.
+    As `scaled_layer_norms`, but with one sum, and one scale where that is not a normal number, for
+    all arrays of a precision: a sum in float64 says nothing of squares in float32.
     """
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for i, axes in enumerate(layers):
-        groups.setdefault(axes.mesh_axes, []).append(i)
+    groups: dict[Any, list[int]] = {}
+    for i, (axes, (_, xs)) in enumerate(zip(layers, calls, strict=True)):
+        groups.setdefault((axes.mesh_axes, numerics.real_dtype(*xs)), []).append(i)
     norms = []
-    for mesh_axes, members in groups.items():
+    for (mesh_axes, _), members in groups.items():
         for span in _spans(len(members), [calls]):
             arguments = [calls[i][1] for i in members[span]]
             kinds = tuple((calls[i][0], layers[i]) for i in members[span])

@@ -25,7 +25,6 @@ SIZE = 256
 
 # Bytes moved per parameter: each array is read once and written once.
 CASES = {
-    "momentum": (lambda: jgrad.gradient_descent(0.1, momentum=0.9), 20),
     "Nesterov, decay": (
         lambda: jgrad.gradient_descent(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
         20,

@@ -193,7 +193,15 @@ def test_an_eager_call_of_many_arrays(monkeypatch):
         sizes.append(len(arrays))
         return whole(arrays, batches=batches)
 
+    of_all = []
+    whole_of_all = norms._norm_of_all
+
+    def counted_of_all(arrays, *, kinds):
+        of_all.append(len(arrays))
+        return whole_of_all(arrays, kinds=kinds)
+
     monkeypatch.setattr(norms, "_norms", counted)
+    monkeypatch.setattr(norms, "_norm_of_all", counted_of_all)
     monkeypatch.setattr(norms, "_EAGER", 16)
     rng = np.random.default_rng(0)
     w = {f"w{i}": jnp.asarray(rng.normal(size=(2, 2)), jnp.float32) for i in range(20)}
@@ -204,5 +212,6 @@ def test_an_eager_call_of_many_arrays(monkeypatch):
     chex.assert_trees_all_close(found, jax.jit(tx.update)(g, tx.init(w), w), rtol=1e-6)
     exact = np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in w.values()))
     np.testing.assert_allclose(jgrad.global_norm(w), exact, rtol=1e-6)
+    assert of_all == [16, 4]
     w["w19"] = jnp.full((2, 2), 1e30)
     np.testing.assert_allclose(jgrad.global_norm(w), 2e30, rtol=1e-6)

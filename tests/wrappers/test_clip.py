@@ -141,6 +141,19 @@ def test_double_precision(x64):
     np.testing.assert_allclose(clip(g[1:], 1e180)[0], 1e180 / np.sqrt(3), rtol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("single", "double"), [(1e25, 1.0), (1e-30, 0.0), (1e-25, 1e-30), (1.0, 1e200), (1e30, 1e-200)]
+)
+def test_each_precision_has_its_scale(single, double, x64):
+    """Squares in float32 overflow and vanish whatever a sum in float64 says."""
+    g = [jnp.full(4, single, jnp.float32), jnp.full(4, double, jnp.float64)]
+    expected = np.sqrt(4 * single**2 + 4 * double**2) if double < 1e150 else 2 * double
+    np.testing.assert_allclose(jgrad.global_norm(g), expected, rtol=1e-6)
+    found = clip(g, 0.5 * expected)
+    np.testing.assert_allclose(found[0].astype(float), 0.5 * single, rtol=1e-6)
+    np.testing.assert_allclose(found[1], 0.5 * double, rtol=1e-6)
+
+
 @pytest.mark.parametrize(("scale", "max_norm"), [(1e10, 1.0), (1e200, 1e180)])
 def test_single_beside_double_precision(scale, max_norm, x64):
     """Also where the factors are no numbers of float32."""
