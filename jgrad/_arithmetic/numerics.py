@@ -76,12 +76,12 @@ def clipped(x: jax.Array, largest: float) -> jax.Array:
 def squarable(x: jax.Array) -> jax.Array:
     """`x`, its parts clipped to the largest power of two whose square is finite (2^63 in float32).
 
-    Infinities become NaN, so that a fault is seen.
+    Infinities stay infinite, so that a fault is seen.
     """
     if jnp.iscomplexobj(x):
         return jax.lax.complex(squarable(x.real), squarable(x.imag))
     largest = 2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 1)
-    return clipped(x, largest) + (x - x)
+    return jnp.where(jnp.isfinite(x), clipped(x, largest), x)
 
 
 def bounded_square(x: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.A
 
 @on_leaf(arrays=2)
 def second_moment(g: jax.Array, vw: jax.Array, beta: jax.Array, complement: jax.Array) -> jax.Array:
-    """v' = beta v + (1 - beta) |g|^2; finite for an infinite g, which m' shows as NaN"""
+    """v' = beta v + (1 - beta) |g|^2; finite for an infinite g, which m' shows"""
     return beta * vw + complement * numerics.bounded_square(g)
 
 

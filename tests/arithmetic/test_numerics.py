@@ -89,12 +89,11 @@ def test_abs_squared():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
 def test_squarable(dtype, x64):
-    """Finite numbers get finite squares; smaller ones stay as they are, infinities become NaN."""
+    """Finite numbers get finite squares; smaller ones, NaN and infinity stay as they are."""
     largest = float(jnp.finfo(dtype).max)
     x = jnp.asarray([0, 1.5, -1e18, jnp.inf, -jnp.inf, jnp.nan, largest, -largest], dtype)
     found = numerics.squarable(x)
-    np.testing.assert_array_equal(found[:3], x[:3])
-    assert jnp.all(jnp.isnan(found[3:6]))
+    np.testing.assert_array_equal(found[:6], x[:6])
     assert jnp.all(jnp.isfinite(numerics.abs_squared(found[6:])))
     assert found[6] == -found[7] == 2.0 ** (jnp.finfo(dtype).maxexp // 2 - 1)
 
