@@ -186,11 +186,9 @@ class Update:
 
     def written_and_read(self, compute: Callable[..., Any], *arrays: Any) -> tuple[Any, Any]:
         """New moments to be written, and for the updates; see `one_pass`."""
-        if self.commit is None:
-            return one_pass.written_and_read(compute, *arrays)
-        # XLA does not join loops that also read the decision.
-        written = compute(*arrays)
-        return written, written
+        if self.commit is not None:  # XLA does not join loops that also read the decision
+            return (compute(*arrays),) * 2
+        return one_pass.written_and_read(compute, *arrays)
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""

@@ -129,10 +129,8 @@ def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNor
     if not norms:
         return ScaledNorm(jnp.zeros(()), jnp.ones(()))
     if len(norms) == 1:
-        return norms[0]
-    real = numerics.real_dtype(*(norm.mantissa for norm in norms))
-    parts = ([numerics.widen(x, real) for x in part] for part in zip(*norms, strict=True))
-    return ScaledNorm(*map(jnp.stack, parts)).combined(jnp.max, jnp.sum)
+        return ScaledNorm(*(x.reshape(()) for x in norms[0]))
+    return ScaledNorm(*map(sums.concatenate, zip(*norms, strict=True))).combined(jnp.max, jnp.sum)
 
 
 def _spans(count: int, groups: Sequence[Sequence[Call]]) -> list[slice]:
@@ -206,6 +204,8 @@ def _norms(
 def _norm_of_all(
     arguments: list[tuple[jax.Array, ...]], *, kinds: tuple[tuple[Function, LayerAxes], ...]
 ) -> ScaledNorm:
+    """One norm, as vectors with one entry, of arrays of one precision."""
+
     def total(scale: jax.Array | None) -> jax.Array:
         calls = []
         for (f, layers), xs in zip(kinds, arguments, strict=True):
@@ -225,8 +225,7 @@ def _norm_of_all(
 
     small = jnp.asarray(limits.small, plain.dtype)
     unusual = jnp.any((plain < small) | (plain == jnp.inf))
-    norm = jax.lax.cond(unusual, rescaled, lambda: _plain(plain))
-    return ScaledNorm(*(x.reshape(()) for x in norm))
+    return jax.lax.cond(unusual, rescaled, lambda: _plain(plain))
 
 
 def _nonempty(batches: Sequence[Sequence[Measured]]) -> ArrayLike:
