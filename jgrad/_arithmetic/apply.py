@@ -8,7 +8,7 @@ An *update* is what is added to the weights: w' = w + update.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,8 +18,21 @@ from jgrad._arithmetic.leafwise import Call, Function
 # A list with an entry per leaf, or one scalar for all of them.
 PerLeaf = list[Any] | Any
 
-# (new moments, old moments) -> what is written.
-Kept = Callable[[list[Any], list[Any]], list[Any]]
+
+class Stored(NamedTuple):
+    """New moments, a list with an entry per leaf each.
+
+    Attributes:
+      written: what the state will hold.
+      read: what updates are computed from.
+    """
+
+    written: list[Any]
+    read: list[Any]
+
+
+# (calls that compute new moments, old moments) -> the new ones.
+Store = Callable[[list[Call | None], list[Any]], Stored]
 
 
 def per_leaf(x: PerLeaf, count: int) -> list[Any]:
@@ -33,10 +46,15 @@ def side_by_side(*args: PerLeaf) -> list[tuple[Any, ...]]:
     return list(zip(*(per_leaf(x, count) for x in args), strict=True))
 
 
+def calls(rule: Function, *args: PerLeaf) -> list[Call | None]:
+    """The call of `rule` on each leaf's entries."""
+    rows = side_by_side(*args)
+    return [None if any(x is None for x in row) else (rule, row) for row in rows]
+
+
 def apply(rule: Function, *args: PerLeaf) -> list[Any]:
     """`rule` of each leaf's entries."""
-    rows = side_by_side(*args)
-    return leafwise.run([None if any(x is None for x in row) else (rule, row) for row in rows])
+    return leafwise.run(calls(rule, *args))
 
 
 def decay_call(direction: jax.Array | None, w: jax.Array | None, decay: Any) -> Call | None:
@@ -53,9 +71,10 @@ def add_decay(direction: list[Any], w: list[Any] | None, decay: PerLeaf) -> list
     return leafwise.run([decay_call(*row) for row in side_by_side(direction, w, decay)])
 
 
-def always(new: list[Any], _: list[Any]) -> list[Any]:
-    """Every update is committed."""
-    return new
+def as_computed(new: list[Call | None], _: list[Any]) -> Stored:
+    """Moments are stored as they are computed."""
+    values = leafwise.run(new)
+    return Stored(values, values)
 
 
 def add_momentum(
@@ -65,16 +84,17 @@ def add_momentum(
     *,
     nesterov: bool,
     again: list[Any] | None = None,
-    kept: Kept = always,
+    store: Store = as_computed,
 ) -> tuple[list[Any], list[Any]]:
-    """The direction with momentum, and the new buffer, of which `kept` says what is committed.
+    """The direction with momentum, and the new buffer as `store` has it.
 
     Nesterov's look-ahead reads the direction a second time: `again`, if that is given.
     """
-    mw = kept(apply(rules.add_scaled, direction, mw, decay), mw)
+    new = store(calls(rules.add_scaled, direction, mw, decay), mw)
     if not nesterov:
-        return mw, mw
-    return apply(rules.add_scaled, direction if again is None else again, mw, decay), mw
+        return new.read, new.written
+    look_ahead = apply(rules.add_scaled, direction if again is None else again, new.read, decay)
+    return look_ahead, new.written
 
 
 def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import numerics
+from jgrad._quantized import leaves
+from jgrad._trees.blocks import Blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +41,7 @@ def jit_static_kwargs(f: Callable[P, R]) -> Callable[P, R]:
 
 
 def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a rule work on leaves of any float dtype, and on shapes that broadcast.
+    """Makes a rule work on leaves of any float dtype or in 8 bits, and on shapes that broadcast.
 
     The first `arrays` arguments decide the dtype and the shape of the arithmetic. The others are
     scalars, or arrays that broadcast to that shape, and are converted; bools stay bools.
@@ -50,15 +52,19 @@ def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @jit_static_kwargs
         @functools.wraps(rule)
         def call(*args: jax.Array, **options: Any) -> Any:
-            leading = args[:arrays]
+            leading = [_array(x) for x in args[:arrays]]
             real = numerics.real_dtype(*leading)
             shape = np.broadcast_shapes(*(x.shape for x in leading))
-            wide = [_broadcast(_widened(x, real), shape) for x in args]
+            wide = [_broadcast(_widened(x, real), shape) for x in (*leading, *args[arrays:])]
             return rule(*wide, **options)
 
         return call
 
     return decorate
+
+
+def _array(x: jax.Array | Blocks) -> jax.Array:
+    return leaves.decoded(x) if isinstance(x, Blocks) else x
 
 
 def _widened(x: jax.Array, real: np.dtype) -> jax.Array:

@@ -10,12 +10,12 @@ the same program would move 60, so nothing is computed twice there.
 import functools
 import os
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
-T = TypeVar("T")
+from jgrad._arithmetic.leafwise import Call
 
 _FLAG = re.compile("xla_cpu_use_multi_output_fusion(?!=(false|0))")
 
@@ -30,9 +30,11 @@ def _flag_is_set() -> bool:
     return bool(_FLAG.search(os.environ.get("XLA_FLAGS", "")))
 
 
-def written_and_read(compute: Callable[..., T], *arrays: Any) -> tuple[T, T]:
-    """What `compute` makes of the arrays: to be written, and for what is computed from it."""
-    written = compute(*arrays)
-    if not is_chosen():
-        return written, written
-    return written, compute(*jax.lax.optimization_barrier(arrays))
+def from_other_arrays(calls: Sequence[Call | None]) -> list[Call | None]:
+    """The same calls of arrays that XLA does not know to be the same."""
+    arrays = [[x for x in call[1] if jnp.ndim(x)] if call else [] for call in calls]
+    others = map(iter, jax.lax.optimization_barrier(arrays))
+    return [
+        (call[0], tuple(next(own) if jnp.ndim(x) else x for x in call[1])) if call else None
+        for call, own in zip(calls, others, strict=True)
+    ]

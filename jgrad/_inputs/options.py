@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.apply import add_decay
@@ -55,18 +54,6 @@ def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) ->
         raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
 
 
-def check_moment_dtype(function: str, moment_dtype: DTypeLike | None) -> None:
-    """None, or a real floating dtype with at least the range of float32: float16 has not."""
-    try:
-        dtype = np.dtype(np.float32 if moment_dtype is None else moment_dtype)
-        fits = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
-    except TypeError:
-        fits = False
-    if not fits:
-        expected = "a real floating dtype with the range of float32"
-        raise TypeError(f"{function}: `moment_dtype`: {moment_dtype!r}, expected {expected}.")
-
-
 def check_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> None:
     """Trees of axes, as far as they are known without parameters."""
     read_norm_axes(function, norm_axes)
@@ -106,7 +93,7 @@ def learning_rates(
 
 def weight_decays(inputs: Update, weight_decay: PyTree, weight_decay_mask: Mask) -> list[Any]:
     """The decay of each array; the Python number 0, which compiles to nothing, for none."""
-    mask = _mask(inputs, "weight_decay_mask", weight_decay_mask)
+    chosen = mask(inputs, "weight_decay_mask", weight_decay_mask)
     if checks.is_number(weight_decay) and weight_decay == 0:
         return [0.0] * len(inputs.g)
     inputs.require_params("`weight_decay`")
@@ -114,7 +101,7 @@ def weight_decays(inputs: Update, weight_decay: PyTree, weight_decay_mask: Mask)
     checks.one_element(ArgLeaves.from_tree(inputs.function, "weight_decay", decay))
     # Before it is broadcast: leaves that share an object share a number in the program.
     arg = inputs.option("weight_decay", trees.map_leaves(lambda x: x.reshape(()), decay))
-    entries = zip(arg.leaves, mask, strict=True)
+    entries = zip(arg.leaves, chosen, strict=True)
     return inputs.per_array([x if use and x is not None else 0.0 for x, use in entries])
 
 
@@ -134,14 +121,14 @@ def trust_layers(
     sharded = inputs.option("norm_axes", read_norm_axes(inputs.function, norm_axes))
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
-    mask = _mask(inputs, "trust_ratio_mask", trust_ratio_mask)
+    chosen = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
     return TrustLayers(
         arrays.layer_axes_per_array(inputs.specs, sharded, stacked, reference),
-        [spec.mask_per_layer(mask) for spec in inputs.specs],
+        [spec.mask_per_layer(chosen) for spec in inputs.specs],
     )
 
 
-def _mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
+def mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])

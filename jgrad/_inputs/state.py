@@ -1,5 +1,6 @@
 """The state type of all optimizers, and the state before the first update."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
+from jgrad._quantized import leaves as quantized
 from jgrad._trees import checks, trees
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -22,8 +25,8 @@ class OptState(NamedTuple):
 
     Attributes:
       step: number of updates done, an int32 scalar; it saturates.
-      mw: first moment, or momentum; a tree like the parameters.
-      vw: second moment, real; a tree like the parameters.
+      mw: first moment, or momentum; a tree like the parameters, with `Blocks` for arrays in 8 bits.
+      vw: second moment, real; likewise.
     """
 
     step: jax.Array
@@ -49,27 +52,30 @@ class OptState(NamedTuple):
 OptState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
-def init_state(
-    function: str, params: PyTree, moment_dtype: DTypeLike | None, *, mw: bool, vw: bool
-) -> OptState:
-    """The state before the first update; `mw` and `vw` share no buffer, for donation."""
-    return OptState(
-        counter(params),
-        zeros(function, params, moment_dtype) if mw else None,
-        zeros(function, params, moment_dtype, real=True) if vw else None,
-    )
-
-
 def zeros(
-    function: str, params: PyTree, dtype: DTypeLike | None = None, *, real: bool = False
+    function: str,
+    params: PyTree,
+    dtype: DTypeLike | None = None,
+    *,
+    stacked: Sequence[tuple[int, ...] | None] | None = None,
+    real: bool = False,
 ) -> PyTree:
     """A tree of zeros like the parameters, in `dtype`, or in theirs but float32 at least.
 
-    None for integers, which have no moments: orbax refuses to save empty arrays.
+    None for integers, which have no moments: orbax refuses to save empty arrays. With `stacked`, in
+    8 bits where that has the axes of the layers of an array, and not None.
     """
     leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
-    zeros = [None if p is None else _zeros(p, dtype, real) for p in leaves]
+    axes = [None] * len(leaves) if stacked is None else stacked
+    zeros = [
+        None if p is None else _zeros(p, dtype, real) if own is None else _blocks(p, own, real)
+        for p, own in zip(leaves, axes, strict=True)
+    ]
     return trees.flatten(params)[1].unflatten(zeros)
+
+
+def _blocks(p: jax.Array, stacked: tuple[int, ...], second: bool) -> Blocks:
+    return quantized.zeros(numerics.zeros_like(p, np.dtype(np.float32)), stacked, second=second)
 
 
 def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | None:

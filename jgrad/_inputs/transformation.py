@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import optax
-from jax.typing import DTypeLike
 
 from jgrad._inputs import options
 from jgrad._inputs.commit import Commit
+from jgrad._inputs.moments import MomentOptions
 from jgrad._inputs.options import LearningRate
 from jgrad._inputs.pair import pair
-from jgrad._inputs.state import OptState, init_state
+from jgrad._inputs.state import OptState
 from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
 
@@ -22,6 +22,8 @@ Compute = Callable[[Update, OptState, list[Any]], tuple[list[Any], Any, Any]]
 # In place of a learning rate: the method has none, and its direction is the update.
 UNSCALED: Any = object()
 
+_AS_PARAMETERS = MomentOptions(None)
+
 
 def transformation(
     name: str,
@@ -30,7 +32,7 @@ def transformation(
     learning_rate: LearningRate,
     mw: bool = False,
     vw: bool = False,
-    moment_dtype: DTypeLike | None = None,
+    moments: MomentOptions = _AS_PARAMETERS,
     params_for: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with the state `OptState(step, mw, vw)`.
@@ -41,16 +43,16 @@ def transformation(
       learning_rate: what the user gave; `UNSCALED` where the method has none, as `scale_by_adam`.
       mw: whether the method has a first moment.
       vw: whether the method has a second moment.
-      moment_dtype: what the user gave.
+      moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
     """
     if learning_rate is not UNSCALED:
         options.check_learning_rate(name, learning_rate)
-    options.check_moment_dtype(name, moment_dtype)
+    moments.check(name)
     default_rate = learning_rate
 
     def init(params: PyTree) -> OptState:
-        return init_state(name, params, moment_dtype, mw=mw, vw=vw)
+        return moments.init(name, params, mw=mw, vw=vw)
 
     def update(
         updates: PyTree,
@@ -65,6 +67,7 @@ def transformation(
         if params_for is not None:
             inputs.require_params(params_for)
         old = inputs.read(state, mw=mw, vw=vw)
+        moments.check_state(inputs, old)
         rates: list[Any] = []
         if default_rate is not UNSCALED:
             rates = options.learning_rates(inputs, default_rate, learning_rate, state.step)

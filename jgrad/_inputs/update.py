@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad._arithmetic import leafwise, numerics, one_pass, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.apply import cast_back
 from jgrad._arithmetic.leafwise import Function
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.state import OptState
+from jgrad._inputs.store import MomentStore, as_stored, kept_arrays
 from jgrad._packed import arrays, packing
+from jgrad._quantized.leaves import SIZE, Geometry
 from jgrad._trees import checks, trees
+from jgrad._trees.blocks import Blocks, is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -36,7 +39,10 @@ class Update:
       specs: what each of these leaves stands for.
       shapes: the same tree unpacked, with shapes and dtypes for what is packed.
       commit: whether the update is committed, if a wrapper decides it; None where it always is.
+      store: puts new moments in the form of the old ones; there after `read`.
     """
+
+    store: MomentStore
 
     def __init__(
         self, function: str, updates: PyTree, params: PyTree, commit: Commit | None = None
@@ -139,7 +145,9 @@ class Update:
             raise ValueError(
                 f"{self.function}: `state.step`: shape {step.shape}, expected (); {remedy}."
             )
-        return OptState(optax.safe_increment(step), *moments)
+        step = optax.safe_increment(step)
+        self.store = MomentStore(self.specs, step, self.commit)
+        return OptState(step, *moments)
 
     def with_zeros(self, updates: PyTree) -> PyTree:
         """The updates, with zero for None beside a parameter."""
@@ -168,27 +176,15 @@ class Update:
         return [u if x is None else x for x, (u, _) in zip(kept, pairs, strict=True)]
 
     def kept(self, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-        """New moments as they are stored; the old ones where the update is not committed.
+        """New arrays of a state as they are stored; old ones where the update is not committed.
 
-        To be called before anything else reads the new moments: a step is computed from what is
-        stored, so that no other form of it is written. What does not come by here is not settled:
-        the wrapper that decides looks at it.
+        To be called before anything else reads them, so that no other form of them is written. What
+        does not come by here, or by `store`, is not settled: the wrapper that decides looks at it.
         """
-        if self.commit is None:
-            return _stored(new, old)
-        calls = [
-            None if n is None else (_kept(o.dtype), (n, o, self.commit.flag))
-            for n, o in zip(new, old, strict=True)
-        ]
-        kept = _stored(leafwise.run(calls), old)
-        self.commit.settle(kept)
+        kept = as_stored(kept_arrays(new, old, self.commit), old)
+        if self.commit is not None:
+            self.commit.settle(kept)
         return kept
-
-    def written_and_read(self, compute: Callable[..., Any], *arrays: Any) -> tuple[Any, Any]:
-        """New moments to be written, and for the updates; see `one_pass`."""
-        if self.commit is not None:  # XLA does not join loops that also read the decision
-            return (compute(*arrays),) * 2
-        return one_pass.written_and_read(compute, *arrays)
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""
@@ -208,6 +204,9 @@ class Update:
         arg, updated = self.like_reference(name, tree).with_arrays(), self.updated()
         for i, (moment, reference) in enumerate(zip(arg.leaves, updated.leaves, strict=True)):
             if reference is None:
+                continue
+            if is_blocks(moment):
+                _check_blocks(arg, i, moment, second=real)
                 continue
             complex_ = jnp.iscomplexobj(reference) and not real
             kind = jnp.complexfloating if complex_ else jnp.floating
@@ -242,12 +241,17 @@ def _or_zeros(x: Any, p: Any) -> Any:
     return numerics.zeros_like(p) if x is None and p is not None else x
 
 
-def _stored(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """New moments in the dtypes of the old; in half precision XLA must not skip the rounding."""
-    return [
-        x if x is None or x.dtype == o.dtype else jax.lax.optimization_barrier(x.astype(o.dtype))
-        for x, o in zip(new, old, strict=True)
-    ]
+def _check_blocks(arg: ArgLeaves, i: int, x: Blocks, *, second: bool) -> None:
+    """Codes and scales as they are written here: others would be read as wrong numbers."""
+    codes, scale = x
+    expected = np.dtype(np.uint8 if second else np.int8)
+    if not checks.is_array(codes) or codes.dtype != expected:
+        arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
+    if not checks.is_array(scale) or scale.dtype != jnp.float32:
+        arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")
+    if not Geometry(codes.shape, scale.shape).is_right:
+        one_each = f"one for each {SIZE} of {codes.shape}"
+        arg.fail(i, ValueError, f"scales of shape {scale.shape}, expected {one_each}")
 
 
 def _has_room(dtype: np.dtype) -> bool:
@@ -255,16 +259,7 @@ def _has_room(dtype: np.dtype) -> bool:
     return bool(jnp.finfo(dtype).maxexp >= 128)
 
 
-# One function object for each dtype, so that JAX's caches find it again.
-
-
-@functools.cache
-def _kept(dtype: np.dtype) -> Function:
-    """`rules.kept` for arrays that are stored in a dtype."""
-    return functools.partial(rules.kept, largest=float(jnp.finfo(dtype).max))
-
-
-@functools.cache
+@functools.cache  # one function object for each dtype, so that JAX's caches find it again
 def _kept_update(dtype: np.dtype) -> Function:
     """`rules.kept_update` for parameters of a dtype."""
     largest = numerics.largest_addable(dtype) if _has_room(dtype) else math.inf

@@ -1,19 +1,26 @@
 """Adam, and AdamW: its weight decay is decoupled."""
 
-import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.apply import Kept, PerLeaf, always, apply, side_by_side
+from jgrad._arithmetic.apply import (
+    PerLeaf,
+    Store,
+    Stored,
+    apply,
+    as_computed,
+    calls,
+    side_by_side,
+)
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import OptState
@@ -145,18 +152,18 @@ def check_bias_correction(name: str, bias_correction: BiasCorrection) -> None:
 
 
 def new_moments(
-    g: list[Any], mw: list[Any], vw: list[Any], adam: AdamNumbers, *, kept: Kept = always
-) -> tuple[list[Any], list[Any]]:
-    """Both moments, `None` where there is no gradient; `kept` says what is committed."""
+    g: list[Any], mw: list[Any], vw: list[Any], adam: AdamNumbers, *, store: Store = as_computed
+) -> tuple[Stored, Stored]:
+    """Both moments as `store` has them, `None` where there is no gradient."""
     return (
-        kept(apply(first_moment, g, mw, adam.beta1.value, adam.beta1.complement), mw),
-        kept(apply(second_moment, g, vw, adam.beta2.value, adam.beta2.complement), vw),
+        store(calls(first_moment, g, mw, adam.beta1.value, adam.beta1.complement), mw),
+        store(calls(second_moment, g, vw, adam.beta2.value, adam.beta2.complement), vw),
     )
 
 
-def directions(mw: list[Any], vw: list[Any], adam: AdamNumbers) -> list[Any]:
+def directions(mw: Stored, vw: Stored, adam: AdamNumbers) -> list[Any]:
     """Adam's direction, from the new moments."""
-    return apply(delta, mw, vw, *step_sizes(adam))
+    return apply(delta, mw.read, vw.read, *step_sizes(adam))
 
 
 def step_sizes(adam: AdamNumbers) -> tuple[PerLeaf, PerLeaf]:
@@ -256,8 +263,8 @@ def _adam_step(
     mw, vw = new_moments(args["dcdw"], args["mw"], args["vw"], adam)
     return (
         args.replaced("dcdw", directions(mw, vw, adam)),
-        args.replaced("mw", mw, computed_from=("dcdw", "beta1")),
-        args.replaced("vw", vw, computed_from=("dcdw", "beta2")),
+        args.replaced("mw", mw.written, computed_from=("dcdw", "beta1")),
+        args.replaced("vw", vw.written, computed_from=("dcdw", "beta2")),
     )
 
 
@@ -340,8 +347,8 @@ def _adam_update(
     updates = apply(rules.descent, directions(mw, vw, adam), args["lr"])
     return (
         args.new_weights(updates, stop_gradients=stop_gradients),
-        args.replaced("mw_tm1", mw, computed_from=("dcdw", "beta1")),
-        args.replaced("vw_tm1", vw, computed_from=("dcdw", "beta2")),
+        args.replaced("mw_tm1", mw.written, computed_from=("dcdw", "beta1")),
+        args.replaced("vw_tm1", vw.written, computed_from=("dcdw", "beta2")),
     )
 
 
@@ -352,9 +359,8 @@ def _from_state(
     inputs: Update, state: OptState, adam: AdamNumbers
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """The direction and the new moments of one update."""
-    compute = functools.partial(new_moments, adam=adam, kept=inputs.kept)
-    (mw, vw), (read_mw, read_vw) = inputs.written_and_read(compute, inputs.g, state.mw, state.vw)
-    return directions(read_mw, read_vw, adam), mw, vw
+    mw, vw = new_moments(inputs.g, state.mw, state.vw, adam, store=inputs.store)
+    return directions(mw, vw, adam), mw.written, vw.written
 
 
 def adam(
@@ -366,7 +372,8 @@ def adam(
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
     bias_correction: BiasCorrection = "step_size",
-    moment_dtype: DTypeLike | None = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam; with weight decay, AdamW.
 
@@ -388,7 +395,12 @@ def adam(
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       bias_correction: "step_size" as above; "moments" as in PyTorch and optax, the one for recipes
         with a large epsilon; None for alpha = 1. See `adam_step`.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
+        `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
+        rounded stochastically.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
+        complex ones are not either.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.
@@ -411,7 +423,12 @@ def adam(
         return apply(rules.descent, direction, rates), mw, vw
 
     return transformation(
-        name, compute, learning_rate=learning_rate, mw=True, vw=True, moment_dtype=moment_dtype
+        name,
+        compute,
+        learning_rate=learning_rate,
+        mw=True,
+        vw=True,
+        moments=MomentOptions(moment_dtype, full_precision),
     )
 
 
@@ -421,7 +438,8 @@ def scale_by_adam(
     beta2: Scalar = 0.999,
     epsilon: Scalar = 1e-7,
     bias_correction: BiasCorrection = "step_size",
-    moment_dtype: DTypeLike | None = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, for `optax.chain`: `adam` without learning rate, sign and decay.
 
@@ -432,7 +450,12 @@ def scale_by_adam(
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
       bias_correction: see `adam_step`.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
+        `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
+        rounded stochastically.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
+        complex ones are not either.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.
@@ -450,5 +473,10 @@ def scale_by_adam(
         return _from_state(inputs, state, adam_options.at(name, state.step))
 
     return transformation(
-        name, compute, learning_rate=UNSCALED, mw=True, vw=True, moment_dtype=moment_dtype
+        name,
+        compute,
+        learning_rate=UNSCALED,
+        mw=True,
+        vw=True,
+        moments=MomentOptions(moment_dtype, full_precision),
     )

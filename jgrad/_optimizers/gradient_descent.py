@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import optax
-from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.apply import add_decay, add_momentum, apply
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import OptState
@@ -94,7 +94,8 @@ def gradient_descent(
     nesterov: bool = False,
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
-    moment_dtype: DTypeLike | None = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Gradient descent.
 
@@ -114,7 +115,12 @@ def gradient_descent(
       weight_decay: in [0, inf); a number or a prefix tree.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32.
+      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
+        `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
+        rounded stochastically.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
+        complex ones are not either.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum.
@@ -136,18 +142,12 @@ def gradient_descent(
             direction = add_decay(inputs.g, inputs.w, decays)
             return apply(rules.descent, direction, rates), None, None
         decay = numbers.scalar(name, "momentum", momentum)
-
-        def with_momentum(g: list[Any], w: Any, mw: list[Any]) -> tuple[list[Any], list[Any]]:
-            direction, again = add_decay(g, w, decays), None
-            if nesterov:
-                # Computed again, since XLA would write out a direction that two kernels read.
-                again = add_decay(jax.lax.optimization_barrier(g), w, decays)
-            return add_momentum(
-                direction, mw, decay, nesterov=nesterov, again=again, kept=inputs.kept
-            )
-
-        (_, mw), (direction, _) = inputs.written_and_read(
-            with_momentum, inputs.g, inputs.w, state.mw
+        direction, again = add_decay(inputs.g, inputs.w, decays), None
+        if nesterov:
+            # Computed again, since XLA would write out a direction that two kernels read.
+            again = add_decay(jax.lax.optimization_barrier(inputs.g), inputs.w, decays)
+        direction, mw = add_momentum(
+            direction, state.mw, decay, nesterov=nesterov, again=again, store=inputs.store
         )
         return apply(rules.descent, direction, rates), mw, None
 
@@ -156,5 +156,5 @@ def gradient_descent(
         compute,
         learning_rate=learning_rate,
         mw=momentum is not None,
-        moment_dtype=moment_dtype,
+        moments=MomentOptions(moment_dtype, full_precision),
     )

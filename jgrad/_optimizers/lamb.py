@@ -5,13 +5,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.apply import PerLeaf, is_zero, side_by_side
 from jgrad._arithmetic.leafwise import Call, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.pair import pair
@@ -246,11 +246,11 @@ def _lamb_update(
     )
     mw, vw = adam.new_moments(args["dcdw"], args["mw_tm1"], args["vw_tm1"], lamb_numbers.adam)
     layers = TrustLayers(args.layer_axes(axes))
-    updates = _updates(args["w"], mw, vw, lamb_numbers, layers, rule=rule)
+    updates = _updates(args["w"], mw.read, vw.read, lamb_numbers, layers, rule=rule)
     return (
         args.new_weights(updates, stop_gradients=stop_gradients),
-        args.replaced("mw_tm1", mw, computed_from=("dcdw", "beta1")),
-        args.replaced("vw_tm1", vw, computed_from=("dcdw", "beta2")),
+        args.replaced("mw_tm1", mw.written, computed_from=("dcdw", "beta1")),
+        args.replaced("vw_tm1", vw.written, computed_from=("dcdw", "beta2")),
     )
 
 
@@ -272,7 +272,8 @@ def lamb(
     rule: LambRule = "paper",
     norm_axes: PyTree = None,
     layer_axes: PyTree = None,
-    moment_dtype: DTypeLike | None = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB.
 
@@ -306,7 +307,12 @@ def lamb(
         those. Under `jit` a sharded leaf counts as a whole, and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
+        `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
+        rounded stochastically.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
+        complex ones are not either.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`. Its update needs the parameters.
@@ -336,9 +342,12 @@ def lamb(
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )
-        mw, vw = adam.new_moments(inputs.g, state.mw, state.vw, lamb_numbers.adam, kept=inputs.kept)
+        mw, vw = adam.new_moments(
+            inputs.g, state.mw, state.vw, lamb_numbers.adam, store=inputs.store
+        )
         layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
-        return _updates(w, mw, vw, lamb_numbers, layers, rule=rule), mw, vw
+        updates = _updates(w, mw.read, vw.read, lamb_numbers, layers, rule=rule)
+        return updates, mw.written, vw.written
 
     return transformation(
         name,
@@ -346,7 +355,7 @@ def lamb(
         learning_rate=learning_rate,
         mw=True,
         vw=True,
-        moment_dtype=moment_dtype,
+        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
         params_for="the trust ratio",
     )
 

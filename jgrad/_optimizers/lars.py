@@ -6,13 +6,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.apply import PerLeaf, add_momentum, apply, decay_call, side_by_side
 from jgrad._arithmetic.leafwise import Function, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import OptState
@@ -220,7 +220,8 @@ def lars(
     rule: LarsRule = "paper",
     norm_axes: PyTree = None,
     layer_axes: PyTree = None,
-    moment_dtype: DTypeLike | None = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LARS.
 
@@ -255,7 +256,12 @@ def lars(
         those. Under `jit` a sharded leaf counts as a whole, and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
-      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32.
+      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
+        `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
+        rounded stochastically.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
+        complex ones are not either.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum. Its
@@ -295,7 +301,7 @@ def lars(
             return direction, None, None
         decay = numbers.scalar(name, "momentum", momentum)
         direction, mw = add_momentum(
-            direction, state.mw, decay, nesterov=nesterov, kept=inputs.kept
+            direction, state.mw, decay, nesterov=nesterov, store=inputs.store
         )
         if inside:
             return apply(rules.negative, direction), mw, None
@@ -306,6 +312,6 @@ def lars(
         compute,
         learning_rate=learning_rate,
         mw=momentum is not None,
-        moment_dtype=moment_dtype,
+        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
         params_for="the trust ratio",
     )

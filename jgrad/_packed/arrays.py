@@ -17,7 +17,8 @@ from jgrad._packed import blocks, packing
 from jgrad._packed.blocks import Span
 from jgrad._packed.rows import PackedLayers
 from jgrad._packed.shard import Shard
-from jgrad._trees import checks
+from jgrad._quantized.random_bits import ElementKeys, leaf_keys
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -93,6 +94,24 @@ class ArraySpec(NamedTuple):
         padding = self.shape[0] * self.width - elements.size
         return jnp.pad(elements, (0, padding)).reshape(self.shape)
 
+    def element_keys(self, seed: int, purpose: int) -> ElementKeys:
+        """What random bits are a hash of, so that a leaf has the same ones packed or not.
+
+        The elements of a leaf are counted in order; of a packed one layer after layer, which is
+        another order where layers are stacked over other axes than the first.
+        """
+        keys = leaf_keys(seed, purpose, self.positions)
+        if self.is_unpacked:
+            return ElementKeys(keys[0], np.zeros((), np.uint32))
+        counts = [span.num_blocks for span in self.spans]
+        behind = self.shape[0] - sum(counts)
+        leaf = np.pad(np.repeat(keys, counts, axis=0), ((0, behind), (0, 0)))
+        starts = [_first_elements(span, self.width) for span in self.spans]
+        first = np.pad(np.concatenate(starts), (0, behind))
+        if self.shard is None:
+            return ElementKeys(leaf, first)
+        return ElementKeys(self.shard.slice(leaf), self.shard.slice(first))
+
     def mask_per_layer(self, mask: Sequence[bool]) -> bool | np.ndarray:
         """A bool per leaf as one for the array, or one for each layer where they differ."""
         own = [mask[i] for i in self.positions]
@@ -126,10 +145,16 @@ class ArraySpec(NamedTuple):
         return PackedLayers(self.local_shape, mesh_axes=mesh_axes, blocks=rows, shard=self.shard)
 
 
+def _first_elements(span: Span, width: int) -> np.ndarray:
+    """The number of the first element in each block of a leaf."""
+    layers = np.arange(span.layers.num_layers)[:, None] * span.layers.layer_size
+    return (layers + np.arange(span.blocks_per_layer) * width).reshape(-1).astype(np.uint32)
+
+
 def specs(tree: PyTree) -> list[ArraySpec]:
     """One for each leaf of a tree in which there may be `Packed` nodes."""
     found, count = [], 0
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None or packing.is_packed(x)):
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: trees.is_leaf(x) or packing.is_packed(x)):
         if not packing.is_packed(x):
             found.append(ArraySpec((count,)))
             count += 1

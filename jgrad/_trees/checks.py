@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._trees import trees
+from jgrad._trees.blocks import is_blocks
 from jgrad._trees.trees import PyTree
 
 _SHOWN = 3  # places named in a message about structure
@@ -173,7 +174,9 @@ def value_of(x: Any) -> Any:
 
 def values_of(tree: PyTree) -> PyTree:
     """The tree with arrays for variables that are leaves."""
-    leaves, structure = trees.flatten(tree)
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree, is_leaf=trees.is_none)
     values = [value_of(x) for x in leaves]
     same = all(value is x for value, x in zip(values, leaves, strict=True))
     return tree if same else structure.unflatten(values)
@@ -215,7 +218,7 @@ def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgL
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
     both = [
-        (i, x, r)
+        (i, x.codes if is_blocks(x) else x, r)
         for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True))
         if x is not None and r is not None
     ]

@@ -2,7 +2,8 @@
 
 A functional update takes trees of different depth: one learning rate for all leaves, one gradient
 for every leaf, a rate per layer. The finest tree sets the structure of the result, and every other
-tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning.
+tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning, and so
+is an array in 8 bits, which stands beside one gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +11,19 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jgrad._trees.blocks import is_blocks
+
 PyTree = Any
 
 
 def is_none(x: Any) -> bool:
     """What makes `None` a leaf, for JAX's tree functions."""
     return x is None
+
+
+def is_leaf(x: Any) -> bool:
+    """What makes `None` and an array in 8 bits leaves, for JAX's tree functions."""
+    return x is None or is_blocks(x)
 
 
 def may_be_function(x: Any) -> bool:
@@ -29,29 +37,29 @@ def is_function(x: Any, params: PyTree) -> bool:
     Functions may be trees: modules, registered dataclasses, and closures of optimistix. Trees may
     be callable: rates in a model of equinox. Such a tree has the structure of the parameters.
     """
-    is_leaf = jax.tree_util.all_leaves([x])
-    return may_be_function(x) and (is_leaf or not is_prefix(x, params))
+    is_tree = not jax.tree_util.all_leaves([x])
+    return may_be_function(x) and not (is_tree and is_prefix(x, params))
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """Leaves, `None` among them, and structure."""
-    return jax.tree.flatten(tree, is_leaf=is_none)
+    """Leaves, `None` and arrays in 8 bits among them, and structure."""
+    return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """`f` of every leaf but `None`, which stays."""
-    return jax.tree.map(lambda x: None if x is None else f(x), tree, is_leaf=is_none)
+    return jax.tree.map(lambda x: None if x is None else f(x), tree, is_leaf=is_leaf)
 
 
 def paths(tree: PyTree) -> list[str]:
     """The path of each leaf as Python indexes it, `['layer_3']['b']`; empty for a bare leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_none)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
 def children(node: PyTree) -> list[tuple[Any, PyTree]] | None:
     """The (key, child) pairs one level below `node`; None for a leaf."""
-    if node is None or jax.tree_util.all_leaves([node]):
+    if is_leaf(node) or jax.tree_util.all_leaves([node]):
         return None
     pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(path[0], child) for path, child in pairs]

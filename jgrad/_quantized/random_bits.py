@@ -1,0 +1,86 @@
+"""Random bits without a key: a hash of (seed, step, leaf, element).
+
+So a step rounds alike on a tree, packed, on any number of devices, and after a resume. Nothing is
+kept in the state, and the program has no random number generator: the hash is ten integer
+operations per element, which XLA fuses into what is rounded.
+
+Each leaf has two keys in each step. Two leaves have different ones in a step, and two steps for a
+leaf. A counter of steps that is saturated repeats them.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The finaliser of MurmurHash3, 32 bits: a bijection in which each bit of the input changes each bit
+# of the output with a probability near one half.
+_FIRST_FACTOR, _SECOND_FACTOR = 0x85EBCA6B, 0xC2B2AE35
+
+
+class ElementKeys(NamedTuple):
+    """What the hash knows of an array beside the step.
+
+    Attributes:
+      leaf: two uint32 for each leaf, of shape (2,), or for the rows of a buffer (rows, 2). An array,
+        since XLA compiles a scalar into the kernel of a leaf, and equal kernels only once.
+      first: the number of the first element, a scalar 0; or that of each row, of shape (rows,).
+    """
+
+    leaf: np.ndarray | jax.Array
+    first: np.ndarray | jax.Array
+
+
+def leaf_keys(seed: int, purpose: int, positions: Sequence[int]) -> np.ndarray:
+    """Two numbers for each leaf, by its position in a tree; of shape (leaves, 2)."""
+    start = _mixed_number(purpose + _mixed_number(seed))
+    firsts = [_mixed_number(position + start) for position in positions]
+    return np.array([(first, _mixed_number(first)) for first in firsts], np.uint32)
+
+
+def step_keys(step: jax.Array) -> jax.Array:
+    """Two numbers for each step, of shape (2,); computed once for all leaves."""
+    first = _mixed(step.astype(jnp.uint32))
+    return jnp.stack([first, _mixed(first)])
+
+
+def _mixed_number(x: int) -> int:
+    """The finaliser, of a Python number."""
+    x &= 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * _FIRST_FACTOR) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * _SECOND_FACTOR) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> jax.Array:
+    """32 random bits for each element, as uint32.
+
+    Args:
+      of_step: `step_keys`.
+      keys: of the array.
+      elements: the number of each element in its leaf, or in its row, uint32.
+    """
+    column = (*np.shape(keys.first), *[1] * (elements.ndim - 1)) if np.ndim(keys.first) else ()
+    sums = of_step + jnp.asarray(keys.leaf)
+    first, second = (sums[..., i].reshape(column) for i in range(2))
+    if np.ndim(keys.first):
+        first = first + jnp.asarray(keys.first).reshape(column)
+    # The second key enters between the rounds, so that streams are not shifts of each other.
+    return _mixed(elements + first, second)
+
+
+def _mixed(x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(_FIRST_FACTOR)
+    x = x if key is None else x ^ key
+    x = (x ^ (x >> 13)) * jnp.uint32(_SECOND_FACTOR)
+    return x ^ (x >> 16)
+
+
+def element_numbers(shape: tuple[int, ...], *, within_rows: bool) -> jax.Array:
+    """The number of each element in an array of this shape, or in its last axis."""
+    if within_rows:
+        return jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+    return jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
