@@ -49,6 +49,9 @@ from jgrad._optimizers.lars import lars as lars, lars_update as lars_update
 from jgrad._packed.layouts import Layout as Layout
 from jgrad._packed.packing import Packed as Packed, pack as pack, unpack as unpack
 
+# An array in 8 bits.
+from jgrad._trees.blocks import Blocks as Blocks
+
 # Transformations around transformations, and what stands beside them.
 from jgrad._wrappers.accumulate import AccumulateState as AccumulateState, accumulate as accumulate
 from jgrad._wrappers.clip import (

@@ -90,9 +90,9 @@ class Geometry:
             pairs = zip(self.pieces(x.codes), self._pieces_of_scale(x.scale), strict=True)
             return [Blocks(codes, scale) for codes, scale in pairs]
         if jnp.ndim(x) == 0:
-            return [x] * len(self._bounds)
-        if self.is_view and self._is_column(x):
-            return [x.reshape((*x.shape, 1))]
+            return [x] * (1 if self.is_view else len(self._bounds))
+        if self.is_view and len(self.scales) == x.ndim and x.shape == (*self.shape[:-1], 1):
+            return [x.reshape((*x.shape, 1))]  # a number for each row of a buffer
         if x.shape != self.shape:
             x = jnp.broadcast_to(x, self.shape)
         if self.is_view:
@@ -101,6 +101,30 @@ class Geometry:
         return [
             layers[:, a * SIZE : b * SIZE].reshape(self._layers, b - a, -1) for a, b in self._bounds
         ]
+
+    def scale_of_pieces(self, columns: Sequence[jax.Array]) -> jax.Array:
+        """The scales, of a column for each piece."""
+        scale = columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
+        return scale.reshape(self.scales)
+
+    def per_element(self, scale: jax.Array) -> jax.Array:
+        """The scale of each element; by no concatenation, which XLA would not fuse."""
+        if scale.shape == (*self.shape[:-1], 1):
+            return scale  # of a buffer: it broadcasts
+        if self.is_view:
+            column = scale.reshape((*self.scales, 1))
+            return jnp.broadcast_to(column, (*self.scales, SIZE)).reshape(self.shape)
+        blocks = self._bounds[-1][1]
+        columns = scale.reshape(self._layers, blocks, 1)
+        layers = jnp.broadcast_to(columns, (self._layers, blocks, SIZE)).reshape(self._layers, -1)
+        return self._in_order(layers[:, : self._layer_size])
+
+    def element_numbers(self, keys: ElementKeys) -> jax.Array:
+        """The number of each element, layer after layer; of a buffer, in its row."""
+        if np.ndim(keys.first):
+            return element_numbers(self.shape, within_rows=True)
+        numbers = element_numbers((self._layers, self._layer_size), within_rows=False)
+        return self._in_order(numbers)
 
     @property
     def _layers(self) -> int:
@@ -116,36 +140,12 @@ class Geometry:
         whole, blocks = self._layer_size // SIZE, -(-self._layer_size // SIZE)
         return [(a, b) for a, b in ((0, whole), (whole, blocks)) if b > a]
 
-    def _is_column(self, x: Any) -> bool:
-        """A number for each row of an array whose blocks lie along the last axis."""
-        return (
-            len(self.scales) == len(self.shape) and x.shape == (*self.shape[:-1], 1) != self.shape
-        )
-
     def _pieces_of_scale(self, scale: jax.Array) -> list[jax.Array]:
         """A column for each of the pieces."""
         if self.is_view:
             return [scale.reshape((*self.scales, 1))]
         columns = scale.reshape(self._layers, -1, 1)
         return [columns[:, a:b] for a, b in self._bounds]
-
-    def scale_of_pieces(self, columns: Sequence[jax.Array]) -> jax.Array:
-        """The scales, of a column for each piece."""
-        scale = columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
-        return scale.reshape(self.scales)
-
-    def per_element(self, scale: jax.Array) -> jax.Array:
-        """The scale of each element; by no concatenation, which XLA would not fuse."""
-        blocks = jnp.broadcast_to(
-            scale.reshape(self._layers, -1, 1), (self._layers, self._bounds[-1][1], SIZE)
-        )
-        layers = blocks.reshape(self._layers, -1)[:, : self._layer_size]
-        return self._in_order(layers)
-
-    def element_numbers(self) -> jax.Array:
-        """The number of each element, layer after layer."""
-        numbers = element_numbers((self._layers, self._layer_size), within_rows=False)
-        return self._in_order(numbers)
 
     def _in_order(self, layers: jax.Array) -> jax.Array:
         """The array of a row for each layer."""
@@ -162,12 +162,8 @@ def decoded(blocks: Blocks) -> jax.Array:
     """The array, float32."""
     codes, scale = blocks
     if scale.ndim == codes.ndim and scale.shape[-1] == 1:
-        return coding.decode(codes, scale)  # a piece, or part of one
-    own = geometry(blocks)
-    if own.is_view:
-        (piece,) = own.pieces(blocks)
-        return coding.decode(*piece).reshape(own.shape)
-    return coding.decode(codes, own.per_element(scale))
+        return coding.decode(codes, scale)  # a buffer, or a piece
+    return coding.decode(codes, geometry(blocks).per_element(scale))
 
 
 def zeros(x: jax.Array, stacked: Sequence[int], *, second: bool) -> Blocks:
@@ -206,14 +202,16 @@ def encoded(
       rounding: for random bits; None to round to the nearest.
     """
     encode = coding.encode_second if dtype == jnp.uint8 else coding.encode_first
-    rows = list(zip(*(own.pieces(x) for x in arguments), strict=True))
-    columns = [coding.scale_of(_largest(compute, row)) for row in rows]
-    scale = own.scale_of_pieces(columns)
-    if not own.is_view:
-        codes = encode(compute(*arguments), own.per_element(scale), _random(own, rounding))
-        return Blocks(codes, scale)
-    codes = encode(compute(*rows[0]), columns[0], _random(own, rounding))
-    return Blocks(codes.reshape(own.shape), scale)
+    rows = zip(*(own.pieces(x) for x in arguments), strict=True)
+    scale = own.scale_of_pieces([coding.scale_of(_largest(compute, row)) for row in rows])
+    random = jnp.asarray(coding.HALF, jnp.uint32)
+    if rounding is not None:
+        is_buffer = np.ndim(rounding.keys.first) > 0
+        numbers = (
+            element_numbers(own.shape, within_rows=True) if is_buffer else own.element_numbers()
+        )
+        random = random_bits(*rounding, numbers)
+    return Blocks(encode(compute(*arguments), own.per_element(scale), random), scale)
 
 
 def _largest(compute: Callable[..., jax.Array], row: Sequence[Any]) -> jax.Array:
@@ -233,14 +231,3 @@ def _largest(compute: Callable[..., jax.Array], row: Sequence[Any]) -> jax.Array
     others = jax.lax.optimization_barrier([in_parts(x) for x in row])
     largest = jnp.max(coding.magnitude(compute(*others)), axis=-2)
     return jnp.max(jax.lax.optimization_barrier(largest), axis=-1, keepdims=True)
-
-
-def _random(own: Geometry, rounding: Rounding | None) -> jax.Array:
-    """Random bits for each element, in the form in which it is encoded."""
-    if rounding is None:
-        return jnp.asarray(coding.HALF, jnp.uint32)
-    if not own.is_view:
-        return random_bits(*rounding, own.element_numbers())
-    is_buffer = np.ndim(rounding.keys.first) > 0
-    numbers = element_numbers((*own.scales, SIZE), within_rows=is_buffer)
-    return random_bits(*rounding, numbers)

@@ -25,7 +25,7 @@ class ElementKeys(NamedTuple):
     """What the hash knows of an array beside the step.
 
     Attributes:
-      leaf: two uint32 for each leaf, of shape (2,), or for the rows of a buffer (rows, 2). An array,
+      leaf: two uint32 for each leaf, of shape (2,), or for the rows of a buffer (rows, 2). Arrays,
         since XLA compiles a scalar into the kernel of a leaf, and equal kernels only once.
       first: the number of the first element, a scalar 0; or that of each row, of shape (rows,).
     """
