@@ -206,11 +206,7 @@ def encoded(
     scale = own.scale_of_pieces([coding.scale_of(_largest(compute, row)) for row in rows])
     random = jnp.asarray(coding.HALF, jnp.uint32)
     if rounding is not None:
-        is_buffer = np.ndim(rounding.keys.first) > 0
-        numbers = (
-            element_numbers(own.shape, within_rows=True) if is_buffer else own.element_numbers()
-        )
-        random = random_bits(*rounding, numbers)
+        random = random_bits(*rounding, own.element_numbers(rounding.keys))
     return Blocks(encode(compute(*arguments), own.per_element(scale), random), scale)
 
 
