@@ -64,6 +64,7 @@ from jgrad._wrappers.master_weights import (
     master_weights as master_weights,
 )
 from jgrad._wrappers.pack_small import pack_small as pack_small
+from jgrad._wrappers.quantized import quantized as quantized, unquantized as unquantized
 from jgrad._wrappers.skip_nonfinite import SkipState as SkipState, skip_nonfinite as skip_nonfinite
 from jgrad._wrappers.state_shardings import state_shardings as state_shardings
 from jgrad._wrappers.zero import zero as zero
