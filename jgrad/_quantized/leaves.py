@@ -192,7 +192,7 @@ def decoded(blocks: Blocks) -> jax.Array:
 def zeros(x: jax.Array, stacked: Sequence[int], *, second: bool) -> Blocks:
     """Zeros for an array of zeros, sharded as it is."""
     own = Geometry.of_leaf(x.shape, stacked)
-    columns = [jnp.max(piece, axis=-1, keepdims=True) for piece in own.pieces(x)]
+    columns = [piece[..., :1] for piece in own.pieces(x)]
     return Blocks(x.astype(jnp.uint8 if second else jnp.int8), own.scale_of_pieces(columns))
 
 
