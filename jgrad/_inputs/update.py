@@ -244,14 +244,14 @@ def _or_zeros(x: Any, p: Any) -> Any:
 def _check_blocks(arg: ArgLeaves, i: int, x: Blocks, *, second: bool) -> None:
     """Codes and scales as they are written here: others would be read as wrong numbers."""
     codes, scale = x
-    expected = np.dtype(np.uint8 if second else np.int8)
-    if not checks.is_array(codes) or codes.dtype != expected:
-        arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
+    dtype = np.dtype(np.uint8 if second else np.int8)
+    if not checks.is_array(codes) or codes.dtype != dtype:
+        arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {dtype}")
     if not checks.is_array(scale) or scale.dtype != jnp.float32:
         arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")
     if not Geometry(codes.shape, scale.shape).is_right:
-        one_each = f"one for each {SIZE} of {codes.shape}"
-        arg.fail(i, ValueError, f"scales of shape {scale.shape}, expected {one_each}")
+        expected = f"a number for each block of {SIZE} elements of `codes`, of shape {codes.shape}"
+        arg.fail(i, ValueError, f"`scale` of shape {scale.shape}, expected {expected}")
 
 
 def _has_room(dtype: np.dtype) -> bool:
