@@ -112,7 +112,6 @@ def test_the_same_element_packed_or_not():
     (spec,) = arrays.specs(packed)
     keys = spec.element_keys(0, 1)
     rows = random_bits(step_keys(jnp.int32(3)), keys, element_numbers(spec.shape, within_rows=True))
-    (name,) = packed.buffers
     unpacked = jgrad.unpack(
         jax.tree.map(lambda _: jax.lax.bitcast_convert_type(rows, jnp.float32), packed)
     )
