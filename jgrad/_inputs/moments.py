@@ -145,7 +145,7 @@ def _is_in_8_bits(inputs: Update, spec: ArraySpec, x: Any, full: Sequence[bool])
     if x.dtype == np.float64:
         arg = arg._replace(name=inputs.reference.name)
         remedy = "expected at most float32 beside 8 bits; keep it by `full_precision`"
-        arg.fail(position, TypeError, f"{checks.describe(x)}, {remedy}")
+        arg.fail(position, TypeError, f"dtype float64, {remedy}")
     return True
 
 

@@ -177,7 +177,7 @@ def check(arg: ArgLeaves, i: int, x: Blocks, dtype: Any = None) -> None:
     if not checks.is_array(scale) or scale.dtype != jnp.float32:
         arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")
     if not geometry(x).is_right:
-        expected = f"{Geometry.of_leaf(codes.shape).scales}, one for each block of {SIZE} elements"
+        expected = f"a number for each block of {SIZE} elements of `codes`, of shape {codes.shape}"
         arg.fail(i, ValueError, f"`scale` of shape {scale.shape}, expected {expected}")
 
 

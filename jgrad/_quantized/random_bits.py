@@ -64,7 +64,8 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
       elements: the number of each element in its leaf, or in its row, uint32.
     """
     column = (*np.shape(keys.first), *[1] * (elements.ndim - 1)) if np.ndim(keys.first) else ()
-    sums = of_step + jnp.asarray(keys.leaf)
+    leaf = jnp.asarray(keys.leaf)
+    sums = jnp.broadcast_to(of_step, leaf.shape) + leaf
     first, second = (sums[..., i].reshape(column) for i in range(2))
     if np.ndim(keys.first):
         first = first + jnp.asarray(keys.first).reshape(column)

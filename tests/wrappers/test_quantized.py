@@ -105,7 +105,10 @@ def test_errors():
         lambda: jgrad.quantized(state._replace(vw=state.mw), like=state),
     )
     other = state._replace(vw={**state.vw, "w": w._replace(scale=w.scale[:16])})
-    blocks = "`scale` of shape (16,), expected (32,), one for each block of 256 elements."
+    blocks = (
+        "`scale` of shape (16,), expected a number for each block of 256 elements of `codes`, of "
+        "shape (64, 128)."
+    )
     for name, call in (
         ("quantized", lambda: jgrad.quantized(other, like=state)),
         ("unquantized", lambda: jgrad.unquantized(other)),

@@ -1,0 +1,1 @@
+"""Codes, blocks, random bits and stochastic rounding, on plain arrays."""

@@ -1,0 +1,19 @@
+"""Steps of Adam with moments in few bits, beside float64: `benchmarks/memory.py` has the cases."""
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.memory import CASES, errors
+
+LIMITS = {"8bit": {"A": 0.15, "B": 0.15, "C": 0.25}, "bfloat16": dict.fromkeys("ABC", 0.03)}
+
+
+@pytest.mark.parametrize("case", ["A", "B", "C"])
+@pytest.mark.parametrize("form", ["8bit", "bfloat16"])
+def test_e32_e36_errors_of_steps(form, case):
+    """The root of the mean square, the longest step, and v of weights whose gradients fell."""
+    found = errors(CASES[case], form if form == "8bit" else jnp.bfloat16)
+    assert found.relative <= LIMITS[form][case]
+    assert found.longest <= 2 * found.exact_longest
+    if case != "C":
+        assert 0.85 <= found.fallen <= 1.15

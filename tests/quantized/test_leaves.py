@@ -1,0 +1,145 @@
+"""Where blocks are: beside NumPy's, for leaves of many shapes; bytes; NaN; zeros."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgrad
+from jgrad._quantized import leaves
+from jgrad._quantized.leaves import Geometry, Rounding
+from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
+from tests.reference import eight_bits
+
+# (shape, axes over which layers are stacked)
+SHAPES = [
+    ((1,), ()),
+    ((255,), ()),
+    ((256,), ()),
+    ((257,), ()),
+    ((4095,), ()),
+    ((4096,), ()),
+    ((4097,), ()),
+    ((3, 512), ()),
+    ((3, 512), (0,)),
+    ((3, 512), (1,)),
+    ((7, 300), ()),
+    ((7, 300), (0,)),
+    ((7, 300), (1,)),
+    ((7, 300), (0, 1)),
+    ((2, 3, 100), (1,)),
+    ((4, 3, 2, 65), (0, 2)),
+    ((4, 3, 2, 65), (1, 3)),
+    ((5, 16, 16), (0,)),
+    ((16, 5, 16), (1,)),
+    ((16, 16, 5), (2,)),
+]
+every_shape = pytest.mark.parametrize(("shape", "stacked"), SHAPES, ids=str)
+decoded = jax.jit(leaves.decoded)
+both = pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+
+
+@functools.partial(jax.jit, static_argnames=("stacked", "second"))
+def encoded(x, stacked, *, second):
+    own = Geometry.of_leaf(x.shape, stacked)
+    keys = ElementKeys(leaf_keys(0, 1, [0])[0], np.zeros((), np.uint32))
+    rounding = Rounding(step_keys(jnp.int32(1)), keys)
+    dtype = jnp.uint8 if second else jnp.int8
+    return leaves.encoded(lambda x: x, [x], own, dtype, rounding)
+
+
+def numbers(shape, *, second, seed=0):
+    rng = np.random.default_rng(seed)
+    x = np.float32(rng.normal(size=shape) * np.exp(2 * rng.normal(size=shape)))
+    return np.abs(x) if second else x
+
+
+def maxima(x, stacked):
+    """The largest magnitude of each block, by NumPy."""
+    blocks = eight_bits.blocks_of(x.shape, stacked)
+    found = np.zeros(int(blocks.max()) + 1 if blocks.size else 0)
+    np.maximum.at(found, blocks.ravel(), np.abs(x).ravel())
+    return found, blocks
+
+
+@every_shape
+@both
+def test_blocks_and_codes(shape, stacked, second):
+    """A scale for each block as NumPy has it, and each element at a neighbour on its grid."""
+    x = numbers(shape, second=second)
+    found = encoded(x, stacked, second=second)
+    assert found.codes.shape == x.shape
+    assert leaves.geometry(found).is_right
+    largest, blocks = maxima(x, stacked)
+    scale = np.array([eight_bits.scale_of([m]) for m in largest])
+    np.testing.assert_array_equal(np.ravel(found.scale), scale)
+    each = scale[blocks] if blocks.size else np.zeros(shape)
+    loaded = np.asarray(decoded(found))
+    np.testing.assert_array_equal(loaded, eight_bits.decode(found.codes, each))
+    step = np.maximum(0.125 * np.abs(x), 1.25 * 2.0 ** (-30 if second else -14) * each)
+    assert np.all(np.abs(loaded - x) <= step)
+    assert np.all(loaded * x >= 0)
+
+
+@every_shape
+def test_zeros(shape, stacked):
+    """Codes 0 and scale 0, of the shapes that the first step writes."""
+    for second in (False, True):
+        x = jnp.zeros(shape)
+        found = leaves.zeros(x, stacked, second=second)
+        after = jax.eval_shape(functools.partial(encoded, stacked=stacked, second=second), x)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), after
+        )
+        assert not any(np.any(y) for y in found)
+
+
+@pytest.mark.parametrize("shape", [s for s, a in SHAPES if not a], ids=str)
+def test_bytes_of_any_leaf(shape):
+    """At most 2 + 8 / 256 + 8 / size per element for both moments."""
+    size = int(np.prod(shape))
+    found = [leaves.zeros(jnp.zeros(shape), (), second=second) for second in (False, True)]
+    assert sum(x.nbytes for pair in found for x in pair) <= 2 * size + 8 * size / 256 + 8
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
+def test_bytes_of_states(packed):
+    """Of leaves of 4096 elements or more: 2.04 per parameter, of momentum 1.02; 4 below on a tree."""
+    tree = {"a": jnp.zeros((64, 64)), "b": jnp.zeros(4097), "c": jnp.zeros((8, 16, 512))}
+    params = jgrad.pack(tree) if packed else tree
+    count = sum(x.size for x in jax.tree.leaves(tree))
+    for make, limit in (
+        (lambda: jgrad.adam(0.1, moment_dtype="8bit"), 2.04),
+        (lambda: jgrad.lamb(0.1, moment_dtype="8bit"), 2.04),
+        (lambda: jgrad.lars(0.1, momentum=0.9, moment_dtype="8bit"), 1.02),
+        (lambda: jgrad.gradient_descent(0.1, momentum=0.9, moment_dtype="8bit"), 1.02),
+    ):
+        state = make().init(params)
+        held = sum(x.nbytes for x in jax.tree.leaves((state.mw, state.vw)))
+        assert held <= limit * count
+
+
+@pytest.mark.parametrize(
+    ("shape", "stacked"), [((4, 512), ()), ((5, 300), ()), ((300, 5), (1,))], ids=str
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_not_finite_in_every_place(shape, stacked, bad):
+    """The scale of that block, and no other, says so; the other blocks keep their codes."""
+    x = numbers(shape, second=True)
+    blocks = eight_bits.blocks_of(shape, stacked)
+    clean = encoded(x, stacked, second=True)
+    places = np.random.default_rng(0).choice(x.size, 20, replace=False)
+    for place in (0, x.size - 1, *places):
+        y = x.copy()
+        y.flat[place] = bad
+        found = encoded(y, stacked, second=True)
+        block = blocks.flat[place]
+        finite = np.isfinite(np.ravel(found.scale))
+        np.testing.assert_array_equal(np.flatnonzero(~finite), [block])
+        other = blocks != block
+        np.testing.assert_array_equal(
+            np.asarray(found.codes)[other], np.asarray(clean.codes)[other]
+        )
+        assert not np.any(np.isfinite(np.asarray(decoded(found))[~other]))
