@@ -167,7 +167,7 @@ def gradient_descent(
             [_momentum_call(*row) for row in rows],
             state.mw,
             decay,
-            look_ahead=None if again is None else add_decay(*again, decays),
+            look_ahead=None if again is None else add_decay(again[0], again[1], decays),
             store=inputs.store,
         )
         return apply(rules.descent, direction, rates), mw, None

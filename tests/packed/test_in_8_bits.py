@@ -114,13 +114,13 @@ def test_errors():
     packed = jgrad.pack(tree(0))
     assert_error(
         TypeError,
-        "pack: `tree` at ['flat']: Blocks of int8 and shape (5000,), expected an array; make it one "
-        "by `unquantized(tree)`.",
+        "pack: `tree` at ['stacked']: Blocks of int8 and shape (3, 70, 50), expected an array; make it "
+        "one by `unquantized(tree)`.",
         lambda: jgrad.pack(alone, like=jgrad.adam(0.1).init(packed)),
     )
     assert_error(
         TypeError,
-        "pack: `tree` at ['flat']: Blocks of uint8 and shape (5000,), expected an array of float32, "
-        "or Blocks with codes of int8.",
+        "pack: `tree` at ['stacked']: Blocks of uint8 and shape (3, 70, 50), expected an array of "
+        "float32, or Blocks with codes of int8.",
         lambda: jgrad.pack(alone._replace(mw=alone.vw), like=tx.init(packed)),
     )
