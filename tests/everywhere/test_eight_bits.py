@@ -14,7 +14,7 @@ import jgrad
 from jgrad._quantized import leaves
 from jgrad._quantized.leaves import Geometry
 from jgrad._quantized.random_bits import step_keys
-from jgrad._trees.blocks import Blocks, is_blocks
+from jgrad._trees.blocks import is_blocks
 from tests.errors import assert_error
 from tests.loops import assert_equal, step_of, train
 
