@@ -7,7 +7,6 @@ logarithm of sigma is normal, too. Each case is another spread of sizes within a
 that fall. 4096 weights, since fewer stay in float32.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -80,21 +79,14 @@ def errors(case: Case, moment_dtype: Any, *, seed: int = 0) -> Errors:
         return jax.lax.scan(body, state, g[half:])
 
     state, steps = train(jnp.asarray(g))
-    off, size, exact_longest, exact_v = 0.0, 0.0, 0.0, np.zeros(_WEIGHTS)
-    for t, (exact, exact_v) in enumerate(_exact(g)):
-        if t >= case.steps // 2:
-            found = np.asarray(steps[t - case.steps // 2], float)
-            off += float(np.mean((found - exact) ** 2))
-            size += float(np.mean(exact**2))
-            exact_longest = max(exact_longest, float(np.max(np.abs(exact))))
-    count = case.steps - case.steps // 2
-    ratio = _values(state.vw) / exact_v
+    exact, v = _exact(g)
+    off, size = (np.mean(np.square(x)) ** 0.5 for x in (np.asarray(steps) - exact, exact))
     return Errors(
-        rms=(off / count) ** 0.5,
-        relative=(off / size) ** 0.5,
-        longest=float(np.max(np.abs(steps))),
-        exact_longest=exact_longest,
-        fallen=float(np.mean(ratio[_fallen()])),
+        rms=off,
+        relative=off / size,
+        longest=np.max(np.abs(steps)),
+        exact_longest=np.max(np.abs(exact)),
+        fallen=np.mean((_values(state.vw) / v)[_fallen()]),
     )
 
 
@@ -112,14 +104,16 @@ def _gradients(case: Case, seed: int) -> np.ndarray:
     return g.astype(np.float32)
 
 
-def _exact(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Steps and second moments in float64."""
-    m, v = np.zeros(_WEIGHTS), np.zeros(_WEIGHTS)
+def _exact(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The second half of the steps, and the last second moments, in float64."""
+    m, v, steps = np.zeros(_WEIGHTS), np.zeros(_WEIGHTS), []
     for t, row in enumerate(rows, 1):
         g = row.astype(float)
         m = _BETA1 * m + (1 - _BETA1) * g
         v = _BETA2 * v + (1 - _BETA2) * g * g
-        yield m / (1 - _BETA1**t) / np.sqrt(v / (1 - _BETA2**t)), v
+        if t > len(rows) // 2:
+            steps.append(m / (1 - _BETA1**t) / np.sqrt(v / (1 - _BETA2**t)))
+    return np.stack(steps), v
 
 
 def _values(x: Any) -> np.ndarray:

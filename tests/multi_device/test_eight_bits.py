@@ -1,0 +1,113 @@
+"""8-bit state on many devices: no collective beyond float32's, and the same bits on 1, 2 and 8."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jgrad
+from benchmarks import collectives
+from jgrad._trees.blocks import is_blocks
+from tests.loops import assert_equal
+from tests.multi_device.meshes import mesh_of
+
+MAKES = {
+    "adam": functools.partial(jgrad.adam, 0.1, weight_decay=0.1),
+    "lamb": functools.partial(jgrad.lamb, 0.1, weight_decay=0.1),
+    "lars": functools.partial(jgrad.lars, 0.1, weight_decay=0.1),
+    "momentum": functools.partial(jgrad.gradient_descent, 0.1, momentum=0.9),
+}
+every_method = pytest.mark.parametrize("name", MAKES)
+LAYOUTS = {"axis 0": P("d"), "last axis": P(None, "d"), "packed": P("d")}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+SHAPES = {"axis 0": (64, 512), "last axis": (6, 4096), "packed": (64, 512)}
+
+
+def model(layout, seed=0):
+    """Two large leaves, and when packed a small and a ragged one beside them."""
+    rng = np.random.default_rng(seed)
+    shapes = {"a": SHAPES[layout], "b": SHAPES[layout]}
+    if layout == "packed":
+        shapes |= {"c": (4099,), "d": (5,)}
+    tree = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in shapes.items()}
+    return jgrad.pack(tree, multiple_of=8) if layout == "packed" else tree
+
+
+def placed(tree, layout, mesh):
+    """Leaves, codes and scales alike; counters on each device."""
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, LAYOUTS[layout] if x.ndim else P()))
+    return jax.tree.map(put, tree)
+
+
+def step(tx, w, state, g):
+    updates, state = tx.update(g, state, w)
+    return optax.apply_updates(w, updates), state
+
+
+def compiled(tx, layout, mesh):
+    """A step whose results lie as its arguments, and these."""
+    args = tuple(
+        placed(x, layout, mesh) for x in (model(layout), tx.init(model(layout)), model(layout, 1))
+    )
+    out = jax.tree.map(lambda x: x.sharding, args[:2])
+    run = jax.jit(functools.partial(step, tx), out_shardings=out, donate_argnums=(0, 1))
+    return run.lower(*args).compile(), args
+
+
+@every_layout
+@every_method
+def test_e41_collectives_are_those_of_float32(name, layout):
+    """Of the same kinds and bytes; and moments are cut as parameters are."""
+    mesh = mesh_of(d=8)
+    found, expected = (
+        collectives.of(compiled(make(), layout, mesh)[0].as_text(), 8)
+        for make in (functools.partial(MAKES[name], moment_dtype="8bit"), MAKES[name])
+    )
+    assert found == expected
+
+
+@every_layout
+@every_method
+def test_e40_the_same_bits_on_any_number_of_devices(name, layout):
+    """Three steps on 1, 2 and 8: codes and scales bit for bit, where no norm enters a moment."""
+    tx, ends = MAKES[name](moment_dtype="8bit"), []
+    for devices in (1, 2, 8):
+        run, (w, state, _) = compiled(tx, layout, mesh_of(d=devices))
+        for t in (1, 2, 3):
+            w, state = run(w, state, placed(model(layout, t), layout, mesh_of(d=devices)))
+        ends.append(jax.device_get((w, state)))
+    assert any(map(is_blocks, jax.tree.leaves(ends[0][1], is_leaf=is_blocks)))
+    for w, state in ends[1:]:
+        if name != "lars":
+            assert_equal((state.mw, state.vw), (ends[0][1].mw, ends[0][1].vw))
+        for a, b in zip(jax.tree.leaves(w), jax.tree.leaves(ends[0][0]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["axis 0", "last axis"])
+def test_e41_the_same_form_on_every_mesh(layout):
+    """The size is that of the whole leaf: a share of 512 elements is in 8 bits as the leaf is."""
+    mesh, spec = mesh_of(d=8), LAYOUTS[layout]
+    tx = jgrad.adam(0.1, moment_dtype="8bit")
+    shape = (8, 512) if layout == "axis 0" else (2, 2048)
+    w = {"w": jnp.ones(shape)}
+    own = jax.device_put(w, NamedSharding(mesh, spec))
+    g = jax.device_put(
+        {"w": jnp.linspace(-1.0, 1.0, 4096).reshape(shape)}, NamedSharding(mesh, spec)
+    )
+    state = tx.init(own)
+    assert is_blocks(state.mw["w"])
+    assert state.mw["w"].codes.sharding.is_equivalent_to(own["w"].sharding, 2)
+    assert state.mw["w"].codes.addressable_shards[0].data.size == 512
+    states = jax.tree.map(lambda x: spec if x.ndim else P(), state)
+    update = jax.shard_map(
+        tx.update, mesh=mesh, in_specs=(spec, states, spec), out_specs=(spec, states)
+    )
+    updates, new = jax.jit(update)(g, state, own)
+    expected, whole = jax.jit(tx.update)(g, state, own)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
+    np.testing.assert_array_equal(new.mw["w"].scale, whole.mw["w"].scale)
