@@ -64,7 +64,8 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
       elements: the number of each element in its leaf, or in its row, uint32.
     """
     column = (*np.shape(keys.first), *[1] * (elements.ndim - 1)) if np.ndim(keys.first) else ()
-    sums = of_step + jnp.asarray(keys.leaf)
+    leaf = jnp.asarray(keys.leaf)
+    sums = of_step.reshape((*[1] * (leaf.ndim - 1), 2)) + leaf  # `rank_promotion` may be "raise"
     first, second = (sums[..., i].reshape(column) for i in range(2))
     if np.ndim(keys.first):
         first = first + jnp.asarray(keys.first).reshape(column)
