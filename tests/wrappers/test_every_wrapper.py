@@ -90,6 +90,10 @@ WRAPPERS = [
         dtype=jnp.bfloat16,
     ),
     Wrapper(
+        "offload",
+        jgrad.offload,
+    ),
+    Wrapper(
         "ema",
         lambda tx: optax.chain(tx, jgrad.ema(0.9)),
         {},
