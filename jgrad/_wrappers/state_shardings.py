@@ -17,7 +17,8 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks, is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import host_memory, wrapped
+from jgrad._wrappers.host_memory import Offloaded
 
 # A path in a tree, as JAX gives it.
 Path = tuple[Any, ...]
@@ -54,7 +55,7 @@ def state_shardings(
         parameters; in `shard_map` and `pmap`, see `zero`.
 
     Returns:
-      A tree like the state, with a sharding for each array.
+      A tree like the state, with a sharding for each array; that of `offload` is in host memory.
 
     Raises:
       TypeError: something is not a NamedSharding, or `tx` is not a transformation.
@@ -64,7 +65,7 @@ def state_shardings(
     Source: for `cut_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
       Parameter Models" (2020), section 5.1.
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = wrapped.transformation(_NAME, tx, may_be_offloaded=True)
     params = arrays_of(params)
     axes = () if cut_over is None else values.axis_names(_NAME, "cut_over", cut_over)
     if params_shardings is None:
@@ -83,9 +84,12 @@ def state_shardings(
         None if p is None else _Placed(p.shape, x) for p, x in zip(leaves, given, strict=True)
     ]
     replicated = NamedSharding(meshes[0], PartitionSpec())
-    return _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
+    shardings = _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
         jax.eval_shape(tx.init, params)
     )
+    if isinstance(tx, Offloaded) and host_memory.is_there(_NAME):
+        return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
+    return shardings
 
 
 def _check(arg: ArgLeaves, leaves: list[Any], shardings: list[Any], axes: tuple[str, ...]) -> None:
