@@ -9,6 +9,7 @@ import re
 import equinox
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
