@@ -77,6 +77,20 @@ def test_no_stream_is_a_part_of_another():
     assert len(set.union(*runs)) == sum(map(len, runs))
 
 
+def test_streams_whose_first_keys_are_near():
+    """The second key enters between the rounds: else one would be the other, five elements on."""
+    of_step = step_keys(jnp.int32(1))
+    numbers = element_numbers((4096,), within_rows=False)
+    draw = lambda *keys: np.asarray(
+        random_bits(
+            of_step, ElementKeys(np.array(keys, np.uint32), np.zeros((), np.uint32)), numbers
+        )
+    )
+    a, b = draw(10, 3000000019), draw(15, 2000000011)
+    assert not np.any(a[5:] == b[:-5])
+    assert correlation(a[5:], b[:-5]) < 5 / 4096**0.5
+
+
 def test_e44_keys_of_leaves_and_steps():
     """1000 leaves and 1000 steps: a million pairs of keys, of which no two are equal.
 
