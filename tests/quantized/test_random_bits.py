@@ -119,10 +119,11 @@ def test_e44_a_saturated_counter_repeats_them():
     assert np.mean(np.asarray(a.vw["w"].codes) != np.asarray(early.vw["w"].codes)) > 0.2
 
 
-def test_the_same_element_packed_or_not():
-    """Keys and numbers of a buffer's rows are those of its leaves, padding aside."""
+@pytest.mark.parametrize("axis", [None, 0])
+def test_the_same_element_packed_or_not(axis):
+    """Keys and numbers of a buffer's rows are those of its leaves, padding aside; also of layers."""
     tree = {"a": jnp.zeros((3, 1000)), "b": jnp.zeros(4097), "c": jnp.zeros((2, 5))}
-    packed = jgrad.pack(tree)
+    packed = jgrad.pack(tree, layer_axes={"a": axis, "b": None, "c": None})
     (spec,) = arrays.specs(packed)
     keys = spec.element_keys(0, 1)
     rows = random_bits(step_keys(jnp.int32(3)), keys, element_numbers(spec.shape, within_rows=True))
