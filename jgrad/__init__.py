@@ -63,9 +63,15 @@ from jgrad._wrappers.master_weights import (
     MasterState as MasterState,
     master_weights as master_weights,
 )
+from jgrad._wrappers.offload import offload as offload
 from jgrad._wrappers.pack_small import pack_small as pack_small
+from jgrad._wrappers.quantized import quantized as quantized, unquantized as unquantized
 from jgrad._wrappers.skip_nonfinite import SkipState as SkipState, skip_nonfinite as skip_nonfinite
 from jgrad._wrappers.state_shardings import state_shardings as state_shardings
+from jgrad._wrappers.stochastic_rounding import (
+    StochasticState as StochasticState,
+    stochastic_rounding as stochastic_rounding,
+)
 from jgrad._wrappers.zero import zero as zero
 
 __version__ = "0.5.0"

@@ -32,22 +32,31 @@ TRANSFORMATIONS = {
     "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1), loss_scale=2.0**10),
     "master_weights": lambda: jgrad.master_weights(jgrad.lamb(0.1)),
     "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
+    "adam_8bit": lambda: jgrad.adam(0.1, weight_decay=0.01, moment_dtype="8bit"),
+    "adam_bfloat16": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16),
+    "stochastic_rounding": lambda: jgrad.stochastic_rounding(jgrad.adam(0.1, weight_decay=0.01)),
 }
 
+# Rounded stochastically: on another CPU, which joins a product and a sum, a number may be rounded
+# the other way. So far apart are two neighbours.
+GAPS = {"adam_8bit": 2.0**-3, "adam_bfloat16": 2.0**-7, "stochastic_rounding": 2.0**-7}
 
-def weights() -> dict[str, Any]:
-    """A tree with leaves of several kinds."""
-    return {
+
+def weights(name: str = "") -> dict[str, Any]:
+    """A tree with leaves of several kinds; with one that is large enough for 8 bits."""
+    tree = {
         "layer": {"w": jnp.asarray([[1.0, -2.0], [0.5, 4.0]]), "b": jnp.zeros(2)},
         "half": jnp.asarray([1.0, 2.0, 3.0], jnp.bfloat16),
         "count": jnp.asarray([1, 2]),
     }
+    large = {"large": jnp.linspace(-1.0, 1.0, 4100)} if name == "adam_8bit" else {}
+    return tree | large
 
 
-def gradient(t: int) -> dict[str, Any]:
+def gradient(t: int, name: str = "") -> dict[str, Any]:
     """That of step t."""
     grow = lambda p: jnp.sin(t + jnp.arange(p.size, dtype=float)).reshape(p.shape).astype(p.dtype)
-    return {k: None if k == "count" else jax.tree.map(grow, v) for k, v in weights().items()}
+    return {k: None if k == "count" else jax.tree.map(grow, v) for k, v in weights(name).items()}
 
 
 def step(tx: optax.GradientTransformation, w: Any, state: Any, g: Any) -> tuple[Any, Any]:
@@ -103,12 +112,12 @@ def main() -> None:
     """Writes the file of this version."""
     arrays: dict[str, np.ndarray] = {}
     for name, make in TRANSFORMATIONS.items():
-        tx, w = make(), weights()
+        tx, w = make(), weights(name)
         state = tx.init(w)
         for t in range(2):
-            w, state = step(tx, w, state, gradient(t))
+            w, state = step(tx, w, state, gradient(t, name))
         arrays |= flat(f"{name}/weights", w) | flat(f"{name}/state", state)
-        w, state = step(tx, w, state, gradient(2))
+        w, state = step(tx, w, state, gradient(2, name))
         arrays |= flat(f"{name}/next_weights", w) | flat(f"{name}/next_state", state)
     path = DATA / f"states_{jgrad.__version__}.npz"
     assert not path.exists(), f"{path} is there already"

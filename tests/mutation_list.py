@@ -162,7 +162,7 @@ MUTATIONS = [
     Mutation("_optimizers/lamb.py", "the ratio is not clamped from above", "above, below = w_norm >= largest * u_norm,", "above, below = w_norm < 0 * u_norm,", MATRIX),
     Mutation("_optimizers/lamb.py", "Ivy's rule with decay", "        deltas,\n        decayed,\n        ratio", "        decayed,\n        decayed,\n        ratio", MATRIX),
     Mutation("_optimizers/lamb.py", "clamps in the wrong order are accepted", "and not smallest <= largest:", "and False:", MESSAGES),
-    Mutation("_optimizers/gradient_descent.py", "decay outside of the momentum", "return add_momentum(\n                direction, mw,", "return add_momentum(\n                g, mw,", MATRIX),
+    Mutation("_optimizers/gradient_descent.py", "decay outside of the momentum", "rules.add_scaled(rules.add_scaled(g, w, weight_decay), mw, decay)", "rules.add_scaled(g, mw, decay)", MATRIX),
     # ---- _wrappers
     Mutation("_wrappers/clip.py", "small norms are scaled up", "factor = jnp.where(above, root, one) / jnp.where(above, jnp.sqrt(scale), one)", "factor = root / jnp.sqrt(scale)", "tests/wrappers/test_clip.py"),
     Mutation("_wrappers/clip.py", "an infinite norm clips to 0", "jnp.where(mantissa == jnp.inf, jnp.full_like(root, jnp.nan), root)", "root * 1", "tests/wrappers/test_clip.py"),

@@ -1,4 +1,4 @@
 """Arithmetic on the arrays of one leaf, and running it over many leaves.
 
-No trees, no checks, no state. Imports nothing of jgrad.
+No trees, no checks, no state. May import from `_quantized` and `_trees`, for arrays in 8 bits.
 """

@@ -77,24 +77,27 @@ def as_computed(new: list[Call | None], _: list[Any]) -> Stored:
     return Stored(values, values)
 
 
-def add_momentum(
-    direction: list[Any],
+def with_momentum(
+    new: list[Call | None],
     mw: list[Any],
     decay: PerLeaf,
     *,
-    nesterov: bool,
-    again: list[Any] | None = None,
+    look_ahead: list[Any] | None,
     store: Store = as_computed,
 ) -> tuple[list[Any], list[Any]]:
     """The direction with momentum, and the new buffer as `store` has it.
 
-    Nesterov's look-ahead reads the direction a second time: `again`, if that is given.
+    Args:
+      new: the calls of the new buffer.
+      mw: the old buffer.
+      decay: of the buffer.
+      look_ahead: Nesterov's form adds the direction to the new buffer once more; None without it.
+      store: see `Store`.
     """
-    new = store(calls(rules.add_scaled, direction, mw, decay), mw)
-    if not nesterov:
-        return new.read, new.written
-    look_ahead = apply(rules.add_scaled, direction if again is None else again, new.read, decay)
-    return look_ahead, new.written
+    stored = store(new, mw)
+    if look_ahead is None:
+        return stored.read, stored.written
+    return apply(rules.add_scaled, look_ahead, stored.read, decay), stored.written
 
 
 def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._layers.layer_axes import LayerAxes, StaticAxes
 from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees
+from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -239,8 +240,12 @@ def _scalars(tree: PyTree) -> PyTree:
 def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
     """Integers in the default float dtype, except as weights, where they are an error."""
     leaves, structure = trees.flatten(tree)
-    leaves = [x if x is None else jnp.asarray(x) for x in leaves]
     arg = ArgLeaves(function, name, leaves, lambda: trees.paths(tree))
+    for i, x in enumerate(leaves):
+        if is_blocks(x):
+            remedy = "make it one by `unquantized(tree)`"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
+    leaves = [x if x is None else jnp.asarray(x) for x in leaves]
     for i, x in enumerate(leaves):
         if x is None or jnp.issubdtype(x.dtype, jnp.floating):
             continue

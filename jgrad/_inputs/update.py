@@ -17,9 +17,9 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.state import OptState
 from jgrad._inputs.store import MomentStore, as_stored, kept_arrays
 from jgrad._packed import arrays, packing
-from jgrad._quantized.leaves import SIZE, Geometry
+from jgrad._quantized import leaves as blocks
 from jgrad._trees import checks, trees
-from jgrad._trees.blocks import Blocks, is_blocks
+from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -206,7 +206,7 @@ class Update:
             if reference is None:
                 continue
             if is_blocks(moment):
-                _check_blocks(arg, i, moment, second=real)
+                blocks.check(arg, i, moment, jnp.uint8 if real else jnp.int8)
                 continue
             complex_ = jnp.iscomplexobj(reference) and not real
             kind = jnp.complexfloating if complex_ else jnp.floating
@@ -239,19 +239,6 @@ _NOT_PACKED = (
 
 def _or_zeros(x: Any, p: Any) -> Any:
     return numerics.zeros_like(p) if x is None and p is not None else x
-
-
-def _check_blocks(arg: ArgLeaves, i: int, x: Blocks, *, second: bool) -> None:
-    """Codes and scales as they are written here: others would be read as wrong numbers."""
-    codes, scale = x
-    dtype = np.dtype(np.uint8 if second else np.int8)
-    if not checks.is_array(codes) or codes.dtype != dtype:
-        arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {dtype}")
-    if not checks.is_array(scale) or scale.dtype != jnp.float32:
-        arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")
-    if not Geometry(codes.shape, scale.shape).is_right:
-        expected = f"a number for each block of {SIZE} elements of `codes`, of shape {codes.shape}"
-        arg.fail(i, ValueError, f"`scale` of shape {scale.shape}, expected {expected}")
 
 
 def _has_room(dtype: np.dtype) -> bool:

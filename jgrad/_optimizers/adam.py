@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.apply import (
-    PerLeaf,
-    Store,
-    Stored,
-    apply,
-    as_computed,
-    calls,
-    side_by_side,
-)
+from jgrad._arithmetic.apply import PerLeaf, Store, Stored, apply, as_computed, calls, side_by_side
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional, numbers, options
@@ -422,13 +414,9 @@ def adam(
         direction = options.with_weight_decay(inputs, direction, weight_decay, weight_decay_mask)
         return apply(rules.descent, direction, rates), mw, vw
 
+    moments = MomentOptions(moment_dtype, full_precision)
     return transformation(
-        name,
-        compute,
-        learning_rate=learning_rate,
-        mw=True,
-        vw=True,
-        moments=MomentOptions(moment_dtype, full_precision),
+        name, compute, learning_rate=learning_rate, mw=True, vw=True, moments=moments
     )
 
 
@@ -472,11 +460,5 @@ def scale_by_adam(
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
         return _from_state(inputs, state, adam_options.at(name, state.step))
 
-    return transformation(
-        name,
-        compute,
-        learning_rate=UNSCALED,
-        mw=True,
-        vw=True,
-        moments=MomentOptions(moment_dtype, full_precision),
-    )
+    moments = MomentOptions(moment_dtype, full_precision)
+    return transformation(name, compute, learning_rate=UNSCALED, mw=True, vw=True, moments=moments)

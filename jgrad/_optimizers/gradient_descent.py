@@ -6,7 +6,8 @@ import jax
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.apply import add_decay, add_momentum, apply
+from jgrad._arithmetic.apply import add_decay, apply, is_zero, side_by_side, with_momentum
+from jgrad._arithmetic.leafwise import Call, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.moments import MomentDType, MomentOptions
@@ -16,6 +17,22 @@ from jgrad._inputs.state import OptState
 from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
+
+
+@on_leaf(arrays=3)
+def _momentum_of_decayed(
+    g: jax.Array, mw: jax.Array, w: jax.Array, weight_decay: jax.Array, decay: jax.Array
+) -> jax.Array:
+    """m' = (g + lambda w) + mu m, as one function of what it reads"""
+    return rules.add_scaled(rules.add_scaled(g, w, weight_decay), mw, decay)
+
+
+def _momentum_call(g: Any, mw: Any, w: Any, weight_decay: Any, decay: Any) -> Call | None:
+    if g is None:
+        return None
+    if is_zero(weight_decay):
+        return (rules.add_scaled, (g, mw, decay))
+    return (_momentum_of_decayed, (g, mw, w, weight_decay, decay))
 
 
 def optimizer_update(
@@ -142,12 +159,16 @@ def gradient_descent(
             direction = add_decay(inputs.g, inputs.w, decays)
             return apply(rules.descent, direction, rates), None, None
         decay = numbers.scalar(name, "momentum", momentum)
-        direction, again = add_decay(inputs.g, inputs.w, decays), None
-        if nesterov:
-            # Computed again, since XLA would write out a direction that two kernels read.
-            again = add_decay(jax.lax.optimization_barrier(inputs.g), inputs.w, decays)
-        direction, mw = add_momentum(
-            direction, state.mw, decay, nesterov=nesterov, again=again, store=inputs.store
+        # The direction is computed again for Nesterov's form: XLA would write out what two kernels
+        # read.
+        again = jax.lax.optimization_barrier((inputs.g, inputs.w)) if nesterov else None
+        rows = side_by_side(inputs.g, state.mw, inputs.w, decays, decay)
+        direction, mw = with_momentum(
+            [_momentum_call(*row) for row in rows],
+            state.mw,
+            decay,
+            look_ahead=None if again is None else add_decay(again[0], again[1], decays),
+            store=inputs.store,
         )
         return apply(rules.descent, direction, rates), mw, None
 

@@ -342,9 +342,8 @@ def lamb(
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )
-        mw, vw = adam.new_moments(
-            inputs.g, state.mw, state.vw, lamb_numbers.adam, store=inputs.store
-        )
+        old, store = (state.mw, state.vw), inputs.store
+        mw, vw = adam.new_moments(inputs.g, *old, lamb_numbers.adam, store=store)
         layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
         updates = _updates(w, mw.read, vw.read, lamb_numbers, layers, rule=rule)
         return updates, mw.written, vw.written

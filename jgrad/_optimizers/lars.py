@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.apply import PerLeaf, add_momentum, apply, decay_call, side_by_side
+from jgrad._arithmetic.apply import (
+    PerLeaf,
+    apply,
+    calls,
+    decay_call,
+    side_by_side,
+    with_momentum,
+)
 from jgrad._arithmetic.leafwise import Function, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
@@ -300,8 +307,12 @@ def lars(
         if momentum is None:
             return direction, None, None
         decay = numbers.scalar(name, "momentum", momentum)
-        direction, mw = add_momentum(
-            direction, state.mw, decay, nesterov=nesterov, store=inputs.store
+        direction, mw = with_momentum(
+            calls(rules.add_scaled, direction, state.mw, decay),
+            state.mw,
+            decay,
+            look_ahead=direction if nesterov else None,
+            store=inputs.store,
         )
         if inside:
             return apply(rules.negative, direction), mw, None

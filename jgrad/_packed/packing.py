@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed import blocks, splitting
+from jgrad._packed import blocks, in_8_bits, splitting
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._trees import checks, values
+from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -149,6 +150,8 @@ def shapes(tree: PyTree) -> PyTree:
         if not is_packed(x):
             return x
         buffers = x.buffers.items()
+        if any(is_blocks(b) and hasattr(b.codes, "dtype") for _, b in buffers):
+            return jax.eval_shape(_leaves, x)
         return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
 
     return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or is_packed(x))
@@ -191,11 +194,15 @@ def layout_in(tree: PyTree) -> Layout | None:
 def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
     """The leaves in buffers, each layer behind the one before."""
     _register_with_flax()
-    buffers: dict[str, jax.Array] = {}
+    buffers: dict[str, Any] = {}
     for name, shape in layout.shapes:
         (i, span), *_ = own = layout.within(name)
         if span.is_unpacked or checks.is_nothing(leaves[i], span.layers.shape):
             buffers[name] = leaves[i]
+            continue
+        if is_blocks(leaves[i]):
+            spans = [span for _, span in own]
+            buffers[name] = in_8_bits.join([leaves[i] for i, _ in own], spans, shape[0])
             continue
         parts = [blocks.to_blocks(span, leaves[i], layout.width) for i, span in own]
         rest = math.prod(shape) - sum(x.size for x in parts)
@@ -232,7 +239,7 @@ def _leaves(packed: Packed) -> PyTree:
             for i, _ in own:
                 leaves[i] = buffer if buffer is None else jnp.copy(buffer)  # for donation
             continue
-        if not (checks.is_array(buffer) and buffer.shape == shape):
+        if not ((checks.is_array(buffer) or is_blocks(buffer)) and buffer.shape == shape):
             raise ValueError(
                 f"unpack: `tree`: {checks.describe(buffer)} as the buffer {name!r}, expected an "
                 f"array of shape {shape}; map `unpack` over models as they were mapped over, and "
@@ -240,6 +247,12 @@ def _leaves(packed: Packed) -> PyTree:
             )
         sizes = [layout.width * span.num_blocks for _, span in own]
         rest = math.prod(shape) - sum(sizes)
+        if is_blocks(buffer):
+            spans = [span for _, span in own]
+            split = in_8_bits.split(buffer, spans, rest // layout.width)
+            for (i, _), leaf in zip(own, split, strict=True):
+                leaves[i] = leaf
+            continue
         parts = splitting.split(buffer.reshape(-1), (*sizes, *([rest] if rest else [])))
         for (i, span), part in zip(own, parts[: len(own)], strict=True):
             leaves[i] = blocks.from_blocks(span, part, layout.width)
@@ -262,6 +275,11 @@ def _again(like: Packed, tree: PyTree) -> Packed:
                     )
                 leaves[i] = None if buffer is None else leaves[i]
             continue
+        if is_blocks(buffer):
+            for i, span in own:
+                _check_recodable(arg, i, buffer.codes.dtype)
+                expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
+            continue
         if (unpacked := layout.unpacked_leaf(name)) is not None:
             _check_unpacked(arg, unpacked, buffer)
             expected[unpacked] = buffer
@@ -269,6 +287,8 @@ def _again(like: Packed, tree: PyTree) -> Packed:
         dtype = getattr(arg.leaves[own[0][0]], "dtype", None)
         for i, span in own:
             x = arg.leaves[i]
+            if is_blocks(x):
+                arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {_UNQUANTIZED}")
             if not checks.is_inexact(x):
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
             if x.dtype != dtype:
@@ -278,7 +298,23 @@ def _again(like: Packed, tree: PyTree) -> Packed:
         if layout.runs[i] is None and x is not None:
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected None")
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
+    for name, _ in layout.shapes:
+        if is_blocks(like.buffers[name]):
+            dtype = like.buffers[name].codes.dtype
+            for i, span in layout.within(name):
+                leaves[i] = in_8_bits.recoded(span, leaves[i], dtype)
     return fill(layout, leaves)
+
+
+_UNQUANTIZED = "make it one by `unquantized(tree)`"
+
+
+def _check_recodable(arg: ArgLeaves, i: int, dtype: Any) -> None:
+    """A leaf for a buffer in 8 bits: numbers, or codes of the same kind."""
+    x = arg.leaves[i]
+    if not ((is_blocks(x) and x.codes.dtype == dtype) or getattr(x, "dtype", None) == jnp.float32):
+        expected = f"an array of float32, or Blocks with codes of {dtype}"
+        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
 
 
 def _check_unpacked(arg: ArgLeaves, i: int, buffer: Any) -> None:

@@ -1,9 +1,15 @@
-"""Stochastic rounding of float32 numbers to bfloat16."""
+"""Stochastic rounding of float32 numbers to bfloat16.
+
+By operations on bits: XLA may skip a conversion to bfloat16 and back.
+"""
 
 import jax
 import jax.numpy as jnp
 
+LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+
 _DROPPED = 16  # bits of a float32 that a bfloat16 has not
+_QUIET = 0x400000  # with it, the mantissa of a NaN is not 0
 
 
 @jax.custom_jvp
@@ -11,16 +17,21 @@ def rounded(x: jax.Array, random: jax.Array) -> jax.Array:
     """`x` in bfloat16: the neighbour away from zero with the probability of what is dropped.
 
     The mean is x. Numbers of bfloat16, infinities and NaN stay as they are, and no finite number
-    becomes infinite. By operations on bits: XLA may skip a conversion to bfloat16 and back.
+    becomes infinite.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    up = (bits + (random >> _DROPPED)) >> _DROPPED
-    nearest = bits >> _DROPPED
-    # Beyond the largest number the next one is infinity; and the mantissa of a NaN must not be 0.
-    largest = (nearest & 0x7FFF) >= 0x7F7F
-    kept = jnp.where(jnp.isnan(x), nearest | 0x40, nearest)
-    upper = jnp.where(largest, kept, up).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+    added = jnp.where(jnp.abs(x) < LARGEST, random >> _DROPPED, jnp.uint32(0))
+    bits = bits_of(x) + added
+    return of_bits(jnp.where(jnp.isnan(x), bits | _QUIET, bits))
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """Those of float32 numbers."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def of_bits(bits: jax.Array) -> jax.Array:
+    """The bfloat16 numbers whose bits are the upper half of these."""
+    return jax.lax.bitcast_convert_type((bits >> _DROPPED).astype(jnp.uint16), jnp.bfloat16)
 
 
 @rounded.defjvp

@@ -18,7 +18,9 @@ import numpy as np
 
 from jgrad._quantized import codes as coding
 from jgrad._quantized.random_bits import ElementKeys, element_numbers, random_bits
+from jgrad._trees import checks
 from jgrad._trees.blocks import Blocks, is_blocks
+from jgrad._trees.checks import ArgLeaves
 
 SIZE = 256  # elements of a block; those of a packed buffer have as many
 
@@ -158,6 +160,27 @@ def geometry(blocks: Blocks) -> Geometry:
     return Geometry(blocks.codes.shape, blocks.scale.shape)
 
 
+def check(arg: ArgLeaves, i: int, x: Blocks, dtype: Any = None) -> None:
+    """A leaf that is written as here, so that others are not read as wrong numbers.
+
+    Args:
+      arg: the argument.
+      i: which of its leaves.
+      x: the leaf.
+      dtype: int8 for a first moment, uint8 for a second one; None for either.
+    """
+    codes, scale = x
+    either = (jnp.int8, jnp.uint8) if dtype is None else (dtype,)
+    if not (checks.is_array(codes) and any(codes.dtype == one for one in either)):
+        expected = " or ".join(np.dtype(one).name for one in either)
+        arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
+    if not checks.is_array(scale) or scale.dtype != jnp.float32:
+        arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")
+    if not geometry(x).is_right:
+        expected = f"a number for each block of {SIZE} elements of `codes`, of shape {codes.shape}"
+        arg.fail(i, ValueError, f"`scale` of shape {scale.shape}, expected {expected}")
+
+
 def decoded(blocks: Blocks) -> jax.Array:
     """The array, float32."""
     codes, scale = blocks
@@ -169,8 +192,15 @@ def decoded(blocks: Blocks) -> jax.Array:
 def zeros(x: jax.Array, stacked: Sequence[int], *, second: bool) -> Blocks:
     """Zeros for an array of zeros, sharded as it is."""
     own = Geometry.of_leaf(x.shape, stacked)
-    columns = [jnp.max(piece, axis=-1, keepdims=True) for piece in own.pieces(x)]
+    columns = [piece[..., :1] for piece in own.pieces(x)]
     return Blocks(x.astype(jnp.uint8 if second else jnp.int8), own.scale_of_pieces(columns))
+
+
+def recoded(x: Any, own: Geometry, dtype: Any) -> Blocks:
+    """An array, or one in other blocks, in these; to the nearest, which changes no decoded one."""
+    if is_blocks(x) and x.scale.shape == own.scales:
+        return x
+    return encoded(lambda value: value, [decoded(x) if is_blocks(x) else x], own, dtype)
 
 
 class Rounding(NamedTuple):

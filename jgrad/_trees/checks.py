@@ -120,6 +120,9 @@ def describe(x: Any) -> str:
     """What came, in a few words."""
     if x is None:
         return "None"
+    if is_blocks(x):
+        codes = getattr(x.codes, "dtype", type(x.codes).__name__)
+        return f"Blocks of {codes} and shape {tuple(getattr(x.codes, 'shape', ()))}"
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         kind = "an array" if is_array(x) else f"a {type(x).__name__}"
         return f"{kind} of {x.dtype} and shape {tuple(x.shape)}"
@@ -218,7 +221,7 @@ def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgL
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
     both = [
-        (i, x.codes if is_blocks(x) else x, r)
+        (i, _codes(x), _codes(r))
         for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True))
         if x is not None and r is not None
     ]
@@ -228,6 +231,11 @@ def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
         i, x, r = next((i, x, r) for i, x, r in both if x.shape != r.shape)
         problem = f"shape {x.shape}, expected {r.shape}"
         arg.fail(i, ValueError, problem, f" does not match `{reference.name}`")
+
+
+def _codes(x: Any) -> Any:
+    """What has the shape of an array in 8 bits; any other as it is."""
+    return x.codes if is_blocks(x) else x
 
 
 def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool = False) -> None:

@@ -20,6 +20,7 @@ from jgrad._trees.trees import PyTree
 from jgrad._wrappers import wrapped
 from jgrad._wrappers.finite import agreed, all_finite
 from jgrad._wrappers.master_weights import MasterState
+from jgrad._wrappers.stochastic_rounding import StochasticState
 
 _NAME = "accumulate"
 
@@ -84,8 +85,8 @@ def accumulate(
     are finite, where that is known already; it may be traced too.
 
     Args:
-      tx: any transformation. It sees means in the dtype of the gradients; `master_weights` sees
-        them unrounded.
+      tx: any transformation. It sees means in the dtype of the gradients; `master_weights` and
+        `stochastic_rounding` see them unrounded.
       every: mini-batches per window, at least 1.
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
@@ -157,7 +158,7 @@ def accumulate(
 
         def run() -> tuple[PyTree, PyTree, jax.Array]:
             means = added
-            if not isinstance(state.inner, MasterState):
+            if not isinstance(state.inner, (MasterState, StochasticState)):
                 pairs = zip(means, inputs.g, strict=True)
                 means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
             mean = inputs.gradients(means)

@@ -12,10 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jgrad._inputs.pair import arrays_of
 from jgrad._packed import packing
 from jgrad._packed.packing import Packed
+from jgrad._quantized.leaves import SIZE, Geometry, geometry
 from jgrad._trees import checks, trees, values
+from jgrad._trees.blocks import Blocks, is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import host_memory, wrapped
+from jgrad._wrappers.host_memory import Offloaded
 
 # A path in a tree, as JAX gives it.
 Path = tuple[Any, ...]
@@ -52,7 +55,7 @@ def state_shardings(
         parameters; in `shard_map` and `pmap`, see `zero`.
 
     Returns:
-      A tree like the state, with a sharding for each array.
+      A tree like the state, with a sharding for each array; that of `offload` is in host memory.
 
     Raises:
       TypeError: something is not a NamedSharding, or `tx` is not a transformation.
@@ -62,7 +65,7 @@ def state_shardings(
     Source: for `cut_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
       Parameter Models" (2020), section 5.1.
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = wrapped.transformation(_NAME, tx, may_be_offloaded=True)
     params = arrays_of(params)
     axes = () if cut_over is None else values.axis_names(_NAME, "cut_over", cut_over)
     if params_shardings is None:
@@ -81,9 +84,12 @@ def state_shardings(
         None if p is None else _Placed(p.shape, x) for p, x in zip(leaves, given, strict=True)
     ]
     replicated = NamedSharding(meshes[0], PartitionSpec())
-    return _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
+    shardings = _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
         jax.eval_shape(tx.init, params)
     )
+    if isinstance(tx, Offloaded) and host_memory.is_there(_NAME):
+        return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
+    return shardings
 
 
 def _check(arg: ArgLeaves, leaves: list[Any], shardings: list[Any], axes: tuple[str, ...]) -> None:
@@ -138,7 +144,10 @@ class _Shardings:
         def of_node(path: Path, x: Any) -> Any:
             return self._of_packed(path, x) if packing.is_packed(x) else self._of_array(path, x)
 
-        return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=packing.is_packed)
+        def is_leaf(x: Any) -> bool:
+            return packing.is_packed(x) or is_blocks(x)
+
+        return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=is_leaf)
 
     def _followed(self, path: Path) -> Any:
         """The parameter, or packed part of the parameters, whose path ends a path in the state."""
@@ -160,14 +169,36 @@ class _Shardings:
             else:
                 followed = None if leaf is None else self._leaves[leaf]
             like = functools.partial(self._like, followed, rows_only=leaf is None)
-            shardings[name] = jax.tree.map(like, buffer)
+            shardings[name] = jax.tree.map(like, buffer, is_leaf=is_blocks)
         return Packed(shardings, layout)
 
-    def _like(self, followed: _Placed | None, x: Any, *, rows_only: bool) -> NamedSharding:
+    def _like(self, followed: _Placed | None, x: Any, *, rows_only: bool) -> Any:
         """The sharding of the parameter, sharded further, where the shapes agree."""
+        if is_blocks(x):
+            codes = self._like(followed, x.codes, rows_only=rows_only)
+            shardings: Any = (codes, _of_scale(codes, geometry(x)))
+            return Blocks(*shardings)
         if followed is None or followed.shape != x.shape:
             return self._replicated
         return _sharded_further(followed.sharding, x.shape, self._axes, rows_only=rows_only)
+
+
+def _of_scale(codes: NamedSharding, own: Geometry) -> NamedSharding:
+    """The sharding of scales: that of the codes along axes where each shard has whole blocks."""
+    missing = len(own.shape) - len(codes.spec)
+    parts = [*codes.spec, *[None] * missing]
+    shard = codes.shard_shape(own.shape)
+    if len(own.scales) == len(own.shape):
+        keep = [True] * (len(parts) - 1) + [shard[-1] % SIZE == 0]
+    elif len(own.scales) == 1:
+        whole = not any(parts[1:]) and math.prod(shard) % SIZE == 0
+        parts, keep = parts[:1], [whole and math.prod(own.shape) % SIZE == 0]
+    else:
+        parts, keep = [*parts, None], [*(axis in own.stacked for axis in range(len(parts))), True]
+    spec = [part if use else None for part, use in zip(parts, keep, strict=True)]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return NamedSharding(codes.mesh, PartitionSpec(*spec), memory_kind=codes.memory_kind)
 
 
 def _sharded_further(

@@ -14,14 +14,35 @@ from jgrad._layers.layer_axes import existing_mesh_axes, read_norm_axes
 from jgrad._packed import arrays
 from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
+from jgrad._wrappers import host_memory
 
 
-def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-    """`tx` as a transformation whose update takes extra arguments."""
+def transformation(
+    function: str, tx: Any, *, may_be_offloaded: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` as a transformation whose update takes extra arguments.
+
+    No `offload`, nor one inside, as far as its state shows it: a wrapper computes with the state.
+    """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         expected = "a transformation with `init` and `update`"
         raise TypeError(f"{function}: `tx`: {checks.describe(tx)}, expected {expected}.")
-    return optax.with_extra_args_support(tx)
+    tx = optax.with_extra_args_support(tx)
+    if may_be_offloaded:
+        return tx
+    remedy = f"expected it outside of everything: `offload({function}(...))`"
+    if isinstance(tx, host_memory.Offloaded):
+        raise ValueError(f"{function}: `tx`: an `offload`, {remedy}.")
+
+    def init(params: PyTree) -> Any:
+        state = tx.init(params)
+        place = host_memory.place_on_host(state)
+        if place is not None and host_memory.place_on_host(params) is None:
+            came = f"with a state in host memory{checks.at(place)}, of an `offload` inside"
+            raise ValueError(f"{function}: `tx`: {came}, {remedy}.")
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
 def check_state(function: str, state: Any, kind: type) -> None:

@@ -14,7 +14,10 @@ def test_momentum_does_not_overflow(nesterov):
     """From finite numbers; infinity and NaN are seen."""
     direction = [jnp.asarray([LARGEST, -LARGEST, 1.0, jnp.inf, jnp.nan], jnp.float32)]
     old = [jnp.asarray([LARGEST, -LARGEST, 2.0, 1.0, 1.0], jnp.float32)]
-    found, (mw,) = apply.add_momentum(direction, old, jnp.float32(0.9), nesterov=nesterov)
+    decay = jnp.float32(0.9)
+    new = apply.calls(rules.add_scaled, direction, old, decay)
+    look_ahead = direction if nesterov else None
+    found, (mw,) = apply.with_momentum(new, old, decay, look_ahead=look_ahead)
     for x in (found[0], mw):
         np.testing.assert_array_equal(np.isfinite(x), [True, True, True, False, False])
     assert mw[2] == np.float32(np.float32(0.9) * 2 + 1)

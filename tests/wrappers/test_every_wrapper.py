@@ -82,6 +82,18 @@ WRAPPERS = [
         dtype=jnp.bfloat16,
     ),
     Wrapper(
+        "stochastic_rounding",
+        jgrad.stochastic_rounding,
+        {},
+        (),
+        (jgrad.StochasticState, ("step", "inner")),
+        dtype=jnp.bfloat16,
+    ),
+    Wrapper(
+        "offload",
+        jgrad.offload,
+    ),
+    Wrapper(
         "ema",
         lambda tx: optax.chain(tx, jgrad.ema(0.9)),
         {},

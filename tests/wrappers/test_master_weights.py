@@ -288,6 +288,7 @@ def test_one_trace_with_donation():
 BF16 = jnp.bfloat16
 
 # Bytes per parameter: of itself, its gradient, moments, and the float32 copy.
+EIGHT = jgrad.adam(0.1, moment_dtype="8bit")
 MEMORY = [
     ("float32", jgrad.gradient_descent(0.1), (4, 4, 0, 0)),
     ("float32", jgrad.gradient_descent(0.1, momentum=0.9), (4, 4, 4, 0)),
@@ -307,6 +308,12 @@ MEMORY = [
     ("bfloat16", jgrad.master_weights(jgrad.adam(0.1)), (2, 2, 8, 4)),
     ("bfloat16", jgrad.master_weights(jgrad.adam(0.1, moment_dtype=BF16)), (2, 2, 4, 4)),
     ("bfloat16", jgrad.master_weights(jgrad.lamb(0.1)), (2, 2, 8, 4)),
+    ("float32", EIGHT, (4, 4, 2 + 1 / 32, 0)),
+    ("float32", jgrad.lars(0.1, moment_dtype="8bit"), (4, 4, 1 + 1 / 64, 0)),
+    ("bfloat16", jgrad.master_weights(EIGHT), (2, 2, 2 + 1 / 32, 4)),
+    ("bfloat16", jgrad.stochastic_rounding(jgrad.lamb(0.1)), (2, 2, 8, 0)),
+    ("bfloat16", jgrad.stochastic_rounding(jgrad.adam(0.1, moment_dtype=BF16)), (2, 2, 4, 0)),
+    ("bfloat16", jgrad.stochastic_rounding(EIGHT), (2, 2, 2 + 1 / 32, 0)),
 ]
 
 

@@ -1,0 +1,73 @@
+"""Buffers in 8 bits: their rows are the blocks, so that a leaf has the codes that it has unpacked.
+
+A leaf that is too small for 8 bits by itself is stored in them where its buffer is. Unpacked, it is
+an array of float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._packed import blocks, splitting
+from jgrad._packed.blocks import Span
+from jgrad._quantized import leaves
+from jgrad._quantized.leaves import SIZE, SMALLEST, Geometry
+from jgrad._trees.blocks import Blocks
+
+
+def split(buffer: Blocks, spans: Sequence[Span], rest: int) -> list[Any]:
+    """The leaf of each span; behind them are `rest` rows."""
+    counts = [span.num_blocks for span in spans]
+    padding = [rest] if rest else []
+    codes = splitting.split(buffer.codes.reshape(-1), tuple(n * SIZE for n in (*counts, *padding)))
+    scale = splitting.split(buffer.scale.reshape(-1), (*counts, *padding))
+    return [_leaf(*row) for row in zip(spans, codes, scale, strict=False)]
+
+
+def join(arrays: Sequence[Blocks], spans: Sequence[Span], rows: int) -> Blocks:
+    """The buffer of leaves that `recoded` made, with so many rows."""
+    codes = [blocks.to_blocks(span, x.codes, SIZE) for span, x in zip(spans, arrays, strict=True)]
+    scale = [_rows_of_scale(span, x.scale) for span, x in zip(spans, arrays, strict=True)]
+    rest = rows - sum(span.num_blocks for span in spans)
+    if rest:
+        codes.append(jnp.zeros((rest * SIZE,), codes[0].dtype))
+        scale.append(jnp.zeros((rest,), jnp.float32))
+    return Blocks(splitting.join(codes).reshape(rows, SIZE), splitting.join(scale).reshape(rows, 1))
+
+
+def recoded(span: Span, x: Any, dtype: Any) -> Blocks:
+    """A leaf in the blocks that are its rows; the same codes if its blocks are those."""
+    return leaves.recoded(x, _geometry(span), dtype)
+
+
+def _geometry(span: Span) -> Geometry:
+    return Geometry.of_leaf(span.layers.shape, span.layers.stacked)
+
+
+def _leaf(span: Span, codes: jax.Array, scale: jax.Array) -> Any:
+    x = Blocks(blocks.from_blocks(span, codes, SIZE), _scale_of_rows(span, scale))
+    return x if span.size >= SMALLEST else leaves.decoded(x)
+
+
+def _order(span: Span) -> tuple[int, ...] | None:
+    """The axes of the scales, those of layers first; None where they are in order."""
+    stacked = span.layers.stacked
+    if not stacked or len(_geometry(span).scales) != len(span.layers.shape):
+        return None
+    return (*stacked, *span.layers.within)
+
+
+def _scale_of_rows(span: Span, rows: jax.Array) -> jax.Array:
+    own, order = _geometry(span), _order(span)
+    if order is None:
+        return rows.reshape(own.scales)
+    layers = rows.reshape([own.scales[axis] for axis in order])
+    return jnp.transpose(layers, list(np.argsort(order)))
+
+
+def _rows_of_scale(span: Span, scale: jax.Array) -> jax.Array:
+    order = _order(span)
+    return (scale if order is None else jnp.transpose(scale, order)).reshape(-1)

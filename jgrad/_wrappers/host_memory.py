@@ -1,0 +1,66 @@
+"""Host memory: whether there is one beside the device's, what lies there, and moving it."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jgrad._trees.trees import PyTree
+
+KIND = "pinned_host"
+
+
+class Offloaded(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
+    """What `offload` returns. Other wrappers refuse it: they compute with the state inside."""
+
+
+@functools.cache
+def is_there(function: str) -> bool:
+    """Whether the backend has host memory of its own; an error where the state has no other place.
+
+    The CPU of JAX 0.7 has one memory only, which is the host's.
+    """
+    device = jax.local_devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if KIND in kinds and hasattr(jax, "memory"):
+        return True
+    if device.platform == "cpu":
+        return False
+    problem = (
+        f"memory of the kinds {', '.join(map(repr, kinds))}, expected {KIND!r} among them"
+        if KIND not in kinds
+        else f"JAX {jax.__version__} without `jax.memory`, expected a newer one"
+    )
+    raise RuntimeError(f"{function}: the backend {device.platform!r}: {problem}.")
+
+
+def to_host(function: str, tree: PyTree) -> PyTree:
+    """The tree with its arrays in host memory, sharded as they are."""
+    return _moved(tree, jax.memory.Space.Host) if is_there(function) else tree
+
+
+def to_device(function: str, tree: PyTree) -> PyTree:
+    """The tree with its arrays in the memory of their devices."""
+    return _moved(tree, jax.memory.Space.Device) if is_there(function) else tree
+
+
+def _moved(tree: PyTree, space: Any) -> PyTree:
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+    moved = iter(jax.device_put([x for x, flag in zip(leaves, arrays, strict=True) if flag], space))
+    new = [next(moved) if flag else x for x, flag in zip(leaves, arrays, strict=True)]
+    return structure.unflatten(new)
+
+
+def place_on_host(tree: PyTree) -> str | None:
+    """The path of the first array that lies in host memory; None if there is none."""
+    if not hasattr(jax, "memory"):
+        return None
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
+            return jax.tree_util.keystr(path)
+    return None

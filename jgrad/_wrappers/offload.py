@@ -1,0 +1,63 @@
+"""Optimizer state in host memory between steps."""
+
+from typing import Any
+
+import optax
+
+from jgrad._inputs.pair import pair
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import host_memory, wrapped
+from jgrad._wrappers.host_memory import Offloaded
+
+_NAME = "offload"
+
+
+def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Keeps the state in host memory between steps, and on the device during a step.
+
+        updates, new = tx(g, on_device(state), w)
+        state'       = on_host(new)
+
+    The numbers are those of `tx`, bit for bit. Between steps the state takes no device memory; each
+    step copies it to the device and back. Shardings stay, and the memory kind is `pinned_host`,
+    also for the results of `jax.jit` without `out_shardings`. Old states can be donated.
+
+    Put it outside of everything else: `offload(skip_nonfinite(accumulate(tx, 4)))`. Other wrappers
+    of this library refuse it, since they compute with the state inside. In `optax.chain` it
+    offloads its own part of the state. Inside `shard_map`, such as around `zero`, call `update`
+    under `jax.jit`.
+
+    A state in device memory, such as one that was restored without shardings, is taken as it is;
+    the next one lies in host memory. `state_shardings(offload(tx), params)` has the memory kind,
+    for `out_shardings` and for restoring a checkpoint. `jax.eval_shape` does not have it.
+
+    On the CPU of JAX 0.7, whose only memory is the host's, `offload(tx)` is `tx`.
+
+    Args:
+      tx: any transformation.
+
+    Returns:
+      A transformation with the state of `tx`.
+
+    Raises:
+      TypeError: `tx` is not a transformation.
+      ValueError: `tx` is an `offload`, or has one inside.
+      RuntimeError: in `init` and `update`, on an accelerator without memory of the kind
+        `pinned_host`, or with a JAX that has no `jax.memory`.
+
+    Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), section
+      4, for the state in host memory; here the update stays on the device.
+    """
+    tx = wrapped.transformation(_NAME, tx)
+
+    def init(params: PyTree) -> Any:
+        return host_memory.to_host(_NAME, tx.init(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        state = host_memory.to_device(_NAME, state)
+        steps, new = tx.update(updates, state, params, **extra_args)
+        return steps, host_memory.to_host(_NAME, new)
+
+    return Offloaded(*pair(init, update))

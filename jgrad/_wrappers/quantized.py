@@ -1,0 +1,94 @@
+"""States in 8 bits as arrays, and back: for checkpoints that any recipe reads."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jgrad._quantized import leaves
+from jgrad._quantized.leaves import Geometry
+from jgrad._trees import checks, trees
+from jgrad._trees.blocks import is_blocks
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.trees import PyTree
+
+_QUANTIZED = "quantized"
+
+
+def unquantized(state: PyTree) -> PyTree:
+    """The state with arrays of float32 for `Blocks`, packed or not.
+
+        array = decode(codes) scale
+
+    The state of the same optimizer without `moment_dtype="8bit"`. Everything else is unchanged.
+
+    Args:
+      state: any tree, such as the state of an optimizer, or its moments alone.
+
+    Returns:
+      The tree.
+
+    Raises:
+      TypeError: codes that are not int8 or uint8.
+      ValueError: scales of other blocks than those of 256 elements.
+    """
+    arg = ArgLeaves.from_tree("unquantized", "state", state)
+    for i, x in enumerate(arg.leaves):
+        if is_blocks(x):
+            leaves.check(arg, i, x)
+    return trees.map_leaves(lambda x: leaves.decoded(x) if is_blocks(x) else x, state)
+
+
+def quantized(state: PyTree, *, like: PyTree) -> PyTree:
+    """The state in the form of another: `Blocks` where that has them, and arrays elsewhere.
+
+        codes, scale = encode(array), to the nearest code
+
+    For a checkpoint of another recipe: one of float32 moments for an optimizer with
+    `moment_dtype="8bit"`, or the reverse. Codes that are in the right blocks already stay as they
+    are, and what `unquantized` made of codes gets codes of the same numbers. To pack or unpack a
+    state as well, use `pack(state, like=like)` and `unpack`.
+
+    Args:
+      state: a tree of arrays and `Blocks`.
+      like: a tree of the same structure, such as `jax.eval_shape(tx.init, params)`. Floating arrays
+        get its dtypes.
+
+    Returns:
+      The tree.
+
+    Raises:
+      ValueError: structures or shapes differ, or scales are those of other blocks.
+      TypeError: codes of another dtype, or an array where `like` has none.
+    """
+    checks.same_structure(_QUANTIZED, "state", state, "like", like)
+    arg = ArgLeaves.from_tree(_QUANTIZED, "state", state).with_arrays()
+    expected = trees.flatten(like)[0]
+    checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
+    pairs = enumerate(zip(arg.leaves, expected, strict=True))
+    new = [_like(arg, i, x, like) for i, (x, like) in pairs]
+    return trees.flatten(like)[1].unflatten(new)
+
+
+def _like(arg: ArgLeaves, i: int, x: Any, like: Any) -> Any:
+    """One leaf in the form of another."""
+    if is_blocks(x):
+        leaves.check(arg, i, x)
+    if is_blocks(like):
+        dtype = like.codes.dtype
+        same_kind = x.codes.dtype == dtype if is_blocks(x) else _is_floating(x)
+        if not same_kind:
+            expected = f"a floating array, or Blocks of {dtype}"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
+        array = x if is_blocks(x) else x.astype(jnp.float32)
+        return leaves.recoded(array, Geometry(like.codes.shape, like.scale.shape), dtype)
+    if is_blocks(x):
+        x = leaves.decoded(x)
+    if not hasattr(like, "dtype") or getattr(x, "dtype", None) == like.dtype:
+        return x
+    if not (_is_floating(x) and jnp.issubdtype(like.dtype, jnp.floating)):
+        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {like.dtype}")
+    return x.astype(like.dtype)
+
+
+def _is_floating(x: Any) -> bool:
+    return checks.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.floating))

@@ -1,0 +1,198 @@
+"""bfloat16 parameters without a master copy: the new weight is rounded stochastically."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.leafwise import Call
+from jgrad._inputs.commit import Commit, inward
+from jgrad._inputs.pair import pair
+from jgrad._inputs.state import counter
+from jgrad._inputs.update import Update
+from jgrad._packed.arrays import ArraySpec
+from jgrad._quantized import bfloat16
+from jgrad._quantized.random_bits import ElementKeys, element_numbers, random_bits, step_keys
+from jgrad._trees import checks, trees, values
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import wrapped
+
+_NAME = "stochastic_rounding"
+_PURPOSE = 2  # weights; moments are rounded with other bits
+
+
+class StochasticState(NamedTuple):
+    """State of `stochastic_rounding`. The field names are a file format: checkpoints hold them.
+
+    Attributes:
+      step: number of updates, an int32 scalar; it saturates.
+      inner: state of the transformation inside.
+    """
+
+    step: jax.Array
+    inner: PyTree
+
+
+StochasticState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def stochastic_rounding(
+    tx: optax.GradientTransformation, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Optimizes bfloat16 parameters without a copy, rounding each new weight stochastically.
+
+        new     = w + tx(float32 g, w)                                     in float32
+        rounded = the bfloat16 above new with probability (new - below) / (above - below), or below
+        updates = rounded - w
+
+    The mean of `rounded` is `new`, so that steps much smaller than the distance between two
+    bfloat16 numbers move a weight in the mean, where rounding to the nearest loses each of them.
+    Decay is part of the step, and both are rounded once, together. A weight whose step is 0 stays.
+    Infinities and NaN stay, and a finite new weight does not become infinite. Parameters of other
+    dtypes are optimized as they are. Memory, per bfloat16 parameter: the state of `tx` as for a
+    float32 parameter; `moment_dtype` of `tx` makes that smaller.
+
+    It stands where `master_weights` stands: inside `accumulate` and `skip_nonfinite`, around
+    clipping, the optimizer and `ema`, which averages the weights before they are rounded.
+
+    `w + updates` is `rounded`, bit for bit, where a weight goes to half of itself at least, and to
+    the double at most. Beyond that there may be no bfloat16 update that leads there: `w + updates`
+    is then within three units in the last place of the larger of both weights. A step that is
+    larger than the new weight is itself rounded stochastically, so that the mean is `new` for every
+    weight that does not grow, with or without a change of sign.
+
+    The random bits are a hash of (seed, step, leaf, element). No key is in the state. The bits are
+    the same on a tree, packed, on any number of devices, on all replicas, and after a resume. They
+    repeat once the counter of steps is saturated, after 2^31 updates. Models under `vmap` have the
+    same bits.
+
+    Args:
+      tx: any transformation. It sees float32 gradients and parameters for bfloat16 ones.
+      seed: an int of at least 0. Another seed gives other random bits.
+
+    Returns:
+      A transformation with state `StochasticState(step, inner)`. Its update needs the parameters.
+
+    Raises:
+      TypeError: `tx` is not a transformation, `seed` is not an int, or a parameter is of float16 or
+        of 8 bits: `master_weights` takes these.
+      ValueError: `seed` below 0.
+
+    Source: Gupta et al., "Deep Learning with Limited Numerical Precision" (2015), section 3, for
+      the rounding; Zamirai et al., "Revisiting BFloat16 Training" (2020), section 4, for weights.
+    """
+    tx = wrapped.transformation(_NAME, tx)
+    values.count(_NAME, "seed", seed, low=0)
+
+    def init(params: PyTree) -> StochasticState:
+        arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
+        checks.parameters(arg)
+        _check_dtypes(arg)
+        return StochasticState(counter(params), tx.init(_wide(params)))
+
+    def update(
+        updates: PyTree,
+        state: StochasticState,
+        params: PyTree = None,
+        *,
+        commit: Commit | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, StochasticState]:
+        wrapped.check_state(_NAME, state, StochasticState)
+        inputs = Update(_NAME, updates, params, commit)
+        inputs.require_params("the rounding of new weights")
+        _check_dtypes(inputs.reference)
+        step = optax.safe_increment(_counter(state.step))
+        wide = jax.tree.map(
+            lambda g, p: jnp.asarray(g, jnp.float32) if g is not None and _is_rounded(p) else g,
+            updates,
+            params,
+            is_leaf=trees.is_none,
+        )
+        if inputs.commit is not None:
+            inputs.commit.add_finite(wide)
+        steps, inner = tx.update(wide, state.inner, _wide(params), **inward(commit), **extra_args)
+        inputs.follow(commit, steps)
+        given = trees.flatten(steps)[0]
+        of_step = step_keys(step)
+
+        def rounding(u: Any, p: Any, spec: ArraySpec) -> Call | None:
+            if u is None or not _is_rounded(p) or u.dtype == jax.dtypes.float0:
+                return None
+            u = jnp.broadcast_to(jnp.asarray(u, jnp.float32), p.shape)
+            return (_rounded_update, (p, u, of_step, *spec.element_keys(seed, _PURPOSE)))
+
+        rows = zip(given, inputs.reference.leaves, inputs.specs, strict=True)
+        rounded = leafwise.run([rounding(*row) for row in rows])
+        new = [u if r is None else r for u, r in zip(given, rounded, strict=True)]
+        return inputs.directions(new), StochasticState(step, inner)
+
+    return pair(init, update)
+
+
+@leafwise.jit_static_kwargs
+def _rounded_update(
+    p: jax.Array, u: jax.Array, of_step: jax.Array, leaf: jax.Array, first: jax.Array
+) -> jax.Array:
+    """What takes a weight to `p + u`, rounded stochastically."""
+    numbers = element_numbers(p.shape, within_rows=np.ndim(first) > 0)
+    return _difference(p, u, random_bits(of_step, ElementKeys(leaf, first), numbers))
+
+
+@jax.custom_jvp
+def _difference(p: jax.Array, u: jax.Array, random: jax.Array) -> jax.Array:
+    """`rounded - p`. Few operations: on CPUs they decide the time of a step, not the memory."""
+    w = p.astype(jnp.float32)
+    new = w + u
+    dropped, zero = random >> 16, jnp.uint32(0)
+    # Infinities, NaN, and numbers whose neighbour above is infinite lose what is dropped.
+    up = jnp.where(jnp.abs(new) < bfloat16.LARGEST, dropped, zero)
+    bits = (bfloat16.bits_of(new) + up) & jnp.uint32(0xFFFF0000)
+    far = jax.lax.bitcast_convert_type(bits, jnp.float32) - w
+    # Where the step is larger than the new weight, bfloat16 steps are too coarse to lead to each
+    # bfloat16 weight. Then the step is rounded stochastically; and an infinite weight stays.
+    coarse = (jnp.abs(u) > jnp.abs(new)) | jnp.isnan(far)
+    step = jnp.where(coarse, u, far)
+    # Else the difference is a bfloat16 number, or the nearest to it leads as near as can be.
+    up = jnp.where(coarse, dropped, jnp.uint32(0x8000))
+    up = jnp.where(jnp.abs(step) < bfloat16.LARGEST, up, zero)
+    return bfloat16.of_bits(bfloat16.bits_of(step) + up)
+
+
+@_difference.defjvp
+def _difference_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The slope is that of the step, as if nothing were rounded."""
+    return _difference(*primals), tangents[1].astype(jnp.bfloat16)
+
+
+def _counter(step: Any) -> jax.Array:
+    step = jnp.asarray(step)
+    if step.shape != ():
+        remedy = "map `update` over the models, as `init` was"
+        raise ValueError(f"{_NAME}: `state.step`: shape {step.shape}, expected (); {remedy}.")
+    return step
+
+
+def _check_dtypes(params: ArgLeaves) -> None:
+    """No parameter of less than 32 bits but bfloat16: it would be rounded to the nearest."""
+    for i, p in enumerate(params.leaves):
+        if p is None or not jnp.issubdtype(p.dtype, jnp.floating) or _is_rounded(p):
+            continue
+        if jnp.finfo(p.dtype).bits < 32:
+            expected = f"bfloat16, or 32 bits or more; `master_weights` takes {p.dtype}"
+            params.fail(i, TypeError, f"{checks.describe(p)}, expected {expected}")
+
+
+def _is_rounded(p: Any) -> bool:
+    return p is not None and jnp.result_type(p) == jnp.bfloat16
+
+
+def _wide(params: PyTree) -> PyTree:
+    """What the transformation inside sees: float32 for bfloat16 parameters."""
+    return trees.map_leaves(lambda p: wrapped.wide(p) if _is_rounded(p) else p, params)

@@ -1,0 +1,126 @@
+"""States in 8 bits of packed trees: unpacked and packed again, with the codes of the tree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgrad
+from tests.errors import assert_error
+
+SHAPES = {
+    "rows": (8, 512),
+    "flat": (5000,),
+    "small": (10,),
+    "stacked": (3, 70, 50),
+    "last": (512, 12),
+}
+# Axes over which layers are stacked; of each kind: the first axis, another, all but the last.
+STACKED = {"rows": 1, "flat": None, "small": None, "stacked": (0, 1), "last": 1}
+PACKINGS = {
+    "plain": {},
+    "stacked": {"layer_axes": STACKED},
+    "first axis": {"layer_axes": {name: 0 if name == "stacked" else None for name in SHAPES}},
+    "shards": {"multiple_of": 8},
+    "large": {"max_size": 5000},
+}
+
+tx = jgrad.adam(1e-2, moment_dtype="8bit")
+
+
+def tree(seed):
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.uniform(-3, 3, size=5)
+    pairs = zip(SHAPES.items(), scale, strict=True)
+    return {k: jnp.asarray(s * rng.normal(size=shape), jnp.float32) for (k, shape), s in pairs}
+
+
+def trained(pack):
+    """The state after two updates."""
+    w = pack(tree(0))
+    state = tx.init(w)
+    for seed in (1, 2):
+        _, state = jax.jit(tx.update)(pack(tree(seed)), state, w)
+    return state
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+packings = pytest.mark.parametrize("name", PACKINGS)
+
+
+@packings
+def test_packed_again(name):
+    state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
+    again = jgrad.pack(jgrad.unpack(state), like=state)
+    # The small leaf is unpacked as numbers, for which there may be several codes.
+    assert_same(jgrad.unquantized(again), jgrad.unquantized(state))
+
+
+@packings
+def test_numbers_of_an_unpacked_state(name):
+    state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
+    unpacked = jgrad.unpack(state)
+    assert_same(jgrad.unquantized(unpacked), jgrad.unpack(jgrad.unquantized(state)))
+    assert isinstance(unpacked.mw["small"], jax.Array)
+    large = [unpacked.mw[name] for name in SHAPES if name != "small"]
+    assert all(isinstance(x, jgrad.Blocks) for x in large)
+
+
+@pytest.mark.parametrize("name", ["plain", "shards", "large"])
+def test_codes_of_the_tree(name):
+    """Bit for bit, without layers that the tree does not know."""
+    unpacked = jgrad.unpack(trained(lambda w: jgrad.pack(w, **PACKINGS[name])))
+    alone = trained(lambda w: w)
+    for key in SHAPES:
+        if key != "small":
+            assert_same((unpacked.mw[key], unpacked.vw[key]), (alone.mw[key], alone.vw[key]))
+
+
+@packings
+def test_the_state_of_a_tree_is_packed_by_value(name):
+    alone = trained(lambda w: w)
+    like = jax.eval_shape(tx.init, jgrad.pack(tree(0), **PACKINGS[name]))
+    found = jgrad.unpack(jgrad.unquantized(jgrad.pack(alone, like=like)))
+    for key in SHAPES:
+        expected = jgrad.unquantized(alone.mw[key])
+        # Other blocks have other scales: a number may be between two codes, or below the smallest.
+        bound = np.abs(expected) / 16 + np.abs(expected).max() / 2**13
+        assert (np.abs(found.mw[key] - expected) <= bound).all()
+
+
+def test_training_goes_on_from_float32():
+    plain = jgrad.adam(1e-2)
+    w = tree(0)
+    _, state = plain.update(tree(1), plain.init(w), w)
+    packed = jgrad.pack(w)
+    _, new = tx.update(jgrad.pack(tree(2)), jgrad.pack(state, like=tx.init(packed)), packed)
+    assert int(new.step) == 2
+
+
+def test_shapes_of_a_packed_state():
+    packed = jgrad.pack(tree(0))
+    shapes = jax.eval_shape(jgrad.unpack, tx.init(packed))
+    like = jax.eval_shape(tx.init, tree(0))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), like
+    )
+
+
+def test_errors():
+    alone = trained(lambda w: w)
+    packed = jgrad.pack(tree(0))
+    assert_error(
+        TypeError,
+        "pack: `tree` at ['stacked']: Blocks of int8 and shape (3, 70, 50), expected an array; make it "
+        "one by `unquantized(tree)`.",
+        lambda: jgrad.pack(alone, like=jgrad.adam(0.1).init(packed)),
+    )
+    assert_error(
+        TypeError,
+        "pack: `tree` at ['stacked']: Blocks of uint8 and shape (3, 70, 50), expected an array of "
+        "float32, or Blocks with codes of int8.",
+        lambda: jgrad.pack(alone._replace(mw=alone.vw), like=tx.init(packed)),
+    )

@@ -1,0 +1,374 @@
+"""Optimizer state in host memory between steps."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jgrad
+from jgrad._wrappers import host_memory
+from tests import packed_model as packed
+from tests.cases import gradients, params
+from tests.errors import assert_error
+from tests.loops import assert_equal, stack, step_of, train
+
+ADAMW = jgrad.adam(1e-2, weight_decay=0.1)
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(jax, "memory"), reason="JAX without memory spaces: `offload(tx)` is `tx`"
+)
+
+
+def kinds(tree):
+    """Where the arrays of a tree lie."""
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.size}
+
+
+def assert_same_training(tx, w, grads, step=None):
+    """Bit for bit, with the state on the host after each step; returns weights and state."""
+    step = jax.jit(step_of(jgrad.offload(tx))) if step is None else step
+    expected, state = train(tx, w, grads)
+    found, own = w, jgrad.offload(tx).init(w)
+    assert kinds(own) == {"pinned_host"}
+    for g in grads:
+        found, own = step(found, own, g)
+        assert kinds(own) == {"pinned_host"}
+        assert kinds(found) == {"device"}
+    assert_equal((found, own), (expected, state))
+    return found, own
+
+
+def stack_of_wrappers():
+    chain = optax.chain(jgrad.clip_by_global_norm(1.0), ADAMW, jgrad.ema(0.9))
+    return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.stochastic_rounding(chain), 2))
+
+
+TXS = {
+    "gradient_descent": (jgrad.gradient_descent(0.1), jnp.float32),
+    "adamw": (ADAMW, jnp.float32),
+    "lamb": (jgrad.lamb(0.1), jnp.float32),
+    "8bit": (jgrad.adam(0.1, moment_dtype="8bit"), jnp.float32),
+    "master_weights": (jgrad.master_weights(ADAMW), jnp.bfloat16),
+    "all wrappers": (stack_of_wrappers(), jnp.bfloat16),
+}
+
+
+# ---- edge 18: where the state lies -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tx", "dtype"), TXS.values(), ids=TXS)
+def test_m18_the_same_numbers(tx, dtype):
+    """Under jit without `out_shardings`: the state stays on the host."""
+    assert_same_training(tx, params(dtype), gradients(4, dtype))
+
+
+def test_m18_eight_bits():
+    """Codes and scales lie on the host, too."""
+    w = {"w": jnp.ones((32, 256)), "b": jnp.ones(7)}
+    grads = [jax.tree.map(lambda x, i=i: jnp.sin(i + x), w) for i in range(3)]
+    assert_same_training(jgrad.adam(0.1, moment_dtype="8bit"), w, grads)
+
+
+def test_m18_eager():
+    w, grads = params(), gradients(2)
+    tx = jgrad.offload(ADAMW)
+    found, state = w, tx.init(w)
+    for g in grads:
+        found, state = step_of(tx)(found, state, g)
+        assert kinds(state) == {"pinned_host"}
+    expected = w, ADAMW.init(w)
+    for g in grads:
+        expected = step_of(ADAMW)(*expected, g)
+    assert_equal((found, state), expected)
+
+
+def test_m18_packed():
+    w, grads = packed.normal(0), packed.gradients()[:2]
+    assert_same_training(ADAMW, jgrad.pack(w), [jgrad.pack(g) for g in grads])
+    assert_same_training(jgrad.pack_small(ADAMW, max_size=packed.SMALL), w, grads)
+
+
+def test_m18_donation():
+    """One trace, and the old state is deleted."""
+    tx, w = jgrad.offload(ADAMW), params()
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
+    expected, _ = train(ADAMW, w, gradients(3))
+    state = jax.jit(tx.init)(w)
+    for g in gradients(3):
+        given = jax.tree.leaves((w, state))
+        w, state = step(w, state, g)
+        assert all(x.is_deleted() for x in given if x.size)
+        assert kinds(state) == {"pinned_host"}
+    assert_equal(w, expected)
+
+
+def test_m18_scan_and_vmap():
+    w, grads = params(), gradients(3)
+    tx = jgrad.offload(ADAMW)
+    expected = train(ADAMW, w, grads)
+    body = lambda carry, g: (step_of(tx)(*carry, g), None)
+    found, _ = jax.jit(lambda *carry: jax.lax.scan(body, carry, stack(grads)))(w, tx.init(w))
+    assert kinds(found[1]) == {"pinned_host"}
+    chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-6)
+    models = stack([w, w])
+    state = jax.vmap(tx.init)(models)
+    for g in grads:
+        models, state = jax.jit(jax.vmap(step_of(tx)))(models, state, stack([g, g]))
+        assert kinds(state) == {"pinned_host"}
+    chex.assert_trees_all_close(models, stack([expected[0]] * 2), rtol=1e-6, atol=1e-6)
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def placed(tree, spec=None):
+    return jax.device_put(tree, NamedSharding(mesh(), P() if spec is None else spec))
+
+
+def test_m18_sharded_over_devices():
+    """The state is cut as `state_shardings` says, on the host, and stays so."""
+    w = {"w": jnp.ones((16, 8)), "b": jnp.ones(8)}
+    grads = [jax.tree.map(lambda x, i=i: jnp.sin(i + x), w) for i in range(3)]
+    expected = train(ADAMW, w, grads)
+    tx, found = jgrad.offload(ADAMW), placed(w)
+    shardings = jgrad.state_shardings(tx, found, cut_over="data")
+    plain = jgrad.state_shardings(ADAMW, found, cut_over="data")
+    assert jax.tree.map(lambda x: x.with_memory_kind("pinned_host"), plain) == shardings
+    state = jax.jit(tx.init, out_shardings=shardings)(found)
+    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+    for g in grads:
+        old = state
+        found, state = step(found, state, placed(g))
+        assert jax.tree.map(lambda x: x.sharding, state) == shardings
+        assert all(x.is_deleted() for x in jax.tree.leaves(old))
+    assert_equal((found, state), expected)
+
+
+def test_m18_around_zero():
+    """In `shard_map` under jit, each device has its rows on the host."""
+    w = jgrad.pack(packed.normal(0), multiple_of=8)
+    grads = [jgrad.pack(g, multiple_of=8) for g in packed.gradients()[:2]]
+    zero, results = jgrad.zero(ADAMW, "data"), []
+    for tx, kind in ((zero, "device"), (jgrad.offload(zero), "pinned_host")):
+        shardings = jgrad.state_shardings(tx, placed(w), cut_over="data")
+        specs = jax.tree.map(lambda x: x.spec, shardings)
+        sharded = jax.shard_map(
+            step_of(tx),
+            mesh=mesh(),
+            in_specs=(P(), specs, P()),
+            out_specs=(P(), specs),
+            check_vma=False,
+        )
+        step = jax.jit(sharded, donate_argnums=1)
+        found = placed(w)
+        state = jax.jit(tx.init, out_shardings=shardings)(found)
+        for g in grads:
+            old = state
+            found, state = step(found, state, placed(g))
+            assert kinds(state) == {kind}
+            assert jax.tree.leaves(state)[1].sharding.spec == P("data")
+            assert all(x.is_deleted() for x in jax.tree.leaves(old))
+        results.append((found, state))
+    assert_equal(*results)
+
+
+def test_m18_a_state_on_the_device():
+    """Taken as it is; the next one is on the host. NumPy's arrays, too."""
+    w, (g,) = params(), gradients(1)
+    tx = jgrad.offload(ADAMW)
+    expected = train(ADAMW, w, [g])
+    on_device = ADAMW.init(w)
+    for state in (on_device, jax.tree.map(np.asarray, on_device), tx.init(w)):
+        found = jax.jit(step_of(tx))(w, state, g)
+        assert kinds(found[1]) == {"pinned_host"}
+        assert_equal(found, expected)
+
+
+def test_m18_a_checkpoint(tmp_path):
+    """Saved by orbax, restored onto the host by `state_shardings`, and trained further."""
+    w, (a, b) = placed(params()), gradients(2)
+    tx = jgrad.offload(ADAMW)
+    step = jax.jit(step_of(tx))
+    w, state = step(w, tx.init(w), placed(a))
+    shardings = jgrad.state_shardings(tx, w)
+    like = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(tx.init, w),
+        shardings,
+    )
+    with ocp.StandardCheckpointer() as checkpoints:
+        checkpoints.save(tmp_path / "state", state)
+        checkpoints.wait_until_finished()
+        restored = checkpoints.restore(tmp_path / "state", like)
+    assert kinds(restored) == {"pinned_host"}
+    assert_equal(restored, state)
+    assert_equal(step(w, restored, placed(b)), step(w, state, placed(b)))
+
+
+def test_init_of_shapes():
+    """Of `ShapeDtypeStruct`s and NumPy arrays, as without it."""
+    w = {"w": np.ones((3, 2), np.float32), "n": np.arange(2)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), w)
+    tx = jgrad.offload(ADAMW)
+    for params_ in (w, shapes):
+        found, expected = (jax.eval_shape(t.init, params_) for t in (tx, ADAMW))
+        chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    assert kinds(tx.init(w)) == {"pinned_host"}
+
+
+def test_leaves_that_are_no_arrays_stay():
+    """A transformation may keep numbers of Python, keys and None."""
+    state = {"number": 3, "none": None, "key": jax.random.key(0), "x": jnp.ones(3)}
+    inner = optax.GradientTransformation(lambda _: state, lambda g, s, w=None: (g, s))
+    tx = jgrad.offload(inner)
+    first = tx.init(jnp.ones(3))
+    _, second = tx.update(jnp.ones(3), first)
+    for found in (first, second):
+        assert (found["number"], found["none"]) == (3, None)
+        assert kinds([found["x"], found["key"]]) == {"pinned_host"}
+        assert jax.random.key_data(found["key"]).tolist() == [0, 0]
+
+
+def test_what_the_inner_transformation_sees():
+    """Arrays on the device, and extra arguments."""
+    seen = []
+
+    def update(g, state, w=None, **extra):
+        seen.append((str(jax.typeof(state).memory_space), extra))
+        return g, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda w: w, update)
+    tx, x = jgrad.offload(inner), jnp.ones(3)
+    state = tx.init(x)
+    tx.update(x, state, x, value=3)
+    jax.jit(tx.update)(x, state, x, value=3)
+    assert [(place, set(extra)) for place, extra in seen] == [("MemorySpace.Device", {"value"})] * 2
+
+
+def test_m18_in_a_chain():
+    """Its own part of the state is on the host; the numbers are the same."""
+    w, grads = params(), gradients(3)
+    tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.offload(ADAMW), jgrad.ema(0.9))
+    plain = optax.chain(jgrad.clip_by_global_norm(1.0), ADAMW, jgrad.ema(0.9))
+    found, state = train(tx, w, grads)
+    assert [kinds(x) for x in state[1:]] == [{"pinned_host"}, {"device"}]
+    assert_equal((found, state), train(plain, w, grads))
+
+
+# ---- backends without host memory --------------------------------------------------------------
+
+
+class Device:
+    """One with memory of some kinds."""
+
+    def __init__(self, platform, *kinds):
+        self.platform = platform
+        self._kinds = kinds
+
+    def addressable_memories(self):
+        return [type("Memory", (), {"kind": kind}) for kind in self._kinds]
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """Makes JAX have another first device."""
+
+    def choose(*args):
+        host_memory.is_there.cache_clear()
+        monkeypatch.setattr(jax, "local_devices", lambda: [Device(*args)])
+
+    yield choose
+    monkeypatch.undo()
+    host_memory.is_there.cache_clear()
+
+
+def test_m18_a_cpu_without_host_memory(backend):
+    """As that of JAX 0.7: the state is what it is without `offload`."""
+    backend("cpu", "unpinned_host")
+    w, grads = params(), gradients(2)
+    found, state = train(jgrad.offload(ADAMW), w, grads)
+    assert kinds(state) == {"device"}
+    assert_equal((found, state), train(ADAMW, w, grads))
+    w = placed(w)
+    assert jgrad.state_shardings(jgrad.offload(ADAMW), w) == jgrad.state_shardings(ADAMW, w)
+
+
+def test_m18_an_accelerator_without_host_memory(backend):
+    backend("gpu", "device", "unpinned_host")
+    message = (
+        "offload: the backend 'gpu': memory of the kinds 'device', 'unpinned_host', expected "
+        "'pinned_host' among them."
+    )
+    assert_error(RuntimeError, message, lambda: jgrad.offload(ADAMW).init(jnp.ones(3)))
+    state = ADAMW.init(jnp.ones(3))
+    update = functools.partial(jgrad.offload(ADAMW).update, jnp.ones(3), state, jnp.ones(3))
+    assert_error(RuntimeError, message, update)
+
+
+def test_m18_a_jax_without_memory_spaces(backend, monkeypatch):
+    backend("gpu", "device", "pinned_host")
+    monkeypatch.delattr(jax, "memory")
+    message = (
+        f"offload: the backend 'gpu': JAX {jax.__version__} without `jax.memory`, expected a newer "
+        "one."
+    )
+    assert_error(RuntimeError, message, lambda: jgrad.offload(ADAMW).init(jnp.ones(3)))
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+OUTSIDE = "expected it outside of everything: `offload({}(...))`."
+HOST = "with a state in host memory at {}, of an `offload` inside"
+X = jnp.ones(3)
+
+WRAPPERS = {
+    "accumulate": lambda tx: jgrad.accumulate(tx, 2),
+    "master_weights": jgrad.master_weights,
+    "offload": jgrad.offload,
+    "pack_small": jgrad.pack_small,
+    "skip_nonfinite": jgrad.skip_nonfinite,
+    "stochastic_rounding": jgrad.stochastic_rounding,
+    "zero": lambda tx: jgrad.zero(tx, "data"),
+}
+
+
+@pytest.mark.parametrize(("name", "wrap"), WRAPPERS.items(), ids=WRAPPERS)
+def test_m18_inside_of_another_wrapper(name, wrap):
+    """At once, and in a chain when the state is made."""
+    tx = jgrad.offload(ADAMW)
+    message = f"{name}: `tx`: an `offload`, {OUTSIDE.format(name)}"
+    assert_error(ValueError, message, lambda: wrap(tx))
+    chain, w = (
+        wrap(optax.chain(tx, optax.identity())),
+        jgrad.pack({"w": X}) if name == "zero" else X,
+    )
+    message = f"{name}: `tx`: {HOST.format('[0].step')}, {OUTSIDE.format(name)}"
+    assert_error(ValueError, message, lambda: chain.init(w))
+    assert_error(ValueError, message, lambda: jax.eval_shape(chain.init, w))
+
+
+def test_parameters_in_host_memory():
+    """Their moments lie beside them, which is no `offload`."""
+    w = jax.device_put(jnp.ones(3), jax.memory.Space.Host)
+    jgrad.accumulate(optax.GradientTransformation(lambda w: w, lambda g, s, w=None: (g, s)), 2)
+    assert host_memory.place_on_host({"w": w}) == "['w']"
+    keep = optax.GradientTransformation(lambda w: w, lambda g, s, w=None: (g, s))
+    jgrad.skip_nonfinite(keep).init(w)
+
+
+MESSAGES = [
+    (TypeError, "offload: `tx`: 3 of type int, expected a transformation with `init` and `update`.",
+     lambda: jgrad.offload(3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    assert_error(error, message, call)

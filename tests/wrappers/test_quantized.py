@@ -1,0 +1,129 @@
+"""States in 8 bits as arrays, and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jgrad
+from tests.errors import assert_error
+
+rng = np.random.default_rng(0)
+W = {
+    "w": jnp.asarray(rng.normal(size=(64, 128)), jnp.float32),
+    "b": jnp.asarray(rng.normal(size=7), jnp.float32),
+}
+G = jax.tree.map(lambda x: x + 1, W)
+
+plain, eight = jgrad.adam(1e-2), jgrad.adam(1e-2, moment_dtype="8bit")
+
+
+def trained(tx, w=W, g=G):
+    return tx.update(g, tx.init(w), w)[1]
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+packings = pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
+
+
+@packings
+def test_the_state_of_another_recipe(pack):
+    """An optimizer without 8 bits takes the state, and the other one takes it back."""
+    w, g = pack(W), pack(G)
+    state = trained(eight, w, g)
+    arrays = jgrad.unquantized(state)
+    assert jax.tree.structure(arrays) == jax.tree.structure(plain.init(w))
+    assert int(plain.update(g, arrays, w)[1].step) == 2
+    again = jgrad.quantized(arrays, like=jax.eval_shape(eight.init, w))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert_same(jgrad.unquantized(again), arrays)
+    assert_same(jgrad.quantized(state, like=plain.init(w)), arrays)
+
+
+def test_rounding_is_to_the_nearest():
+    state = trained(plain)
+    found = jgrad.unquantized(jgrad.quantized(state, like=eight.init(W)))
+    smallest = state.vw["w"].max() * 2.0**-30  # a number below it is not rounded to 0
+    np.testing.assert_allclose(found.vw["w"], state.vw["w"], rtol=2**-4, atol=smallest)
+    error = np.abs(found.mw["w"] - state.mw["w"])
+    assert (error <= np.maximum(np.abs(state.mw["w"]) * 2**-4, 2**-14 * 0.5)).all()
+    assert error.max() > 0
+
+
+def test_what_is_there_stays():
+    state = trained(eight)
+    assert jgrad.quantized(state, like=state).mw["w"].codes is state.mw["w"].codes
+    assert jgrad.unquantized(state).mw["b"] is state.mw["b"]
+
+
+def test_other_dtypes_of_moments():
+    half = jgrad.adam(1e-2, moment_dtype=jnp.bfloat16)
+    found = jgrad.quantized(trained(eight), like=half.init(W))
+    assert found.mw["w"].dtype == found.mw["b"].dtype == jnp.bfloat16
+
+
+def test_inside_wrappers_and_jit():
+    def recipe(tx):
+        return jgrad.skip_nonfinite(jgrad.accumulate(tx, 2))
+
+    state = recipe(eight).init(W)
+    arrays = jax.jit(jgrad.unquantized)(state)
+    again = jax.jit(lambda x: jgrad.quantized(x, like=state))(arrays)
+    assert jax.tree.structure(arrays) == jax.tree.structure(recipe(plain).init(W))
+    assert_same(again, state)
+
+
+def test_a_checkpoint_of_float32(tmp_path):
+    with ocp.StandardCheckpointer() as files:
+        files.save(tmp_path / "state", trained(plain))
+        files.wait_until_finished()
+        restored = files.restore(tmp_path / "state", jax.eval_shape(plain.init, W))
+    state = jgrad.quantized(restored, like=jax.eval_shape(eight.init, W))
+    assert int(eight.update(G, state, W)[1].step) == 2
+
+
+def test_a_checkpoint_of_8_bits(tmp_path):
+    """Training goes on with the same bits."""
+    state = trained(eight)
+    with ocp.StandardCheckpointer() as files:
+        files.save(tmp_path / "state", state)
+        files.wait_until_finished()
+        restored = files.restore(tmp_path / "state", jax.eval_shape(eight.init, W))
+    assert_same(eight.update(G, restored, W), eight.update(G, state, W))
+
+
+def test_errors():
+    state = trained(eight)
+    w = state.vw["w"]
+    assert_error(
+        TypeError,
+        "quantized: `state` at .vw['w']: Blocks of int8 and shape (64, 128), expected a floating "
+        "array, or Blocks of uint8.",
+        lambda: jgrad.quantized(state._replace(vw=state.mw), like=state),
+    )
+    other = state._replace(vw={**state.vw, "w": w._replace(scale=w.scale[:16])})
+    blocks = (
+        "`scale` of shape (16,), expected a number for each block of 256 elements of `codes`, of "
+        "shape (64, 128)."
+    )
+    for name, call in (
+        ("quantized", lambda: jgrad.quantized(other, like=state)),
+        ("unquantized", lambda: jgrad.unquantized(other)),
+    ):
+        assert_error(ValueError, f"{name}: `state` at .vw['w']: {blocks}", call)
+    cast = state._replace(vw={**state.vw, "w": w._replace(codes=w.codes.astype(jnp.float32))})
+    assert_error(
+        TypeError,
+        "unquantized: `state` at .vw['w']: an array of float32 and shape (64, 128) as `codes`, "
+        "expected int8 or uint8.",
+        lambda: jgrad.unquantized(cast),
+    )
+    assert_error(
+        ValueError,
+        "quantized: `state` does not match `like` at .mw['b']: shape (7,), expected (8,).",
+        lambda: jgrad.quantized(state, like=eight.init({**W, "b": jnp.ones(8)})),
+    )

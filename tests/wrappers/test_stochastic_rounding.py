@@ -1,0 +1,512 @@
+"""bfloat16 parameters without a copy, rounded stochastically."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jgrad
+from tests import packed_model as packed
+from tests.cases import gradients, params
+from tests.errors import assert_error
+from tests.loops import assert_equal, compiled, every_step, stack, step_of, train
+
+BF16 = jnp.bfloat16
+ADAMW = jgrad.adam(1e-3, weight_decay=0.1)
+LARGEST = float(jnp.finfo(BF16).max)
+X = jnp.ones(3, BF16)
+W = {"layer_3": {"w": jnp.ones((3, 2), BF16), "b": X}}
+
+
+def of_step(seed=0):
+    """Adds what it is given, so that the gradient is the step."""
+    return jgrad.stochastic_rounding(optax.identity(), seed=seed)
+
+
+@functools.lru_cache(maxsize=8)
+def adder(seed=0):
+    tx = of_step(seed)
+    return jax.jit(lambda w, u, step=0: tx.update(u, state_at(tx, w, step), w)[0])
+
+
+def state_at(tx, w, step):
+    state = tx.init(w)
+    return state._replace(step=jnp.asarray(step, jnp.int32))
+
+
+def added(w, u, step=0, seed=0):
+    """Weights after a step `u`."""
+    return optax.apply_updates(w, adder(seed)(w, u, step))
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+def around(x):
+    """The bfloat16 numbers below and above, by their size."""
+    bits = np.asarray(x, np.float32).view(np.uint32) & 0xFFFF0000
+    return (b.astype(np.uint32).view(np.float32) for b in (bits, bits + 0x10000))
+
+
+# ---- edge 14: the rounding ---------------------------------------------------------------------
+
+
+def test_m14_the_mean_over_steps():
+    """Within four standard deviations, for each of 512 weights of all signs and scales."""
+    count = 400
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=512) * 2.0 ** rng.integers(-20, 20, 512), BF16)
+    u = jnp.asarray(wide(w) * rng.uniform(-0.01, 0.01, 512), jnp.float32)
+    new = np.asarray(jnp.asarray(w, jnp.float32) + u)
+    found = wide(jax.vmap(lambda step: added(w, u, step))(jnp.arange(count)))
+    low, high = around(new)
+    assert np.all((found == low) | (found == high))
+    share = (new - low.astype(float)) / (high.astype(float) - low)
+    deviation = np.sqrt(share * (1 - share) / count) * np.abs(high.astype(float) - low)
+    assert np.all(np.abs(found.mean(0) - new) <= 4.5 * deviation + 1e-12 * np.abs(new))
+    distance = (found.mean(0) - new) / np.where(deviation > 0, deviation, 1)
+    assert abs(distance.mean()) < 4 / np.sqrt(512)
+    assert 0.8 < distance.std() < 1.2
+
+
+def test_m14_the_mean_over_seeds():
+    """The seed decides, as the step does."""
+    seeds = range(12)
+    w = jnp.tile(jnp.asarray([1.0, -1.0, 3.0, 1e-3], BF16), 256)
+    u = w.astype(jnp.float32) * 0.001
+    found = np.stack([wide(of_step(s).update(u, of_step(s).init(w), w)[0]) for s in seeds])
+    means = found.reshape(-1, 4).mean(0)
+    distance = 2.0**-7 * np.abs(wide(w[:4]))  # at most, between two bfloat16 numbers
+    limit = 4 * distance / 2 / np.sqrt(found.size / 4)
+    assert np.all(np.abs(means - wide(u[:4])) < limit)
+    assert len(np.unique(found, axis=0)) == len(seeds)
+
+
+def test_m14_exact_numbers_do_not_move():
+    """Weights whose new value is a bfloat16 number get it, whatever the bits; so does a step of 0."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(np.concatenate([rng.normal(size=1000), [0.0, -0.0, 1.0, LARGEST]]), BF16)
+    for step in range(5):
+        assert_equal(added(w, jnp.zeros(w.shape), step), w)
+    new = (w[:-1] * jnp.bfloat16(1.25)).astype(BF16)
+    u = new.astype(jnp.float32) - w[:-1].astype(jnp.float32)
+    np.testing.assert_array_equal(wide(added(w[:-1], u)), wide(new))
+
+
+def test_m14_what_is_not_finite_stays():
+    w = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan, 1.0, 1.0, 1.0], BF16)
+    u = jnp.asarray([-1.001, 1.001, 1.0, jnp.inf, -jnp.inf, jnp.nan])
+    expected = [jnp.inf, -jnp.inf, jnp.nan, jnp.inf, -jnp.inf, jnp.nan]
+    for step in range(5):
+        np.testing.assert_array_equal(wide(added(w, u, step)), expected)
+        zero = jnp.zeros(6)
+        np.testing.assert_array_equal(wide(added(w, zero, step)), wide(w))
+
+
+def test_m14_the_largest_number_does_not_become_infinite():
+    """Towards the largest float32, and from one end to the other."""
+    w = jnp.asarray([LARGEST, -LARGEST, LARGEST, 3e38, 0.0, 0.0, -3e38], BF16)
+    u = jnp.asarray([1e36, -1e36, 2.0, 3.5e37, 3.4e38, -3.4e38, 3.4e38])
+    for step in range(20):
+        found = added(w, u, step)
+        chex.assert_tree_all_finite(found)
+        assert jnp.all(jnp.abs(found[:6].astype(jnp.float32)) >= 3e38)
+
+
+def test_m14_decay_and_step_are_rounded_once():
+    """As the sum of both is, in float32: bit for bit the weights of a transformation that adds it."""
+    w, (g,) = params(BF16), gradients(1, BF16)
+    tx = jgrad.stochastic_rounding(ADAMW)
+    updates, _ = jax.jit(tx.update)(g, tx.init(w), w)
+    single = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    both, _ = jax.jit(ADAMW.update)(single(g), ADAMW.init(single(w)), single(w))
+    identity = of_step()
+    expected, _ = jax.jit(identity.update)(both, identity.init(w), w)
+    found = [jax.tree.leaves(optax.apply_updates(w, x)) for x in (updates, expected)]
+    same = [np.mean(wide(a) == wide(b)) for a, b in zip(*found, strict=True) if a.size]
+    assert min(same) > 0.9  # XLA may contract products and sums in one program only
+
+
+@pytest.mark.parametrize("form", ["tree", "packed"])
+def test_m14_replicas_have_the_same_bits(form):
+    """On eight devices: replicated and sharded under jit, and inside shard_map, as on one."""
+    w, grads = packed.normal(0, BF16), packed.gradients(BF16)[:2]
+    if form == "packed":
+        w, grads = jgrad.pack(w, multiple_of=8), [jgrad.pack(g, multiple_of=8) for g in grads]
+    tx = jgrad.stochastic_rounding(jgrad.adam(1e-3))
+    expected = train(tx, w, grads)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    on = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    rows = jax.tree.map(lambda x: P("data") if x.shape[0] % 8 == 0 else P(), w)
+    cut = lambda tree: jax.tree.map(on, tree, rows)
+    assert_equal(train(tx, cut(w), [cut(g) for g in grads]), expected)
+    inside = jax.jit(
+        jax.shard_map(
+            lambda *args: jax.tree.map(lambda x: x[None], step_of(tx)(*args)),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P("data"),
+            check_vma=False,
+        )
+    )
+    found = on((w, tx.init(w)), P())
+    for g in grads:
+        every = inside(*found, on(g, P()))
+        for x in jax.tree.leaves(every):
+            assert all(np.array_equal(wide(x[0]), wide(row)) for row in x)
+        found = jax.tree.map(lambda x: x[0], every)
+    assert_equal(found, expected)
+
+
+# ---- edge 17: which bits -----------------------------------------------------------------------
+
+
+def test_m17_seeds_steps_and_leaves_have_bits_of_their_own():
+    """A step of half a unit goes up or down, differently for each."""
+    w = {"a": jnp.ones(4096, BF16), "b": jnp.ones(4096, BF16)}
+    u = jax.tree.map(lambda x: jnp.full(x.shape, 2.0**-8), w)
+    rows = [
+        wide(x) > 1
+        for seed in (0, 1, 2**31 - 1)
+        for step in (0, 1, 2, 1000)
+        for x in added(w, u, step, seed).values()
+    ]
+    for i, a in enumerate(rows):
+        for b in rows[:i]:
+            assert abs(np.mean(a == b) - 0.5) < 5 * 0.5 / np.sqrt(4096)
+
+
+def test_m17_a_saturated_counter_repeats_its_bits():
+    """It stays at the last step, and training goes on."""
+    tx, w = of_step(), jnp.ones(100, BF16)
+    last = np.iinfo(np.int32).max
+    state = tx.init(w)._replace(step=jnp.asarray(last - 1, jnp.int32))
+    u = jnp.full(100, 2.0**-8)
+    found = []
+    for _ in range(3):
+        updates, state = tx.update(u, state, w)
+        found.append(updates)
+        assert int(state.step) == last
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
+
+
+def test_moments_are_rounded_with_other_bits():
+    """Weights and second moments in bfloat16 of one leaf and step."""
+    from jgrad._quantized.random_bits import leaf_keys
+
+    assert not np.any(leaf_keys(0, 1, [0]) == leaf_keys(0, 2, [0]))
+
+
+# ---- edge 11: tree = packed = resumed ----------------------------------------------------------
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("form", ["packed", "pack_small", "pack_small inside", "in part packed"])
+def test_m11_packed_is_the_tree(form):
+    """Bit for bit, with the steps of Adam."""
+    w, grads = packed.normal(0, BF16), packed.gradients(BF16)
+    tx = jgrad.stochastic_rounding(ADAMW, seed=3)
+    expected, _ = train(tx, w, grads)
+    if form.startswith("pack_small"):
+        small = functools.partial(jgrad.pack_small, max_size=packed.SMALL)
+        inside = jgrad.stochastic_rounding(small(ADAMW), seed=3)
+        found, _ = train(inside if "inside" in form else small(tx), w, grads)
+    else:
+        pack = functools.partial(jgrad.pack, max_size=packed.SMALL if "part" in form else None)
+        found, _ = train(tx, pack(w), [pack(g) for g in grads])
+        found = jgrad.unpack(found)
+    assert_equal(found, expected)
+
+
+def test_m11_a_resumed_training():
+    """From the state and the weights as NumPy arrays."""
+    w, grads = params(BF16), gradients(4, BF16)
+    tx = jgrad.stochastic_rounding(ADAMW)
+    expected = every_step(tx, w, grads)
+    w, state = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), expected[1])
+    for g, both in zip(grads[2:], expected[2:], strict=True):
+        w, state = compiled(tx)(w, state, g)
+        assert_equal((w, state), both)
+
+
+# ---- what it is for ----------------------------------------------------------------------------
+
+
+def test_e07_small_steps_in_the_mean():
+    """5000 steps of -1e-5 from 1 lead to 0.95, where rounding to the nearest stays at 1."""
+    w, g = jnp.ones(4096, BF16), jnp.ones(4096, BF16)
+
+    def after(tx):
+        body = lambda carry, _: (step_of(tx)(*carry, g), None)
+        loop = lambda *carry: jax.lax.scan(body, carry, length=5000)[0][0]
+        return wide(jax.jit(loop)(w, tx.init(w)))
+
+    np.testing.assert_array_equal(after(jgrad.gradient_descent(1e-5)), 1)
+    found = after(jgrad.stochastic_rounding(jgrad.gradient_descent(1e-5)))
+    # Each step moves a weight by 2^-8 with probability 1e-5 * 2^8.
+    deviation = np.sqrt(5000 * 1e-5 * 2.0**-8)
+    assert abs(found.mean() - 0.95) < 4 * deviation / np.sqrt(4096)
+    assert 0.9 < found.std() / deviation < 1.1
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+def test_weights_are_exactly_what_was_rounded(shift):
+    """Where a weight goes to half of itself at least, and to the double at most."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.uniform(-1, 1, 20_000) * 2.0 ** rng.integers(-6, 7, 20_000), BF16)
+    factor = rng.uniform(0.5 + shift / 2, 2 - shift, size=w.shape)
+    new = jnp.asarray(wide(w) * factor, jnp.float32)
+    found = wide(added(w, new - w.astype(jnp.float32)))
+    # As `added` computes it: the step has been rounded to float32.
+    new = np.asarray(w.astype(jnp.float32) + (new - w.astype(jnp.float32)))
+    low, high = around(new)
+    assert np.all((found == low) | (found == high))
+
+
+def test_a_weight_that_jumps():
+    """Up, down or to the other sign: within three units; right in the mean if it shrinks."""
+    count = 300
+    rng = np.random.default_rng(0)
+    draw = lambda: rng.uniform(-1, 1, 2000) * 2.0 ** rng.integers(-6, 7, 2000)
+    w, u = jnp.asarray(draw(), BF16), jnp.asarray(draw(), jnp.float32)
+    new = wide(w.astype(jnp.float32) + u)
+    found = wide(jax.vmap(lambda step: added(w, u, step))(jnp.arange(count)))
+    larger = np.maximum(np.abs(wide(w)), np.abs(new))
+    unit = 2.0 ** (np.floor(np.log2(larger)) - 7)
+    assert np.all(np.abs(found - new) <= 3 * unit)
+    grows = np.abs(new) > np.abs(wide(w))
+    error = (found.mean(0) - new)[~grows] / unit[~grows]
+    assert np.count_nonzero(~grows) > 500
+    assert np.max(np.abs(error)) < 5 / np.sqrt(count)
+    assert abs(np.mean(error)) < 4 / np.sqrt(count * error.size)
+    # What a bfloat16 step cannot reach is rounded to the nearest when the step is added.
+    error = (found.mean(0) - new)[grows] / unit[grows]
+    assert np.max(np.abs(error)) < 1 + 5 / np.sqrt(count)
+    assert abs(np.mean(error)) < 0.02
+
+
+def test_other_leaves_are_those_of_the_plain_transformation():
+    """Float32 beside bfloat16, bit for bit; integers, None and missing gradients stay."""
+    w = {"a": jnp.ones((4, 3)), "b": jnp.ones((4, 3), BF16), "n": jnp.arange(3), "none": None}
+    w |= {"lost": jnp.ones(2, BF16), "z": jnp.ones(2, jnp.complex64)}
+    g = {"a": jnp.ones((4, 3)), "b": jnp.ones((4, 3), BF16), "none": None, "lost": None}
+    g |= {"n": np.zeros(3, jax.dtypes.float0), "z": jnp.ones(2, jnp.complex64)}
+    results = [step_of(tx)(w, tx.init(w), g) for tx in (ADAMW, jgrad.stochastic_rounding(ADAMW))]
+    (plain, _), (found, state) = results
+    others = ("a", "n", "none", "lost", "z")
+    assert_equal({k: found[k] for k in others}, {k: plain[k] for k in others})
+    assert state.inner.mw["b"].dtype == jnp.float32
+    assert {k: x.dtype for k, x in found.items() if k in "ab"} == {"a": jnp.float32, "b": BF16}
+
+
+@pytest.mark.parametrize("grads_dtype", ["bfloat16", "float32", "float64"])
+def test_what_the_inner_transformation_sees(grads_dtype, x64):
+    """Float32 gradients and parameters for bfloat16 ones, and extra arguments."""
+    seen = []
+
+    def update(g, state, w=None, **extra):
+        seen.append((g.dtype, w.dtype, extra))
+        return -g, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda w: (seen.append(w.dtype), ())[1], update)
+    tx = jgrad.stochastic_rounding(spy)
+    updates, _ = tx.update(jnp.ones(3, grads_dtype), tx.init(X), X, value=3)
+    assert seen == [jnp.float32, (jnp.float32, jnp.float32, {"value": 3})]
+    assert updates.dtype == BF16
+
+
+def test_the_mean_is_not_rounded_inside_accumulate():
+    """Three gradients of 1 and one of 0.01: in bfloat16, the mean is off by a part in 500."""
+    seen = []
+    record = lambda g, state, w=None: (seen.append(float(g[0])), (g, state))[1]
+    spy = optax.GradientTransformation(lambda _: (), record)
+    tx = jgrad.accumulate(jgrad.stochastic_rounding(spy), 4)
+    state = tx.init(X)
+    for x in (1, 1, 1, 0.01):
+        _, state = tx.update(jnp.full(3, x, BF16), state, X)
+    mean = np.mean([1, 1, 1, float(jnp.bfloat16(0.01))])
+    np.testing.assert_allclose(seen, [mean], rtol=1e-6)
+
+
+@pytest.mark.parametrize("inner", [ADAMW, optax.adam(1e-3)], ids=["adamw", "optax.adam"])
+def test_a_skipped_step_moves_nothing(inner, standard_promotion):
+    """Weights, state and counter are as if the step had not been."""
+    tx = jgrad.skip_nonfinite(jgrad.stochastic_rounding(inner))
+    w, (a, b, c) = params(BF16), gradients(3, BF16)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), a)
+    first, second = (train(tx, w, grads) for grads in ([a, bad, b, c], [a, b, c]))
+    assert_equal(first[0], second[0])
+    assert_equal(first[1].inner, second[1].inner)
+    assert [int(x.skipped) for _, x in (first, second)] == [1, 0]
+    assert int(first[1].inner.step) == 3
+
+
+def test_skipping_is_that_of_nothing_to_skip():
+    """With finite gradients `skip_nonfinite` around it changes no bit."""
+    w, grads = params(BF16), gradients(3, BF16)
+    tx = jgrad.stochastic_rounding(ADAMW)
+    found, _ = train(jgrad.skip_nonfinite(tx), w, grads)
+    assert_equal(found, train(tx, w, grads)[0])
+
+
+def test_the_average_inside_is_of_unrounded_weights():
+    tx = jgrad.stochastic_rounding(optax.chain(jgrad.gradient_descent(1e-5), jgrad.ema(0.0)))
+    updates, state = tx.update(X, tx.init(X), X)
+    np.testing.assert_allclose(optax.tree.get(state, "average"), 1 - 1e-5, rtol=1e-7)
+    assert updates.dtype == BF16
+
+
+def test_zero_on_eight_devices():
+    """Each device rounds its rows as one device would."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    w = jgrad.pack(packed.normal(0, BF16), multiple_of=8)
+    grads = [jgrad.pack(g, multiple_of=8) for g in packed.gradients(BF16)[:2]]
+    tx = jgrad.stochastic_rounding(jgrad.adam(1e-3))
+    expected, _ = train(tx, w, grads)
+    sharded = jgrad.zero(tx, "data")
+    shardings = jgrad.state_shardings(sharded, w, NamedSharding(mesh, P()), cut_over="data")
+    specs = jax.tree.map(lambda x: x.spec, shardings)
+    step = jax.jit(
+        jax.shard_map(
+            step_of(sharded),
+            mesh=mesh,
+            in_specs=(P(), specs, P()),
+            out_specs=(P(), specs),
+            check_vma=False,
+        )
+    )
+    found, state = w, sharded.init(w)
+    for g in grads:
+        found, state = step(found, state, g)
+    assert_equal(jgrad.unpack(found), jgrad.unpack(expected))
+
+
+# ---- under JAX's transformations ---------------------------------------------------------------
+
+
+def test_scan_and_vmap():
+    """A scan is the loop bit for bit, and a batch of models each model."""
+    w, grads = params(BF16), gradients(3, BF16)
+    tx = jgrad.stochastic_rounding(ADAMW)
+    expected, _ = train(tx, w, grads)
+    body = lambda carry, g: (step_of(tx)(*carry, g), None)
+    (found, _), _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(grads)))(w)
+    assert_equal(found, expected)
+    models = stack([w, w])
+    state = jax.vmap(tx.init)(models)
+    for g in grads:
+        models, state = jax.jit(jax.vmap(step_of(tx)))(models, state, stack([g, g]))
+    assert_equal(jax.tree.map(lambda x: x[1], models), expected)
+
+
+def test_slopes_are_those_of_the_step():
+    """As if nothing were rounded: 1, also for a step that moves no weight."""
+    tx, w = of_step(), jnp.ones(64, BF16)
+    state = tx.init(w)
+    total = lambda u: jnp.sum(tx.update(u, state, w)[0].astype(jnp.float32))
+    np.testing.assert_array_equal(jax.grad(total)(jnp.full(64, 1e-6)), 1)
+
+
+def step_program(tx, w):
+    """The compiled step, with weights and state donated."""
+    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+    return step.lower(w, jax.eval_shape(tx.init, w), w).compile()
+
+
+@pytest.mark.parametrize("form", ["tree", "packed"])
+def test_memory_of_a_step(form):
+    """No temporaries beyond those of float32, and less traffic than with copies."""
+    shapes = {"a": (512, 512), "b": (512, 256), "c": (512,)}
+    count = sum(np.prod(s) for s in shapes.values())
+    pack = jgrad.pack if form == "packed" else lambda tree: tree
+    programs = {}
+    for name, tx, dtype in (
+        ("float32", ADAMW, jnp.float32),
+        ("copies", jgrad.master_weights(ADAMW), BF16),
+        ("stochastic", jgrad.stochastic_rounding(ADAMW), BF16),
+    ):
+        w = pack({k: jnp.ones(shape, dtype) for k, shape in shapes.items()})
+        programs[name] = step_program(tx, w)
+    temporary = {k: x.memory_analysis().temp_size_in_bytes for k, x in programs.items()}
+    moved = {k: x.cost_analysis()["bytes accessed"] / count for k, x in programs.items()}
+    assert temporary["stochastic"] <= temporary["float32"] + 0.05 * count
+    assert moved["stochastic"] <= 33 < 39 < moved["float32"] < moved["copies"]
+    text = programs["stochastic"].as_text()
+    assert "rng" not in text
+    assert "gather" not in text
+
+
+def test_donation():
+    tx, w = jgrad.stochastic_rounding(ADAMW), params(BF16)
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
+    state = tx.init(w)
+    for g in gradients(3, BF16):
+        given = jax.tree.leaves((w, state))
+        w, state = step(w, state, g)
+        assert all(x.is_deleted() for x in given if x.size)
+
+
+def test_leaves_of_one_shape_share_their_trace():
+    """The program of a hundred leaves is traced with few calls of the rule."""
+    w = [jnp.ones((8, 8), BF16) for _ in range(64)]
+    tx = of_step()
+    text = str(jax.make_jaxpr(tx.update)(w, jax.eval_shape(tx.init, w), w))
+    assert text.count("name=_together") <= 64 // 16 + 1
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+SGD = jgrad.gradient_descent(0.1)
+TX = "expected a transformation with `init` and `update`."
+
+
+def update(g=W, w=W, state=None):
+    tx = jgrad.stochastic_rounding(SGD)
+    return tx.update(g, tx.init(W) if state is None else state, w)
+
+
+def with_b(b):
+    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
+
+
+def init(b):
+    return jgrad.stochastic_rounding(SGD).init(with_b(b))
+
+
+SR = "stochastic_rounding"
+BITS = "expected bfloat16, or 32 bits or more; `master_weights` takes"
+
+MESSAGES = [
+    (TypeError, f"{SR}: `tx`: 3 of type int, {TX}", lambda: jgrad.stochastic_rounding(3)),
+    (TypeError, f"{SR}: `seed`: 0.5 of type float, expected an int.", lambda: jgrad.stochastic_rounding(SGD, seed=0.5)),
+    (TypeError, f"{SR}: `seed`: True of type bool, expected an int.", lambda: jgrad.stochastic_rounding(SGD, seed=True)),
+    (ValueError, f"{SR}: `seed`: -1, expected a number in [0, 2^31).", lambda: jgrad.stochastic_rounding(SGD, seed=-1)),
+    (ValueError, f"{SR}: the rounding of new weights needs the parameters: call `update(updates, state, params)`.",
+     lambda: update(w=None)),
+    (TypeError, f"{SR}: `state`: OptState, expected the StochasticState that this `{SR}` made with `init`.",
+     lambda: update(state=SGD.init(W))),
+    (ValueError, f"{SR}: `state.step`: shape (3,), expected (); map `update` over the models, as `init` was.",
+     lambda: update(state=jgrad.StochasticState(jnp.zeros(3, jnp.int32), SGD.init(W)))),
+    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16.",
+     lambda: init(jnp.ones(3, jnp.float16))),
+    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16.",
+     lambda: update(w=with_b(jnp.ones(3, jnp.float16)))),
+    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float8_e4m3fn and shape (3,), {BITS} float8_e4m3fn.",
+     lambda: init(jnp.ones(3, jnp.float8_e4m3fn))),
+    (ValueError, f"{SR}: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
+     lambda: update(with_b(jnp.ones((3, 1))))),
+    (TypeError, f"{SR}: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; leave other "
+     "leaves out with `eqx.filter(model, eqx.is_inexact_array)`.", lambda: update(w=with_b("abc"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    assert_error(error, message, call)
