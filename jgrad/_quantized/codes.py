@@ -4,8 +4,8 @@ A code is the upper bits of a float32 number, its exponent counted from the smal
 that coding is integer arithmetic on bits: no table, no search, and no division that rounds. With
 the scale s of a block, the largest magnitude in it is in [s, 2 s):
 
-    second moments, uint8:  0, and 255 numbers from 2^-30 s to 3.75 s
-    first moments, int8:    0, and 127 numbers of each sign from 2^-14 s to 3.75 s
+    second moments, uint8:  0, and 255 numbers from 1.125 2^-30 s to 3.75 s
+    first moments, int8:    0, and 127 numbers of each sign from 1.125 2^-14 s to 3.75 s
 
 Neighbours are 6 to 12% apart. A number in between is rounded stochastically, up or down so that the
 mean is right: to the nearest, a decay of 0.1% would never happen. A second moment above 0 is never
@@ -77,7 +77,7 @@ def encode_first(x: jax.Array, scale: jax.Array, random: jax.Array) -> jax.Array
 
 
 def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """The numbers, float32; NaN in a block whose scale is not finite."""
+    """The numbers, float32; none is finite in a block whose scale is not."""
     code = codes.astype(jnp.int32)
     zero = jnp.zeros((), jnp.float32)
     if codes.dtype == jnp.uint8:

@@ -13,7 +13,6 @@ QUICK = {
     "test_data_parallel.py": ["test_jit_with_sharded_leaves[AxisType.Explicit-lamb_decayed]"],
     "test_eight_bits.py": [
         "test_e41_collectives_are_those_of_float32[adam-last axis]",
-        "test_e41_collectives_are_those_of_float32[adam-packed]",
         "test_e40_the_same_bits_on_any_number_of_devices[lamb-packed]",
         "test_e41_the_same_form_on_every_mesh[last axis]",
     ],

@@ -77,6 +77,20 @@ def test_no_stream_is_a_part_of_another():
     assert len(set.union(*runs)) == sum(map(len, runs))
 
 
+def test_streams_whose_first_keys_are_near():
+    """The second key enters between the rounds: else one would be the other, five elements on."""
+    of_step = step_keys(jnp.int32(1))
+    numbers = element_numbers((4096,), within_rows=False)
+    draw = lambda *keys: np.asarray(
+        random_bits(
+            of_step, ElementKeys(np.array(keys, np.uint32), np.zeros((), np.uint32)), numbers
+        )
+    )
+    a, b = draw(10, 3000000019), draw(15, 2000000011)
+    assert not np.any(a[5:] == b[:-5])
+    assert correlation(a[5:], b[:-5]) < 5 / 4096**0.5
+
+
 def test_e44_keys_of_leaves_and_steps():
     """1000 leaves and 1000 steps: a million pairs of keys, of which no two are equal.
 
@@ -105,10 +119,11 @@ def test_e44_a_saturated_counter_repeats_them():
     assert np.mean(np.asarray(a.vw["w"].codes) != np.asarray(early.vw["w"].codes)) > 0.2
 
 
-def test_the_same_element_packed_or_not():
-    """Keys and numbers of a buffer's rows are those of its leaves, padding aside."""
+@pytest.mark.parametrize("axis", [None, 0])
+def test_the_same_element_packed_or_not(axis):
+    """Keys and numbers of a buffer's rows are those of its leaves, padding aside; also of layers."""
     tree = {"a": jnp.zeros((3, 1000)), "b": jnp.zeros(4097), "c": jnp.zeros((2, 5))}
-    packed = jgrad.pack(tree)
+    packed = jgrad.pack(tree, layer_axes={"a": axis, "b": None, "c": None})
     (spec,) = arrays.specs(packed)
     keys = spec.element_keys(0, 1)
     rows = random_bits(step_keys(jnp.int32(3)), keys, element_numbers(spec.shape, within_rows=True))
