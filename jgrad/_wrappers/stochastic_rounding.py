@@ -60,10 +60,8 @@ def stochastic_rounding(
     clipping, the optimizer and `ema`, which averages the weights before they are rounded.
 
     `w + updates` is `rounded`, bit for bit, where a weight goes to half of itself at least, and to
-    the double at most. Beyond that there may be no bfloat16 update that leads there: `w + updates`
-    is then within three units in the last place of the larger of both weights. A step that is
-    larger than the new weight is itself rounded stochastically, so that the mean is `new` for every
-    weight that does not grow, with or without a change of sign.
+    the double at most. Beyond that no bfloat16 update may lead there: then `w + updates` is within
+    one unit in the last place of the larger of both weights, as it is with `master_weights`.
 
     The random bits are a hash of (seed, step, leaf, element). No key is in the state. The bits are
     the same on a tree, packed, on any number of devices, on all replicas, and after a resume. They
@@ -148,19 +146,14 @@ def _difference(p: jax.Array, u: jax.Array, random: jax.Array) -> jax.Array:
     """`rounded - p`. Few operations: on CPUs they decide the time of a step, not the memory."""
     w = p.astype(jnp.float32)
     new = w + u
-    dropped, zero = random >> 16, jnp.uint32(0)
     # Infinities, NaN, and numbers whose neighbour above is infinite lose what is dropped.
-    up = jnp.where(jnp.abs(new) < bfloat16.LARGEST, dropped, zero)
+    up = jnp.where(jnp.abs(new) < bfloat16.LARGEST, random >> 16, jnp.uint32(0))
     bits = (bfloat16.bits_of(new) + up) & jnp.uint32(0xFFFF0000)
     far = jax.lax.bitcast_convert_type(bits, jnp.float32) - w
-    # Where the step is larger than the new weight, bfloat16 steps are too coarse to lead to each
-    # bfloat16 weight. Then the step is rounded stochastically; and an infinite weight stays.
-    coarse = (jnp.abs(u) > jnp.abs(new)) | jnp.isnan(far)
-    step = jnp.where(coarse, u, far)
-    # Else the difference is a bfloat16 number, or the nearest to it leads as near as can be.
-    up = jnp.where(coarse, dropped, jnp.uint32(0x8000))
-    up = jnp.where(jnp.abs(step) < bfloat16.LARGEST, up, zero)
-    return bfloat16.of_bits(bfloat16.bits_of(step) + up)
+    # To the nearest. With an infinite weight, NaN or an overflow: the step, towards zero.
+    fits = jnp.abs(far) <= bfloat16.LARGEST
+    nearest = bfloat16.bits_of(far) + jnp.uint32(0x8000)
+    return bfloat16.of_bits(jnp.where(fits, nearest, bfloat16.bits_of(u)))
 
 
 @_difference.defjvp
