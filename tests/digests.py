@@ -276,8 +276,6 @@ def on_meshes() -> Iterator[Any]:
         yield f"{case} zero", inside(step_of(tx), 3), (buffers, state, buffers)
         yield f"{case} zero init", inside(tx.init, 1), (buffers,)
     for name, tx in wrappers().items():
-        if name == "offload":
-            continue  # it stands outside
         tx = jgrad.zero(tx, "data")
         state = jax.eval_shape(tx.init, buffers)
         yield f"{name} zero", inside(step_of(tx), 3), (buffers, state, buffers)
