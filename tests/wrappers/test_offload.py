@@ -63,19 +63,19 @@ TXS = {
 
 
 @pytest.mark.parametrize(("tx", "dtype"), TXS.values(), ids=TXS)
-def test_m18_the_same_numbers(tx, dtype):
+def test_e47_the_same_numbers(tx, dtype):
     """Under jit without `out_shardings`: the state stays on the host."""
     assert_same_training(tx, params(dtype), gradients(4, dtype))
 
 
-def test_m18_eight_bits():
+def test_e47_eight_bits():
     """Codes and scales lie on the host, too."""
     w = {"w": jnp.ones((32, 256)), "b": jnp.ones(7)}
     grads = [jax.tree.map(lambda x, i=i: jnp.sin(i + x), w) for i in range(3)]
     assert_same_training(jgrad.adam(0.1, moment_dtype="8bit"), w, grads)
 
 
-def test_m18_eager():
+def test_e47_eager():
     w, grads = params(), gradients(2)
     tx = jgrad.offload(ADAMW)
     found, state = w, tx.init(w)
@@ -88,13 +88,13 @@ def test_m18_eager():
     assert_equal((found, state), expected)
 
 
-def test_m18_packed():
+def test_e47_packed():
     w, grads = packed.normal(0), packed.gradients()[:2]
     assert_same_training(ADAMW, jgrad.pack(w), [jgrad.pack(g) for g in grads])
     assert_same_training(jgrad.pack_small(ADAMW, max_size=packed.SMALL), w, grads)
 
 
-def test_m18_donation():
+def test_e47_donation():
     """One trace, and the old state is deleted."""
     tx, w = jgrad.offload(ADAMW), params()
     step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
@@ -108,7 +108,7 @@ def test_m18_donation():
     assert_equal(w, expected)
 
 
-def test_m18_scan_and_vmap():
+def test_e47_scan_and_vmap():
     w, grads = params(), gradients(3)
     tx = jgrad.offload(ADAMW)
     expected = train(ADAMW, w, grads)
@@ -132,7 +132,7 @@ def placed(tree, spec=None):
     return jax.device_put(tree, NamedSharding(mesh(), P() if spec is None else spec))
 
 
-def test_m18_sharded_over_devices():
+def test_e47_sharded_over_devices():
     """The state is cut as `state_shardings` says, on the host, and stays so."""
     w = {"w": jnp.ones((16, 8)), "b": jnp.ones(8)}
     grads = [jax.tree.map(lambda x, i=i: jnp.sin(i + x), w) for i in range(3)]
@@ -151,7 +151,7 @@ def test_m18_sharded_over_devices():
     assert_equal((found, state), expected)
 
 
-def test_m18_around_zero():
+def test_e47_around_zero():
     """In `shard_map` under jit, each device has its rows on the host."""
     w = jgrad.pack(packed.normal(0), multiple_of=8)
     grads = [jgrad.pack(g, multiple_of=8) for g in packed.gradients()[:2]]
@@ -179,7 +179,7 @@ def test_m18_around_zero():
     assert_equal(*results)
 
 
-def test_m18_a_state_on_the_device():
+def test_e47_a_state_on_the_device():
     """Taken as it is; the next one is on the host. NumPy's arrays, too."""
     w, (g,) = params(), gradients(1)
     tx = jgrad.offload(ADAMW)
@@ -191,7 +191,7 @@ def test_m18_a_state_on_the_device():
         assert_equal(found, expected)
 
 
-def test_m18_a_checkpoint(tmp_path):
+def test_e47_a_checkpoint(tmp_path):
     """Saved by orbax, restored onto the host by `state_shardings`, and trained further."""
     w, (a, b) = placed(params()), gradients(2)
     tx = jgrad.offload(ADAMW)
@@ -252,7 +252,7 @@ def test_what_the_inner_transformation_sees():
     assert [(place, set(extra)) for place, extra in seen] == [("MemorySpace.Device", {"value"})] * 2
 
 
-def test_m18_in_a_chain():
+def test_e47_in_a_chain():
     """Its own part of the state is on the host; the numbers are the same."""
     w, grads = params(), gradients(3)
     tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.offload(ADAMW), jgrad.ema(0.9))
@@ -289,7 +289,7 @@ def backend(monkeypatch):
     host_memory.is_there.cache_clear()
 
 
-def test_m18_a_cpu_without_host_memory(backend):
+def test_e47_a_cpu_without_host_memory(backend):
     """As that of JAX 0.7: the state is what it is without `offload`."""
     backend("cpu", "unpinned_host")
     w, grads = params(), gradients(2)
@@ -300,7 +300,7 @@ def test_m18_a_cpu_without_host_memory(backend):
     assert jgrad.state_shardings(jgrad.offload(ADAMW), w) == jgrad.state_shardings(ADAMW, w)
 
 
-def test_m18_an_accelerator_without_host_memory(backend):
+def test_e47_an_accelerator_without_host_memory(backend):
     backend("gpu", "device", "unpinned_host")
     message = (
         "offload: the backend 'gpu': memory of the kinds 'device', 'unpinned_host', expected "
@@ -312,7 +312,7 @@ def test_m18_an_accelerator_without_host_memory(backend):
     assert_error(RuntimeError, message, update)
 
 
-def test_m18_a_jax_without_memory_spaces(backend, monkeypatch):
+def test_e47_a_jax_without_memory_spaces(backend, monkeypatch):
     backend("gpu", "device", "pinned_host")
     monkeypatch.delattr(jax, "memory")
     message = (
@@ -340,7 +340,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize(("name", "wrap"), WRAPPERS.items(), ids=WRAPPERS)
-def test_m18_inside_of_another_wrapper(name, wrap):
+def test_e47_inside_of_another_wrapper(name, wrap):
     """At once, and in a chain when the state is made."""
     tx = jgrad.offload(ADAMW)
     message = f"{name}: `tx`: an `offload`, {OUTSIDE.format(name)}"

@@ -31,7 +31,7 @@ packings = pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree
 
 
 @packings
-def test_the_state_of_another_recipe(pack):
+def test_e45_the_state_of_another_recipe(pack):
     """An optimizer without 8 bits takes the state, and the other one takes it back."""
     w, g = pack(W), pack(G)
     state = trained(eight, w, g)
@@ -77,7 +77,7 @@ def test_inside_wrappers_and_jit():
     assert_same(again, state)
 
 
-def test_a_checkpoint_of_float32(tmp_path):
+def test_e45_a_checkpoint_of_float32(tmp_path):
     with ocp.StandardCheckpointer() as files:
         files.save(tmp_path / "state", trained(plain))
         files.wait_until_finished()
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_float32(tmp_path):
     assert int(eight.update(G, state, W)[1].step) == 2
 
 
-def test_a_checkpoint_of_8_bits(tmp_path):
+def test_e45_a_checkpoint_of_8_bits(tmp_path):
     """Training goes on with the same bits."""
     state = trained(eight)
     with ocp.StandardCheckpointer() as files:
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_8_bits(tmp_path):
     assert_same(eight.update(G, restored, W), eight.update(G, state, W))
 
 
-def test_errors():
+def test_e45_errors():
     state = trained(eight)
     w = state.vw["w"]
     assert_error(

@@ -57,7 +57,7 @@ def around(x):
 # ---- edge 14: the rounding ---------------------------------------------------------------------
 
 
-def test_m14_the_mean_over_steps():
+def test_e46_the_mean_over_steps():
     """Within four standard deviations, for each of 512 weights of all signs and scales."""
     count = 400
     rng = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def test_m14_the_mean_over_steps():
     assert 0.8 < distance.std() < 1.2
 
 
-def test_m14_the_mean_over_seeds():
+def test_e46_the_mean_over_seeds():
     """The seed decides, as the step does."""
     seeds = range(12)
     w = jnp.tile(jnp.asarray([1.0, -1.0, 3.0, 1e-3], BF16), 256)
@@ -88,7 +88,7 @@ def test_m14_the_mean_over_seeds():
     assert len(np.unique(found, axis=0)) == len(seeds)
 
 
-def test_m14_exact_numbers_do_not_move():
+def test_e46_exact_numbers_do_not_move():
     """Weights whose new value is a bfloat16 number get it, whatever the bits; so does a step of 0."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(np.concatenate([rng.normal(size=1000), [0.0, -0.0, 1.0, LARGEST]]), BF16)
@@ -99,7 +99,7 @@ def test_m14_exact_numbers_do_not_move():
     np.testing.assert_array_equal(wide(added(w[:-1], u)), wide(new))
 
 
-def test_m14_what_is_not_finite_stays():
+def test_e46_what_is_not_finite_stays():
     w = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan, 1.0, 1.0, 1.0], BF16)
     u = jnp.asarray([-1.001, 1.001, 1.0, jnp.inf, -jnp.inf, jnp.nan])
     expected = [jnp.inf, -jnp.inf, jnp.nan, jnp.inf, -jnp.inf, jnp.nan]
@@ -109,7 +109,7 @@ def test_m14_what_is_not_finite_stays():
         np.testing.assert_array_equal(wide(added(w, zero, step)), wide(w))
 
 
-def test_m14_the_largest_number_does_not_become_infinite():
+def test_e46_the_largest_number_does_not_become_infinite():
     """Towards the largest float32, and from one end to the other."""
     w = jnp.asarray([LARGEST, -LARGEST, LARGEST, 3e38, 0.0, 0.0, -3e38], BF16)
     u = jnp.asarray([1e36, -1e36, 2.0, 3.5e37, 3.4e38, -3.4e38, 3.4e38])
@@ -119,7 +119,7 @@ def test_m14_the_largest_number_does_not_become_infinite():
         assert jnp.all(jnp.abs(found[:6].astype(jnp.float32)) >= 3e38)
 
 
-def test_m14_decay_and_step_are_rounded_once():
+def test_e46_decay_and_step_are_rounded_once():
     """As the sum of both is, in float32: bit for bit the weights of a transformation that adds it."""
     w, (g,) = params(BF16), gradients(1, BF16)
     tx = jgrad.stochastic_rounding(ADAMW)
@@ -134,7 +134,7 @@ def test_m14_decay_and_step_are_rounded_once():
 
 
 @pytest.mark.parametrize("form", ["tree", "packed"])
-def test_m14_replicas_have_the_same_bits(form):
+def test_e46_replicas_have_the_same_bits(form):
     """On eight devices: replicated and sharded under jit, and inside shard_map, as on one."""
     w, grads = packed.normal(0, BF16), packed.gradients(BF16)[:2]
     if form == "packed":
@@ -167,7 +167,7 @@ def test_m14_replicas_have_the_same_bits(form):
 # ---- edge 17: which bits -----------------------------------------------------------------------
 
 
-def test_m17_seeds_steps_and_leaves_have_bits_of_their_own():
+def test_e44_weights_seeds_steps_and_leaves_have_bits_of_their_own():
     """A step of half a unit goes up or down, differently for each."""
     w = {"a": jnp.ones(4096, BF16), "b": jnp.ones(4096, BF16)}
     u = jax.tree.map(lambda x: jnp.full(x.shape, 2.0**-8), w)
@@ -182,7 +182,7 @@ def test_m17_seeds_steps_and_leaves_have_bits_of_their_own():
             assert abs(np.mean(a == b) - 0.5) < 5 * 0.5 / np.sqrt(4096)
 
 
-def test_m17_a_saturated_counter_repeats_its_bits():
+def test_e44_weights_a_saturated_counter_repeats_its_bits():
     """It stays at the last step, and training goes on."""
     tx, w = of_step(), jnp.ones(100, BF16)
     last = np.iinfo(np.int32).max
@@ -209,7 +209,7 @@ def test_moments_are_rounded_with_other_bits():
 
 @pytest.mark.bits
 @pytest.mark.parametrize("form", ["packed", "pack_small", "pack_small inside", "in part packed"])
-def test_m11_packed_is_the_tree(form):
+def test_e40_weights_packed_is_the_tree(form):
     """Bit for bit, with the steps of Adam."""
     w, grads = packed.normal(0, BF16), packed.gradients(BF16)
     tx = jgrad.stochastic_rounding(ADAMW, seed=3)
@@ -225,7 +225,7 @@ def test_m11_packed_is_the_tree(form):
     assert_equal(found, expected)
 
 
-def test_m11_a_resumed_training():
+def test_e40_weights_a_resumed_training():
     """From the state and the weights as NumPy arrays."""
     w, grads = params(BF16), gradients(4, BF16)
     tx = jgrad.stochastic_rounding(ADAMW)
