@@ -26,6 +26,7 @@ from benchmarks import (
     recipes,
     report,
     scaling,
+    state_bytes,
     training,
     updates,
 )
@@ -68,6 +69,7 @@ _SECTIONS = {
     "elements": Kind(report.by_elements, plots.by_elements),
     "recipes": Kind(report.recipes),
     "growth": Kind(report.growth, plots.growth),
+    "memory": Kind(report.memory),
     "rates": Kind(report.rates),
 }
 
@@ -104,6 +106,12 @@ def jobs() -> Iterator[Job]:
         yield Job("recipes", f"recipes: {name}", compare)
     for name in recipes.GROWING:
         yield Job("growth", f"growth: {name}", functools.partial(recipes.growth, name))
+    for work in state_bytes.WORKS:
+        for name in state_bytes.RECIPES:
+            compare = functools.partial(
+                state_bytes.compare, work, name, rounds=rounds, builds=builds
+            )
+            yield Job("memory", f"{work} {name}", compare)
     if jax.default_backend() != "cpu":
         for name in accelerator.WORKS:
             shapes = WORKLOADS[name].shapes

@@ -58,6 +58,13 @@ class Program:
         return self._compiled.memory_analysis().temp_size_in_bytes
 
     @property
+    def peak_bytes(self) -> int:
+        """Arguments, temporaries, and outputs that are not written in place of an argument."""
+        found = self._compiled.memory_analysis()
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        return found.argument_size_in_bytes + found.temp_size_in_bytes + outputs
+
+    @property
     def bytes_accessed(self) -> float | None:
         """Read and written by a call; None for a program with a loop, whose body counts once."""
         return None if " while(" in self.text else self.counted_bytes

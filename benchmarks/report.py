@@ -10,6 +10,7 @@ from rich.table import Table
 from benchmarks.accelerator import Rate
 from benchmarks.measure import Ratio
 from benchmarks.results import Figures, Result
+from benchmarks.state_bytes import Held
 
 
 class Section(NamedTuple):
@@ -178,6 +179,37 @@ def growth(results: Sequence[Result]) -> Section:
         rows.append((name, *(_pair(x, ".2g", lambda y: y.build) for x in own)))
     columns = ["recipe", *(f"{count} leaves" for count in counts)]
     return Section("Building against the number of leaves", _GROWTH_NOTE, columns, {"": rows})
+
+
+_MEMORY_NOTE = """\
+Each beside jgrad's AdamW with float32 parameters and moments in the same form, measured in turn.
+
+- Bytes per parameter. *state*: between steps, of the transformation alone; *temporaries*: of a
+  step; *peak*: parameters, gradients, state, temporaries, and outputs that are written in the place
+  of none of them, as XLA counts them.
+- A step is update and apply, compiled, with donated parameters and state. *step*: median of the
+  ratios of neighbouring times to float32 AdamW; *quartiles*: theirs; *ms*: median time.
+- *trace*: ratio of the times of tracing and lowering to those of the same recipe in float32;
+  *build*: with compiling, and its seconds. The peer of bfloat16 parameters is float32 AdamW."""
+
+
+def memory(results: Sequence[Held]) -> Section:
+    """State in few bits."""
+    columns = ["recipe", "form", "state", "temporaries", "peak"]
+    columns += ["step", "quartiles", "ms", "trace", "build"]
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for x in results:
+        temporaries = x.ours.temporary_bytes or 0
+        row = (
+            *(f"{b / x.elements:.2f}" for b in (x.state_bytes, temporaries, x.peak_bytes)),
+            f"{x.step.ratio:.2f}",
+            f"{x.step.low:.2f} to {x.step.high:.2f}",
+            f"{1e3 * x.step.ours:.3g}",
+            f"{x.trace.ratio:.2f}",
+            f"{x.build.ratio:.2f} ({x.build.ours:.2g} s)",
+        )
+        tables.setdefault(x.work, []).append((x.recipe, x.form, *row))
+    return Section("Memory", _MEMORY_NOTE, columns, tables)
 
 
 _RATES_NOTE = """\

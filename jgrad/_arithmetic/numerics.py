@@ -81,7 +81,7 @@ def squarable(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return jax.lax.complex(squarable(x.real), squarable(x.imag))
     largest = 2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 1)
-    return jnp.where(jnp.isfinite(x), clipped(x, largest), x)
+    return jax.lax.select(jnp.isfinite(x), clipped(x, largest), x)
 
 
 def bounded_square(x: jax.Array) -> jax.Array:

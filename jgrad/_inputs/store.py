@@ -85,7 +85,7 @@ class MomentStore:
         rule, arguments = call
         flag = () if self._commit is None else (self._commit.flag,)
         encoder = _encoder(rule, self._commit is not None)
-        return (encoder, (old, self._of_step, *self._keys(i), *flag, *arguments))
+        return (encoder, (old, value, self._of_step, *self._keys(i), *flag, *arguments))
 
     def _keys(self, i: int) -> ElementKeys:
         if i not in self._known:
@@ -144,14 +144,19 @@ def _encoder(rule: Function, has_flag: bool) -> Callable[..., Blocks]:
 
     @jax.jit
     def encode(
-        old: Blocks, of_step: jax.Array, leaf: jax.Array, first: jax.Array, *rest: Any
+        old: Blocks,
+        value: jax.Array,
+        of_step: jax.Array,
+        leaf: jax.Array,
+        first: jax.Array,
+        *rest: Any,
     ) -> Blocks:
         rounding = Rounding(of_step, ElementKeys(leaf, first))
         own, dtype = leaves.geometry(old), old.codes.dtype
         if not has_flag:
-            return leaves.encoded(rule, rest, own, dtype, rounding)
+            return leaves.encoded(rule, rest, own, dtype, rounding, value)
         flag, *arguments = rest
-        new = leaves.encoded(_bounded(rule), arguments, own, dtype, rounding)
+        new = leaves.encoded(_bounded(rule), arguments, own, dtype, rounding, value)
         return Blocks(*(jnp.where(flag, n, o) for n, o in zip(new, old, strict=True)))
 
     return encode

@@ -55,25 +55,24 @@ def scale_of(largest: jax.Array) -> jax.Array:
     So a block that was rounded, and is encoded again, changes no value.
     """
     exponent = (largest + ((1 << _DROPPED) - 1)) & _INFINITY
-    return _from_bits(
-        jnp.where(largest >= _INFINITY, largest, jnp.minimum(exponent, _LARGEST_SCALE))
-    )
+    finite = jnp.minimum(exponent, _LARGEST_SCALE)
+    return _from_bits(_select(largest >= _INFINITY, largest, finite))
 
 
 @jax.custom_jvp
-def encode_second(x: jax.Array, scale: jax.Array, random: jax.Array) -> jax.Array:
+def encode_second(x: jax.Array, inverse: jax.Array, random: jax.Array) -> jax.Array:
     """Codes of numbers that are not negative: uint8."""
-    code = _rounded(bits_of(x * _inverse(scale)), random) - _SECOND_ZERO
+    code = _rounded(bits_of(x * inverse), random) - _SECOND_ZERO
     tiny = jnp.finfo(jnp.float32).tiny
-    return jnp.where(x < tiny, 0, jax.lax.clamp(1, code, 255)).astype(jnp.uint8)
+    return _select(x < tiny, jnp.int32(0), jax.lax.clamp(1, code, 255)).astype(jnp.uint8)
 
 
 @jax.custom_jvp
-def encode_first(x: jax.Array, scale: jax.Array, random: jax.Array) -> jax.Array:
+def encode_first(x: jax.Array, inverse: jax.Array, random: jax.Array) -> jax.Array:
     """Codes of numbers of any sign: int8."""
-    code = _rounded(magnitude(x * _inverse(scale)), random) - _FIRST_ZERO
+    code = _rounded(magnitude(x * inverse), random) - _FIRST_ZERO
     code = jax.lax.clamp(0, code, 127)
-    return jnp.where(x < 0, -code, code).astype(jnp.int8)
+    return _select(x < 0, -code, code).astype(jnp.int8)
 
 
 def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
@@ -81,15 +80,20 @@ def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
     code = codes.astype(jnp.int32)
     zero = jnp.zeros((), jnp.float32)
     if codes.dtype == jnp.uint8:
-        return jnp.where(code == 0, zero, _from_bits((code + _SECOND_ZERO) << _DROPPED)) * scale
+        return _select(code == 0, zero, _from_bits((code + _SECOND_ZERO) << _DROPPED)) * scale
     size = jnp.abs(code)
-    size_of_code = jnp.where(size == 0, zero, _from_bits((size + _FIRST_ZERO) << _DROPPED))
-    return jnp.where(code < 0, -size_of_code, size_of_code) * scale
+    size_of_code = _select(size == 0, zero, _from_bits((size + _FIRST_ZERO) << _DROPPED))
+    return _select(code < 0, -size_of_code, size_of_code) * scale
 
 
-def _inverse(scale: jax.Array) -> jax.Array:
-    """1 / scale, exact."""
+def inverse(scale: jax.Array) -> jax.Array:
+    """1 / scale, exact; what is encoded is multiplied by it."""
     return _from_bits((254 << 23) - bits_of(scale))
+
+
+def _select(which: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.where` without a nested `jit`, of which each would be a call for XLA to copy inline."""
+    return jax.lax.select(which, *(jnp.broadcast_to(x, which.shape) for x in (a, b)))
 
 
 def _rounded(bits: jax.Array, random: jax.Array) -> jax.Array:

@@ -125,8 +125,7 @@ class Geometry:
         """The number of each element, layer after layer; of a buffer, in its row."""
         if np.ndim(keys.first):
             return element_numbers(self.shape, within_rows=True)
-        numbers = element_numbers((self._layers, self._layer_size), within_rows=False)
-        return self._in_order(numbers)
+        return element_numbers(self.shape, within_rows=False, first_axes=self.stacked)
 
     @property
     def _layers(self) -> int:
@@ -221,6 +220,7 @@ def encoded(
     own: Geometry,
     dtype: Any,
     rounding: Rounding | None = None,
+    value: jax.Array | None = None,
 ) -> Blocks:
     """What an elementwise function makes of its arguments, in blocks.
 
@@ -230,14 +230,16 @@ def encoded(
       own: where blocks are.
       dtype: int8 for a first moment, uint8 for a second one.
       rounding: for random bits; None to round to the nearest.
+      value: what the function makes, if it is known: half the operations for XLA to compare.
     """
     encode = coding.encode_second if dtype == jnp.uint8 else coding.encode_first
     rows = zip(*(own.pieces(x) for x in arguments), strict=True)
-    scale = own.scale_of_pieces([coding.scale_of(_largest(compute, row)) for row in rows])
+    scale = coding.scale_of(own.scale_of_pieces([_largest(compute, row) for row in rows]))
     random = jnp.asarray(coding.HALF, jnp.uint32)
     if rounding is not None:
         random = random_bits(*rounding, own.element_numbers(rounding.keys))
-    return Blocks(encode(compute(*arguments), own.per_element(scale), random), scale)
+    value = compute(*arguments) if value is None else value
+    return Blocks(encode(value, own.per_element(coding.inverse(scale)), random), scale)
 
 
 def _largest(compute: Callable[..., jax.Array], row: Sequence[Any]) -> jax.Array:

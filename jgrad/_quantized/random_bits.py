@@ -8,7 +8,6 @@ Each leaf has two keys in each step. Two leaves have different ones in a step, a
 leaf. A counter of steps that is saturated repeats them.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -80,8 +79,31 @@ def _mixed(x: jax.Array, key: jax.Array | None = None) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def element_numbers(shape: tuple[int, ...], *, within_rows: bool) -> jax.Array:
-    """The number of each element in an array of this shape, or in its last axis."""
+def element_numbers(
+    shape: tuple[int, ...], *, within_rows: bool, first_axes: Sequence[int] = ()
+) -> jax.Array:
+    """The number of each element in an array of this shape, or in its last axis.
+
+    A sum over axes, without a reshape: XLA would move that through the hash, one operation in each
+    round of its simplifications.
+
+    Args:
+      shape: of the array.
+      within_rows: whether each row counts from 0.
+      first_axes: axes that are counted as if they came before all others.
+    """
     if within_rows:
-        return jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    return jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+        return _iota(shape, len(shape) - 1)
+    numbers, stride = None, 1
+    others = [axis for axis in range(len(shape)) if axis not in first_axes]
+    for axis in reversed([*first_axes, *others]):
+        if shape[axis] == 1:
+            continue
+        term = _iota(shape, axis)
+        term = term if stride == 1 else term * jnp.uint32(stride % 2**32)
+        numbers, stride = term if numbers is None else numbers + term, stride * shape[axis]
+    return jnp.zeros(shape, jnp.uint32) if numbers is None else numbers
+
+
+def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.uint32, shape, axis)

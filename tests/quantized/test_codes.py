@@ -22,7 +22,8 @@ def encode(x, scale, random, *, second):
     function = coding.encode_second if second else coding.encode_first
     x, scale = jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32)
     random = jnp.broadcast_to(jnp.asarray(random, jnp.uint32), x.shape)
-    return np.asarray(jax.jit(function)(x, jnp.broadcast_to(scale, x.shape), random))
+    inverse = coding.inverse(jnp.broadcast_to(scale, x.shape))
+    return np.asarray(jax.jit(function)(x, inverse, random))
 
 
 def decode(codes, scale):
@@ -193,7 +194,8 @@ def test_e37_stored_again_a_thousand_times(second):
         def body(x, random):
             scale = coding.scale_of(jnp.max(coding.magnitude(x), axis=-1, keepdims=True))
             scale = jnp.broadcast_to(scale, x.shape)
-            return coding.decode(function(x, scale, jnp.full(x.shape, random)), scale), None
+            codes = function(x, coding.inverse(scale), jnp.full(x.shape, random))
+            return coding.decode(codes, scale), None
 
         return jax.lax.scan(body, x, random)[0]
 
