@@ -1,6 +1,6 @@
 """The state type of all optimizers, and the state before the first update."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,22 @@ def init_state(
         zeros(function, params, moment_dtype) if mw else None,
         zeros(function, params, moment_dtype, real=True) if vw else None,
     )
+
+
+def zeros_of_shapes(params: PyTree, shapes: PyTree, dtype: DTypeLike | None) -> PyTree:
+    """Real zeros of the shapes of parts of the parameters; None where there is no shape.
+
+    Computed from the parameters, so that they are sharded as those are.
+    """
+    arrays = ArgLeaves.from_tree("", "params", params).with_arrays().leaves
+    leaves, structure = trees.flatten(shapes)
+    pairs = zip(leaves, arrays, strict=True)
+    return structure.unflatten([None if x is None else _some_zeros(p, x, dtype) for x, p in pairs])
+
+
+def _some_zeros(p: jax.Array, like: jax.ShapeDtypeStruct, dtype: DTypeLike | None) -> Any:
+    part = p[tuple(map(slice, like.shape))]
+    return _zeros(part if part.shape == like.shape else jnp.zeros(like.shape, p.dtype), dtype, True)
 
 
 def zeros(
