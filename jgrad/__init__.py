@@ -65,6 +65,10 @@ from jgrad._wrappers.master_weights import (
     master_weights as master_weights,
 )
 from jgrad._wrappers.pack_small import pack_small as pack_small
+from jgrad._wrappers.schedule_free import (
+    ScheduleFreeState as ScheduleFreeState,
+    schedule_free as schedule_free,
+)
 from jgrad._wrappers.skip_nonfinite import SkipState as SkipState, skip_nonfinite as skip_nonfinite
 from jgrad._wrappers.state_shardings import state_shardings as state_shardings
 from jgrad._wrappers.zero import zero as zero

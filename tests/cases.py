@@ -4,6 +4,7 @@ A new optimizer is one more row, and gets every test in `everywhere/test_matrix.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,10 @@ class Case:
     def tx(self, learning_rate: Any = RATE, **more: Any) -> optax.GradientTransformationExtraArgs:
         """The transformation."""
         return self.make(learning_rate, **(self.options | more))
+
+    def number(self, name: str) -> Any:
+        """An option, or its default."""
+        return self.options.get(name, inspect.signature(self.make).parameters[name].default)
 
     def without_masks(self) -> "Case":
         """The same for a tree of any structure."""

@@ -177,6 +177,7 @@ def wrappers() -> dict[str, Any]:
         "accumulate unchecked": jgrad.accumulate(adam, 4, check_finite=False),
         "ema": optax.chain(adam, jgrad.ema(lambda done: jnp.minimum(0.9, done.astype(float) / 10))),
         "master_weights": jgrad.master_weights(adam),
+        "schedule_free": jgrad.schedule_free(adam),
         "skip_nonfinite": jgrad.skip_nonfinite(adam),
         "loss scaling": jgrad.skip_nonfinite(adam, loss_scale=2.0**15, growth_interval=3),
         "skip and accumulate": jgrad.skip_nonfinite(jgrad.accumulate(adam, 4)),

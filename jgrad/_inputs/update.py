@@ -131,14 +131,15 @@ class Update:
             raise TypeError(f"{begin}{type(state).__name__}{end}")
         moments: list[list[Any] | None] = []
         for name, tree, used in (("mw", state.mw, mw), ("vw", state.vw, vw)):
-            if not isinstance(used, bool):
-                moments.append(self._some_moments(f"state.{name}", tree, used))
-                continue
-            if (tree is not None) != used:
-                came = f"an OptState {'without' if used else 'with'} `{name}`"
+            expected = used if isinstance(used, bool) else used is not None
+            if (tree is not None) != expected:
+                came = f"an OptState {'without' if expected else 'with'} `{name}`"
                 raise TypeError(f"{begin}{came}, from another method or other options{end}")
-            moment = self.moment(f"state.{name}", tree, real=name == "vw") if used else None
-            moments.append(moment)
+            full = f"state.{name}"
+            if isinstance(used, bool):
+                moments.append(self.moment(full, tree, real=name == "vw") if used else None)
+            else:
+                moments.append(self._some_moments(full, tree, used))
         step = jnp.asarray(state.step)
         if step.shape != ():
             remedy = "map `update` over the models, as `init` was"

@@ -124,10 +124,11 @@ def _normalized(x: jax.Array, divisor: float) -> jax.Array:
     """X / (divisor |X|), at every scale of X; 0 where X is."""
     layers = LayerAxes(x.shape, stacked=(0,))
     ((norm,),) = norms.scaled_layer_norms([layers], [(leafwise.identity, (x,))])
+    one = jnp.ones_like(norm.mantissa)
     zero = norm.mantissa == 0
-    by = jnp.where(zero, jnp.ones_like(norm.mantissa), norm.mantissa * divisor)
+    by = jnp.where(zero, one, norm.mantissa * divisor)
     # By two factors: the norm itself may be larger than any number.
-    x = numerics.scaled(x, layers.to_elements(1 / norm.scale))
+    x = numerics.scaled(x, layers.to_elements(jnp.where(zero, one, 1 / norm.scale)))
     return x / layers.to_elements(by).astype(x.dtype)
 
 
