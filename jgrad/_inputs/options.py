@@ -169,37 +169,25 @@ def matrix_axes(
     stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
     outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
     layers = parts.layers_of_leaves(inputs.specs, chosen, stacked, reference)
-    return matrix_axes_of.of_leaves(layers, outputs, chosen)
+    axes = matrix_axes_of.of_leaves(layers, outputs, chosen)
+    parts.check_whole(inputs.specs, axes, chosen)
+    return axes
 
 
 def mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])
-    tree = called(inputs, name, tree, lambda: trees.map_leaves(_shape_and_dtype, inputs.shapes))
-    return _bools(inputs.option(name, tree))
+    tree = called(
+        inputs, name, tree, lambda: trees.map_leaves(checks.shape_and_dtype, inputs.shapes)
+    )
+    return checks.bools(inputs.option(name, tree))
 
 
 def read_mask(function: str, name: str, tree: Mask, params: PyTree) -> PyTree:
     """A tree of bools of a functional update, of a prefix tree or of a function of the shapes."""
     if trees.is_function(tree, params):
-        tree = cast(Callable[[PyTree], PyTree], tree)(trees.map_leaves(_shape_and_dtype, params))
-    return trees.flatten(tree)[1].unflatten(_bools(ArgLeaves.from_tree(function, name, tree)))
-
-
-def _bools(arg: ArgLeaves) -> list[bool]:
-    """An entry for each leaf; False for None."""
-    for i, x in enumerate(arg.leaves):
-        if isinstance(x, jax.core.Tracer):
-            remedy = "masks are read while tracing: compute them with Python or NumPy"
-            arg.fail(i, TypeError, f"{checks.describe(x)}, traced, expected a bool; {remedy}")
-        is_bool = isinstance(x, bool) or (checks.is_array(x) and x.dtype == bool and x.size == 1)
-        if not (x is None or is_bool):
-            arg.fail(i, TypeError, f"{checks.describe(x)}, expected a bool")
-    return [bool(np.asarray(x).all()) for x in arg.leaves]
-
-
-def _shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+        tree = cast(Callable[[PyTree], PyTree], tree)(
+            trees.map_leaves(checks.shape_and_dtype, params)
+        )
+    return trees.flatten(tree)[1].unflatten(checks.bools(ArgLeaves.from_tree(function, name, tree)))

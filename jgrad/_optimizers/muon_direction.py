@@ -24,7 +24,7 @@ from jgrad._layers.matrix_axes import MatrixAxes, read_output_axes
 from jgrad._layers.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
 from jgrad._optimizers.adam import AdamNumbers
-from jgrad._packed import groups, parts as parts_of
+from jgrad._packed import arrays, groups, parts as parts_of, seconds
 from jgrad._packed.parts import Part
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
@@ -248,8 +248,11 @@ class MuonOptions(NamedTuple):
 
     def second_shapes(self, inputs: Update) -> PyTree:
         """The shape of the second moments of each array."""
+        return self._second_shapes(inputs, self.axes(inputs))
+
+    def _second_shapes(self, inputs: Update, axes: list[MatrixAxes | None]) -> PyTree:
         per_output = self.rule == "normuon"
-        return parts_of.second_shapes(inputs.tree, self.axes(inputs), per_output=per_output)
+        return seconds.second_shapes(inputs.tree, axes, per_output=per_output)
 
     def from_state(
         self, inputs: Update, state: OptState
@@ -261,14 +264,19 @@ class MuonOptions(NamedTuple):
         momentum = options.called(inputs, "momentum", self.momentum, lambda: done)
         muon, adam = self.at(name, state.step, momentum)
         parts = parts_of.of_arrays(inputs.specs, axes, per_output=self.rule == "normuon")
+        specs = inputs.specs
+        second = arrays.specs(self._second_shapes(inputs, axes))
+        g, old = (parts_of.by_segment(specs, x) for x in (inputs.g, state.mw))
         direction, mw, vw = directions(
-            parts_of.taken(parts, inputs.g),
-            parts_of.taken(parts, state.mw),
-            [part.second_of(state.vw[part.array]) for part in parts],
+            parts_of.taken(parts, g),
+            parts_of.taken(parts, old),
+            parts_of.seconds_taken(parts, parts_of.by_segment(second, state.vw)),
             parts,
             muon,
             adam,
             kept=inputs.kept,
         )
-        direction, mw = (parts_of.joined(parts, x) for x in (direction, mw))
-        return direction, mw, parts_of.joined_seconds(parts, vw), axes
+        whole = (parts_of.by_share(specs, parts_of.joined(parts, x)) for x in (direction, mw))
+        direction, mw = whole
+        vw = parts_of.by_share(second, parts_of.joined_seconds(parts, vw))
+        return direction, mw, vw, axes

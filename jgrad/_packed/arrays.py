@@ -13,9 +13,10 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed import blocks, packing
+from jgrad._packed import blocks, deals, packing
 from jgrad._packed.blocks import Span
-from jgrad._packed.rows import PackedLayers
+from jgrad._packed.deals import Deal
+from jgrad._packed.rows import DealtLayers, PackedLayers
 from jgrad._packed.shard import Shard
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
@@ -31,6 +32,7 @@ class ArraySpec(NamedTuple):
       shape: of the whole buffer.
       width: elements of a block.
       shard: the rows that this device has; None for all of them.
+      deal: how matrices are dealt out to the shards of the whole buffer; None if they are not.
     """
 
     positions: tuple[int, ...]
@@ -38,6 +40,7 @@ class ArraySpec(NamedTuple):
     shape: tuple[int, ...] = ()
     width: int = 0
     shard: Shard | None = None
+    deal: Deal | None = None
 
     @property
     def is_buffer(self) -> bool:
@@ -55,6 +58,13 @@ class ArraySpec(NamedTuple):
         if self.shard is None or self.is_unpacked:
             return self.shape
         return (self.shard.num_rows(self.shape[0]), *self.shape[1:])
+
+    @property
+    def own_deal(self) -> Deal | None:
+        """That of the rows which this device has; None where leaves follow each other."""
+        if self.deal is None or self.shard is None:
+            return self.deal
+        return self.deal.of_some(self.shard.devices)
 
     def per_array(self, entries: Sequence[Any]) -> Any:
         """One entry per leaf of the tree as one for the array.
@@ -80,18 +90,18 @@ class ArraySpec(NamedTuple):
             ]
             if shared:
                 return numbers[0]
-            leaf = np.repeat(np.arange(len(own)), [span.num_blocks for span in self.spans])
-            rows = np.pad(leaf, (0, self.shape[0] - len(leaf)), mode="edge")
-            return jnp.stack(numbers)[rows][:, None]
-        parts = [
-            blocks.to_blocks(
-                span, jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape), self.width
-            )
-            for span, x in zip(self.spans, own, strict=True)
-        ]
+            return jnp.stack(numbers)[deals.owners(self.spans, self.shape[0], self.deal)][:, None]
+        parts, row = [], 0
+        for span, x in zip(self.spans, own, strict=True):
+            each = jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
+            if span.first > row:
+                parts.append(jnp.zeros(((span.first - row) * self.width,)))
+            parts.append(blocks.to_blocks(span, each, self.width))
+            row = span.first + span.num_blocks
         elements = jnp.concatenate(parts)
         padding = self.shape[0] * self.width - elements.size
-        return jnp.pad(elements, (0, padding)).reshape(self.shape)
+        rows = jnp.pad(elements, (0, padding)).reshape(self.shape)
+        return rows if self.deal is None else self.deal.by_share(rows)
 
     def mask_per_layer(self, mask: Sequence[bool]) -> bool | np.ndarray:
         """A bool per leaf as one for the array, or one for each layer where they differ."""
@@ -123,6 +133,20 @@ class ArraySpec(NamedTuple):
         mesh_axes = first.mesh_axes
         if self.shard is not None:
             mesh_axes = tuple(sorted({*mesh_axes, *self.shard.axes}))
+        if self.deal is not None:
+            starts = tuple(
+                span.first + i * span.blocks_per_layer
+                for span in self.spans
+                for i in range(span.layers.num_layers)
+            )
+            return DealtLayers(
+                self.local_shape,
+                mesh_axes=mesh_axes,
+                blocks=rows,
+                shard=self.shard,
+                starts=starts,
+                deal=self.deal,
+            )
         return PackedLayers(self.local_shape, mesh_axes=mesh_axes, blocks=rows, shard=self.shard)
 
 
@@ -138,7 +162,8 @@ def specs(tree: PyTree) -> list[ArraySpec]:
         for name, shape in layout.shapes:
             positions, spans = zip(*layout.within(name), strict=True)
             positions = tuple(count + i for i in positions)
-            found.append(ArraySpec(positions, spans, shape, layout.width, layout.share))
+            deal = layout.deal(name)
+            found.append(ArraySpec(positions, spans, shape, layout.width, layout.share, deal))
         count += len(layout.runs)
     return found
 

@@ -1,7 +1,7 @@
 """The parts of arrays that hold matrices, and the parts that hold other elements.
 
 Muon orthogonalizes matrices and leaves all other elements to Adam. A leaf is one or the other. A
-packed buffer has runs of rows of both, and has second moments for some of its rows alone.
+packed buffer has runs of rows of both.
 """
 
 import dataclasses
@@ -17,14 +17,11 @@ import numpy as np
 from jgrad._layers import matrix_axes
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.matrix_axes import MatrixAxes
-from jgrad._packed import packing
 from jgrad._packed.arrays import ArraySpec
 from jgrad._packed.blocks import Span
-from jgrad._packed.layouts import Layout
-from jgrad._packed.packing import Packed
-from jgrad._trees import checks
+from jgrad._packed.deals import Deal, Segment
+from jgrad._packed.seconds import second_span
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.trees import PyTree
 
 Rows = tuple[int, int]  # the first, and the one behind the last
 
@@ -85,6 +82,8 @@ def of_arrays(
         own = [axes[j] for j in spec.positions]
         if spec.is_unpacked or all(x is None for x in own):
             found.append(Part(i, matrices=own[0]))
+        elif spec.own_deal is not None:
+            found += _of_deal(i, spec, spec.own_deal, own, per_output)
         else:
             found += _of_buffer(i, spec, own, per_output)
     return found
@@ -93,6 +92,28 @@ def of_arrays(
 def taken(parts: Sequence[Part], arrays: Sequence[Any]) -> list[Any]:
     """The parts of arrays."""
     return [part.of(arrays[part.array]) for part in parts]
+
+
+def seconds_taken(parts: Sequence[Part], arrays: Sequence[Any]) -> list[Any]:
+    """The parts of second moments."""
+    return [part.second_of(arrays[part.array]) for part in parts]
+
+
+def by_segment(specs: Sequence[ArraySpec], arrays: Sequence[Any]) -> list[Any]:
+    """The arrays with rows in the order in which parts count them: matrices of a shape together."""
+    pairs = zip(specs, arrays, strict=True)
+    return [
+        x if x is None or spec.own_deal is None else spec.own_deal.by_segment(x)
+        for spec, x in pairs
+    ]
+
+
+def by_share(specs: Sequence[ArraySpec], arrays: Sequence[Any]) -> list[Any]:
+    """The arrays with rows in the order of buffers."""
+    pairs = zip(specs, arrays, strict=True)
+    return [
+        x if x is None or spec.own_deal is None else spec.own_deal.by_share(x) for spec, x in pairs
+    ]
 
 
 def joined(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
@@ -141,74 +162,51 @@ def layers_of_leaves(
     return layers
 
 
-# ---- second moments, for some elements alone ---------------------------------------------------
-
-
-def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output: bool) -> PyTree:
-    """The shape of the second moments of each array; None where it has none.
-
-    They are those of all elements that are in no matrix; with `per_output`, one number per output
-    of a matrix, too.
-    """
-    count = 0
-
-    def of_node(x: Any) -> Any:
-        nonlocal count
-        first = count
-        if packing.is_packed(x):
-            count += len(x.layout.runs)
-            return _second_packed(x, axes[first:count], per_output)
-        count += 1
-        return _second_leaf(x, axes[first], per_output)
-
-    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or packing.is_packed(x))
-
-
-def _second_leaf(x: Any, axes: MatrixAxes | None, per_output: bool) -> Any:
-    if not checks.is_inexact(x) or (axes is not None and not per_output):
-        return None
-    return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
-
-
-def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: bool) -> Packed:
-    layout = x.layout
-    runs, buffers, shapes = list(layout.runs), dict(x.buffers), dict(layout.shapes)
-    for name, buffer in x.buffers.items():
-        own = layout.within(name)
-        if not checks.is_inexact(buffer) or all(axes[i] is None for i, _ in own):
-            buffers[name] = _second_leaf(buffer, None, per_output)
+def check_whole(
+    specs: Sequence[ArraySpec], axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
+) -> None:
+    """No matrix is in the rows of two devices; and leaves that were packed as equals are equal."""
+    for spec in specs:
+        i = min((i for i in spec.positions if axes[i] is not None), default=None)
+        if i is None or spec.is_unpacked:
             continue
-        if not per_output and all(axes[i] is not None for i, _ in own):
-            buffers[name] = None
-            continue
-        row = 0
-        for i, span in own:
-            runs[i] = new = _second_span(span, axes[i], per_output, row, layout.width)
-            row += 0 if new is None else new.num_blocks
-        if own[0][1].is_unpacked:
-            assert new is not None
-            shapes[name] = new.layers.shape
-        else:
-            shapes[name] = (row, layout.width)
-        buffers[name] = jax.ShapeDtypeStruct(shapes[name], buffer.dtype)
-    reduced = Layout(
-        layout.structure, tuple(runs), tuple(sorted(shapes.items())), layout.share, layout.width
-    )
-    return Packed(buffers, layout if reduced == layout else reduced)
+        devices = 1 if spec.shard is None else spec.shard.devices
+        if devices > 1 and (spec.deal is None or spec.deal.shares % devices):
+            problem = (
+                f"a matrix in a buffer of which each of {devices} devices has some rows, expected "
+                f"whole matrices on each: `pack(params, matrices=..., multiple_of={devices})`"
+            )
+            chosen.fail(i, ValueError, problem)
+        if spec.deal is not None:
+            _check_segments(spec, spec.deal, axes, chosen)
 
 
-def _second_span(
-    span: Span, axes: MatrixAxes | None, per_output: bool, row: int, width: int
-) -> Span | None:
-    """Where the second moments of a leaf are, behind those before them."""
-    start = None if span.is_unpacked else row
-    if axes is None:
-        return span._replace(start=start)
-    if not per_output:
-        return None
-    layers = LayerAxes(axes.per_output, span.layers.stacked)
-    blocks = 0 if span.is_unpacked else -(-layers.layer_size // width)
-    return span._replace(layers=layers, start=start, blocks_per_layer=blocks)
+def _check_segments(
+    spec: ArraySpec, deal: Deal, axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
+) -> None:
+    for segment, members in _members(spec, deal):
+        items = [_of_item(axes[spec.positions[j]], spec.spans[j]) for j in members]
+        for j, item in zip(members, items, strict=True):
+            i = spec.positions[j]
+            if (item is None) == bool(segment.slots):
+                packed = "a matrix" if segment.slots else "no matrix"
+                problem = f"{item is not None}, but it was packed as {packed}"
+                remedy = "expected the `matrices` with which `pack` was called"
+                chosen.fail(i, ValueError, f"{problem}, {remedy}")
+            if item != items[0]:
+                other = spec.spans[members[0]].path
+                problem = f"another place of outputs than in {other}, of equal shape"
+                remedy = "expected the same, as they share a part of the buffer"
+                chosen.fail(i, ValueError, f"{problem}, {remedy}")
+
+
+def _members(spec: ArraySpec, deal: Deal) -> list[tuple[Segment, list[int]]]:
+    """The spans of each segment."""
+    bounds = [*deal.starts, spec.shape[0]]
+    return [
+        (segment, [j for j, span in enumerate(spec.spans) if start <= span.first < end])
+        for segment, start, end in zip(deal.segments, bounds, bounds[1:], strict=False)
+    ]
 
 
 # ---- runs of rows ------------------------------------------------------------------------------
@@ -230,13 +228,41 @@ def _of_buffer(
         matrices = None
         if own is not None:
             matrices = _of_items(own, first.layers, count * first.layers.num_layers)
-            new = _second_span(first, own, per_output, 0, spec.width)
+            new = second_span(first, own, per_output, 0, spec.width)
             kept = 0 if new is None else count * new.num_blocks
         found.append(Part(array, rows, matrices, (second, second + kept)))
         second += kept
     if row < spec.shape[0]:
         found.append(Part(array, (row, spec.shape[0]), is_padding=True))
     return found
+
+
+def _of_deal(
+    array: int,
+    spec: ArraySpec,
+    deal: Deal,
+    axes: Sequence[MatrixAxes | None],
+    per_output: bool,
+) -> list[Part]:
+    """A part for each segment, of the shares that this device has."""
+    assert spec.deal is not None
+    found, row, second = [], 0, 0
+    for segment, members in _members(spec, spec.deal):
+        rows = deal.shares * segment.rows
+        own = None if not members else axes[members[0]]
+        matrices, kept = None, rows
+        if own is not None:
+            span, count = spec.spans[members[0]], deal.shares * segment.slots
+            matrices = _of_items(own, span.layers, count)
+            new = second_span(span, own, per_output, 0, spec.width)
+            kept = 0 if new is None else count * new.blocks_per_layer
+        found.append(Part(array, (row, row + rows), matrices, (second, second + kept)))
+        row, second = row + rows, second + kept
+    return found
+
+
+def _of_item(axes: MatrixAxes | None, span: Span) -> MatrixAxes | None:
+    return None if axes is None else _of_items(axes, span.layers, 1)
 
 
 def _of_items(axes: MatrixAxes, layers: LayerAxes, count: int) -> MatrixAxes:

@@ -157,6 +157,8 @@ class _Shardings:
             leaf = layout.unpacked_leaf(name)
             if packing.is_packed(node):
                 followed = node.buffers.get(name)
+                if leaf is None:  # moments of some leaves alone have fewer rows
+                    followed = _with_rows_of(followed, buffer)
             else:
                 followed = None if leaf is None else self._leaves[leaf]
             like = functools.partial(self._like, followed, rows_only=leaf is None)
@@ -168,6 +170,17 @@ class _Shardings:
         if followed is None or followed.shape != x.shape:
             return self._replicated
         return _sharded_further(followed.sharding, x.shape, self._axes, rows_only=rows_only)
+
+
+def _with_rows_of(followed: _Placed | None, buffer: Any) -> _Placed | None:
+    """The same sharding for a buffer of another number of rows, if they can be divided so."""
+    if followed is None or buffer is None or followed.shape[1:] != buffer.shape[1:]:
+        return followed
+    try:
+        followed.sharding.shard_shape(buffer.shape)
+    except ValueError:
+        return followed
+    return dataclasses.replace(followed, shape=buffer.shape)
 
 
 def _sharded_further(
