@@ -19,7 +19,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.update import Update
 from jgrad._layers import matrix_axes as matrix_axes_of
 from jgrad._layers.layer_axes import read_layer_axes, read_norm_axes
-from jgrad._layers.matrix_axes import MatrixAxes, read_output_axes
+from jgrad._layers.matrix_axes import MatrixAxes, read_cuts, read_output_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import arrays, parts
 from jgrad._trees import checks, trees, values
@@ -158,7 +158,7 @@ def trust_layers(
 
 
 def matrix_axes(
-    inputs: Update, matrices: Mask, output_axes: PyTree, layer_axes: PyTree
+    inputs: Update, matrices: Mask, output_axes: PyTree, layer_axes: PyTree, norm_axes: PyTree
 ) -> list[MatrixAxes | None]:
     """Where the matrices of each leaf of the unpacked tree are; None for a leaf that is none."""
     function = inputs.function
@@ -171,7 +171,10 @@ def matrix_axes(
     layers = parts.layers_of_leaves(inputs.specs, chosen, stacked, reference)
     axes = matrix_axes_of.of_leaves(layers, outputs, chosen)
     parts.check_whole(inputs.specs, axes, chosen)
-    return axes
+    cuts = ArgLeaves.from_prefix(
+        function, "norm_axes", read_cuts(function, norm_axes), inputs.reference.name, inputs.shapes
+    )
+    return parts.with_cuts(inputs.specs, axes, cuts, inputs.reference.leaves)
 
 
 def mask(inputs: Update, name: str, tree: Mask) -> list[bool]:

@@ -72,8 +72,13 @@ def zeros_of_shapes(params: PyTree, shapes: PyTree, dtype: DTypeLike | None) -> 
 
 
 def _some_zeros(p: jax.Array, like: jax.ShapeDtypeStruct, dtype: DTypeLike | None) -> Any:
-    part = p[tuple(map(slice, like.shape))]
-    return _zeros(part if part.shape == like.shape else jnp.zeros(like.shape, p.dtype), dtype, True)
+    """By a sum where there is one number for each index of some axes: a sharded axis is not cut."""
+    pairs = list(zip(p.shape, like.shape, strict=True))
+    if all(b in (a, 1) for a, b in pairs):
+        part = jnp.sum(p, axis=tuple(i for i, (a, b) in enumerate(pairs) if a != b), keepdims=True)
+    else:
+        part = p[tuple(map(slice, like.shape))]
+    return _zeros(part, dtype, True)
 
 
 def zeros(

@@ -79,7 +79,7 @@ class LayerAxes:
 
     def sum(self, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:
         """The sum of `f(*arrays)` over each layer, of shape (num_layers,)."""
-        return _replicated(jnp.sum(f(*arrays), axis=self.within)).reshape(-1)
+        return replicated(jnp.sum(f(*arrays), axis=self.within)).reshape(-1)
 
 
 def is_sharded(x: jax.Array) -> bool:
@@ -87,7 +87,7 @@ def is_sharded(x: jax.Array) -> bool:
     return any(part is not None for part in jax.typeof(x).sharding.spec)
 
 
-def _replicated(x: jax.Array) -> jax.Array:
+def replicated(x: jax.Array) -> jax.Array:
     """`x` replicated on a mesh with explicit axes, so that it can be reshaped and concatenated."""
     if not is_sharded(x):
         return x

@@ -8,12 +8,16 @@ are outputs. What is left is input, so that the kernel of a convolution is one m
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jgrad._layers import layer_axes as layer_axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_indices
+from jgrad._layers.replicas import all_gather, unknown_axes
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -26,11 +30,13 @@ class MatrixAxes:
       shape: shape of the array.
       stacked: axes of the array with a matrix for each index, in order and none negative.
       outputs: axes that are outputs, likewise.
+      cuts: (axis of the array, names of mesh axes) of each axis of which a device has a part.
     """
 
     shape: tuple[int, ...]
     stacked: tuple[int, ...]
     outputs: tuple[int, ...]
+    cuts: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -57,6 +63,36 @@ class MatrixAxes:
     def per_output(self) -> tuple[int, ...]:
         """The shape of one number per output and matrix, which broadcasts to the array."""
         return tuple(1 if axis in self.inputs else n for axis, n in enumerate(self.shape))
+
+    @property
+    def whole(self) -> "MatrixAxes":
+        """Those of the array after `gathered`; inside `shard_map` alone."""
+        shape = list(self.shape)
+        for axis, names in self._gathered_axes:
+            shape[axis] *= jax.lax.psum(1, names)
+        return dataclasses.replace(self, shape=tuple(shape), cuts=())
+
+    def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """Whole matrices, of parts of them; or whole outputs, of one number per output."""
+        for axis, names in self._gathered_axes_of(per_output):
+            x = all_gather(x, names, axis)
+        return x
+
+    def own_part(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """This device's part, of what `gathered` returned."""
+        for axis, names in self._gathered_axes_of(per_output):
+            first = jax.lax.axis_index(names) * self.shape[axis]
+            x = jax.lax.dynamic_slice_in_dim(x, first, self.shape[axis], axis)
+        return x
+
+    def _gathered_axes_of(self, per_output: bool) -> list[tuple[int, tuple[str, ...]]]:
+        axes = self._gathered_axes
+        return [(i, names) for i, names in axes if not (per_output and i in self.inputs)]
+
+    @property
+    def _gathered_axes(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Where layers are cut, each device has whole matrices."""
+        return [(axis, names) for axis, names in self.cuts if axis not in self.stacked]
 
     def to_wide(self, x: jax.Array) -> jax.Array:
         """The matrices, of shape (count, *wide)."""
@@ -89,6 +125,56 @@ class MatrixAxes:
 def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
     """A tree of `Axes` with indices of array axes."""
     return read_indices(function, "output_axes", output_axes)
+
+
+def read_cuts(function: str, norm_axes: PyTree) -> PyTree:
+    """A tree of `Axes`, of which each value is a tuple of names; None stays."""
+
+    def read(x: Any) -> Axes | None:
+        if not isinstance(x, PartitionSpec):
+            return None
+        parts = [part if isinstance(part, tuple) else (part,) for part in x]
+        return Axes(tuple(tuple(name for name in part if name is not None) for part in parts))
+
+    leaves, structure = trees.flatten(norm_axes)
+    arg = ArgLeaves.from_tree(function, "norm_axes", norm_axes)
+    axes = [None if x is None else read(x) for x in leaves]
+    for i, (x, own) in enumerate(zip(leaves, axes, strict=True)):
+        if x is not None and own is None:
+            expected = "None, or a PartitionSpec, which says what axis of a matrix is cut"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
+    return structure.unflatten(axes)
+
+
+def with_cuts(
+    axes: Sequence[MatrixAxes | None], norm_axes: ArgLeaves, reference: ArgLeaves
+) -> list[MatrixAxes | None]:
+    """The same, with what a device has of each leaf inside of `shard_map`."""
+    found = list(axes)
+    for i, own in enumerate(axes):
+        given = norm_axes.leaves[i]
+        if own is None:
+            continue
+        if given is None:
+            _check_whole(norm_axes, i, reference.leaves[i])
+        elif len(given.values) > len(own.shape):
+            problem = f"{len(given.values)} entries, expected at most {len(own.shape)}"
+            norm_axes.fail(i, ValueError, f"{problem}, one for each axis of shape {own.shape}")
+        else:
+            cuts = [(axis, names) for axis, names in enumerate(given.values) if names]
+            found[i] = dataclasses.replace(own, cuts=tuple(cuts))
+    return found
+
+
+def _check_whole(norm_axes: ArgLeaves, i: int, x: Any) -> None:
+    """Inside `shard_map` a leaf may be a part of a matrix, unless JAX knows that it is whole."""
+    if unknown := unknown_axes(x):
+        which = ", ".join(map(repr, unknown))
+        problem = (
+            f"None inside `shard_map`, where a device may have a part of a matrix along {which}, "
+            "expected the PartitionSpec of the leaf; `PartitionSpec()` for one that is whole"
+        )
+        norm_axes.fail(i, ValueError, problem)
 
 
 def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:

@@ -32,6 +32,8 @@ def muon(
     rule: MuonRule = "muon",
     output_axes: PyTree = LAST,
     layer_axes: PyTree = None,
+    norm_axes: PyTree = None,
+    share_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
     moment_dtype: DTypeLike | None = None,
     adam_learning_rate: LearningRate = None,
@@ -75,6 +77,13 @@ def muon(
         nor in `layer_axes` is input, so that the kernel of a convolution is one matrix.
       layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
         heads. An int, a tuple of ints, or None, or a prefix tree of those.
+      norm_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those: a
+        matrix of which a device has a part is gathered, and the part of the result kept. None is
+        an error there where JAX does not know that a leaf is whole, as it does for replicated
+        parameters with `check_vma=True`.
+      share_over: under `jit`, a mesh axis or a tuple of axes over which the matrices of a shape are
+        dealt out, so that each device iterates over some of them and no iteration waits for
+        another device. The mesh is that of the leaves, or that of `jax.set_mesh`.
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         and all else are in float32. None for float32, in JAX's default precision of products.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
@@ -108,6 +117,8 @@ def muon(
         rule=rule,
         output_axes=output_axes,
         layer_axes=layer_axes,
+        norm_axes=norm_axes,
+        share_over=share_over,
         compute_dtype=compute_dtype,
         beta1=beta1,
         beta2=beta2,
@@ -175,6 +186,8 @@ def scale_by_muon(
     rule: MuonRule = "muon",
     output_axes: PyTree = LAST,
     layer_axes: PyTree = None,
+    norm_axes: PyTree = None,
+    share_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
     moment_dtype: DTypeLike | None = None,
     beta1: Scalar = 0.9,
@@ -196,6 +209,8 @@ def scale_by_muon(
       rule: "muon" or "normuon".
       output_axes: which axes of a leaf are outputs.
       layer_axes: axes of a leaf with a matrix for each index.
+      norm_axes: what is cut inside `shard_map`.
+      share_over: mesh axes over which matrices are dealt out under `jit`.
       compute_dtype: dtype to which factors of matrix products are rounded.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
       beta1: decay rate of Adam's first moment, in [0, 1).
@@ -220,6 +235,8 @@ def scale_by_muon(
         rule=rule,
         output_axes=output_axes,
         layer_axes=layer_axes,
+        norm_axes=norm_axes,
+        share_over=share_over,
         compute_dtype=compute_dtype,
         beta1=beta1,
         beta2=beta2,

@@ -20,7 +20,7 @@ from jgrad._inputs.options import Mask
 from jgrad._inputs.state import OptState
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._layers.matrix_axes import MatrixAxes, read_output_axes
+from jgrad._layers.matrix_axes import MatrixAxes, read_cuts, read_output_axes
 from jgrad._layers.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
 from jgrad._optimizers.adam import AdamNumbers
@@ -81,6 +81,7 @@ class MuonNumbers(NamedTuple):
       scale: (outputs, inputs) -> factor.
       coefficients: of Newton-Schulz.
       compute_dtype: of what its products read; None for float32 or wider.
+      share_over: mesh axes over which matrices are dealt out under `jit`.
     """
 
     momentum: BetaForms
@@ -89,6 +90,7 @@ class MuonNumbers(NamedTuple):
     scale: ScaleFunction
     coefficients: Coefficients
     compute_dtype: np.dtype | None
+    share_over: tuple[str, ...] = ()
 
 
 def directions(
@@ -116,20 +118,24 @@ def directions(
     if muon.nesterov:
         ahead = apply(rules.average, matrices, new_mw, beta.value, beta.complement)
     own = [i for i, x in enumerate(ahead) if x is not None]
-    axes = [x for i in own if (x := parts[i].matrices) is not None]
+    cut = [x for i in own if (x := parts[i].matrices) is not None]
+    axes = [x.whole for x in cut]
     found = groups.orthogonalized(
-        [parts[i].to_matrices(ahead[i]) for i in own],
+        [x.gathered(parts[i].to_matrices(ahead[i])) for i, x in zip(own, cut, strict=True)],
         axes,
         coefficients=muon.coefficients,
         compute_dtype=muon.compute_dtype,
+        share_over=muon.share_over,
     )
     new_vw = other_vw
     if muon.rule == "normuon":
-        old = [parts[i].to_outputs(vw[i]) for i in own]
+        pairs = zip(own, cut, strict=True)
+        old = [x.gathered(parts[i].to_outputs(vw[i]), per_output=True) for i, x in pairs]
         beta2 = BetaForms(*([x[i] for i in own] if isinstance(x, list) else x for x in adam.beta2))
         found, seconds = _normuon(found, old, axes, beta2, kept)
-        for i, v in zip(own, seconds, strict=True):
-            new_vw[i] = parts[i].from_matrices(v, vw[i])
+        for i, v, x in zip(own, seconds, cut, strict=True):
+            new_vw[i] = parts[i].from_matrices(x.own_part(v, per_output=True), vw[i])
+    found = [x.own_part(o) for o, x in zip(found, cut, strict=True)]
     factors = _factors(muon.scale, axes)
     for i, o in zip(own, apply(rules.scale_by, found, factors) if own else [], strict=True):
         direction[i] = parts[i].from_matrices(o, g[i])
@@ -205,6 +211,8 @@ class MuonOptions(NamedTuple):
     rule: MuonRule
     output_axes: PyTree
     layer_axes: PyTree
+    norm_axes: PyTree
+    share_over: str | tuple[str, ...] | None
     compute_dtype: DTypeLike | None
     beta1: Scalar
     beta2: Scalar
@@ -218,6 +226,7 @@ class MuonOptions(NamedTuple):
             numbers.beta(name, "momentum", cast(Scalar, self.momentum))
         read_output_axes(name, self.output_axes)
         read_layer_axes(name, self.layer_axes)
+        read_cuts(name, self.norm_axes)
         self.at(name, 0, self.momentum if not callable(self.momentum) else 0.0)
 
     def at(self, name: str, step: Any, momentum: Any) -> tuple[MuonNumbers, AdamNumbers]:
@@ -230,6 +239,9 @@ class MuonOptions(NamedTuple):
                 scale=read_scale(name, self.scale),
                 coefficients=read_coefficients(name, self.coefficients),
                 compute_dtype=check_compute_dtype(name, self.compute_dtype),
+                share_over=()
+                if self.share_over is None
+                else values.axis_names(name, "share_over", self.share_over),
             ),
             AdamNumbers(
                 step=jnp.asarray(step, dtype=float),
@@ -244,7 +256,9 @@ class MuonOptions(NamedTuple):
         """Where the matrices of each leaf are; none where there are no parameters."""
         if not inputs.g:
             return []
-        return options.matrix_axes(inputs, self.matrices, self.output_axes, self.layer_axes)
+        return options.matrix_axes(
+            inputs, self.matrices, self.output_axes, self.layer_axes, self.norm_axes
+        )
 
     def second_shapes(self, inputs: Update) -> PyTree:
         """The shape of the second moments of each array."""

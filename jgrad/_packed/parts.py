@@ -162,6 +162,24 @@ def layers_of_leaves(
     return layers
 
 
+def with_cuts(
+    specs: Sequence[ArraySpec],
+    axes: Sequence[MatrixAxes | None],
+    norm_axes: ArgLeaves,
+    arrays: Sequence[Any],
+) -> list[MatrixAxes | None]:
+    """The same, with what a device has of each leaf outside of every `Packed`."""
+    alone = {spec.positions[0]: x for spec, x in zip(specs, arrays, strict=True) if not spec.spans}
+    for i, given in enumerate(norm_axes.leaves):
+        if given is not None and any(given.values) and axes[i] is not None and i not in alone:
+            problem = "a PartitionSpec of a packed leaf, expected None: `zero` knows its rows"
+            norm_axes.fail(i, ValueError, problem)
+    unpacked = [own if i in alone else None for i, own in enumerate(axes)]
+    leaves = [alone.get(i) for i in range(len(axes))]
+    cut = matrix_axes.with_cuts(unpacked, norm_axes, norm_axes._replace(leaves=leaves))
+    return [own if x is None else x for own, x in zip(axes, cut, strict=True)]
+
+
 def check_whole(
     specs: Sequence[ArraySpec], axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
 ) -> None:

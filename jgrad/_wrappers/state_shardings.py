@@ -147,7 +147,8 @@ class _Shardings:
 
     def _of_array(self, path: Path, x: Any) -> Sharding:
         node = self._followed(path)
-        return self._like(node if isinstance(node, _Placed) else None, x, rows_only=False)
+        placed = _without_axes(node, x.shape) if isinstance(node, _Placed) else None
+        return self._like(placed, x, rows_only=False)
 
     def _of_packed(self, path: Path, packed: Packed) -> Packed:
         """The shardings of buffers: those of packed parameters, or of what `pack_small` packed."""
@@ -170,6 +171,19 @@ class _Shardings:
         if followed is None or followed.shape != x.shape:
             return self._replicated
         return _sharded_further(followed.sharding, x.shape, self._axes, rows_only=rows_only)
+
+
+def _without_axes(followed: _Placed, shape: tuple[int, ...]) -> _Placed:
+    """The same sharding for an array that has one number for each index of some axes."""
+    pairs = list(zip(followed.shape, shape, strict=False))
+    fits = len(followed.shape) == len(shape) and all(b in (a, 1) for a, b in pairs)
+    if followed.shape == shape or not fits:
+        return followed
+    sharding = followed.sharding
+    parts = [part if a == b else None for part, (a, b) in zip(sharding.spec, pairs, strict=False)]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return _Placed(shape, NamedSharding(sharding.mesh, PartitionSpec(*parts)))
 
 
 def _with_rows_of(followed: _Placed | None, buffer: Any) -> _Placed | None:
