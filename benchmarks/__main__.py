@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from benchmarks import (
     accelerator,
+    muon,
     one_pass,
     plots,
     pytorch,
@@ -68,6 +69,8 @@ _SECTIONS = {
     "elements": Kind(report.by_elements, plots.by_elements),
     "recipes": Kind(report.recipes),
     "growth": Kind(report.growth, plots.growth),
+    "muon": Kind(report.muon),
+    "muon on devices": Kind(report.muon_traffic),
     "rates": Kind(report.rates),
 }
 
@@ -104,6 +107,10 @@ def jobs() -> Iterator[Job]:
         yield Job("recipes", f"recipes: {name}", compare)
     for name in recipes.GROWING:
         yield Job("growth", f"growth: {name}", functools.partial(recipes.growth, name))
+    for name in muon.WORKS:
+        compare = functools.partial(muon.compare, name, rounds=rounds, builds=builds)
+        yield Job("muon", f"muon: {name}", compare)
+    yield Job("muon on devices", "muon: collectives", muon.traffic)
     if jax.default_backend() != "cpu":
         for name in accelerator.WORKS:
             shapes = WORKLOADS[name].shapes
