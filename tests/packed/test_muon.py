@@ -56,7 +56,7 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "layers", "in part"))
 @pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
 def test_numbers_of_the_tree(packing, rule):
     """And the unpacked state has the tree's shapes, None for None; and packs again."""
