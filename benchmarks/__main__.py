@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from benchmarks import (
     accelerator,
+    muon,
     one_pass,
     plots,
     pytorch,
@@ -70,6 +71,8 @@ _SECTIONS = {
     "recipes": Kind(report.recipes),
     "growth": Kind(report.growth, plots.growth),
     "memory": Kind(report.memory),
+    "muon": Kind(report.muon),
+    "muon on devices": Kind(report.muon_traffic),
     "rates": Kind(report.rates),
 }
 
@@ -112,6 +115,10 @@ def jobs() -> Iterator[Job]:
                 state_bytes.compare, work, name, rounds=rounds, builds=builds
             )
             yield Job("memory", f"{work} {name}", compare)
+    for name in muon.WORKS:
+        compare = functools.partial(muon.compare, name, rounds=rounds, builds=builds)
+        yield Job("muon", f"muon: {name}", compare)
+    yield Job("muon on devices", "muon: collectives", muon.traffic)
     if jax.default_backend() != "cpu":
         for name in accelerator.WORKS:
             shapes = WORKLOADS[name].shapes

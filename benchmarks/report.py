@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.markdown import Markdown
 from rich.table import Table
 
+from benchmarks import muon as muon_benchmark
 from benchmarks.accelerator import Rate
 from benchmarks.measure import Ratio
 from benchmarks.results import Figures, Result
@@ -229,3 +230,34 @@ def rates(results: Sequence[Rate]) -> Section:
         rows = tables.setdefault(x.work, [])
         rows.append((x.method, x.form, f"{1e3 * x.seconds:.3g}", *speeds, launches))
     return Section("Beside a copy", _RATES_NOTE, columns, tables)
+
+
+_MUON_NOTE = """\
+Ours over `optax.contrib.muon`, with parameters and state donated: *step*, and *build*, tracing and
+compiling. *temporaries*: beside arguments and results, in copies of the parameters, ours and
+optax's; ours needs a stack of the matrices, one of the results, and a chunk of them."""
+
+
+def muon(results: Sequence[muon_benchmark.Result]) -> Section:
+    """Matrices of one shape."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for x in results:
+        used = f"{x.temporaries:.1f}, {x.theirs:.1f}"
+        times = f"{1e3 * x.step.ours:.3g}", f"{x.step.ratio:.2f}", f"{x.build.ratio:.3f}"
+        tables.setdefault(x.work, []).append((x.form, *times, used))
+    return Section("Muon", _MUON_NOTE, ["form", "ms", "step", "build", "temporaries"], tables)
+
+
+_TRAFFIC_NOTE = """\
+Eight matrices on eight devices under `jit`, compiled and not run: collectives of one update,
+`muon(share_over="data")` and `optax.contrib.muon`. Those of optax are in its iterations."""
+
+
+def muon_traffic(results: Sequence[muon_benchmark.Traffic]) -> Section:
+    """Collectives of sharded matrices."""
+
+    def shown(kinds: dict[str, int]) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
+
+    rows = [(x.placed, shown(x.ours), shown(x.theirs)) for x in results]
+    return Section("Muon on devices", _TRAFFIC_NOTE, ["matrices", "jgrad", "optax"], {"": rows})

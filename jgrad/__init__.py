@@ -38,12 +38,16 @@ from jgrad._optimizers.gradient_descent import (
     gradient_descent_update as gradient_descent_update,
     optimizer_update as optimizer_update,
 )
+from jgrad._optimizers.hidden_matrices import hidden_matrices as hidden_matrices
 from jgrad._optimizers.lamb import (
     lamb as lamb,
     lamb_update as lamb_update,
     scale_by_trust_ratio as scale_by_trust_ratio,
 )
 from jgrad._optimizers.lars import lars as lars, lars_update as lars_update
+from jgrad._optimizers.muon import muon as muon, scale_by_muon as scale_by_muon
+from jgrad._optimizers.muon_update import muon_update as muon_update
+from jgrad._optimizers.orthogonalize import orthogonalize as orthogonalize
 
 # Many arrays as one.
 from jgrad._packed.layouts import Layout as Layout
@@ -66,6 +70,10 @@ from jgrad._wrappers.master_weights import (
 from jgrad._wrappers.offload import offload as offload
 from jgrad._wrappers.pack_small import pack_small as pack_small
 from jgrad._wrappers.quantized import quantized as quantized, unquantized as unquantized
+from jgrad._wrappers.schedule_free import (
+    ScheduleFreeState as ScheduleFreeState,
+    schedule_free as schedule_free,
+)
 from jgrad._wrappers.skip_nonfinite import SkipState as SkipState, skip_nonfinite as skip_nonfinite
 from jgrad._wrappers.state_shardings import state_shardings as state_shardings
 from jgrad._wrappers.stochastic_rounding import (

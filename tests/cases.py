@@ -4,6 +4,7 @@ A new optimizer is one more row, and gets every test in `everywhere/test_matrix.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,10 @@ class Case:
         """The transformation."""
         return self.make(learning_rate, **(self.options | more))
 
+    def number(self, name: str) -> Any:
+        """An option, or its default."""
+        return self.options.get(name, inspect.signature(self.make).parameters[name].default)
+
     def without_masks(self) -> "Case":
         """The same for a tree of any structure."""
         options = {k: v for k, v in self.options.items() if k not in _NAMES_IN_REFERENCE}
@@ -64,6 +69,8 @@ class Case:
             else value
             for name, value in self.options.items()
         }
+        if self.make is jgrad.muon:
+            options["matrices"] = jax.tree.leaves(self.options["matrices"](w))
         optimizer = getattr(reference, self.make.__name__)(jax.tree.leaves(w), rate, **options)
         return reference.trajectory(optimizer, [jax.tree.leaves(g) for g in gradients])
 
@@ -82,6 +89,15 @@ def _adam(**options):
 
 def _lamb(**options):
     return lambda *args: jgrad.lamb_update(*args, **options)
+
+
+def _muon(**options):
+    return lambda *args: jgrad.muon_update(*args, **options)
+
+
+def rank_two(params):
+    """A choice of matrices for any tree; on `params()` the first leaves of both parts."""
+    return jax.tree.map(lambda x: len(x.shape) >= 2, params)
 
 
 CASES = [
@@ -190,6 +206,38 @@ CASES = [
         {"weight_decay": 0.1, "rule": "ivy"},
         ("mw", "vw"),
         step=_lamb(decay_lambda=0.1, rule="ivy"),
+        elementwise=False,
+    ),
+    Case(
+        "muon",
+        jgrad.muon,
+        {"matrices": rank_two, "scale": "match_rms_adamw", "weight_decay": 0.1},
+        ("mw", "vw"),
+        step=_muon(matrices=rank_two, scale="match_rms_adamw", decay_lambda=0.1),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "muon_masked",
+        jgrad.muon,
+        {
+            "matrices": rank_two,
+            "nesterov": False,
+            "adam_learning_rate": 0.003,
+            "coefficients": "polar_express",
+            "weight_decay": 0.1,
+            "weight_decay_mask": MASK,
+            "adam_weight_decay": 0.01,
+        },
+        ("mw", "vw"),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "normuon",
+        jgrad.muon,
+        {"matrices": rank_two, "scale": "match_rms_adamw", "rule": "normuon", "momentum": 0.9},
+        ("mw", "vw"),
         elementwise=False,
     ),
 ]

@@ -35,6 +35,7 @@ EXAMPLES = {
     "README.md": 1,
     "docs/wrappers.md": 1,
     "docs/packed.md": 3,
+    "docs/muon.md": 2,
     "docs/devices.md": 4,
     "docs/recipes.md": 1,
     "docs/memory.md": 2,
@@ -143,6 +144,39 @@ def test_recipes_for_integer_leaves(recipe):
     run_example("docs/packed.md", recipe, names)
     assert set(names["packed"].buffers) == {"float32", "complex64"}
     assert_equal(names["model"], model)
+
+
+def test_muon(capsys):
+    """What `describe` prints, and the transformation that its choice makes."""
+    names = run_example("docs/muon.md", 0, {"jgrad": jgrad, "jax": jax, "jnp": jnp})
+    kinds = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert kinds == [
+        ["Adam", "['block']['b']"],
+        ["Muon", "['block']['w']"],
+        ["Adam", "['embed']"],
+        ["Adam", "['head']"],
+    ]
+    assert names["state"].vw["block"]["w"] is None
+
+
+def test_muon_clip():
+    """The largest logit of the queries and keys that come out is tau where it was more."""
+    names = run_example("docs/muon.md", 1, {"jgrad": jgrad, "jnp": jnp, "optax": optax})
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {n: jax.random.normal(k, (8, 2, 4)) for n, k in zip(("query", "key"), keys, strict=False)}
+    x = jax.random.normal(keys[2], (5, 8))
+
+    def largest(w):
+        query, key = (jnp.einsum("td,dhs->ths", x, w[n]) for n in ("query", "key"))
+        return jnp.max(jnp.einsum("ths,uhs->htu", query, key), axis=(1, 2))
+
+    tau = float(jnp.mean(largest(w)))  # one head above, one below
+    found = largest(names["clipped"](w, largest(w), tau))
+    assert float(found.max()) == pytest.approx(tau, rel=1e-5)
+    assert float(found.min()) == pytest.approx(float(largest(w).min()), rel=1e-5)
+    state = names["tx"].init(w)
+    new, _ = names["step"](w, state, w, largest(w))
+    assert new["query"].shape == (8, 2, 4)
 
 
 def on_a_mesh():

@@ -4,21 +4,22 @@ The factory checks what it can before there are parameters, so that an error poi
 Each update reads the options again, since they may be traced and may differ from leaf to leaf.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.apply import add_decay
 from jgrad._inputs import numbers
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.update import Update
+from jgrad._layers import matrix_axes as matrix_axes_of
 from jgrad._layers.layer_axes import read_layer_axes, read_norm_axes
+from jgrad._layers.matrix_axes import MatrixAxes, read_cuts, read_output_axes
 from jgrad._layers.trust import TrustLayers
-from jgrad._packed import arrays
+from jgrad._packed import arrays, parts
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -33,15 +34,17 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 # ---- what a factory can check ------------------------------------------------------------------
 
 
-def check_learning_rate(function: str, learning_rate: LearningRate) -> None:
+def check_learning_rate(
+    function: str, learning_rate: LearningRate, name: str = "learning_rate"
+) -> None:
     """Numbers in range; a schedule is called in each update only."""
     if not trees.may_be_function(learning_rate):
-        numbers.number(function, "learning_rate", learning_rate)
+        numbers.number(function, name, learning_rate)
 
 
-def check_weight_decay(function: str, weight_decay: PyTree) -> None:
+def check_weight_decay(function: str, weight_decay: PyTree, name: str = "weight_decay") -> None:
     """Numbers in range."""
-    numbers.number(function, "weight_decay", weight_decay)
+    numbers.number(function, name, weight_decay)
 
 
 def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) -> None:
@@ -80,29 +83,41 @@ def learning_rates(
     inputs: Update, learning_rate: LearningRate, override: PyTree, done: jax.Array
 ) -> list[Any]:
     """The learning rate of each array after `done` updates; `override` is that of this call."""
+    return inputs.per_array(rate_of_leaves(inputs, "learning_rate", learning_rate, override, done))
+
+
+def rate_of_leaves(
+    inputs: Update, name: str, learning_rate: LearningRate, override: PyTree, done: jax.Array
+) -> list[Any]:
+    """Likewise, of each leaf of the unpacked tree."""
     given = learning_rate if override is None else override
-    rate = called(inputs, "learning_rate", given, lambda: done)
+    rate = called(inputs, name, given, lambda: done)
     is_scheduled = rate is not given
-    rate = numbers.number(inputs.function, "learning_rate", rate)
+    rate = numbers.number(inputs.function, name, rate)
     if is_scheduled:
         rate = trees.map_leaves(numerics.once, rate)
-    arg = inputs.option("learning_rate", rate)
+    arg = inputs.option(name, rate)
     checks.broadcastable(arg, inputs.updated_shapes())
-    return inputs.per_array(arg.leaves)
+    return list(arg.leaves)
 
 
 def weight_decays(inputs: Update, weight_decay: PyTree, weight_decay_mask: Mask) -> list[Any]:
     """The decay of each array; the Python number 0, which compiles to nothing, for none."""
-    chosen = mask(inputs, "weight_decay_mask", weight_decay_mask)
-    if checks.is_number(weight_decay) and weight_decay == 0:
-        return [0.0] * len(inputs.g)
-    inputs.require_params("`weight_decay`")
-    decay = numbers.number(inputs.function, "weight_decay", weight_decay)
-    checks.one_element(ArgLeaves.from_tree(inputs.function, "weight_decay", decay))
+    use = mask(inputs, "weight_decay_mask", weight_decay_mask)
+    return inputs.per_array(decay_of_leaves(inputs, "weight_decay", weight_decay, use))
+
+
+def decay_of_leaves(inputs: Update, name: str, decay: PyTree, use: Sequence[bool]) -> list[Any]:
+    """Likewise, of each leaf of the unpacked tree; 0 where it is not used."""
+    if checks.is_number(decay) and decay == 0:
+        return [0.0] * len(use)
+    inputs.require_params(f"`{name}`")
+    decay = numbers.number(inputs.function, name, decay)
+    checks.one_element(ArgLeaves.from_tree(inputs.function, name, decay))
     # Before it is broadcast: leaves that share an object share a number in the program.
-    arg = inputs.option("weight_decay", trees.map_leaves(lambda x: x.reshape(()), decay))
-    entries = zip(arg.leaves, chosen, strict=True)
-    return inputs.per_array([x if use and x is not None else 0.0 for x, use in entries])
+    arg = inputs.option(name, trees.map_leaves(lambda x: x.reshape(()), decay))
+    entries = zip(arg.leaves, use, strict=True)
+    return [x if own and x is not None else 0.0 for x, own in entries]
 
 
 def with_weight_decay(
@@ -121,30 +136,47 @@ def trust_layers(
     sharded = inputs.option("norm_axes", read_norm_axes(inputs.function, norm_axes))
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
-    chosen = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
+    use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
     return TrustLayers(
         arrays.layer_axes_per_array(inputs.specs, sharded, stacked, reference),
-        [spec.mask_per_layer(chosen) for spec in inputs.specs],
+        [spec.mask_per_layer(use) for spec in inputs.specs],
     )
+
+
+def matrix_axes(
+    inputs: Update, matrices: Mask, output_axes: PyTree, layer_axes: PyTree, norm_axes: PyTree
+) -> list[MatrixAxes | None]:
+    """Where the matrices of each leaf of the unpacked tree are; None for a leaf that is none."""
+    function = inputs.function
+    reference = ArgLeaves.from_tree(function, "params", inputs.shapes).with_arrays()
+    pairs = zip(mask(inputs, "matrices", matrices), reference.leaves, strict=True)
+    use = [use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for use, x in pairs]
+    chosen = reference._replace(name="matrices", leaves=use)
+    stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
+    outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
+    layers = parts.layers_of_leaves(inputs.specs, chosen, stacked, reference)
+    axes = matrix_axes_of.of_leaves(layers, outputs, chosen)
+    parts.check_whole(inputs.specs, axes, chosen)
+    cuts = ArgLeaves.from_prefix(
+        function, "norm_axes", read_cuts(function, norm_axes), inputs.reference.name, inputs.shapes
+    )
+    return parts.with_cuts(inputs.specs, axes, cuts, inputs.reference.leaves)
 
 
 def mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])
-    tree = called(inputs, name, tree, lambda: trees.map_leaves(_shape_and_dtype, inputs.shapes))
-    arg = inputs.option(name, tree)
-    for i, x in enumerate(arg.leaves):
-        if isinstance(x, jax.core.Tracer):
-            remedy = "masks are read while tracing: compute them with Python or NumPy"
-            arg.fail(i, TypeError, f"{checks.describe(x)}, traced, expected a bool; {remedy}")
-        is_bool = isinstance(x, bool) or (checks.is_array(x) and x.dtype == bool and x.size == 1)
-        if not (x is None or is_bool):
-            arg.fail(i, TypeError, f"{checks.describe(x)}, expected a bool")
-    return [bool(np.asarray(x).all()) for x in arg.leaves]
+    tree = called(
+        inputs, name, tree, lambda: trees.map_leaves(checks.shape_and_dtype, inputs.shapes)
+    )
+    return checks.bools(inputs.option(name, tree))
 
 
-def _shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+def read_mask(function: str, name: str, tree: Mask, params: PyTree) -> PyTree:
+    """A tree of bools of a functional update, of a prefix tree or of a function of the shapes."""
+    if trees.is_function(tree, params):
+        tree = cast(Callable[[PyTree], PyTree], tree)(
+            trees.map_leaves(checks.shape_and_dtype, params)
+        )
+    return trees.flatten(tree)[1].unflatten(checks.bools(ArgLeaves.from_tree(function, name, tree)))

@@ -5,6 +5,7 @@ decay nor grow by less than half the distance between two numbers of its form: 0
 to 6% in 8 bits.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +62,26 @@ class MomentStore:
             written, [w if r is None else x for x, r, w in zip(read, rounded, written, strict=True)]
         )
 
+    def of(self, specs: Sequence[ArraySpec]) -> "MomentStore":
+        """That of other arrays in the same update."""
+        other = copy.copy(self)
+        other._specs, other._known = specs, {}
+        return other
+
+    def rounded(self, new: list[Any], old: list[Any]) -> list[Any]:
+        """New moments that were computed in full precision, in parts, in the form of the old ones.
+
+        Those that need no rounding are as they are; they have to be kept before.
+        """
+        calls = [
+            (leafwise.identity, (n,)) if n is not None and is_rounded(o) else None
+            for n, o in zip(new, old, strict=True)
+        ]
+        if not any(calls):
+            return new
+        written = self(calls, old).written
+        return [n if w is None else w for n, w in zip(new, written, strict=True)]
+
     def _values(self, new: list[Call | None], old: list[Any]) -> list[Any]:
         """New moments before they are rounded; in 8 bits it is the codes that stay."""
         if self._commit is None:
@@ -91,6 +112,23 @@ class MomentStore:
         if i not in self._known:
             self._known[i] = self._specs[i].element_keys(_SEED, _PURPOSE)
         return self._known[i]
+
+
+def is_rounded(moment: Any) -> bool:
+    """Whether it is stored in 8 bits or in bfloat16."""
+    return moment is not None and (is_blocks(moment) or moment.dtype == jnp.bfloat16)
+
+
+def in_full_precision(moments: Sequence[Any]) -> list[Any]:
+    """Moments with arrays of float32 for those in 8 bits or bfloat16."""
+    calls = [(_in_float32, (x,)) if is_rounded(x) else None for x in moments]
+    wide = leafwise.run(calls)
+    return [x if w is None else w for x, w in zip(moments, wide, strict=True)]
+
+
+@leafwise.jit_static_kwargs
+def _in_float32(x: Any) -> jax.Array:
+    return leaves.decoded(x) if is_blocks(x) else x.astype(jnp.float32)
 
 
 def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Commit | None) -> list[Any]:

@@ -126,19 +126,26 @@ class Update:
             raise ValueError(f"{self.function}: {reason} needs the parameters: {remedy}.")
         return self.w
 
-    def read(self, state: OptState, *, mw: bool, vw: bool) -> OptState:
-        """The number of this update, counted from 1, and the moments as lists of leaves."""
+    def read(self, state: OptState, *, mw: bool, vw: bool | PyTree) -> OptState:
+        """The number of this update, counted from 1, and the moments as lists of leaves.
+
+        `vw` may be a tree of shapes, of second moments that only some elements have.
+        """
         begin = f"{self.function}: `state`: "
         end = f", expected the OptState that this `{self.function}` made with `init`."
         if not isinstance(state, OptState):
             raise TypeError(f"{begin}{type(state).__name__}{end}")
         moments: list[list[Any] | None] = []
         for name, tree, used in (("mw", state.mw, mw), ("vw", state.vw, vw)):
-            if (tree is not None) != used:
-                came = f"an OptState {'without' if used else 'with'} `{name}`"
+            expected = used if isinstance(used, bool) else used is not None
+            if (tree is not None) != expected:
+                came = f"an OptState {'without' if expected else 'with'} `{name}`"
                 raise TypeError(f"{begin}{came}, from another method or other options{end}")
-            moment = self.moment(f"state.{name}", tree, real=name == "vw") if used else None
-            moments.append(moment)
+            full = f"state.{name}"
+            if isinstance(used, bool):
+                moments.append(self.moment(full, tree, real=name == "vw") if used else None)
+            else:
+                moments.append(self._some_moments(full, tree, used))
         step = jnp.asarray(state.step)
         if step.shape != ():
             remedy = "map `update` over the models, as `init` was"
@@ -186,9 +193,10 @@ class Update:
             self.commit.settle(kept)
         return kept
 
-    def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
+    def moments(self, new: Sequence[Any], old: Sequence[Any], like: PyTree | None = None) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""
-        return self._structure.unflatten(cast_back(new, old))
+        structure = self._structure if like is None else trees.flatten(like)[1]
+        return structure.unflatten(cast_back(new, old))
 
     def gradients(self, new: Sequence[Any]) -> PyTree:
         """The gradients as they came in, with new ones for the leaves that are updated."""
@@ -216,6 +224,21 @@ class Update:
         checks.same_shapes(arg, updated)
         return list(arg.leaves)
 
+    def _some_moments(self, name: str, tree: PyTree, shapes: PyTree) -> list[Any]:
+        """The leaves of real moments, which have these shapes, and are None where there is none."""
+        reference = self.reference.name
+        checks.same_structure(self.function, name, tree, reference, shapes, remedy=_OTHER_LEAVES)
+        arg = ArgLeaves.from_tree(self.function, name, tree).with_arrays()
+        expected = arg._replace(name=reference, leaves=trees.flatten(shapes)[0])
+        for i, (moment, shape) in enumerate(zip(arg.leaves, expected.leaves, strict=True)):
+            is_real = checks.is_array(moment) and jnp.issubdtype(moment.dtype, jnp.floating)
+            if not (is_real if shape is not None else moment is None):
+                what = "None" if shape is None else "an array of a real floating dtype"
+                problem = f"{checks.describe(moment)}, expected {what}; {_OTHER_LEAVES}"
+                arg.fail(i, TypeError, problem)
+        checks.same_shapes(arg, expected)
+        return list(arg.leaves)
+
     def _gradients(self, arg: ArgLeaves) -> list[Any]:
         gradients = []
         for i, (g, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
@@ -235,6 +258,9 @@ _NOT_PACKED = (
     "`nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and parameters as a tree, "
     "or call `tx.update` yourself"
 )
+
+
+_OTHER_LEAVES = "a state fits the choice of leaves that it was made for, and no other"
 
 
 def _or_zeros(x: Any, p: Any) -> Any:

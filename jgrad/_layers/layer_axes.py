@@ -79,7 +79,7 @@ class LayerAxes:
 
     def sum(self, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:
         """The sum of `f(*arrays)` over each layer, of shape (num_layers,)."""
-        return _replicated(jnp.sum(f(*arrays), axis=self.within)).reshape(-1)
+        return replicated(jnp.sum(f(*arrays), axis=self.within)).reshape(-1)
 
 
 def is_sharded(x: jax.Array) -> bool:
@@ -87,7 +87,7 @@ def is_sharded(x: jax.Array) -> bool:
     return any(part is not None for part in jax.typeof(x).sharding.spec)
 
 
-def _replicated(x: jax.Array) -> jax.Array:
+def replicated(x: jax.Array) -> jax.Array:
     """`x` replicated on a mesh with explicit axes, so that it can be reshaped and concatenated."""
     if not is_sharded(x):
         return x
@@ -123,29 +123,36 @@ def read_norm_axes(function: str, norm_axes: PyTree) -> PyTree:
 
 def read_layer_axes(function: str, layer_axes: PyTree) -> PyTree:
     """A tree of `Axes` with indices of array axes."""
+    return read_indices(function, "layer_axes", layer_axes)
+
+
+def read_indices(function: str, name: str, axes: PyTree) -> PyTree:
+    """Likewise, for an option of any name."""
 
     def is_index(x: Any) -> bool:
         return isinstance(x, int) and not isinstance(x, bool)
 
     expected = "None, an int, or a tuple of ints"
-    return _read(function, "layer_axes", layer_axes, lambda x: _axes(x, is_index), expected)
+    return _read(function, name, axes, lambda x: _axes(x, is_index), expected)
 
 
-# Trees of axes as `jax.jit` wants static arguments: hashable, as structure and leaves.
-StaticAxes = tuple[tuple[Any, tuple[Axes, ...]], tuple[Any, tuple[Axes, ...]]]
+# Trees as `jax.jit` wants static arguments: hashable, as structure and leaves.
+StaticTree = tuple[Any, tuple[Any, ...]]
+StaticAxes = tuple[StaticTree, StaticTree]
 
 
 def static_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> StaticAxes:
     """`norm_axes` and `layer_axes` of a functional update, hashable."""
-
-    def hashable(tree: PyTree) -> tuple[Any, tuple[Axes, ...]]:
-        leaves, structure = trees.flatten(tree)
-        return structure, tuple(leaves)
-
     return (
-        hashable(read_norm_axes(function, norm_axes)),
-        hashable(read_layer_axes(function, layer_axes)),
+        static_tree(read_norm_axes(function, norm_axes)),
+        static_tree(read_layer_axes(function, layer_axes)),
     )
+
+
+def static_tree(tree: PyTree) -> StaticTree:
+    """A tree of hashable leaves, hashable."""
+    leaves, structure = trees.flatten(tree)
+    return structure, tuple(leaves)
 
 
 def axis_exists(name: str) -> bool:

@@ -13,9 +13,10 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed import blocks, packing
+from jgrad._packed import blocks, deals, packing
 from jgrad._packed.blocks import Span
-from jgrad._packed.rows import PackedLayers
+from jgrad._packed.deals import Deal
+from jgrad._packed.rows import DealtLayers, PackedLayers
 from jgrad._packed.shard import Shard
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys
 from jgrad._trees import checks, trees
@@ -32,6 +33,7 @@ class ArraySpec(NamedTuple):
       shape: of the whole buffer.
       width: elements of a block.
       shard: the rows that this device has; None for all of them.
+      deal: how matrices are dealt out to the shards of the whole buffer; None if they are not.
     """
 
     positions: tuple[int, ...]
@@ -39,6 +41,7 @@ class ArraySpec(NamedTuple):
     shape: tuple[int, ...] = ()
     width: int = 0
     shard: Shard | None = None
+    deal: Deal | None = None
 
     @property
     def is_buffer(self) -> bool:
@@ -56,6 +59,13 @@ class ArraySpec(NamedTuple):
         if self.shard is None or self.is_unpacked:
             return self.shape
         return (self.shard.num_rows(self.shape[0]), *self.shape[1:])
+
+    @property
+    def own_deal(self) -> Deal | None:
+        """That of the rows which this device has; None where leaves follow each other."""
+        if self.deal is None or self.shard is None:
+            return self.deal
+        return self.deal.of_some(self.shard.devices)
 
     def per_array(self, entries: Sequence[Any]) -> Any:
         """One entry per leaf of the tree as one for the array.
@@ -81,18 +91,18 @@ class ArraySpec(NamedTuple):
             ]
             if shared:
                 return numbers[0]
-            leaf = np.repeat(np.arange(len(own)), [span.num_blocks for span in self.spans])
-            rows = np.pad(leaf, (0, self.shape[0] - len(leaf)), mode="edge")
-            return jnp.stack(numbers)[rows][:, None]
-        parts = [
-            blocks.to_blocks(
-                span, jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape), self.width
-            )
-            for span, x in zip(self.spans, own, strict=True)
-        ]
+            return jnp.stack(numbers)[deals.owners(self.spans, self.shape[0], self.deal)][:, None]
+        parts, row = [], 0
+        for span, x in zip(self.spans, own, strict=True):
+            each = jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
+            if span.first > row:
+                parts.append(jnp.zeros(((span.first - row) * self.width,)))
+            parts.append(blocks.to_blocks(span, each, self.width))
+            row = span.first + span.num_blocks
         elements = jnp.concatenate(parts)
         padding = self.shape[0] * self.width - elements.size
-        return jnp.pad(elements, (0, padding)).reshape(self.shape)
+        rows = jnp.pad(elements, (0, padding)).reshape(self.shape)
+        return rows if self.deal is None else self.deal.by_share(rows)
 
     def element_keys(self, seed: int, purpose: int) -> ElementKeys:
         """What random bits are a hash of, so that a leaf has the same ones packed or not.
@@ -103,11 +113,11 @@ class ArraySpec(NamedTuple):
         keys = leaf_keys(seed, purpose, self.positions)
         if self.is_unpacked:
             return ElementKeys(keys[0], np.zeros((), np.uint32))
-        counts = [span.num_blocks for span in self.spans]
-        behind = self.shape[0] - sum(counts)
-        leaf = np.pad(np.repeat(keys, counts, axis=0), ((0, behind), (0, 0)))
-        starts = [_first_elements(span, self.width) for span in self.spans]
-        first = np.pad(np.concatenate(starts), (0, behind))
+        leaf = keys[deals.owners(self.spans, self.shape[0], self.deal)]
+        first = np.zeros(self.shape[0], np.uint32)
+        for span in self.spans:
+            first[span.first : span.first + span.num_blocks] = _first_elements(span, self.width)
+        first = first if self.deal is None else self.deal.by_share(first)
         if self.shard is None:
             return ElementKeys(leaf, first)
         return ElementKeys(self.shard.slice(leaf), self.shard.slice(first))
@@ -142,6 +152,20 @@ class ArraySpec(NamedTuple):
         mesh_axes = first.mesh_axes
         if self.shard is not None:
             mesh_axes = tuple(sorted({*mesh_axes, *self.shard.axes}))
+        if self.deal is not None:
+            starts = tuple(
+                span.first + i * span.blocks_per_layer
+                for span in self.spans
+                for i in range(span.layers.num_layers)
+            )
+            return DealtLayers(
+                self.local_shape,
+                mesh_axes=mesh_axes,
+                blocks=rows,
+                shard=self.shard,
+                starts=starts,
+                deal=self.deal,
+            )
         return PackedLayers(self.local_shape, mesh_axes=mesh_axes, blocks=rows, shard=self.shard)
 
 
@@ -163,7 +187,8 @@ def specs(tree: PyTree) -> list[ArraySpec]:
         for name, shape in layout.shapes:
             positions, spans = zip(*layout.within(name), strict=True)
             positions = tuple(count + i for i in positions)
-            found.append(ArraySpec(positions, spans, shape, layout.width, layout.share))
+            deal = layout.deal(name)
+            found.append(ArraySpec(positions, spans, shape, layout.width, layout.share, deal))
         count += len(layout.runs)
     return found
 

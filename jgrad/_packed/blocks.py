@@ -34,6 +34,11 @@ class Span(NamedTuple):
         """Whether the leaf is not packed: its buffer has its own shape."""
         return self.start is None
 
+    @property
+    def first(self) -> int:
+        """The first block; 0 for an unpacked leaf."""
+        return self.start or 0
+
     def is_alike(self, other: "Span") -> bool:
         """Whether it is the same leaf, in whatever place of the buffer."""
         own, its = ((x.dtype, x.layers, x.is_unpacked) for x in (self, other))

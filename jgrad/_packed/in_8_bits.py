@@ -18,24 +18,30 @@ from jgrad._quantized.leaves import SIZE, SMALLEST, Geometry
 from jgrad._trees.blocks import Blocks
 
 
-def split(buffer: Blocks, spans: Sequence[Span], rest: int) -> list[Any]:
-    """The leaf of each span; behind them are `rest` rows."""
-    counts = [span.num_blocks for span in spans]
-    padding = [rest] if rest else []
-    codes = splitting.split(buffer.codes.reshape(-1), tuple(n * SIZE for n in (*counts, *padding)))
-    scale = splitting.split(buffer.scale.reshape(-1), (*counts, *padding))
-    return [_leaf(*row) for row in zip(spans, codes, scale, strict=False)]
+def split(buffer: Blocks, rows: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The codes and the scales of so many rows, one behind the other."""
+    codes = splitting.split(buffer.codes.reshape(-1), tuple(n * SIZE for n in rows))
+    return codes, splitting.split(buffer.scale.reshape(-1), rows)
 
 
-def join(arrays: Sequence[Blocks], spans: Sequence[Span], rows: int) -> Blocks:
-    """The buffer of leaves that `recoded` made, with so many rows."""
-    codes = [blocks.to_blocks(span, x.codes, SIZE) for span, x in zip(spans, arrays, strict=True)]
-    scale = [_rows_of_scale(span, x.scale) for span, x in zip(spans, arrays, strict=True)]
-    rest = rows - sum(span.num_blocks for span in spans)
-    if rest:
-        codes.append(jnp.zeros((rest * SIZE,), codes[0].dtype))
-        scale.append(jnp.zeros((rest,), jnp.float32))
+def join(pairs: Sequence[tuple[Span, Blocks]], rows: int) -> Blocks:
+    """The buffer of leaves that `recoded` made, with so many rows; zeros where no leaf is."""
+    codes: list[jax.Array] = []
+    scale: list[jax.Array] = []
+    row = 0
+    for span, x in pairs:
+        codes += _zeros((span.first - row) * SIZE, x.codes.dtype)
+        codes.append(blocks.to_blocks(span, x.codes, SIZE))
+        scale += _zeros(span.first - row, x.scale.dtype)
+        scale.append(_rows_of_scale(span, x.scale))
+        row = span.first + span.num_blocks
+    codes += _zeros((rows - row) * SIZE, codes[0].dtype)
+    scale += _zeros(rows - row, scale[0].dtype)
     return Blocks(splitting.join(codes).reshape(rows, SIZE), splitting.join(scale).reshape(rows, 1))
+
+
+def _zeros(count: int, dtype: Any) -> list[jax.Array]:
+    return [jnp.zeros((count,), dtype)] if count else []
 
 
 def recoded(span: Span, x: Any, dtype: Any) -> Blocks:
@@ -47,7 +53,8 @@ def _geometry(span: Span) -> Geometry:
     return Geometry.of_leaf(span.layers.shape, span.layers.stacked)
 
 
-def _leaf(span: Span, codes: jax.Array, scale: jax.Array) -> Any:
+def leaf(span: Span, codes: jax.Array, scale: jax.Array) -> Any:
+    """The leaf of its rows."""
     x = Blocks(blocks.from_blocks(span, codes, SIZE), _scale_of_rows(span, scale))
     return x if span.size >= SMALLEST else leaves.decoded(x)
 

@@ -9,8 +9,9 @@ buffer of its own shape.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes
 from jgrad._packed.blocks import Span
+from jgrad._packed.deals import Deal, Segment, deal_out, item_shape
 from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -51,6 +53,7 @@ class Layout:
       share: None outside of `zero`; inside, the shard that says which rows of the buffers of these
         shapes are on this device.
       width: elements of a block.
+      deals: (name, deal) of each buffer whose matrices are dealt out to shards.
     """
 
     structure: Any
@@ -58,6 +61,7 @@ class Layout:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     share: Shard | None = None
     width: int = WIDTH
+    deals: tuple[tuple[str, Deal], ...] = ()
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -66,7 +70,7 @@ class Layout:
     @property
     def _places(self) -> tuple[Any, ...]:
         """Everything but the structure of the tree."""
-        return self.runs, self.shapes, self.share, self.width
+        return self.runs, self.shapes, self.share, self.width, self.deals
 
     def __hash__(self) -> int:
         return self._hash
@@ -92,6 +96,10 @@ class Layout:
     def within(self, name: str) -> list[tuple[int, Span]]:
         """The leaves of one buffer in the order in which they are there: positions and spans."""
         return self._within[name]
+
+    def deal(self, name: str) -> Deal | None:
+        """How the rows of a buffer are dealt out; None where leaves follow each other."""
+        return dict(self.deals).get(name)
 
     def unpacked_leaf(self, name: str) -> int | None:
         """The position of the leaf that is this buffer, unpacked; None for a buffer of blocks."""
@@ -132,15 +140,17 @@ class Layout:
             span and (*span[:2], dataclasses.astuple(span.layers), *span[3:]) for span in self.runs
         ]
         shard = self.share and tuple(self.share)
-        return Layout._rebuilt, (numbers, spans, self.shapes, shard, self.width)
+        deals = [(name, deal.shares, tuple(map(tuple, deal.segments))) for name, deal in self.deals]
+        return Layout._rebuilt, (numbers, spans, self.shapes, shard, self.width, deals)
 
     @staticmethod
     def _rebuilt(
-        numbers: PyTree, spans: list[Any], shapes: Any, shard: Any, width: int
+        numbers: PyTree, spans: list[Any], shapes: Any, shard: Any, width: int, deals: Any = ()
     ) -> "Layout":
         structure = trees.flatten(numbers)[1]
         runs = tuple(x and Span(*x)._replace(layers=LayerAxes(*x[2])) for x in spans)
-        return Layout(structure, runs, shapes, shard and Shard(*shard), width)
+        dealt = tuple((name, Deal(n, tuple(Segment(*x) for x in own))) for name, n, own in deals)
+        return Layout(structure, runs, shapes, shard and Shard(*shard), width, dealt)
 
     def differences(self, other: "Layout", own_name: str, other_name: str) -> Iterator[str]:
         """Where two layouts differ: a phrase for each place."""
@@ -199,12 +209,14 @@ def layout_of(
     layer_axes: PyTree = None,
     multiple_of: int = 1,
     max_size: int | None = None,
+    matrices: Sequence[bool] | None = None,
     *,
     others: bool = False,
 ) -> tuple[Layout, list[Any]]:
     """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
 
-    Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones.
+    Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. The
+    layers of leaves with True in `matrices` are dealt out to `multiple_of` shards.
     """
     arg = ArgLeaves.from_tree(function, "tree", tree).with_arrays()
     for i, x in enumerate(arg.leaves):
@@ -231,12 +243,53 @@ def layout_of(
         packed.append((i, Span(path, np.dtype(x.dtype), own, x.dtype.name, 0, blocks_per_layer)))
     # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
     packed.sort(key=lambda pair: (pair[1].layers.shape, pair[1].layers.stacked))
-    ends: dict[str, int] = {}
-    for i, span in packed:
-        start = ends.get(span.buffer, 0)
-        spans[i] = span._replace(start=start)
-        ends[span.buffer] = start + span.num_blocks
-    for name, end in ends.items():
-        shapes[name] = (-(-end // multiple_of) * multiple_of, WIDTH)
+    dealt: dict[str, Deal] = {}
+    for name in dict.fromkeys(span.buffer for _, span in packed):
+        within = [(i, span) for i, span in packed if span.buffer == name]
+        chosen = [matrices is not None and matrices[i] for i, _ in within]
+        if any(chosen) and multiple_of > 1:
+            starts, deal = deal_out([span for _, span in within], chosen, multiple_of)
+            dealt[name], rows = deal, multiple_of * deal.rows_per_share
+            _check_padding(arg, within, chosen, deal)
+        else:
+            *starts, end = itertools.accumulate((x.num_blocks for _, x in within), initial=0)
+            rows = -(-end // multiple_of) * multiple_of
+        for start, (i, span) in zip(starts, within, strict=True):
+            spans[i] = span._replace(start=start)
+        shapes[name] = (rows, WIDTH)
     structure = trees.flatten(tree)[1]
-    return Layout(structure, tuple(spans), tuple(sorted(shapes.items()))), list(arg.leaves)
+    layout = Layout(
+        structure,
+        tuple(spans),
+        tuple(sorted(shapes.items())),
+        deals=tuple(sorted(dealt.items())),
+    )
+    return layout, list(arg.leaves)
+
+
+def _check_padding(
+    arg: ArgLeaves, own: list[tuple[int, Span]], chosen: list[bool], deal: Deal
+) -> None:
+    """No more than half of a dealt buffer is padding: some shape has too few matrices."""
+    rows, used = deal.shares * deal.rows_per_share, sum(span.num_blocks for _, span in own)
+    if 2 * used >= rows:
+        return
+    wasted: dict[tuple[int, ...], list[int]] = {}
+    for (i, span), is_matrix in zip(own, chosen, strict=True):
+        if is_matrix:
+            wasted.setdefault(item_shape(span), []).append(i)
+    spans = dict(own)
+
+    def padding(shape: tuple[int, ...]) -> int:
+        first = spans[wasted[shape][0]]
+        count = sum(spans[i].layers.num_layers for i in wasted[shape])
+        return (-count % deal.shares) * first.blocks_per_layer
+
+    shape = max(wasted, key=padding)
+    count = sum(spans[i].layers.num_layers for i in wasted[shape])
+    problem = (
+        f"{'1 matrix' if count == 1 else f'{count} matrices'} of shape {shape} for "
+        f"{deal.shares} shards: {100 * (rows - used) // rows}% of the buffer would be padding, "
+        "expected at most half; shard over a smaller mesh axis, with a smaller `multiple_of`"
+    )
+    arg.fail(wasted[shape][0], ValueError, problem)

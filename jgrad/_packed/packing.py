@@ -4,7 +4,7 @@
 operations of JAX that have forward and reverse mode.
 """
 
-import math
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._packed import blocks, in_8_bits, splitting
+from jgrad._packed.blocks import Span
 from jgrad._packed.layouts import Layout, layout_of
-from jgrad._trees import checks, values
+from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -68,6 +69,7 @@ def pack(
     layer_axes: PyTree = None,
     multiple_of: int = 1,
     max_size: int | None = None,
+    matrices: PyTree | Callable[[PyTree], PyTree] = None,
     like: PyTree = None,
 ) -> PyTree:
     """A tree of floating arrays as one buffer per dtype.
@@ -89,6 +91,10 @@ def pack(
         LARS and LAMB need no `layer_axes` of theirs; given, they have to agree.
       multiple_of: the number of blocks of a buffer is a multiple of this, so that it can be sharded
         over that many devices.
+      matrices: which leaves are matrices that `muon` is to see whole on each of `multiple_of`
+        shards, inside `zero`: as in `muon`. With `layer_axes` each layer is a matrix. Each shard
+        has as many matrices of each shape, some of them zeros, and then its part of the others.
+        `multiple_of` has to be a multiple of the number of devices.
       max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
         all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
         give some thousands where large leaves are most of the model.
@@ -109,18 +115,27 @@ def pack(
         values.count("pack", "multiple_of", multiple_of)
         if max_size is not None:
             values.count("pack", "max_size", max_size, low=0)
-        layout, leaves = layout_of("pack", tree, layer_axes, multiple_of, max_size)
+        chosen = None if matrices is None else _matrices(tree, matrices)
+        layout, leaves = layout_of("pack", tree, layer_axes, multiple_of, max_size, chosen)
         return fill(layout, leaves)
-    if layer_axes is not None or multiple_of != 1 or max_size is not None:
+    given = (layer_axes, max_size, matrices)
+    if multiple_of != 1 or any(x is not None for x in given):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     structure: Any
-    given, structure = jax.tree.flatten(like, is_leaf=is_packed)
+    nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
     parts = structure.flatten_up_to(tree)
     packed = [
-        _again(x, part) if is_packed(x) else part for x, part in zip(given, parts, strict=True)
+        _again(x, part) if is_packed(x) else part for x, part in zip(nodes, parts, strict=True)
     ]
     return structure.unflatten(packed)
+
+
+def _matrices(tree: PyTree, matrices: PyTree | Callable[[PyTree], PyTree]) -> list[bool]:
+    """Which leaves are matrices."""
+    if trees.is_function(matrices, tree):
+        matrices = matrices(trees.map_leaves(checks.shape_and_dtype, tree))
+    return checks.bools(ArgLeaves.from_prefix("pack", "matrices", matrices, "tree", tree))
 
 
 def unpack(tree: PyTree) -> PyTree:
@@ -201,14 +216,28 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
             buffers[name] = leaves[i]
             continue
         if is_blocks(leaves[i]):
-            spans = [span for _, span in own]
-            buffers[name] = in_8_bits.join([leaves[i] for i, _ in own], spans, shape[0])
+            joined = in_8_bits.join([(span, leaves[i]) for i, span in own], shape[0])
+            buffers[name] = jax.tree.map(functools.partial(_by_share, layout, name), joined)
             continue
-        parts = [blocks.to_blocks(span, leaves[i], layout.width) for i, span in own]
-        rest = math.prod(shape) - sum(x.size for x in parts)
-        parts += [jnp.zeros((rest,), parts[0].dtype)] if rest else []
-        buffers[name] = splitting.join(parts).reshape(shape)
+        parts, row = [], 0
+        dtype = leaves[i].dtype
+        for i, span in own:
+            parts += _zeros(span.first - row, layout.width, dtype)
+            parts.append(blocks.to_blocks(span, leaves[i], layout.width))
+            row = span.first + span.num_blocks
+        parts += _zeros(shape[0] - row, layout.width, dtype)
+        buffers[name] = _by_share(layout, name, splitting.join(parts).reshape(shape))
     return Packed(buffers, layout)
+
+
+def _zeros(rows: int, width: int, dtype: Any) -> list[jax.Array]:
+    return [jnp.zeros((rows * width,), dtype)] if rows else []
+
+
+def _by_share(layout: Layout, name: str, buffer: jax.Array) -> jax.Array:
+    """The rows of a buffer as devices have them, where whole matrices are dealt out."""
+    deal = layout.deal(name)
+    return buffer if deal is None else deal.by_share(buffer)
 
 
 def _register_with_flax() -> None:
@@ -245,17 +274,30 @@ def _leaves(packed: Packed) -> PyTree:
                 f"array of shape {shape}; map `unpack` over models as they were mapped over, and "
                 "for shapes alone call `jax.eval_shape(unpack, tree)`."
             )
-        sizes = [layout.width * span.num_blocks for _, span in own]
-        rest = math.prod(shape) - sum(sizes)
+        if (deal := layout.deal(name)) is not None:
+            buffer = jax.tree.map(deal.by_segment, buffer)
+        pieces: list[tuple[int, tuple[int, Span] | None]] = []  # of padding None
+        row = 0
+        for i, span in own:
+            pieces += [(span.first - row, None)] if span.first > row else []
+            pieces.append((span.num_blocks, (i, span)))
+            row = span.first + span.num_blocks
+        pieces += [(shape[0] - row, None)] if shape[0] > row else []
+        counts = tuple(rows for rows, _ in pieces)
+        scale: list[Any] = [None] * len(counts)
         if is_blocks(buffer):
-            spans = [span for _, span in own]
-            split = in_8_bits.split(buffer, spans, rest // layout.width)
-            for (i, _), leaf in zip(own, split, strict=True):
-                leaves[i] = leaf
-            continue
-        parts = splitting.split(buffer.reshape(-1), (*sizes, *([rest] if rest else [])))
-        for (i, span), part in zip(own, parts[: len(own)], strict=True):
-            leaves[i] = blocks.from_blocks(span, part, layout.width)
+            codes, scale = in_8_bits.split(buffer, counts)
+        else:
+            sizes = tuple(layout.width * rows for rows in counts)
+            codes = splitting.split(buffer.reshape(-1), sizes)
+        for (_, leaf), part, own_scale in zip(pieces, codes, scale, strict=True):
+            if leaf is None:
+                continue
+            i, span = leaf
+            if own_scale is None:
+                leaves[i] = blocks.from_blocks(span, part, layout.width)
+            else:
+                leaves[i] = in_8_bits.leaf(span, part, own_scale)
     return layout.structure.unflatten(leaves)
 
 

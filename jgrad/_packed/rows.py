@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers.layer_axes import LayerAxes
+from jgrad._packed.deals import Deal
 from jgrad._packed.shard import Shard
 
 # Rows per iteration: 64 kB in float32 at a width of 256, which fits the first-level caches with
@@ -91,7 +92,14 @@ class PackedLayers(LayerAxes):
             cpu=lambda arrays: _in_chunks(self.shape[0], lambda xs: row_sums(f(*xs)), arrays),
             default=lambda arrays: jnp.sum(f(*arrays), axis=1),
         )
-        return jax.ops.segment_sum(per_row, self.owners, self.num_layers, indices_are_sorted=True)
+        return jax.ops.segment_sum(
+            per_row, self.owners, self.num_layers, indices_are_sorted=self._in_order
+        )
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether layers follow each other."""
+        return True
 
     @property
     def _all_rows(self) -> int:
@@ -103,6 +111,60 @@ class PackedLayers(LayerAxes):
         """The first row of each layer, and the row behind its last."""
         ends = np.cumsum(self.blocks, dtype=np.int32)
         return ends - np.array(self.blocks, np.int32), ends
+
+
+@dataclasses.dataclass(frozen=True)
+class DealtLayers(PackedLayers):
+    """Likewise, in a buffer whose matrices are dealt out to shards.
+
+    Attributes:
+      starts: the first row of each layer, in the order in which spans count rows.
+      deal: the order of the rows.
+    """
+
+    starts: tuple[int, ...] = ()
+    deal: Deal | None = None
+
+    @property
+    def nonempty(self) -> np.ndarray | jax.Array:
+        layers = np.arange(self.num_layers)
+        return self._of_device(np.stack([np.isin(layers, own) for own in self._owners]))
+
+    @property
+    def owners(self) -> np.ndarray | jax.Array:
+        """Rows between layers are zeros, and may count for any."""
+        return self._of_device(np.maximum(self._owners, 0))
+
+    def per_layer(self, number: ArrayLike) -> jax.Array:
+        x = jnp.asarray(number, dtype=float)
+        if x.ndim < 2 or self.shape[0] == 0:
+            return super().per_layer(x)
+        firsts = [[np.argmax(own == i) for i in range(self.num_layers)] for own in self._owners]
+        return x[self._of_device(np.array(firsts, np.int32)), 0]
+
+    @property
+    def sort_key(self) -> tuple[Any, ...]:
+        return (*super().sort_key, self.starts)
+
+    @property
+    def _in_order(self) -> bool:
+        return False
+
+    @property
+    def _owners(self) -> np.ndarray:
+        """The layer of each row, for each device; -1 for rows between layers."""
+        found = np.full(self._all_rows, -1, np.int32)
+        for i, (start, blocks) in enumerate(zip(self.starts, self.blocks, strict=True)):
+            found[start : start + blocks] = i
+        assert self.deal is not None
+        devices = 1 if self.shard is None else self.shard.devices
+        return self.deal.by_share(found).reshape(devices, -1)
+
+    def _of_device(self, each: np.ndarray) -> np.ndarray | jax.Array:
+        """This device's entry."""
+        if self.shard is None:
+            return each[0]
+        return jnp.asarray(each)[jax.lax.axis_index(self.shard.axes)]
 
 
 def _in_chunks(rows: int, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:

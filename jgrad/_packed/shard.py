@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jgrad._layers import replicas
 from jgrad._layers.layer_axes import axis_exists
 
 
@@ -55,36 +56,10 @@ def reduce_scatter_mean(x: jax.Array, shard: Shard) -> jax.Array:
 
 
 def all_gather(x: jax.Array, shard: Shard) -> jax.Array:
-    """All rows on each device; typed as invariant over devices where JAX keeps account of that.
-
-    The transpose of an invariant gather is a slice, which is right only where JAX knows of each
-    cotangent whether it is invariant.
-    """
-    if not is_known_to_be_invariant(jnp.zeros(()), shard):
-        return jax.lax.all_gather(x, shard.axes, axis=0, tiled=True)
-    if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # JAX 0.7
-        return gather(x, shard.axes, axis=0, tiled=True)
-    return jax.lax.all_gather(x, shard.axes, axis=0, tiled=True, to="invarying")
+    """All rows on each device."""
+    return replicas.all_gather(x, shard.axes)
 
 
 def is_known_to_be_invariant(x: jax.Array, shard: Shard) -> bool:
-    """Whether `shard_map` with `check_vma=True` knows that `x` is the same on some devices.
-
-    Without that check JAX knows nothing.
-    """
-    return any(_varies_after(x, axis) for axis in shard.axes)
-
-
-def _varies_after(x: jax.Array, axis: str) -> bool:
-    """Whether `x` can be made to vary over an axis: not if it does, or if JAX keeps no account."""
-    try:
-        varying = _varying(x, axis)
-    except ValueError:
-        return False
-    return bool(jax.typeof(varying) != jax.typeof(x))
-
-
-def _varying(x: jax.Array, axis: str) -> jax.Array:
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, axis, to="varying")
-    return jax.lax.pvary(x, axis)  # type: ignore[attr-defined]  # JAX 0.7
+    """Whether `shard_map` with `check_vma=True` knows that `x` is the same on some devices."""
+    return any(replicas.is_known_to_be_invariant(x, axis) for axis in shard.axes)

@@ -254,6 +254,25 @@ def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool =
             arg.fail(i, ValueError, problem, f" does not broadcast to `{reference.name}`")
 
 
+def bools(arg: ArgLeaves) -> list[bool]:
+    """An entry for each leaf; False for None."""
+    for i, x in enumerate(arg.leaves):
+        if isinstance(x, jax.core.Tracer):
+            remedy = "masks are read while tracing: compute them with Python or NumPy"
+            arg.fail(i, TypeError, f"{describe(x)}, traced, expected a bool; {remedy}")
+        is_bool = isinstance(x, bool) or (is_array(x) and x.dtype == bool and x.size == 1)
+        if not (x is None or is_bool):
+            arg.fail(i, TypeError, f"{describe(x)}, expected a bool")
+    return [bool(np.asarray(x).all()) for x in arg.leaves]
+
+
+def shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:
+    """What a function of the parameters' shapes is given for a leaf."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
 def is_of_kind(x: Any, reference: Any) -> bool:
     """Complex exactly where the reference is."""
     return bool(jnp.iscomplexobj(x) == jnp.iscomplexobj(reference))

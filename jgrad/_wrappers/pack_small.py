@@ -89,7 +89,8 @@ def pack_small(
                 f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
                 f"{phrase}."
             )
-        state = packing.with_layouts(state, lambda _: layout)
+        # Parts of the state may have layouts of their own, of some leaves alone.
+        state = _with_structure(state, layout.structure)
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves)
             packed = packing.fill(layout, g)
@@ -109,9 +110,14 @@ def pack_small(
             if inputs.commit is not None:
                 inputs.commit.settle(new)
         steps = inputs.with_zeros(steps)
-        return steps, new if old is None else packing.with_layouts(new, lambda _: old)
+        return steps, new if old is None else _with_structure(new, old.structure)
 
     return pair(init, update)
+
+
+def _with_structure(state: PyTree, structure: Any) -> PyTree:
+    """The same state for another tree with the same leaves."""
+    return packing.with_layouts(state, lambda own: dataclasses.replace(own, structure=structure))
 
 
 def _part(inputs: Update, g: list[Any], old: Layout | None) -> PyTree:

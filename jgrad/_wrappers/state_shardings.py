@@ -156,7 +156,8 @@ class _Shardings:
 
     def _of_array(self, path: Path, x: Any) -> Sharding:
         node = self._followed(path)
-        return self._like(node if isinstance(node, _Placed) else None, x, rows_only=False)
+        placed = _without_axes(node, x.shape) if isinstance(node, _Placed) else None
+        return self._like(placed, x, rows_only=False)
 
     def _of_packed(self, path: Path, packed: Packed) -> Packed:
         """The shardings of buffers: those of packed parameters, or of what `pack_small` packed."""
@@ -166,6 +167,8 @@ class _Shardings:
             leaf = layout.unpacked_leaf(name)
             if packing.is_packed(node):
                 followed = node.buffers.get(name)
+                if leaf is None:  # moments of some leaves alone have fewer rows
+                    followed = _with_rows_of(followed, buffer)
             else:
                 followed = None if leaf is None else self._leaves[leaf]
             like = functools.partial(self._like, followed, rows_only=leaf is None)
@@ -199,6 +202,30 @@ def _of_scale(codes: NamedSharding, own: Geometry) -> NamedSharding:
     while spec and spec[-1] is None:
         spec.pop()
     return NamedSharding(codes.mesh, PartitionSpec(*spec), memory_kind=codes.memory_kind)
+
+
+def _without_axes(followed: _Placed, shape: tuple[int, ...]) -> _Placed:
+    """The same sharding for an array that has one number for each index of some axes."""
+    pairs = list(zip(followed.shape, shape, strict=False))
+    fits = len(followed.shape) == len(shape) and all(b in (a, 1) for a, b in pairs)
+    if followed.shape == shape or not fits:
+        return followed
+    sharding = followed.sharding
+    parts = [part if a == b else None for part, (a, b) in zip(sharding.spec, pairs, strict=False)]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return _Placed(shape, NamedSharding(sharding.mesh, PartitionSpec(*parts)))
+
+
+def _with_rows_of(followed: _Placed | None, buffer: Any) -> _Placed | None:
+    """The same sharding for a buffer of another number of rows, if they can be divided so."""
+    if followed is None or buffer is None or followed.shape[1:] != buffer.shape[1:]:
+        return followed
+    try:
+        followed.sharding.shard_shape(buffer.shape)
+    except ValueError:
+        return followed
+    return dataclasses.replace(followed, shape=buffer.shape)
 
 
 def _sharded_further(

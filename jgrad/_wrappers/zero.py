@@ -36,10 +36,11 @@ def zero(
     `zero` only under `pmap`; pass `norm_axes=axis_name` if the wrapper takes it, so that all
     devices skip the same steps.
 
-    Pack for n devices: `pack(params, multiple_of=n)`. Outside of `shard_map` and `pmap`, `init`
-    returns the whole state, to be sharded as `state_shardings(tx, params, cut_over=axis_name)`
-    says; inside, it returns this device's shard. A checkpoint of `unpack(state)` fits any number of
-    devices, and `tx` alone.
+    Pack for n devices: `pack(params, multiple_of=n)`; for Muon with its `matrices`, too, so that
+    each device has whole matrices, and none waits for another inside an iteration. Outside of
+    `shard_map` and `pmap`, `init` returns the whole state, to be sharded as
+    `state_shardings(tx, params, cut_over=axis_name)` says; inside, it returns this device's shard.
+    A checkpoint of `unpack(state)` fits any number of devices, and `tx` alone.
 
     Under `shard_map` with `check_vma=True`, `jax.grad` with respect to replicated parameters sums
     gradients over devices by itself, and `zero` refuses such gradients. Differentiate with respect
@@ -141,11 +142,12 @@ def _check_packed(params: ArgLeaves, tree: PyTree, own: Shard | None) -> None:
 
 
 def _check_state(state: Any, own: Shard) -> None:
-    """Each buffer is this device's shard."""
+    """Each buffer is this device's shard; of one that cannot be divided `tx` knows the reason."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
     for i, (x, spec) in enumerate(zip(arg.leaves, arrays.specs(state), strict=True)):
         expected = spec._replace(shard=own).local_shape
-        if spec.is_buffer and getattr(x, "shape", None) == spec.shape != expected:
+        divides = spec.is_buffer and not spec.is_unpacked and spec.shape[0] % own.devices == 0
+        if divides and getattr(x, "shape", None) == spec.shape != expected:
             remedy = "shard it as `state_shardings` says, or call `init` here"
             problem = f"shape {x.shape}, expected {expected}, this device's; {remedy}"
             arg.fail(i, ValueError, problem)

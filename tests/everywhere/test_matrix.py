@@ -1,7 +1,5 @@
 """Every optimizer times every property that all of them have."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -404,9 +402,8 @@ def test_checks_leave_nothing_in_the_program(case, monkeypatch):
 def test_inject_hyperparams(case):
     """Every number may be traced; setting one compiles nothing."""
     static = [k for k, v in case.options.items() if not isinstance(v, float)]
-    make = functools.partial(case.make, **{k: case.options[k] for k in static})
-    numbers = {k: v for k, v in case.options.items() if k not in static}
-    tx = optax.inject_hyperparams(make)(learning_rate=RATE, **numbers)
+    make = optax.inject_hyperparams(case.make, static_args=static)  # else functions are schedules
+    tx = make(learning_rate=RATE, **case.options)
     w, grads = params(), gradients(2)
     state = tx.init(w)
     step = jax.jit(chex.assert_max_traces(step_of(tx), n=1))

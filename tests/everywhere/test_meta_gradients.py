@@ -32,7 +32,8 @@ def numbers(case):
     """Every float among the options, and those that are usually left at their defaults."""
     found = {"learning_rate": 0.02} | {k: v for k, v in case.options.items() if type(v) is float}
     if "vw" in case.state:
-        found = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-3} | found
+        epsilon = "adam_epsilon" if case.make is jgrad.muon else "epsilon"
+        found = {"beta1": 0.9, "beta2": 0.999, epsilon: 1e-3} | found
     if case.make in (jgrad.lars, jgrad.lamb):
         found = {"weight_decay": 0.01} | found
     return {k: v for k, v in found.items() if v != 0}

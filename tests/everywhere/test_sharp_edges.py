@@ -26,7 +26,7 @@ every_half = pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfl
 
 
 def with_ratio(core=CORE):
-    return every_case(core, lambda case: not case.elementwise)
+    return every_case(core, lambda case: case.make in (jgrad.lars, jgrad.lamb))
 
 
 def message(f, *args, **kwargs):
@@ -120,7 +120,7 @@ def test_e21_numbers_out_of_range(case, bad):
 def test_e06_moments_follow_double_precision_for_ten_thousand_steps(case, dtype):
     """Gradients of 1, then of 0.01: the moments of half-precision weights rise and fall."""
     tx = case.without_masks().tx(0.0, weight_decay=0.0)
-    beta1, beta2 = case.options.get("beta1", 0.9), case.options.get("beta2", 0.999)
+    beta1, beta2 = (case.number(x) if "vw" in case.state else 0.9 for x in ("beta1", "beta2"))
     w = {"w": jnp.ones(4, dtype)}
     scales = np.where(np.arange(10_000) < 5_000, 1.0, 0.01)
 
@@ -144,7 +144,7 @@ def test_e06_moments_follow_double_precision_for_ten_thousand_steps(case, dtype)
         assert states.mw["w"].dtype == jnp.float32
 
 
-@every_case(FEW)
+@every_case(FEW, lambda case: "adam_learning_rate" not in case.options)
 @every_half
 def test_e07_small_steps_of_half_precision_weights(case, dtype):
     """Steps below half a unit in the last place are lost, but not with `master_weights`."""
@@ -229,13 +229,13 @@ def test_e10_the_state_does_not_depend_on_options(case):
         {"learning_rate": jnp.float32(0.1)},
         {"weight_decay": 0.3, "weight_decay_mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p)},
     ]
-    if not case.elementwise:
+    if case.make in (jgrad.lars, jgrad.lamb):
         options += [
             {"trust_ratio_mask": False},
             {"layer_axes": {"layer": 0, "rest": None}},
             {"rule": "paper"},
         ]
-    if "vw" in case.state:
+    if case.make in (jgrad.adam, jgrad.lamb):
         options += [{"bias_correction": x} for x in ("step_size", "moments", None)]
     for tx in (case.without_masks().tx(), *(case.tx(**option) for option in options)):
         assert jax.tree.structure(jax.eval_shape(tx.init, w)) == plain
@@ -412,7 +412,7 @@ def test_e28_complex_parameters(case):
     w = {"z": jnp.asarray([2 - 1j, 1 + 1j], jnp.complex64)}
     loss = lambda w: jnp.sum(jnp.abs(w["z"] - target) ** 2)
     if "vw" in case.state:
-        beta2 = case.options.get("beta2", 0.999)
+        beta2 = case.number("beta2")
         g = {"z": jnp.asarray([-3 + 4j, 1j], jnp.complex64)}
         _, state = tx.update(g, tx.init(w), w)
         assert state.vw["z"].dtype == jnp.float32

@@ -25,6 +25,17 @@ QUICK = {
         "test_e12_few_collectives[one]",
         "test_e14_stacked_and_cut[lamb-True]",
     ],
+    "test_muon.py": [
+        "test_numbers_of_the_tree[muon-4]",
+        "test_collectives[normuon]",
+        "test_bytes_of_each_device",
+        "test_buffers_that_would_cut_a_matrix",
+        "test_cut_matrices[True-normuon]",
+        "test_share_over[rows-6]",
+        "test_replicated_parameters_need_no_spec",
+        "test_messages_of_norm_axes",
+        "test_no_mesh",
+    ],
     "test_packed.py": ["test_buffers_cut_over_a_mesh[lars]"],
     "test_placement.py": [
         "test_e25_mean_on_one_side[shard_map]",

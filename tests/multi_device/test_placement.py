@@ -25,7 +25,10 @@ INITS = {
         tx.init, out_shardings=jgrad.state_shardings(tx, w)
     )(w),
 }
-STATEFUL = {case.name: case.without_masks().tx for case in CASES if case.state}
+# NorMuon has moments of other shapes than the parameters.
+STATEFUL = {
+    case.name: case.without_masks().tx for case in CASES if case.state and case.name != "normuon"
+}
 WRAPPED = {
     "accumulate": lambda: jgrad.accumulate(jgrad.lamb(0.1), 2),
     "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.lamb(0.1), loss_scale=8.0),
@@ -84,8 +87,7 @@ def test_e26_state_follows_parameters(name, axis_type, init):
     assert jax.device_count() == 8
     tx, w = STATEFUL[name](), parameters(axis_type)
     state = init(tx, w)
-    used = [x is not None for x in (state.mw, state.vw)]
-    assert assert_follows(state, w) == sum(used) * len(w) > 0
+    assert assert_follows(state, w) == len(jax.tree.leaves((state.mw, state.vw))) > 0
     chex.assert_trees_all_equal(state, tx.init(jax.tree.map(jnp.ones_like, jax.device_get(w))))
 
 

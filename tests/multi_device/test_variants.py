@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 from absl.testing import parameterized
+from jax.sharding import PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES, RATE, gradients, params
@@ -16,7 +17,9 @@ class VariantsTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
     @parameterized.named_parameters((case.name, case) for case in CASES)
     def test_transformation(self, case):
-        tx, w, grads = case.tx(), params(), gradients(2)
+        # Of matrices in `pmap`, which may have parts of them, Muon wants to know that they are whole.
+        options = {"norm_axes": P()} if case.make is jgrad.muon else {}
+        tx, w, grads = case.tx(**options), params(), gradients(2)
 
         @self.variant
         def step(w, state, g):

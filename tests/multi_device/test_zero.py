@@ -119,7 +119,7 @@ def assert_same(tx, *, exact, packed=None, grads=None, **options):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [x for x in CASES if x.make is not jgrad.muon], ids=str)
 def test_every_optimizer(case):
     """Bit for bit where each element is on its own; layers of which a device has a part, or none."""
     assert_same(case.tx(), exact=case.elementwise)

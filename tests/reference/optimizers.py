@@ -152,3 +152,112 @@ def lamb(
             else:
                 ratio = min(max(w_norm / u_norm, min_trust_ratio), max_trust_ratio)
             w[i] = w[i] - rate * (ratio if trust[i] else 1.0) * u
+
+
+# Keller Jordan's coefficients, and those of Jiacheng You and of Amsel et al. (2025).
+_STEPS = {
+    "jordan": [(3.4445, -4.7750, 2.0315)] * 5,
+    "you": [
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
+    ],
+    "polar_express": [
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ],
+    "deepseek_v4": [(3.4445, -4.7750, 2.0315)] * 8 + [(2, -1.5, 0.5)] * 2,
+}  # fmt: skip
+
+
+def newton_schulz(d: np.ndarray, coefficients="jordan") -> np.ndarray:
+    """`zeropower_via_newtonschulz5` of KellerJordan/Muon, of one matrix (out, in), without epsilon."""
+    tall = d.shape[0] > d.shape[1]
+    x = d.T if tall else d
+    norm = _norm(x)
+    x = x / (norm * (1.02 if coefficients == "polar_express" else 1.0)) if norm > 0 else x
+    steps = _STEPS[coefficients] if isinstance(coefficients, str) else coefficients
+    for a, b, c in steps:
+        gram = x @ x.conj().T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def as_matrices(x: np.ndarray, output_axes=-1, layer_axes=None) -> np.ndarray:
+    """(layers, outputs, inputs)"""
+
+    def axes(value):
+        value = () if value is None else value if isinstance(value, tuple) else (value,)
+        return [axis % x.ndim for axis in value]
+
+    layers, outputs = sorted(axes(layer_axes)), sorted(axes(output_axes))
+    inputs = [axis for axis in range(x.ndim) if axis not in layers + outputs]
+    size = lambda own: int(np.prod([x.shape[axis] for axis in own]))
+    return x.transpose(layers + outputs + inputs).reshape(size(layers), size(outputs), size(inputs))
+
+
+def from_matrices(y: np.ndarray, shape, output_axes=-1, layer_axes=None) -> np.ndarray:
+    """The array, from what `as_matrices` made of it: by the places of its elements."""
+    places = as_matrices(np.arange(int(np.prod(shape))).reshape(shape), output_axes, layer_axes)
+    flat = np.zeros(places.size, y.dtype)
+    flat[places.ravel()] = y.ravel()
+    return flat.reshape(shape)
+
+
+def muon_scale(scale, out: int, into: int) -> float:
+    """The factor of each recipe: Jordan's, Moonlight's and dion's."""
+    if callable(scale):
+        return scale(out, into)
+    return {
+        None: 1.0,
+        "original": max(1, out / into) ** 0.5,
+        "match_rms_adamw": 0.2 * max(out, into) ** 0.5,
+        "spectral": (out / into) ** 0.5,
+    }[scale]
+
+
+def muon(
+    w: Leaves, lr, *, matrices, momentum=0.95, nesterov=True, weight_decay=0.0, decay=None,
+    scale="original", coefficients="jordan", rule="muon", output_axes=-1, layer_axes=None,
+    adam_learning_rate=None, beta1=0.9, beta2=0.95, adam_epsilon=1e-8, adam_weight_decay=None,
+) -> Optimizer:  # fmt: skip
+    """KellerJordan/Muon `muon.py`, `SingleDeviceMuonWithAuxAdam`; NorMuon as in dion's `normuon.py`."""
+    w = _double(w)
+    decay = decay or [True] * len(w)
+    m = [np.zeros_like(x) for x in w]
+    v = [np.zeros(x.shape) for x in w]
+    second = [None] * len(w)
+    t = 0
+    while True:
+        g = _double((yield [x.copy() for x in w]))
+        at = lambda x, t=t: x(t) if callable(x) else x
+        rate, mu = at(lr), at(momentum)
+        adam_rate = rate if adam_learning_rate is None else at(adam_learning_rate)
+        t += 1
+        for i in range(len(w)):
+            wd = weight_decay if matrices[i] or adam_weight_decay is None else adam_weight_decay
+            wd = wd if decay[i] else 0.0
+            if not matrices[i]:
+                m[i] = beta1 * m[i] + (1 - beta1) * g[i]
+                v[i] = beta2 * v[i] + (1 - beta2) * np.abs(g[i]) ** 2
+                d = _adam_direction(m[i], v[i], t, beta1, beta2, adam_epsilon, "moments")
+                w[i] = w[i] * (1 - adam_rate * wd) - adam_rate * d
+                continue
+            m[i] = mu * m[i] + (1 - mu) * g[i]
+            d = mu * m[i] + (1 - mu) * g[i] if nesterov else m[i]
+            found = []
+            stack = as_matrices(d, output_axes, layer_axes)
+            for j, x in enumerate(stack):
+                o = newton_schulz(x, coefficients)
+                if rule == "normuon":
+                    if second[i] is None:
+                        second[i] = np.zeros(stack.shape[:2])
+                    mean = np.mean(np.abs(o) ** 2, axis=1)
+                    second[i][j] = beta2 * second[i][j] + (1 - beta2) * mean
+                    new = o / (np.sqrt(second[i][j]) + 1e-8)[:, None]
+                    o = new * (_norm(o) / _norm(new)) if _norm(new) > 0 else o
+                found.append(muon_scale(scale, *x.shape) * o)
+            update = from_matrices(np.stack(found), w[i].shape, output_axes, layer_axes)
+            w[i] = w[i] * (1 - rate * wd) - rate * update

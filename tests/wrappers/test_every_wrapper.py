@@ -100,6 +100,16 @@ WRAPPERS = [
         ("average",),
         (jgrad.EmaState, ("done", "average")),
     ),
+    Wrapper(
+        "schedule_free",
+        lambda tx: jgrad.schedule_free(tx, learning_rate=RATE),
+        {"weight_sum": 0, "largest_rate": 0},
+        ("z", "average"),
+        (
+            jgrad.ScheduleFreeState,
+            ("done", "weight_sum", "largest_rate", "z", "average", "inner"),
+        ),
+    ),
 ]
 
 every_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)

@@ -1,0 +1,210 @@
+"""Which axes of an array make up a matrix: Muon orthogonalizes one matrix at a time.
+
+An axis of a leaf counts matrices, is an output, or is an input. `layer_axes` says over which axes
+matrices are stacked: layers for `lax.scan`, experts, heads. `output_axes` says which of the others
+are outputs. What is left is input, so that the kernel of a convolution is one matrix.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jgrad._layers import layer_axes as layer_axes_of
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_indices
+from jgrad._layers.replicas import all_gather, unknown_axes
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.trees import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixAxes:
+    """Where the matrices of one array are.
+
+    Attributes:
+      shape: shape of the array.
+      stacked: axes of the array with a matrix for each index, in order and none negative.
+      outputs: axes that are outputs, likewise.
+      cuts: (axis of the array, names of mesh axes) of each axis of which a device has a part.
+    """
+
+    shape: tuple[int, ...]
+    stacked: tuple[int, ...]
+    outputs: tuple[int, ...]
+    cuts: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The axes that are inputs."""
+        others = {*self.stacked, *self.outputs}
+        return tuple(axis for axis in range(len(self.shape)) if axis not in others)
+
+    @property
+    def count(self) -> int:
+        """The number of matrices."""
+        return self._size(self.stacked)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs of a matrix."""
+        return self._size(self.outputs), self._size(self.inputs)
+
+    @property
+    def wide(self) -> tuple[int, int]:
+        """The shape of a matrix, transposed where it has more rows than columns."""
+        return min(self.sizes), max(self.sizes)
+
+    @property
+    def per_output(self) -> tuple[int, ...]:
+        """The shape of one number per output and matrix, which broadcasts to the array."""
+        return tuple(1 if axis in self.inputs else n for axis, n in enumerate(self.shape))
+
+    @property
+    def whole(self) -> "MatrixAxes":
+        """Those of the array after `gathered`; inside `shard_map` alone."""
+        shape = list(self.shape)
+        for axis, names in self._gathered_axes:
+            shape[axis] *= jax.lax.psum(1, names)
+        return dataclasses.replace(self, shape=tuple(shape), cuts=())
+
+    def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """Whole matrices, of parts of them; or whole outputs, of one number per output."""
+        for axis, names in self._gathered_axes_of(per_output):
+            x = all_gather(x, names, axis)
+        return x
+
+    def own_part(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """This device's part, of what `gathered` returned."""
+        for axis, names in self._gathered_axes_of(per_output):
+            first = jax.lax.axis_index(names) * self.shape[axis]
+            x = jax.lax.dynamic_slice_in_dim(x, first, self.shape[axis], axis)
+        return x
+
+    def _gathered_axes_of(self, per_output: bool) -> list[tuple[int, tuple[str, ...]]]:
+        axes = self._gathered_axes
+        return [(i, names) for i, names in axes if not (per_output and i in self.inputs)]
+
+    @property
+    def _gathered_axes(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Where layers are cut, each device has whole matrices."""
+        return [(axis, names) for axis, names in self.cuts if axis not in self.stacked]
+
+    def to_wide(self, x: jax.Array) -> jax.Array:
+        """The matrices, of shape (count, *wide)."""
+        axes = self._in_order
+        if axes != tuple(range(len(axes))):
+            x = jax.lax.transpose(x, axes)
+        return jax.lax.reshape(x, (self.count, *self.wide))
+
+    def from_wide(self, x: jax.Array) -> jax.Array:
+        """The array, from what `to_wide` made of it."""
+        axes = self._in_order
+        x = jax.lax.reshape(x, [self.shape[axis] for axis in axes])
+        return x if axes == tuple(range(len(axes))) else jax.lax.transpose(x, np.argsort(axes))
+
+    @property
+    def _in_order(self) -> tuple[int, ...]:
+        """Stacked axes, those of the rows and those of the columns of wide matrices.
+
+        A square matrix has them as they come, which transposes nothing.
+        """
+        out, into = self.sizes
+        rows_are_outputs = min(self.outputs) < min(self.inputs) if out == into else out < into
+        pair = (self.outputs, self.inputs) if rows_are_outputs else (self.inputs, self.outputs)
+        return (*self.stacked, *pair[0], *pair[1])
+
+    def _size(self, axes: tuple[int, ...]) -> int:
+        return math.prod(self.shape[axis] for axis in axes)
+
+
+def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
+    """A tree of `Axes` with indices of array axes."""
+    return read_indices(function, "output_axes", output_axes)
+
+
+def read_cuts(function: str, norm_axes: PyTree) -> PyTree:
+    """A tree of `Axes`, of which each value is a tuple of names; None stays."""
+
+    def read(x: Any) -> Axes | None:
+        if not isinstance(x, PartitionSpec):
+            return None
+        parts = [part if isinstance(part, tuple) else (part,) for part in x]
+        return Axes(tuple(tuple(name for name in part if name is not None) for part in parts))
+
+    leaves, structure = trees.flatten(norm_axes)
+    arg = ArgLeaves.from_tree(function, "norm_axes", norm_axes)
+    axes = [None if x is None else read(x) for x in leaves]
+    for i, (x, own) in enumerate(zip(leaves, axes, strict=True)):
+        if x is not None and own is None:
+            expected = "None, or a PartitionSpec, which says what axis of a matrix is cut"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
+    return structure.unflatten(axes)
+
+
+def with_cuts(
+    axes: Sequence[MatrixAxes | None], norm_axes: ArgLeaves, reference: ArgLeaves
+) -> list[MatrixAxes | None]:
+    """The same, with what a device has of each leaf inside of `shard_map`."""
+    found = list(axes)
+    for i, own in enumerate(axes):
+        given = norm_axes.leaves[i]
+        if own is None:
+            continue
+        if given is None:
+            _check_whole(norm_axes, i, reference.leaves[i])
+        elif len(given.values) > len(own.shape):
+            problem = f"{len(given.values)} entries, expected at most {len(own.shape)}"
+            norm_axes.fail(i, ValueError, f"{problem}, one for each axis of shape {own.shape}")
+        else:
+            cuts = [(axis, names) for axis, names in enumerate(given.values) if names]
+            found[i] = dataclasses.replace(own, cuts=tuple(cuts))
+    return found
+
+
+def _check_whole(norm_axes: ArgLeaves, i: int, x: Any) -> None:
+    """Inside `shard_map` a leaf may be a part of a matrix, unless JAX knows that it is whole."""
+    if unknown := unknown_axes(x):
+        which = ", ".join(map(repr, unknown))
+        problem = (
+            f"None inside `shard_map`, where a device may have a part of a matrix along {which}, "
+            "expected the PartitionSpec of the leaf; `PartitionSpec()` for one that is whole"
+        )
+        norm_axes.fail(i, ValueError, problem)
+
+
+def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
+    """The layers of each leaf with True in `chosen`; the others may have any `layer_axes`."""
+    given = [x if use else Axes() for x, use in zip(layer_axes.leaves, chosen.leaves, strict=True)]
+    not_sharded = layer_axes._replace(name="norm_axes", leaves=[Axes()] * len(given))
+    return layer_axes_of.of_leaves(not_sharded, layer_axes._replace(leaves=given), reference)
+
+
+def of_leaves(
+    layers: Sequence[LayerAxes], output_axes: ArgLeaves, matrices: ArgLeaves
+) -> list[MatrixAxes | None]:
+    """The matrices of each leaf with True in `matrices`; None for the others."""
+    pairs = enumerate(zip(layers, matrices.leaves, strict=True))
+    return [_of_leaf(i, own, output_axes, matrices) if use else None for i, (own, use) in pairs]
+
+
+def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
+    shape, axes = layers.shape, output_axes.leaves[i].values
+    over = f" with layers over the axes {layers.stacked}" if layers.stacked else ""
+    if len(layers.within) < 2:
+        expected = "at least an output and an input axis in each layer"
+        remedy = "without them a leaf is no matrix, and belongs to Adam: False"
+        problem = f"True for an array of shape {shape}{over}, expected {expected}; {remedy}"
+        matrices.fail(i, ValueError, problem)
+    inside = all(-len(shape) <= axis < len(shape) for axis in axes)
+    outputs = tuple(sorted({axis % len(shape) for axis in axes})) if inside else ()
+    if not outputs or len(outputs) < len(axes) or not set(outputs) < set(layers.within):
+        shown = axes[0] if len(axes) == 1 else axes
+        expected = f"some of the axes {layers.within} of an array of shape {shape}{over}"
+        problem = f"{shown}, expected {expected}, and another left as input"
+        output_axes.fail(i, ValueError, problem)
+    return MatrixAxes(shape, layers.stacked, outputs)

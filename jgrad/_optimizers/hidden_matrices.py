@@ -1,0 +1,129 @@
+"""Which leaves of a model are matrices between hidden layers, by their names and shapes."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._layers.layer_axes import Axes, read_layer_axes
+from jgrad._packed import packing
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.trees import PyTree
+
+_NAME = "hidden_matrices"
+
+EXCLUDED = ("embed", "wte", "wpe", "head", "router", "norm", "ln", "bias", "scale")
+
+# Words inside of a name: `lm_head`, `LayerNorm_0`, `LMHead`, `q_proj`.
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+_MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, no head
+
+
+class HiddenMatrices:
+    """What `hidden_matrices` returns: a function of parameters, or of their shapes."""
+
+    def __init__(self, exclude: tuple[str, ...], layer_axes: PyTree) -> None:
+        self._exclude = exclude
+        self._layer_axes = read_layer_axes(_NAME, layer_axes)
+
+    def __call__(self, params: PyTree) -> PyTree:
+        """A tree of bools like the parameters; None for None."""
+        reasons = [reason for *_, reason in self._rows(params)]
+        leaves, structure = trees.flatten(packing.shapes(params))
+        pairs = zip(leaves, reasons, strict=True)
+        return structure.unflatten([None if x is None else not reason for x, reason in pairs])
+
+    def describe(self, params: PyTree) -> str:
+        """A line for each leaf: matrix or not, its path and shape, and why it is none."""
+        rows = [row for row in self._rows(params) if row[1] is not None]
+        width = max((len(path) for path, *_ in rows), default=0)
+        lines = [
+            f"{'Adam' if reason else 'Muon'}  {path:{width}}  {shape}  {reason}".rstrip()
+            for path, shape, reason in rows
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"{_NAME}(exclude={self._exclude!r})"
+
+    def _rows(self, params: PyTree) -> list[tuple[str, Any, str]]:
+        """(path, shape, why it is no matrix or "") of each leaf; of None without a shape."""
+        tree = packing.shapes(checks.values_of(params))
+        arg = ArgLeaves.from_tree(_NAME, "params", tree)
+        stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, trees.is_none)]
+        rows = zip(arg.paths(), paths, arg.leaves, stacked.leaves, strict=True)
+        return [
+            (shown, None if x is None else jnp.shape(x), self._reason(path, x, axes))
+            for shown, path, x, axes in rows
+        ]
+
+    def _reason(self, path: Sequence[Any], x: Any, axes: Axes) -> str:
+        """Why a leaf is no hidden matrix; empty where it is one."""
+        if x is None:
+            return "no array"
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return f"of {jnp.result_type(x)}"
+        rank = jnp.ndim(x) - len(axes.values)
+        if rank < 2:
+            layers = " in each layer" if axes.values else ""
+            return "one axis" + layers if rank == 1 else "no axis" + layers
+        for key in path:
+            for name in self._exclude:
+                if _is_named(_text(key), name):
+                    return f"{name!r} in {_text(key)!r}"
+        return ""
+
+
+def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None) -> HiddenMatrices:
+    """The leaves that Muon is made for, as its `matrices`: all but those with other names.
+
+        a leaf is a matrix:  rank - len(layer_axes) >= 2, and no part of its path is excluded
+
+    Embeddings, heads, routers, norms and biases are left to Adam. Names decide, so look at what was
+    chosen: `print(hidden_matrices().describe(params))`.
+
+    Args:
+      exclude: words. A part of a path is excluded if its first or its last word begins or ends with
+        one of them: "embed" excludes `token_embedding` and `unembed`, "norm" `LayerNorm_0` and
+        `input_layernorm`, "head" `lm_head`, but not `MultiHeadAttention_0`. Words are told apart by
+        capitals, underscores and digits, and compared without case.
+      layer_axes: axes of a leaf over which layers are stacked, as in `muon`: an int, a tuple of
+        ints, or None, or a prefix tree of those. They are not counted.
+
+    Returns:
+      A function of the parameters, or of their `jax.ShapeDtypeStruct`s, that returns a tree of
+      bools. It has a method `describe(params)`.
+
+    Raises:
+      TypeError: an option of the wrong kind.
+
+    Source: the choice of leaves is that of the README of Keller Jordan's `Muon` (2024).
+    """
+    is_words = not isinstance(exclude, str) and all(isinstance(x, str) for x in exclude)
+    if not is_words:
+        expected = "a sequence of words"
+        raise TypeError(f"{_NAME}: `exclude`: {checks.describe(exclude)}, expected {expected}.")
+    return HiddenMatrices(tuple(exclude), layer_axes)
+
+
+def _text(key: Any) -> str:
+    """The name of a part of a path."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _is_named(text: str, name: str) -> bool:
+    """Whether the first or the last word begins or ends with the name."""
+    words = [word.lower() for word in _WORDS.findall(_MULTI_HEAD.sub("", text))]
+    return any(
+        word.startswith(name.lower()) or word.endswith(name.lower())
+        for word in words[:1] + words[-1:]
+    )

@@ -1,0 +1,260 @@
+"""Muon: momentum, orthogonalized matrix by matrix; all other leaves are AdamW's."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.typing import DTypeLike
+
+from jgrad._arithmetic import rules
+from jgrad._arithmetic.apply import add_decay, apply
+from jgrad._inputs import options
+from jgrad._inputs.moments import MomentDType, MomentOptions
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.state import OptState
+from jgrad._inputs.transformation import UNSCALED, transformation
+from jgrad._inputs.update import Update
+from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._optimizers.muon_direction import LAST, MuonOptions, MuonRule, Scale
+from jgrad._trees.trees import PyTree
+
+
+def muon(
+    learning_rate: LearningRate,
+    *,
+    matrices: Mask = None,
+    momentum: LearningRate = 0.95,
+    nesterov: bool = True,
+    weight_decay: PyTree = 0.0,
+    weight_decay_mask: Mask = None,
+    scale: Scale = "original",
+    coefficients: Any = "jordan",
+    rule: MuonRule = "muon",
+    output_axes: PyTree = LAST,
+    layer_axes: PyTree = None,
+    norm_axes: PyTree = None,
+    share_over: str | tuple[str, ...] | None = None,
+    compute_dtype: DTypeLike | None = None,
+    moment_dtype: MomentDType = None,
+    adam_learning_rate: LearningRate = None,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.95,
+    adam_epsilon: Scalar = 1e-8,
+    adam_weight_decay: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon for matrices, AdamW for all other leaves.
+
+        m'  = momentum m + (1 - momentum) g
+        d   = momentum m' + (1 - momentum) g          (without nesterov: m')
+        X   = d / |d|, then for each (a, b, c):  A = X X^T;  X = a X + (b A + c A A) X
+        w'  = w - learning_rate (s X + weight_decay w),  s = sqrt(max(1, outputs / inputs))
+
+    with |.| the 2-norm of a matrix, computed without overflow or underflow, and X = 0 where d = 0.
+    There is no epsilon. X is close to the nearest orthogonal matrix: of its singular values little
+    is left. Matrices of equal shape are worked on together.
+
+    Args:
+      learning_rate: of matrices. A number in [0, inf), an array, a prefix tree of them, or a
+        function of the number of updates done (0 at the first). `update(..., learning_rate=x)`
+        overrides it for one call.
+      matrices: which leaves are matrices: a prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one. Required, since shapes cannot tell: embeddings and
+        heads are Adam's. `hidden_matrices()` chooses by names and shapes.
+      momentum: in [0, 1), or a function of the number of updates done.
+      nesterov: look ahead.
+      weight_decay: in [0, inf); a number or a prefix tree. Decoupled, and not scaled by s.
+      weight_decay_mask: prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay, of either kind.
+      scale: s. "original" as above; "match_rms_adamw" is 0.2 sqrt(max(outputs, inputs)), with which
+        rates and decays of AdamW fit; "spectral" is sqrt(outputs / inputs); None is 1; or a
+        function of (outputs, inputs).
+      coefficients: "jordan", "you", "polar_express" or "deepseek_v4", or a sequence of triples, one
+        for each step.
+      rule: "muon"; or "normuon", which divides each output of X by the root of its mean square,
+        averaged over updates with `beta2`, and keeps |X|.
+      output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
+        those. The last, as in flax and haiku; 0 in equinox and PyTorch. What is neither an output
+        nor in `layer_axes` is input, so that the kernel of a convolution is one matrix.
+      layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
+        heads. An int, a tuple of ints, or None, or a prefix tree of those.
+      norm_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those: a
+        matrix of which a device has a part is gathered, and the part of the result kept. None is
+        an error there where JAX does not know that a leaf is whole, as it does for replicated
+        parameters with `check_vma=True`.
+      share_over: under `jit`, a mesh axis or a tuple of axes over which the matrices of a shape are
+        dealt out, so that each device iterates over some of them and no iteration waits for
+        another device. The mesh is that of the leaves, or that of `jax.set_mesh`.
+      compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
+        and all else are in float32. None for float32, in JAX's default precision of products.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
+        first moments in `Blocks`, as in `adam`, while second ones stay in float32.
+      adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, only with
+        "match_rms_adamw": rates for the other scales are far too large for Adam.
+      beta1: decay rate of Adam's first moment, in [0, 1).
+      beta2: decay rate of Adam's second moment, and of NorMuon's, in [0, 1).
+      adam_epsilon: added to the root of Adam's second moment, in [0, inf).
+      adam_weight_decay: of all other leaves; None for `weight_decay`.
+
+    Returns:
+      A transformation with state `OptState(step, mw, vw)`. `vw` has None for matrices; in NorMuon
+      one number per output, of the leaf's shape with inputs of size 1.
+
+    Raises:
+      ValueError: a Python number out of range, an unknown name, or no `adam_learning_rate`.
+      TypeError: an option of the wrong kind, or no `matrices`.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
+      `muon.py` there; "match_rms_adamw": Liu et al., "Muon is Scalable for LLM Training" (2025),
+      section 2.2; Li et al., "NorMuon" (2025), algorithm 1; Amsel et al., "The Polar Express"
+      (2025), algorithm 1.
+    """
+    name = "muon"
+    own = MuonOptions(
+        matrices=matrices,
+        momentum=momentum,
+        nesterov=nesterov,
+        scale=scale,
+        coefficients=coefficients,
+        rule=rule,
+        output_axes=output_axes,
+        layer_axes=layer_axes,
+        norm_axes=norm_axes,
+        share_over=share_over,
+        compute_dtype=compute_dtype,
+        beta1=beta1,
+        beta2=beta2,
+        adam_epsilon=adam_epsilon,
+    )
+    own.check(name)
+    options.check_weight_decay(name, weight_decay)
+    if adam_weight_decay is not None:
+        options.check_weight_decay(name, adam_weight_decay, "adam_weight_decay")
+    if adam_learning_rate is not None:
+        options.check_learning_rate(name, adam_learning_rate, "adam_learning_rate")
+    elif scale != "match_rms_adamw":
+        expected = "a rate for the leaves that are not in `matrices`, such as 3e-4"
+        remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'
+        raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
+
+    def rates_of(
+        inputs: Update, override: PyTree, done: jax.Array, extra_args: dict[str, Any]
+    ) -> list[Any]:
+        adam_override = extra_args.get("adam_learning_rate")
+        rates = options.rate_of_leaves(inputs, "learning_rate", learning_rate, override, done)
+        if adam_learning_rate is None and adam_override is None:
+            return inputs.per_array(rates)
+        others = options.rate_of_leaves(
+            inputs, "adam_learning_rate", adam_learning_rate, adam_override, done
+        )
+        return inputs.per_array(_of_both_kinds(rates, others, own.axes(inputs)))
+
+    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
+        direction, mw, vw, axes = own.from_state(inputs, state)
+        use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
+        decays = options.decay_of_leaves(inputs, "weight_decay", weight_decay, use)
+        if adam_weight_decay is not None:
+            others = options.decay_of_leaves(inputs, "adam_weight_decay", adam_weight_decay, use)
+            decays = _of_both_kinds(decays, others, axes)
+        direction = add_decay(direction, inputs.w, inputs.per_array(decays))
+        return apply(rules.descent, direction, rates), mw, vw
+
+    return transformation(
+        name,
+        compute,
+        learning_rate=learning_rate,
+        mw=True,
+        vw=own.second_shapes,
+        moments=MomentOptions(moment_dtype, layer_axes=layer_axes),
+        rates_of=rates_of,
+    )
+
+
+def _of_both_kinds(
+    matrices: list[Any], others: list[Any], axes: list[MatrixAxes | None]
+) -> list[Any]:
+    """For each leaf the entry of its kind."""
+    rows = zip(matrices, others, axes, strict=True)
+    return [y if own is None else x for x, y, own in rows]
+
+
+def scale_by_muon(
+    *,
+    matrices: Mask = None,
+    momentum: LearningRate = 0.95,
+    nesterov: bool = True,
+    scale: Scale = "original",
+    coefficients: Any = "jordan",
+    rule: MuonRule = "muon",
+    output_axes: PyTree = LAST,
+    layer_axes: PyTree = None,
+    norm_axes: PyTree = None,
+    share_over: str | tuple[str, ...] | None = None,
+    compute_dtype: DTypeLike | None = None,
+    moment_dtype: MomentDType = None,
+    beta1: Scalar = 0.9,
+    beta2: Scalar = 0.95,
+    adam_epsilon: Scalar = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon's direction, for `optax.chain`: `muon` without learning rates, sign and decay.
+
+        updates = s X for matrices, Adam's direction for all other leaves
+
+    With a scale other than "match_rms_adamw" the two kinds want different rates.
+
+    Args:
+      matrices: as in `muon`, and so are all others.
+      momentum: in [0, 1), or a function of the number of updates done.
+      nesterov: look ahead.
+      scale: s.
+      coefficients: of Newton-Schulz.
+      rule: "muon" or "normuon".
+      output_axes: which axes of a leaf are outputs.
+      layer_axes: axes of a leaf with a matrix for each index.
+      norm_axes: what is cut inside `shard_map`.
+      share_over: mesh axes over which matrices are dealt out under `jit`.
+      compute_dtype: dtype to which factors of matrix products are rounded.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
+      beta1: decay rate of Adam's first moment, in [0, 1).
+      beta2: decay rate of Adam's second moment, and of NorMuon's, in [0, 1).
+      adam_epsilon: added to the root of Adam's second moment, in [0, inf).
+
+    Returns:
+      A transformation with state `OptState(step, mw, vw)`, that of `muon`.
+
+    Raises:
+      As `muon`.
+
+    Source: as `muon`.
+    """
+    name = "scale_by_muon"
+    own = MuonOptions(
+        matrices=matrices,
+        momentum=momentum,
+        nesterov=nesterov,
+        scale=scale,
+        coefficients=coefficients,
+        rule=rule,
+        output_axes=output_axes,
+        layer_axes=layer_axes,
+        norm_axes=norm_axes,
+        share_over=share_over,
+        compute_dtype=compute_dtype,
+        beta1=beta1,
+        beta2=beta2,
+        adam_epsilon=adam_epsilon,
+    )
+    own.check(name)
+
+    def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
+        direction, mw, vw, _axes = own.from_state(inputs, state)
+        return direction, mw, vw
+
+    return transformation(
+        name,
+        compute,
+        learning_rate=UNSCALED,
+        mw=True,
+        vw=own.second_shapes,
+        moments=MomentOptions(moment_dtype, layer_axes=layer_axes),
+    )

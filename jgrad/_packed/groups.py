@@ -1,0 +1,121 @@
+"""Matrices of many arrays, orthogonalized together: one iteration for each shape.
+
+A thousand leaves have a few shapes. Tall matrices are transposed, so that projections up and down
+share an iteration.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jgrad._arithmetic import numerics
+from jgrad._arithmetic.leafwise import Function
+from jgrad._layers import newton_schulz
+from jgrad._layers.layer_axes import is_sharded, replicated
+from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._layers.newton_schulz import Coefficients
+from jgrad._layers.replicas import unknown_axes
+from jgrad._packed import splitting
+
+
+def orthogonalized(
+    arrays: Sequence[jax.Array],
+    axes: Sequence[MatrixAxes],
+    *,
+    coefficients: Coefficients,
+    compute_dtype: np.dtype | None,
+    share_over: tuple[str, ...] = (),
+) -> list[jax.Array]:
+    """Each matrix of each array, in float32 or wider.
+
+    Args:
+      arrays: in which the matrices are.
+      axes: where they are.
+      coefficients: of Newton-Schulz.
+      compute_dtype: of what its products read.
+      share_over: mesh axes over which the matrices of a shape are dealt out, under `jit`.
+    """
+    steps = functools.partial(
+        newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
+    )
+    stacks = [own.to_wide(replicated(x)) for x, own in zip(arrays, axes, strict=True)]
+    groups: dict[object, list[int]] = collections.defaultdict(list)
+    for i, x in enumerate(stacks):
+        # What is the same on all devices is no more, to JAX, where it is joined with what is not.
+        kind = x.shape[1:], numerics.real_dtype(x), np.iscomplexobj(x), unknown_axes(x)
+        groups[kind].append(i)
+    for members in groups.values():
+        counts, own = [axes[i].count for i in members], [stacks[i] for i in members]
+        if share_over:
+            mesh = _mesh(arrays, share_over)
+            parts = jax.lax.split(_shared(steps, _concatenated(own), mesh, share_over), counts)
+        else:
+            parts = _split(steps(_joined(own)), counts)
+        for i, x in zip(members, parts, strict=True):
+            stacks[i] = x
+    found = [own.from_wide(x) for x, own in zip(stacks, axes, strict=True)]
+    return [
+        jax.sharding.reshard(y, jax.typeof(x).sharding) if is_sharded(x) else y
+        for x, y in zip(arrays, found, strict=True)
+    ]
+
+
+def _shared(steps: Function, x: jax.Array, mesh: Any, share_over: tuple[str, ...]) -> jax.Array:
+    """The steps, of which each device along the mesh axes takes some matrices.
+
+    Two all-to-alls where matrices are sharded, one all-gather where they are replicated: the stack
+    is not sharded over its count before and after, which the partitioner does not find by itself.
+    """
+    count, devices = len(x), math.prod(mesh.shape[name] for name in share_over)
+    missing = -count % devices
+    x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, missing, 0), (0, 0, 0), (0, 0, 0)))
+    is_auto = all(mesh.axis_types[mesh.axis_names.index(x)] == AxisType.Auto for x in share_over)
+    free = PartitionSpec.UNCONSTRAINED if is_auto else None
+    whole = NamedSharding(mesh, PartitionSpec(None, free, free))
+    place = jax.lax.with_sharding_constraint if is_auto else jax.sharding.reshard
+    dealt = PartitionSpec(share_over)
+    shared = jax.shard_map(steps, mesh=mesh, in_specs=dealt, out_specs=dealt, check_vma=False)
+    x = place(shared(place(x, whole if is_auto else NamedSharding(mesh, dealt))), whole)
+    return x[:count]
+
+
+def _mesh(arrays: Sequence[jax.Array], share_over: tuple[str, ...]) -> Any:
+    """The mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if set(share_over) <= set(mesh.axis_names):
+            return mesh
+    names = ", ".join(map(repr, share_over))
+    raise ValueError(
+        f"muon: `share_over`: no mesh with {names} here, expected leaves with a NamedSharding on "
+        "such a mesh, or a call of the compiled function under `jax.set_mesh(mesh)`."
+    )
+
+
+def _concatenated(stacks: list[jax.Array]) -> jax.Array:
+    real = numerics.real_dtype(*stacks)
+    return jax.lax.concatenate([numerics.widen(x, real) for x in stacks], 0)
+
+
+def _joined(stacks: list[jax.Array]) -> jax.Array:
+    if len(stacks) == 1:
+        return stacks[0]
+    real = numerics.real_dtype(*stacks)
+    wide = [numerics.widen(x, real) for x in stacks]
+    shape = wide[0].shape[1:]
+    return splitting.join([x.reshape(-1) for x in wide]).reshape(-1, *shape)
+
+
+def _split(x: jax.Array, counts: list[int]) -> list[jax.Array]:
+    if len(counts) == 1:
+        return [x]
+    shape = x.shape[1:]
+    size = shape[0] * shape[1]
+    parts = splitting.split(x.reshape(-1), tuple(count * size for count in counts))
+    return [part.reshape(-1, *shape) for part in parts]

@@ -1,0 +1,316 @@
+"""The parts of arrays that hold matrices, and the parts that hold other elements.
+
+Muon orthogonalizes matrices and leaves all other elements to Adam. A leaf is one or the other. A
+packed buffer has runs of rows of both.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._layers import matrix_axes
+from jgrad._layers.layer_axes import LayerAxes
+from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._packed.arrays import ArraySpec
+from jgrad._packed.blocks import Span
+from jgrad._packed.deals import Deal, Segment
+from jgrad._packed.seconds import second_span
+from jgrad._trees.checks import ArgLeaves
+
+Rows = tuple[int, int]  # the first, and the one behind the last
+
+
+class Part(NamedTuple):
+    """A whole array, or rows of a packed buffer, with elements of one kind.
+
+    Attributes:
+      array: which array.
+      rows: of the buffer; None for the whole array.
+      matrices: where the matrices are in the array, or in the items of the rows, stacked along a
+        first axis; None for other elements.
+      second_rows: the rows of their second moments in the buffer of those; None for a whole array.
+      is_padding: rows behind the last leaf.
+    """
+
+    array: int
+    rows: Rows | None = None
+    matrices: MatrixAxes | None = None
+    second_rows: Rows | None = None
+    is_padding: bool = False
+
+    def of(self, x: Any) -> Any:
+        """This part of the array."""
+        return None if x is None or self.is_padding else _sliced(x, self.rows)
+
+    def second_of(self, x: Any) -> Any:
+        """This part of the second moments."""
+        return None if x is None or self.is_padding else _sliced(x, self.second_rows)
+
+    def to_matrices(self, x: jax.Array) -> jax.Array:
+        """The array that `matrices` describes, from this part."""
+        assert self.matrices is not None
+        return x if self.rows is None else _to_items(x, self.matrices.shape)
+
+    def from_matrices(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """This part, from what `to_matrices` made of it."""
+        return x if self.rows is None else _from_items(x, like.shape)
+
+    def to_outputs(self, x: jax.Array) -> jax.Array:
+        """One number per output, from this part of the second moments."""
+        assert self.matrices is not None
+        return x if self.rows is None else _to_items(x, self.matrices.per_output)
+
+
+def of_arrays(
+    specs: Sequence[ArraySpec], axes: Sequence[MatrixAxes | None], *, per_output: bool
+) -> list[Part]:
+    """The parts of all arrays, in order.
+
+    Args:
+      specs: what the arrays stand for.
+      axes: for each leaf of the unpacked tree, where its matrices are; None for other elements.
+      per_output: whether matrices have second moments: one number per output.
+    """
+    found = []
+    for i, spec in enumerate(specs):
+        own = [axes[j] for j in spec.positions]
+        if spec.is_unpacked or all(x is None for x in own):
+            found.append(Part(i, matrices=own[0]))
+        elif spec.own_deal is not None:
+            found += _of_deal(i, spec, spec.own_deal, own, per_output)
+        else:
+            found += _of_buffer(i, spec, own, per_output)
+    return found
+
+
+def taken(parts: Sequence[Part], arrays: Sequence[Any]) -> list[Any]:
+    """The parts of arrays."""
+    return [part.of(arrays[part.array]) for part in parts]
+
+
+def seconds_taken(parts: Sequence[Part], arrays: Sequence[Any]) -> list[Any]:
+    """The parts of second moments."""
+    return [part.second_of(arrays[part.array]) for part in parts]
+
+
+def by_segment(specs: Sequence[ArraySpec], arrays: Sequence[Any]) -> list[Any]:
+    """The arrays with rows in the order in which parts count them: matrices of a shape together."""
+    pairs = zip(specs, arrays, strict=True)
+    return [
+        x if x is None or spec.own_deal is None else spec.own_deal.by_segment(x)
+        for spec, x in pairs
+    ]
+
+
+def by_share(specs: Sequence[ArraySpec], arrays: Sequence[Any]) -> list[Any]:
+    """The arrays with rows in the order of buffers."""
+    pairs = zip(specs, arrays, strict=True)
+    return [
+        x if x is None or spec.own_deal is None else spec.own_deal.by_share(x) for spec, x in pairs
+    ]
+
+
+def joined(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
+    """The arrays, from their parts; None where nothing is known of an array."""
+    whole = []
+    for _, group in itertools.groupby(zip(parts, values, strict=True), lambda pair: pair[0].array):
+        own = list(group)
+        known = [x for _, x in own if x is not None]
+        if len(own) == 1 or not known:
+            whole.append(own[0][1])
+            continue
+        real = np.result_type(*(x.dtype for x in known))
+        width = known[0].shape[1:]
+        pieces = []
+        for part, x in own:
+            if x is None:
+                assert part.rows is not None
+                x = jnp.zeros((part.rows[1] - part.rows[0], *width), real)
+            pieces.append(x.astype(real))
+        whole.append(jax.lax.concatenate(pieces, 0))
+    return whole
+
+
+def joined_seconds(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
+    """The second moments of arrays, from those of their parts; None where there are none."""
+    whole = []
+    for _, group in itertools.groupby(zip(parts, values, strict=True), lambda pair: pair[0].array):
+        known = [x for _, x in group if x is not None]
+        whole.append(jax.lax.concatenate(known, 0) if len(known) > 1 else (*known, None)[0])
+    return whole
+
+
+def layers_of_leaves(
+    specs: Sequence[ArraySpec], chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
+) -> list[LayerAxes]:
+    """The layers of each leaf that is chosen: as given, or as they were packed."""
+    packed = [pair for spec in specs for pair in zip(spec.positions, spec.spans, strict=False)]
+    layers = matrix_axes.layers_of(chosen, layer_axes, reference)
+    for i, span in packed:
+        own = span.layers
+        if chosen.leaves[i] and own.stacked:
+            if layers[i].stacked not in ((), own.stacked):
+                expected = f"the axes with which it was packed, {own.stacked}"
+                layer_axes.fail(i, ValueError, f"{layers[i].stacked}, expected {expected}")
+            layers[i] = own
+    return layers
+
+
+def with_cuts(
+    specs: Sequence[ArraySpec],
+    axes: Sequence[MatrixAxes | None],
+    norm_axes: ArgLeaves,
+    arrays: Sequence[Any],
+) -> list[MatrixAxes | None]:
+    """The same, with what a device has of each leaf outside of every `Packed`."""
+    alone = {spec.positions[0]: x for spec, x in zip(specs, arrays, strict=True) if not spec.spans}
+    for i, given in enumerate(norm_axes.leaves):
+        if given is not None and any(given.values) and axes[i] is not None and i not in alone:
+            problem = "a PartitionSpec of a packed leaf, expected None: `zero` knows its rows"
+            norm_axes.fail(i, ValueError, problem)
+    unpacked = [own if i in alone else None for i, own in enumerate(axes)]
+    leaves = [alone.get(i) for i in range(len(axes))]
+    cut = matrix_axes.with_cuts(unpacked, norm_axes, norm_axes._replace(leaves=leaves))
+    return [own if x is None else x for own, x in zip(axes, cut, strict=True)]
+
+
+def check_whole(
+    specs: Sequence[ArraySpec], axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
+) -> None:
+    """No matrix is in the rows of two devices; and leaves that were packed as equals are equal."""
+    for spec in specs:
+        i = min((i for i in spec.positions if axes[i] is not None), default=None)
+        if i is None or spec.is_unpacked:
+            continue
+        devices = 1 if spec.shard is None else spec.shard.devices
+        if devices > 1 and (spec.deal is None or spec.deal.shares % devices):
+            problem = (
+                f"a matrix in a buffer of which each of {devices} devices has some rows, expected "
+                f"whole matrices on each: `pack(params, matrices=..., multiple_of={devices})`"
+            )
+            chosen.fail(i, ValueError, problem)
+        if spec.deal is not None:
+            _check_segments(spec, spec.deal, axes, chosen)
+
+
+def _check_segments(
+    spec: ArraySpec, deal: Deal, axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
+) -> None:
+    for segment, members in _members(spec, deal):
+        items = [_of_item(axes[spec.positions[j]], spec.spans[j]) for j in members]
+        for j, item in zip(members, items, strict=True):
+            i = spec.positions[j]
+            if (item is None) == bool(segment.slots):
+                packed = "a matrix" if segment.slots else "no matrix"
+                problem = f"{item is not None}, but it was packed as {packed}"
+                remedy = "expected the `matrices` with which `pack` was called"
+                chosen.fail(i, ValueError, f"{problem}, {remedy}")
+            if item != items[0]:
+                other = spec.spans[members[0]].path
+                problem = f"another place of outputs than in {other}, of equal shape"
+                remedy = "expected the same, as they share a part of the buffer"
+                chosen.fail(i, ValueError, f"{problem}, {remedy}")
+
+
+def _members(spec: ArraySpec, deal: Deal) -> list[tuple[Segment, list[int]]]:
+    """The spans of each segment."""
+    bounds = [*deal.starts, spec.shape[0]]
+    return [
+        (segment, [j for j, span in enumerate(spec.spans) if start <= span.first < end])
+        for segment, start, end in zip(deal.segments, bounds, bounds[1:], strict=False)
+    ]
+
+
+# ---- runs of rows ------------------------------------------------------------------------------
+
+
+def _of_buffer(
+    array: int, spec: ArraySpec, axes: Sequence[MatrixAxes | None], per_output: bool
+) -> list[Part]:
+    """Leaves that are alike follow each other, so that they are items of one part."""
+    found: list[Part] = []
+    row = second = 0
+    pairs = list(zip(spec.spans, axes, strict=True))
+    for _, group in itertools.groupby(pairs, lambda pair: (pair[1], pair[1] and pair[0].layers)):
+        spans = list(group)
+        (first, own), count = spans[0], len(spans)
+        rows = (row, row + sum(span.num_blocks for span, _ in spans))
+        row = rows[1]
+        kept = rows[1] - rows[0]
+        matrices = None
+        if own is not None:
+            matrices = _of_items(own, first.layers, count * first.layers.num_layers)
+            new = second_span(first, own, per_output, 0, spec.width)
+            kept = 0 if new is None else count * new.num_blocks
+        found.append(Part(array, rows, matrices, (second, second + kept)))
+        second += kept
+    if row < spec.shape[0]:
+        found.append(Part(array, (row, spec.shape[0]), is_padding=True))
+    return found
+
+
+def _of_deal(
+    array: int,
+    spec: ArraySpec,
+    deal: Deal,
+    axes: Sequence[MatrixAxes | None],
+    per_output: bool,
+) -> list[Part]:
+    """A part for each segment, of the shares that this device has."""
+    assert spec.deal is not None
+    found, row, second = [], 0, 0
+    for segment, members in _members(spec, spec.deal):
+        rows = deal.shares * segment.rows
+        own = None if not members else axes[members[0]]
+        matrices, kept = None, rows
+        if own is not None:
+            span, count = spec.spans[members[0]], deal.shares * segment.slots
+            matrices = _of_items(own, span.layers, count)
+            new = second_span(span, own, per_output, 0, spec.width)
+            kept = 0 if new is None else count * new.blocks_per_layer
+        found.append(Part(array, (row, row + rows), matrices, (second, second + kept)))
+        row, second = row + rows, second + kept
+    return found
+
+
+def _of_item(axes: MatrixAxes | None, span: Span) -> MatrixAxes | None:
+    return None if axes is None else _of_items(axes, span.layers, 1)
+
+
+def _of_items(axes: MatrixAxes, layers: LayerAxes, count: int) -> MatrixAxes:
+    """The matrices of leaves or layers that are stacked along a first axis."""
+    place = {axis: 1 + i for i, axis in enumerate(layers.within)}
+    return dataclasses.replace(
+        axes,
+        shape=(count, *(axes.shape[axis] for axis in layers.within)),
+        stacked=(0, *(place[axis] for axis in axes.stacked if axis in place)),
+        outputs=tuple(place[axis] for axis in axes.outputs),
+    )
+
+
+def _sliced(x: jax.Array, rows: Rows | None) -> jax.Array:
+    if rows is None or rows == (0, x.shape[0]):
+        return x
+    return jax.lax.slice_in_dim(x, *rows)
+
+
+def _to_items(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Items of a shape, the first axis counting them, without the padding behind each."""
+    size = math.prod(shape[1:])
+    x = x.reshape(shape[0], -1)
+    return (x if x.shape[1] == size else x[:, :size]).reshape(shape)
+
+
+def _from_items(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Rows, from what `_to_items` made of them."""
+    x = x.reshape(x.shape[0], -1)
+    missing = math.prod(shape) // x.shape[0] - x.shape[1]
+    if missing:
+        x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, 0, 0), (0, missing, 0)))
+    return x.reshape(shape)

@@ -1,0 +1,131 @@
+"""Second moments for some elements alone: their shapes, and where they are in packed buffers.
+
+Matrices of Muon have none, or one number per output. The buffer of second moments of a packed tree
+has the rows of all other leaves, in the order of the parameters.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jgrad._layers.layer_axes import LayerAxes
+from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._packed import packing
+from jgrad._packed.blocks import Span
+from jgrad._packed.deals import Deal, Segment
+from jgrad._packed.packing import Packed
+from jgrad._trees import checks
+from jgrad._trees.trees import PyTree
+
+
+def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output: bool) -> PyTree:
+    """The shape of the second moments of each array; None where it has none.
+
+    They are those of all elements that are in no matrix; with `per_output`, one number per output
+    of a matrix, too.
+    """
+    count = 0
+
+    def of_node(x: Any) -> Any:
+        nonlocal count
+        first = count
+        if packing.is_packed(x):
+            count += len(x.layout.runs)
+            return _second_packed(x, axes[first:count], per_output)
+        count += 1
+        return _second_leaf(x, axes[first], per_output)
+
+    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or packing.is_packed(x))
+
+
+def _second_leaf(x: Any, axes: MatrixAxes | None, per_output: bool) -> Any:
+    if not checks.is_inexact(x) or (axes is not None and not per_output):
+        return None
+    return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
+
+
+def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: bool) -> Packed:
+    layout = x.layout
+    runs, buffers, shapes = list(layout.runs), dict(x.buffers), dict(layout.shapes)
+    dealt = dict(layout.deals)
+    for name, buffer in x.buffers.items():
+        own = layout.within(name)
+        if not checks.is_inexact(buffer) or all(axes[i] is None for i, _ in own):
+            buffers[name] = _second_leaf(buffer, None, per_output)
+            continue
+        if not per_output and all(axes[i] is not None for i, _ in own):
+            buffers[name] = None
+            continue
+        if own[0][1].is_unpacked:
+            ((i, span),) = own
+            runs[i] = new = second_span(span, axes[i], per_output, 0, layout.width)
+            assert new is not None
+            shapes[name] = new.layers.shape
+        elif (deal := layout.deal(name)) is not None:
+            rows, new_deal = _second_deal(runs, own, axes, per_output, deal, layout.width)
+            shapes[name] = (rows, layout.width)
+            dealt[name] = new_deal
+        else:
+            row = 0
+            for i, span in own:
+                runs[i] = new = second_span(span, axes[i], per_output, row, layout.width)
+                row += 0 if new is None else new.num_blocks
+            shapes[name] = (row, layout.width)
+        local = shapes[name]
+        if layout.share is not None and not own[0][1].is_unpacked:
+            local = (layout.share.num_rows(local[0]), *local[1:])
+        buffers[name] = jax.ShapeDtypeStruct(local, buffer.dtype)
+    reduced = dataclasses.replace(
+        layout,
+        runs=tuple(runs),
+        shapes=tuple(sorted(shapes.items())),
+        deals=tuple(sorted(dealt.items())),
+    )
+    return Packed(buffers, layout if reduced == layout else reduced)
+
+
+def _second_deal(
+    runs: list[Span | None],
+    own: Sequence[tuple[int, Span]],
+    axes: Sequence[MatrixAxes | None],
+    per_output: bool,
+    deal: Deal,
+    width: int,
+) -> tuple[int, Deal]:
+    """The rows and the deal of a buffer of second moments; its spans are written to `runs`."""
+    segments: list[Segment] = []
+    start = 0
+    bounds = [*deal.starts, deal.shares * deal.rows_per_share]
+    for segment, first, end in zip(deal.segments, bounds, bounds[1:], strict=False):
+        rows = 0 if segment.slots else segment.rows
+        for i, span in own:
+            if not first <= span.first < end:
+                continue
+            new = second_span(span, axes[i], per_output, 0, width)
+            if new is not None and segment.slots:
+                item = (span.first - first) // span.blocks_per_layer
+                new = new._replace(start=start + item * new.blocks_per_layer)
+                rows = segment.slots * new.blocks_per_layer
+            elif new is not None:
+                new = new._replace(start=start + span.first - first)
+            runs[i] = new
+        if rows:
+            segments.append(Segment(rows, segment.slots))
+        start += deal.shares * rows
+    return start, Deal(deal.shares, tuple(segments))
+
+
+def second_span(
+    span: Span, axes: MatrixAxes | None, per_output: bool, row: int, width: int
+) -> Span | None:
+    """Where the second moments of a leaf are, behind those before them."""
+    start = None if span.is_unpacked else row
+    if axes is None:
+        return span._replace(start=start)
+    if not per_output:
+        return None
+    layers = LayerAxes(axes.per_output, span.layers.stacked)
+    blocks = 0 if span.is_unpacked else -(-layers.layer_size // width)
+    return span._replace(layers=layers, start=start, blocks_per_layer=blocks)

@@ -1,0 +1,198 @@
+"""Schedule-free training: an average of the steps in place of a schedule."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.apply import apply
+from jgrad._inputs import numbers, options
+from jgrad._inputs.commit import Commit, inward
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.pair import pair
+from jgrad._inputs.state import counter
+from jgrad._inputs.update import Update
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import wrapped
+
+_NAME = "schedule_free"
+
+
+class ScheduleFreeState(NamedTuple):
+    """State of `schedule_free`. The field names are a file format: checkpoints hold them.
+
+    Attributes:
+      done: number of updates, an int32 scalar; it saturates.
+      weight_sum: the sum of the weights in the average, a float32 scalar.
+      largest_rate: the largest learning rate so far, a float32 scalar.
+      z: what the transformation inside steps, a tree like the parameters, float32 for
+        half-precision ones.
+      average: the average of z, likewise: what to evaluate.
+      inner: state of the transformation inside.
+    """
+
+    done: jax.Array
+    weight_sum: jax.Array
+    largest_rate: jax.Array
+    z: PyTree
+    average: PyTree
+    inner: PyTree
+
+
+ScheduleFreeState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def schedule_free(
+    tx: optax.GradientTransformation,
+    *,
+    beta: Scalar = 0.9,
+    learning_rate: Scalar | Callable[[jax.Array], Any] = 1.0,
+    weight_power: Scalar = 2.0,
+    step_power: Scalar = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Averages the steps of a transformation, which then needs no schedule but a warm-up.
+
+        z'       = z + tx(g, y)                                        g is the gradient at y
+        weight   = (done + 1)^step_power largest_rate^weight_power
+        c        = weight / (sum of the weights so far, this one included)
+        average' = (1 - c) average + c z'
+        y'       = beta average' + (1 - beta) z'
+
+    The parameters of the training are y. Evaluate, and save for use, `average`:
+    `optax.tree.get(state, "average")`. `beta` stands in for momentum, so give `tx` none:
+    `schedule_free(adam(0.0025, beta1=0.0, beta2=0.999, bias_correction="moments"))` is the
+    authors' AdamW. Weight decay inside `tx` is of y, as theirs. Half-precision parameters have
+    float32 z and averages, and `tx` sees float32 ones. Integer leaves are left alone.
+
+    Args:
+      tx: any transformation.
+      beta: in [0, 1).
+      learning_rate: that of `tx`, which has to be the same function here where it is a schedule: a
+        number in [0, inf), or a function of the number of updates done. Only its ratios matter.
+      weight_power: of the largest learning rate so far: steps of a warm-up count less.
+      step_power: of the number of the update; above 0 later steps count more.
+
+    Returns:
+      A transformation with state `ScheduleFreeState(done, weight_sum, largest_rate, z, average,
+      inner)`. Its update needs the parameters.
+
+    Raises:
+      ValueError: a Python number out of range.
+      TypeError: `tx` is not a transformation, or an option of the wrong kind.
+
+    Source: Defazio et al., "The Road Less Scheduled" (2024), algorithm 1, with the weights of the
+      authors' `AdamWScheduleFreeReference`.
+    """
+    tx = wrapped.transformation(_NAME, tx)
+    numbers.beta(_NAME, "beta", beta)
+    numbers.scalar(_NAME, "weight_power", weight_power)
+    numbers.scalar(_NAME, "step_power", step_power)
+    if not trees.may_be_function(learning_rate):
+        numbers.scalar(_NAME, "learning_rate", cast(Scalar, learning_rate))
+
+    def init(params: PyTree) -> ScheduleFreeState:
+        arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
+        leaves, structure = checks.parameters(arg), trees.flatten(params)[1]
+
+        def copies() -> PyTree:  # so that nothing shares a buffer, for donation
+            wide = [jnp.array(wrapped.wide(p), copy=True) if _moves(p) else None for p in leaves]
+            return structure.unflatten([None if x is None else numerics.strong(x) for x in wide])
+
+        zero = counter(params).astype(jnp.float32)
+        inner = tx.init(_with(copies(), params))
+        return ScheduleFreeState(counter(params), zero, jnp.array(zero), copies(), copies(), inner)
+
+    def update(
+        updates: PyTree,
+        state: ScheduleFreeState,
+        params: PyTree = None,
+        *,
+        commit: Commit | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, ScheduleFreeState]:
+        wrapped.check_state(_NAME, state, ScheduleFreeState)
+        inputs = Update(_NAME, updates, params, commit)
+        inputs.require_params("the average")
+        z = _copies(inputs, "state.z", state.z)
+        average = _copies(inputs, "state.average", state.average)
+        own = numbers.beta(_NAME, "beta", beta)
+
+        def between(a: list[Any], b: list[Any]) -> list[Any]:
+            """beta a + (1 - beta) b"""
+            return apply(rules.average, b, a, own.value, own.complement)
+
+        y = between(average, z)
+        at = _with(trees.flatten(params)[1].unflatten(y), params)
+        steps, inner = tx.update(updates, state.inner, at, **inward(commit), **extra_args)
+        inputs.follow(commit, steps)
+        pairs = zip(trees.flatten(steps)[0], inputs.g, strict=True)
+        steps = [None if g is None else u for u, g in pairs]
+
+        rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
+        rate = numbers.scalar(_NAME, "learning_rate", rate)
+        done = optax.safe_increment(state.done)
+        largest, weight = _weight(
+            rate,
+            state.largest_rate,
+            done,
+            numbers.scalar(_NAME, "weight_power", weight_power),
+            numbers.scalar(_NAME, "step_power", step_power),
+        )
+        total = state.weight_sum + weight
+        part = numerics.once(numerics.safe_divide(weight, total))
+        new_z = inputs.kept(apply(rules.add, z, steps), z)
+        averaged = apply(rules.average, new_z, average, numerics.once(1 - part), part)
+        averaged = inputs.kept(averaged, average)
+        new_y = between(averaged, new_z)
+        w = [None if x is None else p for x, p in zip(new_y, inputs.reference.leaves, strict=True)]
+        new = ScheduleFreeState(
+            done,
+            total,
+            largest,
+            inputs.moments(new_z, z),
+            inputs.moments(averaged, average),
+            inner,
+        )
+        return inputs.directions(apply(_difference, new_y, w)), new
+
+    return pair(init, update)
+
+
+def _difference(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x - wrapped.wide(w)
+
+
+def _weight(
+    rate: jax.Array,
+    largest: jax.Array,
+    done: jax.Array,
+    weight_power: jax.Array,
+    step_power: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The largest rate so far, and the weight of this step."""
+    wide = [jnp.asarray(x).astype(jnp.float32) for x in (rate, done, weight_power, step_power)]
+    rate, step, by_rate, by_step = wide
+    largest = jnp.maximum(rate, largest)
+    return largest, step**by_step * largest**by_rate
+
+
+def _moves(p: Any) -> bool:
+    return checks.is_inexact(p)
+
+
+def _with(copies: PyTree, params: PyTree) -> PyTree:
+    """What the transformation inside sees: the wide copy where there is one, else the parameter."""
+    return jax.tree.map(lambda x, p: p if x is None else x, copies, params, is_leaf=trees.is_none)
+
+
+def _copies(inputs: Update, name: str, tree: PyTree) -> list[Any]:
+    """The leaves of a part of the state, shaped as what is updated; None for the others."""
+    arg = inputs.like_reference(name, tree)
+    moved = [p if _moves(p) else None for p in inputs.reference.leaves]
+    checks.same_shapes(arg, inputs.reference._replace(leaves=moved))
+    return list(arg.leaves)

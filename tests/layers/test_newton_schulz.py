@@ -1,0 +1,164 @@
+"""Newton-Schulz on stacks: every scale, slopes, chunks, and what a program of it holds."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgrad
+from jgrad._layers import newton_schulz
+from jgrad._layers.newton_schulz import COEFFICIENTS
+from tests.errors import assert_error
+from tests.loops import assert_equal
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(6, 9)), jnp.float32)
+# Bounds of singular values that were at least a hundredth of |X|.
+BOUNDS = {
+    "jordan": (0.68, 1.14),
+    "you": (0.97, 1.04),
+    "polar_express": (0.85, 1.15),
+    "deepseek_v4": (0.999, 1.001),
+}
+
+
+def stacked(x, **options):
+    return jgrad.orthogonalize(x, layer_axes=0, **options)
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+def test_singular_values(coefficients):
+    """They go where the published polynomials put them; singular vectors stay."""
+    u, _ = np.linalg.qr(RNG.normal(size=(20, 20)))
+    v, _ = np.linalg.qr(RNG.normal(size=(30, 30)))
+    s = np.geomspace(0.011, 1, 20)
+    x = u @ np.diag(s / np.linalg.norm(s)) @ v[:20]
+    found = np.asarray(jgrad.orthogonalize(jnp.asarray(x, jnp.float32), coefficients=coefficients))
+    values = u.T @ found @ v[:20].T
+    low, high = BOUNDS[coefficients]
+    large = s / np.linalg.norm(s) >= 0.01
+    assert low <= np.diag(values)[large].min()
+    assert np.diag(values)[large].max() <= high
+    np.testing.assert_allclose(values, np.diag(np.diag(values)), atol=1e-5)
+
+
+@pytest.mark.parametrize("exponent", [-118, -60, 0, 60, 124])
+def test_every_scale(exponent):
+    """A power of two of X has the same X, to the rounding of the norm."""
+    found = jgrad.orthogonalize(X * np.float32(2.0**exponent))
+    np.testing.assert_allclose(found, jgrad.orthogonalize(X), rtol=1e-4, atol=1e-6)
+
+
+def test_norms_beyond_the_largest_number():
+    """Of 54 elements near it: their norm is no float32."""
+    x = jnp.full((6, 9), 3e38) * jnp.sign(X)
+    np.testing.assert_allclose(
+        jgrad.orthogonalize(x), jgrad.orthogonalize(jnp.sign(X)), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_zero(dtype):
+    """0 stays 0, and its slopes are finite: those of the identity through the polynomials."""
+    zero = jnp.zeros((3, 4), dtype)
+    assert_equal(jgrad.orthogonalize(zero), zero)
+    slope = jax.grad(lambda x: jnp.sum(jgrad.orthogonalize(x)))(zero.astype(jnp.float32))
+    np.testing.assert_allclose(slope, 3.4445**5, rtol=1e-5)
+
+
+def test_slopes(x64):
+    """Forward and reverse mode agree with finite differences, through chunks."""
+    x = jnp.asarray(RNG.normal(size=(3, 4, 5)))
+    direction = jnp.asarray(RNG.normal(size=x.shape))
+    weight = jnp.asarray(RNG.normal(size=x.shape))
+    f = lambda x: jnp.sum(weight * stacked(x))
+    step = 1e-6
+    expected = (f(x + step * direction) - f(x - step * direction)) / (2 * step)
+    np.testing.assert_allclose(jax.jvp(f, (x,), (direction,))[1], expected, rtol=1e-6)
+    np.testing.assert_allclose(jnp.sum(jax.grad(f)(x) * direction), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 12, 13])
+@pytest.mark.parametrize("size", [1, 300, 1000])
+def test_chunks(count, size):
+    """However a stack is cut, each matrix is its own, and none is left out."""
+    x = jnp.asarray(RNG.normal(size=(count, 4, 5)), jnp.float32)
+    double = lambda x: 2 * x
+    seen = []
+    found = newton_schulz._in_chunks(lambda x: seen.append(x.shape) or double(x), x, size)
+    assert_equal(found, double(x))
+    assert all(math.prod(shape) * 4 <= max(size, 80) for shape in seen)
+
+
+def test_a_matrix_that_is_not_finite_spoils_no_other():
+    x = jnp.stack([X, X.at[2, 3].set(jnp.inf), 2 * X, X.at[0, 0].set(jnp.nan)])
+    found = stacked(x)
+    assert_equal(found[::2], stacked(jnp.stack([X, X, 2 * X, X]))[::2])
+    assert not np.any(np.isfinite(found[1]).all())
+    assert not np.any(np.isfinite(found[3]))
+
+
+def test_empty_matrices():
+    for shape in ((0, 3), (3, 0), (0, 0)):
+        assert jgrad.orthogonalize(jnp.zeros(shape)).shape == shape
+    assert stacked(jnp.zeros((0, 2, 3))).shape == (0, 2, 3)
+
+
+def test_two_loops_whatever_the_count():
+    """One over chunks, with one over steps inside; the products are written once each."""
+    for count in (40, 400):
+        x = jax.ShapeDtypeStruct((count, 32, 32), jnp.float32)
+        text = jax.jit(stacked).lower(x).compile().as_text()
+        assert len(re.findall(r" while\(", text)) == 2
+        assert len(re.findall(r"= f32\[\S+ dot\(|custom-call.*matmul", text)) <= 3
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_temporaries_are_bounded_in_bytes(count):
+    """At most 2.5 chunks beside the stack and the result, however many matrices there are."""
+    x = jax.ShapeDtypeStruct((count, 256, 1024), jnp.float32)
+    used = jax.jit(stacked).lower(x).compile().memory_analysis().temp_size_in_bytes
+    matrix = 256 * 1024 * 4
+    assert used <= (count + 2.5) * matrix  # the normalized stack, and a chunk of one matrix
+
+
+def test_messages():
+    """Of options of Newton-Schulz, word for word."""
+    names = "one of 'jordan', 'you', 'polar_express', 'deepseek_v4', or a sequence of triples"
+    one_each = f"{names} (a, b, c), one for each step"
+    assert_error(
+        ValueError,
+        "orthogonalize: `coefficients`: 'muon' of type str, expected one of 'jordan', 'you', "
+        "'polar_express', 'deepseek_v4'.",
+        lambda: jgrad.orthogonalize(X, coefficients="muon"),
+    )
+    assert_error(
+        ValueError,
+        f"orthogonalize: `coefficients`: numbers of shape (2,), expected {one_each}.",
+        lambda: jgrad.orthogonalize(X, coefficients=(2.0, -1.5)),
+    )
+    assert_error(
+        ValueError,
+        f"orthogonalize: `coefficients`: numbers of shape (0,), expected {one_each}.",
+        lambda: jgrad.orthogonalize(X, coefficients=()),
+    )
+    assert_error(
+        TypeError,
+        f"orthogonalize: `coefficients`: [(1, 2), 3] of type list, expected {one_each}.",
+        lambda: jgrad.orthogonalize(X, coefficients=[(1, 2), 3]),
+    )
+    assert_error(
+        TypeError,
+        "orthogonalize: `compute_dtype`: 'int8', expected None, or a real floating dtype such as "
+        "bfloat16.",
+        lambda: jgrad.orthogonalize(X, compute_dtype="int8"),
+    )
+    assert_error(
+        ValueError,
+        "orthogonalize: `x`: True for an array of shape (3,), expected at least an output and an "
+        "input axis in each layer; without them a leaf is no matrix, and belongs to Adam: False.",
+        lambda: jgrad.orthogonalize(jnp.ones(3)),
+    )

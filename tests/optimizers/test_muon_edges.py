@@ -1,0 +1,430 @@
+"""Where `optax.contrib.muon` cuts its users, and what `muon` does there: a test of both sides.
+
+A test that fails because optax has changed is a promise that is no longer worth its line. Its side
+stands under `standard_promotion`, without which it does not run.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.cases import rank_two
+from tests.choice import mostly_slow
+from tests.errors import assert_error
+from tests.loops import assert_equal, run, step_of, train
+from tests.reference import optimizers as reference
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+def muon(rate=1.0, matrices=rank_two, adam_learning_rate=1.0, **options):
+    return jgrad.muon(rate, matrices=matrices, adam_learning_rate=adam_learning_rate, **options)
+
+
+def first_update(tx, w, g):
+    return jax.jit(tx.update)(g, tx.init(w), w)[0]
+
+
+def singular_values(x):
+    return np.linalg.svd(np.asarray(x, np.float64), compute_uv=False)
+
+
+# ---- 1, 2: which leaves are matrices -----------------------------------------------------------
+
+LAYERS = 4
+STACKED = {
+    "kernel": normal(LAYERS, 16, 24),
+    "bias": normal(LAYERS, 24),
+    "scale": normal(LAYERS, 16),
+}
+
+
+def test_m01_a_model_stacked_for_scan(standard_promotion):
+    """optax orthogonalizes biases across layers and leaves kernels to Adam."""
+    more = STACKED | {"bias": STACKED["bias"].at[0].multiply(100.0)}
+    theirs = optax.contrib.muon(1.0, adam_learning_rate=1.0, nesterov=False)
+    a, b = first_update(theirs, STACKED, STACKED), first_update(theirs, STACKED, more)
+    np.testing.assert_allclose(np.abs(a["kernel"]), 1, rtol=1e-3)
+    assert np.linalg.norm(a["bias"][3] - b["bias"][3]) > 0.1 * np.linalg.norm(a["bias"][3])
+
+    chosen = jgrad.hidden_matrices(layer_axes=0)
+    ours = muon(matrices=chosen, layer_axes=0)
+    a, b = first_update(ours, STACKED, STACKED), first_update(ours, STACKED, more)
+    assert_equal(a["bias"][1:], b["bias"][1:])
+    np.testing.assert_allclose(np.abs(a["bias"]), 1, rtol=1e-3)
+    # The updates of the model that is not stacked.
+    apart = [jax.tree.map(lambda x, i=i: x[i], STACKED) for i in range(LAYERS)]
+    expected = first_update(muon(matrices=jgrad.hidden_matrices()), apart, apart)
+    for i in range(LAYERS):
+        for name, x in expected[i].items():
+            np.testing.assert_allclose(a[name][i], x, rtol=1e-5, atol=1e-6)
+
+
+def test_m02_embeddings_and_heads(standard_promotion):
+    """Every leaf of two axes is a matrix to optax; here somebody has to say so."""
+    w = {"embed": normal(30, 4), "hidden": normal(4, 5), "lm_head": normal(4, 30)}
+    state = optax.contrib.muon(1.0).init(w)
+    second = optax.tree.get(state, "nu")
+    assert all(isinstance(x, optax.MaskedNode) for x in second.values())
+    state = muon(matrices=jgrad.hidden_matrices()).init(w)
+    assert {name for name, x in state.vw.items() if x is None} == {"hidden"}
+    with pytest.raises(TypeError, match="muon: `matrices`: None, expected a prefix tree"):
+        jgrad.muon(0.1, adam_learning_rate=0.1)
+
+
+@pytest.mark.parametrize("layer_axes", [None, 0])
+def test_m02_a_leaf_without_a_matrix(layer_axes):
+    w = {"w": normal(2, 3, 4), "b": normal(*((3,) if layer_axes is None else (2, 3)))}
+    shape, over = (
+        ("(3,)", "") if layer_axes is None else ("(2, 3)", " with layers over the axes (0,)")
+    )
+    assert_error(
+        ValueError,
+        f"muon: `matrices` at ['b']: True for an array of shape {shape}{over}, expected at least an "
+        "output and an input axis in each layer; without them a leaf is no matrix, and belongs to "
+        "Adam: False.",
+        lambda: muon(matrices=True, layer_axes=layer_axes).init(w),
+    )
+
+
+# ---- 3, 4: the numbers -------------------------------------------------------------------------
+
+
+def test_m03_nesterov_is_the_authors(x64, standard_promotion):
+    """optax mixes a corrected average and a corrected gradient: 9% off at the second step."""
+    w, mean = jnp.zeros((24, 40), "float64"), RNG.normal(size=(24, 40))
+    grads = [jnp.asarray(0.5 * mean + RNG.normal(size=w.shape)) for _ in range(5)]
+    expected = reference.trajectory(reference.muon([w], 1.0, matrices=[True]), [[g] for g in grads])
+
+    def errors(tx):
+        found, _ = run(tx, w, grads)
+        steps = zip(found[1:], found, strict=False)
+        theirs = zip(expected[1:], expected, strict=False)
+        pairs = [(b - a, d[0] - c[0]) for (b, a), (d, c) in zip(steps, theirs, strict=True)]
+        return [np.linalg.norm(u - v) / np.linalg.norm(v) for u, v in pairs]
+
+    assert errors(optax.contrib.muon(1.0))[0] > 0.05
+    assert max(errors(muon())) < 1e-12
+
+
+def test_m04_the_fallback_is_adamw(standard_promotion):
+    """optax's is NAdam as soon as Muon looks ahead: its first step is 1.47 times the rate."""
+    w, g = {"b": jnp.zeros(3), "w": jnp.zeros((3, 4))}, {"b": normal(3), "w": normal(3, 4)}
+    theirs = first_update(optax.contrib.muon(1.0, adam_learning_rate=1.0), w, g)
+    assert np.abs(theirs["b"]).min() > 1.4
+    options = {"adam_learning_rate": 0.1, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9}
+    found, _ = run(muon(**options), w, [g, w, g])
+    adamw, _ = run(
+        optax.adamw(0.1, b1=0.8, b2=0.9, weight_decay=0.1), w["b"], [g["b"], w["b"], g["b"]]
+    )
+    for a, b in zip(found, adamw, strict=True):
+        np.testing.assert_allclose(a["b"], b, rtol=1e-5)
+    np.testing.assert_allclose(np.abs(first_update(muon(), w, g)["b"]), 1, rtol=1e-6)
+
+
+# ---- 4: scales ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [("float32", [1e-32, 1e-30, 1e-12, 1e18, 1e30, 1e37]), ("float16", [3e-6, 1e-4, 300.0, 1e4])],
+)
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_m04_gradients_of_every_size(dtype, scales, rule, standard_promotion):
+    """The same orthogonal update. optax has 0 at 1e18, a fraction at 1e-12, and NaN in float16."""
+    g, w = RNG.normal(size=(16, 24)), jnp.zeros((16, 24), dtype)
+    tx = muon(rule=rule, nesterov=False)
+    update = jax.jit(lambda g: tx.update(g, tx.init(w), w)[0])
+    for scale in scales:
+        x = jnp.asarray(scale * g, dtype)
+        exact = reference.newton_schulz(np.asarray(x, np.float64).T).T * (24 / 16) ** 0.5
+        found = -np.asarray(update(x), np.float64)
+        if rule == "muon":
+            error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+            assert error < (1e-5 if dtype == "float32" else 1e-3), scale
+        else:
+            assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(exact), rel=1e-3)
+    theirs = optax.contrib.muon(1.0)
+    for scale in scales[-2:] if dtype == "float16" else [1e18]:
+        x = jnp.asarray(scale * g, dtype)
+        assert not np.any(np.nan_to_num(first_update(theirs, {"w": w}, {"w": x})["w"]))
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_m04_zero_gradients(rule, standard_promotion):
+    """No update, and finite slopes; optax's slopes are NaN, and so was dion's NorMuon."""
+    zero = jnp.zeros((3, 4))
+    tx = muon(rule=rule)
+    assert_equal(first_update(tx, zero, zero), zero)
+
+    def slope(tx):
+        loss = lambda g: jnp.sum(tx.update({"w": g}, tx.init({"w": zero}), {"w": zero})[0]["w"])
+        return jax.grad(loss)(zero)
+
+    assert np.all(np.isfinite(slope(tx)))
+    assert np.all(np.isnan(slope(optax.contrib.muon(1.0))))
+
+
+# ---- 5: one iteration for each shape -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", mostly_slow([100, 1000], 100))
+def test_m05_a_thousand_matrices_of_three_shapes(count):
+    """Three loops over steps, and as many over chunks; products of square matrices share one."""
+    shapes = [(8, 8), (8, 16), (16, 8), (4, 12)]  # the second and the third are one shape
+    w = {f"{i:04}": jax.ShapeDtypeStruct(shapes[i % 4], jnp.float32) for i in range(count)}
+    tx = muon()
+    text = jax.jit(tx.update).lower(w, jax.eval_shape(tx.init, w), w).compile().as_text()
+    assert len(re.findall(r" while\(", text)) <= 6
+
+
+def test_m05_optax_has_one_for_each(standard_promotion):
+    """Of each matrix three products or more, as it unrolls its loop; here three in all."""
+    w = {f"{i}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(10)}
+
+    def products(tx):
+        state = jax.eval_shape(tx.init, w)
+        return jax.jit(tx.update).lower(w, state, w).as_text().count("dot_general")
+
+    assert products(optax.contrib.muon(1.0)) >= 30
+    assert products(muon()) <= 6  # of CPUs and of other devices
+
+
+@pytest.mark.parametrize("form", ["tree", "packed"])
+def test_m05_temporaries(form):
+    """2.5 chunks beside what is as large as the momentum, the updates and what is between them."""
+
+    def used(count):
+        w = {f"{i:02}": jnp.zeros((128, 512)) for i in range(count)}
+        w = jgrad.pack(w) if form == "packed" else w
+        tx = muon(weight_decay=0.1)
+        step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+        program = step.lower(w, jax.eval_shape(tx.init, w), w).compile()
+        return program.memory_analysis().temp_size_in_bytes / (128 * 512 * 4)
+
+    copies = {"tree": 3, "packed": 2}[form]
+    for count in (8, 32):
+        assert used(count) <= copies * count + 2.5
+
+
+# ---- 8: the state ------------------------------------------------------------------------------
+
+
+def test_m08_dtypes_do_not_drift(standard_promotion):
+    """optax's momentum of bfloat16 parameters becomes float32 under float32 gradients."""
+    w, g = {"w": normal(8, 8, dtype=jnp.bfloat16)}, {"w": normal(8, 8)}
+    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+    theirs, ours = optax.contrib.muon(0.1), muon()
+    state = theirs.init(w)
+    assert dtypes(theirs.update(g, state, w)[1]) != dtypes(state)
+    state = ours.init(w)
+    updates, new = ours.update(g, state, w)
+    assert dtypes(new) == dtypes(state) == [jnp.int32, jnp.float32]
+    assert updates["w"].dtype == jnp.bfloat16
+
+
+def test_m08_coefficients_are_no_state(standard_promotion):
+    """In optax those of a restored state hold, and new ones are ignored."""
+    w, g = {"w": jnp.zeros((8, 8))}, {"w": normal(8, 8)}
+    state = optax.contrib.muon(0.1).init(w)
+    a, b = optax.contrib.muon(0.1), optax.contrib.muon(0.1, ns_coeffs=(2.0, -1.5, 0.5))
+    assert_equal(a.update(g, state, w)[0], b.update(g, state, w)[0])
+    state = muon().init(w)
+    a, b = muon(), muon(coefficients=[(2.0, -1.5, 0.5)] * 5)
+    assert_equal(b.init(w), state)
+    moved = a.update(g, state, w)[0]["w"] - b.update(g, state, w)[0]["w"]
+    assert np.linalg.norm(moved) > 0.1
+
+
+# ---- 9: where outputs are ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (16, 64)])
+def test_m09_kernels_of_torch_and_equinox(shape, standard_promotion):
+    """An (out, in) kernel has torch's scale by `output_axes=0`; in optax that of its transpose."""
+    w, g = jnp.zeros(shape), normal(*shape)
+    torch = max(1, shape[0] / shape[1]) ** 0.5
+    mean = lambda x: singular_values(x).mean()
+    found = first_update(muon(output_axes=0), w, g)
+    theirs = first_update(optax.contrib.muon(1.0), {"w": w}, {"w": g})["w"]
+    plain = mean(first_update(muon(scale=None), w, g))
+    assert mean(found) == pytest.approx(plain * torch, rel=1e-4)
+    assert abs(mean(theirs) / (plain * torch) - 1) > 0.4
+
+
+def test_m09_convolutions(standard_promotion):
+    """The scale of the flattened matrix; optax leaves kernels to Adam."""
+    w, g = {"w": jnp.zeros((3, 3, 4, 72))}, {"w": normal(3, 3, 4, 72)}
+    found = first_update(muon(nesterov=False), w, g)["w"].reshape(36, 72)
+    exact = reference.newton_schulz(np.float64(g["w"]).reshape(36, 72)) * 2**0.5
+    np.testing.assert_allclose(-found, exact, atol=1e-5)
+    theirs = first_update(optax.contrib.muon(1.0, nesterov=False), w, g)["w"]
+    np.testing.assert_allclose(np.abs(theirs), 1, rtol=1e-3)
+
+
+# ---- 10: wrappers ------------------------------------------------------------------------------
+
+
+def test_m10_accumulation_orthogonalizes_the_mean():
+    """Once per window; the mean of orthogonal matrices is another."""
+    w, grads = normal(4, 6), [normal(4, 6), 3 * normal(4, 6)]
+    found, _ = train(jgrad.accumulate(muon(), 2), w, grads)
+    expected, _ = train(muon(), w, [(grads[0] + grads[1]) / 2])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    each = sum(first_update(muon(), w, g) for g in grads) / 2
+    assert np.linalg.norm(w + each - expected) > 0.1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_m10_a_nan_in_one_matrix(packed, rule):
+    """The step is skipped, with all of its state; as if it had not been."""
+    w = {"a": normal(8, 16), "b": normal(16, 8), "c": normal(40)}
+    g = jax.tree.map(lambda x: normal(*x.shape), w)
+    bad = g | {"a": g["a"].at[1, 2].set(jnp.nan)}
+    if packed:
+        w, g, bad = jgrad.pack(w), jgrad.pack(g), jgrad.pack(bad)
+    tx = jgrad.skip_nonfinite(muon(rule=rule))
+    found, state = train(tx, w, [g, bad, g])
+    expected, without = train(tx, w, [g, g])
+    assert_equal((found, state.inner), (expected, without.inner))
+    assert int(state.skipped) == 1
+
+
+# ---- 11: matrices do not know of each other ----------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_m11_one_matrix_changes_no_other(rule, standard_promotion):
+    """By a bit, in a stack, in a group and packed; with a norm of all layers optax's do."""
+    w = {"stack": jnp.zeros((3, 8, 16)), "alone": jnp.zeros((16, 8)), "b": jnp.zeros(40)}
+    g = jax.tree.map(lambda x: normal(*x.shape), w)
+    more = g | {"stack": g["stack"].at[0].multiply(1e30)}
+    layers = {"stack": 0, "alone": None, "b": None}
+    tx = muon(matrices={"stack": True, "alone": True, "b": False}, layer_axes=layers, rule=rule)
+    for pack in (lambda tree: tree, lambda tree: jgrad.pack(tree, layer_axes=layers)):
+        a, b = (jgrad.unpack(first_update(tx, pack(w), pack(x))) for x in (g, more))
+        assert_equal((a["stack"][1:], a["alone"], a["b"]), (b["stack"][1:], b["alone"], b["b"]))
+
+    dimensions = optax.contrib.MuonDimensionNumbers(1, 2)
+    theirs = optax.contrib.muon(
+        1.0, adaptive=True, muon_weight_dimension_numbers={"stack": dimensions}
+    )
+    more = g["stack"].at[0].multiply(100.0)
+    a, b = (first_update(theirs, {"stack": w["stack"]}, {"stack": x}) for x in (g["stack"], more))
+    assert np.linalg.norm(b["stack"][2]) > 10 * np.linalg.norm(a["stack"][2])
+
+
+# ---- 12: bad input, and leaves of all kinds ----------------------------------------------------
+
+X = {"w": jnp.ones((3, 4)), "b": jnp.ones(3)}
+NAMES = "'jordan', 'you', 'polar_express', 'deepseek_v4'"
+MESSAGES = [
+    (TypeError, "muon: `matrices`: None, expected a prefix tree of bools, or a function of the parameters' "
+     "shapes; `hidden_matrices()` chooses by names and shapes; shapes alone cannot tell.",
+     lambda: jgrad.muon(0.1)),
+    (TypeError, "muon: `matrices`: an array, expected a tree of Python's bools, or a function of the parameters' "
+     'shapes; `optax.inject_hyperparams` needs `static_args=("matrices",)`.',
+     lambda: muon(matrices=jnp.array(True))),
+    (TypeError, "muon: `matrices` at ['w']: 1 of type int, expected a bool.",
+     lambda: muon(matrices={"w": 1, "b": False}).init(X)),
+    (ValueError, "muon: `matrices` does not have the structure of `params`: only `params` has ['w'].",
+     lambda: muon(matrices={"b": False}).init(X)),
+    (ValueError, "muon: `momentum`: 1.5, expected a number in [0, 1).", lambda: muon(momentum=1.5)),
+    (ValueError, "muon: `beta2`: 1.0, expected a number in [0, 1).", lambda: muon(beta2=1.0)),
+    (ValueError, "muon: `adam_epsilon`: -1.0, expected a number in [0, inf).", lambda: muon(adam_epsilon=-1.0)),
+    (ValueError, "muon: `learning_rate`: -1.0, expected a number in [0, inf).", lambda: muon(-1.0)),
+    (ValueError, "muon: `adam_learning_rate`: -1.0, expected a number in [0, inf).",
+     lambda: muon(adam_learning_rate=-1.0)),
+    (ValueError, "muon: `adam_weight_decay`: -1.0, expected a number in [0, inf).",
+     lambda: muon(adam_weight_decay=-1.0)),
+    (ValueError, "muon: `adam_learning_rate`: None, expected a rate for the leaves that are not in `matrices`, "
+     'such as 3e-4; or `scale="match_rms_adamw"`, with which one rate fits both.',
+     lambda: jgrad.muon(0.02, matrices=True)),
+    (ValueError, "muon: `scale`: 'kj' of type str, expected one of 'original', 'match_rms_adamw', 'spectral', "
+     "None.", lambda: muon(scale="kj")),
+    (ValueError, "muon: `rule`: 'dion' of type str, expected one of 'muon', 'normuon'.", lambda: muon(rule="dion")),
+    (ValueError, f"muon: `coefficients`: 'quintic' of type str, expected one of {NAMES}.",
+     lambda: muon(coefficients="quintic")),
+    (ValueError, "muon: `coefficients`: numbers of shape (3,), expected one of "
+     f"{NAMES}, or a sequence of triples (a, b, c), one for each step.",
+     lambda: muon(coefficients=(2.0, -1.5, 0.5))),
+    (TypeError, "muon: `moment_dtype`: 'float16', expected a real floating dtype with the range of float32.",
+     lambda: muon(moment_dtype="float16")),
+    (ValueError, "muon: `output_axes` at ['w']: 2, expected some of the axes (0, 1) of an array of shape (3, 4), "
+     "and another left as input.", lambda: muon(output_axes=2).init(X)),
+    (ValueError, "muon: `output_axes` at ['w']: (0, 1), expected some of the axes (0, 1) of an array of shape "
+     "(3, 4), and another left as input.", lambda: muon(output_axes=(0, 1)).init(X)),
+    (ValueError, "muon: `output_axes`: 0, expected some of the axes (1, 2) of an array of shape (2, 3, 4) with "
+     "layers over the axes (0,), and another left as input.",
+     lambda: muon(output_axes=0, layer_axes=0).init(jnp.ones((2, 3, 4)))),
+    (ValueError, "muon: `layer_axes` at ['w']: 3, expected different axes of an array of shape (3, 4).",
+     lambda: muon(layer_axes=3).init(X)),
+    (ValueError, "muon: `updates` does not match `params` at ['w']: shape (1, 4), expected (3, 4).",
+     lambda: muon().update(X | {"w": jnp.ones((1, 4))}, muon().init(X), X)),
+    (TypeError, "muon: `state.vw` at ['w']: an array of float32 and shape (3, 4), expected None; a state fits the "
+     "choice of leaves that it was made for, and no other.",
+     lambda: muon().update(X, jgrad.adam(0.1).init(X), X)),
+    (ValueError, "muon: `weight_decay` needs the parameters: call `update(updates, state, params)`.",
+     lambda: muon(weight_decay=0.1).update(X, muon().init(X))),
+    (TypeError, "muon_update: `vw_tm1` at ['b']: None, expected an array or a number.",
+     lambda: jgrad.muon_update(X, X, 0.1, X, {"w": None, "b": None}, 1, matrices=rank_two)),
+    (TypeError, "muon_update: `w`: packed already, expected a tree of arrays; `unpack` it first.",
+     lambda: jgrad.muon_update(jgrad.pack(X), X, 0.1, X, X, 1, matrices=rank_two)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"), MESSAGES, ids=[message[:60] for _, message, _ in MESSAGES]
+)
+def test_m12_messages(error, message, call):
+    assert_error(error, message, call)
+
+
+def test_m12_what_optax_says(standard_promotion):
+    """A documented name raises, a momentum of 1.5 and 20 steps of 5 do not, (1, 8) is broadcast."""
+    w, g = {"w": jnp.ones((8, 8))}, {"w": normal(8, 8)}
+    with pytest.raises(ValueError, match="Unknown"):
+        optax.contrib.muon(0.1, ns_coeffs="muon").init(w)
+    first_update(optax.contrib.muon(0.1, beta=1.5), w, g)
+    first_update(optax.contrib.muon(0.1, ns_coeffs="dion", ns_steps=20), w, g)
+    with jax.numpy_rank_promotion("allow"):
+        assert first_update(optax.contrib.muon(0.1), w, {"w": g["w"][:1]})["w"].shape == (8, 8)
+    with pytest.raises(ZeroDivisionError):
+        first_update(optax.contrib.muon(0.1), {"w": jnp.ones((0, 8))}, {"w": jnp.ones((0, 8))})
+
+
+def test_m12_leaves_of_all_kinds():
+    """Integers, None, float0 and empty matrices; under strict promotion, as all tests here."""
+    w = {
+        "w": normal(3, 4),
+        "n": jnp.arange(6).reshape(2, 3),
+        "none": None,
+        "empty": jnp.ones((0, 8)),
+    }
+    g = {
+        "w": normal(3, 4),
+        "n": np.zeros((2, 3), jax.dtypes.float0),
+        "none": None,
+        "empty": w["empty"],
+    }
+    for rule in ("muon", "normuon"):
+        tx = muon(matrices=True, rule=rule)
+        state = tx.init(w)
+        updates, state = jax.jit(tx.update)(g | {"n": None}, state, w)
+        assert_equal(tx.update(g, tx.init(w), w)[0]["n"], jnp.zeros((2, 3), jnp.int32))
+        assert updates["none"] is None
+        assert updates["empty"].shape == (0, 8)
+        assert state.vw["n"] is None
+        np.testing.assert_allclose(
+            updates["w"], first_update(tx, {"w": w["w"]}, {"w": g["w"]})["w"]
+        )

@@ -1,0 +1,179 @@
+"""Schedule-free training against the authors' code."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.cases import gradients, params
+from tests.choice import mostly_slow
+from tests.errors import assert_error
+from tests.loops import assert_equal, every_step, step_of, train
+from tests.reference import schedule_free as reference
+
+WARMUP = 5
+RATES = {
+    "constant": (0.01, 0.01),
+    "warm-up": (
+        lambda done: jnp.minimum(1.0, (done + 1) / WARMUP) * 0.01,
+        lambda k: min(1.0, (k + 1) / WARMUP) * 0.01,
+    ),
+    "from zero": (optax.linear_schedule(0.0, 0.01, WARMUP), lambda k: 0.01 * min(k / WARMUP, 1.0)),
+    "falling": (optax.linear_schedule(0.01, 0.0, 60), lambda k: 0.01 * (1 - min(k / 60, 1.0))),
+}
+
+
+def adamw(rate, weight_decay=0.1, **options):
+    inner = jgrad.adam(
+        rate, beta1=0.0, beta2=0.99, epsilon=1e-8, bias_correction="moments",
+        weight_decay=weight_decay,
+    )  # fmt: skip
+    return jgrad.schedule_free(inner, learning_rate=rate, **options)
+
+
+def expected_steps(w, grads, rate, **options):
+    steps = reference.adamw(
+        jax.tree.leaves(w), rate, **{"beta2": 0.99, "weight_decay": 0.1} | options
+    )
+    next(steps)
+    return [steps.send(jax.tree.leaves(g)) for g in grads]
+
+
+def assert_steps(found, expected, rtol):
+    for (w, state), (y, x) in zip(found, expected, strict=True):
+        for tree, leaves in ((w, y), (optax.tree.get(state, "average"), x)):
+            for a, b in zip(jax.tree.leaves(tree), leaves, strict=True):
+                np.testing.assert_allclose(a, b, rtol, rtol * np.max(np.abs(b)))
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("dtype", mostly_slow(["float64", "float32", "complex128"], "float64"))
+def test_reference(rate, dtype, x64, standard_promotion):
+    """50 steps, parameters and average, with a rate that rises, or not, or falls."""
+    w, grads = params(dtype), gradients(50, dtype)
+    given, same = RATES[rate]
+    assert_steps(
+        every_step(adamw(given), w, grads),
+        expected_steps(w, grads, same),
+        # Weights are float32 scalars.
+        3e-6 if dtype == "float32" or rate != "constant" else 1e-6,
+    )
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.5}, {"step_power": 1.0}, {"weight_power": 0.0}])
+def test_options(options, standard_promotion):
+    w, grads = params(), gradients(20)
+    given, same = RATES["warm-up"]
+    names = {"step_power": "r", "weight_power": "power"}
+    renamed = {names.get(name, name): value for name, value in options.items()}
+    found = every_step(adamw(given, **options), w, grads)
+    assert_steps(found, expected_steps(w, grads, same, **renamed), 5e-6)
+
+
+def test_equal_weights_are_the_mean():
+    """With one rate the average is that of all z, at each step; optax's in bfloat16 stops at 256."""
+    w = jnp.zeros(4, jnp.bfloat16)
+    tx = jgrad.schedule_free(jgrad.gradient_descent(1.0), beta=0.0)
+
+    def body(carry, g):
+        w, state = step_of(tx)(*carry, jnp.full(4, g, jnp.bfloat16))
+        return (w, state), state.average[0]
+
+    steps = np.ones(1000)
+    (w, state), averages = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), steps))(w)
+    np.testing.assert_allclose(averages, -(np.arange(1000) + 2) / 2, rtol=1e-4)
+    assert float(state.weight_sum) == 1000
+    assert state.average.dtype == state.z.dtype == jnp.float32
+    np.testing.assert_allclose(w.astype(jnp.float32), state.z, rtol=2**-8)
+
+
+def test_half_precision_follows_single():
+    """A float32 model beside it: averages differ by what gradients at rounded weights differ by."""
+    tx = jgrad.schedule_free(jgrad.adam(1e-4, beta1=0.0, bias_correction="moments"))
+    wide = {"w": jnp.ones(64)}
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
+    grads = [{"w": jnp.ones(64)}] * 100
+    _, a = train(tx, wide, grads)
+    w, b = train(tx, half, [jax.tree.map(lambda x: x.astype(jnp.bfloat16), g) for g in grads])
+    np.testing.assert_allclose(a.average["w"], b.average["w"], rtol=1e-6)
+    assert abs(float(w["w"][0]) - float(a.average["w"][0])) < 2**-8
+
+
+@pytest.mark.parametrize("inner", ["adam", "muon"])
+def test_packed(inner):
+    """The numbers of the tree; a state that unpacks to that of the tree."""
+    w, grads = params(), gradients(5)
+    tx = adamw(0.01) if inner == "adam" else jgrad.schedule_free(
+        jgrad.muon(0.1, matrices=lambda t: jax.tree.map(lambda x: x.ndim > 1, t), momentum=0.0,
+                   adam_learning_rate=0.01, beta1=0.0)
+    )  # fmt: skip
+    found, state = train(tx, w, grads)
+    packed, packed_state = train(tx, jgrad.pack(w), [jgrad.pack(g) for g in grads])
+    chex.assert_trees_all_close(jgrad.unpack(packed), found, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(jgrad.unpack(packed_state), state, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jgrad.unpack(packed_state), state)
+
+
+def test_skipped_steps():
+    """As if they had not been."""
+    w, grads = params(), gradients(4)
+    bad = jax.tree.map(lambda x: x * jnp.nan, grads[0])
+    tx = jgrad.skip_nonfinite(adamw(0.01))
+    found, state = train(tx, w, [grads[0], bad, *grads[1:]])
+    expected, without = train(tx, w, grads)
+    assert_equal((found, state.inner), (expected, without.inner))
+
+
+def test_leaves_that_do_not_move():
+    """Integers, None, and a missing gradient: z and average stay, bit for bit."""
+    w = {"a": jnp.ones(3), "b": jnp.full(2, 2.0), "n": jnp.arange(2), "x": None}
+    g = {"a": jnp.ones(3), "b": jnp.ones(2), "n": None, "x": None}
+    tx = adamw(0.01)
+    w, state = train(tx, w, [g, g])
+    updates, new = tx.update(g | {"b": None}, state, w)
+    assert_equal((new.z["b"], new.average["b"]), (state.z["b"], state.average["b"]))
+    assert not np.any(updates["b"])
+    assert_equal(updates["n"], jnp.zeros(2, jnp.int32))
+    assert updates["x"] is None
+    assert state.z["n"] is None
+
+
+def test_state():
+    """Named fields, distinct buffers for donation, and dtypes that do not drift."""
+    w = params(jnp.bfloat16)
+    tx = adamw(0.01)
+    state = tx.init(w)
+    assert state._fields == ("done", "weight_sum", "largest_rate", "z", "average", "inner")
+    new = jax.eval_shape(step_of(tx), w, state, w)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
+    jax.jit(step_of(tx), donate_argnums=(0, 1))(w, state, jax.tree.map(jnp.copy, w))
+
+
+def test_messages():
+    adam = jgrad.adam(0.1)
+    assert_error(
+        ValueError,
+        "schedule_free: `beta`: 1.0, expected a number in [0, 1).",
+        lambda: jgrad.schedule_free(adam, beta=1.0),
+    )
+    assert_error(
+        TypeError,
+        "schedule_free: `tx`: 0.1 of type float, expected a transformation with `init` and "
+        "`update`.",
+        lambda: jgrad.schedule_free(0.1),
+    )
+    tx, w = jgrad.schedule_free(adam), jnp.ones(3)
+    assert_error(
+        ValueError,
+        "schedule_free: the average needs the parameters: call `update(updates, state, params)`.",
+        lambda: tx.update(w, tx.init(w)),
+    )
+    assert_error(
+        TypeError,
+        "schedule_free: `state`: OptState, expected the ScheduleFreeState that this "
+        "`schedule_free` made with `init`.",
+        lambda: tx.update(w, adam.init(w), w),
+    )
