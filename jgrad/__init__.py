@@ -82,7 +82,7 @@ from jgrad._wrappers.stochastic_rounding import (
 )
 from jgrad._wrappers.zero import zero as zero
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 # The names above, for `help(jgrad)`. Modules are private.
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -20,6 +20,8 @@ import jgrad
 DATA = pathlib.Path(__file__).parent / "data"
 BFLOAT16 = ":bfloat16"  # NumPy's own files do not know it: stored as float32, which is exact
 
+MATRICES = {"layer": {"w": True, "b": False}, "half": False, "count": False}
+
 TRANSFORMATIONS = {
     "gradient_descent": lambda: jgrad.gradient_descent(0.1),
     "momentum": lambda: jgrad.gradient_descent(0.1, momentum=0.9),
@@ -34,6 +36,8 @@ TRANSFORMATIONS = {
     "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
     "adam_8bit": lambda: jgrad.adam(0.1, weight_decay=0.01, moment_dtype="8bit"),
     "adam_bfloat16": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16),
+    "muon": lambda: jgrad.muon(0.1, matrices=MATRICES, adam_learning_rate=0.01),
+    "schedule_free": lambda: jgrad.schedule_free(jgrad.gradient_descent(0.1)),
     "stochastic_rounding": lambda: jgrad.stochastic_rounding(jgrad.adam(0.1, weight_decay=0.01)),
 }
 

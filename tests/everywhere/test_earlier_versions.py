@@ -59,6 +59,7 @@ def test_field_names():
         "MasterState": jgrad.MasterState._fields,
         "SkipState": jgrad.SkipState._fields,
         "StochasticState": jgrad.StochasticState._fields,
+        "ScheduleFreeState": jgrad.ScheduleFreeState._fields,
         "Blocks": jgrad.Blocks._fields,
     } == {
         "OptState": ("step", "mw", "vw"),
@@ -67,6 +68,7 @@ def test_field_names():
         "MasterState": ("master", "inner"),
         "SkipState": ("skipped", "inner", "streak", "loss_scale"),
         "StochasticState": ("step", "inner"),
+        "ScheduleFreeState": ("done", "weight_sum", "largest_rate", "z", "average", "inner"),
         "Blocks": ("codes", "scale"),
     }
 
@@ -76,7 +78,7 @@ def test_states_are_read_by_name(name):
     """`optax.tree.get`, however deep a state is wrapped."""
     state = golden.TRANSFORMATIONS[name]().init(golden.weights(name))
     found = optax.tree.get(state, "mw")
-    assert (found is None) == (name == "gradient_descent")
+    assert (found is None) == (name in ("gradient_descent", "schedule_free"))
     for field in ("vw", "master", "average", "total", "skipped", "loss_scale"):
         keys = {
             str(getattr(k, "name", ""))

@@ -358,7 +358,7 @@ MESSAGES = [
     (ValueError, "muon: `coefficients`: numbers of shape (3,), expected one of "
      f"{NAMES}, or a sequence of triples (a, b, c), one for each step.",
      lambda: muon(coefficients=(2.0, -1.5, 0.5))),
-    (TypeError, "muon: `moment_dtype`: 'float16', expected a real floating dtype with the range of float32.",
+    (TypeError, "muon: `moment_dtype`: 'float16', expected a real floating dtype with the range of float32, or '8bit'.",
      lambda: muon(moment_dtype="float16")),
     (ValueError, "muon: `output_axes` at ['w']: 2, expected some of the axes (0, 1) of an array of shape (3, 4), "
      "and another left as input.", lambda: muon(output_axes=2).init(X)),
