@@ -37,10 +37,10 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     # ---- _trees
     Mutation("_trees/trees.py", "a prefix gives each leaf once", "for _ in range(count)]", "for _ in range(min(count, 1))]", "tests/trees"),
-    Mutation("_trees/trees.py", "None is no leaf", "return jax.tree.flatten(tree, is_leaf=is_none)", "return jax.tree.flatten(tree)", "tests/trees"),
+    Mutation("_trees/trees.py", "None is no leaf", "return jax.tree.flatten(tree, is_leaf=is_leaf)", "return jax.tree.flatten(tree)", "tests/trees"),
     Mutation("_trees/trees.py", "a tree that is coarser in one place is the finest", "if all(s == structure or is_prefix(t, tree)", "if any(s == structure or is_prefix(t, tree)", "tests/trees"),
-    Mutation("_trees/trees.py", "a tree of rates is called", "(is_leaf or not is_prefix(x, params))", "True", "tests/trees"),
-    Mutation("_trees/trees.py", "a schedule that is a tree is not called", "(is_leaf or not is_prefix(x, params))", "is_leaf", "tests/trees"),
+    Mutation("_trees/trees.py", "a tree of rates is called", "not (is_tree and is_prefix(x, params))", "True", "tests/trees"),
+    Mutation("_trees/trees.py", "a schedule that is a tree is not called", "not (is_tree and is_prefix(x, params))", "not is_tree", "tests/trees"),
     Mutation("_inputs/pair.py", "Python floats without a gradient become arrays", "(known and checks.is_number(p))", "False", "tests/inputs/test_models.py"),
     Mutation("_inputs/options.py", "momentum above 1", 'values.in_range(function, "momentum", as_number, low=0.0, high=1.0)', "pass", MESSAGES),
     Mutation("_wrappers/pack_small.py", "a part of the parameters is another model", "if span is None and inputs.g[i] is None:", "if False:", "tests/inputs/test_models.py"),
@@ -66,7 +66,7 @@ MUTATIONS = [
     Mutation("_arithmetic/numerics.py", "second moments overflow", "return jnp.minimum(square, jnp.asarray(largest, square.dtype))", "return square", "tests/arithmetic tests/everywhere/test_sharp_edges.py"),
     Mutation("_arithmetic/numerics.py", "a schedule is computed for each leaf", "return x / jax.lax.stop_gradient(one)", "return x", "tests/everywhere/test_recipes.py -k operations"),
     Mutation("_arithmetic/one_pass.py", "moments are computed twice without the flag", 'return _flag_is_set() and', "return", "tests/arithmetic/test_one_pass.py"),
-    Mutation("_arithmetic/one_pass.py", "moments are computed once under the flag", "    if not is_chosen():\n", "    if True:\n", "tests/arithmetic/test_one_pass.py"),
+    Mutation("_inputs/store.py", "moments are computed once under the flag", "elif one_pass.is_chosen():", "elif False:", "tests/arithmetic/test_one_pass.py"),
     Mutation("_arithmetic/leafwise.py", "results of a batch in another order", "indices, rows = zip(*members[start : start + _TOGETHER], strict=True)", "indices, rows = zip(*members[start : start + _TOGETHER], strict=True)\n            indices = indices[::-1]", "tests/arithmetic"),
     Mutation("_arithmetic/rules.py", "momentum and decay without their factors", "direction + numerics.addable(scaled(x, factor))", "direction + numerics.addable(x)", MATRIX),
     Mutation("_arithmetic/rules.py", "momentum and decay overflow", "direction + numerics.addable(scaled(x, factor))", "direction + scaled(x, factor)", "tests/arithmetic"),
@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation("_arithmetic/rules.py", "an update that is not committed is no zero", "return jnp.where(commit, numerics.clipped(u, largest), jnp.zeros_like(u))", "return numerics.clipped(u, largest)", SKIP),
     Mutation("_arithmetic/rules.py", "an average with swapped weights", "scaled(old, beta) + scaled(x, complement)", "scaled(x, beta) + scaled(old, complement)", "tests/wrappers/test_ema.py"),
     Mutation("_arithmetic/rules.py", "weights ascend", "return w + update", "return w - update", FUNCTIONAL),
-    Mutation("_arithmetic/apply.py", "Nesterov's form is heavy-ball", "    if not nesterov:\n", "    if True:\n", MATRIX),
+    Mutation("_arithmetic/apply.py", "Nesterov's form is heavy-ball", "    if look_ahead is None:\n", "    if True:\n", MATRIX),
     Mutation("_arithmetic/apply.py", "a decay of 0 is compiled", "return isinstance(number, (int, float)) and number == 0", "return False", MATRIX),
     # ---- _gradients
     Mutation("_gradients/grad.py", "func is called twice", "value, pull, output = jax.vjp(scalar, arguments.leaves, has_aux=True)", "scalar(arguments.leaves)\n        value, pull, output = jax.vjp(scalar, arguments.leaves, has_aux=True)", "tests/gradients"),
@@ -147,7 +147,7 @@ MUTATIONS = [
     Mutation("_inputs/update.py", "the counter overflows", "optax.safe_increment(step)", "step + 1", EDGES + " -k e23"),
     Mutation("_inputs/options.py", "the override of a call is ignored", "learning_rate if override is None else override", "learning_rate", MATRIX),
     Mutation("_inputs/options.py", "masks of decay are ignored", "x if own and x is not None else 0.0", "x if x is not None else 0.0", MATRIX),
-    Mutation("_inputs/options.py", "moments in float16", "jnp.finfo(dtype).maxexp >= 128", "True", MESSAGES),
+    Mutation("_inputs/moments.py", "moments in float16", "jnp.finfo(dtype).maxexp >= 128", "True", MESSAGES),
     Mutation("_inputs/transformation.py", "a schedule sees the next step", "learning_rate, state.step)", "learning_rate, old.step)", MATRIX),
     # ---- _optimizers
     Mutation("_optimizers/adam.py", "the first moment without its complement", "scaled(mw, beta) + scaled(numerics.squarable(g), complement)", "scaled(mw, beta) + numerics.squarable(g)", MATRIX),

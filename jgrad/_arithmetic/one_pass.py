@@ -11,11 +11,13 @@ import functools
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic.leafwise import Call
+from jgrad._trees.blocks import is_blocks
 
 _FLAG = re.compile("xla_cpu_use_multi_output_fusion(?!=(false|0))")
 
@@ -32,9 +34,14 @@ def _flag_is_set() -> bool:
 
 def from_other_arrays(calls: Sequence[Call | None]) -> list[Call | None]:
     """The same calls of arrays that XLA does not know to be the same."""
-    arrays = [[x for x in call[1] if jnp.ndim(x)] if call else [] for call in calls]
+    arrays = [[x for x in call[1] if _is_array(x)] if call else [] for call in calls]
     others = map(iter, jax.lax.optimization_barrier(arrays))
     return [
-        (call[0], tuple(next(own) if jnp.ndim(x) else x for x in call[1])) if call else None
+        (call[0], tuple(next(own) if _is_array(x) else x for x in call[1])) if call else None
         for call, own in zip(calls, others, strict=True)
     ]
+
+
+def _is_array(x: Any) -> bool:
+    """No scalar: XLA computes it once."""
+    return is_blocks(x) or np.ndim(x) > 0
