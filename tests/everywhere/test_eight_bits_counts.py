@@ -40,6 +40,9 @@ def built(tx, params):
     return step
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
+)
 @packed_or_not
 @every_method
 def test_twenty_leaves(name, packed):
@@ -54,6 +57,9 @@ def test_twenty_leaves(name, packed):
     assert "threefry" not in eight.text
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
+)
 @packed_or_not
 def test_bfloat16_moments(packed):
     """4 bytes between steps; those of temporaries are an update's; no generator of random numbers."""

@@ -116,6 +116,9 @@ def test_two_loops_whatever_the_count():
         assert len(re.findall(r"= f32\[\S+ dot\(|custom-call.*matmul", text)) <= 3
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
+)
 @pytest.mark.parametrize("count", [8, 64])
 def test_temporaries_are_bounded_in_bytes(count):
     """At most 2.5 chunks beside the stack and the result, however many matrices there are."""

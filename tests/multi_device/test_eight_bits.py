@@ -58,6 +58,9 @@ def compiled(tx, layout, mesh):
     return run.lower(*args).compile(), args
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
+)
 @every_layout
 @every_method
 def test_e41_collectives_are_those_of_float32(name, layout):

@@ -199,6 +199,9 @@ def test_m05_optax_has_one_for_each(standard_promotion):
     assert products(muon()) <= 6  # of CPUs and of other devices
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
+)
 @pytest.mark.parametrize("form", ["tree", "packed"])
 def test_m05_temporaries(form):
     """2.5 chunks beside what is as large as the momentum, the updates and what is between them."""

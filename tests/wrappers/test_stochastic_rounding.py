@@ -415,6 +415,9 @@ def step_program(tx, w):
     return step.lower(w, jax.eval_shape(tx.init, w), w).compile()
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
+)
 @pytest.mark.parametrize("form", ["tree", "packed"])
 def test_memory_of_a_step(form):
     """No temporaries beyond those of float32, and less traffic than with copies."""
