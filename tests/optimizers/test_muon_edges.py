@@ -22,6 +22,12 @@ from tests.reference import optimizers as reference
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order():
+    """Each test draws the same numbers, whichever ran before it."""
+    RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
 def normal(*shape, dtype=jnp.float32):
     return jnp.asarray(RNG.normal(size=shape), dtype)
 
