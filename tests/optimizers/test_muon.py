@@ -180,8 +180,7 @@ def test_complex_matrices(x64):
     x = rng.normal(size=(4, 6)) + 1j * rng.normal(size=(4, 6))
     found = jgrad.orthogonalize(jnp.asarray(x))
     np.testing.assert_allclose(found, reference.newton_schulz(x), rtol=1e-12)
-    with jax.enable_x64(False):
-        half = jgrad.orthogonalize(jnp.asarray(x, jnp.complex64), compute_dtype=jnp.bfloat16)
+    half = jgrad.orthogonalize(jnp.asarray(x, jnp.complex64), compute_dtype=jnp.bfloat16)
     half = np.asarray(half)
     assert np.linalg.norm(half - np.asarray(found)) < 0.05 * np.linalg.norm(found)
 
