@@ -10,13 +10,14 @@ from tests.errors import assert_error
 
 SHAPES = {
     "rows": (8, 512),
+    "between": (4, 6, 256),
     "flat": (5000,),
     "small": (10,),
     "stacked": (3, 70, 50),
     "last": (512, 12),
 }
 # Axes over which layers are stacked; of each kind: the first axis, another, all but the last.
-STACKED = {"rows": 1, "flat": None, "small": None, "stacked": (0, 1), "last": 1}
+STACKED = {"rows": 1, "between": 1, "flat": None, "small": None, "stacked": (0, 1), "last": 1}
 PACKINGS = {
     "plain": {},
     "stacked": {"layer_axes": STACKED},
@@ -30,7 +31,7 @@ tx = jgrad.adam(1e-2, moment_dtype="8bit")
 
 def tree(seed):
     rng = np.random.default_rng(seed)
-    scale = 10.0 ** rng.uniform(-3, 3, size=5)
+    scale = 10.0 ** rng.uniform(-3, 3, size=len(SHAPES))
     pairs = zip(SHAPES.items(), scale, strict=True)
     return {k: jnp.asarray(s * rng.normal(size=shape), jnp.float32) for (k, shape), s in pairs}
 
