@@ -38,8 +38,13 @@ class MomentStore:
     """
 
     def __init__(self, specs: Sequence[ArraySpec], step: jax.Array, commit: Commit | None) -> None:
-        self._specs, self._of_step, self._commit = specs, step_keys(step), commit
+        self._specs, self._step, self._commit = specs, step, commit
         self._known: dict[int, ElementKeys] = {}
+
+    @functools.cached_property
+    def _of_step(self) -> jax.Array:
+        """Computed where something is rounded: most recipes round nothing."""
+        return step_keys(self._step)
 
     def __call__(self, new: list[Call | None], old: list[Any]) -> Stored:
         """New moments in the form of the old ones, which stay where the update is not committed.

@@ -9,7 +9,7 @@ leaf. A counter of steps that is saturated repeats them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 
 # The finaliser of MurmurHash3, 32 bits: a bijection in which each bit of the input changes each bit
 # of the output with a probability near one half.
-_FIRST_FACTOR, _SECOND_FACTOR = 0x85EBCA6B, 0xC2B2AE35
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
 class ElementKeys(NamedTuple):
@@ -35,23 +35,15 @@ class ElementKeys(NamedTuple):
 
 def leaf_keys(seed: int, purpose: int, positions: Sequence[int]) -> np.ndarray:
     """Two numbers for each leaf, by its position in a tree; of shape (leaves, 2)."""
-    start = _mixed_number(purpose + _mixed_number(seed))
-    firsts = [_mixed_number(position + start) for position in positions]
-    return np.array([(first, _mixed_number(first)) for first in firsts], np.uint32)
+    start = _mixed(_mixed(np.array([seed], np.uint32)) + np.uint32(purpose))
+    first = _mixed(np.array(positions, np.uint32) + start)
+    return np.stack([first, _mixed(first)], axis=1)
 
 
 def step_keys(step: jax.Array) -> jax.Array:
     """Two numbers for each step, of shape (2,); computed once for all leaves."""
     first = _mixed(step.astype(jnp.uint32))
     return jnp.stack([first, _mixed(first)])
-
-
-def _mixed_number(x: int) -> int:
-    """The finaliser, of a Python number."""
-    x &= 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * _FIRST_FACTOR) & 0xFFFFFFFF
-    x = ((x ^ (x >> 13)) * _SECOND_FACTOR) & 0xFFFFFFFF
-    return x ^ (x >> 16)
 
 
 def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> jax.Array:
@@ -72,10 +64,11 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
     return _mixed(elements + first, second)
 
 
-def _mixed(x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(_FIRST_FACTOR)
+def _mixed(x: Any, key: jax.Array | None = None) -> Any:
+    """The finaliser, of an array of JAX or NumPy."""
+    x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = x if key is None else x ^ key
-    x = (x ^ (x >> 13)) * jnp.uint32(_SECOND_FACTOR)
+    x = (x ^ (x >> 13)) * _SECOND_FACTOR
     return x ^ (x >> 16)
 
 
