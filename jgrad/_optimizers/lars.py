@@ -164,6 +164,13 @@ def lars_update(
     Raises:
       As `optimizer_update`.
 
+    Example:
+      >>> w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> grads = jax.tree.map(jnp.ones_like, w)
+      >>> new = jgrad.lars_update(w, grads, 0.1, trust_coefficient=0.001, decay_lambda=1e-4)
+      >>> jax.tree.map(jnp.shape, new)
+      {'b': (2,), 'w': (3, 2)}
+
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1.
     """
@@ -277,6 +284,15 @@ def lars(
     Raises:
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+      >>> tx = jgrad.lars(1.0, weight_decay=1e-4, weight_decay_mask=mask, trust_ratio_mask=mask)
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> state.mw["w"].shape, state.vw
+      ((3, 2), None)
 
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.

@@ -104,6 +104,14 @@ def muon(
       ValueError: a Python number out of range, an unknown name, or no `adam_learning_rate`.
       TypeError: an option of the wrong kind, or no `matrices`.
 
+    Example:
+      >>> params = grads = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.muon(0.02, matrices=jgrad.hidden_matrices(), adam_learning_rate=3e-4)
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> jax.tree.map(jnp.shape, state.vw)
+      {'b': (2,), 'embed': (9, 3), 'w': None}
+
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
       `muon.py` there; "match_rms_adamw": Liu et al., "Muon is Scalable for LLM Training" (2025),
       section 2.2; Li et al., "NorMuon" (2025), algorithm 1; Amsel et al., "The Polar Express"
@@ -224,6 +232,14 @@ def scale_by_muon(
 
     Raises:
       As `muon`.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> direction = jgrad.scale_by_muon(matrices={"w": True, "b": False}, scale="match_rms_adamw")
+      >>> tx = optax.chain(direction, optax.scale(-1e-3))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> jax.tree.map(jnp.shape, updates)
+      {'b': (2,), 'w': (3, 2)}
 
     Source: as `muon`.
     """

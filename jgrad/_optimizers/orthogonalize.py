@@ -51,6 +51,12 @@ def orthogonalize(
       ValueError: an array that is no matrix, axes that it does not have, or an unknown name.
       TypeError: a leaf that is no floating array, or an option of the wrong kind.
 
+    Example:
+      >>> x = {"query": jnp.ones((3, 2)), "key": jnp.ones((3, 2))}
+      >>> found = jgrad.orthogonalize(x, coefficients="polar_express")
+      >>> jax.tree.map(jnp.shape, found)
+      {'key': (3, 2), 'query': (3, 2)}
+
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Amsel
       et al., "The Polar Express" (2025), algorithm 1.
     """

@@ -34,6 +34,16 @@ class Packed:
       buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves stay unpacked, as
         "leaf 3" for the leaf at index 3.
       layout: where the leaves are in the buffers.
+
+    Example:
+      >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> jax.tree.map(jnp.shape, packed.buffers)
+      {'float32': (2, 256)}
+      >>> print(packed)
+      Packed: 2 leaves, 8 elements, 98.4% padding
+        float32 (2, 256)
+          [0:1] ['b'] (2,)
+          [1:2] ['w'] (3, 2)
     """
 
     def __init__(self, buffers: Mapping[str, Any], layout: Layout) -> None:
@@ -108,6 +118,14 @@ def pack(
     Raises:
       TypeError: a leaf is not a floating array, or is packed already.
       ValueError: structures or shapes do not fit, or options are given beside `like`.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> packed = jgrad.pack(params)
+      >>> loss = lambda packed: jnp.sum(jgrad.unpack(packed)["w"] ** 2)
+      >>> grads = jax.grad(loss)(packed)
+      >>> grads.buffers["float32"].shape
+      (2, 256)
     """
     tree = checks.values_of(tree)
     if like is None:
@@ -154,6 +172,13 @@ def unpack(tree: PyTree) -> PyTree:
 
     Raises:
       ValueError: a buffer has another shape than in the layout, as outside of a `jax.vmap`.
+
+    Example:
+      >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> state = jgrad.adam(1e-3).init(packed)
+      >>> params, state = jgrad.unpack((packed, state))
+      >>> params["w"].shape, state.mw["w"].shape
+      ((3, 2), (3, 2))
     """
     return jax.tree.map(lambda x: _leaves(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
