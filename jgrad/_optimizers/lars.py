@@ -226,10 +226,10 @@ def lars(
     trust_coefficient: Scalar = 0.001,
     momentum: Scalar | None = 0.9,
     nesterov: bool = False,
+    epsilon: Scalar = 0.0,
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
     trust_ratio_mask: Mask = None,
-    epsilon: Scalar = 0.0,
     rate_in_momentum: bool = True,
     rule: LarsRule = "paper",
     norm_axes: PyTree = None,
@@ -255,12 +255,12 @@ def lars(
       trust_coefficient: eta of the paper, in [0, inf).
       momentum: decay of the buffer, in [0, 1); None for no buffer at all.
       nesterov: look ahead.
+      epsilon: added to the denominator, in [0, inf).
       weight_decay: in [0, inf); a number or a prefix tree.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       trust_ratio_mask: likewise; leaves with False (biases and normalisation, in most recipes) have
         ratio 1.
-      epsilon: added to the denominator, in [0, inf).
       rate_in_momentum: as above.
       rule: "paper" as above; "decayed_gradient", with |g + weight_decay w| + epsilon below the
         line, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay

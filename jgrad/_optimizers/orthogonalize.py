@@ -21,9 +21,9 @@ _NAME = "orthogonalize"
 def orthogonalize(
     x: PyTree,
     *,
+    coefficients: Any = "jordan",
     output_axes: PyTree = -1,
     layer_axes: PyTree = None,
-    coefficients: Any = "jordan",
     compute_dtype: DTypeLike | None = None,
 ) -> PyTree:
     """Each matrix with its singular values moved close to 1, its singular vectors kept.
@@ -35,12 +35,12 @@ def orthogonalize(
 
     Args:
       x: an array of a floating or complex dtype, with two axes or more, or a tree of them.
-      output_axes: axes that are the outputs of a matrix: an int or a tuple of ints, or a prefix
-        tree of those. What is neither here nor in `layer_axes` is input.
-      layer_axes: axes with a matrix for each index: likewise, or None.
       coefficients: "jordan", with which singular values end between 0.68 and 1.13 if none was below
         a hundredth of |x|; "you", between 0.97 and 1.04; "polar_express", between 0.85 and 1.15;
         "deepseek_v4", 1 to three digits; or a sequence of triples, one for each step.
+      output_axes: axes that are the outputs of a matrix: an int or a tuple of ints, or a prefix
+        tree of those. What is neither here nor in `layer_axes` is input.
+      layer_axes: axes with a matrix for each index: likewise, or None.
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         are in float32. None for float32 or wider, in JAX's default precision of products.
 

@@ -101,13 +101,13 @@ def pack(
         LARS and LAMB need no `layer_axes` of theirs; given, they have to agree.
       multiple_of: the number of blocks of a buffer is a multiple of this, so that it can be sharded
         over that many devices.
+      max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
+        all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
+        give some thousands where large leaves are most of the model.
       matrices: which leaves are matrices that `muon` is to see whole on each of `multiple_of`
         shards, inside `zero`: as in `muon`. With `layer_axes` each layer is a matrix. Each shard
         has as many matrices of each shape, some of them zeros, and then its part of the others.
         `multiple_of` has to be a multiple of the number of devices.
-      max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
-        all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
-        give some thousands where large leaves are most of the model.
       like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
         function that makes them. The subtrees of `tree` in their places are packed in their
         layouts; everything else is unchanged.
