@@ -206,7 +206,8 @@ MUTATIONS = [
     Mutation("_wrappers/skip_nonfinite.py", "branch: the update runs always", "wrapped.branch(finite, take, lambda: (inputs.zeros(), state.inner))", "take()", SKIP),
     Mutation("_wrappers/wrapped.py", "an eager branch is taken always", "return then() if use else otherwise()", "return then()", "tests/wrappers/test_accumulate.py"),
     # ---- Muon
-    Mutation("_layers/newton_schulz.py", "muon: a published epsilon", "norm.mantissa * divisor)", "norm.mantissa * divisor + 1e-7)", "tests/optimizers/test_muon.py"),
+    Mutation("_layers/newton_schulz.py", "muon: squares that overflow", "x = numerics.scaled(x, 1 / scale)", "x = x", "tests/optimizers/test_muon_edges.py"),
+    Mutation("_layers/newton_schulz.py", "muon: chunks are written to the first", "new, i * each, 0)", "new, 0 * i, 0)", "tests/layers/test_newton_schulz.py"),
     Mutation("_layers/newton_schulz.py", "muon: the norm of the whole stack", "LayerAxes(x.shape, stacked=(0,))", "LayerAxes(x.shape)", "tests/layers/test_newton_schulz.py"),
     Mutation("_layers/newton_schulz.py", "muon: the last chunk is left out", "chunks = -(-count // each)\n    missing", "chunks = count // each\n    missing", "tests/layers/test_newton_schulz.py"),
     Mutation("_layers/newton_schulz.py", "muon: no conjugate", "y = y.conj() if adjoint and jnp.iscomplexobj(y) else y", "y = y", "tests/optimizers/test_muon.py"),

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import jit_static_kwargs
-from jgrad._layers import norms
+from jgrad._layers import sums
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._trees import checks, values
 
@@ -112,28 +112,19 @@ def orthogonalized(
     x = numerics.widen(x, numerics.real_dtype(x))
     if 0 in x.shape:
         return x
-    steps = functools.partial(_iterated, coefficients=coefficients, compute_dtype=compute_dtype)
+    steps = functools.partial(_chunk, coefficients=coefficients, compute_dtype=compute_dtype)
     return jax.lax.platform_dependent(
-        _normalized(x, coefficients.divisor),
+        x,
         cpu=lambda x: _in_chunks(steps, x, _CPU_CHUNK),
         default=lambda x: _in_chunks(steps, x, _CHUNK),
     )
 
 
-def _normalized(x: jax.Array, divisor: float) -> jax.Array:
-    """X / (divisor |X|), at every scale of X; 0 where X is."""
-    layers = LayerAxes(x.shape, stacked=(0,))
-    ((norm,),) = norms.scaled_layer_norms([layers], [(leafwise.identity, (x,))])
-    one = jnp.ones_like(norm.mantissa)
-    zero = norm.mantissa == 0
-    by = jnp.where(zero, one, norm.mantissa * divisor)
-    # By two factors: the norm itself may be larger than any number.
-    x = numerics.scaled(x, layers.to_elements(jnp.where(zero, one, 1 / norm.scale)))
-    return x / layers.to_elements(by).astype(x.dtype)
-
-
 def _in_chunks(f: Any, x: jax.Array, size: int) -> jax.Array:
-    """`f` of the stack, some matrices at a time: as many as `size` bytes hold, and one at least."""
+    """`f` of the stack, some matrices at a time: as many as `size` bytes hold, and one at least.
+
+    Each chunk is written where it was read, so that results need no stack of their own.
+    """
     count, *shape = x.shape
     most = max(1, size // (math.prod(shape) * x.dtype.itemsize))
     if count <= most:
@@ -141,14 +132,47 @@ def _in_chunks(f: Any, x: jax.Array, size: int) -> jax.Array:
     chunks = -(-count // most)
     # So few chunks, of a size that divides the count if there is one that is not much smaller.
     each = next((k for k in range(most, most // 2, -1) if count % k == 0), -(-count // chunks))
-    if each == 1:
-        return jax.lax.map(f, x)
     chunks = -(-count // each)
     missing = chunks * each - count
     if missing:
         x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, missing, 0), (0, 0, 0), (0, 0, 0)))
-    x = jax.lax.map(f, x.reshape(chunks, each, *shape)).reshape(-1, *shape)
+
+    def body(i: jax.Array, x: jax.Array) -> jax.Array:
+        new = f(jax.lax.dynamic_slice_in_dim(x, i * each, each))
+        return jax.lax.dynamic_update_slice_in_dim(x, new, i * each, 0)
+
+    x = jax.lax.fori_loop(0, chunks, body, x)
     return x[:count] if missing else x
+
+
+def _chunk(
+    x: jax.Array, *, coefficients: Coefficients, compute_dtype: np.dtype | None
+) -> jax.Array:
+    """Each matrix of a chunk."""
+    x = _normalized(x, coefficients.divisor)
+    steps = functools.partial(_iterated, coefficients=coefficients, compute_dtype=compute_dtype)
+    # Products of one matrix are faster on CPUs than those of a stack of one.
+    return steps(x[0])[None] if len(x) == 1 else steps(x)
+
+
+def _normalized(x: jax.Array, divisor: float) -> jax.Array:
+    """X / (divisor |X|), at every scale of X; 0 where X is.
+
+    Scaled by its largest element always: a second pass over a chunk costs little beside products.
+    """
+    scale = jnp.max(jax.lax.stop_gradient(_magnitude(x)), axis=(1, 2), keepdims=True)
+    tiny = jnp.finfo(scale.dtype).tiny
+    # Normal numbers, as their reciprocals are; 1 for zeros, whose slopes are finite then.
+    scale = jnp.where(scale == 0, jnp.ones_like(scale), jnp.clip(scale, tiny, 1 / tiny))
+    x = numerics.scaled(x, 1 / scale)
+    f, xs = sums.of_call((leafwise.identity, (x,)), LayerAxes(x.shape, stacked=(0,)), None)
+    norm = numerics.safe_sqrt(f(*xs)).reshape(-1, 1, 1)
+    return numerics.scaled(x, 1 / jnp.where(norm == 0, jnp.ones_like(norm), norm * divisor))
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """|x|, or of complex numbers the larger part, which does not overflow."""
+    return jnp.maximum(abs(x.real), abs(x.imag)) if jnp.iscomplexobj(x) else abs(x)
 
 
 def _iterated(
