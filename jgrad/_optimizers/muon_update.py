@@ -164,7 +164,7 @@ def _muon_update(
         args["mw_tm1"],
         args["vw_tm1"],
         [Part(i, matrices=own) for i, own in enumerate(axes)],
-        MuonNumbers(args["momentum"], nesterov, rule, scale, coefficients, compute_dtype),
+        MuonNumbers(_NAME, args["momentum"], nesterov, rule, scale, coefficients, compute_dtype),
         AdamNumbers(args["step"], args["beta1"], args["beta2"], args["adam_epsilon"], "moments"),
     )
     updates = add_decay(direction, args["w"], args["decay_lambda"])

@@ -74,6 +74,7 @@ def orthogonalize(
     axes = [own for own in matrix_axes.of_leaves(layers, outputs, given) if own is not None]
     found = iter(
         groups.orthogonalized(
+            _NAME,
             [leaf for leaf in arg.leaves if leaf is not None],
             axes,
             coefficients=read_coefficients(_NAME, coefficients),
