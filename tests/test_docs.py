@@ -40,6 +40,11 @@ EXAMPLES = {
     "docs/recipes.md": 1,
     "docs/memory.md": 2,
     "docs/from_optax.md": 1,
+    # These by test_guides.py, test_from_pytorch.py and test_recipes_to_choose.py.
+    "docs/getting_started.md": 5,
+    "docs/half_precision.md": 4,
+    "docs/from_pytorch.md": 2,
+    "docs/choose_a_recipe.md": 14,
 }
 
 
