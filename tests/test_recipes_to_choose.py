@@ -119,7 +119,11 @@ def loss_of_a_list(names):
     )
 
 
-@pytest.mark.parametrize("recipe", [(STACKED,), (STACKED, MUON)], ids=["lamb", "muon"])
+@pytest.mark.parametrize(
+    "recipe",
+    [(STACKED,), pytest.param((STACKED, MUON), marks=pytest.mark.slow)],
+    ids=["lamb", "muon"],
+)
 def test_stacked_layers(recipe):
     """A stack trains as a list of layers does, without `layer_axes`."""
     names = after(*recipe)
@@ -158,7 +162,9 @@ def test_too_large():
     assert learns(values)
 
 
-@pytest.mark.parametrize("recipe", [JIT, ZERO], ids=["jit", "zero"])
+@pytest.mark.parametrize(
+    "recipe", [JIT, pytest.param(ZERO, marks=pytest.mark.slow)], ids=["jit", "zero"]
+)
 def test_many_devices(recipe):
     """The numbers of one device; each has its part of the moments."""
     names = after()

@@ -105,7 +105,8 @@ def test_kernels_of_pytorch():
     """(out, in): the scale is that of 16 outputs, sqrt(max(1, 16 / 48))."""
     names = run_example(PAGE, 0, {"jgrad": jgrad, "jnp": jnp})
     w = names["params"]
-    updates, _ = names["tx"].update(w, names["tx"].init(w), w)
+    updates, _ = jax.jit(names["tx"].update)(w, names["tx"].init(w), w)
     other = jgrad.muon(0.02, matrices=True, weight_decay=0.1, adam_learning_rate=3e-4)
-    transposed, _ = other.update({"w": w["w"].T}, other.init({"w": w["w"].T}), {"w": w["w"].T})
+    turned = {"w": w["w"].T}
+    transposed, _ = jax.jit(other.update)(turned, other.init(turned), turned)
     np.testing.assert_allclose(updates["w"], transposed["w"].T, rtol=1e-5)
