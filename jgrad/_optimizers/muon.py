@@ -42,6 +42,7 @@ def muon(
     adam_epsilon: Scalar = 1e-8,
     adam_weight_decay: PyTree = None,
     moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for matrices, AdamW for all other leaves.
 
@@ -95,6 +96,8 @@ def muon(
       adam_weight_decay: of all other leaves; None for `weight_decay`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         first moments in `Blocks`, as in `adam`, while second ones stay in float32.
+      full_precision: with "8bit", leaves whose first moment stays in float32: a prefix tree of
+        bools, or a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`. `vw` has None for matrices; in NorMuon
@@ -173,7 +176,7 @@ def muon(
         learning_rate=learning_rate,
         mw=True,
         vw=own.second_shapes,
-        moments=MomentOptions(moment_dtype, layer_axes=layer_axes),
+        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
         rates_of=rates_of,
     )
 
@@ -203,6 +206,7 @@ def scale_by_muon(
     beta2: Scalar = 0.95,
     adam_epsilon: Scalar = 1e-8,
     moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon's direction, for `optax.chain`: `muon` without learning rates, sign and decay.
 
@@ -226,6 +230,7 @@ def scale_by_muon(
       beta2: decay rate of Adam's second moment, and of NorMuon's, in [0, 1).
       adam_epsilon: added to the root of Adam's second moment, in [0, inf).
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
+      full_precision: with "8bit", leaves whose first moment stays in float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`, that of `muon`.
@@ -272,5 +277,5 @@ def scale_by_muon(
         learning_rate=UNSCALED,
         mw=True,
         vw=own.second_shapes,
-        moments=MomentOptions(moment_dtype, layer_axes=layer_axes),
+        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
     )

@@ -341,3 +341,25 @@ def test_chosen_by_a_function():
     w = model(dtype=np.float32)["others"]
     tx = jgrad.muon(0.1, matrices=rank_two, adam_learning_rate=0.1)
     assert jax.tree.map(jnp.shape, tx.init(w).vw) == {"bias": (5,), "embed": None}
+
+
+@pytest.mark.parametrize("rule", mostly_slow({"muon": "muon", "normuon": "normuon"}, "muon"))
+def test_first_moments_in_8_bits(rule):
+    """But for those kept by `full_precision`, whose training is that of float32."""
+    draw = lambda seed: jax.random.normal(jax.random.key(seed), (16, 256))
+    w = {"kept": draw(0), "coded": draw(1), "embed": draw(2)}
+    matrices = {"kept": True, "coded": True, "embed": False}
+    grads = [jax.tree.map(lambda x, i=i: jnp.sin(3 * x + i), w) for i in range(3)]
+    make = functools.partial(jgrad.muon, 0.1, matrices=matrices, adam_learning_rate=0.1, rule=rule)
+    kept = {"kept": True, "coded": False, "embed": False}
+    found, state = train(make(moment_dtype="8bit", full_precision=kept), w, grads)
+    expected, exact = train(make(), w, grads)
+    assert {name: x.dtype for name, x in state.mw.items()} == {
+        "kept": "float32", "coded": "int8", "embed": "int8"
+    }  # fmt: skip
+    assert {x.dtype for x in jax.tree.leaves(state.vw)} == {jnp.dtype("float32")}
+    assert_close(found["kept"], expected["kept"])
+    for name in ("coded", "embed"):
+        far = jnp.linalg.norm(found[name] - expected[name])
+        assert 0 < far < 0.1 * jnp.linalg.norm(expected[name] - w[name])
+    assert jax.tree.structure(jgrad.unquantized(state)) == jax.tree.structure(exact)
