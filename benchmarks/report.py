@@ -234,8 +234,9 @@ def rates(results: Sequence[Rate]) -> Section:
 
 _MUON_NOTE = """\
 Ours over `optax.contrib.muon`, with parameters and state donated: *step*, and *build*, tracing and
-compiling; *ms*: our median. *temporaries*: beside arguments and results, in copies of the parameters, ours and
-optax's; ours needs a stack of the matrices, of a tree the results once more, and a chunk."""
+compiling; *ms*: our median. *temporaries*: beside arguments and results, in copies of the
+parameters, ours and optax's; ours needs a stack of the matrices, of a tree the results once more,
+and a chunk."""
 
 
 def muon(results: Sequence[muon_benchmark.Result]) -> Section:
