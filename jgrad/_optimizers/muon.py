@@ -88,7 +88,7 @@ def muon(
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         and all else are in float32. None for float32, in JAX's default precision of products.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        first moments in `Blocks`, as in `adam`, while second ones stay in float32.
+        `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32.
       adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, only with
         "match_rms_adamw": rates for the other scales are far too large for Adam.
       beta1: decay rate of Adam's first moment, in [0, 1).
