@@ -1,88 +1,198 @@
 """jgrad: gradients and optimizers for JAX, as pure functions on pytrees.
 
-The public names, grouped by what they are for.
+The public names, by what they are for. `help(jgrad.adam)` explains one of them.
+
+Gradients
+
+    grad            the gradient of a function
+    value_and_grad  its value and gradient, from one evaluation
+    jac             its Jacobian
+    value_and_jac   its value and Jacobian, from one evaluation
+    hvp             the product of its Hessian with a vector
+    stop_gradient   the same values, as constants for differentiation
+
+Optimizers: `init`/`update` pairs, as optax has them
+
+    gradient_descent  gradient descent, with or without momentum
+    adam              Adam, and AdamW with weight decay
+    lars              LARS: momentum with a rate for each layer
+    lamb              LAMB: Adam with a rate for each layer
+    muon              Muon for matrices, AdamW for other leaves
+    hidden_matrices   which leaves Muon is for, by names and shapes
+
+Parts of optimizers, for `optax.chain`
+
+    scale_by_adam         Adam's direction
+    scale_by_muon         Muon's direction
+    scale_by_trust_ratio  the rate of each layer that LAMB takes
+    clip_by_global_norm   all gradients scaled down together
+    ema                   an exponential moving average of the parameters
+
+Wrappers: what goes around an optimizer
+
+    accumulate           one update for several mini-batches
+    skip_nonfinite       steps that are not finite are skipped; loss scaling
+    master_weights       float32 copies of half-precision parameters
+    stochastic_rounding  bfloat16 parameters without copies
+    schedule_free        an average of the steps in place of a schedule
+    offload              the state in host memory between steps
+    pack_small           small leaves packed inside each update
+    zero                 the state sharded over devices, inside `shard_map` or `pmap`
+
+Updates with explicit state
+
+    optimizer_update         weights after a step along a direction
+    gradient_descent_update  weights after a step of gradient descent
+    adam_step                Adam's direction and new moments
+    adam_update              weights and moments after a step of Adam
+    lars_update              weights after a step of LARS
+    lamb_update              weights and moments after a step of LAMB
+    muon_update              weights and moments after a step of Muon
+
+Functions of trees
+
+    orthogonalize  matrices with singular values close to 1
+    global_norm    the norm of all leaves together
+
+Packed trees: many arrays as one
+
+    pack    the leaves of a tree in one buffer per dtype
+    unpack  the tree again
+    Packed  what `pack` returns
+    Layout  where each leaf is in the buffers
+
+States of optimizers
+
+    state_shardings    how a state is sharded, for `jit` and for checkpoints
+    quantized          a state in the form of another, 8 bits included
+    unquantized        a state in 8 bits as arrays
+    OptState           state of every optimizer
+    Blocks             an array in 8 bits
+    AccumulateState    state of `accumulate`
+    SkipState          state of `skip_nonfinite`
+    MasterState        state of `master_weights`
+    StochasticState    state of `stochastic_rounding`
+    EmaState           state of `ema`
+    ScheduleFreeState  state of `schedule_free`
+
+Names kept for Ivy
+
+    execute_with_gradients  a value, and gradients of chosen outputs by chosen inputs
+    variable                a tree with floating leaves
+    is_variable             whether something is an array
+    variable_data           the array behind a variable: itself
+    inplace_update          the new value, in the shapes and dtypes of the old
+    inplace_increment       the sum, in the dtypes of the old value
+    inplace_decrement       the difference, in the dtypes of the old value
 """
 
-# Gradients.
-from jgrad._gradients.grad import (
-    grad as grad,
-    hvp as hvp,
-    stop_gradient as stop_gradient,
-    value_and_grad as value_and_grad,
-)
-from jgrad._gradients.jac import jac as jac, value_and_jac as value_and_jac
-
-# The state of every optimizer.
-from jgrad._inputs.state import OptState as OptState
-
-# Names kept for Ivy.
-from jgrad._ivy.execution import execute_with_gradients as execute_with_gradients
+from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
+from jgrad._gradients.jac import jac, value_and_jac
+from jgrad._inputs.state import OptState
+from jgrad._ivy.execution import execute_with_gradients
 from jgrad._ivy.variables import (
-    inplace_decrement as inplace_decrement,
-    inplace_increment as inplace_increment,
-    inplace_update as inplace_update,
-    is_variable as is_variable,
-    variable as variable,
-    variable_data as variable_data,
+    inplace_decrement,
+    inplace_increment,
+    inplace_update,
+    is_variable,
+    variable,
+    variable_data,
 )
-
-# Optimizers: a functional update with explicit state, and an `init`/`update` pair.
-from jgrad._optimizers.adam import (
-    adam as adam,
-    adam_step as adam_step,
-    adam_update as adam_update,
-    scale_by_adam as scale_by_adam,
-)
+from jgrad._optimizers.adam import adam, adam_step, adam_update, scale_by_adam
 from jgrad._optimizers.gradient_descent import (
-    gradient_descent as gradient_descent,
-    gradient_descent_update as gradient_descent_update,
-    optimizer_update as optimizer_update,
+    gradient_descent,
+    gradient_descent_update,
+    optimizer_update,
 )
-from jgrad._optimizers.hidden_matrices import hidden_matrices as hidden_matrices
-from jgrad._optimizers.lamb import (
-    lamb as lamb,
-    lamb_update as lamb_update,
-    scale_by_trust_ratio as scale_by_trust_ratio,
-)
-from jgrad._optimizers.lars import lars as lars, lars_update as lars_update
-from jgrad._optimizers.muon import muon as muon, scale_by_muon as scale_by_muon
-from jgrad._optimizers.muon_update import muon_update as muon_update
-from jgrad._optimizers.orthogonalize import orthogonalize as orthogonalize
-
-# Many arrays as one.
-from jgrad._packed.layouts import Layout as Layout
-from jgrad._packed.packing import Packed as Packed, pack as pack, unpack as unpack
-
-# An array in 8 bits.
-from jgrad._trees.blocks import Blocks as Blocks
-
-# Transformations around transformations, and what stands beside them.
-from jgrad._wrappers.accumulate import AccumulateState as AccumulateState, accumulate as accumulate
-from jgrad._wrappers.clip import (
-    clip_by_global_norm as clip_by_global_norm,
-    global_norm as global_norm,
-)
-from jgrad._wrappers.ema import EmaState as EmaState, ema as ema
-from jgrad._wrappers.master_weights import (
-    MasterState as MasterState,
-    master_weights as master_weights,
-)
-from jgrad._wrappers.offload import offload as offload
-from jgrad._wrappers.pack_small import pack_small as pack_small
-from jgrad._wrappers.quantized import quantized as quantized, unquantized as unquantized
-from jgrad._wrappers.schedule_free import (
-    ScheduleFreeState as ScheduleFreeState,
-    schedule_free as schedule_free,
-)
-from jgrad._wrappers.skip_nonfinite import SkipState as SkipState, skip_nonfinite as skip_nonfinite
-from jgrad._wrappers.state_shardings import state_shardings as state_shardings
-from jgrad._wrappers.stochastic_rounding import (
-    StochasticState as StochasticState,
-    stochastic_rounding as stochastic_rounding,
-)
-from jgrad._wrappers.zero import zero as zero
+from jgrad._optimizers.hidden_matrices import hidden_matrices
+from jgrad._optimizers.lamb import lamb, lamb_update, scale_by_trust_ratio
+from jgrad._optimizers.lars import lars, lars_update
+from jgrad._optimizers.muon import muon, scale_by_muon
+from jgrad._optimizers.muon_update import muon_update
+from jgrad._optimizers.orthogonalize import orthogonalize
+from jgrad._packed.layouts import Layout
+from jgrad._packed.packing import Packed, pack, unpack
+from jgrad._trees.blocks import Blocks
+from jgrad._wrappers.accumulate import AccumulateState, accumulate
+from jgrad._wrappers.clip import clip_by_global_norm, global_norm
+from jgrad._wrappers.ema import EmaState, ema
+from jgrad._wrappers.master_weights import MasterState, master_weights
+from jgrad._wrappers.offload import offload
+from jgrad._wrappers.pack_small import pack_small
+from jgrad._wrappers.quantized import quantized, unquantized
+from jgrad._wrappers.schedule_free import ScheduleFreeState, schedule_free
+from jgrad._wrappers.skip_nonfinite import SkipState, skip_nonfinite
+from jgrad._wrappers.state_shardings import state_shardings
+from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_rounding
+from jgrad._wrappers.zero import zero
 
 __version__ = "0.6.0"
 
-# The names above, for `help(jgrad)`. Modules are private.
-__all__ = [name for name in dir() if not name.startswith("_")]
+# In the groups and the order of the docstring.
+__all__ = [  # noqa: RUF022
+    # Gradients
+    "grad",
+    "value_and_grad",
+    "jac",
+    "value_and_jac",
+    "hvp",
+    "stop_gradient",
+    # Optimizers: `init`/`update` pairs, as optax has them
+    "gradient_descent",
+    "adam",
+    "lars",
+    "lamb",
+    "muon",
+    "hidden_matrices",
+    # Parts of optimizers, for `optax.chain`
+    "scale_by_adam",
+    "scale_by_muon",
+    "scale_by_trust_ratio",
+    "clip_by_global_norm",
+    "ema",
+    # Wrappers: what goes around an optimizer
+    "accumulate",
+    "skip_nonfinite",
+    "master_weights",
+    "stochastic_rounding",
+    "schedule_free",
+    "offload",
+    "pack_small",
+    "zero",
+    # Updates with explicit state
+    "optimizer_update",
+    "gradient_descent_update",
+    "adam_step",
+    "adam_update",
+    "lars_update",
+    "lamb_update",
+    "muon_update",
+    # Functions of trees
+    "orthogonalize",
+    "global_norm",
+    # Packed trees: many arrays as one
+    "pack",
+    "unpack",
+    "Packed",
+    "Layout",
+    # States of optimizers
+    "state_shardings",
+    "quantized",
+    "unquantized",
+    "OptState",
+    "Blocks",
+    "AccumulateState",
+    "SkipState",
+    "MasterState",
+    "StochasticState",
+    "EmaState",
+    "ScheduleFreeState",
+    # Names kept for Ivy
+    "execute_with_gradients",
+    "variable",
+    "is_variable",
+    "variable_data",
+    "inplace_update",
+    "inplace_increment",
+    "inplace_decrement",
+]

@@ -40,6 +40,11 @@ EXAMPLES = {
     "docs/recipes.md": 1,
     "docs/memory.md": 2,
     "docs/from_optax.md": 1,
+    # These by test_guides.py, test_from_pytorch.py and test_recipes_to_choose.py.
+    "docs/getting_started.md": 5,
+    "docs/half_precision.md": 4,
+    "docs/from_pytorch.md": 2,
+    "docs/choose_a_recipe.md": 14,
 }
 
 
@@ -221,8 +226,16 @@ def test_readme_names_what_there_is():
     assert len(found) > 30
 
 
-def test_help_lists_the_public_names():
+def test_help_lists_the_public_names_in_groups():
+    """Each once; `__all__` has the same groups, as comments."""
     assert sorted(jgrad.__all__) == sorted(PUBLIC)
+    found = re.findall(r"^(\S.*)\n\n((?:    \w+ +\S.*\n?)+)", jgrad.__doc__, re.MULTILINE)
+    groups = {head: re.findall(r"^    (\w+)  ", names, re.MULTILINE) for head, names in found}
+    assert [name for names in groups.values() for name in names] == jgrad.__all__
+    written = inspect.getsource(jgrad).partition("\n__all__ = ")[2]
+    assert re.findall(r"^    # (.*)$", written, re.MULTILINE) == list(groups)
+    for (head, names), rest in zip(groups.items(), written.split("    # ")[1:], strict=True):
+        assert re.findall(r'"(\w+)"', rest) == names, head
 
 
 @pytest.mark.parametrize(

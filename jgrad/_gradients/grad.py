@@ -52,6 +52,13 @@ def grad(
         one real floating array.
       ValueError: from the returned function: the output has several elements, or `argnums` is out
         of range.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2), "epoch": 4}
+      >>> loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
+      >>> grads = jgrad.grad(loss)(params, jnp.ones(3))
+      >>> jax.tree.map(jnp.shape, grads)
+      {'b': (2,), 'epoch': None, 'w': (3, 2)}
     """
     both = _value_and_grad("grad", func, argnums, has_aux=has_aux)
 
@@ -82,6 +89,13 @@ def value_and_grad(
 
     Raises:
       As `grad`.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
+      >>> value, grads = jgrad.value_and_grad(loss)(params, jnp.ones(3))
+      >>> value.shape, grads["w"].shape
+      ((), (3, 2))
     """
     return _value_and_grad("value_and_grad", func, argnums, has_aux=has_aux)
 
@@ -128,6 +142,13 @@ def hvp(func: Callable[..., Any], primals: Sequence[PyTree], tangents: Sequence[
       TypeError: `primals` or `tangents` is not a tuple or list, an argument has no floating leaf, a
         tangent is not one, or the output of `func` is not one real floating array.
       ValueError: lengths, structures or shapes do not match, or the output has several elements.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> loss = lambda params: jnp.sum(params["w"] ** 4) + jnp.sum(params["b"] ** 2)
+      >>> product = jgrad.hvp(loss, (params,), (params,))
+      >>> product["w"].shape
+      (3, 2)
     """
     for name, x in (("primals", primals), ("tangents", tangents)):
         if not isinstance(x, (tuple, list)):
@@ -165,6 +186,11 @@ def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None)
 
     Raises:
       NotImplementedError: `out` is given.
+
+    Example:
+      >>> targets = lambda w: jgrad.stop_gradient(jnp.tanh(w))
+      >>> bool(jgrad.grad(lambda w: jnp.sum(targets(w)))(jnp.ones(3)).any())
+      False
     """
     values.no_out("stop_gradient", out)
     return jax.tree.map(

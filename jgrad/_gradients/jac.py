@@ -46,6 +46,13 @@ def jac(func: Callable[..., Any], argnums: Argnums = 0, *, mode: Mode = None) ->
       TypeError: from the returned function: an argument has no floating leaf, or an output is not a
         real floating array.
       ValueError: `mode` or, from the returned function, `argnums` is not one of the possible.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> model = lambda params, x: x @ params["w"] + params["b"]
+      >>> jacobian = jgrad.jac(model)(params, jnp.ones(3))
+      >>> jacobian["w"].shape, jacobian["b"].shape
+      ((2, 3, 2), (2, 2))
     """
     both = _value_and_jac("jac", func, argnums, mode)
 
@@ -74,6 +81,13 @@ def value_and_jac(
 
     Raises:
       As `jac`.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> model = lambda params, x: x @ params["w"] + params["b"]
+      >>> value, jacobian = jgrad.value_and_jac(model)(params, jnp.ones(3))
+      >>> value.shape, jacobian["w"].shape
+      ((2,), (2, 3, 2))
     """
     return _value_and_jac("value_and_jac", func, argnums, mode)
 

@@ -27,6 +27,13 @@ class OptState(NamedTuple):
       step: number of updates done, an int32 scalar; it saturates.
       mw: first moment, or momentum; a tree like the parameters, with `Blocks` for arrays in 8 bits.
       vw: second moment, real; likewise.
+
+    Example:
+      >>> state = jgrad.adam(1e-3).init({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> state.step.dtype.name, state.mw["w"].shape, state.vw["b"].dtype.name
+      ('int32', (3, 2), 'float32')
+      >>> state.mu is state.mw, optax.tree.get(state, "step") is state.step
+      (True, True)
     """
 
     step: jax.Array

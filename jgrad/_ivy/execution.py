@@ -63,6 +63,16 @@ def execute_with_gradients(
     Raises:
       ValueError: a path does not exist, does not lead to an array, or leads to an output of several
         elements; or nothing is there to differentiate.
+
+    Example:
+      >>> xs = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> func = lambda xs: jnp.sum(xs["w"] ** 2) + jnp.sum(xs["b"])
+      >>> value, grads = jgrad.execute_with_gradients(func, xs)
+      >>> jax.tree.map(jnp.shape, grads)
+      {'b': (2,), 'w': (3, 2)}
+      >>> value, grads = jgrad.execute_with_gradients(func, xs, xs_grad_idxs=[["w"]])
+      >>> jax.tree.map(jnp.shape, grads)
+      {'w': (3, 2)}
     """
     inputs = _Inputs(xs, xs_grad_idxs)
     keys: list[str] = []

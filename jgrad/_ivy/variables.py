@@ -31,6 +31,11 @@ def variable(x: PyTree, /) -> PyTree:
 
     Raises:
       TypeError: a leaf is not a number or an array of numbers.
+
+    Example:
+      >>> x = jgrad.variable({"w": jnp.arange(6), "b": 0.5})
+      >>> x["w"].dtype.name, x["b"].shape
+      ('float32', ())
     """
     checks.arrays_or_numbers("variable", "x", x)
     return trees.map_leaves(numerics.floating, lists_as_arrays("variable", {"x": x})["x"])
@@ -45,6 +50,10 @@ def is_variable(x: Any, /, exclusive: bool = False) -> bool:
 
     Returns:
       True for an array, traced or not; always False if `exclusive` is set.
+
+    Example:
+      >>> jgrad.is_variable(jnp.ones(3)), jgrad.is_variable("relu")
+      (True, False)
     """
     return isinstance(x, jax.Array) and not exclusive
 
@@ -57,6 +66,11 @@ def variable_data(x: PyTree, /) -> PyTree:
 
     Returns:
       `x`.
+
+    Example:
+      >>> x = {"w": jnp.ones((3, 2))}
+      >>> jgrad.variable_data(x) is x
+      True
     """
     return x
 
@@ -78,6 +92,12 @@ def inplace_update(x: PyTree, val: PyTree, /) -> PyTree:
       ValueError: structures or shapes do not match.
       TypeError: a leaf is not a number or an array of numbers, or `val` has a dtype that `x` cannot
         hold.
+
+    Example:
+      >>> x = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2, jnp.bfloat16)}
+      >>> new = jgrad.inplace_update(x, 5)
+      >>> new["w"].shape, new["b"].dtype.name
+      ((3, 2), 'bfloat16')
     """
     return _combined("inplace_update", x, val, lambda x, val: val)
 
@@ -97,6 +117,12 @@ def inplace_increment(x: PyTree, val: PyTree, /) -> PyTree:
 
     Raises:
       As `inplace_update`.
+
+    Example:
+      >>> x = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2, jnp.bfloat16)}
+      >>> new = jgrad.inplace_increment(x, {"w": jnp.ones(2), "b": 0.5})
+      >>> new["w"].shape, new["b"].dtype.name
+      ((3, 2), 'bfloat16')
     """
     return _combined("inplace_increment", x, val, jnp.add)
 
@@ -116,6 +142,12 @@ def inplace_decrement(x: PyTree, val: PyTree, /) -> PyTree:
 
     Raises:
       As `inplace_update`.
+
+    Example:
+      >>> x = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2, jnp.bfloat16)}
+      >>> new = jgrad.inplace_decrement(x, x)
+      >>> new["w"].shape, new["b"].dtype.name
+      ((3, 2), 'bfloat16')
     """
     return _combined("inplace_decrement", x, val, jnp.subtract)
 

@@ -223,6 +223,13 @@ def adam_step(
       TypeError: a leaf is not a number or an array of numbers, or is complex beside a real one.
       NotImplementedError: `out` is given.
 
+    Example:
+      >>> grads = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+      >>> zeros = jax.tree.map(jnp.zeros_like, grads)
+      >>> delta, mw, vw = jgrad.adam_step(grads, zeros, zeros, 1, beta2=0.99)
+      >>> jax.tree.map(jnp.shape, delta)
+      {'b': (2,), 'w': (3, 2)}
+
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     check_bias_correction("adam_step", bias_correction)
@@ -300,6 +307,14 @@ def adam_update(
 
     Raises:
       As `adam_step`; TypeError also where `w` has an integer leaf.
+
+    Example:
+      >>> w = grads = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}
+      >>> mw = vw = jax.tree.map(lambda x: jnp.zeros(x.shape), w)
+      >>> rates = {"w": 1e-3, "b": 1e-2}
+      >>> w, mw, vw = jgrad.adam_update(w, grads, rates, mw, vw, 1)
+      >>> w["w"].dtype.name, mw["w"].dtype.name
+      ('bfloat16', 'float32')
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
@@ -401,6 +416,16 @@ def adam(
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
 
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> tx = jgrad.adam(1e-3, weight_decay=0.1, weight_decay_mask={"w": True, "b": False})
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> int(state.step), state.mw["w"].shape
+      (1, (3, 2))
+
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2;
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
@@ -450,6 +475,14 @@ def scale_by_adam(
 
     Raises:
       As `adam`.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = optax.chain(jgrad.scale_by_adam(beta2=0.99), optax.scale(-1e-3))
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state)
+      >>> int(state[0].step), updates["w"].shape
+      (1, (3, 2))
 
     Source: as `adam`.
     """

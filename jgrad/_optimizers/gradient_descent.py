@@ -63,6 +63,12 @@ def optimizer_update(
       ValueError: structures or shapes do not match, or a Python number is not finite.
       TypeError: `w` has an integer leaf, or an argument has one that is not numeric.
       NotImplementedError: `out` is given.
+
+    Example:
+      >>> w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> new = jgrad.optimizer_update(w, jax.tree.map(jnp.sign, w), 0.1)
+      >>> jax.tree.map(jnp.shape, new)
+      {'b': (2,), 'w': (3, 2)}
     """
     return _optimizer_update(
         w=w, effective_grad=effective_grad, lr=lr, stop_gradients=stop_gradients, out=out
@@ -94,6 +100,13 @@ def gradient_descent_update(
 
     Raises:
       As `optimizer_update`.
+
+    Example:
+      >>> w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> grads = jax.tree.map(jnp.ones_like, w)
+      >>> new = jgrad.gradient_descent_update(w, grads, {"w": 0.1, "b": 0.01})
+      >>> jax.tree.map(jnp.shape, new)
+      {'b': (2,), 'w': (3, 2)}
     """
     return _gradient_descent_update(w=w, dcdw=dcdw, lr=lr, stop_gradients=stop_gradients, out=out)
 
@@ -145,6 +158,14 @@ def gradient_descent(
     Raises:
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.gradient_descent(lambda done: jnp.where(done < 100, 0.1, 0.01), momentum=0.9)
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> int(state.step), state.mw["w"].shape, state.vw
+      (1, (3, 2), None)
 
     Source: Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum
       in deep learning" (2013), section 2.

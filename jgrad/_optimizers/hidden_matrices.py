@@ -103,6 +103,14 @@ def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
     Raises:
       TypeError: an option of the wrong kind.
 
+    Example:
+      >>> params = {"embed": jnp.ones((9, 3)), "mlp": {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}}
+      >>> matrices = jgrad.hidden_matrices()
+      >>> print(matrices.describe(params))
+      Adam  ['embed']     (9, 3)  'embed' in 'embed'
+      Adam  ['mlp']['b']  (2,)  one axis
+      Muon  ['mlp']['w']  (3, 2)
+
     Source: the choice of leaves is that of the README of Keller Jordan's `Muon` (2024).
     """
     is_words = not isinstance(exclude, str) and all(isinstance(x, str) for x in exclude)

@@ -187,6 +187,14 @@ def lamb_update(
     Raises:
       As `adam_update`.
 
+    Example:
+      >>> w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> grads = jax.tree.map(jnp.ones_like, w)
+      >>> mw = vw = jax.tree.map(jnp.zeros_like, w)
+      >>> w, mw, vw = jgrad.lamb_update(w, grads, 1e-3, mw, vw, 1, decay_lambda=0.01)
+      >>> jax.tree.map(jnp.shape, w)
+      {'b': (2,), 'w': (3, 2)}
+
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
@@ -321,6 +329,14 @@ def lamb(
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
 
+    Example:
+      >>> params = grads = {"w": jnp.ones((12, 3, 2)), "b": jnp.zeros((12, 2))}
+      >>> tx = jgrad.lamb(1e-3, weight_decay=0.01, layer_axes=0)  # twelve layers, for lax.scan
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> updates["w"].shape, state.vw["b"].shape
+      ((12, 3, 2), (12, 2))
+
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
@@ -389,6 +405,13 @@ def scale_by_trust_ratio(
     Raises:
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = optax.chain(optax.scale_by_rms(), jgrad.scale_by_trust_ratio(), optax.scale(-1e-3))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> jax.tree.map(jnp.shape, updates)
+      {'b': (2,), 'w': (3, 2)}
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
       (2020).

@@ -164,6 +164,13 @@ def lars_update(
     Raises:
       As `optimizer_update`.
 
+    Example:
+      >>> w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> grads = jax.tree.map(jnp.ones_like, w)
+      >>> new = jgrad.lars_update(w, grads, 0.1, trust_coefficient=0.001, decay_lambda=1e-4)
+      >>> jax.tree.map(jnp.shape, new)
+      {'b': (2,), 'w': (3, 2)}
+
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1.
     """
@@ -219,10 +226,10 @@ def lars(
     trust_coefficient: Scalar = 0.001,
     momentum: Scalar | None = 0.9,
     nesterov: bool = False,
+    epsilon: Scalar = 0.0,
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
     trust_ratio_mask: Mask = None,
-    epsilon: Scalar = 0.0,
     rate_in_momentum: bool = True,
     rule: LarsRule = "paper",
     norm_axes: PyTree = None,
@@ -248,12 +255,12 @@ def lars(
       trust_coefficient: eta of the paper, in [0, inf).
       momentum: decay of the buffer, in [0, 1); None for no buffer at all.
       nesterov: look ahead.
+      epsilon: added to the denominator, in [0, inf).
       weight_decay: in [0, inf); a number or a prefix tree.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       trust_ratio_mask: likewise; leaves with False (biases and normalisation, in most recipes) have
         ratio 1.
-      epsilon: added to the denominator, in [0, inf).
       rate_in_momentum: as above.
       rule: "paper" as above; "decayed_gradient", with |g + weight_decay w| + epsilon below the
         line, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
@@ -277,6 +284,15 @@ def lars(
     Raises:
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+      >>> tx = jgrad.lars(1.0, weight_decay=1e-4, weight_decay_mask=mask, trust_ratio_mask=mask)
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> state.mw["w"].shape, state.vw
+      ((3, 2), None)
 
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.

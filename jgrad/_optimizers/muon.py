@@ -32,16 +32,16 @@ def muon(
     coefficients: Any = "jordan",
     rule: MuonRule = "muon",
     output_axes: PyTree = LAST,
-    layer_axes: PyTree = None,
     norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
     share_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
-    moment_dtype: MomentDType = None,
     adam_learning_rate: LearningRate = None,
     beta1: Scalar = 0.9,
     beta2: Scalar = 0.95,
     adam_epsilon: Scalar = 1e-8,
     adam_weight_decay: PyTree = None,
+    moment_dtype: MomentDType = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for matrices, AdamW for all other leaves.
 
@@ -76,25 +76,25 @@ def muon(
       output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
         those. The last, as in flax and haiku; 0 in equinox and PyTorch. What is neither an output
         nor in `layer_axes` is input, so that the kernel of a convolution is one matrix.
-      layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
-        heads. An int, a tuple of ints, or None, or a prefix tree of those.
       norm_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those: a
         matrix of which a device has a part is gathered, and the part of the result kept. None is
         an error there where JAX does not know that a leaf is whole, as it does for replicated
         parameters with `check_vma=True`.
+      layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
+        heads. An int, a tuple of ints, or None, or a prefix tree of those.
       share_over: under `jit`, a mesh axis or a tuple of axes over which the matrices of a shape are
         dealt out, so that each device iterates over some of them and no iteration waits for
         another device. The mesh is that of the leaves, or that of `jax.set_mesh`.
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         and all else are in float32. None for float32, in JAX's default precision of products.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32.
       adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, only with
         "match_rms_adamw": rates for the other scales are far too large for Adam.
       beta1: decay rate of Adam's first moment, in [0, 1).
       beta2: decay rate of Adam's second moment, and of NorMuon's, in [0, 1).
       adam_epsilon: added to the root of Adam's second moment, in [0, inf).
       adam_weight_decay: of all other leaves; None for `weight_decay`.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
+        `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`. `vw` has None for matrices; in NorMuon
@@ -103,6 +103,14 @@ def muon(
     Raises:
       ValueError: a Python number out of range, an unknown name, or no `adam_learning_rate`.
       TypeError: an option of the wrong kind, or no `matrices`.
+
+    Example:
+      >>> params = grads = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.muon(0.02, matrices=jgrad.hidden_matrices(), adam_learning_rate=3e-4)
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> jax.tree.map(jnp.shape, state.vw)
+      {'b': (2,), 'embed': (9, 3), 'w': None}
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
       `muon.py` there; "match_rms_adamw": Liu et al., "Muon is Scalable for LLM Training" (2025),
@@ -187,14 +195,14 @@ def scale_by_muon(
     coefficients: Any = "jordan",
     rule: MuonRule = "muon",
     output_axes: PyTree = LAST,
-    layer_axes: PyTree = None,
     norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
     share_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
-    moment_dtype: MomentDType = None,
     beta1: Scalar = 0.9,
     beta2: Scalar = 0.95,
     adam_epsilon: Scalar = 1e-8,
+    moment_dtype: MomentDType = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon's direction, for `optax.chain`: `muon` without learning rates, sign and decay.
 
@@ -210,20 +218,28 @@ def scale_by_muon(
       coefficients: of Newton-Schulz.
       rule: "muon" or "normuon".
       output_axes: which axes of a leaf are outputs.
-      layer_axes: axes of a leaf with a matrix for each index.
       norm_axes: what is cut inside `shard_map`.
+      layer_axes: axes of a leaf with a matrix for each index.
       share_over: mesh axes over which matrices are dealt out under `jit`.
       compute_dtype: dtype to which factors of matrix products are rounded.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
       beta1: decay rate of Adam's first moment, in [0, 1).
       beta2: decay rate of Adam's second moment, and of NorMuon's, in [0, 1).
       adam_epsilon: added to the root of Adam's second moment, in [0, inf).
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`, that of `muon`.
 
     Raises:
       As `muon`.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> direction = jgrad.scale_by_muon(matrices={"w": True, "b": False}, scale="match_rms_adamw")
+      >>> tx = optax.chain(direction, optax.scale(-1e-3))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> jax.tree.map(jnp.shape, updates)
+      {'b': (2,), 'w': (3, 2)}
 
     Source: as `muon`.
     """

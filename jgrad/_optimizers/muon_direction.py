@@ -76,6 +76,7 @@ class MuonNumbers(NamedTuple):
     """The numbers and options of Muon's direction.
 
     Attributes:
+      function: whose errors they are.
       momentum: decay rate of the average of gradients; one, or a list with one per part.
       nesterov: whether to look ahead.
       rule: "muon" or "normuon".
@@ -85,6 +86,7 @@ class MuonNumbers(NamedTuple):
       share_over: mesh axes over which matrices are dealt out under `jit`.
     """
 
+    function: str
     momentum: BetaForms
     nesterov: bool
     rule: MuonRule
@@ -136,6 +138,7 @@ def directions(
     cut = [x for i in own if (x := parts[i].matrices) is not None]
     axes = [x.whole for x in cut]
     found = groups.orthogonalized(
+        muon.function,
         [x.gathered(parts[i].to_matrices(ahead[i])) for i, x in zip(own, cut, strict=True)],
         axes,
         coefficients=muon.coefficients,
@@ -248,6 +251,7 @@ class MuonOptions(NamedTuple):
         """The numbers of one update; errors of the transformation `name` where they are wrong."""
         return (
             MuonNumbers(
+                function=name,
                 momentum=numbers.beta(name, "momentum", momentum),
                 nesterov=self.nesterov,
                 rule=self.rule,

@@ -92,6 +92,15 @@ def muon_update(
     Raises:
       As `adam_update` and `muon`.
 
+    Example:
+      >>> w = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> mw = jax.tree.map(jnp.zeros_like, w)
+      >>> rates, matrices = {"w": 0.02, "b": 3e-4}, {"w": True, "b": False}
+      >>> vw = {"w": None, "b": jnp.zeros(2)}
+      >>> w, mw, vw = jgrad.muon_update(w, grads, rates, mw, vw, 1, matrices=matrices)
+      >>> jax.tree.map(jnp.shape, w)
+      {'b': (2,), 'w': (3, 2)}
+
     Source: as `muon`.
     """
     check_matrices(_NAME, matrices)
@@ -155,7 +164,7 @@ def _muon_update(
         args["mw_tm1"],
         args["vw_tm1"],
         [Part(i, matrices=own) for i, own in enumerate(axes)],
-        MuonNumbers(args["momentum"], nesterov, rule, scale, coefficients, compute_dtype),
+        MuonNumbers(_NAME, args["momentum"], nesterov, rule, scale, coefficients, compute_dtype),
         AdamNumbers(args["step"], args["beta1"], args["beta2"], args["adam_epsilon"], "moments"),
     )
     updates = add_decay(direction, args["w"], args["decay_lambda"])

@@ -21,9 +21,9 @@ _NAME = "orthogonalize"
 def orthogonalize(
     x: PyTree,
     *,
+    coefficients: Any = "jordan",
     output_axes: PyTree = -1,
     layer_axes: PyTree = None,
-    coefficients: Any = "jordan",
     compute_dtype: DTypeLike | None = None,
 ) -> PyTree:
     """Each matrix with its singular values moved close to 1, its singular vectors kept.
@@ -35,12 +35,12 @@ def orthogonalize(
 
     Args:
       x: an array of a floating or complex dtype, with two axes or more, or a tree of them.
-      output_axes: axes that are the outputs of a matrix: an int or a tuple of ints, or a prefix
-        tree of those. What is neither here nor in `layer_axes` is input.
-      layer_axes: axes with a matrix for each index: likewise, or None.
       coefficients: "jordan", with which singular values end between 0.68 and 1.13 if none was below
         a hundredth of |x|; "you", between 0.97 and 1.04; "polar_express", between 0.85 and 1.15;
         "deepseek_v4", 1 to three digits; or a sequence of triples, one for each step.
+      output_axes: axes that are the outputs of a matrix: an int or a tuple of ints, or a prefix
+        tree of those. What is neither here nor in `layer_axes` is input.
+      layer_axes: axes with a matrix for each index: likewise, or None.
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         are in float32. None for float32 or wider, in JAX's default precision of products.
 
@@ -50,6 +50,12 @@ def orthogonalize(
     Raises:
       ValueError: an array that is no matrix, axes that it does not have, or an unknown name.
       TypeError: a leaf that is no floating array, or an option of the wrong kind.
+
+    Example:
+      >>> x = {"query": jnp.ones((3, 2)), "key": jnp.ones((3, 2))}
+      >>> found = jgrad.orthogonalize(x, coefficients="polar_express")
+      >>> jax.tree.map(jnp.shape, found)
+      {'key': (3, 2), 'query': (3, 2)}
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Amsel
       et al., "The Polar Express" (2025), algorithm 1.
@@ -68,6 +74,7 @@ def orthogonalize(
     axes = [own for own in matrix_axes.of_leaves(layers, outputs, given) if own is not None]
     found = iter(
         groups.orthogonalized(
+            _NAME,
             [leaf for leaf in arg.leaves if leaf is not None],
             axes,
             coefficients=read_coefficients(_NAME, coefficients),

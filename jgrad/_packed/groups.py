@@ -25,6 +25,7 @@ from jgrad._packed import splitting
 
 
 def orthogonalized(
+    function: str,
     arrays: Sequence[jax.Array],
     axes: Sequence[MatrixAxes],
     *,
@@ -35,6 +36,7 @@ def orthogonalized(
     """Each matrix of each array, in float32 or wider.
 
     Args:
+      function: whose errors they are.
       arrays: in which the matrices are.
       axes: where they are.
       coefficients: of Newton-Schulz.
@@ -53,7 +55,7 @@ def orthogonalized(
     for members in groups.values():
         counts, own = [axes[i].count for i in members], [stacks[i] for i in members]
         if share_over:
-            mesh = _mesh(arrays, share_over)
+            mesh = _mesh(function, arrays, share_over)
             parts = jax.lax.split(_shared(steps, _concatenated(own), mesh, share_over), counts)
         else:
             parts = _split(steps(_joined(own)), counts)
@@ -85,7 +87,7 @@ def _shared(steps: Function, x: jax.Array, mesh: Any, share_over: tuple[str, ...
     return x[:count]
 
 
-def _mesh(arrays: Sequence[jax.Array], share_over: tuple[str, ...]) -> Any:
+def _mesh(function: str, arrays: Sequence[jax.Array], share_over: tuple[str, ...]) -> Any:
     """The mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
@@ -93,8 +95,9 @@ def _mesh(arrays: Sequence[jax.Array], share_over: tuple[str, ...]) -> Any:
             return mesh
     names = ", ".join(map(repr, share_over))
     raise ValueError(
-        f"muon: `share_over`: no mesh with {names} here, expected leaves with a NamedSharding on "
-        "such a mesh, or a call of the compiled function under `jax.set_mesh(mesh)`."
+        f"{function}: `share_over`: no mesh with {names} here, expected leaves with a "
+        "NamedSharding on such a mesh, or a call of the compiled function under "
+        "`jax.set_mesh(mesh)`."
     )
 
 

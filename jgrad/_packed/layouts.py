@@ -54,6 +54,13 @@ class Layout:
         shapes are on this device.
       width: elements of a block.
       deals: (name, deal) of each buffer whose matrices are dealt out to shards.
+
+    Example:
+      >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> packed.layout.shapes
+      (('float32', (2, 256)),)
+      >>> packed.layout.tree()["w"].shape
+      (3, 2)
     """
 
     structure: Any

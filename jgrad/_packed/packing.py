@@ -34,6 +34,16 @@ class Packed:
       buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves stay unpacked, as
         "leaf 3" for the leaf at index 3.
       layout: where the leaves are in the buffers.
+
+    Example:
+      >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> jax.tree.map(jnp.shape, packed.buffers)
+      {'float32': (2, 256)}
+      >>> print(packed)
+      Packed: 2 leaves, 8 elements, 98.4% padding
+        float32 (2, 256)
+          [0:1] ['b'] (2,)
+          [1:2] ['w'] (3, 2)
     """
 
     def __init__(self, buffers: Mapping[str, Any], layout: Layout) -> None:
@@ -91,13 +101,13 @@ def pack(
         LARS and LAMB need no `layer_axes` of theirs; given, they have to agree.
       multiple_of: the number of blocks of a buffer is a multiple of this, so that it can be sharded
         over that many devices.
+      max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
+        all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
+        give some thousands where large leaves are most of the model.
       matrices: which leaves are matrices that `muon` is to see whole on each of `multiple_of`
         shards, inside `zero`: as in `muon`. With `layer_axes` each layer is a matrix. Each shard
         has as many matrices of each shape, some of them zeros, and then its part of the others.
         `multiple_of` has to be a multiple of the number of devices.
-      max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
-        all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
-        give some thousands where large leaves are most of the model.
       like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
         function that makes them. The subtrees of `tree` in their places are packed in their
         layouts; everything else is unchanged.
@@ -108,6 +118,14 @@ def pack(
     Raises:
       TypeError: a leaf is not a floating array, or is packed already.
       ValueError: structures or shapes do not fit, or options are given beside `like`.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> packed = jgrad.pack(params)
+      >>> loss = lambda packed: jnp.sum(jgrad.unpack(packed)["w"] ** 2)
+      >>> grads = jax.grad(loss)(packed)
+      >>> grads.buffers["float32"].shape
+      (2, 256)
     """
     tree = checks.values_of(tree)
     if like is None:
@@ -154,6 +172,13 @@ def unpack(tree: PyTree) -> PyTree:
 
     Raises:
       ValueError: a buffer has another shape than in the layout, as outside of a `jax.vmap`.
+
+    Example:
+      >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> state = jgrad.adam(1e-3).init(packed)
+      >>> params, state = jgrad.unpack((packed, state))
+      >>> params["w"].shape, state.mw["w"].shape
+      ((3, 2), (3, 2))
     """
     return jax.tree.map(lambda x: _leaves(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 

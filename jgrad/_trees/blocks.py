@@ -19,6 +19,15 @@ class Blocks(NamedTuple):
         (..., n / 256) where the last axis n is a multiple of 256; else (blocks,) of the flattened
         array, or where layers are stacked (..., blocks), with the size of each stacked axis and 1
         for each other one.
+
+    Example:
+      >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
+      >>> state = tx.init({"w": jnp.ones((64, 256)), "b": jnp.zeros(256)})
+      >>> codes, scale = state.mw["w"]
+      >>> codes.dtype.name, codes.shape, scale.shape
+      ('int8', (64, 256), (64, 1))
+      >>> state.mw["b"].dtype.name  # below 4096 elements
+      'float32'
     """
 
     codes: jax.Array

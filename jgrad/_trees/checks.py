@@ -203,7 +203,8 @@ def parameters(arg: ArgLeaves) -> list[Any]:
         if x is None:
             continue
         if not is_numeric(x):
-            remedy = "leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`"
+            does = "as `eqx.filter(model, eqx.is_inexact_array)` does"
+            remedy = f"put None in the place of other leaves, {does}"
             arg.fail(i, TypeError, f"{describe(x)}, expected an array of numbers; {remedy}")
     return list(arg.leaves)
 

@@ -34,6 +34,13 @@ class AccumulateState(NamedTuple):
       skipped: mini-batches left out since the start; it saturates.
       total: sum of the gradients of this window; a tree like the parameters, in float32 or wider.
       inner: state of the transformation inside.
+
+    Example:
+      >>> state = jgrad.accumulate(jgrad.adam(1e-3), every=4).init({"w": jnp.ones((3, 2))})
+      >>> int(state.mini_step), int(state.skipped), state.total["w"].shape
+      (0, 0, (3, 2))
+      >>> int(state.inner.step)
+      0
     """
 
     mini_step: jax.Array
@@ -99,6 +106,15 @@ def accumulate(
     Raises:
       ValueError: `every` below 1.
       TypeError: `tx` is not a transformation, or `every` is not an int.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.accumulate(jgrad.gradient_descent(0.1), every=2)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
+      >>> for _ in range(3):
+      ...     updates, state = update(grads, state, params)
+      >>> int(state.mini_step), int(state.inner.step)
+      (1, 1)
     """
     tx = wrapped.transformation(_NAME, tx)
     values.count(_NAME, "every", every)

@@ -61,6 +61,13 @@ def clip_by_global_norm(
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
 
+    Example:
+      >>> grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.gradient_descent(0.1))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+      >>> bool(jgrad.global_norm(updates) < 0.11)
+      True
+
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks"
       (2013), algorithm 1.
     """
@@ -115,6 +122,11 @@ def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
     Raises:
       TypeError: a leaf is not an array.
       ValueError: `norm_axes` does not fit the tree.
+
+    Example:
+      >>> norm = jgrad.global_norm({"w": jnp.full((3, 2), 1e30), "b": jnp.zeros(2)})
+      >>> norm.shape, bool(jnp.isfinite(norm))
+      ((), True)
     """
     arg, inexact = _inexact("global_norm", "tree", tree)
     norm = trust.global_norm(inexact, _layers(arg, tree, norm_axes))

@@ -29,6 +29,11 @@ class EmaState(NamedTuple):
     Attributes:
       done: number of updates, an int32 scalar; it saturates.
       average: a tree like the parameters, float32 for half-precision ones.
+
+    Example:
+      >>> state = jgrad.ema(0.999).init({"w": jnp.ones((3, 2), jnp.bfloat16)})
+      >>> int(state.done), state.average["w"].shape, state.average["w"].dtype.name
+      (0, (3, 2), 'float32')
     """
 
     done: jax.Array
@@ -61,6 +66,14 @@ def ema(
     Raises:
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = optax.chain(jgrad.gradient_descent(0.1), jgrad.ema(0.999))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> average = optax.tree.get(state, "average")
+      >>> jax.tree.map(jnp.shape, average)
+      {'b': (2,), 'w': (3, 2)}
 
     Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992), in
       the exponential form of Tarvainen and Valpola (2017), section 2.

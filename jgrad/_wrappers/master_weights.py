@@ -23,6 +23,14 @@ class MasterState(NamedTuple):
     Attributes:
       master: a float32 copy of each half-precision parameter, None for each other one.
       inner: state of the transformation inside.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}
+      >>> state = jgrad.master_weights(jgrad.adam(1e-3)).init(params)
+      >>> state.master["w"].dtype.name, state.master["b"]
+      ('float32', None)
+      >>> int(state.inner.step)
+      0
     """
 
     master: PyTree
@@ -54,6 +62,13 @@ def master_weights(
 
     Raises:
       TypeError: `tx` is not a transformation.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}
+      >>> tx = jgrad.master_weights(jgrad.gradient_descent(1e-4))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> bool((state.master["w"] < 1).all()), bool((updates["w"] == 0).all())
+      (True, True)
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
     """

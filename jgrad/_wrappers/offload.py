@@ -20,7 +20,11 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     The numbers are those of `tx`, bit for bit. Between steps the state takes no device memory; each
     step copies it to the device and back. Shardings stay, and the memory kind is `pinned_host`,
-    also for the results of `jax.jit` without `out_shardings`. Old states can be donated.
+    also for the results of `jax.jit` without `out_shardings`.
+
+    Donate parameters and state together, and return both in that order. In any other order, or
+    with the state alone, JAX 0.10 may pair an array on the host with a result of the same shape on
+    the device, and the process aborts.
 
     Put it outside of everything else: `offload(skip_nonfinite(accumulate(tx, 4)))`. Other wrappers
     of this library refuse it, since they compute with the state inside. In `optax.chain` it
@@ -44,6 +48,14 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
       ValueError: `tx` is an `offload`, or has one inside.
       RuntimeError: in `init` and `update`, on an accelerator without memory of the kind
         `pinned_host`, or with a JAX that has no `jax.memory`.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.offload(jgrad.gradient_descent(0.1, momentum=0.9))
+      >>> state = tx.init(params)  # in host memory
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> int(state.step), state.mw["w"].shape
+      (1, (3, 2))
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), section
       4, for the state in host memory; here the update stays on the device.

@@ -47,6 +47,15 @@ def pack_small(
     Raises:
       ValueError: `max_size` below 0.
       TypeError: `tx` is not a transformation, or `max_size` is not an int.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.pack_small(jgrad.gradient_descent(0.1, momentum=0.9))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> updates["w"].shape, state.mw.buffers["float32"].shape
+      ((3, 2), (2, 256))
+      >>> jgrad.unpack(state).mw["w"].shape
+      (3, 2)
     """
     tx = wrapped.transformation(_NAME, tx)
     values.count(_NAME, "max_size", max_size, low=0)

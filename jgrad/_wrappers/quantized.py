@@ -30,6 +30,12 @@ def unquantized(state: PyTree) -> PyTree:
     Raises:
       TypeError: codes that are not int8 or uint8.
       ValueError: scales of other blocks than those of 256 elements.
+
+    Example:
+      >>> state = jgrad.adam(1e-3, moment_dtype="8bit").init({"w": jnp.ones((64, 256))})
+      >>> arrays = jgrad.unquantized(state)
+      >>> arrays.mw["w"].shape, arrays.mw["w"].dtype.name
+      ((64, 256), 'float32')
     """
     arg = ArgLeaves.from_tree("unquantized", "state", state)
     for i, x in enumerate(arg.leaves):
@@ -59,6 +65,14 @@ def quantized(state: PyTree, *, like: PyTree) -> PyTree:
     Raises:
       ValueError: structures or shapes differ, or scales are those of other blocks.
       TypeError: codes of another dtype, or an array where `like` has none.
+
+    Example:
+      >>> params = {"w": jnp.ones((64, 256))}
+      >>> restored = jgrad.adam(1e-3).init(params)  # float32: a checkpoint of another recipe
+      >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
+      >>> state = jgrad.quantized(restored, like=jax.eval_shape(tx.init, params))
+      >>> state.mw["w"].codes.dtype.name, state.vw["w"].codes.dtype.name
+      ('int8', 'uint8')
     """
     checks.same_structure(_QUANTIZED, "state", state, "like", like)
     arg = ArgLeaves.from_tree(_QUANTIZED, "state", state).with_arrays()

@@ -34,6 +34,12 @@ class ScheduleFreeState(NamedTuple):
         half-precision ones.
       average: the average of z, likewise: what to evaluate.
       inner: state of the transformation inside.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> state = jgrad.schedule_free(jgrad.gradient_descent(0.1)).init(params)
+      >>> jax.tree.map(jnp.shape, state.average)  # evaluate this
+      {'b': (2,), 'w': (3, 2)}
     """
 
     done: jax.Array
@@ -84,6 +90,14 @@ def schedule_free(
     Raises:
       ValueError: a Python number out of range.
       TypeError: `tx` is not a transformation, or an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.schedule_free(jgrad.adam(0.0025, beta1=0.0, bias_correction="moments"))
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> optax.tree.get(state, "average")["w"].shape
+      (3, 2)
 
     Source: Defazio et al., "The Road Less Scheduled" (2024), algorithm 1, with the weights of the
       authors' `AdamWScheduleFreeReference`.

@@ -34,6 +34,14 @@ class SkipState(NamedTuple):
       inner: state of the transformation inside.
       streak: finite steps since the last skip or growth of the scale, an int32 scalar.
       loss_scale: what the loss is to be multiplied by, a float32 scalar; 1 without loss scaling.
+
+    Example:
+      >>> tx = jgrad.skip_nonfinite(jgrad.adam(1e-3), loss_scale=2.0**15)
+      >>> state = tx.init({"w": jnp.ones((3, 2), jnp.float16)})
+      >>> int(state.skipped), int(state.streak), float(state.loss_scale)
+      (0, 0, 32768.0)
+      >>> int(state.inner.step)
+      0
     """
 
     skipped: jax.Array
@@ -89,6 +97,14 @@ def skip_nonfinite(
     Raises:
       ValueError: a Python number out of range.
       TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> grads = {"w": jnp.full((3, 2), jnp.nan), "b": jnp.ones(2)}
+      >>> tx = jgrad.skip_nonfinite(jgrad.gradient_descent(0.1))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> int(state.skipped), int(state.inner.step), bool((updates["b"] == 0).all())
+      (1, 0, True)
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """

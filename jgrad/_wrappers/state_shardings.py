@@ -62,6 +62,15 @@ def state_shardings(
       ValueError: trees of different structure, a sharding that does not fit its parameter, or a
         mesh without such an axis.
 
+    Example:
+      >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+      >>> params = {"w": jax.ShapeDtypeStruct((64, 2), jnp.float32)}
+      >>> sharding, tx = NamedSharding(mesh, P("data")), jgrad.adam(1e-3)
+      >>> shardings = jgrad.state_shardings(tx, params, sharding)
+      >>> shardings.mw["w"].spec == P("data"), shardings.step.spec == P()
+      (True, True)
+
     Source: for `cut_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
       Parameter Models" (2020), section 5.1.
     """

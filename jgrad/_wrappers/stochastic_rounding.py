@@ -31,6 +31,12 @@ class StochasticState(NamedTuple):
     Attributes:
       step: number of updates, an int32 scalar; it saturates.
       inner: state of the transformation inside.
+
+    Example:
+      >>> tx = jgrad.stochastic_rounding(jgrad.adam(1e-3, moment_dtype=jnp.bfloat16))
+      >>> state = tx.init({"w": jnp.ones((3, 2), jnp.bfloat16)})
+      >>> int(state.step), state.inner.mw["w"].dtype.name
+      (0, 'bfloat16')
     """
 
     step: jax.Array
@@ -79,6 +85,14 @@ def stochastic_rounding(
       TypeError: `tx` is not a transformation, `seed` is not an int, or a parameter is of float16 or
         of 8 bits: `master_weights` takes these.
       ValueError: `seed` below 0.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((64, 256), jnp.bfloat16)}
+      >>> tx = jgrad.stochastic_rounding(jgrad.gradient_descent(1e-4))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> moved = updates["w"] != 0  # to the nearest, none would
+      >>> bool(moved.any()), bool(moved.all())
+      (True, False)
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision" (2015), section 3, for
       the rounding; Zamirai et al., "Revisiting BFloat16 Training" (2020), section 4, for weights.

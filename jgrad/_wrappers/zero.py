@@ -62,6 +62,16 @@ def zero(
       TypeError: `tx` is not a transformation, or `axis_name` is not a name.
       ValueError: `axis_name` names an axis twice.
 
+    Example:
+      >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+      >>> params = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}, multiple_of=mesh.size)
+      >>> params = jax.device_put(params, NamedSharding(mesh, P()))
+      >>> tx = jgrad.zero(jgrad.adam(1e-3), "data")  # for a step inside `shard_map` over "data"
+      >>> shardings = jgrad.state_shardings(tx, params, cut_over="data")
+      >>> shardings.mw.buffers["float32"].spec == P("data")
+      True
+
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models" (2020), section 5.1, with the reduce-scatter of section 7.2.1.
     """

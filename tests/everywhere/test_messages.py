@@ -164,19 +164,19 @@ TRANSFORMATIONS = [
      lambda: jgrad.lamb(0.1, rule="nvlamb")),
     # At init.
     (TypeError, "adam: `params` at ['layer_3']['b']: a ShapeDtypeStruct of float32 and shape (3,), expected an array "
-     "of numbers; leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`.",
+     "of numbers; put None in the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.",
      lambda: jgrad.adam(0.1).init(with_b(jax.ShapeDtypeStruct((3,), jnp.float32)))),
-    (TypeError, "adam: `params`: 'abc' of type str, expected an array of numbers; leave other leaves out with "
-     "`eqx.filter(model, eqx.is_inexact_array)`.", lambda: jgrad.adam(0.1).init("abc")),
+    (TypeError, "adam: `params`: 'abc' of type str, expected an array of numbers; put None in the place of other leaves, as "
+     "`eqx.filter(model, eqx.is_inexact_array)` does.", lambda: jgrad.adam(0.1).init("abc")),
     # At update.
-    (TypeError, "adam: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; leave other "
-     "leaves out with `eqx.filter(model, eqx.is_inexact_array)`.",
+    (TypeError, "adam: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; put None in "
+     "the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.",
      lambda: update(jgrad.adam(0.1), w=with_b("abc"))),
     (TypeError, "adam: `params` at ['layer_3']['b']: an array of key<fry> and shape (), expected an array of "
-     "numbers; leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`.",
+     "numbers; put None in the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.",
      lambda: update(jgrad.adam(0.1), w=with_b(jax.random.key(0)))),
-    (TypeError, "adam: `params` at ['layer_3']['b']: True of type bool, expected an array of numbers; leave other "
-     "leaves out with `eqx.filter(model, eqx.is_inexact_array)`.", lambda: update(jgrad.adam(0.1), w=with_b(True))),
+    (TypeError, "adam: `params` at ['layer_3']['b']: True of type bool, expected an array of numbers; put None in "
+     "the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.", lambda: update(jgrad.adam(0.1), w=with_b(True))),
     (ValueError, "adam: `updates` does not have the structure of `params`: only `params` has ['layer_3']['b'].",
      lambda: update(jgrad.adam(0.1), g={"layer_3": {"w": W["layer_3"]["w"]}}, w=with_b("abc"))),
     (ValueError, "adam: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",

@@ -396,12 +396,16 @@ def test_flops_of_each_device():
     assert flops(share_over="data") == 1
 
 
-def test_no_mesh():
-    w = {"w": normal_of(8, 16)}
-    tx = jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1, share_over="data")
+@pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
+def test_no_mesh(name):
+    w, options = {"w": normal_of(8, 16)}, {"matrices": True, "share_over": "data"}
+    if name == "muon":
+        tx = jgrad.muon(0.1, adam_learning_rate=0.1, **options)
+    else:
+        tx = optax.chain(jgrad.scale_by_muon(**options), optax.scale(-0.1))
     assert_error(
         ValueError,
-        "muon: `share_over`: no mesh with 'data' here, expected leaves with a NamedSharding on such "
+        f"{name}: `share_over`: no mesh with 'data' here, expected leaves with a NamedSharding on such "
         "a mesh, or a call of the compiled function under `jax.set_mesh(mesh)`.",
         lambda: jax.jit(tx.update)(w, tx.init(w), w),
     )

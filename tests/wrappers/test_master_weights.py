@@ -393,7 +393,7 @@ MESSAGES = [
     (TypeError, "master_weights: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real "
      "floating dtype beside a parameter of float32.", lambda: update(with_b(jnp.arange(3)))),
     (TypeError, "master_weights: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; "
-     "leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`.", lambda: update(w=with_b("abc"))),
+     "put None in the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.", lambda: update(w=with_b("abc"))),
 ]  # fmt: skip
 
 

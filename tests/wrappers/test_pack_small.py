@@ -200,7 +200,7 @@ def test_leaves_that_are_no_numbers():
     """As of the transformation inside."""
     message = (
         "pack_small: `params` at ['k']: an array of key<fry> and shape (), expected an array of "
-        "numbers; leave other leaves out with `eqx.filter(model, eqx.is_inexact_array)`."
+        "numbers; put None in the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does."
     )
     tx = jgrad.pack_small(jgrad.adam(0.1))
     w, g = {"k": jax.random.key(0), "w": jnp.ones(3)}, {"k": jnp.ones(3), "w": jnp.ones(3)}

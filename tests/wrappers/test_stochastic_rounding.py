@@ -500,8 +500,8 @@ MESSAGES = [
      lambda: init(jnp.ones(3, jnp.float8_e4m3fn))),
     (ValueError, f"{SR}: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
      lambda: update(with_b(jnp.ones((3, 1))))),
-    (TypeError, f"{SR}: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; leave other "
-     "leaves out with `eqx.filter(model, eqx.is_inexact_array)`.", lambda: update(w=with_b("abc"))),
+    (TypeError, f"{SR}: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; put None in "
+     "the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.", lambda: update(w=with_b("abc"))),
 ]  # fmt: skip
 
 

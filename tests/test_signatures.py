@@ -1,0 +1,103 @@
+"""Options that optimizers share have one name, one order and one default."""
+
+import inspect
+import re
+
+import pytest
+
+import jgrad
+
+PAIRS = ("gradient_descent", "adam", "lars", "lamb", "muon")
+UPDATES = ("optimizer_update", *(f"{name}_update" for name in PAIRS))
+# Pieces of a method, or its other face, with the whole.
+PARTS = {
+    "scale_by_adam": "adam",
+    "scale_by_muon": "muon",
+    "scale_by_trust_ratio": "lamb",
+    "orthogonalize": "muon",
+    "adam_step": "adam",
+    "adam_update": "adam",
+    "lars_update": "lars",
+    "lamb_update": "lamb",
+    "muon_update": "muon",
+}
+FUNCTIONS = [name for name in jgrad.__all__ if inspect.isfunction(getattr(jgrad, name))]
+
+# What makes the method, then decay, layers and devices, and in which form moments are stored.
+ORDER = [
+    *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2", "epsilon"),
+    *("weight_decay", "decay_lambda", "weight_decay_mask"),
+    *("max_trust_ratio", "min_trust_ratio", "trust_ratio_mask"),
+    *("bias_correction", "rate_in_momentum", "scale", "coefficients", "rule"),
+    *("output_axes", "norm_axes", "layer_axes", "share_over", "compute_dtype"),
+    # Of the leaves that Muon leaves to Adam.
+    *("adam_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay"),
+    *("moment_dtype", "full_precision", "stop_gradients", "out"),
+]
+# Ivy's own options come first, in its order.
+IVY = {
+    "lars_update": ["decay_lambda"],
+    "lamb_update": ["beta1", "beta2", "epsilon", "max_trust_ratio", "decay_lambda"],
+}
+# Defaults that are others than elsewhere, and why.
+DIFFERENT = {
+    ("lars", "momentum"): "the method is one of momentum",
+    ("lars", "epsilon"): "of another denominator, to which the paper adds nothing",
+    ("muon", "momentum"): "its author's",
+    ("muon", "nesterov"): "its author's",
+    ("muon", "rule"): "rules of its own",
+    ("lars_update", "trust_coefficient"): "Ivy has none",
+}
+
+
+def options(name):
+    """Defaults of the keyword-only parameters; Adam's betas inside of Muon have a prefix."""
+    parameters = inspect.signature(getattr(jgrad, name)).parameters.values()
+    found = {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY}
+    if "output_axes" in found:  # (-1,) for `optax.inject_hyperparams`
+        assert found["output_axes"] in (-1, (-1,))
+        found["output_axes"] = -1
+    betas = ("beta1", "beta2") if "muon" in name else ()
+    return {f"adam_{key}" if key in betas else key: value for key, value in found.items()}
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *UPDATES, *PARTS])
+def test_shared_options_have_one_order(name):
+    found, first = list(options(name)), IVY.get(name, [])
+    assert found[: len(first)] == first
+    assert found[len(first) :] == sorted(found[len(first) :], key=ORDER.index)
+
+
+def test_shared_options_have_one_default():
+    defaults, different = {}, set()
+    for name in PAIRS:
+        for key, value in options(name).items():
+            if defaults.setdefault(key, value) != value:
+                different.add((name, key))
+    assert different == {pair for pair in DIFFERENT if pair[0] in PAIRS}
+
+
+@pytest.mark.parametrize(("part", "whole"), PARTS.items())
+def test_a_part_has_the_options_of_the_whole(part, whole):
+    """By the same names, with the same defaults; decay has Ivy's name in an update."""
+    others = {"decay_lambda", "stop_gradients", "out"}
+    own = {key: value for key, value in options(part).items() if key not in others}
+    different = {key for key, value in own.items() if options(whole)[key] != value}
+    assert different == {key for name, key in DIFFERENT if name == part}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_take_the_same_by_position(name):
+    """Weights, gradient, rate; then moments and step."""
+    parameters = inspect.signature(getattr(jgrad, name)).parameters.values()
+    found = [x.name for x in parameters if x.kind is x.POSITIONAL_ONLY]
+    gradient = "effective_grad" if name == "optimizer_update" else "dcdw"
+    expected = ["w", gradient, "lr", "mw_tm1", "vw_tm1", "step"]
+    assert found in (expected[:3], expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_are_documented_in_their_order(name):
+    thing = getattr(jgrad, name)
+    text = inspect.getdoc(thing).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^  (\w+): ", text, re.MULTILINE) == [*inspect.signature(thing).parameters]
