@@ -24,9 +24,9 @@ from benchmarks.measure import Ratio
 DEVICES = 8
 # (count, shape) of the matrices.
 WORKS = {
-    "300 of 32x32": (300, (32, 32)),
-    "24 of 64x256": (24, (64, 256)),
-    "8 of 256x1024": (8, (256, 1024)),
+    "300 matrices of 32 x 32": (300, (32, 32)),
+    "24 matrices of 64 x 256": (24, (64, 256)),
+    "8 matrices of 256 x 1024": (8, (256, 1024)),
 }
 RATE = 1e-3
 

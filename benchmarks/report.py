@@ -234,8 +234,9 @@ def rates(results: Sequence[Rate]) -> Section:
 
 _MUON_NOTE = """\
 Ours over `optax.contrib.muon`, with parameters and state donated: *step*, and *build*, tracing and
-compiling. *temporaries*: beside arguments and results, in copies of the parameters, ours and
-optax's; ours needs a stack of the matrices, one of the results, and a chunk of them."""
+compiling; *ms*: our median. *temporaries*: beside arguments and results, in copies of the
+parameters, ours and optax's; ours needs a stack of the matrices, of a tree the results once more,
+and a chunk."""
 
 
 def muon(results: Sequence[muon_benchmark.Result]) -> Section:
@@ -243,9 +244,10 @@ def muon(results: Sequence[muon_benchmark.Result]) -> Section:
     tables: dict[str, list[tuple[str, ...]]] = {}
     for x in results:
         used = f"{x.temporaries:.1f}, {x.theirs:.1f}"
-        times = f"{1e3 * x.step.ours:.3g}", f"{x.step.ratio:.2f}", f"{x.build.ratio:.3f}"
-        tables.setdefault(x.work, []).append((x.form, *times, used))
-    return Section("Muon", _MUON_NOTE, ["form", "ms", "step", "build", "temporaries"], tables)
+        times = f"{x.step.ratio:.2f}", f"{x.build.ratio:.2g}", f"{1e3 * x.step.ours:.3g}"
+        tables.setdefault(x.work, []).append(("Muon", x.form, *times, used))
+    columns = ["method", "form", "step", "build", "ms", "temporaries"]
+    return Section("Muon", _MUON_NOTE, columns, tables)
 
 
 _TRAFFIC_NOTE = """\

@@ -172,7 +172,7 @@ MUTATIONS = [
     Mutation("_quantized/leaves.py", "blocks straddle layers", "        if not stacked:\n            return cls", "        if True:\n            return cls", "tests/quantized/test_leaves.py"),
     Mutation("_packed/in_8_bits.py", "scales of stacked layers out of order", "return (*stacked, *span.layers.within)", "return None", "tests/packed/test_in_8_bits.py"),
     Mutation("_inputs/store.py", "codes of a skipped step are kept", "Blocks(*(jnp.where(flag, n, o) for n, o in zip(new, old, strict=True)))", "new", "tests/everywhere/test_eight_bits.py"),
-    Mutation("_inputs/moments.py", "a state of another recipe is accepted", "is_blocks(x) == expected[i]", "True", "tests/everywhere/test_eight_bits.py"),
+    Mutation("_inputs/moments.py", "a state of another recipe is accepted", "is_blocks(x) == expected[i]", "True", "tests/everywhere/test_forms_in_8_bits.py"),
     # ---- _wrappers
     Mutation("_wrappers/quantized.py", "codes of another dtype are accepted", "if not same_kind:", "if False:", "tests/wrappers/test_quantized.py"),
     Mutation("_wrappers/stochastic_rounding.py", "the counter does not count", "step = optax.safe_increment(_counter(state.step))", "step = _counter(state.step)", "tests/wrappers/test_stochastic_rounding.py"),

@@ -10,12 +10,13 @@ from jax.typing import DTypeLike
 
 from jgrad._inputs import options
 from jgrad._inputs.options import Mask
-from jgrad._inputs.state import OptState, counter, zeros
+from jgrad._inputs.state import OptState, counter, zeros, zeros_of_shapes
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes
+from jgrad._packed import arrays
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized.leaves import SMALLEST
-from jgrad._trees import checks
+from jgrad._trees import checks, trees
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -61,28 +62,29 @@ class MomentOptions(NamedTuple):
         """Whether large leaves are stored in blocks."""
         return isinstance(self.dtype, str) and self.dtype == _EIGHT_BITS
 
-    def init(self, function: str, params: PyTree, *, mw: bool, vw: bool) -> OptState:
-        """The state before the first update; `mw` and `vw` share no buffer, for donation."""
-        if not self.is_8_bits:
-            dtype: Any = self.dtype
-            return OptState(
-                counter(params),
-                zeros(function, params, dtype) if mw else None,
-                zeros(function, params, dtype, real=True) if vw else None,
-            )
-        checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
-        inputs = Update(function, params, params)
-        stacked = self._stacked(inputs)
-        return OptState(
-            counter(params),
-            zeros(function, params, stacked=stacked) if mw else None,
-            zeros(function, params, stacked=stacked, real=True) if vw else None,
-        )
+    def init(self, function: str, params: PyTree, *, mw: bool, vw: bool | PyTree) -> OptState:
+        """The state before the first update; `mw` and `vw` share no buffer, for donation.
 
-    def check_state(self, inputs: Update, state: OptState) -> None:
+        `vw` may be a tree of shapes, of second moments that only some elements have.
+        """
+        dtype: Any = None if self.is_8_bits else self.dtype
+        stacked = some = None
+        if self.is_8_bits:
+            checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
+            inputs = Update(function, params, params)
+            stacked = self._stacked(inputs, True)
+            some = stacked if vw is True else self._stacked(inputs, vw)
+        first = zeros(function, params, dtype, stacked=stacked) if mw else None
+        if isinstance(vw, bool):
+            second = zeros(function, params, dtype, stacked=some, real=True) if vw else None
+        else:
+            second = zeros_of_shapes(params, vw, dtype, stacked=some)
+        return OptState(counter(params), first, second)
+
+    def check_state(self, inputs: Update, state: OptState, *, vw: bool | PyTree) -> None:
         """Moments are stored in the form that was asked for; of a read state, lists of leaves."""
-        expected = self._in_8_bits(inputs) if self.is_8_bits else [False] * len(inputs.specs)
-        for name, moments in (("mw", state.mw), ("vw", state.vw)):
+        for name, moments, like in (("mw", state.mw, True), ("vw", state.vw, vw)):
+            expected = self._in_8_bits(inputs, like)
             arg = inputs.reference._replace(name=f"state.{name}", leaves=moments or [])
             for i, x in enumerate(arg.leaves):
                 if inputs.g[i] is None or is_blocks(x) == expected[i]:
@@ -98,20 +100,41 @@ class MomentOptions(NamedTuple):
         full = _full_precision(inputs, self.full_precision)
         return not full[inputs.specs[i].positions[0]]
 
-    def _in_8_bits(self, inputs: Update) -> list[bool]:
-        """Whether each array is stored in 8 bits."""
+    def _in_8_bits(self, inputs: Update, like: bool | PyTree) -> list[bool]:
+        """Whether each array is stored in 8 bits: of moments like the parameters, or of shapes."""
+        if not self.is_8_bits or like is False:
+            return [False] * len(inputs.specs)
         full = _full_precision(inputs, self.full_precision)
-        pairs = zip(inputs.specs, inputs.reference.leaves, strict=True)
-        return [_is_in_8_bits(inputs, spec, x, full) for spec, x in pairs]
+        if like is True:
+            pairs = zip(inputs.specs, inputs.reference.leaves, strict=True)
+            return [_is_in_8_bits(inputs, spec, x, full) for spec, x in pairs]
+        rows = zip(arrays.specs(like), trees.flatten(like)[0], strict=True)
+        return [
+            _has_every_element(inputs, i, spec, x) and _is_in_8_bits(inputs, spec, x, full)
+            for i, (spec, x) in enumerate(rows)
+        ]
 
-    def _stacked(self, inputs: Update) -> list[tuple[int, ...] | None]:
+    def _stacked(self, inputs: Update, like: bool | PyTree) -> list[tuple[int, ...] | None]:
         """For each array the axes of its layers; None where it is not stored in 8 bits."""
         axes = inputs.option("layer_axes", read_layer_axes(inputs.function, self.layer_axes))
-        rows = zip(inputs.specs, self._in_8_bits(inputs), inputs.reference.leaves, strict=True)
+        rows = zip(
+            inputs.specs, self._in_8_bits(inputs, like), inputs.reference.leaves, strict=True
+        )
         return [
             None if not is_in else _stacked(spec, axes.leaves[spec.positions[0]].values, x)
             for spec, is_in, x in rows
         ]
+
+
+def _has_every_element(inputs: Update, i: int, spec: ArraySpec, x: Any) -> bool:
+    """Whether second moments of some leaves are one for each element of these."""
+    if x is None:
+        return False
+    if not spec.spans:
+        return bool(x.shape == inputs.reference.leaves[i].shape)
+    leaves = trees.flatten(inputs.shapes)[0]
+    pairs = zip(spec.positions, spec.spans, strict=True)
+    return all(span.layers.shape == leaves[j].shape for j, span in pairs)
 
 
 def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int, ...]:

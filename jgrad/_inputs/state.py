@@ -1,7 +1,7 @@
 """The state type of all optimizers, and the state before the first update."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,25 +59,35 @@ class OptState(NamedTuple):
 OptState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
-def zeros_of_shapes(params: PyTree, shapes: PyTree, dtype: DTypeLike | None) -> PyTree:
+def zeros_of_shapes(
+    params: PyTree,
+    shapes: PyTree,
+    dtype: DTypeLike | None,
+    *,
+    stacked: Sequence[tuple[int, ...] | None] | None = None,
+) -> PyTree:
     """Real zeros of the shapes of parts of the parameters; None where there is no shape.
 
-    Computed from the parameters, so that they are sharded as those are.
+    Computed from the parameters, so that they are sharded as those are. `stacked` as in `zeros`.
     """
     arrays = ArgLeaves.from_tree("", "params", params).with_arrays().leaves
     leaves, structure = trees.flatten(shapes)
-    pairs = zip(leaves, arrays, strict=True)
-    return structure.unflatten([None if x is None else _some_zeros(p, x, dtype) for x, p in pairs])
+    axes = [None] * len(leaves) if stacked is None else stacked
+    parts = [None if x is None else _part(p, x) for x, p in zip(leaves, arrays, strict=True)]
+    return structure.unflatten(
+        [
+            None if p is None else _zeros(p, dtype, True) if own is None else _blocks(p, own, True)
+            for p, own in zip(parts, axes, strict=True)
+        ]
+    )
 
 
-def _some_zeros(p: jax.Array, like: jax.ShapeDtypeStruct, dtype: DTypeLike | None) -> Any:
+def _part(p: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     """By a sum where there is one number for each index of some axes: a sharded axis is not cut."""
     pairs = list(zip(p.shape, like.shape, strict=True))
     if all(b in (a, 1) for a, b in pairs):
-        part = jnp.sum(p, axis=tuple(i for i, (a, b) in enumerate(pairs) if a != b), keepdims=True)
-    else:
-        part = p[tuple(map(slice, like.shape))]
-    return _zeros(part, dtype, True)
+        return jnp.sum(p, axis=tuple(i for i, (a, b) in enumerate(pairs) if a != b), keepdims=True)
+    return p[tuple(map(slice, like.shape))]
 
 
 def zeros(

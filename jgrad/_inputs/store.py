@@ -52,7 +52,9 @@ class MomentStore:
         Where they are rounded stochastically, a step is computed from what is rounded.
         """
         read = self._values(new, old)
-        calls = [self._rounded(i, *row) for i, row in enumerate(zip(new, read, old, strict=True))]
+        calls = [
+            self._rounding_of(i, *row) for i, row in enumerate(zip(new, read, old, strict=True))
+        ]
         rounded = leafwise.run(calls)
         plain = [x if r is None else None for x, r in zip(read, rounded, strict=True)]
         written = [
@@ -73,7 +75,7 @@ class MomentStore:
         other._specs, other._known = specs, {}
         return other
 
-    def rounded(self, new: list[Any], old: list[Any]) -> list[Any]:
+    def in_form_of(self, new: list[Any], old: list[Any]) -> list[Any]:
         """New moments that were computed in full precision, in parts, in the form of the old ones.
 
         Those that need no rounding are as they are; they have to be kept before.
@@ -100,7 +102,7 @@ class MomentStore:
         kept = kept_arrays(arrays, old, self._commit)
         return [x if k is None else k for x, k in zip(values, kept, strict=True)]
 
-    def _rounded(self, i: int, call: Call | None, value: Any, old: Any) -> Call | None:
+    def _rounding_of(self, i: int, call: Call | None, value: Any, old: Any) -> Call | None:
         """What rounds a new moment stochastically; None where it is not."""
         if call is None:
             return None

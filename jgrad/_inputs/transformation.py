@@ -10,7 +10,7 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.moments import MomentOptions
 from jgrad._inputs.options import LearningRate
 from jgrad._inputs.pair import pair
-from jgrad._inputs.state import OptState, zeros_of_shapes
+from jgrad._inputs.state import OptState
 from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
 
@@ -50,8 +50,7 @@ def transformation(
       compute: the method. It returns updates, which are added to the parameters.
       learning_rate: what the user gave; `UNSCALED` where the method has none, as `scale_by_adam`.
       mw: whether the method has a first moment.
-      vw: whether the method has a second moment, or the shapes of those that it has; these are not
-        stored in 8 bits.
+      vw: whether the method has a second moment, or the shapes of those that it has.
       moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
       rates_of: how the rates of an update are read, of a method with several.
@@ -62,12 +61,8 @@ def transformation(
     default_rate = learning_rate
 
     def init(params: PyTree) -> OptState:
-        state = moments.init(name, params, mw=mw, vw=vw is True)
-        if callable(vw):
-            dtype: Any = None if moments.is_8_bits else moments.dtype
-            shapes = vw(Update(name, params, params))
-            state = state._replace(vw=zeros_of_shapes(params, shapes, dtype))
-        return state
+        used = vw(Update(name, params, params)) if callable(vw) else vw
+        return moments.init(name, params, mw=mw, vw=used)
 
     def update(
         updates: PyTree,
@@ -81,8 +76,9 @@ def transformation(
         inputs = Update(name, updates, params, commit)
         if params_for is not None:
             inputs.require_params(params_for)
-        old = inputs.read(state, mw=mw, vw=vw(inputs) if callable(vw) else vw)
-        moments.check_state(inputs, old if vw is True else old._replace(vw=None))
+        used = vw(inputs) if callable(vw) else vw
+        old = inputs.read(state, mw=mw, vw=used)
+        moments.check_state(inputs, old, vw=used)
         rates: list[Any] = []
         if rates_of is not None:
             rates = rates_of(inputs, learning_rate, state.step, extra_args)

@@ -231,6 +231,9 @@ class Update:
         arg = ArgLeaves.from_tree(self.function, name, tree).with_arrays()
         expected = arg._replace(name=reference, leaves=trees.flatten(shapes)[0])
         for i, (moment, shape) in enumerate(zip(arg.leaves, expected.leaves, strict=True)):
+            if is_blocks(moment) and shape is not None:
+                blocks.check(arg, i, moment, jnp.uint8)
+                continue
             is_real = checks.is_array(moment) and jnp.issubdtype(moment.dtype, jnp.floating)
             if not (is_real if shape is not None else moment is None):
                 what = "None" if shape is None else "an array of a real floating dtype"

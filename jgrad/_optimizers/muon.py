@@ -95,9 +95,9 @@ def muon(
       adam_epsilon: added to the root of Adam's second moment, in [0, inf).
       adam_weight_decay: of all other leaves; None for `weight_decay`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        first moments in `Blocks`, as in `adam`, while second ones stay in float32.
-      full_precision: with "8bit", leaves whose first moment stays in float32: a prefix tree of
-        bools, or a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
+        `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`. `vw` has None for matrices; in NorMuon
@@ -230,7 +230,7 @@ def scale_by_muon(
       beta2: decay rate of Adam's second moment, and of NorMuon's, in [0, 1).
       adam_epsilon: added to the root of Adam's second moment, in [0, inf).
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
-      full_precision: with "8bit", leaves whose first moment stays in float32.
+      full_precision: with "8bit", leaves that are not stored in 8 bits.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`, that of `muon`.

@@ -316,7 +316,7 @@ class MuonOptions(NamedTuple):
         vw = parts_of.by_share(second, parts_of.joined_seconds(parts, vw))
         return (
             direction,
-            inputs.store.rounded(mw, state.mw),
-            inputs.store.of(second).rounded(vw, state.vw),
+            inputs.store.in_form_of(mw, state.mw),
+            inputs.store.of(second).in_form_of(vw, state.vw),
             axes,
         )

@@ -3,7 +3,7 @@
 Each runs on every optimizer to which the edge applies. Some edges are tested in other files: E5 in
 `test_low_precision.py`, E8 in `test_meta_gradients.py`, E18, E20 and E29 in `test_matrix.py`, E9,
 E13 and E27 in `optimizers/`, E12, E25 and E26 in `multi_device/`, E30 to E44, moments in 8 bits, in
-`test_eight_bits.py` and `quantized/`. `pytest --all -k e13` runs the tests of E13.
+`test_eight_bits.py`, `test_forms_in_8_bits.py` and `quantized/`. `pytest --all -k e13` runs E13.
 """
 
 import math

@@ -91,6 +91,32 @@ def test_numbers_of_the_tree(devices, rule):
     assert_close(unpacked.vw, expected.vw, 1e-5)
 
 
+def test_8_bits():
+    """Codes and scales of a device's rows: those of the tree, where Adam's leaves are large."""
+    shapes = {"up": [(8, 512)] * 8, "embed": (64, 100)}
+    matrices = {"up": True, "embed": False}
+
+    def tree(seed):
+        rng = np.random.default_rng(seed)
+        draw = lambda shape: jnp.asarray(rng.integers(-8, 9, shape), jnp.float32)
+        return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    packed = jgrad.pack(tree(0), matrices=matrices, multiple_of=DEVICES)
+    g = tree(1)  # integers: their mean over devices is exact
+    tx = jgrad.muon(0.1, matrices=matrices, adam_learning_rate=0.01, moment_dtype="8bit")
+    each = stack([jgrad.pack(g, like=packed)] * DEVICES)
+    _, state = train(Sharded(tx, packed), packed, [each] * 2)
+    w = tree(0)
+    expected = tx.init(w)
+    for _ in range(2):
+        updates, expected = jax.jit(tx.update)(g, expected, w)
+        w = optax.apply_updates(w, updates)
+    found = jgrad.unpack(jax.device_get(state))
+    assert found.vw["embed"].codes.dtype == jnp.uint8
+    assert_equal(found.vw["embed"], expected.vw["embed"])
+    assert_equal(found.mw["embed"], expected.mw["embed"])
+
+
 def test_rates_and_masks_of_leaves():
     rates = {"stack": 0.1, "up": [0.1, 0.2, 0.3, 0.4, 0.5], "down": 0.2, "b": 0.3, "embed": 0.4}
     mask = jax.tree.map(lambda x: x.size % 3 == 0, normal(0))

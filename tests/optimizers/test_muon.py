@@ -344,8 +344,8 @@ def test_chosen_by_a_function():
 
 
 @pytest.mark.parametrize("rule", mostly_slow({"muon": "muon", "normuon": "normuon"}, "muon"))
-def test_first_moments_in_8_bits(rule):
-    """But for those kept by `full_precision`, whose training is that of float32."""
+def test_full_precision_beside_8_bits(rule):
+    """Leaves that are kept train as in float32, whatever their neighbours are stored in."""
     draw = lambda seed: jax.random.normal(jax.random.key(seed), (16, 256))
     w = {"kept": draw(0), "coded": draw(1), "embed": draw(2)}
     matrices = {"kept": True, "coded": True, "embed": False}
@@ -357,7 +357,9 @@ def test_first_moments_in_8_bits(rule):
     assert {name: x.dtype for name, x in state.mw.items()} == {
         "kept": "float32", "coded": "int8", "embed": "int8"
     }  # fmt: skip
-    assert {x.dtype for x in jax.tree.leaves(state.vw)} == {jnp.dtype("float32")}
+    assert state.vw["embed"].dtype == "uint8"
+    full = make(moment_dtype="8bit", full_precision=True).init(w)
+    assert not any(isinstance(x, jgrad.Blocks) for x in (*full.mw.values(), *full.vw.values()))
     assert_close(found["kept"], expected["kept"])
     for name in ("coded", "embed"):
         far = jnp.linalg.norm(found[name] - expected[name])

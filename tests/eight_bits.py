@@ -1,0 +1,105 @@
+"""Models and optimizers for the tests of moments in 8 bits."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgrad
+from jgrad._quantized import leaves
+from jgrad._trees.blocks import is_blocks
+
+RATE = 0.05
+slow = pytest.mark.slow
+MAKES = {
+    "adam": functools.partial(jgrad.adam, RATE),
+    "adamw": functools.partial(jgrad.adam, RATE, weight_decay=0.1),
+    "lamb": functools.partial(jgrad.lamb, RATE, weight_decay=0.1),
+    "lars": functools.partial(jgrad.lars, RATE, weight_decay=0.1),
+    "momentum": functools.partial(jgrad.gradient_descent, RATE, momentum=0.9),
+    "nesterov": functools.partial(jgrad.gradient_descent, RATE, momentum=0.9, nesterov=True),
+    "scale_by_adam": jgrad.scale_by_adam,
+}
+ELEMENTWISE = ("adam", "momentum", "scale_by_adam")
+FEW = ("adam", "lamb")
+CONSTANT_FREE = functools.partial(jgrad.adam, RATE, epsilon=0.0, moment_dtype="8bit")
+
+
+def optimizers(names=MAKES, quick=("adam",)):
+    """The transformations in 8 bits, those that are not quick marked slow; other options follow."""
+    makes = [
+        pytest.param(
+            functools.partial(MAKES[name], moment_dtype="8bit"),
+            id=name,
+            marks=() if name in quick else slow,
+        )
+        for name in names
+    ]
+    return pytest.mark.parametrize("make", makes)
+
+
+def in_float32(make):
+    """The same factory without `moment_dtype`."""
+    options = {name: x for name, x in make.keywords.items() if name != "moment_dtype"}
+    return functools.partial(make.func, *make.args, **options)
+
+
+FORMS = {"tree": False, "packed": True}
+packed_or_not = pytest.mark.parametrize("packed", FORMS.values(), ids=FORMS)
+
+
+def mostly(quick):
+    """On a tree and packed, of which one is slow."""
+    rows = [pytest.param(x, id=n, marks=() if n == quick else slow) for n, x in FORMS.items()]
+    return pytest.mark.parametrize("packed", rows)
+
+
+def normal(shape, seed=0, *, spread=1.0):
+    """Numbers whose sizes differ by a factor of about `e**spread`."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(
+        rng.normal(size=shape) * np.exp(spread * rng.normal(size=shape)), jnp.float32
+    )
+
+
+def model(seed=0):
+    """A leaf of whole blocks, and one whose last block is shorter."""
+    shapes = {"a": (16, 512), "c": (70, 90)}
+    return {name: normal(shape, seed + i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def gradients(count, seed=10):
+    return [model(seed + 5 * t) for t in range(count)]
+
+
+def moments(state):
+    """Every array in 8 bits of a state."""
+    return [x for x in jax.tree.leaves(state, is_leaf=is_blocks) if is_blocks(x)]
+
+
+def value(x):
+    """The numbers of a moment, in whichever form."""
+    return np.asarray(jax.jit(leaves.decoded)(x) if is_blocks(x) else x)
+
+
+def per_element(x, part):
+    """Codes or scales of a moment for each element, as float32."""
+    if part == "codes":
+        return x.codes.astype(jnp.float32)
+    shape = x.codes.shape
+    return jnp.broadcast_to(leaves.geometry(x).per_element(x.scale), shape)
+
+
+def unpacked(moment, part):
+    """The same of a moment that may be packed, on the tree."""
+    return jgrad.unpack(jax.tree.map(lambda x: per_element(x, part), moment, is_leaf=is_blocks))
+
+
+def assert_same_moments(a, b):
+    """Codes and scales of two states bit for bit, packed or not."""
+    for x, y in ((a.mw, b.mw), (a.vw, b.vw)):
+        for part in ("codes", "scale"):
+            chex.assert_trees_all_equal(unpacked(x, part), unpacked(y, part))
