@@ -4,6 +4,7 @@
 """
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -85,17 +86,15 @@ def test_a_state_of_pytorch(x64):
     line = "torch.optim.Adam(params, lr=0.01)"
     w, b, mw, mb, vw, vb = np.split(TORCH[line][2], np.cumsum([6, 3, 6, 3, 6]))
 
-    class Model:
-        def named_parameters(self):
-            return [("w", Tensor(w, (2, 3))), ("b", Tensor(b, 3))]
-
-    moments = {"w": (mw, vw, (2, 3)), "b": (mb, vb, 3)}
-    adam_state = {
-        name: {"exp_avg": Tensor(m, shape), "exp_avg_sq": Tensor(v, shape)}
-        for name, (m, v, shape) in moments.items()
+    named = {"w": Tensor(w, (2, 3)), "b": Tensor(b, 3)}
+    moments = {
+        named["w"]: {"exp_avg": Tensor(mw, (2, 3)), "exp_avg_sq": Tensor(vw, (2, 3))},
+        named["b"]: {"exp_avg": Tensor(mb, 3), "exp_avg_sq": Tensor(vb, 3)},
     }
-    names = {"jax": jax, "jnp": jnp, "jgrad": jgrad, "model": Model(), "steps": 3}
-    names = run_example(PAGE, 1, names | {"adam_state": adam_state})
+    model = types.SimpleNamespace(named_parameters=named.items)
+    adam = types.SimpleNamespace(state=moments)
+    names = {"jnp": jnp, "jgrad": jgrad, "model": model, "adam": adam, "steps": 3}
+    names = run_example(PAGE, 1, names)
     tx, grads = eval(ROWS[line], names), problem()[1]
     found = steps_of(tx, names["params"], grads[3:], names["state"])
     np.testing.assert_allclose(found, [row[:9] for row in TORCH[line][3:]], rtol=1e-9)
