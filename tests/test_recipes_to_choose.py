@@ -84,7 +84,7 @@ def test_figures_stand_on_the_pages_that_are_linked():
 
 
 def test_fits():
-    """The rate is 0 in the first step, and decay is of matrices alone."""
+    """By a schedule whose first rate is 0."""
     names = after(FITS)
     params, state, values = trained(names, 100)
     assert learns(values)
