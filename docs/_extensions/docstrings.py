@@ -1,0 +1,104 @@
+"""The reference: a page for each section of docs/reference.md, generated from docstrings.
+
+Docstrings are written for `help` and read like Markdown: single backticks, equations indented by
+four.
+"""
+
+import ast
+import inspect
+import pathlib
+import re
+import shutil
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+
+import jgrad
+
+DOCS = pathlib.Path(__file__).parents[1]
+SECTIONS = re.compile(r"^(?=(?:Args|Attributes|Returns|Raises|Examples?|Source):)", re.MULTILINE)
+EQUATION = re.compile(r"((?:^    .*\n(?:\n(?=    ))?)+)", re.MULTILINE)
+LINKED = ("reference", "wrappers", "choose_a_recipe")  # pages whose functions are all jgrad's
+IMPORTS = [x for x in ast.parse(inspect.getsource(jgrad)).body if isinstance(x, ast.ImportFrom)]
+MODULES = {name.name: x.module for x in IMPORTS for name in x.names}
+
+
+def write(app: Sphinx) -> None:
+    """Writes the pages. What is in no table of docs/reference.md has none, and fails a test."""
+    shutil.rmtree(DOCS / "reference", ignore_errors=True)
+    (DOCS / "reference").mkdir()
+    _, *sections = (DOCS / "reference.md").read_text().split("\n## ")
+    for section in sections:
+        title = section.partition("\n")[0]
+        if names := re.findall(r"^\| `(\w+)", section, re.MULTILINE):
+            is_class = [isinstance(getattr(jgrad, name), type) for name in names]
+            entries = "\n".join(
+                f".. auto{'class' if c else 'function'}:: {name}"
+                for name, c in zip(names, is_class, strict=True)
+            )
+            (DOCS / "reference" / f"{title.lower().replace(' ', '-')}.md").write_text(
+                f"# {title}\n\n```{{eval-rst}}\n.. currentmodule:: jgrad\n\n{entries}\n```\n"
+            )
+
+
+def restructure(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """A docstring as reStructuredText with the sections that napoleon reads."""
+    head, *sections = SECTIONS.split("\n".join(lines) + "\n")
+    parts = [
+        f".. code-block:: text\n\n{part}" if part.startswith("    ") else marked(part, name)
+        for part in EQUATION.split(head)
+    ]
+    for section in sections:
+        if section.startswith("Example"):
+            parts.append(section)
+            continue
+        section = re.sub(r"^Source: ", "Source:\n  ", section)
+        section = re.sub(r"^Raises:\n  (?=As )", ":raises: ", section)  # no type: one sentence
+        parts.append(marked(section, name))
+    lines[:] = "\n".join(parts).splitlines()
+
+
+def marked(text: str, name: str) -> str:
+    """Prose with links to public names, and without characters that would mean something else."""
+
+    def new(found: re.Match[str]) -> str:
+        code = found[1]
+        if code is None:
+            return f"\\{found[0]}"
+        is_link = code in MODULES and name != f"jgrad.{code}"
+        # A letter may follow, as in the plural of a name.
+        return f":py:obj:`~jgrad.{code}`\\ " if is_link else f"``{code}``\\ "
+
+    return re.sub(r"`([^`]+)`|[|*]", new, text)
+
+
+def link(app: Sphinx, doctree: nodes.document) -> None:
+    """Links each public name of some pages, alone or with a signature, to its entry."""
+    if app.env.docname not in LINKED:
+        return
+    for code in list(doctree.findall(nodes.literal)):
+        name = re.match(r"(?:jgrad\.)?(\w+)(?:\(|$)", code.astext())
+        if name and name[1] in MODULES and not isinstance(code.parent, nodes.reference):
+            target = f"jgrad.{name[1]}"
+            reference = addnodes.pending_xref(
+                "", refdomain="py", reftype="obj", reftarget=target, refdoc=app.env.docname
+            )
+            code.replace_self(reference)
+            reference += code
+
+
+def source(app: Sphinx, module: str, name: str) -> str | None:
+    """The module of a public name, for the link to its source."""
+    return MODULES.get(name)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("builder-inited", write)
+    app.connect("autodoc-process-docstring", restructure, priority=400)  # before napoleon
+    app.connect("doctree-read", link)
+    app.connect("viewcode-follow-imported", source)
+    return {"parallel_read_safe": True}
