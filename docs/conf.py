@@ -15,6 +15,7 @@ html_favicon = "_static/icon.svg"
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_theme = "sphinx_book_theme"
 html_theme_options = {
+    "footer_content_items": [],
     "home_page_in_toc": True,
     "navbar_persistent": [],  # the sidebar has the search
     "show_navbar_depth": 1,

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 DOCS = pathlib.Path(__file__).parents[1]
 SECTIONS = re.compile(r"^(?=(?:Args|Attributes|Returns|Raises|Examples?|Source):)", re.MULTILINE)
 EQUATION = re.compile(r"((?:^    .*\n(?:\n(?=    ))?)+)", re.MULTILINE)
+PUBLIC = re.compile(r"(?:jgrad\.)?(\w+)(?:\(|$)")  # a name alone or with a signature
 LINKED = ("reference", "wrappers", "choose_a_recipe")  # pages whose functions are all jgrad's
 IMPORTS = [x for x in ast.parse(inspect.getsource(jgrad)).body if isinstance(x, ast.ImportFrom)]
 MODULES = {name.name: x.module for x in IMPORTS for name in x.names}
@@ -73,9 +74,10 @@ def marked(text: str, name: str) -> str:
         code = found[1]
         if code is None:
             return f"\\{found[0]}"
-        is_link = code in MODULES and name != f"jgrad.{code}"
+        other = PUBLIC.match(code)
+        is_link = other and other[1] in MODULES and name != f"jgrad.{other[1]}"
         # A letter may follow, as in the plural of a name.
-        return f":py:obj:`~jgrad.{code}`\\ " if is_link else f"``{code}``\\ "
+        return f":py:obj:`{code} <jgrad.{other[1]}>`\\ " if is_link else f"``{code}``\\ "
 
     return re.sub(r"`([^`]+)`|[|*]", new, text)
 
@@ -85,7 +87,7 @@ def link(app: Sphinx, doctree: nodes.document) -> None:
     if app.env.docname not in LINKED:
         return
     for code in list(doctree.findall(nodes.literal)):
-        name = re.match(r"(?:jgrad\.)?(\w+)(?:\(|$)", code.astext())
+        name = PUBLIC.match(code.astext())
         if name and name[1] in MODULES and not isinstance(code.parent, nodes.reference):
             target = f"jgrad.{name[1]}"
             reference = addnodes.pending_xref(
@@ -102,9 +104,8 @@ def source(app: Sphinx, module: str, name: str) -> str | None:
 
 def complete(app: Sphinx, env: BuildEnvironment) -> None:
     """Every public name has an entry."""
-    for name in sorted(
-        {f"jgrad.{name}" for name in jgrad.__all__} - env.domains.python_domain.objects.keys()
-    ):
+    public = {f"jgrad.{name}" for name in jgrad.__all__}
+    for name in sorted(public - env.domains.python_domain.objects.keys()):
         logger.warning("%s has no entry: name it in a table of docs/reference.md", name)
 
 
