@@ -76,8 +76,9 @@ def marked(text: str, name: str) -> str:
             return f"\\{found[0]}"
         other = PUBLIC.match(code)
         is_link = other and other[1] in MODULES and name != f"jgrad.{other[1]}"
-        # A letter may follow, as in the plural of a name.
-        return f":py:obj:`{code} <jgrad.{other[1]}>`\\ " if is_link else f"``{code}``\\ "
+        role = f":py:obj:`{code} <jgrad.{other[1]}>`" if is_link else f"``{code}``"
+        plural = text[found.end() : found.end() + 1].isalpha()  # a letter has to be set apart
+        return f"{role}\\ " if plural else role
 
     return re.sub(r"`([^`]+)`|[|*]", new, text)
 
