@@ -45,7 +45,8 @@ class Section(NamedTuple):
         parts += [f"![{self.title}]({plot})"] if plot else []
         for about, rows in self.tables.items():
             lines = [self.columns, ["---"] * len(self.columns), *rows]
-            parts += [f"### {about}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+            parts += [f"### {about}"] if about else []
+            parts += ["\n".join(f"| {' | '.join(line)} |" for line in lines)]
         return "\n\n".join(parts) + "\n"
 
 

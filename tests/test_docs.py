@@ -286,6 +286,21 @@ def test_one_test_per_number_in_its_row():
             assert not numbers or int(row[0][1:]) in numbers, name
 
 
+def test_every_page_is_in_the_site():
+    """In a table of contents of the home page."""
+    contents = re.findall(
+        r"^```{toctree}\n(?::[^\n]*\n)*\n([^`]*)^```", page("docs/index.md"), re.M
+    )
+    names = "".join(contents).splitlines()
+    assert len(names) == len(set(names))
+    assert {f"docs/{name}.md" for name in ["index", *names]} >= set(GUIDES)
+
+
+def test_every_folder_is_in_the_design():
+    folders = {file.parent.name for file in (ROOT / "jgrad").glob("_*/__init__.py")}
+    assert set(re.findall(r"`(_\w+)`", section("docs/design.md", "Floors"))) == folders
+
+
 # ---- figures -----------------------------------------------------------------------------------
 
 
@@ -308,6 +323,10 @@ def test_figures_of_readme():
     assert len(table) > 5
     for work, method, form, *figures in table:
         assert tuple(figures) == step_and_build(measured(work)[method, form]), (work, method)
+    shown = "; ".join(" ".join(row) for row in table)
+    assert shown.encode() in (ROOT / "benchmarks" / "readme.png").read_bytes(), (
+        "draw the picture again: python -m benchmarks.picture"
+    )
 
 
 def test_figures_are_those_of_the_benchmark():

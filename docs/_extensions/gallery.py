@@ -1,0 +1,86 @@
+"""The gallery: the notebooks of colabs/, as they are stored, and a page with a card for each."""
+
+import base64
+import json
+import pathlib
+import re
+import shutil
+from typing import Any
+
+from sphinx.application import Sphinx
+
+ROOT = pathlib.Path(__file__).parents[2]
+GALLERY = ROOT / "docs" / "gallery"
+
+PAGE = """\
+# Gallery
+
+Each notebook is shown with the outputs that are stored in it. CI executes all of them.
+
+::::{{grid}} 1 2 2 3
+:gutter: 3
+
+{cards}
+::::
+
+```{{toctree}}
+:hidden:
+
+{names}
+```
+"""
+
+CARD = """\
+:::{{grid-item-card}} {title}
+:link: {name}
+:link-type: doc
+:img-top: {name}.png
+:class-img-top: thumbnail
+
+{sentence}
+:::
+"""
+
+
+def introduction(notebook: dict[str, Any]) -> tuple[str, str]:
+    """The title, and the first sentence, without links."""
+    title, _, text = "".join(notebook["cells"][0]["source"]).partition("\n")
+    text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", " ".join(text.split()))
+    return title.removeprefix("# "), re.match(r"(.*?\.)(?=\s|$)|.*", text)[0]
+
+
+def thumbnail(notebook: dict[str, Any]) -> bytes | None:
+    """The first image among the outputs."""
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            if "image/png" in output.get("data", {}):
+                return base64.b64decode("".join(output["data"]["image/png"]))
+    return None
+
+
+def write(app: Sphinx) -> None:
+    """Copies the notebooks, in the order in which README names them, and writes the page."""
+    shutil.rmtree(GALLERY, ignore_errors=True)
+    GALLERY.mkdir()
+    named = re.findall(r"\(colabs/(\w+)\.ipynb\)", (ROOT / "README.md").read_text())
+    files = {x.stem: x for x in sorted(ROOT.glob("colabs/*.ipynb"))}
+    files = {name: files[name] for name in dict.fromkeys([*named, *files])}
+    cards = []
+    for name, file in files.items():
+        shutil.copy2(file, GALLERY)
+        notebook = json.loads(file.read_text())
+        title, sentence = introduction(notebook)
+        image = thumbnail(notebook)
+        card = CARD.format(name=name, title=title, sentence=sentence)
+        if image:
+            (GALLERY / f"{name}.png").write_bytes(image)
+        else:
+            card = re.sub(r"^:.*img-top:.*\n", "", card, flags=re.MULTILINE)
+        cards.append(card)
+    page = PAGE.format(cards="\n".join(cards), names="\n".join(files))
+    (GALLERY / "index.md").write_text(page)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("builder-inited", write)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,96 @@
+"""Files of the repository outside docs/ as pages of the site, and links to them.
+
+Pages link to each other as GitHub resolves links: `../colabs/quickstart.ipynb`, relative to the
+page. Here each file that a page links to becomes a page, and links are rewritten while a page is
+read.
+"""
+
+import functools
+import pathlib
+import re
+import shutil
+
+from sphinx.application import Sphinx
+
+ROOT = pathlib.Path(__file__).parents[2]
+README = ROOT / "README.md"
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#])")
+PAGES = (".md", ".ipynb")
+
+
+def page(file: pathlib.Path) -> str:
+    """Where a file of the repository is in docs/; README is a part of the home page."""
+    path = pathlib.PurePosixPath(file.relative_to(ROOT))
+    if file == README:
+        return "index.md"
+    if path.parts[0] == "docs":
+        return str(path.relative_to("docs"))
+    if path.suffix == ".ipynb":
+        return f"gallery/{path.name}"
+    return f"repository/{path}" if path.suffix in (*PAGES, ".png") else f"repository/{path}.md"
+
+
+def followed(file: pathlib.Path, link: str) -> pathlib.Path | None:
+    """The file of the repository to which a link of another leads."""
+    found = (file.parent / link).resolve()
+    return found if found.is_file() and found.is_relative_to(ROOT) else None
+
+
+@functools.cache
+def files() -> list[pathlib.Path]:
+    """README, docs/ and colabs/, and what is linked from there, directly or not."""
+    found = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("colabs/*.ipynb")]
+    for file in found:  # which grows
+        links = LINK.findall(file.read_text()) if file.suffix in PAGES else []
+        new = {followed(file, link) for link in links} - {None, *found}
+        found += sorted(new)
+    return found
+
+
+def copy(app: Sphinx) -> None:
+    """Writes the pages of other folders: documents and images as they are, sources as listings."""
+    shutil.rmtree(ROOT / "docs" / "repository", ignore_errors=True)
+    for file in files():
+        copied = ROOT / "docs" / page(file)
+        if copied.is_relative_to(ROOT / "docs" / "repository"):
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            if copied.name == file.name:
+                shutil.copy2(file, copied)
+            else:
+                copied.write_text(listing(file))
+
+
+def listing(file: pathlib.Path) -> str:
+    """A page with the text of a file."""
+    language = "python" if file.suffix == ".py" else "text"
+    name = file.relative_to(ROOT)
+    return f"---\norphan: true\n---\n\n# {name}\n\n``````{language}\n{file.read_text()}``````\n"
+
+
+def relink(file: pathlib.Path, text: str) -> str:
+    """The text of a file with links to pages of the site, from its top."""
+
+    def new(link: re.Match[str]) -> str:
+        found = followed(file, link[1])
+        return f"/{page(found)}" if found else link[1]
+
+    return LINK.sub(new, text)
+
+
+def read(app: Sphinx, name: str, source: list[str]) -> None:
+    """A page is read: `name` has no suffix."""
+    for file in files():
+        if file != README and page(file).rpartition(".")[0] == name and file.suffix in PAGES:
+            source[0] = relink(file, source[0])
+
+
+def include(app: Sphinx, path: pathlib.Path, name: str, source: list[str]) -> None:
+    """The home page has README, which is read from where it is."""
+    source[0] = relink(README, source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("builder-inited", copy)
+    app.connect("source-read", read)
+    app.connect("include-read", include)
+    return {"parallel_read_safe": True}
