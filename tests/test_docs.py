@@ -314,7 +314,9 @@ def measured(work):
 
 
 def step_and_build(row):
-    """The tables of recipes have bytes and temporaries first."""
+    """The tables of recipes have bytes and temporaries first; those of Muon are short."""
+    if len(row) == 6:
+        return row[2], row[3]
     return row[4 if len(row) == 8 else 2], row[7].partition(" ")[0]
 
 
