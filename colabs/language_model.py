@@ -79,7 +79,7 @@ def _rotated(x: jax.Array) -> jax.Array:
     """Rotary positions: pairs of elements turned by angles in proportion to the position."""
     half = x.shape[3] // 2
     angles = np.arange(x.shape[1])[:, None] * WAVELENGTH ** -np.linspace(0, 1, half, endpoint=False)
-    cos, sin = (np.float32(f(angles))[None, :, None] for f in (np.cos, np.sin))
+    cos, sin = (jnp.asarray(f(angles), x.dtype)[None, :, None] for f in (np.cos, np.sin))
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=3)
 

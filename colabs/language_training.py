@@ -37,12 +37,12 @@ class Settings(NamedTuple):
     zero: bool = False
     rate: float | None = None  # None for that of the optimizer
     weight_decay: float = 0.1
-    warmup: int = 50
+    warmup: int = 100
     clip: float = 1.0
     accumulate: int = 1
     skip: bool = False
     ema: float = 0.0
-    steps: int = 1000
+    steps: int = 1400
     batch: int = 8
     length: int = 128
     layers: int = 3

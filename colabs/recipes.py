@@ -41,11 +41,11 @@ _TRUST = {"trust_ratio_mask": layers, "layer_axes": LAYER_AXES}
 _MUON = {"matrices": hidden, "layer_axes": LAYER_AXES, "scale": "match_rms_adamw"}
 
 OPTIMIZERS = {
-    "adamw": Optimizer(jgrad.adam, 0.008),
-    "lamb": Optimizer(functools.partial(jgrad.lamb, **_TRUST), 0.02),
+    "adamw": Optimizer(jgrad.adam, 0.01),
+    "lamb": Optimizer(functools.partial(jgrad.lamb, **_TRUST), 0.03),
     "lars": Optimizer(functools.partial(jgrad.lars, trust_coefficient=0.02, **_TRUST), 1.0),
-    "momentum": Optimizer(functools.partial(jgrad.gradient_descent, momentum=0.9), 0.3),
-    "muon": Optimizer(functools.partial(jgrad.muon, **_MUON), 0.008),
+    "momentum": Optimizer(functools.partial(jgrad.gradient_descent, momentum=0.9), 1.0),
+    "muon": Optimizer(functools.partial(jgrad.muon, **_MUON), 0.03),
 }
 RECIPES = {
     "float32": Recipe(),

@@ -379,7 +379,7 @@ def test_checkpoints_of_other_runs(tmp_path):
                 f"--{name}: {value}, expected {before}, as until step 1, or another "
                 "--checkpoint_folder."
             )
-            changed = other._replace(**{"rate": 0.008, name: value})
+            changed = other._replace(**{"rate": 0.01, name: value})
             assert_refused(CheckpointError, message, changed, checkpoints=checkpoints)
         texts = split()._replace(training=text.Text(b"of another version" * 10))
         with pytest.raises(CheckpointError) as found:
