@@ -23,8 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import rich
 from absl import app, flags, logging
@@ -90,7 +88,9 @@ _SAVE_EVERY = flags.DEFINE_integer("save_every", 100, "Steps between checkpoints
 _VALIDATE_EVERY = flags.DEFINE_integer(
     "validate_every", 100, "Steps between validation losses.", lower_bound=1
 )
-_PLOT = flags.DEFINE_string("plot", "train_language_model.png", "Where to save the loss curves.")
+_PLOT = flags.DEFINE_string(
+    "plot", "train_language_model.png", "Where to save the loss curves; nowhere if empty."
+)
 _SAMPLE = flags.DEFINE_integer("sample", 400, "Bytes to write at the end.", lower_bound=0)
 _PROMPT = flags.DEFINE_string("prompt", "def ", "What they begin with.")
 flags.register_validator(_PROMPT, bool, "expected one byte at least")
@@ -101,7 +101,7 @@ _BITS = math.log2(math.e)  # in a nat
 
 
 class Shown:
-    """A line of progress: the loss, bytes per second, and bytes of state."""
+    """A line of progress: the loss, tokens per second, and bytes of state."""
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
         self._progress, self._settings = progress, settings
@@ -120,7 +120,7 @@ class Shown:
     def step(self, done: int, loss: float, seconds: float) -> None:
         self.seconds.append(seconds)
         said = f"loss {loss * _BITS:.2f} bits"
-        speed = f"{self.tokens_per_second():,.0f} bytes/s"
+        speed = f"{self.tokens_per_second():,.0f} tokens/s"
         self._progress.update(self._task, completed=done, description=said, speed=speed)
 
     def tokens_per_second(self) -> float:
@@ -149,7 +149,7 @@ def table(
     each = " on each device" if settings.devices > 1 else ""
     made.caption = (
         f"{count:,} parameters, {shown.state_bytes:,} bytes of optimizer state{each}, "
-        f"{shown.tokens_per_second():,.0f} bytes of text per second"
+        f"{shown.tokens_per_second():,.0f} tokens (bytes of text) per second"
     )
     if settings.skip:
         made.caption += f", {int(run.state.skipped)} steps skipped"
@@ -158,7 +158,9 @@ def table(
 
 def plot(run: Run, bigram_loss: float, settings: Settings, path: str) -> None:
     """Training and validation loss after each step."""
-    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # a run without a plot does without it
+
+    plt.switch_backend("Agg")
     figure, panel = plt.subplots(figsize=(6, 3.8))
     losses = _BITS * np.array(run.history.training)
     steps = np.arange(1, len(losses) + 1)
@@ -220,8 +222,9 @@ def run(settings: Settings) -> None:
     rich.print(table(found, settings, split, pairs, shown))
     if _SAMPLE.value:
         rich.print(Panel(Plain(sampled(found, settings)), title="a sample"))
-    plot(found, bigram.loss(pairs, windows(split.validation, settings)), settings, _PLOT.value)
-    rich.print(f"Loss curves: {_PLOT.value}")
+    if _PLOT.value:
+        plot(found, bigram.loss(pairs, windows(split.validation, settings)), settings, _PLOT.value)
+        rich.print(f"Loss curves: {_PLOT.value}")
 
 
 def main(argv: list[str]) -> None:

@@ -264,13 +264,13 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
 @pytest.mark.slow
 def test_a_killed_process(tmp_path):
     """The command, killed in the midst of its steps, and given again."""
-    settings = TINY._replace(recipe=STORED, steps=600)
+    settings = TINY._replace(recipe=STORED, steps=300)
     flags = [f"--{name}={value}" for name, value in settings._asdict().items() if value is not None]
     saved = {}
     for name in ("whole", "killed"):
         command = [
-            *(sys.executable, SCRIPT, *flags, "--save_every=20", "--sample=0"),
-            *(f"--checkpoint_folder={tmp_path / name}", f"--plot={tmp_path / name}.png"),
+            *(sys.executable, SCRIPT, *flags, "--save_every=20", "--sample=40", "--plot="),
+            f"--checkpoint_folder={tmp_path / name}",
         ]
         output = tmp_path / f"{name}.txt"
         if name == "killed":
@@ -288,7 +288,6 @@ def test_a_killed_process(tmp_path):
         like = language_training.program(settings.checked()).start()
         with opened(tmp_path / name) as checkpoints:
             saved[name] = checkpoints.restore(like, settings.steps)
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     assert_equal(saved["killed"], saved["whole"])
 
 
