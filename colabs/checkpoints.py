@@ -265,6 +265,26 @@ def whole_steps(folder: str | os.PathLike[str]) -> list[int]:
     return sorted(int(x.stem) for x in found if x.stem.isdigit())
 
 
+def check_settings(
+    own: dict[str, Any], saved: dict[str, Any], step: int, *, folder: str = "--folder"
+) -> None:
+    """What decides the numbers of a run is what it was when a step was saved.
+
+    Args:
+      own: values by the names of flags.
+      saved: the same from `about`.
+      step: which was saved.
+      folder: the flag by which another folder is given.
+
+    Raises:
+      CheckpointError: a value is another one.
+    """
+    for name, value in own.items():
+        if saved.get(name) != value:
+            remedy = f"expected {saved.get(name)}, as until step {step}, or another {folder}"
+            raise CheckpointError(f"--{name}: {value}, {remedy}.")
+
+
 # ---- trees ---------------------------------------------------------------------------------------
 
 

@@ -1,115 +1,84 @@
-"""The sources of Python's own library, byte by byte, and a transformer that models them.
+"""The sources of Python's own library, byte by byte, split by file.
 
 Every Python ships the text, and another version of Python has another text: losses of two versions
 are not comparable, and differences between optimizers are.
 """
 
-import argparse
-import ast
-import difflib
-import inspect
-import shutil
-import statistics
-import tarfile
-import textwrap
-import threading
-import typing
-from typing import Any
+import pathlib
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-VOCABULARY = 128  # ASCII
-TRAINING = (argparse, ast, inspect, shutil, statistics, tarfile, threading, typing)
-TEST = (difflib, textwrap)
+VOCABULARY = 256
 
-Params = dict[str, Any]
+# Of the tables of `encodings` many are almost alike, and would be in training and test; the largest
+# part of `pydoc_data` is prose.
+_LEFT_OUT = {"encodings", "pydoc_data"}
+_TESTS = {"test", "tests", "idle_test"}
 
 
 class Text:
     """Bytes, and the windows of one length to cut from them."""
 
-    def __init__(self, modules: tuple[Any, ...]) -> None:
-        joined = "\n".join(inspect.getsource(module) for module in modules)
-        codes = np.frombuffer(joined.encode("ascii", errors="replace"), np.uint8)
-        self.codes = codes.astype(np.int32)
+    def __init__(self, content: bytes) -> None:
+        self.codes = np.frombuffer(content, np.uint8)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Integers of shape `(*starts.shape, length)`."""
-        return self.codes[starts[..., None] + np.arange(length)]
+        return self.codes[starts[..., None] + np.arange(length)].astype(np.int32)
 
-    def batches(
-        self, number: int, rng: np.random.Generator, *, windows: int = 16, length: int = 33
+    def batch(
+        self, number: int, *, seed: int = 0, windows: int = 16, length: int = 33
     ) -> np.ndarray:
-        """Windows from anywhere, of shape (number, windows, length)."""
-        starts = rng.integers(len(self.codes) - length + 1, size=(number, windows))
-        return self.windows(starts, length)
+        """Windows from anywhere, of shape (windows, length), known by the number of the batch."""
+        rng = np.random.default_rng((seed, number))
+        return self.windows(rng.integers(len(self.codes) - length + 1, size=windows), length)
 
-    def all(self, length: int = 33, *, at_most: int = 1024) -> np.ndarray:
-        """Windows at equal distances over the whole text, of shape (windows, length)."""
-        return self.windows(np.arange(0, len(self.codes) - length + 1, length)[:at_most], length)
+    def batches(self, number: int, **options: int) -> np.ndarray:
+        """The first batches, of shape (number, windows, length); options as in `batch`."""
+        return np.stack([self.batch(i, **options) for i in range(number)])
 
-
-def init(key: jax.Array, *, layers: int = 2, width: int = 64) -> Params:
-    """The parameters: `embedding`, and `layer_0` and so on."""
-    first, *keys = jax.random.split(key, 1 + layers)
-
-    def layer(key: jax.Array) -> Params:
-        keys = iter(jax.random.split(key, 4))
-
-        def dense(rows: int, columns: int, scale: float = 1.0) -> Params:
-            w = jax.random.normal(next(keys), (rows, columns)) * scale / rows**0.5
-            return {"w": w, "b": jnp.zeros(columns)}
-
-        norm = {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
-        small = (2 * layers) ** -0.5  # as many are added up
-        return {
-            "norm_1": norm,
-            "attention": dense(width, 3 * width),
-            "output": dense(width, width, small),
-            "norm_2": norm,
-            "up": dense(width, 4 * width),
-            "down": dense(4 * width, width, small),
-        }
-
-    embedding = jax.random.normal(first, (VOCABULARY, width)) / width
-    return {"embedding": embedding, **{f"layer_{i}": layer(key) for i, key in enumerate(keys)}}
+    def spread(self, number: int, length: int = 33) -> np.ndarray:
+        """Windows at equal distances over the whole text, of shape (number, length)."""
+        return self.windows(np.linspace(0, len(self.codes) - length, number).astype(int), length)
 
 
-def loss(params: Params, codes: jax.Array, *, heads: int = 4) -> jax.Array:
-    """Cross-entropy of each byte given those before it, in nats, the mean over a batch."""
-    given, wanted = codes[:, :-1], codes[:, 1:]
-    width = params["embedding"].shape[1]
-    x = width * params["embedding"][given] + _positions(given.shape[1], width)
-    for name in sorted(params.keys() - {"embedding"}):
-        layer = params[name]
-        x = x + _attention(layer, _norm(layer["norm_1"], x), heads)
-        x = x + _dense(layer["down"], jax.nn.gelu(_dense(layer["up"], _norm(layer["norm_2"], x))))
-    scores = jax.nn.standardize(x) @ params["embedding"].T
-    return optax.losses.softmax_cross_entropy_with_integer_labels(scores, wanted).mean()
+class Split(NamedTuple):
+    """Texts of different files."""
+
+    training: Text
+    validation: Text
+    test: Text
 
 
-def _dense(p: Params, x: jax.Array) -> jax.Array:
-    return x @ p["w"] + p["b"]
+def load() -> Split:
+    """The library of this Python, about eight bytes in ten for training, and one for each other."""
+    found = files()
+    return Split(*(Text(_joined(found[part])) for part in Split._fields))
 
 
-def _norm(p: Params, x: jax.Array) -> jax.Array:
-    return p["scale"] * jax.nn.standardize(x) + p["bias"]
+def files() -> dict[str, list[pathlib.Path]]:
+    """The files of each part. A file stays in its part in every version of Python."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    found: dict[str, list[pathlib.Path]] = {part: [] for part in Split._fields}
+    for name in sorted(sys.stdlib_module_names - _LEFT_OUT):
+        for path in [root / f"{name}.py", *sorted((root / name).rglob("*.py"))]:
+            relative = path.relative_to(root)
+            if path.is_file() and not _TESTS & set(relative.parts):
+                found[part_of(relative.as_posix())].append(path)
+    if not all(found.values()):
+        raise FileNotFoundError(f"{root}: no sources of Python's library, expected its .py files.")
+    return found
 
 
-def _attention(p: Params, x: jax.Array, heads: int) -> jax.Array:
-    """Of each byte to itself and to those before it."""
-    rows, length, width = x.shape
-    q, k, v = jnp.moveaxis(
-        _dense(p["attention"], x).reshape(rows, length, 3, heads, width // heads), 2, 0
-    )
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return _dense(p["output"], mixed.reshape(x.shape))
+def part_of(name: str) -> str:
+    """Of a file by its path in the library, of ten files one to validate and one to test."""
+    return {0: "validation", 1: "test"}.get(zlib.crc32(name.encode()) % 10, "training")
 
 
-def _positions(length: int, width: int) -> np.ndarray:
-    """Sines and cosines of wavelengths from 2 pi to 2 pi 10,000."""
-    angles = np.arange(length)[:, None] / 10_000 ** np.linspace(0, 1, width // 2)
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1, dtype=np.float32)
+def _joined(paths: Iterable[pathlib.Path]) -> bytes:
+    return b"\n".join(path.read_bytes() for path in paths)

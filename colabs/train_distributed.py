@@ -35,7 +35,7 @@ from rich.progress import Progress
 
 import jgrad
 import processes
-from checkpoints import CheckpointError, Checkpoints, whole_steps
+from checkpoints import CheckpointError, Checkpoints, check_settings, whole_steps
 from digits import Digits, accuracy, init, load, loss
 
 _PROCESSES = flags.DEFINE_integer("processes", 2, "Processes on all machines.", lower_bound=1)
@@ -74,7 +74,7 @@ def train() -> bool:
     done = checkpoints.latest() or 0
     about = {x.name: x.value for x in (_STEPS, _BATCH, _HIDDEN, _RATE, _SEED)}
     if done:
-        check_flags(about, checkpoints.about(done), done)
+        check_settings(about, checkpoints.about(done), done)
     train_set, test_set = load()
     mesh = jax.make_mesh((jax.device_count(),), (_AXIS,), axis_types=(AxisType.Auto,))
     schedule = optax.warmup_cosine_decay_schedule(
@@ -107,14 +107,6 @@ def train() -> bool:
     say(f"Test accuracy {found:.1%}.")
     print(f"process {jax.process_index()}: parameters {digest(params)}", flush=True)
     return True
-
-
-def check_flags(own: dict[str, Any], saved: dict[str, Any], step: int) -> None:
-    """What decides the numbers is what it was when a step was saved."""
-    for name, value in own.items():
-        if saved.get(name) != value:
-            remedy = f"expected {saved.get(name)}, as until step {step}, or another --folder"
-            raise CheckpointError(f"--{name}: {value}, {remedy}.")
 
 
 def start(

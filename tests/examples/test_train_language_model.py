@@ -1,0 +1,403 @@
+"""`colabs/train_language_model.py`: what it trains, what it refuses, and that a killed run goes on.
+
+Most tests train in this process. Each program takes seconds to compile, so few do by default.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bigram
+import jgrad
+import language_model
+import language_training
+import recipes
+import text
+from checkpoints import CheckpointError, Checkpoints
+from language_training import Settings, SettingsError, bytes_on_one_device
+from tests.loops import assert_equal
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "colabs" / "train_language_model.py"
+TINY = Settings(
+    layers=2,
+    width=32,
+    heads=2,
+    length=16,
+    batch=4,
+    steps=4,
+    warmup=1,
+    accumulate=2,
+    ema=0.9,
+    skip=True,
+)
+LIMIT = 240  # seconds for a run, of which most is its start
+LAYOUTS = {
+    "tree": {},
+    "packed": {"packed": True},
+    "jit": {"devices": 2},
+    "zero": {"devices": 2, "zero": True},
+}
+STORED = "8bit_bf16_stochastic"  # the recipe with most in its state
+
+
+@pytest.fixture(autouse=True)
+def dtypes():
+    """Schedules of optax divide integers by floats, which strict dtypes forbid."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@functools.cache
+def split():
+    """The texts, read once."""
+    return text.load()
+
+
+def train(settings, **options):
+    return language_training.train(settings, split(), **options)
+
+
+@contextlib.contextmanager
+def opened(folder):
+    with contextlib.closing(Checkpoints(folder)) as checkpoints:
+        yield checkpoints
+
+
+# ---- the text, and the bigram model ------------------------------------------------------------
+
+
+def test_no_file_is_in_two_parts():
+    found = text.files()
+    paths = [path for part in found.values() for path in part]
+    assert len(set(paths)) == len(paths) > 400
+    assert {path.name for path in paths} >= {"argparse.py", "abc.py", "heapq.py"}
+    sizes = [len(x.codes) for x in split()]
+    assert 0.6 < sizes[0] / sum(sizes) < 0.95
+
+
+def test_the_part_of_a_file_is_known_by_its_name():
+    """The same in every version of Python."""
+    found = {
+        name: text.part_of(name) for name in ("heapq.py", "shutil.py", "json/decoder.py", "dis.py")
+    }
+    assert found == {
+        "heapq.py": "training",
+        "shutil.py": "validation",
+        "json/decoder.py": "training",
+        "dis.py": "test",
+    }
+
+
+def test_batches_are_known_by_their_number():
+    texts = split().training
+    assert_equal(texts.batches(3, seed=1, windows=2)[2], texts.batch(2, seed=1, windows=2))
+    assert not np.array_equal(texts.batch(2, seed=1), texts.batch(3, seed=1))
+    assert not np.array_equal(texts.batch(2, seed=1), texts.batch(2, seed=2))
+
+
+def test_windows_over_a_whole_text():
+    assert text.Text(b"abcdefghi").spread(3, length=3).tolist() == [
+        [97, 98, 99],
+        [100, 101, 102],
+        [103, 104, 105],
+    ]
+
+
+def test_bigram_by_hand():
+    """Of "abab", a is followed twice by b, and b once by a: p(b | a) = 3 / 258, p(a | b) = 2 / 257."""
+    table = bigram.log_probabilities(np.frombuffer(b"abab", np.uint8))
+    found = bigram.loss(table, np.array([[97, 98, 97, 99]]))
+    expected = -np.log([3 / 258, 2 / 257, 1 / 258]).mean()
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(np.exp(table).sum(axis=1), 1, rtol=1e-12)
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def scores(params, codes):
+    """Under strict dtypes."""
+    with jax.numpy_dtype_promotion("strict"):
+        return jax.jit(functools.partial(language_model.logits, heads=2))(params, codes)
+
+
+def small_model():
+    """With scores that differ from byte to byte."""
+    init = functools.partial(language_model.init, layers=2, width=16)
+    return jax.tree.map(lambda x: 3 * x, jax.jit(init)(jax.random.key(0)))
+
+
+def test_a_byte_does_not_see_those_after_it():
+    codes = np.arange(12, dtype=np.int32).reshape(2, 6)
+    codes[1] = codes[0] + np.array([0, 0, 0, 0, 1, 0])
+    found = scores(small_model(), codes)
+    assert_equal(found[0, :4], found[1, :4])
+    assert jnp.all(jnp.any(found[0, 4:] != found[1, 4:], axis=1))
+
+
+def test_positions_are_relative():
+    """Products of one vector, turned at two positions, depend on the distance alone."""
+    x = jax.random.normal(jax.random.key(0), (1, 1, 1, 8))
+    turned = np.asarray(language_model._rotated(jnp.broadcast_to(x, (1, 9, 1, 8)))[0, :, 0])
+    products = turned @ turned.T
+    for distance in (1, 2):
+        found = np.diagonal(products, distance)
+        np.testing.assert_allclose(found, found[0], rtol=1e-5)
+    assert not np.isclose(products[0, 1], products[0, 2], rtol=1e-2)
+
+
+def test_a_sample_without_chance():
+    """With a temperature near 0, each byte is the likeliest one after the six before it."""
+    params, prompt = small_model(), jnp.array([100, 101, 102, 32], jnp.int32)
+    found = language_model.sample(
+        params, prompt, jax.random.key(1), number=8, length=6, heads=2, temperature=1e-6
+    )
+    assert_equal(found[:4], prompt)
+    before = jnp.stack([found[i - 6 : i] for i in range(6, 12)])
+    likeliest = scores(params, before).argmax(axis=2)
+    assert_equal(found[6:], likeliest[:, -1].astype(jnp.int32))
+    assert_equal(found[4:6], likeliest[0, 3:5].astype(jnp.int32))
+    assert len(set(found[4:].tolist())) > 2
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("optimizer", recipes.OPTIMIZERS)
+@pytest.mark.slow
+def test_every_combination(optimizer, recipe, layout):
+    """With clipping, skipping, accumulation and an average around it."""
+    learns(TINY._replace(optimizer=optimizer, recipe=recipe, **LAYOUTS[layout]))
+
+
+def learns(settings):
+    """Two updates lower the loss of the averaged parameters."""
+    run = train(settings)
+    params, state = language_training.program(settings.checked()).start()
+    before = language_training.measured(params, state, settings, split().validation)
+    ((done, after),) = run.history.validation
+    assert done == len(run.history.training) == settings.steps
+    assert after < before - 1e-3
+    assert run.state.skipped == 0
+
+
+@pytest.mark.slow
+def test_layouts_train_alike():
+    """The numbers are those of one device, but for the order of sums, and of one leaf each."""
+    settings = TINY._replace(accumulate=1, ema=0.0, steps=3)
+    trained = {name: train(settings._replace(**own)) for name, own in LAYOUTS.items()}
+    expected = jax.device_get(trained["tree"].params)
+    for name, run in trained.items():
+        found = jax.device_get(jgrad.unpack(run.params))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), found, expected)
+        share = bytes_on_one_device(run.state) / bytes_on_one_device(trained["tree"].state)
+        assert 0.5 <= share < 0.52 if name in ("jit", "zero") else 1 <= share < 1.01
+
+
+# ---- killed, and resumed -------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Raised after a step in the place of a kill."""
+
+
+def stop_after(step):
+    def on_step(done, loss, seconds):
+        if done == step:
+            raise Stop
+
+    return on_step
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "recipe", "layout"),
+    [
+        ("adamw", STORED, "zero"),
+        pytest.param("adamw", STORED, "tree", marks=pytest.mark.slow),
+        pytest.param("muon", STORED, "zero", marks=pytest.mark.slow),
+        pytest.param("lamb", "bf16_master", "packed", marks=pytest.mark.slow),
+        pytest.param("muon", "8bit", "jit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_to_the_same_bits(optimizer, recipe, layout, tmp_path):
+    """Saved in the midst of a window of `accumulate`, after the first update."""
+    settings = TINY._replace(optimizer=optimizer, recipe=recipe, **LAYOUTS[layout])
+    expected = train(settings)
+    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
+        train(settings, checkpoints=checkpoints, save_every=3, on_step=stop_after(3))
+    begun = []
+    with opened(tmp_path) as checkpoints:
+        options = {"checkpoints": checkpoints, "on_start": lambda done, _: begun.append(done)}
+        found = train(settings, **options)
+        again = train(settings, **options)  # there is nothing left to do
+    assert begun == [3, 4]
+    assert_equal((found.params, found.state), (expected.params, expected.state))
+    # A small leaf of a packed tree was float32 in the file: the same numbers, maybe by other scales.
+    numbers = [jgrad.unquantized((run.params, run.state)) for run in (again, expected)]
+    assert_equal(*numbers)
+    assert found.history == again.history == expected.history
+    assert expected.history.validation[-1][1] < expected.history.training[0] - 1e-3
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout(tmp_path):
+    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
+        train(TINY, checkpoints=checkpoints, save_every=2, on_step=stop_after(2))
+    with opened(tmp_path) as checkpoints:
+        run = train(TINY._replace(**LAYOUTS["zero"]), checkpoints=checkpoints)
+    expected = train(TINY)
+    np.testing.assert_allclose(run.history.training, expected.history.training, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_process(tmp_path):
+    """The command, killed in the midst of its steps, and given again."""
+    settings = TINY._replace(recipe=STORED, steps=300)
+    flags = [f"--{name}={value}" for name, value in settings._asdict().items() if value is not None]
+    saved = {}
+    for name in ("whole", "killed"):
+        command = [
+            *(sys.executable, SCRIPT, *flags, "--save_every=20", "--sample=40", "--plot="),
+            f"--checkpoint_folder={tmp_path / name}",
+        ]
+        output = tmp_path / f"{name}.txt"
+        if name == "killed":
+            with output.open("w") as out, started(command, out) as process:
+                deadline = time.monotonic() + LIMIT
+                while not (tmp_path / name / "40.json").exists():
+                    assert process.poll() is None, output.read_text()
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGKILL)
+                assert process.wait(LIMIT) == -signal.SIGKILL, output.read_text()
+        with output.open("w") as out, started(command, out) as process:
+            assert process.wait(LIMIT) == 0, output.read_text()
+        assert ("Going on after step" in output.read_text()) == (name == "killed")
+        like = language_training.program(settings.checked()).start()
+        with opened(tmp_path / name) as checkpoints:
+            saved[name] = checkpoints.restore(like, settings.steps)
+    assert_equal(saved["killed"], saved["whole"])
+
+
+@contextlib.contextmanager
+def started(command, out):
+    """The process of a command; nothing of it is left."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"optimizer": "sgd"},
+            "--optimizer=sgd is not known: choose adamw, lamb, lars, momentum, muon.",
+        ),
+        (
+            {"recipe": "int4"},
+            "--recipe=int4 is not known: choose float32, bf16_master, bf16_stochastic, 8bit, "
+            "8bit_bf16_stochastic.",
+        ),
+        (
+            {"packed": True, "devices": 2},
+            "--packed with --devices=2 needs --zero, which shards a packed state with the fewest "
+            "bytes moved: add it, or leave out --packed.",
+        ),
+        ({"zero": True}, "--zero shards the state over devices: give --devices=2 or more, too."),
+        (
+            {"devices": 3},
+            "--batch=4, expected a multiple of 3, of which each of the 3 devices takes an equal "
+            "part.",
+        ),
+        (
+            {"width": 34},
+            "--width=34, expected a multiple of 2 * 2 heads, since each head has pairs of elements.",
+        ),
+        (
+            {"steps": 5},
+            "--steps=5, expected a multiple of --accumulate=2, so that the last step makes an "
+            "update.",
+        ),
+        ({"warmup": 2}, "--warmup=2, expected fewer than the 2 updates of the whole run."),
+        (
+            {"devices": 64, "batch": 64},
+            "--devices=64, expected at most 8, as many as JAX has here.",
+        ),
+        (
+            {"optimizer": "muon", "devices": 8, "batch": 8, "zero": True},
+            "--layers=2 are too few matrices for --devices=8 with --zero and Muon: give more "
+            "layers or fewer devices, or leave out --zero.",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(changed, message):
+    assert_refused(SettingsError, message, TINY._replace(**changed))
+
+
+def assert_refused(kind, message, settings, **options):
+    with pytest.raises(kind) as found:
+        train(settings, **options)
+    assert str(found.value) == message
+
+
+def test_checkpoints_of_other_runs(tmp_path):
+    """Each message names the flag; the text is no flag."""
+    other = TINY._replace(recipe=STORED, **LAYOUTS["zero"])  # compiled already
+    with opened(tmp_path / "own") as checkpoints, pytest.raises(Stop):
+        train(other, checkpoints=checkpoints, save_every=1, on_step=stop_after(1))
+    with opened(tmp_path / "own") as checkpoints:
+        for name, value, before in [
+            ("width", 16, 32),
+            ("layers", 1, 2),
+            ("optimizer", "lamb", "adamw"),
+            ("recipe", "8bit", STORED),
+            ("ema", 0.5, 0.9),
+            ("seed", 1, 0),
+        ]:
+            message = (
+                f"--{name}: {value}, expected {before}, as until step 1, or another "
+                "--checkpoint_folder."
+            )
+            changed = other._replace(**{"rate": 0.01, name: value})
+            assert_refused(CheckpointError, message, changed, checkpoints=checkpoints)
+        texts = split()._replace(training=text.Text(b"of another version" * 10))
+        with pytest.raises(CheckpointError) as found:
+            language_training.train(other, texts, checkpoints=checkpoints)
+        assert str(found.value) == (
+            "Until step 1 the sources of another version of Python were learned: go on with that "
+            "one, or give another --checkpoint_folder."
+        )
+    with opened(tmp_path / "others") as checkpoints:
+        checkpoints.save(1, {"w": jnp.zeros(3)}, about={"steps": 3})
+        message = "Step 1 was saved by another program: give another --checkpoint_folder."
+        assert_refused(CheckpointError, message, other, checkpoints=checkpoints)
+
+
+@pytest.mark.slow
+def test_the_command_says_it_in_one_sentence(tmp_path):
+    output = tmp_path / "output"
+    with output.open("w") as out, started([sys.executable, SCRIPT, "--zero"], out) as process:
+        assert process.wait(LIMIT) == 1
+    assert output.read_text() == (
+        "Not trained: --zero shards the state over devices: give --devices=2 or more, too.\n"
+    )
