@@ -22,9 +22,9 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     step copies it to the device and back. Shardings stay, and the memory kind is `pinned_host`,
     also for the results of `jax.jit` without `out_shardings`.
 
-    Donate parameters and state together, and return both in that order; or give `out_shardings` of
-    all results. Else JAX 0.10 may pair an array on the host with a result of the same shape on the
-    device, and the process aborts.
+    Donate parameters and state together, and return both in that order. In any other order, or
+    with the state alone, JAX 0.10 may pair an array on the host with a result of the same shape on
+    the device, and the process aborts.
 
     Put it outside of everything else: `offload(skip_nonfinite(accumulate(tx, 4)))`. Other wrappers
     of this library refuse it, since they compute with the state inside. In `optax.chain` it

@@ -108,21 +108,6 @@ def test_e47_donation():
     assert_equal(w, expected)
 
 
-def test_e47_donation_of_the_state_alone():
-    """With the shardings of all results; without them JAX may abort the process."""
-    tx, w = jgrad.offload(ADAMW), params()
-    (g,) = gradients(1)
-    state = tx.init(w)
-    placed = jax.tree.map(lambda x: x.sharding, (w, state))
-    update = jax.jit(tx.update, donate_argnums=1, out_shardings=placed)
-    expected, _ = ADAMW.update(g, ADAMW.init(w), w)
-    given = jax.tree.leaves(state)
-    updates, state = update(g, state, w)
-    assert all(x.is_deleted() for x in given if x.size)
-    assert kinds(state) == {"pinned_host"}
-    chex.assert_trees_all_close(updates, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_e47_scan_and_vmap():
     w, grads = params(), gradients(3)
     tx = jgrad.offload(ADAMW)
