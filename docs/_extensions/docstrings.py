@@ -75,12 +75,15 @@ def marked(text: str, name: str) -> str:
         if code is None:
             return f"\\{found[0]}"
         other = PUBLIC.match(code)
-        is_link = other and other[1] in MODULES and name != f"jgrad.{other[1]}"
-        role = f":py:obj:`{code} <jgrad.{other[1]}>`" if is_link else f"``{code}``"
+        if other and other[1] in MODULES and name != f"jgrad.{other[1]}":
+            role = f":py:obj:`{code} <jgrad.{other[1]}>`"
+        else:
+            role = f"``{code}``"
         plural = text[found.end() : found.end() + 1].isalpha()  # a letter has to be set apart
         return f"{role}\\ " if plural else role
 
-    return re.sub(r"`([^`]+)`|[|*]", new, text)
+    # The last: "s." after the name of an argument would be an item of a list.
+    return re.sub(r"`([^`]+)`|[|*]|(?<=: )(?=\w\.\s)", new, text)
 
 
 def link(app: Sphinx, doctree: nodes.document) -> None:

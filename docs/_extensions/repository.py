@@ -42,8 +42,8 @@ def files() -> list[pathlib.Path]:
     found = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("colabs/*.ipynb")]
     for file in found:  # which grows
         links = LINK.findall(file.read_text()) if file.suffix in PAGES else []
-        new = {followed(file, link) for link in links} - {None, *found}
-        found += sorted(new)
+        targets = {followed(file, link) for link in links}
+        found += sorted(x for x in targets if x and x not in found)
     return found
 
 
