@@ -25,7 +25,24 @@ DOCS = pathlib.Path(__file__).parents[1]
 SECTIONS = re.compile(r"^(?=(?:Args|Attributes|Returns|Raises|Examples?|Source):)", re.MULTILINE)
 EQUATION = re.compile(r"((?:^    .*\n(?:\n(?=    ))?)+)", re.MULTILINE)
 PUBLIC = re.compile(r"(?:jgrad\.)?(\w+)(?:\(|$)")  # a name alone or with a signature
-LINKED = ("reference", "wrappers", "choose_a_recipe")  # pages whose functions are all jgrad's
+LINKED = frozenset(  # pages whose functions are all jgrad's
+    [
+        "index",
+        "reference",
+        "getting_started",
+        "choose_a_recipe",
+        "wrappers",
+        "recipes",
+        "packed",
+        "devices",
+        "memory",
+        "half_precision",
+        "muon",
+        "variants",
+        "design",
+    ]
+)
+LINKS = (nodes.reference, addnodes.pending_xref, nodes.title)
 IMPORTS = [x for x in ast.parse(inspect.getsource(jgrad)).body if isinstance(x, ast.ImportFrom)]
 MODULES = {name.name: x.module for x in IMPORTS for name in x.names}
 
@@ -92,13 +109,17 @@ def link(app: Sphinx, doctree: nodes.document) -> None:
         return
     for code in list(doctree.findall(nodes.literal)):
         name = PUBLIC.match(code.astext())
-        if name and name[1] in MODULES and not isinstance(code.parent, nodes.reference):
+        if name and name[1] in MODULES and not within(code, LINKS):
             target = f"jgrad.{name[1]}"
             reference = addnodes.pending_xref(
                 "", refdomain="py", reftype="obj", reftarget=target, refdoc=app.env.docname
             )
             code.replace_self(reference)
             reference += code
+
+
+def within(node: nodes.Node | None, kinds: tuple[type[nodes.Node], ...]) -> bool:
+    return node is not None and (isinstance(node, kinds) or within(node.parent, kinds))
 
 
 def source(app: Sphinx, module: str, name: str) -> str | None:
