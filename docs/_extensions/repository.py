@@ -85,8 +85,8 @@ def read(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def include(app: Sphinx, path: pathlib.Path, name: str, source: list[str]) -> None:
-    """The home page has README, which is read from where it is."""
-    source[0] = relink(README, source[0])
+    """A page includes a file, as the home page does README."""
+    source[0] = relink((ROOT / "docs" / path).resolve(), source[0])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
