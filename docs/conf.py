@@ -34,6 +34,8 @@ extensions = [
     # Those of _extensions.
     "docstrings",
     "gallery",
+    "public_names",
+    "reference",
     "repository",
 ]
 exclude_patterns = ["_build", "_extensions"]

@@ -42,8 +42,8 @@ def files() -> list[pathlib.Path]:
     found = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("colabs/*.ipynb")]
     for file in found:  # which grows
         links = LINK.findall(file.read_text()) if file.suffix in PAGES else []
-        new = {followed(file, link) for link in links} - {None, *found}
-        found += sorted(new)
+        targets = {followed(file, link) for link in links}
+        found += sorted(x for x in targets if x and x not in found)
     return found
 
 
@@ -85,8 +85,8 @@ def read(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def include(app: Sphinx, path: pathlib.Path, name: str, source: list[str]) -> None:
-    """The home page has README, which is read from where it is."""
-    source[0] = relink(README, source[0])
+    """A page includes a file, as the home page does README."""
+    source[0] = relink((ROOT / "docs" / path).resolve(), source[0])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
