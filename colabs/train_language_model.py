@@ -105,7 +105,6 @@ class Shown:
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
         self._progress, self._settings = progress, settings
-        self._task = progress.add_task("compiling", total=settings.steps, speed="", state="")
         self.state_bytes = 0
         self.seconds: list[float] = []
 
@@ -113,7 +112,9 @@ class Shown:
         self.state_bytes = bytes_on_one_device(state)
         each = " on each device" if self._settings.devices > 1 else ""
         shown = f"state {self.state_bytes / 1e6:.2f} MB{each}"
-        self._progress.update(self._task, completed=done, state=shown)
+        self._task = self._progress.add_task(
+            "compiling", total=self._settings.steps, completed=done, speed="", state=shown
+        )
         if done:
             self._progress.console.print(f"Going on after step {done}.")
 
@@ -124,10 +125,9 @@ class Shown:
         self._progress.update(self._task, completed=done, description=said, speed=speed)
 
     def tokens_per_second(self) -> float:
-        """By the median of the last steps; the first one is compiled."""
+        """By the median of the last steps of this run; the first one is compiled."""
         last = self.seconds[1:][-50:] or self.seconds
-        tokens = self._settings.batch * self._settings.length
-        return tokens / statistics.median(last) if last else math.nan
+        return self._settings.batch * self._settings.length / statistics.median(last)
 
 
 def table(
@@ -147,10 +147,9 @@ def table(
         made.add_row(name, *(f"{loss(x) * _BITS:.3f}" for x in (split.validation, split.test)))
     count = sum(x.size for x in jax.tree.leaves(jax.eval_shape(jgrad.unpack, run.params)))
     each = " on each device" if settings.devices > 1 else ""
-    made.caption = (
-        f"{count:,} parameters, {shown.state_bytes:,} bytes of optimizer state{each}, "
-        f"{shown.tokens_per_second():,.0f} tokens (bytes of text) per second"
-    )
+    made.caption = f"{count:,} parameters, {shown.state_bytes:,} bytes of optimizer state{each}"
+    if shown.seconds:
+        made.caption += f", {shown.tokens_per_second():,.0f} tokens (bytes of text) per second"
     if settings.skip:
         made.caption += f", {int(run.state.skipped)} steps skipped"
     return made

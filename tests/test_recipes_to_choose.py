@@ -203,6 +203,7 @@ def test_a_rate_for_each_leaf():
     assert_equal(params["hidden"], before["hidden"])
 
 
+@pytest.mark.slow
 def test_large_batches():
     """Four mini-batches are one update for all of their examples."""
     names = after(BATCHES)

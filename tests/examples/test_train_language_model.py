@@ -203,7 +203,8 @@ def test_layouts_train_alike():
         found = jax.device_get(jgrad.unpack(run.params))
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), found, expected)
         share = bytes_on_one_device(run.state) / bytes_on_one_device(trained["tree"].state)
-        assert 0.5 <= share < 0.52 if name in ("jit", "zero") else 1 <= share < 1.01
+        whole = 0.5 if name in ("jit", "zero") else 1
+        assert whole <= share < 1.06 * whole  # packed has padding, of small leaves most
 
 
 # ---- killed, and resumed -------------------------------------------------------------------------
@@ -224,8 +225,8 @@ def stop_after(step):
 @pytest.mark.parametrize(
     ("optimizer", "recipe", "layout"),
     [
-        ("adamw", STORED, "zero"),
-        pytest.param("adamw", STORED, "tree", marks=pytest.mark.slow),
+        ("adamw", STORED, "tree"),
+        pytest.param("adamw", STORED, "zero", marks=pytest.mark.slow),
         pytest.param("muon", STORED, "zero", marks=pytest.mark.slow),
         pytest.param("lamb", "bf16_master", "packed", marks=pytest.mark.slow),
         pytest.param("muon", "8bit", "jit", marks=pytest.mark.slow),

@@ -26,11 +26,11 @@ QUICK = {
         "test_e14_stacked_and_cut[lamb-True]",
     ],
     "test_muon.py": [
-        "test_numbers_of_the_tree[muon-4]",
+        "test_numbers_of_the_tree[muon-8]",
         "test_collectives[normuon]",
         "test_bytes_of_each_device",
         "test_buffers_that_would_cut_a_matrix",
-        "test_cut_matrices[True-normuon]",
+        "test_cut_matrices[True-muon]",
         "test_share_over[rows-6]",
         "test_replicated_parameters_need_no_spec",
         "test_messages_of_norm_axes",

@@ -68,7 +68,7 @@ def trajectory(w, grads, **options):
 @pytest.mark.parametrize(
     "scale", mostly_slow(["original", "match_rms_adamw", "spectral", None, max], "original")
 )
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
+@pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
 def test_places_and_scales(scale, rule, x64):
     """50 steps are the author's, wherever matrices are in a leaf."""
     w, grads = model(), [model(seed) for seed in range(1, 51)]
@@ -199,7 +199,7 @@ def test_scale_by_muon():
         assert_equal((u, a), (jax.tree.map(jnp.negative, v), b))
 
 
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
+@pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "muon"))
 def test_functional_update(rule):
     """The pair's numbers; with a tree of rates, one for each kind."""
     w, grads = model(dtype=np.float32), [model(seed, np.float32) for seed in (1, 2, 3)]

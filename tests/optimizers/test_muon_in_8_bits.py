@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jgrad
+from tests.choice import mostly_slow
 from tests.errors import assert_error
 from tests.loops import assert_equal, every_step, run
 
@@ -64,7 +65,7 @@ def test_a_leaf_alone_has_a_state():
     assert state.mw.codes.dtype == jnp.int8
 
 
-@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("skip", mostly_slow([False, True], False))
 def test_leaves_of_adam_are_those_of_adam(skip):
     """Weights, codes and scales of an embedding, bit for bit."""
     wrap = jgrad.skip_nonfinite if skip else lambda tx: tx
@@ -80,7 +81,7 @@ def test_leaves_of_adam_are_those_of_adam(skip):
         assert_equal(state.vw[name], expected.vw[name])
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "matrices"))
 def test_packed(packing):
     """The codes of the tree; small leaves are in 8 bits as their buffer is, so they differ."""
     packed = functools.partial(jgrad.pack, **PACKINGS[packing])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jgrad
+from tests.choice import mostly_slow
 from tests.errors import assert_error
 
 SHAPES = {
@@ -49,7 +50,7 @@ def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-packings = pytest.mark.parametrize("name", PACKINGS)
+packings = pytest.mark.parametrize("name", mostly_slow(PACKINGS, "stacked"))
 
 
 @packings
@@ -70,7 +71,7 @@ def test_numbers_of_an_unpacked_state(name):
     assert all(isinstance(x, jgrad.Blocks) for x in large)
 
 
-@pytest.mark.parametrize("name", ["plain", "shards", "large"])
+@pytest.mark.parametrize("name", mostly_slow(["plain", "shards", "large"], "shards"))
 def test_codes_of_the_tree(name):
     """Bit for bit, without layers that the tree does not know."""
     unpacked = jgrad.unpack(trained(lambda w: jgrad.pack(w, **PACKINGS[name])))
@@ -92,6 +93,7 @@ def test_the_state_of_a_tree_is_packed_by_value(name):
         assert (np.abs(found.mw[key] - expected) <= bound).all()
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_float32():
     plain = jgrad.adam(1e-2)
     w = tree(0)

@@ -56,7 +56,7 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "layers", "in part"))
+@pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "in part"))
 @pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
 def test_numbers_of_the_tree(packing, rule):
     """And the unpacked state has the tree's shapes, None for None; and packs again."""
@@ -84,6 +84,7 @@ def test_pack_small():
     chex.assert_trees_all_equal_shapes_and_dtypes(jgrad.unpack(state), of_tree)
 
 
+@pytest.mark.slow
 def test_a_missing_gradient():
     """A small leaf without one keeps its moments, and so does a whole buffer."""
     tx = jgrad.pack_small(make(), max_size=300)

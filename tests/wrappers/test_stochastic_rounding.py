@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jgrad
 from tests import packed_model as packed
 from tests.cases import gradients, params
+from tests.choice import mostly_slow
 from tests.errors import assert_error
 from tests.loops import assert_equal, compiled, every_step, stack, step_of, train
 
@@ -133,7 +134,7 @@ def test_e46_decay_and_step_are_rounded_once():
     assert min(same) > 0.9  # XLA may contract products and sums in one program only
 
 
-@pytest.mark.parametrize("form", ["tree", "packed"])
+@pytest.mark.parametrize("form", mostly_slow(["tree", "packed"], "packed"))
 def test_e46_replicas_have_the_same_bits(form):
     """On eight devices: replicated and sharded under jit, and inside shard_map, as on one."""
     w, grads = packed.normal(0, BF16), packed.gradients(BF16)[:2]
