@@ -83,8 +83,9 @@ class MomentOptions(NamedTuple):
 
     def check_state(self, inputs: Update, state: OptState, *, vw: bool | PyTree) -> None:
         """Moments are stored in the form that was asked for; of a read state, lists of leaves."""
-        for name, moments, like in (("mw", state.mw, True), ("vw", state.vw, vw)):
-            expected = self._in_8_bits(inputs, like)
+        first = self._in_8_bits(inputs, True)
+        second = first if vw is True else self._in_8_bits(inputs, vw)
+        for name, moments, expected in (("mw", state.mw, first), ("vw", state.vw, second)):
             arg = inputs.reference._replace(name=f"state.{name}", leaves=moments or [])
             for i, x in enumerate(arg.leaves):
                 if inputs.g[i] is None or is_blocks(x) == expected[i]:

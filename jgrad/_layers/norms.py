@@ -64,18 +64,16 @@ class ScaledNorm(NamedTuple):
         return ScaledNorm(top * numerics.safe_sqrt(total(jnp.square(norms / top))), scale)
 
 
-def scaled_layer_norms(
-    layers: Sequence[LayerAxes], *groups: Sequence[Call]
-) -> list[list[ScaledNorm]]:
+def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[list[jax.Array]]:
     """|f(*arrays)| of each layer, a list of batches for each group, in float32 or wider.
 
-    The plain sum of squares overflows from 1e19 and vanishes below 1e-23 in float32. A scaled sum
-    for every layer would be expensive at each step, to run and to compile. So the plain sums come
-    first. One `lax.cond` for the whole model repeats them, each layer scaled by a power of two of
-    its own, in the rare step in which some sum is not a normal number. A sum of zero also takes
-    this path: it may be an underflow. The derivative of a norm at zero is zero. Layers whose sums
-    are normal keep them, so that no norm depends on other layers, not even by a rounding, and
-    replicas of a layer on several devices stay equal bit for bit.
+    At most the largest number. The plain sum of squares overflows from 1e19 and vanishes below
+    1e-23 in float32. A scaled sum for every layer would be expensive at each step, to run and to
+    compile. So the plain sums come first. One `lax.cond` for the whole model repeats them, each
+    layer scaled by a power of two of its own, in the rare step in which some sum is not a normal
+    number. A sum of zero also takes this path: it may be an underflow. The derivative of a norm at
+    zero is zero. Layers whose sums are normal keep them, so that no norm depends on other layers,
+    not even by a rounding, and replicas of a layer on several devices stay equal bit for bit.
 
     Norms of sharded layers are combined over devices after the `cond`, so that no device waits for
     another inside a branch that the other does not take.
@@ -84,9 +82,7 @@ def scaled_layer_norms(
     """
     spans = _spans(len(layers), groups)
     if len(spans) > 1:
-        parts = [
-            scaled_layer_norms(layers[span], *(group[span] for group in groups)) for span in spans
-        ]
+        parts = [layer_norms(layers[span], *(group[span] for group in groups)) for span in spans]
         return [list(itertools.chain(*batches)) for batches in zip(*parts, strict=True)]
     arguments = {id(x): x for group in groups for _, xs in group for x in xs}
     position = {key: i for i, key in enumerate(arguments)}
@@ -102,18 +98,13 @@ def scaled_layer_norms(
     ]
     batches = tuple(tuple(batch) for group in static for batch in group)
     norms = iter(_norms(list(arguments.values()), batches=batches) if batches else [])
-    return [[next(norms) for _ in group] for group in static]
-
-
-def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[list[jax.Array]]:
-    """|f(*arrays)| of each layer of each group, in batches; at most the largest number."""
-    return [[x.value() for x in batches] for batches in scaled_layer_norms(layers, *groups)]
+    return [[next(norms).value() for _ in group] for group in static]
 
 
 def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNorm:
     """The norm of all arrays together, each of which is one layer.
 
-    As `scaled_layer_norms`, but with one sum, and one scale where that is not a normal number, for
+    As `layer_norms`, but with one sum, and one scale where that is not a normal number, for
     all arrays of a precision: a sum in float64 says nothing of squares in float32.
     """
     groups: dict[Any, list[int]] = {}
