@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -70,9 +71,8 @@ class Arguments:
                 shape, dtype = _signature(primal)
                 expected = f"an array of {dtype} and shape {shape}"
                 arg.fail(i, ValueError, f"{checks.describe(tangent)}, expected {expected}")
-        return [
-            jnp.asarray(x) for x, floating in zip(leaves, self._floating, strict=True) if floating
-        ]
+        moved = [x for x, floating in zip(leaves, self._floating, strict=True) if floating]
+        return [typed_as(primal, x) for primal, x in zip(self.leaves, moved, strict=True)]
 
     def _leaves(self) -> list[tuple[Any, bool]]:
         return list(zip(self._all, self._floating, strict=True))
@@ -110,6 +110,18 @@ def scalar(function: str, output: Any) -> jax.Array:
         remedy = "reduce it with `jnp.sum` or `jnp.mean`, or take `jac`"
         raise ValueError(f"{begin}, expected one element; {remedy}.")
     return output if output.shape == () else output.reshape(())
+
+
+def typed_as(x: jax.Array, tangent: ArrayLike) -> jax.Array:
+    """A tangent or cotangent of `x`, or a stack of them, with its dtype and place on a mesh.
+
+    Inside `shard_map` and on meshes with explicit axes a type also says over which mesh axes an
+    array varies or is sharded, and JAX compares types.
+    """
+    tangent = jnp.asarray(tangent, x.dtype)
+    if not isinstance(x, jax.core.Tracer):
+        return tangent
+    return tangent + jnp.broadcast_to(jnp.zeros_like(x), tangent.shape)
 
 
 def is_real_floating(x: Any) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
@@ -116,8 +115,8 @@ def _value_and_grad(
             scalar_of = _sum_of_gradient if is_gradient else differentiation.scalar
             return scalar_of(name, value), output
 
-        value, pull, output = jax.vjp(scalar, arguments.leaves, has_aux=True)
-        return output, arguments.result(pull(np.ones((), value.dtype))[0])
+        (_, output), gradient = jax.value_and_grad(scalar, has_aux=True)(arguments.leaves)
+        return output, arguments.result(gradient)
 
     return value_and_gradient
 

@@ -183,7 +183,7 @@ def _basis(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """The unit vectors of the space of `leaves`, stacked along a new first axis."""
     unit = np.eye(_size(leaves))
     return [
-        jnp.asarray(unit[:, part].reshape(len(unit), *x.shape), x.dtype)
+        differentiation.typed_as(x, unit[:, part].reshape(len(unit), *x.shape))
         for x, part in zip(leaves, _parts(leaves), strict=True)
     ]
 
