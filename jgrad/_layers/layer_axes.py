@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
@@ -85,6 +85,14 @@ class LayerAxes:
 def is_sharded(x: jax.Array) -> bool:
     """Whether the type of `x` says that it is sharded: its mesh has explicit axes."""
     return any(part is not None for part in jax.typeof(x).sharding.spec)
+
+
+def is_on_mesh(x: jax.Array) -> bool:
+    """Whether `x` may be sharded, as far as its type says it: with automatic axes not how it is.
+
+    Nothing says it of arrays that only `in_shardings` puts there.
+    """
+    return any(kind != AxisType.Manual for kind in jax.typeof(x).sharding.mesh.axis_types)
 
 
 def replicated(x: jax.Array) -> jax.Array:

@@ -133,14 +133,26 @@ def _spans(count: int, groups: Sequence[Sequence[Call]]) -> list[slice]:
 
 
 def in_batches(layers: Sequence[LayerAxes], items: Sequence[T]) -> list[Sequence[T]]:
-    """The items, one per array, in short runs that are sharded over the same mesh axes."""
+    """The items, one per array, in short runs that are sharded over the same mesh axes.
+
+    Stacked layers are a batch of their own. Under `jit` the axis of the stack may be sharded, and
+    then sums are, too: joined with others, each would be moved to another device.
+    """
     starts = [0]
     for i, axes in enumerate(layers):
+        first = layers[starts[-1]]
         longest = _SHARDED_BATCH if axes.mesh_axes else _BATCH
-        if i - starts[-1] == longest or axes.mesh_axes != layers[starts[-1]].mesh_axes:
+        alone = _may_be_sharded(axes) or _may_be_sharded(first)
+        full = i - starts[-1] == longest or (alone and i > starts[-1])
+        if full or axes.mesh_axes != first.mesh_axes:
             starts.append(i)
     ends = [*starts[1:], len(items)]
     return [items[i:j] for i, j in zip(starts, ends, strict=True) if i < j]
+
+
+def _may_be_sharded(axes: LayerAxes) -> bool:
+    """Whether the sums of an array may be sharded; in `shard_map` none is."""
+    return bool(axes.stacked) and not axes.mesh_axes
 
 
 def join(layers: Sequence[LayerAxes], numbers: Sequence[ArrayLike]) -> list[jax.Array]:
@@ -175,9 +187,7 @@ def _norms(
     totals = [sums.concatenate(batch) for batch in per_array]
     ranges = [SquareRange.of(batch) for batch in per_array]
 
-    every = sums.concatenate(totals)
-    small = np.concatenate([r.small for r in ranges]).astype(every.dtype)
-    unusual = ((every < small) & _nonempty(batches)) | (every == jnp.inf)
+    unusual = _any_unusual(batches, totals, ranges)
 
     def rescaled() -> list[ScaledNorm]:
         norms = []
@@ -186,7 +196,7 @@ def _norms(
             norms.append(_mixed(total, sums.rescaled(arguments, batch, scale), scale))
         return norms
 
-    norms = jax.lax.cond(jnp.any(unusual), rescaled, lambda: [_plain(total) for total in totals])
+    norms = jax.lax.cond(unusual, rescaled, lambda: [_plain(total) for total in totals])
     mesh_axes = [batch[0].layers.mesh_axes for batch in batches]
     return [_over_devices(x, axes) if axes else x for x, axes in zip(norms, mesh_axes, strict=True)]
 
@@ -219,8 +229,26 @@ def _norm_of_all(
     return jax.lax.cond(unusual, rescaled, lambda: _plain(plain))
 
 
-def _nonempty(batches: Sequence[Sequence[Measured]]) -> ArrayLike:
-    flags = [measured.layers.nonempty for batch in batches for measured in batch]
+def _any_unusual(
+    batches: Sequence[Sequence[Measured]],
+    totals: Sequence[jax.Array],
+    ranges: Sequence[SquareRange],
+) -> jax.Array:
+    """Whether some sum is not a normal number."""
+    groups: dict[int, list[int]] = {}  # one of all sums that are whole, and one of each other
+    for i, batch in enumerate(batches):
+        groups.setdefault(i if _may_be_sharded(batch[0].layers) else -1, []).append(i)
+    flags = []
+    for members in groups.values():
+        total = sums.concatenate([totals[i] for i in members])
+        small = np.concatenate([ranges[i].small for i in members]).astype(total.dtype)
+        nonempty = _nonempty([measured for i in members for measured in batches[i]])
+        flags.append(jnp.any(((total < small) & nonempty) | (total == jnp.inf)))
+    return flags[0] if len(flags) == 1 else jnp.any(jnp.stack(flags))
+
+
+def _nonempty(measured: Sequence[Measured]) -> ArrayLike:
+    flags = [x.layers.nonempty for x in measured]
     if all(isinstance(x, np.ndarray) for x in flags):
         return np.concatenate(flags)
     return jnp.concatenate(flags)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
-from jgrad._layers.layer_axes import LayerAxes, is_sharded
+from jgrad._layers.layer_axes import LayerAxes, is_on_mesh
 
 # Arrays of up to this many elements are rescaled together, on a stacked copy; see `rescaled`.
 # On larger ones the copy costs more memory than the smaller program is worth.
@@ -99,12 +99,14 @@ def rescaled(
     """The sums of squares of one batch again, with a scale for each layer.
 
     This is compiled into every program and hardly ever runs, so it must be small above all: small
-    arrays that are alike are stacked, and one operation computes them.
+    arrays that are alike are stacked, and one operation computes them. Array by array, a GPU's
+    program of LAMB on 300 leaves takes a third longer to build. On a mesh they are taken array by
+    array, since two that are sharded in different ways would be moved between devices.
     """
     first = batch[0]
     xs = [arguments[i] for i in first.arguments]
     kinds = {(m.f, m.layers, *(jax.typeof(arguments[i]) for i in m.arguments)) for m in batch}
-    if len(kinds) > 1 or any(x.size > _SMALL or is_sharded(x) for x in xs):
+    if len(kinds) > 1 or any(x.size > _SMALL or is_on_mesh(x) for x in xs):
         scales = jax.lax.split(scale, [m.layers.num_layers for m in batch])
         calls = [call(arguments, m, by) for m, by in zip(batch, scales, strict=True)]
         return concatenate([f(*args) for f, args in calls])
@@ -156,7 +158,5 @@ def concatenate(sums: Sequence[jax.Array]) -> jax.Array:
 
 
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
-    """`jnp.stack`, by one operation where there is an axis to concatenate along."""
-    if arrays[0].ndim == 0:
-        return jnp.stack(arrays)
-    return jax.lax.concatenate(arrays, 0).reshape(len(arrays), *arrays[0].shape)
+    """The arrays along a new axis, which is not sharded where an axis of theirs is."""
+    return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)

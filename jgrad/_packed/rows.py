@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
-from jgrad._layers.layer_axes import LayerAxes
+from jgrad._layers.layer_axes import LayerAxes, is_on_mesh
 from jgrad._packed.deals import Deal
 from jgrad._packed.shard import Shard
 
@@ -87,11 +87,17 @@ class PackedLayers(LayerAxes):
         return x[jnp.minimum(first, self.shape[0] - 1), 0]
 
     def sum(self, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:
-        per_row = jax.lax.platform_dependent(
-            arrays,
-            cpu=lambda arrays: _in_chunks(self.shape[0], lambda xs: row_sums(f(*xs)), arrays),
-            default=lambda arrays: jnp.sum(f(*arrays), axis=1),
-        )
+        def at_once(arrays: Sequence[jax.Array | None]) -> jax.Array:
+            return jnp.sum(f(*arrays), axis=1)
+
+        def in_chunks(arrays: Sequence[jax.Array | None]) -> jax.Array:
+            return _in_chunks(self.shape[0], lambda xs: row_sums(f(*xs)), arrays)
+
+        # Rows that are sharded under `jit` would be gathered for a loop over them.
+        if any(x is not None and is_on_mesh(x) for x in arrays):
+            per_row = at_once(arrays)
+        else:
+            per_row = jax.lax.platform_dependent(arrays, cpu=in_chunks, default=at_once)
         return jax.ops.segment_sum(
             per_row, self.owners, self.num_layers, indices_are_sorted=self._in_order
         )

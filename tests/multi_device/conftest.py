@@ -10,6 +10,14 @@ import pytest
 # With brackets, one choice of parameters; without, each of them.
 QUICK = {
     "test_checkpoints.py": [],  # of an example
+    "test_collectives.py": [
+        "test_optimizers[lars_masked-mixed]",
+        "test_optimizers[lamb_decayed-packed]",
+        "test_optimizers[adamw-8bit-rows]",
+        "test_all_together[rows]",
+        "test_stacked_layers[lamb-layers]",
+        "test_at_most_as_many_as_optax[clip-columns]",
+    ],
     "test_data_parallel.py": ["test_jit_with_sharded_leaves[AxisType.Explicit-lamb_decayed]"],
     "test_eight_bits.py": [
         "test_e41_collectives_are_those_of_float32[adam-last axis]",
