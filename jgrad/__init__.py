@@ -105,11 +105,12 @@ from jgrad._optimizers.gradient_descent import (
     optimizer_update,
 )
 from jgrad._optimizers.hidden_matrices import hidden_matrices
-from jgrad._optimizers.lamb import lamb, lamb_update, scale_by_trust_ratio
+from jgrad._optimizers.lamb import lamb, lamb_update
 from jgrad._optimizers.lars import lars, lars_update
 from jgrad._optimizers.muon import muon, scale_by_muon
 from jgrad._optimizers.muon_update import muon_update
 from jgrad._optimizers.orthogonalize import orthogonalize
+from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
 from jgrad._trees.blocks import Blocks

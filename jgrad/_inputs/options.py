@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.apply import add_decay
@@ -61,6 +62,28 @@ def check_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> None:
     """Trees of axes, as far as they are known without parameters."""
     read_norm_axes(function, norm_axes)
     read_layer_axes(function, layer_axes)
+
+
+INJECTED = (
+    "`optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or "
+    "wrap the factory in a function of the numbers alone"
+)
+
+
+def check_masks(function: str, numbers: Sequence[Scalar | None], **masks: Mask) -> None:
+    """No mask is a single bool beside numbers that are arrays, all of them.
+
+    Then `optax.inject_hyperparams` calls the factory. It makes an array of each number, and calls
+    each function with a count, as a schedule: what came of a mask for the parameters says nothing.
+    """
+    given = [x for x in numbers if x is not None]
+    if not given or not all(isinstance(x, jax.Array) for x in given):
+        return
+    for name, mask in masks.items():
+        if isinstance(mask, (bool, np.bool_, jax.Array)):
+            expected = "a tree of bools, or a function of the parameters' shapes"
+            came = checks.describe(mask)
+            raise TypeError(f"{function}: `{name}`: {came}, expected {expected}; {INJECTED}.")
 
 
 # ---- an entry per leaf -------------------------------------------------------------------------

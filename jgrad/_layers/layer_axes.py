@@ -221,5 +221,10 @@ def _read(
     axes = [read(x) for x in leaves]
     if None in axes:
         i = axes.index(None)
+        if isinstance(leaves[i], jax.Array):
+            expected += (
+                "; `optax.inject_hyperparams` makes arrays of numbers: name this one in "
+                "`static_args`"
+            )
         arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {expected}")
     return jax.tree.unflatten(structure, axes)

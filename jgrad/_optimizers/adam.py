@@ -433,6 +433,8 @@ def adam(
     options.check_weight_decay(name, weight_decay)
     adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
     adam_options.check(name)
+    masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
+    options.check_masks(name, (beta1, beta2, epsilon), **masks)
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
         direction, mw, vw = _from_state(inputs, state, adam_options.at(name, state.step))
@@ -489,6 +491,7 @@ def scale_by_adam(
     name = "scale_by_adam"
     adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
     adam_options.check(name)
+    options.check_masks(name, (beta1, beta2, epsilon), full_precision=full_precision)
 
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
         return _from_state(inputs, state, adam_options.at(name, state.step))

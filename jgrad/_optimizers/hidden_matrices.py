@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jgrad._inputs.options import INJECTED
 from jgrad._layers.layer_axes import Axes, read_layer_axes
 from jgrad._packed import packing
 from jgrad._trees import checks, trees
@@ -15,9 +17,16 @@ from jgrad._trees.trees import PyTree
 
 _NAME = "hidden_matrices"
 
-EXCLUDED = ("embed", "wte", "wpe", "head", "router", "norm", "ln", "bias", "scale")
+EXCLUDED = (
+    *("embed", "emb", "unembed", "wte", "wpe"),  # `embed_tokens`, `tok_emb`, `unembedding`
+    *("head", "logits", "classifier", "router"),
+    *("norm", "ln", "bias", "scale"),
+)
 
-# Words inside of a name: `lm_head`, `LayerNorm_0`, `LMHead`, `q_proj`.
+# Parts of a flat key: "model.embed_tokens.weight", "params/lm_head/kernel".
+_PARTS = re.compile("[./]")
+
+# Words inside of a part: `lm_head`, `LayerNorm_0`, `LMHead`, `q_proj`.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
@@ -39,11 +48,14 @@ class HiddenMatrices:
         return structure.unflatten([None if x is None else not reason for x, reason in pairs])
 
     def describe(self, params: PyTree) -> str:
-        """A line for each leaf: matrix or not, its path and shape, and why it is none."""
+        """A line for each array: matrix or not, its path and shape, what decided, and why.
+
+        A matrix is one by its shape alone: look whether its name should have been excluded.
+        """
         rows = [row for row in self._rows(params) if row[1] is not None]
         width = max((len(path) for path, *_ in rows), default=0)
         lines = [
-            f"{'Adam' if reason else 'Muon'}  {path:{width}}  {shape}  {reason}".rstrip()
+            f"{'Adam' if reason else 'Muon'}  {path:{width}}  {shape}  by {reason or 'shape alone'}"
             for path, shape, reason in rows
         ]
         return "\n".join(lines)
@@ -52,32 +64,42 @@ class HiddenMatrices:
         return f"{_NAME}(exclude={self._exclude!r})"
 
     def _rows(self, params: PyTree) -> list[tuple[str, Any, str]]:
-        """(path, shape, why it is no matrix or "") of each leaf; of None without a shape."""
+        """(path, shape, why it is no matrix or "") of each leaf; without a shape of no array."""
         tree = packing.shapes(checks.values_of(params))
         arg = ArgLeaves.from_tree(_NAME, "params", tree)
+        _check_parameters(arg, tree)
         stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, trees.is_none)]
         rows = zip(arg.paths(), paths, arg.leaves, stacked.leaves, strict=True)
         return [
-            (shown, None if x is None else jnp.shape(x), self._reason(path, x, axes))
+            (shown, None, "no array")
+            if x is None or checks.is_no_parameter(x)
+            else (shown, jnp.shape(x), self._reason(path, x, axes))
             for shown, path, x, axes in rows
         ]
 
     def _reason(self, path: Sequence[Any], x: Any, axes: Axes) -> str:
-        """Why a leaf is no hidden matrix; empty where it is one."""
-        if x is None:
-            return "no array"
+        """Why an array is no hidden matrix; empty where it is one."""
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            return f"of {jnp.result_type(x)}"
+            return f"dtype: {jnp.result_type(x)}"
         rank = jnp.ndim(x) - len(axes.values)
         if rank < 2:
             layers = " in each layer" if axes.values else ""
-            return "one axis" + layers if rank == 1 else "no axis" + layers
-        for key in path:
+            return f"shape: {'one' if rank == 1 else 'no'} axis{layers}"
+        for part in (part for key in path for part in _PARTS.split(_text(key))):
             for name in self._exclude:
-                if _is_named(_text(key), name):
-                    return f"{name!r} in {_text(key)!r}"
+                if _is_named(part, name):
+                    return f"name: {name!r} in {part!r}"
         return ""
+
+
+def _check_parameters(arg: ArgLeaves, tree: PyTree) -> None:
+    """No bare number or integer, as a count is for which a schedule is called."""
+    if jax.tree_util.all_leaves([tree]) and not jnp.issubdtype(
+        getattr(tree, "dtype", np.int32), jnp.inexact
+    ):
+        came = checks.describe(tree)
+        arg.fail(0, TypeError, f"{came}, expected a tree of parameters; {INJECTED}")
 
 
 def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None) -> HiddenMatrices:
@@ -91,8 +113,9 @@ def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
     Args:
       exclude: words. A part of a path is excluded if its first or its last word begins or ends with
         one of them: "embed" excludes `token_embedding` and `unembed`, "norm" `LayerNorm_0` and
-        `input_layernorm`, "head" `lm_head`, but not `MultiHeadAttention_0`. Words are told apart by
-        capitals, underscores and digits, and compared without case.
+        `input_layernorm`, "head" `lm_head`, but not `MultiHeadAttention_0`. Dots and slashes
+        separate parts of a key; capitals, underscores and digits separate words, which are compared
+        without case.
       layer_axes: axes of a leaf over which layers are stacked, as in `muon`: an int, a tuple of
         ints, or None, or a prefix tree of those. They are not counted.
 
@@ -101,15 +124,16 @@ def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
       bools. It has a method `describe(params)`.
 
     Raises:
-      TypeError: an option of the wrong kind.
+      TypeError: an option of the wrong kind; from the returned function: `params` is one number or
+        one array of integers, and no tree of parameters.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 3)), "mlp": {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}}
       >>> matrices = jgrad.hidden_matrices()
       >>> print(matrices.describe(params))
-      Adam  ['embed']     (9, 3)  'embed' in 'embed'
-      Adam  ['mlp']['b']  (2,)  one axis
-      Muon  ['mlp']['w']  (3, 2)
+      Adam  ['embed']     (9, 3)  by name: 'embed' in 'embed'
+      Adam  ['mlp']['b']  (2,)  by shape: one axis
+      Muon  ['mlp']['w']  (3, 2)  by shape alone
 
     Source: the choice of leaves is that of the README of Keller Jordan's `Muon` (2024).
     """

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import leafwise, rules
+from jgrad._arithmetic import rules
 from jgrad._arithmetic.apply import PerLeaf, is_zero, side_by_side
 from jgrad._arithmetic.leafwise import Call, on_leaf
 from jgrad._inputs import functional, numbers, options
@@ -14,36 +14,22 @@ from jgrad._inputs.aligned import AlignedArguments, Role
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
-from jgrad._inputs.pair import pair
 from jgrad._inputs.state import OptState
 from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import StaticAxes, static_axes
-from jgrad._layers.ratios import IVY_GUARD, one_where_zero, quotient
+from jgrad._layers.ratios import IVY_GUARD
 from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio, written
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import AdamNumbers, AdamOptions, BiasCorrection
-from jgrad._trees import checks, values
+from jgrad._optimizers.trust_ratio import check_clamps, clamped_ratio, clamps
+from jgrad._trees import values
 from jgrad._trees.trees import PyTree
 
 LambRule = Literal["paper", "ivy"]
 _RULES = ("paper", "ivy")
 
 # ---- the trust ratio, on vectors with an entry per layer ---------------------------------------
-
-
-@on_leaf(arrays=2)
-def _ratio(
-    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> tuple[jax.Array]:
-    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone.
-
-    Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows.
-    """
-    above, below = w_norm >= largest * u_norm, w_norm <= smallest * u_norm
-    dividend = jnp.where(above, largest, jnp.where(below, smallest, w_norm))
-    divisor = jnp.where(above | below, jnp.ones_like(u_norm), u_norm)
-    return (quotient(*(one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))),)
 
 
 @on_leaf(arrays=2)
@@ -98,31 +84,12 @@ def _updates(
         w,
         deltas,
         decayed,
-        ratio=_ivy_ratio if rule == "ivy" else _ratio,
+        ratio=_ivy_ratio if rule == "ivy" else clamped_ratio,
         numbers=(lamb.min_trust_ratio, lamb.max_trust_ratio),
         layers=layers,
         rates=(lamb.learning_rate,),
         scale=rules.descent,
     )
-
-
-def _clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
-    """Both clamps of the ratio as scalars; None for no upper one."""
-    both = (
-        numbers.scalar(name, "min_trust_ratio", smallest),
-        numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
-    )
-    _check_clamps(name, smallest, largest)
-    return both
-
-
-def _check_clamps(name: str, smallest: Any, largest: Any) -> None:
-    """In order, as far as they are concrete."""
-    if checks.is_number(smallest) and checks.is_number(largest) and not smallest <= largest:
-        raise ValueError(
-            f"{name}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, which is "
-            f"{largest}."
-        )
 
 
 # ---- functional update -------------------------------------------------------------------------
@@ -200,7 +167,7 @@ def lamb_update(
     """
     name = "lamb_update"
     values.one_of(name, "rule", rule, _RULES)
-    _check_clamps(name, min_trust_ratio, max_trust_ratio)
+    check_clamps(name, min_trust_ratio, max_trust_ratio)
     adam.check_bias_correction(name, bias_correction)
     return _lamb_update(
         w=w,
@@ -346,11 +313,18 @@ def lamb(
     adam_options.check(name)
     values.one_of(name, "rule", rule, _RULES)
     options.check_axes(name, norm_axes, layer_axes)
-    _clamps(name, min_trust_ratio, max_trust_ratio)
+    clamps(name, min_trust_ratio, max_trust_ratio)
+    options.check_masks(
+        name,
+        (beta1, beta2, epsilon),
+        weight_decay_mask=weight_decay_mask,
+        trust_ratio_mask=trust_ratio_mask,
+        full_precision=full_precision,
+    )
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
         w = inputs.require_params("the trust ratio")
-        smallest, largest = _clamps(name, min_trust_ratio, max_trust_ratio)
+        smallest, largest = clamps(name, min_trust_ratio, max_trust_ratio)
         lamb_numbers = LambNumbers(
             adam=adam_options.at(name, state.step),
             learning_rate=rates,
@@ -373,70 +347,3 @@ def lamb(
         moments=MomentOptions(moment_dtype, full_precision, layer_axes),
         params_for="the trust ratio",
     )
-
-
-def scale_by_trust_ratio(
-    *,
-    max_trust_ratio: Scalar | None = 10.0,
-    min_trust_ratio: Scalar = 0.0,
-    trust_ratio_mask: Mask = None,
-    norm_axes: PyTree = None,
-    layer_axes: PyTree = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Scales updates layer by layer to the size of the weights.
-
-        ratio    = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
-        updates' = ratio u
-
-    `lamb` is `optax.chain(scale_by_adam(), optax.add_decayed_weights(decay),
-    scale_by_trust_ratio(), optax.scale(-rate))`, in one piece.
-
-    Args:
-      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
-      min_trust_ratio: lower clamp of the ratio, in [0, inf).
-      trust_ratio_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False pass unchanged.
-      norm_axes: see `lamb`.
-      layer_axes: see `lamb`.
-
-    Returns:
-      A transformation without state. Its update needs the parameters.
-
-    Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
-
-    Example:
-      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
-      >>> tx = optax.chain(optax.scale_by_rms(), jgrad.scale_by_trust_ratio(), optax.scale(-1e-3))
-      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
-      >>> jax.tree.map(jnp.shape, updates)
-      {'b': (2,), 'w': (3, 2)}
-
-    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-      (2020).
-    """
-    name = "scale_by_trust_ratio"
-    _clamps(name, min_trust_ratio, max_trust_ratio)
-    options.check_axes(name, norm_axes, layer_axes)
-
-    def init(params: PyTree) -> optax.EmptyState:
-        return optax.EmptyState()
-
-    def update(
-        updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, optax.EmptyState]:
-        inputs = Update(name, updates, params)
-        w = inputs.require_params("the trust ratio")
-        directions = [None if g is None else (leafwise.identity, (g,)) for g in inputs.g]
-        scaled_directions = scaled_by_trust_ratio(
-            w,
-            directions,
-            directions,
-            ratio=_ratio,
-            numbers=_clamps(name, min_trust_ratio, max_trust_ratio),
-            layers=options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
-        )
-        return inputs.directions(scaled_directions), state
-
-    return pair(init, update)

@@ -304,6 +304,13 @@ def lars(
     options.check_axes(name, norm_axes, layer_axes)
     numbers.scalar(name, "trust_coefficient", trust_coefficient)
     numbers.scalar(name, "epsilon", epsilon)
+    options.check_masks(
+        name,
+        (trust_coefficient, epsilon),
+        weight_decay_mask=weight_decay_mask,
+        trust_ratio_mask=trust_ratio_mask,
+        full_precision=full_precision,
+    )
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
         inside = rate_in_momentum or momentum is None

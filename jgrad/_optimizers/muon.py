@@ -138,6 +138,13 @@ def muon(
         adam_epsilon=adam_epsilon,
     )
     own.check(name)
+    options.check_masks(
+        name,
+        (beta1, beta2, adam_epsilon),
+        matrices=matrices,
+        weight_decay_mask=weight_decay_mask,
+        full_precision=full_precision,
+    )
     options.check_weight_decay(name, weight_decay)
     if adam_weight_decay is not None:
         options.check_weight_decay(name, adam_weight_decay, "adam_weight_decay")
@@ -266,6 +273,8 @@ def scale_by_muon(
         adam_epsilon=adam_epsilon,
     )
     own.check(name)
+    masks = {"matrices": matrices, "full_precision": full_precision}
+    options.check_masks(name, (beta1, beta2, adam_epsilon), **masks)
 
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
         direction, mw, vw, _axes = own.from_state(inputs, state)

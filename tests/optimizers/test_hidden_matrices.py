@@ -1,5 +1,8 @@
 """`hidden_matrices`: what it chooses in models of several libraries, and what it prints."""
 
+from collections.abc import Callable
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -49,6 +52,35 @@ BY_NAME = {
         },
         {"self_attn/q_proj", "layers/gate_proj", "experts/w1", "multi_head/w"},
     ),
+    "flat, with dots": (
+        dict.fromkeys(
+            (
+                *("lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight"),
+                *("transformer.wpe.weight", "model.layers.0.input_layernorm.weight"),
+                *("model.layers.0.self_attn.q_proj.weight", "transformer.h.0.attn.c_attn.weight"),
+                *("classifier.out_proj.weight", "model.layers.0.mlp.gate.router.weight"),
+            ),
+            MATRIX,
+        ),
+        {"model.layers.0.self_attn.q_proj.weight", "transformer.h.0.attn.c_attn.weight"},
+    ),
+    "flat, with slashes": (
+        dict.fromkeys(
+            (
+                *("params/lm_head/kernel", "params/tok_emb/embedding", "params/pos_emb"),
+                *("params/block_0/mlp/up/kernel", "params/block_0/norm/scale"),
+                *("params/unembedding/w", "params/logits_dense/kernel"),
+            ),
+            MATRIX,
+        ),
+        {"params/block_0/mlp/up/kernel"},
+    ),
+    "short": (
+        dict.fromkeys(
+            ("emb", "tok_emb", "unembed", "Unembed_0", "patchEmb", "member", "number"), MATRIX
+        ),
+        {"member", "number"},
+    ),
 }
 
 
@@ -74,7 +106,8 @@ def test_other_words():
     assert jgrad.hidden_matrices(exclude=("encoder",))(params) == {"encoder": False, "head": True}
 
 
-def test_describe(capsys):
+def test_describe():
+    """Each line says whether a name decided, a dtype, or the shape alone."""
     params = {
         "embed": MATRIX,
         "dense": {"b": jnp.ones(6), "w": MATRIX},
@@ -83,20 +116,57 @@ def test_describe(capsys):
     }
     text = jgrad.hidden_matrices().describe(params)
     assert text.splitlines() == [
-        "Adam  ['dense']['b']  (6,)  one axis",
-        "Muon  ['dense']['w']  (4, 6)",
-        "Adam  ['embed']       (4, 6)  'embed' in 'embed'",
-        "Adam  ['n']           (2,)  of int32",
+        "Adam  ['dense']['b']  (6,)  by shape: one axis",
+        "Muon  ['dense']['w']  (4, 6)  by shape alone",
+        "Adam  ['embed']       (4, 6)  by name: 'embed' in 'embed'",
+        "Adam  ['n']           (2,)  by dtype: int32",
     ]
+    flat = jgrad.hidden_matrices().describe({"model.lm_head.weight": MATRIX})
+    assert flat == "Adam  ['model.lm_head.weight']  (4, 6)  by name: 'head' in 'lm_head'"
     stacked = jgrad.hidden_matrices(layer_axes=0).describe({"b": MATRIX, "s": jnp.ones(3)})
     assert stacked.splitlines() == [
-        "Adam  ['b']  (4, 6)  one axis in each layer",
-        "Adam  ['s']  (3,)  no axis in each layer",
+        "Adam  ['b']  (4, 6)  by shape: one axis in each layer",
+        "Adam  ['s']  (3,)  by shape: no axis in each layer",
     ]
-    assert (
-        jgrad.hidden_matrices().describe(jgrad.pack({"dense": MATRIX})) == "Muon  ['dense']  (4, 6)"
-    )
-    assert not capsys.readouterr().out
+    packed = jgrad.hidden_matrices().describe(jgrad.pack({"dense": MATRIX}))
+    assert packed == "Muon  ['dense']  (4, 6)  by shape alone"
+
+
+class Model(eqx.Module):
+    """With leaves that are no arrays, as the models of equinox have them."""
+
+    embed: eqx.nn.Embedding
+    layer: eqx.nn.Linear
+    activation: Callable
+    name: str
+    rate: float
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.embed, self.layer = (
+            eqx.nn.Embedding(9, 4, key=keys[0]),
+            eqx.nn.Linear(4, 3, key=keys[1]),
+        )
+        self.activation, self.name, self.rate = jnp.tanh, "model", 0.5
+
+
+def test_a_whole_model():
+    """Functions and strings are no matrices; `muon` takes the model and the choice alike."""
+    model, matrices = Model(), jgrad.hidden_matrices()
+    chosen = matrices(model)
+    assert (chosen.layer.weight, chosen.layer.bias, chosen.embed.weight) == (True, False, False)
+    assert (chosen.activation, chosen.name, chosen.rate) == (False, False, False)
+    assert matrices.describe(model).splitlines() == [
+        "Adam  .embed.weight  (9, 4)  by name: 'embed' in 'embed'",
+        "Muon  .layer.weight  (3, 4)  by shape alone",
+        "Adam  .layer.bias    (3,)  by shape: one axis",
+        "Adam  .rate          ()  by shape: no axis",
+    ]
+    for given in (matrices, chosen):
+        tx = jgrad.muon(0.1, matrices=given, adam_learning_rate=0.1)
+        state = tx.init(model)
+        assert state.vw.layer.weight is None
+        assert state.vw.embed.weight.shape == (9, 4)
 
 
 def test_as_matrices_of_muon():
@@ -117,3 +187,10 @@ def test_messages():
         "hidden_matrices: `layer_axes`: 0.5 of type float, expected None, an int, or a tuple of ints.",
         lambda: jgrad.hidden_matrices(layer_axes=0.5),
     )
+    for count, came in ((jnp.int32(0), "an array of int32 and shape ()"), (3, "3 of type int")):
+        assert_error(
+            TypeError,
+            f"hidden_matrices: `params`: {came}, expected a tree of parameters; `optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or wrap the factory in a function of the numbers alone.",
+            lambda count=count: jgrad.hidden_matrices()(count),
+        )
+    assert jgrad.hidden_matrices()(MATRIX) is True

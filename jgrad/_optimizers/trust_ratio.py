@@ -1,0 +1,120 @@
+"""LAMB's trust ratio, and scaling by it alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._inputs import numbers, options
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.options import Mask
+from jgrad._inputs.pair import pair
+from jgrad._inputs.update import Update
+from jgrad._layers.ratios import one_where_zero, quotient
+from jgrad._layers.trust import scaled_by_trust_ratio
+from jgrad._trees import checks
+from jgrad._trees.trees import PyTree
+
+
+@on_leaf(arrays=2)
+def clamped_ratio(
+    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
+) -> tuple[jax.Array]:
+    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone.
+
+    Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows.
+    """
+    above, below = w_norm >= largest * u_norm, w_norm <= smallest * u_norm
+    dividend = jnp.where(above, largest, jnp.where(below, smallest, w_norm))
+    divisor = jnp.where(above | below, jnp.ones_like(u_norm), u_norm)
+    return (quotient(*(one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))),)
+
+
+def clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
+    """Both clamps of the ratio as scalars; None for no upper one."""
+    both = (
+        numbers.scalar(name, "min_trust_ratio", smallest),
+        numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
+    )
+    check_clamps(name, smallest, largest)
+    return both
+
+
+def check_clamps(name: str, smallest: Any, largest: Any) -> None:
+    """In order, as far as they are concrete."""
+    if checks.is_number(smallest) and checks.is_number(largest) and not smallest <= largest:
+        raise ValueError(
+            f"{name}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, which is "
+            f"{largest}."
+        )
+
+
+def scale_by_trust_ratio(
+    *,
+    max_trust_ratio: Scalar | None = 10.0,
+    min_trust_ratio: Scalar = 0.0,
+    trust_ratio_mask: Mask = None,
+    norm_axes: PyTree = None,
+    layer_axes: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Scales updates layer by layer to the size of the weights.
+
+        ratio    = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
+        updates' = ratio u
+
+    `lamb` is `optax.chain(scale_by_adam(), optax.add_decayed_weights(decay),
+    scale_by_trust_ratio(), optax.scale(-rate))`, in one piece.
+
+    Args:
+      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
+      min_trust_ratio: lower clamp of the ratio, in [0, inf).
+      trust_ratio_mask: prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False pass unchanged.
+      norm_axes: see `lamb`.
+      layer_axes: see `lamb`.
+
+    Returns:
+      A transformation without state. Its update needs the parameters.
+
+    Raises:
+      ValueError: a Python number out of range.
+      TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = optax.chain(optax.scale_by_rms(), jgrad.scale_by_trust_ratio(), optax.scale(-1e-3))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> jax.tree.map(jnp.shape, updates)
+      {'b': (2,), 'w': (3, 2)}
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+      (2020).
+    """
+    name = "scale_by_trust_ratio"
+    clamps(name, min_trust_ratio, max_trust_ratio)
+    options.check_axes(name, norm_axes, layer_axes)
+    options.check_masks(name, (min_trust_ratio, max_trust_ratio), trust_ratio_mask=trust_ratio_mask)
+
+    def init(params: PyTree) -> optax.EmptyState:
+        return optax.EmptyState()
+
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, optax.EmptyState]:
+        inputs = Update(name, updates, params)
+        w = inputs.require_params("the trust ratio")
+        directions = [None if g is None else (leafwise.identity, (g,)) for g in inputs.g]
+        scaled_directions = scaled_by_trust_ratio(
+            w,
+            directions,
+            directions,
+            ratio=clamped_ratio,
+            numbers=clamps(name, min_trust_ratio, max_trust_ratio),
+            layers=options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
+        )
+        return inputs.directions(scaled_directions), state
+
+    return pair(init, update)

@@ -1,0 +1,142 @@
+"""Functions of the parameters in `optax.inject_hyperparams`, which calls them as schedules.
+
+It calls every function with a count and makes an array of every number, so that a mask is lost
+without a word, unless the factory says it.
+"""
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jgrad
+from tests.errors import assert_error
+from tests.loops import train
+
+SHAPES = {"embed": (64, 96), "w": (96, 64), "b": (64,)}
+W = {
+    name: jnp.sin(jnp.arange(jnp.prod(jnp.array(s)), dtype=float)).reshape(s)
+    for name, s in SHAPES.items()
+}
+G = [jax.tree.map(lambda x, t=t: jnp.cos(t + x), W) for t in range(2)]
+
+
+def rank_two(shapes):
+    """A tree of bools; of a count, it is False."""
+    return jax.tree.map(lambda x: len(x.shape) > 1, shapes)
+
+
+class Row(NamedTuple):
+    """A factory, an option that may be a function, and options beside it."""
+
+    make: object
+    name: str
+    options: dict
+
+
+ROWS = [
+    Row(jgrad.gradient_descent, "weight_decay_mask", {"momentum": 0.9, "weight_decay": 0.1}),
+    Row(jgrad.gradient_descent, "full_precision", {"momentum": 0.9, "moment_dtype": "8bit"}),
+    Row(jgrad.adam, "weight_decay_mask", {"weight_decay": 0.1}),
+    Row(jgrad.adam, "full_precision", {"moment_dtype": "8bit"}),
+    Row(jgrad.lars, "weight_decay_mask", {"weight_decay": 0.1}),
+    Row(jgrad.lars, "trust_ratio_mask", {}),
+    Row(jgrad.lars, "full_precision", {"moment_dtype": "8bit"}),
+    Row(jgrad.lamb, "weight_decay_mask", {"weight_decay": 0.1}),
+    Row(jgrad.lamb, "trust_ratio_mask", {}),
+    Row(jgrad.lamb, "full_precision", {"moment_dtype": "8bit"}),
+    Row(jgrad.muon, "matrices", {"adam_learning_rate": 0.1}),
+    Row(
+        jgrad.muon,
+        "weight_decay_mask",
+        {"matrices": rank_two(W), "weight_decay": 0.1, "adam_learning_rate": 0.1},
+    ),
+    Row(
+        jgrad.muon,
+        "full_precision",
+        {"matrices": rank_two(W), "moment_dtype": "8bit", "adam_learning_rate": 0.1},
+    ),
+]
+# Those without a rate.
+PARTS = [
+    Row(jgrad.scale_by_adam, "full_precision", {"moment_dtype": "8bit"}),
+    Row(jgrad.scale_by_muon, "matrices", {}),
+    Row(jgrad.scale_by_trust_ratio, "trust_ratio_mask", {}),
+]
+
+
+def every(rows):
+    names = [f"{row.make.__name__}-{row.name}" for row in rows]
+    return pytest.mark.parametrize("row", rows, ids=names)
+
+
+def message(row, came):
+    return (
+        f"{row.make.__name__}: `{row.name}`: {came}, expected a tree of bools, or a function of the parameters' shapes; "
+        "`optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or wrap the factory in "
+        "a function of the numbers alone."
+    )
+
+
+def numbers_of(row):
+    """Arguments that are there for each factory with a rate."""
+    return {} if row in PARTS else {"learning_rate": 0.1}
+
+
+@every(ROWS + PARTS)
+def test_a_function_that_is_lost(row):
+    """With a choice of its own for any tree, and with one that answers True."""
+    make = optax.inject_hyperparams(row.make)
+    for mask, came in ((rank_two, "False"), (lambda _: True, "True")):
+        tx = make(**numbers_of(row), **row.options, **{row.name: mask})
+        assert_error(TypeError, message(row, f"{came} of type bool"), lambda tx=tx: tx.init(W))
+    # What a partial has bound is an argument as any other.
+    bound = functools.partial(row.make, **row.options, **{row.name: rank_two})
+    tx = optax.inject_hyperparams(bound)(**numbers_of(row))
+    assert_error(TypeError, message(row, "False of type bool"), lambda: tx.init(W))
+
+
+@pytest.mark.sampled(4)
+@every(ROWS)
+def test_how_to_write_it(row):
+    """Named in `static_args`, or in a factory of the numbers alone; a tree is no function."""
+    options = row.options | {row.name: rank_two}
+    expected, _ = train(row.make(0.1, **options), W, G)
+    static = [name for name, x in options.items() if not isinstance(x, float)]
+    ways = [
+        optax.inject_hyperparams(row.make, static_args=static)(learning_rate=0.1, **options),
+        optax.inject_hyperparams(lambda learning_rate: row.make(learning_rate, **options))(0.1),
+        optax.inject_hyperparams(row.make)(0.1, **row.options, **{row.name: rank_two(W)}),
+    ]
+    for tx in ways:
+        # 1 - beta2 of a traced float32 beta2 is right to 5e-5 only.
+        chex.assert_trees_all_close(train(tx, W, G)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_bool_of_a_user():
+    """One bool for all leaves is fine where the numbers are the user's."""
+    for make in (jgrad.lars, jgrad.lamb):
+        make(jnp.float32(0.1), trust_ratio_mask=False).init(W)
+        make(0.1, weight_decay=jnp.float32(0.1), weight_decay_mask=False).init(W)
+
+
+def test_hidden_matrices():
+    tx = optax.inject_hyperparams(jgrad.muon)(
+        0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.1
+    )
+    with pytest.raises(TypeError, match=r"^hidden_matrices: `params`: an array of int32 and shape"):
+        tx.init(W)
+
+
+def test_axes_that_are_arrays():
+    tx = optax.inject_hyperparams(jgrad.lamb)(0.1, layer_axes=0)
+    assert_error(
+        TypeError,
+        "lamb: `layer_axes`: an array of int32 and shape (), expected None, an int, or a tuple of ints; "
+        "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`.",
+        lambda: tx.init(W),
+    )
