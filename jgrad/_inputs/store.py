@@ -21,7 +21,7 @@ from jgrad._inputs.commit import Commit
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized import bfloat16, leaves
 from jgrad._quantized.leaves import Rounding
-from jgrad._quantized.random_bits import ElementKeys, element_numbers, random_bits, step_keys
+from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees.blocks import Blocks, is_blocks
 
 _SEED = 0
@@ -160,8 +160,7 @@ def as_stored(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
 
 @leafwise.jit_static_kwargs
 def _to_bfloat16(x: jax.Array, of_step: jax.Array, leaf: jax.Array, first: jax.Array) -> jax.Array:
-    numbers = element_numbers(x.shape, within_rows=np.ndim(first) > 0)
-    return bfloat16.rounded(x, random_bits(of_step, ElementKeys(leaf, first), numbers))
+    return bfloat16.rounded(x, bits_for(x, of_step, ElementKeys(leaf, first)))
 
 
 # One function object for each rule and dtype, so that JAX's caches find it again.

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
 
@@ -80,26 +81,6 @@ class LayerAxes:
     def sum(self, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:
         """The sum of `f(*arrays)` over each layer, of shape (num_layers,)."""
         return replicated(jnp.sum(f(*arrays), axis=self.within)).reshape(-1)
-
-
-def is_sharded(x: jax.Array) -> bool:
-    """Whether the type of `x` says that it is sharded: its mesh has explicit axes."""
-    return any(part is not None for part in jax.typeof(x).sharding.spec)
-
-
-def is_on_mesh(x: jax.Array) -> bool:
-    """Whether `x` may be sharded, as far as its type says it: with automatic axes not how it is.
-
-    Nothing says it of arrays that only `in_shardings` puts there.
-    """
-    return any(kind != AxisType.Manual for kind in jax.typeof(x).sharding.mesh.axis_types)
-
-
-def replicated(x: jax.Array) -> jax.Array:
-    """`x` replicated on a mesh with explicit axes, so that it can be reshaped and concatenated."""
-    if not is_sharded(x):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
 
 
 # ---- what a user gives as `norm_axes` and `layer_axes` -----------------------------------------

@@ -14,7 +14,8 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
-from jgrad._layers.layer_axes import LayerAxes, is_on_mesh
+from jgrad._layers.layer_axes import LayerAxes
+from jgrad._trees.shardings import is_on_mesh
 
 # Arrays of up to this many elements are rescaled together, on a stacked copy; see `rescaled`.
 # On larger ones the copy costs more memory than the smaller program is worth.

@@ -311,9 +311,9 @@ class MuonOptions(NamedTuple):
             adam,
             kept=inputs.kept,
         )
-        whole = (parts_of.by_share(specs, parts_of.joined(parts, x)) for x in (direction, mw))
-        direction, mw = whole
-        vw = parts_of.by_share(second, parts_of.joined_seconds(parts, vw))
+        direction = parts_of.by_share(specs, parts_of.joined(parts, direction), inputs.g)
+        mw = parts_of.by_share(specs, parts_of.joined(parts, mw), state.mw)
+        vw = parts_of.by_share(second, parts_of.joined_seconds(parts, vw), state.vw)
         return (
             direction,
             inputs.store.in_form_of(mw, state.mw),

@@ -17,11 +17,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers import newton_schulz
-from jgrad._layers.layer_axes import is_sharded, replicated
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._layers.newton_schulz import Coefficients
 from jgrad._layers.replicas import unknown_axes
 from jgrad._packed import splitting
+from jgrad._trees.shardings import replicated, sharded_as
 
 
 def orthogonalized(
@@ -62,10 +62,7 @@ def orthogonalized(
         for i, x in zip(members, parts, strict=True):
             stacks[i] = x
     found = [own.from_wide(x) for x, own in zip(stacks, axes, strict=True)]
-    return [
-        jax.sharding.reshard(y, jax.typeof(x).sharding) if is_sharded(x) else y
-        for x, y in zip(arrays, found, strict=True)
-    ]
+    return [sharded_as(y, x) for x, y in zip(arrays, found, strict=True)]
 
 
 def _shared(steps: Function, x: jax.Array, mesh: Any, share_over: tuple[str, ...]) -> jax.Array:

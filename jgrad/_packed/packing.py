@@ -19,6 +19,7 @@ from jgrad._packed.layouts import Layout, layout_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
 
@@ -240,15 +241,16 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
         if span.is_unpacked or checks.is_nothing(leaves[i], span.layers.shape):
             buffers[name] = leaves[i]
             continue
-        if is_blocks(leaves[i]):
-            joined = in_8_bits.join([(span, leaves[i]) for i, span in own], shape[0])
+        here = {i: jax.tree.map(replicated, leaves[i]) for i, _ in own}
+        if is_blocks(here[i]):
+            joined = in_8_bits.join([(span, here[i]) for i, span in own], shape[0])
             buffers[name] = jax.tree.map(functools.partial(_by_share, layout, name), joined)
             continue
         parts, row = [], 0
-        dtype = leaves[i].dtype
+        dtype = here[i].dtype
         for i, span in own:
             parts += _zeros(span.first - row, layout.width, dtype)
-            parts.append(blocks.to_blocks(span, leaves[i], layout.width))
+            parts.append(blocks.to_blocks(span, here[i], layout.width))
             row = span.first + span.num_blocks
         parts += _zeros(shape[0] - row, layout.width, dtype)
         buffers[name] = _by_share(layout, name, splitting.join(parts).reshape(shape))
@@ -299,6 +301,7 @@ def _leaves(packed: Packed) -> PyTree:
                 f"array of shape {shape}; map `unpack` over models as they were mapped over, and "
                 "for shapes alone call `jax.eval_shape(unpack, tree)`."
             )
+        buffer = jax.tree.map(replicated, buffer)
         if (deal := layout.deal(name)) is not None:
             buffer = jax.tree.map(deal.by_segment, buffer)
         pieces: list[tuple[int, tuple[int, Span] | None]] = []  # of padding None

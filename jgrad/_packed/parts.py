@@ -21,7 +21,9 @@ from jgrad._packed.arrays import ArraySpec
 from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment
 from jgrad._packed.seconds import second_span
+from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.shardings import replicated, sharded_as
 
 Rows = tuple[int, int]  # the first, and the one behind the last
 
@@ -100,20 +102,29 @@ def seconds_taken(parts: Sequence[Part], arrays: Sequence[Any]) -> list[Any]:
 
 
 def by_segment(specs: Sequence[ArraySpec], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays with rows in the order in which parts count them: matrices of a shape together."""
-    pairs = zip(specs, arrays, strict=True)
-    return [
-        x if x is None or spec.own_deal is None else spec.own_deal.by_segment(x)
-        for spec, x in pairs
-    ]
+    """The arrays with rows in the order in which parts count them: matrices of a shape together.
+
+    Buffers are cut into parts, so that those whose types say that rows are sharded are gathered.
+    """
+
+    def one(spec: ArraySpec, x: Any) -> Any:
+        if x is None or spec.is_unpacked:
+            return x
+        return replicated(x) if spec.own_deal is None else spec.own_deal.by_segment(x)
+
+    return [one(spec, x) for spec, x in zip(specs, arrays, strict=True)]
 
 
-def by_share(specs: Sequence[ArraySpec], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays with rows in the order of buffers."""
-    pairs = zip(specs, arrays, strict=True)
-    return [
-        x if x is None or spec.own_deal is None else spec.own_deal.by_share(x) for spec, x in pairs
-    ]
+def by_share(specs: Sequence[ArraySpec], arrays: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """The arrays with rows in the order of buffers, sharded as those that they stand for."""
+
+    def one(spec: ArraySpec, x: Any, old: Any) -> Any:
+        if x is None or spec.is_unpacked:
+            return x
+        x = x if spec.own_deal is None else spec.own_deal.by_share(x)
+        return sharded_as(x, old.codes if is_blocks(old) else old)
+
+    return [one(*row) for row in zip(specs, arrays, like, strict=True)]
 
 
 def joined(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:

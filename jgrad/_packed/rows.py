@@ -13,12 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
-from jgrad._layers.layer_axes import LayerAxes, is_on_mesh
+from jgrad._layers.layer_axes import LayerAxes
 from jgrad._packed.deals import Deal
 from jgrad._packed.shard import Shard
+from jgrad._trees.shardings import is_on_mesh, is_sharded, on_automatic_axes
 
 # Rows per iteration: 64 kB in float32 at a width of 256, which fits the first-level caches with
 # what the sum reads beside it. 32 to 128 rows take the same time.
@@ -98,9 +100,16 @@ class PackedLayers(LayerAxes):
             per_row = at_once(arrays)
         else:
             per_row = jax.lax.platform_dependent(arrays, cpu=in_chunks, default=at_once)
-        return jax.ops.segment_sum(
-            per_row, self.owners, self.num_layers, indices_are_sorted=self._in_order
-        )
+
+        def per_layer(per_row: jax.Array) -> jax.Array:
+            return jax.ops.segment_sum(
+                per_row, self.owners, self.num_layers, indices_are_sorted=self._in_order
+            )
+
+        if not is_sharded(per_row):
+            return per_layer(per_row)
+        everywhere = NamedSharding(jax.typeof(per_row).sharding.mesh, PartitionSpec())
+        return on_automatic_axes(per_layer, everywhere, per_row)
 
     @property
     def _in_order(self) -> bool:

@@ -64,14 +64,14 @@ def encode_second(x: jax.Array, inverse: jax.Array, random: jax.Array) -> jax.Ar
     """Codes of numbers that are not negative: uint8."""
     code = _rounded(bits_of(x * inverse), random) - _SECOND_ZERO
     tiny = jnp.finfo(jnp.float32).tiny
-    return _select(x < tiny, jnp.int32(0), jax.lax.clamp(1, code, 255)).astype(jnp.uint8)
+    return _select(x < tiny, jnp.int32(0), _clamped(1, code, 255)).astype(jnp.uint8)
 
 
 @jax.custom_jvp
 def encode_first(x: jax.Array, inverse: jax.Array, random: jax.Array) -> jax.Array:
     """Codes of numbers of any sign: int8."""
     code = _rounded(magnitude(x * inverse), random) - _FIRST_ZERO
-    code = jax.lax.clamp(0, code, 127)
+    code = _clamped(0, code, 127)
     return _select(x < 0, -code, code).astype(jnp.int8)
 
 
@@ -94,6 +94,11 @@ def inverse(scale: jax.Array) -> jax.Array:
 def _select(which: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """`jnp.where` without a nested `jit`, of which each would be a call for XLA to copy inline."""
     return jax.lax.select(which, *(jnp.broadcast_to(x, which.shape) for x in (a, b)))
+
+
+def _clamped(low: int, code: jax.Array, high: int) -> jax.Array:
+    """In int32, since Python's numbers are int64 under `jax_enable_x64`."""
+    return jax.lax.clamp(jnp.int32(low), code, jnp.int32(high))
 
 
 def _rounded(bits: jax.Array, random: jax.Array) -> jax.Array:

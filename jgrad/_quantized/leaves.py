@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._quantized import codes as coding
 from jgrad._quantized.random_bits import ElementKeys, element_numbers, random_bits
 from jgrad._trees import checks
 from jgrad._trees.blocks import Blocks, is_blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.shardings import is_sharded, on_automatic_axes
 
 SIZE = 256  # elements of a block; those of a packed buffer have as many
 
@@ -127,6 +129,23 @@ class Geometry:
             return element_numbers(self.shape, within_rows=True)
         return element_numbers(self.shape, within_rows=False, first_axes=self.stacked)
 
+    def sharding_of_scale(self, codes: NamedSharding) -> NamedSharding:
+        """That of the codes along axes where each shard has whole blocks."""
+        parts = [*codes.spec, *[None] * (len(self.shape) - len(codes.spec))]
+        shard = codes.shard_shape(self.shape)
+        if len(self.scales) == len(self.shape):
+            keep = [True] * (len(parts) - 1) + [shard[-1] % SIZE == 0]
+        elif len(self.scales) == 1:
+            whole = not any(parts[1:]) and math.prod(shard) % SIZE == 0
+            parts, keep = parts[:1], [whole and math.prod(self.shape) % SIZE == 0]
+        else:
+            keep = [*(axis in self.stacked for axis in range(len(parts))), True]
+            parts = [*parts, None]
+        spec = [part if use else None for part, use in zip(parts, keep, strict=True)]
+        while spec and spec[-1] is None:
+            spec.pop()
+        return NamedSharding(codes.mesh, PartitionSpec(*spec), memory_kind=codes.memory_kind)
+
     @property
     def _layers(self) -> int:
         return math.prod(self.shape[axis] for axis in self.stacked)
@@ -185,14 +204,25 @@ def decoded(blocks: Blocks) -> jax.Array:
     codes, scale = blocks
     if scale.ndim == codes.ndim and scale.shape[-1] == 1:
         return coding.decode(codes, scale)  # a buffer, or a piece
-    return coding.decode(codes, geometry(blocks).per_element(scale))
+    own = geometry(blocks)
+
+    def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
+        return coding.decode(codes, own.per_element(scale))
+
+    if not is_sharded(codes):
+        return decode(codes, scale)
+    return on_automatic_axes(decode, jax.typeof(codes).sharding, codes, scale)
 
 
 def zeros(x: jax.Array, stacked: Sequence[int], *, second: bool) -> Blocks:
     """Zeros for an array of zeros, sharded as it is."""
     own = Geometry.of_leaf(x.shape, stacked)
-    columns = [piece[..., :1] for piece in own.pieces(x)]
-    return Blocks(x.astype(jnp.uint8 if second else jnp.int8), own.scale_of_pieces(columns))
+
+    def blocks(x: jax.Array) -> Blocks:
+        columns = [piece[..., :1] for piece in own.pieces(x)]
+        return Blocks(x.astype(jnp.uint8 if second else jnp.int8), own.scale_of_pieces(columns))
+
+    return _placed(blocks, own, x)
 
 
 def recoded(x: Any, own: Geometry, dtype: Any) -> Blocks:
@@ -233,13 +263,32 @@ def encoded(
       value: what the function makes, if it is known: half the operations for XLA to compare.
     """
     encode = coding.encode_second if dtype == jnp.uint8 else coding.encode_first
-    rows = zip(*(own.pieces(x) for x in arguments), strict=True)
-    scale = coding.scale_of(own.scale_of_pieces([_largest(compute, row) for row in rows]))
-    random = jnp.asarray(coding.HALF, jnp.uint32)
-    if rounding is not None:
-        random = random_bits(*rounding, own.element_numbers(rounding.keys))
-    value = compute(*arguments) if value is None else value
-    return Blocks(encode(value, own.per_element(coding.inverse(scale)), random), scale)
+
+    def blocks(
+        rounding: Rounding | None, value: jax.Array | None, *arguments: jax.Array | Blocks
+    ) -> Blocks:
+        rows = zip(*(own.pieces(x) for x in arguments), strict=True)
+        scale = coding.scale_of(own.scale_of_pieces([_largest(compute, row) for row in rows]))
+        random = jnp.asarray(coding.HALF, jnp.uint32)
+        if rounding is not None:
+            random = random_bits(*rounding, own.element_numbers(rounding.keys))
+        value = compute(*arguments) if value is None else value
+        return Blocks(encode(value, own.per_element(coding.inverse(scale)), random), scale)
+
+    return _placed(blocks, own, rounding, value, *arguments)
+
+
+def _placed(make: Callable[..., Blocks], own: Geometry, *args: Any) -> Blocks:
+    """`make(*args)`, sharded as the one among its arguments that has the shape of the array."""
+    given = jax.tree.leaves(args, is_leaf=is_blocks)
+    like = next(x for x in given if x.shape == own.shape)
+    codes = like.codes if is_blocks(like) else like
+    if not is_sharded(codes):
+        return make(*args)
+    place = jax.typeof(codes).sharding
+    of_scale = jax.typeof(like.scale).sharding if is_blocks(like) else own.sharding_of_scale(place)
+    shardings: Any = (place, of_scale)
+    return on_automatic_axes(make, Blocks(*shardings), *args)
 
 
 def _largest(compute: Callable[..., jax.Array], row: Sequence[Any]) -> jax.Array:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._trees.shardings import sharded_as
+
 # The finaliser of MurmurHash3, 32 bits: a bijection in which each bit of the input changes each bit
 # of the output with a probability near one half.
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
@@ -62,6 +64,12 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
         first = first + jnp.asarray(keys.first).reshape(column)
     # The second key enters between the rounds, so that streams are not shifts of each other.
     return _mixed(elements + first, second)
+
+
+def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
+    """32 random bits for each element of an array, which is a leaf, or rows of a buffer."""
+    numbers = element_numbers(x.shape, within_rows=np.ndim(keys.first) > 0)
+    return random_bits(of_step, keys, sharded_as(numbers, x))
 
 
 def _mixed(x: Any, key: jax.Array | None = None) -> Any:

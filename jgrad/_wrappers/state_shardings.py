@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jgrad._inputs.pair import arrays_of
 from jgrad._packed import packing
 from jgrad._packed.packing import Packed
-from jgrad._quantized.leaves import SIZE, Geometry, geometry
+from jgrad._quantized.leaves import geometry
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks, is_blocks
 from jgrad._trees.checks import ArgLeaves
@@ -188,29 +188,11 @@ class _Shardings:
         """The sharding of the parameter, sharded further, where the shapes agree."""
         if is_blocks(x):
             codes = self._like(followed, x.codes, rows_only=rows_only)
-            shardings: Any = (codes, _of_scale(codes, geometry(x)))
+            shardings: Any = (codes, geometry(x).sharding_of_scale(codes))
             return Blocks(*shardings)
         if followed is None or followed.shape != x.shape:
             return self._replicated
         return _sharded_further(followed.sharding, x.shape, self._axes, rows_only=rows_only)
-
-
-def _of_scale(codes: NamedSharding, own: Geometry) -> NamedSharding:
-    """The sharding of scales: that of the codes along axes where each shard has whole blocks."""
-    missing = len(own.shape) - len(codes.spec)
-    parts = [*codes.spec, *[None] * missing]
-    shard = codes.shard_shape(own.shape)
-    if len(own.scales) == len(own.shape):
-        keep = [True] * (len(parts) - 1) + [shard[-1] % SIZE == 0]
-    elif len(own.scales) == 1:
-        whole = not any(parts[1:]) and math.prod(shard) % SIZE == 0
-        parts, keep = parts[:1], [whole and math.prod(own.shape) % SIZE == 0]
-    else:
-        parts, keep = [*parts, None], [*(axis in own.stacked for axis in range(len(parts))), True]
-    spec = [part if use else None for part, use in zip(parts, keep, strict=True)]
-    while spec and spec[-1] is None:
-        spec.pop()
-    return NamedSharding(codes.mesh, PartitionSpec(*spec), memory_kind=codes.memory_kind)
 
 
 def _without_axes(followed: _Placed, shape: tuple[int, ...]) -> _Placed:

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jgrad._arithmetic import leafwise
@@ -15,7 +14,7 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.update import Update
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized import bfloat16
-from jgrad._quantized.random_bits import ElementKeys, element_numbers, random_bits, step_keys
+from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -151,8 +150,7 @@ def _rounded_update(
     p: jax.Array, u: jax.Array, of_step: jax.Array, leaf: jax.Array, first: jax.Array
 ) -> jax.Array:
     """What takes a weight to `p + u`, rounded stochastically."""
-    numbers = element_numbers(p.shape, within_rows=np.ndim(first) > 0)
-    return _difference(p, u, random_bits(of_step, ElementKeys(leaf, first), numbers))
+    return _difference(p, u, bits_for(p, of_step, ElementKeys(leaf, first)))
 
 
 @jax.custom_jvp

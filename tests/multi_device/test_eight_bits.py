@@ -2,12 +2,13 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
@@ -114,3 +115,43 @@ def test_e41_the_same_form_on_every_mesh(layout):
     expected, whole = jax.jit(tx.update)(g, state, own)
     np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
     np.testing.assert_array_equal(new.mw["w"].scale, whole.mw["w"].scale)
+
+
+# Shapes and specs on a mesh of two axes: blocks that are whole rows, that shards cut, and layers.
+EXPLICIT = {
+    "several rows": ((128, 64), P("a"), None),
+    "columns": ((128, 64), P(None, "a"), None),
+    "both": ((128, 64), P("a", "b"), None),
+    "one axis": ((8192,), P("a"), None),
+    "one axis over both": ((8192,), P(("a", "b")), None),
+    "in rows": ((16, 2048), P("a", "b"), None),
+    "ragged": ((70, 90), P("b"), None),
+    "layers": ((8, 16, 64), P("a"), 0),
+    "within layers": ((8, 16, 64), P(None, "a"), 0),
+    "small layers": ((128, 64), P("a"), 0),
+}
+
+
+@pytest.mark.parametrize(("shape", "spec", "layer_axes"), EXPLICIT.values(), ids=EXPLICIT)
+def test_e41_explicit_axes(shape, spec, layer_axes):
+    """Codes and scales are those of one device, wherever blocks lie, and their types do not drift."""
+    mesh = mesh_of(AxisType.Explicit, a=4, b=2)
+    rng = np.random.default_rng(0)
+    w, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, spec))
+    # Elementwise, with the blocks of layers.
+    tx = jgrad.lamb(0.1, moment_dtype="8bit", layer_axes=layer_axes, trust_ratio_mask=False)
+    _, expected = jax.jit(tx.update)(g, tx.init(w), w)
+    state = tx.init(put(w))
+    update = jax.jit(chex.assert_max_traces(tx.update, n=1))
+    _, once = update(put(g), state, put(w))
+    update(put(g), once, put(w))
+    assert_equal(jax.device_get(once), jax.device_get(expected))
+    shardings = jgrad.state_shardings(tx, put(w))
+    for x in (state, jax.jit(tx.init)(put(w)), once):
+        same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), x, shardings)
+        assert all(jax.tree.leaves((same.mw, same.vw)))
+    arrays = jgrad.unquantized(once)
+    assert arrays.mw.sharding.is_equivalent_to(put(w).sharding, w.ndim)
+    again = jgrad.unquantized(jgrad.quantized(arrays, like=once))
+    assert_equal(jax.device_get(again), jax.device_get(jgrad.unquantized(expected)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.multi_device.meshes import mesh_of
@@ -162,3 +162,42 @@ def test_large_leaves_keep_their_shardings():
     state = jax.jit(tx.init, out_shardings=jgrad.state_shardings(tx, w))(w)
     assert state.mw.buffers["leaf 2"].sharding.spec == P("model")
     assert state.mw.buffers["float32"].sharding.spec == P()
+
+
+@pytest.mark.parametrize("moment_dtype", [None, "8bit"])
+def test_explicit_axes(moment_dtype):
+    """Rows that are sharded by their type: what is unpacked is on each device, and packs again."""
+    mesh = mesh_of(AxisType.Explicit, d=DEVICES)
+    tree = {**model(0), "large": jnp.sin(jnp.arange(8192.0))}
+    w = jax.device_put(jgrad.pack(tree, multiple_of=DEVICES), NamedSharding(mesh, P("d")))
+    tx = jgrad.adam(0.1, moment_dtype=moment_dtype)
+    state = jax.jit(tx.update)(w, tx.init(w), w)[1]
+    _, expected = jax.jit(tx.update)(tree, tx.init(tree), tree)
+    for unpack in (jgrad.unpack, jax.jit(jgrad.unpack)):
+        found = unpack(state)
+        large = jgrad.unquantized((found.mw["large"], expected.mw["large"]))
+        np.testing.assert_array_equal(*large)
+        assert_close(unpack(w), tree)
+    again = jgrad.pack(found, like=state)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Leaves that are sharded.
+    rows = {name: P("d") for name in tree}
+    placed = jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(mesh, s), rows))
+    np.testing.assert_array_equal(
+        jgrad.pack(placed, multiple_of=DEVICES).buffers["float32"], w.buffers["float32"]
+    )
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="JAX 0.7 has no types for such tangents of a custom rule.",
+)
+def test_gradients_on_explicit_axes():
+    """They have the type of the parameters."""
+    sharding = NamedSharding(mesh_of(AxisType.Explicit, d=DEVICES), P("d"))
+    w = jax.device_put(jgrad.pack(model(0), multiple_of=DEVICES), sharding)
+    loss = lambda w: sum(jnp.sum(x**2) for x in jax.tree.leaves(jgrad.unpack(w))) / 2
+    grads = jax.jit(jax.grad(loss))(w)
+    assert jax.typeof(grads.buffers["float32"]) == jax.typeof(w.buffers["float32"])
+    np.testing.assert_array_equal(grads.buffers["float32"], w.buffers["float32"])

@@ -1,0 +1,238 @@
+"""Every optimizer and wrapper where training steps are: under x64, on meshes, in `shard_map`, injected.
+
+There types say more than shapes and dtypes, and Python's numbers are other ones. The truth is what
+the same transformation does alone, on one device.
+"""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jgrad
+from tests.cases import CASES, RATE
+from tests.loops import step_of
+from tests.multi_device.meshes import mesh_of
+from tests.wrappers.test_every_wrapper import WRAPPERS
+
+# Whole rows of blocks, blocks of several rows, less than 8 bits are for, and one row of blocks.
+SHAPES = {"w": (16, 512), "up": (64, 96), "b": (64,), "v": (8192,)}
+STEPS = 2
+
+
+class Subject(NamedTuple):
+    """A transformation.
+
+    Attributes:
+        name: shown by pytest.
+      make: makes it, of more options.
+      dtype: of the parameters.
+      injectable: a factory for `optax.inject_hyperparams`, and its options.
+      axes: options inside `shard_map`, of sharded leaves; None where there is no such form.
+    """
+
+    name: str
+    make: Any
+    dtype: Any = jnp.float32
+    injectable: tuple[Any, dict[str, Any]] | None = None
+    axes: dict[str, Any] | None = None
+
+
+def axes_of(case):
+    """How sharded leaves are named."""
+    if case.make is jgrad.muon:
+        return {"norm_axes": {name: P("d") for name in SHAPES}}
+    return {} if case.elementwise else {"norm_axes": "d"}
+
+
+def subjects():
+    for case in (case.without_masks() for case in CASES):
+        moments = {"": {}}
+        if case.state:
+            moments |= {"-bf16": {"moment_dtype": jnp.bfloat16}, "-8bit": {"moment_dtype": "8bit"}}
+        for suffix, own in moments.items():
+            make = functools.partial(case.tx, **own)
+            options = {"learning_rate": RATE} | case.options | own
+            yield Subject(f"{case}{suffix}", make, jnp.float32, (case.make, options), axes_of(case))
+    for i, wrapper in enumerate(WRAPPERS):
+        name = wrapper.name + "-scaled" * (i == 3)
+        yield Subject(name, lambda wrapper=wrapper: wrapper.around(jgrad.adam(RATE)), wrapper.dtype)
+    yield Subject("recipe", recipe, axes={"norm_axes": "d"})
+    eight = functools.partial(jgrad.adam, RATE, moment_dtype="8bit")
+    skip = lambda **axes: jgrad.skip_nonfinite(eight(), **axes)
+    yield Subject("skip-8bit", skip, axes={"norm_axes": "d"})
+    yield Subject("rounded-8bit", lambda: jgrad.stochastic_rounding(eight()), jnp.bfloat16)
+    small = lambda: jgrad.pack_small(jgrad.adam(RATE), max_size=6144)
+    yield Subject("pack_small", small)
+
+
+def recipe(**axes):
+    clip = jgrad.clip_by_global_norm(0.01, **axes)
+    inner = optax.chain(clip, jgrad.adam(RATE, weight_decay=0.1))
+    return jgrad.skip_nonfinite(jgrad.accumulate(inner, 2, **axes), **axes)
+
+
+def model(seed, subject, form):
+    """Parameters or gradients, of a scale of its own in each leaf."""
+    rng = np.random.default_rng(seed)
+    scales = (10.0 ** (i - 2) for i in range(len(SHAPES)))
+    numbers = {
+        name: scale * rng.normal(size=shape)
+        for (name, shape), scale in zip(SHAPES.items(), scales, strict=True)
+    }
+    tree = {name: jnp.asarray(x, subject.dtype) for name, x in numbers.items()}
+    return jgrad.pack(tree, multiple_of=8) if form == "packed" else tree
+
+
+def inputs(subject, form):
+    gradients = [model(1 + t, subject, form) for t in range(STEPS)]
+    return model(0, subject, form), gradients
+
+
+# ---- the surroundings --------------------------------------------------------------------------
+
+
+def trained(tx, w, gradients, state=None, step=None):
+    step = jax.jit(step_of(tx)) if step is None else step
+    state = jax.jit(tx.init)(w) if state is None else state
+    for g in gradients:
+        w, state = step(w, state, g)
+    return jax.device_get((w, state))
+
+
+def alone(subject, form):
+    return trained(subject.make(), *inputs(subject, form))
+
+
+@contextlib.contextmanager
+def in_64_bits():
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def under_x64(subject, form):
+    """Parameters stay in their dtype; Python's numbers are int64 and float64."""
+    with in_64_bits():
+        return trained(subject.make(), *inputs(subject, form))
+
+
+def on_a_mesh(axis_type, spec):
+    def run(subject, form):
+        mesh = mesh_of(axis_type, d=8)
+        place = lambda x: NamedSharding(mesh, P("d") if form == "packed" else spec(x))
+        put = lambda tree: jax.tree.map(lambda x: jax.device_put(x, place(x)), tree)
+        w, gradients = inputs(subject, form)
+        w, gradients, tx = put(w), [put(g) for g in gradients], subject.make()
+        # The state that `init` makes, eagerly, and the one that `state_shardings` places.
+        state = tx.init(w)
+        shardings = jgrad.state_shardings(tx, w)
+        jax.tree.map(lambda x, s: s.shard_shape(x.shape), state, shardings)
+        return trained(tx, w, gradients, state)
+
+    return run
+
+
+def rows(x):
+    return P("d")
+
+
+def columns(x):
+    return P(*[None] * (x.ndim - 1), "d")
+
+
+def in_shard_map(subject, form, sharded=False):
+    """With types that say what varies over devices: replicated, or each device with its rows."""
+    mesh, spec = mesh_of(d=8), P("d") if sharded else P()
+    w, gradients = jax.device_put(inputs(subject, form), NamedSharding(mesh, spec))
+    # Outside there is no axis for norms, nor is it needed.
+    state, tx = subject.make().init(w), subject.make(**subject.axes if sharded else {})
+    states = jax.tree.map(lambda x: x.sharding.spec, state)
+    step = jax.shard_map(
+        step_of(tx), mesh=mesh, in_specs=(spec, states, spec), out_specs=(spec, states)
+    )
+    return trained(tx, w, gradients, state, jax.jit(step))
+
+
+def injected(subject, form):
+    """Every number is an array, and traced; what is no number is named."""
+    make, options = subject.injectable
+    static = [name for name, x in options.items() if not isinstance(x, float)]
+    tx = optax.inject_hyperparams(make, static_args=static)(**options)
+    w, state = trained(tx, *inputs(subject, form))
+    return w, state.inner_state
+
+
+SURROUNDINGS = {
+    "x64": under_x64,
+    "auto": on_a_mesh(AxisType.Auto, rows),
+    "explicit": on_a_mesh(AxisType.Explicit, rows),
+    "explicit columns": on_a_mesh(AxisType.Explicit, columns),
+    "shard_map": in_shard_map,
+    "shard_map, sharded": functools.partial(in_shard_map, sharded=True),
+    "injected": injected,
+}
+
+
+def is_there(subject, form, where):
+    if form == "packed" and (subject.name == "pack_small" or where == "explicit columns"):
+        return False
+    if where == "shard_map, sharded":  # packed, it is `zero`'s
+        return form == "tree" and subject.axes is not None
+    return where != "injected" or subject.injectable is not None
+
+
+CHOICES = [
+    pytest.param(subject, form, where, id=f"{subject.name}-{form}-{where}")
+    for subject in subjects()
+    for form in ("tree", "packed")
+    for where in SURROUNDINGS
+    if is_there(subject, form, where)
+]
+
+
+@functools.lru_cache(maxsize=4)
+def expected_of(name, form):
+    return alone(next(subject for subject in subjects() if subject.name == name), form)
+
+
+def tolerance_of(subject, where):
+    """Of the largest step: a few roundings, or what becomes of them."""
+    if where == "injected":
+        return 1e-4  # 1 - beta2 of a traced float32 beta2 is right to 5e-5 only
+    if where == "shard_map, sharded" and is_rounded(subject):
+        return 0.3  # elements are counted in each shard, so that other bits round them
+    return 1e-4 if "muon" in subject.name else 1e-5  # fifteen products, one after the other
+
+
+def is_rounded(subject):
+    """Whether moments or weights are rounded stochastically."""
+    return subject.dtype != jnp.float32 or "bit" in subject.name or "bf16" in subject.name
+
+
+@pytest.mark.sampled(31)
+@pytest.mark.parametrize(("subject", "form", "where"), CHOICES)
+def test_as_alone(subject, form, where):
+    """The dtypes, the numbers to a few roundings of weights and steps.
+
+    A rounding may turn a code, or the last bit of a weight in bfloat16, into its neighbour: of a few
+    elements.
+    """
+    found = SURROUNDINGS[where](subject, form)
+    expected = expected_of(subject.name, form)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+    assert all((a.dtype, a.shape) == (b.dtype, b.shape) for a, b in pairs)
+    start, tolerance = jax.device_get(inputs(subject, form)[0]), tolerance_of(subject, where)
+    for a, b, w in zip(*map(jax.tree.leaves, (found[0], expected[0], start)), strict=True):
+        a, b, w = (x.astype(np.float64) for x in (a, b, w))
+        far = np.abs(a - b) > tolerance * np.max(np.abs(b - w)) + 2.5e-7 * np.abs(b)
+        assert np.mean(far) <= (0.002 if is_rounded(subject) else 0), np.max(np.abs(a - b))
