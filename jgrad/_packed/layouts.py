@@ -97,7 +97,8 @@ class Layout:
             if span is not None:
                 spans[span.buffer].append((i, span))
         for own in spans.values():
-            own.sort(key=lambda pair: (pair[1].start or 0, pair[0]))
+            # A leaf without elements starts where the next one does, and comes before it.
+            own.sort(key=lambda pair: (pair[1].first, pair[1].num_blocks, pair[0]))
         return spans
 
     def within(self, name: str) -> list[tuple[int, Span]]:

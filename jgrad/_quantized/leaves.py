@@ -93,7 +93,7 @@ class Geometry:
         if is_blocks(x):
             pairs = zip(self.pieces(x.codes), self._pieces_of_scale(x.scale), strict=True)
             return [Blocks(codes, scale) for codes, scale in pairs]
-        if jnp.ndim(x) == 0:
+        if jnp.ndim(x) == 0 and self.shape:
             return [x] * (1 if self.is_view else len(self._bounds))
         if self.is_view and len(self.scales) == x.ndim and x.shape == (*self.shape[:-1], 1):
             return [x.reshape((*x.shape, 1))]  # a number for each row of a buffer
@@ -113,7 +113,7 @@ class Geometry:
 
     def per_element(self, scale: jax.Array) -> jax.Array:
         """The scale of each element; by no concatenation, which XLA would not fuse."""
-        if scale.shape == (*self.shape[:-1], 1):
+        if self.shape and scale.shape == (*self.shape[:-1], 1):
             return scale  # of a buffer: it broadcasts
         if self.is_view:
             column = scale.reshape((*self.scales, 1))
@@ -229,6 +229,8 @@ def recoded(x: Any, own: Geometry, dtype: Any) -> Blocks:
     """An array, or one in other blocks, in these; to the nearest, which changes no decoded one."""
     if is_blocks(x) and x.scale.shape == own.scales:
         return x
+    if 0 in own.shape:
+        return Blocks(jnp.zeros(own.shape, dtype), jnp.zeros(own.scales, jnp.float32))
     return encoded(lambda value: value, [decoded(x) if is_blocks(x) else x], own, dtype)
 
 

@@ -16,9 +16,16 @@ SHAPES = {
     "small": (10,),
     "stacked": (3, 70, 50),
     "last": (512, 12),
+    "scalar": (),
+    "empty": (0, 3),
+    "no layers": (0, 20),
 }
+SMALL = ("small", "scalar", "empty", "no layers")  # in 8 bits as their buffer is
 # Axes over which layers are stacked; of each kind: the first axis, another, all but the last.
-STACKED = {"rows": 1, "between": 1, "flat": None, "small": None, "stacked": (0, 1), "last": 1}
+STACKED = {
+    **dict.fromkeys(SHAPES),
+    **{"rows": 1, "between": 1, "stacked": (0, 1), "last": 1, "no layers": 0},
+}
 PACKINGS = {
     "plain": {},
     "stacked": {"layer_axes": STACKED},
@@ -57,7 +64,7 @@ packings = pytest.mark.parametrize("name", mostly_slow(PACKINGS, "stacked"))
 def test_packed_again(name):
     state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
     again = jgrad.pack(jgrad.unpack(state), like=state)
-    # The small leaf is unpacked as numbers, for which there may be several codes.
+    # Small leaves are unpacked as numbers, for which there may be several codes.
     assert_same(jgrad.unquantized(again), jgrad.unquantized(state))
 
 
@@ -66,9 +73,12 @@ def test_numbers_of_an_unpacked_state(name):
     state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
     unpacked = jgrad.unpack(state)
     assert_same(jgrad.unquantized(unpacked), jgrad.unpack(jgrad.unquantized(state)))
-    assert isinstance(unpacked.mw["small"], jax.Array)
-    large = [unpacked.mw[name] for name in SHAPES if name != "small"]
-    assert all(isinstance(x, jgrad.Blocks) for x in large)
+    for name, shape in SHAPES.items():
+        assert unpacked.mw[name].shape == shape
+        assert isinstance(unpacked.mw[name], jax.Array if name in SMALL else jgrad.Blocks)
+    update = jax.jit(tx.update)
+    as_a_tree = jgrad.quantized(unpacked, like=jax.eval_shape(tx.init, tree(0)))
+    assert int(update(tree(1), as_a_tree, tree(0))[1].step) == 3
 
 
 @pytest.mark.parametrize("name", mostly_slow(["plain", "shards", "large"], "shards"))
@@ -77,7 +87,7 @@ def test_codes_of_the_tree(name):
     unpacked = jgrad.unpack(trained(lambda w: jgrad.pack(w, **PACKINGS[name])))
     alone = trained(lambda w: w)
     for key in SHAPES:
-        if key != "small":
+        if key not in SMALL:
             assert_same((unpacked.mw[key], unpacked.vw[key]), (alone.mw[key], alone.vw[key]))
 
 
@@ -89,7 +99,7 @@ def test_the_state_of_a_tree_is_packed_by_value(name):
     for key in SHAPES:
         expected = jgrad.unquantized(alone.mw[key])
         # Other blocks have other scales: a number may be between two codes, or below the smallest.
-        bound = np.abs(expected) / 16 + np.abs(expected).max() / 2**13
+        bound = np.abs(expected) / 16 + np.abs(expected).max(initial=0) / 2**13
         assert (np.abs(found.mw[key] - expected) <= bound).all()
 
 

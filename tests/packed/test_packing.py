@@ -57,6 +57,18 @@ def test_round_trip(layer_axes, multiple_of, max_size):
     assert_equal(jgrad.pack(jgrad.unpack(packed), like=packed), packed)
 
 
+def test_leaves_without_elements_between_others():
+    """They start where the next leaf does, whichever comes first in the tree."""
+    shapes = {"a": (5,), "b": (0, 3), "c": (), "d": (2, 0), "e": (1, 7), "f": (0,)}
+    tree = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    packed = jgrad.pack(tree)
+    assert_equal(jgrad.unpack(packed), tree)
+    assert packed.buffers["float32"].shape == (3, 256)
+    tx = jgrad.lamb(0.1)
+    updates, state = jax.jit(tx.update)(packed, tx.init(packed), packed)
+    assert jax.tree.map(jnp.shape, jgrad.unpack(updates)) == shapes
+
+
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=6)
 
 
