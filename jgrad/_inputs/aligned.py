@@ -190,9 +190,8 @@ class AlignedArguments:
 
     def _finest(self, names: Sequence[str]) -> str | None:
         """The one of these arguments that all of them are prefixes of; None if there is none."""
-        ends = {name: set(itertools.accumulate(self._counts[name])) for name in names}
-        finest = max(names, key=lambda name: len(self._counts[name]))
-        return finest if all(ends[name] <= ends[finest] for name in names) else None
+        aligned = trees.align(*(self._trees[name] for name in names))
+        return None if aligned is None else names[aligned.finest]
 
     def _beside_packed(self, name: str, tree: PyTree, role: Role) -> PyTree:
         """An argument in the form of packed weights.

@@ -161,6 +161,16 @@ def test_empty_tree(name):
     assert weights(UPDATES[name]({}, {})) == {}
 
 
+@pytest.mark.parametrize("tree", [{}, [], (), {"a": {}, "b": []}], ids=repr)
+@pytest.mark.parametrize("update", [jgrad.adam_update, jgrad.lamb_update], ids=["adam", "lamb"])
+def test_empty_moments(update, tree):
+    """Real Ivy takes them, as the pairs do; a number beside them stands for no leaf."""
+    assert update(tree, tree, 0.1, tree, tree, 1) == (tree, tree, tree)
+    assert update(tree, tree, tree, tree, tree, tree) == (tree, tree, tree)
+    assert jgrad.adam_step(tree, tree, tree, 1) == (tree, tree, tree)
+    assert jgrad.adam_step(tree, 0.0, jnp.zeros(1), 1) == (tree, tree, tree)
+
+
 @pytest.mark.bits
 @every_update
 def test_missing_gradients(name):
