@@ -167,12 +167,16 @@ def with_cuts(
 
 
 def _check_whole(norm_axes: ArgLeaves, i: int, x: Any) -> None:
-    """Inside `shard_map` a leaf may be a part of a matrix, unless JAX knows that it is whole."""
+    """Inside `shard_map` a leaf may be a part of a matrix, unless JAX knows that it is whole.
+
+    To JAX 0.10, `pmap` is a `shard_map` that checks nothing.
+    """
     if unknown := unknown_axes(x):
         which = ", ".join(map(repr, unknown))
         problem = (
-            f"None inside `shard_map`, where a device may have a part of a matrix along {which}, "
-            "expected the PartitionSpec of the leaf; `PartitionSpec()` for one that is whole"
+            f"None inside `shard_map` or `pmap`, where a device may have a part of a matrix along "
+            f"{which}, expected the PartitionSpec of the leaf; where each device has whole "
+            "matrices, `norm_axes=PartitionSpec()`"
         )
         norm_axes.fail(i, ValueError, problem)
 

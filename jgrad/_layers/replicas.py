@@ -6,6 +6,9 @@ They work in all versions of JAX that are supported here.
 import jax
 import jax.numpy as jnp
 
+# How JAX 0.10 names the axis of a `pmap` that was given none.
+_WITHOUT_NAME = "_internal_pmap"
+
 
 def all_gather(x: jax.Array, names: tuple[str, ...], axis: int = 0) -> jax.Array:
     """All parts on each device; typed as invariant over devices where JAX keeps account of that.
@@ -33,9 +36,13 @@ def is_known_to_be_invariant(x: jax.Array, name: str) -> bool:
 
 
 def unknown_axes(x: jax.Array) -> tuple[str, ...]:
-    """The mesh axes of the `shard_map` around, along which `x` may vary; none outside of one."""
+    """The mesh axes of the `shard_map` or `pmap` around, along which `x` may vary.
+
+    None outside of both, and none in a `pmap` without a name: there each device has its own model.
+    """
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
-    return tuple(name for name in manual if not is_known_to_be_invariant(x, name))
+    named = [name for name in manual if not str(name).startswith(_WITHOUT_NAME)]
+    return tuple(name for name in named if not is_known_to_be_invariant(x, name))
 
 
 def _varying(x: jax.Array, name: str) -> jax.Array:

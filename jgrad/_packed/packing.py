@@ -19,6 +19,7 @@ from jgrad._packed.layouts import Layout, layout_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
@@ -136,7 +137,7 @@ def pack(
             values.count("pack", "max_size", max_size, low=0)
         chosen = None if matrices is None else _matrices(tree, matrices)
         layout, leaves = layout_of("pack", tree, layer_axes, multiple_of, max_size, chosen)
-        return fill(layout, leaves)
+        return where_it_lies(functools.partial(fill, layout), leaves)
     given = (layer_axes, max_size, matrices)
     if multiple_of != 1 or any(x is not None for x in given):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
@@ -145,7 +146,8 @@ def pack(
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
     parts = structure.flatten_up_to(tree)
     packed = [
-        _again(x, part) if is_packed(x) else part for x, part in zip(nodes, parts, strict=True)
+        where_it_lies(functools.partial(_again, x), part) if is_packed(x) else part
+        for x, part in zip(nodes, parts, strict=True)
     ]
     return structure.unflatten(packed)
 
@@ -181,7 +183,9 @@ def unpack(tree: PyTree) -> PyTree:
       >>> params["w"].shape, state.mw["w"].shape
       ((3, 2), (3, 2))
     """
-    return jax.tree.map(lambda x: _leaves(x) if is_packed(x) else x, tree, is_leaf=is_packed)
+    return jax.tree.map(
+        lambda x: where_it_lies(_leaves, x) if is_packed(x) else x, tree, is_leaf=is_packed
+    )
 
 
 def shapes(tree: PyTree) -> PyTree:
@@ -192,7 +196,7 @@ def shapes(tree: PyTree) -> PyTree:
             return x
         buffers = x.buffers.items()
         if any(is_blocks(b) and hasattr(b.codes, "dtype") for _, b in buffers):
-            return jax.eval_shape(_leaves, x)
+            return jax.eval_shape(unpack, x)
         return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
 
     return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or is_packed(x))

@@ -5,9 +5,9 @@ from typing import Any
 import optax
 
 from jgrad._inputs.pair import pair
+from jgrad._trees import host_memory
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import host_memory, wrapped
-from jgrad._wrappers.host_memory import Offloaded
+from jgrad._wrappers import wrapped
 
 _NAME = "offload"
 
@@ -34,6 +34,11 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     A state in device memory, such as one that was restored without shardings, is taken as it is;
     the next one lies in host memory. `state_shardings(offload(tx), params)` has the memory kind,
     for `out_shardings` and for restoring a checkpoint. `jax.eval_shape` does not have it.
+    `unquantized`, `quantized`, `pack` and `unpack` leave a state on the host there.
+
+    Give the first step committed parameters, `jax.device_put(params, jax.devices()[0])` on one
+    device. A state on the host is committed, so the results of a step are; `jax.jit` compiles
+    the second step again for parameters that were not.
 
     On the CPU of JAX 0.7, whose only memory is the host's, `offload(tx)` is `tx`.
 
@@ -62,14 +67,18 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     """
     tx = wrapped.transformation(_NAME, tx)
 
+    def to_host(state: Any) -> Any:
+        return host_memory.to_host(state) if host_memory.is_there(_NAME) else state
+
     def init(params: PyTree) -> Any:
-        return host_memory.to_host(_NAME, tx.init(params))
+        return to_host(tx.init(params))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        state = host_memory.to_device(_NAME, state)
+        if host_memory.is_there(_NAME):
+            state = host_memory.to_device(state)
         steps, new = tx.update(updates, state, params, **extra_args)
-        return steps, host_memory.to_host(_NAME, new)
+        return steps, to_host(new)
 
-    return Offloaded(*pair(init, update))
+    return wrapped.Offloaded(*pair(init, update))

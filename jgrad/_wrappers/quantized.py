@@ -1,5 +1,6 @@
 """States in 8 bits as arrays, and back: for checkpoints that any recipe reads."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jgrad._quantized.leaves import Geometry
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.trees import PyTree
 
 _QUANTIZED = "quantized"
@@ -41,7 +43,9 @@ def unquantized(state: PyTree) -> PyTree:
     for i, x in enumerate(arg.leaves):
         if is_blocks(x):
             leaves.check(arg, i, x)
-    return trees.map_leaves(lambda x: leaves.decoded(x) if is_blocks(x) else x, state)
+    return trees.map_leaves(
+        lambda x: where_it_lies(leaves.decoded, x) if is_blocks(x) else x, state
+    )
 
 
 def quantized(state: PyTree, *, like: PyTree) -> PyTree:
@@ -79,11 +83,11 @@ def quantized(state: PyTree, *, like: PyTree) -> PyTree:
     expected = trees.flatten(like)[0]
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
     pairs = enumerate(zip(arg.leaves, expected, strict=True))
-    new = [_like(arg, i, x, like) for i, (x, like) in pairs]
+    new = [where_it_lies(functools.partial(_like, arg, i, like), x) for i, (x, like) in pairs]
     return trees.flatten(like)[1].unflatten(new)
 
 
-def _like(arg: ArgLeaves, i: int, x: Any, like: Any) -> Any:
+def _like(arg: ArgLeaves, i: int, like: Any, x: Any) -> Any:
     """One leaf in the form of another."""
     if is_blocks(x):
         leaves.check(arg, i, x)

@@ -13,12 +13,11 @@ from jgrad._inputs.pair import arrays_of
 from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.leaves import geometry
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, host_memory, trees, values
 from jgrad._trees.blocks import Blocks, is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import host_memory, wrapped
-from jgrad._wrappers.host_memory import Offloaded
+from jgrad._wrappers import wrapped
 
 # A path in a tree, as JAX gives it.
 Path = tuple[Any, ...]
@@ -96,7 +95,7 @@ def state_shardings(
     shardings = _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
         jax.eval_shape(tx.init, params)
     )
-    if isinstance(tx, Offloaded) and host_memory.is_there(_NAME):
+    if isinstance(tx, wrapped.Offloaded) and host_memory.is_there(_NAME):
         return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
     return shardings
 

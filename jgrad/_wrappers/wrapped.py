@@ -12,9 +12,12 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import existing_mesh_axes, read_norm_axes
 from jgrad._packed import arrays
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import host_memory
+
+
+class Offloaded(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
+    """What `offload` returns. Other wrappers refuse it: they compute with the state inside."""
 
 
 def transformation(
@@ -31,7 +34,7 @@ def transformation(
     if may_be_offloaded:
         return tx
     remedy = f"expected it outside of everything: `offload({function}(...))`"
-    if isinstance(tx, host_memory.Offloaded):
+    if isinstance(tx, Offloaded):
         raise ValueError(f"{function}: `tx`: an `offload`, {remedy}.")
 
     def init(params: PyTree) -> Any:

@@ -43,6 +43,7 @@ QUICK = {
         "test_cut_matrices[True-muon]",
         "test_share_over[rows-6]",
         "test_replicated_parameters_need_no_spec",
+        "test_pmap",
         "test_messages_of_norm_axes",
         "test_no_mesh",
     ],

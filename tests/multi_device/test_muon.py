@@ -266,7 +266,7 @@ def test_cut_matrices_in_optax_are_several(standard_promotion):
     assert np.linalg.norm(whole - parts) > np.linalg.norm(whole)
     _, cut = step(jgrad.muon(1.0, matrices=True, adam_learning_rate=1.0))
     with pytest.raises(
-        ValueError, match=r"muon: `norm_axes` at \['w'\]: None inside `shard_map`, "
+        ValueError, match=r"muon: `norm_axes` at \['w'\]: None inside `shard_map` or `pmap`, "
     ):
         cut(g, w)
     update, cut = step(
@@ -295,8 +295,29 @@ def test_replicated_parameters_need_no_spec():
 
     expected = updates(muon(norm_axes=P()), False)
     assert_close(updates(muon(), True), expected)
-    with pytest.raises(ValueError, match="`PartitionSpec\\(\\)` for one that is whole"):
+    with pytest.raises(ValueError, match="whole matrices, `norm_axes=PartitionSpec"):
         updates(muon(), False)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="To older versions a device under pmap has all it has."
+)
+def test_pmap():
+    """Without a name each device has a model of its own; with one it may have a part of a matrix."""
+    models, grads = ([normal(seed + i) for i in range(DEVICES)] for seed in (0, 100))
+    update = lambda tx: lambda g, w: tx.update(g, tx.init(w), w)[0]
+    stacked = stack(grads), stack(models)
+    expected = stack([update(muon())(g, w) for g, w in zip(grads, models, strict=True)])
+    assert_close(jax.pmap(update(muon()))(*stacked), expected)
+    named = lambda tx: jax.pmap(update(tx), axis_name="data")(*stacked)
+    assert_close(named(muon(norm_axes=P())), expected)
+    with pytest.raises(ValueError) as caught:
+        named(muon())
+    assert str(caught.value) == (
+        "muon: `norm_axes` at ['down'][0]: None inside `shard_map` or `pmap`, where a device may have a part of a matrix "
+        "along 'data', expected the PartitionSpec of the leaf; where each device has whole matrices, "
+        "`norm_axes=PartitionSpec()`."
+    )
 
 
 def test_messages_of_norm_axes():

@@ -24,7 +24,11 @@ SMALL = ("small", "scalar", "empty", "no layers")  # in 8 bits as their buffer i
 # Axes over which layers are stacked; of each kind: the first axis, another, all but the last.
 STACKED = {
     **dict.fromkeys(SHAPES),
-    **{"rows": 1, "between": 1, "stacked": (0, 1), "last": 1, "no layers": 0},
+    "rows": 1,
+    "between": 1,
+    "stacked": (0, 1),
+    "last": 1,
+    "no layers": 0,
 }
 PACKINGS = {
     "plain": {},

@@ -65,7 +65,7 @@ def test_leaves_without_elements_between_others():
     assert_equal(jgrad.unpack(packed), tree)
     assert packed.buffers["float32"].shape == (3, 256)
     tx = jgrad.lamb(0.1)
-    updates, state = jax.jit(tx.update)(packed, tx.init(packed), packed)
+    updates, _state = jax.jit(tx.update)(packed, tx.init(packed), packed)
     assert jax.tree.map(jnp.shape, jgrad.unpack(updates)) == shapes
 
 

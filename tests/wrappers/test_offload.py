@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgrad
-from jgrad._wrappers import host_memory
+from jgrad._trees import host_memory
 from tests import packed_model as packed
 from tests.cases import gradients, params
 from tests.errors import assert_error
@@ -106,6 +106,38 @@ def test_e47_donation():
         assert all(x.is_deleted() for x in given if x.size)
         assert kinds(state) == {"pinned_host"}
     assert_equal(w, expected)
+
+
+@pytest.mark.parametrize("place", [lambda w: w, jgrad.pack], ids=["tree", "packed"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_states_in_other_forms_stay_on_the_host(place, jit):
+    """In and out of 8 bits and buffers: the numbers of a state on the device."""
+    w = {"w": jnp.sin(jnp.arange(8192.0)).reshape(32, 256), "b": jnp.ones(7), "x": jnp.ones(())}
+    make = functools.partial(jgrad.adam, 0.1)
+    _, state = train(make(moment_dtype="8bit"), place(w), [place(w)] * 2)
+    offloaded = host_memory.to_host(state)
+    conversions = [
+        jgrad.unpack,
+        jgrad.unquantized,
+        lambda s: jgrad.quantized(jgrad.unquantized(s), like=s),
+        lambda s: jgrad.pack(jgrad.unpack(s), like=s),
+        lambda s: jgrad.pack(jgrad.unpack(jgrad.unquantized(s)).mw),
+    ]
+    for convert in conversions:
+        found = jit(convert)(offloaded)
+        assert kinds(found) == {"pinned_host"}
+        assert_equal(found, jit(convert)(state))
+
+
+def test_parameters_that_are_committed_compile_once():
+    """Those of `jnp.ones` are not, and the results of a step with a state on the host are."""
+    tx, w = jgrad.offload(ADAMW), params()
+    for given, programs in (w, 2), (jax.device_put(w, jax.devices()[0]), 1):
+        found, state = given, tx.init(given)
+        step = jax.jit(step_of(tx))
+        for g in gradients(3):
+            found, state = step(found, state, g)
+        assert step._cache_size() == programs
 
 
 def test_e47_scan_and_vmap():

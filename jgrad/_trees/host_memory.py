@@ -1,19 +1,15 @@
 """Host memory: whether there is one beside the device's, what lies there, and moving it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from jgrad._trees.trees import PyTree
 
 KIND = "pinned_host"
-
-
-class Offloaded(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """What `offload` returns. Other wrappers refuse it: they compute with the state inside."""
 
 
 @functools.cache
@@ -36,14 +32,14 @@ def is_there(function: str) -> bool:
     raise RuntimeError(f"{function}: the backend {device.platform!r}: {problem}.")
 
 
-def to_host(function: str, tree: PyTree) -> PyTree:
+def to_host(tree: PyTree) -> PyTree:
     """The tree with its arrays in host memory, sharded as they are."""
-    return _moved(tree, jax.memory.Space.Host) if is_there(function) else tree
+    return _moved(tree, jax.memory.Space.Host)
 
 
-def to_device(function: str, tree: PyTree) -> PyTree:
+def to_device(tree: PyTree) -> PyTree:
     """The tree with its arrays in the memory of their devices."""
-    return _moved(tree, jax.memory.Space.Device) if is_there(function) else tree
+    return _moved(tree, jax.memory.Space.Device)
 
 
 def _moved(tree: PyTree, space: Any) -> PyTree:
@@ -64,3 +60,10 @@ def place_on_host(tree: PyTree) -> str | None:
         if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
             return jax.tree_util.keystr(path)
     return None
+
+
+def where_it_lies(f: Callable[[Any], Any], tree: PyTree) -> Any:
+    """`f(tree)`, computed on the device; in host memory if arrays of the tree lie there."""
+    if place_on_host(tree) is None:
+        return f(tree)
+    return to_host(f(to_device(tree)))
