@@ -87,7 +87,12 @@ class Arguments:
         return [s.unflatten([next(leaves) for _ in range(s.num_leaves)]) for s in self._structures]
 
     def _index(self, i: int) -> int:
-        count, index = len(self._args), operator.index(i)
+        try:
+            count, index = len(self._args), operator.index(i)
+        except TypeError:
+            expected = "an int or a sequence of ints"
+            came = f"{self._function}: `argnums`: {checks.describe(i)}"
+            raise TypeError(f"{came}, expected {expected}.") from None
         if not -count <= index < count:
             expected = f"the position of one of the {count} positional arguments"
             expected += "; arguments given by name are not differentiated" * (count == 0)

@@ -103,6 +103,7 @@ def _value_and_grad(
     name: str, func: Callable[..., Any], argnums: Argnums, *, has_aux: bool
 ) -> Callable[..., Any]:
     """`value_and_grad` under the name that messages give."""
+    values.boolean(name, "has_aux", has_aux)
 
     @functools.wraps(func)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:

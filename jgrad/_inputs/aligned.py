@@ -19,7 +19,7 @@ from jgrad._layers import matrix_axes
 from jgrad._layers.layer_axes import LayerAxes, StaticAxes, StaticTree
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._packed import arrays, packing
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -168,6 +168,7 @@ class AlignedArguments:
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""
         new = self.replaced(self._reference, apply(rules.add, self[self._reference], updates))
+        values.boolean(self._function, "stop_gradients", stop_gradients)
         return trees.map_leaves(jax.lax.stop_gradient, new) if stop_gradients else new
 
     def replaced(

@@ -50,6 +50,7 @@ def check_weight_decay(function: str, weight_decay: PyTree, name: str = "weight_
 
 def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) -> None:
     """A number in range; Nesterov's form needs one."""
+    values.boolean(function, "nesterov", nesterov)
     if momentum is not None:
         as_number = numbers.as_python_number(momentum)
         values.in_range(function, "momentum", as_number, low=0.0, high=1.0)

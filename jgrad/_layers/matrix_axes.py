@@ -196,19 +196,29 @@ def of_leaves(
     return [_of_leaf(i, own, output_axes, matrices) if use else None for i, (own, use) in pairs]
 
 
-def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
-    shape, axes = layers.shape, output_axes.leaves[i].values
-    over = f" with layers over the axes {layers.stacked}" if layers.stacked else ""
+def check_is_matrix(
+    arg: ArgLeaves, i: int, layers: LayerAxes, before: str = "", remedy: str = ""
+) -> None:
+    """A layer has two axes or more; `before` and `remedy` say what else a message says."""
     if len(layers.within) < 2:
         expected = "at least an output and an input axis in each layer"
-        remedy = "without them a leaf is no matrix, and belongs to Adam: False"
-        problem = f"True for an array of shape {shape}{over}, expected {expected}; {remedy}"
-        matrices.fail(i, ValueError, problem)
+        arg.fail(i, ValueError, f"{before}{_described(layers)}, expected {expected}{remedy}")
+
+
+def _described(layers: LayerAxes) -> str:
+    over = f" with layers over the axes {layers.stacked}" if layers.stacked else ""
+    return f"an array of shape {layers.shape}{over}"
+
+
+def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
+    shape, axes = layers.shape, output_axes.leaves[i].values
+    remedy = "; without them a leaf is no matrix, and belongs to Adam: False"
+    check_is_matrix(matrices, i, layers, "True for ", remedy)
     inside = all(-len(shape) <= axis < len(shape) for axis in axes)
     outputs = tuple(sorted({axis % len(shape) for axis in axes})) if inside else ()
     if not outputs or len(outputs) < len(axes) or not set(outputs) < set(layers.within):
         shown = axes[0] if len(axes) == 1 else axes
-        expected = f"some of the axes {layers.within} of an array of shape {shape}{over}"
+        expected = f"some of the axes {layers.within} of {_described(layers)}"
         problem = f"{shown}, expected {expected}, and another left as input"
         output_axes.fail(i, ValueError, problem)
     return MatrixAxes(shape, layers.stacked, outputs)

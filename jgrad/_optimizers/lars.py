@@ -300,6 +300,7 @@ def lars(
     name = "lars"
     options.check_weight_decay(name, weight_decay)
     options.check_momentum(name, momentum, nesterov=nesterov)
+    values.boolean(name, "rate_in_momentum", rate_in_momentum)
     _check_rule(name, rule, epsilon)
     options.check_axes(name, norm_axes, layer_axes)
     numbers.scalar(name, "trust_coefficient", trust_coefficient)

@@ -1,6 +1,7 @@
 """Muon's direction: momentum, orthogonalized matrix by matrix; Adam's for all other elements."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -154,7 +155,7 @@ def directions(
         for i, v, x in zip(own, seconds, cut, strict=True):
             new_vw[i] = parts[i].from_matrices(x.own_part(v, per_output=True), vw[i])
     found = [x.own_part(o) for o, x in zip(found, cut, strict=True)]
-    factors = _factors(muon.scale, axes)
+    factors = _factors(muon, axes)
     for i, o in zip(own, apply(rules.scale_by, found, factors) if own else [], strict=True):
         direction[i] = parts[i].from_matrices(o, g[i])
     pairs_of_mw = zip(new_mw, other_mw, strict=True)
@@ -184,10 +185,11 @@ def _of_axes(rule: Function, axes: MatrixAxes) -> Function:
     return functools.partial(rule, axes=axes)
 
 
-def _factors(scale: ScaleFunction, axes: Sequence[MatrixAxes]) -> list[Any]:
+def _factors(muon: MuonNumbers, axes: Sequence[MatrixAxes]) -> list[Any]:
     """The scale of each array; arrays with an equal one share a number in the program."""
-    different = {own.sizes: numbers.strong_scalar(float(scale(*own.sizes))) for own in axes}
-    return [different[own.sizes] for own in axes]
+    sizes = dict.fromkeys(own.sizes for own in axes)
+    found = {x: numbers.scalar(muon.function, f"scale{x}", muon.scale(*x)) for x in sizes}
+    return [found[own.sizes] for own in axes]
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -210,9 +212,23 @@ def check_rule(name: str, rule: MuonRule) -> None:
     values.one_of(name, "rule", rule, ("muon", "normuon"))
 
 
+def _check_takes_two(name: str, scale: ScaleFunction) -> None:
+    try:
+        signature = inspect.signature(scale)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind(1, 1)
+    except TypeError:
+        came = f"{getattr(scale, '__name__', type(scale).__name__)}{signature}"
+        expected = "a function of the numbers of outputs and inputs of a matrix"
+        raise TypeError(f"{name}: `scale`: {came}, expected {expected}.") from None
+
+
 def read_scale(name: str, scale: Scale) -> ScaleFunction:
     """The function of (outputs, inputs)."""
     if callable(scale):
+        _check_takes_two(name, scale)
         return scale
     values.one_of(name, "scale", scale, SCALES)
     return SCALES[scale]
@@ -240,6 +256,7 @@ class MuonOptions(NamedTuple):
         """What the factory can say already."""
         check_matrices(name, self.matrices)
         check_rule(name, self.rule)
+        values.boolean(name, "nesterov", self.nesterov)
         if not trees.may_be_function(self.momentum):
             numbers.beta(name, "momentum", cast(Scalar, self.momentum))
         read_output_axes(name, self.output_axes)

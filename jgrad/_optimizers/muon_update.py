@@ -24,7 +24,7 @@ from jgrad._optimizers.muon_direction import (
 )
 from jgrad._packed import packing
 from jgrad._packed.parts import Part
-from jgrad._trees import checks
+from jgrad._trees import checks, values
 from jgrad._trees.trees import PyTree
 
 _NAME = "muon_update"
@@ -105,6 +105,7 @@ def muon_update(
     """
     check_matrices(_NAME, matrices)
     check_rule(_NAME, rule)
+    values.boolean(_NAME, "nesterov", nesterov)
     packing.check_unpacked(_NAME, "w", w)
     return _muon_update(
         w=w,

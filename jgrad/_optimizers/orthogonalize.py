@@ -71,6 +71,9 @@ def orthogonalize(
     )
     given = arg._replace(leaves=[x is not None for x in arg.leaves])
     layers = matrix_axes.layers_of(given, stacked, arg)
+    for i, own in enumerate(layers):
+        if given.leaves[i]:
+            matrix_axes.check_is_matrix(arg, i, own)
     axes = [own for own in matrix_axes.of_leaves(layers, outputs, given) if own is not None]
     found = iter(
         groups.orthogonalized(

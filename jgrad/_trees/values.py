@@ -53,6 +53,12 @@ def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -
         raise ValueError(f"{function}: `{name}`: {describe(value)}, expected one of {options}.")
 
 
+def boolean(function: str, name: str, value: object) -> None:
+    """True or False, and nothing that is only true or false in a condition."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{function}: `{name}`: {describe(value)}, expected True or False.")
+
+
 def flag(function: str, name: str, x: Any) -> None:
     """None, or one bool, which may be traced."""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())

@@ -118,6 +118,7 @@ def accumulate(
     """
     tx = wrapped.transformation(_NAME, tx)
     values.count(_NAME, "every", every)
+    values.boolean(_NAME, "check_finite", check_finite)
     read_norm_axes(_NAME, norm_axes)
 
     def init(params: PyTree) -> AccumulateState:

@@ -21,6 +21,8 @@ from jgrad._trees.trees import PyTree
 from jgrad._wrappers import wrapped
 
 _NAME = "schedule_free"
+_LARGEST = 2.0**96  # of a weight; 2^31 of them can be added in float32
+_POWERS = 4.0  # to which 2^24 steps have no larger weight
 
 
 class ScheduleFreeState(NamedTuple):
@@ -79,9 +81,10 @@ def schedule_free(
       tx: any transformation.
       beta: in [0, 1).
       learning_rate: that of `tx`, which has to be the same function here where it is a schedule: a
-        number in [0, inf), or a function of the number of updates done. Only its ratios matter.
-      weight_power: of the largest learning rate so far: steps of a warm-up count less.
-      step_power: of the number of the update; above 0 later steps count more.
+        number in [0, inf), or a function of the number of updates done. Only its ratios matter;
+        weights are clipped to 2^-96 and 2^96.
+      weight_power: of the largest learning rate so far, in [0, 4]: steps of a warm-up count less.
+      step_power: of the number of the update, in [0, 4]; above 0 later steps count more.
 
     Returns:
       A transformation with state `ScheduleFreeState(done, weight_sum, largest_rate, z, average,
@@ -104,8 +107,11 @@ def schedule_free(
     """
     tx = wrapped.transformation(_NAME, tx)
     numbers.beta(_NAME, "beta", beta)
-    numbers.scalar(_NAME, "weight_power", weight_power)
-    numbers.scalar(_NAME, "step_power", step_power)
+    for name, power in ("weight_power", weight_power), ("step_power", step_power):
+        numbers.scalar(_NAME, name, power)
+        if checks.is_number(value := numbers.as_python_number(power)) and value > _POWERS:
+            expected = f"a number in [0, {_POWERS:g}], with which weights have ratios in float32"
+            raise ValueError(f"{_NAME}: `{name}`: {value}, expected {expected}.")
     if not trees.may_be_function(learning_rate):
         numbers.scalar(_NAME, "learning_rate", cast(Scalar, learning_rate))
 
@@ -188,11 +194,14 @@ def _weight(
     weight_power: jax.Array,
     step_power: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest rate so far, and the weight of this step."""
+    """The largest rate so far, and the weight of this step: 0 before a rate that is not 0."""
     wide = [jnp.asarray(x).astype(jnp.float32) for x in (rate, done, weight_power, step_power)]
     rate, step, by_rate, by_step = wide
     largest = jnp.maximum(rate, largest)
-    return largest, step**by_step * largest**by_rate
+    # Their sum stays finite, and none is 0, so that the average moves whatever the options are.
+    factors = [jnp.clip(x, 1 / _LARGEST, _LARGEST) for x in (step**by_step, largest**by_rate)]
+    weight = jnp.clip(factors[0] * factors[1], 1 / _LARGEST, _LARGEST)
+    return largest, jnp.where((largest == 0) & (by_rate != 0), 0, weight)
 
 
 def _moves(p: Any) -> bool:

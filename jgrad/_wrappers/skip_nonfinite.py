@@ -15,7 +15,7 @@ from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_norm_axes
-from jgrad._trees import trees, values
+from jgrad._trees import checks, trees, values
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import wrapped
 from jgrad._wrappers.accumulate import AccumulateState, without_window
@@ -83,7 +83,7 @@ def skip_nonfinite(
 
     Args:
       tx: any transformation.
-      loss_scale: first scale of the loss, in [1, inf), such as 2**15; None for no scaling.
+      loss_scale: first scale of the loss, in [1, 2^125], such as 2**15; None for no scaling.
       growth_interval: finite steps until the scale doubles, at least 1.
       norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
         as for `lars`: all devices then skip the same steps.
@@ -111,10 +111,9 @@ def skip_nonfinite(
     tx = wrapped.transformation(_NAME, tx)
     read_norm_axes(_NAME, norm_axes)
     values.count(_NAME, "growth_interval", growth_interval)
-    values.one_of(_NAME, "branch", branch, (True, False))
+    values.boolean(_NAME, "branch", branch)
     if loss_scale is not None:
-        values.in_range(_NAME, "loss_scale", numbers.as_python_number(loss_scale), low=1.0)
-        numbers.scalar(_NAME, "loss_scale", loss_scale)
+        _check_scale(loss_scale)
 
     def init(params: PyTree) -> SkipState:
         scale = 1.0 if loss_scale is None else numbers.scalar(_NAME, "loss_scale", loss_scale)
@@ -163,6 +162,14 @@ def skip_nonfinite(
         )
 
     return pair(init, update)
+
+
+def _check_scale(loss_scale: Scalar) -> None:
+    """A number in range. Arrays pass: they may be traced."""
+    value = numbers.as_python_number(loss_scale)
+    if checks.is_number(value) and not 1 <= value <= _LARGEST_SCALE:
+        raise ValueError(f"{_NAME}: `loss_scale`: {value}, expected a number in [1, 2^125].")
+    numbers.scalar(_NAME, "loss_scale", loss_scale)
 
 
 def _chosen(

@@ -238,6 +238,31 @@ TRANSFORMATIONS = [
 ]  # fmt: skip
 
 
+FLAGS = {
+    "gradient_descent: `nesterov`": lambda x: jgrad.gradient_descent(0.1, momentum=0.9, nesterov=x),
+    "lars: `nesterov`": lambda x: jgrad.lars(0.1, momentum=0.9, nesterov=x),
+    "lars: `rate_in_momentum`": lambda x: jgrad.lars(0.1, momentum=0.9, rate_in_momentum=x),
+    "scale_by_muon: `nesterov`": lambda x: jgrad.scale_by_muon(matrices=True, nesterov=x),
+    "muon_update: `nesterov`": lambda x: jgrad.muon_update(
+        X, X, 0.1, X, None, 1, matrices=False, nesterov=x
+    ),
+    "accumulate: `check_finite`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, check_finite=x),
+    "skip_nonfinite: `branch`": lambda x: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=x),
+    "grad: `has_aux`": lambda x: jgrad.grad(jnp.sum, has_aux=x),
+    "adam_update: `stop_gradients`": lambda x: jgrad.adam_update(
+        X, X, 0.1, X, X, 1, stop_gradients=x
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), FLAGS.items(), ids=FLAGS)
+def test_flags(name, call):
+    """What is true in a condition is no flag: "no" is."""
+    for value, came in ("no", "'no' of type str"), (1, "1 of type int"), (None, "None"):
+        message = f"{name}: {came}, expected True or False."
+        assert_error(TypeError, message, lambda value=value: call(value))
+
+
 STATE = jgrad.adam(0.1).init({"a": X})
 
 

@@ -234,6 +234,12 @@ def test_stop_gradient(preserve_type):
          "given by name are not differentiated.", lambda: jgrad.grad(cube)(x=X)),
         (ValueError, "grad: `argnums`: (0, -1), expected each argument once.",
          lambda: jgrad.grad(cube, (0, -1))(X)),
+        (TypeError, "grad: `argnums`: 'x' of type str, expected an int or a sequence of ints.",
+         lambda: jgrad.grad(cube, "x")(X)),
+        (TypeError, "value_and_grad: `argnums`: 1.5 of type float, expected an int or a sequence of ints.",
+         lambda: jgrad.value_and_grad(cube, (0, 1.5))(X)),
+        (TypeError, "value_and_grad: `has_aux`: 1 of type int, expected True or False.",
+         lambda: jgrad.value_and_grad(cube, has_aux=1)),
         (TypeError, "hvp: `primals`: an array of float32 and shape (3,), expected a tuple with an entry per "
          "argument of `func`, such as `(x,)`.", lambda: jgrad.hvp(cube, X, X)),
         (ValueError, "hvp: `tangents`: 2 entries, expected 1, as `primals` has.",

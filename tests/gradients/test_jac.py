@@ -161,6 +161,8 @@ def test_empty(mode):
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
+        (TypeError, "jac: `argnums`: {'x'} of type set, expected an int or a sequence of ints.",
+         lambda: jgrad.jac(wide, {"x"})(X)),
         (ValueError, "jac: `mode`: 'up' of type str, expected one of 'reverse', 'forward', None.",
          lambda: jgrad.jac(wide, mode="up")),
         (TypeError, "value_and_jac: `output of func`: an array of int32 and shape (3,), expected a real floating "

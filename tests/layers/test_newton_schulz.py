@@ -169,7 +169,7 @@ def test_messages():
     )
     assert_error(
         ValueError,
-        "orthogonalize: `x`: True for an array of shape (3,), expected at least an output and an "
-        "input axis in each layer; without them a leaf is no matrix, and belongs to Adam: False.",
-        lambda: jgrad.orthogonalize(jnp.ones(3)),
+        "orthogonalize: `x` at ['w']: an array of shape (2, 3) with layers over the axes (0,), "
+        "expected at least an output and an input axis in each layer.",
+        lambda: jgrad.orthogonalize({"w": jnp.ones((2, 3))}, layer_axes=0),
     )

@@ -344,6 +344,13 @@ def test_m11_one_matrix_changes_no_other(rule, standard_promotion):
 # ---- 12: bad input, and leaves of all kinds ----------------------------------------------------
 
 X = {"w": jnp.ones((3, 4)), "b": jnp.ones(3)}
+MATRIX = {"w": True, "b": False}
+
+
+def one_step(tx):
+    return tx.update(X, tx.init(X), X)
+
+
 NAMES = "'jordan', 'you', 'polar_express', 'deepseek_v4'"
 MESSAGES = [
     (TypeError, "muon: `matrices`: None, expected a prefix tree of bools, or a function of the parameters' "
@@ -369,6 +376,15 @@ MESSAGES = [
      lambda: jgrad.muon(0.02, matrices=True)),
     (ValueError, "muon: `scale`: 'kj' of type str, expected one of 'original', 'match_rms_adamw', 'spectral', "
      "None.", lambda: muon(scale="kj")),
+    (TypeError, "muon: `scale(4, 3)`: None, expected a real array or a number.",
+     lambda: one_step(muon(matrices=MATRIX, scale=lambda out, into: None))),
+    (ValueError, "muon: `scale(4, 3)`: nan, expected a number in [0, inf).",
+     lambda: one_step(muon(matrices=MATRIX, scale=lambda out, into: float("nan")))),
+    (ValueError, "muon: `scale(4, 3)`: an array of float32 and shape (2,), expected one number.",
+     lambda: one_step(muon(matrices=MATRIX, scale=lambda out, into: jnp.ones(2)))),
+    (TypeError, "muon: `scale`: <lambda>(size), expected a function of the numbers of outputs and inputs of a "
+     "matrix.", lambda: muon(scale=lambda size: size)),
+    (TypeError, "muon: `nesterov`: 'no' of type str, expected True or False.", lambda: muon(nesterov="no")),
     (ValueError, "muon: `rule`: 'dion' of type str, expected one of 'muon', 'normuon'.", lambda: muon(rule="dion")),
     (ValueError, f"muon: `coefficients`: 'quintic' of type str, expected one of {NAMES}.",
      lambda: muon(coefficients="quintic")),

@@ -152,7 +152,54 @@ def test_state():
     jax.jit(step_of(tx), donate_argnums=(0, 1))(w, state, jax.tree.map(jnp.copy, w))
 
 
+EXTREMES = {
+    "tiny rate": {"learning_rate": 1e-30},
+    "huge rate": {"learning_rate": 1e30},
+    "huge rate, powers": {"learning_rate": 1e30, "weight_power": 4.0, "step_power": 4.0},
+    "tiny rate, powers": {"learning_rate": 1e-30, "weight_power": 4.0, "step_power": 4.0},
+    "traced power": {"step_power": jnp.float32(1e30)},
+    "traced powers": {"step_power": jnp.float32(1e30), "weight_power": jnp.float32(1e30)},
+}
+
+
+@pytest.mark.parametrize("options", EXTREMES.values(), ids=EXTREMES)
+def test_weights_that_float32_cannot_hold(options):
+    """The average moves, and stays within the z that it is of."""
+    tx, w = jgrad.schedule_free(jgrad.gradient_descent(0.1), **options), jnp.ones(())
+    w, state = train(tx, w, [jnp.ones(())] * 30)
+    assert -2.01 < float(state.z) < float(state.average) < 0.9
+    assert 0 < float(state.weight_sum) < np.inf
+
+
+def test_a_rate_of_zero_has_no_weight():
+    """Unless rates do not count."""
+    for power, expected in (2.0, 1.0), (0.0, 0.45):
+        tx = jgrad.schedule_free(
+            jgrad.gradient_descent(0.1), learning_rate=0.0, weight_power=power, beta=0.0
+        )
+        _, state = train(tx, jnp.ones(()), [jnp.ones(())] * 10)
+        np.testing.assert_allclose(state.average, expected, rtol=1e-5)
+
+
+def test_large_powers_have_their_ratios():
+    """A mean with weights k^4 over 3000 steps, in float64."""
+    steps = 3000
+    tx = jgrad.schedule_free(jgrad.gradient_descent(1.0), step_power=4.0, beta=0.0)
+    body = lambda carry, g: (step_of(tx)(*carry, g), None)
+    w = jnp.zeros(())
+    (_, state), _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), jnp.ones(steps)))(w)
+    k = np.arange(1.0, steps + 1)
+    np.testing.assert_allclose(-state.average, np.sum(k * k**4) / np.sum(k**4), rtol=1e-4)
+
+
 def test_messages():
+    for name in "weight_power", "step_power":
+        expected = "expected a number in [0, 4], with which weights have ratios in float32"
+        assert_error(
+            ValueError,
+            f"schedule_free: `{name}`: 4.5, {expected}.",
+            lambda name=name: jgrad.schedule_free(jgrad.adam(0.1), **{name: 4.5}),
+        )
     adam = jgrad.adam(0.1)
     assert_error(
         ValueError,
