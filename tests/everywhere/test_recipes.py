@@ -32,7 +32,7 @@ LIMITS = {
     "LARS": ((44, 0), (30, 0.2)),
     "clip + LAMB": ((76, 4), (50, 0.2)),
     "bf16: AdamW": ((32, 0), (32, 0)),
-    "bf16: AdamW, bf16 moments": ((20, 0), (20, 0)),
+    "bf16: AdamW, bf16 moments": ((30, 4), (30, 4)),
     "bf16: master(AdamW)": ((44, 0), (44, 0)),
     "bf16: skip(master(clip + AdamW))": ((60, 4), (60, 4)),
     "bf16: skip(accumulate(master(clip + LAMB + ema)))": ((134, 8), (118, 12)),

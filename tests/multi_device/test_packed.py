@@ -164,6 +164,14 @@ def test_large_leaves_keep_their_shardings():
     assert state.mw.buffers["float32"].sharding.spec == P()
 
 
+def test_layers_on_explicit_axes():
+    """Numbers of rows that their type says are sharded become numbers of layers."""
+    mesh, tree, tx = mesh_of(AxisType.Explicit, d=DEVICES), model(0), jgrad.lars(0.1)
+    update = jax.jit(lambda w: tx.update(w, tx.init(w), w)[0])
+    w = jax.device_put(jgrad.pack(tree, multiple_of=DEVICES), NamedSharding(mesh, P("d")))
+    assert_close(jgrad.unpack(update(w)), update(tree))
+
+
 @pytest.mark.parametrize("moment_dtype", [None, "8bit"])
 def test_explicit_axes(moment_dtype):
     """Rows that are sharded by their type: what is unpacked is on each device, and packs again."""

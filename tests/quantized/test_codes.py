@@ -50,6 +50,15 @@ def draws(count, seed=0):
 
 
 @both
+def test_x64(second, x64):
+    """Python's numbers are int64 there: the same codes, in their dtypes."""
+    codes = every_code(second)
+    found = encode(decode(codes, 1.0), 1.0, 0, second=second)
+    np.testing.assert_array_equal(found, codes)
+    assert found.dtype == codes.dtype
+
+
+@both
 @pytest.mark.parametrize("scale", SCALES)
 def test_codes_decode_to_the_grid(second, scale):
     """Exactly; below the smallest normal number they are that small in float32, or 0."""
