@@ -16,7 +16,8 @@ from jgrad._inputs.state import OptState
 from jgrad._inputs.transformation import UNSCALED, transformation
 from jgrad._inputs.update import Update
 from jgrad._layers.matrix_axes import MatrixAxes
-from jgrad._optimizers.muon_direction import LAST, MuonOptions, MuonRule, Scale
+from jgrad._optimizers.muon_direction import LAST, MuonOptions, MuonRule
+from jgrad._optimizers.muon_scale import Scale
 from jgrad._trees.trees import PyTree
 
 

@@ -1,8 +1,6 @@
 """Muon's direction: momentum, orthogonalized matrix by matrix; Adam's for all other elements."""
 
 import functools
-import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -26,21 +24,13 @@ from jgrad._layers.matrix_axes import MatrixAxes, read_cuts, read_output_axes
 from jgrad._layers.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
 from jgrad._optimizers.adam import AdamNumbers
+from jgrad._optimizers.muon_scale import Scale, ScaleFunction, factors_of, read_scale
 from jgrad._packed import arrays, groups, parts as parts_of, seconds
 from jgrad._packed.parts import Part
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]
-ScaleFunction = Callable[[int, int], float]  # of outputs and inputs
-Scale = str | ScaleFunction | None
-
-SCALES: dict[Any, ScaleFunction] = {
-    "original": lambda out, into: math.sqrt(max(1.0, out / max(1, into))),
-    "match_rms_adamw": lambda out, into: 0.2 * math.sqrt(max(out, into)),
-    "spectral": lambda out, into: math.sqrt(out / max(1, into)),
-    None: lambda out, into: 1.0,
-}
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)
 # NorMuon's: added to the root of the mean square of each output, which is 1 / sqrt(inputs) or so.
@@ -155,7 +145,7 @@ def directions(
         for i, v, x in zip(own, seconds, cut, strict=True):
             new_vw[i] = parts[i].from_matrices(x.own_part(v, per_output=True), vw[i])
     found = [x.own_part(o) for o, x in zip(found, cut, strict=True)]
-    factors = _factors(muon, axes)
+    factors = factors_of(muon.function, muon.scale, axes)
     for i, o in zip(own, apply(rules.scale_by, found, factors) if own else [], strict=True):
         direction[i] = parts[i].from_matrices(o, g[i])
     pairs_of_mw = zip(new_mw, other_mw, strict=True)
@@ -185,13 +175,6 @@ def _of_axes(rule: Function, axes: MatrixAxes) -> Function:
     return functools.partial(rule, axes=axes)
 
 
-def _factors(muon: MuonNumbers, axes: Sequence[MatrixAxes]) -> list[Any]:
-    """The scale of each array; arrays with an equal one share a number in the program."""
-    sizes = dict.fromkeys(own.sizes for own in axes)
-    found = {x: numbers.scalar(muon.function, f"scale{x}", muon.scale(*x)) for x in sizes}
-    return [found[own.sizes] for own in axes]
-
-
 # ---- options -----------------------------------------------------------------------------------
 
 
@@ -210,28 +193,6 @@ def check_matrices(name: str, matrices: Mask) -> None:
 def check_rule(name: str, rule: MuonRule) -> None:
     """A rule that exists."""
     values.one_of(name, "rule", rule, ("muon", "normuon"))
-
-
-def _check_takes_two(name: str, scale: ScaleFunction) -> None:
-    try:
-        signature = inspect.signature(scale)
-    except ValueError:  # of a function in C
-        return
-    try:
-        signature.bind(1, 1)
-    except TypeError:
-        came = f"{getattr(scale, '__name__', type(scale).__name__)}{signature}"
-        expected = "a function of the numbers of outputs and inputs of a matrix"
-        raise TypeError(f"{name}: `scale`: {came}, expected {expected}.") from None
-
-
-def read_scale(name: str, scale: Scale) -> ScaleFunction:
-    """The function of (outputs, inputs)."""
-    if callable(scale):
-        _check_takes_two(name, scale)
-        return scale
-    values.one_of(name, "scale", scale, SCALES)
-    return SCALES[scale]
 
 
 class MuonOptions(NamedTuple):

@@ -16,12 +16,11 @@ from jgrad._optimizers.adam import AdamNumbers
 from jgrad._optimizers.muon_direction import (
     MuonNumbers,
     MuonRule,
-    Scale,
     check_matrices,
     check_rule,
     directions,
-    read_scale,
 )
+from jgrad._optimizers.muon_scale import Scale, read_scale
 from jgrad._packed import packing
 from jgrad._packed.parts import Part
 from jgrad._trees import checks, values
