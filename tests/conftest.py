@@ -22,6 +22,13 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}={DEVICES}".strip()
 os.environ.setdefault("PJRT_NPROC", str(max(2 * DEVICES, os.cpu_count() or 1)))
 
+# Two thirds of the time of a first run are XLA's. What it compiled for an earlier test, in any
+# process, is taken from a folder that git ignores.
+_CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import chex
 import jax
 import pytest

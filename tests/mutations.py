@@ -11,6 +11,7 @@ in a copy of the tree; the whole suite runs only if they pass. Prints a table fo
 
 import argparse
 import concurrent.futures
+import os
 import pathlib
 import re
 import shutil
@@ -45,7 +46,11 @@ def run(mutation: Mutation, *, every: bool, only_near: bool = False) -> Outcome:
         for arguments in (near,) if only_near else (near, ["-n1"]):
             options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *["--all"] * every]
             command = [sys.executable, "-m", "pytest", *options, *arguments]
-            done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+            # Programs that a mutation leaves alone are compiled once for all.
+            cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "xla")}
+            done = subprocess.run(
+                command, cwd=copy, capture_output=True, text=True, env=os.environ | cache
+            )
             if done.returncode not in (0, 5):
                 failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.MULTILINE)
                 return Outcome(

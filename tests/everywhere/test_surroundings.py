@@ -218,7 +218,7 @@ def is_rounded(subject):
     return subject.dtype != jnp.float32 or "bit" in subject.name or "bf16" in subject.name
 
 
-@pytest.mark.sampled(31)
+@pytest.mark.sampled(61)
 @pytest.mark.parametrize(("subject", "form", "where"), CHOICES)
 def test_as_alone(subject, form, where):
     """The dtypes, the numbers to a few roundings of weights and steps.

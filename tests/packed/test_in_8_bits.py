@@ -40,6 +40,10 @@ PACKINGS = {
 
 tx = jgrad.adam(1e-2, moment_dtype="8bit")
 
+# Compiled: eagerly, each shape and operation would be a program of its own.
+update, unpack, unquantized = map(jax.jit, (tx.update, jgrad.unpack, jgrad.unquantized))
+as_like = jax.jit(lambda state, like: jgrad.pack(state, like=like))
+
 
 def tree(seed):
     rng = np.random.default_rng(seed)
@@ -53,7 +57,7 @@ def trained(pack):
     w = pack(tree(0))
     state = tx.init(w)
     for seed in (1, 2):
-        _, state = jax.jit(tx.update)(pack(tree(seed)), state, w)
+        _, state = update(pack(tree(seed)), state, w)
     return state
 
 
@@ -67,28 +71,28 @@ packings = pytest.mark.parametrize("name", mostly_slow(PACKINGS, "stacked"))
 @packings
 def test_packed_again(name):
     state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
-    again = jgrad.pack(jgrad.unpack(state), like=state)
+    again = as_like(unpack(state), state)
     # Small leaves are unpacked as numbers, for which there may be several codes.
-    assert_same(jgrad.unquantized(again), jgrad.unquantized(state))
+    assert_same(unquantized(again), unquantized(state))
 
 
 @packings
 def test_numbers_of_an_unpacked_state(name):
     state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
-    unpacked = jgrad.unpack(state)
-    assert_same(jgrad.unquantized(unpacked), jgrad.unpack(jgrad.unquantized(state)))
+    unpacked = unpack(state)
+    assert_same(unquantized(unpacked), unpack(unquantized(state)))
     for name, shape in SHAPES.items():
         assert unpacked.mw[name].shape == shape
         assert isinstance(unpacked.mw[name], jax.Array if name in SMALL else jgrad.Blocks)
-    update = jax.jit(tx.update)
-    as_a_tree = jgrad.quantized(unpacked, like=jax.eval_shape(tx.init, tree(0)))
+    like = jax.eval_shape(tx.init, tree(0))
+    as_a_tree = jax.jit(lambda state: jgrad.quantized(state, like=like))(unpacked)
     assert int(update(tree(1), as_a_tree, tree(0))[1].step) == 3
 
 
 @pytest.mark.parametrize("name", mostly_slow(["plain", "shards", "large"], "shards"))
 def test_codes_of_the_tree(name):
     """Bit for bit, without layers that the tree does not know."""
-    unpacked = jgrad.unpack(trained(lambda w: jgrad.pack(w, **PACKINGS[name])))
+    unpacked = unpack(trained(lambda w: jgrad.pack(w, **PACKINGS[name])))
     alone = trained(lambda w: w)
     for key in SHAPES:
         if key not in SMALL:
@@ -99,9 +103,10 @@ def test_codes_of_the_tree(name):
 def test_the_state_of_a_tree_is_packed_by_value(name):
     alone = trained(lambda w: w)
     like = jax.eval_shape(tx.init, jgrad.pack(tree(0), **PACKINGS[name]))
-    found = jgrad.unpack(jgrad.unquantized(jgrad.pack(alone, like=like)))
+    packed = jax.jit(lambda state: jgrad.pack(state, like=like))(alone)
+    found, numbers = jax.device_get((unpack(unquantized(packed)), unquantized(alone)))
     for key in SHAPES:
-        expected = jgrad.unquantized(alone.mw[key])
+        expected = numbers.mw[key]
         # Other blocks have other scales: a number may be between two codes, or below the smallest.
         bound = np.abs(expected) / 16 + np.abs(expected).max(initial=0) / 2**13
         assert (np.abs(found.mw[key] - expected) <= bound).all()
@@ -127,7 +132,7 @@ def test_shapes_of_a_packed_state():
 
 
 def test_errors():
-    alone = trained(lambda w: w)
+    alone = tx.init(tree(0))
     packed = jgrad.pack(tree(0))
     assert_error(
         TypeError,

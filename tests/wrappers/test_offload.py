@@ -108,8 +108,15 @@ def test_e47_donation():
     assert_equal(w, expected)
 
 
-@pytest.mark.parametrize("place", [lambda w: w, jgrad.pack], ids=["tree", "packed"])
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("place", "jit"),
+    [
+        pytest.param(lambda w: w, lambda f: f, id="tree-eager"),
+        pytest.param(jgrad.pack, jax.jit, id="packed-jit"),
+        pytest.param(lambda w: w, jax.jit, id="tree-jit", marks=pytest.mark.slow),
+        pytest.param(jgrad.pack, lambda f: f, id="packed-eager", marks=pytest.mark.slow),
+    ],
+)
 def test_states_in_other_forms_stay_on_the_host(place, jit):
     """In and out of 8 bits and buffers: the numbers of a state on the device."""
     w = {"w": jnp.sin(jnp.arange(8192.0)).reshape(32, 256), "b": jnp.ones(7), "x": jnp.ones(())}
