@@ -193,6 +193,7 @@ def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None)
       False
     """
     values.no_out("stop_gradient", out)
+    values.boolean("stop_gradient", "preserve_type", preserve_type)
     return jax.tree.map(
         lambda leaf: jax.lax.stop_gradient(leaf) if checks.is_array(leaf) else leaf, x
     )

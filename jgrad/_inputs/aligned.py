@@ -167,8 +167,8 @@ class AlignedArguments:
 
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""
-        new = self.replaced(self._reference, apply(rules.add, self[self._reference], updates))
         values.boolean(self._function, "stop_gradients", stop_gradients)
+        new = self.replaced(self._reference, apply(rules.add, self[self._reference], updates))
         return trees.map_leaves(jax.lax.stop_gradient, new) if stop_gradients else new
 
     def replaced(

@@ -67,18 +67,18 @@ def check_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> None:
 
 INJECTED = (
     "`optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or "
-    "wrap the factory in a function of the numbers alone"
+    "wrap the factory in a function of the numbers alone; where a bool is meant, give a tree of it"
 )
 
 
-def check_masks(function: str, numbers: Sequence[Scalar | None], **masks: Mask) -> None:
-    """No mask is a single bool beside numbers that are arrays, all of them.
+def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
+    """Refuses a single bool as a mask where one of the numbers is an array.
 
-    Then `optax.inject_hyperparams` calls the factory. It makes an array of each number, and calls
-    each function with a count, as a schedule: what came of a mask for the parameters says nothing.
+    So `optax.inject_hyperparams` calls a factory: with an array for each number, and with what a
+    function returned for a count, as if it were a schedule. A mask that is a function of the
+    parameters is then lost, and its bool says nothing of them.
     """
-    given = [x for x in numbers if x is not None]
-    if not given or not all(isinstance(x, jax.Array) for x in given):
+    if not any(isinstance(x, jax.Array) for x in options):
         return
     for name, mask in masks.items():
         if isinstance(mask, (bool, np.bool_, jax.Array)):

@@ -14,7 +14,7 @@ from jgrad._quantized import leaves as quantized
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.shardings import can_be_sharded_as, replicated, sharded_as
+from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
 
@@ -88,8 +88,7 @@ def _part(p: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     pairs = list(zip(p.shape, like.shape, strict=True))
     if all(b in (a, 1) for a, b in pairs):
         return jnp.sum(p, axis=tuple(i for i, (a, b) in enumerate(pairs) if a != b), keepdims=True)
-    rows = replicated(p)[tuple(map(slice, like.shape))]
-    return sharded_as(rows, p) if can_be_sharded_as(rows, p) else rows
+    return replicated(p)[tuple(map(slice, like.shape))]
 
 
 def zeros(

@@ -434,7 +434,7 @@ def adam(
     adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
     adam_options.check(name)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
-    options.check_masks(name, (beta1, beta2, epsilon), **masks)
+    options.check_masks(name, (learning_rate, beta1, beta2, epsilon, weight_decay), **masks)
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
         direction, mw, vw = _from_state(inputs, state, adam_options.at(name, state.step))

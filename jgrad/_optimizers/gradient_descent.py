@@ -174,7 +174,7 @@ def gradient_descent(
     options.check_weight_decay(name, weight_decay)
     options.check_momentum(name, momentum, nesterov=nesterov)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
-    options.check_masks(name, (momentum, weight_decay), **masks)
+    options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)
 
     def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
         decays = options.weight_decays(inputs, weight_decay, weight_decay_mask)

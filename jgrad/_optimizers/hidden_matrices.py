@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgrad._inputs.options import INJECTED
 from jgrad._layers.layer_axes import Axes, read_layer_axes
@@ -23,12 +22,15 @@ EXCLUDED = (
     *("norm", "ln", "bias", "scale"),
 )
 
-# Parts of a flat key: "model.embed_tokens.weight", "params/lm_head/kernel".
-_PARTS = re.compile("[./]")
+# Between parts of a flat key: "model.embed_tokens.weight", "params/lm_head/kernel".
+_BETWEEN = re.compile(r"[./:\s]|__")
 
 # Words inside of a part: `lm_head`, `LayerNorm_0`, `LMHead`, `q_proj`.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
+
+# Words at the end that only say that it is an array: `lm_head_weight`, `embedding_table`.
+_ARRAY = ("kernel", "matrix", "table", "w", "weight", "weights")
 
 _MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, no head
 
@@ -86,7 +88,7 @@ class HiddenMatrices:
         if rank < 2:
             layers = " in each layer" if axes.values else ""
             return f"shape: {'one' if rank == 1 else 'no'} axis{layers}"
-        for part in (part for key in path for part in _PARTS.split(_text(key))):
+        for part in (part for key in path for part in _parts(key)):
             for name in self._exclude:
                 if _is_named(part, name):
                     return f"name: {name!r} in {part!r}"
@@ -94,12 +96,14 @@ class HiddenMatrices:
 
 
 def _check_parameters(arg: ArgLeaves, tree: PyTree) -> None:
-    """No bare number or integer, as a count is for which a schedule is called."""
-    if jax.tree_util.all_leaves([tree]) and not jnp.issubdtype(
-        getattr(tree, "dtype", np.int32), jnp.inexact
-    ):
-        came = checks.describe(tree)
-        arg.fail(0, TypeError, f"{came}, expected a tree of parameters; {INJECTED}")
+    """No bare number, as a count is for which a schedule is called."""
+    if not jax.tree_util.all_leaves([tree]):
+        return
+    is_array = hasattr(tree, "dtype") and jnp.issubdtype(tree.dtype, jnp.inexact)
+    if not is_array or tree.ndim == 0:
+        is_count = checks.is_number(tree) or hasattr(tree, "dtype")
+        remedy = f"; {INJECTED}" * is_count
+        arg.fail(0, TypeError, f"{checks.describe(tree)}, expected a tree of parameters{remedy}")
 
 
 def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None) -> HiddenMatrices:
@@ -113,9 +117,9 @@ def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
     Args:
       exclude: words. A part of a path is excluded if its first or its last word begins or ends with
         one of them: "embed" excludes `token_embedding` and `unembed`, "norm" `LayerNorm_0` and
-        `input_layernorm`, "head" `lm_head`, but not `MultiHeadAttention_0`. Dots and slashes
-        separate parts of a key; capitals, underscores and digits separate words, which are compared
-        without case.
+        `input_layernorm`, "head" `lm_head` and `lm_head_weight`, but not `MultiHeadAttention_0`.
+        Dots, slashes, colons and double underscores separate parts of a key, as the entries of a
+        tuple are; capitals, underscores and digits separate words, which are compared without case.
       layer_axes: axes of a leaf over which layers are stacked, as in `muon`: an int, a tuple of
         ints, or None, or a prefix tree of those. They are not counted.
 
@@ -144,17 +148,19 @@ def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
     return HiddenMatrices(tuple(exclude), layer_axes)
 
 
-def _text(key: Any) -> str:
-    """The name of a part of a path."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+def _parts(key: Any) -> list[str]:
+    """The parts of a key: of a tuple as well, as `flax.traverse_util.flatten_dict` makes them."""
+    names = [getattr(key, attribute, None) for attribute in ("key", "name", "idx")]
+    name = next((x for x in names if x is not None), key)
+    entries = name if isinstance(name, tuple) else (name,)
+    return [part for entry in entries for part in _BETWEEN.split(str(entry))]
 
 
 def _is_named(text: str, name: str) -> bool:
     """Whether the first or the last word begins or ends with the name."""
     words = [word.lower() for word in _WORDS.findall(_MULTI_HEAD.sub("", text))]
+    while len(words) > 1 and words[-1] in _ARRAY:
+        words.pop()
     return any(
         word.startswith(name.lower()) or word.endswith(name.lower())
         for word in words[:1] + words[-1:]

@@ -316,7 +316,7 @@ def lamb(
     clamps(name, min_trust_ratio, max_trust_ratio)
     options.check_masks(
         name,
-        (beta1, beta2, epsilon),
+        (learning_rate, beta1, beta2, epsilon, weight_decay, min_trust_ratio, max_trust_ratio),
         weight_decay_mask=weight_decay_mask,
         trust_ratio_mask=trust_ratio_mask,
         full_precision=full_precision,

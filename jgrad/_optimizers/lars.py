@@ -307,7 +307,7 @@ def lars(
     numbers.scalar(name, "epsilon", epsilon)
     options.check_masks(
         name,
-        (trust_coefficient, epsilon),
+        (learning_rate, momentum, weight_decay, trust_coefficient, epsilon),
         weight_decay_mask=weight_decay_mask,
         trust_ratio_mask=trust_ratio_mask,
         full_precision=full_precision,

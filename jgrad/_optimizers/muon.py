@@ -141,7 +141,10 @@ def muon(
     own.check(name)
     options.check_masks(
         name,
-        (beta1, beta2, adam_epsilon),
+        (
+            *(learning_rate, momentum, weight_decay),
+            *(adam_learning_rate, beta1, beta2, adam_epsilon, adam_weight_decay),
+        ),
         matrices=matrices,
         weight_decay_mask=weight_decay_mask,
         full_precision=full_precision,
@@ -275,7 +278,7 @@ def scale_by_muon(
     )
     own.check(name)
     masks = {"matrices": matrices, "full_precision": full_precision}
-    options.check_masks(name, (beta1, beta2, adam_epsilon), **masks)
+    options.check_masks(name, (momentum, beta1, beta2, adam_epsilon), **masks)
 
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
         direction, mw, vw, _axes = own.from_state(inputs, state)

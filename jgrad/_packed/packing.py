@@ -155,7 +155,11 @@ def pack(
 def _matrices(tree: PyTree, matrices: PyTree | Callable[[PyTree], PyTree]) -> list[bool]:
     """Which leaves are matrices."""
     if trees.is_function(matrices, tree):
-        matrices = matrices(trees.map_leaves(checks.shape_and_dtype, tree))
+        matrices = matrices(
+            trees.map_leaves(
+                lambda x: checks.shape_and_dtype(x) if checks.is_numeric(x) else x, tree
+            )
+        )
     return checks.bools(ArgLeaves.from_prefix("pack", "matrices", matrices, "tree", tree))
 
 

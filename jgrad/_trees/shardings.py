@@ -1,4 +1,4 @@
-"""What the type of an array says of its place on a mesh, and what helps where it says it all.
+"""What the type of an array says of its place on a mesh, and helpers for explicit axes.
 
 With explicit axes a type says how an array is sharded, and JAX refuses operations whose result
 might be sharded in several ways. With automatic axes it only says that there is a mesh.
@@ -31,15 +31,6 @@ def replicated(x: jax.Array) -> jax.Array:
     if not is_sharded(x):
         return x
     return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
-
-
-def can_be_sharded_as(x: jax.Array, like: jax.Array) -> bool:
-    """Whether the axes of `x` can be divided as those of `like`."""
-    try:
-        jax.typeof(like).sharding.shard_shape(x.shape)
-    except ValueError:
-        return False
-    return True
 
 
 def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -
 
 def boolean(function: str, name: str, value: object) -> None:
     """True or False, and nothing that is only true or false in a condition."""
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{function}: `{name}`: {describe(value)}, expected True or False.")
 
 

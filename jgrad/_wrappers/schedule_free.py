@@ -82,7 +82,7 @@ def schedule_free(
       beta: in [0, 1).
       learning_rate: that of `tx`, which has to be the same function here where it is a schedule: a
         number in [0, inf), or a function of the number of updates done. Only its ratios matter;
-        weights are clipped to 2^-96 and 2^96.
+        weights are clipped to 2^-96 and 2^96, and rates below 1.2e-38 count as 0.
       weight_power: of the largest learning rate so far, in [0, 4]: steps of a warm-up count less.
       step_power: of the number of the update, in [0, 4]; above 0 later steps count more.
 

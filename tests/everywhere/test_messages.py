@@ -1,5 +1,7 @@
 """What the optimizers say about bad input, word for word."""
 
+import inspect
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -238,6 +240,11 @@ TRANSFORMATIONS = [
 ]  # fmt: skip
 
 
+def stopping(update, *args, **kwargs):
+    return lambda x: update(*args, stop_gradients=x, **kwargs)
+
+
+# Of each option that is a bool, by the function that has it.
 FLAGS = {
     "gradient_descent: `nesterov`": lambda x: jgrad.gradient_descent(0.1, momentum=0.9, nesterov=x),
     "lars: `nesterov`": lambda x: jgrad.lars(0.1, momentum=0.9, nesterov=x),
@@ -248,11 +255,37 @@ FLAGS = {
     ),
     "accumulate: `check_finite`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, check_finite=x),
     "skip_nonfinite: `branch`": lambda x: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=x),
+    "muon: `nesterov`": lambda x: jgrad.muon(
+        0.1, matrices=True, adam_learning_rate=1.0, nesterov=x
+    ),
     "grad: `has_aux`": lambda x: jgrad.grad(jnp.sum, has_aux=x),
-    "adam_update: `stop_gradients`": lambda x: jgrad.adam_update(
-        X, X, 0.1, X, X, 1, stop_gradients=x
+    "value_and_grad: `has_aux`": lambda x: jgrad.value_and_grad(jnp.sum, has_aux=x),
+    "stop_gradient: `preserve_type`": lambda x: jgrad.stop_gradient(X, preserve_type=x),
+    "is_variable: `exclusive`": lambda x: jgrad.is_variable(X, x),
+    "execute_with_gradients: `retain_grads`": lambda x: jgrad.execute_with_gradients(
+        jnp.sum, X, retain_grads=x
+    ),
+    "optimizer_update: `stop_gradients`": stopping(jgrad.optimizer_update, X, X, 0.1),
+    "gradient_descent_update: `stop_gradients`": stopping(jgrad.gradient_descent_update, X, X, 0.1),
+    "adam_update: `stop_gradients`": stopping(jgrad.adam_update, X, X, 0.1, X, X, 1),
+    "lars_update: `stop_gradients`": stopping(jgrad.lars_update, X, X, 0.1),
+    "lamb_update: `stop_gradients`": stopping(jgrad.lamb_update, X, X, 0.1, X, X, 1),
+    "muon_update: `stop_gradients`": stopping(
+        jgrad.muon_update, X, X, 0.1, X, X, 1, matrices=False
     ),
 }
+
+
+def test_each_flag_is_there():
+    functions = (getattr(jgrad, name) for name in jgrad.__all__)
+    functions = [f for f in functions if callable(f) and not inspect.isclass(f)]
+    flags = [
+        f"{f.__name__}: `{name}`"
+        for f in functions
+        for name, x in inspect.signature(f).parameters.items()
+        if isinstance(x.default, bool)
+    ]
+    assert set(flags) == FLAGS.keys()
 
 
 @pytest.mark.parametrize(("name", "call"), FLAGS.items(), ids=FLAGS)

@@ -5,6 +5,7 @@ without a word, unless the factory says it.
 """
 
 import functools
+import inspect
 from typing import NamedTuple
 
 import chex
@@ -78,7 +79,7 @@ def message(row, came):
     return (
         f"{row.make.__name__}: `{row.name}`: {came}, expected a tree of bools, or a function of the parameters' shapes; "
         "`optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or wrap the factory in "
-        "a function of the numbers alone."
+        "a function of the numbers alone; where a bool is meant, give a tree of it."
     )
 
 
@@ -117,11 +118,28 @@ def test_how_to_write_it(row):
         chex.assert_trees_all_close(train(tx, W, G)[0], expected, rtol=1e-3, atol=1e-4)
 
 
+@every(ROWS + PARTS)
+def test_some_numbers_are_static(row):
+    """Whichever one is not, the mask is lost all the same."""
+    parameters = inspect.signature(row.make).parameters
+    numeric = [name for name, x in parameters.items() if isinstance(x.default, float)]
+    given = numbers_of(row) | row.options
+    numeric += [name for name, x in given.items() if isinstance(x, float) and name not in numeric]
+    for name in numeric:
+        static = [x for x in numeric if x != name] + ["moment_dtype"] * ("moment_dtype" in given)
+        make = optax.inject_hyperparams(row.make, static_args=static)
+        # Of a default that is not given, too, optax makes an array.
+        tx = make(**given, **{row.name: rank_two})
+        assert_error(TypeError, message(row, "False of type bool"), lambda tx=tx: tx.init(W))
+
+
 def test_a_bool_of_a_user():
-    """One bool for all leaves is fine where the numbers are the user's."""
+    """One bool for all leaves, where the numbers are Python's; else as a tree."""
     for make in (jgrad.lars, jgrad.lamb):
-        make(jnp.float32(0.1), trust_ratio_mask=False).init(W)
-        make(0.1, weight_decay=jnp.float32(0.1), weight_decay_mask=False).init(W)
+        make(0.1, trust_ratio_mask=False).init(W)
+        make(lambda step: 0.1, weight_decay=0.1, weight_decay_mask=False).init(W)
+        trees = jax.tree.map(lambda _: False, W)
+        make(jnp.float32(0.1), trust_ratio_mask=trees).init(W)
 
 
 def test_hidden_matrices():

@@ -75,6 +75,33 @@ BY_NAME = {
         ),
         {"params/block_0/mlp/up/kernel"},
     ),
+    "flat, with colons": (
+        dict.fromkeys(
+            ("model:lm_head:weight", "params__lm_head__kernel", "params__mlp__kernel"), MATRIX
+        ),
+        {"params__mlp__kernel"},
+    ),
+    "flat, with tuples": (
+        dict.fromkeys(
+            (
+                *(("params", "lm_head", "kernel"), ("params", "tok_emb", "embedding")),
+                *(("params", "router", "w"), ("params", "mlp", "kernel")),
+            ),
+            MATRIX,
+        ),
+        {"('params', 'mlp', 'kernel')"},
+    ),
+    "with words for arrays": (
+        dict.fromkeys(
+            (
+                *("token_embedding_table", "position_embedding_table", "lm_head_weight"),
+                *("tok_emb_w", "vocab_embed_weight", "final_classifier_kernel", "up_weight"),
+                *("weight", "w", "MultiHeadAttention_weight"),
+            ),
+            MATRIX,
+        ),
+        {"up_weight", "weight", "w", "MultiHeadAttention_weight"},
+    ),
     "short": (
         dict.fromkeys(
             ("emb", "tok_emb", "unembed", "Unembed_0", "patchEmb", "member", "number"), MATRIX
@@ -190,7 +217,16 @@ def test_messages():
     for count, came in ((jnp.int32(0), "an array of int32 and shape ()"), (3, "3 of type int")):
         assert_error(
             TypeError,
-            f"hidden_matrices: `params`: {came}, expected a tree of parameters; `optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or wrap the factory in a function of the numbers alone.",
+            f"hidden_matrices: `params`: {came}, expected a tree of parameters; `optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or wrap the factory in a function of the numbers alone; where a bool is meant, give a tree of it.",
             lambda count=count: jgrad.hidden_matrices()(count),
         )
+    with pytest.raises(
+        TypeError, match=r"^hidden_matrices: `params`: an array of float32 and shape"
+    ):
+        jgrad.hidden_matrices()(jnp.ones(()))
+    assert_error(
+        TypeError,
+        "hidden_matrices: `params`: 'abc' of type str, expected a tree of parameters.",
+        lambda: jgrad.hidden_matrices()("abc"),
+    )
     assert jgrad.hidden_matrices()(MATRIX) is True

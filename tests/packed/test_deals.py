@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,6 +195,13 @@ def test_messages():
         "pack: `like`: it has a layout already, expected no other option with it.",
         lambda: jgrad.pack(tree, like=jgrad.pack(tree), matrices=True),
     )
+
+
+def test_a_whole_model():
+    """Of equinox: the leaf that is no array is named, whatever chooses the matrices."""
+    model = eqx.nn.MLP(3, 3, 8, 2, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"^pack: `tree` at \.activation: .* expected a floating"):
+        jgrad.pack(model, matrices=jgrad.hidden_matrices())
 
 
 def test_muon_of_other_matrices():
