@@ -1,5 +1,6 @@
 """Muon: momentum, orthogonalized matrix by matrix; all other leaves are AdamW's."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jgrad._inputs.update import Update
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._optimizers.muon_direction import LAST, MuonOptions, MuonRule
 from jgrad._optimizers.muon_scale import Scale
+from jgrad._trees import checks
 from jgrad._trees.trees import PyTree
 
 
@@ -139,13 +141,14 @@ def muon(
         adam_epsilon=adam_epsilon,
     )
     own.check(name)
+    given = (
+        *(learning_rate, momentum, weight_decay),
+        *(adam_learning_rate, beta1, beta2, adam_epsilon, adam_weight_decay),
+    )
     options.check_masks(
         name,
-        (
-            *(learning_rate, momentum, weight_decay),
-            *(adam_learning_rate, beta1, beta2, adam_epsilon, adam_weight_decay),
-        ),
-        matrices=matrices,
+        given,
+        matrices=_doubtful(matrices, given),
         weight_decay_mask=weight_decay_mask,
         full_precision=full_precision,
     )
@@ -277,8 +280,9 @@ def scale_by_muon(
         adam_epsilon=adam_epsilon,
     )
     own.check(name)
-    masks = {"matrices": matrices, "full_precision": full_precision}
-    options.check_masks(name, (momentum, beta1, beta2, adam_epsilon), **masks)
+    given = (momentum, beta1, beta2, adam_epsilon)
+    masks = {"matrices": _doubtful(matrices, given), "full_precision": full_precision}
+    options.check_masks(name, given, **masks)
 
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
         direction, mw, vw, _axes = own.from_state(inputs, state)
@@ -292,3 +296,12 @@ def scale_by_muon(
         vw=own.second_shapes,
         moments=MomentOptions(moment_dtype, full_precision, layer_axes),
     )
+
+
+def _doubtful(matrices: Mask, given: Sequence[Any]) -> Mask:
+    """What `optax.inject_hyperparams` may have made of a function; None for what a user wrote.
+
+    `matrices=True` beside one traced number is common. A function that answers True for a count
+    takes leaves of one axis for matrices, too, which is an error of its own.
+    """
+    return None if matrices is True and any(map(checks.is_number, given)) else matrices
