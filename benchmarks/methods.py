@@ -28,7 +28,6 @@ class Method(NamedTuple):
 
 RATE = 1e-3
 _DECAY: dict[str, Any] = {"weight_decay": 0.01}
-_MOMENTS: dict[str, Any] = {"bias_correction": "moments", "epsilon": 1e-8}
 
 METHODS: dict[str, Method] = {
     "momentum": Method(
@@ -37,7 +36,7 @@ METHODS: dict[str, Method] = {
         floor=20,
     ),
     "Adam": Method(
-        functools.partial(jgrad.adam, RATE, **_MOMENTS),
+        functools.partial(jgrad.adam, RATE),
         functools.partial(optax.adam, RATE, eps=1e-8),
         floor=28,
     ),
@@ -47,7 +46,7 @@ METHODS: dict[str, Method] = {
         floor=28,
     ),
     "LAMB": Method(
-        functools.partial(jgrad.lamb, RATE, **_DECAY, **_MOMENTS, max_trust_ratio=1e30),
+        functools.partial(jgrad.lamb, RATE, **_DECAY, epsilon=1e-8, max_trust_ratio=1e30),
         functools.partial(optax.lamb, RATE, eps=1e-8, **_DECAY),
         floor=40,
     ),

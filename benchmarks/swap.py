@@ -26,13 +26,12 @@ _ADAM = {"b1": "beta1", "b2": "beta2", "eps": "epsilon"}
 _DECAY = {"weight_decay": "weight_decay", "mask": "weight_decay_mask"}
 _LARS = ("weight_decay", "weight_decay_mask", "trust_coefficient", "trust_ratio_mask")
 
-_adam = functools.partial(jgrad.adam, bias_correction="moments")
-_lamb = functools.partial(jgrad.lamb, bias_correction="moments", max_trust_ratio=None)
+_lamb = functools.partial(jgrad.lamb, max_trust_ratio=None)
 _lars = functools.partial(jgrad.lars, rule="decayed_gradient")
 
 NAMES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
-    "adam": (_adam, _ADAM),
-    "adamw": (_adam, _ADAM | _DECAY),
+    "adam": (jgrad.adam, _ADAM),
+    "adamw": (jgrad.adam, _ADAM | _DECAY),
     "sgd": (jgrad.gradient_descent, _MOMENTUM | {"accumulator_dtype": "moment_dtype"}),
     "lamb": (_lamb, _ADAM | _DECAY),
     "lars": (_lars, _MOMENTUM | {"eps": "epsilon"} | {name: name for name in _LARS}),

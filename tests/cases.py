@@ -18,6 +18,9 @@ import jgrad
 from tests.reference import optimizers as reference
 
 RATE = 0.05
+# The functional updates have Ivy's defaults, the pairs those of PyTorch and optax.
+IVY = {"epsilon": 1e-7, "bias_correction": "step_size"}
+MOMENTS = {"bias_correction": "moments"}
 MASK = {"layer": {"w": True, "b": False}, "rest": [True, True, False]}
 
 _NAMES_IN_REFERENCE = {"weight_decay_mask": "decay", "trust_ratio_mask": "trust"}
@@ -111,7 +114,7 @@ CASES = [
         ("mw",),
         decays=True,
     ),
-    Case("adam", jgrad.adam, {}, ("mw", "vw"), step=_adam()),
+    Case("adam", jgrad.adam, {}, ("mw", "vw"), step=_adam(epsilon=1e-8, **MOMENTS)),
     Case(
         "adam_moments",
         jgrad.adam,
@@ -124,12 +127,12 @@ CASES = [
         jgrad.adam,
         {"bias_correction": None, "beta1": 0.0},
         ("mw", "vw"),
-        step=_adam(bias_correction=None, beta1=0.0),
+        step=_adam(bias_correction=None, beta1=0.0, epsilon=1e-8),
     ),
     Case(
         "adamw",
         jgrad.adam,
-        {"weight_decay": 0.1, "beta2": 0.95, "weight_decay_mask": MASK},
+        {"weight_decay": 0.1, "beta2": 0.95, "weight_decay_mask": MASK} | IVY,
         ("mw", "vw"),
         decays=True,
     ),
@@ -176,11 +179,18 @@ CASES = [
         step=_lars(trust_coefficient=0.1, decay_lambda=0.3, rule="ivy"),
         elementwise=False,
     ),
-    Case("lamb", jgrad.lamb, {}, ("mw", "vw"), step=_lamb(), elementwise=False),
+    Case(
+        "lamb",
+        jgrad.lamb,
+        {},
+        ("mw", "vw"),
+        step=_lamb(epsilon=1e-6, **MOMENTS),
+        elementwise=False,
+    ),
     Case(
         "lamb_decayed",
         jgrad.lamb,
-        {"weight_decay": 0.1, "min_trust_ratio": 0.01},
+        {"weight_decay": 0.1, "min_trust_ratio": 0.01} | IVY,
         ("mw", "vw"),
         step=_lamb(decay_lambda=0.1, min_trust_ratio=0.01),
         elementwise=False,
@@ -203,7 +213,7 @@ CASES = [
     Case(
         "lamb_ivy",
         jgrad.lamb,
-        {"weight_decay": 0.1, "rule": "ivy"},
+        {"weight_decay": 0.1, "rule": "ivy"} | IVY,
         ("mw", "vw"),
         step=_lamb(decay_lambda=0.1, rule="ivy"),
         elementwise=False,

@@ -22,23 +22,28 @@ BFLOAT16 = ":bfloat16"  # NumPy's own files do not know it: stored as float32, w
 
 MATRICES = {"layer": {"w": True, "b": False}, "half": False, "count": False}
 
+# Their defaults up to 0.6.
+IVY: dict[str, Any] = {"epsilon": 1e-7, "bias_correction": "step_size"}
+
 TRANSFORMATIONS = {
     "gradient_descent": lambda: jgrad.gradient_descent(0.1),
     "momentum": lambda: jgrad.gradient_descent(0.1, momentum=0.9),
-    "adam": lambda: jgrad.adam(0.1, weight_decay=0.01),
-    "scale_by_adam": lambda: jgrad.scale_by_adam(),
+    "adam": lambda: jgrad.adam(0.1, weight_decay=0.01, **IVY),
+    "scale_by_adam": lambda: jgrad.scale_by_adam(**IVY),
     "lars": lambda: jgrad.lars(0.1, weight_decay=0.01),
-    "lamb": lambda: jgrad.lamb(0.1, weight_decay=0.01),
-    "clip_then_lamb": lambda: optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.lamb(0.1)),
-    "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1), 3),
-    "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1), loss_scale=2.0**10),
-    "master_weights": lambda: jgrad.master_weights(jgrad.lamb(0.1)),
-    "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
-    "adam_8bit": lambda: jgrad.adam(0.1, weight_decay=0.01, moment_dtype="8bit"),
-    "adam_bfloat16": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16),
+    "lamb": lambda: jgrad.lamb(0.1, weight_decay=0.01, **IVY),
+    "clip_then_lamb": lambda: optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.lamb(0.1, **IVY)),
+    "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1, **IVY), 3),
+    "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1, **IVY), loss_scale=2.0**10),
+    "master_weights": lambda: jgrad.master_weights(jgrad.lamb(0.1, **IVY)),
+    "ema": lambda: optax.chain(jgrad.adam(0.1, **IVY), jgrad.ema(0.9)),
+    "adam_8bit": lambda: jgrad.adam(0.1, weight_decay=0.01, moment_dtype="8bit", **IVY),
+    "adam_bfloat16": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16, **IVY),
     "muon": lambda: jgrad.muon(0.1, matrices=MATRICES, adam_learning_rate=0.01),
     "schedule_free": lambda: jgrad.schedule_free(jgrad.gradient_descent(0.1)),
-    "stochastic_rounding": lambda: jgrad.stochastic_rounding(jgrad.adam(0.1, weight_decay=0.01)),
+    "stochastic_rounding": lambda: jgrad.stochastic_rounding(
+        jgrad.adam(0.1, weight_decay=0.01, **IVY)
+    ),
 }
 
 # Rounded stochastically: on another CPU, which joins a product and a sum, a number may be rounded

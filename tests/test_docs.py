@@ -246,7 +246,7 @@ def test_signatures(call):
     name = call.partition("(")[0]
     signature = inspect.signature(getattr(jgrad, name))
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    found = (name + str(inspect.Signature(bare))).replace("1e-07", "1e-7")
+    found = re.sub(r"e-0(\d)", r"e-\1", name + str(inspect.Signature(bare)))
     assert found.startswith(call.removesuffix("...)"))
 
 

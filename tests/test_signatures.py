@@ -46,7 +46,13 @@ DIFFERENT = {
     ("muon", "momentum"): "its author's",
     ("muon", "nesterov"): "its author's",
     ("muon", "rule"): "rules of its own",
+    ("lamb", "epsilon"): "its paper's, and optax's",
     ("lars_update", "trust_coefficient"): "Ivy has none",
+    **{
+        (name, key): "Ivy's; the pairs have the field's"
+        for name in ("adam_step", "adam_update", "lamb_update")
+        for key in ("epsilon", "bias_correction")
+    },
 }
 
 

@@ -126,6 +126,8 @@ def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     XLA puts constants on the first device, and constants inside a `jax.lax.cond` have no sharding;
     zeros computed from `x` keep its sharding. The comparison is not in the compiled program.
     """
+    if 0 in x.shape:  # eagerly, JAX has no devices for an empty array with explicit axes
+        return jnp.array(x, dtype, copy=True)
     zero = jnp.zeros((), x.dtype if dtype is None else dtype)
     return jnp.where(x == x, zero, zero)
 

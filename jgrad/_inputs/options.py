@@ -72,13 +72,14 @@ INJECTED = (
 
 
 def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
-    """Refuses a single bool as a mask where one of the numbers is an array.
+    """Refuses a single bool as a mask where most numbers are arrays.
 
-    So `optax.inject_hyperparams` calls a factory: with an array for each number, and with what a
-    function returned for a count, as if it were a schedule. A mask that is a function of the
-    parameters is then lost, and its bool says nothing of them.
+    So `optax.inject_hyperparams` calls a factory: with an array for each number that is not static,
+    defaults among them, and with what a function returned for a count, as if it were a schedule. A
+    mask that is a function of the parameters is then lost, and its bool says nothing of them.
     """
-    if not any(isinstance(x, jax.Array) for x in options):
+    arrays = sum(isinstance(x, jax.Array) for x in options)
+    if arrays <= sum(map(checks.is_number, options)):
         return
     for name, mask in masks.items():
         if isinstance(mask, (bool, np.bool_, jax.Array)):

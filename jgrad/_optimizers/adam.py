@@ -75,7 +75,7 @@ def corrections(
     c1 = numerics.one_minus_power(log_beta1, t)
     root = numerics.safe_sqrt(numerics.one_minus_power(log_beta2, t))
     if bias_correction == "moments":
-        divisor, epsilon = c1, root * epsilon
+        divisor, epsilon = c1, numerics.once(root * epsilon)
     else:
         divisor = c1 + epsilon
     # The quotient comes last: XLA computes a division once, and what follows it for every leaf.
@@ -375,10 +375,10 @@ def adam(
     *,
     beta1: Scalar = 0.9,
     beta2: Scalar = 0.999,
-    epsilon: Scalar = 1e-7,
+    epsilon: Scalar = 1e-8,
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
-    bias_correction: BiasCorrection = "step_size",
+    bias_correction: BiasCorrection = "moments",
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -386,9 +386,11 @@ def adam(
 
         m'    = beta1 m + (1 - beta1) g
         v'    = beta2 v + (1 - beta2) |g|^2
-        alpha = sqrt(1 - beta2^t) / (1 - beta1^t + epsilon)
-        delta = alpha m' / (sqrt(v') + epsilon)
+        delta = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon)
         w'    = w - learning_rate (delta + weight_decay w)
+
+    The defaults are those of PyTorch and of `optax.adam`; `optax.adamw` decays by 1e-4 unless told
+    otherwise. The functional `adam_update` has Ivy's: `epsilon=1e-7, bias_correction="step_size"`.
 
     Args:
       learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the
@@ -400,8 +402,8 @@ def adam(
       weight_decay: in [0, inf); a number or a prefix tree. Decoupled from the moments.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      bias_correction: "step_size" as above; "moments" as in PyTorch and optax, the one for recipes
-        with a large epsilon; None for alpha = 1. See `adam_step`.
+      bias_correction: "moments" as above; "step_size" for the form at the end of section 2 of the
+        paper, with an epsilon that is not corrected; None for neither. See `adam_step`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
         rounded stochastically.
@@ -451,8 +453,8 @@ def scale_by_adam(
     *,
     beta1: Scalar = 0.9,
     beta2: Scalar = 0.999,
-    epsilon: Scalar = 1e-7,
-    bias_correction: BiasCorrection = "step_size",
+    epsilon: Scalar = 1e-8,
+    bias_correction: BiasCorrection = "moments",
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:

@@ -115,11 +115,12 @@ def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
     chosen: `print(hidden_matrices().describe(params))`.
 
     Args:
-      exclude: words. A part of a path is excluded if its first or its last word begins or ends with
-        one of them: "embed" excludes `token_embedding` and `unembed`, "norm" `LayerNorm_0` and
-        `input_layernorm`, "head" `lm_head` and `lm_head_weight`, but not `MultiHeadAttention_0`.
-        Dots, slashes, colons and double underscores separate parts of a key, as the entries of a
-        tuple are; capitals, underscores and digits separate words, which are compared without case.
+      exclude: words, in the place of the default ones. A part of a path is excluded if its first
+        or its last word begins or ends with one of them: "embed" excludes `token_embedding` and
+        `unembed`, "norm" `LayerNorm_0` and `input_layernorm`, "head" `lm_head` and
+        `lm_head_weight`, but not `MultiHeadAttention_0`. Dots, slashes, colons and double
+        underscores separate parts of a key, as the entries of a tuple are; capitals, underscores
+        and digits separate words, which are compared without case.
       layer_axes: axes of a leaf over which layers are stacked, as in `muon`: an int, a tuple of
         ints, or None, or a prefix tree of those. They are not counted.
 
@@ -141,10 +142,14 @@ def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
 
     Source: the choice of leaves is that of the README of Keller Jordan's `Muon` (2024).
     """
-    is_words = not isinstance(exclude, str) and all(isinstance(x, str) for x in exclude)
+    is_words = isinstance(exclude, (list, tuple)) and all(isinstance(x, str) for x in exclude)
     if not is_words:
-        expected = "a sequence of words"
+        expected = "a list or a tuple of words"
         raise TypeError(f"{_NAME}: `exclude`: {checks.describe(exclude)}, expected {expected}.")
+    for name in exclude:
+        if _WORDS.findall(name.lower()) != [name.lower()]:
+            expected = "one word of letters, such as 'head'"
+            raise ValueError(f"{_NAME}: `exclude`: {name!r}, expected {expected}.")
     return HiddenMatrices(tuple(exclude), layer_axes)
 
 

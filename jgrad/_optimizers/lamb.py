@@ -237,13 +237,13 @@ def lamb(
     *,
     beta1: Scalar = 0.9,
     beta2: Scalar = 0.999,
-    epsilon: Scalar = 1e-7,
+    epsilon: Scalar = 1e-6,
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
     max_trust_ratio: Scalar | None = 10.0,
     min_trust_ratio: Scalar = 0.0,
     trust_ratio_mask: Mask = None,
-    bias_correction: BiasCorrection = "step_size",
+    bias_correction: BiasCorrection = "moments",
     rule: LambRule = "paper",
     norm_axes: PyTree = None,
     layer_axes: PyTree = None,
@@ -252,7 +252,7 @@ def lamb(
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB.
 
-        delta = Adam's direction
+        delta = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon), as in `adam`
         u     = delta + weight_decay w
         ratio = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
         w'    = w - learning_rate ratio u
@@ -260,6 +260,10 @@ def lamb(
     with |.| the 2-norm of a layer, computed without overflow or underflow. A leaf of zeros (a bias
     at its start) therefore takes one step of plain Adam, and is scaled from then on; exclude such
     leaves with `trust_ratio_mask`, as most recipes do.
+
+    Epsilon and bias correction are the paper's and those of `optax.lamb`, whose ratio nothing
+    clamps: `max_trust_ratio=None`. The functional `lamb_update` has Ivy's: `epsilon=1e-7,
+    bias_correction="step_size"`.
 
     Args:
       learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the

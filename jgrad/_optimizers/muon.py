@@ -1,6 +1,5 @@
 """Muon: momentum, orthogonalized matrix by matrix; all other leaves are AdamW's."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jgrad._inputs.update import Update
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._optimizers.muon_direction import LAST, MuonOptions, MuonRule
 from jgrad._optimizers.muon_scale import Scale
-from jgrad._trees import checks
 from jgrad._trees.trees import PyTree
 
 
@@ -148,7 +146,7 @@ def muon(
     options.check_masks(
         name,
         given,
-        matrices=_doubtful(matrices, given),
+        matrices=matrices,
         weight_decay_mask=weight_decay_mask,
         full_precision=full_precision,
     )
@@ -281,7 +279,7 @@ def scale_by_muon(
     )
     own.check(name)
     given = (momentum, beta1, beta2, adam_epsilon)
-    masks = {"matrices": _doubtful(matrices, given), "full_precision": full_precision}
+    masks = {"matrices": matrices, "full_precision": full_precision}
     options.check_masks(name, given, **masks)
 
     def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
@@ -296,12 +294,3 @@ def scale_by_muon(
         vw=own.second_shapes,
         moments=MomentOptions(moment_dtype, full_precision, layer_axes),
     )
-
-
-def _doubtful(matrices: Mask, given: Sequence[Any]) -> Mask:
-    """What `optax.inject_hyperparams` may have made of a function; None for what a user wrote.
-
-    `matrices=True` beside one traced number is common. A function that answers True for a count
-    takes leaves of one axis for matrices, too, which is an error of its own.
-    """
-    return None if matrices is True and any(map(checks.is_number, given)) else matrices

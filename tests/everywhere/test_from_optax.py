@@ -12,6 +12,7 @@ import pytest
 
 import jgrad
 from tests.choice import mostly_slow
+from tests.loops import run
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "from_optax.md").read_text()
 TABLE = re.findall(r"^\| `(optax\..+?)` \| `(jgrad\..+?)`", TEXT, re.MULTILINE)
@@ -82,6 +83,32 @@ def test_each_option_is_needed(name, standard_promotion):
             assert_same(ours.replace(f", {option}", ""), theirs, 0.05)
 
 
+SWAPS = {
+    "adam": (lambda rate: optax.adam(rate), lambda rate: jgrad.adam(rate)),
+    "adamw": (
+        lambda rate: optax.adamw(rate, weight_decay=0.1),
+        lambda rate: jgrad.adam(rate, weight_decay=0.1),
+    ),
+    "lamb": (lambda rate: optax.lamb(rate), lambda rate: jgrad.lamb(rate)),
+    "scale_by_adam": (
+        lambda rate: optax.chain(optax.scale_by_adam(), optax.scale(-rate)),
+        lambda rate: optax.chain(jgrad.scale_by_adam(), optax.scale(-rate)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), SWAPS.values(), ids=SWAPS)
+def test_defaults(theirs, ours, x64, standard_promotion):
+    """A hundred steps with the defaults of both, in float64; no ratio of LAMB is above 10."""
+    rng = np.random.default_rng(0)
+    draw = lambda size: {"w": jnp.asarray(rng.normal(size=(size, 3))), "b": jnp.ones(size)}
+    w, grads = draw(4), [draw(4) for _ in range(100)]
+    # One leaf has gradients as small as an epsilon of 1e-8 and one of 1e-6 differ in.
+    grads = [g | {"b": 1e-6 * (i % 3) * g["b"]} for i, g in enumerate(grads)]
+    found, expected = (run(make(0.01), w, grads)[0][-1] for make in (ours, theirs))
+    chex.assert_trees_all_close(found, expected, rtol=1e-9)
+
+
 def test_norm(standard_promotion):
     (grads,) = trees(1)
     np.testing.assert_allclose(jgrad.global_norm(grads), optax.tree.norm(grads), rtol=1e-6)
@@ -90,7 +117,7 @@ def test_norm(standard_promotion):
 def test_a_checkpoint_goes_on(standard_promotion):
     """The state of `optax.adam`, as the guide says."""
     w, *grads = trees(4)
-    theirs, ours = optax.adam(0.1), jgrad.adam(0.1, epsilon=1e-8, bias_correction="moments")
+    theirs, ours = optax.adam(0.1), jgrad.adam(0.1)
     opt_state = theirs.init(w)
     for g in grads[:2]:
         _, opt_state = theirs.update(g, opt_state)

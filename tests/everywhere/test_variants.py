@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jgrad
+from tests.cases import IVY
 from tests.choice import mostly_slow
 from tests.reference import variants as source
 from tests.reference.optimizers import trajectory
@@ -52,7 +53,6 @@ def lamb(max_norm=None, rate=RATE, **options):
 
 DECAYED = {"weight_decay": 0.1, "weight_decay_mask": USE}
 TRUSTED = {"trust_ratio_mask": USE}
-MOMENTS = {"bias_correction": "moments"}
 CLAMPS = {"min_trust_ratio": 0.01, "max_trust_ratio": 10.0}
 
 # Name in the table: the reference, the same by jgrad's options.
@@ -95,15 +95,15 @@ VARIANTS = {
     ),
     "LAMB paper, phi(z) = z": (
         lambda w: source.paper_lamb(w, RATE, weight_decay=0.1, decay=USE, trust=USE),
-        lambda: lamb(epsilon=1e-6, **MOMENTS, **DECAYED, **TRUSTED),
+        lambda: lamb(**DECAYED, **TRUSTED),
     ),
     "apex LAMB": (
         lambda w: source.apex_lamb(w, RATE, weight_decay=0.1, decay=USE),
-        lambda: lamb(1.0, epsilon=1e-6, **MOMENTS, **DECAYED, **TRUSTED),
+        lambda: lamb(1.0, **DECAYED, **TRUSTED),
     ),
     "apex LAMB, use_nvlamb": (
         lambda w: source.apex_lamb(w, RATE, weight_decay=0.1, decay=USE, use_nvlamb=True),
-        lambda: lamb(1.0, epsilon=1e-6, **MOMENTS, **DECAYED),
+        lambda: lamb(1.0, **DECAYED),
     ),
     "apex LAMB, no bias correction": (
         lambda w: source.apex_lamb(
@@ -121,7 +121,7 @@ VARIANTS = {
         lambda w: source.deepspeed_lamb(
             w, RATE, weight_decay=0.1, decay=USE, bias_correction="moments"
         ),
-        lambda: lamb(epsilon=1e-8, **MOMENTS, **CLAMPS, **DECAYED),
+        lambda: lamb(epsilon=1e-8, **CLAMPS, **DECAYED),
     ),
     "DeepSpeed LAMB, BERT": (
         lambda w: source.deepspeed_lamb(
@@ -133,27 +133,27 @@ VARIANTS = {
     ),
     "Ivy LAMB": (
         lambda w: source.ivy_lamb(w, RATE, decay_lambda=0.1),
-        lambda: jgrad.lamb(RATE, rule="ivy", weight_decay=0.1),
+        lambda: jgrad.lamb(RATE, rule="ivy", weight_decay=0.1, **IVY),
     ),
     "PyTorch AdamW": (
         lambda w: source.torch_adamw(w, RATE, weight_decay=0.1, decay=USE),
-        lambda: jgrad.adam(RATE, epsilon=1e-8, **MOMENTS, **DECAYED),
+        lambda: jgrad.adam(RATE, **DECAYED),
     ),
     "Keras Adam": (
         lambda w: source.keras_adam(w, RATE),
-        lambda: jgrad.adam(corrected(0.9, 0.999), bias_correction=None),
+        lambda: jgrad.adam(corrected(0.9, 0.999), epsilon=1e-7, bias_correction=None),
     ),
     "Keras AdamW, epsilon near 0": (
         lambda w: source.keras_adam(w, RATE, epsilon=1e-15, weight_decay=0.1, decay=USE),
-        lambda: jgrad.adam(RATE, epsilon=1e-15, **DECAYED),
+        lambda: jgrad.adam(RATE, epsilon=1e-15, bias_correction="step_size", **DECAYED),
     ),
     "apex Adam": (
         lambda w: source.apex_adam(w, RATE, weight_decay=0.1, decay=USE),
-        lambda: jgrad.adam(RATE, epsilon=1e-8, **MOMENTS, **DECAYED),
+        lambda: jgrad.adam(RATE, **DECAYED),
     ),
     "apex Adam, no bias correction": (
         lambda w: source.apex_adam(w, RATE, weight_decay=0.1, decay=USE, bias_correction=False),
-        lambda: jgrad.adam(RATE, epsilon=1e-8, bias_correction=None, **DECAYED),
+        lambda: jgrad.adam(RATE, bias_correction=None, **DECAYED),
     ),
 }
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES
+from tests.multi_device.meshes import mesh_of
 
 SPECS = {"tiles": P("a", "b"), "flat": P(("a", "b")), "columns": P(None, "b"), "whole": P()}
 SHAPES = {"tiles": (4, 8), "flat": (16,), "columns": (3, 4), "whole": ()}
@@ -360,3 +361,15 @@ def test_e25_mean_on_one_side(way):
     checked = way == "shard_map"
     np.testing.assert_array_equal(mapped(way, outer)(w, x), np.full(8, 28.0 if checked else 3.5))
     np.testing.assert_array_equal(mapped(way, inner)(w, x), np.full(8, 3.5) if checked else x)
+
+
+def test_empty_leaves_on_explicit_axes():
+    """Eagerly, too: their moments are empty, and lie where they do."""
+    mesh = mesh_of(AxisType.Explicit, d=8)
+    place = lambda shape, spec: jax.device_put(jnp.zeros(shape), NamedSharding(mesh, spec))
+    w = {"w": place((8, 4), P("d")), "empty": place((0, 4), P())}
+    for tx in (jgrad.adam(0.1), jgrad.lamb(0.1), jgrad.accumulate(jgrad.adam(0.1), 2)):
+        state = tx.init(w)
+        updates, state = jax.jit(tx.update)(w, state, w)
+        assert updates["empty"].shape == (0, 4)
+        assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, w)

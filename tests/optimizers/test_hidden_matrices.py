@@ -206,9 +206,17 @@ def test_as_matrices_of_muon():
 def test_messages():
     assert_error(
         TypeError,
-        "hidden_matrices: `exclude`: 'head' of type str, expected a sequence of words.",
+        "hidden_matrices: `exclude`: 'head' of type str, expected a list or a tuple of words.",
         lambda: jgrad.hidden_matrices("head"),
     )
+    with pytest.raises(TypeError, match=r"^hidden_matrices: `exclude`: .* of type dict, expected"):
+        jgrad.hidden_matrices({"w": MATRIX})
+    for name in ("lm_head", "", "w1"):
+        assert_error(
+            ValueError,
+            f"hidden_matrices: `exclude`: {name!r}, expected one word of letters, such as 'head'.",
+            lambda name=name: jgrad.hidden_matrices(("norm", name)),
+        )
     assert_error(
         TypeError,
         "hidden_matrices: `layer_axes`: 0.5 of type float, expected None, an int, or a tuple of ints.",

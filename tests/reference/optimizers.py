@@ -64,8 +64,8 @@ def _adam_direction(m, v, t, beta1, beta2, epsilon, bias_correction):
 
 
 def adam(
-    w: Leaves, lr, *, beta1=0.9, beta2=0.999, epsilon=1e-7, weight_decay=0.0, decay=None,
-    bias_correction="step_size",
+    w: Leaves, lr, *, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, decay=None,
+    bias_correction="moments",
 ) -> Optimizer:  # fmt: skip
     """Kingma and Ba (2015); decoupled decay of Loshchilov and Hutter (2019), algorithm 2."""
     w = _double(w)
@@ -125,8 +125,8 @@ def lars(
 
 
 def lamb(
-    w: Leaves, lr, *, beta1=0.9, beta2=0.999, epsilon=1e-7, weight_decay=0.0, decay=None,
-    trust=None, min_trust_ratio=0.0, max_trust_ratio=10.0, bias_correction="step_size", rule="paper",
+    w: Leaves, lr, *, beta1=0.9, beta2=0.999, epsilon=1e-6, weight_decay=0.0, decay=None,
+    trust=None, min_trust_ratio=0.0, max_trust_ratio=10.0, bias_correction="moments", rule="paper",
 ) -> Optimizer:  # fmt: skip
     """You et al. (2020), algorithm 2; `rule="ivy"` as Ivy's own source computes it."""
     w = _double(w)
