@@ -132,7 +132,7 @@ def test_a_process_is_killed(start, process, then):
     )
     again = start(*then)
     assert set(again.parameters()) == {uninterrupted()}
-    assert re.search(r"Going on after step (30|60|90)\.\n", again.text)
+    assert re.search(r"Going on after step (30|60|90)\.", again.text)
 
 
 def test_preemption(start):
@@ -144,7 +144,8 @@ def test_preemption(start):
     step = re.search(r"Asked to end: saved step (\d+)\. The same command goes on", run.text)[1]
     again = start(*ONE)
     assert again.parameters() == [uninterrupted()]
-    assert f"Going on after step {step}.\n" in again.text
+    # Without the end of the line: the other process may write into the middle of it.
+    assert f"Going on after step {step}." in again.text
 
 
 def is_running(pid):
