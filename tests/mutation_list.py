@@ -42,6 +42,7 @@ MUTATIONS = [
     Mutation("_trees/trees.py", "a tree of rates is called", "not (is_tree and is_prefix(x, params))", "True", "tests/trees"),
     Mutation("_trees/trees.py", "a schedule that is a tree is not called", "not (is_tree and is_prefix(x, params))", "not is_tree", "tests/trees"),
     Mutation("_inputs/pair.py", "Python floats without a gradient become arrays", "(known and checks.is_number(p))", "False", "tests/inputs/test_models.py"),
+    Mutation("_inputs/update.py", "an array in the place of codes", "if n is not None and is_blocks(o) and not is_blocks(n):", "if False:", "tests/inputs/test_moments.py"),
     Mutation("_inputs/options.py", "momentum above 1", 'values.in_range(function, "momentum", as_number, low=0.0, high=1.0)', "pass", MESSAGES),
     Mutation("_inputs/options.py", "a mask that a count made", "if arrays <= sum(map(checks.is_number, options)):", "if True:", "tests/inputs/test_injected.py"),
     Mutation("_inputs/aligned.py", "the first argument is the finest", "None if aligned is None else names[aligned.finest]", "names[0]", FUNCTIONAL),

@@ -188,13 +188,24 @@ class Update:
         To be called before anything else reads them, so that no other form of them is written. What
         does not come by here, or by `store`, is not settled: the wrapper that decides looks at it.
         """
+        self._check_form(new, old)
         kept = as_stored(kept_arrays(new, old, self.commit), old)
         if self.commit is not None:
             self.commit.settle(kept)
         return kept
 
+    def _check_form(self, new: Sequence[Any], old: Sequence[Any]) -> None:
+        """No array is written where the state has codes: it would be cast to their dtype."""
+        for n, o in zip(new, old, strict=True):
+            if n is not None and is_blocks(o) and not is_blocks(n):
+                raise TypeError(
+                    f"{self.function}: a moment in 8 bits: {checks.describe(n)}, expected Blocks, "
+                    "as `inputs.store(calls(rule, ...), old)` makes them."
+                )
+
     def moments(self, new: Sequence[Any], old: Sequence[Any], like: PyTree | None = None) -> PyTree:
         """New moments in the dtypes of the old, which stay where there is no new one."""
+        self._check_form(new, old)
         structure = self._structure if like is None else trees.flatten(like)[1]
         return structure.unflatten(cast_back(new, old))
 
