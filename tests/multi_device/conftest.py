@@ -47,7 +47,11 @@ QUICK = {
         "test_messages_of_norm_axes",
         "test_no_mesh",
     ],
-    "test_packed.py": ["test_buffers_cut_over_a_mesh[lars]", "test_layers_on_explicit_axes"],
+    "test_packed.py": [
+        "test_buffers_cut_over_a_mesh[lars]",
+        "test_layers_on_explicit_axes",
+        "test_matrices_on_explicit_axes",
+    ],
     "test_placement.py": [
         "test_e25_mean_on_one_side[shard_map]",
         "test_e26_state_follows_parameters[eager-AxisType.Explicit-adamw]",
