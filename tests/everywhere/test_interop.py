@@ -65,7 +65,7 @@ def test_pieces_make_the_whole(standard_promotion):
     adamw = optax.chain(jgrad.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(-RATE))
     close(apply(adamw, w, grads)[0], apply(jgrad.adam(RATE, weight_decay=0.1), w, grads)[0])
     lamb = optax.chain(
-        jgrad.scale_by_adam(),
+        jgrad.scale_by_adam(epsilon=1e-6),
         optax.add_decayed_weights(0.1),
         jgrad.scale_by_trust_ratio(max_trust_ratio=2.0),
         optax.scale(-RATE),

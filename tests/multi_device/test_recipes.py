@@ -111,7 +111,9 @@ def problem(steps=3):
 # Linear in gradients: Adam and LAMB would hardly tell eight times one from the right one.
 descent = functools.partial(jgrad.gradient_descent, 0.01, momentum=0.9)
 # With the usual epsilon, first steps would be the signs of gradients of the size of roundings.
-lamb = functools.partial(jgrad.lamb, 0.1, weight_decay=0.1, epsilon=1e-3)
+lamb = functools.partial(
+    jgrad.lamb, 0.1, weight_decay=0.1, epsilon=1e-3, bias_correction="step_size"
+)
 
 
 def test_data_parallel_under_jit():
