@@ -22,13 +22,6 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}={DEVICES}".strip()
 os.environ.setdefault("PJRT_NPROC", str(max(2 * DEVICES, os.cpu_count() or 1)))
 
-# Two thirds of the time of a first run are XLA's. What it compiled for an earlier test, in any
-# process, is taken from a folder that git ignores.
-_CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-
 import chex
 import jax
 import pytest
@@ -38,6 +31,16 @@ from tests import expensive
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Two thirds of the time of a first run are XLA's. What it compiled for an earlier test is taken
+# from a folder that git ignores. An entry that another process is writing is compiled instead,
+# with a warning that pyproject lets pass. Processes that tests start do not share it: some of them
+# are killed.
+if jax.config.jax_compilation_cache_dir is None:
+    _cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(_cache))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # No deadline, since the first call of a shape compiles. The same examples in every run, so that a
 # failure in CI is a failure anywhere.

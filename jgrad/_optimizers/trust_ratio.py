@@ -65,7 +65,7 @@ def scale_by_trust_ratio(
         ratio    = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
         updates' = ratio u
 
-    `lamb` is `optax.chain(scale_by_adam(), optax.add_decayed_weights(decay),
+    `lamb` is `optax.chain(scale_by_adam(epsilon=1e-6), optax.add_decayed_weights(decay),
     scale_by_trust_ratio(), optax.scale(-rate))`, in one piece.
 
     Args:
