@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._trees.shardings import sharded_as
+
 # The finaliser of MurmurHash3, 32 bits: a bijection in which each bit of the input changes each bit
 # of the output with a probability near one half.
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
@@ -67,7 +69,8 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
 def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
     """32 random bits for each element of a leaf, or of some rows of a buffer."""
     numbers = element_numbers(x.shape, within_rows=np.ndim(keys.first) > 0)
-    return random_bits(of_step, keys, numbers)
+    # JAX 0.7 selects among arrays that are sharded alike only.
+    return random_bits(of_step, keys, sharded_as(numbers, x))
 
 
 def _mixed(x: Any, key: jax.Array | None = None) -> Any:
