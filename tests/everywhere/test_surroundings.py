@@ -32,7 +32,7 @@ class Subject(NamedTuple):
     """A transformation.
 
     Attributes:
-        name: shown by pytest.
+      name: shown by pytest.
       make: makes it, of more options.
       dtype: of the parameters.
       injectable: a factory for `optax.inject_hyperparams`, and its options.

@@ -118,7 +118,7 @@ def test_how_to_write_it(row):
         chex.assert_trees_all_close(train(tx, W, G)[0], expected, rtol=1e-3, atol=1e-4)
 
 
-@every([row for row in ROWS if row.make is not jgrad.gradient_descent])
+@every(ROWS)
 def test_some_numbers_are_static(row):
     """Whichever one is, the mask is lost all the same."""
     given = numbers_of(row) | row.options
