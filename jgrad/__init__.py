@@ -47,7 +47,6 @@ Updates with explicit state
     adam_update              weights and moments after a step of Adam
     lars_update              weights after a step of LARS
     lamb_update              weights and moments after a step of LAMB
-    muon_update              weights and moments after a step of Muon
 
 Functions of trees
 
@@ -98,18 +97,17 @@ from jgrad._ivy.variables import (
     variable,
     variable_data,
 )
+from jgrad._muon.hidden_matrices import hidden_matrices
+from jgrad._muon.muon import muon, scale_by_muon
+from jgrad._muon.orthogonalize import orthogonalize
 from jgrad._optimizers.adam import adam, adam_step, adam_update, scale_by_adam
 from jgrad._optimizers.gradient_descent import (
     gradient_descent,
     gradient_descent_update,
     optimizer_update,
 )
-from jgrad._optimizers.hidden_matrices import hidden_matrices
 from jgrad._optimizers.lamb import lamb, lamb_update
 from jgrad._optimizers.lars import lars, lars_update
-from jgrad._optimizers.muon import muon, scale_by_muon
-from jgrad._optimizers.muon_update import muon_update
-from jgrad._optimizers.orthogonalize import orthogonalize
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
@@ -167,7 +165,6 @@ __all__ = [  # noqa: RUF022
     "adam_update",
     "lars_update",
     "lamb_update",
-    "muon_update",
     # Functions of trees
     "orthogonalize",
     "global_norm",

@@ -94,10 +94,6 @@ def _lamb(**options):
     return lambda *args: jgrad.lamb_update(*args, **options)
 
 
-def _muon(**options):
-    return lambda *args: jgrad.muon_update(*args, **options)
-
-
 def rank_two(params):
     """A choice of matrices for any tree; on `params()` the first leaves of both parts."""
     return jax.tree.map(lambda x: len(x.shape) >= 2, params)
@@ -223,7 +219,6 @@ CASES = [
         jgrad.muon,
         {"matrices": rank_two, "scale": "match_rms_adamw", "weight_decay": 0.1},
         ("mw", "vw"),
-        step=_muon(matrices=rank_two, scale="match_rms_adamw", decay_lambda=0.1),
         elementwise=False,
         decays=True,
     ),

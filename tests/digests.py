@@ -120,6 +120,7 @@ def transformations() -> Iterator[Any]:
     some = packed.normal(0)
     buffers = jgrad.pack(some)
     large_apart = jgrad.pack(some, max_size=packed.SMALL)
+    large = {"w": jnp.ones((64, 80)), "b": jnp.ones((64,)), "v": jnp.ones((4100,))}
     mixed = {**some, "none": None, "count": jnp.arange(3)}
     for case in CASES:
         for dtype, w in trees.items():
@@ -139,6 +140,14 @@ def transformations() -> Iterator[Any]:
         if case.state:
             half = case.tx(moment_dtype=jnp.bfloat16)
             yield from _training(f"{case} bfloat16 moments", half, some, some)
+            codes = case.without_masks().tx(moment_dtype="8bit")
+            for form, x in (("tree", large), ("packed", jgrad.pack(large))):
+                yield from _training(f"{case} 8 bits {form}", codes, x, x)
+                yield from _training(
+                    f"{case} 8 bits {form} skip", jgrad.skip_nonfinite(codes), x, x
+                )
+        for form, x in (("tree", some), ("packed", buffers)):
+            yield from _training(f"{case} {form} skip", jgrad.skip_nonfinite(case.tx()), x, x)
     # Other wrappers, such as `zero`, refuse an `offload` inside.
     for name, tx in (wrappers() | {"offload": jgrad.offload(jgrad.adam(0.1))}).items():
         yield from _training(f"{name} tree", tx, some, some)

@@ -5,7 +5,6 @@ tested by default elsewhere, in another combination or on fewer values.
 """
 
 DEFAULT = {
-    "arithmetic/test_one_pass.py::test_one_loop": 2,
     "everywhere/test_earlier_versions.py::test_golden_checkpoint": 16,
     "everywhere/test_eight_bits_counts.py::test_bfloat16_moments": 1,
     "everywhere/test_eight_bits_counts.py::test_twenty_leaves": 1,
@@ -57,12 +56,12 @@ DEFAULT = {
     "multi_device/test_traffic.py::test_bytes": 0,
     "multi_device/test_zero.py::test_mixed_dtypes": 0,
     "optimizers/test_lamb.py::test_e27_clamps_and_exclusions_of_lamb": 2,
-    "optimizers/test_muon.py::test_overrides_for_one_call": 0,
-    "optimizers/test_muon.py::test_steps_of_torch": 6,
-    "optimizers/test_muon_edges.py::test_m04_zero_gradients": 1,
-    "optimizers/test_muon_edges.py::test_m10_a_nan_in_one_matrix": 1,
-    "optimizers/test_muon_edges.py::test_m11_one_matrix_changes_no_other": 1,
-    "optimizers/test_muon_in_8_bits.py::test_a_state_of_another_recipe": 0,
+    "muon/test_muon.py::test_overrides_for_one_call": 0,
+    "muon/test_muon.py::test_steps_of_torch": 6,
+    "muon/test_muon_edges.py::test_m04_zero_gradients": 1,
+    "muon/test_muon_edges.py::test_m10_a_nan_in_one_matrix": 1,
+    "muon/test_muon_edges.py::test_m11_one_matrix_changes_no_other": 1,
+    "muon/test_muon_in_8_bits.py::test_a_state_of_another_recipe": 0,
     "packed/test_functional.py::test_functional_updates": 1,
     "packed/test_muon.py::test_numbers_of_the_tree": 0,
     "packed/test_optimizers.py::test_a_part_of_the_parameters_packed": 0,

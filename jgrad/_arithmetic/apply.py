@@ -7,8 +7,8 @@ float64, not yet in the dtypes of state and parameters.
 An *update* is what is added to the weights: w' = w + update.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -17,22 +17,6 @@ from jgrad._arithmetic.leafwise import Call, Function
 
 # A list with an entry per leaf, or one scalar for all of them.
 PerLeaf = list[Any] | Any
-
-
-class Stored(NamedTuple):
-    """New moments, a list with an entry per leaf each.
-
-    Attributes:
-      written: what the state will hold.
-      read: what updates are computed from.
-    """
-
-    written: list[Any]
-    read: list[Any]
-
-
-# (calls that compute new moments, old moments) -> the new ones.
-Store = Callable[[list[Call | None], list[Any]], Stored]
 
 
 def per_leaf(x: PerLeaf, count: int) -> list[Any]:
@@ -69,35 +53,6 @@ def decay_call(direction: jax.Array | None, w: jax.Array | None, decay: Any) -> 
 def add_decay(direction: list[Any], w: list[Any] | None, decay: PerLeaf) -> list[Any]:
     """direction + decay w; without weights no decay but the number 0"""
     return leafwise.run([decay_call(*row) for row in side_by_side(direction, w, decay)])
-
-
-def as_computed(new: list[Call | None], _: list[Any]) -> Stored:
-    """Moments are stored as they are computed."""
-    values = leafwise.run(new)
-    return Stored(values, values)
-
-
-def with_momentum(
-    new: list[Call | None],
-    mw: list[Any],
-    decay: PerLeaf,
-    *,
-    look_ahead: list[Any] | None,
-    store: Store = as_computed,
-) -> tuple[list[Any], list[Any]]:
-    """The direction with momentum, and the new buffer as `store` has it.
-
-    Args:
-      new: the calls of the new buffer.
-      mw: the old buffer.
-      decay: of the buffer.
-      look_ahead: Nesterov's form adds the direction to the new buffer once more; None without it.
-      store: see `Store`.
-    """
-    stored = store(new, mw)
-    if look_ahead is None:
-        return stored.read, stored.written
-    return apply(rules.add_scaled, look_ahead, stored.read, decay), stored.written
 
 
 def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

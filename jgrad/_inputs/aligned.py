@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.apply import apply, cast_back
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._layers import matrix_axes
-from jgrad._layers.layer_axes import LayerAxes, StaticAxes, StaticTree
-from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._layers.layer_axes import LayerAxes, StaticAxes
 from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import is_blocks
@@ -32,7 +30,6 @@ class Role(enum.Enum):
     GRADIENT = enum.auto()
     FIRST_MOMENT = enum.auto()
     SECOND_MOMENT = enum.auto()
-    SOME_SECOND_MOMENTS = enum.auto()  # None for leaves that have none
     RATE = enum.auto()  # of any sign, and of any shape that broadcasts
     NUMBER = enum.auto()  # in [0, inf), one element per leaf
     OPTIONAL_NUMBER = enum.auto()  # likewise; None compiles to nothing
@@ -46,8 +43,7 @@ class Role(enum.Enum):
     @property
     def broadcasts(self) -> bool:
         """Whether it may have any shape that broadcasts to the weights."""
-        moments = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.SOME_SECOND_MOMENTS)
-        return self in moments or self is Role.RATE
+        return self in (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.RATE)
 
     @property
     def may_be_complex(self) -> bool:
@@ -134,37 +130,6 @@ class AlignedArguments:
         per_array = arrays.layer_axes_per_array(arrays.specs(tree), *options, reference)
         return trees.repeat(per_array, counts)
 
-    def require(self, name: str, needed: Sequence[bool]) -> None:
-        """The entries of an argument are there where they are needed, beside a gradient."""
-        finest = self._structure.unflatten(range(self._structure.num_leaves))
-        arg = ArgLeaves(self._function, name, self[name], lambda: trees.paths(finest))
-        for i, (x, g, own) in enumerate(zip(self[name], self[self._gradient], needed, strict=True)):
-            if own and x is None and g is not None:
-                arg.fail(i, TypeError, "None, expected an array or a number")
-
-    def matrix_axes(
-        self, matrices: StaticTree, output_axes: StaticTree, layer_axes: StaticTree
-    ) -> list[MatrixAxes | None]:
-        """Where the matrices of each leaf are; None for a leaf that is none."""
-        tree = self._trees[self._reference]
-        leaves = trees.flatten(tree)[0]
-        reference = ArgLeaves(self._function, self._reference, leaves, lambda: trees.paths(tree))
-        chosen, outputs, stacked = (
-            ArgLeaves.from_prefix(
-                self._function, name, structure.unflatten(entries), self._reference, tree
-            )
-            for name, (structure, entries) in (
-                ("matrices", matrices),
-                ("output_axes", output_axes),
-                ("layer_axes", layer_axes),
-            )
-        )
-        use = [x is not None and y for x, y in zip(leaves, chosen.leaves, strict=True)]
-        chosen = chosen._replace(leaves=use)
-        layers = matrix_axes.layers_of(chosen, stacked, reference)
-        axes = matrix_axes.of_leaves(layers, outputs, chosen)
-        return trees.repeat(axes, self._counts[self._reference])
-
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""
         values.boolean(self._function, "stop_gradients", stop_gradients)
@@ -239,8 +204,7 @@ class AlignedArguments:
             for name in roles
         }
         gradient, reference = args[self._gradient], args[self._reference]
-        needed = [x for x in args.values() if roles[x.name] is not Role.SOME_SECOND_MOMENTS]
-        checks.none_together(reference, gradient, needed)
+        checks.none_together(reference, gradient, list(args.values()))
         for name, role in roles.items():
             arg = args[name]
             if role.may_be_complex:

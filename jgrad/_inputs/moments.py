@@ -6,11 +6,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import DTypeLike
 
 from jgrad._inputs import options
+from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step
 from jgrad._inputs.options import Mask
-from jgrad._inputs.state import OptState, counter, zeros, zeros_of_shapes
+from jgrad._inputs.parameters import Parameters
+from jgrad._inputs.state import OptState, counter, zeros
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._packed import arrays
@@ -62,64 +65,92 @@ class MomentOptions(NamedTuple):
         """Whether large leaves are stored in blocks."""
         return isinstance(self.dtype, str) and self.dtype == _EIGHT_BITS
 
-    def init(self, function: str, params: PyTree, *, mw: bool, vw: bool | PyTree) -> OptState:
-        """The state before the first update; `mw` and `vw` share no buffer, for donation.
-
-        `vw` may be a tree of shapes, of second moments that only some elements have.
-        """
+    def init(self, params: Parameters, shapes: MomentShapes) -> OptState:
+        """The state before the first update; `mw` and `vw` share no buffer, for donation."""
         dtype: Any = None if self.is_8_bits else self.dtype
-        stacked = some = None
-        if self.is_8_bits:
-            checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
-            inputs = Update(function, params, params)
-            stacked = self._stacked(inputs, True)
-            some = stacked if vw is True else self._stacked(inputs, vw)
-        first = zeros(function, params, dtype, stacked=stacked) if mw else None
-        if isinstance(vw, bool):
-            second = zeros(function, params, dtype, stacked=some, real=True) if vw else None
-        else:
-            second = zeros_of_shapes(params, vw, dtype, stacked=some)
-        return OptState(counter(params), first, second)
+        checks.parameters(params.reference)
 
-    def check_state(self, inputs: Update, state: OptState, *, vw: bool | PyTree) -> None:
-        """Moments are stored in the form that was asked for; of a read state, lists of leaves."""
-        first = self._in_8_bits(inputs, True)
-        second = first if vw is True else self._in_8_bits(inputs, vw)
-        for name, moments, expected in (("mw", state.mw, first), ("vw", state.vw, second)):
-            arg = inputs.reference._replace(name=f"state.{name}", leaves=moments or [])
-            for i, x in enumerate(arg.leaves):
-                if inputs.g[i] is None or is_blocks(x) == expected[i]:
-                    continue
-                if is_blocks(x) and self._is_possible(inputs, i):
-                    continue
-                _fail(arg, i, x)
+        def zeros_of(shapes: PyTree, *, real: bool) -> PyTree:
+            if shapes is None:
+                return None
+            stacked = self._stacked(params, shapes) if self.is_8_bits else None
+            return zeros(
+                params.function, params.tree, dtype, shapes=shapes, stacked=stacked, real=real
+            )
 
-    def _is_possible(self, inputs: Update, i: int) -> bool:
+        mw, vw = zeros_of(shapes.mw, real=False), zeros_of(shapes.vw, real=True)
+        return OptState(counter(params.tree), mw, vw)
+
+    def read(self, inputs: Update, state: Any, shapes: MomentShapes) -> Step:
+        """The state as the method takes it; an error where it is of another method or form."""
+        begin = f"{inputs.function}: `state`: "
+        end = f", expected the OptState that this `{inputs.function}` made with `init`."
+        if not isinstance(state, OptState):
+            raise TypeError(f"{begin}{type(state).__name__}{end}")
+        for name, tree, expected in ("mw", state.mw, shapes.mw), ("vw", state.vw, shapes.vw):
+            if (tree is None) != (expected is None):
+                came = f"an OptState {'with' if expected is None else 'without'} `{name}`"
+                raise TypeError(f"{begin}{came}, from another method or other options{end}")
+        step = jnp.asarray(state.step)
+        if step.shape != ():
+            remedy = "map `update` over the models, as `init` was"
+            problem = f"shape {step.shape}, expected (); {remedy}"
+            raise ValueError(f"{inputs.function}: `state.step`: {problem}.")
+        step = optax.safe_increment(step)
+        keys = RandomKeys(step)
+        mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
+        vw = self._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
+        return Step(step, state.step, mw, vw, shapes.found)
+
+    def _moment(
+        self,
+        inputs: Update,
+        name: str,
+        tree: PyTree,
+        shapes: PyTree,
+        keys: RandomKeys,
+        *,
+        real: bool,
+    ) -> Moment:
+        """One moment, stored in the form that was asked for."""
+        if shapes is None:  # no such moment, or parameters of one leaf that has none
+            return Moment([None] * len(inputs.specs), inputs.specs)
+        is_whole = shapes is inputs.tree
+        old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
+        arg = inputs.reference._replace(name=name, leaves=old)
+        for i, expected in enumerate(self._in_8_bits(inputs, shapes)):
+            if not inputs.is_updated[i] or is_blocks(old[i]) == expected:
+                continue
+            if not (is_blocks(old[i]) and self._is_possible(inputs, i)):
+                _fail(arg, i, old[i])
+        return Moment(old, inputs.specs if is_whole else arrays.specs(shapes), keys, inputs.commit)
+
+    def _is_possible(self, inputs: Parameters, i: int) -> bool:
         """Whether an array below the limit may be a shard of one above it, inside `shard_map`."""
         if not self.is_8_bits or inputs.specs[i].is_buffer:
             return False
         full = _full_precision(inputs, self.full_precision)
         return not full[inputs.specs[i].positions[0]]
 
-    def _in_8_bits(self, inputs: Update, like: bool | PyTree) -> list[bool]:
-        """Whether each array is stored in 8 bits: of moments like the parameters, or of shapes."""
-        if not self.is_8_bits or like is False:
-            return [False] * len(inputs.specs)
-        full = _full_precision(inputs, self.full_precision)
-        if like is True:
-            pairs = zip(inputs.specs, inputs.reference.leaves, strict=True)
-            return [_is_in_8_bits(inputs, spec, x, full) for spec, x in pairs]
-        rows = zip(arrays.specs(like), trees.flatten(like)[0], strict=True)
+    def _in_8_bits(self, params: Parameters, shapes: PyTree) -> list[bool]:
+        """Whether each array of these shapes is stored in 8 bits."""
+        if not self.is_8_bits:
+            return [False] * len(params.specs)
+        full = _full_precision(params, self.full_precision)
+        if shapes is params.tree:
+            pairs = zip(params.specs, params.reference.leaves, strict=True)
+            return [_is_in_8_bits(params, spec, x, full) for spec, x in pairs]
+        rows = zip(arrays.specs(shapes), trees.flatten(shapes)[0], strict=True)
         return [
-            _has_every_element(inputs, i, spec, x) and _is_in_8_bits(inputs, spec, x, full)
+            _has_every_element(params, i, spec, x) and _is_in_8_bits(params, spec, x, full)
             for i, (spec, x) in enumerate(rows)
         ]
 
-    def _stacked(self, inputs: Update, like: bool | PyTree) -> list[tuple[int, ...] | None]:
+    def _stacked(self, params: Parameters, shapes: PyTree) -> list[tuple[int, ...] | None]:
         """For each array the axes of its layers; None where it is not stored in 8 bits."""
-        axes = inputs.option("layer_axes", read_layer_axes(inputs.function, self.layer_axes))
+        axes = params.option("layer_axes", read_layer_axes(params.function, self.layer_axes))
         rows = zip(
-            inputs.specs, self._in_8_bits(inputs, like), inputs.reference.leaves, strict=True
+            params.specs, self._in_8_bits(params, shapes), params.reference.leaves, strict=True
         )
         return [
             None if not is_in else _stacked(spec, axes.leaves[spec.positions[0]].values, x)
@@ -127,7 +158,7 @@ class MomentOptions(NamedTuple):
         ]
 
 
-def _has_every_element(inputs: Update, i: int, spec: ArraySpec, x: Any) -> bool:
+def _has_every_element(inputs: Parameters, i: int, spec: ArraySpec, x: Any) -> bool:
     """Whether second moments of some leaves are one for each element of these."""
     if x is None:
         return False
@@ -144,14 +175,14 @@ def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int,
     return tuple(sorted({axis % x.ndim for axis in axes}))
 
 
-def _full_precision(inputs: Update, mask: Mask) -> list[bool]:
+def _full_precision(inputs: Parameters, mask: Mask) -> list[bool]:
     """For each leaf of the unpacked tree, whether the user keeps it in full precision."""
     if mask is None:
         return [False] * len(inputs.updated_shapes().leaves)
     return options.mask(inputs, "full_precision", mask)
 
 
-def _is_in_8_bits(inputs: Update, spec: ArraySpec, x: Any, full: Sequence[bool]) -> bool:
+def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bool]) -> bool:
     """Whether an array is large enough, and real; small leaves of a buffer are as their buffer."""
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return False

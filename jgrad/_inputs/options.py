@@ -5,22 +5,21 @@ Each update reads the options again, since they may be traced and may differ fro
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.apply import add_decay
 from jgrad._inputs import numbers
+from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.parameters import Parameters
 from jgrad._inputs.update import Update
-from jgrad._layers import matrix_axes as matrix_axes_of
 from jgrad._layers.layer_axes import read_layer_axes, read_norm_axes
-from jgrad._layers.matrix_axes import MatrixAxes, read_cuts, read_output_axes
 from jgrad._layers.trust import TrustLayers
-from jgrad._packed import arrays, parts
+from jgrad._packed import arrays
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -91,7 +90,7 @@ def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
 # ---- an entry per leaf -------------------------------------------------------------------------
 
 
-def called(inputs: Update, name: str, x: Any, argument: Callable[[], Any]) -> Any:
+def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -> Any:
     """`x(argument)` if the option is a function, else `x`."""
     if not trees.is_function(x, inputs.shapes):
         return x
@@ -104,19 +103,16 @@ def called(inputs: Update, name: str, x: Any, argument: Callable[[], Any]) -> An
         raise
 
 
-def learning_rates(
-    inputs: Update, learning_rate: LearningRate, override: PyTree, done: jax.Array
-) -> list[Any]:
-    """The learning rate of each array after `done` updates; `override` is that of this call."""
-    return inputs.per_array(rate_of_leaves(inputs, "learning_rate", learning_rate, override, done))
+def learning_rates(inputs: Update, learning_rate: LearningRate, step: Step) -> list[Any]:
+    """The learning rate of each array: that of this call, or else the factory's."""
+    return inputs.per_array(rate_of_leaves(inputs, "learning_rate", learning_rate, step))
 
 
-def rate_of_leaves(
-    inputs: Update, name: str, learning_rate: LearningRate, override: PyTree, done: jax.Array
-) -> list[Any]:
+def rate_of_leaves(inputs: Update, name: str, learning_rate: LearningRate, step: Step) -> list[Any]:
     """Likewise, of each leaf of the unpacked tree."""
+    override = step.numbers.get(name)
     given = learning_rate if override is None else override
-    rate = called(inputs, name, given, lambda: done)
+    rate = called(inputs, name, given, lambda: step.done)
     is_scheduled = rate is not given
     rate = numbers.number(inputs.function, name, rate)
     if is_scheduled:
@@ -168,27 +164,7 @@ def trust_layers(
     )
 
 
-def matrix_axes(
-    inputs: Update, matrices: Mask, output_axes: PyTree, layer_axes: PyTree, norm_axes: PyTree
-) -> list[MatrixAxes | None]:
-    """Where the matrices of each leaf of the unpacked tree are; None for a leaf that is none."""
-    function = inputs.function
-    reference = ArgLeaves.from_tree(function, "params", inputs.shapes).with_arrays()
-    pairs = zip(mask(inputs, "matrices", matrices), reference.leaves, strict=True)
-    use = [use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for use, x in pairs]
-    chosen = reference._replace(name="matrices", leaves=use)
-    stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
-    outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
-    layers = parts.layers_of_leaves(inputs.specs, chosen, stacked, reference)
-    axes = matrix_axes_of.of_leaves(layers, outputs, chosen)
-    parts.check_whole(inputs.specs, axes, chosen)
-    cuts = ArgLeaves.from_prefix(
-        function, "norm_axes", read_cuts(function, norm_axes), inputs.reference.name, inputs.shapes
-    )
-    return parts.with_cuts(inputs.specs, axes, cuts, inputs.reference.leaves)
-
-
-def mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
+def mask(inputs: Parameters, name: str, tree: Mask) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])
@@ -196,12 +172,3 @@ def mask(inputs: Update, name: str, tree: Mask) -> list[bool]:
         inputs, name, tree, lambda: trees.map_leaves(checks.shape_and_dtype, inputs.shapes)
     )
     return checks.bools(inputs.option(name, tree))
-
-
-def read_mask(function: str, name: str, tree: Mask, params: PyTree) -> PyTree:
-    """A tree of bools of a functional update, of a prefix tree or of a function of the shapes."""
-    if trees.is_function(tree, params):
-        tree = cast(Callable[[PyTree], PyTree], tree)(
-            trees.map_leaves(checks.shape_and_dtype, params)
-        )
-    return trees.flatten(tree)[1].unflatten(checks.bools(ArgLeaves.from_tree(function, name, tree)))

@@ -1,7 +1,7 @@
 """The state type of all optimizers, and the state before the first update."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,57 +60,48 @@ class OptState(NamedTuple):
 OptState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
-def zeros_of_shapes(
-    params: PyTree,
-    shapes: PyTree,
-    dtype: DTypeLike | None,
-    *,
-    stacked: Sequence[tuple[int, ...] | None] | None = None,
-) -> PyTree:
-    """Real zeros of the shapes of parts of the parameters; None where there is no shape.
-
-    Computed from the parameters, so that they are sharded as those are. `stacked` as in `zeros`.
-    """
-    arrays = ArgLeaves.from_tree("", "params", params).with_arrays().leaves
-    leaves, structure = trees.flatten(shapes)
-    axes = [None] * len(leaves) if stacked is None else stacked
-    parts = [None if x is None else _part(p, x) for x, p in zip(leaves, arrays, strict=True)]
-    return structure.unflatten(
-        [
-            None if p is None else _zeros(p, dtype, True) if own is None else _blocks(p, own, True)
-            for p, own in zip(parts, axes, strict=True)
-        ]
-    )
-
-
-def _part(p: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """By a sum where there is one number for each index of some axes: a sharded axis is not cut."""
-    pairs = list(zip(p.shape, like.shape, strict=True))
-    if all(b in (a, 1) for a, b in pairs):
-        return jnp.sum(p, axis=tuple(i for i, (a, b) in enumerate(pairs) if a != b), keepdims=True)
-    return replicated(p)[tuple(map(slice, like.shape))]
-
-
 def zeros(
     function: str,
     params: PyTree,
     dtype: DTypeLike | None = None,
     *,
+    shapes: PyTree = None,
     stacked: Sequence[tuple[int, ...] | None] | None = None,
     real: bool = False,
 ) -> PyTree:
     """A tree of zeros like the parameters, in `dtype`, or in theirs but float32 at least.
 
-    None for integers, which have no moments: orbax refuses to save empty arrays. With `stacked`, in
-    8 bits where that has the axes of the layers of an array, and not None.
+    None for integers, which have no moments: orbax refuses to save empty arrays. Computed from the
+    parameters, so that they are sharded as those are.
+
+    Args:
+      function: whose errors they are.
+      params: the parameters.
+      dtype: see above.
+      shapes: those of the zeros where they differ from the parameters'; None in it for none.
+      stacked: for each array the axes of its layers if it is in 8 bits, else None.
+      real: whether zeros are real where parameters are complex.
     """
     leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
-    axes = [None] * len(leaves) if stacked is None else stacked
+    like, structure = trees.flatten(params if shapes is None else shapes)
+    axes = [None] * len(like) if stacked is None else stacked
+    parts = [None if x is None else _part(p, x) for p, x in zip(leaves, like, strict=True)]
     zeros = [
         None if p is None else _zeros(p, dtype, real) if own is None else _blocks(p, own, real)
-        for p, own in zip(leaves, axes, strict=True)
+        for p, own in zip(parts, axes, strict=True)
     ]
-    return trees.flatten(params)[1].unflatten(zeros)
+    return structure.unflatten(zeros)
+
+
+def _part(p: jax.Array, like: Any) -> jax.Array:
+    """By a sum where there is one number for each index of some axes: a sharded axis is not cut."""
+    shape = np.shape(like)
+    if shape == p.shape:
+        return p
+    pairs = list(zip(p.shape, shape, strict=True))
+    if all(b in (a, 1) for a, b in pairs):
+        return jnp.sum(p, axis=tuple(i for i, (a, b) in enumerate(pairs) if a != b), keepdims=True)
+    return replicated(p)[tuple(map(slice, shape))]
 
 
 def _blocks(p: jax.Array, stacked: tuple[int, ...], second: bool) -> Blocks:

@@ -5,29 +5,22 @@ from typing import Any
 
 import optax
 
-from jgrad._inputs import options
 from jgrad._inputs.commit import Commit
+from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step
 from jgrad._inputs.moments import MomentOptions
-from jgrad._inputs.options import LearningRate
 from jgrad._inputs.pair import pair
+from jgrad._inputs.parameters import Parameters
 from jgrad._inputs.state import OptState
 from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
 
-# (update, state, learning rates) -> (updates, new first moments, new second moments). Updates are
-# added to the parameters. Moments are lists with an entry per leaf, or None where the method has no
-# such moment. `state.step` is the number of this update, counted from 1.
-Compute = Callable[[Update, OptState, list[Any]], tuple[list[Any], Any, Any]]
+# (inputs, step) -> (updates, new first moments, new second moments). Updates are added to the
+# parameters. Moments are what `step.mw.write` and `step.vw.write` returned, or None where the
+# method has no such moment.
+Compute = Callable[[Update, Step], tuple[list[Any], NewMoments | None, NewMoments | None]]
 
-# (parameters, as the gradients of an update of them) -> the shape of each second moment, or None: a
-# tree like the parameters, of a method that has second moments for some elements alone.
-SecondShapes = Callable[[Update], PyTree]
-
-# (update, learning rate of this call or None, updates done, extra arguments) -> learning rates.
-RatesOf = Callable[[Update, PyTree, Any, dict[str, Any]], list[Any]]
-
-# In place of a learning rate: the method has none, and its direction is the update.
-UNSCALED: Any = object()
+# (parameters) -> the shapes of the moments.
+ShapesOf = Callable[[Parameters], MomentShapes]
 
 _AS_PARAMETERS = MomentOptions(None)
 
@@ -36,60 +29,67 @@ def transformation(
     name: str,
     compute: Compute,
     *,
-    learning_rate: LearningRate,
     mw: bool = False,
-    vw: bool | SecondShapes = False,
+    vw: bool = False,
+    shapes_of: ShapesOf | None = None,
     moments: MomentOptions = _AS_PARAMETERS,
     params_for: str | None = None,
-    rates_of: RatesOf | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with the state `OptState(step, mw, vw)`.
 
     Args:
       name: what users call it, for messages.
       compute: the method. It returns updates, which are added to the parameters.
-      learning_rate: what the user gave; `UNSCALED` where the method has none, as `scale_by_adam`.
-      mw: whether the method has a first moment.
-      vw: whether the method has a second moment, or the shapes of those that it has.
+      mw: whether the method has a first moment, of the shapes of the parameters.
+      vw: whether it has such a second moment.
+      shapes_of: in the place of both, of a method whose moments have other shapes.
       moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
-      rates_of: how the rates of an update are read, of a method with several.
     """
-    if learning_rate is not UNSCALED:
-        options.check_learning_rate(name, learning_rate)
     moments.check(name)
-    default_rate = learning_rate
+
+    def shapes(inputs: Parameters) -> MomentShapes:
+        if shapes_of is not None:
+            return shapes_of(inputs)
+        return MomentShapes(inputs.tree if mw else None, inputs.tree if vw else None)
 
     def init(params: PyTree) -> OptState:
-        used = vw(Update(name, params, params)) if callable(vw) else vw
-        return moments.init(name, params, mw=mw, vw=used)
+        inputs = Parameters(name, params)
+        return moments.init(inputs, shapes(inputs))
 
     def update(
         updates: PyTree,
         state: OptState,
         params: PyTree = None,
         *,
-        learning_rate: PyTree = None,
         commit: Commit | None = None,
-        **extra_args: Any,
+        **numbers: Any,
     ) -> tuple[PyTree, OptState]:
         inputs = Update(name, updates, params, commit)
         if params_for is not None:
             inputs.require_params(params_for)
-        used = vw(inputs) if callable(vw) else vw
-        old = inputs.read(state, mw=mw, vw=used)
-        moments.check_state(inputs, old, vw=used)
-        rates: list[Any] = []
-        if rates_of is not None:
-            rates = rates_of(inputs, learning_rate, state.step, extra_args)
-        elif default_rate is not UNSCALED:
-            rates = options.learning_rates(inputs, default_rate, learning_rate, state.step)
-        values, new_mw, new_vw = compute(inputs, old, rates)
+        step = moments.read(inputs, state, shapes(inputs))._replace(numbers=numbers)
+        values, new_mw, new_vw = compute(inputs, step)
         new = OptState(
-            old.step,
-            inputs.moments(new_mw, old.mw) if mw else None,
-            inputs.moments(new_vw, old.vw, like=state.vw) if vw else None,
+            step.number,
+            _in_state(name, "mw", step.mw, new_mw, state.mw),
+            _in_state(name, "vw", step.vw, new_vw, state.vw),
         )
         return inputs.directions(values), new
 
     return pair(init, update)
+
+
+def _in_state(
+    name: str, field: str, moment: Moment, new: NewMoments | None, state: PyTree
+) -> PyTree:
+    """The new part of the state, which has to come from the door."""
+    if state is None and (new is None or not any(x is not None for x in new.stored)):
+        return None
+    if state is None or not isinstance(new, NewMoments):
+        expected = f"what `step.{field}.write(calls(rule, ...))` returns"
+        if state is None:
+            expected = f"None, since the method has no `{field}`"
+        came = type(new).__name__
+        raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
+    return moment.in_tree(new, state)

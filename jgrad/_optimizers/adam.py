@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.apply import PerLeaf, Store, Stored, apply, as_computed, calls, side_by_side
+from jgrad._arithmetic.apply import PerLeaf, apply, calls, side_by_side
 from jgrad._arithmetic.leafwise import on_leaf
-from jgrad._arithmetic.numerics import BetaForms, scaled
+from jgrad._arithmetic.numerics import scaled
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
-from jgrad._inputs.state import OptState
-from jgrad._inputs.transformation import UNSCALED, transformation
+from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
 from jgrad._trees import values
 from jgrad._trees.trees import PyTree
@@ -85,57 +85,36 @@ def corrections(
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
-class AdamNumbers(NamedTuple):
-    """The numbers of Adam's direction, each one for all leaves or a list with one per leaf.
+class Adam(NamedTuple):
+    """The numbers of Adam's direction.
+
+    Of a transformation, as a user gave them or, from `read`, for one update. Of a functional
+    update, each one for all leaves or a list with one per leaf.
 
     Attributes:
-      step: number of this update, counted from 1.
       beta1: decay rate of the first moment.
       beta2: decay rate of the second moment.
       epsilon: added to the root of the second moment.
       bias_correction: a published form, see `corrections`.
+      step: number of the update, counted from 1.
     """
 
-    step: PerLeaf
-    beta1: BetaForms
-    beta2: BetaForms
-    epsilon: PerLeaf
+    beta1: Any
+    beta2: Any
+    epsilon: Any
     bias_correction: BiasCorrection
+    step: PerLeaf = 0
 
-    @classmethod
-    def of_arguments(cls, args: AlignedArguments, bias_correction: BiasCorrection) -> "AdamNumbers":
-        """Those of a functional update."""
-        return cls(
-            step=args["step"],
-            beta1=args["beta1"],
-            beta2=args["beta2"],
-            epsilon=args["epsilon"],
-            bias_correction=bias_correction,
-        )
-
-
-class AdamOptions(NamedTuple):
-    """The options of Adam's direction as a user gave them to a transformation."""
-
-    beta1: Scalar
-    beta2: Scalar
-    epsilon: Scalar
-    bias_correction: BiasCorrection
-
-    def at(self, name: str, step: Any) -> AdamNumbers:
+    def read(self, name: str, step: Any = 0, *, prefix: str = "") -> "Adam":
         """The numbers of one update; errors of the transformation `name` where they are wrong."""
         check_bias_correction(name, self.bias_correction)
-        return AdamNumbers(
-            step=jnp.asarray(step, dtype=float),
-            beta1=numbers.beta(name, "beta1", self.beta1),
-            beta2=numbers.beta(name, "beta2", self.beta2),
-            epsilon=numbers.scalar(name, "epsilon", self.epsilon),
+        return Adam(
+            beta1=numbers.beta(name, f"{prefix}beta1", self.beta1),
+            beta2=numbers.beta(name, f"{prefix}beta2", self.beta2),
+            epsilon=numbers.scalar(name, f"{prefix}epsilon", self.epsilon),
             bias_correction=self.bias_correction,
+            step=jnp.asarray(step, dtype=float),
         )
-
-    def check(self, name: str) -> None:
-        """What the factory can say already."""
-        self.at(name, 0)
 
 
 def check_bias_correction(name: str, bias_correction: BiasCorrection) -> None:
@@ -143,22 +122,20 @@ def check_bias_correction(name: str, bias_correction: BiasCorrection) -> None:
     values.one_of(name, "bias_correction", bias_correction, ("step_size", "moments", None))
 
 
-def new_moments(
-    g: list[Any], mw: list[Any], vw: list[Any], adam: AdamNumbers, *, store: Store = as_computed
-) -> tuple[Stored, Stored]:
-    """Both moments as `store` has them, `None` where there is no gradient."""
+def new_moments(g: list[Any], mw: Moment, vw: Moment, adam: Adam) -> tuple[NewMoments, NewMoments]:
+    """Both moments."""
     return (
-        store(calls(first_moment, g, mw, adam.beta1.value, adam.beta1.complement), mw),
-        store(calls(second_moment, g, vw, adam.beta2.value, adam.beta2.complement), vw),
+        mw.write(calls(first_moment, g, mw.old, adam.beta1.value, adam.beta1.complement)),
+        vw.write(calls(second_moment, g, vw.old, adam.beta2.value, adam.beta2.complement)),
     )
 
 
-def directions(mw: Stored, vw: Stored, adam: AdamNumbers) -> list[Any]:
+def directions(mw: list[Any], vw: list[Any], adam: Adam) -> list[Any]:
     """Adam's direction, from the new moments."""
-    return apply(delta, mw.read, vw.read, *step_sizes(adam))
+    return apply(delta, mw, vw, *step_sizes(adam))
 
 
-def step_sizes(adam: AdamNumbers) -> tuple[PerLeaf, PerLeaf]:
+def step_sizes(adam: Adam) -> tuple[PerLeaf, PerLeaf]:
     """alpha and epsilon for `delta`: two numbers for the model, or two lists."""
     args = (adam.step, adam.beta1.log, adam.beta2.log, adam.epsilon)
     if not any(isinstance(x, list) for x in args):
@@ -258,12 +235,12 @@ def adam_step(
 def _adam_step(
     args: AlignedArguments, *, bias_correction: BiasCorrection
 ) -> tuple[PyTree, PyTree, PyTree]:
-    adam = AdamNumbers.of_arguments(args, bias_correction)
-    mw, vw = new_moments(args["dcdw"], args["mw"], args["vw"], adam)
+    adam = Adam(args["beta1"], args["beta2"], args["epsilon"], bias_correction, args["step"])
+    mw, vw = new_moments(args["dcdw"], Moment(args["mw"]), Moment(args["vw"]), adam)
     return (
-        args.replaced("dcdw", directions(mw, vw, adam)),
-        args.replaced("mw", mw.written, computed_from=("dcdw", "beta1")),
-        args.replaced("vw", vw.written, computed_from=("dcdw", "beta2")),
+        args.replaced("dcdw", directions(mw.exact, vw.exact, adam)),
+        args.replaced("mw", mw.stored, computed_from=("dcdw", "beta1")),
+        args.replaced("vw", vw.stored, computed_from=("dcdw", "beta2")),
     )
 
 
@@ -349,25 +326,17 @@ def adam_update(
 def _adam_update(
     args: AlignedArguments, *, bias_correction: BiasCorrection, stop_gradients: bool
 ) -> tuple[PyTree, PyTree, PyTree]:
-    adam = AdamNumbers.of_arguments(args, bias_correction)
-    mw, vw = new_moments(args["dcdw"], args["mw_tm1"], args["vw_tm1"], adam)
-    updates = apply(rules.descent, directions(mw, vw, adam), args["lr"])
+    adam = Adam(args["beta1"], args["beta2"], args["epsilon"], bias_correction, args["step"])
+    mw, vw = new_moments(args["dcdw"], Moment(args["mw_tm1"]), Moment(args["vw_tm1"]), adam)
+    updates = apply(rules.descent, directions(mw.exact, vw.exact, adam), args["lr"])
     return (
         args.new_weights(updates, stop_gradients=stop_gradients),
-        args.replaced("mw_tm1", mw.written, computed_from=("dcdw", "beta1")),
-        args.replaced("vw_tm1", vw.written, computed_from=("dcdw", "beta2")),
+        args.replaced("mw_tm1", mw.stored, computed_from=("dcdw", "beta1")),
+        args.replaced("vw_tm1", vw.stored, computed_from=("dcdw", "beta2")),
     )
 
 
 # ---- transformations ---------------------------------------------------------------------------
-
-
-def _from_state(
-    inputs: Update, state: OptState, adam: AdamNumbers
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """The direction and the new moments of one update."""
-    mw, vw = new_moments(inputs.g, state.mw, state.vw, adam, store=inputs.store)
-    return directions(mw, vw, adam), mw.written, vw.written
 
 
 def adam(
@@ -432,21 +401,23 @@ def adam(
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
     name = "adam"
+    options.check_learning_rate(name, learning_rate)
     options.check_weight_decay(name, weight_decay)
-    adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
-    adam_options.check(name)
+    given = Adam(beta1, beta2, epsilon, bias_correction)
+    given.read(name)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, beta1, beta2, epsilon, weight_decay), **masks)
 
-    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
-        direction, mw, vw = _from_state(inputs, state, adam_options.at(name, state.step))
+    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+        adam = given.read(name, step.number)
+        mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
+        direction = directions(mw.exact, vw.exact, adam)
         direction = options.with_weight_decay(inputs, direction, weight_decay, weight_decay_mask)
+        rates = options.learning_rates(inputs, learning_rate, step)
         return apply(rules.descent, direction, rates), mw, vw
 
     moments = MomentOptions(moment_dtype, full_precision)
-    return transformation(
-        name, compute, learning_rate=learning_rate, mw=True, vw=True, moments=moments
-    )
+    return transformation(name, compute, mw=True, vw=True, moments=moments)
 
 
 def scale_by_adam(
@@ -491,12 +462,14 @@ def scale_by_adam(
     Source: as `adam`.
     """
     name = "scale_by_adam"
-    adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
-    adam_options.check(name)
+    given = Adam(beta1, beta2, epsilon, bias_correction)
+    given.read(name)
     options.check_masks(name, (beta1, beta2, epsilon), full_precision=full_precision)
 
-    def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
-        return _from_state(inputs, state, adam_options.at(name, state.step))
+    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+        adam = given.read(name, step.number)
+        mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
+        return directions(mw.exact, vw.exact, adam), mw, vw
 
     moments = MomentOptions(moment_dtype, full_precision)
-    return transformation(name, compute, learning_rate=UNSCALED, mw=True, vw=True, moments=moments)
+    return transformation(name, compute, mw=True, vw=True, moments=moments)

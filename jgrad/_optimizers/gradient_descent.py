@@ -6,14 +6,14 @@ import jax
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.apply import add_decay, apply, is_zero, side_by_side, with_momentum
+from jgrad._arithmetic.apply import PerLeaf, add_decay, apply, is_zero, side_by_side
 from jgrad._arithmetic.leafwise import Call, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
-from jgrad._inputs.state import OptState
 from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
@@ -33,6 +33,23 @@ def _momentum_call(g: Any, mw: Any, w: Any, weight_decay: Any, decay: Any) -> Ca
     if is_zero(weight_decay):
         return (rules.add_scaled, (g, mw, decay))
     return (_momentum_of_decayed, (g, mw, w, weight_decay, decay))
+
+
+def with_momentum(
+    mw: Moment, new: list[Call | None], decay: PerLeaf, *, look_ahead: list[Any] | None
+) -> tuple[list[Any], NewMoments]:
+    """The direction with momentum, and the new buffer.
+
+    Args:
+      mw: the buffer.
+      new: the calls of the new buffer.
+      decay: of the buffer.
+      look_ahead: Nesterov's form adds the direction to the new buffer once more; None without it.
+    """
+    written = mw.write(new)
+    if look_ahead is None:
+        return written.exact, written
+    return apply(rules.add_scaled, look_ahead, written.exact, decay), written
 
 
 def optimizer_update(
@@ -171,12 +188,14 @@ def gradient_descent(
       in deep learning" (2013), section 2.
     """
     name = "gradient_descent"
+    options.check_learning_rate(name, learning_rate)
     options.check_weight_decay(name, weight_decay)
     options.check_momentum(name, momentum, nesterov=nesterov)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)
 
-    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
+    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments | None, None]:
+        rates = options.learning_rates(inputs, learning_rate, step)
         decays = options.weight_decays(inputs, weight_decay, weight_decay_mask)
         if momentum is None:
             direction = add_decay(inputs.g, inputs.w, decays)
@@ -185,20 +204,18 @@ def gradient_descent(
         # The direction is computed again for Nesterov's form: XLA would write out what two kernels
         # read.
         again = jax.lax.optimization_barrier((inputs.g, inputs.w)) if nesterov else None
-        rows = side_by_side(inputs.g, state.mw, inputs.w, decays, decay)
+        rows = side_by_side(inputs.g, step.mw.old, inputs.w, decays, decay)
         direction, mw = with_momentum(
+            step.mw,
             [_momentum_call(*row) for row in rows],
-            state.mw,
             decay,
             look_ahead=None if again is None else add_decay(again[0], again[1], decays),
-            store=inputs.store,
         )
         return apply(rules.descent, direction, rates), mw, None
 
     return transformation(
         name,
         compute,
-        learning_rate=learning_rate,
         mw=momentum is not None,
         moments=MomentOptions(moment_dtype, full_precision),
     )

@@ -11,17 +11,17 @@ from jgrad._arithmetic.apply import PerLeaf, is_zero, side_by_side
 from jgrad._arithmetic.leafwise import Call, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
-from jgrad._inputs.state import OptState
 from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import StaticAxes, static_axes
 from jgrad._layers.ratios import IVY_GUARD
 from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio, written
 from jgrad._optimizers import adam
-from jgrad._optimizers.adam import AdamNumbers, AdamOptions, BiasCorrection
+from jgrad._optimizers.adam import Adam, BiasCorrection
 from jgrad._optimizers.trust_ratio import check_clamps, clamped_ratio, clamps
 from jgrad._trees import values
 from jgrad._trees.trees import PyTree
@@ -59,7 +59,7 @@ def _decayed_delta(
 class LambNumbers(NamedTuple):
     """The numbers of LAMB, each one for all leaves or a list with one per leaf."""
 
-    adam: AdamNumbers
+    adam: Adam
     learning_rate: PerLeaf
     weight_decay: PerLeaf
     min_trust_ratio: PerLeaf
@@ -213,19 +213,21 @@ def _lamb_update(
     stop_gradients: bool,
 ) -> tuple[PyTree, PyTree, PyTree]:
     lamb_numbers = LambNumbers(
-        adam=AdamNumbers.of_arguments(args, bias_correction),
+        adam=Adam(args["beta1"], args["beta2"], args["epsilon"], bias_correction, args["step"]),
         learning_rate=args["lr"],
         weight_decay=args["decay_lambda"],
         min_trust_ratio=args["min_trust_ratio"],
         max_trust_ratio=args["max_trust_ratio"],
     )
-    mw, vw = adam.new_moments(args["dcdw"], args["mw_tm1"], args["vw_tm1"], lamb_numbers.adam)
+    mw, vw = adam.new_moments(
+        args["dcdw"], Moment(args["mw_tm1"]), Moment(args["vw_tm1"]), lamb_numbers.adam
+    )
     layers = TrustLayers(args.layer_axes(axes))
-    updates = _updates(args["w"], mw.read, vw.read, lamb_numbers, layers, rule=rule)
+    updates = _updates(args["w"], mw.exact, vw.exact, lamb_numbers, layers, rule=rule)
     return (
         args.new_weights(updates, stop_gradients=stop_gradients),
-        args.replaced("mw_tm1", mw.written, computed_from=("dcdw", "beta1")),
-        args.replaced("vw_tm1", vw.written, computed_from=("dcdw", "beta2")),
+        args.replaced("mw_tm1", mw.stored, computed_from=("dcdw", "beta1")),
+        args.replaced("vw_tm1", vw.stored, computed_from=("dcdw", "beta2")),
     )
 
 
@@ -312,9 +314,10 @@ def lamb(
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
     name = "lamb"
+    options.check_learning_rate(name, learning_rate)
     options.check_weight_decay(name, weight_decay)
-    adam_options = AdamOptions(beta1, beta2, epsilon, bias_correction)
-    adam_options.check(name)
+    given = Adam(beta1, beta2, epsilon, bias_correction)
+    given.read(name)
     values.one_of(name, "rule", rule, _RULES)
     options.check_axes(name, norm_axes, layer_axes)
     clamps(name, min_trust_ratio, max_trust_ratio)
@@ -326,26 +329,23 @@ def lamb(
         full_precision=full_precision,
     )
 
-    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
+    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         w = inputs.require_params("the trust ratio")
         smallest, largest = clamps(name, min_trust_ratio, max_trust_ratio)
         lamb_numbers = LambNumbers(
-            adam=adam_options.at(name, state.step),
-            learning_rate=rates,
+            adam=given.read(name, step.number),
+            learning_rate=options.learning_rates(inputs, learning_rate, step),
             weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )
-        old, store = (state.mw, state.vw), inputs.store
-        mw, vw = adam.new_moments(inputs.g, *old, lamb_numbers.adam, store=store)
+        mw, vw = adam.new_moments(inputs.g, step.mw, step.vw, lamb_numbers.adam)
         layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
-        updates = _updates(w, mw.read, vw.read, lamb_numbers, layers, rule=rule)
-        return updates, mw.written, vw.written
+        return _updates(w, mw.exact, vw.exact, lamb_numbers, layers, rule=rule), mw, vw
 
     return transformation(
         name,
         compute,
-        learning_rate=learning_rate,
         mw=True,
         vw=True,
         moments=MomentOptions(moment_dtype, full_precision, layer_axes),

@@ -14,20 +14,20 @@ from jgrad._arithmetic.apply import (
     calls,
     decay_call,
     side_by_side,
-    with_momentum,
 )
 from jgrad._arithmetic.leafwise import Function, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
-from jgrad._inputs.state import OptState
 from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import StaticAxes, static_axes
 from jgrad._layers.ratios import IVY_GUARD, one_where_zero, root_of_quotient
 from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio
+from jgrad._optimizers.gradient_descent import with_momentum
 from jgrad._trees import checks, values
 from jgrad._trees.trees import PyTree
 
@@ -298,6 +298,7 @@ def lars(
       algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.
     """
     name = "lars"
+    options.check_learning_rate(name, learning_rate)
     options.check_weight_decay(name, weight_decay)
     options.check_momentum(name, momentum, nesterov=nesterov)
     values.boolean(name, "rate_in_momentum", rate_in_momentum)
@@ -313,7 +314,8 @@ def lars(
         full_precision=full_precision,
     )
 
-    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
+    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments | None, None]:
+        rates = options.learning_rates(inputs, learning_rate, step)
         inside = rate_in_momentum or momentum is None
         direction = _scaled(
             inputs.require_params("the trust ratio"),
@@ -332,11 +334,10 @@ def lars(
             return direction, None, None
         decay = numbers.scalar(name, "momentum", momentum)
         direction, mw = with_momentum(
-            calls(rules.add_scaled, direction, state.mw, decay),
-            state.mw,
+            step.mw,
+            calls(rules.add_scaled, direction, step.mw.old, decay),
             decay,
             look_ahead=direction if nesterov else None,
-            store=inputs.store,
         )
         if inside:
             return apply(rules.negative, direction), mw, None
@@ -345,7 +346,6 @@ def lars(
     return transformation(
         name,
         compute,
-        learning_rate=learning_rate,
         mw=momentum is not None,
         moments=MomentOptions(moment_dtype, full_precision, layer_axes),
         params_for="the trust ratio",

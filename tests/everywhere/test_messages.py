@@ -250,9 +250,6 @@ FLAGS = {
     "lars: `nesterov`": lambda x: jgrad.lars(0.1, momentum=0.9, nesterov=x),
     "lars: `rate_in_momentum`": lambda x: jgrad.lars(0.1, momentum=0.9, rate_in_momentum=x),
     "scale_by_muon: `nesterov`": lambda x: jgrad.scale_by_muon(matrices=True, nesterov=x),
-    "muon_update: `nesterov`": lambda x: jgrad.muon_update(
-        X, X, 0.1, X, None, 1, matrices=False, nesterov=x
-    ),
     "accumulate: `check_finite`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, check_finite=x),
     "skip_nonfinite: `branch`": lambda x: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=x),
     "muon: `nesterov`": lambda x: jgrad.muon(
@@ -270,9 +267,6 @@ FLAGS = {
     "adam_update: `stop_gradients`": stopping(jgrad.adam_update, X, X, 0.1, X, X, 1),
     "lars_update: `stop_gradients`": stopping(jgrad.lars_update, X, X, 0.1),
     "lamb_update: `stop_gradients`": stopping(jgrad.lamb_update, X, X, 0.1, X, X, 1),
-    "muon_update: `stop_gradients`": stopping(
-        jgrad.muon_update, X, X, 0.1, X, X, 1, matrices=False
-    ),
 }
 
 

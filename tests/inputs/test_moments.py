@@ -9,6 +9,8 @@ import jgrad
 from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.apply import apply, calls
 from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._inputs import options
+from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.moments import MomentOptions
 from jgrad._inputs.transformation import transformation
 from tests.errors import assert_error
@@ -31,18 +33,18 @@ def sign(g, mw, beta):
     return jnp.sign(beta * mw + (1 - beta) * g)
 
 
-def by_store(inputs, new, old):
-    return inputs.store(new, old).written
+def by_the_door(inputs, moment, new):
+    return moment.write(new)
 
 
-def lion(moment_dtype=None, write=by_store):
-    def compute(inputs, state, rates):
-        direction = apply(sign, inputs.g, state.mw, jnp.asarray(0.9))
-        mw = write(inputs, calls(average, inputs.g, state.mw, jnp.asarray(0.99)), state.mw)
-        return apply(rules.descent, direction, rates), mw, None
+def lion(moment_dtype=None, write=by_the_door):
+    def compute(inputs, step):
+        old = step.mw.old
+        direction = apply(sign, inputs.g, old, jnp.asarray(0.9))
+        mw = write(inputs, step.mw, calls(average, inputs.g, old, jnp.asarray(0.99)))
+        return apply(rules.descent, direction, options.learning_rates(inputs, RATE, step)), mw, None
 
-    moments = MomentOptions(moment_dtype)
-    return transformation("lion", compute, learning_rate=RATE, mw=True, moments=moments)
+    return transformation("lion", compute, mw=True, moments=MomentOptions(moment_dtype))
 
 
 def expected():
@@ -81,19 +83,37 @@ def test_lion(moment_dtype, packed):
         assert np.mean(np.abs(found[k] - weights[k]) > 1e-6) < (0.002 if gap < 1e-3 else 0.05)
 
 
-AROUND = {
-    "kept": lambda inputs, new, old: inputs.kept(leafwise.run(new), old),
-    "as it is": lambda inputs, new, old: leafwise.run(new),
-}
+@pytest.mark.parametrize("moment_dtype", [None, jnp.bfloat16, "8bit"])
+def test_moments_that_go_around_the_door(moment_dtype):
+    """Cast to int8 they would be numbers of nothing, and in bfloat16 rounded to the nearest."""
+    tx = lion(moment_dtype, lambda inputs, moment, new: leafwise.run(new))
+    assert_error(
+        TypeError,
+        "lion: new moments `mw`: list, expected what `step.mw.write(calls(rule, ...))` returns.",
+        lambda: tx.update(GRADS[0], tx.init(W), W),
+    )
 
 
-@pytest.mark.parametrize("write", AROUND.values(), ids=AROUND)
-def test_an_array_in_the_place_of_codes(write):
-    """Cast to int8 it would be numbers of nothing."""
-    tx = lion("8bit", write)
+def test_an_array_in_the_place_of_codes():
+    tx = lion("8bit", lambda inputs, moment, new: inputs.kept(leafwise.run(new), moment.old))
     assert_error(
         TypeError,
         "lion: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as "
-        "`inputs.store(calls(rule, ...), old)` makes them.",
+        "`Moment.write` makes them.",
+        lambda: tx.update(GRADS[0], tx.init(W), W),
+    )
+
+
+def test_a_moment_that_the_method_does_not_have():
+    tx = lion(write=lambda inputs, moment, new: None)
+    assert_error(
+        TypeError,
+        "lion: new moments `mw`: NoneType, expected what `step.mw.write(calls(rule, ...))` returns.",
+        lambda: tx.update(GRADS[0], tx.init(W), W),
+    )
+    tx = transformation("none", lambda inputs, step: (inputs.g, None, NewMoments([1.0], [1.0])))
+    assert_error(
+        TypeError,
+        "none: new moments `vw`: NewMoments, expected None, since the method has no `vw`.",
         lambda: tx.update(GRADS[0], tx.init(W), W),
     )

@@ -6,11 +6,11 @@ import jax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic.apply import cast_back
-from jgrad._layers import matrix_axes
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._layers.matrix_axes import read_output_axes
-from jgrad._layers.newton_schulz import check_compute_dtype, read_coefficients
-from jgrad._packed import groups, packing
+from jgrad._muon import batches, matrix_axes
+from jgrad._muon.matrix_axes import read_output_axes
+from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
+from jgrad._packed import packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -76,7 +76,7 @@ def orthogonalize(
             matrix_axes.check_is_matrix(arg, i, own)
     axes = [own for own in matrix_axes.of_leaves(layers, outputs, given) if own is not None]
     found = iter(
-        groups.orthogonalized(
+        batches.orthogonalized(
             _NAME,
             [leaf for leaf in arg.leaves if leaf is not None],
             axes,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jgrad._inputs import numbers
-from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._trees import values
 
 ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._layers import newton_schulz
-from jgrad._layers.newton_schulz import COEFFICIENTS
+from jgrad._muon import newton_schulz
+from jgrad._muon.newton_schulz import COEFFICIENTS
 from tests.errors import assert_error
 from tests.loops import assert_equal
 

@@ -2,22 +2,21 @@
 
 from typing import Any
 
-import jax
 import optax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.apply import add_decay, apply
 from jgrad._inputs import options
+from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
-from jgrad._inputs.state import OptState
-from jgrad._inputs.transformation import UNSCALED, transformation
+from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
-from jgrad._layers.matrix_axes import MatrixAxes
-from jgrad._optimizers.muon_direction import LAST, MuonOptions, MuonRule
-from jgrad._optimizers.muon_scale import Scale
+from jgrad._muon.direction import LAST, Muon, MuonRule, directions
+from jgrad._muon.matrix_axes import MatrixAxes
+from jgrad._muon.scale import Scale
 from jgrad._trees.trees import PyTree
 
 
@@ -121,24 +120,9 @@ def muon(
       section 2.2; Li et al., "NorMuon" (2025), algorithm 1; Amsel et al., "The Polar Express"
       (2025), algorithm 1.
     """
-    name = "muon"
-    own = MuonOptions(
-        matrices=matrices,
-        momentum=momentum,
-        nesterov=nesterov,
-        scale=scale,
-        coefficients=coefficients,
-        rule=rule,
-        output_axes=output_axes,
-        layer_axes=layer_axes,
-        norm_axes=norm_axes,
-        share_over=share_over,
-        compute_dtype=compute_dtype,
-        beta1=beta1,
-        beta2=beta2,
-        adam_epsilon=adam_epsilon,
-    )
-    own.check(name)
+    name, arguments = "muon", locals()
+    options.check_learning_rate(name, learning_rate)
+    own = Muon.of_arguments(name, arguments)
     given = (
         *(learning_rate, momentum, weight_decay),
         *(adam_learning_rate, beta1, beta2, adam_epsilon, adam_weight_decay),
@@ -160,36 +144,29 @@ def muon(
         remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
-    def rates_of(
-        inputs: Update, override: PyTree, done: jax.Array, extra_args: dict[str, Any]
-    ) -> list[Any]:
-        adam_override = extra_args.get("adam_learning_rate")
-        rates = options.rate_of_leaves(inputs, "learning_rate", learning_rate, override, done)
-        if adam_learning_rate is None and adam_override is None:
-            return inputs.per_array(rates)
-        others = options.rate_of_leaves(
-            inputs, "adam_learning_rate", adam_learning_rate, adam_override, done
-        )
-        return inputs.per_array(_of_both_kinds(rates, others, own.axes(inputs)))
-
-    def compute(inputs: Update, state: OptState, rates: list[Any]) -> tuple[list[Any], Any, Any]:
-        direction, mw, vw, axes = own.from_state(inputs, state)
+    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+        direction, mw, vw = directions(inputs, step, own)
         use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
         decays = options.decay_of_leaves(inputs, "weight_decay", weight_decay, use)
         if adam_weight_decay is not None:
             others = options.decay_of_leaves(inputs, "adam_weight_decay", adam_weight_decay, use)
-            decays = _of_both_kinds(decays, others, axes)
+            decays = _of_both_kinds(decays, others, step.found)
         direction = add_decay(direction, inputs.w, inputs.per_array(decays))
-        return apply(rules.descent, direction, rates), mw, vw
+        return apply(rules.descent, direction, inputs.per_array(rates(inputs, step))), mw, vw
+
+    def rates(inputs: Update, step: Step) -> list[Any]:
+        """The rate of each leaf."""
+        of_matrices = options.rate_of_leaves(inputs, "learning_rate", learning_rate, step)
+        if adam_learning_rate is None and step.numbers.get("adam_learning_rate") is None:
+            return of_matrices
+        others = options.rate_of_leaves(inputs, "adam_learning_rate", adam_learning_rate, step)
+        return _of_both_kinds(of_matrices, others, step.found)
 
     return transformation(
         name,
         compute,
-        learning_rate=learning_rate,
-        mw=True,
-        vw=own.second_shapes,
+        shapes_of=own.shapes_of,
         moments=MomentOptions(moment_dtype, full_precision, layer_axes),
-        rates_of=rates_of,
     )
 
 
@@ -260,37 +237,18 @@ def scale_by_muon(
 
     Source: as `muon`.
     """
-    name = "scale_by_muon"
-    own = MuonOptions(
-        matrices=matrices,
-        momentum=momentum,
-        nesterov=nesterov,
-        scale=scale,
-        coefficients=coefficients,
-        rule=rule,
-        output_axes=output_axes,
-        layer_axes=layer_axes,
-        norm_axes=norm_axes,
-        share_over=share_over,
-        compute_dtype=compute_dtype,
-        beta1=beta1,
-        beta2=beta2,
-        adam_epsilon=adam_epsilon,
-    )
-    own.check(name)
+    name, arguments = "scale_by_muon", locals()
+    own = Muon.of_arguments(name, arguments)
     given = (momentum, beta1, beta2, adam_epsilon)
     masks = {"matrices": matrices, "full_precision": full_precision}
     options.check_masks(name, given, **masks)
 
-    def compute(inputs: Update, state: OptState, _: list[Any]) -> tuple[list[Any], Any, Any]:
-        direction, mw, vw, _axes = own.from_state(inputs, state)
-        return direction, mw, vw
+    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+        return directions(inputs, step, own)
 
     return transformation(
         name,
         compute,
-        learning_rate=UNSCALED,
-        mw=True,
-        vw=own.second_shapes,
+        shapes_of=own.shapes_of,
         moments=MomentOptions(moment_dtype, full_precision, layer_axes),
     )

@@ -14,15 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._layers import matrix_axes
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._muon.matrix_axes import MatrixAxes
+from jgrad._muon.second_moments import second_span
 from jgrad._packed.arrays import ArraySpec
 from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment
-from jgrad._packed.seconds import second_span
 from jgrad._trees.blocks import is_blocks
-from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import replicated, sharded_as
 
 Rows = tuple[int, int]  # the first, and the one behind the last
@@ -54,19 +52,27 @@ class Part(NamedTuple):
         """This part of the second moments."""
         return None if x is None or self.is_padding else _sliced(x, self.second_rows)
 
-    def to_matrices(self, x: jax.Array) -> jax.Array:
-        """The array that `matrices` describes, from this part."""
+    @property
+    def whole(self) -> MatrixAxes:
+        """Where the matrices are in the array that `to_matrices` returns."""
         assert self.matrices is not None
-        return x if self.rows is None else _to_items(x, self.matrices.shape)
+        return self.matrices.whole
 
-    def from_matrices(self, x: jax.Array, like: jax.Array) -> jax.Array:
+    def to_matrices(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """An array of whole matrices from this part, or from its numbers per output."""
+        axes = self.matrices
+        assert axes is not None
+        if self.rows is not None:
+            x = _to_items(x, axes.per_output if per_output else axes.shape)
+        return axes.gathered(x, per_output=per_output)
+
+    def from_matrices(
+        self, x: jax.Array, like: jax.Array, *, per_output: bool = False
+    ) -> jax.Array:
         """This part, from what `to_matrices` made of it."""
-        return x if self.rows is None else _from_items(x, like.shape)
-
-    def to_outputs(self, x: jax.Array) -> jax.Array:
-        """One number per output, from this part of the second moments."""
         assert self.matrices is not None
-        return x if self.rows is None else _to_items(x, self.matrices.per_output)
+        x = self.matrices.own_part(x, per_output=per_output)
+        return x if self.rows is None else _from_items(x, like.shape)
 
 
 def of_arrays(
@@ -91,43 +97,46 @@ def of_arrays(
     return found
 
 
-def taken(parts: Sequence[Part], arrays: Sequence[Any]) -> list[Any]:
-    """The parts of arrays."""
-    return [part.of(arrays[part.array]) for part in parts]
-
-
-def seconds_taken(parts: Sequence[Part], arrays: Sequence[Any]) -> list[Any]:
-    """The parts of second moments."""
-    return [part.second_of(arrays[part.array]) for part in parts]
-
-
-def by_segment(specs: Sequence[ArraySpec], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays with rows in the order in which parts count them: matrices of a shape together.
+def split(
+    parts: Sequence[Part], specs: Sequence[ArraySpec], arrays: Sequence[Any], *, second: bool
+) -> list[Any]:
+    """The parts of arrays, or of their second moments.
 
     Buffers are cut into parts, so that those whose types say that rows are sharded are gathered.
     """
-
-    def one(spec: ArraySpec, x: Any) -> Any:
-        if x is None or spec.is_unpacked:
-            return x
-        return replicated(x) if spec.own_deal is None else spec.own_deal.by_segment(x)
-
-    return [one(spec, x) for spec, x in zip(specs, arrays, strict=True)]
+    ordered = [_by_segment(*pair) for pair in zip(specs, arrays, strict=True)]
+    return [(part.second_of if second else part.of)(ordered[part.array]) for part in parts]
 
 
-def by_share(specs: Sequence[ArraySpec], arrays: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """The arrays with rows in the order of buffers, sharded as those that they stand for."""
+def join(
+    parts: Sequence[Part],
+    specs: Sequence[ArraySpec],
+    values: Sequence[Any],
+    like: Sequence[Any],
+    *,
+    second: bool,
+) -> list[Any]:
+    """The arrays from their parts, sharded as those that they stand for."""
+    arrays = (_joined_seconds if second else _joined)(parts, values)
+    return [_by_share(*row) for row in zip(specs, arrays, like, strict=True)]
 
-    def one(spec: ArraySpec, x: Any, old: Any) -> Any:
-        if x is None or spec.is_unpacked:
-            return x
-        x = x if spec.own_deal is None else spec.own_deal.by_share(x)
-        return sharded_as(x, old.codes if is_blocks(old) else old)
 
-    return [one(*row) for row in zip(specs, arrays, like, strict=True)]
+def _by_segment(spec: ArraySpec, x: Any) -> Any:
+    """An array with rows in the order in which parts count them: matrices of a shape together."""
+    if x is None or spec.is_unpacked:
+        return x
+    return replicated(x) if spec.own_deal is None else spec.own_deal.by_segment(x)
 
 
-def joined(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
+def _by_share(spec: ArraySpec, x: Any, old: Any) -> Any:
+    """The array with rows in the order of the buffer."""
+    if x is None or spec.is_unpacked:
+        return x
+    x = x if spec.own_deal is None else spec.own_deal.by_share(x)
+    return sharded_as(x, old.codes if is_blocks(old) else old)
+
+
+def _joined(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
     """The arrays, from their parts; None where nothing is known of an array."""
     whole = []
     for _, group in itertools.groupby(zip(parts, values, strict=True), lambda pair: pair[0].array):
@@ -148,7 +157,7 @@ def joined(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
     return whole
 
 
-def joined_seconds(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
+def _joined_seconds(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
     """The second moments of arrays, from those of their parts; None where there are none."""
     whole = []
     for _, group in itertools.groupby(zip(parts, values, strict=True), lambda pair: pair[0].array):
@@ -157,79 +166,7 @@ def joined_seconds(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
     return whole
 
 
-def layers_of_leaves(
-    specs: Sequence[ArraySpec], chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
-) -> list[LayerAxes]:
-    """The layers of each leaf that is chosen: as given, or as they were packed."""
-    packed = [pair for spec in specs for pair in zip(spec.positions, spec.spans, strict=False)]
-    layers = matrix_axes.layers_of(chosen, layer_axes, reference)
-    for i, span in packed:
-        own = span.layers
-        if chosen.leaves[i] and own.stacked:
-            if layers[i].stacked not in ((), own.stacked):
-                expected = f"the axes with which it was packed, {own.stacked}"
-                layer_axes.fail(i, ValueError, f"{layers[i].stacked}, expected {expected}")
-            layers[i] = own
-    return layers
-
-
-def with_cuts(
-    specs: Sequence[ArraySpec],
-    axes: Sequence[MatrixAxes | None],
-    norm_axes: ArgLeaves,
-    arrays: Sequence[Any],
-) -> list[MatrixAxes | None]:
-    """The same, with what a device has of each leaf outside of every `Packed`."""
-    alone = {spec.positions[0]: x for spec, x in zip(specs, arrays, strict=True) if not spec.spans}
-    for i, given in enumerate(norm_axes.leaves):
-        if given is not None and any(given.values) and axes[i] is not None and i not in alone:
-            problem = "a PartitionSpec of a packed leaf, expected None: `zero` knows its rows"
-            norm_axes.fail(i, ValueError, problem)
-    unpacked = [own if i in alone else None for i, own in enumerate(axes)]
-    leaves = [alone.get(i) for i in range(len(axes))]
-    cut = matrix_axes.with_cuts(unpacked, norm_axes, norm_axes._replace(leaves=leaves))
-    return [own if x is None else x for own, x in zip(axes, cut, strict=True)]
-
-
-def check_whole(
-    specs: Sequence[ArraySpec], axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
-) -> None:
-    """No matrix is in the rows of two devices; and leaves that were packed as equals are equal."""
-    for spec in specs:
-        i = min((i for i in spec.positions if axes[i] is not None), default=None)
-        if i is None or spec.is_unpacked:
-            continue
-        devices = 1 if spec.shard is None else spec.shard.devices
-        if devices > 1 and (spec.deal is None or spec.deal.shares % devices):
-            problem = (
-                f"a matrix in a buffer of which each of {devices} devices has some rows, expected "
-                f"whole matrices on each: `pack(params, matrices=..., multiple_of={devices})`"
-            )
-            chosen.fail(i, ValueError, problem)
-        if spec.deal is not None:
-            _check_segments(spec, spec.deal, axes, chosen)
-
-
-def _check_segments(
-    spec: ArraySpec, deal: Deal, axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
-) -> None:
-    for segment, members in _members(spec, deal):
-        items = [_of_item(axes[spec.positions[j]], spec.spans[j]) for j in members]
-        for j, item in zip(members, items, strict=True):
-            i = spec.positions[j]
-            if (item is None) == bool(segment.slots):
-                packed = "a matrix" if segment.slots else "no matrix"
-                problem = f"{item is not None}, but it was packed as {packed}"
-                remedy = "expected the `matrices` with which `pack` was called"
-                chosen.fail(i, ValueError, f"{problem}, {remedy}")
-            if item != items[0]:
-                other = spec.spans[members[0]].path
-                problem = f"another place of outputs than in {other}, of equal shape"
-                remedy = "expected the same, as they share a part of the buffer"
-                chosen.fail(i, ValueError, f"{problem}, {remedy}")
-
-
-def _members(spec: ArraySpec, deal: Deal) -> list[tuple[Segment, list[int]]]:
+def members(spec: ArraySpec, deal: Deal) -> list[tuple[Segment, list[int]]]:
     """The spans of each segment."""
     bounds = [*deal.starts, spec.shape[0]]
     return [
@@ -276,12 +213,12 @@ def _of_deal(
     """A part for each segment, of the shares that this device has."""
     assert spec.deal is not None
     found, row, second = [], 0, 0
-    for segment, members in _members(spec, spec.deal):
+    for segment, own_spans in members(spec, spec.deal):
         rows = deal.shares * segment.rows
-        own = None if not members else axes[members[0]]
+        own = None if not own_spans else axes[own_spans[0]]
         matrices, kept = None, rows
         if own is not None:
-            span, count = spec.spans[members[0]], deal.shares * segment.slots
+            span, count = spec.spans[own_spans[0]], deal.shares * segment.slots
             matrices = _of_items(own, span.layers, count)
             new = second_span(span, own, per_output, 0, spec.width)
             kept = 0 if new is None else count * new.blocks_per_layer
@@ -290,7 +227,7 @@ def _of_deal(
     return found
 
 
-def _of_item(axes: MatrixAxes | None, span: Span) -> MatrixAxes | None:
+def of_item(axes: MatrixAxes | None, span: Span) -> MatrixAxes | None:
     return None if axes is None else _of_items(axes, span.layers, 1)
 
 

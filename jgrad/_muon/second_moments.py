@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._packed import packing
 from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment

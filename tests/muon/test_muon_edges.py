@@ -409,10 +409,6 @@ MESSAGES = [
      lambda: muon().update(X, jgrad.adam(0.1).init(X), X)),
     (ValueError, "muon: `weight_decay` needs the parameters: call `update(updates, state, params)`.",
      lambda: muon(weight_decay=0.1).update(X, muon().init(X))),
-    (TypeError, "muon_update: `vw_tm1` at ['b']: None, expected an array or a number.",
-     lambda: jgrad.muon_update(X, X, 0.1, X, {"w": None, "b": None}, 1, matrices=rank_two)),
-    (TypeError, "muon_update: `w`: packed already, expected a tree of arrays; `unpack` it first.",
-     lambda: jgrad.muon_update(jgrad.pack(X), X, 0.1, X, X, 1, matrices=rank_two)),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 import jgrad
 from tests.cases import rank_two
 from tests.choice import mostly_slow
-from tests.loops import assert_equal, run, step_of, train
+from tests.loops import assert_equal, run, train
 from tests.packed_model import assert_close
 from tests.reference import optimizers as reference
 
@@ -155,7 +155,7 @@ def test_steps_of_torch(index, name):
         assert np.linalg.norm(ours) / np.linalg.norm(theirs) == pytest.approx(1, abs=0.01)
 
 
-# ---- orthogonalize, scale_by_muon, muon_update -------------------------------------------------
+# ---- orthogonalize, scale_by_muon --------------------------------------------------------------
 
 
 def test_orthogonalize_trees():
@@ -197,27 +197,6 @@ def test_scale_by_muon():
     for g in grads:
         (u, a), (v, b) = of_whole(g, a, w), of_piece(g, b)
         assert_equal((u, a), (jax.tree.map(jnp.negative, v), b))
-
-
-@pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "muon"))
-def test_functional_update(rule):
-    """The pair's numbers; with a tree of rates, one for each kind."""
-    w, grads = model(dtype=np.float32), [model(seed, np.float32) for seed in (1, 2, 3)]
-    options = {
-        "matrices": OF_MODEL,
-        "output_axes": places(1),
-        "layer_axes": places(2),
-        "rule": rule,
-    }
-    tx = jgrad.muon(0.1, adam_learning_rate=0.01, weight_decay=0.1, **options)
-    state = tx.init(w)
-    found, mw, vw = w, state.mw, state.vw
-    rates, step = {"matrices": 0.1, "others": 0.01}, jax.jit(step_of(tx))
-    for t, g in enumerate(grads, start=1):
-        w, state = step(w, state, g)
-        found, mw, vw = jgrad.muon_update(found, g, rates, mw, vw, t, decay_lambda=0.1, **options)
-    equal = assert_equal if rule == "muon" else assert_close  # sums are in another order
-    equal((found, mw, vw), (w, state.mw, state.vw))
 
 
 # ---- rates -------------------------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""Muon's direction: momentum, orthogonalized matrix by matrix; Adam's for all other elements."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.apply import apply, calls
+from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
+from jgrad._inputs import numbers, options
+from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.options import Mask
+from jgrad._inputs.parameters import Parameters
+from jgrad._inputs.update import Update
+from jgrad._layers.layer_axes import read_layer_axes
+from jgrad._muon import batches, matrices, packed_parts
+from jgrad._muon.matrix_axes import MatrixAxes, read_cuts, read_output_axes
+from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
+from jgrad._muon.packed_parts import Part
+from jgrad._muon.scale import factors_of, read_scale
+from jgrad._muon.second_moments import second_shapes
+from jgrad._optimizers import adam as adam_of
+from jgrad._optimizers.adam import Adam
+from jgrad._trees import trees, values
+from jgrad._trees.trees import PyTree
+
+MuonRule = Literal["muon", "normuon"]
+# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
+LAST = (-1,)
+# NorMuon's: added to the root of the mean square of each output, which is 1 / sqrt(inputs) or so.
+_NORMUON_EPSILON = 1e-8
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+class Muon(NamedTuple):
+    """The options of Muon's direction, as a user gave them or, from `read`, for one update.
+
+    `muon` explains each of them.
+    """
+
+    matrices: Mask
+    momentum: Any
+    nesterov: bool
+    scale: Any
+    coefficients: Any
+    rule: MuonRule
+    output_axes: PyTree
+    norm_axes: PyTree
+    layer_axes: PyTree
+    share_over: Any
+    compute_dtype: Any
+    beta1: Scalar
+    beta2: Scalar
+    adam_epsilon: Scalar
+
+    @classmethod
+    def of_arguments(cls, name: str, arguments: dict[str, Any]) -> "Muon":
+        """Those among the arguments of a factory; errors as far as it can say them already."""
+        given = cls(**{field: arguments[field] for field in cls._fields})
+        _check_matrices(name, given.matrices)
+        values.one_of(name, "rule", given.rule, ("muon", "normuon"))
+        values.boolean(name, "nesterov", given.nesterov)
+        if not trees.may_be_function(given.momentum):
+            numbers.beta(name, "momentum", given.momentum)
+        read_output_axes(name, given.output_axes)
+        read_layer_axes(name, given.layer_axes)
+        read_cuts(name, given.norm_axes)
+        given.read(name, given.momentum if not callable(given.momentum) else 0.0)
+        given.adam(name)
+        return given
+
+    def read(self, name: str, momentum: Any) -> "Muon":
+        """The numbers of one update; errors of the transformation `name` where they are wrong."""
+        over = self.share_over
+        return self._replace(
+            momentum=numbers.beta(name, "momentum", momentum),
+            scale=read_scale(name, self.scale),
+            coefficients=read_coefficients(name, self.coefficients),
+            compute_dtype=check_compute_dtype(name, self.compute_dtype),
+            share_over=() if over is None else values.axis_names(name, "share_over", over),
+        )
+
+    def adam(self, name: str, step: Any = 0) -> Adam:
+        """The numbers of Adam, of all other leaves; `beta2` is NorMuon's, too."""
+        return Adam(
+            beta1=numbers.beta(name, "beta1", self.beta1),
+            beta2=numbers.beta(name, "beta2", self.beta2),
+            epsilon=numbers.scalar(name, "adam_epsilon", self.adam_epsilon),
+            bias_correction="moments",
+            step=jnp.asarray(step, dtype=float),
+        )
+
+    def shapes_of(self, inputs: Parameters) -> MomentShapes:
+        """The shapes of the moments; and where the matrices of each leaf are."""
+        axes = matrices.find(
+            inputs, self.matrices, self.output_axes, self.layer_axes, self.norm_axes
+        )
+        per_output = self.rule == "normuon"
+        vw = second_shapes(inputs.tree, axes, per_output=per_output)
+        return MomentShapes(inputs.tree, vw, found=axes)
+
+
+def _check_matrices(name: str, matrices: Mask) -> None:
+    """A choice of leaves, which has to be made."""
+    if matrices is None:
+        expected = "a prefix tree of bools, or a function of the parameters' shapes"
+        remedy = "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell"
+        raise TypeError(f"{name}: `matrices`: None, expected {expected}; {remedy}.")
+    if isinstance(matrices, jax.Array):
+        expected = "a tree of Python's bools, or a function of the parameters' shapes"
+        remedy = '`optax.inject_hyperparams` needs `static_args=("matrices",)`'
+        raise TypeError(f"{name}: `matrices`: an array, expected {expected}; {remedy}.")
+
+
+# ---- the method, on the arrays of one leaf -----------------------------------------------------
+
+
+@jit_static_kwargs
+def _mean_square(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    """The mean of |x|^2 over the inputs, for each output of each matrix."""
+    return jnp.mean(numerics.abs_squared(x), axis=axes.inputs, keepdims=True)
+
+
+@jit_static_kwargs
+def _normalized(x: jax.Array, vw: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    """O' = O / (sqrt(v) + epsilon), rescaled to |O' |= |O|; 0 where O is"""
+
+    def norm(x: jax.Array) -> jax.Array:
+        squares = numerics.abs_squared(x)
+        within = (*axes.outputs, *axes.inputs)
+        return numerics.safe_sqrt(jnp.sum(squares, axis=within, keepdims=True))
+
+    root = numerics.safe_sqrt(numerics.widen(vw, numerics.real_dtype(x)))
+    new = x / (root + _NORMUON_EPSILON).astype(x.dtype)
+    return numerics.scaled(new, numerics.safe_divide(norm(x), norm(new)))
+
+
+# ---- the method, on lists of parts -------------------------------------------------------------
+
+
+class _MomentInParts:
+    """A moment, and the door to it, for a method that computes with parts of arrays.
+
+    Attributes:
+      old: the parts, in full precision.
+    """
+
+    def __init__(
+        self, inputs: Update, moment: Moment, parts: Sequence[Part], *, second: bool = False
+    ) -> None:
+        self._inputs, self._moment, self._parts, self._second = inputs, moment, parts, second
+        wide = in_full_precision(moment.old)
+        self.old = packed_parts.split(parts, moment.specs, wide, second=second)
+
+    def write(self, new: list[Call | None]) -> NewMoments:
+        """As `Moment.write`; what updates are computed from is a list of parts."""
+        exact = self._inputs.kept(leafwise.run(new), self.old)
+        moment = self._moment
+        arrays = packed_parts.join(
+            self._parts, moment.specs, exact, moment.old, second=self._second
+        )
+        return NewMoments(moment.rounded(arrays), exact)
+
+
+def directions(inputs: Update, step: Step, given: Muon) -> tuple[list[Any], NewMoments, NewMoments]:
+    """The direction of each array, and the new moments."""
+    name, is_normuon = inputs.function, given.rule == "normuon"
+    inputs.check_buffers()
+    muon = given.read(name, options.called(inputs, "momentum", given.momentum, lambda: step.done))
+    adam = given.adam(name, step.number)
+    parts = packed_parts.of_arrays(inputs.specs, step.found, per_output=is_normuon)
+    own = [i for i, part in enumerate(parts) if part.matrices is not None]
+    g = packed_parts.split(parts, inputs.specs, inputs.g, second=False)
+    g_of_matrices, g_of_others = _divided(g, own)
+    mw = _MomentInParts(inputs, step.mw, parts)
+    vw = _MomentInParts(inputs, step.vw, parts, second=True)
+
+    b, b1, b2 = muon.momentum, adam.beta1, adam.beta2
+    new_mw = mw.write(
+        _either(
+            calls(rules.average, g_of_matrices, mw.old, b.value, b.complement),
+            calls(adam_of.first_moment, g_of_others, mw.old, b1.value, b1.complement),
+        )
+    )
+    ahead, mw_of_others = _divided(new_mw.exact, own)
+    if muon.nesterov:
+        ahead = apply(rules.average, g_of_matrices, ahead, b.value, b.complement)
+    own = [i for i in own if ahead[i] is not None]
+    chosen = [parts[i] for i in own]
+    found = _orthogonalized(name, chosen, [ahead[i] for i in own], muon)
+
+    means: list[Any] = [None] * len(parts)
+    if is_normuon:
+        for i, mean in zip(own, _mean_squares(chosen, found), strict=True):
+            means[i] = parts[i].from_matrices(mean, vw.old[i], per_output=True)
+    new_vw = vw.write(
+        _either(
+            calls(rules.average, means, vw.old, b2.value, b2.complement),
+            calls(adam_of.second_moment, g_of_others, vw.old, b2.value, b2.complement),
+        )
+    )
+    if is_normuon:
+        found = _normalized_outputs(chosen, found, [new_vw.exact[i] for i in own])
+
+    direction = adam_of.directions(mw_of_others, new_vw.exact, adam)
+    factors = factors_of(name, muon.scale, [part.whole for part in chosen])
+    for i, o in zip(own, apply(rules.scale_by, found, factors), strict=True):
+        direction[i] = parts[i].from_matrices(o, g[i])
+    return (
+        packed_parts.join(parts, inputs.specs, direction, inputs.g, second=False),
+        new_mw,
+        new_vw,
+    )
+
+
+def _divided(values: list[Any], own: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """The entries of matrices and those of all other parts; None elsewhere."""
+    chosen = set(own)
+    return (
+        [x if i in chosen else None for i, x in enumerate(values)],
+        [None if i in chosen else x for i, x in enumerate(values)],
+    )
+
+
+def _either(a: list[Call | None], b: list[Call | None]) -> list[Call | None]:
+    return [y if x is None else x for x, y in zip(a, b, strict=True)]
+
+
+def _orthogonalized(
+    name: str, chosen: Sequence[Part], values: Sequence[Any], muon: Muon
+) -> list[jax.Array]:
+    return batches.orthogonalized(
+        name,
+        [part.to_matrices(x) for part, x in zip(chosen, values, strict=True)],
+        [part.whole for part in chosen],
+        coefficients=muon.coefficients,
+        compute_dtype=muon.compute_dtype,
+        share_over=muon.share_over,
+    )
+
+
+def _mean_squares(chosen: Sequence[Part], found: Sequence[jax.Array]) -> list[Any]:
+    """The mean of |x|^2 over the inputs, for each output of each matrix."""
+    pairs = zip(chosen, found, strict=True)
+    return leafwise.run([(_of_axes(_mean_square, part.whole), (o,)) for part, o in pairs])
+
+
+def _normalized_outputs(
+    chosen: Sequence[Part], found: Sequence[jax.Array], vw: Sequence[Any]
+) -> list[Any]:
+    """Each output divided by the root of its mean square, averaged over steps."""
+    rows = zip(chosen, found, vw, strict=True)
+    return leafwise.run(
+        [
+            (_of_axes(_normalized, part.whole), (o, part.to_matrices(v, per_output=True)))
+            for part, o, v in rows
+        ]
+    )
+
+
+@functools.cache
+def _of_axes(rule: Function, axes: MatrixAxes) -> Function:
+    """One function object for each place of matrices, so that JAX's caches find it again."""
+    return functools.partial(rule, axes=axes)
