@@ -43,7 +43,12 @@ class Role(enum.Enum):
     @property
     def broadcasts(self) -> bool:
         """Whether it may have any shape that broadcasts to the weights."""
-        return self in (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.RATE)
+        return self.is_moment or self is Role.RATE
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is part of the state."""
+        return self in (Role.FIRST_MOMENT, Role.SECOND_MOMENT)
 
     @property
     def may_be_complex(self) -> bool:

@@ -17,8 +17,9 @@ What functional updates share:
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -26,40 +27,109 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._inputs import numbers
 from jgrad._inputs.aligned import AlignedArguments, Role, Roles
+from jgrad._inputs.moment import Moment, NewMoments
+from jgrad._layers.layer_axes import static_axes
 from jgrad._packed import packing
 from jgrad._trees import checks, trees, values
 from jgrad._trees.trees import PyTree
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def update(**roles: Role) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a functional update of a function of `AlignedArguments`.
+# For each argument that is replaced, the others that its new value is computed from; None for all.
+Replaced = Mapping[str, Sequence[str] | None]
+Arguments = dict[str, Any]
 
-    The decorated `_name(arguments, *, options...)` becomes a function of keyword arguments: those
-    with a role, `out`, and the options, which are static. It is compiled as one program, and called
-    `name` in messages.
+
+def update(
+    replaced: Replaced, before: Callable[[Arguments], Arguments] | None = None, **roles: Role
+) -> Callable[[F], F]:
+    """Makes a functional update of its body, which computes on lists with an entry per leaf.
+
+    The signature and the docstring are those of the body, and so are the static options. The body
+    gets for an argument with a role what `AlignedArguments` makes of it, for a moment a `Moment`,
+    and for `layer_axes` the layers of each leaf. It returns what is added to the weights, new
+    gradients, and `NewMoments`. All is compiled as one program.
 
     Args:
+      replaced: what the results replace, in order.
+      before: looks at all arguments, before anything is traced, and may replace some.
       **roles: what each argument is, arrays before numbers. Messages blame the first that is wrong.
     """
 
-    def decorate(compute: Callable[..., Any]) -> Callable[..., Any]:
-        name = compute.__name__.removeprefix("_")
+    def decorate(body: F) -> F:
+        name, signature = body.__name__, inspect.signature(body)
+        parameters = signature.parameters
+        positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
+        defaults = {p.name: p.default for p in parameters.values() if p.name not in positional}
 
-        def program(named: dict[str, PyTree], options: tuple[tuple[str, Any], ...]) -> Any:
-            return compute(AlignedArguments(name, roles, named), **dict(options))
+        def program(named: Arguments, options: tuple[tuple[str, Any], ...]) -> Any:
+            arguments = AlignedArguments(name, roles, named)
+            entries = {key: _entry(arguments[key], role) for key, role in roles.items()}
+            static = dict(options)
+            if "layer_axes" in static:
+                static["layer_axes"] = arguments.layer_axes(static["layer_axes"])
+            first = [entries.pop(key) for key in positional]
+            results = body(*first, **entries, **static)
+            return _results(arguments, roles, replaced, results, static)
 
         program.__name__ = name  # what profiles show
         compiled = jax.jit(program, static_argnums=1)
 
-        @functools.wraps(compute)
-        def call(*, out: None = None, **named: Any) -> Any:
-            values.no_out(name, out)
-            trees_ = {key: named.pop(key) for key in roles}
-            return compiled(canonicalize(name, roles, trees_), tuple(named.items()))
+        @functools.wraps(body)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) != len(positional) or not kwargs.keys() <= defaults.keys():
+                _refuse(name, signature, args, kwargs)
+            given = defaults | dict(zip(positional, args, strict=True)) | kwargs
+            values.no_out(name, given["out"])
+            given = given if before is None else before(given)
+            named = canonicalize(name, roles, {key: given.pop(key) for key in roles})
+            if "layer_axes" in given:
+                axes = static_axes(name, given["norm_axes"], given["layer_axes"])
+                given |= {"norm_axes": None, "layer_axes": axes}
+            options = tuple(given.items())
+            if all(map(_is_hashable, given.values())):
+                return compiled(named, options)
+            return program(named, options)  # the body says which option has no such values
 
-        return call
+        return cast(F, call)
 
     return decorate
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+    """Python's own error about missing and unknown arguments."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}.") from None
+
+
+def _entry(entry: Any, role: Role) -> Any:
+    return Moment(entry) if role.is_moment else entry
+
+
+def _results(
+    arguments: AlignedArguments, roles: Roles, replaced: Replaced, results: Any, static: Arguments
+) -> Any:
+    """The results of a body as trees: one, or a tuple."""
+    found = []
+    rows = zip(replaced.items(), results if len(replaced) > 1 else (results,), strict=True)
+    for (key, computed_from), new in rows:
+        if roles[key] is Role.WEIGHTS:
+            stop = static["stop_gradients"]
+            found.append(arguments.new_weights(new, stop_gradients=stop))
+        else:
+            new = new.stored if isinstance(new, NewMoments) else new
+            found.append(arguments.replaced(key, new, computed_from))
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jgrad._arithmetic.apply import PerLeaf, apply, calls, side_by_side
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import scaled
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.aligned import Role
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
@@ -154,6 +154,16 @@ def step_sizes(adam: Adam) -> tuple[PerLeaf, PerLeaf]:
 # ---- functional updates ------------------------------------------------------------------------
 
 
+@functional.update(
+    {"dcdw": None, "mw": ("dcdw", "beta1"), "vw": ("dcdw", "beta2")},
+    dcdw=Role.GRADIENT,
+    mw=Role.FIRST_MOMENT,
+    vw=Role.SECOND_MOMENT,
+    step=Role.NUMBER,
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    epsilon=Role.NUMBER,
+)
 def adam_step(
     dcdw: PyTree,
     mw: PyTree,
@@ -210,40 +220,23 @@ def adam_step(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     check_bias_correction("adam_step", bias_correction)
-    return _adam_step(
-        dcdw=dcdw,
-        mw=mw,
-        vw=vw,
-        step=step,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        bias_correction=bias_correction,
-        out=out,
-    )
+    adam = Adam(beta1, beta2, epsilon, bias_correction, step)
+    new_mw, new_vw = new_moments(dcdw, mw, vw, adam)
+    return directions(new_mw.exact, new_vw.exact, adam), new_mw, new_vw
 
 
 @functional.update(
+    {"w": None, "mw_tm1": ("dcdw", "beta1"), "vw_tm1": ("dcdw", "beta2")},
+    w=Role.WEIGHTS,
     dcdw=Role.GRADIENT,
-    mw=Role.FIRST_MOMENT,
-    vw=Role.SECOND_MOMENT,
+    mw_tm1=Role.FIRST_MOMENT,
+    vw_tm1=Role.SECOND_MOMENT,
+    lr=Role.RATE,
     step=Role.NUMBER,
     beta1=Role.BETA,
     beta2=Role.BETA,
     epsilon=Role.NUMBER,
 )
-def _adam_step(
-    args: AlignedArguments, *, bias_correction: BiasCorrection
-) -> tuple[PyTree, PyTree, PyTree]:
-    adam = Adam(args["beta1"], args["beta2"], args["epsilon"], bias_correction, args["step"])
-    mw, vw = new_moments(args["dcdw"], Moment(args["mw"]), Moment(args["vw"]), adam)
-    return (
-        args.replaced("dcdw", directions(mw.exact, vw.exact, adam)),
-        args.replaced("mw", mw.stored, computed_from=("dcdw", "beta1")),
-        args.replaced("vw", vw.stored, computed_from=("dcdw", "beta2")),
-    )
-
-
 def adam_update(
     w: PyTree,
     dcdw: PyTree,
@@ -296,44 +289,9 @@ def adam_update(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     check_bias_correction("adam_update", bias_correction)
-    return _adam_update(
-        w=w,
-        dcdw=dcdw,
-        lr=lr,
-        mw_tm1=mw_tm1,
-        vw_tm1=vw_tm1,
-        step=step,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        bias_correction=bias_correction,
-        stop_gradients=stop_gradients,
-        out=out,
-    )
-
-
-@functional.update(
-    w=Role.WEIGHTS,
-    dcdw=Role.GRADIENT,
-    mw_tm1=Role.FIRST_MOMENT,
-    vw_tm1=Role.SECOND_MOMENT,
-    lr=Role.RATE,
-    step=Role.NUMBER,
-    beta1=Role.BETA,
-    beta2=Role.BETA,
-    epsilon=Role.NUMBER,
-)
-def _adam_update(
-    args: AlignedArguments, *, bias_correction: BiasCorrection, stop_gradients: bool
-) -> tuple[PyTree, PyTree, PyTree]:
-    adam = Adam(args["beta1"], args["beta2"], args["epsilon"], bias_correction, args["step"])
-    mw, vw = new_moments(args["dcdw"], Moment(args["mw_tm1"]), Moment(args["vw_tm1"]), adam)
-    updates = apply(rules.descent, directions(mw.exact, vw.exact, adam), args["lr"])
-    return (
-        args.new_weights(updates, stop_gradients=stop_gradients),
-        args.replaced("mw_tm1", mw.stored, computed_from=("dcdw", "beta1")),
-        args.replaced("vw_tm1", vw.stored, computed_from=("dcdw", "beta2")),
-    )
+    adam = Adam(beta1, beta2, epsilon, bias_correction, step)
+    mw, vw = new_moments(dcdw, mw_tm1, vw_tm1, adam)
+    return apply(rules.descent, directions(mw.exact, vw.exact, adam), lr), mw, vw
 
 
 # ---- transformations ---------------------------------------------------------------------------

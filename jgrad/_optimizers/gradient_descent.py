@@ -9,7 +9,7 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.apply import PerLeaf, add_decay, apply, is_zero, side_by_side
 from jgrad._arithmetic.leafwise import Call, on_leaf
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.aligned import Role
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
@@ -52,6 +52,7 @@ def with_momentum(
     return apply(rules.add_scaled, look_ahead, written.exact, decay), written
 
 
+@functional.update({"w": None}, w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
 def optimizer_update(
     w: PyTree,
     effective_grad: PyTree,
@@ -87,17 +88,10 @@ def optimizer_update(
       >>> jax.tree.map(jnp.shape, new)
       {'b': (2,), 'w': (3, 2)}
     """
-    return _optimizer_update(
-        w=w, effective_grad=effective_grad, lr=lr, stop_gradients=stop_gradients, out=out
-    )
+    return apply(rules.descent, effective_grad, lr)
 
 
-@functional.update(w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
-def _optimizer_update(args: AlignedArguments, *, stop_gradients: bool) -> PyTree:
-    updates = apply(rules.descent, args["effective_grad"], args["lr"])
-    return args.new_weights(updates, stop_gradients=stop_gradients)
-
-
+@functional.update({"w": None}, w=Role.WEIGHTS, dcdw=Role.GRADIENT, lr=Role.RATE)
 def gradient_descent_update(
     w: PyTree, dcdw: PyTree, lr: PyTree, /, *, stop_gradients: bool = True, out: None = None
 ) -> PyTree:
@@ -125,13 +119,7 @@ def gradient_descent_update(
       >>> jax.tree.map(jnp.shape, new)
       {'b': (2,), 'w': (3, 2)}
     """
-    return _gradient_descent_update(w=w, dcdw=dcdw, lr=lr, stop_gradients=stop_gradients, out=out)
-
-
-@functional.update(w=Role.WEIGHTS, dcdw=Role.GRADIENT, lr=Role.RATE)
-def _gradient_descent_update(args: AlignedArguments, *, stop_gradients: bool) -> PyTree:
-    updates = apply(rules.descent, args["dcdw"], args["lr"])
-    return args.new_weights(updates, stop_gradients=stop_gradients)
+    return apply(rules.descent, dcdw, lr)
 
 
 def gradient_descent(

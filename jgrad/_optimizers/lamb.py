@@ -10,14 +10,13 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.apply import PerLeaf, is_zero, side_by_side
 from jgrad._arithmetic.leafwise import Call, on_leaf
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.aligned import AlignedArguments, Role
-from jgrad._inputs.moment import Moment, NewMoments, Step
+from jgrad._inputs.aligned import Role
+from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
-from jgrad._layers.layer_axes import StaticAxes, static_axes
 from jgrad._layers.ratios import IVY_GUARD
 from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio, written
 from jgrad._optimizers import adam
@@ -56,7 +55,7 @@ def _decayed_delta(
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
-class LambNumbers(NamedTuple):
+class Lamb(NamedTuple):
     """The numbers of LAMB, each one for all leaves or a list with one per leaf."""
 
     adam: Adam
@@ -67,7 +66,7 @@ class LambNumbers(NamedTuple):
 
 
 def _updates(
-    w: list[Any], mw: list[Any], vw: list[Any], lamb: LambNumbers, layers: TrustLayers, *, rule: str
+    w: list[Any], mw: list[Any], vw: list[Any], lamb: Lamb, layers: TrustLayers, *, rule: str
 ) -> list[Any]:
     """-lr ratio (delta + decay w), from the new moments; in Ivy's rule decay is in norms only."""
     deltas: list[Call | None] = []
@@ -95,6 +94,30 @@ def _updates(
 # ---- functional update -------------------------------------------------------------------------
 
 
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `lamb_update`, with what stands for no clamp and for no decay."""
+    largest, decay = given["max_trust_ratio"], given["decay_lambda"]
+    check_clamps("lamb_update", given["min_trust_ratio"], largest)
+    decay = numbers.optional_decay(decay, negative_is_none=given["rule"] == "ivy")
+    return given | {"max_trust_ratio": numbers.upper_clamp(largest), "decay_lambda": decay}
+
+
+@functional.update(
+    {"w": None, "mw_tm1": ("dcdw", "beta1"), "vw_tm1": ("dcdw", "beta2")},
+    before=_read,
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    mw_tm1=Role.FIRST_MOMENT,
+    vw_tm1=Role.SECOND_MOMENT,
+    lr=Role.RATE,
+    step=Role.NUMBER,
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    epsilon=Role.NUMBER,
+    min_trust_ratio=Role.NUMBER,
+    max_trust_ratio=Role.NUMBER,
+    decay_lambda=Role.OPTIONAL_NUMBER,
+)
 def lamb_update(
     w: PyTree,
     dcdw: PyTree,
@@ -167,68 +190,16 @@ def lamb_update(
     """
     name = "lamb_update"
     values.one_of(name, "rule", rule, _RULES)
-    check_clamps(name, min_trust_ratio, max_trust_ratio)
     adam.check_bias_correction(name, bias_correction)
-    return _lamb_update(
-        w=w,
-        dcdw=dcdw,
-        lr=lr,
-        mw_tm1=mw_tm1,
-        vw_tm1=vw_tm1,
-        step=step,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
+    lamb = Lamb(
+        adam=Adam(beta1, beta2, epsilon, bias_correction, step),
+        learning_rate=lr,
+        weight_decay=decay_lambda,
         min_trust_ratio=min_trust_ratio,
-        max_trust_ratio=numbers.upper_clamp(max_trust_ratio),
-        decay_lambda=numbers.optional_decay(decay_lambda, negative_is_none=rule == "ivy"),
-        bias_correction=bias_correction,
-        rule=rule,
-        axes=static_axes(name, norm_axes, layer_axes),
-        stop_gradients=stop_gradients,
-        out=out,
+        max_trust_ratio=max_trust_ratio,
     )
-
-
-@functional.update(
-    w=Role.WEIGHTS,
-    dcdw=Role.GRADIENT,
-    mw_tm1=Role.FIRST_MOMENT,
-    vw_tm1=Role.SECOND_MOMENT,
-    lr=Role.RATE,
-    step=Role.NUMBER,
-    beta1=Role.BETA,
-    beta2=Role.BETA,
-    epsilon=Role.NUMBER,
-    min_trust_ratio=Role.NUMBER,
-    max_trust_ratio=Role.NUMBER,
-    decay_lambda=Role.OPTIONAL_NUMBER,
-)
-def _lamb_update(
-    args: AlignedArguments,
-    *,
-    bias_correction: BiasCorrection,
-    rule: LambRule,
-    axes: StaticAxes,
-    stop_gradients: bool,
-) -> tuple[PyTree, PyTree, PyTree]:
-    lamb_numbers = LambNumbers(
-        adam=Adam(args["beta1"], args["beta2"], args["epsilon"], bias_correction, args["step"]),
-        learning_rate=args["lr"],
-        weight_decay=args["decay_lambda"],
-        min_trust_ratio=args["min_trust_ratio"],
-        max_trust_ratio=args["max_trust_ratio"],
-    )
-    mw, vw = adam.new_moments(
-        args["dcdw"], Moment(args["mw_tm1"]), Moment(args["vw_tm1"]), lamb_numbers.adam
-    )
-    layers = TrustLayers(args.layer_axes(axes))
-    updates = _updates(args["w"], mw.exact, vw.exact, lamb_numbers, layers, rule=rule)
-    return (
-        args.new_weights(updates, stop_gradients=stop_gradients),
-        args.replaced("mw_tm1", mw.stored, computed_from=("dcdw", "beta1")),
-        args.replaced("vw_tm1", vw.stored, computed_from=("dcdw", "beta2")),
-    )
+    mw, vw = adam.new_moments(dcdw, mw_tm1, vw_tm1, lamb.adam)
+    return _updates(w, mw.exact, vw.exact, lamb, TrustLayers(layer_axes), rule=rule), mw, vw
 
 
 # ---- transformations ---------------------------------------------------------------------------
@@ -332,16 +303,16 @@ def lamb(
     def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         w = inputs.require_params("the trust ratio")
         smallest, largest = clamps(name, min_trust_ratio, max_trust_ratio)
-        lamb_numbers = LambNumbers(
+        numbers_of_lamb = Lamb(
             adam=given.read(name, step.number),
             learning_rate=options.learning_rates(inputs, learning_rate, step),
             weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )
-        mw, vw = adam.new_moments(inputs.g, step.mw, step.vw, lamb_numbers.adam)
+        mw, vw = adam.new_moments(inputs.g, step.mw, step.vw, numbers_of_lamb.adam)
         layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
-        return _updates(w, mw.exact, vw.exact, lamb_numbers, layers, rule=rule), mw, vw
+        return _updates(w, mw.exact, vw.exact, numbers_of_lamb, layers, rule=rule), mw, vw
 
     return transformation(
         name,

@@ -17,14 +17,13 @@ from jgrad._arithmetic.apply import (
 )
 from jgrad._arithmetic.leafwise import Function, on_leaf
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.aligned import AlignedArguments, Role
+from jgrad._inputs.aligned import Role
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
 from jgrad._inputs.update import Update
-from jgrad._layers.layer_axes import StaticAxes, static_axes
 from jgrad._layers.ratios import IVY_GUARD, one_where_zero, root_of_quotient
 from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio
 from jgrad._optimizers.gradient_descent import with_momentum
@@ -64,7 +63,7 @@ def _ivy_ratio(
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
-class LarsNumbers(NamedTuple):
+class Lars(NamedTuple):
     """The numbers of LARS, each one for all leaves or a list with one per leaf."""
 
     trust_coefficient: PerLeaf
@@ -75,7 +74,7 @@ class LarsNumbers(NamedTuple):
 def _scaled(
     w: list[Any],
     g: list[Any],
-    lars: LarsNumbers,
+    lars: Lars,
     layers: TrustLayers,
     *,
     rule: LarsRule,
@@ -118,6 +117,23 @@ def _check_rule(name: str, rule: LarsRule, epsilon: Any) -> None:
 # ---- functional update -------------------------------------------------------------------------
 
 
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `lars_update`, with what stands for no decay."""
+    decay, rule = given["decay_lambda"], given["rule"]
+    _check_rule("lars_update", rule, given["epsilon"])
+    return given | {"decay_lambda": numbers.optional_decay(decay, negative_is_none=rule == "ivy")}
+
+
+@functional.update(
+    {"w": None},
+    before=_read,
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    lr=Role.RATE,
+    trust_coefficient=Role.NUMBER,
+    epsilon=Role.NUMBER,
+    decay_lambda=Role.OPTIONAL_NUMBER,
+)
 def lars_update(
     w: PyTree,
     dcdw: PyTree,
@@ -174,47 +190,9 @@ def lars_update(
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1.
     """
-    name = "lars_update"
-    _check_rule(name, rule, epsilon)
-    return _lars_update(
-        w=w,
-        dcdw=dcdw,
-        lr=lr,
-        trust_coefficient=trust_coefficient,
-        epsilon=epsilon,
-        decay_lambda=numbers.optional_decay(decay_lambda, negative_is_none=rule == "ivy"),
-        rule=rule,
-        axes=static_axes(name, norm_axes, layer_axes),
-        stop_gradients=stop_gradients,
-        out=out,
-    )
-
-
-@functional.update(
-    w=Role.WEIGHTS,
-    dcdw=Role.GRADIENT,
-    lr=Role.RATE,
-    trust_coefficient=Role.NUMBER,
-    epsilon=Role.NUMBER,
-    decay_lambda=Role.OPTIONAL_NUMBER,
-)
-def _lars_update(
-    args: AlignedArguments, *, rule: LarsRule, axes: StaticAxes, stop_gradients: bool
-) -> PyTree:
-    updates = _scaled(
-        args["w"],
-        args["dcdw"],
-        LarsNumbers(
-            trust_coefficient=args["trust_coefficient"],
-            weight_decay=args["decay_lambda"],
-            epsilon=args["epsilon"],
-        ),
-        TrustLayers(args.layer_axes(axes)),
-        rule=rule,
-        rates=(args["lr"],),
-        scale=rules.descent,
-    )
-    return args.new_weights(updates, stop_gradients=stop_gradients)
+    lars = Lars(trust_coefficient, decay_lambda, epsilon)
+    layers = TrustLayers(layer_axes)
+    return _scaled(w, dcdw, lars, layers, rule=rule, rates=(lr,), scale=rules.descent)
 
 
 # ---- transformation ----------------------------------------------------------------------------
@@ -320,7 +298,7 @@ def lars(
         direction = _scaled(
             inputs.require_params("the trust ratio"),
             inputs.g,
-            LarsNumbers(
+            Lars(
                 trust_coefficient=numbers.scalar(name, "trust_coefficient", trust_coefficient),
                 weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
                 epsilon=numbers.scalar(name, "epsilon", epsilon),
