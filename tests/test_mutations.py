@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from tests.errors import assert_error
 from tests.mutation_list import MUTATIONS
 from tests.support import edits
+from tests.support.errors import assert_error
 
 
 def test_each_mutation_fits(tmp_path):
