@@ -27,7 +27,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from tests import expensive
+from tests.support import expensive
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -21,9 +21,9 @@ from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from tests import packed_model as packed
 from tests.cases import CASES, MASK, params
-from tests.loops import step_of
+from tests.support import packed_model as packed
+from tests.support.loops import step_of
 
 RATE_TREE = {"layer": 0.1, "rest": [0.01, jnp.float32(0.2), 0.0]}
 

@@ -3,10 +3,10 @@
     python -m tests.mutations                    # by the default suite
     python -m tests.mutations --all zero norms   # by every test, those whose names have these words
     python -m tests.mutations --near             # by the nearest tests alone: quick
+    python -m tests.mutations --table            # runs nothing: what is broken, and how
 
-Each mutation replaces a text that stands once in a file. The tests nearest to that file run first,
-in a copy of the tree; the whole suite runs only if they pass. Prints a table for
-`docs/mutations.md`: which test was the first to fail.
+Each mutation of `tests/mutation_list.py` is applied to a copy of the tree. The tests nearest to it
+run first, and the whole suite only if they pass. Prints a table: which test was the first to fail.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import tempfile
 from typing import NamedTuple
 
 from tests.mutation_list import MUTATIONS, Mutation
+from tests.support import edits
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -38,10 +39,9 @@ def run(mutation: Mutation, *, every: bool, only_near: bool = False) -> Outcome:
         copy = pathlib.Path(folder)
         ignored = shutil.ignore_patterns(".*", "__pycache__", "*.png")
         shutil.copytree(ROOT, copy, dirs_exist_ok=True, ignore=ignored)
-        file = copy / "jgrad" / mutation.file
-        text = file.read_text()
-        assert text.count(mutation.old) == 1, f"{mutation.name}: not once in {mutation.file}"
-        file.write_text(text.replace(mutation.old, mutation.new))
+        place = edits.find(mutation.place)
+        broken = edits.edited(place, mutation.old, mutation.new)
+        (copy / place.path.relative_to(ROOT)).write_text(broken)
         near = [*mutation.near.split(), "-n0"]
         for arguments in (near,) if only_near else (near, ["-n1"]):
             options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *["--all"] * every]
@@ -65,24 +65,35 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="Run every test.")
     parser.add_argument("--near", action="store_true", help="Run the nearest tests alone.")
     parser.add_argument("--processes", type=int, default=2, help="Mutations at a time.")
-    parser.add_argument("words", nargs="*", help="Only mutations whose names or files have these.")
+    parser.add_argument("--table", action="store_true", help="Print the mutations, run nothing.")
+    parser.add_argument("words", nargs="*", help="Only mutations whose names or places have these.")
     options = parser.parse_args()
-    chosen = [
-        m
-        for m in MUTATIONS
-        if not options.words or any(word in m.name or word in m.file for word in options.words)
-    ]
-    print("| file | mutation | first test that fails |\n| --- | --- | --- |")
+    chosen = [m for m in MUTATIONS if not options.words or _has(m, options.words)]
+    if options.table:
+        print("| place | mutation | what is replaced | by |\n| --- | --- | --- | --- |")
+        for m in chosen:
+            row = [f"`{_shown(m)}`", m.name, f"`{m.old}`", f"`{m.new}`"]
+            print("|", " | ".join(x.replace("|", "\\|") for x in row), "|")
+        return 0
+    print("| place | mutation | first test that fails |\n| --- | --- | --- |")
     survived = 0
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         outcomes = pool.map(lambda m: run(m, every=options.all, only_near=options.near), chosen)
         for mutation, test in outcomes:
             survived += test is None
             shown = "**survived**" if test is None else f"`{test.replace('|', ' ')}`"
-            print(f"| `{mutation.file}` | {mutation.name} | {shown} |", flush=True)
+            print(f"| `{_shown(mutation)}` | {mutation.name} | {shown} |", flush=True)
     killed = len(chosen) - survived
     print(f"\n{killed} of {len(chosen)} killed", flush=True)
     return 1 if survived else 0
+
+
+def _shown(mutation: Mutation) -> str:
+    return edits.find(mutation.place).name
+
+
+def _has(mutation: Mutation, words: list[str]) -> bool:
+    return any(word in mutation.name or word in _shown(mutation) for word in words)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 import jgrad
 from benchmarks import traffic
 from tests.everywhere.test_recipes import LIMITS, OPERATIONS
-from tests.loops import assert_equal
+from tests.support.loops import assert_equal
 
 ROOT = next(x for x in pathlib.Path(__file__).parents if (x / "pyproject.toml").exists())
 PUBLIC = [

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.loops import assert_equal
+from tests.support.loops import assert_equal
 from tests.test_docs import page, run_example
 
 STARTED, HALF = "docs/getting_started.md", "docs/half_precision.md"

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.loops import assert_equal
+from tests.support.loops import assert_equal
 from tests.test_docs import blocks, page, rows, run_example
 
 PAGE = "docs/choose_a_recipe.md"

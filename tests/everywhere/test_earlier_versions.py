@@ -9,8 +9,8 @@ import pytest
 
 import jgrad
 from tests import golden
-from tests.choice import mostly_slow
-from tests.loops import assert_equal
+from tests.support.choice import mostly_slow
+from tests.support.loops import assert_equal
 
 FILES = sorted(golden.DATA.glob("states_*.npz"))
 

@@ -11,7 +11,7 @@ from jgrad._quantized import leaves
 from jgrad._quantized.leaves import Geometry
 from jgrad._quantized.random_bits import step_keys
 from jgrad._trees.blocks import is_blocks
-from tests.eight_bits import (
+from tests.support.eight_bits import (
     CONSTANT_FREE,
     ELEMENTWISE,
     RATE,
@@ -26,7 +26,7 @@ from tests.eight_bits import (
     unpacked,
     value,
 )
-from tests.loops import assert_equal, train
+from tests.support.loops import assert_equal, train
 
 # ---- at every scale ----------------------------------------------------------------------------
 

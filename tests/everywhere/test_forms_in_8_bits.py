@@ -12,7 +12,7 @@ import pytest
 
 import jgrad
 from jgrad._trees.blocks import is_blocks
-from tests.eight_bits import (
+from tests.support.eight_bits import (
     FEW,
     MAKES,
     RATE,
@@ -28,8 +28,8 @@ from tests.eight_bits import (
     slow,
     unpacked,
 )
-from tests.errors import assert_error
-from tests.loops import assert_equal, step_of, train
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, step_of, train
 
 # ---- shapes, dtypes and forms ------------------------------------------------------------------
 

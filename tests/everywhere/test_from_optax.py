@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import jgrad
-from tests.choice import mostly_slow
-from tests.loops import run
+from tests.support.choice import mostly_slow
+from tests.support.loops import run
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "from_optax.md").read_text()
 TABLE = re.findall(r"^\| `(optax\..+?)` \| `(jgrad\..+?)`", TEXT, re.MULTILINE)

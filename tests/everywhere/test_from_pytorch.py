@@ -1,6 +1,6 @@
 """The rows of docs/from_pytorch.md: our line makes the numbers that PyTorch made of theirs.
 
-`tests/torch_numbers.py` says how PyTorch's were made.
+`tests/support/torch_numbers.py` says how PyTorch's were made.
 """
 
 import json
@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jgrad
-from tests import torch_numbers
+from tests.support import torch_numbers
 from tests.test_docs import run_example
 
 ROWS = dict(torch_numbers.table())

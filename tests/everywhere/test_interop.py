@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import jgrad
 from tests.cases import FEW, RATE, every_case, gradients, params
-from tests.choice import mostly_slow
+from tests.support.choice import mostly_slow
 
 
 def close(found, expected, rtol=1e-6, atol=1e-6):

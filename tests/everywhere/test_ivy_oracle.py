@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests import ivy_oracle as ivy
-from tests.choice import mostly_slow
+from tests.support import ivy_oracle as ivy
+from tests.support.choice import mostly_slow
 
 UPDATES = [
     "adam_step",

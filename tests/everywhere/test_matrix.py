@@ -10,8 +10,8 @@ from jax import export
 
 import jgrad
 from tests.cases import ALL, FEW, RATE, every_case, gradients, params
-from tests.choice import mostly_slow
-from tests.loops import assert_equal, assert_within, norm, run, step_of
+from tests.support.choice import mostly_slow
+from tests.support.loops import assert_equal, assert_within, norm, run, step_of
 
 slow = pytest.mark.slow
 # Of parameters and of gradients: each once beside the same, a wider and a narrower one.

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 NAN = float("nan")
 W = {"layer_3": {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}}

@@ -12,7 +12,7 @@ import pytest
 
 import jgrad
 from benchmarks.recipes import RATE, RECIPES, Recipe, clipped, program
-from tests.choice import mostly_slow
+from tests.support.choice import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # schedules of optax promote
 

@@ -19,7 +19,7 @@ import pytest
 
 import jgrad
 from tests.cases import CASES, CORE, FEW, RATE, every_case, gradients, params
-from tests.loops import step_of, train
+from tests.support.loops import step_of, train
 
 slow = pytest.mark.slow
 every_half = pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=slow)])

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES, RATE
-from tests.loops import step_of
 from tests.multi_device.meshes import mesh_of
+from tests.support.loops import step_of
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
 # Whole rows of blocks, blocks of several rows, less than 8 bits are for, and one row of blocks.

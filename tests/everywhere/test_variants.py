@@ -14,9 +14,9 @@ import pytest
 
 import jgrad
 from tests.cases import IVY
-from tests.choice import mostly_slow
 from tests.reference import variants as source
 from tests.reference.optimizers import trajectory
+from tests.support.choice import mostly_slow
 
 STEPS = 200
 

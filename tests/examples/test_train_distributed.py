@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from tests.harm import data_file, flip_a_bit
+from tests.support.harm import data_file, flip_a_bit
 
 pytestmark = pytest.mark.slow
 SCRIPT = pathlib.Path(__file__).parents[2] / "colabs" / "train_distributed.py"

@@ -25,7 +25,7 @@ import recipes
 import text
 from checkpoints import CheckpointError, Checkpoints
 from language_training import Settings, SettingsError, bytes_on_one_device
-from tests.loops import assert_equal
+from tests.support.loops import assert_equal
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "colabs" / "train_language_model.py"
 TINY = Settings(

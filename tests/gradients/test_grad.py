@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 
 def cube(x):

@@ -11,8 +11,8 @@ import pytest
 
 import jgrad
 from jgrad._arithmetic import numerics
-from tests.choice import mostly_slow
-from tests.compilations import compilations
+from tests.support.choice import mostly_slow
+from tests.support.compilations import compilations
 
 W = {"a": jnp.array([1.0, 2.0, 3.0]), "b": {"c": jnp.array([4.0, 5.0, 6.0])}}
 G = jax.tree.map(lambda x: 0.1 * x - 0.3, W)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.choice import mostly_slow
+from tests.support.choice import mostly_slow
 
 W = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 G = jax.tree.map(lambda x: 0.5 * x, W)

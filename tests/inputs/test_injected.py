@@ -15,8 +15,8 @@ import optax
 import pytest
 
 import jgrad
-from tests.errors import assert_error
-from tests.loops import train
+from tests.support.errors import assert_error
+from tests.support.loops import train
 
 SHAPES = {"embed": (64, 96), "w": (96, 64), "b": (64,)}
 W = {

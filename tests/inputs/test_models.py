@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import jgrad
-from tests.choice import mostly_slow
 from tests.inputs.test_functions import assert_same, node
+from tests.support.choice import mostly_slow
 
 
 @node

@@ -13,8 +13,8 @@ from jgrad._inputs import options
 from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.moments import MomentOptions
 from jgrad._inputs.transformation import transformation
-from tests.errors import assert_error
-from tests.loops import train
+from tests.support.errors import assert_error
+from tests.support.loops import train
 
 RATE, STEPS = 0.01, 4
 W = {"w": jnp.linspace(-1.0, 1.0, 8192).reshape(32, 256), "b": jnp.ones(3)}

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgrad
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes, read_norm_axes
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
 

@@ -1,6 +1,5 @@
 """Norms of layers at every scale."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ import jgrad
 from jgrad._arithmetic import leafwise
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
+from tests.support.compilations import compilations
 
 
 def found_norms(*arrays):
@@ -184,34 +184,32 @@ def test_global_norm_of_nothing():
     assert norms.global_norm([], []) == norms.ScaledNorm(0, 1)
 
 
-def test_an_eager_call_of_many_arrays(monkeypatch):
-    """Several programs of some arrays each, with the norms of one program of all."""
-    sizes = []
-    whole = norms._norms
+def eager_norms(norm, arrays):
+    """The norm of each array, or of all, with what they should be."""
+    exact = np.array([true_norm(x) for x in arrays], float)
+    if norm == "of each":
+        return found_norms(*arrays), exact
+    return [jgrad.global_norm(arrays)], [np.linalg.norm(exact)]
 
-    def counted(arrays, *, batches):
-        sizes.append(len(arrays))
-        return whole(arrays, batches=batches)
 
-    of_all = []
-    whole_of_all = norms._norm_of_all
-
-    def counted_of_all(arrays, *, kinds):
-        of_all.append(len(arrays))
-        return whole_of_all(arrays, kinds=kinds)
-
-    monkeypatch.setattr(norms, "_norms", counted)
-    monkeypatch.setattr(norms, "_norm_of_all", counted_of_all)
-    monkeypatch.setattr(norms, "_EAGER", 16)
+@pytest.mark.parametrize("norm", ["of each", "of all"])
+def test_an_eager_call_of_many_arrays(norm):
+    """More than share a program, with squares that overflow. Here no program is compiled."""
     rng = np.random.default_rng(0)
-    w = {f"w{i}": jnp.asarray(rng.normal(size=(2, 2)), jnp.float32) for i in range(20)}
-    g = jax.tree.map(jnp.cos, w)
-    tx = jgrad.lamb(0.1)
-    found = tx.update(g, tx.init(w), w)
-    assert sizes == [32, 8]  # weights and directions
-    chex.assert_trees_all_close(found, jax.jit(tx.update)(g, tx.init(w), w), rtol=1e-6)
-    exact = np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in w.values()))
-    np.testing.assert_allclose(jgrad.global_norm(w), exact, rtol=1e-6)
-    assert of_all == [16, 4]
-    w["w19"] = jnp.full((2, 2), 1e30)
-    np.testing.assert_allclose(jgrad.global_norm(w), 2e30, rtol=1e-6)
+    arrays = list(jnp.asarray(1e25 * rng.normal(size=(260, 2)), jnp.float32))
+    with jax.disable_jit():
+        found, expected = eager_norms(norm, arrays)
+    np.testing.assert_allclose(np.array(found), expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["of each", "of all"])
+def test_programs_of_an_eager_call(norm):
+    """Of 256 arrays each: twice as many need no other program."""
+    rng = np.random.default_rng(0)
+    arrays = list(jnp.asarray(rng.normal(size=(256, 2)), jnp.float32))
+    eager_norms(norm, [*arrays, *arrays[:8]])
+    found = []
+    call = lambda arrays: found.extend(eager_norms(norm, arrays))
+    assert compilations(call, [*arrays, *arrays]) == 0
+    np.testing.assert_allclose(np.array(found[0]), found[1], rtol=1e-6)

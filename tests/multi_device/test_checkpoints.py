@@ -10,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgrad
 from checkpoints import CheckpointError, Checkpoints, whole_steps
-from tests.errors import assert_error
-from tests.harm import data_file, flip_a_bit
-from tests.loops import assert_equal
-from tests.packed_model import normal
+from tests.support.errors import assert_error
+from tests.support.harm import data_file, flip_a_bit
+from tests.support.loops import assert_equal
+from tests.support.packed_model import normal
 
 
 def weights():

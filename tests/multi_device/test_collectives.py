@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jgrad
 from benchmarks import collectives
 from tests.cases import CASES, RATE
-from tests.loops import step_of
 from tests.multi_device.meshes import mesh_of
+from tests.support.loops import step_of
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
 pytestmark = pytest.mark.skipif(

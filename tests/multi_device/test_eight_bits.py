@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from benchmarks import collectives
 from jgrad._trees.blocks import is_blocks
-from tests.loops import assert_equal
 from tests.multi_device.meshes import mesh_of
+from tests.support.loops import assert_equal
 
 MAKES = {
     "adam": functools.partial(jgrad.adam, 0.1, weight_decay=0.1),

@@ -11,11 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
-from tests.errors import assert_error
-from tests.loops import assert_equal, stack
 from tests.multi_device.meshes import mesh_of
 from tests.multi_device.test_zero import Sharded, train
-from tests.packed_model import assert_close
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, stack
+from tests.support.packed_model import assert_close
 
 DEVICES = 8
 LAYERS = {"stack": 0, "up": None, "down": None, "b": None, "embed": None}

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests.errors import assert_error
 from tests.multi_device.meshes import mesh_of
-from tests.packed_model import assert_close
+from tests.support.errors import assert_error
+from tests.support.packed_model import assert_close
 
 # Shape, spec of the parameter, spec of its moments when cut over "a" (4 devices) too.
 SPECS = {

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jgrad
 from benchmarks import collectives
 from tests.cases import CASES, MASK
-from tests.errors import assert_error
-from tests.loops import assert_equal, stack
 from tests.multi_device.meshes import mesh_of
-from tests.packed_model import DECAYS, PER_ELEMENT, RATES, assert_close, normal
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, stack
+from tests.support.packed_model import DECAYS, PER_ELEMENT, RATES, assert_close, normal
 
 DEVICES = 8
 apply_updates = jax.jit(optax.apply_updates)

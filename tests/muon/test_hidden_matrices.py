@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgrad
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 MATRIX = jnp.ones((4, 6))
 BY_NAME = {

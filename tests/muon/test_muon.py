@@ -10,10 +10,10 @@ import pytest
 
 import jgrad
 from tests.cases import rank_two
-from tests.choice import mostly_slow
-from tests.loops import assert_equal, run, train
-from tests.packed_model import assert_close
 from tests.reference import optimizers as reference
+from tests.support.choice import mostly_slow
+from tests.support.loops import assert_equal, run, train
+from tests.support.packed_model import assert_close
 
 TORCH = pathlib.Path(__file__).parents[1] / "data" / "torch_muon.npz"
 COEFFICIENTS = ("jordan", "you", "polar_express", "deepseek_v4", ((2.0, -1.5, 0.5), (1.5, -0.5, 0)))

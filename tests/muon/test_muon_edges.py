@@ -15,10 +15,10 @@ import pytest
 
 import jgrad
 from tests.cases import rank_two
-from tests.choice import mostly_slow
-from tests.errors import assert_error
-from tests.loops import assert_equal, run, step_of, train
 from tests.reference import optimizers as reference
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, run, step_of, train
 
 pytestmark = pytest.mark.skipif(
     "adam_learning_rate" not in inspect.signature(optax.contrib.muon).parameters,

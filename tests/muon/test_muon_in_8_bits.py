@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import jgrad
-from tests.choice import mostly_slow
-from tests.errors import assert_error
-from tests.loops import assert_equal, every_step, run
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, every_step, run
 
 SHAPES = {"embed": (64, 100), "up": (64, 256), "down": (256, 64), "bias": (64,)}
 MATRICES = {"embed": False, "up": True, "down": True, "bias": False}

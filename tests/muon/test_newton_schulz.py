@@ -11,8 +11,8 @@ import pytest
 import jgrad
 from jgrad._muon import newton_schulz
 from jgrad._muon.newton_schulz import COEFFICIENTS
-from tests.errors import assert_error
-from tests.loops import assert_equal
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(6, 9)), jnp.float32)

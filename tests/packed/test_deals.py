@@ -14,11 +14,11 @@ import jgrad
 from jgrad._packed import arrays
 from jgrad._packed.deals import Deal, Segment
 from tests.cases import rank_two
-from tests.choice import mostly_slow
-from tests.errors import assert_error
-from tests.loops import assert_equal, train
 from tests.packed.test_muon import LAYERS, MATRICES, W, normal
-from tests.packed_model import assert_close
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, train
+from tests.support.packed_model import assert_close
 
 SHARES = (1, 2, 3, 8)
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jgrad
-from tests.loops import assert_equal
-from tests.packed_model import DECAYS, PER_ELEMENT, SMALL, assert_close, normal
+from tests.support.loops import assert_equal
+from tests.support.packed_model import DECAYS, PER_ELEMENT, SMALL, assert_close, normal
 
 T = 3
 FUNCTIONAL = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.choice import mostly_slow
-from tests.errors import assert_error
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
 
 SHAPES = {
     "rows": (8, 512),

@@ -12,7 +12,7 @@ import pytest
 
 import jgrad
 from jgrad._packed.layouts import layout_of
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 
 def tree():

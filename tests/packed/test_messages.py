@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgrad
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 OF_TWO = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
 OTHER = {"a": jnp.ones(3), "b": jnp.ones((2, 3))}

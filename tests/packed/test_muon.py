@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.choice import mostly_slow
-from tests.loops import assert_equal, run, train
-from tests.packed_model import assert_close
+from tests.support.choice import mostly_slow
+from tests.support.loops import assert_equal, run, train
+from tests.support.packed_model import assert_close
 
 # Matrices of three shapes between other leaves, in the order of a buffer: (8,) (8, 20) (10,) (20, 8)
 # (20, 20), with padding behind those that do not fill blocks; a stack; and a second dtype.

@@ -13,10 +13,18 @@ from flax.training.train_state import TrainState
 
 import jgrad
 from tests.cases import FEW, MASK, every_case
-from tests.choice import mostly_slow
-from tests.errors import assert_error
-from tests.loops import assert_equal, train
-from tests.packed_model import DECAYS, PER_ELEMENT, RATES, SMALL, assert_close, gradients, normal
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, train
+from tests.support.packed_model import (
+    DECAYS,
+    PER_ELEMENT,
+    RATES,
+    SMALL,
+    assert_close,
+    gradients,
+    normal,
+)
 
 every_size = pytest.mark.parametrize(
     "max_size", mostly_slow([None, SMALL], SMALL), ids=["all", "small"]

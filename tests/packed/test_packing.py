@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import jgrad
-from tests.errors import assert_error
-from tests.loops import assert_equal
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal
 
 
 def mixed(seed=0):

@@ -9,9 +9,9 @@ import pytest
 
 import jgrad
 from jgrad._packed import splitting
-from tests.choice import mostly_slow
-from tests.compilations import compilations
-from tests.loops import assert_equal
+from tests.support.choice import mostly_slow
+from tests.support.compilations import compilations
+from tests.support.loops import assert_equal
 
 SIZES = {
     "few": (3, 3, 5),

@@ -9,9 +9,9 @@ import pytest
 
 import jgrad
 from tests.cases import FEW, every_case, gradients, params
-from tests.choice import mostly_slow
-from tests.errors import assert_error
-from tests.loops import assert_equal, compiled, run, stack, step_of
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, compiled, run, stack, step_of
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)

@@ -9,7 +9,7 @@ import pytest
 
 import jgrad
 from tests.cases import gradients
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 NAN, INF = float("nan"), float("inf")
 LARGEST = float(np.finfo(np.float32).max)

@@ -9,8 +9,8 @@ import pytest
 
 import jgrad
 from tests.cases import gradients, params
-from tests.errors import assert_error
-from tests.loops import every_step, step_of
+from tests.support.errors import assert_error
+from tests.support.loops import every_step, step_of
 
 NAN = float("nan")
 X = jnp.ones(3)

@@ -18,10 +18,10 @@ from jax import export
 
 import jgrad
 from tests.cases import RATE, Case, gradients, params
-from tests.choice import mostly_slow
-from tests.compilations import compilations
-from tests.loops import stack, step_of, train
 from tests.reference import optimizers as reference
+from tests.support.choice import mostly_slow
+from tests.support.compilations import compilations
+from tests.support.loops import stack, step_of, train
 
 X = jnp.ones(3)
 

@@ -9,8 +9,8 @@ import pytest
 
 import jgrad
 from tests.cases import Case, gradients, params
-from tests.errors import assert_error
-from tests.loops import assert_equal, step_of
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, step_of
 
 HALF = ("bfloat16", "float16")
 X = jnp.ones(3)

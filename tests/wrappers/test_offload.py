@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgrad
 from jgrad._trees import host_memory
-from tests import packed_model as packed
 from tests.cases import gradients, params
-from tests.errors import assert_error
-from tests.loops import assert_equal, stack, step_of, train
+from tests.support import packed_model as packed
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, stack, step_of, train
 
 ADAMW = jgrad.adam(1e-2, weight_decay=0.1)
 

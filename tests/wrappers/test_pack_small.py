@@ -13,9 +13,9 @@ from flax import nnx, serialization
 
 import jgrad
 from tests.cases import every_case
-from tests.errors import assert_error
-from tests.loops import assert_equal
-from tests.packed_model import SMALL, assert_close, gradients, normal
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal
+from tests.support.packed_model import SMALL, assert_close, gradients, normal
 
 
 def train(tx, w, grads):

@@ -7,7 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jgrad
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 rng = np.random.default_rng(0)
 W = {

@@ -9,10 +9,10 @@ import pytest
 
 import jgrad
 from tests.cases import gradients, params
-from tests.choice import mostly_slow
-from tests.errors import assert_error
-from tests.loops import assert_equal, every_step, step_of, train
 from tests.reference import schedule_free as reference
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, every_step, step_of, train
 
 WARMUP = 5
 RATES = {

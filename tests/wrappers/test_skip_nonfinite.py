@@ -13,8 +13,8 @@ import jgrad
 from jgrad._inputs.transformation import transformation
 from jgrad._wrappers import finite
 from tests.cases import CASES, every_case, gradients, params
-from tests.errors import assert_error
-from tests.loops import assert_equal, compiled, stack, step_of
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, compiled, stack, step_of
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests import packed_model as packed
 from tests.cases import gradients, params
-from tests.choice import mostly_slow
-from tests.errors import assert_error
-from tests.loops import assert_equal, compiled, every_step, stack, step_of, train
+from tests.support import packed_model as packed
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, compiled, every_step, stack, step_of, train
 
 BF16 = jnp.bfloat16
 ADAMW = jgrad.adam(1e-3, weight_decay=0.1)

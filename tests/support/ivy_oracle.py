@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-_FILE = pathlib.Path(__file__).parent / "data" / "ivy_oracle.jsonl.gz"
+_FILE = pathlib.Path(__file__).parents[1] / "data" / "ivy_oracle.jsonl.gz"
 
 
 def load(*functions: str) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What PyTorch makes of the left columns of docs/from_pytorch.md, kept in `tests/data/torch.json`.
 
-    python -m tests.torch_numbers
+    python -m tests.support.torch_numbers
 
 in an environment with PyTorch and NumPy writes the file. Weights `w` (2, 3) and `b` (3,) and six
 gradients are drawn by NumPy's `RandomState(0)`, in float64, every second gradient a tenth as large. For
@@ -15,7 +15,7 @@ import re
 
 import numpy as np
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "torch.json"
 STEPS = 6
 DAMPENED = "torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)"
