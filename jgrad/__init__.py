@@ -111,6 +111,8 @@ from jgrad._optimizers.lars import lars, lars_update
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
+from jgrad._states.quantized import quantized, unquantized
+from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
 from jgrad._wrappers.accumulate import AccumulateState, accumulate
 from jgrad._wrappers.clip import clip_by_global_norm, global_norm
@@ -118,10 +120,8 @@ from jgrad._wrappers.ema import EmaState, ema
 from jgrad._wrappers.master_weights import MasterState, master_weights
 from jgrad._wrappers.offload import offload
 from jgrad._wrappers.pack_small import pack_small
-from jgrad._wrappers.quantized import quantized, unquantized
 from jgrad._wrappers.schedule_free import ScheduleFreeState, schedule_free
 from jgrad._wrappers.skip_nonfinite import SkipState, skip_nonfinite
-from jgrad._wrappers.state_shardings import state_shardings
 from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_rounding
 from jgrad._wrappers.zero import zero
 

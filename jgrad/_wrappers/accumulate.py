@@ -17,8 +17,8 @@ from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
-from jgrad._wrappers.finite import agreed, all_finite
+from jgrad._wrappers import choices, devices, inside
+from jgrad._wrappers.finite import all_finite
 from jgrad._wrappers.master_weights import MasterState
 from jgrad._wrappers.stochastic_rounding import StochasticState
 
@@ -116,7 +116,7 @@ def accumulate(
       >>> int(state.mini_step), int(state.inner.step)
       (1, 1)
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "every", every)
     values.boolean(_NAME, "check_finite", check_finite)
     read_norm_axes(_NAME, norm_axes)
@@ -140,17 +140,17 @@ def accumulate(
         commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
-        wrapped.check_state(_NAME, state, AccumulateState)
+        inside.check_state(_NAME, state, AccumulateState)
         inputs = Update(_NAME, updates, params)
         known_finite = commit is not None and commit.is_finite(updates)
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
-        mesh_axes = wrapped.mesh_axes_of(inputs, norm_axes)
-        if not mesh_axes and wrapped.holds_shards(state.inner, inputs):
+        mesh_axes = devices.mesh_axes_of(inputs, norm_axes)
+        if not mesh_axes and devices.holds_shards(state.inner, inputs):
             remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `norm_axes`"
             raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
-        emit, finite = agreed(emit, mesh_axes), agreed(finite, mesh_axes)
+        emit, finite = devices.agreed(emit, mesh_axes), devices.agreed(finite, mesh_axes)
         old = inputs.moment("state.total", state.total)
         if finite is None:
             finite = all_finite(inputs.g, mesh_axes) if check_finite else True
@@ -184,12 +184,12 @@ def accumulate(
             steps, inner = tx.update(mean, state.inner, params, **inward(own), **extra_args)
             if own is None or not own.is_settled(steps):
                 steps = inputs.directions(trees.flatten(steps)[0])
-            inner = wrapped.in_dtypes(inner, state.inner)
+            inner = choices.in_dtypes(inner, state.inner)
             if own is not None:
                 settled[:] = [own.is_settled(x) for x in jax.tree.leaves((steps, inner))]
             return steps, inner, jnp.asarray(True)
 
-        steps, inner, closed = hold() if never else wrapped.branch(close, run, hold)
+        steps, inner, closed = hold() if never else choices.branch(close, run, hold)
         if not never:
             # By what the branch returned: then the array is not needed any more, nor copied.
             total = [o if x is None else x for x, o in zip(added, old, strict=True)]

@@ -18,7 +18,7 @@ from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import inside, parameters
 
 _NAME = "ema"
 
@@ -85,7 +85,7 @@ def ema(
         arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
         # Copies, so that parameters and state can be donated together.
         leaves = [
-            None if p is None else numerics.strong(jnp.array(wrapped.wide(p), copy=True))
+            None if p is None else numerics.strong(jnp.array(parameters.wide(p), copy=True))
             for p in checks.parameters(arg)
         ]
         return EmaState(counter(params), trees.flatten(params)[1].unflatten(leaves))
@@ -98,14 +98,14 @@ def ema(
         commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, EmaState]:
-        wrapped.check_state(_NAME, state, EmaState)
+        inside.check_state(_NAME, state, EmaState)
         inputs = Update(_NAME, updates, params)
         inputs.follow(commit, updates)
         inputs.require_params("the average")
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
         # Where the average has None, `init` saw no parameter: of a model it may be given a part.
-        pairs = zip(trees.flatten(wrapped.applied(params, updates))[0], old.leaves, strict=True)
+        pairs = zip(trees.flatten(parameters.applied(params, updates))[0], old.leaves, strict=True)
         new = [None if o is None else x for x, o in pairs]
         given = options.called(inputs, "decay", decay, lambda: state.done)
         beta = numbers.beta(_NAME, "decay", given)

@@ -12,7 +12,7 @@ from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import inside, parameters
 
 _NAME = "master_weights"
 
@@ -72,11 +72,11 @@ def master_weights(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx)
 
     def init(params: PyTree) -> MasterState:
         checks.parameters(ArgLeaves.from_tree(_NAME, "params", params).with_arrays())
-        master = trees.map_leaves(lambda p: wrapped.wide(p) if _is_half(p) else None, params)
+        master = trees.map_leaves(lambda p: parameters.wide(p) if _is_half(p) else None, params)
         return MasterState(master, tx.init(_optimized(master, params)))
 
     def update(
@@ -87,7 +87,7 @@ def master_weights(
         commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, MasterState]:
-        wrapped.check_state(_NAME, state, MasterState)
+        inside.check_state(_NAME, state, MasterState)
         inputs = Update(_NAME, updates, params, commit)
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
@@ -103,7 +103,7 @@ def master_weights(
             inputs.commit.add_finite(wide)
         steps, inner = tx.update(wide, state.inner, master, **inward(commit), **extra_args)
         inputs.follow(commit, steps)
-        new = trees.flatten(wrapped.applied(master, steps))[0]
+        new = trees.flatten(parameters.applied(master, steps))[0]
         pairs = zip(new, inputs.reference.leaves, strict=True)
         new = [x if _is_half(p) else None for x, p in pairs]
         new = inputs.kept(new, copies.leaves)
@@ -112,8 +112,8 @@ def master_weights(
             if new is None:
                 return step
             # From -60000 to 60000 is more than the largest float16: the next step does the rest.
-            rounded = wrapped.wide(new.astype(p.dtype))
-            far, largest = rounded - wrapped.wide(p), float(jnp.finfo(p.dtype).max)
+            rounded = parameters.wide(new.astype(p.dtype))
+            far, largest = rounded - parameters.wide(p), float(jnp.finfo(p.dtype).max)
             near = jnp.clip(far, -largest, largest)
             # Where the copy overflows float16 the update is infinite: `skip_nonfinite` sees it.
             return jnp.where(jnp.isinf(rounded), far, near)

@@ -7,7 +7,7 @@ import optax
 from jgrad._inputs.pair import pair
 from jgrad._trees import host_memory
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import inside
 
 _NAME = "offload"
 
@@ -65,7 +65,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), section
       4, for the state in host memory; here the update stays on the device.
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx)
 
     def to_host(state: Any) -> Any:
         return host_memory.to_host(state) if host_memory.is_there(_NAME) else state
@@ -81,4 +81,4 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         steps, new = tx.update(updates, state, params, **extra_args)
         return steps, to_host(new)
 
-    return wrapped.Offloaded(*pair(init, update))
+    return inside.Offloaded(*pair(init, update))

@@ -16,7 +16,7 @@ from jgrad._packed.packing import Packed
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import inside
 
 _NAME = "pack_small"
 
@@ -57,7 +57,7 @@ def pack_small(
       >>> jgrad.unpack(state).mw["w"].shape
       (3, 2)
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "max_size", max_size, low=0)
 
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:

@@ -18,7 +18,7 @@ from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import inside, parameters
 
 _NAME = "schedule_free"
 _LARGEST = 2.0**96  # of a weight; 2^31 of them can be added in float32
@@ -105,7 +105,7 @@ def schedule_free(
     Source: Defazio et al., "The Road Less Scheduled" (2024), algorithm 1, with the weights of the
       authors' `AdamWScheduleFreeReference`.
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx)
     numbers.beta(_NAME, "beta", beta)
     for name, power in ("weight_power", weight_power), ("step_power", step_power):
         numbers.scalar(_NAME, name, power)
@@ -120,7 +120,7 @@ def schedule_free(
         leaves, structure = checks.parameters(arg), trees.flatten(params)[1]
 
         def copies() -> PyTree:  # so that nothing shares a buffer, for donation
-            wide = [jnp.array(wrapped.wide(p), copy=True) if _moves(p) else None for p in leaves]
+            wide = [jnp.array(parameters.wide(p), copy=True) if _moves(p) else None for p in leaves]
             return structure.unflatten([None if x is None else numerics.strong(x) for x in wide])
 
         zero = counter(params).astype(jnp.float32)
@@ -135,7 +135,7 @@ def schedule_free(
         commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, ScheduleFreeState]:
-        wrapped.check_state(_NAME, state, ScheduleFreeState)
+        inside.check_state(_NAME, state, ScheduleFreeState)
         inputs = Update(_NAME, updates, params, commit)
         inputs.require_params("the average")
         z = _copies(inputs, "state.z", state.z)
@@ -184,7 +184,7 @@ def schedule_free(
 
 
 def _difference(x: jax.Array, w: jax.Array) -> jax.Array:
-    return x - wrapped.wide(w)
+    return x - parameters.wide(w)
 
 
 def _weight(

@@ -17,9 +17,9 @@ from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import checks, trees, values
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import choices, devices, inside, parameters
 from jgrad._wrappers.accumulate import AccumulateState, without_window
-from jgrad._wrappers.finite import agreed, all_finite, stays_finite
+from jgrad._wrappers.finite import all_finite, stays_finite
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -108,7 +108,7 @@ def skip_nonfinite(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx)
     read_norm_axes(_NAME, norm_axes)
     values.count(_NAME, "growth_interval", growth_interval)
     values.boolean(_NAME, "branch", branch)
@@ -124,9 +124,9 @@ def skip_nonfinite(
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
-        wrapped.check_state(_NAME, state, SkipState)
+        inside.check_state(_NAME, state, SkipState)
         inputs = Update(_NAME, updates, params)
-        mesh_axes = wrapped.mesh_axes_of(inputs, norm_axes)
+        mesh_axes = devices.mesh_axes_of(inputs, norm_axes)
         given = updates
         if loss_scale is not None:
             given = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
@@ -143,11 +143,11 @@ def skip_nonfinite(
             def take() -> tuple[PyTree, PyTree]:
                 steps, inner = tx.update(given, state.inner, params, **extra_args)
                 steps = inputs.directions(trees.flatten(steps)[0])
-                return steps, wrapped.in_dtypes(inner, state.inner)
+                return steps, choices.in_dtypes(inner, state.inner)
 
-            steps, inner = wrapped.branch(finite, take, lambda: (inputs.zeros(), state.inner))
+            steps, inner = choices.branch(finite, take, lambda: (inputs.zeros(), state.inner))
         else:
-            commit = Commit(given, finite, lambda flag: agreed(flag, mesh_axes))
+            commit = Commit(given, finite, lambda flag: devices.agreed(flag, mesh_axes))
             steps, inner = tx.update(given, state.inner, params, commit=commit, **extra_args)
             finite, steps, inner = _chosen(commit, inputs, steps, inner, state.inner, mesh_axes)
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
@@ -200,8 +200,8 @@ def _chosen(
     done = commit.is_settled if works is True else None
     return (
         finite,
-        wrapped.choose(use, steps, inputs.zeros(), done),
-        wrapped.choose(use, new, old, done),
+        choices.choose(use, steps, inputs.zeros(), done),
+        choices.choose(use, new, old, done),
     )
 
 
@@ -217,7 +217,7 @@ def _works(
     if inputs.w is not None:
         pairs = zip(steps, inputs.reference.leaves, strict=True)
         params = [None if u is None else p for u, p in pairs]
-        works &= stays_finite(wrapped.applied(params, steps), params, mesh_axes)
+        works &= stays_finite(parameters.applied(params, steps), params, mesh_axes)
     return works
 
 

@@ -18,7 +18,7 @@ from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import inside, parameters
 
 _NAME = "stochastic_rounding"
 _PURPOSE = 2  # weights; moments are rounded with other bits
@@ -96,7 +96,7 @@ def stochastic_rounding(
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision" (2015), section 3, for
       the rounding; Zamirai et al., "Revisiting BFloat16 Training" (2020), section 4, for weights.
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "seed", seed, low=0)
 
     def init(params: PyTree) -> StochasticState:
@@ -113,7 +113,7 @@ def stochastic_rounding(
         commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, StochasticState]:
-        wrapped.check_state(_NAME, state, StochasticState)
+        inside.check_state(_NAME, state, StochasticState)
         inputs = Update(_NAME, updates, params, commit)
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
@@ -200,4 +200,4 @@ def _is_rounded(p: Any) -> bool:
 
 def _wide(params: PyTree) -> PyTree:
     """What the transformation inside sees: float32 for bfloat16 parameters."""
-    return trees.map_leaves(lambda p: wrapped.wide(p) if _is_rounded(p) else p, params)
+    return trees.map_leaves(lambda p: parameters.wide(p) if _is_rounded(p) else p, params)

@@ -12,7 +12,7 @@ from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import inside
 
 _NAME = "zero"
 
@@ -75,7 +75,7 @@ def zero(
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models" (2020), section 5.1, with the reduce-scatter of section 7.2.1.
     """
-    tx = wrapped.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx)
     axes = values.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> Any:

@@ -17,7 +17,7 @@ from jgrad._trees import checks, host_memory, trees, values
 from jgrad._trees.blocks import Blocks, is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import wrapped
+from jgrad._wrappers import inside
 
 # A path in a tree, as JAX gives it.
 Path = tuple[Any, ...]
@@ -73,7 +73,7 @@ def state_shardings(
     Source: for `cut_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
       Parameter Models" (2020), section 5.1.
     """
-    tx = wrapped.transformation(_NAME, tx, may_be_offloaded=True)
+    tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     params = arrays_of(params)
     axes = () if cut_over is None else values.axis_names(_NAME, "cut_over", cut_over)
     if params_shardings is None:
@@ -95,7 +95,7 @@ def state_shardings(
     shardings = _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
         jax.eval_shape(tx.init, params)
     )
-    if isinstance(tx, wrapped.Offloaded) and host_memory.is_there(_NAME):
+    if isinstance(tx, inside.Offloaded) and host_memory.is_there(_NAME):
         return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
     return shardings
 

@@ -1,0 +1,95 @@
+"""Names as they were before: they work for one release, and a warning says what they are now."""
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+# The user's line is the first above them: `optax.inject_hyperparams` stands between both.
+_NOT_THE_USER = ("jgrad", "optax")
+
+
+def renamed(
+    **names: str,
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """The same function, which takes keyword arguments under their old names too.
+
+    Its signature has the new names alone, so that `help` and type checkers know no others.
+
+    Args:
+      names: the new name of each old one. The outermost decorator.
+
+    Example:
+      >>> @renamed(norm_axes="mesh_axes")
+      ... def accumulate(tx, every, *, mesh_axes=None): ...
+    """
+
+    def decorator(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def with_new_names(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            if not names.keys().isdisjoint(kwargs):
+                kwargs = new_names(args, kwargs)  # type: ignore[assignment]  # for `kwargs` of mypy
+            return function(*args, **kwargs)
+
+        def new_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            """The keyword arguments under their new names."""
+            given = {*list(signature.parameters)[: len(args)], *kwargs}
+            for old in filter(names.__contains__, kwargs):
+                if names[old] in given:
+                    new = f"expected `{names[old]}` alone, which is its new name"
+                    raise TypeError(f"{function.__name__}: `{old}`: beside `{names[old]}`, {new}.")
+                _warn(f"{function.__name__}: `{old}`: an old name", names[old])
+                given.add(names[old])
+            return {names.get(name, name): value for name, value in kwargs.items()}
+
+        class Signature(inspect.Signature):
+            """Binds old names too: `optax.inject_hyperparams` calls by what it has bound."""
+
+            def bind(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+                return super().bind(*args, **new_names(args, kwargs))
+
+            def bind_partial(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+                return super().bind_partial(*args, **new_names(args, kwargs))
+
+        own = Signature(
+            list(signature.parameters.values()), return_annotation=signature.return_annotation
+        )
+        with_new_names.__signature__ = own  # type: ignore[attr-defined]  # what `inspect` reads
+        return with_new_names
+
+    return decorator
+
+
+def renamed_attribute(old: str, new: str) -> Any:
+    """What an attribute was before, for reading: `step = renamed_attribute("step", "done")`."""
+
+    def read(self: Any) -> Any:
+        _warn(f"{type(self).__name__}: `{old}`: an old name", new)
+        return getattr(self, new)
+
+    return property(read, doc=f"The old name of `{new}`.")
+
+
+def _warn(what: str, new: str) -> None:
+    # Not a DeprecationWarning, which Python hides unless the call is in a script itself.
+    text = f"{what}, expected `{new}`; the next release does not know it."
+    warnings.warn(text, FutureWarning, stacklevel=_level_of_the_user())
+
+
+def _level_of_the_user() -> int:
+    """Which frame above `_warn` is that of the user."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and _package(frame.f_globals) in _NOT_THE_USER:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _package(names: Mapping[str, Any]) -> str:
+    return str(names.get("__name__", "")).partition(".")[0]
