@@ -21,7 +21,6 @@ from rich.progress import Progress
 from benchmarks import (
     accelerator,
     muon,
-    one_pass,
     plots,
     pytorch,
     recipes,
@@ -92,10 +91,6 @@ def jobs() -> Iterator[Job]:
                 builds=min(builds, work.builds),
             )
             yield Job("steps", f"{name} {method}", compare)
-    if jax.default_backend() == "cpu":
-        for method in one_pass.METHODS:
-            compare = functools.partial(one_pass.compare, method, rounds=rounds, builds=builds)
-            yield Job("steps", f"{one_pass.WORK} {method}", compare)
     for method in training.TIMED:
         train = functools.partial(training.compare, method, rounds=rounds, builds=builds)
         yield Job("steps", f"{training.WORK} {method}", train)

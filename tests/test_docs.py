@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jgrad
-from benchmarks import traffic
+from studies import traffic
 from tests.everywhere.test_recipes import LIMITS, OPERATIONS
 from tests.support.loops import assert_equal
 

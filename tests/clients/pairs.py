@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jgrad
-from benchmarks import swap
+from tests.clients import swap
 
 RATE = 0.01
 SCHEDULE = optax.cosine_decay_schedule(RATE, 50)

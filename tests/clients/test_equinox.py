@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jgrad
-from benchmarks import swap
+from tests.clients import swap
 from tests.clients.pairs import RATE, SCHEDULE, Counted, both, every_pair
 
 pytestmark = pytest.mark.clients

@@ -11,7 +11,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jgrad
-from benchmarks import swap
+from tests.clients import swap
 from tests.clients.pairs import RATE, SCHEDULE, Counted, both, every_pair
 
 pytestmark = pytest.mark.clients

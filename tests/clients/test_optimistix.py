@@ -7,7 +7,7 @@ import optax
 import optimistix as optx
 import pytest
 
-from benchmarks import swap
+from tests.clients import swap
 from tests.clients.pairs import PAIRS, Counted, every_pair
 
 pytestmark = pytest.mark.clients

@@ -1,4 +1,4 @@
-"""jgrad in the place of optax, for the tests of others: `benchmarks/swap.py`, `benchmarks/clients.py`."""
+"""jgrad in the place of optax, for the tests of others: `tests/clients/swap.py`, `studies/clients.py`."""
 
 import textwrap
 
@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import jgrad
-from benchmarks import clients, swap
+from studies import clients
+from tests.clients import swap
 
 CALLS = {
     "adam": {"b1": 0.8, "b2": 0.99, "eps": 1e-3},

@@ -37,7 +37,4 @@ def test_kill(moment, keep, tmp_path):
     assert_equal(opened.restore(save_and_die.tree(0)), save_and_die.tree(4))
     opened.close()
     left = [last, 4][-keep:]
-    assert {x.name for x in folder.iterdir()} == {
-        "lock",
-        *(f"{i}{end}" for i in left for end in ("", ".json")),
-    }
+    assert {x.name for x in folder.iterdir()} == {str(i) for i in left}

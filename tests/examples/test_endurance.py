@@ -1,8 +1,8 @@
-"""A short form of `benchmarks/endurance.py`, whose long form BUILD_NOTES.md reports."""
+"""A short form of `studies/endurance.py`, whose long form BUILD_NOTES.md reports."""
 
 import pytest
 
-from benchmarks import endurance
+from studies import endurance
 
 pytestmark = pytest.mark.slow  # it starts processes, as the others in this folder
 

@@ -277,7 +277,7 @@ def test_a_killed_process(tmp_path):
         if name == "killed":
             with output.open("w") as out, started(command, out) as process:
                 deadline = time.monotonic() + LIMIT
-                while not (tmp_path / name / "40.json").exists():
+                while not (tmp_path / name / "40").exists():
                     assert process.poll() is None, output.read_text()
                     assert time.monotonic() < deadline
                     time.sleep(0.01)

@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -108,8 +109,7 @@ def test_the_last_steps_stay(opened, folder):
     for step in range(5):
         opened.save(step, packed(2))
     assert opened.latest() == whole_steps(folder)[-1] == 4
-    assert sorted(int(x.stem) for x in folder.glob("*.json")) == [2, 3, 4]
-    assert sorted(int(x.name) for x in folder.iterdir() if x.is_dir()) == [2, 3, 4]
+    assert {x.name for x in folder.iterdir()} == {"2", "3", "4"}
 
 
 # ---- what does not -------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def test_one_flipped_bit(opened, folder):
     file = data_file(folder / "2")
     flip_a_bit(file)
     message = (
-        f"{file}: altered or missing since step 2 was saved; remove {folder / '2'} and 2.json to "
-        "go on after step 1."
+        f"{file}: altered or missing since step 2 was saved; remove {folder / '2'} to go on "
+        "after step 1."
     )
     assert_refused(message, opened, packed(2))
     assert_equal(opened.restore(packed(2), 1), packed(2))
@@ -143,8 +143,9 @@ def test_a_file_that_is_not_whole(opened, folder, harm):
 @pytest.mark.parametrize("text", ["{", '{"files": {}}', '{"files": {}, "arrays": 3}'])
 def test_a_manifest_that_was_altered(opened, folder, text):
     opened.save(1, packed(2))
-    (folder / "1.json").write_text(text)
-    message = f"{folder / '1.json'}: altered since it was written."
+    file = folder / "1" / "default" / "manifest.json"
+    file.write_text(text)
+    message = f"{file}: altered since it was written."
     assert_refused(message, opened, packed(2))
 
 
@@ -155,50 +156,34 @@ def test_no_step(opened, folder):
 
 
 def test_a_step_that_was_not_finished_does_not_count(opened, folder):
-    """It is removed when there is another to be saved, and no sooner."""
+    """orbax gives it its name last, and removes what has another one."""
     for step in (1, 2):
         opened.save(step, packed(2))
     opened.close()
-    (folder / "2.json").unlink()
-    (folder / "2.unfinished").touch()
+    (folder / "2").rename(folder / "2.orbax-checkpoint-tmp")
+    assert whole_steps(folder) == [1]
     again = Checkpoints(folder)
     assert again.latest() == 1
-    assert (folder / "2").exists()
     again.save(2, packed(2))
     assert again.latest() == 2
     again.close()
-    assert {x.name for x in folder.iterdir()} == {"1", "1.json", "2", "2.json", "lock"}
+    assert {x.name for x in folder.iterdir()} == {"1", "2"}
 
 
 def test_what_others_put_there(opened, folder):
-    """Files stay; beside steps of others nothing is saved."""
+    """Files stay; beside steps of others nothing is saved, and none of them is removed."""
     (folder / "notes.json").write_text("{}")
-    opened.save(1, packed(2))
+    for step in (1, 2):
+        opened.save(step, packed(2))
     assert (folder / "notes.json").exists()
     opened.close()
-    (folder / "7").mkdir()
-    message = f"{folder}: step 7 was not saved here; give another folder."
-    assert_error(CheckpointError, message, lambda: Checkpoints(folder))
-    assert {x.name for x in folder.iterdir()} == {"1", "1.json", "7", "lock", "notes.json"}
-
-
-def test_one_writer(opened, folder):
-    opened.save(1, packed(2))
-    message = f"{folder}: another run saves its checkpoints here."
-    assert_error(CheckpointError, message, lambda: Checkpoints(folder))
-    reader = Checkpoints(folder, read_only=True)
-    opened.save(2, packed(2))
-    assert_equal(reader.restore(packed(2)), packed(2))
-    reader.close()
-    opened.close()
-    Checkpoints(folder).close()
-
-
-def test_no_folder_to_read(tmp_path):
-    folder = tmp_path / "none"
-    message = f"{folder}: no such folder."
-    assert_error(CheckpointError, message, lambda: Checkpoints(folder, read_only=True))
-    assert not folder.exists()
+    with ocp.CheckpointManager(folder) as others:
+        others.save(7, args=ocp.args.StandardSave({"w": jnp.zeros(3)}))
+    there = {x.name for x in folder.iterdir()}
+    assert there >= {"1", "2", "7", "notes.json"}
+    message = f"{folder}: step 7 has no manifest, and was not saved here; give another folder."
+    assert_error(CheckpointError, message, lambda: Checkpoints(folder, keep=1))
+    assert {x.name for x in folder.iterdir()} == there
 
 
 def test_steps_go_up(opened, folder):
@@ -206,8 +191,7 @@ def test_steps_go_up(opened, folder):
     for step in (1, 2):
         opened.save(step, packed(2))
     message = (
-        f"{folder}: step 2 is not after step 2; remove {folder / '2'} and 2.json, or save in "
-        "another folder."
+        f"{folder}: step 2 is not after step 2; remove {folder / '2'}, or save in another folder."
     )
     assert_error(CheckpointError, message, lambda: opened.save(2, packed(2)))
 
@@ -219,7 +203,7 @@ def test_how_many_stay(folder):
         one.save(step, packed(2), about={"rate": step / 10})
     assert one.about(2) == {"rate": 0.2}
     one.close()
-    assert {x.name for x in folder.iterdir()} == {"2", "2.json", "lock"}
+    assert {x.name for x in folder.iterdir()} == {"2"}
 
 
 def test_another_dtype(opened):
@@ -269,7 +253,9 @@ def test_arrays_that_are_nowhere(opened):
 
 def test_what_is_in_a_manifest(opened, folder):
     opened.save(1, packed(2, tx=jgrad.gradient_descent(0.1)))
-    manifest = json.loads((folder / "1.json").read_text())
-    assert manifest["arrays"]["[0]['rest'][1]"] == ["bfloat16", [32]]
-    files = {str(x.relative_to(folder)) for x in (folder / "1").rglob("*") if x.is_file()}
-    assert set(manifest["files"]) == files
+    inside = folder / "1" / "default"
+    manifest = json.loads((inside / "manifest.json").read_text())
+    assert manifest["arrays"]["[0]['rest'][1]"] == "bfloat16 of shape (32,)"
+    files = {str(x.relative_to(inside)) for x in inside.rglob("*") if x.is_file()}
+    later = {"manifest.json", "commit_success.txt"}
+    assert set(manifest["files"]) == files - later

@@ -1,4 +1,4 @@
-"""Train steps compiled for 2, 4 and 8 devices move and keep what `benchmarks/traffic.py` says."""
+"""Train steps compiled for 2, 4 and 8 devices move and keep what `studies/traffic.py` says."""
 
 import re
 from collections import Counter
@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
-from benchmarks import collectives, traffic
+from benchmarks import collectives
 from benchmarks.collectives import Collective
 from benchmarks.methods import METHODS
-from benchmarks.traffic import WAYS, Machine, Part
+from studies import traffic
+from studies.traffic import WAYS, Machine, Part
 from tests.multi_device.meshes import mesh_of
 
 # Leaves that 8 devices can share, and that fill their blocks; and others, which packing pads.

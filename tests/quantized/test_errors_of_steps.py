@@ -1,9 +1,9 @@
-"""Steps of Adam with moments in few bits, beside float64: `benchmarks/memory.py` has the cases."""
+"""Steps of Adam with moments in few bits, beside float64: `studies/memory.py` has the cases."""
 
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.memory import CASES, errors
+from studies.memory import CASES, errors
 
 LIMITS = {"8bit": {"A": 0.15, "B": 0.15, "C": 0.25}, "bfloat16": dict.fromkeys("ABC", 0.03)}
 

@@ -12,6 +12,7 @@ import threading
 import jax.numpy as jnp
 
 import checkpoints
+import manifest
 
 SIZE = 2_000_000  # elements: saving them takes a while
 
@@ -38,26 +39,34 @@ def while_writing(folder):
 
 def before_the_manifest(folder):
     """All arrays are written."""
-    checkpoints._digest = die
+    manifest.write = die
 
 
-def in_the_manifest(folder):
-    """Its text is written, under another name yet."""
-    checkpoints.os.fsync = die
+def after_the_manifest(folder):
+    """It is written, and the step not committed."""
+    write = manifest.write
+
+    def write_and_die(*args, **kwargs):
+        write(*args, **kwargs)
+        die()
+
+    manifest.write = write_and_die
 
 
 def while_removing(folder):
-    """The oldest step loses its files when a newer one is there."""
+    """The oldest step has lost a file, and the newest one is there."""
+    unlink = os.unlink
 
-    def remove_some(path, *_, **__):
-        next(x for x in pathlib.Path(path).rglob("*") if x.is_file()).unlink()
-        die()
+    def remove_one(*args, **kwargs):
+        unlink(*args, **kwargs)
+        if (folder / "3").exists():
+            die()
 
-    checkpoints.shutil.rmtree = remove_some
+    os.unlink = remove_one
 
 
 MOMENTS = {
-    f.__name__: f for f in (while_writing, before_the_manifest, in_the_manifest, while_removing)
+    f.__name__: f for f in (while_writing, before_the_manifest, after_the_manifest, while_removing)
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains for long, with kills at random moments, and saves and restores for long.
 
-    python -m benchmarks.endurance
+    python -m studies.endurance
 
 runs `colabs/train_distributed.py` on 8 virtual CPU devices, once undisturbed and once with a `kill
 -9` at random moments after which it is started again, and compares the last parameters, bit by bit.
@@ -99,7 +99,6 @@ def _resident(pid: int) -> int:
 
 def save_and_restore(rounds: int) -> list[int]:
     """Saves and restores a model of some megabytes; the bytes of this process after each round."""
-    sys.path.append(str(_COLABS))
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,11 +1,11 @@
 """The tests of others, with jgrad in the place of optax.
 
-    python -m benchmarks.clients PATH [arguments of pytest]
+    python -m studies.clients PATH [arguments of pytest]
 
 PATH is a checkout of a library that uses optax, and the arguments name its test files; nothing is
 fetched. Each test runs with optax, with jgrad's optimizers with options of the same meaning, and
-with all wrappers around these (`benchmarks/swap.py`). Prints a row of the table in docs/clients.md,
-and the tests that pass with optax only. The environment needs what the tests need.
+with all wrappers around these (`tests/clients/swap.py`). Prints a row of the table in
+docs/clients.md, and the tests that pass with optax only. The environment needs what the tests need.
 """
 
 import json
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from typing import Any
 
-from benchmarks import swap
+from tests.clients import swap
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -25,10 +25,12 @@ def run(checkout: pathlib.Path, mode: str, args: list[str]) -> dict[str, Any]:
     """Outcomes by the names of tests, and calls of jgrad by the names of optax."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.json"
-        # Not the folder of the checkout (-P): it may have a package `benchmarks`, too.
-        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+        # The plugin is a module of its own, since the checkout may have a package `tests`, too. It
+        # is not looked for in the checkout (-P).
+        folders = [str(pathlib.Path(swap.__file__).parent), str(_ROOT)]
+        path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH", "")]))
         settings = {swap.MODE: mode, swap.REPORT: str(report), "PYTHONPATH": path}
-        command = [sys.executable, "-P", "-m", "pytest", "-p", "benchmarks.swap", *args]
+        command = [sys.executable, "-P", "-m", "pytest", "-p", "swap", *args]
         done = subprocess.run(
             [*command, "-q", "-p", "no:cacheprovider"],
             cwd=checkout,
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> int:
         return 2
     checkout, args = pathlib.Path(argv[1]), argv[2:]
     if not checkout.is_dir():
-        print(f"benchmarks.clients: PATH: {checkout} is no folder, expected a checkout.")
+        print(f"studies.clients: PATH: {checkout} is no folder, expected a checkout.")
         return 2
     found = {mode: run(checkout, mode, args) for mode in swap.MODES}
     counts = [str(len(passed(x))) for x in found.values()]

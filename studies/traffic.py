@@ -1,4 +1,4 @@
-"""Data-parallel training on paper: `python -m benchmarks.traffic`.
+"""Data-parallel training on paper: `python -m studies.traffic`.
 
 What each device sends, keeps, reads and writes, for more parameters and devices than there are
 here. Bytes over rates: nothing is timed. `tests/multi_device/test_traffic.py` compares the bytes

@@ -1,6 +1,6 @@
 """What low precision of weights and moments does to the loss, beside float32.
 
-    PYTHONPATH=colabs python -m benchmarks.losses
+    python -m studies.losses
 
 trains by AdamW, for several seeds, a perceptron on the handwritten digits and a byte-level
 transformer on Python's own sources. A seed decides the first weights and the order of the data, and

@@ -1,8 +1,8 @@
 """jgrad in the place of optax: a plugin for pytest, and functions with optax's signatures.
 
-    JGRAD_SWAP=jgrad pytest -p benchmarks.swap ...
+    PYTHONPATH=tests/clients JGRAD_SWAP=jgrad pytest -p swap ...
 
-replaces what `NAMES` has in optax, before a test is imported. `python -m benchmarks.clients` runs
+replaces what `NAMES` has in optax, before a test is imported. `python -m studies.clients` runs
 the tests of others in this way, and `tests/clients/` takes its optimizers from here.
 """
 
@@ -77,7 +77,7 @@ adam, adamw, sgd, lamb, lars, clip_by_global_norm = (
 
 
 class Report:
-    """What a run of pytest found, as JSON for `benchmarks.clients`."""
+    """What a run of pytest found, as JSON for `studies/clients.py`."""
 
     def __init__(self, path: str) -> None:
         self._path = pathlib.Path(path)

@@ -1,6 +1,6 @@
 """What moments in few bits do to Adam's steps, beside float64.
 
-    python -m benchmarks.memory
+    python -m studies.memory
 
 Gradients are sigma (mu + noise), with mu and noise normal and a size sigma for each weight; the
 logarithm of sigma is normal, too. Each case is another spread of sizes within a block, or sizes

@@ -1,4 +1,4 @@
-"""Whether steps lower for accelerators that are not at hand: `python -m benchmarks.export`.
+"""Whether steps lower for accelerators that are not at hand: `python -m studies.export`.
 
 Prints how many operations a step has before XLA compiles it, on the leaves of BERT-base.
 """
