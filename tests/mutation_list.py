@@ -174,14 +174,14 @@ MUTATIONS = [
     # ---- _quantized
     Mutation("_quantized/codes.py", "a small second moment is stored as 0", "_clamped(1, code, 255)", "_clamped(0, code, 255)", "tests/quantized/test_codes.py"),
     Mutation("_quantized/codes.py", "codes in int64", "jax.lax.clamp(jnp.int32(low), code, jnp.int32(high))", "jax.lax.clamp(low, code, high)", "tests/quantized/test_codes.py tests/everywhere/test_surroundings.py"),
-    Mutation("_quantized/leaves.py", "explicit axes of codes are left to JAX", "return on_automatic_axes(make, Blocks(*shardings), *args)", "return make(*args)", DEVICES + "/test_eight_bits.py"),
+    Mutation("_quantized/encoding.py", "explicit axes of codes are left to JAX", "return on_automatic_axes(make, Blocks(place, of_scale, own.form(codec)), *args)", "return make(*args)", DEVICES + "/test_eight_bits.py"),
     Mutation("_quantized/codes.py", "to the nearest", "(random >> (32 - _DROPPED))", "((random >> 31) << (_DROPPED - 1))", "tests/quantized/test_codes.py"),
     Mutation("_quantized/codes.py", "a scale that a rounded maximum leaves", "exponent = (largest + ((1 << _DROPPED) - 1)) & _INFINITY", "exponent = largest & _INFINITY", "tests/quantized/test_codes.py"),
     Mutation("_quantized/random_bits.py", "the same bits for each step", "first = _mixed(step.astype(jnp.uint32))", "first = _mixed(step.astype(jnp.uint32) * 0)", "tests/quantized/test_random_bits.py"),
     Mutation("_quantized/bfloat16.py", "bfloat16 to the nearest", "jnp.where(jnp.abs(x) < LARGEST, random >> _DROPPED, jnp.uint32(0))", "jnp.uint32(0x8000)", "tests/quantized/test_bfloat16.py"),
-    Mutation("_quantized/leaves.py", "blocks straddle layers", "        if not stacked:\n            return cls", "        if True:\n            return cls", "tests/quantized/test_leaves.py"),
-    Mutation("_packed/in_8_bits.py", "scales of stacked layers out of order", "return (*stacked, *span.layers.within)", "return None", "tests/packed/test_in_8_bits.py"),
-    Mutation("_inputs/store.py", "codes of a skipped step are kept", "Blocks(*(jnp.where(flag, n, o) for n, o in zip(new, old, strict=True)))", "new", "tests/everywhere/test_eight_bits.py"),
+    Mutation("_quantized/geometry.py", "blocks straddle layers", "        if not stacked:\n            return cls", "        if True:\n            return cls", "tests/quantized/test_encoding.py"),
+    Mutation("_packed/quantized_buffers.py", "scales of stacked layers out of order", "return (*stacked, *span.layers.within)", "return None", "tests/packed/test_quantized_buffers.py"),
+    Mutation("_inputs/store.py", "codes of a skipped step are kept", "jax.tree.map(functools.partial(jnp.where, flag), new, old)", "new", "tests/everywhere/test_eight_bits.py"),
     Mutation("_inputs/moments.py", "a state of another recipe is accepted", "is_blocks(x) == expected[i]", "True", "tests/everywhere/test_forms_in_8_bits.py"),
     # ---- _wrappers
     Mutation("_wrappers/quantized.py", "codes of another dtype are accepted", "if not same_kind:", "if False:", "tests/wrappers/test_quantized.py"),

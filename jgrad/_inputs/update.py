@@ -17,7 +17,7 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.state import OptState
 from jgrad._inputs.store import MomentStore, as_stored, kept_arrays
 from jgrad._packed import arrays, packing
-from jgrad._quantized import leaves as blocks
+from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
@@ -225,7 +225,7 @@ class Update:
             if reference is None:
                 continue
             if is_blocks(moment):
-                blocks.check(arg, i, moment, jnp.uint8 if real else jnp.int8)
+                encoding.check(arg, i, moment, codec.of_moments(second=real))
                 continue
             complex_ = jnp.iscomplexobj(reference) and not real
             kind = jnp.complexfloating if complex_ else jnp.floating
@@ -243,7 +243,7 @@ class Update:
         expected = arg._replace(name=reference, leaves=trees.flatten(shapes)[0])
         for i, (moment, shape) in enumerate(zip(arg.leaves, expected.leaves, strict=True)):
             if is_blocks(moment) and shape is not None:
-                blocks.check(arg, i, moment, jnp.uint8)
+                encoding.check(arg, i, moment, codec.of_moments(second=True))
                 continue
             is_real = checks.is_array(moment) and jnp.issubdtype(moment.dtype, jnp.floating)
             if not (is_real if shape is not None else moment is None):
