@@ -20,7 +20,8 @@ from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.commit import Commit
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized import bfloat16, encoding
-from jgrad._quantized.encoding import Rounding, codec_in
+from jgrad._quantized.codec import codec_of
+from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees.blocks import Blocks, is_blocks
@@ -197,7 +198,7 @@ def _encoder(rule: Function, has_flag: bool) -> Callable[..., Blocks]:
         *rest: Any,
     ) -> Blocks:
         rounding = Rounding(of_step, ElementKeys(leaf, first))
-        own, codec = geometry(old), codec_in(old)
+        own, codec = geometry(old), codec_of(old)
         if not has_flag:
             return encoding.encoded(rule, rest, own, codec, rounding, value)
         flag, *arguments = rest

@@ -17,7 +17,6 @@ from jgrad._packed import blocks, quantized_buffers, splitting
 from jgrad._packed.blocks import Span
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._quantized.codec import Codec, codec_of
-from jgrad._quantized.encoding import codec_in
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
@@ -328,7 +327,7 @@ def _leaves(packed: Packed) -> PyTree:
                 came = f"`scale` of shape {buffer.scale.shape} in the buffer {name!r}"
                 expected = f"a number for each row, of shape {(shape[0], 1)}"
                 raise ValueError(f"unpack: `tree`: {came}, expected {expected}.")
-            codec = codec_in(buffer)
+            codec = codec_of(buffer)
             codes, scale = quantized_buffers.split(buffer, counts)
         else:
             sizes = tuple(layout.width * rows for rows in counts)
@@ -362,7 +361,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
             continue
         if is_blocks(buffer):
             for i, span in own:
-                _check_recodable(arg, i, codec_in(buffer))
+                _check_recodable(arg, i, codec_of(buffer))
                 expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
             continue
         if (unpacked := layout.unpacked_leaf(name)) is not None:
@@ -385,7 +384,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
     for name, _ in layout.shapes:
         if is_blocks(like.buffers[name]):
-            codec = codec_in(like.buffers[name])
+            codec = codec_of(like.buffers[name])
             for i, span in layout.within(name):
                 leaves[i] = quantized_buffers.recoded(span, leaves[i], codec)
     return fill(layout, leaves)

@@ -14,7 +14,7 @@ import numpy as np
 from jgrad._packed import blocks, splitting
 from jgrad._packed.blocks import Span
 from jgrad._quantized import encoding
-from jgrad._quantized.codec import Codec
+from jgrad._quantized.codec import Codec, codec_of
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._quantized.geometry import Geometry
 from jgrad._trees.blocks import SIZE, Blocks
@@ -28,7 +28,7 @@ def split(buffer: Blocks, rows: tuple[int, ...]) -> tuple[list[jax.Array], list[
 
 def join(pairs: Sequence[tuple[Span, Blocks]], rows: int) -> Blocks:
     """The buffer of leaves that `recoded` made, with so many rows; zeros where no leaf is."""
-    codec = encoding.codec_in(pairs[0][1])
+    codec = codec_of(pairs[0][1])
     codes: list[jax.Array] = []
     scale: list[jax.Array] = []
     row = 0

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,9 @@ def of_moments(*, second: bool) -> Form:
     return form_of(UNSIGNED if second else SIGNED, None, SIZE, 0)
 
 
-def codec_of(x: Blocks) -> Codec | None:
-    """The codec of an array in 8 bits; None where neither the array nor its dtype names one."""
+def codec_of(x: Blocks) -> Any:
+    """The codec of an array in 8 bits: its own, else the one that the dtype of the codes names.
+
+    None for codes of a dtype that names none, which whoever reads a state refuses.
+    """
     return x.form.codec or BY_DTYPE.get(getattr(x.codes, "dtype", np.dtype(float)))

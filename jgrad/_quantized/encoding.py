@@ -48,7 +48,7 @@ def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
         expected = " or ".join(codec.dtype.name for codec in codecs)
         arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
     if (own := codec_of(x)) not in codecs:
-        arg.fail(i, TypeError, f"codes of {own and own.name}, expected {codecs[0].name}")
+        arg.fail(i, TypeError, f"codes of {own.name}, expected {codecs[0].name}")
     if not checks.is_array(scale) or scale.dtype != jnp.float32:
         arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")
     if not geometry(x).is_right:
@@ -57,17 +57,10 @@ def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
         arg.fail(i, ValueError, f"`scale` of shape {scale.shape}, expected {expected}")
 
 
-def codec_in(blocks: Blocks) -> Codec:
-    """The codec of blocks that were checked where they came in."""
-    codec = codec_of(blocks)
-    assert codec is not None
-    return codec
-
-
 def decoded(blocks: Blocks) -> jax.Array:
     """The array, float32."""
     codes, scale = blocks
-    codec, own = codec_in(blocks), geometry(blocks)
+    codec, own = codec_of(blocks), geometry(blocks)
     is_piece = scale.ndim == codes.ndim and scale.shape[own.block_axis] == 1  # or a buffer
 
     def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
@@ -81,7 +74,7 @@ def decoded(blocks: Blocks) -> jax.Array:
 
 def elements(blocks: Blocks) -> jax.Array:
     """A code for each element."""
-    return codec_in(blocks).from_bytes(blocks.codes, blocks.form.padding)
+    return codec_of(blocks).from_bytes(blocks.codes, blocks.form.padding)
 
 
 def of_elements(codes: jax.Array, scale: jax.Array, own: Geometry, codec: Codec) -> Blocks:
@@ -103,7 +96,7 @@ def zeros(x: jax.Array, stacked: Sequence[int], form: Form) -> Blocks:
 
 def recoded(x: Any, own: Geometry, codec: Codec) -> Blocks:
     """An array, or one in other blocks, in these; to the nearest, which changes no decoded one."""
-    if is_blocks(x) and geometry(x) == own and codec_in(x) == codec:
+    if is_blocks(x) and geometry(x) == own and codec_of(x) == codec:
         return x
     if 0 in own.shape:
         scale = jnp.zeros(own.scales, jnp.float32)
@@ -164,7 +157,7 @@ def _cut_alike(x: Any, own: Geometry) -> Any:
         return x
     if geometry(x) != own:
         return decoded(x)
-    if (codec := codec_in(x)).per_byte == 1:
+    if (codec := codec_of(x)).per_byte == 1:
         return x
     whole = dataclasses.replace(x.form, codec=dataclasses.replace(codec, bits=8), padding=0)
     return Blocks(elements(x), x.scale, whole)
@@ -185,8 +178,6 @@ def _placed(make: Callable[..., Blocks], own: Geometry, codec: Codec, *args: Any
 
 def _largest(compute: Callable[..., jax.Array], row: Sequence[Any], axis: int) -> jax.Array:
     """The bits of the largest magnitude of each block, with size 1 along its axis."""
-    if axis != -1:
-        return _maximum(compute, row, axis, keepdims=True)
     width = max(x.shape[-1] for x in row if x.shape)
     parts = _PARTS if width % _PARTS == 0 else 1
 
@@ -197,14 +188,11 @@ def _largest(compute: Callable[..., jax.Array], row: Sequence[Any], axis: int) -
             return x
         return x.reshape((*x.shape[:-1], *((parts, -1) if x.shape[-1] == width else (1, 1))))
 
-    largest = _maximum(compute, [in_parts(x) for x in row], -2, keepdims=False)
-    return jnp.max(jax.lax.optimization_barrier(largest), axis=-1, keepdims=True)
-
-
-def _maximum(
-    compute: Callable[..., jax.Array], row: Sequence[Any], axis: int, *, keepdims: bool
-) -> jax.Array:
     # Computed from arrays that XLA does not know to be the arguments, since what several kernels
     # read is written.
-    others = jax.lax.optimization_barrier(list(row))
-    return jnp.max(coding.magnitude(compute(*others)), axis=axis, keepdims=keepdims)
+    others = jax.lax.optimization_barrier([in_parts(x) if axis == -1 else x for x in row])
+    magnitude = coding.magnitude(compute(*others))
+    if axis != -1:
+        return jnp.max(magnitude, axis=axis, keepdims=True)
+    largest = jnp.max(magnitude, axis=-2)
+    return jnp.max(jax.lax.optimization_barrier(largest), axis=-1, keepdims=True)

@@ -93,7 +93,7 @@ def _like(arg: ArgLeaves, i: int, like: Any, x: Any) -> Any:
     if is_blocks(x):
         encoding.check(arg, i, x)
     if is_blocks(like):
-        codec = encoding.codec_in(like)
+        codec = codec_of(like)
         same_kind = codec_of(x) == codec if is_blocks(x) else _is_floating(x)
         if not same_kind:
             expected = f"a floating array, or Blocks of {codec.kind}"
