@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import numerics
-from jgrad._quantized import leaves
+from jgrad._quantized import encoding
 from jgrad._trees.blocks import Blocks
 
 P = ParamSpec("P")
@@ -64,7 +64,7 @@ def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _array(x: jax.Array | Blocks) -> jax.Array:
-    return leaves.decoded(x) if isinstance(x, Blocks) else x
+    return encoding.decoded(x) if isinstance(x, Blocks) else x
 
 
 def _widened(x: jax.Array, real: np.dtype) -> jax.Array:

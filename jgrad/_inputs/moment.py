@@ -19,8 +19,10 @@ from jgrad._arithmetic.apply import cast_back
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.commit import Commit
 from jgrad._packed.arrays import ArraySpec
-from jgrad._quantized import bfloat16, leaves
-from jgrad._quantized.leaves import Rounding
+from jgrad._quantized import bfloat16, encoding
+from jgrad._quantized.codec import codec_of
+from jgrad._quantized.encoding import Rounding
+from jgrad._quantized.geometry import geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees import trees
 from jgrad._trees.blocks import Blocks, is_blocks
@@ -199,7 +201,7 @@ def _is_rounded(moment: Any) -> bool:
 
 @leafwise.jit_static_kwargs
 def _in_float32(x: Any) -> jax.Array:
-    return leaves.decoded(x) if is_blocks(x) else x.astype(jnp.float32)
+    return encoding.decoded(x) if is_blocks(x) else x.astype(jnp.float32)
 
 
 def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Commit | None) -> list[Any]:
@@ -260,11 +262,11 @@ def _encoder(rule: Function, has_flag: bool) -> Callable[..., Blocks]:
         *rest: Any,
     ) -> Blocks:
         rounding = Rounding(of_step, ElementKeys(leaf, first))
-        own, dtype = leaves.geometry(old), old.codes.dtype
+        own, codec = geometry(old), codec_of(old)
         if not has_flag:
-            return leaves.encoded(rule, rest, own, dtype, rounding, value)
+            return encoding.encoded(rule, rest, own, codec, rounding, value)
         flag, *arguments = rest
-        new = leaves.encoded(_bounded(rule), arguments, own, dtype, rounding, value)
-        return Blocks(*(jnp.where(flag, n, o) for n, o in zip(new, old, strict=True)))
+        new = encoding.encoded(_bounded(rule), arguments, own, codec, rounding, value)
+        return jax.tree.map(functools.partial(jnp.where, flag), new, old)
 
     return encode

@@ -18,7 +18,7 @@ from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._packed import arrays
 from jgrad._packed.arrays import ArraySpec
-from jgrad._quantized.leaves import SMALLEST
+from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
-from jgrad._quantized import leaves as quantized
+from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
@@ -105,7 +105,8 @@ def _part(p: jax.Array, like: Any) -> jax.Array:
 
 
 def _blocks(p: jax.Array, stacked: tuple[int, ...], second: bool) -> Blocks:
-    return quantized.zeros(numerics.zeros_like(p, np.dtype(np.float32)), stacked, second=second)
+    x = numerics.zeros_like(p, np.dtype(np.float32))
+    return encoding.zeros(x, stacked, codec.of_moments(second=second))
 
 
 def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | None:

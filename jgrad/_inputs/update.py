@@ -15,7 +15,7 @@ from jgrad._arithmetic.leafwise import Function
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.moment import as_stored, kept_arrays
 from jgrad._inputs.parameters import OTHER_LEAVES, Parameters
-from jgrad._quantized import leaves as blocks
+from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
@@ -142,7 +142,7 @@ class Update(Parameters):
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
         if is_blocks(moment) and x is not None:
-            return blocks.check(arg, i, moment, jnp.uint8 if real else jnp.int8)
+            return encoding.check(arg, i, moment, codec.of_moments(second=real))
         if x is None and moment is None:
             return None
         complex_ = jnp.iscomplexobj(x) and not real

@@ -23,6 +23,7 @@ from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment, deal_out, item_shape
 from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees
+from jgrad._trees.blocks import SIZE
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -30,8 +31,8 @@ from jgrad._trees.trees import PyTree
 # 9% at 512 and 19% at 1024; leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores Adam on 1000
 # leaves of 32 x 32 takes the same time at each width. LAMB takes twice as long from 512 on, where
 # the chunks of its norms leave the first-level cache (`rows`). A TPU's lanes are 128 wide, so a
-# multiple of that. Unmeasured on accelerators.
-WIDTH = 256
+# multiple of that. Unmeasured on accelerators. In 8 bits a row is what shares a scale.
+WIDTH = SIZE
 
 _SHOWN = 10  # leaves of a buffer that are printed
 
@@ -67,8 +68,12 @@ class Layout:
     runs: tuple[Span | None, ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     share: Shard | None = None
-    width: int = WIDTH
     deals: tuple[tuple[str, Deal], ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Elements of a block."""
+        return WIDTH
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -77,7 +82,7 @@ class Layout:
     @property
     def _places(self) -> tuple[Any, ...]:
         """Everything but the structure of the tree."""
-        return self.runs, self.shapes, self.share, self.width, self.deals
+        return self.runs, self.shapes, self.share, self.deals
 
     def __hash__(self) -> int:
         return self._hash
@@ -155,10 +160,12 @@ class Layout:
     def _rebuilt(
         numbers: PyTree, spans: list[Any], shapes: Any, shard: Any, width: int, deals: Any = ()
     ) -> "Layout":
+        if width != WIDTH:
+            raise ValueError(f"Layout: blocks of {width} elements, expected {WIDTH}.")
         structure = trees.flatten(numbers)[1]
         runs = tuple(x and Span(*x)._replace(layers=LayerAxes(*x[2])) for x in spans)
         dealt = tuple((name, Deal(n, tuple(Segment(*x) for x in own))) for name, n, own in deals)
-        return Layout(structure, runs, shapes, shard and Shard(*shard), width, dealt)
+        return Layout(structure, runs, shapes, shard and Shard(*shard), dealt)
 
     def differences(self, other: "Layout", own_name: str, other_name: str) -> Iterator[str]:
         """Where two layouts differ: a phrase for each place."""

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed import blocks, in_8_bits, splitting
+from jgrad._packed import blocks, quantized_buffers, splitting
 from jgrad._packed.blocks import Span
 from jgrad._packed.layouts import Layout, layout_of
+from jgrad._quantized.codec import Codec, codec_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
@@ -251,7 +252,7 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
             continue
         here = {i: jax.tree.map(replicated, leaves[i]) for i, _ in own}
         if is_blocks(here[i]):
-            joined = in_8_bits.join([(span, here[i]) for i, span in own], shape[0])
+            joined = quantized_buffers.join([(span, here[i]) for i, span in own], shape[0])
             buffers[name] = jax.tree.map(functools.partial(_by_share, layout, name), joined)
             continue
         parts, row = [], 0
@@ -322,7 +323,12 @@ def _leaves(packed: Packed) -> PyTree:
         counts = tuple(rows for rows, _ in pieces)
         scale: list[Any] = [None] * len(counts)
         if is_blocks(buffer):
-            codes, scale = in_8_bits.split(buffer, counts)
+            if buffer.scale.shape != (shape[0], 1):
+                came = f"`scale` of shape {buffer.scale.shape} in the buffer {name!r}"
+                expected = f"a number for each row, of shape {(shape[0], 1)}"
+                raise ValueError(f"unpack: `tree`: {came}, expected {expected}.")
+            codec = codec_of(buffer)
+            codes, scale = quantized_buffers.split(buffer, counts)
         else:
             sizes = tuple(layout.width * rows for rows in counts)
             codes = splitting.split(buffer.reshape(-1), sizes)
@@ -333,7 +339,7 @@ def _leaves(packed: Packed) -> PyTree:
             if own_scale is None:
                 leaves[i] = blocks.from_blocks(span, part, layout.width)
             else:
-                leaves[i] = in_8_bits.leaf(span, part, own_scale)
+                leaves[i] = quantized_buffers.leaf(span, part, own_scale, codec)
     return layout.structure.unflatten(leaves)
 
 
@@ -355,7 +361,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
             continue
         if is_blocks(buffer):
             for i, span in own:
-                _check_recodable(arg, i, buffer.codes.dtype)
+                _check_recodable(arg, i, codec_of(buffer))
                 expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
             continue
         if (unpacked := layout.unpacked_leaf(name)) is not None:
@@ -378,20 +384,21 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
     for name, _ in layout.shapes:
         if is_blocks(like.buffers[name]):
-            dtype = like.buffers[name].codes.dtype
+            codec = codec_of(like.buffers[name])
             for i, span in layout.within(name):
-                leaves[i] = in_8_bits.recoded(span, leaves[i], dtype)
+                leaves[i] = quantized_buffers.recoded(span, leaves[i], codec)
     return fill(layout, leaves)
 
 
 _UNQUANTIZED = "make it one by `unquantized(tree)`"
 
 
-def _check_recodable(arg: ArgLeaves, i: int, dtype: Any) -> None:
-    """A leaf for a buffer in 8 bits: numbers, or codes of the same kind."""
+def _check_recodable(arg: ArgLeaves, i: int, codec: Codec) -> None:
+    """A leaf for a buffer in 8 bits: numbers, or codes of the same codec."""
     x = arg.leaves[i]
-    if not ((is_blocks(x) and x.codes.dtype == dtype) or getattr(x, "dtype", None) == jnp.float32):
-        expected = f"an array of float32, or Blocks with codes of {dtype}"
+    is_right = codec_of(x) == codec if is_blocks(x) else getattr(x, "dtype", None) == jnp.float32
+    if not is_right:
+        expected = f"an array of float32, or Blocks with codes of {codec.kind}"
         arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
 
 

@@ -4,13 +4,14 @@ A code is the upper bits of a float32 number, its exponent counted from the smal
 that coding is integer arithmetic on bits: no table, no search, and no division that rounds. With
 the scale s of a block, the largest magnitude in it is in [s, 2 s):
 
-    second moments, uint8:  0, and 255 numbers from 1.125 2^-30 s to 3.75 s
-    first moments, int8:    0, and 127 numbers of each sign from 1.125 2^-14 s to 3.75 s
+    unsigned, uint8:  0, and 255 numbers from 1.125 2^-30 s to 3.75 s
+    signed, int8:     0, and 127 numbers of each sign from 1.125 2^-14 s to 3.75 s
 
 Neighbours are 6 to 12% apart. A number in between is rounded stochastically, up or down so that the
-mean is right: to the nearest, a decay of 0.1% would never happen. A second moment above 0 is never
-rounded to 0, since the step after would be too long; it is at least the smallest number. A first
-moment below the smallest one is 0. Numbers below the smallest normal float32 count as 0.
+mean is right: to the nearest, a decay of 0.1% would never happen. An unsigned number above 0 is
+never rounded to 0, since the step after such a second moment would be too long; it is at least the
+smallest number. A signed number below the smallest one is 0. Numbers below the smallest normal
+float32 count as 0.
 
 What was decoded is encoded as itself, since it is on the grid: s only changes by powers of two.
 """
@@ -22,8 +23,8 @@ import jax.numpy as jnp
 
 _DROPPED = 20  # bits of a float32 below the three of the mantissa that are kept
 _ONE = 127 << 3  # the upper bits of 1.0
-_SECOND_ZERO = _ONE - (30 << 3)  # those of 2^-30, of which the code would be 0
-_FIRST_ZERO = _ONE - (14 << 3)
+_UNSIGNED_ZERO = _ONE - (30 << 3)  # those of 2^-30, of which the code would be 0
+_SIGNED_ZERO = _ONE - (14 << 3)
 _SIGN_REMOVED, _INFINITY = 0x7FFFFFFF, 0x7F800000
 _LARGEST_SCALE = (127 + 126) << 23  # 2^126: 3.75 times that is still a float32 number
 
@@ -60,29 +61,32 @@ def scale_of(largest: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def encode_second(x: jax.Array, inverse: jax.Array, random: jax.Array) -> jax.Array:
+def encode_unsigned(x: jax.Array, inverse: jax.Array, random: jax.Array) -> jax.Array:
     """Codes of numbers that are not negative: uint8."""
-    code = _rounded(bits_of(x * inverse), random) - _SECOND_ZERO
+    code = _rounded(bits_of(x * inverse), random) - _UNSIGNED_ZERO
     tiny = jnp.finfo(jnp.float32).tiny
     return _select(x < tiny, jnp.int32(0), _clamped(1, code, 255)).astype(jnp.uint8)
 
 
 @jax.custom_jvp
-def encode_first(x: jax.Array, inverse: jax.Array, random: jax.Array) -> jax.Array:
+def encode_signed(x: jax.Array, inverse: jax.Array, random: jax.Array) -> jax.Array:
     """Codes of numbers of any sign: int8."""
-    code = _rounded(magnitude(x * inverse), random) - _FIRST_ZERO
+    code = _rounded(magnitude(x * inverse), random) - _SIGNED_ZERO
     code = _clamped(0, code, 127)
     return _select(x < 0, -code, code).astype(jnp.int8)
 
 
-def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
+def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """The numbers, float32; none is finite in a block whose scale is not."""
-    code = codes.astype(jnp.int32)
-    zero = jnp.zeros((), jnp.float32)
-    if codes.dtype == jnp.uint8:
-        return _select(code == 0, zero, _from_bits((code + _SECOND_ZERO) << _DROPPED)) * scale
+    code, zero = codes.astype(jnp.int32), jnp.zeros((), jnp.float32)
+    return _select(code == 0, zero, _from_bits((code + _UNSIGNED_ZERO) << _DROPPED)) * scale
+
+
+def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """The numbers, float32; none is finite in a block whose scale is not."""
+    code, zero = codes.astype(jnp.int32), jnp.zeros((), jnp.float32)
     size = jnp.abs(code)
-    size_of_code = _select(size == 0, zero, _from_bits((size + _FIRST_ZERO) << _DROPPED))
+    size_of_code = _select(size == 0, zero, _from_bits((size + _SIGNED_ZERO) << _DROPPED))
     return _select(code < 0, -size_of_code, size_of_code) * scale
 
 
@@ -113,5 +117,5 @@ def _no_slope(*_: object) -> NoReturn:
     )
 
 
-for _function in (scale_of, encode_second, encode_first):
+for _function in (scale_of, encode_unsigned, encode_signed):
     _function.defjvp(_no_slope)

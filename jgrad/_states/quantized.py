@@ -5,8 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jgrad._quantized import leaves
-from jgrad._quantized.leaves import Geometry
+from jgrad._quantized import encoding
+from jgrad._quantized.codec import codec_of
+from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
@@ -42,9 +43,9 @@ def unquantized(state: PyTree) -> PyTree:
     arg = ArgLeaves.from_tree("unquantized", "state", state)
     for i, x in enumerate(arg.leaves):
         if is_blocks(x):
-            leaves.check(arg, i, x)
+            encoding.check(arg, i, x)
     return trees.map_leaves(
-        lambda x: where_it_lies(leaves.decoded, x) if is_blocks(x) else x, state
+        lambda x: where_it_lies(encoding.decoded, x) if is_blocks(x) else x, state
     )
 
 
@@ -90,17 +91,17 @@ def quantized(state: PyTree, *, like: PyTree) -> PyTree:
 def _like(arg: ArgLeaves, i: int, like: Any, x: Any) -> Any:
     """One leaf in the form of another."""
     if is_blocks(x):
-        leaves.check(arg, i, x)
+        encoding.check(arg, i, x)
     if is_blocks(like):
-        dtype = like.codes.dtype
-        same_kind = x.codes.dtype == dtype if is_blocks(x) else _is_floating(x)
+        codec = codec_of(like)
+        same_kind = codec_of(x) == codec if is_blocks(x) else _is_floating(x)
         if not same_kind:
-            expected = f"a floating array, or Blocks of {dtype}"
+            expected = f"a floating array, or Blocks of {codec.kind}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
         array = x if is_blocks(x) else x.astype(jnp.float32)
-        return leaves.recoded(array, Geometry(like.codes.shape, like.scale.shape), dtype)
+        return encoding.recoded(array, geometry(like), codec)
     if is_blocks(x):
-        x = leaves.decoded(x)
+        x = encoding.decoded(x)
     if not hasattr(like, "dtype") or getattr(x, "dtype", None) == like.dtype:
         return x
     if not (_is_floating(x) and jnp.issubdtype(like.dtype, jnp.floating)):

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jgrad._inputs.pair import arrays_of
 from jgrad._packed import packing
 from jgrad._packed.packing import Packed
-from jgrad._quantized.leaves import geometry
+from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, values
-from jgrad._trees.blocks import Blocks, is_blocks
+from jgrad._trees.blocks import is_blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -186,9 +186,9 @@ class _Shardings:
     def _like(self, followed: _Placed | None, x: Any, *, rows_only: bool) -> Any:
         """The sharding of the parameter, sharded further, where the shapes agree."""
         if is_blocks(x):
-            codes = self._like(followed, x.codes, rows_only=rows_only)
-            shardings: Any = (codes, geometry(x).sharding_of_scale(codes))
-            return Blocks(*shardings)
+            array = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            codes = self._like(followed, array, rows_only=rows_only)
+            return x._replace(codes=codes, scale=geometry(x).sharding_of_scale(codes))
         if followed is None or followed.shape != x.shape:
             return self._replicated
         return _sharded_further(followed.sharding, x.shape, self._axes, rows_only=rows_only)

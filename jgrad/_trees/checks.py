@@ -122,7 +122,7 @@ def describe(x: Any) -> str:
         return "None"
     if is_blocks(x):
         codes = getattr(x.codes, "dtype", type(x.codes).__name__)
-        return f"Blocks of {codes} and shape {tuple(getattr(x.codes, 'shape', ()))}"
+        return f"Blocks of {codes} and shape {x.shape if hasattr(x.codes, 'shape') else ()}"
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         kind = "an array" if is_array(x) else f"a {type(x).__name__}"
         return f"{kind} of {x.dtype} and shape {tuple(x.shape)}"
@@ -222,7 +222,7 @@ def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgL
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
     both = [
-        (i, _codes(x), _codes(r))
+        (i, _as_array(x), _as_array(r))
         for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True))
         if x is not None and r is not None
     ]
@@ -234,9 +234,9 @@ def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
         arg.fail(i, ValueError, problem, f" does not match `{reference.name}`")
 
 
-def _codes(x: Any) -> Any:
-    """What has the shape of an array in 8 bits; any other as it is."""
-    return x.codes if is_blocks(x) else x
+def _as_array(x: Any) -> Any:
+    """What has the shape of an array in 8 bits, and no parts; any other as it is."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_blocks(x) else x
 
 
 def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool = False) -> None:

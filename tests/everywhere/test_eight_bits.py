@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._quantized import leaves
-from jgrad._quantized.leaves import Geometry
-from jgrad._quantized.random_bits import step_keys
+from jgrad._quantized import codec, encoding
+from jgrad._quantized.geometry import Geometry
+from jgrad._quantized.random_bits import ElementKeys, step_keys
 from jgrad._trees.blocks import is_blocks
 from tests.support.eight_bits import (
     CONSTANT_FREE,
@@ -215,13 +215,13 @@ def test_e36_no_gradient_beside_a_busy_neighbour():
 def _stored(rule, old, steps, *, stochastic):
     """A moment after steps of a rule of one array, rounded as transformations do, or to the nearest."""
     own = Geometry.of_leaf(old.shape)
-    keys = leaves.ElementKeys(np.array([1, 2], np.uint32), np.zeros((), np.uint32))
+    keys = ElementKeys(np.array([1, 2], np.uint32), np.zeros((), np.uint32))
 
     @jax.jit
     def run(old):
         def body(moment, step):
-            rounding = leaves.Rounding(step_keys(step), keys) if stochastic else None
-            return leaves.encoded(rule, [moment], own, moment.codes.dtype, rounding), None
+            rounding = encoding.Rounding(step_keys(step), keys) if stochastic else None
+            return encoding.encoded(rule, [moment], own, moment.form.codec, rounding), None
 
         return jax.lax.scan(body, old, jnp.arange(steps))[0]
 
@@ -230,8 +230,10 @@ def _stored(rule, old, steps, *, stochastic):
 
 def test_e36_to_the_nearest_nothing_decays():
     """What rounding to the nearest does, and why this library does not: v stays, for ever."""
-    start = leaves.encoded(lambda x: x, [jnp.ones(4096)], Geometry.of_leaf((4096,)), jnp.uint8)
-    keep = lambda x: 0.999 * leaves.decoded(x)
+    start = encoding.encoded(
+        lambda x: x, [jnp.ones(4096)], Geometry.of_leaf((4096,)), codec.UNSIGNED
+    )
+    keep = lambda x: 0.999 * encoding.decoded(x)
     np.testing.assert_array_equal(_stored(keep, start, 2000, stochastic=False), 1.0)
     found = _stored(keep, start, 2000, stochastic=True)
     assert abs(found.mean() / 0.999**2000 - 1) < 0.1
@@ -241,8 +243,8 @@ def test_e36_to_the_nearest_nothing_decays():
 def test_e35_first_moments_reach_a_constant_gradient(beta, low, high):
     """In the mean, from 0 and whatever their size; to the nearest they stick below it."""
     g = jnp.asarray(np.linspace(1, 2, 4096), jnp.float32)
-    rule = lambda x: beta * leaves.decoded(x) + (1 - beta) * g.reshape(x.codes.shape)
-    start = leaves.zeros(jnp.zeros(4096), (), second=False)
+    rule = lambda x: beta * encoding.decoded(x) + (1 - beta) * g.reshape(x.codes.shape)
+    start = encoding.zeros(jnp.zeros(4096), (), codec.of_moments(second=False))
     exact = np.asarray(g, float) * (1 - beta**1000)
     found = _stored(rule, start, 1000, stochastic=True) / exact
     assert abs(found.mean() - 1) < 4 * found.std() / 64 + 1e-3

@@ -125,6 +125,22 @@ def test_pickles_keep_the_axes_of_stacks():
     assert jgrad.pack({"a": jnp.ones((2, 3))}).layout != packed.layout
 
 
+def test_a_row_is_what_shares_a_scale_in_8_bits():
+    """One number says how wide both are, and a file of another width is refused."""
+    packed = jgrad.pack({"a": jnp.ones((30, 200))})
+    state = jgrad.gradient_descent(0.1, momentum=0.9, moment_dtype="8bit").init(packed)
+    (moment,) = state.mw.buffers.values()
+    assert packed.layout.width == moment.form.size == moment.codes.shape[1]
+    assert moment.scale.shape == (moment.codes.shape[0], 1)
+    rebuild, (*first, width, deals) = packed.layout.__reduce__()
+    assert rebuild(*first, width, deals) == packed.layout
+    assert_error(
+        ValueError,
+        "Layout: blocks of 128 elements, expected 256.",
+        lambda: rebuild(*first, 128, deals),
+    )
+
+
 def test_pickles_of_another_process():
     """Where strings have other hashes."""
     program = (

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._quantized import leaves
+from jgrad._quantized import encoding
+from jgrad._quantized.geometry import geometry
 from jgrad._trees.blocks import is_blocks
 
 RATE = 0.05
@@ -82,7 +83,7 @@ def moments(state):
 
 def value(x):
     """The numbers of a moment, in whichever form."""
-    return np.asarray(jax.jit(leaves.decoded)(x) if is_blocks(x) else x)
+    return np.asarray(jax.jit(encoding.decoded)(x) if is_blocks(x) else x)
 
 
 def per_element(x, part):
@@ -90,7 +91,7 @@ def per_element(x, part):
     if part == "codes":
         return x.codes.astype(jnp.float32)
     shape = x.codes.shape
-    return jnp.broadcast_to(leaves.geometry(x).per_element(x.scale), shape)
+    return jnp.broadcast_to(geometry(x).per_element(x.scale), shape)
 
 
 def unpacked(moment, part):

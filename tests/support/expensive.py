@@ -77,7 +77,7 @@ DEFAULT = {
     "packed/test_splitting.py::test_derivatives": 0,
     "packed/test_splitting.py::test_dtypes": 1,
     "quantized/test_errors_of_steps.py::test_e32_e36_errors_of_steps": 1,
-    "quantized/test_leaves.py::test_zeros": 2,
+    "quantized/test_encoding.py::test_zeros": 2,
     "wrappers/test_accumulate.py::test_a_mini_batch_that_is_not_finite_is_left_out": 1,
     "wrappers/test_accumulate.py::test_a_schedule_of_windows_under_scan": 0,
     "wrappers/test_accumulate.py::test_e11_one_nan_and_optax_never_recovers": 0,

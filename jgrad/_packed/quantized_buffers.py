@@ -13,50 +13,57 @@ import numpy as np
 
 from jgrad._packed import blocks, splitting
 from jgrad._packed.blocks import Span
-from jgrad._quantized import leaves
-from jgrad._quantized.leaves import SIZE, SMALLEST, Geometry
-from jgrad._trees.blocks import Blocks
+from jgrad._quantized import encoding
+from jgrad._quantized.codec import Codec, codec_of
+from jgrad._quantized.encoding import SMALLEST
+from jgrad._quantized.geometry import Geometry
+from jgrad._trees.blocks import SIZE, Blocks
 
 
 def split(buffer: Blocks, rows: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
     """The codes and the scales of so many rows, one behind the other."""
-    codes = splitting.split(buffer.codes.reshape(-1), tuple(n * SIZE for n in rows))
+    codes = splitting.split(encoding.elements(buffer).reshape(-1), tuple(n * SIZE for n in rows))
     return codes, splitting.split(buffer.scale.reshape(-1), rows)
 
 
 def join(pairs: Sequence[tuple[Span, Blocks]], rows: int) -> Blocks:
     """The buffer of leaves that `recoded` made, with so many rows; zeros where no leaf is."""
+    codec = codec_of(pairs[0][1])
     codes: list[jax.Array] = []
     scale: list[jax.Array] = []
     row = 0
     for span, x in pairs:
-        codes += _zeros((span.first - row) * SIZE, x.codes.dtype)
-        codes.append(blocks.to_blocks(span, x.codes, SIZE))
+        codes += _zeros((span.first - row) * SIZE, codec.dtype)
+        codes.append(blocks.to_blocks(span, encoding.elements(x), SIZE))
         scale += _zeros(span.first - row, x.scale.dtype)
         scale.append(_rows_of_scale(span, x.scale))
         row = span.first + span.num_blocks
-    codes += _zeros((rows - row) * SIZE, codes[0].dtype)
+    codes += _zeros((rows - row) * SIZE, codec.dtype)
     scale += _zeros(rows - row, scale[0].dtype)
-    return Blocks(splitting.join(codes).reshape(rows, SIZE), splitting.join(scale).reshape(rows, 1))
+    own = Geometry((rows, SIZE), (rows, 1))
+    joined = splitting.join(codes).reshape(own.shape), splitting.join(scale).reshape(own.scales)
+    return encoding.of_elements(*joined, own, codec)
 
 
 def _zeros(count: int, dtype: Any) -> list[jax.Array]:
     return [jnp.zeros((count,), dtype)] if count else []
 
 
-def recoded(span: Span, x: Any, dtype: Any) -> Blocks:
+def recoded(span: Span, x: Any, codec: Codec) -> Blocks:
     """A leaf in the blocks that are its rows; the same codes if its blocks are those."""
-    return leaves.recoded(x, _geometry(span), dtype)
+    return encoding.recoded(x, _geometry(span), codec)
 
 
 def _geometry(span: Span) -> Geometry:
     return Geometry.of_leaf(span.layers.shape, span.layers.stacked)
 
 
-def leaf(span: Span, codes: jax.Array, scale: jax.Array) -> Any:
+def leaf(span: Span, codes: jax.Array, scale: jax.Array, codec: Codec) -> Any:
     """The leaf of its rows."""
-    x = Blocks(blocks.from_blocks(span, codes, SIZE), _scale_of_rows(span, scale))
-    return x if span.size >= SMALLEST else leaves.decoded(x)
+    own = _geometry(span)
+    parts = blocks.from_blocks(span, codes, SIZE), _scale_of_rows(span, scale)
+    x = encoding.of_elements(*parts, own, codec)
+    return x if span.size >= SMALLEST else encoding.decoded(x)
 
 
 def _order(span: Span) -> tuple[int, ...] | None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._quantized import leaves
-from jgrad._quantized.leaves import Geometry, Rounding
+from jgrad._quantized import codec, encoding
+from jgrad._quantized.encoding import Rounding
+from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
 from tests.reference import eight_bits
 
@@ -47,7 +48,7 @@ every_shape = pytest.mark.parametrize(
     ("shape", "stacked"),
     [pytest.param(*x, id=str(x), marks=() if x in QUICK else pytest.mark.slow) for x in SHAPES],
 )
-decoded = jax.jit(leaves.decoded)
+decoded = jax.jit(encoding.decoded)
 both = pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 
 
@@ -56,8 +57,7 @@ def encoded(x, stacked, *, second):
     own = Geometry.of_leaf(x.shape, stacked)
     keys = ElementKeys(leaf_keys(0, 1, [0])[0], np.zeros((), np.uint32))
     rounding = Rounding(step_keys(jnp.int32(1)), keys)
-    dtype = jnp.uint8 if second else jnp.int8
-    return leaves.encoded(lambda x: x, [x], own, dtype, rounding)
+    return encoding.encoded(lambda x: x, [x], own, codec.of_moments(second=second).codec, rounding)
 
 
 def numbers(shape, *, second, seed=0):
@@ -81,7 +81,7 @@ def test_blocks_and_codes(shape, stacked, second):
     x = numbers(shape, second=second)
     found = encoded(x, stacked, second=second)
     assert found.codes.shape == x.shape
-    assert leaves.geometry(found).is_right
+    assert geometry(found).is_right
     largest, blocks = maxima(x, stacked)
     scale = np.array([eight_bits.scale_of([m]) for m in largest])
     np.testing.assert_array_equal(np.ravel(found.scale), scale)
@@ -98,7 +98,7 @@ def test_zeros(shape, stacked):
     """Codes 0 and scale 0, of the shapes that the first step writes."""
     for second in (False, True):
         x = jnp.zeros(shape)
-        found = leaves.zeros(x, stacked, second=second)
+        found = encoding.zeros(x, stacked, codec.of_moments(second=second))
         after = jax.eval_shape(functools.partial(encoded, stacked=stacked, second=second), x)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
             lambda x: (x.shape, x.dtype), after
