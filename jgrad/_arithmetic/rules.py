@@ -1,4 +1,6 @@
-"""The arithmetic that several methods share, on the arrays of one leaf.
+"""The arithmetic that several methods share, on the arrays of one leaf, and on lists of leaves.
+
+An *update* is what is added to the weights: w' = w + update.
 
 `on_leaf` widens every argument to float32 or float64 first. Weights, gradients and first moments
 may be complex; everything else is real. The arithmetic of a single method is in its file under
@@ -6,12 +8,14 @@ may be complex; everything else is real. The arithmetic of a single method is in
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jgrad._arithmetic import numerics
-from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._arithmetic import leafwise, numerics
+from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf
 from jgrad._arithmetic.numerics import scaled
 
 
@@ -74,3 +78,31 @@ def divide(x: jax.Array, by: jax.Array) -> jax.Array:
 def add(w: jax.Array, update: jax.Array) -> jax.Array:
     """w' = w + u"""
     return w + update
+
+
+# ---- on lists with an entry per leaf -----------------------------------------------------------
+
+
+def decay_call(direction: jax.Array | None, w: jax.Array | None, decay: Any) -> Call | None:
+    """The call of direction + decay w; a decay that is the Python number 0 compiles to nothing."""
+    if direction is None:
+        return None
+    if is_zero(decay):
+        return (leafwise.identity, (direction,))
+    return (add_scaled, (direction, w, decay))
+
+
+def add_decay(direction: list[Any], w: list[Any] | None, decay: PerLeaf) -> list[Any]:
+    """direction + decay w; without weights no decay but the number 0"""
+    return leafwise.run([decay_call(*row) for row in leafwise.zip_leaves(direction, w, decay)])
+
+
+def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """New values in the dtypes of the old, which stay where there is no new one."""
+    pairs = zip(new, old, strict=True)
+    return [y if x is None else x if x.dtype == y.dtype else x.astype(y.dtype) for x, y in pairs]
+
+
+def is_zero(number: Any) -> bool:
+    """Whether it is the Python number 0, which stands for "none of it"."""
+    return isinstance(number, (int, float)) and number == 0

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.apply import apply, cast_back
+from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
+from jgrad._arithmetic.rules import cast_back
 from jgrad._layers.layer_axes import LayerAxes, StaticAxes
 from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees, values
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -247,7 +248,7 @@ def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
     leaves, structure = trees.flatten(tree)
     arg = ArgLeaves(function, name, leaves, lambda: trees.paths(tree))
     for i, x in enumerate(leaves):
-        if is_blocks(x):
+        if isinstance(x, Blocks):
             remedy = "make it one by `unquantized(tree)`"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
     leaves = [x if x is None else jnp.asarray(x) for x in leaves]

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.apply import cast_back
 from jgrad._arithmetic.leafwise import Call, Function
+from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.commit import Commit
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized import bfloat16, encoding
@@ -25,7 +25,7 @@ from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees import trees
-from jgrad._trees.blocks import Blocks, is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.trees import PyTree
 
 _SEED = 0
@@ -130,9 +130,14 @@ class Moment:
             return leafwise.run(new)
         pairs = zip(new, self.old, strict=True)
         values = leafwise.run(
-            [(_bounded(call[0]), call[1]) if call and is_blocks(o) else call for call, o in pairs]
+            [
+                (_bounded(call[0]), call[1]) if call and isinstance(o, Blocks) else call
+                for call, o in pairs
+            ]
         )
-        arrays = [None if is_blocks(o) else x for x, o in zip(values, self.old, strict=True)]
+        arrays = [
+            None if isinstance(o, Blocks) else x for x, o in zip(values, self.old, strict=True)
+        ]
         kept = kept_arrays(arrays, self.old, self._commit)
         return [x if k is None else k for x, k in zip(values, kept, strict=True)]
 
@@ -141,7 +146,7 @@ class Moment:
         if call is None or not _is_rounded(old):
             return None
         assert self._keys is not None
-        if is_blocks(old):
+        if isinstance(old, Blocks):
             rule, arguments = call
             flag = () if self._commit is None else (self._commit.flag,)
             encoder = _encoder(rule, self._commit is not None)
@@ -196,12 +201,12 @@ def in_full_precision(moments: Sequence[Any]) -> list[Any]:
 
 def _is_rounded(moment: Any) -> bool:
     """Whether it is stored in 8 bits or in bfloat16."""
-    return moment is not None and (is_blocks(moment) or moment.dtype == jnp.bfloat16)
+    return moment is not None and (isinstance(moment, Blocks) or moment.dtype == jnp.bfloat16)
 
 
 @leafwise.jit_static_kwargs
 def _in_float32(x: Any) -> jax.Array:
-    return encoding.decoded(x) if is_blocks(x) else x.astype(jnp.float32)
+    return encoding.decoded(x) if isinstance(x, Blocks) else x.astype(jnp.float32)
 
 
 def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Commit | None) -> list[Any]:

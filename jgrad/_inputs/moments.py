@@ -20,7 +20,7 @@ from jgrad._packed import arrays
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, trees
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -119,9 +119,9 @@ class MomentOptions(NamedTuple):
         old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
         arg = inputs.reference._replace(name=name, leaves=old)
         for i, expected in enumerate(self._in_8_bits(inputs, shapes)):
-            if not inputs.is_updated[i] or is_blocks(old[i]) == expected:
+            if not inputs.is_updated[i] or isinstance(old[i], Blocks) == expected:
                 continue
-            if not (is_blocks(old[i]) and self._is_possible(inputs, i)):
+            if not (isinstance(old[i], Blocks) and self._is_possible(inputs, i)):
                 _fail(arg, i, old[i])
         return Moment(old, inputs.specs if is_whole else arrays.specs(shapes), keys, inputs.commit)
 
@@ -205,7 +205,7 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
 
 
 def _fail(arg: ArgLeaves, i: int, x: Any) -> None:
-    if is_blocks(x):
+    if isinstance(x, Blocks):
         remedy = "make it one by `unquantized(state)`"
         arg.fail(i, TypeError, f"Blocks of shape {x.shape}, expected an array; {remedy}")
     remedy = "make them by `quantized(state, like=jax.eval_shape(tx.init, params))`"

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jgrad._arithmetic import numerics
-from jgrad._arithmetic.apply import add_decay
+from jgrad._arithmetic.rules import add_decay
 from jgrad._inputs import numbers
 from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar

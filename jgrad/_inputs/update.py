@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.apply import cast_back
 from jgrad._arithmetic.leafwise import Function
+from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.moment import as_stored, kept_arrays
 from jgrad._inputs.parameters import OTHER_LEAVES, Parameters
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -102,7 +102,7 @@ class Update(Parameters):
     def _check_form(self, new: Sequence[Any], old: Sequence[Any]) -> None:
         """No array is written where the state has codes: it would be cast to their dtype."""
         for n, o in zip(new, old, strict=True):
-            if n is not None and is_blocks(o) and not is_blocks(n):
+            if n is not None and isinstance(o, Blocks) and not isinstance(n, Blocks):
                 raise TypeError(
                     f"{self.function}: a moment in 8 bits: {checks.describe(n)}, expected Blocks, "
                     "as `Moment.write` makes them."
@@ -141,7 +141,7 @@ class Update(Parameters):
     def _check_kind(
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
-        if is_blocks(moment) and x is not None:
+        if isinstance(moment, Blocks) and x is not None:
             return encoding.check(arg, i, moment, codec.of_moments(second=real))
         if x is None and moment is None:
             return None

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, rules
-from jgrad._arithmetic.apply import PerLeaf, per_leaf
-from jgrad._arithmetic.leafwise import Call, Function
+from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, per_leaf
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.norms import ScaledNorm

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.apply import apply, calls
-from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
+from jgrad._arithmetic.leafwise import Call, Function, apply, calls, jit_static_kwargs
 from jgrad._inputs import numbers, options
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
 from jgrad._inputs.numbers import Scalar

@@ -6,7 +6,8 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.apply import add_decay, apply
+from jgrad._arithmetic.leafwise import apply
+from jgrad._arithmetic.rules import add_decay
 from jgrad._inputs import options
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from jgrad._arithmetic.apply import cast_back
+from jgrad._arithmetic.rules import cast_back
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._muon import batches, matrix_axes
 from jgrad._muon.matrix_axes import read_output_axes

@@ -20,7 +20,7 @@ from jgrad._muon.second_moments import second_span
 from jgrad._packed.arrays import ArraySpec
 from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.shardings import replicated, sharded_as
 
 Rows = tuple[int, int]  # the first, and the one behind the last
@@ -133,7 +133,7 @@ def _by_share(spec: ArraySpec, x: Any, old: Any) -> Any:
     if x is None or spec.is_unpacked:
         return x
     x = x if spec.own_deal is None else spec.own_deal.by_share(x)
-    return sharded_as(x, old.codes if is_blocks(old) else old)
+    return sharded_as(x, old.codes if isinstance(old, Blocks) else old)
 
 
 def _joined(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:

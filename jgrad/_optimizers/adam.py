@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.apply import PerLeaf, apply, calls, side_by_side
-from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._arithmetic.leafwise import PerLeaf, apply, calls, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import scaled
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
@@ -140,7 +139,7 @@ def step_sizes(adam: Adam) -> tuple[PerLeaf, PerLeaf]:
     args = (adam.step, adam.beta1.log, adam.beta2.log, adam.epsilon)
     if not any(isinstance(x, list) for x in args):
         return corrections(*args, bias_correction=adam.bias_correction)
-    rows = side_by_side(*args)
+    rows = zip_leaves(*args)
     # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
     different = {tuple(map(id, row)): row for row in rows if not any(x is None for x in row)}
     pairs = {

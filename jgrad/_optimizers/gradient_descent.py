@@ -6,8 +6,8 @@ import jax
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.apply import PerLeaf, add_decay, apply, is_zero, side_by_side
-from jgrad._arithmetic.leafwise import Call, on_leaf
+from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
+from jgrad._arithmetic.rules import add_decay, is_zero
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.moment import Moment, NewMoments, Step
@@ -192,7 +192,7 @@ def gradient_descent(
         # The direction is computed again for Nesterov's form: XLA would write out what two kernels
         # read.
         again = jax.lax.optimization_barrier((inputs.g, inputs.w)) if nesterov else None
-        rows = side_by_side(inputs.g, step.mw.old, inputs.w, decays, decay)
+        rows = zip_leaves(inputs.g, step.mw.old, inputs.w, decays, decay)
         direction, mw = with_momentum(
             step.mw,
             [_momentum_call(*row) for row in rows],

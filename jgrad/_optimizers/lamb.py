@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.apply import PerLeaf, is_zero, side_by_side
-from jgrad._arithmetic.leafwise import Call, on_leaf
+from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
+from jgrad._arithmetic.rules import is_zero
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.moment import NewMoments, Step
@@ -72,7 +72,7 @@ def _updates(
     deltas: list[Call | None] = []
     decayed: list[Call | None] = []
     columns = (w, mw, vw, *adam.step_sizes(lamb.adam), lamb.weight_decay)
-    for x, m, v, alpha, epsilon, decay in side_by_side(*columns):
+    for x, m, v, alpha, epsilon, decay in zip_leaves(*columns):
         delta = None if m is None else (adam.delta, (m, v, alpha, epsilon))
         plain = delta is None or is_zero(decay)
         deltas.append(delta)

@@ -8,14 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.apply import (
-    PerLeaf,
-    apply,
-    calls,
-    decay_call,
-    side_by_side,
-)
-from jgrad._arithmetic.leafwise import Function, on_leaf
+from jgrad._arithmetic.leafwise import Function, PerLeaf, apply, calls, on_leaf, zip_leaves
+from jgrad._arithmetic.rules import decay_call
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.moment import NewMoments, Step
@@ -94,7 +88,7 @@ def _scaled(
             rates=rates,
             scale=scale,
         )
-    directions = [decay_call(*row) for row in side_by_side(g, w, lars.weight_decay)]
+    directions = [decay_call(*row) for row in zip_leaves(g, w, lars.weight_decay)]
     decayed = rule == "decayed_gradient"
     return scaled_by_trust_ratio(
         w,

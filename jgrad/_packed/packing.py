@@ -18,7 +18,7 @@ from jgrad._packed.blocks import Span
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._quantized.codec import Codec, codec_of
 from jgrad._trees import checks, trees, values
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.shardings import replicated
@@ -200,7 +200,7 @@ def shapes(tree: PyTree) -> PyTree:
         if not is_packed(x):
             return x
         buffers = x.buffers.items()
-        if any(is_blocks(b) and hasattr(b.codes, "dtype") for _, b in buffers):
+        if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
             return jax.eval_shape(unpack, x)
         return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
 
@@ -251,7 +251,7 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
             buffers[name] = leaves[i]
             continue
         here = {i: jax.tree.map(replicated, leaves[i]) for i, _ in own}
-        if is_blocks(here[i]):
+        if isinstance(here[i], Blocks):
             joined = quantized_buffers.join([(span, here[i]) for i, span in own], shape[0])
             buffers[name] = jax.tree.map(functools.partial(_by_share, layout, name), joined)
             continue
@@ -304,7 +304,7 @@ def _leaves(packed: Packed) -> PyTree:
             for i, _ in own:
                 leaves[i] = buffer if buffer is None else jnp.copy(buffer)  # for donation
             continue
-        if not ((checks.is_array(buffer) or is_blocks(buffer)) and buffer.shape == shape):
+        if not ((checks.is_array(buffer) or isinstance(buffer, Blocks)) and buffer.shape == shape):
             raise ValueError(
                 f"unpack: `tree`: {checks.describe(buffer)} as the buffer {name!r}, expected an "
                 f"array of shape {shape}; map `unpack` over models as they were mapped over, and "
@@ -322,7 +322,7 @@ def _leaves(packed: Packed) -> PyTree:
         pieces += [(shape[0] - row, None)] if shape[0] > row else []
         counts = tuple(rows for rows, _ in pieces)
         scale: list[Any] = [None] * len(counts)
-        if is_blocks(buffer):
+        if isinstance(buffer, Blocks):
             if buffer.scale.shape != (shape[0], 1):
                 came = f"`scale` of shape {buffer.scale.shape} in the buffer {name!r}"
                 expected = f"a number for each row, of shape {(shape[0], 1)}"
@@ -359,7 +359,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
                     )
                 leaves[i] = None if buffer is None else leaves[i]
             continue
-        if is_blocks(buffer):
+        if isinstance(buffer, Blocks):
             for i, span in own:
                 _check_recodable(arg, i, codec_of(buffer))
                 expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
@@ -371,7 +371,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
         dtype = getattr(arg.leaves[own[0][0]], "dtype", None)
         for i, span in own:
             x = arg.leaves[i]
-            if is_blocks(x):
+            if isinstance(x, Blocks):
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {_UNQUANTIZED}")
             if not checks.is_inexact(x):
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
@@ -383,7 +383,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected None")
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
     for name, _ in layout.shapes:
-        if is_blocks(like.buffers[name]):
+        if isinstance(like.buffers[name], Blocks):
             codec = codec_of(like.buffers[name])
             for i, span in layout.within(name):
                 leaves[i] = quantized_buffers.recoded(span, leaves[i], codec)
@@ -396,7 +396,9 @@ _UNQUANTIZED = "make it one by `unquantized(tree)`"
 def _check_recodable(arg: ArgLeaves, i: int, codec: Codec) -> None:
     """A leaf for a buffer in 8 bits: numbers, or codes of the same codec."""
     x = arg.leaves[i]
-    is_right = codec_of(x) == codec if is_blocks(x) else getattr(x, "dtype", None) == jnp.float32
+    is_right = (
+        codec_of(x) == codec if isinstance(x, Blocks) else getattr(x, "dtype", None) == jnp.float32
+    )
     if not is_right:
         expected = f"an array of float32, or Blocks with codes of {codec.kind}"
         arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")

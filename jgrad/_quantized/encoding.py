@@ -19,7 +19,7 @@ from jgrad._quantized.codec import BY_DTYPE, Codec, codec_of
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, random_bits
 from jgrad._trees import checks
-from jgrad._trees.blocks import Blocks, Form, is_blocks
+from jgrad._trees.blocks import Blocks, Form
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
 
@@ -96,12 +96,12 @@ def zeros(x: jax.Array, stacked: Sequence[int], form: Form) -> Blocks:
 
 def recoded(x: Any, own: Geometry, codec: Codec) -> Blocks:
     """An array, or one in other blocks, in these; to the nearest, which changes no decoded one."""
-    if is_blocks(x) and geometry(x) == own and codec_of(x) == codec:
+    if isinstance(x, Blocks) and geometry(x) == own and codec_of(x) == codec:
         return x
     if 0 in own.shape:
         scale = jnp.zeros(own.scales, jnp.float32)
         return of_elements(jnp.zeros(own.shape, codec.dtype), scale, own, codec)
-    return encoded(lambda value: value, [decoded(x) if is_blocks(x) else x], own, codec)
+    return encoded(lambda value: value, [decoded(x) if isinstance(x, Blocks) else x], own, codec)
 
 
 class Rounding(NamedTuple):
@@ -153,7 +153,7 @@ def encoded(
 
 def _cut_alike(x: Any, own: Geometry) -> Any:
     """An argument that can be cut into the pieces of another: with a code for each element."""
-    if not is_blocks(x):
+    if not isinstance(x, Blocks):
         return x
     if geometry(x) != own:
         return decoded(x)
@@ -165,13 +165,13 @@ def _cut_alike(x: Any, own: Geometry) -> Any:
 
 def _placed(make: Callable[..., Blocks], own: Geometry, codec: Codec, *args: Any) -> Blocks:
     """`make(*args)`, sharded as the one among its arguments that has the shape of the array."""
-    given = jax.tree.leaves(args, is_leaf=is_blocks)
+    given = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Blocks))
     like = next(x for x in given if x.shape == own.shape)
-    codes = like.codes if is_blocks(like) else like
+    codes = like.codes if isinstance(like, Blocks) else like
     if not is_sharded(codes):
         return make(*args)
     place = jax.typeof(codes).sharding
-    same = is_blocks(like) and geometry(like) == own
+    same = isinstance(like, Blocks) and geometry(like) == own
     of_scale = jax.typeof(like.scale).sharding if same else own.sharding_of_scale(place)
     return on_automatic_axes(make, Blocks(place, of_scale, own.form(codec)), *args)
 
@@ -182,7 +182,7 @@ def _largest(compute: Callable[..., jax.Array], row: Sequence[Any], axis: int) -
     parts = _PARTS if width % _PARTS == 0 else 1
 
     def in_parts(x: Any) -> Any:
-        if is_blocks(x):
+        if isinstance(x, Blocks):
             return x._replace(codes=in_parts(x.codes), scale=x.scale[..., None])
         if jnp.ndim(x) == 0:
             return x

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._quantized.codec import Codec, form_of
 from jgrad._quantized.random_bits import ElementKeys, element_numbers
-from jgrad._trees.blocks import SIZE, Blocks, Form, is_blocks
+from jgrad._trees.blocks import SIZE, Blocks, Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Geometry:
         One array of whole blocks if there are no others; else whole blocks and last ones by
         themselves, layer by layer. The axis before is that of blocks.
         """
-        if is_blocks(x):
+        if isinstance(x, Blocks):
             pairs = zip(self.pieces(x.codes), self._pieces_of_scale(x.scale), strict=True)
             return [x._replace(codes=codes, scale=scale) for codes, scale in pairs]
         if jnp.ndim(x) == 0 and self.shape:

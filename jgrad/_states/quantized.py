@@ -9,7 +9,7 @@ from jgrad._quantized import encoding
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, trees
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.trees import PyTree
@@ -42,10 +42,10 @@ def unquantized(state: PyTree) -> PyTree:
     """
     arg = ArgLeaves.from_tree("unquantized", "state", state)
     for i, x in enumerate(arg.leaves):
-        if is_blocks(x):
+        if isinstance(x, Blocks):
             encoding.check(arg, i, x)
     return trees.map_leaves(
-        lambda x: where_it_lies(encoding.decoded, x) if is_blocks(x) else x, state
+        lambda x: where_it_lies(encoding.decoded, x) if isinstance(x, Blocks) else x, state
     )
 
 
@@ -90,17 +90,17 @@ def quantized(state: PyTree, *, like: PyTree) -> PyTree:
 
 def _like(arg: ArgLeaves, i: int, like: Any, x: Any) -> Any:
     """One leaf in the form of another."""
-    if is_blocks(x):
+    if isinstance(x, Blocks):
         encoding.check(arg, i, x)
-    if is_blocks(like):
+    if isinstance(like, Blocks):
         codec = codec_of(like)
-        same_kind = codec_of(x) == codec if is_blocks(x) else _is_floating(x)
+        same_kind = codec_of(x) == codec if isinstance(x, Blocks) else _is_floating(x)
         if not same_kind:
             expected = f"a floating array, or Blocks of {codec.kind}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
-        array = x if is_blocks(x) else x.astype(jnp.float32)
+        array = x if isinstance(x, Blocks) else x.astype(jnp.float32)
         return encoding.recoded(array, geometry(like), codec)
-    if is_blocks(x):
+    if isinstance(x, Blocks):
         x = encoding.decoded(x)
     if not hasattr(like, "dtype") or getattr(x, "dtype", None) == like.dtype:
         return x

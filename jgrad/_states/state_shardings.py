@@ -14,7 +14,7 @@ from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, values
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -153,7 +153,7 @@ class _Shardings:
             return self._of_packed(path, x) if packing.is_packed(x) else self._of_array(path, x)
 
         def is_leaf(x: Any) -> bool:
-            return packing.is_packed(x) or is_blocks(x)
+            return packing.is_packed(x) or isinstance(x, Blocks)
 
         return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=is_leaf)
 
@@ -180,12 +180,12 @@ class _Shardings:
             else:
                 followed = None if leaf is None else self._leaves[leaf]
             like = functools.partial(self._like, followed, rows_only=leaf is None)
-            shardings[name] = jax.tree.map(like, buffer, is_leaf=is_blocks)
+            shardings[name] = jax.tree.map(like, buffer, is_leaf=lambda x: isinstance(x, Blocks))
         return Packed(shardings, layout)
 
     def _like(self, followed: _Placed | None, x: Any, *, rows_only: bool) -> Any:
         """The sharding of the parameter, sharded further, where the shapes agree."""
-        if is_blocks(x):
+        if isinstance(x, Blocks):
             array = jax.ShapeDtypeStruct(x.shape, x.dtype)
             codes = self._like(followed, array, rows_only=rows_only)
             return x._replace(codes=codes, scale=geometry(x).sharding_of_scale(codes))

@@ -143,8 +143,3 @@ class Blocks(_Arrays):
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in Blocks._fields)
 
 Blocks.__module__ = "jgrad"  # where users import it from, and what a pickle names
-
-
-def is_blocks(x: Any) -> bool:
-    """Whether it is an array in 8 bits."""
-    return isinstance(x, Blocks)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._trees import trees
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.trees import PyTree
 
 _SHOWN = 3  # places named in a message about structure
@@ -120,7 +120,7 @@ def describe(x: Any) -> str:
     """What came, in a few words."""
     if x is None:
         return "None"
-    if is_blocks(x):
+    if isinstance(x, Blocks):
         codes = getattr(x.codes, "dtype", type(x.codes).__name__)
         return f"Blocks of {codes} and shape {x.shape if hasattr(x.codes, 'shape') else ()}"
     if hasattr(x, "dtype") and hasattr(x, "shape"):
@@ -236,7 +236,7 @@ def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
 
 def _as_array(x: Any) -> Any:
     """What has the shape of an array in 8 bits, and no parts; any other as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_blocks(x) else x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Blocks) else x
 
 
 def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jgrad._trees.blocks import is_blocks
+from jgrad._trees.blocks import Blocks
 
 PyTree = Any
 
@@ -23,7 +23,7 @@ def is_none(x: Any) -> bool:
 
 def is_leaf(x: Any) -> bool:
     """What makes `None` and an array in 8 bits leaves, for JAX's tree functions."""
-    return x is None or is_blocks(x)
+    return x is None or isinstance(x, Blocks)
 
 
 def may_be_function(x: Any) -> bool:

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import numerics
-from jgrad._arithmetic.apply import apply
-from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter, zeros

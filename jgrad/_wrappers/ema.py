@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.apply import apply
+from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers, options
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar

@@ -7,8 +7,7 @@ import pytest
 
 import jgrad
 from jgrad._arithmetic import leafwise, rules
-from jgrad._arithmetic.apply import apply, calls
-from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._arithmetic.leafwise import apply, calls, on_leaf
 from jgrad._inputs import options
 from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.moments import MomentOptions

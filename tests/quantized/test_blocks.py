@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgrad
 from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec, codec_of, of_moments
-from jgrad._trees.blocks import Form, is_blocks
+from jgrad._trees.blocks import Form
 from tests.errors import assert_error
 from tests.loops import assert_equal
 
@@ -31,7 +31,11 @@ def trained():
 
 def rewritten(state, f):
     """The state with other objects for its `Blocks`."""
-    return jax.tree.map(lambda x: f(x) if is_blocks(x) else x, state, is_leaf=is_blocks)
+    return jax.tree.map(
+        lambda x: f(x) if isinstance(x, jgrad.Blocks) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, jgrad.Blocks),
+    )
 
 
 def body(x):

@@ -18,7 +18,7 @@ from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
-from jgrad._trees.blocks import Blocks, Form, is_blocks
+from jgrad._trees.blocks import Blocks, Form
 from tests.errors import assert_error
 from tests.loops import assert_equal, train
 from tests.reference import eight_bits
@@ -128,14 +128,18 @@ def as_first_moments(monkeypatch, form):
 
 
 def blocks_in(tree):
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_blocks) if is_blocks(x)]
+    return [
+        x
+        for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
+        if isinstance(x, jgrad.Blocks)
+    ]
 
 
 def assert_near(state, exact, share):
     """Large moments off by less than a share of their norm, and by something."""
     for name, x in jgrad.unquantized(state).mw.items():
         off = np.linalg.norm(np.asarray(x - exact.mw[name])) / np.linalg.norm(exact.mw[name])
-        assert 0 < off < share if is_blocks(state.mw[name]) else off < 1e-6
+        assert 0 < off < share if isinstance(state.mw[name], jgrad.Blocks) else off < 1e-6
 
 
 def test_training_in_four_bits(monkeypatch):
@@ -144,7 +148,7 @@ def test_training_in_four_bits(monkeypatch):
     grads = gradients(3)
     _, state = train(momentum(), W, grads)
     assert all(x.form.codec is FOUR for x in blocks_in(state.mw))
-    assert [n for n, x in state.mw.items() if is_blocks(x)] == ["a", "c", "s"]
+    assert [n for n, x in state.mw.items() if isinstance(x, jgrad.Blocks)] == ["a", "c", "s"]
     size = sum(x.nbytes for x in jax.tree.leaves(blocks_in(state.mw)))
     count = sum(x.size for n, x in W.items() if n != "b")
     assert size <= (0.5 + 4 / 256) * count + 70 / 2 + 3 * 4  # of odd rows, half a byte; last blocks

@@ -11,7 +11,6 @@ import pytest
 import jgrad
 from jgrad._quantized import encoding
 from jgrad._quantized.geometry import geometry
-from jgrad._trees.blocks import is_blocks
 
 RATE = 0.05
 slow = pytest.mark.slow
@@ -78,12 +77,16 @@ def gradients(count, seed=10):
 
 def moments(state):
     """Every array in 8 bits of a state."""
-    return [x for x in jax.tree.leaves(state, is_leaf=is_blocks) if is_blocks(x)]
+    return [
+        x
+        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
+        if isinstance(x, jgrad.Blocks)
+    ]
 
 
 def value(x):
     """The numbers of a moment, in whichever form."""
-    return np.asarray(jax.jit(encoding.decoded)(x) if is_blocks(x) else x)
+    return np.asarray(jax.jit(encoding.decoded)(x) if isinstance(x, jgrad.Blocks) else x)
 
 
 def per_element(x, part):
@@ -96,7 +99,11 @@ def per_element(x, part):
 
 def unpacked(moment, part):
     """The same of a moment that may be packed, on the tree."""
-    return jgrad.unpack(jax.tree.map(lambda x: per_element(x, part), moment, is_leaf=is_blocks))
+    return jgrad.unpack(
+        jax.tree.map(
+            lambda x: per_element(x, part), moment, is_leaf=lambda x: isinstance(x, jgrad.Blocks)
+        )
+    )
 
 
 def assert_same_moments(a, b):
