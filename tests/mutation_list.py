@@ -14,6 +14,7 @@ NORMS = "tests/layers/test_norms.py"
 PACKED = "tests/packed/test_optimizers.py tests/packed/test_packing.py"
 DEVICES = "tests/multi_device"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
+HAND_OVER = "tests/wrappers/test_hand_over.py"
 
 
 class Mutation(NamedTuple):
@@ -132,9 +133,10 @@ MUTATIONS = [
     Mutation("_wrappers/accumulate.py", "the sum of a closed window is kept", "added = apply(_zero_if, total, closed)", "added = total", "tests/wrappers/test_accumulate.py"),
     Mutation("_packed/shard.py", "every device has the first rows", "return jax.lax.axis_index(self.axes) * self.num_rows(rows)", "return jax.lax.axis_index(self.axes) * 0", "tests/packed/test_rows.py"),
     # ---- _inputs
-    Mutation("_inputs/commit.py", "every array is settled", "return _arrays(tree).keys() <= self._settled.keys()", "return True", SKIP),
-    Mutation("_inputs/commit.py", "every gradient is finite", "return _arrays(tree).keys() <= self._finite.keys() | self._settled.keys()", "return True", SKIP),
-    Mutation("_inputs/commit.py", "gradients that pass are settled", "self._settled: dict[int, Any] = {}", "self._settled = dict(self._gradients)", SKIP),
+    Mutation("_inputs/commit.py", "every array is settled", "return _arrays(updates).keys() <= self._updates.keys()", "return True", SKIP),
+    Mutation("_inputs/commit.py", "every gradient is finite", "return _arrays(tree).keys() <= self._finite.keys() | self._updates.keys()", "return True", SKIP),
+    Mutation("_inputs/commit.py", "gradients that pass are settled", "self._updates: dict[int, Any] = {}", "self._updates = dict(self._gradients)", SKIP),
+    Mutation("_inputs/commit.py", "an update is a state", "kept = self._states.get(id(new), (None, None))", "kept = self._states.get(id(new), (None, self._updates.get(id(new)) is new and old))", HAND_OVER),
     Mutation("_inputs/commit.py", "the norm of some gradients decides for all", "_arrays(tree).keys() >= self._gradients.keys()", "True", SKIP),
     Mutation("_inputs/update.py", "float16 updates are settled", "return bool(jnp.finfo(dtype).maxexp >= 128)", "return True", SKIP),
     Mutation("_inputs/numbers.py", "betas may be 1", 'values.in_range(function, name, tree, low=0.0, high=1.0)', 'values.in_range(function, name, tree, low=0.0)', MESSAGES),
@@ -198,7 +200,11 @@ MUTATIONS = [
     Mutation("_wrappers/skip_nonfinite.py", "new states are not looked at", "    works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)\n", "", SKIP),
     Mutation("_wrappers/skip_nonfinite.py", "new parameters are not looked at", "works &= stays_finite(parameters.applied(params, steps), params, mesh_axes)", "pass", SKIP),
     Mutation("_wrappers/skip_nonfinite.py", "the loss scale does not halve", "jnp.maximum(scale / 2, 1)", "scale", SKIP),
-    Mutation("_wrappers/skip_nonfinite.py", "a lost window is kept", "use, old = works, without_window(old)._replace(skipped=new.skipped)", "use, old = works, old._replace(skipped=new.skipped)", SKIP),
+    Mutation("_wrappers/skip_nonfinite.py", "a mini-batch decides for what follows its window", "extra_args[\"commit\"] = commit.for_windows() if leaves_out else commit", "extra_args[\"commit\"] = commit", HAND_OVER),
+    Mutation("_wrappers/accumulate.py", "a lost window is kept", "        if finite is None:\n            return state\n", "        if finite is None:\n            return self._replace(skipped=new.skipped)\n", SKIP),
+    Mutation("_wrappers/accumulate.py", "a window is lost with a mini-batch", "closed = finite & (new.mini_step == 0)", "closed = jnp.asarray(True)", HAND_OVER),
+    Mutation("_wrappers/inside.py", "only the next state is asked", "return any(_says(x, attribute) for x in _parts(state, attribute))", "return _says(state, attribute)", HAND_OVER),
+    Mutation("_wrappers/inside.py", "updates of others are followed", "self.commit = outer if outer is not None and outer.has_settled(steps) else None", "self.commit = outer", HAND_OVER),
     Mutation("_wrappers/finite.py", "the last leaf alone is looked at", "return jnp.sort(faults)[-1] == 0", "return faults[-1] == 0", SKIP),
     Mutation("_wrappers/finite.py", "a NaN in a state is finite", "jnp.isfinite(new) | ~jnp.isfinite(old)", "~jnp.isinf(new) | ~jnp.isfinite(old)", SKIP),
     Mutation("_wrappers/devices.py", "devices do not agree", "jax.lax.pmin(flag.astype(jnp.int32), mesh_axes) == 1", "flag", DEVICES),

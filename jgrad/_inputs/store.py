@@ -61,7 +61,7 @@ class MomentStore:
             x if r is None else r for x, r in zip(as_stored(plain, old), rounded, strict=True)
         ]
         if self._commit is not None:
-            self._commit.settle(written)
+            self._commit.keep(written, old)
         elif one_pass.is_chosen():
             # With a decision, XLA does not join the loops: they also read that.
             return Stored(written, self._values(one_pass.from_other_arrays(new), old))

@@ -58,10 +58,6 @@ class Update:
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
 
-    def follow(self, commit: Commit | None, steps: PyTree) -> None:
-        """Lets the commit decide what is written, if that is computed from settled steps."""
-        self.commit = commit if commit is not None and commit.is_settled(steps) else None
-
     def like_reference(self, name: str, tree: PyTree) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters."""
         taken_apart = packing.any_packed(self.tree) and not packing.any_packed(tree)
@@ -191,7 +187,7 @@ class Update:
         self._check_form(new, old)
         kept = as_stored(kept_arrays(new, old, self.commit), old)
         if self.commit is not None:
-            self.commit.settle(kept)
+            self.commit.keep(kept, old)
         return kept
 
     def _check_form(self, new: Sequence[Any], old: Sequence[Any]) -> None:
