@@ -14,6 +14,7 @@ FUNCTIONAL = "tests/inputs/test_functional.py"
 NORMS = "tests/layers/test_norms.py"
 PACKED = "tests/packed/test_optimizers.py tests/packed/test_packing.py"
 DEVICES = "tests/multi_device"
+HAND_OVER = "tests/wrappers/test_hand_over.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 
 
@@ -132,9 +133,10 @@ MUTATIONS = [
     Mutation("accumulate", "the sum of a closed window is kept", "apply(_zero_if, X, _)", "X", "tests/wrappers/test_accumulate.py"),
     Mutation("Shard.first_row", "every device has the first rows", "_.num_rows(_)", "0", "tests/packed/test_rows.py"),
     # ---- _inputs
-    Mutation("Commit.is_settled", "every array is settled", "_arrays(_).keys() <= _._settled.keys()", "True", SKIP),
-    Mutation("Commit.is_finite", "every gradient is finite", "_arrays(_).keys() <= _._finite.keys() | _._settled.keys()", "True", SKIP),
-    Mutation("Commit.__init__", "gradients that pass are settled", "self._settled: _ = {}", "self._settled = dict(self._gradients)", SKIP),
+    Mutation("Commit.has_settled", "every array is settled", "_arrays(_).keys() <= _._updates.keys()", "True", SKIP),
+    Mutation("Commit.has_kept", "an update is a state", "_.get(id(X), (None, None))", "self._states.get(id(new), (None, self._updates.get(id(new)) is new and old))", HAND_OVER),
+    Mutation("Commit.is_finite", "every gradient is finite", "_arrays(_).keys() <= _._finite.keys() | _._updates.keys()", "True", SKIP),
+    Mutation("Commit.__init__", "gradients that pass are settled", "self._updates: _ = {}", "self._updates = dict(self._gradients)", SKIP),
     Mutation("Commit.offer", "the norm of some gradients decides for all", "_arrays(_).keys() >= _._gradients.keys()", "True", SKIP),
     Mutation("_has_room", "float16 updates are settled", "bool(jnp.finfo(_).maxexp >= 128)", "True", SKIP),
     Mutation("betas", "betas may be 1", "values.in_range(X, Y, Z, low=0.0, high=1.0)", "values.in_range(X, Y, Z, low=0.0)", MESSAGES),
@@ -196,7 +198,11 @@ MUTATIONS = [
     Mutation("_works", "new states are not looked at", "_ &= stays_finite([_ for _, _ in _], [_ for _, _ in _], _)", "pass", SKIP),
     Mutation("_works", "new parameters are not looked at", "_ &= stays_finite(parameters.applied(_, _), _, _)", "pass", SKIP),
     Mutation("_next_scale", "the loss scale does not halve", "jnp.maximum(X / 2, 1)", "X", SKIP),
-    Mutation("_chosen", "a lost window is kept", "without_window(X)", "X", SKIP),
+    Mutation("skip_nonfinite", "a mini-batch decides for what follows its window", "X.for_windows() if _ else X", "X", HAND_OVER),
+    Mutation("AccumulateState.__jgrad_rejected__", "a lost window is kept", "AccumulateState(_, _, new.skipped, _, _)", "self._replace(skipped=new.skipped)", SKIP),
+    Mutation("AccumulateState.__jgrad_rejected__", "a window is lost with a mini-batch", "_ & (_ == 0)", "jnp.asarray(True)", HAND_OVER),
+    Mutation("any_says", "only the next state is asked", "any(_)", "_says(state, attribute)", HAND_OVER),
+    Mutation("WrapperInputs.follow", "updates of others are followed", "X if _ is not None and X.has_settled(_) else None", "X", HAND_OVER),
     Mutation("_none_of", "the last leaf alone is looked at", "jnp.sort(X)", "X", SKIP),
     Mutation("_stays_finite", "a NaN in a state is finite", "jnp.isfinite(X) | Y", "~jnp.isinf(X) | Y", SKIP),
     Mutation("agreed", "devices do not agree", "jax.lax.pmin(X.astype(jnp.int32), _) == 1", "X", DEVICES),

@@ -6,13 +6,15 @@ wrapper passes a `Commit` inwards, as the extra argument `commit`, and every tra
 library makes the choice itself, before anything reads its new moments. `optax.chain` and the like
 hand extra arguments on; a transformation that does not know `commit` ignores it.
 
-A `Commit` exists while a program is traced. It remembers arrays by identity, of two kinds. *Finite*
-are the gradients, and what is computed from such arrays alone by a transformation that makes
-nothing non-finite. *Settled* are updates and parts of a state that are right whatever the decision
-is. The wrapper looks at all updates and states that are not settled.
+A `Commit` exists while a program is traced. It remembers arrays by identity. *Finite* are the
+gradients, and what is computed from such arrays alone by a transformation that makes nothing
+non-finite. *Settled* are updates and arrays of a state that are right whatever the decision is:
+zero, or the old array, if the update is not committed. The wrapper looks at all others. So whatever
+stands between both transformations, and makes other arrays or forgets the `Commit`, costs time and
+no more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +34,11 @@ class Commit:
     """The decision about one update, and what is known of its arrays.
 
     Handed through `jax.jit` or `jax.vmap`, where arrays have other identities, it knows of none.
+
+    Attributes:
+      of_windows: the same for a transformation that leaves out gradients which are not finite by
+        itself, and goes on without them. Its results are settled if they are right whatever these
+        gradients are. None where nothing was seen of such a transformation.
     """
 
     def __init__(
@@ -47,7 +54,26 @@ class Commit:
         self._trace = get_opaque_trace_state()
         self._gradients = _arrays(gradients)
         self._finite = dict(self._gradients)
-        self._settled: dict[int, Any] = {}
+        self._updates: dict[int, Any] = {}
+        self._states: dict[int, tuple[Any, Any]] = {}
+        self.of_windows: Commit | None = None
+
+    @classmethod
+    def always(cls, gradients: PyTree) -> "Commit":
+        """Of gradients that are finite: the update is committed."""
+        commit = cls(gradients, jnp.asarray(True))
+        commit.of_windows = commit
+        return commit
+
+    def for_windows(self) -> "Commit":
+        """Knows of no array, and hands this one to transformations that leave gradients out.
+
+        What precedes them or follows them then computes as if every update were committed: it sees
+        updates in calls whose gradients are not finite, too.
+        """
+        commit = Commit((), jnp.asarray(True))
+        commit.of_windows = self
+        return commit
 
     @property
     def flag(self) -> jax.Array:
@@ -57,19 +83,42 @@ class Commit:
 
     def is_finite(self, tree: PyTree) -> bool:
         """Whether each inexact array of the tree is finite if the update is committed."""
-        return _arrays(tree).keys() <= self._finite.keys() | self._settled.keys()
+        return _arrays(tree).keys() <= self._finite.keys() | self._updates.keys()
 
-    def add_finite(self, tree: PyTree) -> None:
-        """Says that the arrays are finite if the update is committed."""
-        self._finite |= _arrays(tree)
+    def add_finite(self, new: PyTree, of: PyTree) -> None:
+        """Says that new arrays are finite if those are of which they are computed."""
+        for commit in self._both():
+            if commit.is_finite(of):
+                commit._finite |= _arrays(new)
 
-    def is_settled(self, tree: PyTree) -> bool:
-        """Whether each inexact array is finite, and if the update is not committed, zero or old."""
-        return _arrays(tree).keys() <= self._settled.keys()
+    def has_settled(self, updates: PyTree) -> bool:
+        """Whether each inexact array is finite, and zero if the update is not committed."""
+        return _arrays(updates).keys() <= self._updates.keys()
 
-    def settle(self, tree: PyTree) -> None:
-        """Says that the arrays are settled."""
-        self._settled |= _arrays(tree)
+    def settle(self, updates: PyTree) -> None:
+        """Says that the updates are settled."""
+        self._updates |= _arrays(updates)
+
+    def settle_moved(self, new: PyTree, of: PyTree) -> None:
+        """Says that new arrays are settled if others are, whose elements they have."""
+        for commit in self._both():
+            if commit.has_settled(of):
+                commit.settle(new)
+
+    def _both(self) -> list["Commit"]:
+        return [self] if self.of_windows is None else [self, self.of_windows]
+
+    def has_kept(self, new: Any, old: Any) -> bool:
+        """Whether an array is no inexact one, or finite, and the old one if not committed."""
+        kept = self._states.get(id(new), (None, None))
+        return new is old or not checks.is_inexact(new) or kept[1] is old
+
+    def keep(self, new: Sequence[Any], old: Sequence[Any]) -> None:
+        """Says that leaves of a state are settled, each in the place of its old one alone."""
+        for pair in zip(new, old, strict=True):
+            if pair[0] is not None:
+                arrays = zip(*map(jax.tree.leaves, pair), strict=True)
+                self._states |= {id(n): (n, o) for n, o in arrays}
 
     def offer(self, finite: jax.Array, tree: PyTree) -> None:
         """Says whether the arrays are finite, for a transformation that has their norm anyway.
@@ -87,11 +136,6 @@ class Commit:
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[()]) -> "Commit":
         return cls((), jnp.asarray(True))
-
-
-def inward(commit: Commit | None) -> dict[str, Commit]:
-    """The extra argument for a transformation inside."""
-    return {} if commit is None else {"commit": commit}
 
 
 def _arrays(tree: PyTree) -> dict[int, Any]:

@@ -104,7 +104,7 @@ class Moment:
         pairs = zip(as_stored(plain, self.old), rounded, strict=True)
         stored = [x if r is None else r for x, r in pairs]
         if self._commit is not None:
-            self._commit.settle(stored)
+            self._commit.keep(stored, self.old)
         triples = zip(stored, rounded, exact, strict=True)
         return NewMoments(stored, [s if r is None else x for s, r, x in triples])
 

@@ -50,10 +50,6 @@ class Update(Parameters):
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
 
-    def follow(self, commit: Commit | None, steps: PyTree) -> None:
-        """Lets the commit decide what is written, if that is computed from settled steps."""
-        self.commit = commit if commit is not None and commit.is_settled(steps) else None
-
     def require_params(self, reason: str) -> list[Any]:
         """The parameters, which have to be there."""
         if self.w is None:
@@ -96,7 +92,7 @@ class Update(Parameters):
         self._check_form(new, old)
         kept = as_stored(kept_arrays(new, old, self.commit), old)
         if self.commit is not None:
-            self.commit.settle(kept)
+            self.commit.keep(kept, old)
         return kept
 
     def _check_form(self, new: Sequence[Any], old: Sequence[Any]) -> None:

@@ -1,5 +1,6 @@
 """Gradients of several mini-batches for one update."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import optax
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import apply, on_leaf
-from jgrad._inputs.commit import Commit, inward
+from jgrad._inputs.commit import Commit
 from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.update import Update
@@ -18,8 +19,6 @@ from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside
 from jgrad._wrappers.finite import all_finite
-from jgrad._wrappers.master_weights import MasterState
-from jgrad._wrappers.stochastic_rounding import StochasticState
 
 _NAME = "accumulate"
 
@@ -47,6 +46,19 @@ class AccumulateState(NamedTuple):
     skipped: jax.Array
     total: PyTree
     inner: PyTree
+
+    def __jgrad_rejected__(
+        self, new: "AccumulateState", finite: jax.Array | None
+    ) -> "AccumulateState":
+        """Without the window, if its update was rejected: kept, it would make the next ones so."""
+        zero = jnp.zeros_like(self.count)
+        nothing = trees.map_leaves(numerics.zeros_like, self.total)
+        state = AccumulateState(zero, zero, new.skipped, nothing, self.inner)
+        if finite is None:
+            return state
+        closed = finite & (new.mini_step == 0)
+        old = self._replace(skipped=new.skipped)
+        return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
 
 
 AccumulateState.__module__ = "jgrad"  # where users import it from, and what a pickle names
@@ -91,8 +103,8 @@ def accumulate(
     are finite, where that is known already; it may be traced too.
 
     Args:
-      tx: any transformation. It sees means in the dtype of the gradients; `master_weights` and
-        `stochastic_rounding` see them unrounded.
+      tx: any transformation. It sees means in the dtype of the gradients, or unrounded where
+        `master_weights` or `stochastic_rounding` is inside.
       every: mini-batches per window, at least 1.
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
@@ -141,7 +153,9 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         inside.check_state(_NAME, state, AccumulateState)
         inputs = Update(_NAME, updates, params)
-        known_finite = commit is not None and commit.is_finite(updates)
+        outer = None if commit is None else commit.of_windows
+        if outer is not None and not outer.is_finite(updates):
+            outer = None  # it says nothing of these gradients
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
         mesh_axes = devices.mesh_axes_of(inputs, norm_axes)
@@ -151,7 +165,9 @@ def accumulate(
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         emit, finite = devices.agreed(emit, mesh_axes), devices.agreed(finite, mesh_axes)
         old = inputs.moment("state.total", state.total)
-        if finite is None:
+        if finite is None and outer is not None:
+            finite = outer.flag
+        elif finite is None:
             finite = all_finite(inputs.g, mesh_axes) if check_finite else True
         use = jnp.asarray(finite)
         mini_step = state.mini_step + 1
@@ -170,23 +186,27 @@ def accumulate(
         def hold() -> tuple[PyTree, PyTree, jax.Array]:
             return inputs.zeros(), state.inner, jnp.asarray(False)
 
-        settled: list[bool] = []
+        settled: list[bool] = []  # of the leaves of the updates, and of the state inside
+        kept: list[bool] = []
 
         def run() -> tuple[PyTree, PyTree, jax.Array]:
             means = added
-            if not isinstance(state.inner, (MasterState, StochasticState)):
+            if not inside.any_says(state.inner, inside.UNROUNDED):
                 pairs = zip(means, inputs.g, strict=True)
                 means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
             mean = inputs.gradients(means)
             # Means of finite gradients are finite, so that a window is committed always.
-            own = Commit(mean, jnp.asarray(True)) if known_finite else None
-            steps, inner = tx.update(mean, state.inner, params, **inward(own), **extra_args)
-            if own is None or not own.is_settled(steps):
+            own = None if outer is None else Commit.always(mean)
+            known = {} if own is None else {"commit": own}
+            steps, new = tx.update(mean, state.inner, params, **known, **extra_args)
+            if own is None or not own.has_settled(steps):
                 steps = inputs.directions(trees.flatten(steps)[0])
-            inner = choices.in_dtypes(inner, state.inner)
+            new = choices.in_dtypes(new, state.inner)
             if own is not None:
-                settled[:] = [own.is_settled(x) for x in jax.tree.leaves((steps, inner))]
-            return steps, inner, jnp.asarray(True)
+                pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state.inner), strict=True)
+                settled[:] = map(own.has_settled, jax.tree.leaves(steps))
+                kept[:] = [own.has_kept(*pair) for pair in pairs]
+            return steps, new, jnp.asarray(True)
 
         steps, inner, closed = hold() if never else choices.branch(close, run, hold)
         if not never:
@@ -200,22 +220,14 @@ def accumulate(
             inputs.moments(added, old),
             inner,
         )
-        if commit is not None and known_finite:
-            leaves = jax.tree.leaves((steps, inner))
-            flags = settled or [True] * len(leaves)  # `run` was not traced: nothing is new
-            commit.settle([x for x, flag in zip(leaves, flags, strict=True) if flag])
-            commit.settle(new.total)
+        if outer is not None:
+            # Where `run` was not traced nothing is new.
+            leaves = jax.tree.leaves(steps)
+            outer.settle(list(itertools.compress(leaves, settled or [True] * len(leaves))))
+            pairs = list(zip(jax.tree.leaves(inner), jax.tree.leaves(state.inner), strict=True))
+            for n, o in itertools.compress(pairs, kept or [True] * len(pairs)):
+                outer.keep([n], [o])
+            outer.keep(jax.tree.leaves(new.total), jax.tree.leaves(state.total))
         return steps, new
 
     return pair(init, update)
-
-
-def without_window(state: AccumulateState) -> AccumulateState:
-    """The state with its window dropped: nothing summed up, and no calls."""
-    zero = jnp.zeros_like(state.count)
-    return state._replace(mini_step=zero, count=zero, total=_nothing(state.total))
-
-
-def _nothing(total: PyTree) -> PyTree:
-    """The sum of an empty window."""
-    return trees.map_leaves(numerics.zeros_like, total)

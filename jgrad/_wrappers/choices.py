@@ -17,13 +17,11 @@ def branch(use: Any, then: Callable[[], PyTree], otherwise: Callable[[], PyTree]
     return then() if use else otherwise()
 
 
-def choose(
-    use_new: Any, new: PyTree, old: PyTree, chosen: Callable[[PyTree], bool] | None = None
-) -> PyTree:
-    """`new` or `old`, in the dtypes of `old`, for all leaves but inexact ones that are `chosen`."""
+def choose(use_new: Any, new: PyTree, old: PyTree, *, settled: bool) -> PyTree:
+    """`new` or `old`, in the dtypes of `old`; for all but inexact arrays if these are settled."""
 
     def choice(n: Any, o: Any) -> Any:
-        if n is o or use_new is True or (chosen and checks.is_inexact(n) and chosen(n)):
+        if n is o or use_new is True or (settled and checks.is_inexact(n)):
             return n
         return jnp.where(use_new, in_dtypes(n, o), o)
 

@@ -96,8 +96,7 @@ def clip_by_global_norm(
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
             commit.offer(jnp.isfinite(norm.mantissa), updates)
-            if commit.is_finite(updates):
-                commit.add_finite(leaves)
+            commit.add_finite(leaves, of=updates)
         return trees.flatten(updates)[1].unflatten(leaves), state
 
     return pair(init, update)

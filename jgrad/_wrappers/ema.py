@@ -10,15 +10,14 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers, options
-from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
-from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
+from jgrad._wrappers.inside import WrapperInputs
 
 _NAME = "ema"
 
@@ -94,13 +93,11 @@ def ema(
         updates: PyTree,
         state: EmaState,
         params: PyTree = None,
-        *,
-        commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, EmaState]:
         inside.check_state(_NAME, state, EmaState)
-        inputs = Update(_NAME, updates, params)
-        inputs.follow(commit, updates)
+        inputs = WrapperInputs(_NAME, updates, params, extra_args)
+        inputs.follow(updates)
         inputs.require_params("the average")
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)

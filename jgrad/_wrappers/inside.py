@@ -1,9 +1,23 @@
-"""The transformation inside a wrapper, and its state."""
+"""The transformation inside a wrapper: what is asked of it, and the hand-over to it.
+
+Between two wrappers there may be transformations of other libraries. They hold the state of what is
+inside, as a part of their own, and most of them hand extra arguments on. So a wrapper never asks
+which transformation is inside. It tells what it knows in extra arguments, and is right where they
+do not arrive. And it asks the state, whose parts may say two things by attributes of their types:
+
+- `__jgrad_unrounded__`, any: gradients are wanted in float32, before they are rounded.
+- `__jgrad_rejected__(new, finite)`: gradients that are not finite are left out by the wrapper whose
+  state this is. The method returns what stays of both states if the update is rejected as a whole;
+  `finite` says whether the gradients are, and is None where all of the state is this part.
+"""
 
 from typing import Any
 
+import jax
 import optax
 
+from jgrad._inputs.commit import Commit
+from jgrad._inputs.update import Update
 from jgrad._trees import checks, host_memory
 from jgrad._trees.trees import PyTree
 
@@ -47,3 +61,87 @@ def check_state(function: str, state: Any, kind: type) -> None:
             f"{function}: `state`: {type(state).__name__}, expected the {kind.__name__} that this "
             f"`{function}` made with `init`."
         )
+
+
+UNROUNDED, REJECTED = "__jgrad_unrounded__", "__jgrad_rejected__"
+
+
+def any_says(state: PyTree, attribute: str) -> bool:
+    """Whether some part of a state, however deep, has an attribute of its type."""
+    return any(_says(x, attribute) for x in _parts(state, attribute))
+
+
+def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
+    """What stays of an update that is rejected: the old state, or what its parts say."""
+
+    def of_part(o: Any, n: Any) -> Any:
+        if not _says(o, REJECTED):
+            return o
+        return o.__jgrad_rejected__(n, None if o is old else finite)
+
+    return jax.tree.map(of_part, old, new, is_leaf=lambda x: _says(x, REJECTED))
+
+
+def _parts(state: PyTree, attribute: str) -> list[Any]:
+    return jax.tree.leaves(state, is_leaf=lambda x: _says(x, attribute))
+
+
+def _says(x: Any, attribute: str) -> bool:
+    return hasattr(type(x), attribute)
+
+
+class WrapperInputs(Update):
+    """The input of one update of a wrapper, and the hand-over to the transformation inside.
+
+    Args:
+      function: the name of the wrapper, for messages.
+      updates: gradients, or updates of a transformation before.
+      params: parameters, or None.
+      extra_args: the other arguments of the call; all are handed on.
+    """
+
+    def __init__(
+        self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
+    ) -> None:
+        self._extra_args, self._updates = extra_args, updates
+        self._outer: Commit | None = extra_args.get("commit")
+        super().__init__(function, updates, params, self._outer)
+
+    def hand_over(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree,
+        *,
+        stay_finite: bool = False,
+    ) -> tuple[PyTree, PyTree]:
+        """Updates and the new state of the transformation inside; see `follow`.
+
+        Args:
+          tx: the transformation.
+          gradients: what it is to see.
+          state: its state.
+          params: what it is to optimize.
+          stay_finite: True where nothing non-finite is made of finite gradients on the way to
+            these; without it `skip_nonfinite` around both looks at all results.
+        """
+        if stay_finite and self._outer is not None:
+            self._outer.add_finite(gradients, of=self._updates)
+        steps, new = tx.update(gradients, state, params, **self._extra_args)
+        self.follow(steps)
+        return steps, new
+
+    def follow(self, steps: PyTree) -> None:
+        """What is made from here on, by `kept` and `directions`, is made of these updates.
+
+        In an update that is not committed they are zero, or somebody looks at all results.
+        """
+        outer = self._outer
+        self.commit = outer if outer is not None and outer.has_settled(steps) else None
+
+    def moved(self, new: PyTree, of: PyTree) -> PyTree:
+        """Updates that have the elements of others in other shapes: zero, where these are."""
+        if self._outer is not None:
+            self._outer.settle_moved(new, of)
+        return new

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.pair import pair
 from jgrad._inputs.update import Update
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
+from jgrad._wrappers.inside import WrapperInputs
 
 _NAME = "master_weights"
 
@@ -35,6 +35,11 @@ class MasterState(NamedTuple):
 
     master: PyTree
     inner: PyTree
+
+    @property
+    def __jgrad_unrounded__(self) -> bool:
+        """Says that `accumulate` is to hand on means in float32."""
+        return True
 
 
 MasterState.__module__ = "jgrad"  # where users import it from, and what a pickle names
@@ -83,12 +88,10 @@ def master_weights(
         updates: PyTree,
         state: MasterState,
         params: PyTree = None,
-        *,
-        commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, MasterState]:
         inside.check_state(_NAME, state, MasterState)
-        inputs = Update(_NAME, updates, params, commit)
+        inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
         _check_copies(copies, inputs)
@@ -99,10 +102,7 @@ def master_weights(
             params,
             is_leaf=trees.is_none,
         )
-        if inputs.commit is not None:
-            inputs.commit.add_finite(wide)
-        steps, inner = tx.update(wide, state.inner, master, **inward(commit), **extra_args)
-        inputs.follow(commit, steps)
+        steps, inner = inputs.hand_over(tx, wide, state.inner, master, stay_finite=True)
         new = trees.flatten(parameters.applied(master, steps))[0]
         pairs = zip(new, inputs.reference.leaves, strict=True)
         new = [x if _is_half(p) else None for x, p in pairs]

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.pair import pair
 from jgrad._inputs.update import Update
 from jgrad._packed import packing
@@ -17,6 +16,7 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
+from jgrad._wrappers.inside import WrapperInputs
 
 _NAME = "pack_small"
 
@@ -74,12 +74,10 @@ def pack_small(
         updates: PyTree,
         state: Any,
         params: PyTree = None,
-        *,
-        commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         packing.check_unpacked(_NAME, "updates", updates)
-        inputs = Update(_NAME, updates, params, commit)
+        inputs = WrapperInputs(_NAME, updates, params, extra_args)
         old = packing.layout_in(state)
         g = list(inputs.like_reference("updates", updates).with_arrays().leaves)
         layout, leaves = small_packed(_part(inputs, g, old))
@@ -103,21 +101,13 @@ def pack_small(
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves)
             packed = packing.fill(layout, g)
-            if inputs.commit is not None:
-                inputs.commit.add_finite(packed)
-            steps, new = tx.update(packed, state, w, **inward(commit), **extra_args)
-            inputs.follow(commit, steps)
-            steps = packing.unpack(steps)
-            if inputs.commit is not None:
-                inputs.commit.settle(steps)
+            steps, new = inputs.hand_over(tx, packed, state, w, stay_finite=True)
+            steps = inputs.moved(packing.unpack(steps), of=steps)
         else:
             g, w = (layout.structure.unflatten(x) for x in (g, leaves))
             w = None if params is None else w
-            steps, new = tx.update(g, packing.unpack(state), w, **inward(commit), **extra_args)
-            inputs.follow(commit, new)
+            steps, new = inputs.hand_over(tx, g, packing.unpack(state), w)
             new = packing.pack(new, like=state)
-            if inputs.commit is not None:
-                inputs.commit.settle(new)
         steps = inputs.with_zeros(steps)
         return steps, new if old is None else _with_structure(new, old.structure)
 

@@ -10,7 +10,6 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers, options
-from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
@@ -19,6 +18,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
+from jgrad._wrappers.inside import WrapperInputs
 
 _NAME = "schedule_free"
 _LARGEST = 2.0**96  # of a weight; 2^31 of them can be added in float32
@@ -131,12 +131,10 @@ def schedule_free(
         updates: PyTree,
         state: ScheduleFreeState,
         params: PyTree = None,
-        *,
-        commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, ScheduleFreeState]:
         inside.check_state(_NAME, state, ScheduleFreeState)
-        inputs = Update(_NAME, updates, params, commit)
+        inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         z = _copies(inputs, "state.z", state.z)
         average = _copies(inputs, "state.average", state.average)
@@ -148,8 +146,7 @@ def schedule_free(
 
         y = between(average, z)
         at = _with(trees.flatten(params)[1].unflatten(y), params)
-        steps, inner = tx.update(updates, state.inner, at, **inward(commit), **extra_args)
-        inputs.follow(commit, steps)
+        steps, inner = inputs.hand_over(tx, updates, state.inner, at)
         pairs = zip(trees.flatten(steps)[0], inputs.g, strict=True)
         steps = [None if g is None else u for u, g in pairs]
 

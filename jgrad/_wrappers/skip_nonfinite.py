@@ -18,7 +18,6 @@ from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import checks, trees, values
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside, parameters
-from jgrad._wrappers.accumulate import AccumulateState, without_window
 from jgrad._wrappers.finite import all_finite, stays_finite
 
 _NAME = "skip_nonfinite"
@@ -78,7 +77,7 @@ def skip_nonfinite(
     `clip_by_global_norm` has computed of them. Results of other transformations are looked at, and
     so are float16 parameters, which overflow at 65504: that reads every new array once more.
 
-    Directly around `accumulate`, a non-finite mini-batch is left out of its window, which continues
+    With an `accumulate` inside, a non-finite mini-batch is left out of its window, which continues
     and closes as usual. A window whose update is non-finite is dropped as a whole.
 
     Args:
@@ -132,7 +131,8 @@ def skip_nonfinite(
             given = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
         finite = all_finite(inputs.g, mesh_axes)
         extra_args.pop("commit", None)  # of a `skip_nonfinite` outside, which looks at the results
-        if isinstance(state.inner, AccumulateState):
+        leaves_out = inside.any_says(state.inner, inside.REJECTED)
+        if leaves_out:
             if branch:
                 raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
             known = extra_args.get("finite")
@@ -148,8 +148,11 @@ def skip_nonfinite(
             steps, inner = choices.branch(finite, take, lambda: (inputs.zeros(), state.inner))
         else:
             commit = Commit(given, finite, lambda flag: devices.agreed(flag, mesh_axes))
-            steps, inner = tx.update(given, state.inner, params, commit=commit, **extra_args)
-            finite, steps, inner = _chosen(commit, inputs, steps, inner, state.inner, mesh_axes)
+            extra_args["commit"] = commit.for_windows() if leaves_out else commit
+            steps, inner = tx.update(given, state.inner, params, **extra_args)
+            finite, steps, inner = _chosen(
+                commit, inputs, steps, inner, state.inner, mesh_axes, leaves_out
+            )
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
         if loss_scale is not None:
@@ -179,29 +182,29 @@ def _chosen(
     new: PyTree,
     old: PyTree,
     mesh_axes: tuple[str, ...],
+    leaves_out: bool,
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Whether the step is finite; and then it and the new state, else zeros and the old state.
 
-    Only what is not settled is looked at.
+    Only what is not settled is looked at. If something inside leaves out gradients that are not
+    finite, a call with such gradients is taken, too, as long as its results are finite.
     """
-    if not commit.is_settled(steps):
+    if not commit.has_settled(steps):
         steps = inputs.directions(trees.flatten(steps)[0])
-    unknown = [None if commit.is_settled(u) else u for u in trees.flatten(steps)[0]]
+    unknown = [None if commit.has_settled(u) else u for u in trees.flatten(steps)[0]]
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    states = [(n, o) for n, o in pairs if not (n is o or commit.is_settled(n))]
+    states = [(n, o) for n, o in pairs if not commit.has_kept(n, o)]
     works: Any = True
     if states or any(u is not None for u in unknown):
         works = _works(inputs, unknown, states, mesh_axes)
     finite = use = commit.flag & works
-    if isinstance(old, AccumulateState):
-        # It counts mini-batches that are left out, so that its new state is kept. A window whose
-        # update is non-finite is dropped: kept, it would make the next ones so too.
-        use, old = works, without_window(old)._replace(skipped=new.skipped)
-    done = commit.is_settled if works is True else None
+    if leaves_out:
+        use, old = works, inside.rejected(old, new, commit.flag)
+    settled = works is True  # each inexact array
     return (
         finite,
-        choices.choose(use, steps, inputs.zeros(), done),
-        choices.choose(use, new, old, done),
+        choices.choose(use, steps, inputs.zeros(), settled=settled),
+        choices.choose(use, new, old, settled=settled),
     )
 
 

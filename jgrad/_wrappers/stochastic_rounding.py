@@ -8,10 +8,8 @@ import optax
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
-from jgrad._inputs.commit import Commit, inward
 from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
-from jgrad._inputs.update import Update
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized import bfloat16
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
@@ -19,6 +17,7 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
+from jgrad._wrappers.inside import WrapperInputs
 
 _NAME = "stochastic_rounding"
 _PURPOSE = 2  # weights; moments are rounded with other bits
@@ -40,6 +39,11 @@ class StochasticState(NamedTuple):
 
     step: jax.Array
     inner: PyTree
+
+    @property
+    def __jgrad_unrounded__(self) -> bool:
+        """Says that `accumulate` is to hand on means in float32."""
+        return True
 
 
 StochasticState.__module__ = "jgrad"  # where users import it from, and what a pickle names
@@ -109,12 +113,10 @@ def stochastic_rounding(
         updates: PyTree,
         state: StochasticState,
         params: PyTree = None,
-        *,
-        commit: Commit | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, StochasticState]:
         inside.check_state(_NAME, state, StochasticState)
-        inputs = Update(_NAME, updates, params, commit)
+        inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
         step = optax.safe_increment(_counter(state.step))
@@ -124,10 +126,7 @@ def stochastic_rounding(
             params,
             is_leaf=trees.is_none,
         )
-        if inputs.commit is not None:
-            inputs.commit.add_finite(wide)
-        steps, inner = tx.update(wide, state.inner, _wide(params), **inward(commit), **extra_args)
-        inputs.follow(commit, steps)
+        steps, inner = inputs.hand_over(tx, wide, state.inner, _wide(params), stay_finite=True)
         given = trees.flatten(steps)[0]
         of_step = step_keys(step)
 

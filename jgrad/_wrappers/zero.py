@@ -6,13 +6,13 @@ from typing import Any
 import optax
 
 from jgrad._inputs.pair import pair
-from jgrad._inputs.update import Update
 from jgrad._packed import arrays, packing, shard
 from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
+from jgrad._wrappers.inside import WrapperInputs
 
 _NAME = "zero"
 
@@ -92,7 +92,7 @@ def zero(
         if own is None:
             remedy = "call `update` inside `shard_map` or `pmap`; under `jit`, use `tx` alone"
             raise ValueError(f"{_NAME}: `axis_name`: no axis {axis_name!r} here; {remedy}.")
-        inputs = Update(_NAME, updates, params)
+        inputs = WrapperInputs(_NAME, updates, params, extra_args)
         _check_packed(inputs.reference, inputs.tree, own)
         _check_state(state, own)
         arg = inputs.like_reference("updates", updates)
@@ -100,11 +100,11 @@ def zero(
             if g is not None and shard.is_known_to_be_invariant(g, own):
                 arg.fail(i, ValueError, f"the same on all devices along {axis_name!r}, {_SUMMED}")
         mean = trees.map_leaves(lambda g: shard.reduce_scatter_mean(g, own), updates)
-        steps, new = tx.update(
+        steps, new = inputs.hand_over(
+            tx,
             _with_shard(mean, own),
             _with_shard(state, own),
             None if params is None else _sliced(params, own),
-            **extra_args,
         )
         steps = _with_shard(steps, None)
         return trees.map_leaves(lambda x: shard.all_gather(x, own), steps), _with_shard(new, None)

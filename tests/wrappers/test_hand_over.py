@@ -1,0 +1,351 @@
+"""The hand-over between wrappers: one of twenty lines, and those of other libraries between ours."""
+
+import inspect
+import pathlib
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jgrad._arithmetic.leafwise import apply
+
+import jgrad
+from jgrad._arithmetic import rules
+from jgrad._inputs import numbers
+from jgrad._inputs.commit import Commit
+from jgrad._inputs.pair import pair
+from jgrad._trees import trees
+from jgrad._wrappers import inside, parameters
+from jgrad._wrappers.inside import WrapperInputs
+from tests.cases import gradients, params
+from tests.loops import assert_equal, compiled, every_step, step_of, train
+
+X = jnp.ones(3)
+NAN, INF = float("nan"), float("inf")
+
+
+# ---- a wrapper of ours, as CONTRIBUTING.md says how to write it --------------------------------
+
+
+class SlowState(NamedTuple):
+    slow: Any
+    inner: Any
+
+
+def slowly(tx, beta):
+    """Lookahead that looks at each step: w' = slow' = beta slow + (1 - beta) (w + tx(g, w))."""
+    tx = inside.transformation("slowly", tx)
+
+    def init(params):
+        return SlowState(trees.map_leaves(parameters.wide, params), tx.init(params))
+
+    def update(updates, state, params=None, **extra_args):
+        inside.check_state("slowly", state, SlowState)
+        inputs = WrapperInputs("slowly", updates, params, extra_args)
+        w = inputs.require_params("the slow weights")
+        steps, inner = inputs.hand_over(tx, updates, state.inner, params)
+        old = inputs.moment("state.slow", state.slow)
+        fast = trees.flatten(parameters.applied(params, steps))[0]
+        part = numbers.beta("slowly", "beta", beta)
+        slow = apply(rules.average, fast, old, part.value, part.complement)
+        slow = inputs.kept(slow, old)
+        moved = apply(lambda s, p: s - parameters.wide(p), slow, w)
+        return inputs.directions(moved), SlowState(inputs.moments(slow, old), inner)
+
+    return pair(init, update)
+
+
+def test_contributing_has_this_wrapper():
+    text = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    example = (
+        text.partition("## To add a wrapper")[2].partition("```python\n")[2].partition("```")[0]
+    )
+    assert example == inspect.getsource(SlowState) + "\n\n" + inspect.getsource(slowly)
+
+
+def by_hand(tx, beta, w, grads):
+    """The same with optax's tools, on a tree of float32."""
+    slow, state = w, tx.init(w)
+    for g in grads:
+        updates, state = tx.update(g, state, slow)
+        slow = jax.tree.map(lambda s, u: s + (1 - beta) * u, slow, updates)
+    return slow
+
+
+def close(found, expected, tolerance=1e-6):
+    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_it_is_what_it_says():
+    tx, w, grads = jgrad.adam(0.1), params(), gradients(4)
+    close(train(slowly(tx, 0.25), w, grads)[0], by_hand(tx, 0.25, w, grads))
+
+
+def test_packed():
+    tx, w, grads = slowly(jgrad.lamb(0.1), 0.5), params(), gradients(3)
+    found, _ = train(tx, jgrad.pack(w), [jgrad.pack(g) for g in grads])
+    close(jgrad.unpack(found), train(tx, w, grads)[0])
+
+
+def test_what_it_makes_needs_no_look():
+    """It speaks no word of `Commit`, and all that it makes is settled."""
+    tx, w = slowly(jgrad.adam(0.1), 0.25), params()
+    (g,), state = gradients(1), tx.init(w)
+    commit = Commit(g, jnp.asarray(True))
+    steps, new = tx.update(g, state, w, commit=commit)
+    assert commit.has_settled(steps)
+    for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
+        assert commit.has_kept(n, o)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_skipped(bad):
+    tx, w = jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25)), params()
+    a, b = gradients(2)
+    found, state = train(tx, w, [a, jax.tree.map(lambda x: x * bad, a), b])
+    expected, alone = train(tx, w, [a, b])
+    assert_equal((found, state.inner), (expected, alone.inner))
+    assert int(state.skipped) == 1
+
+
+def test_what_is_inside_makes_nan_of_finite_gradients():
+    """Then it is looked at, without a word of the wrapper."""
+    spoil = optax.stateless(lambda updates, params: jax.tree.map(jnp.log, updates))
+    tx = jgrad.skip_nonfinite(slowly(spoil, 0.25))
+    found, state = train(tx, X, [-X])
+    assert_equal((found, state.inner), (X, tx.init(X).inner))
+    assert int(state.skipped) == 1
+
+
+def test_under_everything():
+    """Inside of three, around one: as if the bad mini-batch had not been there."""
+    tx = slowly(jgrad.master_weights(jgrad.adam(0.1)), 0.5)
+    whole = jgrad.skip_nonfinite(jgrad.accumulate(tx, 2), loss_scale=4.0)
+    w, (a, b, c) = params(jnp.bfloat16), gradients(3, jnp.bfloat16)
+    bad = jax.tree.map(lambda x: x * NAN, a)
+    scaled = lambda g, s: jax.tree.map(lambda x: x * jnp.asarray(s, x.dtype), g)
+    given = [scaled(a, 4), bad, scaled(b, 2), scaled(c, 2)]  # the scale halves
+    found, state = train(whole, w, given)
+    wide = lambda tree: jax.tree.map(parameters.wide, tree)
+    mean = jax.tree.map(lambda x, y: (x + y) / 2, wide(b), wide(c))
+    expected, alone = train(tx, w, [wide(a), mean])
+    chex.assert_trees_all_equal_shapes_and_dtypes(state.inner.inner, alone)
+    close(
+        (wide(found), state.inner.inner),
+        (wide(expected), alone),
+        float(jnp.finfo(jnp.bfloat16).eps),
+    )
+    close(state.inner.inner.inner.master, alone.inner.master)
+    assert (int(state.skipped), float(state.loss_scale)) == (1, 2)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_leaves(kind):
+    """Under `jit`; its state lies where the parameters do."""
+    tx, mesh = jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25)), mesh_of(kind)
+    w, g = {"w": jnp.ones((8, 3)), "b": jnp.ones(4)}, {"w": jnp.ones((8, 3)), "b": jnp.full(4, 2.0)}
+    expected, _ = train(tx, w, [g, g])
+    sharding = NamedSharding(mesh, P("data"))
+    placed, grads = jax.device_put(w, sharding), jax.device_put(g, sharding)
+    found, state = train(tx, placed, [grads, grads])
+    close(jax.device_get(found), jax.device_get(expected))
+    assert state.inner.slow["w"].sharding.is_equivalent_to(sharding, 2)
+
+
+def test_shard_map():
+    """A NaN in the shard of one device: all skip."""
+    tx = jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25), norm_axes="data")
+    mesh, w = mesh_of(AxisType.Auto), jnp.ones((8, 3))
+    grads = [w, w.at[5, 1].set(NAN), 2 * w]
+    state = tx.init(w)
+    specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
+    step = jax.jit(
+        jax.shard_map(
+            step_of(tx), mesh=mesh, in_specs=(P("data"), specs, P("data")),
+            out_specs=(P("data"), specs),
+        )
+    )  # fmt: skip
+    found = w
+    for g in grads:
+        found, state = step(found, state, g)
+    expected, alone = train(jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25)), w, grads)
+    close((found, state), (expected, alone))
+    assert int(state.skipped) == 1
+
+
+# ---- transformations of other libraries between ours -------------------------------------------
+
+
+class Counted(NamedTuple):
+    calls: Any
+    inside: Any
+
+
+def counting(tx):
+    """Counts its calls, changes nothing, and hands extra arguments on."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(g, state, w=None, **extra_args):
+        steps, new = tx.update(g, state.inside, w, **extra_args)
+        return steps, Counted(state.calls + 1, new)
+
+    init = lambda w: Counted(jnp.zeros((), jnp.int32), tx.init(w))
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def deaf(tx):
+    """The same, and knows of no extra arguments."""
+    around = counting(tx)
+    return optax.GradientTransformation(around.init, lambda g, s, w=None: around.update(g, s, w))
+
+
+def scaling(tx):
+    """Makes other gradients, and other updates."""
+    return optax.chain(optax.scale(0.5), optax.masked(tx, True), optax.scale(2.0))
+
+
+def remembering(tx):
+    """Keeps the last updates in its state."""
+    keep = optax.GradientTransformation(lambda w: w, lambda g, state, w=None: (g, g))
+    return optax.chain(tx, keep)
+
+
+def storing_bytes(tx):
+    """Its state is one vector, in which nobody finds the state inside."""
+
+    def flat(state):
+        return jax.flatten_util.ravel_pytree(state)[0]
+
+    def update(g, state, w=None, **extra_args):
+        _, back = jax.flatten_util.ravel_pytree(tx.init(w))
+        steps, new = tx.update(g, back(state), w, **extra_args)
+        return steps, flat(new)
+
+    return optax.GradientTransformationExtraArgs(lambda w: flat(tx.init(w)), update)
+
+
+OTHERS = [counting, deaf, scaling, remembering, optax.chain]
+between = pytest.mark.parametrize("third_party", OTHERS, ids=lambda f: f.__name__)
+
+
+@between
+@pytest.mark.parametrize(
+    "wrap", [jgrad.master_weights, jgrad.stochastic_rounding], ids=["copies", "rounding"]
+)
+def test_means_arrive_unrounded(third_party, wrap):
+    """Three gradients of 1 and one of 0.01: in bfloat16, the mean is off by a part in 500."""
+    grads = [jnp.full(3, x, jnp.bfloat16) for x in (1, 1, 1, 0.01)]
+    mean = np.mean([np.asarray(g, float) for g in grads], axis=0)
+    inner = optax.trace(0.9)  # keeps what it sees
+    tx = jgrad.accumulate(third_party(wrap(inner)), 4)
+    _, state = train(tx, jnp.zeros(3, jnp.bfloat16), grads)
+    scale = 0.5 if third_party is scaling else 1
+    np.testing.assert_allclose(optax.tree.get(state, "trace"), scale * mean, rtol=1e-6)
+
+
+@between
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("at", [1, 3], ids=["within", "last"])
+def test_one_mini_batch_is_left_out(third_party, at, bad):
+    """As around `accumulate` itself: the window goes on, and closes as usual."""
+    adam = jgrad.adam(0.1, moment_dtype="8bit")
+    w, grads = params(), gradients(6)
+    grads[at] = jax.tree.map(lambda x: x * bad, grads[at])
+    tx = jgrad.skip_nonfinite(third_party(jgrad.accumulate(adam, 2)))
+    found = every_step(tx, w, grads)
+    if third_party is scaling:  # which scales means and updates
+        alone = optax.chain(optax.scale(0.5), adam, optax.scale(2.0))
+    else:
+        alone = adam
+    expected = every_step(jgrad.skip_nonfinite(jgrad.accumulate(alone, 2)), w, grads)
+    for (x, state), (y, _) in zip(found, expected, strict=True):
+        close(x, y)
+        chex.assert_tree_all_finite(x)
+        windows = [
+            s
+            for s in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, jgrad.AccumulateState))
+            if isinstance(s, jgrad.AccumulateState)
+        ]
+    assert [int(s.skipped) for s in windows] == [1]
+    assert int(state.skipped) == 1
+    assert int(optax.tree.get(state, "step")) == 3
+
+
+def test_a_state_in_which_nobody_finds_the_window():
+    """The bad call is as if it had not been: its window closes a call later, with the right mean."""
+    tx = jgrad.skip_nonfinite(storing_bytes(jgrad.accumulate(jgrad.gradient_descent(1.0), 2)))
+    with jax.numpy_dtype_promotion("standard"):
+        found = every_step(tx, 0 * X, [X, NAN * X, 3 * X, X])
+    assert [float(w[0]) for w, _ in found] == [0, 0, -2, -2]
+    assert int(found[-1][1].skipped) == 1
+
+
+@pytest.mark.parametrize("third_party", [counting, deaf], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("before", [optax.trace(0.9), jgrad.scale_by_adam()], ids=["trace", "adam"])
+def test_a_mini_batch_that_spoils_the_state_of_another(before, third_party):
+    """It is left out of that state as well, and the window stays, also where it would close."""
+    window = third_party(jgrad.accumulate(optax.scale(-1.0), 2))
+    tx = jgrad.skip_nonfinite(optax.chain(before, window))
+    found = every_step(tx, 0 * X, [X, NAN * X, X, X, X])
+    expected = every_step(tx, 0 * X, [X, X, X, X])
+    for i, j in (0, 0), (1, 0), (2, 1), (3, 2), (4, 3):
+        assert_equal(found[i][0], expected[j][0])
+    assert int(found[-1][1].skipped) == 1
+
+
+def test_a_window_whose_update_overflows_elsewhere():
+    """It is dropped where something else is in the state, too: kept, the next ones overflowed too."""
+    tx = jgrad.skip_nonfinite(counting(jgrad.accumulate(optax.scale(1e30), 2)))
+    found = every_step(tx, 0 * X, [X * 1e20, X, X * 1e-30, X * 1e-30])
+    assert [float(w[0]) for w, _ in found] == [0, 0, 0, 1]
+    assert int(found[-1][1].skipped) == 1
+
+
+def test_what_follows_a_window_sees_its_updates():
+    """An average beside `accumulate` averages the step of a window that a bad mini-batch closes."""
+    descent = jgrad.gradient_descent(1.0)
+    tx = jgrad.skip_nonfinite(optax.chain(jgrad.accumulate(descent, 2), jgrad.ema(0.5)))
+    (_, state), *_ = reversed(every_step(tx, 0 * X, [X, NAN * X]))
+    np.testing.assert_array_equal(optax.tree.get(state, "average"), -0.5 * X)
+
+
+def test_updates_that_another_keeps_in_its_state():
+    """They are settled as updates; as a state, the last ones stay where a step is skipped."""
+    tx = jgrad.skip_nonfinite(remembering(jgrad.gradient_descent(1.0)))
+    _, state = train(tx, 0 * X, [X, NAN * X])
+    np.testing.assert_array_equal(state.inner[1], -X)
+
+
+def test_states_that_another_swaps():
+    """Of two states inside, each is updated in turn: a skipped step swaps nothing."""
+    tx = jgrad.ema(0.5)
+
+    def update(g, state, w=None, **extra_args):
+        a, b = state
+        g, new = tx.update(g, b, w, **extra_args)
+        _, other = tx.update(g, a, w, **extra_args)
+        return g, (new, other)
+
+    both = optax.GradientTransformationExtraArgs(lambda w: (tx.init(w), tx.init(2 * w)), update)
+    safe = jgrad.skip_nonfinite(optax.chain(jgrad.gradient_descent(1.0), both))
+    state = safe.init(X)
+    _, new = compiled(safe)(X, state, NAN * X)
+    assert_equal(new.inner, state.inner)
+
+
+def test_branch_of_a_window_further_inside():
+    tx = jgrad.skip_nonfinite(counting(jgrad.accumulate(optax.scale(1.0), 2)), branch=True)
+    with pytest.raises(ValueError) as caught:
+        tx.update(X, tx.init(X))
+    assert (
+        str(caught.value) == "skip_nonfinite: `branch`: True, expected False around `accumulate`."
+    )
