@@ -59,11 +59,10 @@ def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @jit_static_kwargs
         @functools.wraps(rule)
         def call(*args: jax.Array, **options: Any) -> Any:
-            leading = [_array(x) for x in args[:arrays]]
-            real = numerics.real_dtype(*leading)
-            shape = np.broadcast_shapes(*(x.shape for x in leading))
-            wide = [_broadcast(_widened(x, real), shape) for x in (*leading, *args[arrays:])]
-            return rule(*wide, **options)
+            leading = list(map(_array, args[:arrays]))
+            shape = np.broadcast_shapes(*map(np.shape, leading))
+            wide = functools.partial(_widened, numerics.real_dtype(*leading), shape)
+            return rule(*map(wide, (*leading, *args[arrays:])), **options)
 
         return call
 
@@ -74,15 +73,13 @@ def _array(x: jax.Array | Blocks) -> jax.Array:
     return encoding.decoded(x) if isinstance(x, Blocks) else x
 
 
-def _widened(x: jax.Array, real: np.dtype) -> jax.Array:
-    return x if x.dtype == np.bool_ else numerics.widen(x, real)
+def _widened(real: np.dtype, shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """In the dtype and the shape of the arithmetic; scalars may stay scalars, and bools bools.
 
-
-def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Explicit, since `rank_promotion="raise"` forbids the other way; scalars may stay scalars."""
-    if x.ndim == 0 or x.shape == shape:
-        return x
-    return jnp.broadcast_to(x, shape)
+    Broadcast explicitly, since `rank_promotion="raise"` forbids the other way.
+    """
+    x = x if x.dtype == np.bool_ else numerics.widen(x, real)
+    return x if x.ndim == 0 or x.shape == shape else jnp.broadcast_to(x, shape)
 
 
 def identity(x: R) -> R:

@@ -137,7 +137,7 @@ def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[
     canonical: dict[str, Any] = {}
     for name, role in roles.items():
         if role is Role.RATE:
-            values.in_range(function, name, named[name])  # of any sign, but finite
+            numbers.in_range(function, name, named[name])  # of any sign, but finite
     for name, tree in lists_as_arrays(function, named).items():
         role = roles[name]
         if role.is_array:

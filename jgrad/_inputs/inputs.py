@@ -5,6 +5,7 @@ Options are read beside it, an entry per leaf; methods and wrappers compute with
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class Parameters:
       tree: the tree itself.
       reference: its leaves; updates have their shapes and dtypes.
       specs: what each of these leaves stands for.
+      has_buffers: whether there is a `Packed` in the tree.
       shapes: the same tree unpacked, with shapes and dtypes for what is packed.
       is_updated: whether each leaf is: it is floating or complex, and has a gradient in an update.
     """
@@ -41,7 +43,8 @@ class Parameters:
         self.function, self.tree = function, tree
         self.reference = ArgLeaves.from_tree(function, name, tree).with_arrays()
         self.specs = arrays.specs(tree)
-        self.shapes = packing.shapes(tree)
+        self.has_buffers = any(map(operator.attrgetter("spans"), self.specs))
+        self.shapes = packing.shapes(tree) if self.has_buffers else tree
         self.is_updated = list(map(checks.is_inexact, self.reference.leaves))
 
     def like_reference(self, name: str, tree: PyTree, shapes: PyTree = None) -> ArgLeaves:
@@ -49,8 +52,8 @@ class Parameters:
         reference, remedy = self.tree, ""
         if shapes is not None and shapes is not self.tree:
             reference, remedy = shapes, _OTHER_LEAVES
-        elif name.startswith("state") and packing.any_packed(reference):
-            remedy = "" if packing.any_packed(tree) else _NOT_PACKED
+        elif self.has_buffers and name.startswith("state") and not packing.any_packed(tree):
+            remedy = _NOT_PACKED
         checks.same_structure(
             self.function, name, tree, self.reference.name, reference, remedy=remedy
         )
@@ -62,13 +65,16 @@ class Parameters:
         `None` only where nothing is updated.
         """
         arg = ArgLeaves.from_prefix(self.function, name, tree, self.reference.name, self.shapes)
-        for i in self._updated_positions():
-            if arg.leaves[i] is None:
-                arg.fail(i, TypeError, "None, expected a value, as this leaf is updated")
+        for spec, is_updated in zip(self.specs, self.is_updated, strict=True):
+            for i in spec.positions:
+                if is_updated and arg.leaves[i] is None:
+                    arg.fail(i, TypeError, "None, expected a value, as this leaf is updated")
         return arg
 
     def per_array(self, entries: Sequence[Any]) -> list[Any]:
         """An entry for each array, from one for each leaf of the unpacked tree."""
+        if not self.has_buffers:
+            return list(entries)
         per_array = [spec.per_array(entries) for spec in self.specs]
         pairs = zip(per_array, self.specs, strict=True)
         if any(spec.is_buffer and np.ndim(x) for x, spec in pairs):
@@ -77,6 +83,8 @@ class Parameters:
 
     def check_buffers(self) -> None:
         """Buffers have the shapes of their layouts; needed where rows have numbers of their own."""
+        if not self.has_buffers:
+            return
         for i, (x, spec) in enumerate(zip(self.reference.leaves, self.specs, strict=True)):
             if spec.is_buffer and not spec.is_unpacked and x.shape != spec.local_shape:
                 remedy = (
@@ -90,14 +98,10 @@ class Parameters:
         """The leaves of the unpacked tree, with `None` where nothing is updated."""
         arg = ArgLeaves.from_tree(self.function, self.reference.name, self.shapes).with_arrays()
         updated: list[Any] = [None] * len(arg.leaves)
-        for i in self._updated_positions():
-            updated[i] = arg.leaves[i]
+        for spec, is_updated in zip(self.specs, self.is_updated, strict=True):
+            for i in spec.positions if is_updated else ():
+                updated[i] = arg.leaves[i]
         return arg._replace(leaves=updated)
-
-    def _updated_positions(self) -> list[int]:
-        """Which leaves of the unpacked tree are updated."""
-        pairs = zip(self.specs, self.is_updated, strict=True)
-        return [i for spec, is_updated in pairs if is_updated for i in spec.positions]
 
 
 class Inputs(Parameters):
@@ -144,8 +148,7 @@ class Inputs(Parameters):
         """Updates in the dtypes of the parameters; zero where there is no value."""
         if self.commit is not None:
             values = self._committed(values, self.commit)
-        pairs = zip(values, self.reference.leaves, strict=True)
-        leaves = [_or_zeros(x, p) for x, p in pairs]
+        leaves = list(map(_or_zeros, values, self.reference.leaves))
         updates = cast_back(leaves, self.reference.leaves)
         if self.commit is not None:
             self.commit.settle([u for u in updates if checks.is_inexact(u) and _has_room(u.dtype)])
@@ -168,7 +171,7 @@ class Inputs(Parameters):
         that skip this call are checked again by `skip_nonfinite`. Moments go by `Moment.write`.
         """
         self._check_form(new, old)
-        kept = as_stored(kept_arrays(new, old, self.commit), old)
+        kept = list(map(as_stored, kept_arrays(new, old, self.commit), old))
         if self.commit is not None:
             self.commit.keep(kept, old)
         return kept

@@ -98,15 +98,15 @@ class Moment:
         exact = self._values(new)
         if self._keys is None:
             return NewMoments(exact, exact)
-        rows = enumerate(zip(new, exact, self.old, strict=True))
-        rounded = leafwise.run([self._rounding(i, *row) for i, row in rows])
-        plain = [x if r is None else None for x, r in zip(exact, rounded, strict=True)]
-        pairs = zip(as_stored(plain, self.old), rounded, strict=True)
-        stored = [x if r is None else r for x, r in pairs]
+        rounded = leafwise.run(list(map(self._rounding, range(len(new)), new, exact)))
+        stored = []
+        for i, (x, r, old) in enumerate(zip(exact, rounded, self.old, strict=True)):
+            stored.append(as_stored(x, old) if r is None else r)
+            if r is None:
+                exact[i] = stored[i]
         if self._commit is not None:
             self._commit.keep(stored, self.old)
-        triples = zip(stored, rounded, exact, strict=True)
-        return NewMoments(stored, [s if r is None else x for s, r, x in triples])
+        return NewMoments(stored, exact)
 
     def rounded(self, values: list[Any]) -> list[Any]:
         """Arrays of full precision as they are stored; those that need no rounding as they are."""
@@ -141,8 +141,9 @@ class Moment:
         kept = kept_arrays(arrays, self.old, self._commit)
         return [x if k is None else k for x, k in zip(values, kept, strict=True)]
 
-    def _rounding(self, i: int, call: Call | None, value: Any, old: Any) -> Call | None:
+    def _rounding(self, i: int, call: Call | None, value: Any) -> Call | None:
         """What rounds a new moment stochastically; None where it is not."""
+        old = self.old[i]
         if call is None or not _is_rounded(old):
             return None
         assert self._keys is not None
@@ -221,12 +222,11 @@ def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Commit | None) -
     )
 
 
-def as_stored(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """In the dtypes of the old; in half precision XLA must not skip the rounding."""
-    return [
-        x if x is None or x.dtype == o.dtype else jax.lax.optimization_barrier(x.astype(o.dtype))
-        for x, o in zip(new, old, strict=True)
-    ]
+def as_stored(new: Any, old: Any) -> Any:
+    """In the dtype of the old array; in half precision XLA must not skip the rounding."""
+    if new is None or new.dtype == old.dtype:
+        return new
+    return jax.lax.optimization_barrier(new.astype(old.dtype))
 
 
 @leafwise.jit_static_kwargs

@@ -4,6 +4,8 @@ A Python number is checked against its range here, before anything is traced, an
 of the default float dtype, so that a new value is no new trace. Arrays pass: they may be traced.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +15,8 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import jit_static_kwargs
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 # One real number, or an array of one element, traced or not.
@@ -27,29 +30,44 @@ _beta_from_array = jit_static_kwargs(numerics.beta_from_array)
 
 def number(function: str, name: str, tree: PyTree) -> PyTree:
     """A hyper-parameter or a tree of them, in [0, inf)."""
-    tree = trees.map_leaves(as_python_number, checks.value_of(tree))
-    checks.arrays_or_numbers(function, name, tree, real=True)
-    values.in_range(function, name, tree, low=0.0)
-    return trees.map_leaves(strong_scalar, tree)
+    return trees.map_leaves(strong_scalar, _checked(function, name, tree, math.inf))
 
 
 def betas(function: str, name: str, tree: PyTree) -> BetaForms:
     """The forms of a beta in [0, 1), or of a tree of them, in double precision for a number."""
+    leaves, structure = trees.flatten(_checked(function, name, tree, 1.0))
+    forms = list(map(_forms, leaves))
+    columns = zip(*forms, strict=True) if forms else ((), (), ())
+    return BetaForms(*map(structure.unflatten, columns))
+
+
+def in_range(
+    function: str, name: str, tree: PyTree, low: float = -math.inf, high: float = math.inf
+) -> None:
+    """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
+    dtype = jnp.result_type(float)
+    arg = ArgLeaves.from_tree(function, name, tree)
+    for i, x in enumerate(arg.leaves):
+        if checks.is_number(x) and not low <= x < high:
+            interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
+            arg.fail(i, ValueError, f"{x}, expected a number in {interval}")
+        if checks.is_number(x) and abs(x) > float(jnp.finfo(dtype).max):
+            arg.fail(i, ValueError, f"{checks.describe(x)}, expected what {dtype} can hold")
+
+
+def _checked(function: str, name: str, tree: PyTree, high: float) -> PyTree:
+    """Real numbers and arrays, with numbers of Python in [0, high)."""
     tree = trees.map_leaves(as_python_number, checks.value_of(tree))
     checks.arrays_or_numbers(function, name, tree, real=True)
-    values.in_range(function, name, tree, low=0.0, high=1.0)
-    leaves, structure = trees.flatten(tree)
-    forms = [_forms(x) for x in leaves]
-    return BetaForms(
-        *(structure.unflatten([strong_scalar(form[i]) for form in forms]) for i in range(3))
-    )
+    in_range(function, name, tree, low=0.0, high=high)
+    return tree
 
 
 def _forms(beta: Any) -> Any:
     if beta is None:
         return (None, None, None)  # where there is no parameter either
     if checks.is_number(beta):
-        return numerics.beta_from_number(float(beta))
+        return map(strong_scalar, numerics.beta_from_number(float(beta)))
     return _beta_from_array(beta)
 
 
@@ -73,7 +91,8 @@ def scalar(function: str, name: str, x: Scalar) -> Any:
 
 def beta(function: str, name: str, x: Scalar) -> BetaForms:
     """The forms of one number in [0, 1)."""
-    return BetaForms(*(_one_element(function, name, y) for y in betas(function, name, x)))
+    one_element = functools.partial(_one_element, function, name)
+    return BetaForms(*map(one_element, betas(function, name, x)))
 
 
 def _one_element(function: str, name: str, x: Any) -> Any:

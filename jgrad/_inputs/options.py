@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from jgrad._arithmetic import numerics
-from jgrad._arithmetic.rules import add_decay
 from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
@@ -51,7 +50,7 @@ def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) ->
     values.boolean(function, "nesterov", nesterov)
     if momentum is not None:
         as_number = numbers.as_python_number(momentum)
-        values.in_range(function, "momentum", as_number, low=0.0, high=1.0)
+        numbers.in_range(function, "momentum", as_number, low=0.0, high=1.0)
         numbers.scalar(function, "momentum", momentum)
     elif nesterov:
         raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
@@ -117,7 +116,8 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     if is_scheduled:
         rate = trees.map_leaves(numerics.once, rate)
     arg = inputs.option(name, rate)
-    checks.broadcastable(arg, inputs.updated_shapes())
+    if any(map(np.ndim, arg.leaves)):
+        checks.broadcastable(arg, inputs.updated_shapes())
     return list(arg.leaves)
 
 
@@ -138,14 +138,6 @@ def decay_of_leaves(inputs: Inputs, name: str, decay: PyTree, use: Sequence[bool
     arg = inputs.option(name, trees.map_leaves(lambda x: x.reshape(()), decay))
     entries = zip(arg.leaves, use, strict=True)
     return [x if own and x is not None else 0.0 for x, own in entries]
-
-
-def with_weight_decay(
-    inputs: Inputs, direction: list[Any], weight_decay: PyTree, weight_decay_mask: Mask
-) -> list[Any]:
-    """direction + weight_decay w"""
-    decays = weight_decays(inputs, weight_decay, weight_decay_mask)
-    return add_decay(direction, inputs.w, decays)
 
 
 def trust_layers(

@@ -85,19 +85,17 @@ def zeros(
     leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
     like, structure = trees.flatten(params if shapes is None else shapes)
     axes = [None] * len(like) if stacked is None else stacked
-    parts = [None if x is None else _part(p, x) for p, x in zip(leaves, like, strict=True)]
-    zeros = [
-        None if p is None else _zeros(p, dtype, real) if own is None else _blocks(p, own, real)
-        for p, own in zip(parts, axes, strict=True)
-    ]
+    zeros: list[Any] = [None] * len(like)
+    for i, (p, x, own) in enumerate(zip(leaves, like, axes, strict=True)):
+        if p is not None and x is not None:
+            part = p if np.shape(x) == p.shape else _part(p, x)
+            zeros[i] = _zeros(part, dtype, real) if own is None else _blocks(part, own, real)
     return structure.unflatten(zeros)
 
 
 def _part(p: jax.Array, like: Any) -> jax.Array:
     """By a sum where there is one number for each index of some axes: a sharded axis is not cut."""
     shape = np.shape(like)
-    if shape == p.shape:
-        return p
     pairs = list(zip(p.shape, shape, strict=True))
     if all(b in (a, 1) for a, b in pairs):
         return jnp.sum(p, axis=tuple(i for i, (a, b) in enumerate(pairs) if a != b), keepdims=True)
@@ -119,10 +117,7 @@ def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | Non
 
 def counter(params: PyTree, value: int = 0) -> jax.Array:
     """A scalar that counts, replicated over the mesh of the parameters."""
-    return _replicated(jnp.asarray(value, jnp.int32), params)
-
-
-def _replicated(x: jax.Array, params: PyTree) -> jax.Array:
+    x = jnp.asarray(value, jnp.int32)
     for p in jax.tree.leaves(params):
         sharding = None if isinstance(p, jax.core.Tracer) else getattr(p, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):

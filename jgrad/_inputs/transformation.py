@@ -115,25 +115,20 @@ def pair(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         updates, state = checks.values_of(updates), checks.values_of(state)
-        return update(updates, state, _with_gradient(params, updates), **extra_args)
+        return update(updates, state, arrays_of(params, updates), **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
 
 
-def arrays_of(params: PyTree) -> PyTree:
+def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:
     """`None` for leaves of a model that are no arrays and have no gradient: functions, strings.
 
-    A number of Python stays, since `jax.grad` differentiates it.
+    A number of Python stays, since `jax.grad` differentiates it, unless its gradient is None.
     """
-    return _with_gradient(params, None)
-
-
-def _with_gradient(params: PyTree, updates: PyTree) -> PyTree:
-    """`None` for leaves that are no arrays and whose gradient is None."""
     params = checks.values_of(params)
     leaves, structure = trees.flatten(params)
-    if jax.tree_util.treedef_is_leaf(structure):
-        return params  # no model: `None`, or one parameter
+    if jax.tree_util.treedef_is_leaf(structure) or all(map(checks.is_inexact, leaves)):
+        return params  # the same object, in most calls: `None`, one parameter, or arrays alone
     gradients, of_gradients = trees.flatten(updates)
     known = of_gradients == structure
     if not known:
@@ -142,7 +137,7 @@ def _with_gradient(params: PyTree, updates: PyTree) -> PyTree:
     def is_left_out(p: Any, g: Any) -> bool:
         return g is None and (checks.is_no_parameter(p) or (known and checks.is_number(p)))
 
-    left_out = [is_left_out(p, g) for p, g in zip(leaves, gradients, strict=True)]
+    left_out = list(map(is_left_out, leaves, gradients))
     if not any(left_out):
-        return params  # the same object, in most calls
+        return params
     return structure.unflatten([None if x else p for p, x in zip(leaves, left_out, strict=True)])

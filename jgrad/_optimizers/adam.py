@@ -106,7 +106,6 @@ class Adam(NamedTuple):
 
     def read(self, name: str, step: Any = 0, *, prefix: str = "") -> "Adam":
         """The numbers of one update; errors of the transformation `name` where they are wrong."""
-        check_bias_correction(name, self.bias_correction)
         return Adam(
             beta1=numbers.beta(name, f"{prefix}beta1", self.beta1),
             beta2=numbers.beta(name, f"{prefix}beta2", self.beta2),
@@ -361,6 +360,7 @@ def adam(
     options.check_learning_rate(name, learning_rate)
     options.check_weight_decay(name, weight_decay)
     given = Adam(beta1, beta2, epsilon, bias_correction)
+    check_bias_correction(name, bias_correction)
     given.read(name)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, beta1, beta2, epsilon, weight_decay), **masks)
@@ -369,7 +369,8 @@ def adam(
         adam = given.read(name, step.number)
         mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
         direction = directions(mw.exact, vw.exact, adam)
-        direction = options.with_weight_decay(inputs, direction, weight_decay, weight_decay_mask)
+        decays = options.weight_decays(inputs, weight_decay, weight_decay_mask)
+        direction = rules.add_decay(direction, inputs.w, decays)
         rates = options.learning_rates(inputs, learning_rate, step)
         return apply(rules.descent, direction, rates), mw, vw
 
@@ -420,6 +421,7 @@ def scale_by_adam(
     """
     name = "scale_by_adam"
     given = Adam(beta1, beta2, epsilon, bias_correction)
+    check_bias_correction(name, bias_correction)
     given.read(name)
     options.check_masks(name, (beta1, beta2, epsilon), full_precision=full_precision)
 

@@ -288,6 +288,7 @@ def lamb(
     options.check_learning_rate(name, learning_rate)
     options.check_weight_decay(name, weight_decay)
     given = Adam(beta1, beta2, epsilon, bias_correction)
+    adam.check_bias_correction(name, bias_correction)
     given.read(name)
     values.one_of(name, "rule", rule, _RULES)
     options.check_axes(name, norm_axes, layer_axes)

@@ -7,6 +7,7 @@ A `ValueError` is about structure, shape or value; a `TypeError` is about the ki
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -91,13 +92,17 @@ class ArgLeaves(NamedTuple):
         cls, function: str, name: str, tree: PyTree, reference_name: str, reference: PyTree
     ) -> "ArgLeaves":
         """A prefix of the reference, broadcast to it: an entry per leaf, under its path."""
-        same_structure(function, name, tree, reference_name, reference, prefix=True)
-        leaves = trees.broadcast(tree, reference)
+        leaves, structure = trees.flatten(tree)
+        if jax.tree_util.treedef_is_leaf(structure):  # one for all
+            leaves *= trees.flatten(reference)[1].num_leaves
+        else:
+            same_structure(function, name, tree, reference_name, reference, prefix=True)
+            leaves = trees.broadcast(tree, reference)
         return cls(function, name, leaves, lambda: trees.paths(reference))
 
     def with_arrays(self) -> "ArgLeaves":
         """The same, with JAX arrays for numbers and for NumPy arrays."""
-        return self._replace(leaves=[_as_jax_array(x) for x in self.leaves])
+        return self._replace(leaves=list(map(_as_jax_array, self.leaves)))
 
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
         """Raises `function: argument relation at path: problem.`"""
@@ -180,9 +185,8 @@ def values_of(tree: PyTree) -> PyTree:
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=trees.is_none)
-    values = [value_of(x) for x in leaves]
-    same = all(value is x for value, x in zip(values, leaves, strict=True))
-    return tree if same else structure.unflatten(values)
+    values = list(map(value_of, leaves))
+    return tree if all(map(operator.is_, values, leaves)) else structure.unflatten(values)
 
 
 def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = False) -> None:

@@ -1,17 +1,15 @@
-"""Checks of single values: numbers in range, options, flags, names of mesh axes.
+"""Checks of single values: counts, options, flags, names of mesh axes.
 
 As in `checks`, a `ValueError` is about the value, a `TypeError` about the kind of an object.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._trees.checks import ArgLeaves, describe, is_number
-from jgrad._trees.trees import PyTree
+from jgrad._trees.checks import describe
 
 
 def no_out(function: str, out: object) -> None:
@@ -22,20 +20,6 @@ def no_out(function: str, out: object) -> None:
             "returned value; to reuse memory, give the argument to "
             "`jax.jit(..., donate_argnums=...)`."
         )
-
-
-def in_range(
-    function: str, name: str, tree: PyTree, low: float = -math.inf, high: float = math.inf
-) -> None:
-    """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
-    dtype = jnp.result_type(float)
-    arg = ArgLeaves.from_tree(function, name, tree)
-    for i, x in enumerate(arg.leaves):
-        if is_number(x) and not low <= x < high:
-            interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
-            arg.fail(i, ValueError, f"{x}, expected a number in {interval}")
-        if is_number(x) and abs(x) > float(jnp.finfo(dtype).max):
-            arg.fail(i, ValueError, f"{describe(x)}, expected what {dtype} can hold")
 
 
 def count(function: str, name: str, value: Any, low: int = 1) -> None:
