@@ -31,6 +31,7 @@ from jgrad._inputs.moment import Moment, NewMoments
 from jgrad._layers.layer_axes import static_axes
 from jgrad._packed import packing
 from jgrad._trees import checks, trees, values
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -137,7 +138,9 @@ def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[
     canonical: dict[str, Any] = {}
     for name, role in roles.items():
         if role is Role.RATE:
-            numbers.in_range(function, name, named[name])  # of any sign, but finite
+            numbers.in_range(
+                ArgLeaves.from_tree(function, name, named[name])
+            )  # of any sign, but finite
     for name, tree in lists_as_arrays(function, named).items():
         role = roles[name]
         if role.is_array:

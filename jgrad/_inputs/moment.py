@@ -16,7 +16,6 @@ import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function
-from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.commit import Commit
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized import bfloat16, encoding
@@ -24,7 +23,6 @@ from jgrad._quantized.codec import codec_of
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
-from jgrad._trees import trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.trees import PyTree
 
@@ -95,7 +93,7 @@ class Moment:
         They have the form of the old ones, which stay where the update is not committed. All new
         moments of a method come by here: what is cast to codes of 8 bits would be meaningless.
         """
-        exact = self._values(new)
+        exact = leafwise.run(new) if self._commit is None else self._kept(new, self._commit)
         if self._keys is None:
             return NewMoments(exact, exact)
         rounded = leafwise.run(list(map(self._rounding, range(len(new)), new, exact)))
@@ -120,14 +118,8 @@ class Moment:
         stored = self.write(new).stored
         return [x if s is None else s for x, s in zip(values, stored, strict=True)]
 
-    def in_tree(self, new: NewMoments, state: PyTree) -> PyTree:
-        """The new part of a state: the old moments stay where there is no new one."""
-        return trees.flatten(state)[1].unflatten(cast_back(new.stored, self.old))
-
-    def _values(self, new: list[Call | None]) -> list[Any]:
-        """New moments before they are rounded; in 8 bits it is the codes that stay."""
-        if self._commit is None:
-            return leafwise.run(new)
+    def _kept(self, new: list[Call | None], commit: Commit) -> list[Any]:
+        """New moments, or the old ones, before they are rounded; of codes, `_encoder` keeps them."""
         pairs = zip(new, self.old, strict=True)
         values = leafwise.run(
             [
@@ -138,7 +130,7 @@ class Moment:
         arrays = [
             None if isinstance(o, Blocks) else x for x, o in zip(values, self.old, strict=True)
         ]
-        kept = kept_arrays(arrays, self.old, self._commit)
+        kept = kept_arrays(arrays, self.old, commit)
         return [x if k is None else k for x, k in zip(values, kept, strict=True)]
 
     def _rounding(self, i: int, call: Call | None, value: Any) -> Call | None:

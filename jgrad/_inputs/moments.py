@@ -68,17 +68,13 @@ class MomentOptions(NamedTuple):
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
         dtype: Any = None if self.is_8_bits else self.dtype
         checks.parameters(params.reference)
-
-        def zeros_of(shapes: PyTree, *, real: bool) -> PyTree:
-            if shapes is None:
-                return None
-            stacked = self._stacked(params, shapes) if self.is_8_bits else None
-            return zeros(
-                params.function, params.tree, dtype, shapes=shapes, stacked=stacked, real=real
-            )
-
-        mw, vw = zeros_of(shapes.mw, real=False), zeros_of(shapes.vw, real=True)
-        return OptState(counter(params.tree), mw, vw)
+        new: list[PyTree] = []
+        for tree, real in (shapes.mw, False), (shapes.vw, True):
+            stacked = self._stacked(params, tree) if self.is_8_bits and tree is not None else None
+            options = {"shapes": tree, "stacked": stacked, "real": real}
+            is_there = tree is not None
+            new.append(zeros(params.function, params.tree, dtype, **options) if is_there else None)
+        return OptState(counter(params.tree), *new)
 
     def read(self, inputs: Inputs, state: Any, shapes: MomentShapes) -> Step:
         """The state as the method takes it; an error where it is of another method or form."""

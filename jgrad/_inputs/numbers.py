@@ -41,26 +41,31 @@ def betas(function: str, name: str, tree: PyTree) -> BetaForms:
     return BetaForms(*map(structure.unflatten, columns))
 
 
-def in_range(
-    function: str, name: str, tree: PyTree, low: float = -math.inf, high: float = math.inf
-) -> None:
-    """Each Python number of the tree is in [low, high). Arrays pass: they may be traced."""
-    dtype = jnp.result_type(float)
+def _checked(function: str, name: str, tree: PyTree, high: float) -> PyTree:
+    """Real numbers and arrays, with numbers of Python in [0, high)."""
+    tree = trees.map_leaves(as_python_number, checks.value_of(tree))
     arg = ArgLeaves.from_tree(function, name, tree)
+    for i, x in enumerate(arg.leaves):
+        is_real = checks.is_numeric(x) and (
+            jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
+        )
+        # A bare None is no number; in a tree it stands beside a parameter that is None.
+        if not (is_real or checks.is_number(x) or (x is None and tree is not None)):
+            expected = "a real array or a number"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
+    in_range(arg, low=0.0, high=high)
+    return tree
+
+
+def in_range(arg: ArgLeaves, low: float = -math.inf, high: float = math.inf) -> None:
+    """Each Python number is in [low, high). Arrays pass: they may be traced."""
+    dtype = jnp.result_type(float)
     for i, x in enumerate(arg.leaves):
         if checks.is_number(x) and not low <= x < high:
             interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
             arg.fail(i, ValueError, f"{x}, expected a number in {interval}")
         if checks.is_number(x) and abs(x) > float(jnp.finfo(dtype).max):
             arg.fail(i, ValueError, f"{checks.describe(x)}, expected what {dtype} can hold")
-
-
-def _checked(function: str, name: str, tree: PyTree, high: float) -> PyTree:
-    """Real numbers and arrays, with numbers of Python in [0, high)."""
-    tree = trees.map_leaves(as_python_number, checks.value_of(tree))
-    checks.arrays_or_numbers(function, name, tree, real=True)
-    in_range(function, name, tree, low=0.0, high=high)
-    return tree
 
 
 def _forms(beta: Any) -> Any:

@@ -49,9 +49,7 @@ def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) ->
     """A number in range; Nesterov's form needs one."""
     values.boolean(function, "nesterov", nesterov)
     if momentum is not None:
-        as_number = numbers.as_python_number(momentum)
-        numbers.in_range(function, "momentum", as_number, low=0.0, high=1.0)
-        numbers.scalar(function, "momentum", momentum)
+        numbers.beta(function, "momentum", momentum)
     elif nesterov:
         raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
 
@@ -90,7 +88,7 @@ def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
 
 def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -> Any:
     """`x(argument)` if the option is a function, else `x`."""
-    if not trees.is_function(x, inputs.shapes):
+    if not callable(x) or not trees.is_function(x, inputs.shapes):
         return x
     try:
         return x(argument())
@@ -133,9 +131,12 @@ def decay_of_leaves(inputs: Inputs, name: str, decay: PyTree, use: Sequence[bool
         return [0.0] * len(use)
     inputs.require_params(f"`{name}`")
     decay = numbers.number(inputs.function, name, decay)
-    checks.one_element(ArgLeaves.from_tree(inputs.function, name, decay))
-    # Before it is broadcast: leaves that share an object share a number in the program.
-    arg = inputs.option(name, trees.map_leaves(lambda x: x.reshape(()), decay))
+    arg = ArgLeaves.from_tree(inputs.function, name, decay)
+    if any(map(np.ndim, arg.leaves)):
+        checks.one_element(arg)
+        # Before it is broadcast: leaves that share an object share a number in the program.
+        decay = trees.map_leaves(lambda x: x.reshape(()), decay)
+    arg = inputs.option(name, decay)
     entries = zip(arg.leaves, use, strict=True)
     return [x if own and x is not None else 0.0 for x, own in entries]
 

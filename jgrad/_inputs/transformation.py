@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import optax
 
+from jgrad._arithmetic import rules
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step
@@ -97,7 +98,8 @@ def _in_state(
             expected = f"None, since the method has no `{field}`"
         came = type(new).__name__
         raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
-    return moment.in_tree(new, state)
+    # The old moments stay where there is no new one.
+    return trees.flatten(state)[1].unflatten(rules.cast_back(new.stored, moment.old))
 
 
 # ---- trees as users have them ------------------------------------------------------------------

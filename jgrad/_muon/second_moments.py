@@ -12,7 +12,6 @@ import jax
 
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes
-from jgrad._packed import packing
 from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment
 from jgrad._packed.packing import Packed
@@ -31,13 +30,13 @@ def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output
     def of_node(x: Any) -> Any:
         nonlocal count
         first = count
-        if packing.is_packed(x):
+        if isinstance(x, Packed):
             count += len(x.layout.runs)
             return _second_packed(x, axes[first:count], per_output)
         count += 1
         return _second_leaf(x, axes[first], per_output)
 
-    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or packing.is_packed(x))
+    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or isinstance(x, Packed))
 
 
 def _second_leaf(x: Any, axes: MatrixAxes | None, per_output: bool) -> Any:

@@ -13,9 +13,10 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed import blocks, deals, packing
+from jgrad._packed import blocks, deals
 from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal
+from jgrad._packed.packing import Packed
 from jgrad._packed.rows import DealtLayers, PackedLayers
 from jgrad._packed.shard import Shard
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys
@@ -178,8 +179,8 @@ def _first_elements(span: Span, width: int) -> np.ndarray:
 def specs(tree: PyTree) -> list[ArraySpec]:
     """One for each leaf of a tree in which there may be `Packed` nodes."""
     found, count = [], 0
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: trees.is_leaf(x) or packing.is_packed(x)):
-        if not packing.is_packed(x):
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: trees.is_leaf(x) or isinstance(x, Packed)):
+        if not isinstance(x, Packed):
             found.append(ArraySpec((count,)))
             count += 1
             continue

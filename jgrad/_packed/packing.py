@@ -143,11 +143,11 @@ def pack(
     if multiple_of != 1 or any(x is not None for x in given):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     structure: Any
-    nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)
+    nodes, structure = jax.tree.flatten(like, is_leaf=_is_packed)
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
     parts = structure.flatten_up_to(tree)
     packed = [
-        where_it_lies(functools.partial(_again, x), part) if is_packed(x) else part
+        where_it_lies(functools.partial(_again, x), part) if isinstance(x, Packed) else part
         for x, part in zip(nodes, parts, strict=True)
     ]
     return structure.unflatten(packed)
@@ -189,7 +189,9 @@ def unpack(tree: PyTree) -> PyTree:
       ((3, 2), (3, 2))
     """
     return jax.tree.map(
-        lambda x: where_it_lies(_leaves, x) if is_packed(x) else x, tree, is_leaf=is_packed
+        lambda x: where_it_lies(_leaves, x) if isinstance(x, Packed) else x,
+        tree,
+        is_leaf=_is_packed,
     )
 
 
@@ -197,39 +199,38 @@ def shapes(tree: PyTree) -> PyTree:
     """The unpacked tree, with shapes and dtypes for what is packed."""
 
     def of_node(x: Any) -> Any:
-        if not is_packed(x):
+        if not isinstance(x, Packed):
             return x
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
             return jax.eval_shape(unpack, x)
         return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
 
-    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or is_packed(x))
+    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or isinstance(x, Packed))
 
 
 def with_layouts(tree: PyTree, relabeled: Callable[[Layout], Layout]) -> PyTree:
     """The same buffers under other layouts."""
     return jax.tree.map(
-        lambda x: Packed(x.buffers, relabeled(x.layout)) if is_packed(x) else x,
+        lambda x: Packed(x.buffers, relabeled(x.layout)) if isinstance(x, Packed) else x,
         tree,
-        is_leaf=is_packed,
+        is_leaf=_is_packed,
     )
 
 
-def is_packed(x: Any) -> bool:
-    """Whether it is a `Packed`."""
+def _is_packed(x: Any) -> bool:
     return isinstance(x, Packed)
 
 
 def any_packed(*trees: PyTree) -> bool:
     """Whether there is a `Packed` somewhere."""
-    return any(map(is_packed, jax.tree.leaves(trees, is_leaf=is_packed)))
+    return any(map(_is_packed, jax.tree.leaves(trees, is_leaf=_is_packed)))
 
 
 def check_unpacked(function: str, name: str, tree: PyTree) -> None:
     """There is no `Packed` in the tree: packed again, its buffers would be taken for leaves."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed):
-        if is_packed(x):
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_packed):
+        if isinstance(x, Packed):
             place = checks.at(jax.tree_util.keystr(path))
             remedy = "expected a tree of arrays; `unpack` it first"
             raise TypeError(f"{function}: `{name}`{place}: packed already, {remedy}.")
@@ -237,7 +238,7 @@ def check_unpacked(function: str, name: str, tree: PyTree) -> None:
 
 def layout_in(tree: PyTree) -> Layout | None:
     """The layout of the first `Packed` in a tree; None where there is none."""
-    nodes = filter(is_packed, jax.tree.leaves(tree, is_leaf=is_packed))
+    nodes = filter(_is_packed, jax.tree.leaves(tree, is_leaf=_is_packed))
     return next((x.layout for x in nodes), None)
 
 

@@ -10,7 +10,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jgrad._inputs.transformation import arrays_of
-from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, values
@@ -142,7 +141,7 @@ class _Shardings:
         replicated: NamedSharding,
         axes: tuple[str, ...],
     ) -> None:
-        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=packing.is_packed)
+        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, Packed))
         self._nodes = dict(nodes)
         self._leaves, self._replicated, self._axes = leaves, replicated, axes
 
@@ -150,10 +149,10 @@ class _Shardings:
         """The sharding of each array of a state."""
 
         def of_node(path: Path, x: Any) -> Any:
-            return self._of_packed(path, x) if packing.is_packed(x) else self._of_array(path, x)
+            return self._of_packed(path, x) if isinstance(x, Packed) else self._of_array(path, x)
 
         def is_leaf(x: Any) -> bool:
-            return packing.is_packed(x) or isinstance(x, Blocks)
+            return isinstance(x, (Packed, Blocks))
 
         return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=is_leaf)
 
@@ -173,7 +172,7 @@ class _Shardings:
         shardings = {}
         for name, buffer in packed.buffers.items():
             leaf = layout.unpacked_leaf(name)
-            if packing.is_packed(node):
+            if isinstance(node, Packed):
                 followed = node.buffers.get(name)
                 if leaf is None:  # moments of some leaves alone have fewer rows
                     followed = _with_rows_of(followed, buffer)

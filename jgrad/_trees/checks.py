@@ -189,16 +189,12 @@ def values_of(tree: PyTree) -> PyTree:
     return tree if all(map(operator.is_, values, leaves)) else structure.unflatten(values)
 
 
-def arrays_or_numbers(function: str, name: str, tree: PyTree, *, real: bool = False) -> None:
-    """No other leaves but `None`; with `real`, nothing complex or bool, and no bare `None`."""
+def arrays_or_numbers(function: str, name: str, tree: PyTree) -> None:
+    """No other leaves but `None`."""
     arg = ArgLeaves.from_tree(function, name, tree)
     for i, x in enumerate(arg.leaves):
-        fits = is_number(x) or is_numeric(x) or (x is None and not (real and tree is None))
-        if fits and real and is_array(x):
-            fits = jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
-        if not fits:
-            expected = "a real array or a number" if real else "an array or a number"
-            arg.fail(i, TypeError, f"{describe(x)}, expected {expected}")
+        if not (x is None or is_number(x) or is_numeric(x)):
+            arg.fail(i, TypeError, f"{describe(x)}, expected an array or a number")
 
 
 def parameters(arg: ArgLeaves) -> list[Any]:

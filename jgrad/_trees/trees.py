@@ -48,7 +48,8 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any]:
 
 def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """`f` of every leaf but `None`, which stays."""
-    return jax.tree.map(lambda x: None if x is None else f(x), tree, is_leaf=is_leaf)
+    leaves, structure = flatten(tree)
+    return structure.unflatten([None if x is None else f(x) for x in leaves])
 
 
 def paths(tree: PyTree) -> list[str]:
