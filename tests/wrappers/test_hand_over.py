@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jgrad._arithmetic.leafwise import apply
 
 import jgrad
 from jgrad._arithmetic import rules
+from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.pair import pair
