@@ -10,11 +10,10 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad._inputs import options
+from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step
 from jgrad._inputs.options import Mask
-from jgrad._inputs.parameters import Parameters
 from jgrad._inputs.state import OptState, counter, zeros
-from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._packed import arrays
 from jgrad._packed.arrays import ArraySpec
@@ -81,7 +80,7 @@ class MomentOptions(NamedTuple):
         mw, vw = zeros_of(shapes.mw, real=False), zeros_of(shapes.vw, real=True)
         return OptState(counter(params.tree), mw, vw)
 
-    def read(self, inputs: Update, state: Any, shapes: MomentShapes) -> Step:
+    def read(self, inputs: Inputs, state: Any, shapes: MomentShapes) -> Step:
         """The state as the method takes it; an error where it is of another method or form."""
         begin = f"{inputs.function}: `state`: "
         end = f", expected the OptState that this `{inputs.function}` made with `init`."
@@ -104,7 +103,7 @@ class MomentOptions(NamedTuple):
 
     def _moment(
         self,
-        inputs: Update,
+        inputs: Inputs,
         name: str,
         tree: PyTree,
         shapes: PyTree,

@@ -13,10 +13,9 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.rules import add_decay
 from jgrad._inputs import numbers
+from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.parameters import Parameters
-from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes, read_norm_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import arrays
@@ -103,12 +102,12 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
         raise
 
 
-def learning_rates(inputs: Update, learning_rate: LearningRate, step: Step) -> list[Any]:
+def learning_rates(inputs: Inputs, learning_rate: LearningRate, step: Step) -> list[Any]:
     """The learning rate of each array: that of this call, or else the factory's."""
     return inputs.per_array(rate_of_leaves(inputs, "learning_rate", learning_rate, step))
 
 
-def rate_of_leaves(inputs: Update, name: str, learning_rate: LearningRate, step: Step) -> list[Any]:
+def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step: Step) -> list[Any]:
     """Likewise, of each leaf of the unpacked tree."""
     override = step.numbers.get(name)
     given = learning_rate if override is None else override
@@ -122,13 +121,13 @@ def rate_of_leaves(inputs: Update, name: str, learning_rate: LearningRate, step:
     return list(arg.leaves)
 
 
-def weight_decays(inputs: Update, weight_decay: PyTree, weight_decay_mask: Mask) -> list[Any]:
+def weight_decays(inputs: Inputs, weight_decay: PyTree, weight_decay_mask: Mask) -> list[Any]:
     """The decay of each array; the Python number 0, which compiles to nothing, for none."""
     use = mask(inputs, "weight_decay_mask", weight_decay_mask)
     return inputs.per_array(decay_of_leaves(inputs, "weight_decay", weight_decay, use))
 
 
-def decay_of_leaves(inputs: Update, name: str, decay: PyTree, use: Sequence[bool]) -> list[Any]:
+def decay_of_leaves(inputs: Inputs, name: str, decay: PyTree, use: Sequence[bool]) -> list[Any]:
     """Likewise, of each leaf of the unpacked tree; 0 where it is not used."""
     if checks.is_number(decay) and decay == 0:
         return [0.0] * len(use)
@@ -142,7 +141,7 @@ def decay_of_leaves(inputs: Update, name: str, decay: PyTree, use: Sequence[bool
 
 
 def with_weight_decay(
-    inputs: Update, direction: list[Any], weight_decay: PyTree, weight_decay_mask: Mask
+    inputs: Inputs, direction: list[Any], weight_decay: PyTree, weight_decay_mask: Mask
 ) -> list[Any]:
     """direction + weight_decay w"""
     decays = weight_decays(inputs, weight_decay, weight_decay_mask)
@@ -150,7 +149,7 @@ def with_weight_decay(
 
 
 def trust_layers(
-    inputs: Update, trust_ratio_mask: Mask, norm_axes: PyTree, layer_axes: PyTree
+    inputs: Inputs, trust_ratio_mask: Mask, norm_axes: PyTree, layer_axes: PyTree
 ) -> TrustLayers:
     """Where the layers of each array are, and which have a trust ratio."""
     inputs.check_buffers()

@@ -1,23 +1,28 @@
-"""The plumbing of an `init`/`update` pair, so that a method writes only its arithmetic."""
+"""The plumbing of an `init`/`update` pair, so that a method writes only its arithmetic.
+
+`pair` is for trees as users have them: whole models, and variables for arrays. Behind it the leaves
+of parameters that are not `None` are arrays, or are numbers with a gradient, or are wrong; so that
+methods and wrappers see no model, only a tree of arrays.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from jgrad._inputs.commit import Commit
+from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step
 from jgrad._inputs.moments import MomentOptions
-from jgrad._inputs.pair import pair
-from jgrad._inputs.parameters import Parameters
 from jgrad._inputs.state import OptState
-from jgrad._inputs.update import Update
+from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
 
 # (inputs, step) -> (updates, new first moments, new second moments). Updates are added to the
 # parameters. Moments are what `step.mw.write` and `step.vw.write` returned, or None where the
 # method has no such moment.
-Compute = Callable[[Update, Step], tuple[list[Any], NewMoments | None, NewMoments | None]]
+Compute = Callable[[Inputs, Step], tuple[list[Any], NewMoments | None, NewMoments | None]]
 
 # (parameters) -> the shapes of the moments.
 ShapesOf = Callable[[Parameters], MomentShapes]
@@ -65,7 +70,7 @@ def transformation(
         commit: Commit | None = None,
         **numbers: Any,
     ) -> tuple[PyTree, OptState]:
-        inputs = Update(name, updates, params, commit)
+        inputs = Inputs(name, updates, params, commit)
         if params_for is not None:
             inputs.require_params(params_for)
         step = moments.read(inputs, state, shapes(inputs))._replace(numbers=numbers)
@@ -93,3 +98,51 @@ def _in_state(
         came = type(new).__name__
         raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
     return moment.in_tree(new, state)
+
+
+# ---- trees as users have them ------------------------------------------------------------------
+
+
+def pair(
+    init: Callable[[PyTree], Any], update: Callable[..., tuple[PyTree, Any]]
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation, of functions that see arrays alone."""
+
+    def init_of_model(params: PyTree) -> Any:
+        return init(arrays_of(params))
+
+    def update_of_model(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        updates, state = checks.values_of(updates), checks.values_of(state)
+        return update(updates, state, _with_gradient(params, updates), **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
+
+
+def arrays_of(params: PyTree) -> PyTree:
+    """`None` for leaves of a model that are no arrays and have no gradient: functions, strings.
+
+    A number of Python stays, since `jax.grad` differentiates it.
+    """
+    return _with_gradient(params, None)
+
+
+def _with_gradient(params: PyTree, updates: PyTree) -> PyTree:
+    """`None` for leaves that are no arrays and whose gradient is None."""
+    params = checks.values_of(params)
+    leaves, structure = trees.flatten(params)
+    if jax.tree_util.treedef_is_leaf(structure):
+        return params  # no model: `None`, or one parameter
+    gradients, of_gradients = trees.flatten(updates)
+    known = of_gradients == structure
+    if not known:
+        gradients = [None] * len(leaves)
+
+    def is_left_out(p: Any, g: Any) -> bool:
+        return g is None and (checks.is_no_parameter(p) or (known and checks.is_number(p)))
+
+    left_out = [is_left_out(p, g) for p, g in zip(leaves, gradients, strict=True)]
+    if not any(left_out):
+        return params  # the same object, in most calls
+    return structure.unflatten([None if x else p for p, x in zip(leaves, left_out, strict=True)])

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, apply, calls, jit_static_kwargs
 from jgrad._inputs import numbers, options
+from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
-from jgrad._inputs.parameters import Parameters
-from jgrad._inputs.update import Update
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._muon import batches, matrices, packed_parts
 from jgrad._muon.matrix_axes import MatrixAxes, read_cuts, read_output_axes
@@ -151,7 +150,7 @@ class _MomentInParts:
     """
 
     def __init__(
-        self, inputs: Update, moment: Moment, parts: Sequence[Part], *, second: bool = False
+        self, inputs: Inputs, moment: Moment, parts: Sequence[Part], *, second: bool = False
     ) -> None:
         self._inputs, self._moment, self._parts, self._second = inputs, moment, parts, second
         wide = in_full_precision(moment.old)
@@ -167,7 +166,7 @@ class _MomentInParts:
         return NewMoments(moment.rounded(arrays), exact)
 
 
-def directions(inputs: Update, step: Step, given: Muon) -> tuple[list[Any], NewMoments, NewMoments]:
+def directions(inputs: Inputs, step: Step, given: Muon) -> tuple[list[Any], NewMoments, NewMoments]:
     """The direction of each array, and the new moments."""
     name, is_normuon = inputs.function, given.rule == "normuon"
     inputs.check_buffers()

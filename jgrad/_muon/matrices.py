@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jgrad._inputs import options
+from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.options import Mask
-from jgrad._inputs.parameters import Parameters
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
 from jgrad._muon import matrix_axes, packed_parts
 from jgrad._muon.matrix_axes import MatrixAxes, read_cuts, read_output_axes

@@ -9,12 +9,12 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.rules import add_decay
 from jgrad._inputs import options
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
-from jgrad._inputs.update import Update
 from jgrad._muon.direction import LAST, Muon, MuonRule, directions
 from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._muon.scale import Scale
@@ -145,7 +145,7 @@ def muon(
         remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
-    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         direction, mw, vw = directions(inputs, step, own)
         use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
         decays = options.decay_of_leaves(inputs, "weight_decay", weight_decay, use)
@@ -155,7 +155,7 @@ def muon(
         direction = add_decay(direction, inputs.w, inputs.per_array(decays))
         return apply(rules.descent, direction, inputs.per_array(rates(inputs, step))), mw, vw
 
-    def rates(inputs: Update, step: Step) -> list[Any]:
+    def rates(inputs: Inputs, step: Step) -> list[Any]:
         """The rate of each leaf."""
         of_matrices = options.rate_of_leaves(inputs, "learning_rate", learning_rate, step)
         if adam_learning_rate is None and step.numbers.get("adam_learning_rate") is None:
@@ -244,7 +244,7 @@ def scale_by_muon(
     masks = {"matrices": matrices, "full_precision": full_precision}
     options.check_masks(name, given, **masks)
 
-    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         return directions(inputs, step, own)
 
     return transformation(

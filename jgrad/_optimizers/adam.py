@@ -11,12 +11,12 @@ from jgrad._arithmetic.leafwise import PerLeaf, apply, calls, on_leaf, zip_leave
 from jgrad._arithmetic.numerics import scaled
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
-from jgrad._inputs.update import Update
 from jgrad._trees import values
 from jgrad._trees.trees import PyTree
 
@@ -365,7 +365,7 @@ def adam(
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, beta1, beta2, epsilon, weight_decay), **masks)
 
-    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         adam = given.read(name, step.number)
         mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
         direction = directions(mw.exact, vw.exact, adam)
@@ -423,7 +423,7 @@ def scale_by_adam(
     given.read(name)
     options.check_masks(name, (beta1, beta2, epsilon), full_precision=full_precision)
 
-    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         adam = given.read(name, step.number)
         mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
         return directions(mw.exact, vw.exact, adam), mw, vw

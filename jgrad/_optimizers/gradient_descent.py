@@ -10,12 +10,12 @@ from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.rules import add_decay, is_zero
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
-from jgrad._inputs.update import Update
 from jgrad._trees.trees import PyTree
 
 
@@ -182,7 +182,7 @@ def gradient_descent(
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)
 
-    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments | None, None]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
         decays = options.weight_decays(inputs, weight_decay, weight_decay_mask)
         if momentum is None:

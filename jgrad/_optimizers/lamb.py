@@ -11,12 +11,12 @@ from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
 from jgrad._arithmetic.rules import is_zero
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
-from jgrad._inputs.update import Update
 from jgrad._layers.ratios import IVY_GUARD
 from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio, written
 from jgrad._optimizers import adam
@@ -300,7 +300,7 @@ def lamb(
         full_precision=full_precision,
     )
 
-    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         w = inputs.require_params("the trust ratio")
         smallest, largest = clamps(name, min_trust_ratio, max_trust_ratio)
         numbers_of_lamb = Lamb(

@@ -12,12 +12,12 @@ from jgrad._arithmetic.leafwise import Function, PerLeaf, apply, calls, on_leaf,
 from jgrad._arithmetic.rules import decay_call
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
-from jgrad._inputs.update import Update
 from jgrad._layers.ratios import IVY_GUARD, one_where_zero, root_of_quotient
 from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio
 from jgrad._optimizers.gradient_descent import with_momentum
@@ -286,7 +286,7 @@ def lars(
         full_precision=full_precision,
     )
 
-    def compute(inputs: Update, step: Step) -> tuple[list[Any], NewMoments | None, None]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
         inside = rate_in_momentum or momentum is None
         direction = _scaled(

@@ -9,10 +9,10 @@ import optax
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import numbers, options
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
-from jgrad._inputs.pair import pair
-from jgrad._inputs.update import Update
+from jgrad._inputs.transformation import pair
 from jgrad._layers.ratios import one_where_zero, quotient
 from jgrad._layers.trust import scaled_by_trust_ratio
 from jgrad._trees import checks
@@ -104,7 +104,7 @@ def scale_by_trust_ratio(
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, optax.EmptyState]:
-        inputs = Update(name, updates, params)
+        inputs = Inputs(name, updates, params)
         w = inputs.require_params("the trust ratio")
         directions = [None if g is None else (leafwise.identity, (g,)) for g in inputs.g]
         scaled_directions = scaled_by_trust_ratio(

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jgrad._inputs.pair import arrays_of
+from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry

@@ -11,9 +11,9 @@ import optax
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.pair import pair
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.state import counter, zeros
-from jgrad._inputs.update import Update
+from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
@@ -152,7 +152,7 @@ def accumulate(
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
         inside.check_state(_NAME, state, AccumulateState)
-        inputs = Update(_NAME, updates, params)
+        inputs = Inputs(_NAME, updates, params)
         outer = None if commit is None else commit.of_windows
         if outer is not None and not outer.is_finite(updates):
             outer = None  # it says nothing of these gradients

@@ -11,7 +11,7 @@ from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.pair import pair
+from jgrad._inputs.transformation import pair
 from jgrad._layers import trust
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_norm_axes
 from jgrad._packed import arrays, packing

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad._inputs.update import Update
+from jgrad._inputs.inputs import Inputs
 from jgrad._layers.layer_axes import existing_mesh_axes, read_norm_axes
 from jgrad._packed import arrays
 from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
 
 
-def mesh_axes_of(inputs: Update, norm_axes: PyTree) -> tuple[str, ...]:
+def mesh_axes_of(inputs: Inputs, norm_axes: PyTree) -> tuple[str, ...]:
     """All mesh axes over which some leaf is sharded."""
     named = inputs.option("norm_axes", read_norm_axes(inputs.function, norm_axes))
     shards = [spec.shard.axes for spec in inputs.specs if spec.shard is not None]
@@ -27,7 +27,7 @@ def agreed(flag: Any, mesh_axes: tuple[str, ...]) -> Any:
     return jax.lax.pmin(flag.astype(jnp.int32), mesh_axes) == 1
 
 
-def holds_shards(state: PyTree, inputs: Update) -> bool:
+def holds_shards(state: PyTree, inputs: Inputs) -> bool:
     """Whether a state has shards of buffers that the parameters have whole: that of `zero`."""
     pairs = zip(inputs.reference.leaves, inputs.specs, strict=True)
     whole = {x.shape for x, spec in pairs if spec.is_buffer}

@@ -11,8 +11,8 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers, options
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
+from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree

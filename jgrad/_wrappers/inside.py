@@ -17,7 +17,7 @@ import jax
 import optax
 
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.update import Update
+from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, host_memory
 from jgrad._trees.trees import PyTree
 
@@ -90,7 +90,7 @@ def _says(x: Any, attribute: str) -> bool:
     return hasattr(type(x), attribute)
 
 
-class WrapperInputs(Update):
+class WrapperInputs(Inputs):
     """The input of one update of a wrapper, and the hand-over to the transformation inside.
 
     Args:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._inputs.pair import pair
-from jgrad._inputs.update import Update
+from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -127,7 +127,7 @@ def master_weights(
     return pair(init, update)
 
 
-def _check_copies(copies: ArgLeaves, inputs: Update) -> None:
+def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
     """A copy of each half-precision parameter that is updated, and of no float32 one."""
     half = [p if _is_half(p) else None for p in inputs.reference.leaves]
     for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):

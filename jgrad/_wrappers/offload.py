@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from jgrad._inputs.pair import pair
+from jgrad._inputs.transformation import pair
 from jgrad._trees import host_memory
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside

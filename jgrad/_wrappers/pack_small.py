@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._inputs.pair import pair
-from jgrad._inputs.update import Update
+from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.transformation import pair
 from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
@@ -119,7 +119,7 @@ def _with_structure(state: PyTree, structure: Any) -> PyTree:
     return packing.with_layouts(state, lambda own: dataclasses.replace(own, structure=structure))
 
 
-def _part(inputs: Update, g: list[Any], old: Layout | None) -> PyTree:
+def _part(inputs: Inputs, g: list[Any], old: Layout | None) -> PyTree:
     """The parameters; and of a model None for what `init` did not see, if it is not updated."""
     leaves, structure = trees.flatten(inputs.tree)
     if old is None or len(old.runs) != len(leaves):

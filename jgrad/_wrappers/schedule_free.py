@@ -10,10 +10,10 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers, options
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
-from jgrad._inputs.update import Update
+from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -210,7 +210,7 @@ def _with(copies: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(lambda x, p: p if x is None else x, copies, params, is_leaf=trees.is_none)
 
 
-def _copies(inputs: Update, name: str, tree: PyTree) -> list[Any]:
+def _copies(inputs: Inputs, name: str, tree: PyTree) -> list[Any]:
     """The leaves of a part of the state, shaped as what is updated; None for the others."""
     arg = inputs.like_reference(name, tree)
     moved = [p if _moves(p) else None for p in inputs.reference.leaves]

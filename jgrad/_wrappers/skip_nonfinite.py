@@ -10,10 +10,10 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
-from jgrad._inputs.update import Update
+from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import checks, trees, values
 from jgrad._trees.trees import PyTree
@@ -124,7 +124,7 @@ def skip_nonfinite(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
         inside.check_state(_NAME, state, SkipState)
-        inputs = Update(_NAME, updates, params)
+        inputs = Inputs(_NAME, updates, params)
         mesh_axes = devices.mesh_axes_of(inputs, norm_axes)
         given = updates
         if loss_scale is not None:
@@ -177,7 +177,7 @@ def _check_scale(loss_scale: Scalar) -> None:
 
 def _chosen(
     commit: Commit,
-    inputs: Update,
+    inputs: Inputs,
     steps: PyTree,
     new: PyTree,
     old: PyTree,
@@ -209,7 +209,7 @@ def _chosen(
 
 
 def _works(
-    inputs: Update,
+    inputs: Inputs,
     steps: list[Any],
     states: list[tuple[Any, Any]],
     mesh_axes: tuple[str, ...],

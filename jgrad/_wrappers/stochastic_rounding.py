@@ -8,8 +8,8 @@ import optax
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
-from jgrad._inputs.pair import pair
 from jgrad._inputs.state import counter
+from jgrad._inputs.transformation import pair
 from jgrad._packed.arrays import ArraySpec
 from jgrad._quantized import bfloat16
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys

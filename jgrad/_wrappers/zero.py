@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from jgrad._inputs.pair import pair
+from jgrad._inputs.transformation import pair
 from jgrad._packed import arrays, packing, shard
 from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees, values

@@ -18,12 +18,12 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.pair import pair
+from jgrad._inputs.transformation import pair
 from jgrad._trees import trees
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
 from tests.cases import gradients, params
-from tests.loops import assert_equal, compiled, every_step, step_of, train
+from tests.support.loops import assert_equal, compiled, every_step, step_of, train
 
 X = jnp.ones(3)
 NAN, INF = float("nan"), float("inf")

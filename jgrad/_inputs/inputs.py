@@ -1,4 +1,7 @@
-"""The input of one update of a transformation, checked, and the way out."""
+"""The input of one `init` or `update`, checked, and the way out.
+
+Options are read beside it, an entry per leaf; methods and wrappers compute with its lists.
+"""
 
 import functools
 import math
@@ -14,7 +17,7 @@ from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.moment import as_stored, kept_arrays
-from jgrad._inputs.parameters import OTHER_LEAVES, Parameters
+from jgrad._packed import arrays, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
@@ -22,7 +25,82 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 
-class Update(Parameters):
+class Parameters:
+    """Parameters, or gradients in their place, and what is known of each array.
+
+    Attributes:
+      function: the name of the transformation, for messages.
+      tree: the tree itself.
+      reference: its leaves; updates have their shapes and dtypes.
+      specs: what each of these leaves stands for.
+      shapes: the same tree unpacked, with shapes and dtypes for what is packed.
+      is_updated: whether each leaf is: it is floating or complex, and has a gradient in an update.
+    """
+
+    def __init__(self, function: str, tree: PyTree, name: str = "params") -> None:
+        self.function, self.tree = function, tree
+        self.reference = ArgLeaves.from_tree(function, name, tree).with_arrays()
+        self.specs = arrays.specs(tree)
+        self.shapes = packing.shapes(tree)
+        self.is_updated = list(map(checks.is_inexact, self.reference.leaves))
+
+    def like_reference(self, name: str, tree: PyTree, shapes: PyTree = None) -> ArgLeaves:
+        """The leaves of a tree with the structure of the parameters, or of `shapes`."""
+        reference, remedy = self.tree, ""
+        if shapes is not None and shapes is not self.tree:
+            reference, remedy = shapes, _OTHER_LEAVES
+        elif name.startswith("state") and packing.any_packed(reference):
+            remedy = "" if packing.any_packed(tree) else _NOT_PACKED
+        checks.same_structure(
+            self.function, name, tree, self.reference.name, reference, remedy=remedy
+        )
+        return self.reference._replace(name=name, leaves=trees.flatten(tree)[0])
+
+    def option(self, name: str, tree: PyTree) -> ArgLeaves:
+        """An option for each leaf of the unpacked tree, from a prefix of it.
+
+        `None` only where nothing is updated.
+        """
+        arg = ArgLeaves.from_prefix(self.function, name, tree, self.reference.name, self.shapes)
+        for i in self._updated_positions():
+            if arg.leaves[i] is None:
+                arg.fail(i, TypeError, "None, expected a value, as this leaf is updated")
+        return arg
+
+    def per_array(self, entries: Sequence[Any]) -> list[Any]:
+        """An entry for each array, from one for each leaf of the unpacked tree."""
+        per_array = [spec.per_array(entries) for spec in self.specs]
+        pairs = zip(per_array, self.specs, strict=True)
+        if any(spec.is_buffer and np.ndim(x) for x, spec in pairs):
+            self.check_buffers()
+        return per_array
+
+    def check_buffers(self) -> None:
+        """Buffers have the shapes of their layouts; needed where rows have numbers of their own."""
+        for i, (x, spec) in enumerate(zip(self.reference.leaves, self.specs, strict=True)):
+            if spec.is_buffer and not spec.is_unpacked and x.shape != spec.local_shape:
+                remedy = (
+                    "inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
+                    "`zero` knows which rows are whose"
+                )
+                problem = f"shape {x.shape}, expected {spec.local_shape} as in its layout; {remedy}"
+                self.reference.fail(i, ValueError, problem)
+
+    def updated_shapes(self) -> ArgLeaves:
+        """The leaves of the unpacked tree, with `None` where nothing is updated."""
+        arg = ArgLeaves.from_tree(self.function, self.reference.name, self.shapes).with_arrays()
+        updated: list[Any] = [None] * len(arg.leaves)
+        for i in self._updated_positions():
+            updated[i] = arg.leaves[i]
+        return arg._replace(leaves=updated)
+
+    def _updated_positions(self) -> list[int]:
+        """Which leaves of the unpacked tree are updated."""
+        pairs = zip(self.specs, self.is_updated, strict=True)
+        return [i for spec, is_updated in pairs if is_updated for i in spec.positions]
+
+
+class Inputs(Parameters):
     """Gradients and parameters of one update, checked against each other, as lists of leaves.
 
     A leaf that is not updated, since its parameter is an integer or its gradient is missing, has
@@ -146,7 +224,7 @@ class Update(Parameters):
         if x is None or not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
             expected = f"an array of a {'complex' if complex_ else 'real floating'} dtype"
             if is_of_some:
-                expected = f"{'None' if x is None else expected}; {OTHER_LEAVES}"
+                expected = f"{'None' if x is None else expected}; {_OTHER_LEAVES}"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
         return None
 
@@ -160,6 +238,17 @@ class Update(Parameters):
             gradients.append(g if p is not None and jnp.issubdtype(p.dtype, jnp.inexact) else None)
         checks.same_shapes(arg._replace(leaves=gradients), self.reference)
         return gradients
+
+
+# `nnx.Optimizer` writes the new state back attribute by attribute, and loses nodes that are not its
+# own, whatever the optimizer.
+_NOT_PACKED = (
+    "pack a restored state by `pack(state, like=jax.eval_shape(tx.init, params))`; flax's "
+    "`nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and parameters as a tree, "
+    "or call `tx.update` yourself"
+)
+
+_OTHER_LEAVES = "a state fits the choice of leaves that it was made for, and no other"
 
 
 def _or_zeros(x: Any, p: Any) -> Any:
