@@ -18,8 +18,8 @@ from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._muon.second_moments import second_span
 from jgrad._packed.arrays import ArraySpec
-from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment
+from jgrad._packed.spans import Span
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.shardings import replicated, sharded_as
 

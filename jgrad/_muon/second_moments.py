@@ -12,9 +12,9 @@ import jax
 
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes
-from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment
 from jgrad._packed.packing import Packed
+from jgrad._packed.spans import Span
 from jgrad._trees import checks
 from jgrad._trees.trees import PyTree
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed import blocks, deals
-from jgrad._packed.blocks import Span
+from jgrad._packed import deals
 from jgrad._packed.deals import Deal
 from jgrad._packed.packing import Packed
 from jgrad._packed.rows import DealtLayers, PackedLayers
 from jgrad._packed.shard import Shard
+from jgrad._packed.spans import Span, to_blocks
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -98,7 +98,7 @@ class ArraySpec(NamedTuple):
             each = jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
             if span.first > row:
                 parts.append(jnp.zeros(((span.first - row) * self.width,)))
-            parts.append(blocks.to_blocks(span, each, self.width))
+            parts.append(to_blocks(span, each, self.width))
             row = span.first + span.num_blocks
         elements = jnp.concatenate(parts)
         padding = self.shape[0] * self.width - elements.size

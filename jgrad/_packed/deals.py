@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jgrad._packed.blocks import Span
+from jgrad._packed.spans import Span
 
 
 class Segment(NamedTuple):

@@ -19,9 +19,9 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes
-from jgrad._packed.blocks import Span
 from jgrad._packed.deals import Deal, Segment, deal_out, item_shape
 from jgrad._packed.shard import Shard
+from jgrad._packed.spans import Span
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import SIZE
 from jgrad._trees.checks import ArgLeaves

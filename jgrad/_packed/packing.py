@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed import blocks, quantized_buffers, splitting
-from jgrad._packed.blocks import Span
+from jgrad._packed import quantized_buffers, spans, splitting
 from jgrad._packed.layouts import Layout, layout_of
+from jgrad._packed.spans import Span
 from jgrad._quantized.codec import Codec, codec_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
@@ -260,7 +260,7 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
         dtype = here[i].dtype
         for i, span in own:
             parts += _zeros(span.first - row, layout.width, dtype)
-            parts.append(blocks.to_blocks(span, here[i], layout.width))
+            parts.append(spans.to_blocks(span, here[i], layout.width))
             row = span.first + span.num_blocks
         parts += _zeros(shape[0] - row, layout.width, dtype)
         buffers[name] = _by_share(layout, name, splitting.join(parts).reshape(shape))
@@ -338,7 +338,7 @@ def _leaves(packed: Packed) -> PyTree:
                 continue
             i, span = leaf
             if own_scale is None:
-                leaves[i] = blocks.from_blocks(span, part, layout.width)
+                leaves[i] = spans.from_blocks(span, part, layout.width)
             else:
                 leaves[i] = quantized_buffers.leaf(span, part, own_scale, codec)
     return layout.structure.unflatten(leaves)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed import blocks, splitting
-from jgrad._packed.blocks import Span
+from jgrad._packed import spans, splitting
+from jgrad._packed.spans import Span
 from jgrad._quantized import encoding
 from jgrad._quantized.codec import Codec, codec_of
 from jgrad._quantized.encoding import SMALLEST
@@ -34,7 +34,7 @@ def join(pairs: Sequence[tuple[Span, Blocks]], rows: int) -> Blocks:
     row = 0
     for span, x in pairs:
         codes += _zeros((span.first - row) * SIZE, codec.dtype)
-        codes.append(blocks.to_blocks(span, encoding.elements(x), SIZE))
+        codes.append(spans.to_blocks(span, encoding.elements(x), SIZE))
         scale += _zeros(span.first - row, x.scale.dtype)
         scale.append(_rows_of_scale(span, x.scale))
         row = span.first + span.num_blocks
@@ -61,7 +61,7 @@ def _geometry(span: Span) -> Geometry:
 def leaf(span: Span, codes: jax.Array, scale: jax.Array, codec: Codec) -> Any:
     """The leaf of its rows."""
     own = _geometry(span)
-    parts = blocks.from_blocks(span, codes, SIZE), _scale_of_rows(span, scale)
+    parts = spans.from_blocks(span, codes, SIZE), _scale_of_rows(span, scale)
     x = encoding.of_elements(*parts, own, codec)
     return x if span.size >= SMALLEST else encoding.decoded(x)
 

@@ -47,7 +47,8 @@ def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
     if not (checks.is_array(codes) and any(codes.dtype == codec.dtype for codec in codecs)):
         expected = " or ".join(codec.dtype.name for codec in codecs)
         arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
-    if (own := codec_of(x)) not in codecs:
+    own = codec_of(x)
+    if own not in codecs:
         arg.fail(i, TypeError, f"codes of {own.name}, expected {codecs[0].name}")
     if not checks.is_array(scale) or scale.dtype != jnp.float32:
         arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jgrad
 from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec, codec_of, of_moments
 from jgrad._trees.blocks import Form
-from tests.errors import assert_error
-from tests.loops import assert_equal
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal
 
 W = {"w": jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), "b": jnp.ones(3)}
 G = jax.tree.map(lambda x: x + 0.5, W)

@@ -19,9 +19,9 @@ from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
 from jgrad._trees.blocks import Blocks, Form
-from tests.errors import assert_error
-from tests.loops import assert_equal, train
 from tests.reference import eight_bits
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, train
 
 # ---- a codec of 4 bits ---------------------------------------------------------------------------
 
