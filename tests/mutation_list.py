@@ -187,7 +187,7 @@ MUTATIONS = [
     Mutation("_inputs/moments.py", "a state of another recipe is accepted", "is_blocks(x) == expected[i]", "True", "tests/everywhere/test_forms_in_8_bits.py"),
     # ---- _wrappers
     Mutation("_states/quantized.py", "codes of another dtype are accepted", "if not same_kind:", "if False:", "tests/states/test_quantized.py"),
-    Mutation("_wrappers/stochastic_rounding.py", "the counter does not count", "step = optax.safe_increment(_counter(state.step))", "step = _counter(state.step)", "tests/wrappers/test_stochastic_rounding.py"),
+    Mutation("_wrappers/stochastic_rounding.py", "the counter does not count", "step = optax.safe_increment(_counter(state.done))", "step = _counter(state.done)", "tests/wrappers/test_stochastic_rounding.py"),
     Mutation("_wrappers/clip.py", "small norms are scaled up", "factor = jnp.where(above, root, one) / jnp.where(above, jnp.sqrt(scale), one)", "factor = root / jnp.sqrt(scale)", "tests/wrappers/test_clip.py"),
     Mutation("_wrappers/clip.py", "an infinite norm clips to 0", "jnp.where(mantissa == jnp.inf, jnp.full_like(root, jnp.nan), root)", "root * 1", "tests/wrappers/test_clip.py"),
     Mutation("_wrappers/accumulate.py", "a sum for a mean", "divisor = jnp.where(close, count, 1).astype(float)", "divisor = jnp.ones_like(count).astype(float)", "tests/wrappers/test_accumulate.py"),

@@ -84,9 +84,9 @@ WRAPPERS = [
     Wrapper(
         "stochastic_rounding",
         jgrad.stochastic_rounding,
-        {},
+        {"done": 0},
         (),
-        (jgrad.StochasticState, ("step", "inner")),
+        (jgrad.StochasticState, ("done", "inner")),
         dtype=jnp.bfloat16,
     ),
     Wrapper(
