@@ -367,7 +367,7 @@ def test_zero_on_eight_devices():
     tx = jgrad.stochastic_rounding(jgrad.adam(1e-3))
     expected, _ = train(tx, w, grads)
     sharded = jgrad.zero(tx, "data")
-    shardings = jgrad.state_shardings(sharded, w, NamedSharding(mesh, P()), cut_over="data")
+    shardings = jgrad.state_shardings(sharded, w, NamedSharding(mesh, P()), shard_over="data")
     specs = jax.tree.map(lambda x: x.spec, shardings)
     step = jax.jit(
         jax.shard_map(
