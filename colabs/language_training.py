@@ -139,7 +139,7 @@ def program(settings: Settings) -> Program:
     tx = _transformation(settings)
     first = jax.jit(functools.partial(_first, settings), out_shardings=whole)
     like = jax.eval_shape(first, jax.random.key(settings.seed))
-    shardings = whole, jgrad.state_shardings(tx, like, whole, cut_over=_AXIS)
+    shardings = whole, jgrad.state_shardings(tx, like, whole, shard_over=_AXIS)
     init = jax.jit(tx.init, out_shardings=shardings[1])
     loss = functools.partial(_loss, heads=settings.heads)
 

@@ -120,7 +120,7 @@ def start(
         return jgrad.pack(params, multiple_of=mesh.size)
 
     params = packed()
-    shardings = jgrad.state_shardings(tx, params, cut_over=_AXIS)
+    shardings = jgrad.state_shardings(tx, params, shard_over=_AXIS)
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     specs = jax.tree.map(lambda x: x.spec, shardings)
 

@@ -272,9 +272,9 @@ def on_meshes() -> Iterator[Any]:
     cut = {
         "lars": jgrad.lars(0.1, weight_decay=0.1, norm_axes="data"),
         "lamb": jgrad.lamb(0.1, norm_axes={"layer": {"w": "data", "b": None}, "rest": P("data")}),
-        "clip": jgrad.clip_by_global_norm(1.0, norm_axes="data"),
-        "accumulate": jgrad.accumulate(jgrad.adam(0.1), 4, norm_axes="data"),
-        "skip": jgrad.skip_nonfinite(jgrad.adam(0.1), norm_axes="data"),
+        "clip": jgrad.clip_by_global_norm(1.0, mesh_axes="data"),
+        "accumulate": jgrad.accumulate(jgrad.adam(0.1), 4, mesh_axes="data"),
+        "skip": jgrad.skip_nonfinite(jgrad.adam(0.1), mesh_axes="data"),
     }
     for name, tx in cut.items():
         state = jax.eval_shape(tx.init, tree)

@@ -46,6 +46,8 @@ TRANSFORMATIONS = {
     ),
 }
 
+STATES = ("state", "next_state")
+
 # Rounded stochastically: on another CPU, which joins a product and a sum, a number may be rounded
 # the other way. So far apart are two neighbours.
 GAPS = {"adam_8bit": 2.0**-3, "adam_bfloat16": 2.0**-7, "stochastic_rounding": 2.0**-7}
@@ -97,6 +99,12 @@ def like(name: str, tree: Any, arrays: dict[str, np.ndarray]) -> Any:
         assert arrays[key].dtype == own[key].dtype, key
         assert leaf.shape == x.shape, key
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def with_new_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of a file of 0.6 or before; `StochasticState.done` was `step`."""
+    names = {f"stochastic_rounding/{x}.step": f"stochastic_rounding/{x}.done" for x in STATES}
+    return {names.get(key, key): array for key, array in arrays.items()}
 
 
 def with_stand_ins(name: str, tree: Any, arrays: dict[str, np.ndarray]) -> Any:

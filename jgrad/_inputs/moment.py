@@ -119,7 +119,7 @@ class Moment:
         return [x if s is None else s for x, s in zip(values, stored, strict=True)]
 
     def _kept(self, new: list[Call | None], commit: Commit) -> list[Any]:
-        """New moments, or the old ones, before they are rounded; of codes, `_encoder` keeps them."""
+        """New moments, or the old ones, before they are rounded; `_encoder` keeps codes."""
         pairs = zip(new, self.old, strict=True)
         values = leafwise.run(
             [

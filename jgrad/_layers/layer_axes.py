@@ -93,8 +93,8 @@ class Axes:
     values: tuple[Any, ...] = ()
 
 
-def read_norm_axes(function: str, norm_axes: PyTree) -> PyTree:
-    """A tree of `Axes` with names of mesh axes."""
+def read_norm_axes(function: str, norm_axes: PyTree, name: str = "norm_axes") -> PyTree:
+    """A tree of `Axes` with names of mesh axes, of an option of any name."""
 
     def is_name(x: Any) -> bool:
         return isinstance(x, str)
@@ -107,7 +107,7 @@ def read_norm_axes(function: str, norm_axes: PyTree) -> PyTree:
         return _axes(x, is_name)
 
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
-    return _read(function, "norm_axes", norm_axes, read, expected)
+    return _read(function, name, norm_axes, read, expected)
 
 
 def read_layer_axes(function: str, layer_axes: PyTree) -> PyTree:
@@ -159,9 +159,10 @@ def existing_mesh_axes(norm_axes: ArgLeaves) -> tuple[str, ...]:
     for axes in different:
         for name in axes.values:
             if not axis_exists(name):
-                remedy = "`norm_axes` is for `shard_map` and `pmap`; under `jit` norms are whole"
+                remedy = "is for `shard_map` and `pmap`; under `jit` norms are whole"
                 i = norm_axes.leaves.index(axes)
-                norm_axes.fail(i, ValueError, f"no axis {name!r} here; {remedy}")
+                problem = f"no axis {name!r} here; `{norm_axes.name}` {remedy}"
+                norm_axes.fail(i, ValueError, problem)
     return tuple(sorted({name for axes in different for name in axes.values}))
 
 

@@ -15,6 +15,7 @@ from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 
@@ -24,18 +25,19 @@ Path = tuple[Any, ...]
 _NAME = "state_shardings"
 
 
+@renamed(cut_over="shard_over")
 def state_shardings(
     tx: optax.GradientTransformation,
     params: PyTree,
     params_shardings: PyTree = None,
     *,
-    cut_over: str | tuple[str, ...] | None = None,
+    shard_over: str | tuple[str, ...] | None = None,
 ) -> PyTree:
     """The sharding of each array of a state: moments follow their parameters.
 
         sharding(mw[leaf]) = sharding(vw[leaf]) = sharding(w[leaf]);  all else is replicated
 
-    With `cut_over`, moments are sharded over one more mesh axis, so that each device along it has
+    With `shard_over`, moments are sharded over one more mesh axis, so that each device along it has
     1/n of the state: ZeRO-1.
 
     For `jax.jit(tx.init, out_shardings=...)`, for the `out_shardings` of a train step, and for
@@ -46,7 +48,7 @@ def state_shardings(
       params: arrays, or `jax.ShapeDtypeStruct`s.
       params_shardings: tree of `jax.sharding.NamedSharding`, or a prefix of one; None for those of
         `params`.
-      cut_over: a mesh axis, or a tuple of axes, over which moments are sharded as well, along the
+      shard_over: a mesh axis, or a tuple of axes, over which moments are sharded as well, along the
         first axis of each array that can be divided further; packed buffers along rows. An array
         that cannot be divided, or whose parameter is sharded over it already, has the sharding of
         its parameter. Under `jit`, give the result to `out_shardings`, with the shardings of the
@@ -69,12 +71,12 @@ def state_shardings(
       >>> shardings.mw["w"].spec == P("data"), shardings.step.spec == P()
       (True, True)
 
-    Source: for `cut_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-      Parameter Models" (2020), section 5.1.
+    Source: for `shard_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+      Trillion Parameter Models" (2020), section 5.1.
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     params = arrays_of(params)
-    axes = () if cut_over is None else values.axis_names(_NAME, "cut_over", cut_over)
+    axes = () if shard_over is None else values.axis_names(_NAME, "shard_over", shard_over)
     if params_shardings is None:
         name = "params"
         params_shardings = trees.map_leaves(lambda p: getattr(p, "sharding", None), params)
@@ -113,7 +115,7 @@ def _check(arg: ArgLeaves, leaves: list[Any], shardings: list[Any], axes: tuple[
         for axis in axes:
             if axis not in x.mesh.axis_names:
                 expected = f"one of the axes of the mesh, {', '.join(map(repr, x.mesh.axis_names))}"
-                raise ValueError(f"{_NAME}: `cut_over`: {axis!r}, expected {expected}.")
+                raise ValueError(f"{_NAME}: `shard_over`: {axis!r}, expected {expected}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,12 +69,13 @@ def renamed(
 
 def renamed_attribute(old: str, new: str) -> Any:
     """What an attribute was before, for reading: `step = renamed_attribute("step", "done")`."""
+    return property(lambda self: by_old_name(self, old, new), doc=f"The old name of `{new}`.")
 
-    def read(self: Any) -> Any:
-        _warn(f"{type(self).__name__}: `{old}`: an old name", new)
-        return getattr(self, new)
 
-    return property(read, doc=f"The old name of `{new}`.")
+def by_old_name(x: Any, old: str, new: str) -> Any:
+    """An attribute that was asked for by its old name; for a property of a NamedTuple."""
+    _warn(f"{type(x).__name__}: `{old}`: an old name", new)
+    return getattr(x, new)
 
 
 def _warn(what: str, new: str) -> None:

@@ -14,8 +14,8 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.transformation import pair
-from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import trees, values
+from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside
 from jgrad._wrappers.finite import all_finite
@@ -76,12 +76,13 @@ def _zero_if(total: jax.Array, closed: jax.Array) -> jax.Array:
     return jnp.where(closed, jnp.zeros_like(total), total)
 
 
+@renamed(norm_axes="mesh_axes")
 def accumulate(
     tx: optax.GradientTransformation,
     every: int,
     *,
     check_finite: bool = True,
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Updates once for a window of mini-batches, with the mean of their gradients.
 
@@ -108,7 +109,7 @@ def accumulate(
       every: mini-batches per window, at least 1.
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
-      norm_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
+      mesh_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
         `pmap`, as for `lars`: all devices then leave out the same mini-batches.
 
     Returns:
@@ -130,7 +131,7 @@ def accumulate(
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "every", every)
     values.boolean(_NAME, "check_finite", check_finite)
-    read_norm_axes(_NAME, norm_axes)
+    devices.read_mesh_axes(_NAME, mesh_axes)
 
     def init(params: PyTree) -> AccumulateState:
         return AccumulateState(
@@ -158,17 +159,17 @@ def accumulate(
             outer = None  # it says nothing of these gradients
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
-        mesh_axes = devices.mesh_axes_of(inputs, norm_axes)
-        if not mesh_axes and devices.holds_shards(state.inner, inputs):
-            remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `norm_axes`"
+        sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
+        if not sharded_over and devices.holds_shards(state.inner, inputs):
+            remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
             raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
-        emit, finite = devices.agreed(emit, mesh_axes), devices.agreed(finite, mesh_axes)
+        emit, finite = devices.agreed(emit, sharded_over), devices.agreed(finite, sharded_over)
         old = inputs.moment("state.total", state.total)
         if finite is None and outer is not None:
             finite = outer.flag
         elif finite is None:
-            finite = all_finite(inputs.g, mesh_axes) if check_finite else True
+            finite = all_finite(inputs.g, sharded_over) if check_finite else True
         use = jnp.asarray(finite)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)

@@ -13,11 +13,13 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import pair
 from jgrad._layers import trust
-from jgrad._layers.layer_axes import Axes, LayerAxes, read_norm_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes
 from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
+from jgrad._wrappers.devices import read_mesh_axes
 
 
 @on_leaf(arrays=2)
@@ -38,8 +40,9 @@ def _ratio(
     return factor, factor
 
 
+@renamed(norm_axes="mesh_axes")
 def clip_by_global_norm(
-    max_norm: Scalar, *, norm_axes: PyTree = None
+    max_norm: Scalar, *, mesh_axes: PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Scales all updates down together where their norm is above a bound.
 
@@ -51,7 +54,8 @@ def clip_by_global_norm(
 
     Args:
       max_norm: in [0, inf).
-      norm_axes: see `lars`; the norm is then that of the whole leaves.
+      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
+        as for `lars`; the norm is then that of the whole leaves.
 
     Returns:
       A transformation without state.
@@ -72,7 +76,7 @@ def clip_by_global_norm(
     """
     name = "clip_by_global_norm"
     numbers.scalar(name, "max_norm", max_norm)
-    read_norm_axes(name, norm_axes)
+    read_mesh_axes(name, mesh_axes)
 
     def init(params: PyTree) -> optax.EmptyState:
         return optax.EmptyState()
@@ -86,7 +90,7 @@ def clip_by_global_norm(
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         arg, inexact = _inexact(name, "updates", updates)
-        norm = trust.global_norm(inexact, _layers(arg, updates, norm_axes))
+        norm = trust.global_norm(inexact, _layers(arg, updates, mesh_axes))
         factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
         clipped = apply(rules.scale_by, inexact, *factors)
         leaves = [
@@ -102,7 +106,8 @@ def clip_by_global_norm(
     return pair(init, update)
 
 
-def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
+@renamed(norm_axes="mesh_axes")
+def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
     """The 2-norm of all floating leaves together.
 
         norm = sqrt(sum over leaves and elements of |x|^2)
@@ -112,14 +117,15 @@ def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
 
     Args:
       tree: floating or complex leaves; others, and None, do not count.
-      norm_axes: see `lars`; the norm is then that of the whole leaves.
+      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
+        as for `lars`; the norm is then that of the whole leaves.
 
     Returns:
       A scalar, float32, or float64 where a leaf is.
 
     Raises:
       TypeError: a leaf is not an array.
-      ValueError: `norm_axes` does not fit the tree.
+      ValueError: `mesh_axes` does not fit the tree.
 
     Example:
       >>> norm = jgrad.global_norm({"w": jnp.full((3, 2), 1e30), "b": jnp.zeros(2)})
@@ -127,7 +133,7 @@ def global_norm(tree: PyTree, *, norm_axes: PyTree = None) -> jax.Array:
       ((), True)
     """
     arg, inexact = _inexact("global_norm", "tree", tree)
-    norm = trust.global_norm(inexact, _layers(arg, tree, norm_axes))
+    norm = trust.global_norm(inexact, _layers(arg, tree, mesh_axes))
     return norm.mantissa * norm.scale
 
 
@@ -144,10 +150,10 @@ def _is_float0(x: Any) -> bool:
     return bool(getattr(x, "dtype", None) == jax.dtypes.float0)
 
 
-def _layers(arg: ArgLeaves, tree: PyTree, norm_axes: PyTree) -> list[LayerAxes]:
+def _layers(arg: ArgLeaves, tree: PyTree, mesh_axes: PyTree) -> list[LayerAxes]:
     """One layer for each array, since only the norm of all is asked for."""
-    names, shapes = read_norm_axes(arg.function, norm_axes), packing.shapes(tree)
-    sharded = ArgLeaves.from_prefix(arg.function, "norm_axes", names, arg.name, shapes)
+    names, shapes = read_mesh_axes(arg.function, mesh_axes), packing.shapes(tree)
+    sharded = ArgLeaves.from_prefix(arg.function, "mesh_axes", names, arg.name, shapes)
     stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
     reference = ArgLeaves.from_tree(arg.function, arg.name, shapes).with_arrays()
     layers = arrays.layer_axes_per_array(arrays.specs(tree), sharded, stacked, reference)

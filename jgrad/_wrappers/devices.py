@@ -13,9 +13,14 @@ from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
 
 
-def mesh_axes_of(inputs: Inputs, norm_axes: PyTree) -> tuple[str, ...]:
+def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
+    """The option `mesh_axes`, as `norm_axes` of an optimizer."""
+    return read_norm_axes(function, mesh_axes, "mesh_axes")
+
+
+def mesh_axes_of(inputs: Inputs, mesh_axes: PyTree) -> tuple[str, ...]:
     """All mesh axes over which some leaf is sharded."""
-    named = inputs.option("norm_axes", read_norm_axes(inputs.function, norm_axes))
+    named = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
     shards = [spec.shard.axes for spec in inputs.specs if spec.shard is not None]
     return tuple(sorted({*existing_mesh_axes(named), *itertools.chain(*shards)}))
 

@@ -14,8 +14,8 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
-from jgrad._layers.layer_axes import read_norm_axes
 from jgrad._trees import checks, trees, values
+from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside, parameters
 from jgrad._wrappers.finite import all_finite, stays_finite
@@ -52,12 +52,13 @@ class SkipState(NamedTuple):
 SkipState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@renamed(norm_axes="mesh_axes")
 def skip_nonfinite(
     tx: optax.GradientTransformation,
     *,
     loss_scale: Scalar | None = None,
     growth_interval: int = 2000,
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
     branch: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Rejects every step that would make parameters or state non-finite.
@@ -84,7 +85,7 @@ def skip_nonfinite(
       tx: any transformation.
       loss_scale: first scale of the loss, in [1, 2^125], such as 2**15; None for no scaling.
       growth_interval: finite steps until the scale doubles, at least 1.
-      norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
+      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
         as for `lars`: all devices then skip the same steps.
       branch: True lets the gradients alone decide, and runs `tx` in a branch, as
         `optax.apply_if_finite` does: for transformations of other libraries that make nothing
@@ -108,7 +109,7 @@ def skip_nonfinite(
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
     tx = inside.transformation(_NAME, tx)
-    read_norm_axes(_NAME, norm_axes)
+    devices.read_mesh_axes(_NAME, mesh_axes)
     values.count(_NAME, "growth_interval", growth_interval)
     values.boolean(_NAME, "branch", branch)
     if loss_scale is not None:
@@ -125,11 +126,11 @@ def skip_nonfinite(
     ) -> tuple[PyTree, SkipState]:
         inside.check_state(_NAME, state, SkipState)
         inputs = Inputs(_NAME, updates, params)
-        mesh_axes = devices.mesh_axes_of(inputs, norm_axes)
+        sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
         given = updates
         if loss_scale is not None:
             given = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
-        finite = all_finite(inputs.g, mesh_axes)
+        finite = all_finite(inputs.g, sharded_over)
         extra_args.pop("commit", None)  # of a `skip_nonfinite` outside, which looks at the results
         leaves_out = inside.any_says(state.inner, inside.REJECTED)
         if leaves_out:
@@ -147,11 +148,11 @@ def skip_nonfinite(
 
             steps, inner = choices.branch(finite, take, lambda: (inputs.zeros(), state.inner))
         else:
-            commit = Commit(given, finite, lambda flag: devices.agreed(flag, mesh_axes))
+            commit = Commit(given, finite, lambda flag: devices.agreed(flag, sharded_over))
             extra_args["commit"] = commit.for_windows() if leaves_out else commit
             steps, inner = tx.update(given, state.inner, params, **extra_args)
             finite, steps, inner = _chosen(
-                commit, inputs, steps, inner, state.inner, mesh_axes, leaves_out
+                commit, inputs, steps, inner, state.inner, sharded_over, leaves_out
             )
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale

@@ -1,6 +1,6 @@
 """bfloat16 parameters without a master copy: the new weight is rounded stochastically."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jgrad._quantized import bfloat16
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.renamed import by_old_name
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
@@ -27,18 +28,23 @@ class StochasticState(NamedTuple):
     """State of `stochastic_rounding`. The field names are a file format: checkpoints hold them.
 
     Attributes:
-      step: number of updates, an int32 scalar; it saturates.
+      done: number of updates, an int32 scalar; it saturates. Up to 0.6 it was `step`.
       inner: state of the transformation inside.
 
     Example:
       >>> tx = jgrad.stochastic_rounding(jgrad.adam(1e-3, moment_dtype=jnp.bfloat16))
       >>> state = tx.init({"w": jnp.ones((3, 2), jnp.bfloat16)})
-      >>> int(state.step), state.inner.mw["w"].dtype.name
+      >>> int(state.done), state.inner.mw["w"].dtype.name
       (0, 'bfloat16')
     """
 
-    step: jax.Array
+    done: jax.Array
     inner: PyTree
+
+    @property
+    def step(self) -> jax.Array:
+        """The old name of `done`."""
+        return cast(jax.Array, by_old_name(self, "step", "done"))
 
     @property
     def __jgrad_unrounded__(self) -> bool:
@@ -82,7 +88,7 @@ def stochastic_rounding(
       seed: an int of at least 0. Another seed gives other random bits.
 
     Returns:
-      A transformation with state `StochasticState(step, inner)`. Its update needs the parameters.
+      A transformation with state `StochasticState(done, inner)`. Its update needs the parameters.
 
     Raises:
       TypeError: `tx` is not a transformation, `seed` is not an int, or a parameter is of float16 or
@@ -119,7 +125,7 @@ def stochastic_rounding(
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
-        step = optax.safe_increment(_counter(state.step))
+        step = optax.safe_increment(_counter(state.done))
         wide = jax.tree.map(
             lambda g, p: jnp.asarray(g, jnp.float32) if g is not None and _is_rounded(p) else g,
             updates,
@@ -175,12 +181,12 @@ def _difference_jvp(
     return _difference(*primals), tangents[1].astype(jnp.bfloat16)
 
 
-def _counter(step: Any) -> jax.Array:
-    step = jnp.asarray(step)
-    if step.shape != ():
+def _counter(done: Any) -> jax.Array:
+    done = jnp.asarray(done)
+    if done.shape != ():
         remedy = "map `update` over the models, as `init` was"
-        raise ValueError(f"{_NAME}: `state.step`: shape {step.shape}, expected (); {remedy}.")
-    return step
+        raise ValueError(f"{_NAME}: `state.done`: shape {done.shape}, expected (); {remedy}.")
+    return done
 
 
 def _check_dtypes(params: ArgLeaves) -> None:

@@ -33,14 +33,14 @@ def zero(
 
     Put every other wrapper inside, where it sees means: `zero(accumulate(master_weights(tx), 4),
     "data")`. A wrapper with arrays like the parameters, such as `accumulate` or `ema`, may wrap
-    `zero` only under `pmap`; pass `norm_axes=axis_name` if the wrapper takes it, so that all
+    `zero` only under `pmap`; pass `mesh_axes=axis_name` if the wrapper takes it, so that all
     devices skip the same steps.
 
     Pack for n devices: `pack(params, multiple_of=n)`; for Muon with its `matrices`, too, so that
     each device has whole matrices, and none waits for another inside an iteration. Outside of
     `shard_map` and `pmap`, `init` returns the whole state, to be sharded as
-    `state_shardings(tx, params, cut_over=axis_name)` says; inside, it returns this device's shard.
-    A checkpoint of `unpack(state)` fits any number of devices, and `tx` alone.
+    `state_shardings(tx, params, shard_over=axis_name)` says; inside, it returns this device's
+    shard. A checkpoint of `unpack(state)` fits any number of devices, and `tx` alone.
 
     Under `shard_map` with `check_vma=True`, `jax.grad` with respect to replicated parameters sums
     gradients over devices by itself, and `zero` refuses such gradients. Differentiate with respect
@@ -68,7 +68,7 @@ def zero(
       >>> params = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}, multiple_of=mesh.size)
       >>> params = jax.device_put(params, NamedSharding(mesh, P()))
       >>> tx = jgrad.zero(jgrad.adam(1e-3), "data")  # for a step inside `shard_map` over "data"
-      >>> shardings = jgrad.state_shardings(tx, params, cut_over="data")
+      >>> shardings = jgrad.state_shardings(tx, params, shard_over="data")
       >>> shardings.mw.buffers["float32"].spec == P("data")
       True
 

@@ -201,7 +201,7 @@ def test_layers_stacked_for_scan(standard_promotion):
     np.testing.assert_allclose(ours, -scale * np.ones((1, 4)), rtol=1e-5)
 
 
-def test_layers_cut_over_a_mesh_axis(standard_promotion):
+def test_layers_shard_over_a_mesh_axis(standard_promotion):
     """A leaf in two parts, here by `vmap`, of norms 10 and 0.001; so under shard_map and pmap."""
     parts, g = jnp.array([[10.0], [0.001]]), jnp.ones((2, 1))
     whole = np.linalg.norm(parts) / np.linalg.norm(g)

@@ -1,5 +1,8 @@
 """States of earlier versions fit this one, and lead to the same next step."""
 
+import pickle
+from typing import Any, NamedTuple
+
 import chex
 import jax
 import numpy as np
@@ -24,7 +27,7 @@ def test_golden_checkpoint(file, name, form):
     Until 0.5 an empty array was where None is now: a pickle brings it back, and the state keeps its
     structure; orbax and others, which restore into a new state, bring None.
     """
-    arrays = dict(np.load(file))
+    arrays = golden.with_new_names(dict(np.load(file)))
     if not any(key.startswith(f"{name}/") for key in arrays):
         pytest.skip(f"jgrad had no {name} when {file.name} was written")
     tx, w = golden.TRANSFORMATIONS[name](), golden.weights(name)
@@ -44,6 +47,55 @@ def test_golden_checkpoint(file, name, form):
     chex.assert_trees_all_close(found, expected, rtol=gap, atol=1e-7)
     if form == "as of today":
         assert jax.tree.structure(state) == jax.tree.structure(tx.init(w))
+
+
+def of_06(state):
+    """As in docs/wrappers.md says: the state as checkpoints of 0.6 name its parts."""
+
+    def old(x):
+        return {"step": x.done, "inner": of_06(x.inner)} if is_rounding(x) else x
+
+    return jax.tree.map(old, state, is_leaf=is_rounding)
+
+
+def of_today(restored, like):
+    def new(x, y):
+        return type(x)(y["step"], of_today(y["inner"], x.inner)) if is_rounding(x) else y
+
+    return jax.tree.map(new, like, restored, is_leaf=is_rounding)
+
+
+class OldState(NamedTuple):
+    step: Any
+    inner: Any
+
+
+def is_rounding(x):
+    return isinstance(x, jgrad.StochasticState)
+
+
+def test_orbax_restores_what_stochastic_rounding_had_under_another_name(tmp_path):
+    """`done` was `step` up to 0.6; the field is readable so, and a warning says its name."""
+    tx = jgrad.skip_nonfinite(jgrad.stochastic_rounding(jgrad.adam(0.1)))
+    w = golden.weights()
+    _, state = golden.step(tx, w, tx.init(w), golden.gradient(0))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state._replace(inner=OldState(*state.inner)))
+        checkpointer.wait_until_finished()
+        like = jax.eval_shape(tx.init, w)
+        again = of_today(checkpointer.restore(tmp_path / "state", of_06(like)), like)
+    assert_equal(again, state)
+    with pytest.warns(FutureWarning, match="StochasticState: `step`: an old name, expected `done`"):
+        assert int(again.inner.step) == 1
+
+
+def test_a_pickle_has_no_field_names():
+    """So that one of 0.6 is read: the state of a counter and what is inside, by their places."""
+    state = jgrad.stochastic_rounding(jgrad.adam(0.1)).init(golden.weights())
+    function, arguments, *rest = state.__reduce_ex__(5)
+    assert arguments == (jgrad.StochasticState, *state)
+    assert not any(rest)
+    assert pickle.loads(pickle.dumps(state)).done == function(*arguments).done
 
 
 def test_this_version_has_a_file():
@@ -67,7 +119,7 @@ def test_field_names():
         "EmaState": ("done", "average"),
         "MasterState": ("master", "inner"),
         "SkipState": ("skipped", "inner", "streak", "loss_scale"),
-        "StochasticState": ("step", "inner"),
+        "StochasticState": ("done", "inner"),
         "ScheduleFreeState": ("done", "weight_sum", "largest_rate", "z", "average", "inner"),
         "Blocks": ("codes", "scale"),
     }

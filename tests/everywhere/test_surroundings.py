@@ -65,10 +65,10 @@ def subjects():
     for i, wrapper in enumerate(WRAPPERS):
         name = wrapper.name + "-scaled" * (i == 3)
         yield Subject(name, lambda wrapper=wrapper: wrapper.around(jgrad.adam(RATE)), wrapper.dtype)
-    yield Subject("recipe", recipe, axes={"norm_axes": "d"})
+    yield Subject("recipe", recipe, axes={"mesh_axes": "d"})
     eight = functools.partial(jgrad.adam, RATE, moment_dtype="8bit")
     skip = lambda **axes: jgrad.skip_nonfinite(eight(), **axes)
-    yield Subject("skip-8bit", skip, axes={"norm_axes": "d"})
+    yield Subject("skip-8bit", skip, axes={"mesh_axes": "d"})
     yield Subject("rounded-8bit", lambda: jgrad.stochastic_rounding(eight()), jnp.bfloat16)
     small = lambda: jgrad.pack_small(jgrad.adam(RATE), max_size=6144)
     yield Subject("pack_small", small)

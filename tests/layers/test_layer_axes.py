@@ -83,8 +83,8 @@ def lamb(w, **options):
          lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": 2, "b": None})),
         (ValueError, "lars_update: `layer_axes` does not have the structure of `w`: `layer_axes` has a dict at ['a'] "
          "where `w` has a leaf.", lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": {"x": 0}, "b": None})),
-        (ValueError, "global_norm: `norm_axes`: no axis 'data' here; `norm_axes` is for `shard_map` and `pmap`; "
-         "under `jit` norms are whole.", lambda: jgrad.global_norm(jnp.ones(3), norm_axes="data")),
+        (ValueError, "global_norm: `mesh_axes`: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
+         "under `jit` norms are whole.", lambda: jgrad.global_norm(jnp.ones(3), mesh_axes="data")),
     ],
 )  # fmt: skip
 def test_messages(error, message, call):
@@ -103,7 +103,7 @@ def test_axes_of_a_functional_update_are_static():
 def test_vmap_names_an_axis_too():
     """A leaf in parts along a mapped axis: the norm of the whole."""
     parts, g = jnp.array([[3.0], [4.0]]), jnp.ones((2, 1))
-    norm = jax.vmap(lambda x: jgrad.global_norm(x, norm_axes="data"), axis_name="data")(parts)
+    norm = jax.vmap(lambda x: jgrad.global_norm(x, mesh_axes="data"), axis_name="data")(parts)
     assert norm.tolist() == [5, 5]
     found = jax.vmap(lambda w, g: jgrad.lars_update(w, g, 1.0, norm_axes="data"), axis_name="data")(
         parts, g

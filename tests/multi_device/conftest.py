@@ -48,7 +48,7 @@ QUICK = {
         "test_no_mesh",
     ],
     "test_packed.py": [
-        "test_buffers_cut_over_a_mesh[lars]",
+        "test_buffers_shard_over_a_mesh[lars]",
         "test_layers_on_explicit_axes",
         "test_matrices_on_explicit_axes",
     ],

@@ -34,7 +34,7 @@ def packed(devices, w=None, tx=None):
     tx = jgrad.zero(transformation() if tx is None else tx, "data")
     w = jgrad.pack(weights() if w is None else w, multiple_of=devices)
     w = jax.device_put(w, NamedSharding(mesh, P()))
-    shardings = jgrad.state_shardings(tx, w, cut_over="data")
+    shardings = jgrad.state_shardings(tx, w, shard_over="data")
     return w, jax.jit(tx.init, out_shardings=shardings)(w)
 
 

@@ -82,8 +82,8 @@ def trust_ratio(**axes):
     return optax.chain(jgrad.scale_by_trust_ratio(max_trust_ratio=None, **axes), optax.scale(-RATE))
 
 
-def clipping(**axes):
-    return optax.chain(jgrad.clip_by_global_norm(10.0, **axes), optax.scale(-RATE))
+def clipping(norm_axes=None):
+    return optax.chain(jgrad.clip_by_global_norm(10.0, mesh_axes=norm_axes), optax.scale(-RATE))
 
 
 METHODS = {
@@ -266,7 +266,7 @@ def test_e12_forms_of_norm_axes(specs, norm_axes):
 
     def both(w, g, norm_axes=None):
         new = jgrad.lars_update(w, g, RATE, norm_axes=norm_axes)
-        return new, jgrad.global_norm(g, norm_axes=norm_axes)
+        return new, jgrad.global_norm(g, mesh_axes=norm_axes)
 
     run = jax.shard_map(
         functools.partial(both, norm_axes=norm_axes),
@@ -291,7 +291,7 @@ def test_e12_global_norm(mesh, check_vma):
     mapped = functools.partial(
         jax.shard_map, mesh=make_mesh(mesh), in_specs=(specs,), check_vma=check_vma
     )
-    whole = jax.jit(mapped(lambda x: jgrad.global_norm(x, norm_axes=specs), out_specs=P()))
+    whole = jax.jit(mapped(lambda x: jgrad.global_norm(x, mesh_axes=specs), out_specs=P()))
     own = lambda x: jgrad.global_norm(x).reshape((1,) * len(mesh[1]))
     parts = jax.jit(mapped(own, out_specs=P(*mesh[1])))
     for scale in (1.0, 1e25, 1e-25):
@@ -362,8 +362,8 @@ def test_e12_few_collectives(layouts):
 
 INNER = {"lamb": lamb, "adam": lambda norm_axes=None: jgrad.adam(RATE)}
 WRAPPERS = {
-    "skip_nonfinite": lambda tx, norm_axes=None: jgrad.skip_nonfinite(tx, norm_axes=norm_axes),
-    "accumulate": lambda tx, norm_axes=None: jgrad.accumulate(tx, 2, norm_axes=norm_axes),
+    "skip_nonfinite": lambda tx, norm_axes=None: jgrad.skip_nonfinite(tx, mesh_axes=norm_axes),
+    "accumulate": lambda tx, norm_axes=None: jgrad.accumulate(tx, 2, mesh_axes=norm_axes),
 }
 
 

@@ -164,7 +164,7 @@ def test_a_checkpoint_fits_any_number_of_devices():
     run = Sharded(tx, other, mesh=mesh_of(data=2))
     placed = jgrad.pack(saved[1], like=jax.eval_shape(tx.init, other))
     shardings = jgrad.state_shardings(
-        run.tx, jax.device_put(other, NamedSharding(run.mesh, P())), cut_over="data"
+        run.tx, jax.device_put(other, NamedSharding(run.mesh, P())), shard_over="data"
     )
     run.state = jax.device_put(jax.device_get(placed), shardings)
     g = stack([jgrad.pack(means[1], like=other)] * 2)

@@ -89,7 +89,7 @@ def test_shard_map(name):
 
 
 @every_method
-def test_leaves_cut_over_a_mesh(name):
+def test_leaves_shard_over_a_mesh(name):
     """Each device packs its part; `norm_axes` says that layers are cut."""
     mesh = line("model")
     w, g = model(0), model(1)
@@ -106,7 +106,7 @@ def test_leaves_cut_over_a_mesh(name):
     assert_close(update(w, g), step(whole, w, whole.init(w), g)[0])
 
 
-def test_leaves_of_a_buffer_cut_over_different_axes():
+def test_leaves_of_a_buffer_shard_over_different_axes():
     mesh = line("model")
     tx = jgrad.lars(0.1, norm_axes={"w": "model", "b": None, "h": None})
     update = jax.shard_map(
@@ -125,7 +125,7 @@ def test_leaves_of_a_buffer_cut_over_different_axes():
 
 
 @every_method
-def test_buffers_cut_over_a_mesh(name):
+def test_buffers_shard_over_a_mesh(name):
     """Under jit: an eighth of parameters and moments on each device, in one trace."""
     mesh = line("data")
     tx, w, g = METHODS[name](), model(0), model(1)

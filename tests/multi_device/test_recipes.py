@@ -47,10 +47,10 @@ def under_jit(tx, gradient, w, mesh, specs):
     return step, w, state
 
 
-def in_shard_map(tx, gradient, w, mesh, specs, *, cut_over=None, batch=ROWS, check_vma=True):
+def in_shard_map(tx, gradient, w, mesh, specs, *, shard_over=None, batch=ROWS, check_vma=True):
     """The same in `shard_map`, where `zero` wants a state that is cut over an axis."""
     w = jax.device_put(w, on_mesh(mesh, specs))
-    states = jgrad.state_shardings(tx, w, cut_over=cut_over)
+    states = jgrad.state_shardings(tx, w, shard_over=shard_over)
     state = jax.jit(tx.init, out_shardings=states)(w)
     own = specs, jax.tree.map(lambda sharding: sharding.spec, states)
     step = training_step(tx, gradient)
@@ -165,11 +165,13 @@ def test_tensor_parallel_under_jit(make, axis_type):
 
 def test_tensor_parallel_in_shard_map():
     """`norm_axes` says how leaves are cut; with `check_vma=True`, `jax.grad` knows by itself."""
-    make = lambda **axes: optax.chain(jgrad.clip_by_global_norm(0.5, **axes), lamb(**axes))
+    make = lambda axes=None: optax.chain(
+        jgrad.clip_by_global_norm(0.5, mesh_axes=axes), lamb(norm_axes=axes)
+    )
     contract = lambda hidden, down: jax.lax.psum(hidden @ down, "model")
     mesh, (w, batches) = mesh_of(**GRID), problem()
     gradient = functools.partial(mean_gradient, contract=contract)
-    step, *start = in_shard_map(make(norm_axes=SPECS), gradient, w, mesh, SPECS)
+    step, *start = in_shard_map(make(SPECS), gradient, w, mesh, SPECS)
     assert_close(train(step, *start, batches), on_one_device(make(), loss, w, batches))
 
 
@@ -184,7 +186,7 @@ window_loss = lambda w, xs: jnp.mean(jax.vmap(loss, in_axes=(None, 0))(w, xs))
 def under_zero(tx, gradient, w, *, layer_axes=None, **options):
     """A step, packed parameters that are on each device, and an eighth of the state on each."""
     w = jgrad.pack(w, layer_axes=layer_axes, multiple_of=DEVICES)
-    options |= {"cut_over": "data", "check_vma": False}
+    options |= {"shard_over": "data", "check_vma": False}
     return in_shard_map(jgrad.zero(tx, "data"), gradient, w, mesh_of(data=8), P(), **options)
 
 

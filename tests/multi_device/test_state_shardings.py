@@ -1,4 +1,4 @@
-"""`state_shardings(cut_over=)`: under `jit`, each device has a shard of the state."""
+"""`state_shardings(shard_over=)`: under `jit`, each device has a shard of the state."""
 
 import dataclasses
 import functools
@@ -39,13 +39,13 @@ grid = functools.partial(mesh_of, a=4, b=2)
 def test_specs(name):
     shape, own, expected = SPECS[name]
     w = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(grid(), own))
-    found = jgrad.state_shardings(jgrad.adam(0.1), w, cut_over="a")
+    found = jgrad.state_shardings(jgrad.adam(0.1), w, shard_over="a")
     assert (found.step.spec, found.mw.spec, found.vw.spec) == (P(), expected, expected)
 
 
 def test_several_axes():
     w = jax.ShapeDtypeStruct((3, 16), jnp.float32, sharding=NamedSharding(grid(), P()))
-    found = jgrad.state_shardings(jgrad.adam(0.1), w, cut_over=("b", "a"))
+    found = jgrad.state_shardings(jgrad.adam(0.1), w, shard_over=("b", "a"))
     assert found.mw.spec == P(None, ("b", "a"))
 
 
@@ -53,7 +53,7 @@ def test_memory():
     """Moments stay on the host with their parameters."""
     own = NamedSharding(grid(), P(), memory_kind="unpinned_host")
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=own)
-    found = jgrad.state_shardings(jgrad.adam(0.1), w, cut_over="a")
+    found = jgrad.state_shardings(jgrad.adam(0.1), w, shard_over="a")
     assert found.mw == NamedSharding(grid(), P("a"), memory_kind="unpinned_host")
 
 
@@ -92,7 +92,7 @@ def test_names_of_users(name, packs):
         tx = jgrad.pack_small(tx, max_size=100 if packs == "small" else 1)
     own, further = NamedSharding(grid(), P()), NamedSharding(grid(), P(None, "a"))
     w = MODELS[name](jax.ShapeDtypeStruct((3, 8), jnp.float32, sharding=own))
-    found = jgrad.state_shardings(tx, w, cut_over="a")
+    found = jgrad.state_shardings(tx, w, shard_over="a")
     assert jax.tree.structure(found) == jax.tree.structure(jax.eval_shape(tx.init, w))
     expected = own if packs == "small" else further
     assert set(jax.tree.leaves((found.mw, found.vw))) == {expected}
@@ -110,7 +110,7 @@ def test_rows_of_buffers():
     for multiple_of, expected in ((4, P("a")), (1, P())):
         packed = jgrad.pack(w, multiple_of=multiple_of, max_size=1000)
         found = jgrad.state_shardings(
-            jgrad.adam(0.1), packed, NamedSharding(grid(), P()), cut_over="a"
+            jgrad.adam(0.1), packed, NamedSharding(grid(), P()), shard_over="a"
         )
         specs = {name: s.spec for name, s in found.mw.buffers.items()}
         assert specs == {"float32": expected, "bfloat16": P(), "leaf 1": P(None, "a")}
@@ -118,13 +118,15 @@ def test_rows_of_buffers():
 
 def test_an_axis_that_is_not_there():
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(grid(), P()))
-    message = "state_shardings: `cut_over`: 'data', expected one of the axes of the mesh, 'a', 'b'."
+    message = (
+        "state_shardings: `shard_over`: 'data', expected one of the axes of the mesh, 'a', 'b'."
+    )
     tx = jgrad.adam(0.1)
-    assert_error(ValueError, message, lambda: jgrad.state_shardings(tx, w, cut_over="data"))
-    message = "state_shardings: `cut_over`: ('a', 'a'), expected different names."
-    assert_error(ValueError, message, lambda: jgrad.state_shardings(tx, w, cut_over=("a", "a")))
-    message = "state_shardings: `cut_over`: (), expected an axis name or a tuple of names."
-    assert_error(TypeError, message, lambda: jgrad.state_shardings(tx, w, cut_over=()))
+    assert_error(ValueError, message, lambda: jgrad.state_shardings(tx, w, shard_over="data"))
+    message = "state_shardings: `shard_over`: ('a', 'a'), expected different names."
+    assert_error(ValueError, message, lambda: jgrad.state_shardings(tx, w, shard_over=("a", "a")))
+    message = "state_shardings: `shard_over`: (), expected an axis name or a tuple of names."
+    assert_error(TypeError, message, lambda: jgrad.state_shardings(tx, w, shard_over=()))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -137,7 +139,7 @@ def test_training(method, axis_type):
     alone = {"w": draw(16, 12), "b": draw(12), "odd": draw(3, 5)}
     w = jax.device_put(alone, NamedSharding(mesh, P()))
     own = jax.tree.map(lambda x: x.sharding, w)
-    shardings = jgrad.state_shardings(tx, w, cut_over=("a", "b"))
+    shardings = jgrad.state_shardings(tx, w, shard_over=("a", "b"))
     state = jax.jit(tx.init, out_shardings=shardings)(w)
     other = tx.init(alone)
 

@@ -47,7 +47,7 @@ class Sharded:
         self.mesh = mesh_of(data=DEVICES) if mesh is None else mesh
         self.tx = jgrad.zero(tx, axes)
         packed = jax.device_put(packed, NamedSharding(self.mesh, P()))
-        shardings = jgrad.state_shardings(self.tx, packed, cut_over=axes)
+        shardings = jgrad.state_shardings(self.tx, packed, shard_over=axes)
         self.specs = jax.tree.map(lambda s: s.spec, shardings)
         self.state = jax.jit(self.tx.init, out_shardings=shardings)(packed)
         self.traces = 0
@@ -209,7 +209,7 @@ def test_a_step_that_is_not_finite_on_one_device_is_skipped_on_all():
     assert {int(x.data) for x in state.skipped.addressable_shards} == {1}
 
 
-def test_layers_cut_over_a_model_axis():
+def test_layers_shard_over_a_model_axis():
     """Parameters cut over one axis, their state over the other as well."""
     mesh = mesh_of(data=4, model=2)
     w = {"w": normal(0)["layer"]["w"], "h": normal(1)["rest"][2].reshape(20, 15)}
@@ -320,7 +320,7 @@ def test_devices_that_disagree(check):
 def test_around_it():
     """Wrappers outside have to be told that devices see different gradients: then all skip alike."""
     packed = packed_model()
-    outside = jgrad.accumulate(jgrad.zero(jgrad.adam(0.1), "i"), 2, norm_axes="i")
+    outside = jgrad.accumulate(jgrad.zero(jgrad.adam(0.1), "i"), 2, mesh_axes="i")
     many = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), packed)
     state = jax.pmap(outside.init, axis_name="i")(many)
     update = jax.pmap(outside.update, axis_name="i")
@@ -447,7 +447,7 @@ def test_accumulation_around_it():
     """Devices would wait for each other for ever where one has no finite gradient."""
     message = (
         "accumulate: `tx`: a `zero`, expected it outside: `zero(accumulate(tx, every), axis_name)`, "
-        "or give its axis as `norm_axes`."
+        "or give its axis as `mesh_axes`."
     )
     tx = jgrad.accumulate(jgrad.zero(jgrad.adam(0.1), "data"), 2)
     update = lambda w: tx.update(w, tx.init(w), w)[0]

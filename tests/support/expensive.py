@@ -52,7 +52,7 @@ DEFAULT = {
     "multi_device/test_layers.py::test_e12_forms_of_norm_axes": 0,
     "multi_device/test_layers.py::test_e14_stacked_and_cut": 0,
     "multi_device/test_muon.py::test_numbers_of_the_tree": 0,
-    "multi_device/test_packed.py::test_buffers_cut_over_a_mesh": 0,
+    "multi_device/test_packed.py::test_buffers_shard_over_a_mesh": 0,
     "multi_device/test_traffic.py::test_bytes": 0,
     "multi_device/test_zero.py::test_mixed_dtypes": 0,
     "optimizers/test_lamb.py::test_e27_clamps_and_exclusions_of_lamb": 2,

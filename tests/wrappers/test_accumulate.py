@@ -272,10 +272,10 @@ def test_jit_with_donation_in_one_trace():
 
 
 def test_devices_of_a_mesh_axis_leave_out_the_same():
-    """With `norm_axes`, a NaN in one part of a cut leaf is seen by all parts."""
+    """With `mesh_axes`, a NaN in one part of a cut leaf is seen by all parts."""
     x = jnp.array([[1.0, NAN], [1.0, 1.0]])
     for axes, counts in ((None, [1, 0]), ("data", [1, 1])):
-        tx = jgrad.accumulate(optax.identity(), 2, norm_axes=axes)
+        tx = jgrad.accumulate(optax.identity(), 2, mesh_axes=axes)
         skipped = jax.vmap(
             lambda g, tx=tx: tx.update(g, tx.init(g), g)[1].skipped, axis_name="data"
         )(x)
@@ -443,8 +443,8 @@ MESSAGES = [
      lambda: update(finite=X)),
     (TypeError, f"accumulate: `tx`: 3 of type int, {TX}", lambda: jgrad.accumulate(3, 2)),
     (TypeError, f"accumulate: `tx`: None, {TX}", lambda: jgrad.accumulate(None, 2)),
-    (TypeError, "accumulate: `norm_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
-     "PartitionSpec.", lambda: jgrad.accumulate(SGD, 2, norm_axes=3)),
+    (TypeError, "accumulate: `mesh_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
+     "PartitionSpec.", lambda: jgrad.accumulate(SGD, 2, mesh_axes=3)),
     (TypeError, "accumulate: `state`: OptState, expected the AccumulateState that this `accumulate` made with "
      "`init`.", lambda: update(state=SGD.init(W))),
     (ValueError, "accumulate: `state.total` does not have the structure of `params`: only `state.total` has ['a']; "

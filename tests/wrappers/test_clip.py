@@ -281,12 +281,12 @@ def test_vmap_and_one_trace():
         np.testing.assert_allclose(found["a"], expected, rtol=1e-6)
 
 
-def test_leaves_cut_over_an_axis():
-    """With `norm_axes` the norm is that of the parts together, and each whole leaf counts once."""
+def test_leaves_shard_over_an_axis():
+    """With `mesh_axes` the norm is that of the parts together, and each whole leaf counts once."""
     cut, whole = jnp.array([[1.0, 1.0], [1.0, 1.0]]), jnp.array([2.0, 1.0])
     for axes in ({"cut": "data", "whole": None}, {"cut": ("data",), "whole": ()}):
         f = jax.vmap(
-            lambda g, axes=axes: (clip(g, norm_axes=axes), jgrad.global_norm(g, norm_axes=axes)),
+            lambda g, axes=axes: (clip(g, mesh_axes=axes), jgrad.global_norm(g, mesh_axes=axes)),
             in_axes=({"cut": 0, "whole": None},),
             axis_name="data",
         )
@@ -318,20 +318,20 @@ MESSAGES = [
      lambda: jgrad.clip_by_global_norm(jnp.ones(2))),
     (TypeError, "clip_by_global_norm: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or a "
      "number.", lambda: clip(with_b("abc"))),
-    (TypeError, f"clip_by_global_norm: `norm_axes`: 3 of type int, {AXES}",
-     lambda: jgrad.clip_by_global_norm(1.0, norm_axes=3)),
-    (TypeError, f"clip_by_global_norm: `norm_axes` at ['a']: 3 of type int, {AXES}",
-     lambda: jgrad.clip_by_global_norm(1.0, norm_axes={"a": 3})),
-    (ValueError, "clip_by_global_norm: `norm_axes` at ['layer_3']['b']: no axis 'data' here; `norm_axes` is for "
-     "`shard_map` and `pmap`; under `jit` norms are whole.", lambda: clip(W, norm_axes="data")),
-    (ValueError, "clip_by_global_norm: `norm_axes` does not have the structure of `updates`: only `norm_axes` has "
-     "['a']; only `updates` has ['layer_3'].", lambda: clip(W, norm_axes={"a": None})),
+    (TypeError, f"clip_by_global_norm: `mesh_axes`: 3 of type int, {AXES}",
+     lambda: jgrad.clip_by_global_norm(1.0, mesh_axes=3)),
+    (TypeError, f"clip_by_global_norm: `mesh_axes` at ['a']: 3 of type int, {AXES}",
+     lambda: jgrad.clip_by_global_norm(1.0, mesh_axes={"a": 3})),
+    (ValueError, "clip_by_global_norm: `mesh_axes` at ['layer_3']['b']: no axis 'data' here; `mesh_axes` is for "
+     "`shard_map` and `pmap`; under `jit` norms are whole.", lambda: clip(W, mesh_axes="data")),
+    (ValueError, "clip_by_global_norm: `mesh_axes` does not have the structure of `updates`: only `mesh_axes` has "
+     "['a']; only `updates` has ['layer_3'].", lambda: clip(W, mesh_axes={"a": None})),
     (TypeError, "global_norm: `tree` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.",
      lambda: jgrad.global_norm(with_b("abc"))),
     (TypeError, "global_norm: `tree` at ['k']: an array of key<fry> and shape (), expected an array or a number.",
      lambda: jgrad.global_norm({"k": jax.random.key(0)})),
-    (TypeError, f"global_norm: `norm_axes`: 3 of type int, {AXES}",
-     lambda: jgrad.global_norm(W, norm_axes=3)),
+    (TypeError, f"global_norm: `mesh_axes`: 3 of type int, {AXES}",
+     lambda: jgrad.global_norm(W, mesh_axes=3)),
 ]  # fmt: skip
 
 

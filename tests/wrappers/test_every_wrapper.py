@@ -84,9 +84,9 @@ WRAPPERS = [
     Wrapper(
         "stochastic_rounding",
         jgrad.stochastic_rounding,
-        {},
+        {"done": 0},
         (),
-        (jgrad.StochasticState, ("step", "inner")),
+        (jgrad.StochasticState, ("done", "inner")),
         dtype=jnp.bfloat16,
     ),
     Wrapper(
@@ -498,3 +498,24 @@ def test_an_eager_call_compiles_nothing_anew(wrap):
 
     compilations(call, 1.0, 2.0, float("nan"), 3.0, 4.0)  # as many as there is to compile
     assert compilations(call, 5.0, 6.0, float("nan"), 7.0) == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **axes: jgrad.accumulate(optax.identity(), 2, **axes),
+        lambda **axes: jgrad.skip_nonfinite(optax.identity(), **axes),
+        lambda **axes: jgrad.clip_by_global_norm(1.0, **axes),
+    ],
+    ids=["accumulate", "skip", "clip"],
+)
+def test_the_old_name_of_mesh_axes(call):
+    """Until 0.6 it was `norm_axes`."""
+
+    def sees(tx):
+        with pytest.raises(ValueError, match=r"`mesh_axes`: no axis 'data' here"):
+            tx.update(X, tx.init(X))
+
+    sees(call(mesh_axes="data"))
+    with pytest.warns(FutureWarning, match="`norm_axes`: an old name, expected `mesh_axes`"):
+        sees(call(norm_axes="data"))

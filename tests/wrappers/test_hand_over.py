@@ -163,7 +163,7 @@ def test_sharded_leaves(kind):
 
 def test_shard_map():
     """A NaN in the shard of one device: all skip."""
-    tx = jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25), norm_axes="data")
+    tx = jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25), mesh_axes="data")
     mesh, w = mesh_of(AxisType.Auto), jnp.ones((8, 3))
     grads = [w, w.at[5, 1].set(NAN), 2 * w]
     state = tx.init(w)

@@ -177,8 +177,8 @@ def test_e47_sharded_over_devices():
     grads = [jax.tree.map(lambda x, i=i: jnp.sin(i + x), w) for i in range(3)]
     expected = train(ADAMW, w, grads)
     tx, found = jgrad.offload(ADAMW), placed(w)
-    shardings = jgrad.state_shardings(tx, found, cut_over="data")
-    plain = jgrad.state_shardings(ADAMW, found, cut_over="data")
+    shardings = jgrad.state_shardings(tx, found, shard_over="data")
+    plain = jgrad.state_shardings(ADAMW, found, shard_over="data")
     assert jax.tree.map(lambda x: x.with_memory_kind("pinned_host"), plain) == shardings
     state = jax.jit(tx.init, out_shardings=shardings)(found)
     step = jax.jit(step_of(tx), donate_argnums=(0, 1))
@@ -196,7 +196,7 @@ def test_e47_around_zero():
     grads = [jgrad.pack(g, multiple_of=8) for g in packed.gradients()[:2]]
     zero, results = jgrad.zero(ADAMW, "data"), []
     for tx, kind in ((zero, "device"), (jgrad.offload(zero), "pinned_host")):
-        shardings = jgrad.state_shardings(tx, placed(w), cut_over="data")
+        shardings = jgrad.state_shardings(tx, placed(w), shard_over="data")
         specs = jax.tree.map(lambda x: x.spec, shardings)
         sharded = jax.shard_map(
             step_of(tx),

@@ -546,10 +546,10 @@ def test_vmap_and_scan_over_models_that_skip_apart(loss_scale):
 
 
 def test_devices_of_a_mesh_axis_skip_the_same():
-    """With `norm_axes`, a NaN in one part of a cut leaf is seen by all parts."""
+    """With `mesh_axes`, a NaN in one part of a cut leaf is seen by all parts."""
     x = jnp.array([[1.0, NAN], [1.0, 1.0]])
     for axes, skipped in ((None, [1, 0]), ("data", [1, 1])):
-        tx = jgrad.skip_nonfinite(jgrad.gradient_descent(0.1), norm_axes=axes)
+        tx = jgrad.skip_nonfinite(jgrad.gradient_descent(0.1), mesh_axes=axes)
         f = jax.vmap(lambda g, tx=tx: tx.update(g, tx.init(g), g)[1].skipped, axis_name="data")
         assert f(x).tolist() == skipped
 
@@ -594,8 +594,8 @@ MESSAGES = [
      lambda: jgrad.skip_nonfinite(SGD, growth_interval=0)),
     (TypeError, "skip_nonfinite: `growth_interval`: 2.0 of type float, expected an int.",
      lambda: jgrad.skip_nonfinite(SGD, growth_interval=2.0)),
-    (TypeError, "skip_nonfinite: `norm_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
-     "PartitionSpec.", lambda: jgrad.skip_nonfinite(SGD, norm_axes=3)),
+    (TypeError, "skip_nonfinite: `mesh_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
+     "PartitionSpec.", lambda: jgrad.skip_nonfinite(SGD, mesh_axes=3)),
     (TypeError, "skip_nonfinite: `state`: OptState, expected the SkipState that this `skip_nonfinite` made with "
      "`init`.", lambda: update(state=SGD.init(W))),
     (ValueError, "skip_nonfinite: `updates` does not have the structure of `params`: only `params` has "

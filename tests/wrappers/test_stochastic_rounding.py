@@ -37,7 +37,7 @@ def adder(seed=0):
 
 def state_at(tx, w, step):
     state = tx.init(w)
-    return state._replace(step=jnp.asarray(step, jnp.int32))
+    return state._replace(done=jnp.asarray(step, jnp.int32))
 
 
 def added(w, u, step=0, seed=0):
@@ -187,13 +187,13 @@ def test_e44_weights_a_saturated_counter_repeats_its_bits():
     """It stays at the last step, and training goes on."""
     tx, w = of_step(), jnp.ones(100, BF16)
     last = np.iinfo(np.int32).max
-    state = tx.init(w)._replace(step=jnp.asarray(last - 1, jnp.int32))
+    state = tx.init(w)._replace(done=jnp.asarray(last - 1, jnp.int32))
     u = jnp.full(100, 2.0**-8)
     found = []
     for _ in range(3):
         updates, state = tx.update(u, state, w)
         found.append(updates)
-        assert int(state.step) == last
+        assert int(state.done) == last
     assert_equal(found[1], found[0])
     assert_equal(found[2], found[0])
 
@@ -341,7 +341,7 @@ def test_a_skipped_step_moves_nothing(inner, standard_promotion):
     assert_equal(first[0], second[0])
     assert_equal(first[1].inner, second[1].inner)
     assert [int(x.skipped) for _, x in (first, second)] == [1, 0]
-    assert int(first[1].inner.step) == 3
+    assert int(first[1].inner.done) == 3
 
 
 def test_skipping_is_that_of_nothing_to_skip():
@@ -367,7 +367,7 @@ def test_zero_on_eight_devices():
     tx = jgrad.stochastic_rounding(jgrad.adam(1e-3))
     expected, _ = train(tx, w, grads)
     sharded = jgrad.zero(tx, "data")
-    shardings = jgrad.state_shardings(sharded, w, NamedSharding(mesh, P()), cut_over="data")
+    shardings = jgrad.state_shardings(sharded, w, NamedSharding(mesh, P()), shard_over="data")
     specs = jax.tree.map(lambda x: x.spec, shardings)
     step = jax.jit(
         jax.shard_map(
@@ -491,7 +491,7 @@ MESSAGES = [
      lambda: update(w=None)),
     (TypeError, f"{SR}: `state`: OptState, expected the StochasticState that this `{SR}` made with `init`.",
      lambda: update(state=SGD.init(W))),
-    (ValueError, f"{SR}: `state.step`: shape (3,), expected (); map `update` over the models, as `init` was.",
+    (ValueError, f"{SR}: `state.done`: shape (3,), expected (); map `update` over the models, as `init` was.",
      lambda: update(state=jgrad.StochasticState(jnp.zeros(3, jnp.int32), SGD.init(W)))),
     (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16.",
      lambda: init(jnp.ones(3, jnp.float16))),
