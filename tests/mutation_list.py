@@ -96,7 +96,7 @@ MUTATIONS = [
     # ---- _layers
     Mutation("LayerAxes.within", "layers of a stack are one", "_ not in _.stacked", "True", "tests/layers"),
     Mutation("layer_axes.of_leaves", "negative axes as they are", "X % len(_)", "X", "tests/layers tests/multi_device/test_layers.py"),
-    Mutation("read_norm_axes", "a PartitionSpec without its tuples", "[X for Y in Z for X in Y if W]", "[X for Y in Z for X in Y[:1] if W]", "tests/layers"),
+    Mutation("read_mesh_axes", "a PartitionSpec without its tuples", "[X for Y in Z for X in Y if W]", "[X for Y in Z for X in Y[:1] if W]", "tests/layers"),
     Mutation("_choose", "sums that overflowed are not scaled", "jnp.where(_ == jnp.inf, _, X)", "X", NORMS),
     Mutation("_choose", "tiny sums are scaled once", "X < tiny", "X < 0", NORMS),
     Mutation("_norms", "norms are never rescaled", "jax.lax.cond(X, Y, Z)", "jax.lax.cond(X & False, Y, Z)", NORMS),

@@ -113,7 +113,7 @@ class AlignedArguments:
         return self._leaves[name]
 
     def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
-        """Where the layers of each leaf are, from `norm_axes` and `layer_axes`."""
+        """Where the layers of each leaf are, from `mesh_axes` and `layer_axes`."""
         # The weights may be one array for a tree of gradients: the finer of both has the leaves.
         both = (self._reference, self._gradient)
         name = max(both, key=lambda name: len(self._counts[name]))
@@ -132,7 +132,7 @@ class AlignedArguments:
             option = structure.unflatten(entries)
             return ArgLeaves.from_prefix(self._function, name, option, self._reference, unpacked)
 
-        options = read("norm_axes", axes[0]), read("layer_axes", axes[1])
+        options = read("mesh_axes", axes[0]), read("layer_axes", axes[1])
         per_array = arrays.layer_axes_per_array(arrays.specs(tree), *options, reference)
         return trees.repeat(per_array, counts)
 

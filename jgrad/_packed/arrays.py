@@ -132,7 +132,7 @@ class ArraySpec(NamedTuple):
         return np.array([x for span, x in pairs for _ in range(span.layers.num_layers)])
 
     def layer_axes(
-        self, per_leaf: Sequence[LayerAxes], norm_axes: ArgLeaves, layer_axes: ArgLeaves
+        self, per_leaf: Sequence[LayerAxes], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
     ) -> LayerAxes:
         """Where the layers of the array are, from where those of each leaf of the tree are."""
         first = per_leaf[self.positions[0]]
@@ -144,15 +144,15 @@ class ArraySpec(NamedTuple):
                 layer_axes.fail(i, ValueError, f"{per_leaf[i].stacked}, expected {packed}")
             if per_leaf[i].mesh_axes != first.mesh_axes:
                 expected = f"{first.mesh_axes}, as for the other leaves in its buffer"
-                norm_axes.fail(i, ValueError, f"{per_leaf[i].mesh_axes}, expected {expected}")
+                mesh_axes.fail(i, ValueError, f"{per_leaf[i].mesh_axes}, expected {expected}")
         if self.is_unpacked:
             return dataclasses.replace(self.spans[0].layers, mesh_axes=first.mesh_axes)
         rows = tuple(
             span.blocks_per_layer for span in self.spans for _ in range(span.layers.num_layers)
         )
-        mesh_axes = first.mesh_axes
+        sharded_over = first.mesh_axes
         if self.shard is not None:
-            mesh_axes = tuple(sorted({*mesh_axes, *self.shard.axes}))
+            sharded_over = tuple(sorted({*sharded_over, *self.shard.axes}))
         if self.deal is not None:
             starts = tuple(
                 span.first + i * span.blocks_per_layer
@@ -161,13 +161,13 @@ class ArraySpec(NamedTuple):
             )
             return DealtLayers(
                 self.local_shape,
-                mesh_axes=mesh_axes,
+                mesh_axes=sharded_over,
                 blocks=rows,
                 shard=self.shard,
                 starts=starts,
                 deal=self.deal,
             )
-        return PackedLayers(self.local_shape, mesh_axes=mesh_axes, blocks=rows, shard=self.shard)
+        return PackedLayers(self.local_shape, mesh_axes=sharded_over, blocks=rows, shard=self.shard)
 
 
 def _first_elements(span: Span, width: int) -> np.ndarray:
@@ -195,8 +195,8 @@ def specs(tree: PyTree) -> list[ArraySpec]:
 
 
 def layer_axes_per_array(
-    arrays: Sequence[ArraySpec], norm_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
+    arrays: Sequence[ArraySpec], mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
 ) -> list[LayerAxes]:
     """Where the layers of each array are, from arguments with an entry per leaf of the tree."""
-    per_leaf = axes_of.of_leaves(norm_axes, layer_axes, reference)
-    return [spec.layer_axes(per_leaf, norm_axes, layer_axes) for spec in arrays]
+    per_leaf = axes_of.of_leaves(mesh_axes, layer_axes, reference)
+    return [spec.layer_axes(per_leaf, mesh_axes, layer_axes) for spec in arrays]

@@ -239,7 +239,7 @@ def layout_of(
             arg.fail(i, TypeError, f"{checks.describe(x)}, {_EXPECTED}")
     axes = axes_of.read_layer_axes(function, layer_axes)
     stacked = ArgLeaves.from_prefix(function, "layer_axes", axes, "tree", tree)
-    not_sharded = arg._replace(name="norm_axes", leaves=[Axes()] * len(arg.leaves))
+    not_sharded = arg._replace(name="mesh_axes", leaves=[Axes()] * len(arg.leaves))
     layers = axes_of.of_leaves(not_sharded, stacked, arg)
 
     spans: list[Span | None] = [None] * len(arg.leaves)

@@ -25,8 +25,8 @@ def renamed(
       names: the new name of each old one. The outermost decorator.
 
     Example:
-      >>> @renamed(norm_axes="mesh_axes")
-      ... def accumulate(tx, every, *, mesh_axes=None): ...
+      >>> @renamed(cut_over="shard_over")
+      ... def state_shardings(tx, params, *, shard_over=None): ...
     """
 
     def decorator(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

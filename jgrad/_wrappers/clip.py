@@ -13,13 +13,12 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import pair
 from jgrad._layers import trust
-from jgrad._layers.layer_axes import Axes, LayerAxes
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_mesh_axes
 from jgrad._packed import arrays, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers.devices import read_mesh_axes
 
 
 @on_leaf(arrays=2)

@@ -7,15 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs.inputs import Inputs
-from jgrad._layers.layer_axes import existing_mesh_axes, read_norm_axes
+from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
 from jgrad._packed import arrays
 from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
-
-
-def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
-    """The option `mesh_axes`, as `norm_axes` of an optimizer."""
-    return read_norm_axes(function, mesh_axes, "mesh_axes")
 
 
 def mesh_axes_of(inputs: Inputs, mesh_axes: PyTree) -> tuple[str, ...]:

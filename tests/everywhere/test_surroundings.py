@@ -50,7 +50,7 @@ def axes_of(case):
     """How sharded leaves are named."""
     if case.make is jgrad.muon:
         return {"norm_axes": {name: P("d") for name in SHAPES}}
-    return {} if case.elementwise else {"norm_axes": "d"}
+    return {} if case.elementwise else {"mesh_axes": "d"}
 
 
 def subjects():

@@ -214,7 +214,7 @@ def test_layers_shard_over_a_model_axis():
     mesh = mesh_of(data=4, model=2)
     w = {"w": normal(0)["layer"]["w"], "h": normal(1)["rest"][2].reshape(20, 15)}
     grads = [jax.tree.map(lambda x, i=i: jnp.cos(x + i), w) for i in range(4)]
-    tx = jgrad.lamb(0.1, weight_decay=0.1, norm_axes="model")
+    tx = jgrad.lamb(0.1, weight_decay=0.1, mesh_axes="model")
 
     def update(w, g):
         packed = jgrad.pack(w, multiple_of=4)

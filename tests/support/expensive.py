@@ -49,7 +49,7 @@ DEFAULT = {
     "layers/test_norms.py::test_stacked_layers": 3,
     "multi_device/test_data_parallel.py::test_jit_with_sharded_leaves": 0,
     "multi_device/test_layers.py::test_e12_few_collectives": 0,
-    "multi_device/test_layers.py::test_e12_forms_of_norm_axes": 0,
+    "multi_device/test_layers.py::test_e12_forms_of_mesh_axes": 0,
     "multi_device/test_layers.py::test_e14_stacked_and_cut": 0,
     "multi_device/test_muon.py::test_numbers_of_the_tree": 0,
     "multi_device/test_packed.py::test_buffers_shard_over_a_mesh": 0,

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jgrad._trees.renamed import renamed, renamed_attribute
-from tests.errors import assert_error
+from tests.support.errors import assert_error
 
 
 @renamed(beta1="adam_beta1", rate="learning_rate")
