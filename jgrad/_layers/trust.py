@@ -22,7 +22,7 @@ from jgrad._layers.norms import ScaledNorm
 # Ivy adds this to the denominators of its trust ratios, where the papers treat a zero norm apart.
 IVY_GUARD = 1e-12
 
-# ---- quotients of norms, with a slope at every scale ----------------------------------------------
+# ---- quotients of norms, with a slope at every scale -------------------------------------------
 
 
 @jax.custom_jvp
@@ -73,7 +73,7 @@ def clamped_ratio(
     return (quotient(*(one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))),)
 
 
-# ---- directions -----------------------------------------------------------------------------------
+# ---- directions --------------------------------------------------------------------------------
 
 
 class TrustLayers(NamedTuple):

@@ -12,6 +12,7 @@ import jax
 
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes, second_shape
+from jgrad._packed import packing
 from jgrad._packed.deals import Deal, Segment
 from jgrad._packed.packing import Packed
 from jgrad._packed.spans import Span
@@ -30,13 +31,13 @@ def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output
     def of_node(x: Any) -> Any:
         nonlocal count
         first = count
-        if isinstance(x, Packed):
+        if packing.is_packed(x):
             count += len(x.layout.runs)
             return _second_packed(x, axes[first:count], per_output)
         count += 1
         return second_shape(x, axes[first], per_output=per_output)
 
-    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or isinstance(x, Packed))
+    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or packing.is_packed(x))
 
 
 def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: bool) -> Packed:
