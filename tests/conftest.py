@@ -2,7 +2,7 @@
 
 Nothing is promoted implicitly, and pyproject makes warnings errors. `pytest` runs the tests that
 need no more than five minutes; `pytest --all` runs also those marked `slow`, of a test with many
-choices of parameters some; `pytest --all --exhaustive` runs every choice.
+slow choices of parameters some; `pytest --all --exhaustive` runs every choice.
 """
 
 import collections
@@ -75,10 +75,13 @@ def pytest_collection_modifyitems(config, items):
             if counts[function] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
             counts[function] += 1
-    _mark_expensive(items)
+    postponed = _expensive(items)
+    for item in postponed:
+        item.add_marker(pytest.mark.slow)
     slow = [x for x in items if x.get_closest_marker("slow")]
     if not (config.getoption("--exhaustive") or named):
-        slow = _thinned(slow)
+        thinned = {*postponed, *_thinned([x for x in slow if x not in postponed])}
+        slow = [x for x in slow if x in thinned]
     quick = [x for x in items if not x.get_closest_marker("slow")]
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
     # Most tests are one of many alike, with other options: each n-th has some of every kind.
@@ -104,18 +107,19 @@ def _thinned(slow):
     return [x for x in slow if x in kept and not x.get_closest_marker("exhaustive")]
 
 
-def _mark_expensive(items):
-    """Leaves as many choices of `expensive.DEFAULT` as it says, evenly spaced; the others are slow."""
+def _expensive(items):
+    """The choices beyond as many as `expensive.DEFAULT` says, which are evenly spaced among all."""
     choices = collections.defaultdict(list)
     for item in items:
         if not item.get_closest_marker("slow"):
             choices[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
-    for function, count in expensive.DEFAULT.items():
-        own = choices[function]
-        kept = {i * len(own) // count for i in range(count)} if count else set()
-        for i, item in enumerate(own):
-            if i not in kept:
-                item.add_marker(pytest.mark.slow)
+    found = set()
+    for file, tests in expensive.DEFAULT.items():
+        for test, count in tests.items():
+            own = choices[f"{file}::{test}"]
+            kept = {i * len(own) // count for i in range(count)}
+            found.update(x for i, x in enumerate(own) if i not in kept)
+    return found
 
 
 class PeakMemory:

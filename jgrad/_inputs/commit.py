@@ -34,11 +34,6 @@ class Commit:
     """The decision about one update, and what is known of its arrays.
 
     Handed through `jax.jit` or `jax.vmap`, where arrays have other identities, it knows of none.
-
-    Attributes:
-      of_windows: the same for a transformation that leaves out gradients which are not finite by
-        itself, and goes on without them. Its results are settled if they are right whatever these
-        gradients are. None where nothing was seen of such a transformation.
     """
 
     def __init__(
@@ -56,13 +51,14 @@ class Commit:
         self._finite = dict(self._gradients)
         self._updates: dict[int, Any] = {}
         self._states: dict[int, tuple[Any, Any]] = {}
-        self.of_windows: Commit | None = None
+        self._of_windows: Commit | None = None
+        self._is_always = False  # and no reference to itself, which would keep tracers alive
 
     @classmethod
     def always(cls, gradients: PyTree) -> "Commit":
         """Of gradients that are finite: the update is committed."""
         commit = cls(gradients, jnp.asarray(True))
-        commit.of_windows = commit
+        commit._is_always = True
         return commit
 
     def for_windows(self) -> "Commit":
@@ -72,8 +68,17 @@ class Commit:
         updates in calls whose gradients are not finite, too.
         """
         commit = Commit((), jnp.asarray(True))
-        commit.of_windows = self
+        commit._of_windows = self
         return commit
+
+    @property
+    def of_windows(self) -> "Commit | None":
+        """The same for a transformation that leaves out gradients which are not finite by itself.
+
+        It goes on without them. Its results are settled if they are right whatever these gradients
+        are. None where nothing was seen of such a transformation.
+        """
+        return self if self._is_always else self._of_windows
 
     @property
     def flag(self) -> jax.Array:

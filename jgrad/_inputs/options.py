@@ -54,6 +54,25 @@ def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) ->
         raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
 
 
+def clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
+    """Both clamps of the ratio as scalars; None for no upper one."""
+    both = (
+        numbers.scalar(name, "min_trust_ratio", smallest),
+        numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
+    )
+    check_clamps(name, smallest, largest)
+    return both
+
+
+def check_clamps(name: str, smallest: Any, largest: Any) -> None:
+    """In order, as far as they are concrete."""
+    if checks.is_number(smallest) and checks.is_number(largest) and not smallest <= largest:
+        raise ValueError(
+            f"{name}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, which is "
+            f"{largest}."
+        )
+
+
 def check_axes(function: str, mesh_axes: PyTree, layer_axes: PyTree) -> None:
     """Trees of axes, as far as they are known without parameters."""
     read_mesh_axes(function, mesh_axes)

@@ -1,16 +1,79 @@
-"""Directions scaled layer by layer with a trust ratio, and the norm of a whole model."""
+"""Trust ratios: directions scaled layer by layer, and the quotients of norms by which they are.
+
+A ratio works on vectors with an entry per layer, from `norms`, and returns factors to multiply by
+in turn: the ratio itself may overflow or vanish where its product with a gradient is an ordinary
+number. A division comes last: XLA's CPU backend computes it once, and fuses what follows it into
+the kernel of every leaf. Also the norm of a whole model.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, rules
-from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, per_leaf
+from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, on_leaf, per_leaf
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.norms import ScaledNorm
+
+# Ivy adds this to the denominators of its trust ratios, where the papers treat a zero norm apart.
+IVY_GUARD = 1e-12
+
+# ---- quotients of norms, with a slope at every scale -------------------------------------------
+
+
+@jax.custom_jvp
+def root_of_quotient(a: jax.Array, b: jax.Array, times: jax.Array) -> jax.Array:
+    """times sqrt(a / b) for a, b > 0, and its slope, at every scale of a and b."""
+    # XLA would multiply by the reciprocal of a root, for every leaf anew: here it sees no root.
+    root = jnp.where(b > 0, jnp.sqrt(b), b)
+    return times * jnp.sqrt(a) / root
+
+
+@root_of_quotient.defjvp
+def _root_of_quotient_jvp(primals: Any, tangents: Any) -> Any:
+    (a, b, times), (da, db, dtimes) = primals, tangents
+    root = root_of_quotient(a, b, times)
+    slope = 0.5 * root * (da / a - db / b)
+    return root, slope + dtimes * root_of_quotient(a, b, jnp.ones_like(times))
+
+
+@jax.custom_jvp
+def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b, with a slope that does not square b."""
+    return a / b
+
+
+@quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> Any:
+    (a, b), (da, db) = primals, tangents
+    ratio = quotient(a, b)
+    return ratio, (da - ratio * db) / b
+
+
+def one_where_zero(a: jax.Array, b: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """1 where `a` or `b` is 0, else `otherwise`. NaN is not zero: it goes on."""
+    return jnp.where((a == 0) | (b == 0), jnp.ones_like(otherwise), otherwise)
+
+
+@on_leaf(arrays=2)
+def clamped_ratio(
+    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
+) -> tuple[jax.Array]:
+    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone.
+
+    Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows.
+    """
+    above, below = w_norm >= largest * u_norm, w_norm <= smallest * u_norm
+    dividend = jnp.where(above, largest, jnp.where(below, smallest, w_norm))
+    divisor = jnp.where(above | below, jnp.ones_like(u_norm), u_norm)
+    return (quotient(*(one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))),)
+
+
+# ---- directions --------------------------------------------------------------------------------
 
 
 class TrustLayers(NamedTuple):

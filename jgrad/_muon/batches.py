@@ -16,12 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
-from jgrad._layers.replicas import unknown_axes
 from jgrad._muon import newton_schulz
 from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._muon.newton_schulz import Coefficients
 from jgrad._packed import splitting
-from jgrad._trees.shardings import replicated, sharded_as
+from jgrad._trees.shardings import replicated, sharded_as, unknown_axes
 
 
 def orthogonalized(

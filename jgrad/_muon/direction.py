@@ -1,7 +1,9 @@
 """Muon's direction: momentum, orthogonalized matrix by matrix; Adam's for all other elements."""
 
 import functools
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,18 +17,19 @@ from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._muon import batches, matrices, packed_parts
-from jgrad._muon.matrix_axes import MatrixAxes, read_cuts, read_output_axes
+from jgrad._muon import batches, matrix_axes, packed_parts
+from jgrad._muon.matrix_axes import MatrixAxes, Part, read_cuts, read_output_axes, second_shape
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
-from jgrad._muon.packed_parts import Part
-from jgrad._muon.scale import factors_of, read_scale
 from jgrad._muon.second_moments import second_shapes
 from jgrad._optimizers import adam as adam_of
 from jgrad._optimizers.adam import Adam
+from jgrad._packed.arrays import ArraySpec
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]
+ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
+Scale = str | ScaleFunction | None
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)
 # NorMuon's: added to the root of the mean square of each output, which is 1 / sqrt(inputs) or so.
@@ -37,10 +40,7 @@ _NORMUON_EPSILON = 1e-8
 
 
 class Muon(NamedTuple):
-    """The options of Muon's direction, as a user gave them or, from `read`, for one update.
-
-    `muon` explains each of them.
-    """
+    """The options of Muon's direction; `muon` explains each of them."""
 
     matrices: Mask
     momentum: Any
@@ -59,7 +59,7 @@ class Muon(NamedTuple):
 
     @classmethod
     def of_arguments(cls, name: str, arguments: dict[str, Any]) -> "Muon":
-        """Those among the arguments of a factory; errors as far as it can say them already."""
+        """Those among the arguments of a factory; names as what they stand for, and checked."""
         given = cls(**{field: arguments[field] for field in cls._fields})
         _check_matrices(name, given.matrices)
         values.one_of(name, "rule", given.rule, ("muon", "normuon"))
@@ -69,18 +69,12 @@ class Muon(NamedTuple):
         read_output_axes(name, given.output_axes)
         read_layer_axes(name, given.layer_axes)
         read_cuts(name, given.norm_axes)
-        given.read(name, given.momentum if not callable(given.momentum) else 0.0)
         given.adam(name)
-        return given
-
-    def read(self, name: str, momentum: Any) -> "Muon":
-        """The numbers of one update; errors of the transformation `name` where they are wrong."""
-        over = self.share_over
-        return self._replace(
-            momentum=numbers.beta(name, "momentum", momentum),
-            scale=read_scale(name, self.scale),
-            coefficients=read_coefficients(name, self.coefficients),
-            compute_dtype=check_compute_dtype(name, self.compute_dtype),
+        over = given.share_over
+        return given._replace(
+            scale=read_scale(name, given.scale),
+            coefficients=read_coefficients(name, given.coefficients),
+            compute_dtype=check_compute_dtype(name, given.compute_dtype),
             share_over=() if over is None else values.axis_names(name, "share_over", over),
         )
 
@@ -96,11 +90,17 @@ class Muon(NamedTuple):
 
     def shapes_of(self, inputs: Parameters) -> MomentShapes:
         """The shapes of the moments; and where the matrices of each leaf are."""
-        axes = matrices.find(
+        axes = matrix_axes.find(
             inputs, self.matrices, self.output_axes, self.layer_axes, self.norm_axes
         )
         per_output = self.rule == "normuon"
-        vw = second_shapes(inputs.tree, axes, per_output=per_output)
+        if inputs.has_buffers:
+            packed_parts.check_whole(inputs, axes)
+            vw = second_shapes(inputs.tree, axes, per_output=per_output)
+        else:
+            structure = trees.flatten(inputs.tree)[1]
+            shape = functools.partial(second_shape, per_output=per_output)
+            vw = structure.unflatten(map(shape, inputs.reference.leaves, axes))
         return MomentShapes(inputs.tree, vw, found=axes)
 
 
@@ -114,6 +114,45 @@ def _check_matrices(name: str, matrices: Mask) -> None:
         expected = "a tree of Python's bools, or a function of the parameters' shapes"
         remedy = '`optax.inject_hyperparams` needs `static_args=("matrices",)`'
         raise TypeError(f"{name}: `matrices`: an array, expected {expected}; {remedy}.")
+
+
+# ---- the factor by the numbers of outputs and inputs of a matrix --------------------------------
+
+_SCALES: dict[Any, ScaleFunction] = {
+    "original": lambda out, into: math.sqrt(max(1.0, out / max(1, into))),
+    "match_rms_adamw": lambda out, into: 0.2 * math.sqrt(max(out, into)),
+    "spectral": lambda out, into: math.sqrt(out / max(1, into)),
+    None: lambda out, into: 1.0,
+}
+
+
+def read_scale(function: str, scale: Scale) -> ScaleFunction:
+    """The function of (outputs, inputs)."""
+    if callable(scale):
+        _check_takes_two(function, scale)
+        return scale
+    values.one_of(function, "scale", scale, _SCALES)
+    return _SCALES[scale]
+
+
+def _check_takes_two(function: str, scale: ScaleFunction) -> None:
+    try:
+        signature = inspect.signature(scale)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind(1, 1)
+    except TypeError:
+        came = f"{getattr(scale, '__name__', type(scale).__name__)}{signature}"
+        expected = "a function of the numbers of outputs and inputs of a matrix"
+        raise TypeError(f"{function}: `scale`: {came}, expected {expected}.") from None
+
+
+def factors_of(function: str, scale: ScaleFunction, axes: Sequence[MatrixAxes]) -> list[Any]:
+    """A scalar for each array; arrays with equal sizes share one in the program."""
+    sizes = dict.fromkeys(x.sizes for x in axes)
+    factors = {size: numbers.scalar(function, f"scale{size}", scale(*size)) for size in sizes}
+    return [factors[x.sizes] for x in axes]
 
 
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
@@ -142,6 +181,32 @@ def _normalized(x: jax.Array, vw: jax.Array, *, axes: MatrixAxes) -> jax.Array:
 # ---- the method, on lists of parts -------------------------------------------------------------
 
 
+class _Parts:
+    """The arrays of an update, taken apart where packed buffers hold matrices and others."""
+
+    def __init__(self, inputs: Inputs, axes: Sequence[MatrixAxes | None], per_output: bool) -> None:
+        """`axes` says where the matrices of each leaf are, and `per_output` what `vw` has."""
+        self.inputs = inputs
+        if inputs.has_buffers:
+            self.parts = packed_parts.of_arrays(inputs.specs, axes, per_output=per_output)
+        else:
+            self.parts = list(map(Part, range(len(axes)), axes))
+
+    def split(self, specs: Sequence[ArraySpec], arrays: list[Any], second: bool) -> list[Any]:
+        """The parts of arrays, or of their second moments."""
+        if not self.inputs.has_buffers:
+            return arrays
+        return packed_parts.split(self.parts, specs, arrays, second=second)
+
+    def join(
+        self, specs: Sequence[ArraySpec], values: list[Any], like: list[Any], second: bool
+    ) -> list[Any]:
+        """The arrays from their parts."""
+        if not self.inputs.has_buffers:
+            return values
+        return packed_parts.join(self.parts, specs, values, like, second=second)
+
+
 class _MomentInParts:
     """A moment, and the door to it, for a method that computes with parts of arrays.
 
@@ -149,43 +214,36 @@ class _MomentInParts:
       old: the parts, in full precision.
     """
 
-    def __init__(
-        self, inputs: Inputs, moment: Moment, parts: Sequence[Part], *, second: bool = False
-    ) -> None:
-        self._inputs, self._moment, self._parts, self._second = inputs, moment, parts, second
-        wide = in_full_precision(moment.old)
-        self.old = packed_parts.split(parts, moment.specs, wide, second=second)
+    def __init__(self, parts: _Parts, moment: Moment, *, second: bool = False) -> None:
+        self._parts, self._moment, self._second = parts, moment, second
+        self.old = parts.split(moment.specs, in_full_precision(moment.old), second)
 
     def write(self, new: list[Call | None]) -> NewMoments:
         """As `Moment.write`; what updates are computed from is a list of parts."""
-        exact = self._inputs.kept(leafwise.run(new), self.old)
+        exact = self._parts.inputs.kept(leafwise.run(new), self.old)
         moment = self._moment
-        arrays = packed_parts.join(
-            self._parts, moment.specs, exact, moment.old, second=self._second
-        )
+        arrays = self._parts.join(moment.specs, exact, moment.old, self._second)
         return NewMoments(moment.rounded(arrays), exact)
 
 
-def directions(inputs: Inputs, step: Step, given: Muon) -> tuple[list[Any], NewMoments, NewMoments]:
+def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMoments, NewMoments]:
     """The direction of each array, and the new moments."""
-    name, is_normuon = inputs.function, given.rule == "normuon"
+    name, is_normuon = inputs.function, muon.rule == "normuon"
     inputs.check_buffers()
-    muon = given.read(name, options.called(inputs, "momentum", given.momentum, lambda: step.done))
-    adam = given.adam(name, step.number)
-    parts = packed_parts.of_arrays(inputs.specs, step.found, per_output=is_normuon)
+    momentum = options.called(inputs, "momentum", muon.momentum, lambda: step.done)
+    b = numbers.beta(name, "momentum", momentum)
+    adam = muon.adam(name, step.number)
+    all_parts = _Parts(inputs, step.found, per_output=is_normuon)
+    parts = all_parts.parts
     own = [i for i, part in enumerate(parts) if part.matrices is not None]
-    g = packed_parts.split(parts, inputs.specs, inputs.g, second=False)
+    g = all_parts.split(inputs.specs, inputs.g, False)
     g_of_matrices, g_of_others = _divided(g, own)
-    mw = _MomentInParts(inputs, step.mw, parts)
-    vw = _MomentInParts(inputs, step.vw, parts, second=True)
+    mw, vw = _MomentInParts(all_parts, step.mw), _MomentInParts(all_parts, step.vw, second=True)
 
-    b, b1, b2 = muon.momentum, adam.beta1, adam.beta2
-    new_mw = mw.write(
-        _either(
-            calls(rules.average, g_of_matrices, mw.old, b.value, b.complement),
-            calls(adam_of.first_moment, g_of_others, mw.old, b1.value, b1.complement),
-        )
-    )
+    b1, b2 = adam.beta1, adam.beta2
+    of_matrices = calls(rules.average, g_of_matrices, mw.old, b.value, b.complement)
+    of_others = calls(adam_of.first_moment, g_of_others, mw.old, b1.value, b1.complement)
+    new_mw = mw.write([x or y for x, y in zip(of_matrices, of_others, strict=True)])
     ahead, mw_of_others = _divided(new_mw.exact, own)
     if muon.nesterov:
         ahead = apply(rules.average, g_of_matrices, ahead, b.value, b.complement)
@@ -197,12 +255,9 @@ def directions(inputs: Inputs, step: Step, given: Muon) -> tuple[list[Any], NewM
     if is_normuon:
         for i, mean in zip(own, _mean_squares(chosen, found), strict=True):
             means[i] = parts[i].from_matrices(mean, vw.old[i], per_output=True)
-    new_vw = vw.write(
-        _either(
-            calls(rules.average, means, vw.old, b2.value, b2.complement),
-            calls(adam_of.second_moment, g_of_others, vw.old, b2.value, b2.complement),
-        )
-    )
+    of_matrices = calls(rules.average, means, vw.old, b2.value, b2.complement)
+    of_others = calls(adam_of.second_moment, g_of_others, vw.old, b2.value, b2.complement)
+    new_vw = vw.write([x or y for x, y in zip(of_matrices, of_others, strict=True)])
     if is_normuon:
         found = _normalized_outputs(chosen, found, [new_vw.exact[i] for i in own])
 
@@ -210,11 +265,7 @@ def directions(inputs: Inputs, step: Step, given: Muon) -> tuple[list[Any], NewM
     factors = factors_of(name, muon.scale, [part.whole for part in chosen])
     for i, o in zip(own, apply(rules.scale_by, found, factors), strict=True):
         direction[i] = parts[i].from_matrices(o, g[i])
-    return (
-        packed_parts.join(parts, inputs.specs, direction, inputs.g, second=False),
-        new_mw,
-        new_vw,
-    )
+    return all_parts.join(inputs.specs, direction, inputs.g, False), new_mw, new_vw
 
 
 def _divided(values: list[Any], own: Sequence[int]) -> tuple[list[Any], list[Any]]:
@@ -224,10 +275,6 @@ def _divided(values: list[Any], own: Sequence[int]) -> tuple[list[Any], list[Any
         [x if i in chosen else None for i, x in enumerate(values)],
         [None if i in chosen else x for i, x in enumerate(values)],
     )
-
-
-def _either(a: list[Call | None], b: list[Call | None]) -> list[Call | None]:
-    return [y if x is None else x for x, y in zip(a, b, strict=True)]
 
 
 def _orthogonalized(

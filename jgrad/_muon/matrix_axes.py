@@ -11,14 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jgrad._inputs import options
+from jgrad._inputs.inputs import Parameters
+from jgrad._inputs.options import Mask
 from jgrad._layers import layer_axes as layer_axes_of
-from jgrad._layers.layer_axes import Axes, LayerAxes, read_indices
-from jgrad._layers.replicas import all_gather, unknown_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_indices, read_layer_axes
+from jgrad._packed.arrays import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.shardings import all_gather, unknown_axes
 from jgrad._trees.trees import PyTree
 
 
@@ -122,6 +127,81 @@ class MatrixAxes:
         return math.prod(self.shape[axis] for axis in axes)
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a method computes with at once: an array; of a packed buffer, some rows.
+
+    Attributes:
+      array: which array.
+      matrices: where the matrices are; None for other elements.
+    """
+
+    array: int
+    matrices: MatrixAxes | None
+
+    @property
+    def whole(self) -> MatrixAxes:
+        """Where the matrices are in the array that `to_matrices` returns."""
+        assert self.matrices is not None
+        return self.matrices.whole
+
+    def to_matrices(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """An array of whole matrices from this part, or from its numbers per output."""
+        assert self.matrices is not None
+        return self.matrices.gathered(x, per_output=per_output)
+
+    def from_matrices(
+        self, x: jax.Array, like: jax.Array, *, per_output: bool = False
+    ) -> jax.Array:
+        """This part, in the shape of `like`, from what `to_matrices` made of it."""
+        assert self.matrices is not None
+        return self.matrices.own_part(x, per_output=per_output)
+
+
+def find(
+    inputs: Parameters, matrices: Mask, output_axes: PyTree, layer_axes: PyTree, norm_axes: PyTree
+) -> list[MatrixAxes | None]:
+    """Where the matrices of each leaf of the unpacked tree are; None for a leaf that is none."""
+    if not inputs.specs:
+        return []
+    function = inputs.function
+    reference = ArgLeaves.from_tree(function, "params", inputs.shapes).with_arrays()
+    pairs = zip(options.mask(inputs, "matrices", matrices), reference.leaves, strict=True)
+    use = [use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for use, x in pairs]
+    chosen = reference._replace(name="matrices", leaves=use)
+    stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
+    outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
+    layers = layers_of(chosen, stacked, reference)
+    if inputs.has_buffers:
+        _as_packed(inputs.specs, layers, chosen, stacked)
+    axes = of_leaves(layers, outputs, chosen)
+    cuts = ArgLeaves.from_prefix(
+        function, "norm_axes", read_cuts(function, norm_axes), inputs.reference.name, inputs.shapes
+    )
+    return _with_cuts(inputs.specs, axes, cuts, inputs.reference.leaves)
+
+
+def _as_packed(
+    specs: Sequence[ArraySpec], layers: list[LayerAxes], chosen: ArgLeaves, layer_axes: ArgLeaves
+) -> None:
+    """Puts the layers of leaves that were packed with `layer_axes` in the place of those given."""
+    packed = [pair for spec in specs for pair in zip(spec.positions, spec.spans, strict=False)]
+    for i, span in packed:
+        stacked = span.layers.stacked
+        if chosen.leaves[i] and stacked:
+            if layers[i].stacked not in ((), stacked):
+                expected = f"the axes with which it was packed, {stacked}"
+                layer_axes.fail(i, ValueError, f"{layers[i].stacked}, expected {expected}")
+            layers[i] = span.layers
+
+
+def second_shape(x: Any, axes: MatrixAxes | None, *, per_output: bool) -> Any:
+    """The shape of the second moments of an array; None where it has none."""
+    if not checks.is_inexact(x) or (axes is not None and not per_output):
+        return None
+    return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
+
+
 def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
     """A tree of `Axes` with indices of array axes."""
     return read_indices(function, "output_axes", output_axes)
@@ -146,23 +226,32 @@ def read_cuts(function: str, norm_axes: PyTree) -> PyTree:
     return structure.unflatten(axes)
 
 
-def with_cuts(
-    axes: Sequence[MatrixAxes | None], norm_axes: ArgLeaves, reference: ArgLeaves
+def _with_cuts(
+    specs: Sequence[ArraySpec],
+    axes: Sequence[MatrixAxes | None],
+    norm_axes: ArgLeaves,
+    arrays: Sequence[Any],
 ) -> list[MatrixAxes | None]:
     """The same, with what a device has of each leaf inside of `shard_map`."""
     found = list(axes)
-    for i, own in enumerate(axes):
-        given = norm_axes.leaves[i]
-        if own is None:
-            continue
-        if given is None:
-            _check_whole(norm_axes, i, reference.leaves[i])
-        elif len(given.values) > len(own.shape):
-            problem = f"{len(given.values)} entries, expected at most {len(own.shape)}"
-            norm_axes.fail(i, ValueError, f"{problem}, one for each axis of shape {own.shape}")
-        else:
-            cuts = [(axis, names) for axis, names in enumerate(given.values) if names]
-            found[i] = dataclasses.replace(own, cuts=tuple(cuts))
+    for spec, x in zip(specs, arrays, strict=True):
+        for i in spec.positions:
+            matrices, cuts = axes[i], norm_axes.leaves[i]
+            if matrices is None:
+                continue
+            if spec.spans:
+                if cuts is not None and any(cuts.values):
+                    expected = "expected None: `zero` knows its rows"
+                    norm_axes.fail(i, ValueError, f"a PartitionSpec of a packed leaf, {expected}")
+            elif cuts is None:
+                _check_whole(norm_axes, i, x)
+            elif len(cuts.values) > len(matrices.shape):
+                problem = f"{len(cuts.values)} entries, expected at most {len(matrices.shape)}"
+                each = f"one for each axis of shape {matrices.shape}"
+                norm_axes.fail(i, ValueError, f"{problem}, {each}")
+            else:
+                named = [(axis, names) for axis, names in enumerate(cuts.values) if names]
+                found[i] = dataclasses.replace(matrices, cuts=tuple(named))
     return found
 
 

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jgrad._arithmetic import leafwise, numerics
+from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import jit_static_kwargs
-from jgrad._layers import sums
-from jgrad._layers.layer_axes import LayerAxes
 from jgrad._trees import checks, values
 
 # Bytes of a chunk. On CPUs a chunk with its two squares should stay in the second-level cache: 300
@@ -165,8 +163,7 @@ def _normalized(x: jax.Array, divisor: float) -> jax.Array:
     # Normal numbers, as their reciprocals are; 1 for zeros, whose slopes are finite then.
     scale = jnp.where(scale == 0, jnp.ones_like(scale), jnp.clip(scale, tiny, 1 / tiny))
     x = numerics.scaled(x, 1 / scale)
-    f, xs = sums.of_call((leafwise.identity, (x,)), LayerAxes(x.shape, stacked=(0,)), None)
-    norm = numerics.safe_sqrt(f(*xs)).reshape(-1, 1, 1)
+    norm = numerics.safe_sqrt(jnp.sum(numerics.abs_squared(x), axis=(1, 2))).reshape(-1, 1, 1)
     return numerics.scaled(x, 1 / jnp.where(norm == 0, jnp.ones_like(norm), norm * divisor))
 
 

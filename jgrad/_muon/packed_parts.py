@@ -8,71 +8,49 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._inputs.inputs import Parameters
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._muon.matrix_axes import MatrixAxes
+from jgrad._muon.matrix_axes import MatrixAxes, Part
 from jgrad._muon.second_moments import second_span
 from jgrad._packed.arrays import ArraySpec
 from jgrad._packed.deals import Deal, Segment
 from jgrad._packed.spans import Span
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import replicated, sharded_as
 
-Rows = tuple[int, int]  # the first, and the one behind the last
 
-
-class Part(NamedTuple):
-    """A whole array, or rows of a packed buffer, with elements of one kind.
+@dataclasses.dataclass(frozen=True)
+class Rows(Part):
+    """Rows of a packed buffer, with elements of one kind.
 
     Attributes:
-      array: which array.
-      rows: of the buffer; None for the whole array.
-      matrices: where the matrices are in the array, or in the items of the rows, stacked along a
-        first axis; None for other elements.
-      second_rows: the rows of their second moments in the buffer of those; None for a whole array.
+      matrices: where the matrices are in the items of the rows, stacked along a first axis.
+      rows: the first, and the one behind the last.
+      second_rows: the rows of their second moments in the buffer of those.
       is_padding: rows behind the last leaf.
     """
 
-    array: int
-    rows: Rows | None = None
-    matrices: MatrixAxes | None = None
-    second_rows: Rows | None = None
+    rows: tuple[int, int]
+    second_rows: tuple[int, int] = (0, 0)
     is_padding: bool = False
 
-    def of(self, x: Any) -> Any:
-        """This part of the array."""
-        return None if x is None or self.is_padding else _sliced(x, self.rows)
-
-    def second_of(self, x: Any) -> Any:
-        """This part of the second moments."""
-        return None if x is None or self.is_padding else _sliced(x, self.second_rows)
-
-    @property
-    def whole(self) -> MatrixAxes:
-        """Where the matrices are in the array that `to_matrices` returns."""
-        assert self.matrices is not None
-        return self.matrices.whole
-
     def to_matrices(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
-        """An array of whole matrices from this part, or from its numbers per output."""
-        axes = self.matrices
-        assert axes is not None
-        if self.rows is not None:
-            x = _to_items(x, axes.per_output if per_output else axes.shape)
-        return axes.gathered(x, per_output=per_output)
+        assert self.matrices is not None
+        shape = self.matrices.per_output if per_output else self.matrices.shape
+        return super().to_matrices(_to_items(x, shape), per_output=per_output)
 
     def from_matrices(
         self, x: jax.Array, like: jax.Array, *, per_output: bool = False
     ) -> jax.Array:
-        """This part, from what `to_matrices` made of it."""
-        assert self.matrices is not None
-        x = self.matrices.own_part(x, per_output=per_output)
-        return x if self.rows is None else _from_items(x, like.shape)
+        x = super().from_matrices(x, like, per_output=per_output)
+        return _from_items(x, like.shape)
 
 
 def of_arrays(
@@ -89,7 +67,7 @@ def of_arrays(
     for i, spec in enumerate(specs):
         own = [axes[j] for j in spec.positions]
         if spec.is_unpacked or all(x is None for x in own):
-            found.append(Part(i, matrices=own[0]))
+            found.append(Part(i, own[0]))
         elif spec.own_deal is not None:
             found += _of_deal(i, spec, spec.own_deal, own, per_output)
         else:
@@ -105,7 +83,13 @@ def split(
     Buffers are cut into parts, so that those whose types say that rows are sharded are gathered.
     """
     ordered = [_by_segment(*pair) for pair in zip(specs, arrays, strict=True)]
-    return [(part.second_of if second else part.of)(ordered[part.array]) for part in parts]
+    return [_of_part(part, ordered[part.array], second=second) for part in parts]
+
+
+def _of_part(part: Part, x: Any, *, second: bool) -> Any:
+    if x is None or not isinstance(part, Rows):
+        return x
+    return None if part.is_padding else _sliced(x, part.second_rows if second else part.rows)
 
 
 def join(
@@ -150,7 +134,7 @@ def _joined(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
         pieces = []
         for part, x in own:
             if x is None:
-                assert part.rows is not None
+                assert isinstance(part, Rows)
                 x = jnp.zeros((part.rows[1] - part.rows[0], *width), real)
             pieces.append(x.astype(real))
         whole.append(jax.lax.concatenate(pieces, 0))
@@ -166,7 +150,44 @@ def _joined_seconds(parts: Sequence[Part], values: Sequence[Any]) -> list[Any]:
     return whole
 
 
-def members(spec: ArraySpec, deal: Deal) -> list[tuple[Segment, list[int]]]:
+def check_whole(inputs: Parameters, axes: Sequence[MatrixAxes | None]) -> None:
+    """No matrix is in the rows of two devices; and leaves that were packed as equals are equal."""
+    chosen = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
+    for spec in inputs.specs:
+        i = min((i for i in spec.positions if axes[i] is not None), default=None)
+        if i is None or spec.is_unpacked:
+            continue
+        devices = 1 if spec.shard is None else spec.shard.devices
+        if devices > 1 and (spec.deal is None or spec.deal.shares % devices):
+            problem = (
+                f"a matrix in a buffer of which each of {devices} devices has some rows, expected "
+                f"whole matrices on each: `pack(params, matrices=..., multiple_of={devices})`"
+            )
+            chosen.fail(i, ValueError, problem)
+        if spec.deal is not None:
+            _check_segments(spec, spec.deal, axes, chosen)
+
+
+def _check_segments(
+    spec: ArraySpec, deal: Deal, axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
+) -> None:
+    for segment, members in _members(spec, deal):
+        items = [_of_item(axes[spec.positions[j]], spec.spans[j]) for j in members]
+        for j, item in zip(members, items, strict=True):
+            i = spec.positions[j]
+            if (item is None) == bool(segment.slots):
+                packed = "a matrix" if segment.slots else "no matrix"
+                problem = f"{item is not None}, but it was packed as {packed}"
+                remedy = "expected the `matrices` with which `pack` was called"
+                chosen.fail(i, ValueError, f"{problem}, {remedy}")
+            if item != items[0]:
+                other = spec.spans[members[0]].path
+                problem = f"another place of outputs than in {other}, of equal shape"
+                remedy = "expected the same, as they share a part of the buffer"
+                chosen.fail(i, ValueError, f"{problem}, {remedy}")
+
+
+def _members(spec: ArraySpec, deal: Deal) -> list[tuple[Segment, list[int]]]:
     """The spans of each segment."""
     bounds = [*deal.starts, spec.shape[0]]
     return [
@@ -196,10 +217,10 @@ def _of_buffer(
             matrices = _of_items(own, first.layers, count * first.layers.num_layers)
             new = second_span(first, own, per_output, 0, spec.width)
             kept = 0 if new is None else count * new.num_blocks
-        found.append(Part(array, rows, matrices, (second, second + kept)))
+        found.append(Rows(array, matrices, rows, (second, second + kept)))
         second += kept
     if row < spec.shape[0]:
-        found.append(Part(array, (row, spec.shape[0]), is_padding=True))
+        found.append(Rows(array, None, (row, spec.shape[0]), is_padding=True))
     return found
 
 
@@ -212,8 +233,9 @@ def _of_deal(
 ) -> list[Part]:
     """A part for each segment, of the shares that this device has."""
     assert spec.deal is not None
-    found, row, second = [], 0, 0
-    for segment, own_spans in members(spec, spec.deal):
+    found: list[Part] = []
+    row = second = 0
+    for segment, own_spans in _members(spec, spec.deal):
         rows = deal.shares * segment.rows
         own = None if not own_spans else axes[own_spans[0]]
         matrices, kept = None, rows
@@ -222,12 +244,12 @@ def _of_deal(
             matrices = _of_items(own, span.layers, count)
             new = second_span(span, own, per_output, 0, spec.width)
             kept = 0 if new is None else count * new.blocks_per_layer
-        found.append(Part(array, (row, row + rows), matrices, (second, second + kept)))
+        found.append(Rows(array, matrices, (row, row + rows), (second, second + kept)))
         row, second = row + rows, second + kept
     return found
 
 
-def of_item(axes: MatrixAxes | None, span: Span) -> MatrixAxes | None:
+def _of_item(axes: MatrixAxes | None, span: Span) -> MatrixAxes | None:
     return None if axes is None else _of_items(axes, span.layers, 1)
 
 
@@ -242,8 +264,8 @@ def _of_items(axes: MatrixAxes, layers: LayerAxes, count: int) -> MatrixAxes:
     )
 
 
-def _sliced(x: jax.Array, rows: Rows | None) -> jax.Array:
-    if rows is None or rows == (0, x.shape[0]):
+def _sliced(x: jax.Array, rows: tuple[int, int]) -> jax.Array:
+    if rows == (0, x.shape[0]):
         return x
     return jax.lax.slice_in_dim(x, *rows)
 

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._muon.matrix_axes import MatrixAxes
+from jgrad._muon.matrix_axes import MatrixAxes, second_shape
+from jgrad._packed import packing
 from jgrad._packed.deals import Deal, Segment
 from jgrad._packed.packing import Packed
 from jgrad._packed.spans import Span
@@ -30,19 +31,13 @@ def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output
     def of_node(x: Any) -> Any:
         nonlocal count
         first = count
-        if isinstance(x, Packed):
+        if packing.is_packed(x):
             count += len(x.layout.runs)
             return _second_packed(x, axes[first:count], per_output)
         count += 1
-        return _second_leaf(x, axes[first], per_output)
+        return second_shape(x, axes[first], per_output=per_output)
 
-    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or isinstance(x, Packed))
-
-
-def _second_leaf(x: Any, axes: MatrixAxes | None, per_output: bool) -> Any:
-    if not checks.is_inexact(x) or (axes is not None and not per_output):
-        return None
-    return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
+    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or packing.is_packed(x))
 
 
 def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: bool) -> Packed:
@@ -52,7 +47,7 @@ def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: boo
     for name, buffer in x.buffers.items():
         own = layout.within(name)
         if not checks.is_inexact(buffer) or all(axes[i] is None for i, _ in own):
-            buffers[name] = _second_leaf(buffer, None, per_output)
+            buffers[name] = second_shape(buffer, None, per_output=per_output)
             continue
         if not per_output and all(axes[i] is not None for i, _ in own):
             buffers[name] = None

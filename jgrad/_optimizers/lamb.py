@@ -17,11 +17,15 @@ from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
-from jgrad._layers.ratios import IVY_GUARD
-from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio, written
+from jgrad._layers.trust import (
+    IVY_GUARD,
+    TrustLayers,
+    clamped_ratio,
+    scaled_by_trust_ratio,
+    written,
+)
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import Adam, BiasCorrection
-from jgrad._optimizers.trust_ratio import check_clamps, clamped_ratio, clamps
 from jgrad._trees import values
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -98,7 +102,7 @@ def _updates(
 def _read(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `lamb_update`, with what stands for no clamp and for no decay."""
     largest, decay = given["max_trust_ratio"], given["decay_lambda"]
-    check_clamps("lamb_update", given["min_trust_ratio"], largest)
+    options.check_clamps("lamb_update", given["min_trust_ratio"], largest)
     decay = numbers.optional_decay(decay, negative_is_none=given["rule"] == "ivy")
     return given | {"max_trust_ratio": numbers.upper_clamp(largest), "decay_lambda": decay}
 
@@ -295,7 +299,7 @@ def lamb(
     given.read(name)
     values.one_of(name, "rule", rule, _RULES)
     options.check_axes(name, mesh_axes, layer_axes)
-    clamps(name, min_trust_ratio, max_trust_ratio)
+    options.clamps(name, min_trust_ratio, max_trust_ratio)
     options.check_masks(
         name,
         (learning_rate, beta1, beta2, epsilon, weight_decay, min_trust_ratio, max_trust_ratio),
@@ -306,7 +310,7 @@ def lamb(
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         w = inputs.require_params("the trust ratio")
-        smallest, largest = clamps(name, min_trust_ratio, max_trust_ratio)
+        smallest, largest = options.clamps(name, min_trust_ratio, max_trust_ratio)
         numbers_of_lamb = Lamb(
             adam=given.read(name, step.number),
             learning_rate=options.learning_rates(inputs, learning_rate, step),

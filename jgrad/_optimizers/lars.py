@@ -18,8 +18,13 @@ from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
-from jgrad._layers.ratios import IVY_GUARD, one_where_zero, root_of_quotient
-from jgrad._layers.trust import TrustLayers, scaled_by_trust_ratio
+from jgrad._layers.trust import (
+    IVY_GUARD,
+    TrustLayers,
+    one_where_zero,
+    root_of_quotient,
+    scaled_by_trust_ratio,
+)
 from jgrad._optimizers.gradient_descent import with_momentum
 from jgrad._trees import checks, values
 from jgrad._trees.renamed import renamed

@@ -1,56 +1,18 @@
-"""LAMB's trust ratio, and scaling by it alone."""
+"""Scaling by the trust ratio of LAMB alone."""
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise
-from jgrad._arithmetic.leafwise import on_leaf
-from jgrad._inputs import numbers, options
+from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
 from jgrad._inputs.transformation import pair
-from jgrad._layers.ratios import one_where_zero, quotient
-from jgrad._layers.trust import scaled_by_trust_ratio
-from jgrad._trees import checks
+from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-
-
-@on_leaf(arrays=2)
-def clamped_ratio(
-    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> tuple[jax.Array]:
-    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone.
-
-    Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows.
-    """
-    above, below = w_norm >= largest * u_norm, w_norm <= smallest * u_norm
-    dividend = jnp.where(above, largest, jnp.where(below, smallest, w_norm))
-    divisor = jnp.where(above | below, jnp.ones_like(u_norm), u_norm)
-    return (quotient(*(one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))),)
-
-
-def clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
-    """Both clamps of the ratio as scalars; None for no upper one."""
-    both = (
-        numbers.scalar(name, "min_trust_ratio", smallest),
-        numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
-    )
-    check_clamps(name, smallest, largest)
-    return both
-
-
-def check_clamps(name: str, smallest: Any, largest: Any) -> None:
-    """In order, as far as they are concrete."""
-    if checks.is_number(smallest) and checks.is_number(largest) and not smallest <= largest:
-        raise ValueError(
-            f"{name}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, which is "
-            f"{largest}."
-        )
 
 
 @renamed(norm_axes="mesh_axes")
@@ -96,7 +58,7 @@ def scale_by_trust_ratio(
       (2020).
     """
     name = "scale_by_trust_ratio"
-    clamps(name, min_trust_ratio, max_trust_ratio)
+    options.clamps(name, min_trust_ratio, max_trust_ratio)
     options.check_axes(name, mesh_axes, layer_axes)
     options.check_masks(name, (min_trust_ratio, max_trust_ratio), trust_ratio_mask=trust_ratio_mask)
 
@@ -114,7 +76,7 @@ def scale_by_trust_ratio(
             directions,
             directions,
             ratio=clamped_ratio,
-            numbers=clamps(name, min_trust_ratio, max_trust_ratio),
+            numbers=options.clamps(name, min_trust_ratio, max_trust_ratio),
             layers=options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
         )
         return inputs.directions(scaled_directions), state

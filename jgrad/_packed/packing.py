@@ -143,7 +143,7 @@ def pack(
     if multiple_of != 1 or any(x is not None for x in given):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     structure: Any
-    nodes, structure = jax.tree.flatten(like, is_leaf=_is_packed)
+    nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
     parts = structure.flatten_up_to(tree)
     packed = [
@@ -191,7 +191,7 @@ def unpack(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: where_it_lies(_leaves, x) if isinstance(x, Packed) else x,
         tree,
-        is_leaf=_is_packed,
+        is_leaf=is_packed,
     )
 
 
@@ -214,22 +214,23 @@ def with_layouts(tree: PyTree, relabeled: Callable[[Layout], Layout]) -> PyTree:
     return jax.tree.map(
         lambda x: Packed(x.buffers, relabeled(x.layout)) if isinstance(x, Packed) else x,
         tree,
-        is_leaf=_is_packed,
+        is_leaf=is_packed,
     )
 
 
-def _is_packed(x: Any) -> bool:
+def is_packed(x: Any) -> bool:
+    """Whether it is a `Packed`; other folders ask this and test no type."""
     return isinstance(x, Packed)
 
 
 def any_packed(*trees: PyTree) -> bool:
     """Whether there is a `Packed` somewhere."""
-    return any(map(_is_packed, jax.tree.leaves(trees, is_leaf=_is_packed)))
+    return any(map(is_packed, jax.tree.leaves(trees, is_leaf=is_packed)))
 
 
 def check_unpacked(function: str, name: str, tree: PyTree) -> None:
     """There is no `Packed` in the tree: packed again, its buffers would be taken for leaves."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_packed):
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed):
         if isinstance(x, Packed):
             place = checks.at(jax.tree_util.keystr(path))
             remedy = "expected a tree of arrays; `unpack` it first"
@@ -238,7 +239,7 @@ def check_unpacked(function: str, name: str, tree: PyTree) -> None:
 
 def layout_in(tree: PyTree) -> Layout | None:
     """The layout of the first `Packed` in a tree; None where there is none."""
-    nodes = filter(_is_packed, jax.tree.leaves(tree, is_leaf=_is_packed))
+    nodes = filter(is_packed, jax.tree.leaves(tree, is_leaf=is_packed))
     return next((x.layout for x in nodes), None)
 
 

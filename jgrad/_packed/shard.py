@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jgrad._layers import replicas
 from jgrad._layers.layer_axes import axis_exists
+from jgrad._trees import shardings
 
 
 class Shard(NamedTuple):
@@ -57,9 +57,9 @@ def reduce_scatter_mean(x: jax.Array, shard: Shard) -> jax.Array:
 
 def all_gather(x: jax.Array, shard: Shard) -> jax.Array:
     """All rows on each device."""
-    return replicas.all_gather(x, shard.axes)
+    return shardings.all_gather(x, shard.axes)
 
 
 def is_known_to_be_invariant(x: jax.Array, shard: Shard) -> bool:
     """Whether `shard_map` with `check_vma=True` knows that `x` is the same on some devices."""
-    return any(replicas.is_known_to_be_invariant(x, axis) for axis in shard.axes)
+    return any(shardings.is_known_to_be_invariant(x, axis) for axis in shard.axes)

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jgrad._inputs.transformation import arrays_of
+from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, values
@@ -143,7 +144,7 @@ class _Shardings:
         replicated: NamedSharding,
         axes: tuple[str, ...],
     ) -> None:
-        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, Packed))
+        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=packing.is_packed)
         self._nodes = dict(nodes)
         self._leaves, self._replicated, self._axes = leaves, replicated, axes
 
@@ -151,10 +152,10 @@ class _Shardings:
         """The sharding of each array of a state."""
 
         def of_node(path: Path, x: Any) -> Any:
-            return self._of_packed(path, x) if isinstance(x, Packed) else self._of_array(path, x)
+            return self._of_packed(path, x) if packing.is_packed(x) else self._of_array(path, x)
 
         def is_leaf(x: Any) -> bool:
-            return isinstance(x, (Packed, Blocks))
+            return packing.is_packed(x) or isinstance(x, Blocks)
 
         return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=is_leaf)
 
@@ -174,7 +175,7 @@ class _Shardings:
         shardings = {}
         for name, buffer in packed.buffers.items():
             leaf = layout.unpacked_leaf(name)
-            if isinstance(node, Packed):
+            if packing.is_packed(node):
                 followed = node.buffers.get(name)
                 if leaf is None:  # moments of some leaves alone have fewer rows
                     followed = _with_rows_of(followed, buffer)
