@@ -21,8 +21,8 @@ from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
     clamped_ratio,
+    materialized,
     scaled_by_trust_ratio,
-    written,
 )
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import Adam, BiasCorrection
@@ -83,7 +83,7 @@ def _updates(
         deltas.append(delta)
         decayed.append(delta if plain else (_decayed_delta, (m, v, x, alpha, epsilon, decay)))
     if rule == "paper":
-        deltas = decayed = written(decayed, layers)
+        deltas = decayed = materialized(decayed, layers)
     return scaled_by_trust_ratio(
         w,
         deltas,
