@@ -13,10 +13,9 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed import deals
-from jgrad._packed.deals import Deal
 from jgrad._packed.packing import Packed
-from jgrad._packed.rows import DealtLayers, PackedLayers
+from jgrad._packed.row_order import RowOrder, span_of_row
+from jgrad._packed.rows import PackedLayers, ReorderedLayers
 from jgrad._packed.shard import Shard
 from jgrad._packed.spans import Span, to_blocks
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys
@@ -34,7 +33,7 @@ class ArraySpec(NamedTuple):
       shape: of the whole buffer.
       width: elements of a block.
       shard: the rows that this device has; None for all of them.
-      deal: how matrices are dealt out to the shards of the whole buffer; None if they are not.
+      row_order: that of the whole buffer; None where leaves follow each other.
     """
 
     positions: tuple[int, ...]
@@ -42,7 +41,7 @@ class ArraySpec(NamedTuple):
     shape: tuple[int, ...] = ()
     width: int = 0
     shard: Shard | None = None
-    deal: Deal | None = None
+    row_order: RowOrder | None = None
 
     @property
     def is_buffer(self) -> bool:
@@ -62,11 +61,11 @@ class ArraySpec(NamedTuple):
         return (self.shard.num_rows(self.shape[0]), *self.shape[1:])
 
     @property
-    def own_deal(self) -> Deal | None:
+    def local_row_order(self) -> RowOrder | None:
         """That of the rows which this device has; None where leaves follow each other."""
-        if self.deal is None or self.shard is None:
-            return self.deal
-        return self.deal.of_some(self.shard.devices)
+        if self.row_order is None or self.shard is None:
+            return self.row_order
+        return self.row_order.on_one_of(self.shard.devices)
 
     def per_array(self, entries: Sequence[Any]) -> Any:
         """One entry per leaf of the tree as one for the array.
@@ -92,7 +91,9 @@ class ArraySpec(NamedTuple):
             ]
             if shared:
                 return numbers[0]
-            return jnp.stack(numbers)[deals.owners(self.spans, self.shape[0], self.deal)][:, None]
+            return jnp.stack(numbers)[span_of_row(self.spans, self.shape[0], self.row_order)][
+                :, None
+            ]
         parts, row = [], 0
         for span, x in zip(self.spans, own, strict=True):
             each = jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
@@ -103,7 +104,7 @@ class ArraySpec(NamedTuple):
         elements = jnp.concatenate(parts)
         padding = self.shape[0] * self.width - elements.size
         rows = jnp.pad(elements, (0, padding)).reshape(self.shape)
-        return rows if self.deal is None else self.deal.by_share(rows)
+        return rows if self.row_order is None else self.row_order.to_shard_order(rows)
 
     def element_keys(self, seed: int, purpose: int) -> ElementKeys:
         """What random bits are a hash of, so that a leaf has the same ones packed or not.
@@ -114,11 +115,11 @@ class ArraySpec(NamedTuple):
         keys = leaf_keys(seed, purpose, self.positions)
         if self.is_unpacked:
             return ElementKeys(keys[0], np.zeros((), np.uint32))
-        leaf = keys[deals.owners(self.spans, self.shape[0], self.deal)]
+        leaf = keys[span_of_row(self.spans, self.shape[0], self.row_order)]
         first = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span, self.width)
-        first = first if self.deal is None else self.deal.by_share(first)
+        first = first if self.row_order is None else self.row_order.to_shard_order(first)
         if self.shard is None:
             return ElementKeys(leaf, first)
         return ElementKeys(self.shard.slice(leaf), self.shard.slice(first))
@@ -153,19 +154,19 @@ class ArraySpec(NamedTuple):
         sharded_over = first.mesh_axes
         if self.shard is not None:
             sharded_over = tuple(sorted({*sharded_over, *self.shard.axes}))
-        if self.deal is not None:
+        if self.row_order is not None:
             starts = tuple(
                 span.first + i * span.blocks_per_layer
                 for span in self.spans
                 for i in range(span.layers.num_layers)
             )
-            return DealtLayers(
+            return ReorderedLayers(
                 self.local_shape,
                 mesh_axes=sharded_over,
                 blocks=rows,
                 shard=self.shard,
                 starts=starts,
-                deal=self.deal,
+                row_order=self.row_order,
             )
         return PackedLayers(self.local_shape, mesh_axes=sharded_over, blocks=rows, shard=self.shard)
 
@@ -188,8 +189,8 @@ def specs(tree: PyTree) -> list[ArraySpec]:
         for name, shape in layout.shapes:
             positions, spans = zip(*layout.within(name), strict=True)
             positions = tuple(count + i for i in positions)
-            deal = layout.deal(name)
-            found.append(ArraySpec(positions, spans, shape, layout.width, layout.share, deal))
+            row_order = layout.row_order(name)
+            found.append(ArraySpec(positions, spans, shape, layout.width, layout.share, row_order))
         count += len(layout.runs)
     return found
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes
-from jgrad._packed.deals import Deal, Segment, deal_out, item_shape
+from jgrad._packed.row_order import RowOrder, Segment, assign_rows, item_shape
 from jgrad._packed.shard import Shard
 from jgrad._packed.spans import Span
 from jgrad._trees import checks, trees
@@ -54,7 +54,7 @@ class Layout:
       share: None outside of `zero`; inside, the shard that says which rows of the buffers of these
         shapes are on this device.
       width: elements of a block.
-      deals: (name, deal) of each buffer whose matrices are dealt out to shards.
+      row_orders: (name, row order) of each buffer whose shards have whole matrices.
 
     Example:
       >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
@@ -68,7 +68,7 @@ class Layout:
     runs: tuple[Span | None, ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     share: Shard | None = None
-    deals: tuple[tuple[str, Deal], ...] = ()
+    row_orders: tuple[tuple[str, RowOrder], ...] = ()
 
     @property
     def width(self) -> int:
@@ -82,7 +82,7 @@ class Layout:
     @property
     def _places(self) -> tuple[Any, ...]:
         """Everything but the structure of the tree."""
-        return self.runs, self.shapes, self.share, self.deals
+        return self.runs, self.shapes, self.share, self.row_orders
 
     def __hash__(self) -> int:
         return self._hash
@@ -110,9 +110,9 @@ class Layout:
         """The leaves of one buffer in the order in which they are there: positions and spans."""
         return self._within[name]
 
-    def deal(self, name: str) -> Deal | None:
-        """How the rows of a buffer are dealt out; None where leaves follow each other."""
-        return dict(self.deals).get(name)
+    def row_order(self, name: str) -> RowOrder | None:
+        """The order of the rows of a buffer; None where leaves follow each other."""
+        return dict(self.row_orders).get(name)
 
     def unpacked_leaf(self, name: str) -> int | None:
         """The position of the leaf that is this buffer, unpacked; None for a buffer of blocks."""
@@ -153,19 +153,21 @@ class Layout:
             span and (*span[:2], dataclasses.astuple(span.layers), *span[3:]) for span in self.runs
         ]
         shard = self.share and tuple(self.share)
-        deals = [(name, deal.shares, tuple(map(tuple, deal.segments))) for name, deal in self.deals]
-        return Layout._rebuilt, (numbers, spans, self.shapes, shard, self.width, deals)
+        orders = [(name, x.shards, tuple(map(tuple, x.segments))) for name, x in self.row_orders]
+        return Layout._rebuilt, (numbers, spans, self.shapes, shard, self.width, orders)
 
     @staticmethod
     def _rebuilt(
-        numbers: PyTree, spans: list[Any], shapes: Any, shard: Any, width: int, deals: Any = ()
+        numbers: PyTree, spans: list[Any], shapes: Any, shard: Any, width: int, orders: Any = ()
     ) -> "Layout":
         if width != WIDTH:
             raise ValueError(f"Layout: blocks of {width} elements, expected {WIDTH}.")
         structure = trees.flatten(numbers)[1]
         runs = tuple(x and Span(*x)._replace(layers=LayerAxes(*x[2])) for x in spans)
-        dealt = tuple((name, Deal(n, tuple(Segment(*x) for x in own))) for name, n, own in deals)
-        return Layout(structure, runs, shapes, shard and Shard(*shard), dealt)
+        row_orders = tuple(
+            (name, RowOrder(n, tuple(Segment(*x) for x in rows))) for name, n, rows in orders
+        )
+        return Layout(structure, runs, shapes, shard and Shard(*shard), row_orders)
 
     def differences(self, other: "Layout", own_name: str, other_name: str) -> Iterator[str]:
         """Where two layouts differ: a phrase for each place."""
@@ -231,7 +233,7 @@ def layout_of(
     """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
 
     Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. The
-    layers of leaves with True in `matrices` are dealt out to `multiple_of` shards.
+    layers of leaves with True in `matrices` are whole in each of `multiple_of` shards.
     """
     arg = ArgLeaves.from_tree(function, "tree", tree).with_arrays()
     for i, x in enumerate(arg.leaves):
@@ -258,14 +260,14 @@ def layout_of(
         packed.append((i, Span(path, np.dtype(x.dtype), own, x.dtype.name, 0, blocks_per_layer)))
     # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
     packed.sort(key=lambda pair: (pair[1].layers.shape, pair[1].layers.stacked))
-    dealt: dict[str, Deal] = {}
+    row_orders: dict[str, RowOrder] = {}
     for name in dict.fromkeys(span.buffer for _, span in packed):
         within = [(i, span) for i, span in packed if span.buffer == name]
         chosen = [matrices is not None and matrices[i] for i, _ in within]
         if any(chosen) and multiple_of > 1:
-            starts, deal = deal_out([span for _, span in within], chosen, multiple_of)
-            dealt[name], rows = deal, multiple_of * deal.rows_per_share
-            _check_padding(arg, within, chosen, deal)
+            starts, row_order = assign_rows([span for _, span in within], chosen, multiple_of)
+            row_orders[name], rows = row_order, multiple_of * row_order.rows_per_shard
+            _check_padding(arg, within, chosen, row_order)
         else:
             *starts, end = itertools.accumulate((x.num_blocks for _, x in within), initial=0)
             rows = -(-end // multiple_of) * multiple_of
@@ -277,16 +279,19 @@ def layout_of(
         structure,
         tuple(spans),
         tuple(sorted(shapes.items())),
-        deals=tuple(sorted(dealt.items())),
+        row_orders=tuple(sorted(row_orders.items())),
     )
     return layout, list(arg.leaves)
 
 
 def _check_padding(
-    arg: ArgLeaves, own: list[tuple[int, Span]], chosen: list[bool], deal: Deal
+    arg: ArgLeaves, own: list[tuple[int, Span]], chosen: list[bool], row_order: RowOrder
 ) -> None:
-    """No more than half of a dealt buffer is padding: some shape has too few matrices."""
-    rows, used = deal.shares * deal.rows_per_share, sum(span.num_blocks for _, span in own)
+    """No more than half of such a buffer is padding: some shape has too few matrices."""
+    rows, used = (
+        row_order.shards * row_order.rows_per_shard,
+        sum(span.num_blocks for _, span in own),
+    )
     if 2 * used >= rows:
         return
     wasted: dict[tuple[int, ...], list[int]] = {}
@@ -298,13 +303,14 @@ def _check_padding(
     def padding(shape: tuple[int, ...]) -> int:
         first = spans[wasted[shape][0]]
         count = sum(spans[i].layers.num_layers for i in wasted[shape])
-        return (-count % deal.shares) * first.blocks_per_layer
+        return (-count % row_order.shards) * first.blocks_per_layer
 
     shape = max(wasted, key=padding)
     count = sum(spans[i].layers.num_layers for i in wasted[shape])
     problem = (
         f"{'1 matrix' if count == 1 else f'{count} matrices'} of shape {shape} for "
-        f"{deal.shares} shards: {100 * (rows - used) // rows}% of the buffer would be padding, "
-        "expected at most half; shard over a smaller mesh axis, with a smaller `multiple_of`"
+        f"{row_order.shards} shards: {100 * (rows - used) // rows}% of the buffer would be "
+        "padding, expected at most half; shard over a smaller mesh axis, with a smaller "
+        "`multiple_of`"
     )
     arg.fail(wasted[shape][0], ValueError, problem)

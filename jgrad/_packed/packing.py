@@ -255,7 +255,7 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
         here = {i: jax.tree.map(replicated, leaves[i]) for i, _ in own}
         if isinstance(here[i], Blocks):
             joined = quantized_buffers.join([(span, here[i]) for i, span in own], shape[0])
-            buffers[name] = jax.tree.map(functools.partial(_by_share, layout, name), joined)
+            buffers[name] = jax.tree.map(functools.partial(_to_shard_order, layout, name), joined)
             continue
         parts, row = [], 0
         dtype = here[i].dtype
@@ -264,7 +264,7 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
             parts.append(spans.to_blocks(span, here[i], layout.width))
             row = span.first + span.num_blocks
         parts += _zeros(shape[0] - row, layout.width, dtype)
-        buffers[name] = _by_share(layout, name, splitting.join(parts).reshape(shape))
+        buffers[name] = _to_shard_order(layout, name, splitting.join(parts).reshape(shape))
     return Packed(buffers, layout)
 
 
@@ -272,10 +272,10 @@ def _zeros(rows: int, width: int, dtype: Any) -> list[jax.Array]:
     return [jnp.zeros((rows * width,), dtype)] if rows else []
 
 
-def _by_share(layout: Layout, name: str, buffer: jax.Array) -> jax.Array:
-    """The rows of a buffer as devices have them, where whole matrices are dealt out."""
-    deal = layout.deal(name)
-    return buffer if deal is None else deal.by_share(buffer)
+def _to_shard_order(layout: Layout, name: str, buffer: jax.Array) -> jax.Array:
+    """The rows of a buffer in the order in which devices have them."""
+    row_order = layout.row_order(name)
+    return buffer if row_order is None else row_order.to_shard_order(buffer)
 
 
 def _register_with_flax() -> None:
@@ -313,8 +313,8 @@ def _leaves(packed: Packed) -> PyTree:
                 "for shapes alone call `jax.eval_shape(unpack, tree)`."
             )
         buffer = jax.tree.map(replicated, buffer)
-        if (deal := layout.deal(name)) is not None:
-            buffer = jax.tree.map(deal.by_segment, buffer)
+        if (row_order := layout.row_order(name)) is not None:
+            buffer = jax.tree.map(row_order.to_leaf_order, buffer)
         pieces: list[tuple[int, tuple[int, Span] | None]] = []  # of padding None
         row = 0
         for i, span in own:

@@ -395,7 +395,7 @@ def test_e12_nan_on_one_device(wrapper, inner, own_axes, check_vma):
 
 # ---- stacked leaves ----------------------------------------------------------------------------
 
-# "scan" is cut within its layers. The layers of "pipeline" are dealt out whole: nothing of them is
+# "scan" is cut within its layers. The layers of "pipeline" are divided whole: nothing of them is
 # elsewhere. Of "grid", a device has two layers, each cut over the others.
 STACKED = {"scan": P(None, "data", "model"), "pipeline": P("data"), "grid": P("model", "data")}
 STACKED_AXES = {"scan": ("data", "model"), "pipeline": None, "grid": "data"}
@@ -421,7 +421,7 @@ def one_by_one(name):
     [("lamb", True), ("lamb", False), ("scale_by_trust_ratio", True), ("lars_update", True)],
 )
 def test_e14_stacked_and_cut(name, check_vma):
-    """Layers that are stacked for scan and cut, or stacked and dealt out, as each by itself."""
+    """Layers that are stacked for scan and cut, or stacked and divided, as each by itself."""
     w, gradients = stacked_problem()
     method = METHODS[name](mesh_axes=STACKED_AXES, layer_axes=0)
     step = in_shard_map(method, w, GRID, STACKED, check_vma=check_vma)

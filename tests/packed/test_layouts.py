@@ -132,12 +132,12 @@ def test_a_row_is_what_shares_a_scale_in_8_bits():
     (moment,) = state.mw.buffers.values()
     assert packed.layout.width == moment.form.size == moment.codes.shape[1]
     assert moment.scale.shape == (moment.codes.shape[0], 1)
-    rebuild, (*first, width, deals) = packed.layout.__reduce__()
-    assert rebuild(*first, width, deals) == packed.layout
+    rebuild, (*first, width, orders) = packed.layout.__reduce__()
+    assert rebuild(*first, width, orders) == packed.layout
     assert_error(
         ValueError,
         "Layout: blocks of 128 elements, expected 256.",
-        lambda: rebuild(*first, 128, deals),
+        lambda: rebuild(*first, 128, orders),
     )
 
 
