@@ -126,7 +126,7 @@ MUTATIONS = [
     Mutation("rows._in_chunks", "the last chunk is dropped", "X[Y, _ROWS - Z:]", "X[Y, :Z]", "tests/packed/test_row_sums.py"),
     Mutation("PackedLayers.layer_of_row", "rows behind the last layer are the first's", "len(_.blocks) - 1", "0", "tests/packed"),
     Mutation("PackedLayers.nonempty", "layers elsewhere are empty here", "_.shard is None", "True", "tests/packed/test_rows.py"),
-    Mutation("ArraySpec._per_buffer", "one rate for all leaves of a buffer", "X and len(set(Y)) == 1", "X", "tests/packed/test_arrays.py"),
+    Mutation("ArraySpec._per_buffer", "one rate for all leaves of a buffer", "X and len(set(Y)) == 1", "X", "tests/packed/test_array_spec.py"),
     Mutation("ArraySpec._per_buffer", "rates per element are averaged", "jnp.broadcast_to(X, Y)", "jnp.broadcast_to(jnp.mean(X), Y)", PACKED),
     Mutation("ArraySpec.per_array", "columns are not sliced for a shard", "X if _.shard is None or np.ndim(X) == 0 else _.shard.slice(X)", "X", DEVICES + "/test_zero.py"),
     Mutation("accumulate", "a sum for a mean", "jnp.where(_, X, 1)", "jnp.ones_like(X)", "tests/wrappers/test_accumulate.py"),

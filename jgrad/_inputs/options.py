@@ -17,7 +17,7 @@ from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
-from jgrad._packed import arrays
+from jgrad._packed import array_spec
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -170,7 +170,7 @@ def trust_layers(
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
     return TrustLayers(
-        arrays.layer_axes_per_array(inputs.specs, sharded, stacked, reference),
+        array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference),
         [spec.mask_per_layer(use) for spec in inputs.specs],
     )
 

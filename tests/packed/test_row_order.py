@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._packed import arrays
+from jgrad._packed import array_spec
 from jgrad._packed.row_order import RowOrder, Segment
 from tests.cases import rank_two
 from tests.packed.test_muon import LAYERS, MATRICES, W, normal
@@ -88,7 +88,9 @@ def make_many(**options):
 def test_each_shard_has_whole_matrices(shards):
     """As many of each shape in the same rows of each shard; the others are zeros."""
     tree = jax.tree.map(jnp.ones_like, many())
-    (spec,) = (s for s in arrays.specs(pack_many(tree, shards)) if s.spans[0].buffer == "float32")
+    (spec,) = (
+        s for s in array_spec.specs(pack_many(tree, shards)) if s.spans[0].buffer == "float32"
+    )
     buffer = pack_many(tree, shards).buffers["float32"].reshape(shards, -1, 256)
     assert buffer.shape[1] == spec.row_order.rows_per_shard
     row = 0
