@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
@@ -36,26 +37,14 @@ class Role(enum.Enum):
     OPTIONAL_NUMBER = enum.auto()  # likewise; None compiles to nothing
     BETA = enum.auto()  # in [0, 1), one element per leaf
 
-    @property
-    def is_array(self) -> bool:
-        """Whether it has elements of its own, and not one number per leaf."""
-        return self in (Role.WEIGHTS, Role.GRADIENT) or self.broadcasts
 
-    @property
-    def broadcasts(self) -> bool:
-        """Whether it may have any shape that broadcasts to the weights."""
-        return self.is_moment or self is Role.RATE
-
-    @property
-    def is_moment(self) -> bool:
-        """Whether it is part of the state."""
-        return self in (Role.FIRST_MOMENT, Role.SECOND_MOMENT)
-
-    @property
-    def may_be_complex(self) -> bool:
-        """Whether it is complex where the weights are."""
-        return self in (Role.WEIGHTS, Role.GRADIENT, Role.FIRST_MOMENT)
-
+MOMENTS = {Role.FIRST_MOMENT, Role.SECOND_MOMENT}
+# They may have any shape that broadcasts to the weights.
+BROADCAST = MOMENTS | {Role.RATE}
+# They have elements of their own, and not one number per leaf.
+ARRAYS = BROADCAST | {Role.WEIGHTS, Role.GRADIENT}
+# They are complex where the weights are.
+COMPLEX = {Role.WEIGHTS, Role.GRADIENT, Role.FIRST_MOMENT}
 
 Roles = Mapping[str, Role]
 
@@ -78,8 +67,7 @@ class AlignedArguments:
         self._gradient = _with_role(Role.GRADIENT, roles)
         self._reference = _with_role(Role.WEIGHTS, roles) or self._gradient
         self._trees = {
-            name: _floating(function, name, _value(named[name]), role)
-            for name, role in present.items()
+            name: _floating(function, name, named[name], role) for name, role in present.items()
         }
         self._packed = packing.any_packed(*self._trees.values())
         if self._packed:
@@ -105,7 +93,7 @@ class AlignedArguments:
                     self._scalar_entries(name, forms.complement),
                     self._scalar_entries(name, forms.log),
                 )
-            elif not role.is_array:
+            elif role not in ARRAYS:
                 self._leaves[name] = self._scalar_entries(name, self._trees[name], checked=True)
 
     def __getitem__(self, name: str) -> Any:
@@ -151,6 +139,8 @@ class AlignedArguments:
         default is all of them.
         """
         leaves = cast_back(new, self[name])
+        if trees.flatten(self._trees[name])[1] == self._structure:
+            return self._structure.unflatten(leaves)  # no tree is finer
         finest = None if computed_from is None else self._finest((name, *computed_from))
         if finest is None:
             return self._structure.unflatten(leaves)
@@ -174,11 +164,11 @@ class AlignedArguments:
         if role is Role.RATE:
             same = trees.flatten(tree)[1] == trees.flatten(reference)[1]
             return tree if same else self._per_array(name, tree)
-        if role.is_array:
+        if role in ARRAYS:
             checks.same_structure(self._function, name, tree, self._reference, reference)
             return tree
         checks.one_element(ArgLeaves.from_tree(self._function, name, tree))
-        return self._per_array(name, _scalars(tree))
+        return self._per_array(name, trees.map_leaves(_scalar, tree))
 
     def _per_array(self, name: str, tree: PyTree) -> PyTree:
         """An option for the leaves of a packed reference as one for its arrays."""
@@ -198,7 +188,7 @@ class AlignedArguments:
     def _scalar_entries(self, name: str, tree: PyTree, *, checked: bool = False) -> list[Any]:
         """A number per leaf as scalars; beside packed weights what was checked has their form."""
         if not (self._packed and checked):
-            tree = _scalars(tree)
+            tree = trees.map_leaves(_scalar, tree)
         if self._packed and not checked:
             tree = self._per_array(name, tree)
         return trees.repeat(trees.flatten(tree)[0], self._counts[name])
@@ -213,24 +203,22 @@ class AlignedArguments:
         checks.none_together(reference, gradient, list(args.values()))
         for name, role in roles.items():
             arg = args[name]
-            if role.may_be_complex:
+            if role in COMPLEX:
                 checks.same_kinds(arg, reference)
             if role is Role.GRADIENT:
                 checks.same_shapes(arg, reference)
-            elif role.broadcasts:
+            elif role in BROADCAST:
                 # Without weights nothing can be enlarged: a moment of shape (1,) beside a scalar
                 # is fine.
                 checks.broadcastable(arg, reference, rank_may_grow=reference is gradient)
-            elif not (role.is_array or self._packed):
-                checks.one_element(ArgLeaves.from_tree(self._function, name, self._trees[name]))
+            elif not (role in ARRAYS or self._packed):
+                given = ArgLeaves.from_tree(self._function, name, self._trees[name])
+                if any(map(np.ndim, given.leaves)):
+                    checks.one_element(given)
 
 
 def _with_role(role: Role, roles: Roles) -> str:
     return next((name for name in roles if roles[name] is role), "")
-
-
-def _value(x: Any) -> Any:
-    return x.value if isinstance(x, BetaForms) else x
 
 
 def _first_below(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
@@ -239,12 +227,13 @@ def _first_below(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
     return [leaves[i] if n else None for i, n in zip(starts, counts, strict=False)]
 
 
-def _scalars(tree: PyTree) -> PyTree:
-    return trees.map_leaves(lambda x: numerics.floating(x).reshape(()), tree)
+def _scalar(x: Any) -> jax.Array:
+    return numerics.floating(x).reshape(())
 
 
 def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
     """Integers in the default float dtype, except as weights, where they are an error."""
+    tree = tree.value if isinstance(tree, BetaForms) else tree
     leaves, structure = trees.flatten(tree)
     arg = ArgLeaves(function, name, leaves, lambda: trees.paths(tree))
     for i, x in enumerate(leaves):
@@ -257,7 +246,7 @@ def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
             continue
         if jnp.issubdtype(x.dtype, jnp.integer) and role is not Role.WEIGHTS:
             leaves[i] = numerics.floating(x)
-        elif not (jnp.issubdtype(x.dtype, jnp.complexfloating) and role.may_be_complex):
+        elif not (jnp.issubdtype(x.dtype, jnp.complexfloating) and role in COMPLEX):
             remedy = "; cast it, or leave it out of the update" if role is Role.WEIGHTS else ""
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating dtype{remedy}")
     return structure.unflatten(leaves)

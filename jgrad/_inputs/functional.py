@@ -26,7 +26,7 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._inputs import numbers
-from jgrad._inputs.aligned import AlignedArguments, Role, Roles
+from jgrad._inputs.aligned import ARRAYS, MOMENTS, AlignedArguments, Role, Roles
 from jgrad._inputs.moment import Moment, NewMoments
 from jgrad._layers.layer_axes import static_axes
 from jgrad._packed import packing
@@ -65,7 +65,10 @@ def update(
 
         def program(named: Arguments, options: tuple[tuple[str, Any], ...]) -> Any:
             arguments = AlignedArguments(name, roles, named)
-            entries = {key: _entry(arguments[key], role) for key, role in roles.items()}
+            entries = {
+                key: Moment(arguments[key]) if role in MOMENTS else arguments[key]
+                for key, role in roles.items()
+            }
             static = dict(options)
             if "layer_axes" in static:
                 static["layer_axes"] = arguments.layer_axes(static["layer_axes"])
@@ -88,21 +91,15 @@ def update(
                 axes = static_axes(name, given["mesh_axes"], given["layer_axes"])
                 given |= {"mesh_axes": None, "layer_axes": axes}
             options = tuple(given.items())
-            if all(map(_is_hashable, given.values())):
-                return compiled(named, options)
-            return program(named, options)  # the body says which option has no such values
+            try:
+                hash(options)
+            except TypeError:
+                return program(named, options)  # the body says which option has no such values
+            return compiled(named, options)
 
         return cast(F, call)
 
     return decorate
-
-
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
 
 
 def _refuse(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
@@ -111,10 +108,6 @@ def _refuse(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> 
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{name}: {error}.") from None
-
-
-def _entry(entry: Any, role: Role) -> Any:
-    return Moment(entry) if role.is_moment else entry
 
 
 def _results(
@@ -138,12 +131,11 @@ def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[
     canonical: dict[str, Any] = {}
     for name, role in roles.items():
         if role is Role.RATE:
-            numbers.in_range(
-                ArgLeaves.from_tree(function, name, named[name])
-            )  # of any sign, but finite
+            # Of any sign, but finite.
+            numbers.in_range(ArgLeaves.from_tree(function, name, named[name]))
     for name, tree in lists_as_arrays(function, named).items():
         role = roles[name]
-        if role.is_array:
+        if role in ARRAYS:
             canonical[name] = _strong_arrays(function, name, tree, role)
         elif role is Role.BETA:
             canonical[name] = numbers.betas(function, name, tree)

@@ -250,7 +250,9 @@ def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool =
         return result == to or (rank_may_grow and math.prod(result) == math.prod(to))
 
     for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True)):
-        if x is not None and r is not None and not fits(x.shape, r.shape):
+        if x is None or r is None or x.ndim == 0 or x.shape == r.shape:
+            continue
+        if not fits(x.shape, r.shape):
             problem = f"shape {x.shape}, expected {r.shape} or one that broadcasts to it"
             arg.fail(i, ValueError, problem, f" does not broadcast to `{reference.name}`")
 

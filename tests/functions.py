@@ -1,0 +1,108 @@
+"""How many functions of jgrad run in a traced `init` and `update`, and in how many files.
+
+    python -m tests.functions
+
+prints a table. Two leaves are traced, with nothing in JAX's caches. Counted are functions that a
+reader would open: `def` and `lambda`, each once. Comprehensions are none, as for Python 3.12; the
+third column counts them, too.
+"""
+
+import collections
+import pathlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jgrad
+
+PACKAGE = str(pathlib.Path(jgrad.__file__).parent)
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+
+
+class Counts(NamedTuple):
+    """What runs of jgrad.
+
+    Attributes:
+      functions: those with a name, and lambdas.
+      files: in which they are.
+      with_comprehensions: functions, and comprehensions that Python calls as such.
+      calls: of all of them.
+    """
+
+    functions: int
+    files: int
+    with_comprehensions: int
+    calls: int
+
+
+def counted(program: Callable[[], Any]) -> Counts:
+    """What runs in a call of `program`."""
+    calls: dict[tuple[str, str, int], int] = collections.Counter()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            calls[code.co_filename, code.co_name, code.co_firstlineno] += 1
+
+    jax.clear_caches()
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        program()
+    finally:
+        sys.setprofile(before)
+    named = [key for key in calls if key[1] not in COMPREHENSIONS]
+    files = {file for file, *_ in named}
+    return Counts(len(named), len(files), len(calls), sum(calls.values()))
+
+
+def params(rows: int = 3, columns: int = 2) -> dict[str, jax.Array]:
+    """Two leaves."""
+    return {"w": jnp.ones((rows, columns)), "b": jnp.zeros(columns)}
+
+
+def traced(tx: optax.GradientTransformation, w: Any) -> Callable[[], Any]:
+    """`init` and `update`, as `jax.jit` traces them."""
+
+    def program() -> None:
+        state = jax.eval_shape(tx.init, w)
+        jax.eval_shape(tx.update, w, state, w)
+
+    return program
+
+
+def programs() -> dict[str, Callable[[], Any]]:
+    """Each row of the table."""
+    w, large = params(), params(64, 128)
+    matrices = {"w": True, "b": False}
+    adam = jgrad.adam(1e-3, weight_decay=0.1)
+    in_8_bits = jgrad.adam(1e-3, weight_decay=0.1, moment_dtype="8bit")
+    muon = jgrad.muon(1e-3, matrices=matrices, adam_learning_rate=1e-3, weight_decay=0.1)
+    step = jgrad.skip_nonfinite(optax.chain(jgrad.clip_by_global_norm(1.0), adam))
+    return {
+        "adam, decay": traced(adam, w),
+        "adam, decay, 8 bits of small leaves": traced(in_8_bits, w),
+        "adam, decay, 8 bits": traced(in_8_bits, large),
+        "lamb, decay": traced(jgrad.lamb(1e-3, weight_decay=0.1), w),
+        "muon, decay": traced(muon, w),
+        "adam_update": lambda: jax.eval_shape(lambda: jgrad.adam_update(w, w, 1e-3, w, w, 1)),
+        "skip(clip, adam, decay)": traced(step, w),
+        "adam, decay, packed": traced(adam, jgrad.pack(w)),
+    }
+
+
+def main() -> None:
+    """Prints the table."""
+    print("| program | functions | files | with comprehensions | calls |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, program in programs().items():
+        print(f"| {name} |", " | ".join(map(str, counted(program))), "|")
+
+
+if __name__ == "__main__":
+    main()

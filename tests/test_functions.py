@@ -1,0 +1,37 @@
+"""An update runs through few functions in few files, so that it can be followed."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Functions and files at most.
+LIMITS = {
+    "adam, decay": (110, 14),
+    "adam, decay, 8 bits of small leaves": (120, 16),
+    "lamb, decay": (170, 20),
+    "muon, decay": (190, 21),
+    "adam_update": (90, 12),
+}
+
+
+@pytest.fixture(scope="module")
+def table():
+    """What `tests.functions` prints, in a process whose caches of JAX nobody else needs."""
+    command = [sys.executable, "-m", "tests.functions"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+    return {name: tuple(map(int, counts)) for name, *counts in rows}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_little_to_pass(name, table):
+    functions, files, *_ = table[name]
+    assert functions <= LIMITS[name][0]
+    assert files <= LIMITS[name][1]
+
+
+def test_what_is_counted(table):
+    """Each function once, however often it is called; comprehensions are counted apart."""
+    for functions, files, with_comprehensions, calls in table.values():
+        assert 0 < files < functions < with_comprehensions < calls
