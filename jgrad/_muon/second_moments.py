@@ -4,7 +4,6 @@ Matrices of Muon have none, or one number per output. The buffer of second momen
 has the rows of all other leaves, in the order of the parameters.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes, second_shape
-from jgrad._packed import packing
+from jgrad._packed import layouts, packing
 from jgrad._packed.packing import Packed
 from jgrad._packed.row_order import RowOrder, Segment
 from jgrad._packed.spans import Span
@@ -32,7 +31,7 @@ def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output
         nonlocal count
         first = count
         if packing.is_packed(x):
-            count += len(x.layout.runs)
+            count += len(layouts.spans(x.layout))
             return _second_packed(x, axes[first:count], per_output)
         count += 1
         return second_shape(x, axes[first], per_output=per_output)
@@ -42,10 +41,10 @@ def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output
 
 def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: bool) -> Packed:
     layout = x.layout
-    runs, buffers, shapes = list(layout.runs), dict(x.buffers), dict(layout.shapes)
-    row_orders = dict(layout.row_orders)
+    runs, buffers, shapes = list(layouts.spans(layout)), dict(x.buffers), dict(layout.shapes)
+    row_orders: dict[str, RowOrder] = {}
     for name, buffer in x.buffers.items():
-        own = layout.within(name)
+        own = layouts.within(layout, name)
         if not checks.is_inexact(buffer) or all(axes[i] is None for i, _ in own):
             buffers[name] = second_shape(buffer, None, per_output=per_output)
             continue
@@ -57,7 +56,7 @@ def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: boo
             runs[i] = new = second_span(span, axes[i], per_output, 0, layout.width)
             assert new is not None
             shapes[name] = new.layers.shape
-        elif (row_order := layout.row_order(name)) is not None:
+        elif (row_order := layouts.row_order(layout, name)) is not None:
             rows, new_order = _second_row_order(
                 runs, own, axes, per_output, row_order, layout.width
             )
@@ -70,16 +69,10 @@ def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: boo
                 row += 0 if new is None else new.num_blocks
             shapes[name] = (row, layout.width)
         local = shapes[name]
-        if layout.share is not None and not own[0][1].is_unpacked:
-            local = (layout.share.num_rows(local[0]), *local[1:])
+        if (shard := layouts.shard(layout)) is not None and not own[0][1].is_unpacked:
+            local = (shard.num_rows(local[0]), *local[1:])
         buffers[name] = jax.ShapeDtypeStruct(local, buffer.dtype)
-    reduced = dataclasses.replace(
-        layout,
-        runs=tuple(runs),
-        shapes=tuple(sorted(shapes.items())),
-        row_orders=tuple(sorted(row_orders.items())),
-    )
-    return Packed(buffers, layout if reduced == layout else reduced)
+    return Packed(buffers, layouts.with_places(layout, runs, shapes, row_orders))
 
 
 def _second_row_order(

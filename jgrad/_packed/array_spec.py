@@ -13,6 +13,7 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
+from jgrad._packed import layouts
 from jgrad._packed.packing import Packed
 from jgrad._packed.row_order import RowOrder, span_of_row
 from jgrad._packed.rows import PackedLayers, ReorderedLayers
@@ -187,11 +188,11 @@ def specs(tree: PyTree) -> list[ArraySpec]:
             continue
         layout = x.layout
         for name, shape in layout.shapes:
-            positions, spans = zip(*layout.within(name), strict=True)
+            positions, spans = zip(*layouts.within(layout, name), strict=True)
             positions = tuple(count + i for i in positions)
-            row_order = layout.row_order(name)
-            found.append(ArraySpec(positions, spans, shape, layout.width, layout.share, row_order))
-        count += len(layout.runs)
+            shard, row_order = layouts.shard(layout), layouts.row_order(layout, name)
+            found.append(ArraySpec(positions, spans, shape, layout.width, shard, row_order))
+        count += len(layouts.spans(layout))
     return found
 
 

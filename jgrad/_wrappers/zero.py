@@ -1,12 +1,11 @@
 """ZeRO-1: each device keeps and updates a shard of the state."""
 
-import dataclasses
 from typing import Any
 
 import optax
 
 from jgrad._inputs.transformation import pair
-from jgrad._packed import array_spec, packing, shard
+from jgrad._packed import array_spec, layouts, packing, shard
 from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
@@ -124,7 +123,7 @@ def _with_shard(tree: PyTree, own: Shard | None) -> PyTree:
 
     Outside of `tx` each array is whole, or sharded as its sharding says, and layouts do not say it.
     """
-    return packing.with_layouts(tree, lambda layout: dataclasses.replace(layout, share=own))
+    return packing.with_layouts(tree, lambda layout: layouts.with_shard(layout, own))
 
 
 def _sliced(params: PyTree, own: Shard) -> PyTree:
