@@ -135,7 +135,7 @@ def traffic() -> list[Traffic]:
 def _compiled_traffic() -> list[Traffic]:
     """Of eight square matrices with rows or columns sharded, or on each device."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
-    ours = jgrad.muon(RATE, matrices=True, adam_learning_rate=RATE, share_over="data")
+    ours = jgrad.muon(RATE, matrices=True, adam_learning_rate=RATE, shard_over="data")
 
     def count(tx: Any, spec: P) -> dict[str, int]:
         sharding = NamedSharding(mesh, spec)

@@ -253,7 +253,7 @@ def muon(results: Sequence[muon_benchmark.Result]) -> Section:
 
 _TRAFFIC_NOTE = """\
 Eight matrices on eight devices under `jit`, compiled and not run: collectives of one update,
-`muon(share_over="data")` and `optax.contrib.muon`. Those of optax are in its iterations."""
+`muon(shard_over="data")` and `optax.contrib.muon`. Those of optax are in its iterations."""
 
 
 def muon_traffic(results: Sequence[muon_benchmark.Traffic]) -> Section:

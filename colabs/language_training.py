@@ -183,7 +183,7 @@ def _transformation(settings: Settings) -> recipes.Transformation:
         accumulate=settings.accumulate,
         skip=settings.skip,
         ema=settings.ema,
-        share_over=_AXIS if settings.devices > 1 and not settings.zero else None,
+        shard_over=_AXIS if settings.devices > 1 and not settings.zero else None,
     )
     return jgrad.zero(tx, _AXIS) if settings.zero else tx
 

@@ -66,7 +66,7 @@ def transformation(
     accumulate: int = 1,
     skip: bool = False,
     ema: float = 0.0,
-    share_over: str | None = None,
+    shard_over: str | None = None,
 ) -> Transformation:
     """The optimizer in its wrappers.
 
@@ -81,10 +81,10 @@ def transformation(
       accumulate: mini-batches for each update.
       skip: whether steps that are not finite are left out.
       ema: decay of the average of parameters; 0 for none.
-      share_over: under `jit`, the mesh axis over which Muon deals its matrices out.
+      shard_over: under `jit`, the mesh axis over which the iterations of Muon are sharded.
     """
     own = RECIPES[recipe]
-    options = {"share_over": share_over} if optimizer == "muon" else {}
+    options = {"shard_over": shard_over} if optimizer == "muon" else {}
     tx = OPTIMIZERS[optimizer].make(
         rate,
         weight_decay=weight_decay,

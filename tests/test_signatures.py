@@ -27,8 +27,8 @@ ORDER = [
     *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2", "epsilon"),
     *("weight_decay", "decay_lambda", "weight_decay_mask"),
     *("max_trust_ratio", "min_trust_ratio", "trust_ratio_mask"),
-    *("bias_correction", "rate_in_momentum", "scale", "coefficients", "rule"),
-    *("output_axes", "norm_axes", "mesh_axes", "layer_axes", "share_over", "compute_dtype"),
+    *("bias_correction", "rate_in_momentum", "scale", "coefficients", "rule", "normuon_beta"),
+    *("output_axes", "mesh_axes", "layer_axes", "shard_over", "compute_dtype"),
     # Of the leaves that Muon leaves to Adam.
     *("adam_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay"),
     *("moment_dtype", "full_precision", "stop_gradients", "out"),
@@ -56,14 +56,9 @@ DIFFERENT = {
 
 
 def options(name):
-    """Defaults of the keyword-only parameters; Adam's betas inside of Muon have a prefix."""
+    """Defaults of the keyword-only parameters."""
     parameters = inspect.signature(getattr(jgrad, name)).parameters.values()
-    found = {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY}
-    if "output_axes" in found:  # (-1,) for `optax.inject_hyperparams`
-        assert found["output_axes"] in (-1, (-1,))
-        found["output_axes"] = -1
-    betas = ("beta1", "beta2") if "muon" in name else ()
-    return {f"adam_{key}" if key in betas else key: value for key, value in found.items()}
+    return {x.name: x.default for x in parameters if x.kind is x.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *UPDATES, *PARTS])

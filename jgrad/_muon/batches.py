@@ -30,7 +30,7 @@ def orthogonalized(
     *,
     coefficients: Coefficients,
     compute_dtype: np.dtype | None,
-    share_over: tuple[str, ...] = (),
+    shard_over: tuple[str, ...] = (),
 ) -> list[jax.Array]:
     """Each matrix of each array, in float32 or wider.
 
@@ -40,7 +40,7 @@ def orthogonalized(
       axes: where they are.
       coefficients: of Newton-Schulz.
       compute_dtype: of what its products read.
-      share_over: mesh axes over which the matrices of a shape are dealt out, under `jit`.
+      shard_over: mesh axes over which the matrices of a shape are dealt out, under `jit`.
     """
     steps = functools.partial(
         newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
@@ -53,9 +53,9 @@ def orthogonalized(
         groups[kind].append(i)
     for members in groups.values():
         counts, own = [axes[i].count for i in members], [stacks[i] for i in members]
-        if share_over:
-            mesh = _mesh(function, arrays, share_over)
-            parts = jax.lax.split(_shared(steps, _concatenated(own), mesh, share_over), counts)
+        if shard_over:
+            mesh = _mesh(function, arrays, shard_over)
+            parts = jax.lax.split(_shared(steps, _concatenated(own), mesh, shard_over), counts)
         else:
             parts = _split(steps(_joined(own)), counts)
         for i, x in zip(members, parts, strict=True):
@@ -64,34 +64,34 @@ def orthogonalized(
     return [sharded_as(y, x) for x, y in zip(arrays, found, strict=True)]
 
 
-def _shared(steps: Function, x: jax.Array, mesh: Any, share_over: tuple[str, ...]) -> jax.Array:
+def _shared(steps: Function, x: jax.Array, mesh: Any, shard_over: tuple[str, ...]) -> jax.Array:
     """The steps, of which each device along the mesh axes takes some matrices.
 
     Two all-to-alls where matrices are sharded, one all-gather where they are replicated: the stack
     is not sharded over its count before and after, which the partitioner does not find by itself.
     """
-    count, devices = len(x), math.prod(mesh.shape[name] for name in share_over)
+    count, devices = len(x), math.prod(mesh.shape[name] for name in shard_over)
     missing = -count % devices
     x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, missing, 0), (0, 0, 0), (0, 0, 0)))
-    is_auto = all(mesh.axis_types[mesh.axis_names.index(x)] == AxisType.Auto for x in share_over)
+    is_auto = all(mesh.axis_types[mesh.axis_names.index(x)] == AxisType.Auto for x in shard_over)
     free = PartitionSpec.UNCONSTRAINED if is_auto else None
     whole = NamedSharding(mesh, PartitionSpec(None, free, free))
     place = jax.lax.with_sharding_constraint if is_auto else jax.sharding.reshard
-    dealt = PartitionSpec(share_over)
+    dealt = PartitionSpec(shard_over)
     shared = jax.shard_map(steps, mesh=mesh, in_specs=dealt, out_specs=dealt, check_vma=False)
     x = place(shared(place(x, whole if is_auto else NamedSharding(mesh, dealt))), whole)
     return x[:count]
 
 
-def _mesh(function: str, arrays: Sequence[jax.Array], share_over: tuple[str, ...]) -> Any:
+def _mesh(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]) -> Any:
     """The mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
-        if set(share_over) <= set(mesh.axis_names):
+        if set(shard_over) <= set(mesh.axis_names):
             return mesh
-    names = ", ".join(map(repr, share_over))
+    names = ", ".join(map(repr, shard_over))
     raise ValueError(
-        f"{function}: `share_over`: no mesh with {names} here, expected leaves with a "
+        f"{function}: `shard_over`: no mesh with {names} here, expected leaves with a "
         "NamedSharding on such a mesh, or a call of the compiled function under "
         "`jax.set_mesh(mesh)`."
     )

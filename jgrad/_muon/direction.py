@@ -18,7 +18,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._muon import batches, matrix_axes, packed_parts
-from jgrad._muon.matrix_axes import MatrixAxes, Part, read_cuts, read_output_axes, second_shape
+from jgrad._muon.matrix_axes import MatrixAxes, Part, read_output_axes, read_shardings, second_shape
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.second_moments import second_shapes
 from jgrad._optimizers import adam as adam_of
@@ -49,12 +49,13 @@ class Muon(NamedTuple):
     coefficients: Any
     rule: MuonRule
     output_axes: PyTree
-    norm_axes: PyTree
+    mesh_axes: PyTree
     layer_axes: PyTree
-    share_over: Any
+    shard_over: Any
     compute_dtype: Any
-    beta1: Scalar
-    beta2: Scalar
+    normuon_beta: Scalar
+    adam_beta1: Scalar
+    adam_beta2: Scalar
     adam_epsilon: Scalar
 
     @classmethod
@@ -68,30 +69,26 @@ class Muon(NamedTuple):
             numbers.beta(name, "momentum", given.momentum)
         read_output_axes(name, given.output_axes)
         read_layer_axes(name, given.layer_axes)
-        read_cuts(name, given.norm_axes)
+        read_shardings(name, given.mesh_axes)
+        numbers.beta(name, "normuon_beta", given.normuon_beta)
         given.adam(name)
-        over = given.share_over
+        over = given.shard_over
         return given._replace(
             scale=read_scale(name, given.scale),
             coefficients=read_coefficients(name, given.coefficients),
             compute_dtype=check_compute_dtype(name, given.compute_dtype),
-            share_over=() if over is None else values.axis_names(name, "share_over", over),
+            shard_over=() if over is None else values.axis_names(name, "shard_over", over),
         )
 
     def adam(self, name: str, step: Any = 0) -> Adam:
-        """The numbers of Adam, of all other leaves; `beta2` is NorMuon's, too."""
-        return Adam(
-            beta1=numbers.beta(name, "beta1", self.beta1),
-            beta2=numbers.beta(name, "beta2", self.beta2),
-            epsilon=numbers.scalar(name, "adam_epsilon", self.adam_epsilon),
-            bias_correction="moments",
-            step=jnp.asarray(step, dtype=float),
-        )
+        """The numbers of Adam, of all other leaves."""
+        adam = Adam(self.adam_beta1, self.adam_beta2, self.adam_epsilon, "moments")
+        return adam.read(name, step, prefix="adam_")
 
     def shapes_of(self, inputs: Parameters) -> MomentShapes:
         """The shapes of the moments; and where the matrices of each leaf are."""
         axes = matrix_axes.find(
-            inputs, self.matrices, self.output_axes, self.layer_axes, self.norm_axes
+            inputs, self.matrices, self.output_axes, self.layer_axes, self.mesh_axes
         )
         per_output = self.rule == "normuon"
         if inputs.has_buffers:
@@ -255,7 +252,8 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
     if is_normuon:
         for i, mean in zip(own, _mean_squares(chosen, found), strict=True):
             means[i] = parts[i].from_matrices(mean, vw.old[i], per_output=True)
-    of_matrices = calls(rules.average, means, vw.old, b2.value, b2.complement)
+    bn = numbers.beta(name, "normuon_beta", muon.normuon_beta)
+    of_matrices = calls(rules.average, means, vw.old, bn.value, bn.complement)
     of_others = calls(adam_of.second_moment, g_of_others, vw.old, b2.value, b2.complement)
     new_vw = vw.write([x or y for x, y in zip(of_matrices, of_others, strict=True)])
     if is_normuon:
@@ -286,7 +284,7 @@ def _orthogonalized(
         [part.whole for part in chosen],
         coefficients=muon.coefficients,
         compute_dtype=muon.compute_dtype,
-        share_over=muon.share_over,
+        shard_over=muon.shard_over,
     )
 
 

@@ -106,7 +106,9 @@ def _check_parameters(arg: ArgLeaves, tree: PyTree) -> None:
         arg.fail(0, TypeError, f"{checks.describe(tree)}, expected a tree of parameters{remedy}")
 
 
-def hidden_matrices(exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None) -> HiddenMatrices:
+def hidden_matrices(
+    *, exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
+) -> HiddenMatrices:
     """The leaves that Muon is made for, as its `matrices`: all but those with other names.
 
         a leaf is a matrix:  rank - len(layer_axes) >= 2, and no part of its path is excluded

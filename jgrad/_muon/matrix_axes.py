@@ -35,13 +35,13 @@ class MatrixAxes:
       shape: shape of the array.
       stacked: axes of the array with a matrix for each index, in order and none negative.
       outputs: axes that are outputs, likewise.
-      cuts: (axis of the array, names of mesh axes) of each axis of which a device has a part.
+      sharded_axes: (axis, names of mesh axes) of each axis of which a device has a part.
     """
 
     shape: tuple[int, ...]
     stacked: tuple[int, ...]
     outputs: tuple[int, ...]
-    cuts: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    sharded_axes: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class MatrixAxes:
         shape = list(self.shape)
         for axis, names in self._gathered_axes:
             shape[axis] *= jax.lax.psum(1, names)
-        return dataclasses.replace(self, shape=tuple(shape), cuts=())
+        return dataclasses.replace(self, shape=tuple(shape), sharded_axes=())
 
     def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
         """Whole matrices, of parts of them; or whole outputs, of one number per output."""
@@ -83,7 +83,7 @@ class MatrixAxes:
             x = all_gather(x, names, axis)
         return x
 
-    def own_part(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+    def local_part(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
         """This device's part, of what `gathered` returned."""
         for axis, names in self._gathered_axes_of(per_output):
             first = jax.lax.axis_index(names) * self.shape[axis]
@@ -97,7 +97,7 @@ class MatrixAxes:
     @property
     def _gathered_axes(self) -> list[tuple[int, tuple[str, ...]]]:
         """Where layers are cut, each device has whole matrices."""
-        return [(axis, names) for axis, names in self.cuts if axis not in self.stacked]
+        return [(axis, names) for axis, names in self.sharded_axes if axis not in self.stacked]
 
     def to_wide(self, x: jax.Array) -> jax.Array:
         """The matrices, of shape (count, *wide)."""
@@ -155,11 +155,11 @@ class Part:
     ) -> jax.Array:
         """This part, in the shape of `like`, from what `to_matrices` made of it."""
         assert self.matrices is not None
-        return self.matrices.own_part(x, per_output=per_output)
+        return self.matrices.local_part(x, per_output=per_output)
 
 
 def find(
-    inputs: Parameters, matrices: Mask, output_axes: PyTree, layer_axes: PyTree, norm_axes: PyTree
+    inputs: Parameters, matrices: Mask, output_axes: PyTree, layer_axes: PyTree, mesh_axes: PyTree
 ) -> list[MatrixAxes | None]:
     """Where the matrices of each leaf of the unpacked tree are; None for a leaf that is none."""
     if not inputs.specs:
@@ -175,10 +175,14 @@ def find(
     if inputs.has_buffers:
         _as_packed(inputs.specs, layers, chosen, stacked)
     axes = of_leaves(layers, outputs, chosen)
-    cuts = ArgLeaves.from_prefix(
-        function, "norm_axes", read_cuts(function, norm_axes), inputs.reference.name, inputs.shapes
+    sharded_axes = ArgLeaves.from_prefix(
+        function,
+        "mesh_axes",
+        read_shardings(function, mesh_axes),
+        inputs.reference.name,
+        inputs.shapes,
     )
-    return _with_cuts(inputs.specs, axes, cuts, inputs.reference.leaves)
+    return _with_shardings(inputs.specs, axes, sharded_axes, inputs.reference.leaves)
 
 
 def _as_packed(
@@ -207,7 +211,7 @@ def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
     return read_indices(function, "output_axes", output_axes)
 
 
-def read_cuts(function: str, norm_axes: PyTree) -> PyTree:
+def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
     """A tree of `Axes`, of which each value is a tuple of names; None stays."""
 
     def read(x: Any) -> Axes | None:
@@ -216,8 +220,8 @@ def read_cuts(function: str, norm_axes: PyTree) -> PyTree:
         parts = [part if isinstance(part, tuple) else (part,) for part in x]
         return Axes(tuple(tuple(name for name in part if name is not None) for part in parts))
 
-    leaves, structure = trees.flatten(norm_axes)
-    arg = ArgLeaves.from_tree(function, "norm_axes", norm_axes)
+    leaves, structure = trees.flatten(mesh_axes)
+    arg = ArgLeaves.from_tree(function, "mesh_axes", mesh_axes)
     axes = [None if x is None else read(x) for x in leaves]
     for i, (x, own) in enumerate(zip(leaves, axes, strict=True)):
         if x is not None and own is None:
@@ -226,36 +230,36 @@ def read_cuts(function: str, norm_axes: PyTree) -> PyTree:
     return structure.unflatten(axes)
 
 
-def _with_cuts(
+def _with_shardings(
     specs: Sequence[ArraySpec],
     axes: Sequence[MatrixAxes | None],
-    norm_axes: ArgLeaves,
+    mesh_axes: ArgLeaves,
     arrays: Sequence[Any],
 ) -> list[MatrixAxes | None]:
     """The same, with what a device has of each leaf inside of `shard_map`."""
     found = list(axes)
     for spec, x in zip(specs, arrays, strict=True):
         for i in spec.positions:
-            matrices, cuts = axes[i], norm_axes.leaves[i]
+            matrices, sharded_axes = axes[i], mesh_axes.leaves[i]
             if matrices is None:
                 continue
             if spec.spans:
-                if cuts is not None and any(cuts.values):
+                if sharded_axes is not None and any(sharded_axes.values):
                     expected = "expected None: `zero` knows its rows"
-                    norm_axes.fail(i, ValueError, f"a PartitionSpec of a packed leaf, {expected}")
-            elif cuts is None:
-                _check_whole(norm_axes, i, x)
-            elif len(cuts.values) > len(matrices.shape):
-                problem = f"{len(cuts.values)} entries, expected at most {len(matrices.shape)}"
-                each = f"one for each axis of shape {matrices.shape}"
-                norm_axes.fail(i, ValueError, f"{problem}, {each}")
+                    mesh_axes.fail(i, ValueError, f"a PartitionSpec of a packed leaf, {expected}")
+            elif sharded_axes is None:
+                _check_whole(mesh_axes, i, x)
+            elif len(sharded_axes.values) > len(matrices.shape):
+                count, shape = len(sharded_axes.values), matrices.shape
+                expected = f"at most {len(shape)}, one for each axis of shape {shape}"
+                mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
             else:
-                named = [(axis, names) for axis, names in enumerate(cuts.values) if names]
-                found[i] = dataclasses.replace(matrices, cuts=tuple(named))
+                named = [(axis, names) for axis, names in enumerate(sharded_axes.values) if names]
+                found[i] = dataclasses.replace(matrices, sharded_axes=tuple(named))
     return found
 
 
-def _check_whole(norm_axes: ArgLeaves, i: int, x: Any) -> None:
+def _check_whole(mesh_axes: ArgLeaves, i: int, x: Any) -> None:
     """Inside `shard_map` a leaf may be a part of a matrix, unless JAX knows that it is whole.
 
     To JAX 0.10, `pmap` is a `shard_map` that checks nothing.
@@ -265,15 +269,15 @@ def _check_whole(norm_axes: ArgLeaves, i: int, x: Any) -> None:
         problem = (
             f"None inside `shard_map` or `pmap`, where a device may have a part of a matrix along "
             f"{which}, expected the PartitionSpec of the leaf; where each device has whole "
-            "matrices, `norm_axes=PartitionSpec()`"
+            "matrices, `mesh_axes=PartitionSpec()`"
         )
-        norm_axes.fail(i, ValueError, problem)
+        mesh_axes.fail(i, ValueError, problem)
 
 
 def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
     """The layers of each leaf with True in `chosen`; the others may have any `layer_axes`."""
     given = [x if use else Axes() for x, use in zip(layer_axes.leaves, chosen.leaves, strict=True)]
-    not_sharded = layer_axes._replace(name="norm_axes", leaves=[Axes()] * len(given))
+    not_sharded = layer_axes._replace(name="mesh_axes", leaves=[Axes()] * len(given))
     return layer_axes_of.of_leaves(not_sharded, layer_axes._replace(leaves=given), reference)
 
 

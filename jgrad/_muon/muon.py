@@ -17,13 +17,20 @@ from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
 from jgrad._muon.direction import LAST, Muon, MuonRule, Scale, directions
 from jgrad._muon.matrix_axes import MatrixAxes
+from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 
+@renamed(
+    norm_axes="mesh_axes",
+    share_over="shard_over",
+    beta1="adam_beta1",
+    beta2=("adam_beta2", "normuon_beta"),
+)
 def muon(
     learning_rate: LearningRate,
     *,
-    matrices: Mask = None,
+    matrices: Mask,
     momentum: LearningRate = 0.95,
     nesterov: bool = True,
     weight_decay: PyTree = 0.0,
@@ -31,14 +38,15 @@ def muon(
     scale: Scale = "original",
     coefficients: Any = "jordan",
     rule: MuonRule = "muon",
+    normuon_beta: Scalar = 0.95,
     output_axes: PyTree = LAST,
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
-    share_over: str | tuple[str, ...] | None = None,
+    shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
     adam_learning_rate: LearningRate = None,
-    beta1: Scalar = 0.9,
-    beta2: Scalar = 0.95,
+    adam_beta1: Scalar = 0.9,
+    adam_beta2: Scalar = 0.95,
     adam_epsilon: Scalar = 1e-8,
     adam_weight_decay: PyTree = None,
     moment_dtype: MomentDType = None,
@@ -52,8 +60,8 @@ def muon(
         w'  = w - learning_rate (s X + weight_decay w),  s = sqrt(max(1, outputs / inputs))
 
     with |.| the 2-norm of a matrix, computed without overflow or underflow, and X = 0 where d = 0.
-    There is no epsilon. X is close to the nearest orthogonal matrix: of its singular values little
-    is left. Matrices of equal shape are worked on together.
+    There is no epsilon. X approximates the nearest orthogonal matrix: its singular values are all
+    close to 1. Matrices of equal shape are worked on together.
 
     Args:
       learning_rate: of matrices. A number in [0, inf), an array, a prefix tree of them, or a
@@ -73,25 +81,26 @@ def muon(
       coefficients: "jordan", "you", "polar_express" or "deepseek_v4", or a sequence of triples, one
         for each step.
       rule: "muon"; or "normuon", which divides each output of X by the root of its mean square,
-        averaged over updates with `beta2`, and keeps |X|.
+        averaged over updates, and keeps |X|.
+      normuon_beta: decay rate of that average, in [0, 1).
       output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
         those. The last, as in flax and haiku; 0 in equinox and PyTorch. What is neither an output
         nor in `layer_axes` is input, so that the kernel of a convolution is one matrix.
-      norm_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those: a
+      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those: a
         matrix of which a device has a part is gathered, and the part of the result kept. None is
         an error there where JAX does not know that a leaf is whole, as it does for replicated
         parameters with `check_vma=True`.
       layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
         heads. An int, a tuple of ints, or None, or a prefix tree of those.
-      share_over: under `jit`, a mesh axis or a tuple of axes over which the matrices of a shape are
+      shard_over: under `jit`, a mesh axis or a tuple of axes over which the matrices of a shape are
         dealt out, so that each device iterates over some of them and no iteration waits for
         another device. The mesh is that of the leaves, or that of `jax.set_mesh`.
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         and all else are in float32. None for float32, in JAX's default precision of products.
       adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, only with
         "match_rms_adamw": rates for the other scales are far too large for Adam.
-      beta1: decay rate of Adam's first moment, in [0, 1).
-      beta2: decay rate of Adam's second moment, and of NorMuon's, in [0, 1).
+      adam_beta1: decay rate of Adam's first moment, in [0, 1).
+      adam_beta2: decay rate of Adam's second moment, in [0, 1).
       adam_epsilon: added to the root of Adam's second moment, in [0, inf).
       adam_weight_decay: of all other leaves; None for `weight_decay`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
@@ -125,7 +134,8 @@ def muon(
     own = Muon.of_arguments(name, arguments)
     given = (
         *(learning_rate, momentum, weight_decay),
-        *(adam_learning_rate, beta1, beta2, adam_epsilon, adam_weight_decay),
+        *(normuon_beta, adam_learning_rate, adam_beta1, adam_beta2, adam_epsilon),
+        adam_weight_decay,
     )
     options.check_masks(
         name,
@@ -178,21 +188,28 @@ def _of_both_kinds(
     return [y if own is None else x for x, y, own in rows]
 
 
+@renamed(
+    norm_axes="mesh_axes",
+    share_over="shard_over",
+    beta1="adam_beta1",
+    beta2=("adam_beta2", "normuon_beta"),
+)
 def scale_by_muon(
     *,
-    matrices: Mask = None,
+    matrices: Mask,
     momentum: LearningRate = 0.95,
     nesterov: bool = True,
     scale: Scale = "original",
     coefficients: Any = "jordan",
     rule: MuonRule = "muon",
+    normuon_beta: Scalar = 0.95,
     output_axes: PyTree = LAST,
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
-    share_over: str | tuple[str, ...] | None = None,
+    shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
-    beta1: Scalar = 0.9,
-    beta2: Scalar = 0.95,
+    adam_beta1: Scalar = 0.9,
+    adam_beta2: Scalar = 0.95,
     adam_epsilon: Scalar = 1e-8,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
@@ -210,13 +227,14 @@ def scale_by_muon(
       scale: s.
       coefficients: of Newton-Schulz.
       rule: "muon" or "normuon".
+      normuon_beta: decay rate of the average of NorMuon, in [0, 1).
       output_axes: which axes of a leaf are outputs.
-      norm_axes: what is cut inside `shard_map`.
+      mesh_axes: how leaves are sharded inside `shard_map`.
       layer_axes: axes of a leaf with a matrix for each index.
-      share_over: mesh axes over which matrices are dealt out under `jit`.
+      shard_over: mesh axes over which iterations are sharded under `jit`.
       compute_dtype: dtype to which factors of matrix products are rounded.
-      beta1: decay rate of Adam's first moment, in [0, 1).
-      beta2: decay rate of Adam's second moment, and of NorMuon's, in [0, 1).
+      adam_beta1: decay rate of Adam's first moment, in [0, 1).
+      adam_beta2: decay rate of Adam's second moment, in [0, 1).
       adam_epsilon: added to the root of Adam's second moment, in [0, inf).
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
       full_precision: with "8bit", leaves that are not stored in 8 bits.
@@ -239,7 +257,7 @@ def scale_by_muon(
     """
     name, arguments = "scale_by_muon", locals()
     own = Muon.of_arguments(name, arguments)
-    given = (momentum, beta1, beta2, adam_epsilon)
+    given = (momentum, normuon_beta, adam_beta1, adam_beta2, adam_epsilon)
     masks = {"matrices": matrices, "full_precision": full_precision}
     options.check_masks(name, given, **masks)
 

@@ -22,7 +22,7 @@ def orthogonalize(
     x: PyTree,
     *,
     coefficients: Any = "jordan",
-    output_axes: PyTree = -1,
+    output_axes: PyTree = (-1,),
     layer_axes: PyTree = None,
     compute_dtype: DTypeLike | None = None,
 ) -> PyTree:

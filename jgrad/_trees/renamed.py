@@ -15,14 +15,15 @@ _NOT_THE_USER = ("jgrad", "optax")
 
 
 def renamed(
-    **names: str,
+    **names: str | tuple[str, ...],
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """The same function, which takes keyword arguments under their old names too.
 
     Its signature has the new names alone, so that `help` and type checkers know no others.
 
     Args:
-      names: the new name of each old one. The outermost decorator.
+      names: the new name of each old one; several, of an option that served several methods. The
+        outermost decorator.
 
     Example:
       >>> @renamed(cut_over="shard_over")
@@ -41,13 +42,21 @@ def renamed(
         def new_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
             """The keyword arguments under their new names."""
             given = {*list(signature.parameters)[: len(args)], *kwargs}
+            found = {name: value for name, value in kwargs.items() if name not in names}
             for old in filter(names.__contains__, kwargs):
-                if names[old] in given:
-                    new = f"expected `{names[old]}` alone, which is its new name"
-                    raise TypeError(f"{function.__name__}: `{old}`: beside `{names[old]}`, {new}.")
-                _warn(f"{function.__name__}: `{old}`: an old name", f"`{names[old]}`")
-                given.add(names[old])
-            return {names.get(name, name): value for name, value in kwargs.items()}
+                renamed_to = names[old]
+                new_ones = renamed_to if isinstance(renamed_to, tuple) else (renamed_to,)
+                for new in new_ones:
+                    if new in given:
+                        problem = f"expected `{new}` alone, which is its new name"
+                        raise TypeError(f"{function.__name__}: `{old}`: beside `{new}`, {problem}.")
+                    given.add(new)
+                    found[new] = kwargs[old]
+                _warn(
+                    f"{function.__name__}: `{old}`: an old name",
+                    " and ".join(map("`{}`".format, new_ones)),
+                )
+            return found
 
         class Signature(inspect.Signature):
             """Binds old names too: `optax.inject_hyperparams` calls by what it has bound."""

@@ -49,7 +49,7 @@ class Subject(NamedTuple):
 def axes_of(case):
     """How sharded leaves are named."""
     if case.make is jgrad.muon:
-        return {"norm_axes": {name: P("d") for name in SHAPES}}
+        return {"mesh_axes": {name: P("d") for name in SHAPES}}
     return {} if case.elementwise else {"mesh_axes": "d"}
 
 

@@ -41,10 +41,10 @@ QUICK = {
         "test_bytes_of_each_device",
         "test_buffers_that_would_cut_a_matrix",
         "test_cut_matrices[True-muon]",
-        "test_share_over[rows-6]",
+        "test_shard_over[rows-6]",
         "test_replicated_parameters_need_no_spec",
         "test_pmap",
-        "test_messages_of_norm_axes",
+        "test_messages_of_mesh_axes",
         "test_no_mesh",
     ],
     "test_packed.py": [

@@ -220,7 +220,7 @@ def of_eight_layers(tree):
 def test_cut_matrices(rule, check):
     """Rows, columns, or layers cut: gathered where need be, and each device keeps its part."""
     mesh, w, g = mesh_of(data=DEVICES), of_eight_layers(normal(0)), of_eight_layers(normal(1))
-    tx = muon(rule=rule, norm_axes=SPECS)
+    tx = muon(rule=rule, mesh_axes=SPECS)
     specs = jax.tree.map(lambda x, s: s, w, _full(SPECS, w))
     placed = jax.device_put(w, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
     state = tx.init(placed)
@@ -267,11 +267,11 @@ def test_cut_matrices_in_optax_are_several(standard_promotion):
     assert np.linalg.norm(whole - parts) > np.linalg.norm(whole)
     _, cut = step(jgrad.muon(1.0, matrices=True, adam_learning_rate=1.0))
     with pytest.raises(
-        ValueError, match=r"muon: `norm_axes` at \['w'\]: None inside `shard_map` or `pmap`, "
+        ValueError, match=r"muon: `mesh_axes` at \['w'\]: None inside `shard_map` or `pmap`, "
     ):
         cut(g, w)
     update, cut = step(
-        jgrad.muon(1.0, matrices=True, adam_learning_rate=1.0, norm_axes={"w": P("data")})
+        jgrad.muon(1.0, matrices=True, adam_learning_rate=1.0, mesh_axes={"w": P("data")})
     )
     plain = jgrad.muon(1.0, matrices=True, adam_learning_rate=1.0)
     assert_close(cut(g, w), plain.update(g, plain.init(w), w)[0], 1e-5)
@@ -294,9 +294,9 @@ def test_replicated_parameters_need_no_spec():
         f = jax.shard_map(update, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=check)
         return jax.jit(f)(g, w)
 
-    expected = updates(muon(norm_axes=P()), False)
+    expected = updates(muon(mesh_axes=P()), False)
     assert_close(updates(muon(), True), expected)
-    with pytest.raises(ValueError, match="whole matrices, `norm_axes=PartitionSpec"):
+    with pytest.raises(ValueError, match="whole matrices, `mesh_axes=PartitionSpec"):
         updates(muon(), False)
 
 
@@ -311,34 +311,34 @@ def test_pmap():
     expected = stack([update(muon())(g, w) for g, w in zip(grads, models, strict=True)])
     assert_close(jax.pmap(update(muon()))(*stacked), expected)
     named = lambda tx: jax.pmap(update(tx), axis_name="data")(*stacked)
-    assert_close(named(muon(norm_axes=P())), expected)
+    assert_close(named(muon(mesh_axes=P())), expected)
     with pytest.raises(ValueError) as caught:
         named(muon())
     assert str(caught.value) == (
-        "muon: `norm_axes` at ['down'][0]: None inside `shard_map` or `pmap`, where a device may have a part of a matrix "
+        "muon: `mesh_axes` at ['down'][0]: None inside `shard_map` or `pmap`, where a device may have a part of a matrix "
         "along 'data', expected the PartitionSpec of the leaf; where each device has whole matrices, "
-        "`norm_axes=PartitionSpec()`."
+        "`mesh_axes=PartitionSpec()`."
     )
 
 
-def test_messages_of_norm_axes():
+def test_messages_of_mesh_axes():
     assert_error(
         TypeError,
-        "muon: `norm_axes`: 'data' of type str, expected None, or a PartitionSpec, which says what "
+        "muon: `mesh_axes`: 'data' of type str, expected None, or a PartitionSpec, which says what "
         "axis of a matrix is cut.",
-        lambda: muon(norm_axes="data"),
+        lambda: muon(mesh_axes="data"),
     )
     assert_error(
         ValueError,
-        "muon: `norm_axes` at ['down'][0]: 3 entries, expected at most 2, one for each axis of "
+        "muon: `mesh_axes` at ['down'][0]: 3 entries, expected at most 2, one for each axis of "
         "shape (64, 8).",
-        lambda: muon(norm_axes=P(None, None, "data")).init(normal(0)),
+        lambda: muon(mesh_axes=P(None, None, "data")).init(normal(0)),
     )
     assert_error(
         ValueError,
-        "muon: `norm_axes` at ['down'][0]: a PartitionSpec of a packed leaf, expected None: `zero` "
+        "muon: `mesh_axes` at ['down'][0]: a PartitionSpec of a packed leaf, expected None: `zero` "
         "knows its rows.",
-        lambda: muon(norm_axes=P("data")).init(jgrad.pack(normal(0))),
+        lambda: muon(mesh_axes=P("data")).init(jgrad.pack(normal(0))),
     )
 
 
@@ -349,7 +349,7 @@ def test_messages_of_norm_axes():
 @pytest.mark.parametrize(
     "spec", [P("data"), P(None, "data"), P()], ids=["rows", "columns", "whole"]
 )
-def test_share_over(count, spec):
+def test_shard_over(count, spec):
     """At most three all-to-alls for a shape, none in a loop, whatever the count; the same numbers."""
     mesh = mesh_of(data=DEVICES)
     draws = np.random.default_rng(0)
@@ -357,7 +357,7 @@ def test_share_over(count, spec):
     w["stack"] = jnp.asarray(draws.normal(size=(2, 32, 64)), jnp.float32)
     layers = {name: 0 if name == "stack" else None for name in w}
     options = {"matrices": True, "layer_axes": layers, "adam_learning_rate": 0.1}
-    tx = jgrad.muon(0.1, share_over=("data",), **options)
+    tx = jgrad.muon(0.1, shard_over=("data",), **options)
     specs = {name: P(None, *spec) if name == "stack" else spec for name in w}
     placed = jax.device_put(w, {name: NamedSharding(mesh, s) for name, s in specs.items()})
     state = tx.init(placed)
@@ -374,7 +374,7 @@ def test_share_over(count, spec):
     assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"share_over": "data"}], ids=["alone", "shared"])
+@pytest.mark.parametrize("options", [{}, {"shard_over": "data"}], ids=["alone", "shared"])
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_explicit_axes(options, rule):
     """Types that say how leaves are sharded: matrices are gathered, and sharded again."""
@@ -415,19 +415,19 @@ def test_flops_of_each_device():
         shapes = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)
         return max(int(s.split(",")[0]) if s.count(",") == 2 else 1 for s in shapes)
 
-    assert flops(share_over="data") == 1
+    assert flops(shard_over="data") == 1
 
 
 @pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
 def test_no_mesh(name):
-    w, options = {"w": normal_of(8, 16)}, {"matrices": True, "share_over": "data"}
+    w, options = {"w": normal_of(8, 16)}, {"matrices": True, "shard_over": "data"}
     if name == "muon":
         tx = jgrad.muon(0.1, adam_learning_rate=0.1, **options)
     else:
         tx = optax.chain(jgrad.scale_by_muon(**options), optax.scale(-0.1))
     assert_error(
         ValueError,
-        f"{name}: `share_over`: no mesh with 'data' here, expected leaves with a NamedSharding on such "
+        f"{name}: `shard_over`: no mesh with 'data' here, expected leaves with a NamedSharding on such "
         "a mesh, or a call of the compiled function under `jax.set_mesh(mesh)`.",
         lambda: jax.jit(tx.update)(w, tx.init(w), w),
     )

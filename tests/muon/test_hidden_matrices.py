@@ -207,15 +207,15 @@ def test_messages():
     assert_error(
         TypeError,
         "hidden_matrices: `exclude`: 'head' of type str, expected a list or a tuple of words.",
-        lambda: jgrad.hidden_matrices("head"),
+        lambda: jgrad.hidden_matrices(exclude="head"),
     )
     with pytest.raises(TypeError, match=r"^hidden_matrices: `exclude`: .* of type dict, expected"):
-        jgrad.hidden_matrices({"w": MATRIX})
+        jgrad.hidden_matrices(exclude={"w": MATRIX})
     for name in ("lm_head", "", "w1"):
         assert_error(
             ValueError,
             f"hidden_matrices: `exclude`: {name!r}, expected one word of letters, such as 'head'.",
-            lambda name=name: jgrad.hidden_matrices(("norm", name)),
+            lambda name=name: jgrad.hidden_matrices(exclude=("norm", name)),
         )
     assert_error(
         TypeError,

@@ -89,7 +89,7 @@ def test_m02_embeddings_and_heads(standard_promotion):
     assert all(isinstance(x, optax.MaskedNode) for x in second.values())
     state = muon(matrices=jgrad.hidden_matrices()).init(w)
     assert {name for name, x in state.vw.items() if x is None} == {"hidden"}
-    with pytest.raises(TypeError, match="muon: `matrices`: None, expected a prefix tree"):
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'matrices'"):
         jgrad.muon(0.1, adam_learning_rate=0.1)
 
 
@@ -133,7 +133,7 @@ def test_m04_the_fallback_is_adamw(standard_promotion):
     w, g = {"b": jnp.zeros(3), "w": jnp.zeros((3, 4))}, {"b": normal(3), "w": normal(3, 4)}
     theirs = first_update(optax.contrib.muon(1.0, adam_learning_rate=1.0), w, g)
     assert np.abs(theirs["b"]).min() > 1.4
-    options = {"adam_learning_rate": 0.1, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9}
+    options = {"adam_learning_rate": 0.1, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9}
     found, _ = run(muon(**options), w, [g, w, g])
     adamw, _ = run(
         optax.adamw(0.1, b1=0.8, b2=0.9, weight_decay=0.1), w["b"], [g["b"], w["b"], g["b"]]
@@ -355,7 +355,7 @@ NAMES = "'jordan', 'you', 'polar_express', 'deepseek_v4'"
 MESSAGES = [
     (TypeError, "muon: `matrices`: None, expected a prefix tree of bools, or a function of the parameters' "
      "shapes; `hidden_matrices()` chooses by names and shapes; shapes alone cannot tell.",
-     lambda: jgrad.muon(0.1)),
+     lambda: jgrad.muon(0.1, matrices=None)),
     (TypeError, "muon: `matrices`: an array, expected a tree of Python's bools, or a function of the parameters' "
      'shapes; `optax.inject_hyperparams` needs `static_args=("matrices",)`.',
      lambda: muon(matrices=jnp.array(True))),
@@ -364,7 +364,7 @@ MESSAGES = [
     (ValueError, "muon: `matrices` does not have the structure of `params`: only `params` has ['w'].",
      lambda: muon(matrices={"b": False}).init(X)),
     (ValueError, "muon: `momentum`: 1.5, expected a number in [0, 1).", lambda: muon(momentum=1.5)),
-    (ValueError, "muon: `beta2`: 1.0, expected a number in [0, 1).", lambda: muon(beta2=1.0)),
+    (ValueError, "muon: `adam_beta2`: 1.0, expected a number in [0, 1).", lambda: muon(adam_beta2=1.0)),
     (ValueError, "muon: `adam_epsilon`: -1.0, expected a number in [0, inf).", lambda: muon(adam_epsilon=-1.0)),
     (ValueError, "muon: `learning_rate`: -1.0, expected a number in [0, inf).", lambda: muon(-1.0)),
     (ValueError, "muon: `adam_learning_rate`: -1.0, expected a number in [0, inf).",

@@ -221,7 +221,7 @@ def muon_scale(scale, out: int, into: int) -> float:
 def muon(
     w: Leaves, lr, *, matrices, momentum=0.95, nesterov=True, weight_decay=0.0, decay=None,
     scale="original", coefficients="jordan", rule="muon", output_axes=-1, layer_axes=None,
-    adam_learning_rate=None, beta1=0.9, beta2=0.95, adam_epsilon=1e-8, adam_weight_decay=None,
+    adam_learning_rate=None, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, normuon_beta=0.95, adam_weight_decay=None,
 ) -> Optimizer:  # fmt: skip
     """KellerJordan/Muon `muon.py`, `SingleDeviceMuonWithAuxAdam`; NorMuon as in dion's `normuon.py`."""
     w = _double(w)
@@ -240,9 +240,9 @@ def muon(
             wd = weight_decay if matrices[i] or adam_weight_decay is None else adam_weight_decay
             wd = wd if decay[i] else 0.0
             if not matrices[i]:
-                m[i] = beta1 * m[i] + (1 - beta1) * g[i]
-                v[i] = beta2 * v[i] + (1 - beta2) * np.abs(g[i]) ** 2
-                d = _adam_direction(m[i], v[i], t, beta1, beta2, adam_epsilon, "moments")
+                m[i] = adam_beta1 * m[i] + (1 - adam_beta1) * g[i]
+                v[i] = adam_beta2 * v[i] + (1 - adam_beta2) * np.abs(g[i]) ** 2
+                d = _adam_direction(m[i], v[i], t, adam_beta1, adam_beta2, adam_epsilon, "moments")
                 w[i] = w[i] * (1 - adam_rate * wd) - adam_rate * d
                 continue
             m[i] = mu * m[i] + (1 - mu) * g[i]
@@ -255,7 +255,7 @@ def muon(
                     if second[i] is None:
                         second[i] = np.zeros(stack.shape[:2])
                     mean = np.mean(np.abs(o) ** 2, axis=1)
-                    second[i][j] = beta2 * second[i][j] + (1 - beta2) * mean
+                    second[i][j] = normuon_beta * second[i][j] + (1 - normuon_beta) * mean
                     new = o / (np.sqrt(second[i][j]) + 1e-8)[:, None]
                     o = new * (_norm(o) / _norm(new)) if _norm(new) > 0 else o
                 found.append(muon_scale(scale, *x.shape) * o)

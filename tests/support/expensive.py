@@ -149,7 +149,7 @@ DEFAULT = {
         "test_cut_matrices": 0,
         "test_no_mesh": 1,
         "test_numbers_of_the_tree": 0,
-        "test_share_over": 0,
+        "test_shard_over": 0,
     },
     "multi_device/test_packed.py": {"test_buffers_shard_over_a_mesh": 0},
     "multi_device/test_placement.py": {

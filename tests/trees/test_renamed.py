@@ -7,12 +7,15 @@ import pydoc
 import warnings
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
+import jgrad
 from jgrad._trees.renamed import renamed, renamed_attribute
 from tests.support.errors import assert_error
+from tests.support.loops import assert_equal
 
 
 @renamed(beta1="adam_beta1", rate="learning_rate")
@@ -123,3 +126,30 @@ def test_an_attribute():
     text = "State: `step`: an old name, expected `done`; the next release does not know it."
     assert warned(call) == (3, [text], {line_of(call)})
     assert State._fields == ("done", "inner")
+
+
+def test_an_option_that_served_two_methods():
+    """`beta2` of Muon was that of Adam and that of NorMuon."""
+
+    @renamed(both=("first", "second"))
+    def f(*, first=0, second=0):
+        return first, second
+
+    with pytest.warns(FutureWarning, match="f: `both`: an old name, expected `first` and `second`"):
+        assert f(both=3) == (3, 3)
+    assert_error(
+        TypeError,
+        "f: `both`: beside `second`, expected `second` alone, which is its new name.",
+        lambda: f(both=3, second=1),
+    )
+
+
+def test_muon_by_its_old_names():
+    w = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    options = {"matrices": {"w": True, "b": False}, "adam_learning_rate": 0.1, "rule": "normuon"}
+    new = jgrad.muon(0.1, adam_beta1=0.5, adam_beta2=0.6, normuon_beta=0.6, **options)
+    with pytest.warns(FutureWarning) as caught:
+        old = jgrad.muon(0.1, beta1=0.5, beta2=0.6, norm_axes=None, share_over=None, **options)
+    assert len(caught) == 4
+    results = [jax.jit(tx.update)(w, tx.init(w), w) for tx in (new, old)]
+    assert_equal(*results)
