@@ -239,7 +239,7 @@ def _with_shardings(
     """The same, with what a device has of each leaf inside of `shard_map`."""
     found = list(axes)
     for spec, x in zip(specs, arrays, strict=True):
-        for i in spec.positions:
+        for i in sorted(spec.positions):  # a message names the first
             matrices, sharded_axes = axes[i], mesh_axes.leaves[i]
             if matrices is None:
                 continue
