@@ -93,8 +93,15 @@ def test_moments_that_go_around_the_door(moment_dtype):
     )
 
 
-def test_an_array_in_the_place_of_codes():
-    tx = lion("8bit", lambda inputs, moment, new: inputs.kept(leafwise.run(new), moment.old))
+BY_HAND = {
+    "kept": lambda inputs, moment, new: inputs.kept(leafwise.run(new), moment.old),
+    "named": lambda inputs, moment, new: NewMoments(leafwise.run(new), leafwise.run(new)),
+}
+
+
+@pytest.mark.parametrize("write", BY_HAND.values(), ids=BY_HAND)
+def test_an_array_in_the_place_of_codes(write):
+    tx = lion("8bit", write)
     assert_error(
         TypeError,
         "lion: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as "

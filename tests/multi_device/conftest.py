@@ -44,7 +44,7 @@ QUICK = {
         "test_shard_over[rows-6]",
         "test_replicated_parameters_need_no_spec",
         "test_pmap",
-        "test_messages_of_norm_axes",
+        "test_messages_of_mesh_axes",
         "test_no_mesh",
     ],
     "test_packed.py": [
