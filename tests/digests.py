@@ -263,22 +263,22 @@ def functional_updates() -> Iterator[Any]:
 
 
 def on_meshes() -> Iterator[Any]:
-    """`norm_axes` and `zero`, inside `shard_map` over one device."""
+    """`mesh_axes` and `zero`, inside `shard_map` over one device."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     tree = packed.normal(0)
     inside = lambda f, n: jax.shard_map(
         f, mesh=mesh, in_specs=(P(),) * n, out_specs=P(), check_vma=False
     )
     cut = {
-        "lars": jgrad.lars(0.1, weight_decay=0.1, norm_axes="data"),
-        "lamb": jgrad.lamb(0.1, norm_axes={"layer": {"w": "data", "b": None}, "rest": P("data")}),
+        "lars": jgrad.lars(0.1, weight_decay=0.1, mesh_axes="data"),
+        "lamb": jgrad.lamb(0.1, mesh_axes={"layer": {"w": "data", "b": None}, "rest": P("data")}),
         "clip": jgrad.clip_by_global_norm(1.0, mesh_axes="data"),
         "accumulate": jgrad.accumulate(jgrad.adam(0.1), 4, mesh_axes="data"),
         "skip": jgrad.skip_nonfinite(jgrad.adam(0.1), mesh_axes="data"),
     }
     for name, tx in cut.items():
         state = jax.eval_shape(tx.init, tree)
-        yield f"{name} norm_axes", inside(step_of(tx), 3), (tree, state, tree)
+        yield f"{name} mesh_axes", inside(step_of(tx), 3), (tree, state, tree)
     buffers = jgrad.pack(tree, multiple_of=8)
     for case in CASES:
         if case.make is jgrad.muon:

@@ -28,7 +28,7 @@ ORDER = [
     *("weight_decay", "decay_lambda", "weight_decay_mask"),
     *("max_trust_ratio", "min_trust_ratio", "trust_ratio_mask"),
     *("bias_correction", "rate_in_momentum", "scale", "coefficients", "rule", "normuon_beta"),
-    *("output_axes", "norm_axes", "mesh_axes", "layer_axes", "shard_over", "compute_dtype"),
+    *("output_axes", "mesh_axes", "layer_axes", "shard_over", "compute_dtype"),
     # Of the leaves that Muon leaves to Adam.
     *("adam_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay"),
     *("moment_dtype", "full_precision", "stop_gradients", "out"),

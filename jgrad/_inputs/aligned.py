@@ -18,7 +18,7 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._arithmetic.rules import cast_back
 from jgrad._layers.layer_axes import LayerAxes, StaticAxes
-from jgrad._packed import arrays, packing
+from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
@@ -101,7 +101,7 @@ class AlignedArguments:
         return self._leaves[name]
 
     def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
-        """Where the layers of each leaf are, from `norm_axes` and `layer_axes`."""
+        """Where the layers of each leaf are, from `mesh_axes` and `layer_axes`."""
         # The weights may be one array for a tree of gradients: the finer of both has the leaves.
         both = (self._reference, self._gradient)
         name = max(both, key=lambda name: len(self._counts[name]))
@@ -120,8 +120,8 @@ class AlignedArguments:
             option = structure.unflatten(entries)
             return ArgLeaves.from_prefix(self._function, name, option, self._reference, unpacked)
 
-        options = read("norm_axes", axes[0]), read("layer_axes", axes[1])
-        per_array = arrays.layer_axes_per_array(arrays.specs(tree), *options, reference)
+        options = read("mesh_axes", axes[0]), read("layer_axes", axes[1])
+        per_array = array_spec.layer_axes_per_array(array_spec.specs(tree), *options, reference)
         return trees.repeat(per_array, counts)
 
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
@@ -175,7 +175,7 @@ class AlignedArguments:
         reference = self._trees[self._reference]
         unpacked = packing.shapes(reference)
         arg = ArgLeaves.from_prefix(self._function, name, tree, self._reference, unpacked)
-        specs = arrays.specs(reference)
+        specs = array_spec.specs(reference)
         for spec in specs:
             for i in spec.positions if spec.is_buffer else ():
                 if arg.leaves[i] is None:

@@ -88,8 +88,8 @@ def update(
             given = given if before is None else before(given)
             named = canonicalize(name, roles, {key: given.pop(key) for key in roles})
             if "layer_axes" in given:
-                axes = static_axes(name, given["norm_axes"], given["layer_axes"])
-                given |= {"norm_axes": None, "layer_axes": axes}
+                axes = static_axes(name, given["mesh_axes"], given["layer_axes"])
+                given |= {"mesh_axes": None, "layer_axes": axes}
             options = tuple(given.items())
             try:
                 hash(options)

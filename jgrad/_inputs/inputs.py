@@ -18,7 +18,7 @@ from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.moment import as_stored, check_form, kept_arrays
-from jgrad._packed import arrays, packing
+from jgrad._packed import array_spec, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
@@ -42,7 +42,7 @@ class Parameters:
     def __init__(self, function: str, tree: PyTree, name: str = "params") -> None:
         self.function, self.tree = function, tree
         self.reference = ArgLeaves.from_tree(function, name, tree).with_arrays()
-        self.specs = arrays.specs(tree)
+        self.specs = array_spec.specs(tree)
         self.has_buffers = any(map(operator.attrgetter("spans"), self.specs))
         self.shapes = packing.shapes(tree) if self.has_buffers else tree
         self.is_updated = list(map(checks.is_inexact, self.reference.leaves))

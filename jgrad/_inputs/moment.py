@@ -17,7 +17,7 @@ import numpy as np
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.commit import Commit
-from jgrad._packed.arrays import ArraySpec
+from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized import bfloat16, encoding
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.encoding import Rounding

@@ -15,8 +15,8 @@ from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step
 from jgrad._inputs.options import Mask
 from jgrad._inputs.state import OptState, counter, zeros
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._packed import arrays
-from jgrad._packed.arrays import ArraySpec
+from jgrad._packed import array_spec
+from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
@@ -118,7 +118,9 @@ class MomentOptions(NamedTuple):
                 continue
             if not (isinstance(old[i], Blocks) and self._is_possible(inputs, i)):
                 _fail(arg, i, old[i])
-        return Moment(old, inputs.specs if is_whole else arrays.specs(shapes), keys, inputs.commit)
+        return Moment(
+            old, inputs.specs if is_whole else array_spec.specs(shapes), keys, inputs.commit
+        )
 
     def _is_possible(self, inputs: Parameters, i: int) -> bool:
         """Whether an array below the limit may be a shard of one above it, inside `shard_map`."""
@@ -135,7 +137,7 @@ class MomentOptions(NamedTuple):
         if shapes is params.tree:
             pairs = zip(params.specs, params.reference.leaves, strict=True)
             return [_is_in_8_bits(params, spec, x, full) for spec, x in pairs]
-        rows = zip(arrays.specs(shapes), trees.flatten(shapes)[0], strict=True)
+        rows = zip(array_spec.specs(shapes), trees.flatten(shapes)[0], strict=True)
         return [
             _has_every_element(params, i, spec, x) and _is_in_8_bits(params, spec, x, full)
             for i, (spec, x) in enumerate(rows)

@@ -15,9 +15,9 @@ from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
-from jgrad._layers.layer_axes import read_layer_axes, read_norm_axes
+from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
-from jgrad._packed import arrays
+from jgrad._packed import array_spec
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -73,9 +73,9 @@ def check_clamps(name: str, smallest: Any, largest: Any) -> None:
         )
 
 
-def check_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> None:
+def check_axes(function: str, mesh_axes: PyTree, layer_axes: PyTree) -> None:
     """Trees of axes, as far as they are known without parameters."""
-    read_norm_axes(function, norm_axes)
+    read_mesh_axes(function, mesh_axes)
     read_layer_axes(function, layer_axes)
 
 
@@ -161,16 +161,16 @@ def decay_of_leaves(inputs: Inputs, name: str, decay: PyTree, use: Sequence[bool
 
 
 def trust_layers(
-    inputs: Inputs, trust_ratio_mask: Mask, norm_axes: PyTree, layer_axes: PyTree
+    inputs: Inputs, trust_ratio_mask: Mask, mesh_axes: PyTree, layer_axes: PyTree
 ) -> TrustLayers:
     """Where the layers of each array are, and which have a trust ratio."""
     inputs.check_buffers()
-    sharded = inputs.option("norm_axes", read_norm_axes(inputs.function, norm_axes))
+    sharded = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
     return TrustLayers(
-        arrays.layer_axes_per_array(inputs.specs, sharded, stacked, reference),
+        array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference),
         [spec.mask_per_layer(use) for spec in inputs.specs],
     )
 

@@ -1,7 +1,7 @@
 """Which axes of an array make up a layer: LARS and LAMB need one norm per layer.
 
 A leaf is one layer, or a stack of layers as models under `lax.scan` have them (`layer_axes`).
-Inside `shard_map` and `pmap` a layer may be sharded over mesh axes (`norm_axes`). The caller says
+Inside `shard_map` and `pmap` a layer may be sharded over mesh axes (`mesh_axes`). The caller says
 which; jgrad does not detect it. Under `jit` a sharded array is whole, and needs no option.
 """
 
@@ -83,7 +83,7 @@ class LayerAxes:
         return replicated(jnp.sum(f(*arrays), axis=self.within)).reshape(-1)
 
 
-# ---- what a user gives as `norm_axes` and `layer_axes` -----------------------------------------
+# ---- what a user gives as `mesh_axes` and `layer_axes` -----------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Axes:
     values: tuple[Any, ...] = ()
 
 
-def read_norm_axes(function: str, norm_axes: PyTree, name: str = "norm_axes") -> PyTree:
-    """A tree of `Axes` with names of mesh axes, of an option of any name."""
+def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
+    """A tree of `Axes` with names of mesh axes."""
 
     def is_name(x: Any) -> bool:
         return isinstance(x, str)
@@ -107,7 +107,7 @@ def read_norm_axes(function: str, norm_axes: PyTree, name: str = "norm_axes") ->
         return _axes(x, is_name)
 
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
-    return _read(function, name, norm_axes, read, expected)
+    return _read(function, "mesh_axes", mesh_axes, read, expected)
 
 
 def read_layer_axes(function: str, layer_axes: PyTree) -> PyTree:
@@ -130,10 +130,10 @@ StaticTree = tuple[Any, tuple[Any, ...]]
 StaticAxes = tuple[StaticTree, StaticTree]
 
 
-def static_axes(function: str, norm_axes: PyTree, layer_axes: PyTree) -> StaticAxes:
-    """`norm_axes` and `layer_axes` of a functional update, hashable."""
+def static_axes(function: str, mesh_axes: PyTree, layer_axes: PyTree) -> StaticAxes:
+    """`mesh_axes` and `layer_axes` of a functional update, hashable."""
     return (
-        static_tree(read_norm_axes(function, norm_axes)),
+        static_tree(read_mesh_axes(function, mesh_axes)),
         static_tree(read_layer_axes(function, layer_axes)),
     )
 
@@ -153,22 +153,22 @@ def axis_exists(name: str) -> bool:
     return True
 
 
-def existing_mesh_axes(norm_axes: ArgLeaves) -> tuple[str, ...]:
+def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
     """All mesh axes that are named, sorted; an error if one does not exist here."""
-    different = set(norm_axes.leaves)
+    different = set(mesh_axes.leaves)
     for axes in different:
         for name in axes.values:
             if not axis_exists(name):
                 remedy = "is for `shard_map` and `pmap`; under `jit` norms are whole"
-                i = norm_axes.leaves.index(axes)
-                problem = f"no axis {name!r} here; `{norm_axes.name}` {remedy}"
-                norm_axes.fail(i, ValueError, problem)
+                i = mesh_axes.leaves.index(axes)
+                problem = f"no axis {name!r} here; `{mesh_axes.name}` {remedy}"
+                mesh_axes.fail(i, ValueError, problem)
     return tuple(sorted({name for axes in different for name in axes.values}))
 
 
-def of_leaves(norm_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
+def of_leaves(mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
     """The layers of each leaf of the reference; both arguments hold an `Axes` for each leaf."""
-    existing_mesh_axes(norm_axes)
+    existing_mesh_axes(mesh_axes)
     layers = []
     for i, x in enumerate(reference.leaves):
         shape: tuple[int, ...] = () if x is None else x.shape
@@ -179,7 +179,7 @@ def of_leaves(norm_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves)
             shown = axes[0] if len(axes) == 1 else axes
             problem = f"{shown}, expected different axes of an array of shape {shape}"
             layer_axes.fail(i, ValueError, problem)
-        layers.append(LayerAxes(shape, stacked, norm_axes.leaves[i].values))
+        layers.append(LayerAxes(shape, stacked, mesh_axes.leaves[i].values))
     return layers
 
 

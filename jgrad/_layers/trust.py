@@ -138,7 +138,7 @@ def scaled_by_trust_ratio(
     return leafwise.run([None if d is None else (scale, (d, *by)) for d, by in results])
 
 
-def written(calls: Sequence[Call | None], layers: TrustLayers) -> list[Call | None]:
+def materialized(calls: Sequence[Call | None], layers: TrustLayers) -> list[Call | None]:
     """Expensive directions that are read by their norm and by the step, as arrays.
 
     XLA writes such a direction in any case, and a norm given the array does not compute it again.

@@ -23,7 +23,7 @@ from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.second_moments import second_shapes
 from jgrad._optimizers import adam as adam_of
 from jgrad._optimizers.adam import Adam
-from jgrad._packed.arrays import ArraySpec
+from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
 

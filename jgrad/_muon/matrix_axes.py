@@ -20,7 +20,7 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.options import Mask
 from jgrad._layers import layer_axes as layer_axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_indices, read_layer_axes
-from jgrad._packed.arrays import ArraySpec
+from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import all_gather, unknown_axes

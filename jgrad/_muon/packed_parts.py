@@ -18,8 +18,8 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes, Part
 from jgrad._muon.second_moments import second_span
-from jgrad._packed.arrays import ArraySpec
-from jgrad._packed.deals import Deal, Segment
+from jgrad._packed.array_spec import ArraySpec
+from jgrad._packed.row_order import RowOrder, Segment
 from jgrad._packed.spans import Span
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
@@ -68,8 +68,8 @@ def of_arrays(
         own = [axes[j] for j in spec.positions]
         if spec.is_unpacked or all(x is None for x in own):
             found.append(Part(i, own[0]))
-        elif spec.own_deal is not None:
-            found += _of_deal(i, spec, spec.own_deal, own, per_output)
+        elif spec.local_row_order is not None:
+            found += _of_segments(i, spec, spec.local_row_order, own, per_output)
         else:
             found += _of_buffer(i, spec, own, per_output)
     return found
@@ -109,14 +109,14 @@ def _by_segment(spec: ArraySpec, x: Any) -> Any:
     """An array with rows in the order in which parts count them: matrices of a shape together."""
     if x is None or spec.is_unpacked:
         return x
-    return replicated(x) if spec.own_deal is None else spec.own_deal.by_segment(x)
+    return replicated(x) if spec.local_row_order is None else spec.local_row_order.to_leaf_order(x)
 
 
 def _by_share(spec: ArraySpec, x: Any, old: Any) -> Any:
     """The array with rows in the order of the buffer."""
     if x is None or spec.is_unpacked:
         return x
-    x = x if spec.own_deal is None else spec.own_deal.by_share(x)
+    x = x if spec.local_row_order is None else spec.local_row_order.to_shard_order(x)
     return sharded_as(x, old.codes if isinstance(old, Blocks) else old)
 
 
@@ -158,25 +158,25 @@ def check_whole(inputs: Parameters, axes: Sequence[MatrixAxes | None]) -> None:
         if i is None or spec.is_unpacked:
             continue
         devices = 1 if spec.shard is None else spec.shard.devices
-        if devices > 1 and (spec.deal is None or spec.deal.shares % devices):
+        if devices > 1 and (spec.row_order is None or spec.row_order.shards % devices):
             problem = (
                 f"a matrix in a buffer of which each of {devices} devices has some rows, expected "
                 f"whole matrices on each: `pack(params, matrices=..., multiple_of={devices})`"
             )
             chosen.fail(i, ValueError, problem)
-        if spec.deal is not None:
-            _check_segments(spec, spec.deal, axes, chosen)
+        if spec.row_order is not None:
+            _check_segments(spec, spec.row_order, axes, chosen)
 
 
 def _check_segments(
-    spec: ArraySpec, deal: Deal, axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
+    spec: ArraySpec, row_order: RowOrder, axes: Sequence[MatrixAxes | None], chosen: ArgLeaves
 ) -> None:
-    for segment, members in _members(spec, deal):
+    for segment, members in _members(spec, row_order):
         items = [_of_item(axes[spec.positions[j]], spec.spans[j]) for j in members]
         for j, item in zip(members, items, strict=True):
             i = spec.positions[j]
-            if (item is None) == bool(segment.slots):
-                packed = "a matrix" if segment.slots else "no matrix"
+            if (item is None) == bool(segment.capacity):
+                packed = "a matrix" if segment.capacity else "no matrix"
                 problem = f"{item is not None}, but it was packed as {packed}"
                 remedy = "expected the `matrices` with which `pack` was called"
                 chosen.fail(i, ValueError, f"{problem}, {remedy}")
@@ -187,12 +187,12 @@ def _check_segments(
                 chosen.fail(i, ValueError, f"{problem}, {remedy}")
 
 
-def _members(spec: ArraySpec, deal: Deal) -> list[tuple[Segment, list[int]]]:
+def _members(spec: ArraySpec, row_order: RowOrder) -> list[tuple[Segment, list[int]]]:
     """The spans of each segment."""
-    bounds = [*deal.starts, spec.shape[0]]
+    bounds = [*row_order.starts, spec.shape[0]]
     return [
         (segment, [j for j, span in enumerate(spec.spans) if start <= span.first < end])
-        for segment, start, end in zip(deal.segments, bounds, bounds[1:], strict=False)
+        for segment, start, end in zip(row_order.segments, bounds, bounds[1:], strict=False)
     ]
 
 
@@ -224,23 +224,23 @@ def _of_buffer(
     return found
 
 
-def _of_deal(
+def _of_segments(
     array: int,
     spec: ArraySpec,
-    deal: Deal,
+    row_order: RowOrder,
     axes: Sequence[MatrixAxes | None],
     per_output: bool,
 ) -> list[Part]:
-    """A part for each segment, of the shares that this device has."""
-    assert spec.deal is not None
+    """A part for each segment, of the shards that this device has."""
+    assert spec.row_order is not None
     found: list[Part] = []
     row = second = 0
-    for segment, own_spans in _members(spec, spec.deal):
-        rows = deal.shares * segment.rows
+    for segment, own_spans in _members(spec, spec.row_order):
+        rows = row_order.shards * segment.rows
         own = None if not own_spans else axes[own_spans[0]]
         matrices, kept = None, rows
         if own is not None:
-            span, count = spec.spans[own_spans[0]], deal.shares * segment.slots
+            span, count = spec.spans[own_spans[0]], row_order.shards * segment.capacity
             matrices = _of_items(own, span.layers, count)
             new = second_span(span, own, per_output, 0, spec.width)
             kept = 0 if new is None else count * new.blocks_per_layer

@@ -4,7 +4,6 @@ Matrices of Muon have none, or one number per output. The buffer of second momen
 has the rows of all other leaves, in the order of the parameters.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ import jax
 
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes, second_shape
-from jgrad._packed import packing
-from jgrad._packed.deals import Deal, Segment
+from jgrad._packed import layouts, packing
 from jgrad._packed.packing import Packed
+from jgrad._packed.row_order import RowOrder, Segment
 from jgrad._packed.spans import Span
 from jgrad._trees import checks
 from jgrad._trees.trees import PyTree
@@ -32,7 +31,7 @@ def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output
         nonlocal count
         first = count
         if packing.is_packed(x):
-            count += len(x.layout.runs)
+            count += len(layouts.spans(x.layout))
             return _second_packed(x, axes[first:count], per_output)
         count += 1
         return second_shape(x, axes[first], per_output=per_output)
@@ -42,10 +41,10 @@ def second_shapes(tree: PyTree, axes: Sequence[MatrixAxes | None], *, per_output
 
 def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: bool) -> Packed:
     layout = x.layout
-    runs, buffers, shapes = list(layout.runs), dict(x.buffers), dict(layout.shapes)
-    dealt = dict(layout.deals)
+    runs, buffers, shapes = list(layouts.spans(layout)), dict(x.buffers), dict(layout.shapes)
+    row_orders: dict[str, RowOrder] = {}
     for name, buffer in x.buffers.items():
-        own = layout.within(name)
+        own = layouts.within(layout, name)
         if not checks.is_inexact(buffer) or all(axes[i] is None for i, _ in own):
             buffers[name] = second_shape(buffer, None, per_output=per_output)
             continue
@@ -57,10 +56,12 @@ def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: boo
             runs[i] = new = second_span(span, axes[i], per_output, 0, layout.width)
             assert new is not None
             shapes[name] = new.layers.shape
-        elif (deal := layout.deal(name)) is not None:
-            rows, new_deal = _second_deal(runs, own, axes, per_output, deal, layout.width)
+        elif (row_order := layouts.row_order(layout, name)) is not None:
+            rows, new_order = _second_row_order(
+                runs, own, axes, per_output, row_order, layout.width
+            )
             shapes[name] = (rows, layout.width)
-            dealt[name] = new_deal
+            row_orders[name] = new_order
         else:
             row = 0
             for i, span in own:
@@ -68,47 +69,41 @@ def _second_packed(x: Packed, axes: Sequence[MatrixAxes | None], per_output: boo
                 row += 0 if new is None else new.num_blocks
             shapes[name] = (row, layout.width)
         local = shapes[name]
-        if layout.share is not None and not own[0][1].is_unpacked:
-            local = (layout.share.num_rows(local[0]), *local[1:])
+        if (shard := layouts.shard(layout)) is not None and not own[0][1].is_unpacked:
+            local = (shard.num_rows(local[0]), *local[1:])
         buffers[name] = jax.ShapeDtypeStruct(local, buffer.dtype)
-    reduced = dataclasses.replace(
-        layout,
-        runs=tuple(runs),
-        shapes=tuple(sorted(shapes.items())),
-        deals=tuple(sorted(dealt.items())),
-    )
-    return Packed(buffers, layout if reduced == layout else reduced)
+    return Packed(buffers, layouts.with_places(layout, runs, shapes, row_orders))
 
 
-def _second_deal(
+def _second_row_order(
     runs: list[Span | None],
     own: Sequence[tuple[int, Span]],
     axes: Sequence[MatrixAxes | None],
     per_output: bool,
-    deal: Deal,
+    row_order: RowOrder,
     width: int,
-) -> tuple[int, Deal]:
-    """The rows and the deal of a buffer of second moments; its spans are written to `runs`."""
+) -> tuple[int, RowOrder]:
+    """The rows and their order in a buffer of second moments; its spans are written to `runs`."""
     segments: list[Segment] = []
     start = 0
-    bounds = [*deal.starts, deal.shares * deal.rows_per_share]
-    for segment, first, end in zip(deal.segments, bounds, bounds[1:], strict=False):
-        rows = 0 if segment.slots else segment.rows
+    bounds = [*row_order.starts, row_order.shards * row_order.rows_per_shard]
+    for segment, first, end in zip(row_order.segments, bounds, bounds[1:], strict=False):
+        rows = 0 if segment.capacity else segment.rows
         for i, span in own:
             if not first <= span.first < end:
                 continue
             new = second_span(span, axes[i], per_output, 0, width)
-            if new is not None and segment.slots:
+            if new is not None and segment.capacity:
                 item = (span.first - first) // span.blocks_per_layer
                 new = new._replace(start=start + item * new.blocks_per_layer)
-                rows = segment.slots * new.blocks_per_layer
+                rows = segment.capacity * new.blocks_per_layer
             elif new is not None:
                 new = new._replace(start=start + span.first - first)
             runs[i] = new
         if rows:
-            segments.append(Segment(rows, segment.slots))
-        start += deal.shares * rows
-    return start, Deal(deal.shares, tuple(segments))
+            segments.append(Segment(rows, segment.capacity))
+        start += row_order.shards * rows
+    return start, RowOrder(row_order.shards, tuple(segments))
 
 
 def second_span(

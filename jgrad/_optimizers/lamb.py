@@ -21,12 +21,13 @@ from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
     clamped_ratio,
+    materialized,
     scaled_by_trust_ratio,
-    written,
 )
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import Adam, BiasCorrection
 from jgrad._trees import values
+from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 LambRule = Literal["paper", "ivy"]
@@ -82,7 +83,7 @@ def _updates(
         deltas.append(delta)
         decayed.append(delta if plain else (_decayed_delta, (m, v, x, alpha, epsilon, decay)))
     if rule == "paper":
-        deltas = decayed = written(decayed, layers)
+        deltas = decayed = materialized(decayed, layers)
     return scaled_by_trust_ratio(
         w,
         deltas,
@@ -106,6 +107,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"max_trust_ratio": numbers.upper_clamp(largest), "decay_lambda": decay}
 
 
+@renamed(norm_axes="mesh_axes")
 @functional.update(
     {"w": None, "mw_tm1": ("dcdw", "beta1"), "vw_tm1": ("dcdw", "beta2")},
     before=_read,
@@ -139,7 +141,7 @@ def lamb_update(
     min_trust_ratio: PyTree = 0.0,
     bias_correction: BiasCorrection = "step_size",
     rule: LambRule = "paper",
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
     stop_gradients: bool = True,
     out: None = None,
@@ -152,7 +154,7 @@ def lamb_update(
         w'    = w - lr ratio u
 
     with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
-    `layer_axes` or `norm_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, 0 where
+    `layer_axes` or `mesh_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, 0 where
     the weights are, but w' = w - lr ratio delta: decay acts in the norm alone.
 
     Args:
@@ -170,7 +172,7 @@ def lamb_update(
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       bias_correction: see `adam_step`.
       rule: "paper" or "ivy".
-      norm_axes: see `lamb`.
+      mesh_axes: see `lamb`.
       layer_axes: see `lamb`.
       stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
       out: None.
@@ -209,6 +211,7 @@ def lamb_update(
 # ---- transformations ---------------------------------------------------------------------------
 
 
+@renamed(norm_axes="mesh_axes")
 def lamb(
     learning_rate: LearningRate,
     *,
@@ -222,7 +225,7 @@ def lamb(
     trust_ratio_mask: Mask = None,
     bias_correction: BiasCorrection = "moments",
     rule: LambRule = "paper",
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
@@ -258,7 +261,7 @@ def lamb(
         applied.
       bias_correction: see `adam_step`.
       rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, decay in the norm alone.
-      norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
+      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
         a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
         those. Under `jit` a sharded leaf counts as a whole, and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
@@ -295,7 +298,7 @@ def lamb(
     adam.check_bias_correction(name, bias_correction)
     given.read(name)
     values.one_of(name, "rule", rule, _RULES)
-    options.check_axes(name, norm_axes, layer_axes)
+    options.check_axes(name, mesh_axes, layer_axes)
     options.clamps(name, min_trust_ratio, max_trust_ratio)
     options.check_masks(
         name,
@@ -316,7 +319,7 @@ def lamb(
             max_trust_ratio=largest,
         )
         mw, vw = adam.new_moments(inputs.g, step.mw, step.vw, numbers_of_lamb.adam)
-        layers = options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes)
+        layers = options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
         return _updates(w, mw.exact, vw.exact, numbers_of_lamb, layers, rule=rule), mw, vw
 
     return transformation(

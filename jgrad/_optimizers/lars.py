@@ -27,6 +27,7 @@ from jgrad._layers.trust import (
 )
 from jgrad._optimizers.gradient_descent import with_momentum
 from jgrad._trees import checks, values
+from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 LarsRule = Literal["paper", "decayed_gradient", "ivy"]
@@ -123,6 +124,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"decay_lambda": numbers.optional_decay(decay, negative_is_none=rule == "ivy")}
 
 
+@renamed(norm_axes="mesh_axes")
 @functional.update(
     {"w": None},
     before=_read,
@@ -143,7 +145,7 @@ def lars_update(
     trust_coefficient: PyTree = 1.0,
     epsilon: PyTree = 0.0,
     rule: LarsRule = "paper",
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
     stop_gradients: bool = True,
     out: None = None,
@@ -155,7 +157,7 @@ def lars_update(
         w'    = w - lr ratio (dcdw + decay_lambda w)
 
     with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
-    `layer_axes` or `norm_axes` says otherwise. `rule="decayed_gradient"` divides by
+    `layer_axes` or `mesh_axes` says otherwise. `rule="decayed_gradient"` divides by
     |dcdw + decay_lambda w| + epsilon, as optax does. `rule="ivy"` is Ivy's:
     ratio = trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive;
     w' = w - lr ratio dcdw.
@@ -168,7 +170,7 @@ def lars_update(
       trust_coefficient: eta of the paper, in [0, inf). 1 here; the transformation `lars` has 0.001.
       epsilon: added to the denominator, in [0, inf).
       rule: "paper", "decayed_gradient" or "ivy".
-      norm_axes: see `lars`.
+      mesh_axes: see `lars`.
       layer_axes: see `lars`.
       stop_gradients: apply `jax.lax.stop_gradient` to the result.
       out: None.
@@ -197,6 +199,7 @@ def lars_update(
 # ---- transformation ----------------------------------------------------------------------------
 
 
+@renamed(norm_axes="mesh_axes")
 def lars(
     learning_rate: LearningRate,
     *,
@@ -209,7 +212,7 @@ def lars(
     trust_ratio_mask: Mask = None,
     rate_in_momentum: bool = True,
     rule: LarsRule = "paper",
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
@@ -242,7 +245,7 @@ def lars(
       rule: "paper" as above; "decayed_gradient", with |g + weight_decay w| + epsilon below the
         line, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
         |w| where that is positive, and d = learning_rate ratio g.
-      norm_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
+      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
         a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
         those. Under `jit` a sharded leaf counts as a whole, and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
@@ -280,7 +283,7 @@ def lars(
     options.check_momentum(name, momentum, nesterov=nesterov)
     values.boolean(name, "rate_in_momentum", rate_in_momentum)
     _check_rule(name, rule, epsilon)
-    options.check_axes(name, norm_axes, layer_axes)
+    options.check_axes(name, mesh_axes, layer_axes)
     numbers.scalar(name, "trust_coefficient", trust_coefficient)
     numbers.scalar(name, "epsilon", epsilon)
     options.check_masks(
@@ -302,7 +305,7 @@ def lars(
                 weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
                 epsilon=numbers.scalar(name, "epsilon", epsilon),
             ),
-            options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
+            options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
             rule=rule,
             rates=(rates,) if inside else (),
             scale=rules.descent if momentum is None else rules.scale_by,

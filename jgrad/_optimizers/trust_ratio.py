@@ -11,15 +11,17 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
 from jgrad._inputs.transformation import pair
 from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
+from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 
+@renamed(norm_axes="mesh_axes")
 def scale_by_trust_ratio(
     *,
     max_trust_ratio: Scalar | None = 10.0,
     min_trust_ratio: Scalar = 0.0,
     trust_ratio_mask: Mask = None,
-    norm_axes: PyTree = None,
+    mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates layer by layer to the size of the weights.
@@ -35,7 +37,7 @@ def scale_by_trust_ratio(
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       trust_ratio_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False pass unchanged.
-      norm_axes: see `lamb`.
+      mesh_axes: see `lamb`.
       layer_axes: see `lamb`.
 
     Returns:
@@ -57,7 +59,7 @@ def scale_by_trust_ratio(
     """
     name = "scale_by_trust_ratio"
     options.clamps(name, min_trust_ratio, max_trust_ratio)
-    options.check_axes(name, norm_axes, layer_axes)
+    options.check_axes(name, mesh_axes, layer_axes)
     options.check_masks(name, (min_trust_ratio, max_trust_ratio), trust_ratio_mask=trust_ratio_mask)
 
     def init(params: PyTree) -> optax.EmptyState:
@@ -75,7 +77,7 @@ def scale_by_trust_ratio(
             directions,
             ratio=clamped_ratio,
             numbers=options.clamps(name, min_trust_ratio, max_trust_ratio),
-            layers=options.trust_layers(inputs, trust_ratio_mask, norm_axes, layer_axes),
+            layers=options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
         )
         return inputs.directions(scaled_directions), state
 

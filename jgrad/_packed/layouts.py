@@ -9,22 +9,19 @@ buffer of its own shape.
 import collections
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from jgrad._layers import layer_axes as axes_of
-from jgrad._layers.layer_axes import Axes, LayerAxes
-from jgrad._packed.deals import Deal, Segment, deal_out, item_shape
+from jgrad._layers.layer_axes import LayerAxes
+from jgrad._packed.row_order import RowOrder, Segment
 from jgrad._packed.shard import Shard
 from jgrad._packed.spans import Span
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import SIZE
-from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.renamed import private_attribute
 from jgrad._trees.trees import PyTree
 
 # Elements of a block. A wider block pads more: a transformer of 193 leaves by 1% at 128, 3% at 256,
@@ -36,25 +33,14 @@ WIDTH = SIZE
 
 _SHOWN = 10  # leaves of a buffer that are printed
 
-_EXPECTED = (
-    "expected a floating array, since the gradient of a Packed could not hold others; pack those "
-    "alone: `floating, others = equinox.partition(tree, equinox.is_inexact_array)`, or with None "
-    "in the place of each other leaf"
-)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """Where each leaf of a tree is in the buffers of a `Packed`.
 
     Attributes:
-      structure: of the tree, in which None is a leaf.
-      runs: the blocks of each leaf, or None for None.
       shapes: (name, shape) of each buffer, in the order in which JAX has them.
-      share: None outside of `zero`; inside, the shard that says which rows of the buffers of these
-        shapes are on this device.
       width: elements of a block.
-      deals: (name, deal) of each buffer whose matrices are dealt out to shards.
 
     Example:
       >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
@@ -64,25 +50,36 @@ class Layout:
       (3, 2)
     """
 
-    structure: Any
-    runs: tuple[Span | None, ...]
+    _structure: Any  # of the tree, in which None is a leaf
+    _spans: tuple[Span | None, ...]  # the blocks of each leaf, or None for None
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    share: Shard | None = None
-    deals: tuple[tuple[str, Deal], ...] = ()
+    _shard: Shard | None = None  # inside `zero`, the rows that this device has
+    _row_orders: tuple[tuple[str, RowOrder], ...] = ()  # where shards have whole matrices
 
     @property
     def width(self) -> int:
         """Elements of a block."""
         return WIDTH
 
+    def tree(self, dtypes: Mapping[str, Any] | None = None) -> PyTree:
+        """Shapes and dtypes of what was packed; the dtypes of buffers where they are given."""
+        of_buffers = dtypes or {}
+        structs = [
+            None
+            if span is None
+            else jax.ShapeDtypeStruct(span.layers.shape, of_buffers.get(span.buffer, span.dtype))
+            for span in self._spans
+        ]
+        return self._structure.unflatten(structs)
+
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.structure, *self._places))
+        return hash((self._structure, *self._places))
 
     @property
     def _places(self) -> tuple[Any, ...]:
         """Everything but the structure of the tree."""
-        return self.runs, self.shapes, self.share, self.deals
+        return self._spans, self.shapes, self._shard, self._row_orders
 
     def __hash__(self) -> int:
         return self._hash
@@ -93,50 +90,18 @@ class Layout:
             return True
         if not isinstance(other, Layout) or self._hash != other._hash:
             return False
-        return bool(self.structure == other.structure) and self._places == other._places
+        return bool(self._structure == other._structure) and self._places == other._places
 
     @functools.cached_property
-    def _within(self) -> dict[str, list[tuple[int, Span]]]:
-        spans: dict[str, list[tuple[int, Span]]] = collections.defaultdict(list)
-        for i, span in enumerate(self.runs):
+    def _by_buffer(self) -> dict[str, list[tuple[int, Span]]]:
+        buffers: dict[str, list[tuple[int, Span]]] = collections.defaultdict(list)
+        for i, span in enumerate(self._spans):
             if span is not None:
-                spans[span.buffer].append((i, span))
-        for own in spans.values():
+                buffers[span.buffer].append((i, span))
+        for pairs in buffers.values():
             # A leaf without elements starts where the next one does, and comes before it.
-            own.sort(key=lambda pair: (pair[1].first, pair[1].num_blocks, pair[0]))
-        return spans
-
-    def within(self, name: str) -> list[tuple[int, Span]]:
-        """The leaves of one buffer in the order in which they are there: positions and spans."""
-        return self._within[name]
-
-    def deal(self, name: str) -> Deal | None:
-        """How the rows of a buffer are dealt out; None where leaves follow each other."""
-        return dict(self.deals).get(name)
-
-    def unpacked_leaf(self, name: str) -> int | None:
-        """The position of the leaf that is this buffer, unpacked; None for a buffer of blocks."""
-        (i, span), *_ = self.within(name)
-        return i if span.is_unpacked else None
-
-    def tree(self, dtypes: Mapping[str, Any] | None = None) -> PyTree:
-        """Shapes and dtypes of what was packed; the dtypes of buffers where they are given."""
-        given = dtypes or {}
-        structs = [
-            None
-            if span is None
-            else jax.ShapeDtypeStruct(span.layers.shape, given.get(span.buffer, span.dtype))
-            for span in self.runs
-        ]
-        return self.structure.unflatten(structs)
-
-    def is_part_of(self, other: "Layout") -> bool:
-        """Whether each leaf is one of the other's at its position, in trees of any structure."""
-        if self == other:
-            return True
-        pairs = list(zip(self.runs, other.runs, strict=False))
-        same = all(own is None or (its and own.is_alike(its)) for own, its in pairs)
-        return same and len(self.runs) == len(other.runs)
+            pairs.sort(key=lambda pair: (pair[1].first, pair[1].num_blocks, pair[0]))
+        return buffers
 
     # A copy is this very layout. Structures of nodes that are not JAX's own cannot be pickled, and
     # hashes of strings differ from process to process: a tree of numbers and plain data go instead.
@@ -148,43 +113,30 @@ class Layout:
         return self
 
     def __reduce__(self) -> Any:
-        numbers = self.structure.unflatten(range(len(self.runs)))
+        numbers = self._structure.unflatten(range(len(self._spans)))
         spans = [
-            span and (*span[:2], dataclasses.astuple(span.layers), *span[3:]) for span in self.runs
+            span and (*span[:2], dataclasses.astuple(span.layers), *span[3:])
+            for span in self._spans
         ]
-        shard = self.share and tuple(self.share)
-        deals = [(name, deal.shares, tuple(map(tuple, deal.segments))) for name, deal in self.deals]
-        return Layout._rebuilt, (numbers, spans, self.shapes, shard, self.width, deals)
+        shard = self._shard and tuple(self._shard)
+        orders = [(name, x.shards, tuple(map(tuple, x.segments))) for name, x in self._row_orders]
+        return Layout._rebuilt, (numbers, spans, self.shapes, shard, self.width, orders)
 
     @staticmethod
     def _rebuilt(
-        numbers: PyTree, spans: list[Any], shapes: Any, shard: Any, width: int, deals: Any = ()
+        numbers: PyTree, spans: list[Any], shapes: Any, shard: Any, width: int, orders: Any = ()
     ) -> "Layout":
         if width != WIDTH:
             raise ValueError(f"Layout: blocks of {width} elements, expected {WIDTH}.")
         structure = trees.flatten(numbers)[1]
-        runs = tuple(x and Span(*x)._replace(layers=LayerAxes(*x[2])) for x in spans)
-        dealt = tuple((name, Deal(n, tuple(Segment(*x) for x in own))) for name, n, own in deals)
-        return Layout(structure, runs, shapes, shard and Shard(*shard), dealt)
-
-    def differences(self, other: "Layout", own_name: str, other_name: str) -> Iterator[str]:
-        """Where two layouts differ: a phrase for each place."""
-        found = False
-        for phrase in trees.differences(self.tree(), other.tree(), own_name, other_name):
-            found = True
-            yield f"{phrase} packed"
-        if found or self.structure != other.structure:
-            return
-        for path, *pair in zip(trees.paths(self.tree()), self.runs, other.runs, strict=True):
-            own, its = map(_described, pair)
-            if own != its:
-                found = True
-                yield f"{own_name} has {own}{checks.at(path)} where {other_name} has {its}"
-        if not found:
-            yield f"{own_name} has buffers {dict(self.shapes)}, {other_name} {dict(other.shapes)}"
+        rebuilt = tuple(x and Span(*x)._replace(layers=LayerAxes(*x[2])) for x in spans)
+        row_orders = tuple(
+            (name, RowOrder(n, tuple(Segment(*x) for x in rows))) for name, n, rows in orders
+        )
+        return Layout(structure, rebuilt, shapes, shard and Shard(*shard), row_orders)
 
     def __repr__(self) -> str:
-        spans = [span for span in self.runs if span is not None]
+        spans = [span for span in self._spans if span is not None]
         elements = sum(span.size for span in spans)
         room = sum(math.prod(shape) for _, shape in self.shapes)
         padding = 0 if room == 0 else 100 * (1 - elements / room)
@@ -192,16 +144,119 @@ class Layout:
         lines = [f"{count}, {elements:,} elements, {padding:.1f}% padding"]
         unpacked = []
         for name, shape in self.shapes:
-            own = [span for _, span in self.within(name)]
-            if own[0].is_unpacked:
-                unpacked += own
+            in_buffer = [span for _, span in within(self, name)]
+            if in_buffer[0].is_unpacked:
+                unpacked += in_buffer
                 continue
             lines.append(f"  {name} {shape}")
-            lines += _listed(own)
+            lines += _listed(in_buffer)
         return "\n".join([*lines, *(["  unpacked", *_listed(unpacked)] if unpacked else [])])
 
 
 Layout.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+# ---- what the library asks a layout, and its users need not know -------------------------------
+
+
+def structure(layout: Layout) -> Any:
+    """That of the tree, in which None is a leaf."""
+    return layout._structure
+
+
+def spans(layout: Layout) -> tuple[Span | None, ...]:
+    """The blocks of each leaf, or None for None."""
+    return layout._spans
+
+
+def shard(layout: Layout) -> Shard | None:
+    """Which rows of the buffers are on this device; None outside of `zero`."""
+    return layout._shard
+
+
+def within(layout: Layout, name: str) -> list[tuple[int, Span]]:
+    """The leaves of one buffer in the order in which they are there: positions and spans."""
+    return layout._by_buffer[name]
+
+
+def row_order(layout: Layout, name: str) -> RowOrder | None:
+    """The order of the rows of a buffer; None where leaves follow each other."""
+    return dict(layout._row_orders).get(name)
+
+
+def unpacked_leaf(layout: Layout, name: str) -> int | None:
+    """The position of the leaf that is this buffer, unpacked; None for a buffer of blocks."""
+    (i, span), *_ = within(layout, name)
+    return i if span.is_unpacked else None
+
+
+def with_structure(layout: Layout, structure: Any) -> Layout:
+    """The same places, for another tree with the same leaves."""
+    return dataclasses.replace(layout, _structure=structure)
+
+
+def with_shard(layout: Layout, shard: Shard | None) -> Layout:
+    """The same places, with what says which rows of the buffers are on this device."""
+    return dataclasses.replace(layout, _shard=shard)
+
+
+def with_places(
+    layout: Layout,
+    spans: Sequence[Span | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    row_orders: Mapping[str, RowOrder],
+) -> Layout:
+    """The same tree in other places of buffers of other shapes; equal layouts are one object."""
+    orders = {**dict(layout._row_orders), **row_orders}
+    places = tuple(spans), tuple(sorted(shapes.items())), tuple(sorted(orders.items()))
+    new = Layout(layout._structure, *places[:2], layout._shard, places[2])
+    return layout if new == layout else new
+
+
+def is_part_of(layout: Layout, other: Layout) -> bool:
+    """Whether each leaf is one of the other's at its position, in trees of any structure."""
+    if layout == other:
+        return True
+    pairs = list(zip(layout._spans, other._spans, strict=False))
+    same = all(ours is None or (its and ours.is_alike(its)) for ours, its in pairs)
+    return same and len(layout._spans) == len(other._spans)
+
+
+def differences(layout: Layout, other: Layout, name: str, other_name: str) -> Iterator[str]:
+    """Where two layouts differ: a phrase for each place."""
+    differ = False
+    for phrase in trees.differences(layout.tree(), other.tree(), name, other_name):
+        differ = True
+        yield f"{phrase} packed"
+    if differ or layout._structure != other._structure:
+        return
+    for path, *pair in zip(trees.paths(layout.tree()), layout._spans, other._spans, strict=True):
+        ours, its = map(_described, pair)
+        if ours != its:
+            differ = True
+            yield f"{name} has {ours}{checks.at(path)} where {other_name} has {its}"
+    if not differ:
+        yield f"{name} has buffers {dict(layout.shapes)}, {other_name} {dict(other.shapes)}"
+
+
+def _method(f: Callable[..., Any]) -> Callable[[Layout], Any]:
+    return lambda layout: functools.partial(f, layout)
+
+
+# Until 0.6 users could read these of a layout.
+_PRIVATE: dict[str, Callable[[Layout], Any]] = {
+    "structure": structure,
+    "runs": spans,
+    "share": shard,
+    "deals": lambda layout: layout._row_orders,
+    "within": _method(within),
+    "deal": _method(row_order),
+    "unpacked_leaf": _method(unpacked_leaf),
+    "is_part_of": _method(is_part_of),
+    "differences": _method(differences),
+}
+for _name, _read in _PRIVATE.items():
+    setattr(Layout, _name, private_attribute(_name, _read, "`tree()`, `shapes` or `width`"))
 
 
 def _described(span: Span | None) -> str:
@@ -216,95 +271,3 @@ def _described(span: Span | None) -> str:
 def _listed(spans: list[Span]) -> list[str]:
     more = [f"    and {len(spans) - _SHOWN} more"] if len(spans) > _SHOWN else []
     return [f"    {span}" for span in spans[:_SHOWN]] + more
-
-
-def layout_of(
-    function: str,
-    tree: PyTree,
-    layer_axes: PyTree = None,
-    multiple_of: int = 1,
-    max_size: int | None = None,
-    matrices: Sequence[bool] | None = None,
-    *,
-    others: bool = False,
-) -> tuple[Layout, list[Any]]:
-    """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
-
-    Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. The
-    layers of leaves with True in `matrices` are dealt out to `multiple_of` shards.
-    """
-    arg = ArgLeaves.from_tree(function, "tree", tree).with_arrays()
-    for i, x in enumerate(arg.leaves):
-        if not (x is None or checks.is_inexact(x) or (others and checks.is_numeric(x))):
-            arg.fail(i, TypeError, f"{checks.describe(x)}, {_EXPECTED}")
-    axes = axes_of.read_layer_axes(function, layer_axes)
-    stacked = ArgLeaves.from_prefix(function, "layer_axes", axes, "tree", tree)
-    not_sharded = arg._replace(name="norm_axes", leaves=[Axes()] * len(arg.leaves))
-    layers = axes_of.of_leaves(not_sharded, stacked, arg)
-
-    spans: list[Span | None] = [None] * len(arg.leaves)
-    packed: list[tuple[int, Span]] = []
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i, (x, path, own) in enumerate(zip(arg.leaves, arg.paths(), layers, strict=True)):
-        if x is None:
-            continue
-        large = max_size is not None and math.prod(x.shape) > max_size
-        if large or not checks.is_inexact(x):
-            name = f"leaf {i}"  # not the path: two leaves may have one
-            spans[i] = Span(path, np.dtype(x.dtype), own, name, None, 0)
-            shapes[name] = x.shape
-            continue
-        blocks_per_layer = -(-own.layer_size // WIDTH)
-        packed.append((i, Span(path, np.dtype(x.dtype), own, x.dtype.name, 0, blocks_per_layer)))
-    # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
-    packed.sort(key=lambda pair: (pair[1].layers.shape, pair[1].layers.stacked))
-    dealt: dict[str, Deal] = {}
-    for name in dict.fromkeys(span.buffer for _, span in packed):
-        within = [(i, span) for i, span in packed if span.buffer == name]
-        chosen = [matrices is not None and matrices[i] for i, _ in within]
-        if any(chosen) and multiple_of > 1:
-            starts, deal = deal_out([span for _, span in within], chosen, multiple_of)
-            dealt[name], rows = deal, multiple_of * deal.rows_per_share
-            _check_padding(arg, within, chosen, deal)
-        else:
-            *starts, end = itertools.accumulate((x.num_blocks for _, x in within), initial=0)
-            rows = -(-end // multiple_of) * multiple_of
-        for start, (i, span) in zip(starts, within, strict=True):
-            spans[i] = span._replace(start=start)
-        shapes[name] = (rows, WIDTH)
-    structure = trees.flatten(tree)[1]
-    layout = Layout(
-        structure,
-        tuple(spans),
-        tuple(sorted(shapes.items())),
-        deals=tuple(sorted(dealt.items())),
-    )
-    return layout, list(arg.leaves)
-
-
-def _check_padding(
-    arg: ArgLeaves, own: list[tuple[int, Span]], chosen: list[bool], deal: Deal
-) -> None:
-    """No more than half of a dealt buffer is padding: some shape has too few matrices."""
-    rows, used = deal.shares * deal.rows_per_share, sum(span.num_blocks for _, span in own)
-    if 2 * used >= rows:
-        return
-    wasted: dict[tuple[int, ...], list[int]] = {}
-    for (i, span), is_matrix in zip(own, chosen, strict=True):
-        if is_matrix:
-            wasted.setdefault(item_shape(span), []).append(i)
-    spans = dict(own)
-
-    def padding(shape: tuple[int, ...]) -> int:
-        first = spans[wasted[shape][0]]
-        count = sum(spans[i].layers.num_layers for i in wasted[shape])
-        return (-count % deal.shares) * first.blocks_per_layer
-
-    shape = max(wasted, key=padding)
-    count = sum(spans[i].layers.num_layers for i in wasted[shape])
-    problem = (
-        f"{'1 matrix' if count == 1 else f'{count} matrices'} of shape {shape} for "
-        f"{deal.shares} shards: {100 * (rows - used) // rows}% of the buffer would be padding, "
-        "expected at most half; shard over a smaller mesh axis, with a smaller `multiple_of`"
-    )
-    arg.fail(wasted[shape][0], ValueError, problem)

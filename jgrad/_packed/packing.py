@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed import quantized_buffers, spans, splitting
-from jgrad._packed.layouts import Layout, layout_of
+from jgrad._packed import layouts, quantized_buffers, spans, splitting
+from jgrad._packed.layouts import Layout
+from jgrad._packed.new_layout import layout_of
 from jgrad._packed.spans import Span
 from jgrad._quantized.codec import Codec, codec_of
 from jgrad._trees import checks, trees, values
@@ -248,23 +249,22 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
     _register_with_flax()
     buffers: dict[str, Any] = {}
     for name, shape in layout.shapes:
-        (i, span), *_ = own = layout.within(name)
+        (i, span), *_ = own = layouts.within(layout, name)
         if span.is_unpacked or checks.is_nothing(leaves[i], span.layers.shape):
             buffers[name] = leaves[i]
             continue
         here = {i: jax.tree.map(replicated, leaves[i]) for i, _ in own}
         if isinstance(here[i], Blocks):
             joined = quantized_buffers.join([(span, here[i]) for i, span in own], shape[0])
-            buffers[name] = jax.tree.map(functools.partial(_by_share, layout, name), joined)
+            buffers[name] = jax.tree.map(functools.partial(_to_shard_order, layout, name), joined)
             continue
-        parts, row = [], 0
-        dtype = here[i].dtype
+        parts, row, dtype = [], 0, here[i].dtype
         for i, span in own:
             parts += _zeros(span.first - row, layout.width, dtype)
             parts.append(spans.to_blocks(span, here[i], layout.width))
             row = span.first + span.num_blocks
         parts += _zeros(shape[0] - row, layout.width, dtype)
-        buffers[name] = _by_share(layout, name, splitting.join(parts).reshape(shape))
+        buffers[name] = _to_shard_order(layout, name, splitting.join(parts).reshape(shape))
     return Packed(buffers, layout)
 
 
@@ -272,10 +272,10 @@ def _zeros(rows: int, width: int, dtype: Any) -> list[jax.Array]:
     return [jnp.zeros((rows * width,), dtype)] if rows else []
 
 
-def _by_share(layout: Layout, name: str, buffer: jax.Array) -> jax.Array:
-    """The rows of a buffer as devices have them, where whole matrices are dealt out."""
-    deal = layout.deal(name)
-    return buffer if deal is None else deal.by_share(buffer)
+def _to_shard_order(layout: Layout, name: str, buffer: jax.Array) -> jax.Array:
+    """The rows of a buffer in the order in which devices have them."""
+    row_order = layouts.row_order(layout, name)
+    return buffer if row_order is None else row_order.to_shard_order(buffer)
 
 
 def _register_with_flax() -> None:
@@ -296,10 +296,10 @@ def _register_with_flax() -> None:
 def _leaves(packed: Packed) -> PyTree:
     """The tree in the buffers, by one split of each."""
     layout = packed.layout
-    leaves: list[Any] = [None] * len(layout.runs)
+    leaves: list[Any] = [None] * len(layouts.spans(layout))
     for name, shape in layout.shapes:
-        buffer, own = packed.buffers[name], layout.within(name)
-        if (unpacked := layout.unpacked_leaf(name)) is not None:
+        buffer, own = packed.buffers[name], layouts.within(layout, name)
+        if (unpacked := layouts.unpacked_leaf(layout, name)) is not None:
             leaves[unpacked] = buffer
             continue
         if checks.is_nothing(buffer, shape):
@@ -313,8 +313,8 @@ def _leaves(packed: Packed) -> PyTree:
                 "for shapes alone call `jax.eval_shape(unpack, tree)`."
             )
         buffer = jax.tree.map(replicated, buffer)
-        if (deal := layout.deal(name)) is not None:
-            buffer = jax.tree.map(deal.by_segment, buffer)
+        if (row_order := layouts.row_order(layout, name)) is not None:
+            buffer = jax.tree.map(row_order.to_leaf_order, buffer)
         pieces: list[tuple[int, tuple[int, Span] | None]] = []  # of padding None
         row = 0
         for i, span in own:
@@ -342,7 +342,7 @@ def _leaves(packed: Packed) -> PyTree:
                 leaves[i] = spans.from_blocks(span, part, layout.width)
             else:
                 leaves[i] = quantized_buffers.leaf(span, part, own_scale, codec)
-    return layout.structure.unflatten(leaves)
+    return layouts.structure(layout).unflatten(leaves)
 
 
 def _again(like: Packed, tree: PyTree) -> Packed:
@@ -352,7 +352,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     leaves = list(arg.leaves)
     expected: list[Any] = [None] * len(leaves)
     for name, shape in layout.shapes:
-        own, buffer = layout.within(name), like.buffers[name]
+        own, buffer = layouts.within(layout, name), like.buffers[name]
         if checks.is_nothing(buffer, shape):
             for i, _ in own:
                 if not checks.is_nothing(leaves[i]):
@@ -366,7 +366,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
                 _check_recodable(arg, i, codec_of(buffer))
                 expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
             continue
-        if (unpacked := layout.unpacked_leaf(name)) is not None:
+        if (unpacked := layouts.unpacked_leaf(layout, name)) is not None:
             _check_unpacked(arg, unpacked, buffer)
             expected[unpacked] = buffer
             continue
@@ -381,13 +381,13 @@ def _again(like: Packed, tree: PyTree) -> Packed:
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected {dtype} as beside it")
             expected[i] = jax.ShapeDtypeStruct(span.layers.shape, dtype)
     for i, x in enumerate(arg.leaves):
-        if layout.runs[i] is None and x is not None:
+        if layouts.spans(layout)[i] is None and x is not None:
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected None")
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
     for name, _ in layout.shapes:
         if isinstance(like.buffers[name], Blocks):
             codec = codec_of(like.buffers[name])
-            for i, span in layout.within(name):
+            for i, span in layouts.within(layout, name):
                 leaves[i] = quantized_buffers.recoded(span, leaves[i], codec)
     return fill(layout, leaves)
 

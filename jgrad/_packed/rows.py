@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed.deals import Deal
+from jgrad._packed.row_order import RowOrder
 from jgrad._packed.shard import Shard
 from jgrad._trees.shardings import is_on_mesh, is_sharded, on_automatic_axes
 
@@ -63,7 +63,7 @@ class PackedLayers(LayerAxes):
         return (*super().sort_key, self.blocks)
 
     @property
-    def owners(self) -> np.ndarray | jax.Array:
+    def layer_of_row(self) -> np.ndarray | jax.Array:
         """The layer of each row; the last layer for the rows behind it."""
         layers = np.repeat(np.arange(len(self.blocks), dtype=np.int32), self.blocks)
         behind = (0, self._all_rows - len(layers))
@@ -71,7 +71,7 @@ class PackedLayers(LayerAxes):
         return every if self.shard is None else self.shard.slice(every)
 
     def to_elements(self, numbers: jax.Array) -> jax.Array:
-        return jnp.asarray(numbers)[self.owners][:, None]
+        return jnp.asarray(numbers)[self.layer_of_row][:, None]
 
     def per_layer(self, number: ArrayLike) -> jax.Array:
         """Also from a number per row, of shape (rows, 1).
@@ -103,7 +103,7 @@ class PackedLayers(LayerAxes):
 
         def per_layer(per_row: jax.Array) -> jax.Array:
             return jax.ops.segment_sum(
-                per_row, self.owners, self.num_layers, indices_are_sorted=self._in_order
+                per_row, self.layer_of_row, self.num_layers, indices_are_sorted=self._in_order
             )
 
         if not is_sharded(per_row):
@@ -129,32 +129,34 @@ class PackedLayers(LayerAxes):
 
 
 @dataclasses.dataclass(frozen=True)
-class DealtLayers(PackedLayers):
-    """Likewise, in a buffer whose matrices are dealt out to shards.
+class ReorderedLayers(PackedLayers):
+    """Likewise, in a buffer whose shards have whole matrices.
 
     Attributes:
       starts: the first row of each layer, in the order in which spans count rows.
-      deal: the order of the rows.
+      row_order: of the whole buffer.
     """
 
     starts: tuple[int, ...] = ()
-    deal: Deal | None = None
+    row_order: RowOrder | None = None
 
     @property
     def nonempty(self) -> np.ndarray | jax.Array:
         layers = np.arange(self.num_layers)
-        return self._of_device(np.stack([np.isin(layers, own) for own in self._owners]))
+        return self._of_device(np.stack([np.isin(layers, own) for own in self._layer_of_row]))
 
     @property
-    def owners(self) -> np.ndarray | jax.Array:
+    def layer_of_row(self) -> np.ndarray | jax.Array:
         """Rows between layers are zeros, and may count for any."""
-        return self._of_device(np.maximum(self._owners, 0))
+        return self._of_device(np.maximum(self._layer_of_row, 0))
 
     def per_layer(self, number: ArrayLike) -> jax.Array:
         x = jnp.asarray(number, dtype=float)
         if x.ndim < 2 or self.shape[0] == 0:
             return super().per_layer(x)
-        firsts = [[np.argmax(own == i) for i in range(self.num_layers)] for own in self._owners]
+        firsts = [
+            [np.argmax(own == i) for i in range(self.num_layers)] for own in self._layer_of_row
+        ]
         return x[self._of_device(np.array(firsts, np.int32)), 0]
 
     @property
@@ -166,14 +168,14 @@ class DealtLayers(PackedLayers):
         return False
 
     @property
-    def _owners(self) -> np.ndarray:
+    def _layer_of_row(self) -> np.ndarray:
         """The layer of each row, for each device; -1 for rows between layers."""
         found = np.full(self._all_rows, -1, np.int32)
         for i, (start, blocks) in enumerate(zip(self.starts, self.blocks, strict=True)):
             found[start : start + blocks] = i
-        assert self.deal is not None
+        assert self.row_order is not None
         devices = 1 if self.shard is None else self.shard.devices
-        return self.deal.by_share(found).reshape(devices, -1)
+        return self.row_order.to_shard_order(found).reshape(devices, -1)
 
     def _of_device(self, each: np.ndarray) -> np.ndarray | jax.Array:
         """This device's entry."""

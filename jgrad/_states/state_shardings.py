@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jgrad._inputs.transformation import arrays_of
-from jgrad._packed import packing
+from jgrad._packed import layouts, packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, values
@@ -174,7 +174,7 @@ class _Shardings:
         node, layout = self._followed(path), packed.layout
         shardings = {}
         for name, buffer in packed.buffers.items():
-            leaf = layout.unpacked_leaf(name)
+            leaf = layouts.unpacked_leaf(layout, name)
             if packing.is_packed(node):
                 followed = node.buffers.get(name)
                 if leaf is None:  # moments of some leaves alone have fewer rows

@@ -26,8 +26,8 @@ def renamed(
         outermost decorator.
 
     Example:
-      >>> @renamed(norm_axes="mesh_axes")
-      ... def accumulate(tx, every, *, mesh_axes=None): ...
+      >>> @renamed(cut_over="shard_over")
+      ... def state_shardings(tx, params, *, shard_over=None): ...
     """
 
     def decorator(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -52,7 +52,10 @@ def renamed(
                         raise TypeError(f"{function.__name__}: `{old}`: beside `{new}`, {problem}.")
                     given.add(new)
                     found[new] = kwargs[old]
-                _warn(f"{function.__name__}: `{old}`: an old name", "` and `".join(new_ones))
+                _warn(
+                    f"{function.__name__}: `{old}`: an old name",
+                    " and ".join(map("`{}`".format, new_ones)),
+                )
             return found
 
         class Signature(inspect.Signature):
@@ -80,13 +83,23 @@ def renamed_attribute(old: str, new: str) -> Any:
 
 def by_old_name(x: Any, old: str, new: str) -> Any:
     """An attribute that was asked for by its old name; for a property of a NamedTuple."""
-    _warn(f"{type(x).__name__}: `{old}`: an old name", new)
+    _warn(f"{type(x).__name__}: `{old}`: an old name", f"`{new}`")
     return getattr(x, new)
 
 
-def _warn(what: str, new: str) -> None:
+def private_attribute(name: str, read: Callable[[Any], Any], public: str) -> Any:
+    """What users could read of an object, which is its own now; and what is public of it."""
+
+    def attribute(x: Any) -> Any:
+        _warn(f"{type(x).__name__}: `{name}`: private now", public)
+        return read(x)
+
+    return property(attribute)
+
+
+def _warn(what: str, expected: str) -> None:
     # Not a DeprecationWarning, which Python hides unless the call is in a script itself.
-    text = f"{what}, expected `{new}`; the next release does not know it."
+    text = f"{what}, expected {expected}; the next release does not know it."
     warnings.warn(text, FutureWarning, stacklevel=_level_of_the_user())
 
 

@@ -14,6 +14,7 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.transformation import pair
+from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees, values
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -131,7 +132,7 @@ def accumulate(
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "every", every)
     values.boolean(_NAME, "check_finite", check_finite)
-    devices.read_mesh_axes(_NAME, mesh_axes)
+    read_mesh_axes(_NAME, mesh_axes)
 
     def init(params: PyTree) -> AccumulateState:
         return AccumulateState(

@@ -13,13 +13,12 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import pair
 from jgrad._layers import trust
-from jgrad._layers.layer_axes import Axes, LayerAxes
-from jgrad._packed import arrays, packing
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_mesh_axes
+from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers.devices import read_mesh_axes
 
 
 @on_leaf(arrays=2)
@@ -156,5 +155,5 @@ def _layers(arg: ArgLeaves, tree: PyTree, mesh_axes: PyTree) -> list[LayerAxes]:
     sharded = ArgLeaves.from_prefix(arg.function, "mesh_axes", names, arg.name, shapes)
     stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
     reference = ArgLeaves.from_tree(arg.function, arg.name, shapes).with_arrays()
-    layers = arrays.layer_axes_per_array(arrays.specs(tree), sharded, stacked, reference)
+    layers = array_spec.layer_axes_per_array(array_spec.specs(tree), sharded, stacked, reference)
     return [LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers]

@@ -7,15 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs.inputs import Inputs
-from jgrad._layers.layer_axes import existing_mesh_axes, read_norm_axes
-from jgrad._packed import arrays
+from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
+from jgrad._packed import array_spec
 from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
-
-
-def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
-    """The option `mesh_axes`, as `norm_axes` of an optimizer."""
-    return read_norm_axes(function, mesh_axes, "mesh_axes")
 
 
 def mesh_axes_of(inputs: Inputs, mesh_axes: PyTree) -> tuple[str, ...]:
@@ -38,6 +33,6 @@ def holds_shards(state: PyTree, inputs: Inputs) -> bool:
     whole = {x.shape for x, spec in pairs if spec.is_buffer}
     return any(
         spec.shape in whole and not checks.is_nothing(x) and x.shape != spec.shape
-        for x, spec in zip(trees.flatten(state)[0], arrays.specs(state), strict=True)
+        for x, spec in zip(trees.flatten(state)[0], array_spec.specs(state), strict=True)
         if spec.is_buffer and not spec.is_unpacked
     )

@@ -1,6 +1,5 @@
 """Small leaves packed inside a transformation, for training loops that remain unchanged."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +8,9 @@ import optax
 
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import pair
-from jgrad._packed import packing
-from jgrad._packed.layouts import Layout, layout_of
+from jgrad._packed import layouts, packing
+from jgrad._packed.layouts import Layout
+from jgrad._packed.new_layout import layout_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
@@ -87,44 +87,44 @@ def pack_small(
         elif inputs.w is None:
             checks.same_shapes(inputs.reference, ArgLeaves.from_tree(_NAME, "state", old.tree()))
             layout = old
-        elif layout.is_part_of(old):
+        elif layouts.is_part_of(layout, old):
             # The tree may be another with the same leaves: flax's nnx wraps them for `init` alone.
-            layout = dataclasses.replace(old, structure=layout.structure)
+            layout = layouts.with_structure(old, layouts.structure(layout))
         else:
-            phrase = next(layout.differences(old, "`params`", "it"))
+            phrase = next(layouts.differences(layout, old, "`params`", "it"))
             raise ValueError(
                 f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
                 f"{phrase}."
             )
         # Parts of the state may have layouts of their own, of some leaves alone.
-        state = _with_structure(state, layout.structure)
+        state = _with_structure(state, layouts.structure(layout))
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves)
             packed = packing.fill(layout, g)
             steps, new = inputs.hand_over(tx, packed, state, w, stay_finite=True)
             steps = inputs.moved(packing.unpack(steps), of=steps)
         else:
-            g, w = (layout.structure.unflatten(x) for x in (g, leaves))
+            g, w = (layouts.structure(layout).unflatten(x) for x in (g, leaves))
             w = None if params is None else w
             steps, new = inputs.hand_over(tx, g, packing.unpack(state), w)
             new = packing.pack(new, like=state)
         steps = inputs.with_zeros(steps)
-        return steps, new if old is None else _with_structure(new, old.structure)
+        return steps, new if old is None else _with_structure(new, layouts.structure(old))
 
     return pair(init, update)
 
 
 def _with_structure(state: PyTree, structure: Any) -> PyTree:
     """The same state for another tree with the same leaves."""
-    return packing.with_layouts(state, lambda own: dataclasses.replace(own, structure=structure))
+    return packing.with_layouts(state, lambda layout: layouts.with_structure(layout, structure))
 
 
 def _part(inputs: Inputs, g: list[Any], old: Layout | None) -> PyTree:
     """The parameters; and of a model None for what `init` did not see, if it is not updated."""
     leaves, structure = trees.flatten(inputs.tree)
-    if old is None or len(old.runs) != len(leaves):
+    if old is None or len(layouts.spans(old)) != len(leaves):
         return inputs.tree
-    for i, span in enumerate(old.runs):
+    for i, span in enumerate(layouts.spans(old)):
         if span is None and inputs.g[i] is None:
             leaves[i] = g[i] = None
     return structure.unflatten(leaves)
@@ -143,7 +143,7 @@ def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed) 
 def _fit(layout: Layout, g: Sequence[Any]) -> bool:
     """Whether the gradients of each buffer are there, and of one dtype; and there is a buffer."""
     for name, _ in layout.shapes:
-        dtypes = {None if g[i] is None else g[i].dtype for i, _ in layout.within(name)}
-        if layout.unpacked_leaf(name) is None and (len(dtypes) > 1 or None in dtypes):
+        dtypes = {None if g[i] is None else g[i].dtype for i, _ in layouts.within(layout, name)}
+        if layouts.unpacked_leaf(layout, name) is None and (len(dtypes) > 1 or None in dtypes):
             return False
     return bool(layout.shapes)

@@ -14,6 +14,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
+from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -109,7 +110,7 @@ def skip_nonfinite(
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
     tx = inside.transformation(_NAME, tx)
-    devices.read_mesh_axes(_NAME, mesh_axes)
+    read_mesh_axes(_NAME, mesh_axes)
     values.count(_NAME, "growth_interval", growth_interval)
     values.boolean(_NAME, "branch", branch)
     if loss_scale is not None:

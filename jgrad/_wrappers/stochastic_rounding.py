@@ -10,7 +10,7 @@ from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
-from jgrad._packed.arrays import ArraySpec
+from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized import bfloat16
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees import checks, trees, values

@@ -1,12 +1,11 @@
 """ZeRO-1: each device keeps and updates a shard of the state."""
 
-import dataclasses
 from typing import Any
 
 import optax
 
 from jgrad._inputs.transformation import pair
-from jgrad._packed import arrays, packing, shard
+from jgrad._packed import array_spec, layouts, packing, shard
 from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
@@ -124,7 +123,7 @@ def _with_shard(tree: PyTree, own: Shard | None) -> PyTree:
 
     Outside of `tx` each array is whole, or sharded as its sharding says, and layouts do not say it.
     """
-    return packing.with_layouts(tree, lambda layout: dataclasses.replace(layout, share=own))
+    return packing.with_layouts(tree, lambda layout: layouts.with_shard(layout, own))
 
 
 def _sliced(params: PyTree, own: Shard) -> PyTree:
@@ -134,7 +133,7 @@ def _sliced(params: PyTree, own: Shard) -> PyTree:
 
 def _check_packed(params: ArgLeaves, tree: PyTree, own: Shard | None) -> None:
     """Every array is a whole buffer of packed leaves, whose rows can be sharded."""
-    for i, (x, spec) in enumerate(zip(params.leaves, arrays.specs(tree), strict=True)):
+    for i, (x, spec) in enumerate(zip(params.leaves, array_spec.specs(tree), strict=True)):
         if x is None:
             continue
         if not spec.is_buffer:
@@ -154,7 +153,7 @@ def _check_packed(params: ArgLeaves, tree: PyTree, own: Shard | None) -> None:
 def _check_state(state: Any, own: Shard) -> None:
     """Each buffer is this device's shard; of one that cannot be divided `tx` knows the reason."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
-    for i, (x, spec) in enumerate(zip(arg.leaves, arrays.specs(state), strict=True)):
+    for i, (x, spec) in enumerate(zip(arg.leaves, array_spec.specs(state), strict=True)):
         expected = spec._replace(shard=own).local_shape
         divides = spec.is_buffer and not spec.is_unpacked and spec.shape[0] % own.devices == 0
         if divides and getattr(x, "shape", None) == spec.shape != expected:

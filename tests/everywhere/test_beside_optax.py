@@ -211,7 +211,7 @@ def test_layers_shard_over_a_mesh_axis(standard_promotion):
         return jax.vmap(own, axis_name="data")(parts, g)
 
     np.testing.assert_allclose(update(optax.lamb(1.0, eps=0.0)), -parts, rtol=1e-3)
-    ours = update(jgrad.lamb(1.0, epsilon=0.0, norm_axes="data"))
+    ours = update(jgrad.lamb(1.0, epsilon=0.0, mesh_axes="data"))
     np.testing.assert_allclose(ours, -whole, rtol=1e-5)
 
 

@@ -49,8 +49,8 @@ class Subject(NamedTuple):
 def axes_of(case):
     """How sharded leaves are named."""
     if case.make is jgrad.muon:
-        return {"norm_axes": {name: P("d") for name in SHAPES}}
-    return {} if case.elementwise else {"norm_axes": "d"}
+        return {"mesh_axes": {name: P("d") for name in SHAPES}}
+    return {} if case.elementwise else {"mesh_axes": "d"}
 
 
 def subjects():

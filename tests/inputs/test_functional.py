@@ -328,7 +328,7 @@ def test_signatures():
         jgrad.lamb_update: "(w, dcdw, lr, mw_tm1, vw_tm1, step, /, *, beta1=0.9, beta2=0.999, epsilon=1e-07, "
         "max_trust_ratio=10, decay_lambda=0, stop_gradients=True, out=None)",
     }
-    added = {"bias_correction", "rule", "min_trust_ratio", "norm_axes", "layer_axes"}
+    added = {"bias_correction", "rule", "min_trust_ratio", "mesh_axes", "layer_axes"}
     for function, signature in designed.items():
         parameters = inspect.signature(function).parameters.values()
         extra = added | (

@@ -1,12 +1,13 @@
-"""What `norm_axes` and `layer_axes` may be, and what is said of what they may not be."""
+"""What `mesh_axes` and `layer_axes` may be, and what is said of what they may not be."""
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes, read_norm_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes, read_mesh_axes
 from tests.support.errors import assert_error
 
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
@@ -27,7 +28,7 @@ W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
     ],
 )
 def test_names(given, expected):
-    assert read_norm_axes("f", given) == expected
+    assert read_mesh_axes("f", given) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,10 @@ def lamb(w, **options):
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (TypeError, "lamb: `norm_axes` at ['a']: 3 of type int, expected None, an axis name, a tuple of names, or a "
-         "PartitionSpec.", lambda: jgrad.lamb(0.1, norm_axes={"a": 3, "b": None})),
-        (TypeError, "lars: `norm_axes` at ['b'][1]: 2.5 of type float, expected None, an axis name, a tuple of "
-         "names, or a PartitionSpec.", lambda: jgrad.lars(0.1, norm_axes={"a": None, "b": ["x", 2.5]})),
+        (TypeError, "lamb: `mesh_axes` at ['a']: 3 of type int, expected None, an axis name, a tuple of names, or a "
+         "PartitionSpec.", lambda: jgrad.lamb(0.1, mesh_axes={"a": 3, "b": None})),
+        (TypeError, "lars: `mesh_axes` at ['b'][1]: 2.5 of type float, expected None, an axis name, a tuple of "
+         "names, or a PartitionSpec.", lambda: jgrad.lars(0.1, mesh_axes={"a": None, "b": ["x", 2.5]})),
         (TypeError, "lars: `layer_axes`: 'a' of type str, expected None, an int, or a tuple of ints.",
          lambda: jgrad.lars(0.1, layer_axes="a")),
         (TypeError, "scale_by_trust_ratio: `layer_axes`: True of type bool, expected None, an int, or a tuple of ints.",
@@ -74,11 +75,11 @@ def lamb(w, **options):
          lambda: lamb(W, layer_axes={"a": (0, -2), "b": None})),
         (ValueError, "lamb: `layer_axes` does not have the structure of `params`: only `params` has ['b'].",
          lambda: lamb(W, layer_axes={"a": 0})),
-        (ValueError, "lamb: `norm_axes` at ['a']: no axis 'data' here; `norm_axes` is for `shard_map` and `pmap`; "
-         "under `jit` norms are whole.", lambda: lamb(W, norm_axes="data")),
-        (ValueError, "lamb_update: `norm_axes` at ['a']: no axis 'data' here; `norm_axes` is for `shard_map` and "
+        (ValueError, "lamb: `mesh_axes` at ['a']: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
+         "under `jit` norms are whole.", lambda: lamb(W, mesh_axes="data")),
+        (ValueError, "lamb_update: `mesh_axes` at ['a']: no axis 'data' here; `mesh_axes` is for `shard_map` and "
          "`pmap`; under `jit` norms are whole.",
-         lambda: jgrad.lamb_update(W, W, 0.1, W, W, 1, norm_axes={"a": "data", "b": None})),
+         lambda: jgrad.lamb_update(W, W, 0.1, W, W, 1, mesh_axes={"a": "data", "b": None})),
         (ValueError, "lars_update: `layer_axes` at ['a']: 2, expected different axes of an array of shape (4, 3).",
          lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": 2, "b": None})),
         (ValueError, "lars_update: `layer_axes` does not have the structure of `w`: `layer_axes` has a dict at ['a'] "
@@ -89,6 +90,27 @@ def lamb(w, **options):
 )  # fmt: skip
 def test_messages(error, message, call):
     assert_error(error, message, call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **axes: jgrad.lars(0.1, **axes).update(W, jgrad.lars(0.1).init(W), W),
+        lambda **axes: lamb(W, **axes),
+        lambda **axes: jgrad.scale_by_trust_ratio(**axes).update(W, optax.EmptyState(), W),
+        lambda **axes: jgrad.lars_update(W, W, 0.1, **axes),
+        lambda **axes: jgrad.lamb_update(W, W, 0.1, W, W, 1, **axes),
+        lambda **axes: jgrad.global_norm(W, **axes),
+    ],
+    ids=["lars", "lamb", "scale_by_trust_ratio", "lars_update", "lamb_update", "global_norm"],
+)
+def test_the_old_name_of_mesh_axes(call):
+    """Until 0.6 it was `norm_axes`."""
+    with pytest.raises(ValueError, match=r"`mesh_axes` at .*: no axis 'data' here"):
+        call(mesh_axes={"a": "data", "b": None})
+    old = pytest.warns(FutureWarning, match="`norm_axes`: an old name, expected `mesh_axes`")
+    with old, pytest.raises(ValueError, match=r"`mesh_axes` at .*: no axis 'data' here"):
+        call(norm_axes={"a": "data", "b": None})
 
 
 def test_axes_of_a_functional_update_are_static():
@@ -105,7 +127,7 @@ def test_vmap_names_an_axis_too():
     parts, g = jnp.array([[3.0], [4.0]]), jnp.ones((2, 1))
     norm = jax.vmap(lambda x: jgrad.global_norm(x, mesh_axes="data"), axis_name="data")(parts)
     assert norm.tolist() == [5, 5]
-    found = jax.vmap(lambda w, g: jgrad.lars_update(w, g, 1.0, norm_axes="data"), axis_name="data")(
+    found = jax.vmap(lambda w, g: jgrad.lars_update(w, g, 1.0, mesh_axes="data"), axis_name="data")(
         parts, g
     )
     assert jnp.allclose(found, parts - 5 / jnp.sqrt(2))

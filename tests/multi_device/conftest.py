@@ -30,7 +30,7 @@ QUICK = {
         "test_e12_cut_leaves_as_whole_ones[2-D-lamb-True]",
         "test_e12_cut_leaves_as_whole_ones[2-D-clip_by_global_norm-False]",
         "test_e12_scales_in_one_shard[True-1.0-1e+25-lamb]",
-        "test_e12_forms_of_norm_axes[one spec]",
+        "test_e12_forms_of_mesh_axes[one spec]",
         "test_e12_nan_on_one_device[skip_nonfinite-adam-False-False]",
         "test_e12_few_collectives[one]",
         "test_e14_stacked_and_cut[lamb-True]",

@@ -82,8 +82,8 @@ def trust_ratio(**axes):
     return optax.chain(jgrad.scale_by_trust_ratio(max_trust_ratio=None, **axes), optax.scale(-RATE))
 
 
-def clipping(norm_axes=None):
-    return optax.chain(jgrad.clip_by_global_norm(10.0, mesh_axes=norm_axes), optax.scale(-RATE))
+def clipping(mesh_axes=None):
+    return optax.chain(jgrad.clip_by_global_norm(10.0, mesh_axes=mesh_axes), optax.scale(-RATE))
 
 
 METHODS = {
@@ -182,9 +182,9 @@ def problem(names, steps=3, **options):
 
 @functools.cache
 def five_layouts(name, mesh, check_vma, own_axes):
-    """The compiled step on five leaves, cut in five ways; without `norm_axes` if not `own_axes`."""
+    """The compiled step on five leaves, cut in five ways; without `mesh_axes` if not `own_axes`."""
     specs = LAYOUTS[mesh]
-    method = METHODS[name](norm_axes=specs if own_axes else None)
+    method = METHODS[name](mesh_axes=specs if own_axes else None)
     return in_shard_map(method, uneven(specs, 0), mesh, specs, check_vma=check_vma)
 
 
@@ -206,7 +206,7 @@ def test_e12_cut_leaves_as_whole_ones(mesh, name, check_vma):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_e12_wrong_without_norm_axes(name):
+def test_e12_wrong_without_mesh_axes(name):
     """The test above could tell: each leaf that is cut is off by more than a tenth."""
     w, gradients = problem(LAYOUTS[GRID], steps=1)
     method = METHODS[name]()
@@ -238,7 +238,7 @@ def test_e12_replicas_stay_identical():
     specs = {"cut": P("data")} | {f"whole_{i}": P() for i in range(15)}
     w, gradients = problem(specs, steps=1)
     w["cut"][:2] *= 1e25
-    method = from_lars_update(norm_axes=specs)
+    method = from_lars_update(mesh_axes=specs)
     step = in_shard_map(method, w, LINE, specs, check_vma=True)
     found, _ = jax.block_until_ready(step(w, (), gradients[0]))
     for i in range(15):
@@ -248,7 +248,7 @@ def test_e12_replicas_stay_identical():
 
 
 @pytest.mark.parametrize(
-    ("specs", "norm_axes"),
+    ("specs", "mesh_axes"),
     [
         ({"a": P("data"), "b": P(None, "data")}, "data"),
         ({"a": P("data", "model"), "b": P(("data", "model"))}, ("data", "model")),
@@ -259,17 +259,17 @@ def test_e12_replicas_stay_identical():
     ],
     ids=["name", "names", "one spec", "specs", "names and None", "name and none"],
 )
-def test_e12_forms_of_norm_axes(specs, norm_axes):
+def test_e12_forms_of_mesh_axes(specs, mesh_axes):
     """For all leaves at once, or a prefix of a tree of layers."""
     tree = lambda seed, **more: {k: uneven("wu", seed, **more) for k in specs}
     w, g = tree(0), tree(1, reverse=True)
 
-    def both(w, g, norm_axes=None):
-        new = jgrad.lars_update(w, g, RATE, norm_axes=norm_axes)
-        return new, jgrad.global_norm(g, mesh_axes=norm_axes)
+    def both(w, g, mesh_axes=None):
+        new = jgrad.lars_update(w, g, RATE, mesh_axes=mesh_axes)
+        return new, jgrad.global_norm(g, mesh_axes=mesh_axes)
 
     run = jax.shard_map(
-        functools.partial(both, norm_axes=norm_axes),
+        functools.partial(both, mesh_axes=mesh_axes),
         mesh=make_mesh(GRID),
         in_specs=(specs, specs),
         out_specs=(specs, P()),
@@ -309,7 +309,7 @@ def test_e12_global_norm(mesh, check_vma):
 )
 def test_e12_pmap(name, own_axes):
     """A leaf cut over the mapped axis beside one that each device has whole."""
-    norm_axes = {"cut": "data", "whole": None} if own_axes else None
+    mesh_axes = {"cut": "data", "whole": None} if own_axes else None
     w, gradients = problem(["cut", "whole"], steps=2)
     method = METHODS[name]()
     expected = train(method, plain(name), w, gradients)
@@ -317,7 +317,7 @@ def test_e12_pmap(name, own_axes):
     def parts(tree):
         return {"cut": tree["cut"].reshape(8, 2, 8), "whole": jnp.stack([tree["whole"]] * 8)}
 
-    step = jax.pmap(METHODS[name](norm_axes=norm_axes)[1], axis_name="data")
+    step = jax.pmap(METHODS[name](mesh_axes=mesh_axes)[1], axis_name="data")
     init = (jax.pmap(method[0]), None)
     found = train(init, step, parts(w), [parts(g) for g in gradients])
     together = [{"cut": x["cut"].reshape(16, 8), "whole": x["whole"][7]} for x in found]
@@ -347,7 +347,7 @@ def test_e12_few_collectives(layouts):
     kinds = {f"layer_{i:02}": layouts[i % len(layouts)] for i in range(40)}
     specs = {k: LAYOUTS[GRID][kind] for k, kind in kinds.items()}
     w = {k: np.ones(OF_EQUAL_PARTS[kind], np.float32) for k, kind in kinds.items()}
-    method = METHODS["lamb"](norm_axes=specs)
+    method = METHODS["lamb"](mesh_axes=specs)
     step, _ = compiled(method, w, GRID, specs, check_vma=True)
     lowered = step.lower(w, method[0](w), w)
     assert lowered.as_text().count("stablehlo.all_reduce") <= 18
@@ -360,10 +360,10 @@ def test_e12_few_collectives(layouts):
 # ---- wrappers ----------------------------------------------------------------------------------
 
 
-INNER = {"lamb": lamb, "adam": lambda norm_axes=None: jgrad.adam(RATE)}
+INNER = {"lamb": lamb, "adam": lambda mesh_axes=None: jgrad.adam(RATE)}
 WRAPPERS = {
-    "skip_nonfinite": lambda tx, norm_axes=None: jgrad.skip_nonfinite(tx, mesh_axes=norm_axes),
-    "accumulate": lambda tx, norm_axes=None: jgrad.accumulate(tx, 2, mesh_axes=norm_axes),
+    "skip_nonfinite": lambda tx, mesh_axes=None: jgrad.skip_nonfinite(tx, mesh_axes=mesh_axes),
+    "accumulate": lambda tx, mesh_axes=None: jgrad.accumulate(tx, 2, mesh_axes=mesh_axes),
 }
 
 
@@ -384,7 +384,7 @@ def test_e12_nan_on_one_device(wrapper, inner, own_axes, check_vma):
     w, gradients = problem(specs, steps=4)
     gradients[1]["tiles"][0, 0] = np.nan
     method = from_transformation(lambda **axes: WRAPPERS[wrapper](INNER[inner](**axes), **axes))
-    whole, cut = method(), method(norm_axes=specs if own_axes else None)
+    whole, cut = method(), method(mesh_axes=specs if own_axes else None)
     step = in_shard_map(cut, w, GRID, specs, check_vma=check_vma)
     found = train(whole, step, w, gradients)
     expected = train(whole, jax.jit(whole[1]), w, gradients)
@@ -395,7 +395,7 @@ def test_e12_nan_on_one_device(wrapper, inner, own_axes, check_vma):
 
 # ---- stacked leaves ----------------------------------------------------------------------------
 
-# "scan" is cut within its layers. The layers of "pipeline" are dealt out whole: nothing of them is
+# "scan" is cut within its layers. The layers of "pipeline" are divided whole: nothing of them is
 # elsewhere. Of "grid", a device has two layers, each cut over the others.
 STACKED = {"scan": P(None, "data", "model"), "pipeline": P("data"), "grid": P("model", "data")}
 STACKED_AXES = {"scan": ("data", "model"), "pipeline": None, "grid": "data"}
@@ -421,9 +421,9 @@ def one_by_one(name):
     [("lamb", True), ("lamb", False), ("scale_by_trust_ratio", True), ("lars_update", True)],
 )
 def test_e14_stacked_and_cut(name, check_vma):
-    """Layers that are stacked for scan and cut, or stacked and dealt out, as each by itself."""
+    """Layers that are stacked for scan and cut, or stacked and divided, as each by itself."""
     w, gradients = stacked_problem()
-    method = METHODS[name](norm_axes=STACKED_AXES, layer_axes=0)
+    method = METHODS[name](mesh_axes=STACKED_AXES, layer_axes=0)
     step = in_shard_map(method, w, GRID, STACKED, check_vma=check_vma)
     off = errors(train(method, step, w, gradients), one_by_one(name), w)
     assert max(off.values()) < EXACT, off
@@ -432,11 +432,11 @@ def test_e14_stacked_and_cut(name, check_vma):
 @pytest.mark.parametrize(
     ("axes", "wrong"),
     [
-        ({"norm_axes": STACKED_AXES}, ["scan", "grid"]),
+        ({"mesh_axes": STACKED_AXES}, ["scan", "grid"]),
         ({"layer_axes": 0}, ["scan", "grid"]),
-        ({"norm_axes": "data", "layer_axes": 0}, ["scan", "pipeline"]),
+        ({"mesh_axes": "data", "layer_axes": 0}, ["scan", "pipeline"]),
     ],
-    ids=["no layer_axes", "no norm_axes", "one name"],
+    ids=["no layer_axes", "no mesh_axes", "one name"],
 )
 def test_e14_wrong_without_either(axes, wrong):
     """The test above could tell: one of the two does not do the work of both."""
@@ -511,16 +511,16 @@ def test_e12_equal_leaves_under_jit(layouts, layer_axes, axis_type):
 # ---- gradients through an update ---------------------------------------------------------------
 
 
-def lamb_weights(w, g, norm_axes=None):
+def lamb_weights(w, g, mesh_axes=None):
     """The weights after one step, differentiable."""
     # Moments that are not zero: Adam's first step is a sign, without a slope by the gradient.
     moments = 0.3, 0.5, 2
-    options = {"max_trust_ratio": None, "norm_axes": norm_axes, "stop_gradients": False}
+    options = {"max_trust_ratio": None, "mesh_axes": mesh_axes, "stop_gradients": False}
     return jgrad.lamb_update(w, g, RATE, *moments, decay_lambda=0.1, **options)[0]
 
 
-def lars_weights(w, g, norm_axes=None):
-    options = {"decay_lambda": 0.1, "norm_axes": norm_axes, "stop_gradients": False}
+def lars_weights(w, g, mesh_axes=None):
+    options = {"decay_lambda": 0.1, "mesh_axes": mesh_axes, "stop_gradients": False}
     return jgrad.lars_update(w, g, RATE, **options)
 
 
@@ -539,7 +539,7 @@ def test_e12_slopes_around_shard_map(check_vma):
     specs = {k: LAYOUTS[GRID][k] for k in ("columns", "whole")}
     pair = uneven(specs, 0), uneven(specs, 1, reverse=True)
     run = jax.shard_map(
-        functools.partial(lars_weights, norm_axes=specs),
+        functools.partial(lars_weights, mesh_axes=specs),
         mesh=make_mesh(GRID),
         in_specs=(specs, specs),
         out_specs=specs,

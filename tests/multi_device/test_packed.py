@@ -90,10 +90,10 @@ def test_shard_map(name):
 
 @every_method
 def test_leaves_shard_over_a_mesh(name):
-    """Each device packs its part; `norm_axes` says that layers are cut."""
+    """Each device packs its part; `mesh_axes` says that layers are cut."""
     mesh = line("model")
     w, g = model(0), model(1)
-    cut = functools.partial(METHODS[name], **({} if name == "adam" else {"norm_axes": "model"}))
+    cut = functools.partial(METHODS[name], **({} if name == "adam" else {"mesh_axes": "model"}))
     tx = cut()
 
     @jax.jit
@@ -108,7 +108,7 @@ def test_leaves_shard_over_a_mesh(name):
 
 def test_leaves_of_a_buffer_shard_over_different_axes():
     mesh = line("model")
-    tx = jgrad.lars(0.1, norm_axes={"w": "model", "b": None, "h": None})
+    tx = jgrad.lars(0.1, mesh_axes={"w": "model", "b": None, "h": None})
     update = jax.shard_map(
         lambda w: tx.update(jgrad.pack(w), tx.init(jgrad.pack(w)), jgrad.pack(w))[0],
         mesh=mesh,
@@ -116,7 +116,7 @@ def test_leaves_of_a_buffer_shard_over_different_axes():
         out_specs=P("model"),
     )
     message = (
-        "lars: `norm_axes` at ['w']: ('model',), expected (), as for the other leaves in its "
+        "lars: `mesh_axes` at ['w']: ('model',), expected (), as for the other leaves in its "
         "buffer."
     )
     with pytest.raises(ValueError) as caught:

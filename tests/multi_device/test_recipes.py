@@ -164,9 +164,9 @@ def test_tensor_parallel_under_jit(make, axis_type):
 
 
 def test_tensor_parallel_in_shard_map():
-    """`norm_axes` says how leaves are cut; with `check_vma=True`, `jax.grad` knows by itself."""
+    """`mesh_axes` says how leaves are cut; with `check_vma=True`, `jax.grad` knows by itself."""
     make = lambda axes=None: optax.chain(
-        jgrad.clip_by_global_norm(0.5, mesh_axes=axes), lamb(norm_axes=axes)
+        jgrad.clip_by_global_norm(0.5, mesh_axes=axes), lamb(mesh_axes=axes)
     )
     contract = lambda hidden, down: jax.lax.psum(hidden @ down, "model")
     mesh, (w, batches) = mesh_of(**GRID), problem()

@@ -101,7 +101,7 @@ def test_names_of_users(name, packs):
 
 
 def test_rows_of_buffers():
-    """Along no other axis, since rows are what `zero` deals out; large leaves as others."""
+    """Along no other axis, since rows are what `zero` divides; large leaves as others."""
     w = {
         "small": jnp.ones((3, 5)),
         "large": jnp.ones((3, 400)),

@@ -18,7 +18,7 @@ class VariantsTest(chex.TestCase):
     @parameterized.named_parameters((case.name, case) for case in CASES)
     def test_transformation(self, case):
         # Of matrices in `pmap`, which may have parts of them, Muon wants to know that they are whole.
-        options = {"norm_axes": P()} if case.make is jgrad.muon else {}
+        options = {"mesh_axes": P()} if case.make is jgrad.muon else {}
         tx, w, grads = case.tx(**options), params(), gradients(2)
 
         @self.variant

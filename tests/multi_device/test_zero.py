@@ -41,7 +41,7 @@ def gradients(packed, steps=3):
 
 
 class Sharded:
-    """`zero(tx)` in `shard_map`: the state of each device is a share."""
+    """`zero(tx)` in `shard_map`: the state of each device is a shard."""
 
     def __init__(self, tx, packed, axes="data", mesh=None, check=False):
         self.mesh = mesh_of(data=DEVICES) if mesh is None else mesh
@@ -182,7 +182,7 @@ def test_known_types():
 
 
 def test_two_axes():
-    """Rows are dealt out over both, in their order."""
+    """Rows are divided over both, in their order."""
     mesh = mesh_of(a=2, b=4)
     assert_same(jgrad.lamb(0.1), exact=False, mesh=mesh, axes=("a", "b"))
 
@@ -191,7 +191,7 @@ def test_two_axes():
 
 
 def test_accumulation_of_shares():
-    """A window is a share, too."""
+    """A window is sharded, too."""
     packed = packed_model()
     tx = optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1))
     _, state = assert_same(jgrad.accumulate(tx, 2), exact=False, packed=packed)
@@ -214,7 +214,7 @@ def test_layers_shard_over_a_model_axis():
     mesh = mesh_of(data=4, model=2)
     w = {"w": normal(0)["layer"]["w"], "h": normal(1)["rest"][2].reshape(20, 15)}
     grads = [jax.tree.map(lambda x, i=i: jnp.cos(x + i), w) for i in range(4)]
-    tx = jgrad.lamb(0.1, weight_decay=0.1, norm_axes="model")
+    tx = jgrad.lamb(0.1, weight_decay=0.1, mesh_axes="model")
 
     def update(w, g):
         packed = jgrad.pack(w, multiple_of=4)
@@ -240,7 +240,7 @@ def test_layers_shard_over_a_model_axis():
 
 
 def test_pmap():
-    """Each device makes its share of the state; the step is one program."""
+    """Each device makes its shard of the state; the step is one program."""
     packed = packed_model()
     tx = jgrad.master_weights(jgrad.lamb(0.1))
     sharded = jgrad.zero(tx, "i")

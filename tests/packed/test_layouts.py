@@ -1,6 +1,7 @@
 """Where leaves lie: sizes, order, equality, and what is printed."""
 
 import copy
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -8,10 +9,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jgrad
-from jgrad._packed.layouts import layout_of
+from jgrad._packed import layouts
+from jgrad._packed.new_layout import layout_of
 from tests.support.errors import assert_error
 
 
@@ -31,10 +34,10 @@ def of(tree, *args, **options):
 def test_sizes():
     """Each layer takes whole blocks."""
     layout = of(tree(), {"a": None, "b": None, "c": None, "d": 0})
-    runs = {run.path: run for run in layout.runs if run is not None}
-    assert runs["['a']"].num_blocks == 3  # 600 of 768
-    assert runs["['c']"].num_blocks == 1
-    assert (runs["['d']"].blocks_per_layer, runs["['d']"].num_blocks) == (
+    of_path = {span.path: span for span in layouts.spans(layout) if span is not None}
+    assert of_path["['a']"].num_blocks == 3  # 600 of 768
+    assert of_path["['c']"].num_blocks == 1
+    assert (of_path["['d']"].blocks_per_layer, of_path["['d']"].num_blocks) == (
         2,
         8,
     )  # four layers of 300
@@ -44,10 +47,10 @@ def test_sizes():
 def test_blocks_do_not_overlap_and_leaves_of_one_shape_are_neighbours():
     layout = of(tree())
     ends = 0
-    for _, run in layout.within("float32"):
-        assert run.start == ends
-        ends += run.num_blocks
-    shapes = [run.layers.shape for _, run in layout.within("float32")]
+    for _, span in layouts.within(layout, "float32"):
+        assert span.start == ends
+        ends += span.num_blocks
+    shapes = [span.layers.shape for _, span in layouts.within(layout, "float32")]
     assert shapes == sorted(shapes)
 
 
@@ -132,13 +135,74 @@ def test_a_row_is_what_shares_a_scale_in_8_bits():
     (moment,) = state.mw.buffers.values()
     assert packed.layout.width == moment.form.size == moment.codes.shape[1]
     assert moment.scale.shape == (moment.codes.shape[0], 1)
-    rebuild, (*first, width, deals) = packed.layout.__reduce__()
-    assert rebuild(*first, width, deals) == packed.layout
+    rebuild, (*first, width, orders) = packed.layout.__reduce__()
+    assert rebuild(*first, width, orders) == packed.layout
     assert_error(
         ValueError,
         "Layout: blocks of 128 elements, expected 256.",
-        lambda: rebuild(*first, 128, deals),
+        lambda: rebuild(*first, 128, orders),
     )
+
+
+def test_a_pickle_of_0_6():
+    """It names `Layout._rebuilt` of this module, and has plain data and no names of fields."""
+    span = ("['w']", np.dtype("float32"), ((16, 16), (), ()), "float32", 0, 1)
+    stack = ("['b']", np.dtype("float32"), ((3, 2), (0,), ()), "float32", 2, 1)
+    of_deals = [("float32", 2, ((1, 1), (2, 0)))]
+    found = layouts.Layout._rebuilt(
+        {"b": 0, "none": 1, "w": 2},
+        [stack, None, span],
+        (("float32", (6, 256)),),
+        None,
+        256,
+        of_deals,
+    )
+    matrices = {"w": True, "b": False, "none": False}
+    axes = {"w": None, "b": 0, "none": None}
+    tree = {"w": jnp.ones((16, 16)), "b": jnp.ones((3, 2)), "none": None}
+    made = jgrad.pack(tree, layer_axes=axes, matrices=matrices, multiple_of=2).layout
+    assert found == made
+    rebuild, arguments = made.__reduce__()
+    assert (rebuild.__module__, rebuild.__qualname__) == (
+        "jgrad._packed.layouts",
+        "Layout._rebuilt",
+    )
+    assert arguments[-1] == of_deals
+
+
+OLD = {
+    "structure": lambda x, old: old == jax.tree.structure(jgrad.unpack(x)),
+    "runs": lambda x, old: [span.num_blocks for span in old] == [1, 1],
+    "share": lambda x, old: old is None,
+    "deals": lambda x, old: old == (),
+    "within": lambda x, old: [i for i, _ in old("float32")] == [0, 1],
+    "deal": lambda x, old: old("float32") is None,
+    "unpacked_leaf": lambda x, old: old("float32") is None,
+    "is_part_of": lambda x, old: old(x.layout),
+    "differences": lambda x, old: next(old(jgrad.pack(jnp.ones(3)).layout, "A", "B")),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_what_was_public(name):
+    """Until 0.6: it is readable, and warns; nothing else of the library reads it."""
+    packed = jgrad.pack({"b": jnp.ones(3), "w": jnp.ones((3, 2))})
+    with pytest.warns(
+        FutureWarning, match=f"^Layout: `{name}`: private now, expected `tree"
+    ) as caught:
+        old = getattr(packed.layout, name)
+    assert caught[0].filename == __file__
+    assert OLD[name](packed, old)
+
+
+def test_what_is_public():
+    public = {name for name in vars(jgrad.Layout) if not name.startswith("_")} - OLD.keys()
+    fields = {field.name for field in dataclasses.fields(jgrad.Layout)}
+    assert public | {name for name in fields if not name.startswith("_")} == {
+        "shapes",
+        "tree",
+        "width",
+    }
 
 
 def test_pickles_of_another_process():
@@ -187,7 +251,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize(("a", "b", "options", "phrases"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_differences(a, b, options, phrases):
     """The leaf is named."""
-    assert list(of(a).differences(of(b, **options), "A", "B")) == phrases
+    assert list(layouts.differences(of(a), of(b, **options), "A", "B")) == phrases
 
 
 REMEDY = (

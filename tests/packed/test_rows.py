@@ -1,4 +1,4 @@
-"""Layers in the rows of a packed buffer: of a whole one, and of shares, here mapped over."""
+"""Layers in the rows of a packed buffer: of a whole one, and of shards, here mapped over."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jgrad._packed.shard import Shard
 
 BLOCKS = (3, 0, 2, 1)  # rows of each layer; two rows behind them are padding
 WHOLE = PackedLayers((8, 256), blocks=BLOCKS)
-OWNERS = [0, 0, 0, 2, 2, 3, 3, 3]
+LAYER_OF_ROW = [0, 0, 0, 2, 2, 3, 3, 3]
 SHARD = Shard(("i",), 4)
 PART = PackedLayers((2, 256), blocks=BLOCKS, shard=SHARD)
 
@@ -20,8 +20,8 @@ def on_each(f):
 
 
 def test_owners():
-    np.testing.assert_array_equal(WHOLE.owners, OWNERS)
-    np.testing.assert_array_equal(on_each(lambda: PART.owners).reshape(-1), OWNERS)
+    np.testing.assert_array_equal(WHOLE.layer_of_row, LAYER_OF_ROW)
+    np.testing.assert_array_equal(on_each(lambda: PART.layer_of_row).reshape(-1), LAYER_OF_ROW)
 
 
 def test_nonempty():

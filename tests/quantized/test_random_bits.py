@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._packed import arrays
+from jgrad._packed import array_spec
 from jgrad._quantized.random_bits import (
     ElementKeys,
     element_numbers,
@@ -124,7 +124,7 @@ def test_the_same_element_packed_or_not(axis):
     """Keys and numbers of a buffer's rows are those of its leaves, padding aside; also of layers."""
     tree = {"a": jnp.zeros((3, 1000)), "b": jnp.zeros(4097), "c": jnp.zeros((2, 5))}
     packed = jgrad.pack(tree, layer_axes={"a": axis, "b": None, "c": None})
-    (spec,) = arrays.specs(packed)
+    (spec,) = array_spec.specs(packed)
     keys = spec.element_keys(0, 1)
     rows = random_bits(step_keys(jnp.int32(3)), keys, element_numbers(spec.shape, within_rows=True))
     unpacked = jgrad.unpack(

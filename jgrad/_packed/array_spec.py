@@ -13,10 +13,10 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed import deals
-from jgrad._packed.deals import Deal
+from jgrad._packed import layouts
 from jgrad._packed.packing import Packed
-from jgrad._packed.rows import DealtLayers, PackedLayers
+from jgrad._packed.row_order import RowOrder, span_of_row
+from jgrad._packed.rows import PackedLayers, ReorderedLayers
 from jgrad._packed.shard import Shard
 from jgrad._packed.spans import Span, to_blocks
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys
@@ -34,7 +34,7 @@ class ArraySpec(NamedTuple):
       shape: of the whole buffer.
       width: elements of a block.
       shard: the rows that this device has; None for all of them.
-      deal: how matrices are dealt out to the shards of the whole buffer; None if they are not.
+      row_order: that of the whole buffer; None where leaves follow each other.
     """
 
     positions: tuple[int, ...]
@@ -42,7 +42,7 @@ class ArraySpec(NamedTuple):
     shape: tuple[int, ...] = ()
     width: int = 0
     shard: Shard | None = None
-    deal: Deal | None = None
+    row_order: RowOrder | None = None
 
     @property
     def is_buffer(self) -> bool:
@@ -62,11 +62,11 @@ class ArraySpec(NamedTuple):
         return (self.shard.num_rows(self.shape[0]), *self.shape[1:])
 
     @property
-    def own_deal(self) -> Deal | None:
+    def local_row_order(self) -> RowOrder | None:
         """That of the rows which this device has; None where leaves follow each other."""
-        if self.deal is None or self.shard is None:
-            return self.deal
-        return self.deal.of_some(self.shard.devices)
+        if self.row_order is None or self.shard is None:
+            return self.row_order
+        return self.row_order.on_one_of(self.shard.devices)
 
     def per_array(self, entries: Sequence[Any]) -> Any:
         """One entry per leaf of the tree as one for the array.
@@ -92,7 +92,9 @@ class ArraySpec(NamedTuple):
             ]
             if shared:
                 return numbers[0]
-            return jnp.stack(numbers)[deals.owners(self.spans, self.shape[0], self.deal)][:, None]
+            return jnp.stack(numbers)[span_of_row(self.spans, self.shape[0], self.row_order)][
+                :, None
+            ]
         parts, row = [], 0
         for span, x in zip(self.spans, own, strict=True):
             each = jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
@@ -103,7 +105,7 @@ class ArraySpec(NamedTuple):
         elements = jnp.concatenate(parts)
         padding = self.shape[0] * self.width - elements.size
         rows = jnp.pad(elements, (0, padding)).reshape(self.shape)
-        return rows if self.deal is None else self.deal.by_share(rows)
+        return rows if self.row_order is None else self.row_order.to_shard_order(rows)
 
     def element_keys(self, seed: int, purpose: int) -> ElementKeys:
         """What random bits are a hash of, so that a leaf has the same ones packed or not.
@@ -114,11 +116,11 @@ class ArraySpec(NamedTuple):
         keys = leaf_keys(seed, purpose, self.positions)
         if self.is_unpacked:
             return ElementKeys(keys[0], np.zeros((), np.uint32))
-        leaf = keys[deals.owners(self.spans, self.shape[0], self.deal)]
+        leaf = keys[span_of_row(self.spans, self.shape[0], self.row_order)]
         first = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span, self.width)
-        first = first if self.deal is None else self.deal.by_share(first)
+        first = first if self.row_order is None else self.row_order.to_shard_order(first)
         if self.shard is None:
             return ElementKeys(leaf, first)
         return ElementKeys(self.shard.slice(leaf), self.shard.slice(first))
@@ -132,7 +134,7 @@ class ArraySpec(NamedTuple):
         return np.array([x for span, x in pairs for _ in range(span.layers.num_layers)])
 
     def layer_axes(
-        self, per_leaf: Sequence[LayerAxes], norm_axes: ArgLeaves, layer_axes: ArgLeaves
+        self, per_leaf: Sequence[LayerAxes], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
     ) -> LayerAxes:
         """Where the layers of the array are, from where those of each leaf of the tree are."""
         first = per_leaf[self.positions[0]]
@@ -144,30 +146,30 @@ class ArraySpec(NamedTuple):
                 layer_axes.fail(i, ValueError, f"{per_leaf[i].stacked}, expected {packed}")
             if per_leaf[i].mesh_axes != first.mesh_axes:
                 expected = f"{first.mesh_axes}, as for the other leaves in its buffer"
-                norm_axes.fail(i, ValueError, f"{per_leaf[i].mesh_axes}, expected {expected}")
+                mesh_axes.fail(i, ValueError, f"{per_leaf[i].mesh_axes}, expected {expected}")
         if self.is_unpacked:
             return dataclasses.replace(self.spans[0].layers, mesh_axes=first.mesh_axes)
         rows = tuple(
             span.blocks_per_layer for span in self.spans for _ in range(span.layers.num_layers)
         )
-        mesh_axes = first.mesh_axes
+        sharded_over = first.mesh_axes
         if self.shard is not None:
-            mesh_axes = tuple(sorted({*mesh_axes, *self.shard.axes}))
-        if self.deal is not None:
+            sharded_over = tuple(sorted({*sharded_over, *self.shard.axes}))
+        if self.row_order is not None:
             starts = tuple(
                 span.first + i * span.blocks_per_layer
                 for span in self.spans
                 for i in range(span.layers.num_layers)
             )
-            return DealtLayers(
+            return ReorderedLayers(
                 self.local_shape,
-                mesh_axes=mesh_axes,
+                mesh_axes=sharded_over,
                 blocks=rows,
                 shard=self.shard,
                 starts=starts,
-                deal=self.deal,
+                row_order=self.row_order,
             )
-        return PackedLayers(self.local_shape, mesh_axes=mesh_axes, blocks=rows, shard=self.shard)
+        return PackedLayers(self.local_shape, mesh_axes=sharded_over, blocks=rows, shard=self.shard)
 
 
 def _first_elements(span: Span, width: int) -> np.ndarray:
@@ -186,17 +188,17 @@ def specs(tree: PyTree) -> list[ArraySpec]:
             continue
         layout = x.layout
         for name, shape in layout.shapes:
-            positions, spans = zip(*layout.within(name), strict=True)
+            positions, spans = zip(*layouts.within(layout, name), strict=True)
             positions = tuple(count + i for i in positions)
-            deal = layout.deal(name)
-            found.append(ArraySpec(positions, spans, shape, layout.width, layout.share, deal))
-        count += len(layout.runs)
+            shard, row_order = layouts.shard(layout), layouts.row_order(layout, name)
+            found.append(ArraySpec(positions, spans, shape, layout.width, shard, row_order))
+        count += len(layouts.spans(layout))
     return found
 
 
 def layer_axes_per_array(
-    arrays: Sequence[ArraySpec], norm_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
+    arrays: Sequence[ArraySpec], mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
 ) -> list[LayerAxes]:
     """Where the layers of each array are, from arguments with an entry per leaf of the tree."""
-    per_leaf = axes_of.of_leaves(norm_axes, layer_axes, reference)
-    return [spec.layer_axes(per_leaf, norm_axes, layer_axes) for spec in arrays]
+    per_leaf = axes_of.of_leaves(mesh_axes, layer_axes, reference)
+    return [spec.layer_axes(per_leaf, mesh_axes, layer_axes) for spec in arrays]

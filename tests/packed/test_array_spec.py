@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._packed import arrays
+from jgrad._packed import array_spec
 
-(SPEC,) = arrays.specs(
+(SPEC,) = array_spec.specs(
     jgrad.pack({"a": jnp.ones(3), "b": jnp.ones((2, 300))})
 )  # three rows of b, one of a
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._packed import arrays
-from jgrad._packed.deals import Deal, Segment
+from jgrad._packed import array_spec
+from jgrad._packed.row_order import RowOrder, Segment
 from tests.cases import rank_two
 from tests.packed.test_muon import LAYERS, MATRICES, W, normal
 from tests.support.choice import mostly_slow
@@ -20,12 +20,12 @@ from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, train
 from tests.support.packed_model import assert_close
 
-SHARES = (1, 2, 3, 8)
+SHARDS = (1, 2, 3, 8)
 
 
-def pack(tree, shares, **options):
+def pack(tree, shards, **options):
     options = {"layer_axes": LAYERS, "matrices": MATRICES} | options
-    return jgrad.pack(tree, multiple_of=shares, **options)
+    return jgrad.pack(tree, multiple_of=shards, **options)
 
 
 # Enough matrices that no more than half is padding for 8 shards.
@@ -38,36 +38,36 @@ MANY = {f"{i}": MATRICES for i in range(4)}
 MANY_LAYERS = {f"{i}": LAYERS for i in range(4)}
 
 
-def pack_many(tree, shares=8):
-    return compiled_pack(tree, shares)
+def pack_many(tree, shards=8):
+    return compiled_pack(tree, shards)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def compiled_pack(tree, shares):
-    return jgrad.pack(tree, layer_axes=MANY_LAYERS, matrices=MANY, multiple_of=shares)
+def compiled_pack(tree, shards):
+    return jgrad.pack(tree, layer_axes=MANY_LAYERS, matrices=MANY, multiple_of=shards)
 
 
-@pytest.mark.parametrize("shares", [1, 2, 4])
-def test_segments_there_and_back(shares):
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_segments_there_and_back(shards):
     """Of NumPy's arrays and of JAX's, with a number per row or more."""
-    deal = Deal(shares, (Segment(3, 1), Segment(4, 2), Segment(2)))
-    for shape in ((9 * shares,), (9 * shares, 5)):
+    row_order = RowOrder(shards, (Segment(3, 1), Segment(4, 2), Segment(2)))
+    for shape in ((9 * shards,), (9 * shards, 5)):
         x = np.arange(np.prod(shape)).reshape(shape)
         for form in (x, jnp.asarray(x)):
-            there = deal.by_segment(form)
+            there = row_order.to_leaf_order(form)
             assert type(there) is type(form)
-            np.testing.assert_array_equal(deal.by_share(there), x)
-        each = x.reshape(shares, 9, *shape[1:])
+            np.testing.assert_array_equal(row_order.to_shard_order(there), x)
+        each = x.reshape(shards, 9, *shape[1:])
         parts = (each[:, :3], each[:, 3:7], each[:, 7:])
         expected = np.concatenate([part.reshape(-1, *shape[1:]) for part in parts])
-        np.testing.assert_array_equal(deal.by_segment(x), expected)
+        np.testing.assert_array_equal(row_order.to_leaf_order(x), expected)
 
 
-@pytest.mark.parametrize("shares", mostly_slow(SHARES, 3))
-def test_unpack_is_the_tree(shares):
+@pytest.mark.parametrize("shards", mostly_slow(SHARDS, 3))
+def test_unpack_is_the_tree(shards):
     """Bit for bit, and packed again like itself; and copies and pickles of its layout are equal."""
     tree = many()
-    packed = pack_many(tree, shares)
+    packed = pack_many(tree, shards)
     assert_equal(jgrad.unpack(packed), tree)
     assert_equal(jgrad.pack(tree, like=packed), packed)
     assert copy.deepcopy(packed.layout) == packed.layout
@@ -84,35 +84,37 @@ def make_many(**options):
     return jgrad.muon(0.1, matrices=MANY, **options)
 
 
-@pytest.mark.parametrize("shares", [2, 8])
-def test_each_share_has_whole_matrices(shares):
-    """As many of each shape in the same rows of each share; the others are zeros."""
+@pytest.mark.parametrize("shards", [2, 8])
+def test_each_shard_has_whole_matrices(shards):
+    """As many of each shape in the same rows of each shard; the others are zeros."""
     tree = jax.tree.map(jnp.ones_like, many())
-    (spec,) = (s for s in arrays.specs(pack_many(tree, shares)) if s.spans[0].buffer == "float32")
-    buffer = pack_many(tree, shares).buffers["float32"].reshape(shares, -1, 256)
-    assert buffer.shape[1] == spec.deal.rows_per_share
+    (spec,) = (
+        s for s in array_spec.specs(pack_many(tree, shards)) if s.spans[0].buffer == "float32"
+    )
+    buffer = pack_many(tree, shards).buffers["float32"].reshape(shards, -1, 256)
+    assert buffer.shape[1] == spec.row_order.rows_per_shard
     row = 0
-    for segment in spec.deal.segments:
+    for segment in spec.row_order.segments:
         part = np.asarray(buffer[:, row : row + segment.rows])
         row += segment.rows
-        if segment.slots:  # ones, as many as a matrix has elements, and zeros behind them
-            items = part.reshape(shares * segment.slots, -1)
+        if segment.capacity:  # ones, as many as a matrix has elements, and zeros behind them
+            items = part.reshape(shards * segment.capacity, -1)
             full = items.sum(axis=1)
             assert set(full) <= {0, full.max()}
             assert full.max() in (8 * 20, 16 * 16, 20 * 20)
             np.testing.assert_array_equal(items[full > 0][:, : int(full.max())], 1)
 
 
-@pytest.mark.parametrize("shares", mostly_slow([2, 8], 8))
+@pytest.mark.parametrize("shards", mostly_slow([2, 8], 8))
 @pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
-def test_numbers_of_the_tree(shares, rule):
+def test_numbers_of_the_tree(shards, rule):
     """With rates and masks of leaves, which follow the order of the rows."""
     rates = {f"{i}": 0.1 * (i + 1) for i in range(4)}
     mask = {f"{i}": jax.tree.map(lambda x, i=i: (x.ndim + i) % 2 == 0, W) for i in range(4)}
     tx = make_many(rule=rule, weight_decay_mask=mask, adam_learning_rate=rates)
     w, grads = many(), [many(1), many(2)]
     expected, state = train(tx, w, grads)
-    found, packed_state = train(tx, pack_many(w, shares), [pack_many(g, shares) for g in grads])
+    found, packed_state = train(tx, pack_many(w, shards), [pack_many(g, shards) for g in grads])
     found = jgrad.unpack(found)
     for name in w:
         assert_close(found[name].pop("half"), expected[name].pop("half"), 0.01)

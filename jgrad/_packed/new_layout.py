@@ -1,0 +1,119 @@
+"""The layout for a tree: which leaves are packed, in which order, and where each starts."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jgrad._layers import layer_axes as axes_of
+from jgrad._layers.layer_axes import Axes
+from jgrad._packed.layouts import WIDTH, Layout
+from jgrad._packed.row_order import RowOrder, assign_rows, item_shape
+from jgrad._packed.spans import Span
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.trees import PyTree
+
+_EXPECTED = (
+    "expected a floating array, since the gradient of a Packed could not hold others; pack those "
+    "alone: `floating, others = equinox.partition(tree, equinox.is_inexact_array)`, or with None "
+    "in the place of each other leaf"
+)
+
+
+def layout_of(
+    function: str,
+    tree: PyTree,
+    layer_axes: PyTree = None,
+    multiple_of: int = 1,
+    max_size: int | None = None,
+    matrices: Sequence[bool] | None = None,
+    *,
+    others: bool = False,
+) -> tuple[Layout, list[Any]]:
+    """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
+
+    Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. The
+    layers of leaves with True in `matrices` are whole in each of `multiple_of` shards.
+    """
+    arg = ArgLeaves.from_tree(function, "tree", tree).with_arrays()
+    for i, x in enumerate(arg.leaves):
+        if not (x is None or checks.is_inexact(x) or (others and checks.is_numeric(x))):
+            arg.fail(i, TypeError, f"{checks.describe(x)}, {_EXPECTED}")
+    axes = axes_of.read_layer_axes(function, layer_axes)
+    stacked = ArgLeaves.from_prefix(function, "layer_axes", axes, "tree", tree)
+    not_sharded = arg._replace(name="mesh_axes", leaves=[Axes()] * len(arg.leaves))
+    layers = axes_of.of_leaves(not_sharded, stacked, arg)
+
+    spans: list[Span | None] = [None] * len(arg.leaves)
+    packed: list[tuple[int, Span]] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, (x, path, own) in enumerate(zip(arg.leaves, arg.paths(), layers, strict=True)):
+        if x is None:
+            continue
+        large = max_size is not None and math.prod(x.shape) > max_size
+        if large or not checks.is_inexact(x):
+            name = f"leaf {i}"  # not the path: two leaves may have one
+            spans[i] = Span(path, np.dtype(x.dtype), own, name, None, 0)
+            shapes[name] = x.shape
+            continue
+        blocks_per_layer = -(-own.layer_size // WIDTH)
+        packed.append((i, Span(path, np.dtype(x.dtype), own, x.dtype.name, 0, blocks_per_layer)))
+    # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
+    packed.sort(key=lambda pair: (pair[1].layers.shape, pair[1].layers.stacked))
+    row_orders: dict[str, RowOrder] = {}
+    for name in dict.fromkeys(span.buffer for _, span in packed):
+        pairs = [(i, span) for i, span in packed if span.buffer == name]
+        chosen = [matrices is not None and matrices[i] for i, _ in pairs]
+        if any(chosen) and multiple_of > 1:
+            starts, row_order = assign_rows([span for _, span in pairs], chosen, multiple_of)
+            row_orders[name], rows = row_order, multiple_of * row_order.rows_per_shard
+            _check_padding(arg, pairs, chosen, row_order)
+        else:
+            *starts, end = itertools.accumulate((x.num_blocks for _, x in pairs), initial=0)
+            rows = -(-end // multiple_of) * multiple_of
+        for start, (i, span) in zip(starts, pairs, strict=True):
+            spans[i] = span._replace(start=start)
+        shapes[name] = (rows, WIDTH)
+    structure = trees.flatten(tree)[1]
+    layout = Layout(
+        structure,
+        tuple(spans),
+        tuple(sorted(shapes.items())),
+        _row_orders=tuple(sorted(row_orders.items())),
+    )
+    return layout, list(arg.leaves)
+
+
+def _check_padding(
+    arg: ArgLeaves, own: list[tuple[int, Span]], chosen: list[bool], row_order: RowOrder
+) -> None:
+    """No more than half of such a buffer is padding: some shape has too few matrices."""
+    rows, used = (
+        row_order.shards * row_order.rows_per_shard,
+        sum(span.num_blocks for _, span in own),
+    )
+    if 2 * used >= rows:
+        return
+    wasted: dict[tuple[int, ...], list[int]] = {}
+    for (i, span), is_matrix in zip(own, chosen, strict=True):
+        if is_matrix:
+            wasted.setdefault(item_shape(span), []).append(i)
+    spans = dict(own)
+
+    def padding(shape: tuple[int, ...]) -> int:
+        first = spans[wasted[shape][0]]
+        count = sum(spans[i].layers.num_layers for i in wasted[shape])
+        return (-count % row_order.shards) * first.blocks_per_layer
+
+    shape = max(wasted, key=padding)
+    count = sum(spans[i].layers.num_layers for i in wasted[shape])
+    problem = (
+        f"{'1 matrix' if count == 1 else f'{count} matrices'} of shape {shape} for "
+        f"{row_order.shards} shards: {100 * (rows - used) // rows}% of the buffer would be "
+        "padding, expected at most half; shard over a smaller mesh axis, with a smaller "
+        "`multiple_of`"
+    )
+    arg.fail(wasted[shape][0], ValueError, problem)
