@@ -1,6 +1,8 @@
 """The rows of the matrix: every optimizer, with its reference and its functional twin.
 
-A new optimizer is one more row, and gets every test in `everywhere/test_matrix.py`.
+A new optimizer is one more row. From it come the tests of `everywhere/`, of packed trees, of
+moments in bfloat16 and 8 bits, of wrappers and of several devices, the comparison of signatures, the
+states of golden files and the digests. `test_methods.py` says what a method without a row misses.
 """
 
 import dataclasses
@@ -35,7 +37,8 @@ class Case:
       make: its factory; the reference has the same name.
       options: keyword arguments of the factory.
       state: the fields of OptState that are in use.
-      step: the functional twin, `(w, g, lr, mw, vw, t) -> (w, mw, vw)`, for options that it has.
+      update: keyword arguments of its functional update, `<name>_update`, which make it the same;
+        None where that has no such options.
       elementwise: whether the elements of a leaf do not know of each other.
       decays: whether weights move under a zero gradient.
     """
@@ -44,7 +47,7 @@ class Case:
     make: Callable[..., optax.GradientTransformationExtraArgs]
     options: dict[str, Any]
     state: tuple[str, ...] = ()
-    step: Callable[..., Any] | None = None
+    update: dict[str, Any] | None = None
     elementwise: bool = True
     decays: bool = False
 
@@ -58,6 +61,24 @@ class Case:
     def number(self, name: str) -> Any:
         """An option, or its default."""
         return self.options.get(name, inspect.signature(self.make).parameters[name].default)
+
+    @property
+    def step(self) -> Callable[..., Any] | None:
+        """The functional twin, `(w, g, lr, mw, vw, t) -> (w, mw, vw)`; None without one."""
+        return None if self.update is None else self._step
+
+    def _step(self, w: Any, g: Any, lr: Any, mw: Any, vw: Any, t: Any) -> tuple[Any, Any, Any]:
+        assert self.update is not None
+        function = getattr(jgrad, f"{self.make.__name__}_update")
+        given = {"w": w, "dcdw": g, "lr": lr, "mw_tm1": mw, "vw_tm1": vw, "step": t}
+        kinds = inspect.signature(function).parameters.values()
+        names = [x.name for x in kinds if x.kind is x.POSITIONAL_ONLY]
+        results = function(*(given[name] for name in names), **self.update)
+        replaced = [name for name in names if name in ("w", "mw_tm1", "vw_tm1")]
+        if len(replaced) == 1:
+            results = (results,)
+        given |= dict(zip(replaced, results, strict=True))
+        return given["w"], given["mw_tm1"], given["vw_tm1"]
 
     def without_masks(self) -> "Case":
         """The same for a tree of any structure."""
@@ -78,29 +99,13 @@ class Case:
         return reference.trajectory(optimizer, [jax.tree.leaves(g) for g in gradients])
 
 
-def _descent(w, g, lr, mw, vw, t):
-    return jgrad.gradient_descent_update(w, g, lr), mw, vw
-
-
-def _lars(**options):
-    return lambda w, g, lr, mw, vw, t: (jgrad.lars_update(w, g, lr, **options), mw, vw)
-
-
-def _adam(**options):
-    return lambda *args: jgrad.adam_update(*args, **options)
-
-
-def _lamb(**options):
-    return lambda *args: jgrad.lamb_update(*args, **options)
-
-
 def rank_two(params):
     """A choice of matrices for any tree; on `params()` the first leaves of both parts."""
     return jax.tree.map(lambda x: len(x.shape) >= 2, params)
 
 
 CASES = [
-    Case("gradient_descent", jgrad.gradient_descent, {}, step=_descent),
+    Case("gradient_descent", jgrad.gradient_descent, {}, update={}),
     Case("momentum", jgrad.gradient_descent, {"momentum": 0.9}, ("mw",)),
     Case("nesterov", jgrad.gradient_descent, {"momentum": 0.9, "nesterov": True}, ("mw",)),
     Case(
@@ -110,20 +115,20 @@ CASES = [
         ("mw",),
         decays=True,
     ),
-    Case("adam", jgrad.adam, {}, ("mw", "vw"), step=_adam(epsilon=1e-8, **MOMENTS)),
+    Case("adam", jgrad.adam, {}, ("mw", "vw"), update={"epsilon": 1e-8} | MOMENTS),
     Case(
         "adam_moments",
         jgrad.adam,
         {"bias_correction": "moments", "epsilon": 0.1},
         ("mw", "vw"),
-        step=_adam(bias_correction="moments", epsilon=0.1),
+        update={"bias_correction": "moments", "epsilon": 0.1},
     ),
     Case(
         "adam_uncorrected",
         jgrad.adam,
         {"bias_correction": None, "beta1": 0.0},
         ("mw", "vw"),
-        step=_adam(bias_correction=None, beta1=0.0, epsilon=1e-8),
+        update={"bias_correction": None, "beta1": 0.0, "epsilon": 1e-8},
     ),
     Case(
         "adamw",
@@ -164,7 +169,7 @@ CASES = [
         "lars_plain",
         jgrad.lars,
         {"momentum": None, "trust_coefficient": 1.0, "weight_decay": 0.01},
-        step=_lars(decay_lambda=0.01),
+        update={"decay_lambda": 0.01},
         elementwise=False,
         decays=True,
     ),
@@ -172,7 +177,7 @@ CASES = [
         "lars_ivy",
         jgrad.lars,
         {"momentum": None, "trust_coefficient": 0.1, "weight_decay": 0.3, "rule": "ivy"},
-        step=_lars(trust_coefficient=0.1, decay_lambda=0.3, rule="ivy"),
+        update={"trust_coefficient": 0.1, "decay_lambda": 0.3, "rule": "ivy"},
         elementwise=False,
     ),
     Case(
@@ -180,7 +185,7 @@ CASES = [
         jgrad.lamb,
         {},
         ("mw", "vw"),
-        step=_lamb(epsilon=1e-6, **MOMENTS),
+        update={"epsilon": 1e-6} | MOMENTS,
         elementwise=False,
     ),
     Case(
@@ -188,7 +193,7 @@ CASES = [
         jgrad.lamb,
         {"weight_decay": 0.1, "min_trust_ratio": 0.01} | IVY,
         ("mw", "vw"),
-        step=_lamb(decay_lambda=0.1, min_trust_ratio=0.01),
+        update={"decay_lambda": 0.1, "min_trust_ratio": 0.01},
         elementwise=False,
         decays=True,
     ),
@@ -211,7 +216,7 @@ CASES = [
         jgrad.lamb,
         {"weight_decay": 0.1, "rule": "ivy"} | IVY,
         ("mw", "vw"),
-        step=_lamb(decay_lambda=0.1, rule="ivy"),
+        update={"decay_lambda": 0.1, "rule": "ivy"},
         elementwise=False,
     ),
     Case(
@@ -247,12 +252,20 @@ CASES = [
     ),
 ]
 
+METHODS = tuple(dict.fromkeys(case.make for case in CASES))
+# The first row of each method with each choice of moments.
+ONE_EACH = tuple({(case.make, case.state): case.name for case in reversed(CASES)}.values())[::-1]
 
 # What a test runs on by default: moments of each kind, each correction but one, masks, and each
 # method with a rule of its own. `pytest --all` runs it on all cases.
 CORE = ("momentum", "adam_moments", "adamw", "lars_masked", "lamb_decayed", "lamb_ivy")
 FEW = ("adamw", "lars_masked")  # for tests that compile many programs
-ALL = tuple(case.name for case in CASES)  # for the tests of the numbers
+# For the tests of the numbers: a row of each method, and the options of which no other has any.
+NUMBERS = (
+    *ONE_EACH,
+    *("decayed_descent", "adam_moments", "adam_uncorrected", "lars_outside"),
+    *("lamb_masked", "lamb_ivy", "muon_masked"),
+)
 
 
 def every_case(core: tuple[str, ...] = CORE, where: Callable[[Case], Any] | None = None) -> Any:

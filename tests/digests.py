@@ -252,6 +252,14 @@ def functional_updates() -> Iterator[Any]:
     for i, options in enumerate(lars_options):
         call = lambda *args, options=options: jgrad.lars_update(*args, **options)
         descents[f"lars_update {i}"] = call
+    for case in CASES:
+        if case.step is not None:
+            yield f"{case} update", case.step, (tree, tree, rates, tree, tree, 3.0)
+            yield (
+                f"{case} update packed",
+                case.step,
+                (buffers, buffers, rates, buffers, buffers, 3.0),
+            )
     for name, f in descents.items():
         yield f"{name} tree", f, (tree, tree, rates)
         yield f"{name} packed", f, (buffers, buffers, rates)

@@ -17,7 +17,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.moment import as_stored, kept_arrays
+from jgrad._inputs.moment import as_stored, check_form, kept_arrays
 from jgrad._packed import array_spec, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
@@ -170,24 +170,14 @@ class Inputs(Parameters):
         Call it before the new arrays are read elsewhere; otherwise XLA writes them twice. Arrays
         that skip this call are checked again by `skip_nonfinite`. Moments go by `Moment.write`.
         """
-        self._check_form(new, old)
+        check_form(self.function, new, old)
         kept = list(map(as_stored, kept_arrays(new, old, self.commit), old))
         if self.commit is not None:
             self.commit.keep(kept, old)
         return kept
 
-    def _check_form(self, new: Sequence[Any], old: Sequence[Any]) -> None:
-        """No array is written where the state has codes: it would be cast to their dtype."""
-        for n, o in zip(new, old, strict=True):
-            if n is not None and isinstance(o, Blocks) and not isinstance(n, Blocks):
-                raise TypeError(
-                    f"{self.function}: a moment in 8 bits: {checks.describe(n)}, expected Blocks, "
-                    "as `Moment.write` makes them."
-                )
-
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
         """New arrays in the dtypes of the old, which stay where there is no new one."""
-        self._check_form(new, old)
         return self._structure.unflatten(cast_back(new, old))
 
     def gradients(self, new: Sequence[Any]) -> PyTree:

@@ -23,6 +23,7 @@ from jgrad._quantized.codec import codec_of
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
+from jgrad._trees import checks
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.trees import PyTree
 
@@ -200,6 +201,14 @@ def _is_rounded(moment: Any) -> bool:
 @leafwise.jit_static_kwargs
 def _in_float32(x: Any) -> jax.Array:
     return encoding.decoded(x) if isinstance(x, Blocks) else x.astype(jnp.float32)
+
+
+def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
+    """No array is written where the state has codes: it would be cast to their dtype."""
+    for n, o in zip(new, old, strict=True):
+        if n is not None and isinstance(o, Blocks) and not isinstance(n, Blocks):
+            expected = "expected Blocks, as `Moment.write` makes them"
+            raise TypeError(f"{function}: a moment in 8 bits: {checks.describe(n)}, {expected}.")
 
 
 def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Commit | None) -> list[Any]:

@@ -14,7 +14,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step
+from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
 from jgrad._inputs.moments import MomentOptions
 from jgrad._inputs.state import OptState
 from jgrad._trees import checks, trees
@@ -98,6 +98,7 @@ def _in_state(
             expected = f"None, since the method has no `{field}`"
         came = type(new).__name__
         raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
+    check_form(name, new.stored, moment.old)
     # The old moments stay where there is no new one.
     return trees.flatten(state)[1].unflatten(rules.cast_back(new.stored, moment.old))
 

@@ -238,24 +238,25 @@ def _with_shardings(
 ) -> list[MatrixAxes | None]:
     """The same, with what a device has of each leaf inside of `shard_map`."""
     found = list(axes)
-    for spec, x in zip(specs, arrays, strict=True):
-        for i in sorted(spec.positions):  # a message names the first
-            matrices, sharded_axes = axes[i], mesh_axes.leaves[i]
-            if matrices is None:
-                continue
-            if spec.spans:
-                if sharded_axes is not None and any(sharded_axes.values):
-                    expected = "expected None: `zero` knows its rows"
-                    mesh_axes.fail(i, ValueError, f"a PartitionSpec of a packed leaf, {expected}")
-            elif sharded_axes is None:
-                _check_whole(mesh_axes, i, x)
-            elif len(sharded_axes.values) > len(matrices.shape):
-                count, shape = len(sharded_axes.values), matrices.shape
-                expected = f"at most {len(shape)}, one for each axis of shape {shape}"
-                mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
-            else:
-                named = [(axis, names) for axis, names in enumerate(sharded_axes.values) if names]
-                found[i] = dataclasses.replace(matrices, sharded_axes=tuple(named))
+    pairs = zip(specs, arrays, strict=True)
+    array_of = {i: (spec, x) for spec, x in pairs for i in spec.positions}
+    for i, matrices in enumerate(axes):
+        (spec, x), sharded_axes = array_of[i], mesh_axes.leaves[i]
+        if matrices is None:
+            continue
+        if spec.spans:
+            if sharded_axes is not None and any(sharded_axes.values):
+                expected = "expected None: `zero` knows its rows"
+                mesh_axes.fail(i, ValueError, f"a PartitionSpec of a packed leaf, {expected}")
+        elif sharded_axes is None:
+            _check_whole(mesh_axes, i, x)
+        elif len(sharded_axes.values) > len(matrices.shape):
+            count, shape = len(sharded_axes.values), matrices.shape
+            expected = f"at most {len(shape)}, one for each axis of shape {shape}"
+            mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
+        else:
+            named = [(axis, names) for axis, names in enumerate(sharded_axes.values) if names]
+            found[i] = dataclasses.replace(matrices, sharded_axes=tuple(named))
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 import jgrad
-from tests.cases import ALL, FEW, RATE, every_case, gradients, params
+from tests.cases import FEW, NUMBERS, ONE_EACH, RATE, every_case, gradients, params
 from tests.support.choice import mostly_slow
 from tests.support.loops import assert_equal, assert_within, norm, run, step_of
 
@@ -35,7 +35,7 @@ def close(found, expected, rtol):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
-@every_case(ALL)
+@every_case(NUMBERS)
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("complex128", marks=slow)])
 def test_reference(case, dtype, x64):
     """50 steps in double precision are the paper's."""
@@ -71,9 +71,7 @@ def test_reference_in_half_precision(case, dtype):
         )
 
 
-every_twin = every_case(
-    ("gradient_descent", "adam", "lars_plain", "lamb_decayed"), lambda case: case.step
-)
+every_twin = every_case((*ONE_EACH, "lamb_decayed"), lambda case: case.step)
 
 
 @pytest.mark.bits
@@ -213,12 +211,20 @@ def test_e18_dtypes_do_not_drift(case, dtype, grads_dtype, x64):
     chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
 
 
-@every_case(where=lambda case: case.state)
-def test_moment_dtype(case):
-    tx, w = case.tx(moment_dtype=jnp.bfloat16), params()
+@every_case(ONE_EACH, lambda case: case.state)
+@pytest.mark.parametrize("form", [jnp.bfloat16, "8bit"], ids=["bfloat16", "8bit"])
+def test_moment_dtype(case, form):
+    """Large leaves have it, and keep it."""
+    tx = case.without_masks().tx(moment_dtype=form)
+    w = {"large": jnp.ones((32, 256)), "small": jnp.ones(3)}
     state = tx.init(w)
-    assert all(m.dtype == jnp.bfloat16 for m in jax.tree.leaves((state.mw, state.vw)))
-    new = jax.eval_shape(step_of(tx), w, state, gradients(1)[0])
+    is_blocks = lambda x: isinstance(x, jgrad.Blocks)
+    for x in jax.tree.leaves((state.mw, state.vw), is_leaf=is_blocks):
+        if form == "8bit":
+            assert is_blocks(x) == (x.shape == (32, 256))
+        else:
+            assert x.dtype == form
+    new = jax.eval_shape(step_of(tx), w, state, w)
     chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
 
 
@@ -383,7 +389,8 @@ def test_export(case):
 @every_case()
 def test_checks_leave_nothing_in_the_program(case, monkeypatch):
     """With every check taken out, the jaxpr is the same."""
-    from jgrad._trees import checks, values
+    from jgrad._inputs import numbers
+    from jgrad._trees import checks
 
     tx, w = case.tx(), params()
     args = (w, tx.init(w), gradients(1)[0])
@@ -391,7 +398,7 @@ def test_checks_leave_nothing_in_the_program(case, monkeypatch):
     nothing = lambda *args, **kwargs: None
     for name in ("same_shapes", "broadcastable", "one_element", "same_structure"):
         monkeypatch.setattr(checks, name, nothing)
-    monkeypatch.setattr(values, "in_range", nothing)
+    monkeypatch.setattr(numbers, "in_range", nothing)
     assert str(jax.make_jaxpr(step_of(tx))(*args)) == checked
 
 

@@ -1,4 +1,8 @@
-"""A method as CONTRIBUTING tells to write one: Lion, in each form of moments; and what goes around."""
+"""The method of CONTRIBUTING's recipe: Lion, in each form of moments; and what goes around the door."""
+
+import pathlib
+import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +10,11 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._arithmetic import leafwise, rules
-from jgrad._arithmetic.leafwise import apply, calls, on_leaf
-from jgrad._inputs import options
+from jgrad._arithmetic import leafwise
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments
-from jgrad._inputs.moments import MomentOptions
 from jgrad._inputs.transformation import transformation
+from jgrad._optimizers import adam
 from tests.support.errors import assert_error
 from tests.support.loops import train
 
@@ -22,28 +25,20 @@ GRADS = [
 ]
 
 
-@on_leaf(arrays=2)
-def average(g, mw, beta):
-    return beta * mw + (1 - beta) * g
+PAGE = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+RECIPE = textwrap.dedent(re.search(r"   ```python\n(.*?)   ```\n", PAGE, re.DOTALL)[1])
+WRITE = "mw.write("
 
 
-@on_leaf(arrays=2)
-def sign(g, mw, beta):
-    return jnp.sign(beta * mw + (1 - beta) * g)
+def lion(moment_dtype=None, write=WRITE):
+    """The pair of CONTRIBUTING.md, or what becomes of it where moments are written otherwise.
 
-
-def by_the_door(inputs, moment, new):
-    return moment.write(new)
-
-
-def lion(moment_dtype=None, write=by_the_door):
-    def compute(inputs, step):
-        old = step.mw.old
-        direction = apply(sign, inputs.g, old, jnp.asarray(0.9))
-        mw = write(inputs, step.mw, calls(average, inputs.g, old, jnp.asarray(0.99)))
-        return apply(rules.descent, direction, options.learning_rates(inputs, RATE, step)), mw, None
-
-    return transformation("lion", compute, mw=True, moments=MomentOptions(moment_dtype))
+    It has the imports of `adam.py`.
+    """
+    names = {**vars(adam), "leafwise": leafwise}
+    assert RECIPE.count(WRITE) == 1
+    exec(compile(RECIPE.replace(WRITE, write), "CONTRIBUTING.md", "exec"), names)
+    return names["lion"](RATE, moment_dtype=moment_dtype)
 
 
 def expected():
@@ -85,7 +80,7 @@ def test_lion(moment_dtype, packed):
 @pytest.mark.parametrize("moment_dtype", [None, jnp.bfloat16, "8bit"])
 def test_moments_that_go_around_the_door(moment_dtype):
     """Cast to int8 they would be numbers of nothing, and in bfloat16 rounded to the nearest."""
-    tx = lion(moment_dtype, lambda inputs, moment, new: leafwise.run(new))
+    tx = lion(moment_dtype, "leafwise.run(")
     assert_error(
         TypeError,
         "lion: new moments `mw`: list, expected what `step.mw.write(calls(rule, ...))` returns.",
@@ -94,17 +89,19 @@ def test_moments_that_go_around_the_door(moment_dtype):
 
 
 def test_an_array_in_the_place_of_codes():
-    tx = lion("8bit", lambda inputs, moment, new: inputs.kept(leafwise.run(new), moment.old))
+    state = lion("8bit").init(W)
+    old = jax.tree.leaves(state.mw, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
+    inputs = Inputs("lion", GRADS[0], W)
     assert_error(
         TypeError,
         "lion: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as "
         "`Moment.write` makes them.",
-        lambda: tx.update(GRADS[0], tx.init(W), W),
+        lambda: inputs.kept([W["b"], W["w"]], old),
     )
 
 
 def test_a_moment_that_the_method_does_not_have():
-    tx = lion(write=lambda inputs, moment, new: None)
+    tx = lion(write="(lambda new: None)(")
     assert_error(
         TypeError,
         "lion: new moments `mw`: NoneType, expected what `step.mw.write(calls(rule, ...))` returns.",
@@ -114,5 +111,16 @@ def test_a_moment_that_the_method_does_not_have():
     assert_error(
         TypeError,
         "none: new moments `vw`: NewMoments, expected None, since the method has no `vw`.",
+        lambda: tx.update(GRADS[0], tx.init(W), W),
+    )
+
+
+def test_moments_that_were_named_by_hand():
+    """`NewMoments` of arrays, beside codes."""
+    tx = lion("8bit", "(lambda new: NewMoments(leafwise.run(new), leafwise.run(new)))(")
+    assert_error(
+        TypeError,
+        "lion: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as "
+        "`Moment.write` makes them.",
         lambda: tx.update(GRADS[0], tx.init(W), W),
     )

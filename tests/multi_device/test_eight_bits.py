@@ -12,15 +12,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
+from tests.cases import ONE_EACH
 from tests.multi_device.meshes import mesh_of
+from tests.support import eight_bits
 from tests.support.loops import assert_equal
 
-MAKES = {
-    "adam": functools.partial(jgrad.adam, 0.1, weight_decay=0.1),
-    "lamb": functools.partial(jgrad.lamb, 0.1, weight_decay=0.1),
-    "lars": functools.partial(jgrad.lars, 0.1, weight_decay=0.1),
-    "momentum": functools.partial(jgrad.gradient_descent, 0.1, momentum=0.9),
-}
+# Muon has its own in test_muon.py.
+MAKES = {name: eight_bits.MAKES[name] for name in ONE_EACH if name in eight_bits.MAKES}
+del MAKES["muon"]
 every_method = pytest.mark.parametrize("name", MAKES)
 LAYOUTS = {"axis 0": P("d"), "last axis": P(None, "d"), "packed": P("d")}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -88,7 +87,7 @@ def test_e40_the_same_bits_on_any_number_of_devices(name, layout):
         for x in jax.tree.leaves(ends[0][1], is_leaf=lambda x: isinstance(x, jgrad.Blocks))
     )
     for w, state in ends[1:]:
-        if name != "lars":
+        if MAKES[name].func is not jgrad.lars:
             assert_equal((state.mw, state.vw), (ends[0][1].mw, ends[0][1].vw))
         for a, b in zip(jax.tree.leaves(w), jax.tree.leaves(ends[0][0]), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests.cases import CASES
+from tests.cases import CASES, ONE_EACH
 from tests.multi_device.meshes import mesh_of
 
 SPECS = {"tiles": P("a", "b"), "flat": P(("a", "b")), "columns": P(None, "b"), "whole": P()}
@@ -144,7 +144,7 @@ def train(tx, w, state, steps=3):
     return w, state
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam", "lars", "lamb", *WRAPPED])
+@pytest.mark.parametrize("name", [*(n for n in ONE_EACH if n in STATEFUL), *WRAPPED])
 @every_axis_type
 def test_e26_one_trace(name, axis_type):
     """From an eager init on, three steps are one program, and leave everything where it was."""

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
-from tests.cases import CASES, MASK
+from tests.cases import CASES, MASK, ONE_EACH
 from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack
@@ -361,20 +361,23 @@ def test_a_checkpoint_fits_the_tree():
 
 
 @pytest.mark.parametrize("dtypes", [1, 2])
-@pytest.mark.parametrize("name", ["momentum", "adam", "lars", "lamb"])
-def test_one_reduce_scatter_and_one_all_gather_per_dtype(name, dtypes):
+@pytest.mark.parametrize(
+    "case",
+    [x for x in CASES if x.name in ONE_EACH and x.state and x.make is not jgrad.muon],
+    ids=str,
+)
+def test_one_reduce_scatter_and_one_all_gather_per_dtype(case, dtypes):
     """Norms are all-reduced, which are a few numbers for each layer."""
     w = normal(0)
     if dtypes == 2:
         w["rest"] = [x.astype(jnp.bfloat16) for x in w["rest"]]
     packed = jgrad.pack(w, multiple_of=DEVICES)
-    tx = next(case for case in CASES if case.name == name).tx()
-    run = Sharded(jgrad.master_weights(tx), packed)
+    run = Sharded(jgrad.master_weights(case.tx()), packed)
     compiled = run.update.lower(packed, run.state, gradients(packed, 1)[0]).compile()
     found = collectives.of(compiled.as_text(), DEVICES)
     kinds = Counter(x.kind for x in found)
     assert (kinds.pop("reduce-scatter"), kinds.pop("all-gather")) == (dtypes, dtypes)
-    assert set(kinds) == ({"all-reduce"} if name in ("lars", "lamb") else set())
+    assert set(kinds) == (set() if case.elementwise else {"all-reduce"})
     both_norms = 2 * len(jax.tree.leaves(w)) * 4
     assert max([x.whole for x in found if x.kind == "all-reduce"], default=0) <= both_norms
 

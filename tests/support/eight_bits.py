@@ -1,6 +1,7 @@
 """Models and optimizers for the tests of moments in 8 bits."""
 
 import functools
+import inspect
 
 import chex
 import jax
@@ -11,24 +12,38 @@ import pytest
 import jgrad
 from jgrad._quantized import encoding
 from jgrad._quantized.geometry import geometry
+from tests.cases import CASES, METHODS, ONE_EACH, RATE
 
-RATE = 0.05
 slow = pytest.mark.slow
+_ELEMENTWISE = [case.name for case in CASES if case.elementwise]
+
+
+def _parts():
+    """Directions alone, for `optax.chain`, of the methods that have them."""
+    for method in METHODS:
+        name = f"scale_by_{method.__name__}"
+        if hasattr(jgrad, name):
+            part = getattr(jgrad, name)
+            case = next(case for case in CASES if case.make is method and case.state)
+            names = inspect.signature(part).parameters
+            options = {k: x for k, x in case.without_masks().options.items() if k in names}
+            yield name, functools.partial(part, **options)
+
+
 MAKES = {
-    "adam": functools.partial(jgrad.adam, RATE),
-    "adamw": functools.partial(jgrad.adam, RATE, weight_decay=0.1),
-    "lamb": functools.partial(jgrad.lamb, RATE, weight_decay=0.1),
-    "lars": functools.partial(jgrad.lars, RATE, weight_decay=0.1),
-    "momentum": functools.partial(jgrad.gradient_descent, RATE, momentum=0.9),
-    "nesterov": functools.partial(jgrad.gradient_descent, RATE, momentum=0.9, nesterov=True),
-    "scale_by_adam": jgrad.scale_by_adam,
-}
-ELEMENTWISE = ("adam", "momentum", "scale_by_adam")
+    case.name: functools.partial(case.make, RATE, **case.without_masks().options)
+    for case in CASES
+    if case.state
+} | dict(_parts())
+# One of each method.
+EACH = [name for name in MAKES if name in ONE_EACH or name.startswith("scale_by_")]
+# Of methods whose elements do not know of each other.
+ELEMENTWISE = [name for name in EACH if name.removeprefix("scale_by_") in _ELEMENTWISE]
 FEW = ("adam", "lamb")
 CONSTANT_FREE = functools.partial(jgrad.adam, RATE, epsilon=0.0, moment_dtype="8bit")
 
 
-def optimizers(names=MAKES, quick=("adam",)):
+def optimizers(names=EACH, quick=("adam",)):
     """The transformations in 8 bits, those that are not quick marked slow; other options follow."""
     makes = [
         pytest.param(

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jgrad
+from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.transformation import transformation
 from jgrad._wrappers import finite
 from tests.cases import CASES, every_case, gradients, params
@@ -270,11 +271,11 @@ def test_gradients_that_another_transformation_spoils():
 def test_a_method_that_forgets_to_keep_old_moments():
     """Its moments are not settled, and so looked at."""
 
-    def compute(inputs, state, rates):
-        mw = [m + g for m, g in zip(state.mw, inputs.g, strict=True)]
-        return mw, mw, None
+    def compute(inputs, step):
+        mw = [m + g for m, g in zip(step.mw.old, inputs.g, strict=True)]
+        return mw, NewMoments(mw, mw), None  # which `step.mw.write` should have made
 
-    tx = jgrad.skip_nonfinite(transformation("forgetful", compute, learning_rate=1.0, mw=True))
+    tx = jgrad.skip_nonfinite(transformation("forgetful", compute, mw=True))
     start = compiled(tx)(X, tx.init(X), X)
     found = compiled(tx)(*start, NAN * X)
     assert_equal((found[0], found[1].inner), (start[0], start[1].inner))
