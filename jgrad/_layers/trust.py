@@ -129,11 +129,11 @@ def scaled_by_trust_ratio(
             batches.append(norms.join(axes, [column[i] for i in chosen]))
         per_batch = [ratio(*xs) for xs in zip(*batches, strict=True)]
         per_factor = [norms.split(axes, factor) for factor in zip(*per_batch, strict=True)]
-        for i, *own in zip(chosen, *per_factor, strict=True):
+        for i, *of_layers in zip(chosen, *per_factor, strict=True):
             if isinstance(mask[i], np.ndarray):
                 use = layers.axes[i].to_elements(mask[i])
-                own = [jnp.where(use, x, jnp.ones_like(x)) for x in own]
-            factors[i] = own + factors[i]
+                of_layers = [jnp.where(use, x, jnp.ones_like(x)) for x in of_layers]
+            factors[i] = of_layers + factors[i]
     results = zip(leafwise.run(directions), factors, strict=True)
     return leafwise.run([None if d is None else (scale, (d, *by)) for d, by in results])
 
@@ -144,9 +144,8 @@ def materialized(calls: Sequence[Call | None], layers: TrustLayers) -> list[Call
     XLA writes such a direction in any case, and a norm given the array does not compute it again.
     Sums in chunks do without the array.
     """
-    whole = [not axes.in_chunks for axes in layers.axes]
-    pairs = list(zip(calls, whole, strict=True))
-    results = leafwise.run([call if use else None for call, use in pairs])
+    pairs = zip(calls, layers.axes, strict=True)
+    results = leafwise.run([None if axes.in_chunks else call for call, axes in pairs])
     return [
         call if x is None else (leafwise.identity, (x,))
         for x, call in zip(results, calls, strict=True)

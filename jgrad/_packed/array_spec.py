@@ -78,17 +78,17 @@ class ArraySpec(NamedTuple):
         return entry if self.shard is None or np.ndim(entry) == 0 else self.shard.slice(entry)
 
     def _per_buffer(self, entries: Sequence[Any]) -> Any:
-        own = [entries[i] for i in self.positions]
+        values = [entries[i] for i in self.positions]
         if self.is_unpacked:
-            return own[0]
-        if any(x is None for x in own):
+            return values[0]
+        if any(x is None for x in values):
             return None
-        if all(checks.is_number(x) for x in own) and len(set(own)) == 1:
-            return own[0]
-        if all(jnp.size(x) == 1 for x in own):
-            shared = all(x is own[0] for x in own)
+        if all(checks.is_number(x) for x in values) and len(set(values)) == 1:
+            return values[0]
+        if all(jnp.size(x) == 1 for x in values):
+            shared = all(x is values[0] for x in values)
             numbers = [
-                jnp.asarray(x, dtype=float).reshape(()) for x in own[: 1 if shared else None]
+                jnp.asarray(x, dtype=float).reshape(()) for x in values[: 1 if shared else None]
             ]
             if shared:
                 return numbers[0]
@@ -96,7 +96,7 @@ class ArraySpec(NamedTuple):
                 :, None
             ]
         parts, row = [], 0
-        for span, x in zip(self.spans, own, strict=True):
+        for span, x in zip(self.spans, values, strict=True):
             each = jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
             if span.first > row:
                 parts.append(jnp.zeros(((span.first - row) * self.width,)))
@@ -127,10 +127,10 @@ class ArraySpec(NamedTuple):
 
     def mask_per_layer(self, mask: Sequence[bool]) -> bool | np.ndarray:
         """A bool per leaf as one for the array, or one for each layer where they differ."""
-        own = [mask[i] for i in self.positions]
-        if self.is_unpacked or len(set(own)) == 1:
-            return own[0]
-        pairs = zip(self.spans, own, strict=True)
+        values = [mask[i] for i in self.positions]
+        if self.is_unpacked or len(set(values)) == 1:
+            return values[0]
+        pairs = zip(self.spans, values, strict=True)
         return np.array([x for span, x in pairs for _ in range(span.layers.num_layers)])
 
     def layer_axes(
@@ -180,10 +180,10 @@ def _first_elements(span: Span, width: int) -> np.ndarray:
 
 def specs(tree: PyTree) -> list[ArraySpec]:
     """One for each leaf of a tree in which there may be `Packed` nodes."""
-    found, count = [], 0
+    arrays, count = [], 0
     for x in jax.tree.leaves(tree, is_leaf=lambda x: trees.is_leaf(x) or isinstance(x, Packed)):
         if not isinstance(x, Packed):
-            found.append(ArraySpec((count,)))
+            arrays.append(ArraySpec((count,)))
             count += 1
             continue
         layout = x.layout
@@ -191,9 +191,9 @@ def specs(tree: PyTree) -> list[ArraySpec]:
             positions, spans = zip(*layouts.within(layout, name), strict=True)
             positions = tuple(count + i for i in positions)
             shard, row_order = layouts.shard(layout), layouts.row_order(layout, name)
-            found.append(ArraySpec(positions, spans, shape, layout.width, shard, row_order))
+            arrays.append(ArraySpec(positions, spans, shape, layout.width, shard, row_order))
         count += len(layouts.spans(layout))
-    return found
+    return arrays
 
 
 def layer_axes_per_array(

@@ -50,17 +50,19 @@ def layout_of(
     spans: list[Span | None] = [None] * len(arg.leaves)
     packed: list[tuple[int, Span]] = []
     shapes: dict[str, tuple[int, ...]] = {}
-    for i, (x, path, own) in enumerate(zip(arg.leaves, arg.paths(), layers, strict=True)):
+    for i, (x, path, leaf_layers) in enumerate(zip(arg.leaves, arg.paths(), layers, strict=True)):
         if x is None:
             continue
         large = max_size is not None and math.prod(x.shape) > max_size
         if large or not checks.is_inexact(x):
             name = f"leaf {i}"  # not the path: two leaves may have one
-            spans[i] = Span(path, np.dtype(x.dtype), own, name, None, 0)
+            spans[i] = Span(path, np.dtype(x.dtype), leaf_layers, name, None, 0)
             shapes[name] = x.shape
             continue
-        blocks_per_layer = -(-own.layer_size // WIDTH)
-        packed.append((i, Span(path, np.dtype(x.dtype), own, x.dtype.name, 0, blocks_per_layer)))
+        blocks_per_layer = -(-leaf_layers.layer_size // WIDTH)
+        packed.append(
+            (i, Span(path, np.dtype(x.dtype), leaf_layers, x.dtype.name, 0, blocks_per_layer))
+        )
     # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
     packed.sort(key=lambda pair: (pair[1].layers.shape, pair[1].layers.stacked))
     row_orders: dict[str, RowOrder] = {}
@@ -88,20 +90,20 @@ def layout_of(
 
 
 def _check_padding(
-    arg: ArgLeaves, own: list[tuple[int, Span]], chosen: list[bool], row_order: RowOrder
+    arg: ArgLeaves, packed: list[tuple[int, Span]], chosen: list[bool], row_order: RowOrder
 ) -> None:
     """No more than half of such a buffer is padding: some shape has too few matrices."""
     rows, used = (
         row_order.shards * row_order.rows_per_shard,
-        sum(span.num_blocks for _, span in own),
+        sum(span.num_blocks for _, span in packed),
     )
     if 2 * used >= rows:
         return
     wasted: dict[tuple[int, ...], list[int]] = {}
-    for (i, span), is_matrix in zip(own, chosen, strict=True):
+    for (i, span), is_matrix in zip(packed, chosen, strict=True):
         if is_matrix:
             wasted.setdefault(item_shape(span), []).append(i)
-    spans = dict(own)
+    spans = dict(packed)
 
     def padding(shape: tuple[int, ...]) -> int:
         first = spans[wasted[shape][0]]

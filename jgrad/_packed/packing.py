@@ -140,8 +140,7 @@ def pack(
         chosen = None if matrices is None else _matrices(tree, matrices)
         layout, leaves = layout_of("pack", tree, layer_axes, multiple_of, max_size, chosen)
         return where_it_lies(functools.partial(fill, layout), leaves)
-    given = (layer_axes, max_size, matrices)
-    if multiple_of != 1 or any(x is not None for x in given):
+    if multiple_of != 1 or any(x is not None for x in (layer_axes, max_size, matrices)):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     structure: Any
     nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)
@@ -249,17 +248,17 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
     _register_with_flax()
     buffers: dict[str, Any] = {}
     for name, shape in layout.shapes:
-        (i, span), *_ = own = layouts.within(layout, name)
+        (i, span), *_ = pairs = layouts.within(layout, name)
         if span.is_unpacked or checks.is_nothing(leaves[i], span.layers.shape):
             buffers[name] = leaves[i]
             continue
-        here = {i: jax.tree.map(replicated, leaves[i]) for i, _ in own}
+        here = {i: jax.tree.map(replicated, leaves[i]) for i, _ in pairs}
         if isinstance(here[i], Blocks):
-            joined = quantized_buffers.join([(span, here[i]) for i, span in own], shape[0])
+            joined = quantized_buffers.join([(span, here[i]) for i, span in pairs], shape[0])
             buffers[name] = jax.tree.map(functools.partial(_to_shard_order, layout, name), joined)
             continue
         parts, row, dtype = [], 0, here[i].dtype
-        for i, span in own:
+        for i, span in pairs:
             parts += _zeros(span.first - row, layout.width, dtype)
             parts.append(spans.to_blocks(span, here[i], layout.width))
             row = span.first + span.num_blocks
@@ -298,12 +297,12 @@ def _leaves(packed: Packed) -> PyTree:
     layout = packed.layout
     leaves: list[Any] = [None] * len(layouts.spans(layout))
     for name, shape in layout.shapes:
-        buffer, own = packed.buffers[name], layouts.within(layout, name)
+        buffer, pairs = packed.buffers[name], layouts.within(layout, name)
         if (unpacked := layouts.unpacked_leaf(layout, name)) is not None:
             leaves[unpacked] = buffer
             continue
         if checks.is_nothing(buffer, shape):
-            for i, _ in own:
+            for i, _ in pairs:
                 leaves[i] = buffer if buffer is None else jnp.copy(buffer)  # for donation
             continue
         if not ((checks.is_array(buffer) or isinstance(buffer, Blocks)) and buffer.shape == shape):
@@ -317,7 +316,7 @@ def _leaves(packed: Packed) -> PyTree:
             buffer = jax.tree.map(row_order.to_leaf_order, buffer)
         pieces: list[tuple[int, tuple[int, Span] | None]] = []  # of padding None
         row = 0
-        for i, span in own:
+        for i, span in pairs:
             pieces += [(span.first - row, None)] if span.first > row else []
             pieces.append((span.num_blocks, (i, span)))
             row = span.first + span.num_blocks
@@ -352,9 +351,9 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     leaves = list(arg.leaves)
     expected: list[Any] = [None] * len(leaves)
     for name, shape in layout.shapes:
-        own, buffer = layouts.within(layout, name), like.buffers[name]
+        pairs, buffer = layouts.within(layout, name), like.buffers[name]
         if checks.is_nothing(buffer, shape):
-            for i, _ in own:
+            for i, _ in pairs:
                 if not checks.is_nothing(leaves[i]):
                     arg.fail(
                         i, TypeError, f"{checks.describe(leaves[i])}, expected None, as in `like`"
@@ -362,7 +361,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
                 leaves[i] = None if buffer is None else leaves[i]
             continue
         if isinstance(buffer, Blocks):
-            for i, span in own:
+            for i, span in pairs:
                 _check_recodable(arg, i, codec_of(buffer))
                 expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
             continue
@@ -370,8 +369,8 @@ def _again(like: Packed, tree: PyTree) -> Packed:
             _check_unpacked(arg, unpacked, buffer)
             expected[unpacked] = buffer
             continue
-        dtype = getattr(arg.leaves[own[0][0]], "dtype", None)
-        for i, span in own:
+        dtype = getattr(arg.leaves[pairs[0][0]], "dtype", None)
+        for i, span in pairs:
             x = arg.leaves[i]
             if isinstance(x, Blocks):
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {_UNQUANTIZED}")

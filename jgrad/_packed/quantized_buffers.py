@@ -40,9 +40,12 @@ def join(pairs: Sequence[tuple[Span, Blocks]], rows: int) -> Blocks:
         row = span.first + span.num_blocks
     codes += _zeros((rows - row) * SIZE, codec.dtype)
     scale += _zeros(rows - row, scale[0].dtype)
-    own = Geometry((rows, SIZE), (rows, 1))
-    joined = splitting.join(codes).reshape(own.shape), splitting.join(scale).reshape(own.scales)
-    return encoding.of_elements(*joined, own, codec)
+    geometry = Geometry((rows, SIZE), (rows, 1))
+    joined = (
+        splitting.join(codes).reshape(geometry.shape),
+        splitting.join(scale).reshape(geometry.scales),
+    )
+    return encoding.of_elements(*joined, geometry, codec)
 
 
 def _zeros(count: int, dtype: Any) -> list[jax.Array]:
@@ -60,9 +63,9 @@ def _geometry(span: Span) -> Geometry:
 
 def leaf(span: Span, codes: jax.Array, scale: jax.Array, codec: Codec) -> Any:
     """The leaf of its rows."""
-    own = _geometry(span)
+    geometry = _geometry(span)
     parts = spans.from_blocks(span, codes, SIZE), _scale_of_rows(span, scale)
-    x = encoding.of_elements(*parts, own, codec)
+    x = encoding.of_elements(*parts, geometry, codec)
     return x if span.size >= SMALLEST else encoding.decoded(x)
 
 
@@ -75,10 +78,10 @@ def _order(span: Span) -> tuple[int, ...] | None:
 
 
 def _scale_of_rows(span: Span, rows: jax.Array) -> jax.Array:
-    own, order = _geometry(span), _order(span)
+    geometry, order = _geometry(span), _order(span)
     if order is None:
-        return rows.reshape(own.scales)
-    layers = rows.reshape([own.scales[axis] for axis in order])
+        return rows.reshape(geometry.scales)
+    layers = rows.reshape([geometry.scales[axis] for axis in order])
     return jnp.transpose(layers, list(np.argsort(order)))
 
 

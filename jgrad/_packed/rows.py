@@ -143,7 +143,7 @@ class ReorderedLayers(PackedLayers):
     @property
     def nonempty(self) -> np.ndarray | jax.Array:
         layers = np.arange(self.num_layers)
-        return self._of_device(np.stack([np.isin(layers, own) for own in self._layer_of_row]))
+        return self._of_device(np.stack([np.isin(layers, rows) for rows in self._layer_of_row]))
 
     @property
     def layer_of_row(self) -> np.ndarray | jax.Array:
@@ -155,7 +155,7 @@ class ReorderedLayers(PackedLayers):
         if x.ndim < 2 or self.shape[0] == 0:
             return super().per_layer(x)
         firsts = [
-            [np.argmax(own == i) for i in range(self.num_layers)] for own in self._layer_of_row
+            [np.argmax(rows == i) for i in range(self.num_layers)] for rows in self._layer_of_row
         ]
         return x[self._of_device(np.array(firsts, np.int32)), 0]
 
@@ -170,12 +170,12 @@ class ReorderedLayers(PackedLayers):
     @property
     def _layer_of_row(self) -> np.ndarray:
         """The layer of each row, for each device; -1 for rows between layers."""
-        found = np.full(self._all_rows, -1, np.int32)
+        layers = np.full(self._all_rows, -1, np.int32)
         for i, (start, blocks) in enumerate(zip(self.starts, self.blocks, strict=True)):
-            found[start : start + blocks] = i
+            layers[start : start + blocks] = i
         assert self.row_order is not None
         devices = 1 if self.shard is None else self.shard.devices
-        return self.row_order.to_shard_order(found).reshape(devices, -1)
+        return self.row_order.to_shard_order(layers).reshape(devices, -1)
 
     def _of_device(self, each: np.ndarray) -> np.ndarray | jax.Array:
         """This device's entry."""

@@ -96,13 +96,13 @@ def _split_each(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Ar
 
     def plain(vectors: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(vectors, sizes, strict=True)
-        return [piece for x, own in pairs for piece in jax.lax.split(x, own)]
+        return [piece for x, each in pairs for piece in jax.lax.split(x, each)]
 
     def nothing(vectors: list[jax.Array]) -> list[jax.Array]:
         # Zeros computed from the vectors, as the pieces are: `shard_map` requires that.
         zero = numerics.zeros_like(_first(vectors))
-        zeros = {size: jnp.broadcast_to(zero, (size,)) for own in sizes for size in own}
-        return [zeros[size] for own in sizes for size in own]
+        zeros = {size: jnp.broadcast_to(zero, (size,)) for each in sizes for size in each}
+        return [zeros[size] for each in sizes for size in each]
 
     def in_branch(vectors: list[jax.Array]) -> list[jax.Array]:
         # The condition is always true, but XLA does not see that.

@@ -30,9 +30,9 @@ def agreed(flag: Any, mesh_axes: tuple[str, ...]) -> Any:
 def holds_shards(state: PyTree, inputs: Inputs) -> bool:
     """Whether a state has shards of buffers that the parameters have whole: that of `zero`."""
     pairs = zip(inputs.reference.leaves, inputs.specs, strict=True)
-    whole = {x.shape for x, spec in pairs if spec.is_buffer}
+    shapes = {x.shape for x, spec in pairs if spec.is_buffer}
     return any(
-        spec.shape in whole and not checks.is_nothing(x) and x.shape != spec.shape
+        spec.shape in shapes and not checks.is_nothing(x) and x.shape != spec.shape
         for x, spec in zip(trees.flatten(state)[0], array_spec.specs(state), strict=True)
         if spec.is_buffer and not spec.is_unpacked
     )

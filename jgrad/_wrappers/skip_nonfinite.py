@@ -128,9 +128,9 @@ def skip_nonfinite(
         inside.check_state(_NAME, state, SkipState)
         inputs = Inputs(_NAME, updates, params)
         sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
-        given = updates
+        unscaled = updates
         if loss_scale is not None:
-            given = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
+            unscaled = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
         finite = all_finite(inputs.g, sharded_over)
         extra_args.pop("commit", None)  # of a `skip_nonfinite` outside, which looks at the results
         leaves_out = inside.any_says(state.inner, inside.REJECTED)
@@ -143,15 +143,15 @@ def skip_nonfinite(
         if branch:
 
             def take() -> tuple[PyTree, PyTree]:
-                steps, inner = tx.update(given, state.inner, params, **extra_args)
+                steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
                 steps = inputs.directions(trees.flatten(steps)[0])
                 return steps, choices.in_dtypes(inner, state.inner)
 
             steps, inner = choices.branch(finite, take, lambda: (inputs.zeros(), state.inner))
         else:
-            commit = Commit(given, finite, lambda flag: devices.agreed(flag, sharded_over))
+            commit = Commit(unscaled, finite, lambda flag: devices.agreed(flag, sharded_over))
             extra_args["commit"] = commit.for_windows() if leaves_out else commit
-            steps, inner = tx.update(given, state.inner, params, **extra_args)
+            steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
             finite, steps, inner = _chosen(
                 commit, inputs, steps, inner, state.inner, sharded_over, leaves_out
             )

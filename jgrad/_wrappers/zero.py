@@ -78,35 +78,35 @@ def zero(
     axes = values.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> Any:
-        own = shard.shard_over(axes)
-        _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, own)
-        if own is None:
+        local = shard.shard_over(axes)
+        _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, local)
+        if local is None:
             return tx.init(params)
-        return _with_shard(tx.init(_sliced(params, own)), None)
+        return _with_shard(tx.init(_sliced(params, local)), None)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        own = shard.shard_over(axes)
-        if own is None:
+        local = shard.shard_over(axes)
+        if local is None:
             remedy = "call `update` inside `shard_map` or `pmap`; under `jit`, use `tx` alone"
             raise ValueError(f"{_NAME}: `axis_name`: no axis {axis_name!r} here; {remedy}.")
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
-        _check_packed(inputs.reference, inputs.tree, own)
-        _check_state(state, own)
+        _check_packed(inputs.reference, inputs.tree, local)
+        _check_state(state, local)
         arg = inputs.like_reference("updates", updates)
         for i, g in enumerate(arg.leaves):
-            if g is not None and shard.is_known_to_be_invariant(g, own):
+            if g is not None and shard.is_known_to_be_invariant(g, local):
                 arg.fail(i, ValueError, f"the same on all devices along {axis_name!r}, {_SUMMED}")
-        mean = trees.map_leaves(lambda g: shard.reduce_scatter_mean(g, own), updates)
+        mean = trees.map_leaves(lambda g: shard.reduce_scatter_mean(g, local), updates)
         steps, new = inputs.hand_over(
             tx,
-            _with_shard(mean, own),
-            _with_shard(state, own),
-            None if params is None else _sliced(params, own),
+            _with_shard(mean, local),
+            _with_shard(state, local),
+            None if params is None else _sliced(params, local),
         )
         steps = _with_shard(steps, None)
-        return trees.map_leaves(lambda x: shard.all_gather(x, own), steps), _with_shard(new, None)
+        return trees.map_leaves(lambda x: shard.all_gather(x, local), steps), _with_shard(new, None)
 
     return pair(init, update)
 
@@ -118,20 +118,20 @@ _SUMMED = (
 )
 
 
-def _with_shard(tree: PyTree, own: Shard | None) -> PyTree:
+def _with_shard(tree: PyTree, local: Shard | None) -> PyTree:
     """The same arrays under layouts that say which rows they are; None for all rows.
 
     Outside of `tx` each array is whole, or sharded as its sharding says, and layouts do not say it.
     """
-    return packing.with_layouts(tree, lambda layout: layouts.with_shard(layout, own))
+    return packing.with_layouts(tree, lambda layout: layouts.with_shard(layout, local))
 
 
-def _sliced(params: PyTree, own: Shard) -> PyTree:
+def _sliced(params: PyTree, local: Shard) -> PyTree:
     """This device's rows of replicated parameters."""
-    return _with_shard(trees.map_leaves(own.slice, params), own)
+    return _with_shard(trees.map_leaves(local.slice, params), local)
 
 
-def _check_packed(params: ArgLeaves, tree: PyTree, own: Shard | None) -> None:
+def _check_packed(params: ArgLeaves, tree: PyTree, local: Shard | None) -> None:
     """Every array is a whole buffer of packed leaves, whose rows can be sharded."""
     for i, (x, spec) in enumerate(zip(params.leaves, array_spec.specs(tree), strict=True)):
         if x is None:
@@ -144,18 +144,18 @@ def _check_packed(params: ArgLeaves, tree: PyTree, own: Shard | None) -> None:
         if x.shape != spec.shape:
             expected = f"{spec.shape}: whole parameters on each device"
             params.fail(i, ValueError, f"shape {x.shape}, expected {expected}")
-        if own is not None and spec.shape[0] % own.devices:
-            remedy = f"`pack(params, multiple_of={own.devices})`"
-            problem = f"{spec.shape[0]} rows, expected a multiple of {own.devices} devices"
+        if local is not None and spec.shape[0] % local.devices:
+            remedy = f"`pack(params, multiple_of={local.devices})`"
+            problem = f"{spec.shape[0]} rows, expected a multiple of {local.devices} devices"
             params.fail(i, ValueError, f"{problem}: {remedy}")
 
 
-def _check_state(state: Any, own: Shard) -> None:
+def _check_state(state: Any, local: Shard) -> None:
     """Each buffer is this device's shard; of one that cannot be divided `tx` knows the reason."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
     for i, (x, spec) in enumerate(zip(arg.leaves, array_spec.specs(state), strict=True)):
-        expected = spec._replace(shard=own).local_shape
-        divides = spec.is_buffer and not spec.is_unpacked and spec.shape[0] % own.devices == 0
+        expected = spec._replace(shard=local).local_shape
+        divides = spec.is_buffer and not spec.is_unpacked and spec.shape[0] % local.devices == 0
         if divides and getattr(x, "shape", None) == spec.shape != expected:
             remedy = "shard it as `state_shardings` says, or call `init` here"
             problem = f"shape {x.shape}, expected {expected}, this device's; {remedy}"
