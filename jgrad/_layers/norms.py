@@ -55,9 +55,9 @@ class ScaledNorm(NamedTuple):
         self, largest: Callable[..., jax.Array], total: Callable[..., jax.Array]
     ) -> "ScaledNorm":
         """The root of the sum of the squares of norms, by a maximum and a sum over them."""
-        own = jax.lax.stop_gradient(self.scale)
-        scale = largest(own)
-        norms = self.mantissa * (own / scale)
+        scales = jax.lax.stop_gradient(self.scale)
+        scale = largest(scales)
+        norms = self.mantissa * (scales / scale)
         # Mantissas are below the root of the largest number, so their reciprocals do not overflow.
         top = largest(jax.lax.stop_gradient(norms))
         top = jnp.where((top == 0) | (top == jnp.inf), jnp.ones_like(top), top)
@@ -210,11 +210,11 @@ def _norm_of_all(
     def total(scale: jax.Array | None) -> jax.Array:
         calls = []
         for (f, layers), xs in zip(kinds, arguments, strict=True):
-            own = scale
+            scale_of_array = scale
             if scale is not None:
                 # XLA would write a scale for each element, if it saw that arrays share one.
-                own, xs = jax.lax.optimization_barrier((scale, xs))
-            calls.append(sums.of_call((f, xs), layers, own))
+                scale_of_array, xs = jax.lax.optimization_barrier((scale, xs))
+            calls.append(sums.of_call((f, xs), layers, scale_of_array))
         return jnp.sum(sums.concatenate(leafwise.run(calls)), keepdims=True)
 
     plain = total(None)

@@ -41,9 +41,9 @@ def call(
     return of_call((measured.f, xs), measured.layers, scale)
 
 
-def of_call(own: Call, layers: LayerAxes, scale: jax.Array | None) -> Call:
+def of_call(inner: Call, layers: LayerAxes, scale: jax.Array | None) -> Call:
     """The call of the sums of squares of what another call returns."""
-    f, xs = own
+    f, xs = inner
     return _of_array(f, layers), (scale, *xs)
 
 
@@ -113,12 +113,12 @@ def rescaled(
         return concatenate([f(*args) for f, args in calls])
     positions = list(zip(*(m.arguments for m in batch), strict=True))  # per argument of f
     shared = tuple(len(set(at)) == 1 for at in positions)
-    given = [
+    columns = [
         arguments[at[0]] if same else [arguments[i] for i in at]
         for at, same in zip(positions, shared, strict=True)
     ]
     by = scale.reshape(len(batch), -1)
-    return _of_stack(first.f, shared, first.layers)(by, *given)
+    return _of_stack(first.f, shared, first.layers)(by, *columns)
 
 
 @functools.cache
@@ -126,8 +126,8 @@ def _of_stack(f: Function, shared: tuple[bool, ...], layers: LayerAxes) -> Funct
     """`_of_array` for arrays that are alike: each argument is a list, or one that all share."""
 
     @jit_static_kwargs
-    def of_stack(scale: jax.Array, *given: Any) -> jax.Array:
-        together = [x if same else _stack(x) for x, same in zip(given, shared, strict=True)]
+    def of_stack(scale: jax.Array, *columns: Any) -> jax.Array:
+        together = [x if same else _stack(x) for x, same in zip(columns, shared, strict=True)]
         axes = [None if same else 0 for same in shared]
         sums = jax.vmap(_of_array(f, layers), in_axes=(0, *axes))(scale, *together)
         return sums.reshape(-1).astype(scale.dtype)

@@ -198,16 +198,16 @@ def accumulate(
                 means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
             mean = inputs.gradients(means)
             # Means of finite gradients are finite, so that a window is committed always.
-            own = None if outer is None else Commit.always(mean)
-            known = {} if own is None else {"commit": own}
+            inner_commit = None if outer is None else Commit.always(mean)
+            known = {} if inner_commit is None else {"commit": inner_commit}
             steps, new = tx.update(mean, state.inner, params, **known, **extra_args)
-            if own is None or not own.has_settled(steps):
+            if inner_commit is None or not inner_commit.has_settled(steps):
                 steps = inputs.directions(trees.flatten(steps)[0])
             new = choices.in_dtypes(new, state.inner)
-            if own is not None:
+            if inner_commit is not None:
                 pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state.inner), strict=True)
-                settled[:] = map(own.has_settled, jax.tree.leaves(steps))
-                kept[:] = [own.has_kept(*pair) for pair in pairs]
+                settled[:] = map(inner_commit.has_settled, jax.tree.leaves(steps))
+                kept[:] = [inner_commit.has_kept(*pair) for pair in pairs]
             return steps, new, jnp.asarray(True)
 
         steps, inner, closed = hold() if never else choices.branch(close, run, hold)
