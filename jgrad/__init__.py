@@ -194,3 +194,10 @@ __all__ = [  # noqa: RUF022
     "inplace_increment",
     "inplace_decrement",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What a name that is gone was replaced by."""
+    if name == "muon_update":
+        raise AttributeError("jgrad.muon_update: a name of 0.6, expected `jgrad.muon`, its method.")
+    raise AttributeError(f"module 'jgrad' has no attribute {name!r}")
