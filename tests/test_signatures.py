@@ -96,3 +96,21 @@ def test_arguments_are_documented_in_their_order(name):
     thing = getattr(jgrad, name)
     text = inspect.getdoc(thing).partition("\nArgs:\n")[2].partition("\n\n")[0]
     assert re.findall(r"^  (\w+): ", text, re.MULTILINE) == [*inspect.signature(thing).parameters]
+
+
+# What has a default and may be given by position: arguments, and options of others' functions.
+BY_POSITION = {
+    **{(name, "argnums"): "JAX's" for name in ("grad", "value_and_grad", "jac", "value_and_jac")},
+    ("is_variable", "exclusive"): "Ivy's",
+    ("state_shardings", "params_shardings"): "of the parameters before it",
+}
+
+
+def test_options_are_given_by_name():
+    found = {
+        (name, x.name)
+        for name in FUNCTIONS
+        for x in inspect.signature(getattr(jgrad, name)).parameters.values()
+        if x.default is not x.empty and x.kind is not x.KEYWORD_ONLY
+    }
+    assert found == BY_POSITION.keys()

@@ -136,7 +136,7 @@ def once(x: jax.Array) -> jax.Array:
     """`x`, a scalar or one per layer, so that XLA's CPU backend computes it once.
 
     It fuses cheap operations into the kernel of every leaf that reads them: those of a schedule are
-    20 to 30 per leaf to compile. A division it does not repeat; this one is by 1.
+    20 to 30 per leaf to compile. It never repeats a division, and this one is by 1.
     """
     if not isinstance(x, jax.core.Tracer):
         return x

@@ -48,7 +48,8 @@ def orthogonalized(
     stacks = [own.to_wide(replicated(x)) for x, own in zip(arrays, axes, strict=True)]
     groups: dict[object, list[int]] = collections.defaultdict(list)
     for i, x in enumerate(stacks):
-        # What is the same on all devices is no more, to JAX, where it is joined with what is not.
+        # JAX loses track of replication when replicated and sharded arrays are concatenated, so
+        # they are grouped apart.
         kind = x.shape[1:], numerics.real_dtype(x), np.iscomplexobj(x), unknown_axes(x)
         groups[kind].append(i)
     for members in groups.values():

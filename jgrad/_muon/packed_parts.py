@@ -176,7 +176,7 @@ def _check_segments(
         for j, item in zip(members, items, strict=True):
             i = spec.positions[j]
             if (item is None) == bool(segment.capacity):
-                packed = "a matrix" if segment.capacity else "no matrix"
+                packed = "a matrix" if segment.capacity else "an ordinary leaf"
                 problem = f"{item is not None}, but it was packed as {packed}"
                 remedy = "expected the `matrices` with which `pack` was called"
                 chosen.fail(i, ValueError, f"{problem}, {remedy}")

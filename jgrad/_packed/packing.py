@@ -109,9 +109,9 @@ def pack(
         all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
         give some thousands where large leaves are most of the model.
       matrices: which leaves are matrices that `muon` is to see whole on each of `multiple_of`
-        shards, inside `zero`: as in `muon`. With `layer_axes` each layer is a matrix. Each shard
-        has as many matrices of each shape, some of them zeros, and then its part of the others.
-        `multiple_of` has to be a multiple of the number of devices.
+        shards, inside `zero`: as in `muon`. With `layer_axes` each layer is a matrix. Every shard
+        holds the same number of matrices of each shape (padded with zero matrices), followed by its
+        rows of the remaining leaves. `multiple_of` has to be a multiple of the number of devices.
       like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
         function that makes them. The subtrees of `tree` in their places are packed in their
         layouts; everything else is unchanged.

@@ -219,8 +219,8 @@ def test_muon_of_other_matrices():
     )
     assert_error(
         ValueError,
-        "muon: `matrices` at ['c']: True, but it was packed as no matrix, expected the `matrices` "
-        "with which `pack` was called.",
+        "muon: `matrices` at ['c']: True, but it was packed as an ordinary leaf, expected the "
+        "`matrices` with which `pack` was called.",
         lambda: init(matrices=rank_two),
     )
     assert_error(
