@@ -127,6 +127,14 @@ from jgrad._wrappers.zero import zero
 
 __version__ = "0.6.0"
 
+
+def __getattr__(name: str) -> object:
+    """What a name that is gone was replaced by."""
+    if name == "muon_update":
+        raise AttributeError("jgrad.muon_update: a name of 0.6, expected `jgrad.muon`, its method.")
+    raise AttributeError(f"module 'jgrad' has no attribute {name!r}")
+
+
 # In the groups and the order of the docstring.
 __all__ = [  # noqa: RUF022
     # Gradients

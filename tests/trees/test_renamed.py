@@ -153,3 +153,12 @@ def test_muon_by_its_old_names():
     assert len(caught) == 4
     results = [jax.jit(tx.update)(w, tx.init(w), w) for tx in (new, old)]
     assert_equal(*results)
+
+
+def test_a_name_that_is_gone():
+    assert_error(
+        AttributeError,
+        "jgrad.muon_update: a name of 0.6, expected `jgrad.muon`, its method.",
+        lambda: jgrad.muon_update,
+    )
+    assert not hasattr(jgrad, "another")
