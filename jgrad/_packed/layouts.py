@@ -72,6 +72,10 @@ class Layout:
         ]
         return self._structure.unflatten(structs)
 
+    def __jgrad_differences__(self, other: "Layout", name: str, other_name: str) -> Iterator[str]:
+        """What `trees.differences` says of two packed trees."""
+        return differences(self, other, name, other_name)
+
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self._structure, *self._places))

@@ -130,8 +130,9 @@ def differences(
             yield f"{a_name} has {_kind(a)}{here} where {b_name} has {_kind(b)}"
             return
         static_a, static_b = _static(a), _static(b)
-        if hasattr(static_a, "differences") and static_a != static_b:
-            yield from static_a.differences(static_b, f"{a_name}{here}", f"{b_name}{here}")
+        if hasattr(static_a, "__jgrad_differences__") and static_a != static_b:
+            names = f"{a_name}{here}", f"{b_name}{here}"
+            yield from static_a.__jgrad_differences__(static_b, *names)
             return
         of_a, of_b = dict(inner_a), dict(inner_b)
         for name, present, other in ((a_name, of_a, of_b), (b_name, of_b, of_a)):
