@@ -260,11 +260,12 @@ ONE_EACH = tuple({(case.make, case.state): case.name for case in reversed(CASES)
 # method with a rule of its own. `pytest --all` runs it on all cases.
 CORE = ("momentum", "adam_moments", "adamw", "lars_masked", "lamb_decayed", "lamb_ivy")
 FEW = ("adamw", "lars_masked")  # for tests that compile many programs
-# For the tests of the numbers: a row of each method, and the options of which no other has any.
+# The first row of each method with decay, and without.
+DECAYED = tuple({(case.make, case.decays): case.name for case in reversed(CASES)}.values())[::-1]
+# For the tests of the numbers; the last have options that no other has.
 NUMBERS = (
-    *ONE_EACH,
-    *("decayed_descent", "adam_moments", "adam_uncorrected", "lars_outside"),
-    *("lamb_masked", "lamb_ivy", "muon_masked"),
+    *dict.fromkeys((*ONE_EACH, *DECAYED)),
+    *("adam_moments", "adam_uncorrected", "lamb_masked", "lamb_ivy", "muon_masked"),
 )
 
 

@@ -30,6 +30,9 @@ FILES = sorted(
 FUNCTIONS = {name: x for name in jgrad.__all__ if inspect.isfunction(x := getattr(jgrad, name))}
 # Of no single method: a step along any direction, and the direction of Adam.
 OTHER_UPDATES = {"optimizer_update", "adam_step"}
+# Of devices, layers and forms of moments, which have tests of their own.
+OF_NO_ROW = {"norm_axes", "layer_axes", "share_over", "compute_dtype"}
+OF_NO_ROW |= {"moment_dtype", "full_precision"}
 OTHERWISE = ("output_axes",)  # of which the reference takes a number, too
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
@@ -83,6 +86,15 @@ def test_every_moment_has_a_row():
     for method in METHODS:
         has_moments = "moment_dtype" in inspect.signature(method).parameters
         assert has_moments == any(case.state for case in CASES if case.make is method)
+
+
+@every_method
+def test_every_option_is_in_a_row(method):
+    """So that its numbers are compared with the reference; of options, that is, that do nothing unset."""
+    given = {name for case in CASES if case.make is method for name in case.options}
+    parameters = inspect.signature(method).parameters.values()
+    names = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY and not x.default}
+    assert names - given <= OF_NO_ROW
 
 
 @every_method

@@ -185,7 +185,7 @@ def test_override(case):
 # ---- the state ---------------------------------------------------------------------------------
 
 
-@every_case()
+@every_case(NUMBERS)
 def test_state_has_what_the_method_uses(case):
     state = case.tx().init(params())
     assert isinstance(state, jgrad.OptState)
