@@ -31,7 +31,7 @@ FUNCTIONS = {name: x for name in jgrad.__all__ if inspect.isfunction(x := getatt
 # Of no single method: a step along any direction, and the direction of Adam.
 OTHER_UPDATES = {"optimizer_update", "adam_step"}
 # Of devices, layers and forms of moments, which have tests of their own.
-OF_NO_ROW = {"norm_axes", "layer_axes", "share_over", "compute_dtype"}
+OF_NO_ROW = {"mesh_axes", "layer_axes", "shard_over", "compute_dtype"}
 OF_NO_ROW |= {"moment_dtype", "full_precision"}
 OTHERWISE = ("output_axes",)  # of which the reference takes a number, too
 
