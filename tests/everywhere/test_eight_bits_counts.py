@@ -53,7 +53,9 @@ def test_twenty_leaves(name, packed):
     assert eight.temporary_bytes <= plain.temporary_bytes + BEYOND.get(name, USUAL)[packed] * count
     held = sum(x.nbytes for x in jax.tree.leaves(eight.carry[1]))
     assert held <= (1.02 if eight.carry[1].vw is None else 2.04) * count
-    assert not re.search(r" (rng\S*|gather|dynamic-gather|sort|scatter)\(", eight.text)
+    # The factors of layers are taken for the rows of a buffer, in float32 as in 8 bits.
+    gather = "" if packed and name in BEYOND else "gather|"
+    assert not re.search(rf" (rng\S*|{gather}dynamic-gather|sort|scatter)\(", eight.text)
     assert "threefry" not in eight.text
 
 
