@@ -82,7 +82,7 @@ def update(
         @functools.wraps(body)
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) != len(positional) or not kwargs.keys() <= defaults.keys():
-                _refuse(name, signature, args, kwargs)
+                return body(*args, **kwargs)  # Python's own error
             given = defaults | dict(zip(positional, args, strict=True)) | kwargs
             values.no_out(name, given["out"])
             given = given if before is None else before(given)
@@ -100,14 +100,6 @@ def update(
         return cast(F, call)
 
     return decorate
-
-
-def _refuse(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
-    """Python's own error about missing and unknown arguments."""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}.") from None
 
 
 def _results(

@@ -13,6 +13,7 @@ import jgrad
 from jgrad._arithmetic import numerics
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
+from tests.support.errors import assert_error
 
 W = {"a": jnp.array([1.0, 2.0, 3.0]), "b": {"c": jnp.array([4.0, 5.0, 6.0])}}
 G = jax.tree.map(lambda x: 0.1 * x - 0.3, W)
@@ -340,3 +341,23 @@ def test_signatures():
             if p.kind is not p.KEYWORD_ONLY or p.name not in extra
         ]
         assert str(inspect.Signature(kept)) == signature
+
+
+def test_calls_that_do_not_fit_the_signature():
+    """Python's own errors: they say how many arguments there are, and which are missing."""
+    calls = {
+        "adam_step() missing 3 required positional arguments: 'mw', 'vw', and 'step'": (
+            lambda: jgrad.adam_step(X)
+        ),
+        "lars_update() takes 3 positional arguments but 4 were given": (
+            lambda: jgrad.lars_update(X, X, 0.1, 0.1)
+        ),
+        "adam_step() got some positional-only arguments passed as keyword arguments: 'step'": (
+            lambda: jgrad.adam_step(X, X, X, step=1)
+        ),
+        "lamb_update() got an unexpected keyword argument 'decay'": (
+            lambda: jgrad.lamb_update(X, X, 0.1, X, X, 1, decay=0.1)
+        ),
+    }
+    for message, call in calls.items():
+        assert_error(TypeError, message, call)

@@ -84,6 +84,18 @@ def test_pack_small():
     chex.assert_trees_all_equal_shapes_and_dtypes(jgrad.unpack(state), of_tree)
 
 
+def test_none_among_the_leaves():
+    """As packed models have it in the place of functions, behind leaves that are matrices or not."""
+    tree = lambda x: {"activation": None, "b": x["a"]["b"], "name": None, "w": x["a"]["w"]}
+    tx = jgrad.muon(0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.01)
+    expected, state = train(tx, tree(W), [tree(g) for g in GRADS])
+    found, packed_state = train(tx, jgrad.pack(tree(W)), [jgrad.pack(tree(g)) for g in GRADS])
+    assert_close(jgrad.unpack(found), expected, 1e-5)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jgrad.unpack(packed_state), state)
+    small, _ = train(jgrad.pack_small(tx), tree(W), [tree(g) for g in GRADS])
+    assert_close(small, expected, 1e-5)
+
+
 @pytest.mark.slow
 def test_a_missing_gradient():
     """A small leaf without one keeps its moments, and so does a whole buffer."""
