@@ -241,7 +241,7 @@ def _with_shardings(
     pairs = zip(specs, arrays, strict=True)
     array_of = {i: (spec, x) for spec, x in pairs for i in spec.positions}
     for i, matrices in enumerate(axes):
-        if matrices is None:
+        if matrices is None:  # as where there is no parameter, and so no array
             continue
         (spec, x), sharded_axes = array_of[i], mesh_axes.leaves[i]
         if spec.spans:

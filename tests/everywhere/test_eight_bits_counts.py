@@ -53,7 +53,9 @@ def test_twenty_leaves(name, packed):
     assert eight.temporary_bytes <= plain.temporary_bytes + BEYOND.get(name, USUAL)[packed] * count
     held = sum(x.nbytes for x in jax.tree.leaves(eight.carry[1]))
     assert held <= (1.02 if eight.carry[1].vw is None else 2.04) * count
-    assert not re.search(r" (rng\S*|gather|dynamic-gather|sort|scatter)\(", eight.text)
+    # Packed LARS and LAMB add up rows and take the factors of layers so in float32, too.
+    expensive = re.compile(r" (rng|gather|dynamic-gather|sort|scatter)\S*\(")
+    assert set(expensive.findall(eight.text)) <= set(expensive.findall(plain.text))
     assert "threefry" not in eight.text
 
 
