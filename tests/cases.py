@@ -62,6 +62,10 @@ class Case:
         """An option, or its default."""
         return self.options.get(name, inspect.signature(self.make).parameters[name].default)
 
+    def of_adam(self, option: str) -> str:
+        """The name of an option of Adam, of which Muon has one for its other leaves."""
+        return f"adam_{option}" if self.make is jgrad.muon else option
+
     @property
     def step(self) -> Callable[..., Any] | None:
         """The functional twin, `(w, g, lr, mw, vw, t) -> (w, mw, vw)`; None without one."""

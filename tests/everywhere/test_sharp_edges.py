@@ -106,7 +106,7 @@ def test_e21_numbers_out_of_range(case, bad):
         text = message(lambda name=name: case.make(**(case.options | numbers | {name: bad})))
         assert text.startswith(f"{case.make.__name__}: `{name}`: ")
     if "vw" in case.state:
-        for name in ("beta1", "beta2"):
+        for name in map(case.of_adam, ("beta1", "beta2")):
             for beta in (1.0, 1.5):
                 text = message(lambda name=name, beta=beta: case.tx(**{name: beta}))
                 assert text.endswith(f"`{name}`: {beta}, expected a number in [0, 1).")
@@ -120,7 +120,8 @@ def test_e21_numbers_out_of_range(case, bad):
 def test_e06_moments_follow_double_precision_for_ten_thousand_steps(case, dtype):
     """Gradients of 1, then of 0.01: the moments of half-precision weights rise and fall."""
     tx = case.without_masks().tx(0.0, weight_decay=0.0)
-    beta1, beta2 = (case.number(x) if "vw" in case.state else 0.9 for x in ("beta1", "beta2"))
+    names = map(case.of_adam, ("beta1", "beta2"))
+    beta1, beta2 = (case.number(x) if "vw" in case.state else 0.9 for x in names)
     w = {"w": jnp.ones(4, dtype)}
     scales = np.where(np.arange(10_000) < 5_000, 1.0, 0.01)
 
@@ -412,7 +413,7 @@ def test_e28_complex_parameters(case):
     w = {"z": jnp.asarray([2 - 1j, 1 + 1j], jnp.complex64)}
     loss = lambda w: jnp.sum(jnp.abs(w["z"] - target) ** 2)
     if "vw" in case.state:
-        beta2 = case.number("beta2")
+        beta2 = case.number(case.of_adam("beta2"))
         g = {"z": jnp.asarray([-3 + 4j, 1j], jnp.complex64)}
         _, state = tx.update(g, tx.init(w), w)
         assert state.vw["z"].dtype == jnp.float32
