@@ -96,7 +96,7 @@ class MatrixAxes:
 
     @property
     def _gathered_axes(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Where layers are cut, each device has whole matrices."""
+        """Where layers are sharded, each device has whole matrices."""
         return [(axis, names) for axis, names in self.sharded_axes if axis not in self.stacked]
 
     def to_wide(self, x: jax.Array) -> jax.Array:
@@ -225,7 +225,7 @@ def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
     axes = [None if x is None else read(x) for x in leaves]
     for i, (x, own) in enumerate(zip(leaves, axes, strict=True)):
         if x is not None and own is None:
-            expected = "None, or a PartitionSpec, which says what axis of a matrix is cut"
+            expected = "None, or a PartitionSpec, which says which axes are sharded"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
     return structure.unflatten(axes)
 

@@ -324,8 +324,8 @@ def test_pmap():
 def test_messages_of_mesh_axes():
     assert_error(
         TypeError,
-        "muon: `mesh_axes`: 'data' of type str, expected None, or a PartitionSpec, which says what "
-        "axis of a matrix is cut.",
+        "muon: `mesh_axes`: 'data' of type str, expected None, or a PartitionSpec, which says "
+        "which axes are sharded.",
         lambda: muon(mesh_axes="data"),
     )
     assert_error(
