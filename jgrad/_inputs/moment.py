@@ -94,7 +94,7 @@ class Moment:
         They have the form of the old ones, which stay where the update is not committed. All new
         moments of a method come by here: what is cast to codes of 8 bits would be meaningless.
         """
-        exact = leafwise.run(new) if self._commit is None else self._kept(new, self._commit)
+        exact = leafwise.run(new) if self._commit is None else self._old_or_new(new, self._commit)
         if self._keys is None:
             return NewMoments(exact, exact)
         rounded = leafwise.run(list(map(self._rounding, range(len(new)), new, exact)))
@@ -119,7 +119,7 @@ class Moment:
         stored = self.write(new).stored
         return [x if s is None else s for x, s in zip(values, stored, strict=True)]
 
-    def _kept(self, new: list[Call | None], commit: Commit) -> list[Any]:
+    def _old_or_new(self, new: list[Call | None], commit: Commit) -> list[Any]:
         """New moments, or the old ones, before they are rounded; `_encoder` keeps codes."""
         pairs = zip(new, self.old, strict=True)
         values = leafwise.run(
