@@ -80,7 +80,8 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.slow)
     slow = [x for x in items if x.get_closest_marker("slow")]
     if not (config.getoption("--exhaustive") or named):
-        thinned = {*postponed, *_thinned([x for x in slow if x not in postponed])}
+        others = [x for x in slow if x not in postponed]
+        thinned = {*_every_second(postponed, items), *_thinned(others)}
         slow = [x for x in slow if x in thinned]
     quick = [x for x in items if not x.get_closest_marker("slow")]
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
@@ -105,6 +106,15 @@ def _thinned(slow):
         start = zlib.crc32(function.encode()) % ONE_IN
         kept.update(own if len(own) <= FEW else own[start % len(own) :: ONE_IN])
     return [x for x in slow if x in kept and not x.get_closest_marker("exhaustive")]
+
+
+def _every_second(postponed, items):
+    """Of each expensive test every second of its postponed choices: all take as long as the rest."""
+    choices = collections.defaultdict(list)
+    for item in items:
+        if item in postponed:
+            choices[item.nodeid.partition("[")[0]].append(item)
+    return {item for own in choices.values() for item in own[::2]}
 
 
 def _expensive(items):
