@@ -3,8 +3,8 @@
     python -m tests.functions
 
 prints a table. Two leaves are traced, with nothing in JAX's caches. Counted are functions that a
-reader would open: `def` and `lambda`, each once. Comprehensions are none, as for Python 3.12; the
-third column counts them, too.
+reader would open: `def` and `lambda`, each once. Comprehensions and generator expressions belong to
+the function that they stand in; the third column counts them, too, as far as Python calls them.
 """
 
 import collections
