@@ -72,7 +72,7 @@ MUTATIONS = [
     Mutation("zeros_like", "zeros without the sharding", "jnp.where(X == X, Y, Y)", "jnp.broadcast_to(Y, X.shape)", DEVICES + "/test_placement.py"),
     Mutation("bounded_square", "second moments overflow", "jnp.minimum(X, jnp.asarray(_, X.dtype))", "X", "tests/arithmetic tests/everywhere/test_sharp_edges.py"),
     Mutation("once", "a schedule is computed for each leaf", "X / jax.lax.stop_gradient(_)", "X", "tests/everywhere/test_recipes.py -k operations"),
-    Mutation("_in_state", "moments that go around the door are cast", "not isinstance(X, NewMoments)", "False", "tests/inputs/test_moments.py"),
+    Mutation("_in_state", "moments that go around the door are cast", "not fits", "False", "tests/inputs/test_moments.py"),
     Mutation("leafwise.run", "results of a batch in another order", "X = list(zip(*rows, strict=True))", "indices = indices[::-1]; X = list(zip(*rows, strict=True))", "tests/arithmetic"),
     Mutation("add_scaled", "momentum and decay without their factors", "scaled(X, _)", "X", MATRIX),
     Mutation("add_scaled", "momentum and decay overflow", "numerics.addable(X)", "X", "tests/arithmetic"),

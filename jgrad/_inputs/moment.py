@@ -7,7 +7,6 @@ its form: 0.2% in bfloat16, 3 to 6% in 8 bits.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -139,17 +138,15 @@ class Moment:
         old = self.old[i]
         if call is None or not _is_rounded(old):
             return None
-        assert self._keys is not None
-        if isinstance(old, Blocks):
-            rule, arguments = call
-            flag = () if self._commit is None else (self._commit.flag,)
-            encoder = _encoder(rule, self._commit is not None)
-            keys = self._keys.of_elements(self.specs[i])
-            return (encoder, (old, value, self._keys.of_step, *keys, *flag, *arguments))
-        if value.dtype != jnp.float32:
+        if not (isinstance(old, Blocks) or value.dtype == jnp.float32):
             return None
-        keys = self._keys.of_elements(self.specs[i])
-        return (_to_bfloat16, (value, self._keys.of_step, *keys))
+        assert self._keys is not None
+        keys = self._keys.of_step, *self._keys.of_elements(self.specs[i])
+        if not isinstance(old, Blocks):
+            return (_to_bfloat16, (value, *keys))
+        rule, arguments = call
+        flag = () if self._commit is None else (self._commit.flag,)
+        return (_encoder(rule, self._commit is not None), (old, value, *keys, *flag, *arguments))
 
 
 class MomentShapes(NamedTuple):
@@ -183,7 +180,7 @@ class Step(NamedTuple):
     mw: Moment
     vw: Moment
     found: Any
-    numbers: Mapping[str, Any] = MappingProxyType({})
+    numbers: Mapping[str, Any]
 
 
 def in_full_precision(moments: Sequence[Any]) -> list[Any]:

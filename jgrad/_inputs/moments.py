@@ -1,6 +1,6 @@
 """`moment_dtype` and `full_precision`: in which form the moments of each leaf are stored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -68,16 +68,18 @@ class MomentOptions(NamedTuple):
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
         dtype: Any = None if self.is_8_bits else self.dtype
         checks.parameters(params.reference)
-        new: list[PyTree] = []
-        for tree, real in (shapes.mw, False), (shapes.vw, True):
-            stacked = self._stacked(params, tree) if self.is_8_bits and tree is not None else None
-            options = {"shapes": tree, "stacked": stacked, "real": real}
-            is_there = tree is not None
-            new.append(zeros(params.function, params.tree, dtype, **options) if is_there else None)
-        return OptState(counter(params.tree), *new)
+        moments: list[PyTree] = [None, None]
+        for i, tree in enumerate((shapes.mw, shapes.vw)):
+            if tree is not None:
+                stacked = self._stacked(params, tree) if self.is_8_bits else None
+                arguments = params.function, params.tree, dtype
+                moments[i] = zeros(*arguments, shapes=tree, stacked=stacked, real=i == 1)
+        return OptState(counter(params.tree), *moments)
 
-    def read(self, inputs: Inputs, state: Any, shapes: MomentShapes) -> Step:
-        """The state as the method takes it; an error where it is of another method or form."""
+    def read(
+        self, inputs: Inputs, state: Any, shapes: MomentShapes, numbers: Mapping[str, Any]
+    ) -> Step:
+        """What an update starts from; an error where the state is of another method or form."""
         begin = f"{inputs.function}: `state`: "
         end = f", expected the OptState that this `{inputs.function}` made with `init`."
         if not isinstance(state, OptState):
@@ -95,7 +97,7 @@ class MomentOptions(NamedTuple):
         keys = RandomKeys(step)
         mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
         vw = self._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
-        return Step(step, state.step, mw, vw, shapes.found)
+        return Step(step, state.step, mw, vw, shapes.found, numbers)
 
     def _moment(
         self,

@@ -68,11 +68,11 @@ def in_range(arg: ArgLeaves, low: float = -math.inf, high: float = math.inf) -> 
             arg.fail(i, ValueError, f"{checks.describe(x)}, expected what {dtype} can hold")
 
 
-def _forms(beta: Any) -> Any:
+def _forms(beta: Any) -> BetaForms:
     if beta is None:
-        return (None, None, None)  # where there is no parameter either
+        return BetaForms(None, None, None)  # where there is no parameter either
     if checks.is_number(beta):
-        return map(strong_scalar, numerics.beta_from_number(float(beta)))
+        return BetaForms(*map(strong_scalar, numerics.beta_from_number(float(beta))))
     return _beta_from_array(beta)
 
 

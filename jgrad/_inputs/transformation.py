@@ -74,7 +74,7 @@ def transformation(
         inputs = Inputs(name, updates, params, commit)
         if params_for is not None:
             inputs.require_params(params_for)
-        step = moments.read(inputs, state, shapes(inputs))._replace(numbers=numbers)
+        step = moments.read(inputs, state, shapes(inputs), numbers)
         values, new_mw, new_vw = compute(inputs, step)
         new = OptState(
             step.number,
@@ -90,14 +90,18 @@ def _in_state(
     name: str, field: str, moment: Moment, new: NewMoments | None, state: PyTree
 ) -> PyTree:
     """The new part of the state, which has to come from the door."""
-    if state is None and (new is None or not any(x is not None for x in new.stored)):
-        return None
-    if state is None or not isinstance(new, NewMoments):
+    if isinstance(new, NewMoments):
+        fits = state is not None or all(x is None for x in new.stored)
+    else:
+        fits = state is None and new is None
+    if not fits:
         expected = f"what `step.{field}.write(calls(rule, ...))` returns"
         if state is None:
             expected = f"None, since the method has no `{field}`"
         came = type(new).__name__
         raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
+    if new is None or state is None:
+        return None
     check_form(name, new.stored, moment.old)
     # The old moments stay where there is no new one.
     return trees.flatten(state)[1].unflatten(rules.cast_back(new.stored, moment.old))

@@ -74,7 +74,7 @@ class Muon(NamedTuple):
         given.adam(name)
         over = given.shard_over
         return given._replace(
-            scale=read_scale(name, given.scale),
+            scale=_read_scale(name, given.scale),
             coefficients=read_coefficients(name, given.coefficients),
             compute_dtype=check_compute_dtype(name, given.compute_dtype),
             shard_over=() if over is None else values.axis_names(name, "shard_over", over),
@@ -123,7 +123,7 @@ _SCALES: dict[Any, ScaleFunction] = {
 }
 
 
-def read_scale(function: str, scale: Scale) -> ScaleFunction:
+def _read_scale(function: str, scale: Scale) -> ScaleFunction:
     """The function of (outputs, inputs)."""
     if callable(scale):
         _check_takes_two(function, scale)
@@ -145,7 +145,7 @@ def _check_takes_two(function: str, scale: ScaleFunction) -> None:
         raise TypeError(f"{function}: `scale`: {came}, expected {expected}.") from None
 
 
-def factors_of(function: str, scale: ScaleFunction, axes: Sequence[MatrixAxes]) -> list[Any]:
+def _factors_of(function: str, scale: ScaleFunction, axes: Sequence[MatrixAxes]) -> list[Any]:
     """A scalar for each array; arrays with equal sizes share one in the program."""
     sizes = dict.fromkeys(x.sizes for x in axes)
     factors = {size: numbers.scalar(function, f"scale{size}", scale(*size)) for size in sizes}
@@ -260,7 +260,7 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
         found = _normalized_outputs(chosen, found, [new_vw.exact[i] for i in own])
 
     direction = adam_of.directions(mw_of_others, new_vw.exact, adam)
-    factors = factors_of(name, muon.scale, [part.whole for part in chosen])
+    factors = _factors_of(name, muon.scale, [part.whole for part in chosen])
     for i, o in zip(own, apply(rules.scale_by, found, factors), strict=True):
         direction[i] = parts[i].from_matrices(o, g[i])
     return all_parts.join(inputs.specs, direction, inputs.g, False), new_mw, new_vw

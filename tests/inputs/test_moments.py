@@ -107,6 +107,12 @@ def test_a_moment_that_the_method_does_not_have():
         "lion: new moments `mw`: NoneType, expected what `step.mw.write(calls(rule, ...))` returns.",
         lambda: tx.update(GRADS[0], tx.init(W), W),
     )
+    tx = transformation("none", lambda inputs, step: (inputs.g, inputs.g, None))
+    assert_error(
+        TypeError,
+        "none: new moments `mw`: list, expected None, since the method has no `mw`.",
+        lambda: tx.update(GRADS[0], tx.init(W), W),
+    )
     tx = transformation("none", lambda inputs, step: (inputs.g, None, NewMoments([1.0], [1.0])))
     assert_error(
         TypeError,
