@@ -7,15 +7,9 @@ import warnings
 import jax
 import pytest
 
+from tests.support.choice import asked_for
+
 FOLDER = pathlib.Path(__file__).parent
-
-
-def asked_for(config):
-    """By `-m clients`, or by the name of this folder or of a file in it."""
-    here = config.invocation_params.dir
-    paths = [(here / x.partition("::")[0]).resolve() for x in config.args]
-    named = any(FOLDER in (path, *path.parents) for path in paths)
-    return named or "clients" in config.getoption("markexpr")
 
 
 def missing(client):
@@ -33,7 +27,7 @@ def missing(client):
 def pytest_ignore_collect(collection_path, config):
     """Files of a client that is missing; `test_every_client_is_installed` fails and names it."""
     client = collection_path.stem.removeprefix("test_")
-    if not asked_for(config):
+    if not asked_for(config, FOLDER, "clients"):
         return True
     known = collection_path.name.startswith("test_") and client != "installed"
     return True if known and missing(client) else None

@@ -1,0 +1,12 @@
+"""What programs cost on machines that are not there: `python -m benchmarks.accelerators`.
+
+XLA's compilers for TPU and GPU are packages, and compile without a device. Nothing runs: there are
+counts of bytes, kernels and collectives, and no times. Needs the extra `accelerators`, which has
+`libtpu` and `jax-cuda12-plugin` for Linux on x86-64.
+
+- `targets`: the machines, and whether this one can compile for them;
+- `hlo`: what a program moves, read from XLA's text of it;
+- `program`: compiles a function, and counts;
+- `recipes`: what is compiled, on which models;
+- `decoder`: train steps of whole models, sharded: `python -m benchmarks.accelerators.decoder`.
+"""

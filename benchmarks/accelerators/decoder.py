@@ -1,0 +1,429 @@
+"""Train steps of decoders on many chips, compiled: `python -m benchmarks.accelerators.decoder`.
+
+What fits: bytes on each chip at the peak of a step, and its collectives. Nothing runs. Weights are
+sharded over all chips (FSDP), layers are stacked under `lax.scan` and computed once more in the
+backward pass, and each chip has one sequence of 4096 tokens.
+
+A program takes two to five minutes to compile, so `--only` picks some by "model topology recipe".
+`--write` keeps what was found in `decoder.json`, draws it, and writes the table of
+`docs/on_paper.md`.
+"""
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import app, flags, logging
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jgrad
+from benchmarks.accelerators import targets
+from benchmarks.accelerators.program import Program, mesh
+from benchmarks.accelerators.sharded import placed
+from benchmarks.accelerators.targets import TARGETS
+
+_ONLY = flags.DEFINE_string("only", "", "Cells whose name holds this.")
+_WRITE = flags.DEFINE_bool("write", False, "Keep the results, draw them, and write the table.")
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = pathlib.Path(__file__).with_name("decoder.json")
+PICTURE = pathlib.Path(__file__).with_name("decoder.png")
+PAGE = ROOT / "docs" / "on_paper.md"
+
+TOKENS = 4096  # of a sequence
+HEAD = 128  # channels of a head
+GIB = 2**30
+
+
+class Decoder(NamedTuple):
+    """Grouped-query attention and gated layers, as Llama 3 has them.
+
+    Attributes:
+      layers: how many.
+      width: of the residual stream.
+      hidden: of gated layers.
+      heads: of queries.
+      groups: heads of keys and values.
+      vocabulary: tokens.
+    """
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    groups: int = 8
+    vocabulary: int = 131072
+
+
+DECODERS = {
+    "8 B": Decoder(layers=32, width=4096, hidden=14336, heads=32),
+    "70 B": Decoder(layers=80, width=8192, hidden=28672, heads=64),
+}
+
+# Chips, all in one mesh axis.
+TOPOLOGIES = {"v5e:4x4": 16, "v5e:16x16": 256, "v5p:8x8x8": 512}
+CELLS = [
+    ("8 B", "v5e:4x4"),
+    ("8 B", "v5e:16x16"),
+    ("8 B", "v5p:8x8x8"),
+    ("70 B", "v5e:16x16"),
+    ("70 B", "v5p:8x8x8"),
+]
+_AXIS = "fsdp"
+
+# XLA moves products of matrices to where a collective is under way, as far as memory allows: then
+# the logits live longer, or not, as it happens. Without that, peaks are those of recipes.
+_IN_ORDER: dict[str, Any] = {"xla_tpu_enable_async_collective_fusion": False}
+
+# Leaves below "layers" are stacks of layers.
+LAYER_AXES = {"embedding": None, "head": None, "norm": None, "layers": 0}
+
+
+class Recipe(NamedTuple):
+    """An optimizer.
+
+    Attributes:
+      make: makes it.
+      dtype: of weights and gradients.
+      optaxs: whether it is optax's, whose state is placed by paths.
+      options: of the compiler.
+    """
+
+    make: Callable[[], optax.GradientTransformation]
+    dtype: Any = jnp.float32
+    optaxs: bool = False
+    options: dict[str, Any] = _IN_ORDER
+
+
+def _adamw(**options: Any) -> optax.GradientTransformation:
+    return jgrad.adam(1e-4, weight_decay=0.1, **options)
+
+
+def _eight_bits() -> optax.GradientTransformation:
+    return _adamw(moment_dtype="8bit")
+
+
+def _muon() -> optax.GradientTransformation:
+    return jgrad.muon(
+        0.02,
+        matrices=jgrad.hidden_matrices(layer_axes=LAYER_AXES),
+        layer_axes=LAYER_AXES,
+        weight_decay=0.1,
+        adam_learning_rate=1e-4,
+        shard_over=_AXIS,
+    )
+
+
+_BF16: Any = jnp.bfloat16
+
+RECIPES = {
+    "AdamW of optax": Recipe(lambda: optax.adamw(1e-4, weight_decay=0.1), optaxs=True),
+    "AdamW": Recipe(lambda: _adamw()),
+    "AdamW, 8 bits": Recipe(_eight_bits),
+    "bf16: stochastic(AdamW)": Recipe(lambda: jgrad.stochastic_rounding(_adamw()), _BF16),
+    "bf16: stochastic(AdamW, 8 bits)": Recipe(
+        lambda: jgrad.stochastic_rounding(_eight_bits()), _BF16
+    ),
+    "AdamW, XLA's order": Recipe(lambda: _adamw(), options={}),
+    "AdamW, 8 bits, XLA's order": Recipe(_eight_bits, options={}),
+    "LAMB of optax": Recipe(lambda: optax.lamb(1e-4, weight_decay=0.1), optaxs=True),
+    "LAMB": Recipe(lambda: jgrad.lamb(1e-4, weight_decay=0.1, layer_axes=LAYER_AXES)),
+    "Muon": Recipe(_muon),
+}
+
+
+class Result(NamedTuple):
+    """Of a compiled step, or of one that the compiler says is too large.
+
+    Attributes:
+      model: one of `DECODERS`.
+      topology: one of `TOPOLOGIES`.
+      recipe: one of `RECIPES`.
+      arguments: bytes on a chip: weights, state and tokens; None where it was too large.
+      temporaries: bytes on a chip; None where it was too large.
+      peak: bytes on a chip of all that lives at once; what the compiler asks for where it is too
+        large, None where it does not say.
+      compiled: whether it was.
+      collectives: how many of each kind; those in the loop over layers count once.
+      seconds: of tracing and compiling.
+    """
+
+    model: str
+    topology: str
+    recipe: str
+    arguments: int | None
+    temporaries: int | None
+    peak: int | None
+    compiled: bool
+    collectives: dict[str, int]
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """What `--only` is looked for in."""
+        return f"{self.model} {self.topology} {self.recipe}"
+
+    @property
+    def fits(self) -> bool:
+        """Into the memory of a chip."""
+        return self.compiled and (self.peak or 0) <= _target(self.topology).memory
+
+
+def _target(topology: str) -> targets.Target:
+    return TARGETS[topology.partition(":")[0]]
+
+
+def specs() -> dict[str, Any]:
+    """How each leaf is sharded: matrices along their inputs, the head along the vocabulary."""
+    matrix = P(None, _AXIS, None)
+    names = ("queries", "keys_values", "out", "gate", "up", "down")
+    layers = dict.fromkeys(names, matrix) | {"norm_1": P(), "norm_2": P()}
+    return {
+        "embedding": P(_AXIS, None),
+        "head": P(None, _AXIS),
+        "norm": P(),
+        "layers": layers,
+    }
+
+
+def shapes(model: Decoder) -> dict[str, Any]:
+    """Of all leaves."""
+    layers, width, hidden = model.layers, model.width, model.hidden
+    return {
+        "embedding": (model.vocabulary, width),
+        "head": (width, model.vocabulary),
+        "norm": (width,),
+        "layers": {
+            "queries": (layers, width, model.heads * HEAD),
+            "keys_values": (layers, width, 2 * model.groups * HEAD),
+            "out": (layers, model.heads * HEAD, width),
+            "gate": (layers, width, hidden),
+            "up": (layers, width, hidden),
+            "down": (layers, hidden, width),
+            "norm_1": (layers, width),
+            "norm_2": (layers, width),
+        },
+    }
+
+
+def size(model: Decoder) -> int:
+    """The number of parameters."""
+    leaves = jax.tree.leaves(shapes(model), is_leaf=lambda x: isinstance(x, tuple))
+    return sum(map(math.prod, leaves))
+
+
+def loss(model: Decoder, chips: Mesh, params: Any, tokens: jax.Array) -> jax.Array:
+    """Cross-entropy of each token given those before it; products in bfloat16."""
+
+    def spread(x: jax.Array) -> jax.Array:
+        """Sequences over chips."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(chips, P(_AXIS)))
+
+    def times(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        return x @ matrix.astype(jnp.bfloat16)
+
+    def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+        square = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+        return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale.astype(x.dtype)
+
+    def attention(x: jax.Array, layer: Any) -> jax.Array:
+        heads = (*x.shape[:2], -1, HEAD)
+        q = times(x, layer["queries"]).reshape(heads)
+        k, v = jnp.split(times(x, layer["keys_values"]).reshape(heads), 2, axis=2)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return times(mixed.reshape(*x.shape[:2], -1), layer["out"])
+
+    def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        x = x + attention(normed(x, layer["norm_1"]), layer)
+        h = normed(x, layer["norm_2"])
+        gated = jax.nn.silu(times(h, layer["gate"])) * times(h, layer["up"])
+        return spread(x + times(gated, layer["down"])), None
+
+    x = spread(params["embedding"].astype(jnp.bfloat16)[tokens])
+    x, _ = jax.lax.scan(jax.checkpoint(block), x, params["layers"])
+    logits = times(normed(x, params["norm"]), params["head"]).astype(jnp.float32)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+    return each.mean()
+
+
+def compiled(name: str, topology: str, recipe: str) -> Result:
+    """A train step, compiled."""
+    model, made, target = DECODERS[name], RECIPES[recipe], _target(topology)
+    chips = mesh(target, topology, **{_AXIS: TOPOLOGIES[topology]})
+    how = specs()
+    params = jax.tree.map(
+        lambda shape, spec: jax.ShapeDtypeStruct(
+            shape, made.dtype, sharding=NamedSharding(chips, spec)
+        ),
+        shapes(model),
+        how,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    tokens = jax.ShapeDtypeStruct(
+        (TOPOLOGIES[topology], TOKENS), jnp.int32, sharding=NamedSharding(chips, P(_AXIS))
+    )
+    tx = made.make()
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(lambda p: loss(model, chips, p, tokens))(params)
+        params, state = jgrad.apply_gradients(tx, grads, state, params, mesh_axes=how)
+        return params, state, value
+
+    with jax.sharding.set_mesh(chips):
+        where = placed(tx, params, by_paths=made.optaxs)
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(tx.init, params),
+            where,
+        )
+        outputs = (
+            jax.tree.map(lambda x: x.sharding, params),
+            where,
+            NamedSharding(chips, P()),
+        )
+        try:
+            counts = Program(
+                target,
+                step,
+                (params, state, tokens),
+                donate=(0, 1),
+                out_shardings=outputs,
+                options=made.options,
+            ).counts
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            asked = _asked_for(str(error))
+            return Result(name, topology, recipe, None, None, asked, False, {}, 0.0)
+    return Result(
+        name,
+        topology,
+        recipe,
+        counts.arguments,
+        counts.temporaries,
+        counts.peak,
+        True,
+        counts.collectives,
+        round(counts.seconds, 1),
+    )
+
+
+def _asked_for(message: str) -> int | None:
+    """Bytes that the compiler wanted: "Used 17.36G of 15.75G hbm"."""
+    found = re.search(r"Used ([\d.]+)([GM]) of", message)
+    return int(float(found[1]) * 2 ** {"G": 30, "M": 20}[found[2]]) if found else None
+
+
+def table(results: Sequence[Result]) -> str:
+    """In Markdown, a row for each recipe."""
+    columns = [
+        "model",
+        "chips",
+        "recipe",
+        "arguments",
+        "temporaries",
+        "peak",
+        "fits",
+        "collectives",
+    ]
+    lines: list[Sequence[str]] = [columns, ["---"] * len(columns)]
+    for x in results:
+        chips = f"{TOPOLOGIES[x.topology]}: {x.topology}"
+        sizes = (_gib(y) for y in (x.arguments, x.temporaries, x.peak))
+        kinds = ", ".join(f"{count} {kind}" for kind, count in x.collectives.items())
+        fits = "yes" if x.fits else "**no**"
+        lines.append([x.model, chips, x.recipe, *sizes, fits, kinds or "-"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def known() -> list[Result]:
+    """What was found before, in the order of cells."""
+    found = [Result(**x) for x in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
+    order = [(*cell, recipe) for cell in CELLS for recipe in RECIPES]
+    return sorted(found, key=lambda x: order.index((x.model, x.topology, x.recipe)))
+
+
+def keep(result: Result) -> None:
+    """In the place of what was found before."""
+    others = [x for x in known() if x.name != result.name]
+    text = json.dumps([x._asdict() for x in (*others, result)], indent=1)
+    RESULTS.write_text(text + "\n")
+
+
+def draw(results: Sequence[Result], path: pathlib.Path) -> None:
+    """Bars for the peak of each recipe, a panel for each model and topology."""
+    from matplotlib.figure import Figure
+
+    cells = [cell for cell in CELLS if any((x.model, x.topology) == cell for x in results)]
+    figure = Figure((2.6 + 2.3 * len(cells), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(cells), sharey=True, squeeze=False)[0]
+    names = list(RECIPES)
+    for panel, (model, topology) in zip(panels, cells, strict=True):
+        own = [x for x in results if (x.model, x.topology) == (model, topology) and x.peak]
+        memory = _target(topology).memory / GIB
+        for x in own:
+            color = "#3b78e7" if x.fits else "#c9c9c9"
+            height = names.index(x.recipe)
+            panel.barh(height, x.peak / GIB, height=0.72, color=color)
+            panel.text(x.peak / GIB, height, f" {x.peak / GIB:.1f}", va="center", fontsize=8)
+        highest = max(x.peak / GIB for x in own)
+        if highest > 0.5 * memory:
+            panel.axvline(memory, color="#e8892b", linewidth=1.2)
+        panel.set(xlim=(0, 1.2 * highest), ylim=(len(names) - 0.4, -0.6), xlabel="GiB on a chip")
+        panel.set_title(f"{model}, {topology}", fontsize=10)
+        panel.tick_params(left=False)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    panels[0].set(yticks=range(len(names)), yticklabels=names)
+    figure.savefig(path, dpi=130)
+
+
+_START, _END = "<!-- decoder: start -->", "<!-- decoder: end -->"
+
+
+def page(text: str, results: Sequence[Result]) -> str:
+    """The page, with the table and the picture of these results."""
+    before, rest = text.split(_START)
+    shown = table(results)
+    if results:
+        shown += f"\n\n![Bytes at the peak](../{PICTURE.relative_to(ROOT)})"
+    return f"{before}{_START}\n\n{shown}\n\n{_END}{rest.partition(_END)[2]}"
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    jax.config.update("jax_platforms", "cpu")  # compilers are asked, no device
+    logging.set_verbosity(logging.WARNING)
+    todo = [(*cell, recipe) for cell in CELLS for recipe in RECIPES]
+    todo = [x for x in todo if _ONLY.value in " ".join(x)]
+    if not todo:
+        raise app.UsageError(f"--only={_ONLY.value}: no such cell")
+    found = []
+    for model, topology, recipe in todo:
+        if reason := targets.missing(_target(topology), topology):
+            print(reason)
+            continue
+        print(f"{model} {topology} {recipe}: compiling", flush=True)
+        jax.clear_caches()
+        found.append(compiled(model, topology, recipe))
+        print(f"  {_gib(found[-1].peak)} GiB at the peak, {found[-1].seconds:.0f} s", flush=True)
+        if _WRITE.value:
+            keep(found[-1])
+    print(f"\nCompiled, not run; GiB on each chip.\n\n{table(found)}")
+    if _WRITE.value:
+        draw(known(), PICTURE)
+        PAGE.write_text(page(PAGE.read_text(), known()))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,82 @@
+"""Each recipe, compiled for an H100 and a TPU v5e, costs at most what `limits.py` says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.accelerators import program
+from benchmarks.accelerators.recipes import MODELS, RECIPES, Known
+from benchmarks.accelerators.targets import TARGETS
+from tests.accelerators.limits import KERNELS, LIMITS, NOT_REACHED, PRODUCTS, limit
+
+accelerators = pytest.mark.accelerators
+
+FORMS = ("tree", "packed")
+COMPILED = [
+    (name, target, model, form)
+    for name, recipe in RECIPES.items()
+    for target in ("v5e", "h100")
+    for model in recipe.models
+    for form in FORMS
+]
+
+
+def counts(name, target, model, form):
+    """Of a step of ours."""
+    recipe, work, packed = RECIPES[name], MODELS[model], form == "packed"
+    # A packed tree knows where its layers are.
+    tx = recipe.ours(Known(None if packed else work.layer_axes))
+    params = work.params(recipe.dtype, packed=packed)
+    return program.step_counts(target, tx, params, **recipe.options)
+
+
+def test_every_recipe_has_limits():
+    assert LIMITS.keys() == RECIPES.keys()
+    assert all(own.keys() == {"v5e", "h100"} for own in LIMITS.values())
+    assert {(name, target) for name, target, *_ in COMPILED} == KERNELS.keys()
+    assert all(KERNELS[name, t].keys() == set(RECIPES[name].models) for name, t in KERNELS)
+
+
+def test_what_is_not_reached_is_compiled():
+    assert NOT_REACHED.keys() <= set(COMPILED)
+
+
+def choices():
+    """By default large leaves, which compile in seconds; others take up to a minute each."""
+    for name, target, model, form in COMPILED:
+        is_quick = model == "large" or (model == "two shapes" and form == "tree")
+        marks = [] if is_quick else [pytest.mark.slow]
+        identity = f"{name}-{target}-{model}-{form}"
+        yield pytest.param(name, target, model, form, id=identity, marks=marks)
+
+
+@accelerators
+@pytest.mark.parametrize(("name", "target", "model", "form"), list(choices()), indirect=["target"])
+def test_bytes_temporaries_and_kernels(name, target, model, form):
+    found, size = counts(name, target, model, form), MODELS[model].size
+    key = next(x for x, y in TARGETS.items() if y == target)
+    moved, temporaries = round(found.bytes / size, 1), round(found.temporaries / size, 2)
+    most, now = limit(name, key, packed=form == "packed"), NOT_REACHED.get((name, key, model, form))
+    bound = now or most
+    assert moved <= bound.bytes
+    assert temporaries <= bound.temporaries
+    if now:
+        assert moved > most.bytes or temporaries > most.temporaries, "reached: remove the entry"
+    kernels = KERNELS[name, key][model][form == "packed"]
+    assert found.kernels <= 1.1 * kernels
+    assert found.products == PRODUCTS.get(name, 0)
+
+
+@accelerators
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100"], indirect=True)
+@pytest.mark.parametrize("name", ["AdamW", "clip + AdamW", "skip(clip + AdamW)"])
+def test_building_beside_optax(name, target):
+    """On 300 small leaves, the shorter of two builds in turn each."""
+    recipe, params = RECIPES[name], MODELS["many"].params(jnp.float32, packed=False)
+    seconds = {"ours": [], "optax": []}
+    for _ in range(2):
+        for key, tx in (("optax", recipe.optaxs()), ("ours", recipe.ours(Known()))):
+            jax.clear_caches()
+            seconds[key].append(program.step_counts(target, tx, params).seconds)
+    assert min(seconds["ours"]) <= 1.3 * min(seconds["optax"])
