@@ -115,8 +115,11 @@ class Commit:
 
     def has_kept(self, new: Any, old: Any) -> bool:
         """Whether an array is no inexact one, or finite, and the old one if not committed."""
-        kept = self._states.get(id(new), (None, None))
-        return new is old or not checks.is_inexact(new) or kept[1] is old
+        return not checks.is_inexact(new) or self.is_old_or_new(new, old)
+
+    def is_old_or_new(self, new: Any, old: Any) -> bool:
+        """Whether an array is the old one if the update is not committed, of any dtype."""
+        return new is old or self._states.get(id(new), (None, None))[1] is old
 
     def keep(self, new: Sequence[Any], old: Sequence[Any]) -> None:
         """Says that leaves of a state are settled, each in the place of its old one alone."""

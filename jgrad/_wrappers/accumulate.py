@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgrad._arithmetic import numerics
-from jgrad._arithmetic.leafwise import apply, on_leaf
+from jgrad._arithmetic import leafwise, numerics
+from jgrad._arithmetic.leafwise import Call, apply, on_leaf
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.state import counter, zeros
@@ -66,15 +66,38 @@ AccumulateState.__module__ = "jgrad"  # where users import it from, and what a p
 
 
 @on_leaf(arrays=2)
-def _add_if(total: jax.Array, g: jax.Array, use: jax.Array, divisor: jax.Array) -> jax.Array:
-    """(t + g) / d where `use`, else t / d; saturated"""
-    new = jnp.where(use, numerics.saturated(total + g, total, g), total)
-    return new / divisor.astype(new.dtype)
+def _sum(total: jax.Array, g: jax.Array, use: jax.Array) -> jax.Array:
+    """t + g where `use`, else t; saturated"""
+    return jnp.where(use, numerics.saturated(total + g, total, g), total)
+
+
+@on_leaf(arrays=2)
+def _mean(total: jax.Array, g: jax.Array, use: jax.Array, count: jax.Array) -> jax.Array:
+    return _sum(total, g, use) / count
+
+
+@on_leaf(arrays=2)
+def _next_sum(total: jax.Array, g: jax.Array, use: jax.Array, close: jax.Array) -> jax.Array:
+    return _zero_if(_sum(total, g, use), close)
 
 
 @on_leaf(arrays=1)
-def _zero_if(total: jax.Array, closed: jax.Array) -> jax.Array:
-    return jnp.where(closed, jnp.zeros_like(total), total)
+def _zero_if(x: jax.Array, zero: jax.Array) -> jax.Array:
+    return jnp.where(zero, jnp.zeros_like(x), x)
+
+
+def _next_total(x: Any, g: Any, use: jax.Array, close: jax.Array) -> Call | None:
+    if x is None:
+        return None
+    return (_zero_if, (x, close)) if g is None else (_next_sum, (x, g, use, close))
+
+
+def _fits(step: Any, total: Any) -> bool:
+    """Whether an array like the first can be kept in one like the second, bit for bit."""
+    if step is None or total is None or not jnp.issubdtype(step.dtype, jnp.inexact):
+        return False
+    is_alike = jnp.iscomplexobj(step) == jnp.iscomplexobj(total)
+    return bool(is_alike and jnp.finfo(step.dtype).bits <= jnp.finfo(total.dtype).bits)
 
 
 @renamed(norm_axes="mesh_axes")
@@ -181,18 +204,35 @@ def accumulate(
         emit = jnp.asarray(emit)
         # Without a finite mini-batch there is no mean, and the total is still zero.
         close = emit & (count > 0)
-        # The sum, or the mean where the window closes: one array, which both branches read.
-        divisor = jnp.where(close, count, 1).astype(float)
-        added = apply(_add_if, old, inputs.g, use, jnp.ones(()) if never else divisor)
+        # One array for each leaf goes through two branches, in the place of the sum. If the window
+        # closes it becomes the mean, and then the step; else it stays as it is, and the pass that
+        # applies the updates adds the gradient. Then nothing is written elsewhere.
+        fits = list(map(_fits, inputs.reference.leaves, old))
 
-        def hold() -> tuple[PyTree, PyTree, jax.Array]:
-            return inputs.zeros(), state.inner, jnp.asarray(False)
+        def divide() -> list[Any]:
+            means = apply(_mean, old, inputs.g, use, jnp.maximum(count, 1).astype(float))
+            return [o if x is None else x for x, o in zip(means, old, strict=True)]
+
+        def keep() -> list[Any]:
+            pairs = zip(old, inputs.g, strict=True)
+            return [
+                o if g is None else numerics.widen(o, numerics.real_dtype(o, g)) for o, g in pairs
+            ]
+
+        def hold() -> tuple[list[Any], PyTree]:
+            rows = zip(divided, old, inputs.reference.leaves, fits, strict=True)
+            sums = [
+                x.astype(o.dtype) if f else None if p is None else numerics.zeros_like(p)
+                for x, o, p, f in rows
+            ]
+            return sums, state.inner
 
         settled: list[bool] = []  # of the leaves of the updates, and of the state inside
         kept: list[bool] = []
 
-        def run() -> tuple[PyTree, PyTree, jax.Array]:
-            means = added
+        def run() -> tuple[list[Any], PyTree]:
+            pairs = zip(divided, inputs.g, strict=True)
+            means = [None if g is None else x for x, g in pairs]
             if not inside.any_says(state.inner, inside.UNROUNDED):
                 pairs = zip(means, inputs.g, strict=True)
                 means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
@@ -208,18 +248,27 @@ def accumulate(
                 pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state.inner), strict=True)
                 settled[:] = map(inner_commit.has_settled, jax.tree.leaves(steps))
                 kept[:] = [inner_commit.has_kept(*pair) for pair in pairs]
-            return steps, new, jnp.asarray(True)
+            rows = zip(trees.flatten(steps)[0], old, fits, strict=True)
+            return [u.astype(o.dtype) if f else u for u, o, f in rows], new
 
-        steps, inner, closed = hold() if never else choices.branch(close, run, hold)
-        if not never:
-            # By what the branch returned: then the array is not needed any more, nor copied.
-            total = [o if x is None else x for x, o in zip(added, old, strict=True)]
-            added = apply(_zero_if, total, closed)
+        if never:
+            steps, inner = inputs.zeros(), state.inner
+            total = apply(_sum, old, inputs.g, use)
+        else:
+            divided = choices.branch(close, divide, keep)
+            held, inner = choices.branch(close, run, hold)
+            is_open, rows = ~close, list(zip(held, old, inputs.g, fits, strict=True))
+            moved = [
+                (_zero_if, (x, is_open)) if f else (leafwise.identity, (x,)) for x, _, _, f in rows
+            ]
+            steps = inputs.directions(leafwise.run(moved))
+            sums = [(x if f else o, g) for x, o, g, f in rows]
+            total = leafwise.run([_next_total(*row, use, close) for row in sums])
         new = AccumulateState(
             jnp.where(emit, 0, mini_step),
             jnp.where(emit, 0, count),
             skipped,
-            inputs.moments(added, old),
+            inputs.moments(total, old),
             inner,
         )
         if outer is not None:

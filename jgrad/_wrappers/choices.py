@@ -6,22 +6,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad._trees import checks
+from jgrad._trees import checks, shardings
 from jgrad._trees.trees import PyTree
 
 
 def branch(use: Any, then: Callable[[], PyTree], otherwise: Callable[[], PyTree]) -> PyTree:
-    """`jax.lax.cond`; Python's `if` in an eager call, where a `cond` is compiled at each call."""
+    """A `jax.lax.cond`; Python's `if` in an eager call, where a `cond` is compiled at each call.
+
+    `otherwise` may return what is there already: of donated arrays nothing is copied.
+    """
     if isinstance(use, jax.core.Tracer):
-        return jax.lax.cond(use, then, otherwise)
+        # XLA copies what a branch returns as it was, unless it is the first one. For a GPU it turns
+        # the branches of a bool around, but not those of a number.
+        results = jax.lax.switch(use.astype(jnp.int32), (otherwise, then))
+        # For a TPU it moves part of what follows into the branches, and writes that, too.
+        return shardings.barrier(results)
     return then() if use else otherwise()
 
 
-def choose(use_new: Any, new: PyTree, old: PyTree, *, settled: bool) -> PyTree:
-    """`new` or `old`, in the dtypes of `old`; for all but inexact arrays if these are settled."""
+def choose(
+    use_new: Any, new: PyTree, old: PyTree, is_settled: Callable[[Any, Any], bool] | None = None
+) -> PyTree:
+    """`new` or `old`, in the dtypes of `old`; `new` where this is settled, given both."""
 
     def choice(n: Any, o: Any) -> Any:
-        if n is o or use_new is True or (settled and checks.is_inexact(n)):
+        if n is o or use_new is True or (is_settled is not None and is_settled(n, o)):
             return n
         return jnp.where(use_new, in_dtypes(n, o), o)
 

@@ -202,11 +202,14 @@ def _chosen(
     finite = use = commit.flag & works
     if leaves_out:
         use, old = works, inside.rejected(old, new, commit.flag)
-    settled = works is True  # each inexact array
+
+    def is_settled(n: Any, o: Any) -> bool:
+        return works is True and (checks.is_inexact(n) or commit.is_old_or_new(n, o))
+
     return (
         finite,
-        choices.choose(use, steps, inputs.zeros(), settled=settled),
-        choices.choose(use, new, old, settled=settled),
+        choices.choose(use, steps, inputs.zeros(), is_settled),
+        choices.choose(use, new, old, is_settled),
     )
 
 

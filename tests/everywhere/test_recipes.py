@@ -16,6 +16,16 @@ from tests.support.choice import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # schedules of optax promote
 
+
+@pytest.fixture(params=[1, 8], ids=["one device", "eight devices"])
+def devices(request, monkeypatch):
+    """How many there are for all that the program knows: with several, leaves may be sharded."""
+    jax.clear_caches()
+    monkeypatch.setattr(jax, "device_count", lambda: request.param)
+    yield request.param
+    jax.clear_caches()
+
+
 # Bytes moved and bytes of temporaries, at most, per parameter: on a tree, and packed.
 LIMITS = {
     "momentum, decay": ((28, 0), (28, 0)),
@@ -26,7 +36,7 @@ LIMITS = {
     "skip(clip + AdamW)": ((48, 0), (48, 0.1)),
     "skip(optax's AdamW)": ((122, 17), (122, 17)),
     "skip(optax's AdamW, branch=True)": ((58, 4), (58, 4)),
-    "accumulate(clip + AdamW)": ((88, 4), (88, 8)),
+    "accumulate(clip + AdamW)": ((96, 4), (96, 4)),
     "accumulate, emit=False": ((24, 0), (24, 0)),
     "AdamW + ema": ((52, 0), (52, 0)),
     "LARS": ((44, 0), (30, 0.2)),
@@ -35,7 +45,7 @@ LIMITS = {
     "bf16: AdamW, bf16 moments": ((30, 4), (30, 4)),
     "bf16: master(AdamW)": ((44, 0), (44, 0)),
     "bf16: skip(master(clip + AdamW))": ((60, 4), (60, 4)),
-    "bf16: skip(accumulate(master(clip + LAMB + ema)))": ((134, 8), (118, 12)),
+    "bf16: skip(accumulate(master(clip + LAMB + ema)))": ((148, 8), (130, 8)),
 }
 LEAVES, SIZE = 3, 512
 
@@ -50,6 +60,8 @@ OPERATIONS = {
     "LARS": (lambda: jgrad.lars(0.1, weight_decay=1e-4), 110),  # 110
     "LAMB": (lambda: jgrad.lamb(0.1, weight_decay=1e-4), 124),  # 139
 }
+# Likewise where leaves may be sharded, so that norms are rescaled leaf by leaf.
+LEAF_BY_LEAF = {"LARS": 127, "LAMB": 141}
 
 
 def built(recipe, leaves, shape, *, packed=False):
@@ -77,8 +89,8 @@ def test_bytes(name, packed):
     assert step.temporary_bytes <= (temporaries + 0.05) * elements
 
 
-# Temporaries on small leaves: the rare branch that rescales norms of layers stacks weights and
-# directions.
+# Temporaries on small leaves, on the only device: there, the rare branch that rescales norms of
+# layers stacks weights and directions.
 STACKED = {
     "LARS": 8.1,
     "clip + LAMB": 12.1,
@@ -90,13 +102,14 @@ STACKED = {
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
 )
 @pytest.mark.parametrize("name", mostly_slow(RECIPES, "clip + AdamW"))
-def test_bytes_of_small_leaves(name):
+def test_bytes_of_small_leaves(name, devices):
     """At most half as much again."""
     limit, temporaries = LIMITS[name][0]
     leaves, size = 48, 32
     step, elements = built(RECIPES[name], leaves, (size, size)), leaves * size**2
     assert step.counted_bytes <= 1.5 * limit * elements
-    assert step.temporary_bytes <= STACKED.get(name, 1.5 * temporaries + 0.2) * elements
+    stacked = STACKED.get(name, 0) if devices == 1 else 0
+    assert step.temporary_bytes <= max(stacked, 1.5 * temporaries + 0.2) * elements
 
 
 @pytest.mark.parametrize("name", mostly_slow(RECIPES, "skip(clip + AdamW)"))
@@ -113,9 +126,10 @@ def test_the_program_grows_with_the_leaves(name):
     jax.__version_info__ < (0, 10), reason="The counts are those of the newest XLA."
 )
 @pytest.mark.parametrize("name", mostly_slow(OPERATIONS, "AdamW, schedule"))
-def test_operations_of_each_leaf(name):
+def test_operations_of_each_leaf(name, devices):
     """A scalar that many leaves read ends in a division; XLA repeats anything less for each leaf."""
     make, limit = OPERATIONS[name]
+    limit = LEAF_BY_LEAF.get(name, limit) if devices > 1 else limit
     few, many = (built(Recipe(make), leaves, (32, 32)).operations for leaves in (16, 32))
     assert many - few <= 16.5 * limit
 

@@ -419,6 +419,63 @@ def test_e11_bytes_moved_by_a_mini_step(make, check_finite, limit):
     assert cost["bytes accessed"] >= 3 * size
 
 
+def conditionals(jaxpr):
+    return [e for e in jaxpr.eqns if e.primitive.name == "cond"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
+def test_an_open_window_writes_nothing_for_the_branch(dtype, packed):
+    """It returns arrays that it was given; and XLA copies these, unless the branch is the first.
+
+    For a GPU a branch by a bool would be the second; `clamp` makes the number for `switch`.
+    """
+    w, (g,) = params(dtype), gradients(1, dtype)
+    if packed:
+        w, g = jgrad.pack(w), jgrad.pack(g)
+    inner = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1, weight_decay=0.1))
+    for wrap in (lambda tx: tx, jgrad.skip_nonfinite):
+        tx = wrap(jgrad.accumulate(jgrad.master_weights(inner), 4))
+        program = jax.make_jaxpr(tx.update)(g, tx.init(w), w).jaxpr
+        made_by = {id(v): e.primitive.name for e in program.eqns for v in e.outvars}
+        found = conditionals(program)
+        assert len(found) == 2
+        for conditional in found:
+            opened, _ = conditional.params["branches"]
+            given = set(map(id, opened.jaxpr.invars))
+            assert given.issuperset(map(id, opened.jaxpr.outvars))
+            assert made_by[id(conditional.invars[0])] == "clamp"
+
+
+def test_only_arrays_of_the_sum_leave_its_branches():
+    """Each is as large as one leaf: no updates beside them, nor means."""
+    w, (g,) = params(), gradients(1)
+    tx = jgrad.accumulate(jgrad.adam(0.1), 4)
+    args = g, tx.init(w), w
+    program = jax.make_jaxpr(tx.update)(*args).jaxpr
+    size = sum(x.size for x in jax.tree.leaves(w))
+    sizes = [sum(v.aval.size for v in e.outvars) for e in conditionals(program)]
+    assert sizes == [size, 3 * size + 1]  # the mean; then the step, both moments, and a counter
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_that_are_wider_than_their_sum(dtype, x64):
+    """The mean is in float64, and so is what updates are made of; and the sum stays in float32."""
+    tx = jgrad.accumulate(optax.identity(), 2)
+    state = tx.init(jnp.zeros(3, "float32"))
+    third, w = jnp.full(3, 1 / 3, "float64"), jnp.zeros(3, dtype)
+    update = jax.jit(tx.update)
+    held, state = update(third, state, w)
+    np.testing.assert_array_equal(held, 0 * w, strict=True)
+    total = np.float64(np.float32(1 / 3))
+    np.testing.assert_array_equal(state.total, jnp.full(3, total, "float32"), strict=True)
+    updates, state = update(third, state, w)
+    np.testing.assert_array_equal(
+        updates, np.full(3, (total + 1 / 3) / 2).astype(dtype), strict=True
+    )
+    np.testing.assert_array_equal(state.total, jnp.zeros(3, "float32"), strict=True)
+
+
 # ---- messages ----------------------------------------------------------------------------------
 
 SGD = jgrad.gradient_descent(0.1)
