@@ -88,9 +88,15 @@ class LayerAxes:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """A leaf of a tree of axes. A bare tuple would be a subtree."""
+    """A leaf of a tree of axes. A bare tuple would be a subtree.
+
+    Attributes:
+      values: names of mesh axes, or indices of axes of arrays.
+      spec: the PartitionSpec that a user gave.
+    """
 
     values: tuple[Any, ...] = ()
+    spec: PartitionSpec | None = dataclasses.field(default=None, compare=False)
 
 
 def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
@@ -103,7 +109,7 @@ def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
         if isinstance(x, PartitionSpec):
             parts = [part if isinstance(part, tuple) else (part,) for part in x]
             names = [name for part in parts for name in part if name is not None]
-            return Axes(tuple(sorted(names))) if all(map(is_name, names)) else None
+            return Axes(tuple(sorted(names)), x) if all(map(is_name, names)) else None
         return _axes(x, is_name)
 
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"

@@ -192,8 +192,12 @@ def _norms(
     def rescaled() -> list[ScaledNorm]:
         norms = []
         for batch, total, limits in zip(batches, totals, ranges, strict=True):
-            scale = limits.scale(total)
-            norms.append(_mixed(total, sums.rescaled(arguments, batch, scale), scale))
+            # XLA for GPUs computes both branches at each step, unless one has an operation that it
+            # takes for expensive, such as a barrier. Each has its own: joined, all would vary over
+            # the mesh axes over which one does.
+            own = jax.lax.optimization_barrier(total)
+            unit = limits.unit(own)
+            norms.append(_mixed(own, sums.rescaled(arguments, batch, unit), unit))
         return norms
 
     norms = jax.lax.cond(unusual, rescaled, lambda: [_plain(total) for total in totals])
@@ -221,8 +225,8 @@ def _norm_of_all(
     limits = SquareRange.of([plain])
 
     def rescaled() -> ScaledNorm:
-        scale = limits.scale(plain)
-        return ScaledNorm(numerics.safe_sqrt(total(scale)), 1 / scale)
+        unit = limits.unit(plain)
+        return ScaledNorm(numerics.safe_sqrt(total(1 / unit)), unit)
 
     small = jnp.asarray(limits.small, plain.dtype)
     unusual = jnp.any((plain < small) | (plain == jnp.inf))
@@ -260,9 +264,9 @@ def _plain(total: jax.Array) -> ScaledNorm:
 
 
 @jit_static_kwargs
-def _mixed(total: jax.Array, rescaled: jax.Array, scale: jax.Array) -> ScaledNorm:
-    """From plain sums for layers that need no scale, from rescaled sums for the others."""
-    return ScaledNorm(numerics.safe_sqrt(jnp.where(scale == 1, total, rescaled)), 1 / scale)
+def _mixed(total: jax.Array, rescaled: jax.Array, unit: jax.Array) -> ScaledNorm:
+    """From plain sums for layers that need no unit, from rescaled sums for the others."""
+    return ScaledNorm(numerics.safe_sqrt(jnp.where(unit == 1, total, rescaled)), unit)
 
 
 def _over_devices(norms: ScaledNorm, mesh_axes: tuple[str, ...]) -> ScaledNorm:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._arithmetic import numerics
+from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._trees.shardings import is_on_mesh
+from jgrad._trees.shardings import may_be_sharded
 
 # Arrays of up to this many elements are rescaled together, on a stacked copy; see `rescaled`.
 # On larger ones the copy costs more memory than the smaller program is worth.
@@ -55,29 +55,29 @@ class SquareRange(NamedTuple):
     Attributes:
       small: sums below this may have lost squares to underflow; 2^-64 in float32.
       tiny: sums below this are scaled once more; 2^-100 in float32.
-      down: scale for sums that overflowed, 2^-84 in float32: then 2^40 elements as large as the
+      large_unit: unit for sums that overflowed, 2^84 in float32: then 2^40 elements as large as the
         largest float32 have a finite sum of squares.
-      up: scale for small sums, 2^50 in float32.
-      far_up: scale for tiny sums, 2^80 in float32: then the square of the smallest normal float32
-        is far from 0. For larger norms the derivative, which has the square of this scale, would
-        overflow.
+      small_unit: unit for small sums, 2^-50 in float32.
+      tiny_unit: unit for tiny sums, 2^-80 in float32: then the square of the smallest normal
+        float32 is far from 0. For larger norms the derivative, which is divided by the square of
+        this unit, would overflow.
     """
 
     small: np.ndarray
     tiny: np.ndarray
-    down: np.ndarray
-    up: np.ndarray
-    far_up: np.ndarray
+    large_unit: np.ndarray
+    small_unit: np.ndarray
+    tiny_unit: np.ndarray
 
     @classmethod
     def of(cls, sums: Sequence[jax.Array]) -> "SquareRange":
         exponents = np.array([jnp.finfo(x.dtype).maxexp for x in sums for _ in range(x.size)])
         half, part = exponents // 2, exponents // 64
-        powers = (-half, -50 * part, -half - 20, 25 * part, 40 * part)
+        powers = (-half, -50 * part, half + 20, -25 * part, -40 * part)
         return cls(*(np.exp2(power) for power in powers))
 
-    def scale(self, total: jax.Array) -> jax.Array:
-        """The scale of each layer, from its plain sum."""
+    def unit(self, total: jax.Array) -> jax.Array:
+        """That in which each layer is measured, from its plain sum: 1 where this is normal."""
         return _choose(jax.lax.stop_gradient(total), *(jnp.asarray(x, total.dtype) for x in self))
 
 
@@ -86,31 +86,34 @@ def _choose(
     total: jax.Array,
     small: jax.Array,
     tiny: jax.Array,
-    down: jax.Array,
-    up: jax.Array,
-    far_up: jax.Array,
+    large_unit: jax.Array,
+    small_unit: jax.Array,
+    tiny_unit: jax.Array,
 ) -> jax.Array:
-    scale = jnp.where(total < tiny, far_up, jnp.where(total < small, up, jnp.ones_like(total)))
-    return jnp.where(total == jnp.inf, down, scale)
+    unit = jnp.where(total < small, small_unit, jnp.ones_like(total))
+    unit = jnp.where(total < tiny, tiny_unit, unit)
+    return jnp.where(total == jnp.inf, large_unit, unit)
 
 
 def rescaled(
-    arguments: Sequence[jax.Array], batch: Sequence[Measured], scale: jax.Array
+    arguments: Sequence[jax.Array], batch: Sequence[Measured], unit: jax.Array
 ) -> jax.Array:
-    """The sums of squares of one batch again, with a scale for each layer.
+    """The sums of squares of one batch again, in a unit for each layer.
 
-    This is compiled into every program and hardly ever runs, so it must be small above all: small
-    arrays that are alike are stacked, and one operation computes them. Array by array, a GPU's
-    program of LAMB on 300 leaves takes a third longer to build. On a mesh they are taken array by
-    array, since two that are sharded in different ways would be moved between devices.
+    This is compiled into every program and hardly ever runs, so it must be small above all. A
+    division is what XLA's CPU backend computes once for all kernels that read it. Small arrays that
+    are alike are stacked, and one operation computes them: array by array, a CPU's program of LAMB
+    on 300 leaves takes a third longer to build. Arrays that may be sharded are taken one by one,
+    since their parts would be moved between devices.
     """
+    scale = 1 / unit
     first = batch[0]
     xs = [arguments[i] for i in first.arguments]
     kinds = {(m.f, m.layers, *(jax.typeof(arguments[i]) for i in m.arguments)) for m in batch}
-    if len(kinds) > 1 or any(x.size > _SMALL or is_on_mesh(x) for x in xs):
+    if len(kinds) > 1 or any(x.size > _SMALL or may_be_sharded(x) for x in xs):
         scales = jax.lax.split(scale, [m.layers.num_layers for m in batch])
         calls = [call(arguments, m, by) for m, by in zip(batch, scales, strict=True)]
-        return concatenate([f(*args) for f, args in calls])
+        return concatenate(leafwise.run(calls))
     positions = list(zip(*(m.arguments for m in batch), strict=True))  # per argument of f
     shared = tuple(len(set(at)) == 1 for at in positions)
     columns = [

@@ -6,6 +6,7 @@ number. A division comes last: XLA's CPU backend computes it once, and fuses wha
 the kernel of every leaf. Also the norm of a whole model.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -138,18 +139,33 @@ def scaled_by_trust_ratio(
     return leafwise.run([None if d is None else (scale, (d, *by)) for d, by in results])
 
 
-def materialized(calls: Sequence[Call | None], layers: TrustLayers) -> list[Call | None]:
-    """Expensive directions that are read by their norm and by the step, as arrays.
+def computed_once(
+    calls: Sequence[Call | None], layers: TrustLayers
+) -> tuple[list[Call | None], list[Call | None]]:
+    """Expensive directions that are read by the step and by their norm: the calls for each.
 
-    XLA writes such a direction in any case, and a norm given the array does not compute it again.
-    Sums in chunks do without the array.
+    The step takes an array. XLA's CPU backend writes it in any case, and a norm given the array
+    does not compute it again. XLA for GPUs and TPUs need not write it, unless the rare branch that
+    repeats norms takes it: there, norms compute it from arrays that are written anyway. Sums in
+    chunks do without the array.
     """
     pairs = zip(calls, layers.axes, strict=True)
     results = leafwise.run([None if axes.in_chunks else call for call, axes in pairs])
-    return [
-        call if x is None else (leafwise.identity, (x,))
-        for x, call in zip(results, calls, strict=True)
-    ]
+    directions, measured = list(calls), list(calls)
+    for i, (call, x) in enumerate(zip(calls, results, strict=True)):
+        if call is not None and x is not None:
+            f, arrays = call
+            directions[i] = leafwise.identity, (x,)
+            measured[i] = _written_or_not(f), (x, *arrays)
+    return directions, measured
+
+
+@functools.cache
+def _written_or_not(f: Function) -> Function:
+    """The function (f(*arrays), *arrays) -> f(*arrays): given on a CPU, else computed."""
+    return functools.partial(
+        jax.lax.platform_dependent, cpu=lambda x, *_: x, default=lambda _, *xs: f(*xs)
+    )
 
 
 def global_norm(leaves: Sequence[Any], layers: Sequence[LayerAxes]) -> ScaledNorm:

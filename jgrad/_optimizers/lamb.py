@@ -21,7 +21,7 @@ from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
     clamped_ratio,
-    materialized,
+    computed_once,
     scaled_by_trust_ratio,
 )
 from jgrad._optimizers import adam
@@ -83,7 +83,7 @@ def _updates(
         deltas.append(delta)
         decayed.append(delta if plain else (_decayed_delta, (m, v, x, alpha, epsilon, decay)))
     if rule == "paper":
-        deltas = decayed = materialized(decayed, layers)
+        deltas, decayed = computed_once(decayed, layers)
     return scaled_by_trust_ratio(
         w,
         deltas,

@@ -7,8 +7,9 @@ import pytest
 
 import jgrad
 from jgrad._arithmetic import leafwise
-from jgrad._layers import norms
+from jgrad._layers import norms, trust
 from jgrad._layers.layer_axes import LayerAxes
+from jgrad._layers.trust import TrustLayers
 from tests.support.compilations import compilations
 
 
@@ -108,6 +109,44 @@ def test_functions_of_shared_scalars():
         )
     for found, (x, _) in zip(norms.split(layers, second), pairs, strict=True):
         np.testing.assert_allclose(found, float(true_norm(x)), rtol=1e-5)
+
+
+@pytest.fixture(params=["cpu", "default"])
+def platform(request, monkeypatch):
+    """What is taken for this platform."""
+    chosen = lambda *args, **branches: branches[request.param](*args)
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    trust._written_or_not.cache_clear()
+    yield request.param
+    trust._written_or_not.cache_clear()
+
+
+def test_where_the_norm_of_a_direction_is_computed(platform):
+    """From the written direction on a CPU, on others from the arrays that it is computed from."""
+    x, y = jnp.asarray([1.0, 2.0]), jnp.asarray([10.0, 20.0])
+    calls = [(jnp.add, (x, y)), None]
+    directions, measured = trust.computed_once(calls, TrustLayers([LayerAxes((2,))] * 2))
+    (f, (written,)), (measure, (same, *arrays)) = directions[0], measured[0]
+    np.testing.assert_array_equal(f(written), [11, 22])
+    assert same is written
+    np.testing.assert_array_equal(
+        measure(jnp.zeros(2), *arrays), [0, 0] if platform == "cpu" else [11, 22]
+    )
+    assert directions[1] is measured[1] is None
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_lamb_on_each_platform(platform, scale):
+    """Both forms of the directions, where sums of squares are normal and where they are not."""
+    rng = np.random.default_rng(0)
+    w, g = ([jnp.asarray(rng.normal(size=(9, 7)), jnp.float32) for _ in range(9)] for _ in range(2))
+    w = [scale * x for x in w]
+    tx = jgrad.lamb(1.0, weight_decay=0.1, max_trust_ratio=None)
+    updates, _ = jax.jit(tx.update)(g, tx.init(w), w)
+    for u, x, y in zip(updates, w, g, strict=True):
+        direction = np.sign(np.asarray(y, float)) + 0.1 * np.asarray(x, float)
+        expected = -direction * float(true_norm(x) / true_norm(direction))
+        np.testing.assert_allclose(u, expected, rtol=1e-3, atol=1e-3 * scale)
 
 
 def test_non_finite():
