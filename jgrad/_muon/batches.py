@@ -16,11 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
-from jgrad._muon import newton_schulz
+from jgrad._muon import dealt, newton_schulz
 from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._muon.newton_schulz import Coefficients
 from jgrad._packed import splitting
-from jgrad._trees.shardings import replicated, sharded_as, unknown_axes
+from jgrad._trees.shardings import places, replicated, sharded_as, unknown_axes
 
 
 def orthogonalized(
@@ -45,24 +45,58 @@ def orthogonalized(
     steps = functools.partial(
         newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
     )
-    stacks = [own.to_wide(replicated(x)) for x, own in zip(arrays, axes, strict=True)]
+    found: dict[int, jax.Array] = {}
+    if shard_over:
+        mesh = _mesh(function, arrays, shard_over)
+        found = _dealt(steps, arrays, axes, mesh, shard_over)
+    others = [i for i in range(len(arrays)) if i not in found]
+    stacks = {i: axes[i].to_wide(replicated(arrays[i])) for i in others}
     groups: dict[object, list[int]] = collections.defaultdict(list)
-    for i, x in enumerate(stacks):
+    for i, x in stacks.items():
         # JAX loses track of replication when replicated and sharded arrays are concatenated, so
         # they are grouped apart.
-        kind = x.shape[1:], numerics.real_dtype(x), np.iscomplexobj(x), unknown_axes(x)
-        groups[kind].append(i)
+        groups[*_kind(x, axes[i]), unknown_axes(x)].append(i)
     for members in groups.values():
         counts, own = [axes[i].count for i in members], [stacks[i] for i in members]
         if shard_over:
-            mesh = _mesh(function, arrays, shard_over)
             parts = jax.lax.split(_shared(steps, _concatenated(own), mesh, shard_over), counts)
         else:
             parts = _split(steps(_joined(own)), counts)
-        for i, x in zip(members, parts, strict=True):
-            stacks[i] = x
-    found = [own.from_wide(x) for x, own in zip(stacks, axes, strict=True)]
-    return [sharded_as(y, x) for x, y in zip(arrays, found, strict=True)]
+        stacks |= zip(members, parts, strict=True)
+    found |= {i: axes[i].from_wide(x) for i, x in stacks.items()}
+    return [sharded_as(found[i], x) for i, x in enumerate(arrays)]
+
+
+def _kind(x: jax.Array, axes: MatrixAxes) -> tuple[object, ...]:
+    """What matrices have in common that share an iteration."""
+    return axes.wide, numerics.real_dtype(x), np.iscomplexobj(x)
+
+
+def _dealt(
+    steps: Function,
+    arrays: Sequence[jax.Array],
+    axes: Sequence[MatrixAxes],
+    mesh: Any,
+    shard_over: tuple[str, ...],
+) -> dict[int, jax.Array]:
+    """Those of which it is known how they are sharded, by number."""
+    known = [own.places or places(x) for x, own in zip(arrays, axes, strict=True)]
+    groups: dict[object, list[int]] = collections.defaultdict(list)
+    for i, (x, own) in enumerate(zip(arrays, axes, strict=True)):
+        if known[i] is not None and x.size:
+            groups[_kind(x, own)].append(i)
+    found: dict[int, jax.Array] = {}
+    for members in groups.values():
+        new = dealt.orthogonalized(
+            steps,
+            [arrays[i] for i in members],
+            [axes[i] for i in members],
+            [known[i] or () for i in members],
+            mesh,
+            shard_over,
+        )
+        found |= zip(members, new, strict=True)
+    return found
 
 
 def _shared(steps: Function, x: jax.Array, mesh: Any, shard_over: tuple[str, ...]) -> jax.Array:

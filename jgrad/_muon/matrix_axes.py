@@ -23,7 +23,7 @@ from jgrad._layers.layer_axes import Axes, LayerAxes, read_indices, read_layer_a
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.shardings import all_gather, unknown_axes
+from jgrad._trees.shardings import all_gather, automatic_mesh, unknown_axes
 from jgrad._trees.trees import PyTree
 
 
@@ -36,12 +36,15 @@ class MatrixAxes:
       stacked: axes of the array with a matrix for each index, in order and none negative.
       outputs: axes that are outputs, likewise.
       sharded_axes: (axis, names of mesh axes) of each axis of which a device has a part.
+      places: under `jit`, for each axis the names of the mesh axes over which it is sharded; None
+        where nothing says it.
     """
 
     shape: tuple[int, ...]
     stacked: tuple[int, ...]
     outputs: tuple[int, ...]
     sharded_axes: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    places: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -101,19 +104,19 @@ class MatrixAxes:
 
     def to_wide(self, x: jax.Array) -> jax.Array:
         """The matrices, of shape (count, *wide)."""
-        axes = self._in_order
+        axes = self.in_order
         if axes != tuple(range(len(axes))):
             x = jax.lax.transpose(x, axes)
         return jax.lax.reshape(x, (self.count, *self.wide))
 
     def from_wide(self, x: jax.Array) -> jax.Array:
         """The array, from what `to_wide` made of it."""
-        axes = self._in_order
+        axes = self.in_order
         x = jax.lax.reshape(x, [self.shape[axis] for axis in axes])
         return x if axes == tuple(range(len(axes))) else jax.lax.transpose(x, np.argsort(axes))
 
     @property
-    def _in_order(self) -> tuple[int, ...]:
+    def in_order(self) -> tuple[int, ...]:
         """Stacked axes, those of the rows and those of the columns of wide matrices.
 
         A square matrix has them as they come, which transposes nothing.
@@ -255,9 +258,33 @@ def _with_shardings(
             expected = f"at most {len(shape)}, one for each axis of shape {shape}"
             mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
         else:
-            named = [(axis, names) for axis, names in enumerate(sharded_axes.values) if names]
-            found[i] = dataclasses.replace(matrices, sharded_axes=tuple(named))
+            _check_mesh(mesh_axes, i, x)
+            found[i] = _sharded(matrices, sharded_axes.values, x)
     return found
+
+
+def _sharded(matrices: MatrixAxes, values: tuple[tuple[str, ...], ...], x: Any) -> MatrixAxes:
+    """With the place of an array under `jit`, or of what a device has inside of `shard_map`."""
+    if isinstance(x, jax.Array) and automatic_mesh(x) is not None:
+        missing = len(matrices.shape) - len(values)
+        return dataclasses.replace(matrices, places=values + ((),) * missing)
+    named = tuple((axis, names) for axis, names in enumerate(values) if names)
+    return dataclasses.replace(matrices, sharded_axes=named)
+
+
+def _check_mesh(mesh_axes: ArgLeaves, i: int, x: Any) -> None:
+    """Under `jit`, each part of a leaf has whole elements of mesh axes that there are."""
+    mesh = automatic_mesh(x) if isinstance(x, jax.Array) else None
+    if mesh is None:
+        return
+    for axis, names in enumerate(mesh_axes.leaves[i].values):
+        if others := [name for name in names if name not in mesh.shape]:
+            expected = f"an axis of the mesh: {', '.join(map(repr, mesh.shape))}"
+            mesh_axes.fail(i, ValueError, f"{others[0]!r}, expected {expected}")
+        count = math.prod(mesh.shape[name] for name in names)
+        if x.shape[axis] % count:
+            problem = f"{names} for axis {axis} of shape {x.shape}, expected a multiple of {count}"
+            mesh_axes.fail(i, ValueError, problem)
 
 
 def _check_whole(mesh_axes: ArgLeaves, i: int, x: Any) -> None:

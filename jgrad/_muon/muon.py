@@ -89,12 +89,15 @@ def muon(
       mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those: a
         matrix of which a device has a part is gathered, and the part of the result kept. None is
         an error there where JAX does not know that a leaf is whole, as it does for replicated
-        parameters with `check_vma=True`.
+        parameters with `check_vma=True`. Under `jit` on a mesh with automatic axes it says how
+        leaves are sharded, for `shard_over`.
       layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
         heads. An int, a tuple of ints, or None, or a prefix tree of those.
       shard_over: under `jit`, a mesh axis or a tuple of axes over which the matrices of a shape are
         dealt out, so that each device iterates over some of them and no iteration waits for
-        another device. The mesh is that of the leaves, or that of `jax.set_mesh`.
+        another device. The mesh is that of the leaves, or that of `jax.set_mesh`. With `mesh_axes`,
+        and on meshes with explicit axes, a matrix is dealt out over the other axes over which it is
+        sharded, too: an all-to-all there and one back. Without, XLA may gather it along those.
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         and all else are in float32. None for float32, in JAX's default precision of products.
       adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, only with
@@ -229,7 +232,7 @@ def scale_by_muon(
       rule: "muon" or "normuon".
       normuon_beta: decay rate of the average of NorMuon, in [0, 1).
       output_axes: which axes of a leaf are outputs.
-      mesh_axes: how leaves are sharded inside `shard_map`.
+      mesh_axes: how leaves are sharded.
       layer_axes: axes of a leaf with a matrix for each index.
       shard_over: mesh axes over which iterations are sharded under `jit`.
       compute_dtype: dtype to which factors of matrix products are rounded.

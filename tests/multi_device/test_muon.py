@@ -1,5 +1,6 @@
 """Muon on several devices: whole matrices on each, and no collective inside its iterations."""
 
+import collections as counting
 import re
 
 import jax
@@ -391,6 +392,114 @@ def test_explicit_axes(options, rule):
     expected, of_whole = jax.jit(plain.update)(w, plain.init(w), w)
     assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
     assert_close(jax.device_get(state.vw), jax.device_get(of_whole.vw), 1e-5)
+
+
+# For a mesh, specs by the first letter of a name, and layers; how many collectives of each kind.
+# Each shape is dealt out there and back, at once or its two kinds apart: where both together are
+# fewer matrices for a device, by tiles of both.
+KNOWN = {
+    "fsdp": ({"data": 8}, {"": P("data")}, {"all-to-all": 4}),
+    "columns": ({"data": 8}, {"": P(None, "data")}, {"all-to-all": 4}),
+    "tensor": ({"data": 4, "tensor": 2}, {"": P("data", "tensor")}, {"all-to-all": 4}),
+    "turned": ({"data": 2, "tensor": 4}, {"": P("tensor", "data")}, {"all-to-all": 4}),
+    "both": ({"data": 4, "tensor": 2}, {"": P(("tensor", "data"))}, {"all-to-all": 4}),
+    "experts": (
+        {"data": 4, "expert": 2},
+        {"": P("data"), "e": P("expert", "data")},
+        {"all-to-all": 10},
+    ),
+    "whole": ({"data": 4, "tensor": 2}, {"": P()}, {"all-gather": 2}),
+    "tensor alone": (
+        {"data": 4, "tensor": 2},
+        {"": P(None, "tensor")},
+        {"all-to-all": 4, "all-gather": 2},
+    ),
+    "convolutions": (
+        {"data": 2, "tensor": 4},
+        {"": P("data"), "c": P("tensor", None, "data")},
+        {"all-to-all": 6},
+    ),
+}
+
+
+def of_layers(arrangement, layers=3):
+    """Leaves, their specs, and axes of layers: two shapes, one of them up and down."""
+    _, specs, _ = KNOWN[arrangement]
+    shapes = {}
+    for i in range(layers):
+        shapes |= {f"up{i}": (16, 64), f"down{i}": (64, 16), f"square{i}": (16, 16)}
+        if arrangement == "experts":
+            shapes |= {f"expert_up{i}": (2, 8, 32), f"expert_down{i}": (2, 32, 8)}
+        if arrangement == "convolutions":
+            shapes |= {f"conv{i}": (8, 3, 4, 16)}
+    draws = np.random.default_rng(0)
+    w = {name: jnp.asarray(draws.normal(size=s), jnp.float32) for name, s in shapes.items()}
+    own = {name: specs.get(name[0], specs[""]) for name in w}
+    return w, own, {name: 0 if "expert" in name else None for name in w}
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("arrangement", KNOWN)
+def test_shard_over_where_shardings_are_known(arrangement, kind, rule):
+    """By `mesh_axes` or by types: all-to-alls alone, whatever the mesh axes; the same numbers."""
+    axes, _, expected = KNOWN[arrangement]
+    w, specs, layers = of_layers(arrangement)
+    mesh = mesh_of(kind, **axes)
+    options = {"matrices": True, "layer_axes": layers, "adam_learning_rate": 0.1, "rule": rule}
+    known = {"mesh_axes": specs} if kind == AxisType.Auto else {}
+    tx = jgrad.muon(0.1, shard_over="data", **options, **known)
+    placed = {name: jax.device_put(w[name], NamedSharding(mesh, specs[name])) for name in w}
+    state = jax.jit(tx.init)(placed)
+    state = jax.device_put(state, jgrad.state_shardings(tx, placed))
+    shardings = jax.tree.map(lambda x: x.sharding, (placed, state))
+    program = jax.jit(tx.update, out_shardings=shardings).lower(placed, state, placed).compile()
+    text = program.as_text()
+    if rule == "muon":  # the other adds up squares of outputs
+        assert counting.Counter(x.kind for x in collectives.of(text, DEVICES)) == expected
+    assert not in_loops(text)
+    found, state = program(placed, state, placed)
+    plain = jgrad.muon(0.1, **options)
+    expected, of_whole = jax.jit(plain.update)(w, plain.init(w), w)
+    assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
+    assert_close(jax.device_get(state.vw), jax.device_get(of_whole.vw), 1e-5)
+
+
+def test_a_device_has_no_matrix_more_than_it_must():
+    """Ten up and ten down are 20 for 8 devices: 3 each, which are 4 if both are dealt out apart."""
+    w = {f"up{i}": normal_of(16, 64) for i in range(10)}
+    w |= {f"down{i}": normal_of(64, 16) for i in range(10)}
+    placed = jax.device_put(w, NamedSharding(mesh_of(data=DEVICES), P("data")))
+    tx = jgrad.muon(
+        0.1, matrices=True, adam_learning_rate=0.1, mesh_axes=P("data"), shard_over="data"
+    )
+    text = jax.jit(tx.update).lower(placed, tx.init(placed), placed).as_text()
+    stacks = re.findall(r"call @orthogonalized\w*\(.*tensor<(\d+)x16x64xf32>\)", text)
+    assert stacks == ["3"]
+
+
+def test_mesh_axes_of_some():
+    """Matrices of which nothing says how they are sharded are dealt out as well."""
+    w = {"a": normal_of(8, 16), "b": normal_of(16, 8)}
+    placed = jax.device_put(w, NamedSharding(mesh_of(data=DEVICES), P("data")))
+    options = {"matrices": True, "adam_learning_rate": 0.1}
+    tx = jgrad.muon(0.1, mesh_axes={"a": P("data"), "b": None}, shard_over="data", **options)
+    found, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
+    plain = jgrad.muon(0.1, **options)
+    expected, _ = jax.jit(plain.update)(w, plain.init(w), w)
+    assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
+
+
+def test_mesh_axes_under_jit_alone():
+    """Nothing is dealt out without `shard_over`, and whole matrices are the partitioner's."""
+    w = {"a": normal_of(8, 16)}
+    placed = jax.device_put(w, NamedSharding(mesh_of(data=DEVICES), P("data")))
+    options = {"matrices": True, "adam_learning_rate": 0.1}
+    tx = jgrad.muon(0.1, mesh_axes=P("data"), **options)
+    found, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
+    plain = jgrad.muon(0.1, **options)
+    expected, _ = jax.jit(plain.update)(w, plain.init(w), w)
+    assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
 
 
 def test_optax_has_collectives_in_its_iterations(standard_promotion):
