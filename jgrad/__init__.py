@@ -39,6 +39,11 @@ Wrappers: what goes around an optimizer
     pack_small           small leaves packed inside each update
     zero                 the state sharded over devices, inside `shard_map` or `pmap`
 
+Whole steps
+
+    apply_gradients  new parameters and the new state
+    leaf_programs    what a program for a TPU makes of each leaf in 8 bits
+
 Updates with explicit state
 
     optimizer_update         weights after a step along a direction
@@ -115,8 +120,10 @@ from jgrad._states.quantized import quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
 from jgrad._wrappers.accumulate import AccumulateState, accumulate
+from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.clip import clip_by_global_norm, global_norm
 from jgrad._wrappers.ema import EmaState, ema
+from jgrad._wrappers.leaf_programs import leaf_programs
 from jgrad._wrappers.master_weights import MasterState, master_weights
 from jgrad._wrappers.offload import offload
 from jgrad._wrappers.pack_small import pack_small
@@ -166,6 +173,9 @@ __all__ = [  # noqa: RUF022
     "offload",
     "pack_small",
     "zero",
+    # Whole steps
+    "apply_gradients",
+    "leaf_programs",
     # Updates with explicit state
     "optimizer_update",
     "gradient_descent_update",

@@ -17,7 +17,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.commit import Commit
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._quantized import bfloat16, encoding
+from jgrad._quantized import bfloat16, encoding, regions
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import geometry
@@ -146,7 +146,8 @@ class Moment:
             return (_to_bfloat16, (value, *keys))
         rule, arguments = call
         flag = () if self._commit is None else (self._commit.flag,)
-        return (_encoder(rule, self._commit is not None), (old, value, *keys, *flag, *arguments))
+        encode = _encoder(rule, bool(flag), regions.is_possible(old))
+        return (encode, (old, value, *keys, *flag, *arguments))
 
 
 class MomentShapes(NamedTuple):
@@ -252,10 +253,9 @@ def _bounded(rule: Function) -> Callable[..., jax.Array]:
 
 
 @functools.cache
-def _encoder(rule: Function, has_flag: bool) -> Callable[..., Blocks]:
+def _encoder(rule: Function, has_flag: bool, is_region: bool) -> Callable[..., Blocks]:
     """What a rule makes of its arguments, in blocks; the old ones where a flag is False."""
 
-    @jax.jit
     def encode(
         old: Blocks,
         value: jax.Array,
@@ -272,4 +272,6 @@ def _encoder(rule: Function, has_flag: bool) -> Callable[..., Blocks]:
         new = encoding.encoded(_bounded(rule), arguments, own, codec, rounding, value)
         return jax.tree.map(functools.partial(jnp.where, flag), new, old)
 
-    return encode
+    if is_region:
+        encode.__name__ = regions.ENCODE_IF if has_flag else regions.ENCODE
+    return jax.jit(encode)

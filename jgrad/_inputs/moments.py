@@ -14,7 +14,7 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step
 from jgrad._inputs.options import Mask
 from jgrad._inputs.state import OptState, counter, zeros
-from jgrad._layers.layer_axes import read_layer_axes
+from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized.encoding import SMALLEST
@@ -36,14 +36,17 @@ class MomentOptions(NamedTuple):
       dtype: `moment_dtype`.
       full_precision: leaves that "8bit" leaves alone.
       layer_axes: axes over which layers are stacked, which start on a block.
+      mesh_axes: how leaves are sharded, where their types do not say it.
     """
 
     dtype: MomentDType
     full_precision: Mask = None
     layer_axes: PyTree = None
+    mesh_axes: PyTree = None
 
     def check(self, function: str) -> None:
         """What the factory can say already. A dtype has the range of float32, so no float16."""
+        read_mesh_axes(function, self.mesh_axes)
         if isinstance(self.dtype, str) and self.dtype == _EIGHT_BITS:
             return
         try:

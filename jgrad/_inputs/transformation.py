@@ -5,17 +5,21 @@ of parameters that are not `None` are arrays, or are numbers with a gradient, or
 methods and wrappers see no model, only a tree of arrays.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jgrad._arithmetic import rules
+from jgrad._fused.step import call
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
 from jgrad._inputs.moments import MomentOptions
+from jgrad._inputs.placed import placed
 from jgrad._inputs.state import OptState
 from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
@@ -29,6 +33,7 @@ Compute = Callable[[Inputs, Step], tuple[list[Any], NewMoments | None, NewMoment
 ShapesOf = Callable[[Parameters], MomentShapes]
 
 _AS_PARAMETERS = MomentOptions(None)
+_CODES = (np.int8, np.uint8)  # the dtypes of moments in 8 bits
 
 
 def transformation(
@@ -72,6 +77,8 @@ def transformation(
         **numbers: Any,
     ) -> tuple[PyTree, OptState]:
         inputs = Inputs(name, updates, params, commit)
+        if moments.mesh_axes is not None:
+            inputs.g = placed(inputs, moments.mesh_axes)
         if params_for is not None:
             inputs.require_params(params_for)
         step = moments.read(inputs, state, shapes(inputs), numbers)
@@ -122,7 +129,12 @@ def pair(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         updates, state = checks.values_of(updates), checks.values_of(state)
-        return update(updates, state, arrays_of(params, updates), **extra_args)
+        params = arrays_of(params, updates)
+        has_codes = any(getattr(x, "dtype", None) in _CODES for x in jax.tree.leaves(state))
+        if not has_codes:
+            return update(updates, state, params, **extra_args)
+        on_arrays = functools.partial(update, **extra_args)
+        return call(on_arrays, updates, state, params, replaced=lambda new: (None, new[1], None))
 
     return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
 

@@ -304,6 +304,7 @@ def adam(
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
     bias_correction: BiasCorrection = "moments",
+    mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -329,6 +330,9 @@ def adam(
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       bias_correction: "moments" as above; "step_size" for the form at the end of section 2 of the
         paper, with an epsilon that is not corrected; None for neither. See `adam_step`.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
+        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
+        without it, see `leaf_programs`. Needed for nothing else.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
         rounded stochastically.
@@ -374,7 +378,7 @@ def adam(
         rates = options.learning_rates(inputs, learning_rate, step)
         return apply(rules.descent, direction, rates), mw, vw
 
-    moments = MomentOptions(moment_dtype, full_precision)
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)
 
 
@@ -384,6 +388,7 @@ def scale_by_adam(
     beta2: Scalar = 0.999,
     epsilon: Scalar = 1e-8,
     bias_correction: BiasCorrection = "moments",
+    mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -396,6 +401,9 @@ def scale_by_adam(
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
       bias_correction: see `adam_step`.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
+        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
+        without it, see `leaf_programs`. Needed for nothing else.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
         rounded stochastically.
@@ -430,5 +438,5 @@ def scale_by_adam(
         mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
         return directions(mw.exact, vw.exact, adam), mw, vw
 
-    moments = MomentOptions(moment_dtype, full_precision)
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)

@@ -16,6 +16,7 @@ from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import transformation
+from jgrad._trees import shardings
 from jgrad._trees.trees import PyTree
 
 
@@ -129,6 +130,7 @@ def gradient_descent(
     nesterov: bool = False,
     weight_decay: PyTree = 0.0,
     weight_decay_mask: Mask = None,
+    mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -150,6 +152,9 @@ def gradient_descent(
       weight_decay: in [0, inf); a number or a prefix tree.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
+        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
+        without it, see `leaf_programs`. Needed for nothing else.
       moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
         rounded stochastically.
@@ -191,7 +196,7 @@ def gradient_descent(
         decay = numbers.scalar(name, "momentum", momentum)
         # The direction is computed again for Nesterov's form: XLA would write out what two kernels
         # read.
-        again = jax.lax.optimization_barrier((inputs.g, inputs.w)) if nesterov else None
+        again = shardings.barrier((inputs.g, inputs.w)) if nesterov else None
         rows = zip_leaves(inputs.g, step.mw.old, inputs.w, decays, decay)
         direction, mw = with_momentum(
             step.mw,
@@ -205,5 +210,5 @@ def gradient_descent(
         name,
         compute,
         mw=momentum is not None,
-        moments=MomentOptions(moment_dtype, full_precision),
+        moments=MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes),
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgrad._quantized import codes as coding
+from jgrad._quantized import codes as coding, regions
 from jgrad._quantized.codec import BY_DTYPE, Codec, codec_of
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, random_bits
@@ -60,6 +60,10 @@ def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
 
 def decoded(blocks: Blocks) -> jax.Array:
     """The array, float32."""
+    return _decode_region(blocks) if regions.is_possible(blocks) else _decoded(blocks)
+
+
+def _decoded(blocks: Blocks) -> jax.Array:
     codes, scale = blocks
     codec, own = codec_of(blocks), geometry(blocks)
     is_piece = scale.ndim == codes.ndim and scale.shape[own.block_axis] == 1  # or a buffer
@@ -68,9 +72,17 @@ def decoded(blocks: Blocks) -> jax.Array:
         each = scale if is_piece else own.per_element(scale)
         return codec.decode(codec.from_bytes(codes, blocks.form.padding), each)
 
-    if is_piece or not is_sharded(codes):
+    if not is_sharded(codes):
         return decode(codes, scale)
     return on_automatic_axes(decode, jax.typeof(codes).sharding, codes, scale)
+
+
+def _in_region(blocks: Blocks) -> jax.Array:
+    return _decoded(blocks)
+
+
+_in_region.__name__ = regions.DECODE
+_decode_region = jax.jit(_in_region)
 
 
 def elements(blocks: Blocks) -> jax.Array:
@@ -142,14 +154,21 @@ def encoded(
         rows = zip(*(own.pieces(_cut_alike(x, own)) for x in arguments), strict=True)
         columns = [_largest(compute, row, own.block_axis) for row in rows]
         scale = coding.scale_of(own.scale_of_pieces(columns))
-        random = jnp.asarray(coding.HALF, jnp.uint32)
-        if rounding is not None:
-            random = random_bits(*rounding, own.element_numbers(rounding.keys))
         value = compute(*arguments) if value is None else value
-        each = own.per_element(coding.inverse(scale))
-        return of_elements(codec.encode(value, each, random), scale, own, codec)
+        return with_scale(value, scale, own, codec, rounding)
 
     return _placed(blocks, own, codec, rounding, value, *arguments)
+
+
+def with_scale(
+    value: jax.Array, scale: jax.Array, own: Geometry, codec: Codec, rounding: Rounding | None
+) -> Blocks:
+    """An array in blocks whose scales are known."""
+    random = jnp.asarray(coding.HALF, jnp.uint32)
+    if rounding is not None:
+        random = random_bits(*rounding, own.element_numbers(rounding.keys))
+    each = own.per_element(coding.inverse(scale))
+    return of_elements(codec.encode(value, each, random), scale, own, codec)
 
 
 def _cut_alike(x: Any, own: Geometry) -> Any:

@@ -37,15 +37,15 @@ class ElementKeys(NamedTuple):
 
 def leaf_keys(seed: int, purpose: int, positions: Sequence[int]) -> np.ndarray:
     """Two numbers for each leaf, by its position in a tree; of shape (leaves, 2)."""
-    start = _mixed(_mixed(np.array([seed], np.uint32)) + np.uint32(purpose))
-    first = _mixed(np.array(positions, np.uint32) + start)
-    return np.stack([first, _mixed(first)], axis=1)
+    start = mixed(mixed(np.array([seed], np.uint32)) + np.uint32(purpose))
+    first = mixed(np.array(positions, np.uint32) + start)
+    return np.stack([first, mixed(first)], axis=1)
 
 
 def step_keys(step: jax.Array) -> jax.Array:
     """Two numbers for each step, of shape (2,); computed once for all leaves."""
-    first = _mixed(step.astype(jnp.uint32))
-    return jnp.stack([first, _mixed(first)])
+    first = mixed(step.astype(jnp.uint32))
+    return jnp.stack([first, mixed(first)])
 
 
 def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
     if np.ndim(keys.first):
         first = first + jnp.asarray(keys.first).reshape(column)
     # The second key enters between the rounds, so that streams are not shifts of each other.
-    return _mixed(elements + first, second)
+    return mixed(elements + first, second)
 
 
 def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
@@ -73,7 +73,7 @@ def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
     return random_bits(of_step, keys, sharded_as(numbers, x))
 
 
-def _mixed(x: Any, key: jax.Array | None = None) -> Any:
+def mixed(x: Any, key: jax.Array | None = None) -> Any:
     """The finaliser, of an array of JAX or NumPy."""
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = x if key is None else x ^ key

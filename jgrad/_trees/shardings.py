@@ -5,7 +5,7 @@ might be sharded in several ways. With automatic axes it only says that there is
 `shard_map` it may say along which axes an array varies. All here works in each supported JAX.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +26,38 @@ def is_sharded(x: jax.Array) -> bool:
     return any(part is not None for part in jax.typeof(x).sharding.spec)
 
 
+def automatic_mesh(x: jax.Array) -> Any:
+    """The mesh of `x`, or that of `jax.set_mesh`, if all its axes are automatic; else None."""
+    for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()):
+        if mesh.axis_types and all(kind == AxisType.Auto for kind in mesh.axis_types):
+            return mesh
+    return None
+
+
+def places(x: jax.Array) -> tuple[tuple[str, ...], ...] | None:
+    """For each axis the mesh axes over which it is sharded, if the type of `x` says all of them."""
+    own = jax.typeof(x).sharding
+    kinds = own.mesh.axis_types
+    if not kinds or any(kind != AxisType.Explicit for kind in kinds):
+        return None
+    return tuple(() if p is None else p if isinstance(p, tuple) else (p,) for p in own.spec)
+
+
 def is_on_mesh(x: jax.Array) -> bool:
     """Whether `x` may be sharded, as far as its type says it: with automatic axes not how it is.
 
     Nothing says it of arrays that only `in_shardings` puts there.
     """
     return any(kind != AxisType.Manual for kind in jax.typeof(x).sharding.mesh.axis_types)
+
+
+def may_be_sharded(x: jax.Array) -> bool:
+    """Whether `x` may be sharded by anything, `in_shardings` among it.
+
+    Nothing shards an array on the only device, nor the part of one inside `shard_map`.
+    """
+    kinds = jax.typeof(x).sharding.mesh.axis_types
+    return any(kind != AxisType.Manual for kind in kinds) if kinds else jax.device_count() > 1
 
 
 def replicated(x: jax.Array) -> jax.Array:
@@ -82,6 +108,15 @@ def is_known_to_be_invariant(x: jax.Array, name: str) -> bool:
     return bool(jax.typeof(varying) != jax.typeof(x))
 
 
+def varying_as(arrays: Sequence[jax.Array]) -> dict[str, Any]:
+    """How a `jax.ShapeDtypeStruct` says along which axes that varies which is made of these."""
+    if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
+        types = [jax.typeof(x).manual_axis_type for x in arrays]
+        axes = frozenset[str]().union(*(x.varying for x in types))
+        return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
+    return {"vma": frozenset[str]().union(*(jax.typeof(x).vma for x in arrays))}  # JAX 0.7
+
+
 def unknown_axes(x: jax.Array) -> tuple[str, ...]:
     """The mesh axes of the `shard_map` or `pmap` around, along which `x` may vary.
 
@@ -90,6 +125,24 @@ def unknown_axes(x: jax.Array) -> tuple[str, ...]:
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
     named = [name for name in manual if not str(name).startswith(_WITHOUT_NAME)]
     return tuple(name for name in named if not is_known_to_be_invariant(x, name))
+
+
+def barrier(tree: PyTree) -> PyTree:
+    """`jax.lax.optimization_barrier`, with a barrier of its own for arrays that vary alike.
+
+    Joined, all results would be typed as varying over the mesh axes over which one does.
+    """
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for i, x in enumerate(leaves):
+        alike.setdefault(unknown_axes(x), []).append(i)
+    for own in alike.values():
+        new = jax.lax.optimization_barrier([leaves[i] for i in own])
+        for i, x in zip(own, new, strict=True):
+            leaves[i] = x
+    return structure.unflatten(leaves)
 
 
 def _varying(x: jax.Array, name: str) -> jax.Array:

@@ -1,0 +1,106 @@
+"""What a program for a TPU makes of each leaf in 8 bits, and why."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+
+from jgrad._fused.graph import Graph
+from jgrad._fused.planned import Planned
+from jgrad._quantized import regions
+from jgrad._trees.blocks import SIZE, Blocks
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import inside
+from jgrad._wrappers.apply_gradients import apply_gradients
+
+_NAME = "leaf_programs"
+_KERNEL = "one kernel"
+
+
+def leaf_programs(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    *,
+    mesh_axes: PyTree = None,
+    **extra_args: Any,
+) -> dict[str, str]:
+    """How a program for a TPU computes each array of the state that is stored in 8 bits.
+
+        answer = "one kernel", or "XLA: " and the reason
+
+    A kernel of a leaf reads and writes each array once. Without one XLA writes the moments in
+    float32, too.
+
+    Call it where the step is traced: under the same `jax.set_mesh`, or inside `shard_map`.
+
+    Args:
+      tx: any transformation.
+      params: arrays or `jax.ShapeDtypeStruct`s, with the shardings that they will have.
+      mesh_axes: of `apply_gradients`.
+      extra_args: likewise.
+
+    Returns:
+      The answer for each path in the state; nothing for a state without 8 bits.
+
+    Raises:
+      TypeError: `tx` is not a transformation.
+
+    Example:
+      >>> params = {"w": jnp.ones((64, 256)), "v": jnp.ones((64, 100))}
+      >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
+      >>> for path, answer in jgrad.leaf_programs(tx, params).items():
+      ...     print(path, answer)
+      .mw['v'] XLA: its last axis, 100, is no multiple of 256
+      .mw['w'] one kernel
+      .vw['v'] XLA: its last axis, 100, is no multiple of 256
+      .vw['w'] one kernel
+    """
+    tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
+    state = jax.eval_shape(tx.init, params)
+    step = functools.partial(apply_gradients, tx, mesh_axes=mesh_axes, **extra_args)
+    traced = jax.make_jaxpr(step)(params, state, params)
+    graph = Graph.of(traced)
+    is_local = not any(map(_is_sharded, jax.tree.leaves(params)))
+    planned = Planned.of(traced, (None,) * len(graph.outputs), "kernel", is_local=is_local)
+    answers = dict(_answers(planned))
+    flat = jax.tree.leaves((params, state, params))
+    value_of = {id(x): value for x, value in zip(flat, graph.inputs, strict=True)}
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
+        if not _is_blocks(x):
+            continue
+        if regions.is_possible(x):
+            answer = answers.get(value_of[id(x.codes)], "XLA: it is not updated element by element")
+        elif len(x.shape) < 2:
+            answer = "XLA: it has no rows"
+        elif x.shape[-1] % SIZE:
+            answer = f"XLA: its last axis, {x.shape[-1]}, is no multiple of {SIZE}"
+        else:
+            answer = "XLA: it is stored in other blocks than along its last axis"
+        found[jax.tree_util.keystr(path)] = answer
+    return found
+
+
+def _answers(planned: Planned) -> Iterator[tuple[int, str]]:
+    """The answer for each array that a kernel reads."""
+    for kernel, place in zip(planned.plan.kernels, planned.places, strict=True):
+        answer = f"XLA: {place}" if isinstance(place, str) else _KERNEL
+        yield from ((x, answer) for x in kernel.arrays)
+    for op in (*planned.plan.before, *planned.plan.after):
+        for branch in planned.branches(op):
+            inputs = dict(zip(branch.graph.inputs, op.inputs[1:], strict=True))
+            yield from ((inputs[x], answer) for x, answer in _answers(branch) if x in inputs)
+
+
+def _is_blocks(x: Any) -> bool:
+    return isinstance(x, Blocks)
+
+
+def _is_sharded(x: Any) -> bool:
+    """Whether several devices share an array; what `shard_map` shows is a part already."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    sharding = getattr(x, "sharding", None)
+    return sharding is not None and len(sharding.device_set) > 1

@@ -1,0 +1,389 @@
+"""What is in a kernel, what it reads and writes, and where there is none."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export
+
+import jgrad
+from jgrad._fused import step as fused
+from jgrad._fused.planned import Planned
+from tests import golden
+from tests.support.compilations import compilations
+from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain, steps
+from tests.support.loops import assert_equal, stack
+
+SHAPES = {"w": (24, 512), "odd": (50, 100)}
+
+
+def model(dtype=jnp.float32):
+    return normal(SHAPES, 0, dtype)
+
+
+def planned(tx, w, step=jgrad.apply_gradients):
+    """The plan of the one operation that a step is."""
+    traced = jax.make_jaxpr(functools.partial(step, tx))(w, tx.init(w), w)
+    (step,) = [eqn.params for eqn in traced.eqns if eqn.primitive.name == "jgrad_step"]
+    return Planned.of(step["jaxpr"], step["replaced"], "kernel", is_local=True)
+
+
+def update(tx, g, state, w):
+    """Without the weights that come of it."""
+    return tx.update(g, state, w)
+
+
+def dtypes(found, values):
+    return sorted(str(np.dtype(found.graph.dtype(x))) for x in values)
+
+
+def clipped(tx):
+    return optax.chain(jgrad.clip_by_global_norm(1.0), tx)
+
+
+# ---- what a kernel has -------------------------------------------------------------------------
+
+FLOATS = ["float32", "float32"]
+STOCHASTIC = lambda: jgrad.stochastic_rounding(ADAM())
+SKIP = lambda: jgrad.skip_nonfinite(clipped(ADAM()))
+# What is read and written of the shape of a leaf: gradient, weight, codes; codes and weight.
+WHOLE_STEPS = {
+    "adam": (ADAM, [*FLOATS, "int8", "uint8"], ["float32", "int8", "uint8"]),
+    "momentum": (MOMENTUM, [*FLOATS, "int8"], ["float32", "int8"]),
+    "stochastic": (
+        STOCHASTIC,
+        ["bfloat16", "bfloat16", "int8", "uint8"],
+        ["bfloat16", "int8", "uint8"],
+    ),
+    "skip(clip(adam))": (SKIP, [*FLOATS, "int8", "uint8"], ["float32", "int8", "uint8"]),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_STEPS)
+def test_each_array_is_read_and_written_once(name):
+    make, read, written = WHOLE_STEPS[name]
+    w = model(jnp.bfloat16 if name == "stochastic" else jnp.float32)
+    found = planned(make(), w)
+    (kernel,) = found.plan.kernels
+    assert dtypes(found, kernel.arrays) == read
+    assert dtypes(found, kernel.outputs) == written
+    assert len(kernel.scales) == len(kernel.new_scales) == len(written) - 1
+    assert not kernel.columns  # but in packed trees
+    assert all(found.graph.shape(x) == (24, 512) for x in (*kernel.arrays, *kernel.outputs))
+
+
+@pytest.mark.parametrize("make", [functools.partial(jgrad.adam, 0.1, moment_dtype="8bit"), ADAM])
+def test_updates_alone(make):
+    """A direction is written, and no weight is read: what is cheap after it is XLA's to fuse."""
+    found = planned(make(), model(), update)
+    (kernel,) = found.plan.kernels
+    assert dtypes(found, kernel.arrays) == ["float32", "int8", "uint8"]
+    assert dtypes(found, kernel.outputs) == ["float32", "int8", "uint8"]
+
+
+def test_packed_rows_have_numbers_of_their_own():
+    """Keys, and the rates of leaves: one for each row, of one kernel."""
+    rates = {"w": 0.1, "odd": 0.2}
+    found = planned(jgrad.adam(rates, moment_dtype="8bit"), jgrad.pack(model()))
+    (kernel,) = found.plan.kernels
+    assert kernel.columns
+    rows = found.graph.shape(kernel.arrays[0])[0]
+    assert {found.graph.shape(x) for x in kernel.columns} == {(rows, 1)}
+
+
+def test_what_comes_after_a_sum_is_in_no_kernel():
+    """LAMB scales its direction by norms of it: the kernel writes that, and reads no norm."""
+    lamb = jgrad.lamb(0.1, weight_decay=0.1, moment_dtype="8bit")
+    found = planned(lamb, model())
+    (kernel,) = found.plan.kernels
+    names = {op.name for op in kernel.operations}
+    assert "reduce_sum" not in names
+    assert "reduce_sum" in {op.name for op in found.plan.after}
+    late = {x for op in found.plan.after for x in op.outputs}
+    assert not late & set(kernel.reads)
+    # Of all operations, each is in one place.
+    ops = [*found.plan.before, *kernel.operations, *found.plan.after]
+    assert len(set(map(id, ops))) == len(ops)
+
+
+def test_what_comes_before_is_computed_in_the_kernel_again():
+    """A clipped gradient: the kernel reads the gradient and the factor."""
+    found = planned(SKIP(), model())
+    (kernel,) = found.plan.kernels
+    gradients = set(found.graph.inputs[: len(jax.tree.leaves(model()))])
+    assert gradients & set(kernel.arrays)
+
+
+def test_branches_have_kernels_of_their_own():
+    """`accumulate` updates in a conditional."""
+    found = planned(jgrad.accumulate(ADAM(), 2), model())
+    assert not found.plan.kernels
+    branches = [b for op in (*found.plan.before, *found.plan.after) for b in found.branches(op)]
+    assert sorted(len(b.plan.kernels) for b in branches) == [0, 1]
+
+
+# ---- the program -------------------------------------------------------------------------------
+
+
+def pallas_calls(text):
+    return text.count("tpu_custom_call")
+
+
+def for_tpu(f, *args, platforms=("tpu",)):
+    return export.export(jax.jit(f), platforms=list(platforms))(*args)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
+@pytest.mark.parametrize("step", [jgrad.apply_gradients, update], ids=["step", "update"])
+def test_codes_and_weights_are_written_in_their_place(step, packed):
+    """The kernel says which results alias which arguments."""
+    tx, w = ADAM(), jgrad.pack(model()) if packed else model()
+    args = w, tx.init(w), w
+    found = planned(tx, w, step)
+    (kernel,) = found.plan.kernels
+    traced = jax.make_jaxpr(found.run)(jax.tree.leaves(args))
+    (eqn,) = [e for e in traced.jaxpr.eqns if e.primitive.name == "pallas_call"]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    name = dict(zip(found.graph.inputs, paths, strict=True))
+    aliased = set()
+    for i, o in eqn.params["input_output_aliases"]:
+        assert eqn.invars[i].aval.shape == eqn.outvars[o].aval.shape
+        assert eqn.invars[i].aval.dtype == eqn.outvars[o].aval.dtype
+        aliased.add(name[[*kernel.arrays, *kernel.scales][i]])
+    part = ".buffers['float32']" if packed else "['w']"
+    moments = {f"[1].{m}{part}.{x}" for m in ("mw", "vw") for x in ("codes", "scale")}
+    assert aliased == moments | ({f"[2]{part}"} if step is jgrad.apply_gradients else set())
+
+
+def test_one_program_for_all_platforms():
+    """That of the CPU runs, and is the plain one."""
+    tx, w = SKIP(), model()
+    step = functools.partial(jgrad.apply_gradients, tx)
+    exported = for_tpu(step, w, tx.init(w), w, platforms=("cpu", "cuda", "tpu"))
+    assert pallas_calls(exported.mlir_module()) == 1
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    expected = plain(tx, w, [w])
+    found = exported.call(w, tx.init(w), w)
+    assert_equal(tuple(found), (expected.w, expected.state))
+
+
+@pytest.mark.parametrize("name", ["x64", "accumulate", "scan"])
+def test_programs_for_a_tpu_have_kernels(name, request):
+    if name == "x64":
+        request.getfixturevalue("x64")
+    tx, w = jgrad.accumulate(ADAM(), 2) if name == "accumulate" else ADAM(), model()
+    step = functools.partial(jgrad.apply_gradients, tx)
+    if name == "scan":
+        one, step = (
+            step,
+            lambda g, state, w: jax.lax.fori_loop(
+                0, 3, lambda _, old: one(g, old[1], old[0]), (w, state)
+            ),
+        )
+    assert pallas_calls(for_tpu(step, w, tx.init(w), w).mlir_module()) == 1
+
+
+# ---- surroundings ------------------------------------------------------------------------------
+
+
+def test_one_trace_for_many_steps():
+    tx, w = jgrad.skip_nonfinite(ADAM()), model()
+    traces = []
+
+    @jax.jit
+    def step(g, state, w):
+        traces.append(None)
+        return jgrad.apply_gradients(tx, g, state, w)
+
+    state = tx.init(w)
+    w, state = step(w, state, w)
+
+    def again(g):
+        nonlocal w, state
+        w, state = step(g, state, w)
+
+    assert compilations(again, model(), model(), model()) == 0
+    assert len(traces) == 1
+
+
+def test_vmap():
+    """The plain form of each model."""
+    tx = MOMENTUM()
+    each = [normal(SHAPES, i) for i in range(2)]
+    states = [tx.init(w) for w in each]
+    one = functools.partial(jgrad.apply_gradients, tx)
+    with fused.forced("kernel"):
+        found = jax.jit(jax.vmap(one))(stack(each), stack(states), stack(each))
+    runs = [plain(tx, w, [w]) for w in each]
+    assert_equal(tuple(found), stack([(x.w, x.state) for x in runs]))
+
+
+def test_vmap_over_gradients_alone():
+    tx, w = MOMENTUM(), model()
+    grads = [normal(SHAPES, i) for i in range(2)]
+    one = lambda g: jgrad.apply_gradients(tx, g, tx.init(w), w)
+    found = jax.jit(jax.vmap(one))(stack(grads))
+    assert_equal(found[0], stack([plain(tx, w, [g]).w for g in grads]))
+
+
+def test_no_derivative():
+    """The error of codes is as clear as it is without kernels."""
+    tx, w = MOMENTUM(), model()
+
+    def loss(g):
+        updates, _ = tx.update(g, tx.init(w), w)
+        _, state = tx.update(g, tx.update(g, tx.init(w), w)[1], w)
+        return jnp.sum(updates["w"]) + jnp.sum(state.mw["w"].scale)
+
+    with pytest.raises(TypeError, match="no derivative goes through moments stored in 8 bits"):
+        jax.jit(jax.grad(loss))(w)
+
+
+def shouting(tx):
+    """A transformation of a user with an effect."""
+
+    def update(updates, state, params=None, **extra):
+        jax.debug.print("a step")
+        return tx.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def test_effects(capfd):
+    """They happen, once in each step, as in the plain form."""
+    tx, w = shouting(MOMENTUM()), model()
+    found = steps(tx, w, [w, w], "kernel")
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("a step") == 2
+    expected = plain(MOMENTUM(), w, [w, w])
+    assert_equal((found.w, found.state), (expected.w, expected.state))
+
+
+def test_what_a_step_closes_over():
+    """Tracers that are no argument: a rate, and a part of the gradient."""
+
+    def train(g, state, w, rate, bias):
+        tx = optax.chain(
+            optax.stateless(lambda g, _: jax.tree.map(lambda x: x + bias, g)),
+            jgrad.gradient_descent(rate, momentum=0.875, moment_dtype="8bit"),
+        )
+        return jgrad.apply_gradients(tx, g, state, w)
+
+    tx = optax.chain(optax.identity(), MOMENTUM())
+    args = model(), tx.init(model()), model(), jnp.float32(0.125), jnp.float32(0.25)
+    expected = jax.jit(train)(*args)
+    with fused.forced("kernel"):
+        found = jax.jit(lambda *args: train(*args))(*args)
+    assert_equal(found, expected)
+    assert not np.array_equal(found[0]["w"], model()["w"])
+
+
+def test_eager_steps():
+    """No program: what each operation returns."""
+    tx, w = MOMENTUM(), model()
+    with fused.forced("kernel"):
+        found = jgrad.apply_gradients(tx, w, tx.init(w), w)
+    expected = plain(tx, w, [w])
+    assert_equal(tuple(found), (expected.w, expected.state))
+
+
+def test_no_codes_no_call():
+    """Transformations in float32 are traced as they were."""
+    tx, w = jgrad.adam(0.1), model()
+    traced = str(jax.make_jaxpr(functools.partial(jgrad.apply_gradients, tx))(w, tx.init(w), w))
+    assert "jgrad_step" not in traced
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+ONE = "one kernel"
+ODD = "XLA: its last axis, 100, is no multiple of 256"
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, clipped, lambda tx: jgrad.accumulate(tx, 2)])
+def test_answers(wrap):
+    found = jgrad.leaf_programs(wrap(MOMENTUM()), model())
+    assert [(path.rpartition(".")[2], x) for path, x in found.items()] == [
+        ("mw['odd']", ODD),
+        ("mw['w']", ONE),
+    ]
+
+
+def test_answers_of_shapes():
+    shapes = jax.eval_shape(model)
+    assert jgrad.leaf_programs(ADAM(), shapes) == jgrad.leaf_programs(ADAM(), model())
+
+
+def test_answers_without_8_bits():
+    assert jgrad.leaf_programs(jgrad.adam(0.1), model()) == {}
+
+
+def test_answers_of_other_blocks():
+    """A vector, whose rows are no multiple, and layers that are stacked over the last axis."""
+    w = {"long": jnp.ones(5120), "cut": jnp.ones((32, 256)), "ragged": jnp.ones(5000)}
+    tx = jgrad.lamb(0.1, layer_axes={"long": None, "cut": -1, "ragged": None}, moment_dtype="8bit")
+    found = jgrad.leaf_programs(tx, w)
+    assert found[".mw['cut']"] == "XLA: it is stored in other blocks than along its last axis"
+    assert found[".mw['long']"] == found[".mw['ragged']"] == "XLA: it has no rows"
+
+
+def test_answers_of_what_is_not_updated():
+    """A transformation of a user that keeps a moment, and never updates it."""
+    tx = MOMENTUM()
+    idle = optax.GradientTransformation(tx.init, lambda g, state, w=None: (g, state))
+    assert jgrad.leaf_programs(idle, model())[".mw['w']"] == (
+        "XLA: it is not updated element by element"
+    )
+
+
+def test_answers_refuse_what_is_no_transformation():
+    with pytest.raises(TypeError, match="leaf_programs"):
+        jgrad.leaf_programs(lambda g: g, model())
+
+
+# ---- states of earlier versions ----------------------------------------------------------------
+
+FILES = sorted(golden.DATA.glob("states_*.npz"))
+IN_8_BITS = ("adam_8bit", "momentum_8bit", "lamb_8bit")
+WRITTEN = [
+    pytest.param(file, name, id=f"{name}-{file.stem}")
+    for file in FILES
+    for name in IN_8_BITS
+    if any(key.startswith(f"{name}/") for key in np.load(file))
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("file", "name"), WRITTEN)
+def test_states_of_earlier_versions(file, name, form):
+    """The whole blocks of their long vector, as rows: numbered alike, they have the same bits."""
+    arrays = dict(np.load(file))
+    tx = golden.TRANSFORMATIONS[name]()
+    rows = lambda x: x[:4096].reshape(16, 256)
+    w, g = golden.weights(name), golden.gradient(2, name)
+    state = golden.with_stand_ins(f"{name}/state", tx.init(w), golden.with_new_names(arrays))
+    read = lambda what, tree: golden.like(f"{name}/{what}", tree, arrays)
+    w, state, new = read("weights", w), read("state", state), read("next_state", state)
+    state, new = map(golden.without_stand_ins, (state, new))
+
+    def as_rows(tree):
+        def one(x):
+            if isinstance(x, jgrad.Blocks):
+                return x._replace(codes=rows(x.codes), scale=x.scale[:16].reshape(16, 1))
+            return rows(x) if getattr(x, "shape", None) == (4100,) else x
+
+        return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
+
+    found = steps(tx, as_rows(w), [as_rows(g)], form, as_rows(state))
+    assert found.leaves == 1
+    for field in ("mw", "vw"):
+        a, b = getattr(found.state, field), getattr(new, field)
+        if b is None:
+            continue
+        a, b = a["large"], as_rows(b)["large"]
+        np.testing.assert_array_equal(a.scale, b.scale)
+        assert np.sum(np.asarray(a.codes) != np.asarray(b.codes)) <= 2

@@ -1,0 +1,269 @@
+"""A step of each form has the codes, the scales and the weights of the plain one, bit for bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.support import kernels
+from tests.support.kernels import ADAM, BETAS, FORMS, MOMENTUM, normal, plain, rate, steps
+from tests.support.loops import assert_equal
+
+pytestmark = pytest.mark.bits
+slow = pytest.mark.slow
+both_forms = pytest.mark.parametrize("form", FORMS)
+
+# One leaf for a kernel, one of layers, and two that no kernel takes.
+SHAPES = {"w": (24, 512), "stack": (2, 9, 256), "odd": (50, 100), "b": (24,)}
+
+
+def model(dtype=jnp.float32, seed=0, shapes=SHAPES):
+    return normal(shapes, seed, dtype)
+
+
+def gradients(count=3, dtype=jnp.float32, shapes=SHAPES):
+    return [jax.tree.map(lambda x: x / 64, model(dtype, t, shapes)) for t in range(1, count + 1)]
+
+
+def assert_same(tx, form, w, grads, leaves, **options):
+    """And so many leaves have the form."""
+    found = steps(tx, w, grads, form, **options)
+    options.pop("step", None)
+    expected = plain(tx, w, grads, **options)
+    assert_equal((found.w, found.state), (expected.w, expected.state))
+    assert found.leaves == leaves
+    return found
+
+
+# ---- recipes -----------------------------------------------------------------------------------
+
+
+def clipped(tx):
+    return optax.chain(jgrad.clip_by_global_norm(1.0), tx)
+
+
+MUON = functools.partial(
+    jgrad.muon,
+    rate,
+    matrices={"w": True, "stack": True, "odd": False, "b": False},
+    momentum=0.875,
+    moment_dtype="8bit",
+    adam_learning_rate=rate,
+    adam_beta1=0.875,
+    adam_beta2=1 - 2.0**-5,
+)
+RECIPES = {
+    "adam": ADAM,
+    "adam, two steps in one": lambda: optax.chain(ADAM(), jgrad.ema(0.875)),
+    "step size": functools.partial(ADAM, bias_correction="step_size"),
+    "scale_by_adam": lambda: optax.chain(
+        jgrad.scale_by_adam(moment_dtype="8bit", **BETAS), optax.scale(-(2.0**-6))
+    ),
+    "momentum": MOMENTUM,
+    "nesterov": functools.partial(MOMENTUM, nesterov=True),
+    "clip": lambda: clipped(ADAM()),
+    "skip": lambda: jgrad.skip_nonfinite(clipped(ADAM())),
+    "skip with a loss scale": lambda: jgrad.skip_nonfinite(ADAM(), loss_scale=4.0),
+    "accumulate": lambda: jgrad.accumulate(ADAM(), 2),
+    "master": lambda: jgrad.master_weights(ADAM()),
+    "stochastic": lambda: jgrad.stochastic_rounding(ADAM()),
+    "skip, clip, stochastic": lambda: jgrad.skip_nonfinite(
+        clipped(jgrad.stochastic_rounding(ADAM()))
+    ),
+    "lamb": lambda: jgrad.lamb(rate, weight_decay=0.125, moment_dtype="8bit", **BETAS),
+    "lars": lambda: jgrad.lars(rate, momentum=0.875, weight_decay=0.125, moment_dtype="8bit"),
+    "muon": MUON,
+}
+IN_BFLOAT16 = ("master", "stochastic", "skip, clip, stochastic")
+QUICK = {
+    "kernel": ("lamb", "accumulate", "skip, clip, stochastic"),
+    "two passes": ("adam", "lars", "skip, clip, stochastic"),
+}
+
+
+def recipes(names=RECIPES, quick=QUICK):
+    """Each in each form; others than these are slow."""
+    rows = [
+        pytest.param(name, form, marks=() if name in quick[form] else slow)
+        for name in names
+        for form in FORMS
+    ]
+    return pytest.mark.parametrize(("name", "form"), rows)
+
+
+@recipes()
+def test_recipes(name, form):
+    dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
+    assert_same(RECIPES[name](), form, model(dtype), gradients(3, dtype), 2)
+
+
+RATES = {"w": 2.0**-6, "stack": 2.0**-7, "odd": 2.0**-8, "b": 2.0**-9}
+PACKED = {
+    "adam": lambda: jgrad.adam(RATES, **ADAM.keywords),
+    "momentum": lambda: jgrad.gradient_descent(RATES, **MOMENTUM.keywords),
+    "lamb": RECIPES["lamb"],
+    "lars": RECIPES["lars"],
+    "accumulate": RECIPES["accumulate"],
+    "skip, clip, stochastic": RECIPES["skip, clip, stochastic"],
+}
+
+
+@recipes(PACKED, {"kernel": ("adam",), "two passes": ("skip, clip, stochastic",)})
+def test_packed(name, form):
+    """One leaf, whose rows have keys, decays and rates of their own."""
+    dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
+    grads = [jgrad.pack(g) for g in gradients(3, dtype)]
+    found = assert_same(PACKED[name](), form, jgrad.pack(model(dtype)), grads, 1)
+    on_tree = plain(PACKED[name](), model(dtype), gradients(3, dtype))
+    if name in ("adam", "momentum", "accumulate"):
+        large = lambda w: (w["w"], w["stack"])  # others are not in 8 bits by themselves
+        assert_equal(large(jgrad.unpack(found.w)), large(on_tree.w))
+
+
+@recipes(
+    ("adam", "momentum", "lamb", "skip", "accumulate", "stochastic"),
+    {"kernel": ("momentum",), "two passes": ()},
+)
+def test_updates_alone(name, form):
+    """`tx.update` and `optax.apply_updates`, by themselves."""
+    dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
+    grads = gradients(3, dtype)
+    assert_same(RECIPES[name](), form, model(dtype), grads, 2, step=kernels.with_update)
+
+
+# ---- numbers -----------------------------------------------------------------------------------
+
+NUMBERS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e-30, 1e30, 3e38, 1e-44)
+
+
+def odd_gradients(dtype=jnp.float32):
+    """Each of these numbers in a block of its own; then a row of nothing else."""
+    steps = gradients(3, dtype)
+    for i, x in enumerate(NUMBERS):
+        steps[1]["w"] = steps[1]["w"].at[i, 3 * i].set(x)
+        steps[1]["w"] = steps[1]["w"].at[i + len(NUMBERS)].set(x)
+        steps[2]["stack"] = steps[2]["stack"].at[1].set(0.0)
+    return steps
+
+
+@recipes(
+    ("adam", "momentum", "lars", "clip", "stochastic"),
+    {"kernel": ("adam",), "two passes": ("momentum",)},
+)
+def test_numbers_of_all_sizes(name, form):
+    """NaN, infinities, zeros, what overflows and what is subnormal."""
+    dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
+    found = assert_same(RECIPES[name](), form, model(dtype), odd_gradients(dtype), 2)
+    assert not np.all(np.isfinite(np.asarray(found.w["w"], np.float32)))
+
+
+@recipes(
+    ("skip", "skip with a loss scale", "skip, clip, stochastic"),
+    {"kernel": ("skip",), "two passes": ()},
+)
+def test_a_skipped_step(name, form):
+    """Codes, scales and weights stay, and the next step is as if it had not been."""
+    dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
+    good = gradients(2, dtype)
+    bad = odd_gradients(dtype)[1]
+    found = assert_same(RECIPES[name](), form, model(dtype), [good[0], bad], 2)
+    before = plain(RECIPES[name](), model(dtype), good[:1])
+    moments = [jgrad.unquantized(optax.tree.get(x.state, "mw")) for x in (found, before)]
+    assert_equal((found.w, moments[0]), (before.w, moments[1]))
+    assert int(found.state.skipped) == 1
+
+
+def with_usual_numbers(form, dtype=jnp.float32):
+    """Numbers whose products are rounded."""
+    tx = jgrad.skip_nonfinite(clipped(jgrad.adam(1e-3, weight_decay=0.1, moment_dtype="8bit")))
+    grow = lambda tree: jax.tree.map(lambda x: (x * 1.2345678).astype(dtype), tree)
+    w, grads = grow(model()), [grow(g) for g in gradients(3)]
+    return steps(tx, w, grads, form), plain(tx, w, grads)
+
+
+@pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=slow)])
+def test_usual_numbers(form):
+    """Bit for bit where no product joins a sum; elsewhere to a rounding or two in each step.
+
+    These change a number by about 2^-23 of itself, and codes are at least 2^-4 apart: of the 27 000
+    codes of a moment that three steps write, fewer than one is expected to be another.
+    """
+    found, expected = with_usual_numbers(form)
+    if not kernels.contracts():
+        assert_equal((found.w, found.state), (expected.w, expected.state))
+    codes = [
+        [np.asarray(x, int) for x in jax.tree.leaves(run.state) if x.dtype in (np.int8, np.uint8)]
+        for run in (found, expected)
+    ]
+    for a, b in zip(*codes, strict=True):
+        assert np.sum(a != b) <= 2
+        assert np.max(np.abs(a - b)) <= 1
+    for a, b in zip(*map(jax.tree.leaves, (found.w, expected.w)), strict=True):
+        different = np.abs(np.asarray(a) - np.asarray(b)) > 4 * 2.0**-24 * np.abs(np.asarray(b))
+        assert np.sum(different) <= 4  # those of other codes
+
+
+in_64_bits = pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="JAX 0.7 interprets kernels in the 64 bits around them."
+)
+
+
+@in_64_bits
+@recipes(
+    ("adam", "momentum", "accumulate", "skip, clip, stochastic"),
+    {"kernel": ("momentum",), "two passes": ()},
+)
+def test_x64(name, form, x64):
+    dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
+    assert_same(RECIPES[name](), form, model(dtype), gradients(2, dtype), 2)
+
+
+@in_64_bits
+@pytest.mark.slow
+@both_forms
+def test_packed_x64(form, x64):
+    grads = [jgrad.pack(g) for g in gradients(2)]
+    assert_same(PACKED["momentum"](), form, jgrad.pack(model()), grads, 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
+@pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=slow)])
+def test_gradients_of_another_dtype(form, dtype):
+    """Weights in float32, gradients in half precision; a kernel has no float16."""
+    assert_same(MOMENTUM(), form, model(), gradients(2, dtype), 2)
+
+
+# ---- leaves ------------------------------------------------------------------------------------
+
+ROWS = {n: (n, 256 * -(-16 // n)) for n in (1, 7, 8, 127, 128, 129, 300, 1024, 1025, 2100)}
+COLUMNS = {n: (8, n) for n in (512, 2048, 2304)}
+STACKED = {"3-D": (3, 7, 256), "4-D": (2, 3, 5, 256), "with ones": (1, 20, 1, 256)}
+PLAIN = {"odd": (50, 100), "vector": (5120,), "small": (3, 256), "empty": (0, 256)}
+
+
+GROUPS = {f"{n} rows": ROWS[n] for n in ROWS} | {f"{n} columns": COLUMNS[n] for n in COLUMNS}
+GROUPS |= STACKED | {"both": (1025, 2304)}
+QUICK_SIZES = ("both", "4-D")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK_SIZES else slow) for x in GROUPS]
+)
+def test_sizes(name):
+    """Leaves of less than a tile, of several steps of the grid, and of parts of these."""
+    shapes = {"first": (3,), "w": GROUPS[name]}
+    assert_same(MOMENTUM(), "kernel", model(shapes=shapes), gradients(2, shapes=shapes), 1)
+
+
+@pytest.mark.slow
+@both_forms
+@pytest.mark.parametrize("make", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+def test_all_sizes_together(make, form):
+    """With leaves that no kernel takes."""
+    shapes = {"some": GROUPS, "none": PLAIN}
+    count = len(GROUPS)
+    assert_same(make(), form, model(shapes=shapes), gradients(2, shapes=shapes), count)
