@@ -41,6 +41,7 @@ EXAMPLES = {
     "docs/memory.md": 2,
     "docs/from_optax.md": 1,
     # These by test_guides.py, test_from_pytorch.py and test_recipes_to_choose.py.
+    "docs/accelerators.md": 2,
     "docs/getting_started.md": 5,
     "docs/half_precision.md": 4,
     "docs/from_pytorch.md": 2,

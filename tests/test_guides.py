@@ -8,10 +8,30 @@ import optax
 import pytest
 
 import jgrad
+from benchmarks.accelerators.recipes import RECIPES
+from tests.accelerators.limits import NOT_REACHED, limit
 from tests.support.loops import assert_equal
-from tests.test_docs import page, run_example
+from tests.test_docs import page, rows, run_example, section
 
 STARTED, HALF = "docs/getting_started.md", "docs/half_precision.md"
+# The rows of docs/accelerators.md by the recipes that are compiled.
+ACCELERATORS = {
+    "AdamW": ["AdamW"],
+    "skip(clip + AdamW)": ["skip(clip + AdamW)"],
+    "AdamW + ema": ["AdamW + ema"],
+    "accumulate(clip + AdamW), a mini-step": ["accumulate(clip + AdamW)"],
+    "accumulate, `emit=False`": ["accumulate, emit=False"],
+    "LARS": ["LARS"],
+    "LAMB; clip + LAMB": ["clip + LAMB"],
+    "AdamW, moments in 8 bits": ["AdamW, 8 bits"],
+    "bf16: stochastic(AdamW, 8 bits)": ["bf16: stochastic(AdamW, 8 bits)"],
+    "bf16: skip(clip + stochastic(AdamW, 8 bits))": [
+        "bf16: skip(stochastic(clip + AdamW, 8 bits))"
+    ],
+    "bf16: skip(accumulate(master(clip + LAMB + ema))), a mini-step": [
+        "bf16: skip(accumulate(master(clip + LAMB + ema)))"
+    ],
+}
 NAMES = {"jax": jax, "jnp": jnp, "jgrad": jgrad, "optax": optax}
 
 
@@ -111,3 +131,46 @@ def test_figures_of_half_precision():
     figures = set(re.findall(r"\b\d+\.\d\d\b", page(HALF)))
     assert {"6.03", "1.20", "0.15"} <= figures
     assert figures - {"0.99"} <= set(re.findall(r"\b\d+\.\d\d\b", there))
+
+
+# ---- TPU and GPU -------------------------------------------------------------------------------
+
+
+def test_a_whole_step(capsys):
+    """One step of eight bits, and what a TPU would make of each leaf."""
+    names = run_example("docs/accelerators.md", 0, {})
+    assert int(names["state"].inner.step) == 1
+    assert bool((names["params"]["w"] < 0).all())
+    answers = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert answers[".inner.mw['w']"] == answers[".inner.vw['w']"] == "one kernel"
+    shown = re.search(r"# (\S+) (XLA: .*) \.\.\.$", page("docs/accelerators.md"), re.MULTILINE)
+    assert answers[shown[1]] == shown[2]
+
+
+def test_counting_a_step(capsys):
+    """Without the compilers it says how to install them; with them, what a step costs."""
+    run_example("docs/accelerators.md", 1, {})
+    out = capsys.readouterr().out
+    assert 'pip install ".[accelerators]"' in out or out.startswith("28.0")
+
+
+def test_figures_of_accelerators():
+    """As the tests of programs for TPU and GPU allow: the largest of all models and both forms."""
+    shown = {
+        row[0]: row[1:] for row in rows(section("docs/accelerators.md", "What each recipe costs"))
+    }
+    for name, own in ACCELERATORS.items():
+        for cell, target in zip(shown[name], ("h100", "v5e"), strict=True):
+            figures = [tuple(map(float, x)) for x in re.findall(r"([\d.]+) / ([\d.]+)", cell)]
+            most, temporaries = map(max, zip(*figures, strict=True))
+            for recipe in own:
+                bounds = [
+                    NOT_REACHED.get(
+                        (recipe, target, model, form),
+                        limit(recipe, target, packed=form == "packed"),
+                    )
+                    for model in RECIPES[recipe].models
+                    for form in ("tree", "packed")
+                ]
+                assert most <= max(x.bytes for x in bounds)
+                assert temporaries <= max(x.temporaries for x in bounds) + 0.05

@@ -15,3 +15,8 @@ def mesh_of(axis_type=AxisType.Auto, **axes):
         axis_types=(axis_type,) * len(axes),
         devices=jax.devices()[:devices],
     )
+
+
+def use(mesh):
+    """A context with this mesh, in each supported JAX."""
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh)

@@ -32,46 +32,61 @@ class Wrapper:
 
     Attributes:
       name: of the function.
-      around: makes a transformation of an optimizer.
+      around: makes a transformation of an optimizer, and of `mesh_axes` where there are norms or
+        flags that devices share.
       own: fields of its state that are found by name, and what they are at the start.
       like_params: those among them that are trees like the parameters.
       state: the type of its state and its fields, a file format.
       dtype: of the parameters, where it matters.
       calls: updates until the optimizer has run.
+      shares: whether it takes `mesh_axes`.
+      skips: whether it leaves out gradients that are not finite.
     """
 
     name: str
-    around: Callable[[Any], Any]
+    around: Callable[..., Any]
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
     like_params: tuple[str, ...] = ()
     state: tuple[Any, tuple[str, ...]] | None = None
     dtype: Any = jnp.float32
     calls: int = 1
+    shares: bool = False
+    skips: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
 WRAPPERS = [
-    Wrapper("clip_by_global_norm", lambda tx: optax.chain(jgrad.clip_by_global_norm(0.01), tx)),
+    Wrapper(
+        "clip_by_global_norm",
+        lambda tx, **axes: optax.chain(jgrad.clip_by_global_norm(0.01, **axes), tx),
+        shares=True,
+    ),
     Wrapper(
         "accumulate",
-        lambda tx: jgrad.accumulate(tx, 2),
+        lambda tx, **axes: jgrad.accumulate(tx, 2, **axes),
         {"mini_step": 0, "count": 0, "skipped": 0},
         ("total",),
         (jgrad.AccumulateState, ("mini_step", "count", "skipped", "total", "inner")),
         calls=2,
+        shares=True,
+        skips=True,
     ),
     Wrapper(
         "skip_nonfinite",
         jgrad.skip_nonfinite,
         {"skipped": 0, "streak": 0, "loss_scale": 1},
         state=(jgrad.SkipState, ("skipped", "inner", "streak", "loss_scale")),
+        shares=True,
+        skips=True,
     ),
     Wrapper(
         "skip_nonfinite",
-        lambda tx: jgrad.skip_nonfinite(tx, loss_scale=8.0, growth_interval=3),
+        lambda tx, **axes: jgrad.skip_nonfinite(tx, loss_scale=8.0, growth_interval=3, **axes),
         {"skipped": 0, "streak": 0, "loss_scale": 8},
+        shares=True,
+        skips=True,
     ),
     Wrapper(
         "master_weights",
