@@ -22,10 +22,15 @@ ACCELERATORS = {
     "accumulate(clip + AdamW), a mini-step": ["accumulate(clip + AdamW)"],
     "accumulate, `emit=False`": ["accumulate, emit=False"],
     "LARS": ["LARS"],
-    "LAMB; clip + LAMB": ["clip + LAMB"],
-    "AdamW, moments in 8 bits": ["AdamW, 8 bits"],
+    "LAMB": ["LAMB"],
+    "clip + LAMB": ["clip + LAMB"],
+    "AdamW, 8 bits": ["AdamW, 8 bits"],
+    "AdamW, 8 bits, `optax.apply_updates`": ["AdamW, 8 bits, optax.apply_updates"],
     "bf16: stochastic(AdamW, 8 bits)": ["bf16: stochastic(AdamW, 8 bits)"],
-    "bf16: skip(clip + stochastic(AdamW, 8 bits))": [
+    "bf16: stochastic(AdamW, 8 bits), `optax.apply_updates`": [
+        "bf16: stochastic(AdamW, 8 bits), optax.apply_updates"
+    ],
+    "bf16: skip(stochastic(clip + AdamW, 8 bits))": [
         "bf16: skip(stochastic(clip + AdamW, 8 bits))"
     ],
     "bf16: skip(accumulate(master(clip + LAMB + ema))), a mini-step": [

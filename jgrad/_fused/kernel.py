@@ -168,11 +168,11 @@ class LeafKernel:
             (*columns[: len(kernel.columns)], *scalars),
             strict=False,
         )
-        known |= {x: _of_dtype(value, graph.dtype(x)) for x, value in own}
+        known |= {x: tiles.of_dtype(value, graph.dtype(x)) for x, value in own}
         of_keys = iter(scalars[len(kernel.scalars) :]), iter(columns[len(kernel.columns) :])
         keys = {}
         for key, in_rows in zip(kernel.keys, self._within_rows, strict=True):
-            first, second = (_of_dtype(next(of_keys[in_rows]), _UINT32) for _ in range(2))
+            first, second = (tiles.of_dtype(next(of_keys[in_rows]), _UINT32) for _ in range(2))
             keys[key] = Keys(first, second, in_rows)
         tiles.run(kernel.operations, known, keys, tile, graph, kernel.shape)
         for x, ref in zip(kernel.outputs, outputs, strict=False):
@@ -192,10 +192,3 @@ def _of_32_bits(x: Any) -> jax.Array:
     if x.dtype == jnp.uint32:
         return jax.lax.bitcast_convert_type(x, jnp.int32)
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
-
-
-def _of_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The number that `_of_32_bits` was given."""
-    if dtype == np.uint32 and x.ndim:
-        return jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return x != 0 if dtype == np.bool_ else x.astype(dtype)

@@ -119,7 +119,9 @@ class _Planner:
         inside: set[int] = set()
         for operations in leaves.values():
             if any(op.name in CODINGS for op in operations):
-                operations = self._without_last(operations, read_outside)
+                operations, last = self._without_last(operations, read_outside)
+                self.is_late |= {x for op in last for x in op.outputs}
+                read_outside |= {x for op in last for x in op.inputs}
                 kernels.append(self._kernel(operations, read_outside))
                 inside |= {id(op) for op in operations}
         rest = [op for op in self.graph.operations if id(op) not in inside]
@@ -204,14 +206,17 @@ class _Planner:
             found.update(() if id(op) in inside else op.inputs)
         return found
 
-    def _without_last(self, operations: list[Operation], read_outside: set[int]) -> list[Operation]:
-        """Without operations at the end that cost less outside.
+    def _without_last(
+        self, operations: list[Operation], read_outside: Set[int]
+    ) -> tuple[list[Operation], list[Operation]]:
+        """The operations, and apart from them those at the end that cost less outside.
 
         There XLA fuses them with what reads their results. They are computed from what is written
         anyway, or from one array in the place of the one that would be written.
         """
         kept: list[Operation] = []
-        read_inside: set[int] = set()
+        last: list[Operation] = []
+        written, read_inside = set(read_outside), set[int]()
         for op in reversed(operations):
             inputs = {x for x in op.inputs if x in self.leaf}
             is_last = not read_inside.union(self.replacing) & set(op.outputs)
@@ -219,16 +224,14 @@ class _Planner:
                 is_last
                 and inputs
                 and op.name not in CODINGS
-                and (
-                    inputs <= read_outside or (len(inputs) == 1 and self._is_as_small(op, *inputs))
-                )
+                and (inputs <= written or (len(inputs) == 1 and self._is_as_small(op, *inputs)))
             ):
-                self.is_late |= set(op.outputs)
-                read_outside |= inputs
+                last.append(op)
+                written |= inputs
             else:
                 kept.append(op)
                 read_inside |= inputs
-        return kept[::-1]
+        return kept[::-1], last
 
     def _is_as_small(self, op: Operation, x: int) -> bool:
         dtype = self.graph.dtype(x)

@@ -114,11 +114,10 @@ class Planned(NamedTuple):
         widened again behind it. A branch may have kernels of its own.
         """
         inputs = list(op.inputs)
-        is_of_platforms = op.params.get("branches_platforms") is not None
-        if op.name in ("cond", "optimization_barrier") and not is_of_platforms:
+        if op.name == "optimization_barrier" or _is_conditional(op):
             inputs = [y if (y := self._narrow(x)) in values else x for x in inputs]
         args = [values[x] for x in inputs]
-        if inputs == list(op.inputs) and not self.branches(op):
+        if inputs == list(op.inputs) and not _reads_codes(op):
             return op.run(args)
         dtypes = [self.graph.dtype(x) for x in op.inputs]
         if op.name == "optimization_barrier":
@@ -148,8 +147,7 @@ class Planned(NamedTuple):
 
     def branches(self, op: Operation) -> "list[Planned]":
         """Those of a conditional, if codes are read there."""
-        is_of_platforms = op.params.get("branches_platforms") is not None
-        if op.name != "cond" or is_of_platforms or not any(map(_has_codes, op.params["branches"])):
+        if not _reads_codes(op):
             return []
         nothing = (None,) * len(op.outputs)
         return [
@@ -170,6 +168,16 @@ class Planned(NamedTuple):
 
 def _as(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     return [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+
+
+def _is_conditional(op: Operation) -> bool:
+    """Whether it has branches of which a number chooses one; not the platform."""
+    return op.name == "cond" and op.params.get("branches_platforms") is None
+
+
+def _reads_codes(op: Operation) -> bool:
+    """Whether it is a conditional, and codes are read in a branch."""
+    return _is_conditional(op) and any(map(_has_codes, op.params["branches"]))
 
 
 def _has_codes(traced: ClosedJaxpr) -> bool:

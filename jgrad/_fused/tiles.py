@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._fused.graph import Graph, Operation
-from jgrad._fused.leaves import FLAG, KEYS, SAME_VALUE
+from jgrad._fused.leaves import CODINGS, FLAG, KEYS, SAME_VALUE
 from jgrad._quantized import codes as coding
 from jgrad._quantized.codec import BY_DTYPE, Codec
 from jgrad._quantized.random_bits import mixed
-from jgrad._quantized.regions import DECODE, ENCODE, ENCODE_IF
+from jgrad._quantized.regions import DECODE, ENCODE_IF
 
 
 class Tile(NamedTuple):
@@ -78,7 +78,7 @@ def run(
             codes, scale = map(read, op.inputs)
             each = jnp.broadcast_to(scale, tile.shape)
             known[op.outputs[0]] = BY_DTYPE[codes.dtype].decode(codes, each)
-        elif op.name in (ENCODE, ENCODE_IF):
+        elif op.name in CODINGS:
             old = tuple(map(read, op.inputs[:2])) if op.name == ENCODE_IF else None
             flag = read(op.inputs[FLAG]) if op.name == ENCODE_IF else None
             bits = _random_bits(keys[op.inputs[KEYS]], tile, shape)
@@ -123,13 +123,13 @@ def _encoded(
 
 def _computed(op: Operation, args: list[jax.Array], tile: Tile) -> jax.Array:
     if op.name == "iota":
-        return _of_dtype(tile.numbers(op.params["dimension"]), op.params["dtype"])
+        return of_dtype(tile.numbers(op.params["dimension"]), op.params["dtype"])
     if op.name == "broadcast_in_dim" or op.name in SAME_VALUE:
         return args[0]
     if op.name == "bitcast_convert_type":
         return _bits(args[0], np.dtype(op.params["new_dtype"]))
     if op.name == "convert_element_type":
-        return _of_dtype(args[0], op.params["new_dtype"])
+        return of_dtype(args[0], op.params["new_dtype"])
     dtypes = {x.dtype for x in args}
     is_half = np.dtype(jnp.bfloat16) in dtypes
     wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args]
@@ -153,15 +153,15 @@ class _Half(NamedTuple):
     """Integers of 16 bits, in the lower half of integers of 32."""
 
     bits: jax.Array
-    dtype: np.dtype
 
 
-def _of_dtype(x: Any, dtype: Any) -> Any:
+def of_dtype(x: Any, dtype: Any) -> Any:
+    """The array in a dtype."""
     if np.dtype(dtype) == np.uint16:
-        return _Half(x & np.uint32(0xFFFF), np.dtype(dtype))
+        return _Half(x & np.uint32(0xFFFF))
     if np.dtype(dtype) == np.uint32 and x.dtype == np.int32 and x.ndim:
         return jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return x.astype(dtype)
+    return x != 0 if np.dtype(dtype) == np.bool_ else x.astype(dtype)
 
 
 def _bits(x: Any, dtype: np.dtype) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from jgrad._inputs.inputs import Inputs
-from jgrad._layers.layer_axes import read_mesh_axes
+from jgrad._layers.layer_axes import check_names, read_mesh_axes
 from jgrad._trees.trees import PyTree
 
 
@@ -29,9 +29,7 @@ def placed(inputs: Inputs, mesh_axes: PyTree) -> list[Any]:
         if g is not None and spec is not None:
             i = array.positions[0]
             names = axes.leaves[i].values
-            if others := [name for name in names if name not in mesh.axis_names]:
-                expected = f"an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}"
-                axes.fail(i, ValueError, f"{others[0]!r}, expected {expected}")
+            check_names(axes, i, names, mesh)
             spec = PartitionSpec(*spec[:1]) if array.is_buffer else spec  # its rows
             if len(spec) > g.ndim:
                 expected = f"at most {g.ndim}, one for each axis of shape {g.shape}"

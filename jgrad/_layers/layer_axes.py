@@ -172,6 +172,13 @@ def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
     return tuple(sorted({name for axes in different for name in axes.values}))
 
 
+def check_names(mesh_axes: ArgLeaves, i: int, names: Sequence[str], mesh: Any) -> None:
+    """Under `jit`, where a leaf is said to be sharded over axes of a mesh."""
+    if others := [name for name in names if name not in mesh.axis_names]:
+        expected = f"an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}"
+        mesh_axes.fail(i, ValueError, f"{others[0]!r}, expected {expected}")
+
+
 def of_leaves(mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
     """The layers of each leaf of the reference; both arguments hold an `Axes` for each leaf."""
     existing_mesh_axes(mesh_axes)

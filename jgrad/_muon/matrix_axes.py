@@ -19,7 +19,7 @@ from jgrad._inputs import options
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.options import Mask
 from jgrad._layers import layer_axes as layer_axes_of
-from jgrad._layers.layer_axes import Axes, LayerAxes, read_indices, read_layer_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, check_names, read_indices, read_layer_axes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -278,9 +278,7 @@ def _check_mesh(mesh_axes: ArgLeaves, i: int, x: Any) -> None:
     if mesh is None:
         return
     for axis, names in enumerate(mesh_axes.leaves[i].values):
-        if others := [name for name in names if name not in mesh.shape]:
-            expected = f"an axis of the mesh: {', '.join(map(repr, mesh.shape))}"
-            mesh_axes.fail(i, ValueError, f"{others[0]!r}, expected {expected}")
+        check_names(mesh_axes, i, names, mesh)
         count = math.prod(mesh.shape[name] for name in names)
         if x.shape[axis] % count:
             problem = f"{names} for axis {axis} of shape {x.shape}, expected a multiple of {count}"

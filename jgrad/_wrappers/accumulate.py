@@ -73,7 +73,8 @@ def _sum(total: jax.Array, g: jax.Array, use: jax.Array) -> jax.Array:
 
 @on_leaf(arrays=2)
 def _mean(total: jax.Array, g: jax.Array, use: jax.Array, count: jax.Array) -> jax.Array:
-    return _sum(total, g, use) / count
+    total = _sum(total, g, use)
+    return total / count.astype(total.dtype)  # which may be complex
 
 
 @on_leaf(arrays=2)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._fused.graph import Graph
 from jgrad._fused.planned import Planned
 from jgrad._quantized import regions
 from jgrad._trees.blocks import SIZE, Blocks
@@ -61,12 +60,12 @@ def leaf_programs(
     state = jax.eval_shape(tx.init, params)
     step = functools.partial(apply_gradients, tx, mesh_axes=mesh_axes, **extra_args)
     traced = jax.make_jaxpr(step)(params, state, params)
-    graph = Graph.of(traced)
     is_local = not any(map(_is_sharded, jax.tree.leaves(params)))
-    planned = Planned.of(traced, (None,) * len(graph.outputs), "kernel", is_local=is_local)
+    nothing = (None,) * len(traced.out_avals)
+    planned = Planned.of(traced, nothing, "kernel", is_local=is_local)
     answers = dict(_answers(planned))
     flat = jax.tree.leaves((params, state, params))
-    value_of = {id(x): value for x, value in zip(flat, graph.inputs, strict=True)}
+    value_of = {id(x): value for x, value in zip(flat, planned.graph.inputs, strict=True)}
     found = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
         if not _is_blocks(x):

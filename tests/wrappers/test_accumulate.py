@@ -45,6 +45,20 @@ def test_a_window_is_one_update_with_the_mean(case, every, x64):
     assert not any(x.any() for x in jax.tree.leaves(state.total))
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "bfloat16", "float16"])
+def test_the_mean_of_other_dtypes(dtype):
+    """Of complex numbers, part by part, also where their sum overflows."""
+    most = float(jnp.finfo(dtype).max) if dtype == "complex64" else 2.0**15
+    rows = [[1, -3, most], [2, 5, most], [3, 1, most]]
+    turn = 1 - 0.5j if dtype == "complex64" else 1
+    grads = [jnp.asarray(row, dtype) * jnp.asarray(turn, dtype) for row in rows]
+    tx = jgrad.accumulate(jgrad.gradient_descent(1.0), 3)
+    updates = run(tx, 0 * grads[0], grads)[0][-1]
+    assert updates.dtype == dtype
+    np.testing.assert_allclose(updates[:2], -turn * np.array([2, 1]), rtol=1e-6)
+    assert jnp.isfinite(updates).all() and abs(updates[2]) >= most / 3
+
+
 def counting():
     """Gradient descent with a number of calls in its state, and those that ran in a list."""
     ran = []
