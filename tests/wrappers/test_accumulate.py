@@ -56,7 +56,8 @@ def test_the_mean_of_other_dtypes(dtype):
     updates = run(tx, 0 * grads[0], grads)[0][-1]
     assert updates.dtype == dtype
     np.testing.assert_allclose(updates[:2], -turn * np.array([2, 1]), rtol=1e-6)
-    assert jnp.isfinite(updates).all() and abs(updates[2]) >= most / 3
+    assert jnp.isfinite(updates).all()
+    assert abs(updates[2]) >= most / 3
 
 
 def counting():
