@@ -28,6 +28,10 @@ Parts of optimizers, for `optax.chain`
     clip_by_global_norm   all gradients scaled down together
     ema                   an exponential moving average of the parameters
 
+Options
+
+    by_path  options by the path of a leaf
+
 Wrappers: what goes around an optimizer
 
     accumulate           one update for several mini-batches
@@ -92,6 +96,7 @@ Names kept for Ivy
 
 from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
 from jgrad._gradients.jac import jac, value_and_jac
+from jgrad._inputs.by_path import by_path
 from jgrad._inputs.state import OptState
 from jgrad._ivy.execution import execute_with_gradients
 from jgrad._ivy.variables import (
@@ -164,6 +169,8 @@ __all__ = [  # noqa: RUF022
     "scale_by_trust_ratio",
     "clip_by_global_norm",
     "ema",
+    # Options
+    "by_path",
     # Wrappers: what goes around an optimizer
     "accumulate",
     "skip_nonfinite",

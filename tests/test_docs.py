@@ -157,10 +157,10 @@ def test_muon(capsys):
     names = run_example("docs/muon.md", 0, {"jgrad": jgrad, "jax": jax, "jnp": jnp})
     kinds = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert kinds == [
-        ["Adam", "['block']['b']"],
-        ["Muon", "['block']['w']"],
-        ["Adam", "['embed']"],
-        ["Adam", "['head']"],
+        ["Adam", "block/b"],
+        ["Muon", "block/w"],
+        ["Adam", "embed"],
+        ["Adam", "head"],
     ]
     assert names["state"].vw["block"]["w"] is None
 

@@ -6,7 +6,7 @@ its form: 0.2% in bfloat16, 3 to 6% in 8 bits.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.commit import Commit
+from jgrad._inputs.numbers import OfCall
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized import bfloat16, encoding, regions
 from jgrad._quantized.codec import codec_of
@@ -181,7 +182,7 @@ class Step(NamedTuple):
     mw: Moment
     vw: Moment
     found: Any
-    numbers: Mapping[str, Any]
+    numbers: OfCall
 
 
 def in_full_precision(moments: Sequence[Any]) -> list[Any]:

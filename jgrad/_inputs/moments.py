@@ -1,6 +1,6 @@
 """`moment_dtype` and `full_precision`: in which form the moments of each leaf are stored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step
+from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.options import Mask
 from jgrad._inputs.state import OptState, counter, zeros
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
@@ -79,9 +80,7 @@ class MomentOptions(NamedTuple):
                 moments[i] = zeros(*arguments, shapes=tree, stacked=stacked, real=i == 1)
         return OptState(counter(params.tree), *moments)
 
-    def read(
-        self, inputs: Inputs, state: Any, shapes: MomentShapes, numbers: Mapping[str, Any]
-    ) -> Step:
+    def read(self, inputs: Inputs, state: Any, shapes: MomentShapes, numbers: OfCall) -> Step:
         """What an update starts from; an error where the state is of another method or form."""
         begin = f"{inputs.function}: `state`: "
         end = f", expected the OptState that this `{inputs.function}` made with `init`."

@@ -4,8 +4,10 @@ A Python number is checked against its range here, before anything is traced, an
 of the default float dtype, so that a new value is no new trace. Arrays pass: they may be traced.
 """
 
+import difflib
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -86,7 +88,7 @@ def strong_scalar(x: Any) -> Any:
     return np.asarray(float(x), jnp.result_type(float)) if checks.is_number(x) else x
 
 
-# ---- one number for the model ------------------------------------------------------------------
+# ---- one number for the model, or for a leaf ---------------------------------------------------
 
 
 def scalar(function: str, name: str, x: Scalar) -> Any:
@@ -100,10 +102,69 @@ def beta(function: str, name: str, x: Scalar) -> BetaForms:
     return BetaForms(*map(one_element, betas(function, name, x)))
 
 
+def scalars(function: str, name: str, tree: PyTree) -> PyTree:
+    """One number in [0, inf), or a tree of them."""
+    return _one_for_each(function, name, number(function, name, tree))
+
+
+def scalar_betas(function: str, name: str, tree: PyTree) -> BetaForms:
+    """The forms of one number in [0, 1), or of a tree of them."""
+    one_for_each = functools.partial(_one_for_each, function, name)
+    return BetaForms(*map(one_for_each, betas(function, name, tree)))
+
+
+def _one_for_each(function: str, name: str, tree: PyTree) -> PyTree:
+    if jax.tree_util.all_leaves([tree]):
+        return _one_element(function, name, tree)
+    checks.one_element(ArgLeaves.from_tree(function, name, tree))
+    return trees.map_leaves(lambda x: x.reshape(()), tree)
+
+
 def _one_element(function: str, name: str, x: Any) -> Any:
     if not checks.is_array(x) or x.size != 1:
         raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
     return x.reshape(())
+
+
+# ---- numbers of one call -----------------------------------------------------------------------
+
+# What other libraries call the options of a method.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "step_size": "learning_rate",
+    "wd": "weight_decay",
+    "b1": "beta1",
+    "b2": "beta2",
+    "eps": "epsilon",
+}
+
+
+class OfCall(dict[str, Any]):
+    """The keyword arguments of one call of `update`; it remembers which were asked for.
+
+    Others may be meant for another transformation of a chain, and pass. But not those that are
+    nearly the name of a number that the method has.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self._asked: dict[str, None] = {}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dictionary."""
+        self._asked[name] = None
+        return super().get(name, default)
+
+    def check_names(self, function: str) -> None:
+        """After all that the method has was asked for."""
+        for name in self.keys() - self._asked:
+            near = difflib.get_close_matches(name, self._asked, 1, cutoff=0.8)
+            meant = [x for x in self._asked if x == _ELSEWHERE.get(name) or x.endswith(f"_{name}")]
+            if near or meant:
+                expected = f"`{(near or meant)[0]}`"
+                raise TypeError(
+                    f"{function}: `update` has the keyword `{name}`, expected {expected}."
+                )
 
 
 # ---- numbers that may be absent ----------------------------------------------------------------

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from jgrad._arithmetic import numerics
+from jgrad._arithmetic.leafwise import PerLeaf
+from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
@@ -20,10 +22,13 @@ from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.path_rules import rules_of_option
 from jgrad._trees.trees import PyTree
 
-# A number, an array, a prefix tree of them, or a function of the number of updates done.
+# A number, an array, or a function of the number of updates done; or a prefix tree or `by_path` of
+# them.
 LearningRate = PyTree | Callable[[jax.Array], Any]
+Number = LearningRate  # but no array of more than one element
 # A prefix tree of bools, or a function of the parameters' shapes and dtypes that returns one; None
 # is True for all.
 Mask = PyTree | Callable[[PyTree], PyTree] | None
@@ -32,24 +37,37 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 # ---- what a factory can check ------------------------------------------------------------------
 
 
-def check_learning_rate(
-    function: str, learning_rate: LearningRate, name: str = "learning_rate"
-) -> None:
-    """Numbers in range; a schedule is called in each update only."""
-    if not trees.may_be_function(learning_rate):
-        numbers.number(function, name, learning_rate)
+def check_rates(function: str, **rates: PyTree) -> None:
+    """Numbers in range, or arrays; a schedule is called in each update only."""
+    for name, x in rates.items():
+        if not trees.may_be_function(x):
+            numbers.number(function, name, _without_schedules(x))
 
 
-def check_weight_decay(function: str, weight_decay: PyTree, name: str = "weight_decay") -> None:
-    """Numbers in range."""
-    numbers.number(function, name, weight_decay)
+def check_numbers(function: str, **given: PyTree) -> None:
+    """One number for each leaf, in range; likewise."""
+    for name, x in given.items():
+        if not trees.may_be_function(x):
+            numbers.scalars(function, name, _without_schedules(x))
 
 
-def check_momentum(function: str, momentum: Scalar | None, *, nesterov: bool) -> None:
+def check_betas(function: str, **betas: PyTree) -> None:
+    """Likewise, in [0, 1)."""
+    for name, x in betas.items():
+        if not trees.may_be_function(x):
+            numbers.scalar_betas(function, name, _without_schedules(x))
+
+
+def _without_schedules(tree: PyTree) -> PyTree:
+    tree = rules_of_option(tree)
+    return trees.map_leaves(lambda x: 0.0 if trees.may_be_function(x) else x, tree)
+
+
+def check_momentum(function: str, momentum: PyTree, *, nesterov: bool) -> None:
     """A number in range; Nesterov's form needs one."""
     values.boolean(function, "nesterov", nesterov)
     if momentum is not None:
-        numbers.beta(function, "momentum", momentum)
+        check_betas(function, momentum=momentum)
     elif nesterov:
         raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
 
@@ -118,6 +136,55 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
         raise
 
 
+def _numbers_of(inputs: Inputs, step: Step, name: str, own: PyTree) -> PyTree:
+    """The numbers of this call, or else the factory's, with results for schedules."""
+    override = step.numbers.get(name)
+    given = rules_of_option(own if override is None else override)
+    x = called(inputs, name, given, lambda: step.done)
+    if x is not given:
+        return trees.map_leaves(_scheduled, x)
+    results: dict[int, Any] = {}  # leaves with one schedule share a number in the program
+
+    def result(leaf: Any) -> Any:
+        if not trees.may_be_function(leaf):
+            return leaf
+        if id(leaf) not in results:
+            results[id(leaf)] = _scheduled(leaf(step.done))
+        return results[id(leaf)]
+
+    return trees.map_leaves(result, given)
+
+
+def _scheduled(x: Any) -> Any:
+    return numerics.once(x) if checks.is_inexact(x) else x
+
+
+def number_per_array(inputs: Inputs, step: Step, name: str, own: PyTree) -> PerLeaf:
+    """A number of the method: one scalar where it is one for all leaves."""
+    x = numbers.scalars(inputs.function, name, _numbers_of(inputs, step, name, own))
+    return _per_array(inputs, name, x)
+
+
+def beta_per_array(inputs: Inputs, step: Step, name: str, own: PyTree) -> BetaForms:
+    """Likewise, in the forms of a decay rate."""
+    forms = numbers.scalar_betas(inputs.function, name, _numbers_of(inputs, step, name, own))
+    return BetaForms(*(_per_array(inputs, name, form) for form in forms))
+
+
+def _per_array(inputs: Inputs, name: str, x: PyTree) -> PerLeaf:
+    if jax.tree_util.all_leaves([x]):
+        return x
+    return inputs.per_array(inputs.option(name, x).leaves)
+
+
+def without_momentum(inputs: Inputs, step: Step) -> None:
+    """An error where a call has a momentum and the state no buffer."""
+    if (came := step.numbers.get("momentum")) is not None:
+        expected = "None, since the factory had none, and the state has no buffer"
+        begin = f"{inputs.function}: `momentum`"
+        raise TypeError(f"{begin}: {checks.describe(came)}, expected {expected}.")
+
+
 def learning_rates(inputs: Inputs, learning_rate: LearningRate, step: Step) -> list[Any]:
     """The learning rate of each array: that of this call, or else the factory's."""
     return inputs.per_array(rate_of_leaves(inputs, "learning_rate", learning_rate, step))
@@ -125,39 +192,37 @@ def learning_rates(inputs: Inputs, learning_rate: LearningRate, step: Step) -> l
 
 def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step: Step) -> list[Any]:
     """Likewise, of each leaf of the unpacked tree."""
-    override = step.numbers.get(name)
-    given = learning_rate if override is None else override
-    rate = called(inputs, name, given, lambda: step.done)
-    is_scheduled = rate is not given
-    rate = numbers.number(inputs.function, name, rate)
-    if is_scheduled:
-        rate = trees.map_leaves(numerics.once, rate)
-    arg = inputs.option(name, rate)
+    given = _numbers_of(inputs, step, name, learning_rate)
+    arg = inputs.option(name, numbers.number(inputs.function, name, given))
     if any(map(np.ndim, arg.leaves)):
         checks.broadcastable(arg, inputs.updated_shapes())
     return list(arg.leaves)
 
 
-def weight_decays(inputs: Inputs, weight_decay: PyTree, weight_decay_mask: Mask) -> list[Any]:
+def weight_decays(
+    inputs: Inputs, weight_decay: PyTree, weight_decay_mask: Mask, step: Step
+) -> list[Any]:
     """The decay of each array; the Python number 0, which compiles to nothing, for none."""
     use = mask(inputs, "weight_decay_mask", weight_decay_mask)
-    return inputs.per_array(decay_of_leaves(inputs, "weight_decay", weight_decay, use))
+    return inputs.per_array(decay_of_leaves(inputs, "weight_decay", weight_decay, use, step))
 
 
-def decay_of_leaves(inputs: Inputs, name: str, decay: PyTree, use: Sequence[bool]) -> list[Any]:
-    """Likewise, of each leaf of the unpacked tree; 0 where it is not used."""
-    if checks.is_number(decay) and decay == 0:
+def decay_of_leaves(
+    inputs: Inputs, name: str, weight_decay: PyTree, use: Sequence[bool], step: Step
+) -> list[Any]:
+    """Likewise, of each leaf of the unpacked tree; 0 where it is not used, or is Python's 0."""
+    given = _numbers_of(inputs, step, name, weight_decay)
+    if _is_zero(given):
         return [0.0] * len(use)
     inputs.require_params(f"`{name}`")
-    decay = numbers.number(inputs.function, name, decay)
-    arg = ArgLeaves.from_tree(inputs.function, name, decay)
-    if any(map(np.ndim, arg.leaves)):
-        checks.one_element(arg)
-        # Before it is broadcast: leaves that share an object share a number in the program.
-        decay = trees.map_leaves(lambda x: x.reshape(()), decay)
-    arg = inputs.option(name, decay)
-    entries = zip(arg.leaves, use, strict=True)
-    return [x if own and x is not None else 0.0 for x, own in entries]
+    decays = inputs.option(name, numbers.scalars(inputs.function, name, given)).leaves
+    none = inputs.option(name, trees.map_leaves(_is_zero, given)).leaves
+    rows = zip(decays, use, none, strict=True)
+    return [0.0 if x is None or not own or zero else x for x, own, zero in rows]
+
+
+def _is_zero(x: Any) -> bool:
+    return bool(checks.is_number(x) and x == 0)
 
 
 def trust_layers(

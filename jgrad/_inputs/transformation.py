@@ -19,6 +19,7 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
 from jgrad._inputs.moments import MomentOptions
+from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.placed import placed
 from jgrad._inputs.state import OptState
 from jgrad._trees import checks, trees
@@ -81,8 +82,9 @@ def transformation(
             inputs.g = placed(inputs, moments.mesh_axes)
         if params_for is not None:
             inputs.require_params(params_for)
-        step = moments.read(inputs, state, shapes(inputs), numbers)
+        step = moments.read(inputs, state, shapes(inputs), OfCall(numbers))
         values, new_mw, new_vw = compute(inputs, step)
+        step.numbers.check_names(name)
         new = OptState(
             step.number,
             _in_state(name, "mw", step.mw, new_mw, state.mw),

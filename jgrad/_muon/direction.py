@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Call, Function, apply, calls, jit_static_kwargs
+from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, apply, calls, jit_static_kwargs
+from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import Mask
+from jgrad._inputs.options import Mask, Number
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._muon import batches, matrix_axes, packed_parts
 from jgrad._muon.matrix_axes import MatrixAxes, Part, read_output_axes, read_shardings, second_shape
@@ -54,9 +55,9 @@ class Muon(NamedTuple):
     shard_over: Any
     compute_dtype: Any
     normuon_beta: Scalar
-    adam_beta1: Scalar
-    adam_beta2: Scalar
-    adam_epsilon: Scalar
+    adam_beta1: Number
+    adam_beta2: Number
+    adam_epsilon: Number
 
     @classmethod
     def of_arguments(cls, name: str, arguments: dict[str, Any]) -> "Muon":
@@ -65,13 +66,12 @@ class Muon(NamedTuple):
         _check_matrices(name, given.matrices)
         values.one_of(name, "rule", given.rule, ("muon", "normuon"))
         values.boolean(name, "nesterov", given.nesterov)
-        if not trees.may_be_function(given.momentum):
-            numbers.beta(name, "momentum", given.momentum)
+        options.check_betas(name, momentum=given.momentum)
         read_output_axes(name, given.output_axes)
         read_layer_axes(name, given.layer_axes)
         read_shardings(name, given.mesh_axes)
         numbers.beta(name, "normuon_beta", given.normuon_beta)
-        given.adam(name)
+        given.adam.check(name, prefix="adam_")
         over = given.shard_over
         return given._replace(
             scale=_read_scale(name, given.scale),
@@ -80,10 +80,10 @@ class Muon(NamedTuple):
             shard_over=() if over is None else values.axis_names(name, "shard_over", over),
         )
 
-    def adam(self, name: str, step: Any = 0) -> Adam:
+    @property
+    def adam(self) -> Adam:
         """The numbers of Adam, of all other leaves."""
-        adam = Adam(self.adam_beta1, self.adam_beta2, self.adam_epsilon, "moments")
-        return adam.read(name, step, prefix="adam_")
+        return Adam(self.adam_beta1, self.adam_beta2, self.adam_epsilon, "moments")
 
     def shapes_of(self, inputs: Parameters) -> MomentShapes:
         """The shapes of the moments; and where the matrices of each leaf are."""
@@ -195,6 +195,16 @@ class _Parts:
             return arrays
         return packed_parts.split(self.parts, specs, arrays, second=second)
 
+    def numbers(self, x: PerLeaf) -> PerLeaf:
+        """Numbers of each array as those of each part."""
+        if not (self.inputs.has_buffers and isinstance(x, list)):
+            return x
+        return packed_parts.split_numbers(self.parts, self.inputs.specs, x)
+
+    def betas(self, forms: BetaForms) -> BetaForms:
+        """Likewise, in each form."""
+        return BetaForms(*map(self.numbers, forms))
+
     def join(
         self, specs: Sequence[ArraySpec], values: list[Any], like: list[Any], second: bool
     ) -> list[Any]:
@@ -227,10 +237,14 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
     """The direction of each array, and the new moments."""
     name, is_normuon = inputs.function, muon.rule == "normuon"
     inputs.check_buffers()
-    momentum = options.called(inputs, "momentum", muon.momentum, lambda: step.done)
-    b = numbers.beta(name, "momentum", momentum)
-    adam = muon.adam(name, step.number)
     all_parts = _Parts(inputs, step.found, per_output=is_normuon)
+    b = all_parts.betas(options.beta_per_array(inputs, step, "momentum", muon.momentum))
+    adam = muon.adam.read(inputs, step, prefix="adam_")
+    adam = adam._replace(
+        beta1=all_parts.betas(adam.beta1),
+        beta2=all_parts.betas(adam.beta2),
+        epsilon=all_parts.numbers(adam.epsilon),
+    )
     parts = all_parts.parts
     own = [i for i, part in enumerate(parts) if part.matrices is not None]
     g = all_parts.split(inputs.specs, inputs.g, False)

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad._inputs.options import INJECTED
+from jgrad._inputs.by_path import check_parameters
 from jgrad._layers.layer_axes import Axes, read_layer_axes
 from jgrad._packed import packing
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -22,8 +22,8 @@ EXCLUDED = (
     *("norm", "ln", "bias", "scale"),
 )
 
-# Between parts of a flat key: "model.embed_tokens.weight", "params/lm_head/kernel".
-_BETWEEN = re.compile(r"[./:\s]|__")
+# Between parts of a flat key: "model.embed_tokens.weight".
+_BETWEEN = re.compile(r"[.:\s]|__")
 
 # Words inside of a part: `lm_head`, `LayerNorm_0`, `LMHead`, `q_proj`.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -54,13 +54,12 @@ class HiddenMatrices:
 
         A matrix is one by its shape alone: look whether its name should have been excluded.
         """
-        rows = [row for row in self._rows(params) if row[1] is not None]
-        width = max((len(path) for path, *_ in rows), default=0)
-        lines = [
-            f"{'Adam' if reason else 'Muon'}  {path:{width}}  {shape}  by {reason or 'shape alone'}"
-            for path, shape, reason in rows
+        rows = [
+            ("Adam" if reason else "Muon", path, str(shape), f"by {reason or 'shape alone'}")
+            for path, shape, reason in self._rows(params)
+            if shape is not None
         ]
-        return "\n".join(lines)
+        return path_rules.table(rows)
 
     def __repr__(self) -> str:
         return f"{_NAME}(exclude={self._exclude!r})"
@@ -68,16 +67,14 @@ class HiddenMatrices:
     def _rows(self, params: PyTree) -> list[tuple[str, Any, str]]:
         """(path, shape, why it is no matrix or "") of each leaf; without a shape of no array."""
         tree = packing.shapes(checks.values_of(params))
-        arg = ArgLeaves.from_tree(_NAME, "params", tree)
-        _check_parameters(arg, tree)
+        check_parameters(_NAME, tree)
         stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, trees.is_none)]
-        rows = zip(arg.paths(), paths, arg.leaves, stacked.leaves, strict=True)
+        pairs = jax.tree_util.tree_leaves_with_path(tree, trees.is_leaf)
         return [
-            (shown, None, "no array")
+            (path_rules.shown(path), None, "no array")
             if x is None or checks.is_no_parameter(x)
-            else (shown, jnp.shape(x), self._reason(path, x, axes))
-            for shown, path, x, axes in rows
+            else (path_rules.shown(path), jnp.shape(x), self._reason(path, x, axes))
+            for (path, x), axes in zip(pairs, stacked.leaves, strict=True)
         ]
 
     def _reason(self, path: Sequence[Any], x: Any, axes: Axes) -> str:
@@ -88,22 +85,11 @@ class HiddenMatrices:
         if rank < 2:
             layers = " in each layer" if axes.values else ""
             return f"shape: {'one' if rank == 1 else 'no'} axis{layers}"
-        for part in (part for key in path for part in _parts(key)):
+        for part in (part for key in path_rules.keys_of(path) for part in _BETWEEN.split(key)):
             for name in self._exclude:
                 if _is_named(part, name):
                     return f"name: {name!r} in {part!r}"
         return ""
-
-
-def _check_parameters(arg: ArgLeaves, tree: PyTree) -> None:
-    """No bare number, as a count is for which a schedule is called."""
-    if not jax.tree_util.all_leaves([tree]):
-        return
-    is_array = hasattr(tree, "dtype") and jnp.issubdtype(tree.dtype, jnp.inexact)
-    if not is_array or tree.ndim == 0:
-        is_count = checks.is_number(tree) or hasattr(tree, "dtype")
-        remedy = f"; {INJECTED}" * is_count
-        arg.fail(0, TypeError, f"{checks.describe(tree)}, expected a tree of parameters{remedy}")
 
 
 def hidden_matrices(
@@ -138,9 +124,9 @@ def hidden_matrices(
       >>> params = {"embed": jnp.ones((9, 3)), "mlp": {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}}
       >>> matrices = jgrad.hidden_matrices()
       >>> print(matrices.describe(params))
-      Adam  ['embed']     (9, 3)  by name: 'embed' in 'embed'
-      Adam  ['mlp']['b']  (2,)  by shape: one axis
-      Muon  ['mlp']['w']  (3, 2)  by shape alone
+      Adam  embed  (9, 3)  by name: 'embed' in 'embed'
+      Adam  mlp/b  (2,)    by shape: one axis
+      Muon  mlp/w  (3, 2)  by shape alone
 
     Source: the choice of leaves is that of the README of Keller Jordan's `Muon` (2024).
     """
@@ -153,14 +139,6 @@ def hidden_matrices(
             expected = "one word of letters, such as 'head'"
             raise ValueError(f"{_NAME}: `exclude`: {name!r}, expected {expected}.")
     return HiddenMatrices(tuple(exclude), layer_axes)
-
-
-def _parts(key: Any) -> list[str]:
-    """The parts of a key: of a tuple as well, as `flax.traverse_util.flatten_dict` makes them."""
-    names = [getattr(key, attribute, None) for attribute in ("key", "name", "idx")]
-    name = next((x for x in names if x is not None), key)
-    entries = name if isinstance(name, tuple) else (name,)
-    return [part for entry in entries for part in _BETWEEN.split(str(entry))]
 
 
 def _is_named(text: str, name: str) -> bool:

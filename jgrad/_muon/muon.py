@@ -13,7 +13,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.options import LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._muon.direction import LAST, Muon, MuonRule, Scale, directions
 from jgrad._muon.matrix_axes import MatrixAxes
@@ -31,9 +31,9 @@ def muon(
     learning_rate: LearningRate,
     *,
     matrices: Mask,
-    momentum: LearningRate = 0.95,
+    momentum: Number = 0.95,
     nesterov: bool = True,
-    weight_decay: PyTree = 0.0,
+    weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
     scale: Scale = "original",
     coefficients: Any = "jordan",
@@ -45,10 +45,10 @@ def muon(
     shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
     adam_learning_rate: LearningRate = None,
-    adam_beta1: Scalar = 0.9,
-    adam_beta2: Scalar = 0.95,
-    adam_epsilon: Scalar = 1e-8,
-    adam_weight_decay: PyTree = None,
+    adam_beta1: Number = 0.9,
+    adam_beta2: Number = 0.95,
+    adam_epsilon: Number = 1e-8,
+    adam_weight_decay: Number = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -64,15 +64,15 @@ def muon(
     close to 1. Matrices of equal shape are worked on together.
 
     Args:
-      learning_rate: of matrices. A number in [0, inf), an array, a prefix tree of them, or a
-        function of the number of updates done (0 at the first). `update(..., learning_rate=x)`
-        overrides it for one call.
+      learning_rate: of matrices. A number in [0, inf), an array, or a function of the number of
+        updates done (0 at the first); or a prefix tree or `by_path` of those. `update(...,
+        learning_rate=x)` overrides it for one call, and so do the names of all other numbers.
       matrices: which leaves are matrices: a prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one. Required, since shapes cannot tell: embeddings and
         heads are Adam's. `hidden_matrices()` chooses by names and shapes.
-      momentum: in [0, 1), or a function of the number of updates done.
+      momentum: in [0, 1); a number, a function, or a tree, likewise.
       nesterov: look ahead.
-      weight_decay: in [0, inf); a number or a prefix tree. Decoupled, and not scaled by s.
+      weight_decay: in [0, inf); likewise. Decoupled, and not scaled by s.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay, of either kind.
       scale: s. "original" as above; "match_rms_adamw" is 0.2 sqrt(max(outputs, inputs)), with which
@@ -102,9 +102,9 @@ def muon(
         and all else are in float32. None for float32, in JAX's default precision of products.
       adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, only with
         "match_rms_adamw": rates for the other scales are far too large for Adam.
-      adam_beta1: decay rate of Adam's first moment, in [0, 1).
-      adam_beta2: decay rate of Adam's second moment, in [0, 1).
-      adam_epsilon: added to the root of Adam's second moment, in [0, inf).
+      adam_beta1: decay rate of Adam's first moment, in [0, 1); likewise.
+      adam_beta2: decay rate of Adam's second moment, in [0, 1); likewise.
+      adam_epsilon: added to the root of Adam's second moment, in [0, inf); likewise.
       adam_weight_decay: of all other leaves; None for `weight_decay`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32.
@@ -133,7 +133,7 @@ def muon(
       (2025), algorithm 1.
     """
     name, arguments = "muon", locals()
-    options.check_learning_rate(name, learning_rate)
+    options.check_rates(name, learning_rate=learning_rate)
     own = Muon.of_arguments(name, arguments)
     given = (
         *(learning_rate, momentum, weight_decay),
@@ -147,11 +147,11 @@ def muon(
         weight_decay_mask=weight_decay_mask,
         full_precision=full_precision,
     )
-    options.check_weight_decay(name, weight_decay)
+    options.check_numbers(name, weight_decay=weight_decay)
     if adam_weight_decay is not None:
-        options.check_weight_decay(name, adam_weight_decay, "adam_weight_decay")
+        options.check_numbers(name, adam_weight_decay=adam_weight_decay)
     if adam_learning_rate is not None:
-        options.check_learning_rate(name, adam_learning_rate, "adam_learning_rate")
+        options.check_rates(name, adam_learning_rate=adam_learning_rate)
     elif scale != "match_rms_adamw":
         expected = "a rate for the leaves that are not in `matrices`, such as 3e-4"
         remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'
@@ -160,9 +160,10 @@ def muon(
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         direction, mw, vw = directions(inputs, step, own)
         use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
-        decays = options.decay_of_leaves(inputs, "weight_decay", weight_decay, use)
-        if adam_weight_decay is not None:
-            others = options.decay_of_leaves(inputs, "adam_weight_decay", adam_weight_decay, use)
+        decays = options.decay_of_leaves(inputs, "weight_decay", weight_decay, use, step)
+        if adam_weight_decay is not None or step.numbers.get("adam_weight_decay") is not None:
+            given = "adam_weight_decay", adam_weight_decay
+            others = options.decay_of_leaves(inputs, *given, use, step)
             decays = _of_both_kinds(decays, others, step.found)
         direction = add_decay(direction, inputs.w, inputs.per_array(decays))
         return apply(rules.descent, direction, inputs.per_array(rates(inputs, step))), mw, vw
@@ -200,7 +201,7 @@ def _of_both_kinds(
 def scale_by_muon(
     *,
     matrices: Mask,
-    momentum: LearningRate = 0.95,
+    momentum: Number = 0.95,
     nesterov: bool = True,
     scale: Scale = "original",
     coefficients: Any = "jordan",
@@ -211,9 +212,9 @@ def scale_by_muon(
     layer_axes: PyTree = None,
     shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
-    adam_beta1: Scalar = 0.9,
-    adam_beta2: Scalar = 0.95,
-    adam_epsilon: Scalar = 1e-8,
+    adam_beta1: Number = 0.9,
+    adam_beta2: Number = 0.95,
+    adam_epsilon: Number = 1e-8,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -225,7 +226,7 @@ def scale_by_muon(
 
     Args:
       matrices: as in `muon`, and so are all others.
-      momentum: in [0, 1), or a function of the number of updates done.
+      momentum: in [0, 1); a number, a function, or a tree, likewise.
       nesterov: look ahead.
       scale: s.
       coefficients: of Newton-Schulz.
@@ -236,9 +237,9 @@ def scale_by_muon(
       layer_axes: axes of a leaf with a matrix for each index.
       shard_over: mesh axes over which iterations are sharded under `jit`.
       compute_dtype: dtype to which factors of matrix products are rounded.
-      adam_beta1: decay rate of Adam's first moment, in [0, 1).
-      adam_beta2: decay rate of Adam's second moment, in [0, 1).
-      adam_epsilon: added to the root of Adam's second moment, in [0, inf).
+      adam_beta1: decay rate of Adam's first moment, in [0, 1); likewise.
+      adam_beta2: decay rate of Adam's second moment, in [0, 1); likewise.
+      adam_epsilon: added to the root of Adam's second moment, in [0, inf); likewise.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
       full_precision: with "8bit", leaves that are not stored in 8 bits.
 

@@ -86,6 +86,15 @@ def split(
     return [_of_part(part, ordered[part.array], second=second) for part in parts]
 
 
+def split_numbers(
+    parts: Sequence[Part], specs: Sequence[ArraySpec], numbers: Sequence[Any]
+) -> list[Any]:
+    """For each part its numbers, of those of each array: one, or one for each row."""
+    columns = [x if np.ndim(x) else None for x in numbers]
+    cut = split(parts, specs, columns, second=False)
+    return [numbers[part.array] if x is None else x for part, x in zip(parts, cut, strict=True)]
+
+
 def _of_part(part: Part, x: Any, *, second: bool) -> Any:
     if x is None or not isinstance(part, Rows):
         return x

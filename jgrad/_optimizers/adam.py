@@ -9,13 +9,12 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import PerLeaf, apply, calls, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import scaled
-from jgrad._inputs import functional, numbers, options
+from jgrad._inputs import functional, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
-from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.options import LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._trees import values
 from jgrad._trees.trees import PyTree
@@ -104,14 +103,20 @@ class Adam(NamedTuple):
     bias_correction: BiasCorrection
     step: PerLeaf = 0
 
-    def read(self, name: str, step: Any = 0, *, prefix: str = "") -> "Adam":
-        """The numbers of one update; errors of the transformation `name` where they are wrong."""
+    def check(self, name: str, *, prefix: str = "") -> None:
+        """What a factory can; errors of the transformation `name`."""
+        options.check_betas(name, **{f"{prefix}beta1": self.beta1, f"{prefix}beta2": self.beta2})
+        options.check_numbers(name, **{f"{prefix}epsilon": self.epsilon})
+        check_bias_correction(name, self.bias_correction)
+
+    def read(self, inputs: Inputs, step: Step, *, prefix: str = "") -> "Adam":
+        """The numbers of one update."""
         return Adam(
-            beta1=numbers.beta(name, f"{prefix}beta1", self.beta1),
-            beta2=numbers.beta(name, f"{prefix}beta2", self.beta2),
-            epsilon=numbers.scalar(name, f"{prefix}epsilon", self.epsilon),
+            beta1=options.beta_per_array(inputs, step, f"{prefix}beta1", self.beta1),
+            beta2=options.beta_per_array(inputs, step, f"{prefix}beta2", self.beta2),
+            epsilon=options.number_per_array(inputs, step, f"{prefix}epsilon", self.epsilon),
             bias_correction=self.bias_correction,
-            step=jnp.asarray(step, dtype=float),
+            step=jnp.asarray(step.number, dtype=float),
         )
 
 
@@ -298,10 +303,10 @@ def adam_update(
 def adam(
     learning_rate: LearningRate,
     *,
-    beta1: Scalar = 0.9,
-    beta2: Scalar = 0.999,
-    epsilon: Scalar = 1e-8,
-    weight_decay: PyTree = 0.0,
+    beta1: Number = 0.9,
+    beta2: Number = 0.999,
+    epsilon: Number = 1e-8,
+    weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
     bias_correction: BiasCorrection = "moments",
     mesh_axes: PyTree = None,
@@ -319,13 +324,14 @@ def adam(
     otherwise. The functional `adam_update` has Ivy's: `epsilon=1e-7, bias_correction="step_size"`.
 
     Args:
-      learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the
-        number of updates done (0 at the first). What is callable is a function, unless it is such
-        a tree. `update(..., learning_rate=x)` overrides it for one call.
-      beta1: decay rate of the first moment, in [0, 1).
-      beta2: decay rate of the second moment, in [0, 1).
-      epsilon: added to the root of the second moment, in [0, inf).
-      weight_decay: in [0, inf); a number or a prefix tree. Decoupled from the moments.
+      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
+        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
+        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
+        do the names of all other numbers.
+      beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
+      beta2: decay rate of the second moment, in [0, 1); a number, a function, or a tree, likewise.
+      epsilon: added to the root of the second moment, in [0, inf); likewise.
+      weight_decay: in [0, inf); likewise. Decoupled from the moments.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       bias_correction: "moments" as above; "step_size" for the form at the end of section 2 of the
@@ -361,19 +367,18 @@ def adam(
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
     name = "adam"
-    options.check_learning_rate(name, learning_rate)
-    options.check_weight_decay(name, weight_decay)
+    options.check_rates(name, learning_rate=learning_rate)
+    options.check_numbers(name, weight_decay=weight_decay)
     given = Adam(beta1, beta2, epsilon, bias_correction)
-    check_bias_correction(name, bias_correction)
-    given.read(name)
+    given.check(name)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, beta1, beta2, epsilon, weight_decay), **masks)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        adam = given.read(name, step.number)
+        adam = given.read(inputs, step)
         mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
         direction = directions(mw.exact, vw.exact, adam)
-        decays = options.weight_decays(inputs, weight_decay, weight_decay_mask)
+        decays = options.weight_decays(inputs, weight_decay, weight_decay_mask, step)
         direction = rules.add_decay(direction, inputs.w, decays)
         rates = options.learning_rates(inputs, learning_rate, step)
         return apply(rules.descent, direction, rates), mw, vw
@@ -384,9 +389,9 @@ def adam(
 
 def scale_by_adam(
     *,
-    beta1: Scalar = 0.9,
-    beta2: Scalar = 0.999,
-    epsilon: Scalar = 1e-8,
+    beta1: Number = 0.9,
+    beta2: Number = 0.999,
+    epsilon: Number = 1e-8,
     bias_correction: BiasCorrection = "moments",
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
@@ -397,9 +402,9 @@ def scale_by_adam(
         updates = delta
 
     Args:
-      beta1: decay rate of the first moment, in [0, 1).
-      beta2: decay rate of the second moment, in [0, 1).
-      epsilon: added to the root of the second moment, in [0, inf).
+      beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
+      beta2: decay rate of the second moment, in [0, 1); a number, a function, or a tree, likewise.
+      epsilon: added to the root of the second moment, in [0, inf); likewise.
       bias_correction: see `adam_step`.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
         or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
@@ -429,12 +434,11 @@ def scale_by_adam(
     """
     name = "scale_by_adam"
     given = Adam(beta1, beta2, epsilon, bias_correction)
-    check_bias_correction(name, bias_correction)
-    given.read(name)
+    given.check(name)
     options.check_masks(name, (beta1, beta2, epsilon), full_precision=full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        adam = given.read(name, step.number)
+        adam = given.read(inputs, step)
         mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
         return directions(mw.exact, vw.exact, adam), mw, vw
 

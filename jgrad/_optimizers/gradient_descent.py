@@ -8,13 +8,12 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.rules import add_decay, is_zero
-from jgrad._inputs import functional, numbers, options
+from jgrad._inputs import functional, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
-from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.options import LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._trees import shardings
 from jgrad._trees.trees import PyTree
@@ -126,9 +125,9 @@ def gradient_descent_update(
 def gradient_descent(
     learning_rate: LearningRate,
     *,
-    momentum: Scalar | None = None,
+    momentum: Number | None = None,
     nesterov: bool = False,
-    weight_decay: PyTree = 0.0,
+    weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
@@ -144,12 +143,14 @@ def gradient_descent(
     Weight decay is part of the gradient, as in PyTorch's SGD.
 
     Args:
-      learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the
-        number of updates done (0 at the first). What is callable is a function, unless it is such
-        a tree. `update(..., learning_rate=x)` overrides it for one call.
-      momentum: decay of the buffer, in [0, 1); None for no buffer at all.
+      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
+        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
+        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
+        do the names of all other numbers.
+      momentum: decay of the buffer, in [0, 1); a number, a function, or a tree, likewise. None for
+        no buffer at all.
       nesterov: look ahead.
-      weight_decay: in [0, inf); a number or a prefix tree.
+      weight_decay: in [0, inf); likewise.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
@@ -181,19 +182,20 @@ def gradient_descent(
       in deep learning" (2013), section 2.
     """
     name = "gradient_descent"
-    options.check_learning_rate(name, learning_rate)
-    options.check_weight_decay(name, weight_decay)
+    options.check_rates(name, learning_rate=learning_rate)
+    options.check_numbers(name, weight_decay=weight_decay)
     options.check_momentum(name, momentum, nesterov=nesterov)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
-        decays = options.weight_decays(inputs, weight_decay, weight_decay_mask)
+        decays = options.weight_decays(inputs, weight_decay, weight_decay_mask, step)
         if momentum is None:
+            options.without_momentum(inputs, step)
             direction = add_decay(inputs.g, inputs.w, decays)
             return apply(rules.descent, direction, rates), None, None
-        decay = numbers.scalar(name, "momentum", momentum)
+        decay = options.number_per_array(inputs, step, "momentum", momentum)
         # The direction is computed again for Nesterov's form: XLA would write out what two kernels
         # read.
         again = shardings.barrier((inputs.g, inputs.w)) if nesterov else None

@@ -15,7 +15,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.options import LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._layers.trust import (
     IVY_GUARD,
@@ -215,10 +215,10 @@ def lamb_update(
 def lamb(
     learning_rate: LearningRate,
     *,
-    beta1: Scalar = 0.9,
-    beta2: Scalar = 0.999,
-    epsilon: Scalar = 1e-6,
-    weight_decay: PyTree = 0.0,
+    beta1: Number = 0.9,
+    beta2: Number = 0.999,
+    epsilon: Number = 1e-6,
+    weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
     max_trust_ratio: Scalar | None = 10.0,
     min_trust_ratio: Scalar = 0.0,
@@ -246,13 +246,14 @@ def lamb(
     bias_correction="step_size"`.
 
     Args:
-      learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the
-        number of updates done (0 at the first). What is callable is a function, unless it is such
-        a tree. `update(..., learning_rate=x)` overrides it for one call.
-      beta1: decay rate of the first moment, in [0, 1).
-      beta2: decay rate of the second moment, in [0, 1).
-      epsilon: added to the root of the second moment, in [0, inf).
-      weight_decay: in [0, inf); a number or a prefix tree.
+      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
+        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
+        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
+        do the names of all other numbers.
+      beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
+      beta2: decay rate of the second moment, in [0, 1); a number, a function, or a tree, likewise.
+      epsilon: added to the root of the second moment, in [0, inf); likewise.
+      weight_decay: in [0, inf); likewise.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
@@ -292,11 +293,10 @@ def lamb(
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
     name = "lamb"
-    options.check_learning_rate(name, learning_rate)
-    options.check_weight_decay(name, weight_decay)
+    options.check_rates(name, learning_rate=learning_rate)
+    options.check_numbers(name, weight_decay=weight_decay)
     given = Adam(beta1, beta2, epsilon, bias_correction)
-    adam.check_bias_correction(name, bias_correction)
-    given.read(name)
+    given.check(name)
     values.one_of(name, "rule", rule, _RULES)
     options.check_axes(name, mesh_axes, layer_axes)
     options.clamps(name, min_trust_ratio, max_trust_ratio)
@@ -312,9 +312,9 @@ def lamb(
         w = inputs.require_params("the trust ratio")
         smallest, largest = options.clamps(name, min_trust_ratio, max_trust_ratio)
         numbers_of_lamb = Lamb(
-            adam=given.read(name, step.number),
+            adam=given.read(inputs, step),
             learning_rate=options.learning_rates(inputs, learning_rate, step),
-            weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
+            weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask, step),
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )

@@ -16,7 +16,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.options import LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._layers.trust import (
     IVY_GUARD,
@@ -204,10 +204,10 @@ def lars(
     learning_rate: LearningRate,
     *,
     trust_coefficient: Scalar = 0.001,
-    momentum: Scalar | None = 0.9,
+    momentum: Number | None = 0.9,
     nesterov: bool = False,
-    epsilon: Scalar = 0.0,
-    weight_decay: PyTree = 0.0,
+    epsilon: Number = 0.0,
+    weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
     trust_ratio_mask: Mask = None,
     rate_in_momentum: bool = True,
@@ -229,14 +229,16 @@ def lars(
     as the rate changes.
 
     Args:
-      learning_rate: a number in [0, inf), an array, a prefix tree of them, or a function of the
-        number of updates done (0 at the first). What is callable is a function, unless it is such
-        a tree. `update(..., learning_rate=x)` overrides it for one call.
+      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
+        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
+        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
+        do the names of all other numbers.
       trust_coefficient: eta of the paper, in [0, inf).
-      momentum: decay of the buffer, in [0, 1); None for no buffer at all.
+      momentum: decay of the buffer, in [0, 1); a number, a function, or a tree, likewise. None for
+        no buffer at all.
       nesterov: look ahead.
-      epsilon: added to the denominator, in [0, inf).
-      weight_decay: in [0, inf); a number or a prefix tree.
+      epsilon: added to the denominator, in [0, inf); likewise.
+      weight_decay: in [0, inf); likewise.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
       trust_ratio_mask: likewise; leaves with False (biases and normalisation, in most recipes) have
@@ -278,14 +280,13 @@ def lars(
       algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.
     """
     name = "lars"
-    options.check_learning_rate(name, learning_rate)
-    options.check_weight_decay(name, weight_decay)
+    options.check_rates(name, learning_rate=learning_rate)
+    options.check_numbers(name, weight_decay=weight_decay, epsilon=epsilon)
     options.check_momentum(name, momentum, nesterov=nesterov)
     values.boolean(name, "rate_in_momentum", rate_in_momentum)
     _check_rule(name, rule, epsilon)
     options.check_axes(name, mesh_axes, layer_axes)
     numbers.scalar(name, "trust_coefficient", trust_coefficient)
-    numbers.scalar(name, "epsilon", epsilon)
     options.check_masks(
         name,
         (learning_rate, momentum, weight_decay, trust_coefficient, epsilon),
@@ -302,8 +303,8 @@ def lars(
             inputs.g,
             Lars(
                 trust_coefficient=numbers.scalar(name, "trust_coefficient", trust_coefficient),
-                weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask),
-                epsilon=numbers.scalar(name, "epsilon", epsilon),
+                weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask, step),
+                epsilon=options.number_per_array(inputs, step, "epsilon", epsilon),
             ),
             options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
             rule=rule,
@@ -311,8 +312,9 @@ def lars(
             scale=rules.descent if momentum is None else rules.scale_by,
         )
         if momentum is None:
+            options.without_momentum(inputs, step)
             return direction, None, None
-        decay = numbers.scalar(name, "momentum", momentum)
+        decay = options.number_per_array(inputs, step, "momentum", momentum)
         direction, mw = with_momentum(
             step.mw,
             calls(rules.add_scaled, direction, step.mw.old, decay),

@@ -18,6 +18,7 @@ import numpy as np
 
 from jgrad._trees import trees
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.path_rules import PathRules, rules_of_option
 from jgrad._trees.trees import PyTree
 
 _SHOWN = 3  # places named in a message about structure
@@ -91,9 +92,18 @@ class ArgLeaves(NamedTuple):
     def from_prefix(
         cls, function: str, name: str, tree: PyTree, reference_name: str, reference: PyTree
     ) -> "ArgLeaves":
-        """A prefix of the reference, broadcast to it: an entry per leaf, under its path."""
+        """A prefix of the reference, broadcast to it: an entry per leaf, under its path.
+
+        So are the values of rules by path; where the reference has None any value will do.
+        """
+        tree = rules_of_option(tree)
         leaves, structure = trees.flatten(tree)
-        if jax.tree_util.treedef_is_leaf(structure):  # one for all
+        if isinstance(tree, PathRules):
+            pairs = jax.tree_util.tree_leaves_with_path(reference, trees.is_leaf)
+            paths = [None if x is None else path for path, x in pairs]
+            rules = tree.rules_of(paths, f"{function}: `{name}`: ")
+            leaves = [tree.values[-1 if i is None else i] for i in rules]
+        elif jax.tree_util.treedef_is_leaf(structure):  # one for all
             leaves *= trees.flatten(reference)[1].num_leaves
         else:
             same_structure(function, name, tree, reference_name, reference, prefix=True)

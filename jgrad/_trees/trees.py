@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.path_rules import is_by_path
 
 PyTree = Any
 
@@ -27,8 +28,11 @@ def is_leaf(x: Any) -> bool:
 
 
 def may_be_function(x: Any) -> bool:
-    """Whether `x` can be called. Without parameters nobody knows whether to call it."""
-    return callable(x) and not hasattr(x, "__jax_array__")  # an array, as a variable of flax is
+    """Whether `x` can be called. Without parameters nobody knows whether to call it.
+
+    No arrays, as variables of flax are, and no rules by path.
+    """
+    return callable(x) and not (hasattr(x, "__jax_array__") or is_by_path(x))
 
 
 def is_function(x: Any, params: PyTree) -> bool:

@@ -221,7 +221,7 @@ TRANSFORMATIONS = [
      "(3, 2) or one that broadcasts to it.", lambda: update(jgrad.adam(jnp.ones(3)))),
     (ValueError, "adam: `learning_rate`: -0.1, expected a number in [0, inf).",
      lambda: update(jgrad.adam(0.1), learning_rate=-0.1)),
-    (ValueError, "adam: `weight_decay`: shape (2,), expected one element.",
+    (ValueError, "adam: `weight_decay`: an array of float32 and shape (2,), expected one number.",
      lambda: update(jgrad.adam(0.1, weight_decay=jnp.ones(2)))),
     (TypeError, "adam: `learning_rate` at ['layer_3']['b']: None, expected a value, as this leaf is updated.",
      lambda: update(jgrad.adam({"layer_3": {"w": 0.1, "b": None}}))),

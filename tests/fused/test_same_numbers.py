@@ -102,8 +102,9 @@ def test_recipes(name, form):
 
 
 RATES = {"w": 2.0**-6, "stack": 2.0**-7, "odd": 2.0**-8, "b": 2.0**-9}
+BETAS_BY_PATH = jgrad.by_path({"stack": 0.75}, rest=0.875)
 PACKED = {
-    "adam": lambda: jgrad.adam(RATES, **ADAM.keywords),
+    "adam": lambda: jgrad.adam(RATES, **(ADAM.keywords | {"beta1": BETAS_BY_PATH})),
     "momentum": lambda: jgrad.gradient_descent(RATES, **MOMENTUM.keywords),
     "lamb": RECIPES["lamb"],
     "lars": RECIPES["lars"],

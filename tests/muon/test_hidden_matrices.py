@@ -143,20 +143,20 @@ def test_describe():
     }
     text = jgrad.hidden_matrices().describe(params)
     assert text.splitlines() == [
-        "Adam  ['dense']['b']  (6,)  by shape: one axis",
-        "Muon  ['dense']['w']  (4, 6)  by shape alone",
-        "Adam  ['embed']       (4, 6)  by name: 'embed' in 'embed'",
-        "Adam  ['n']           (2,)  by dtype: int32",
+        "Adam  dense/b  (6,)    by shape: one axis",
+        "Muon  dense/w  (4, 6)  by shape alone",
+        "Adam  embed    (4, 6)  by name: 'embed' in 'embed'",
+        "Adam  n        (2,)    by dtype: int32",
     ]
     flat = jgrad.hidden_matrices().describe({"model.lm_head.weight": MATRIX})
-    assert flat == "Adam  ['model.lm_head.weight']  (4, 6)  by name: 'head' in 'lm_head'"
+    assert flat == "Adam  model.lm_head.weight  (4, 6)  by name: 'head' in 'lm_head'"
     stacked = jgrad.hidden_matrices(layer_axes=0).describe({"b": MATRIX, "s": jnp.ones(3)})
     assert stacked.splitlines() == [
-        "Adam  ['b']  (4, 6)  by shape: one axis in each layer",
-        "Adam  ['s']  (3,)  by shape: no axis in each layer",
+        "Adam  b  (4, 6)  by shape: one axis in each layer",
+        "Adam  s  (3,)    by shape: no axis in each layer",
     ]
     packed = jgrad.hidden_matrices().describe(jgrad.pack({"dense": MATRIX}))
-    assert packed == "Muon  ['dense']  (4, 6)  by shape alone"
+    assert packed == "Muon  dense  (4, 6)  by shape alone"
 
 
 class Model(eqx.Module):
@@ -184,10 +184,10 @@ def test_a_whole_model():
     assert (chosen.layer.weight, chosen.layer.bias, chosen.embed.weight) == (True, False, False)
     assert (chosen.activation, chosen.name, chosen.rate) == (False, False, False)
     assert matrices.describe(model).splitlines() == [
-        "Adam  .embed.weight  (9, 4)  by name: 'embed' in 'embed'",
-        "Muon  .layer.weight  (3, 4)  by shape alone",
-        "Adam  .layer.bias    (3,)  by shape: one axis",
-        "Adam  .rate          ()  by shape: no axis",
+        "Adam  embed/weight  (9, 4)  by name: 'embed' in 'embed'",
+        "Muon  layer/weight  (3, 4)  by shape alone",
+        "Adam  layer/bias    (3,)    by shape: one axis",
+        "Adam  rate          ()      by shape: no axis",
     ]
     for given in (matrices, chosen):
         tx = jgrad.muon(0.1, matrices=given, adam_learning_rate=0.1)

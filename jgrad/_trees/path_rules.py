@@ -1,0 +1,174 @@
+"""Rules by the path of a leaf: which rule of several is that of which leaf.
+
+A path is a sequence of keys. Keys of a dictionary, attributes and indices read alike, so that one
+rule fits a model of any library: `layers/0/kernel`. A key that holds slashes, as haiku's do, and a
+tuple as a key, as of `flax.traverse_util.flatten_dict`, are several keys.
+"""
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+KeyPath = tuple[Any, ...]  # as JAX's tree functions return it
+
+_ANY_KEYS, _WITHIN_KEY = "**", "*"
+_SHOWN = 3  # paths named in a message
+
+
+def keys_of(path: Sequence[Any]) -> list[str]:
+    """The keys of a path, as text."""
+    return [key for entry in path for key in _keys(entry)]
+
+
+def _keys(entry: Any) -> Iterator[str]:
+    names = [getattr(entry, attribute, None) for attribute in ("key", "name", "idx")]
+    name = next((x for x in names if x is not None), entry)
+    for part in name if isinstance(name, tuple) else (name,):
+        yield from str(part).split("/")
+
+
+def shown(path: Sequence[Any]) -> str:
+    """A path as rules are written."""
+    return "/".join(keys_of(path))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A line for each row, with columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+@functools.cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    """What matches paths with a slash behind each key."""
+    keys = pattern.split("/")
+    return re.compile("".join(map(_of_key, keys)), re.DOTALL)
+
+
+def _of_key(key: str) -> str:
+    if key == _ANY_KEYS:
+        return "(?:[^/]*/)*"
+    return "[^/]*".join(map(re.escape, key.split(_WITHIN_KEY))) + "/"
+
+
+def problem_of(pattern: Any) -> str | None:
+    """What a pattern should have been; None if it is one."""
+    if not isinstance(pattern, str):
+        return "a text, keys joined by `/`"
+    keys = pattern.split("/")
+    if "" in keys:
+        return "keys joined by single slashes, such as 'layers/*/bias'"
+    if any(_ANY_KEYS in key and key != _ANY_KEYS for key in keys):
+        return "`**` as a key of its own, such as '**/bias'"
+    return None
+
+
+def matches(pattern: str, path: KeyPath) -> bool:
+    """Whether a pattern is that of a path.
+
+    An attribute `value` at the end, as variables of flax have it, need not be written.
+    """
+    keys = keys_of(path)
+    texts = [keys]
+    if path and getattr(path[-1], "name", None) == "value":
+        texts.append(keys[:-1])
+    return any(_expression(pattern).fullmatch("".join(f"{k}/" for k in text)) for text in texts)
+
+
+def rules_of_option(x: Any) -> Any:
+    """The `PathRules` of what `by_path` returned; any other option as it is.
+
+    That is a function to optax, which calls no function that is a tree. Its rules are a tree.
+    """
+    return getattr(x, "__jgrad_rules__", x)
+
+
+def is_by_path(x: Any) -> bool:
+    """Whether `by_path` returned it."""
+    return hasattr(x, "__jgrad_rules__")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PathRules:
+    """Values by the path of a leaf. The first rule that matches is that of a leaf.
+
+    A tree of its values, so that numbers are checked and schedules called in it as in other trees.
+
+    Attributes:
+      patterns: of the rules, in order.
+      values: one for each pattern; and one more for all other leaves, if there is one.
+    """
+
+    def __init__(self, patterns: Sequence[str], values: Sequence[Any]) -> None:
+        self.patterns, self.values = tuple(patterns), tuple(values)
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether there is a value for leaves that no rule matches."""
+        return len(self.values) > len(self.patterns)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[str, ...]]:
+        keys: list[Any] = [jax.tree_util.DictKey(pattern) for pattern in self.patterns]
+        keys += [jax.tree_util.GetAttrKey("rest")] * self.has_rest
+        return tuple(zip(keys, self.values, strict=True)), self.patterns
+
+    @classmethod
+    def tree_unflatten(cls, patterns: tuple[str, ...], values: Any) -> "PathRules":
+        return cls(patterns, values)
+
+    def rules_of(self, paths: Sequence[KeyPath | None], begin: str) -> list[int | None]:
+        """For each leaf the index of its value; None where None stands for a path.
+
+        Args:
+          paths: of the leaves.
+          begin: of a message, the function and the argument.
+        """
+        found: list[int | None] = []
+        without: list[str] = []
+        for path in paths:
+            rule = None if path is None else self._rule_of(path)
+            found.append(rule)
+            if path is not None and rule is None:
+                without.append(shown(path))
+        known = [path for path in paths if path is not None]
+        if known:
+            self._check_each_is_used(set(found), known, begin)
+        if without:
+            more = f" (and {len(without) - _SHOWN} more)" if len(without) > _SHOWN else ""
+            leaves = ", ".join(map(repr, without[:_SHOWN])) + more
+            raise ValueError(f"{begin}no rule matches {leaves}, expected one, or `rest=`.")
+        return found
+
+    def _rule_of(self, path: KeyPath) -> int | None:
+        pairs = enumerate(self.patterns)
+        rest = len(self.patterns) if self.has_rest else None
+        return next((i for i, pattern in pairs if matches(pattern, path)), rest)
+
+    def _check_each_is_used(
+        self, used: set[int | None], paths: Sequence[KeyPath], begin: str
+    ) -> None:
+        for i, pattern in enumerate(self.patterns):
+            if i in used:
+                continue
+            taken = [path for path in paths if matches(pattern, path)]
+            if taken:
+                first = self.patterns[self._rule_of(taken[0]) or 0]
+                came = f"{shown(taken[0])!r} and all that it matches have an earlier rule"
+                expected = f"expected it before {first!r}, since the first match wins"
+                raise ValueError(f"{begin}rule {pattern!r}: {came}, {expected}.")
+            near = ", ".join(map(repr, _nearest(pattern, list(map(shown, paths)))))
+            raise ValueError(f"{begin}rule {pattern!r}: no leaf matches it; near are {near}.")
+
+
+def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:
+    """Paths that are most like a pattern, by their last keys and as a whole."""
+
+    def likeness(path: str) -> float:
+        pairs = (pattern, path), (pattern.split("/")[-1], path.split("/")[-1])
+        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    return sorted(paths, key=likeness, reverse=True)[:_SHOWN]

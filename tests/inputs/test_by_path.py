@@ -1,0 +1,450 @@
+"""`by_path`: which leaf has which value, and every option that takes it."""
+
+import collections
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from jax.sharding import PartitionSpec as P
+
+import jgrad
+from tests.cases import every_case
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, every_step, run, train
+
+Pair = collections.namedtuple("Pair", "kernel bias")
+
+# ---- which rule is whose -----------------------------------------------------------------------
+
+MODEL = {
+    "embed": {"table": jnp.ones((9, 3))},
+    "layers": [{"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)} for _ in range(2)],
+    "norm.scale": jnp.ones(3),
+}
+PATHS = [
+    "embed/table",
+    *("layers/0/bias", "layers/0/kernel", "layers/1/bias", "layers/1/kernel"),
+    "norm.scale",
+]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("embed/table", PATHS[:1]),
+        ("layers/*/bias", [PATHS[1], PATHS[3]]),
+        ("**/bias", [PATHS[1], PATHS[3]]),
+        ("layers/1/**", PATHS[3:5]),
+        ("layers/**/1/bias", [PATHS[3]]),  # no key at all is any number of keys
+        ("**", PATHS),
+        ("*/table", PATHS[:1]),
+        ("*", [PATHS[5]]),
+        ("*.scale", [PATHS[5]]),
+        ("norm*", [PATHS[5]]),
+        ("**/*a*", [PATHS[0], *PATHS[1:2], *PATHS[3:4], PATHS[5]]),
+        ("**/k*l", [PATHS[2], PATHS[4]]),
+    ],
+)
+def test_patterns(pattern, expected):
+    chosen = jgrad.by_path({pattern: True}, rest=False)(MODEL)
+    found = [path for path, x in zip(PATHS, jax.tree.leaves(chosen), strict=True) if x]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "pattern", ["bias", "table", "layers", "layers/*", "norm?scale", "b[ia]*s"]
+)
+def test_a_pattern_is_of_a_whole_path(pattern):
+    """A substring matched too much in published runs; other signs than `*` stand for themselves."""
+    with pytest.raises(ValueError, match="no leaf matches it"):
+        jgrad.by_path({pattern: True}, rest=False)(MODEL)
+
+
+class Module(eqx.Module):
+    layers: list
+    name: str = "x"
+
+
+class Graph(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(3, 2, rngs=nnx.Rngs(0))])
+
+
+NESTED = {"layers": [{"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}]}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(NESTED, id="lists"),
+        pytest.param({"layers": {"0": NESTED["layers"][0]}}, id="dicts"),
+        pytest.param({"layers": (Pair(jnp.ones((3, 2)), jnp.zeros(2)),)}, id="named tuples"),
+        pytest.param({"layers/0": NESTED["layers"][0]}, id="haiku"),
+        pytest.param(flatten_dict({"layers": {"0": NESTED["layers"][0]}}), id="flat tuples"),
+        pytest.param(flatten_dict({"layers": {"0": NESTED["layers"][0]}}, sep="/"), id="flat text"),
+        pytest.param(Module([Pair(jnp.ones((3, 2)), jnp.zeros(2))]), id="equinox"),
+        pytest.param(nnx.state(Graph(), nnx.Param), id="nnx"),
+    ],
+)
+def test_keys_of_any_kind_read_alike(model):
+    rules = jgrad.by_path({"layers/0/kernel": 2, "layers/*/bias": 1})
+    chosen = {x for x in jax.tree.leaves(rules(model)) if isinstance(x, int)}
+    assert chosen == {1, 2}
+    tx = jgrad.gradient_descent(rules)
+    grads = jax.tree.map(lambda x: jnp.ones_like(x) if eqx.is_array(x) else None, model)
+    updates = jax.tree.leaves(tx.update(grads, tx.init(model), model)[0])
+    assert {(x.ndim, float(x.min()), float(x.max())) for x in updates} == {(1, -1, -1), (2, -2, -2)}
+
+
+def test_the_first_match_wins():
+    rules = jgrad.by_path({"layers/0/bias": 1, "**/bias": 2, "layers/**": 3}, rest=4)
+    assert jax.tree.leaves(rules(MODEL)) == [4, 1, 3, 2, 3, 4]
+
+
+def test_shapes_packed_trees_and_missing_leaves():
+    """From shapes, of what is packed, and with None for None; values are whatever they are."""
+    rules = jgrad.by_path({"a": (0, 1)}, rest=P("x"))
+    params = {"a": jnp.ones(2), "b": jnp.ones(3), "c": None}
+    expected = {"a": (0, 1), "b": P("x"), "c": None}
+    assert rules(params) == expected
+    assert rules(jax.eval_shape(lambda: params)) == expected
+    assert jgrad.by_path({"d/a": 1}, rest=2)({"d": jgrad.pack(params)}) == {
+        "d": {"a": 1, "b": 2, "c": None}
+    }
+
+
+def falling(done):
+    return 0.1 * 0.5 ** done.astype(float)
+
+
+def test_describe():
+    rules = jgrad.by_path({"**/bias": 0.0, "embed/*": falling}, rest="matrix")
+    assert rules.describe(MODEL | {"n": None}).splitlines() == [
+        "embed/table      (9, 3)  embed/*  falling",
+        "layers/0/bias    (2,)    **/bias  0.0",
+        "layers/0/kernel  (3, 2)  rest     'matrix'",
+        "layers/1/bias    (2,)    **/bias  0.0",
+        "layers/1/kernel  (3, 2)  rest     'matrix'",
+        "norm.scale       (3,)    rest     'matrix'",
+    ]
+    assert repr(jgrad.by_path({"a": 1}, rest=2)) == "by_path({'a': 1}, rest=2)"
+
+
+# ---- as an option ------------------------------------------------------------------------------
+
+W = {
+    "embed": jnp.sin(jnp.arange(27.0)).reshape(9, 3),
+    "layers": [
+        {"w": jnp.cos(jnp.arange(12.0) + i).reshape(3, 4), "b": jnp.arange(4.0) - i}
+        for i in range(2)
+    ],
+}
+GRADS = [jax.tree.map(lambda x, t=t: jnp.sin((t + 1) * x + t), W) for t in range(5)]
+FALLING = optax.linear_schedule(1e-2, 1e-3, 4)
+
+
+def by_group(embed, bias, rest):
+    return jgrad.by_path({"embed": embed, "**/b": bias}, rest=rest)
+
+
+def of_groups(make):
+    """`optax.partition` of what is made for each group."""
+    return optax.partition({x: make(x) for x in "ebr"}, by_group("e", "b", "r"))
+
+
+def assert_near(found, expected, bound=2e-5):
+    """Relative to the largest element of a leaf."""
+    chex.assert_trees_all_equal_structs(found, expected)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.max(np.abs(np.asarray(a) - b)) <= bound * np.max(np.abs(b))
+
+
+RATE = {"e": FALLING, "b": 3e-3, "r": 1e-3}
+DECAY = {"e": 0.0, "b": 0.0, "r": 0.1}
+BETA1 = {"e": 0.9, "b": 0.8, "r": 0.95}
+BETA2 = {"e": 0.99, "b": 0.999, "r": 0.95}
+EPSILON = {"e": 1e-8, "b": 1e-6, "r": 1e-8}
+
+
+def adams(group):
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.adamw(
+            RATE[group],
+            b1=BETA1[group],
+            b2=BETA2[group],
+            eps=EPSILON[group],
+            weight_decay=DECAY[group],
+        )
+
+
+def sgds(group):
+    rate = RATE[group]
+    decayed = optax.add_decayed_weights(DECAY[group])
+    return optax.chain(decayed, optax.sgd(rate, momentum=BETA1[group]))
+
+
+def grouped(table):
+    return by_group(table["e"], table["b"], table["r"])
+
+
+ROWS = [
+    pytest.param(
+        jgrad.adam(
+            grouped(RATE),
+            beta1=grouped(BETA1),
+            beta2=grouped(BETA2),
+            epsilon=grouped(EPSILON),
+            weight_decay=grouped(DECAY),
+        ),
+        adams,
+        id="adam",
+    ),
+    pytest.param(
+        jgrad.gradient_descent(grouped(RATE), momentum=grouped(BETA1), weight_decay=grouped(DECAY)),
+        sgds,
+        id="momentum",
+    ),
+]
+
+
+@pytest.mark.parametrize("form", ["tree", "packed"])
+@pytest.mark.parametrize(("tx", "make"), ROWS)
+def test_as_partition_of_optax(tx, make, form):
+    """Four options by path are three optimizers of optax, one of them with a schedule."""
+    with jax.numpy_dtype_promotion("standard"):
+        expected = run(of_groups(make), W, GRADS)[0]
+    if form == "tree":
+        found, state = run(tx, W, GRADS)
+    else:
+        found, state = run(tx, jgrad.pack(W), list(map(jgrad.pack, GRADS)))
+        found = list(map(jgrad.unpack, found))
+    assert isinstance(state, jgrad.OptState)
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b)
+
+
+def values_of(tree, values, step=0):
+    """A tree of numbers, a different one for each leaf of a layer, as rules and as a tree."""
+    names = [
+        "/".join(map(str, (getattr(k, "key", getattr(k, "idx", k)) for k in path)))
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    numbers = [values[i % len(values)] for i in range(len(names))]
+    as_tree = jax.tree.unflatten(jax.tree.structure(tree), numbers)
+    return jgrad.by_path(dict(zip(names, numbers, strict=True))), as_tree
+
+
+OPTIONS = {
+    "learning_rate": (1e-2, 3e-3, 1e-3),
+    "weight_decay": (0.1, 0.0, 0.01),
+    "beta1": (0.9, 0.8),
+    "beta2": (0.99, 0.95),
+    "epsilon": (1e-8, 1e-3),
+    "momentum": (0.9, 0.5),
+}
+
+
+def options_of(case, tree):
+    """Every number that the method has, by path and as trees."""
+    known = {
+        case.of_adam(name) if name[:4] in ("beta", "epsi") else name: values
+        for name, values in OPTIONS.items()
+    }
+    import inspect
+
+    names = inspect.signature(case.make).parameters
+    own = {name: values for name, values in known.items() if name in names}
+    if case.options.get("momentum", 0) is None or case.name == "gradient_descent":
+        own.pop("momentum", None)
+    if case.options.get("rule") == "ivy":
+        own.pop("epsilon", None) if case.make is jgrad.lars else None
+    pairs = {name: values_of(tree, values) for name, values in own.items()}
+    return [{name: pair[i] for name, pair in pairs.items()} for i in range(2)]
+
+
+@every_case(("adamw", "lars_masked", "momentum"))
+@pytest.mark.parametrize(
+    "form", ["tree", "packed", pytest.param("wrapped", marks=pytest.mark.slow)]
+)
+def test_rules_are_trees(case, form):
+    """Rules and the tree of their values are one program; packed, leaves have the same bits."""
+    from tests.cases import gradients, params
+
+    w, grads = params(), gradients(3)
+    rules, tree = options_of(case, w)
+    others = {k: v for k, v in case.options.items() if k not in rules}
+    made = [case.make(**options, **others) for options in (rules, tree)]
+    if form == "packed":
+        w, grads = jgrad.pack(w), list(map(jgrad.pack, grads))
+    if form == "wrapped":
+        made = [
+            jgrad.skip_nonfinite(
+                jgrad.accumulate(optax.chain(jgrad.clip_by_global_norm(9.0), tx), 2)
+            )
+            for tx in made
+        ]
+    assert_equal(*(train(tx, w, grads) for tx in made))
+
+
+def test_layers_places_and_masks():
+    """Axes, masks, the leaves in full precision and the choice of Muon."""
+    stacked = {"embed": jnp.ones((9, 3)), "layers": {"w": jnp.arange(24.0).reshape(2, 3, 4)}}
+    grads = [jax.tree.map(jnp.cos, stacked)]
+    axes = jgrad.by_path({"layers/**": 0}, rest=None)
+    use = jgrad.by_path({"embed": False}, rest=True)
+    for make, options in [
+        (jgrad.lamb, {"layer_axes": axes, "trust_ratio_mask": use, "weight_decay_mask": use}),
+        (jgrad.lars, {"layer_axes": axes}),
+        (jgrad.muon, {"layer_axes": axes, "matrices": use, "adam_learning_rate": 0.1}),
+    ]:
+        trees = {
+            name: {"embed": rules(stacked)["embed"], "layers": {"w": rules(stacked)["layers"]["w"]}}
+            for name, rules in options.items()
+            if not isinstance(rules, float)
+        }
+        made = [make(0.1, **(options | more)) for more in ({}, trees)]
+        assert_equal(*(train(tx, stacked, grads) for tx in made))
+    large = {"a": jnp.ones((64, 96)), "b": jnp.ones((64, 96))}
+    tx = jgrad.adam(0.1, moment_dtype="8bit", full_precision=jgrad.by_path({"a": True}, rest=False))
+    state = tx.init(large)
+    assert isinstance(state.mw["b"], jgrad.Blocks)
+    assert not isinstance(state.mw["a"], jgrad.Blocks)
+    packed = [jgrad.pack(stacked, layer_axes=x, matrices=use) for x in (axes, axes(stacked))]
+    assert_equal(*packed)
+
+
+def test_masks_and_labels_of_optax():
+    """`optax.masked` and `optax.partition` call the rules."""
+    use = jgrad.by_path({"**/b": False}, rest=True)
+    tx = optax.chain(optax.masked(optax.scale(3.0), use), optax.masked(optax.set_to_zero(), use))
+    updates = tx.update(W, tx.init(W))[0]
+    assert_equal(updates["layers"][0]["b"], W["layers"][0]["b"])
+    assert float(jnp.abs(updates["embed"]).max()) == 0
+
+
+def test_leaves_with_one_rule_share_a_number():
+    """The program for one rule is that for one number; a schedule is called once."""
+    tree = {str(i): jnp.ones(i + 1) for i in range(20)}
+
+    def program(**options):
+        tx = jgrad.adam(**options)
+        return str(jax.make_jaxpr(tx.update)(tree, tx.init(tree), tree))
+
+    one = program(learning_rate=0.1, weight_decay=0.1, beta1=0.9, epsilon=1e-8)
+    rules = [jgrad.by_path({"**": x}) for x in (0.1, 0.1, 0.9, 1e-8)]
+    assert (
+        program(
+            **dict(zip(("learning_rate", "weight_decay", "beta1", "epsilon"), rules, strict=True))
+        )
+        == one
+    )
+    calls = []
+
+    def schedule(done):
+        calls.append(done)
+        return 0.1 * 0.5 ** done.astype(float)
+
+    program(learning_rate=jgrad.by_path({"1*": schedule}, rest=schedule))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("where", ["shard_map", "jit"])
+def test_on_many_devices(where, x64):
+    """With sharded leaves as on one device."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    w = {"a": jnp.sin(jnp.arange(32.0)).reshape(16, 2), "b": {"c": jnp.arange(8.0)}}
+    g = jax.tree.map(jnp.cos, w)
+    tx = jgrad.lamb(
+        jgrad.by_path({"a": 0.1}, rest=falling),
+        beta2=jgrad.by_path({"**/c": 0.9}, rest=0.99),
+        weight_decay=jgrad.by_path({"a": 0.1}, rest=0.0),
+        mesh_axes=jgrad.by_path({"a": P("x"), "**/c": "x"}) if where == "shard_map" else None,
+    )
+    alone = jgrad.lamb(
+        jgrad.by_path({"a": 0.1}, rest=falling),
+        beta2=jgrad.by_path({"**/c": 0.9}, rest=0.99),
+        weight_decay=jgrad.by_path({"a": 0.1}, rest=0.0),
+    )
+    expected = alone.update(g, alone.init(w), w)[0]
+
+    def step(g, w):
+        return tx.update(g, tx.init(w), w)[0]
+
+    if where == "shard_map":
+        step = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    else:
+        g, w = jax.device_put((g, w), jax.sharding.NamedSharding(mesh, P("x")))
+    assert_near(jax.jit(step)(g, w), expected, 1e-12)
+
+
+def test_under_scan_and_vmap():
+    tx = jgrad.adam(grouped(RATE), beta2=grouped(BETA2))
+    expected = every_step(tx, W, GRADS)[-1]
+
+    def body(carry, g):
+        w, state = carry
+        updates, state = tx.update(g, state, w)
+        return (optax.apply_updates(w, updates), state), None
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *GRADS)
+    found = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stacked)[0])(W)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), W)
+    updates = jax.vmap(lambda w, g: tx.update(g, tx.init(w), w)[0])(two, two)
+    alone = tx.update(W, tx.init(W), W)[0]
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x[1], updates), alone, rtol=1e-6)
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+def update(tx, **numbers):
+    return tx.update(W, tx.init(W), W, **numbers)
+
+
+MESSAGES = [
+    (ValueError, "adam: `learning_rate`: rule 'bias': no leaf matches it; near are 'layers/0/b', 'layers/1/b', 'embed'.",
+     lambda: update(jgrad.adam(jgrad.by_path({"bias": 1.0}, rest=0.1)))),
+    (ValueError, "by_path: rule 'embedding': no leaf matches it; near are 'embed', 'layers/0/b', 'layers/1/b'.",
+     lambda: jgrad.by_path({"embedding": 1.0}, rest=0.1)(W)),
+    (ValueError, "adam: `beta1`: no rule matches 'layers/0/b', 'layers/0/w', 'layers/1/b' (and 1 more), expected one, "
+     "or `rest=`.", lambda: update(jgrad.adam(0.1, beta1=jgrad.by_path({"embed": 0.9})))),
+    (ValueError, "adam: `weight_decay`: rule 'embed': 'embed' and all that it matches have an earlier rule, expected "
+     "it before '*', since the first match wins.",
+     lambda: update(jgrad.adam(0.1, weight_decay=jgrad.by_path({"*": 1.0, "embed": 2.0}, rest=1.0)))),
+    (ValueError, "adam: `learning_rate` at ['embed']: -2.0, expected a number in [0, inf).",
+     lambda: jgrad.adam(jgrad.by_path({"embed": -2.0}))),
+    (ValueError, "adam: `beta2` at .rest: 1.5, expected a number in [0, 1).",
+     lambda: jgrad.adam(0.1, beta2=jgrad.by_path({"embed": 0.5}, rest=1.5))),
+    (ValueError, "lamb: `beta1` at ['embed']: shape (2,), expected one element.",
+     lambda: jgrad.lamb(0.1, beta1=jgrad.by_path({"embed": jnp.ones(2)}))),
+    (TypeError, "lamb: `layer_axes` at ['embed']: 'x' of type str, expected None, an int, or a tuple of ints.",
+     lambda: jgrad.lamb(0.1, layer_axes=jgrad.by_path({"embed": "x"}, rest=None))),
+    (TypeError, "adam: `weight_decay_mask` at ['embed']: 3 of type int, expected a bool.",
+     lambda: update(jgrad.adam(0.1, weight_decay_mask=jgrad.by_path({"embed": 3}, rest=True)))),
+    (ValueError, "by_path: `rules`: 'a//b', expected keys joined by single slashes, such as 'layers/*/bias'.",
+     lambda: jgrad.by_path({"a//b": 1})),
+    (ValueError, "by_path: `rules`: 'a**/b', expected `**` as a key of its own, such as '**/bias'.",
+     lambda: jgrad.by_path({"a**/b": 1})),
+    (TypeError, "by_path: `rules`: 3, expected a text, keys joined by `/`.", lambda: jgrad.by_path({3: 1})),
+    (TypeError, "by_path: `rules`: [1] of type list, expected a mapping of patterns to values.",
+     lambda: jgrad.by_path([1])),
+    (ValueError, "by_path: `rules`: empty, expected a rule, or `rest=`.", lambda: jgrad.by_path({})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    assert_error(error, message, call)
+
+
+def test_injected():
+    """`optax.inject_hyperparams` calls it with a count."""
+    with pytest.raises(TypeError, match="by_path: `params`: an array of int32"):
+        optax.inject_hyperparams(jgrad.adam)(jgrad.by_path({"embed": 2.0}, rest=1.0)).init(W)
