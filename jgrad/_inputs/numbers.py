@@ -159,12 +159,11 @@ class OfCall(dict[str, Any]):
         """After all that the method has was asked for."""
         for name in self.keys() - self._asked:
             near = difflib.get_close_matches(name, self._asked, 1, cutoff=0.8)
-            meant = [x for x in self._asked if x == _ELSEWHERE.get(name) or x.endswith(f"_{name}")]
-            if near or meant:
-                expected = f"`{(near or meant)[0]}`"
-                raise TypeError(
-                    f"{function}: `update` has the keyword `{name}`, expected {expected}."
-                )
+            elsewhere = _ELSEWHERE.get(name)
+            meant = [x for x in self._asked if x == elsewhere or x.endswith(f"_{name}")]
+            for expected in (*near, *meant):
+                problem = f"`update` has the keyword `{name}`, expected `{expected}`"
+                raise TypeError(f"{function}: {problem}.")
 
 
 # ---- numbers that may be absent ----------------------------------------------------------------

@@ -195,15 +195,15 @@ class _Parts:
             return arrays
         return packed_parts.split(self.parts, specs, arrays, second=second)
 
-    def numbers(self, x: PerLeaf) -> PerLeaf:
+    def numbers_of_parts(self, x: PerLeaf) -> PerLeaf:
         """Numbers of each array as those of each part."""
         if not (self.inputs.has_buffers and isinstance(x, list)):
             return x
         return packed_parts.split_numbers(self.parts, self.inputs.specs, x)
 
-    def betas(self, forms: BetaForms) -> BetaForms:
+    def forms_of_parts(self, forms: BetaForms) -> BetaForms:
         """Likewise, in each form."""
-        return BetaForms(*map(self.numbers, forms))
+        return BetaForms(*map(self.numbers_of_parts, forms))
 
     def join(
         self, specs: Sequence[ArraySpec], values: list[Any], like: list[Any], second: bool
@@ -238,12 +238,12 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
     name, is_normuon = inputs.function, muon.rule == "normuon"
     inputs.check_buffers()
     all_parts = _Parts(inputs, step.found, per_output=is_normuon)
-    b = all_parts.betas(options.beta_per_array(inputs, step, "momentum", muon.momentum))
+    b = all_parts.forms_of_parts(options.beta_per_array(inputs, step, "momentum", muon.momentum))
     adam = muon.adam.read(inputs, step, prefix="adam_")
     adam = adam._replace(
-        beta1=all_parts.betas(adam.beta1),
-        beta2=all_parts.betas(adam.beta2),
-        epsilon=all_parts.numbers(adam.epsilon),
+        beta1=all_parts.forms_of_parts(adam.beta1),
+        beta2=all_parts.forms_of_parts(adam.beta2),
+        epsilon=all_parts.numbers_of_parts(adam.epsilon),
     )
     parts = all_parts.parts
     own = [i for i, part in enumerate(parts) if part.matrices is not None]
