@@ -35,9 +35,9 @@ _START_AT_ZERO = (
 _STEPS = (parts.MOMENTS, parts.COUNTER, parts.ACCUMULATE)
 
 _BIAS = (
-    "{names}: zero beside a step that is kept, which schedules and bias correction count: the first "
-    "100 steps of Adam there are up to 6.6 times too long (betas 0.9, 0.999). Warm up their rate, "
-    "or set `step` to 0."
+    "{names}: zero beside a step that is kept, which schedules and bias correction count: Adam's "
+    "first 100 steps there are up to 6.6 times too long (betas 0.9, 0.999). Warm up their rate, or "
+    "set `step` to 0."
 )
 _NO_STEP = "step: not in `old`, so schedules and bias correction begin anew."
 _SUMS = (
