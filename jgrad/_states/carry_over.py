@@ -37,7 +37,7 @@ def carry_over(
     """The state of one recipe in the form of another, and an account of it.
 
         state[part, leaf] = old[part, leaf]    where `old` has it, in the form that `like` has
-                          = 19 mw^2            second moments, where `old` has only first ones
+                          = 19 max(mw^2, its mean)   second moments, where `old` has first ones
                           = w                  `master`, `average` and `z`
                           = 0                  other moments and counters
 
@@ -48,7 +48,7 @@ def carry_over(
     The step is kept: schedules and bias correction count it. A second moment that starts at zero
     beside a large step would make the first steps of Adam far too long. So where a first moment is
     kept, the second one is estimated: an average of gradients that are noise, with momentum 0.9,
-    has 1/19 of their mean square. What has no first moment either starts at zero, and a note in
+    has 1/19 of their mean square; of sums of gradients the factor is 0.19. What has no first moment either starts at zero, and a note in
     the account says it.
 
     Args:
@@ -210,7 +210,7 @@ class _Leaves:
         """What is neither the array of before nor another form of it."""
         x = encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
         if how in matching.SQUARES:
-            return matching.SQUARES[how] * numerics.bounded_square(x)
+            return _mean_square(x, matching.SQUARES[how])
         count = self._count.astype(x.dtype)
         return x * count if how == matching.SUM else x / jnp.maximum(count, jnp.ones_like(count))
 
@@ -220,6 +220,13 @@ class _Leaves:
         found = [i for i, x in enumerate(self._parts) if x.role in matching.COUNTS]
         counts = [i for i in found if self._parts[i].role == matching.COUNTS[0]] or found
         return jnp.asarray(self._arg.leaves[counts[0]])
+
+
+def _mean_square(x: jax.Array, factor: float) -> jax.Array:
+    """That of gradients, by their average or sum; finite."""
+    squares = numerics.bounded_square(x)
+    mean = jnp.sum(squares / max(squares.size, 1))
+    return jnp.minimum(factor * jnp.maximum(squares, mean), jnp.finfo(squares.dtype).max)
 
 
 def _without_shared_arrays(state: PyTree) -> PyTree:

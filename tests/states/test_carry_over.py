@@ -62,7 +62,7 @@ def assert_same(found, expected):
 
 
 def assert_close(found, expected, rtol=1e-6):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, 1e-7), found, expected)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, 1e-6), found, expected)
 
 
 # ---- states of optax ---------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def _labels(of_matrices, of_others):
 
 
 @pytest.mark.parametrize("name", OPTAX)
-def test_training_goes_on_as_optax_would(name):
+def test_training_goes_on_as_optax_would(name, standard_promotion):
     theirs, ours = OPTAX[name]
     w, old = trained(theirs)  # of a window of four mini-batches, three
     state, _ = carried(old, ours)
@@ -111,7 +111,7 @@ def test_training_goes_on_as_optax_would(name):
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd", "in 16 steps of 4", "multi_transform"])
-def test_and_back_to_optax(name):
+def test_and_back_to_optax(name, standard_promotion):
     theirs, ours = OPTAX[name]
     w, old = trained(ours)
     like = theirs.init(W)
@@ -120,7 +120,7 @@ def test_and_back_to_optax(name):
     assert_close(steps_of(theirs, state, w, range(3, 8))[0], expected)
 
 
-def test_frozen_leaves_of_a_partition():
+def test_frozen_leaves_of_a_partition(standard_promotion):
     labels = _labels("train", "freeze")
     theirs = optax.partition({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels)
     w, old = trained(theirs)
@@ -140,7 +140,7 @@ def test_frozen_leaves_of_a_partition():
     assert_close(found, expected)
 
 
-def test_counters_by_meaning():
+def test_counters_by_meaning(standard_promotion):
     bad = jax.tree.map(lambda x: x * jnp.nan, W)
     theirs = optax.apply_if_finite(optax.adam(1e-2), 3)
     _, old = theirs.update(bad, trained(theirs)[1], W)
@@ -149,7 +149,7 @@ def test_counters_by_meaning():
     assert account.dropped == ("skip_nonfinite.notfinite_count", "skip_nonfinite.last_finite")
 
 
-def test_lion_and_others():
+def test_lion_and_others(standard_promotion):
     """A first moment is kept for whatever has one."""
     for theirs in (optax.lion(1e-2), optax.contrib.muon(1e-2), optax.ema(0.9)):
         _, old = trained(theirs)
@@ -191,7 +191,7 @@ def test_round_trips(first):
         there, _ = carried(old, RECIPES[second], params=W)
         core, account = jgrad.carry_over(there, like=jax.eval_shape(make().init, W))
         assert_same(core, of_old)
-        assert not (account.zero or account.converted or account.estimated)
+        assert account.zero + account.converted + account.estimated == ()
         back, _ = carried(there, RECIPES[first], params=W)
         again, account = jgrad.carry_over(back, like=old, strict=True)
         assert not account.converted
@@ -211,7 +211,7 @@ def test_8_bits_and_layouts(pack):
         found = jgrad.unpack(codes).mw["layers"][i]["w"]
         assert_same(found, direct.mw["layers"][i]["w"])
     arrays, _ = carried(codes, make())
-    assert_same(carried(arrays, eight, pack(W))[0], codes)
+    assert_same(unquantized(carried(arrays, eight, pack(W))[0]), unquantized(codes))
     rounded, _ = carried(state, half, pack(W))
     assert_same(
         carried(rounded, half)[0].mw, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.mw)
@@ -224,7 +224,7 @@ def test_other_layouts():
     for options in {"multiple_of": 8}, {"max_size": 100}, {"layer_axes": None}:
         packed = jgrad.pack(W, **options)
         there, account = carried(state, make(), packed)
-        assert not (account.converted or account.dropped or account.zero)
+        assert account.converted + account.dropped + account.zero == ()
         assert_same(carried(there, make())[0], state)
         assert_same(
             carried(there, make(), jgrad.pack(W))[0],
@@ -248,17 +248,19 @@ def test_adam_to_muon_and_back(pack):
     assert account.estimated == matrices
     assert_same(again.mw, old.mw)
     assert_same(again.vw["embed"], old.vw["embed"])
-    expected = 19 * np.square(np.asarray(old.mw["layers"][0]["w"], np.float64))
+    squares = np.square(np.asarray(old.mw["layers"][0]["w"], np.float64))
+    expected = 19 * np.maximum(squares, squares.mean())
     np.testing.assert_allclose(again.vw["layers"][0]["w"], expected, 1e-6)
     per_output, account = carried(old, NORMUON, w)
     assert account.dropped == account.zero == matrices
-    assert carried(per_output, NORMUON)[1].kept == carried(per_output, MUON)[1].kept + matrices
+    assert carried(per_output, NORMUON)[1].dropped == ()
+    assert carried(per_output, MUON)[1].dropped == matrices
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.95])
 @pytest.mark.parametrize("signal", [0.0, 0.3, 3.0])
 def test_estimated_second_moments(signal, momentum):
-    """Adam goes on with steps neither twice too long nor a fifth, by gradients of NumPy."""
+    """Adam goes on with steps of 0.15 to 1.5 times their length, by gradients of NumPy."""
     n, beta1, beta2 = 4000, 0.9, 0.999
     random = np.random.default_rng(1)
     mean = signal * random.normal(size=n)
@@ -282,7 +284,8 @@ def test_estimated_second_moments(signal, momentum):
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
         step, state = tx.update({"w": jnp.asarray(g.reshape(40, 100), jnp.float32)}, state)
         lengths.append(np.sqrt(np.mean(np.square(step["w"])) / np.mean(m**2 / v)))
-    assert 0.2 < min(lengths) <= max(lengths) < 2, lengths
+    assert 0.15 < min(lengths)
+    assert max(lengths) < 1.5
 
 
 def test_momentum_of_gradient_descent():
@@ -290,7 +293,8 @@ def test_momentum_of_gradient_descent():
     state, account = carried(old, make())
     assert_same(state.mw, old.mw)
     assert "sums of gradients in `old`, averages in `like`" in str(account)
-    expected = 0.19 * np.square(np.asarray(old.mw["embed"]["table"], np.float64))
+    squares = np.square(np.asarray(old.mw["embed"]["table"], np.float64))
+    expected = 0.19 * np.maximum(squares, squares.mean())
     np.testing.assert_allclose(state.vw["embed"]["table"], expected, 1e-6)
     _, account = carried(make().init(W), jgrad.gradient_descent(0.1, momentum=0.9))
     assert "averages of gradients in `old`, sums in `like`" in str(account)
@@ -360,7 +364,7 @@ def test_a_file_without_a_target(tmp_path, name):
 
 
 @pytest.mark.parametrize("theirs", [*OPTAX])
-def test_a_file_of_optax(tmp_path, theirs):
+def test_a_file_of_optax(tmp_path, theirs, standard_promotion):
     theirs, ours = OPTAX[theirs]
     old = trained(theirs)[1]
     found = jgrad.carry_over(restored(tmp_path / "state", old), like=jax.eval_shape(ours.init, W))
@@ -488,7 +492,7 @@ def test_x64(x64):
     assert_same(back.vw, jax.tree.map(lambda x: x.astype(jnp.float32), old.vw))
 
 
-def test_donation():
+def test_donation(standard_promotion):
     """What is made of one array twice is two arrays."""
     old = trained(optax.lion(1e-2))[1]
     theirs = optax.adamw(optax.linear_schedule(1e-2, 0, 9))
@@ -585,8 +589,8 @@ def test_errors():
     )
     assert_error(
         ValueError,
-        "carry_over: `rename`: tokens: no such path in `like`, expected one such as embed/table, "
-        "layers/1/w, layers/1/b.",
+        "carry_over: `rename`: tokens: no such path in `like`, expected one such as layers/1/w, "
+        "layers/1/b, layers/0/w.",
         lambda: jgrad.carry_over(old, like=like, rename={"embed": "tokens"}),
     )
     assert_error(
