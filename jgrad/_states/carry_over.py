@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
 from jgrad._inputs.transformation import arrays_of
-from jgrad._packed import packing
+from jgrad._packed import packing, restored
 from jgrad._quantized import encoding
-from jgrad._states import account as accounts, forms, matching, parts, paths, restored
+from jgrad._states import account as accounts, forms, matching, parts, paths
 from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Source
 from jgrad._states.parts import Keys, Part
@@ -48,8 +48,8 @@ def carry_over(
     The step is kept: schedules and bias correction count it. A second moment that starts at zero
     beside a large step would make the first steps of Adam far too long. So where a first moment is
     kept, the second one is estimated: an average of gradients that are noise, with momentum 0.9,
-    has 1/19 of their mean square; of sums of gradients the factor is 0.19. What has no first moment either starts at zero, and a note in
-    the account says it.
+    has 1/19 of their mean square; for sums of gradients the factor is 0.19. Where neither is there,
+    both start at zero, and a note in the account says it.
 
     Args:
       old: a state, of arrays.
@@ -77,18 +77,13 @@ def carry_over(
 
     Example:
       >>> params = {"w": jnp.ones((64, 128)), "b": jnp.zeros(128)}
-      >>> old = optax.adam(1e-3).init(params)
-      >>> tx = jgrad.skip_nonfinite(jgrad.adam(1e-3, moment_dtype="8bit"))
-      >>> state, account = jgrad.carry_over(old, like=tx.init(params))
+      >>> old, tx = optax.sgd(0.1, momentum=0.9).init(params), jgrad.lars(0.1, moment_dtype="8bit")
+      >>> state, account = jgrad.carry_over(old, like=jax.eval_shape(tx.init, params))
       >>> print(account)
-      kept       step
       kept       mw/b
-      kept       vw/b
       converted  mw/w: float32 to 8 bits
-      converted  vw/w: float32 to 8 bits
-      from like  skip_nonfinite.loss_scale
-      zero       skip_nonfinite.skipped
-      zero       skip_nonfinite.streak
+      zero       step
+      note       step: not in `old`, so schedules and bias correction begin anew.
     """
     if hasattr(like, "init") and hasattr(like, "update"):
         remedy = "expected a state: `jax.eval_shape(tx.init, params)`"
