@@ -89,9 +89,11 @@ def carry_over(
         remedy = "expected a state: `jax.eval_shape(tx.init, params)`"
         raise TypeError(f"{_NAME}: `like`: a transformation, {remedy}.")
     params = None if params is None else arrays_of(params)
-    old = restored.with_nodes(_NAME, old, like, params)
+    old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
     shapes = packing.shapes(like)
     before, after = parts.read(packing.shapes(old)), parts.read(shapes)
+    _check("old", before)
+    _check("like", after)
     named = paths.renamed(_NAME, before, after, rename or {})
     chosen = () if reset is None else paths.chosen(_NAME, reset, params, shapes)
     found = Matcher(_NAME, named, after, chosen).match()
@@ -104,6 +106,18 @@ def carry_over(
         leaves = _Leaves(old, named, params).of_sources(after, found.sources)
         state = packing.pack(trees.flatten(shapes)[1].unflatten(leaves), like=like)
     return _without_shared_arrays(state), account
+
+
+def _with_arrays(tree: PyTree) -> PyTree:
+    return trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, tree)
+
+
+def _check(name: str, state: list[Part]) -> None:
+    """Arrays or their shapes, and no other leaves."""
+    for part in state:
+        if not (part.leaf is None or hasattr(part.leaf, "shape")):
+            came = f"{checks.describe(part.leaf)}, expected an array"
+            raise TypeError(f"{_NAME}: `{name}`{checks.at(part.path)}: {came}.")
 
 
 def _is_change_of_forms(old: PyTree, like: PyTree, sources: list[Source | None]) -> bool:

@@ -4,6 +4,8 @@ import collections
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jgrad._states import account, forms, parts
 from jgrad._states.account import Entry
 from jgrad._states.parts import Keys, Part
@@ -121,7 +123,7 @@ class Matcher:
         if part.role in _MOMENTS and part.keys in self._reset:
             self._used.update(found)
             return Source(account.RESET)
-        if own is not None and self._fits(part, own):
+        if own is not None and self._may_be_carried(part, own):
             return self._carried(part, own, self._sum_or_mean(part, own))
         return self._new(part, position)
 
@@ -148,18 +150,18 @@ class Matcher:
             return Source(account.OF_WEIGHTS, masters[0] if masters else None)
         if part.role == _SCALE and not checks.is_array(part.leaf):
             return Source(account.FROM_LIKE, None, ONE)
-        is_count = not part.keys and not part.leaf.shape and part.leaf.dtype.kind == "i"
+        is_integer = jnp.issubdtype(part.leaf.dtype, jnp.integer)
         if part.role != _SCALE and part.kind in _START_AT_ZERO:
             return Source(account.ZERO)
         if checks.is_array(part.leaf):
             return Source(account.FROM_LIKE)
-        if is_count or part.field == "report":
+        if (is_integer and not part.leaf.shape) or part.field == "report":
             return Source(account.ZERO)
         problem = "the shape of a part that `old` does not have, and that starts at unknown numbers"
         remedy = "expected arrays: `like=tx.init(params)`"
         raise ValueError(f"{self._function}: `like`{checks.at(part.path)}: {problem}, {remedy}.")
 
-    def _fits(self, part: Part, own: int) -> bool:
+    def _may_be_carried(self, part: Part, own: int) -> bool:
         """Whether the shape of what is no parameter's is that of before: else it begins anew."""
         is_known = part.kind in (*_START_AT_ZERO, parts.MASTER, parts.PLAIN)
         return is_known or self._old[own].leaf.shape == part.leaf.shape

@@ -1,7 +1,7 @@
 """A state in the form of another recipe."""
 
 import functools
-import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +179,6 @@ RECIPES = {
     "schedule_free": jgrad.schedule_free(make()),
     "lamb": jgrad.lamb(1e-2),
 }
-PAIRS = list(itertools.permutations(RECIPES, 2))
 
 
 @pytest.mark.parametrize("first", RECIPES)
@@ -338,6 +337,36 @@ def test_wrappers_of_users():
         "and that starts at unknown numbers, expected arrays: `like=tx.init(params)`.",
         lambda: carried(make().init(W), tx),
     )
+
+
+class Spikes(NamedTuple):
+    skipped: Any
+    losses: Any
+    inner: Any
+
+
+class Watch(NamedTuple):
+    report: Any
+    inner: Any
+
+
+def test_other_fields():
+    """Numbers of wrappers that are not known: kept where they fit, else as in `like`."""
+    core = make().init(W)
+    report = {"grad_norm": {"embed/table": jnp.ones(()), "layers": jnp.ones(2)}}
+    old = Watch(report, Spikes(jnp.asarray(3), jnp.ones(8), core))
+    like = Spikes(jnp.asarray(0), jnp.full(8, jnp.nan), Watch(report, core))
+    state, account = jgrad.carry_over(old, like=like, strict=True)
+    assert_same(state, Spikes(old.inner.skipped, old.inner.losses, Watch(report, core)))
+    assert account.kept[:3] == ("skipped", "losses", "report/grad_norm/embed/table")
+    other = like._replace(losses=jnp.full(4, jnp.nan))  # another window
+    state, account = jgrad.carry_over(old, like=other)
+    assert_same((state.skipped, state.losses), (old.inner.skipped, other.losses))
+    assert (account.from_like, account.dropped) == (("losses",), ("losses",))
+    shapes = jax.eval_shape(lambda: Watch(report, core))
+    state, account = jgrad.carry_over(core, like=shapes)
+    assert not jax.tree.leaves(state.report)[0]
+    assert account.zero == ("report/grad_norm/embed/table", "report/grad_norm/layers")
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -567,6 +596,11 @@ def test_errors():
         TypeError,
         "carry_over: `like`: a transformation, expected a state: `jax.eval_shape(tx.init, params)`.",
         lambda: jgrad.carry_over(old, like=make()),
+    )
+    assert_error(
+        TypeError,
+        "carry_over: `old` at .step: 'a' of type str, expected an array.",
+        lambda: jgrad.carry_over(old._replace(step="a"), like=like),
     )
     ema = optax.chain(make(), jgrad.ema(0.9))
     assert_error(
