@@ -15,7 +15,7 @@ from jgrad._states import account as accounts, forms, matching, parts, paths
 from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Source
 from jgrad._states.parts import Keys, Part
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
@@ -88,6 +88,7 @@ def carry_over(
     if hasattr(like, "init") and hasattr(like, "update"):
         remedy = "expected a state: `jax.eval_shape(tx.init, params)`"
         raise TypeError(f"{_NAME}: `like`: a transformation, {remedy}.")
+    values.boolean(_NAME, "strict", strict)
     params = None if params is None else arrays_of(params)
     old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
     shapes = packing.shapes(like)
@@ -180,7 +181,7 @@ class _Leaves:
     def _leaf(self, part: Part, source: Source) -> Any:
         like, i = part.leaf, source.old
         if source.what == accounts.OF_WEIGHTS:
-            x = self._weight(part) if i is None else self._arg.leaves[i]
+            x = self._parameter(part) if i is None else self._arg.leaves[i]
             x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
             arg = ArgLeaves(_NAME, "params", [x], lambda: [part.path])
             return _in_form(arg, 0, like, x)
@@ -203,7 +204,7 @@ class _Leaves:
             found = self._weights.get(part.keys)
         return found if isinstance(found, Blocks) or checks.is_array(found) else None
 
-    def _weight(self, part: Part) -> Any:
+    def _parameter(self, part: Part) -> Any:
         if self._params is None:
             came = f"None, expected the parameters: `old` has nothing for {part.path} of `like`"
             raise ValueError(f"{_NAME}: `params`: {came}.")
