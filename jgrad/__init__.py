@@ -72,8 +72,10 @@ Packed trees: many arrays as one
 States of optimizers
 
     state_shardings    how a state is sharded, for `jit` and for checkpoints
-    quantized          a state in the form of another, 8 bits included
-    unquantized        a state in 8 bits as arrays
+    carry_over         a state in the form of another recipe, and an account of it
+    Account            what `carry_over` did with each part of a state
+    quantized          the old name of `carry_over`
+    unquantized        likewise, for a state in 8 bits as arrays
     OptState           state of every optimizer
     Blocks             an array in 8 bits
     AccumulateState    state of `accumulate`
@@ -121,6 +123,8 @@ from jgrad._optimizers.lars import lars, lars_update
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
+from jgrad._states.account import Account
+from jgrad._states.carry_over import carry_over
 from jgrad._states.quantized import quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
@@ -200,6 +204,8 @@ __all__ = [  # noqa: RUF022
     "Layout",
     # States of optimizers
     "state_shardings",
+    "carry_over",
+    "Account",
     "quantized",
     "unquantized",
     "OptState",

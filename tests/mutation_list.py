@@ -206,8 +206,13 @@ MUTATIONS = [
     Mutation("LeafKernel._tile", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
     Mutation("Planned._aliases", "codes are written to new arrays", "aliases[y] = x", "pass", "tests/fused/test_planning.py"),
     Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "enable_x64(False)", "enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
+    # ---- _states
+    Mutation("forms.converted", "codes of another dtype are accepted", "not same_kind", "False", "tests/states/test_forms.py"),
+    Mutation("Matcher._check_shape", "leaves of other shapes are carried over", "old.leaf.shape == part.leaf.shape", "True", "tests/states/test_carry_over.py"),
+    Mutation("matching._holds_sums", "momentum of gradient_descent is an average", "not any(_)", "False", "tests/states/test_carry_over.py"),
+    Mutation("_is_per_output", "second moments of NorMuon are Adam's", "len(shape) == len(whole)", "False", "tests/states/test_carry_over.py"),
+    Mutation("_without_shared_arrays", "two leaves are one array", "id(x) in seen", "False", "tests/states/test_carry_over.py"),
     # ---- _wrappers
-    Mutation("quantized._like", "codes of another dtype are accepted", "not same_kind", "False", "tests/states/test_quantized.py"),
     Mutation("stochastic_rounding", "the counter does not count", "optax.safe_increment(X)", "X", "tests/wrappers/test_stochastic_rounding.py"),
     Mutation("clip._ratio", "small norms are scaled up", "jnp.where(_, X, _) / jnp.where(_, Y, _)", "X / Y", "tests/wrappers/test_clip.py"),
     Mutation("clip._ratio", "an infinite norm clips to 0", "jnp.where(_ == jnp.inf, jnp.full_like(X, jnp.nan), X)", "X * 1", "tests/wrappers/test_clip.py"),
@@ -232,7 +237,7 @@ MUTATIONS = [
     Mutation("ema", "parameters before the update are averaged", "parameters.applied(X, Y)", "parameters.applied(X, jax.tree.map(jnp.zeros_like, Y))", "tests/wrappers/test_ema.py"),
     Mutation("_fit", "mixed dtypes of gradients are packed", "len(X) > 1 or Y", "Y", "tests/wrappers/test_pack_small.py"),
     Mutation("pack_small", "the state of another model", "_.is_part_of(_, _)", "True", "tests/wrappers/test_pack_small.py"),
-    Mutation("zero", "gradients that JAX summed are accepted", "_ is not None and shard.is_known_to_be_invariant(_, _)", "False", DEVICES + "/test_zero.py"),
+    Mutation("zero.zero", "gradients that JAX summed are accepted", "_ is not None and shard.is_known_to_be_invariant(_, _)", "False", DEVICES + "/test_zero.py"),
     Mutation("zero._sliced", "the rows of the first device", "X.slice", "lambda x: x[: X.num_rows(len(x))]", DEVICES + "/test_zero.py"),
     Mutation("_sharded_further", "buffers are sharded along columns", "X[: 1 if _ else None]", "X[::-1]", DEVICES),
     Mutation("_Shardings._like", "moments of other shapes follow", "X or Y.shape != _.shape", "X", DEVICES),

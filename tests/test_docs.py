@@ -16,6 +16,7 @@ import pytest
 import jgrad
 from studies import traffic
 from tests.everywhere.test_recipes import LIMITS, OPERATIONS
+from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
 
 ROOT = next(x for x in pathlib.Path(__file__).parents if (x / "pyproject.toml").exists())
@@ -44,6 +45,7 @@ EXAMPLES = {
     "docs/accelerators.md": 2,
     "docs/getting_started.md": 5,
     "docs/half_precision.md": 4,
+    "docs/change_in_a_run.md": 1,
     "docs/from_pytorch.md": 2,
     "docs/choose_a_recipe.md": 14,
 }
@@ -377,7 +379,7 @@ def test_the_recipe_of_6_bytes_and_its_checkpoint():
     assert found / sum(x.size for x in params.values()) == pytest.approx(6.03, abs=0.02)
     assert all((x < 0).all() for x in params.values())
     run_example("docs/memory.md", 1, names)
-    jax.tree.map(np.testing.assert_array_equal, jgrad.unquantized(names["again"]), names["arrays"])
+    jax.tree.map(np.testing.assert_array_equal, unquantized(names["again"]), names["arrays"])
 
 
 WRAPPERS = {

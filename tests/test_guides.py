@@ -11,9 +11,10 @@ import jgrad
 from benchmarks.accelerators.recipes import RECIPES
 from tests.accelerators.limits import NOT_REACHED, limit
 from tests.support.loops import assert_equal
-from tests.test_docs import page, rows, run_example, section
+from tests.test_docs import blocks, page, rows, run_example, section
 
 STARTED, HALF = "docs/getting_started.md", "docs/half_precision.md"
+CHANGE = "docs/change_in_a_run.md"
 # The rows of docs/accelerators.md by the recipes that are compiled.
 ACCELERATORS = {
     "AdamW": ["AdamW"],
@@ -179,3 +180,12 @@ def test_figures_of_accelerators():
                 ]
                 assert most <= max(x.bytes for x in bounds)
                 assert temporaries <= max(x.temporaries for x in bounds) + 0.05
+
+
+def test_a_change_in_the_middle_of_a_run(standard_promotion, capsys):
+    names = run_example(CHANGE, 0, dict(NAMES))
+    assert capsys.readouterr().out == blocks(CHANGE, "text")[0]
+    assert (int(names["state"].mini_step), int(names["state"].inner[0].step)) == (2, 1)
+    _, state = names["tx"].update(names["grads"], names["state"], names["params"])
+    assert int(state.mini_step) == 3
+    assert len(page(CHANGE).split()) <= 600

@@ -238,7 +238,7 @@ def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
     arg = ArgLeaves(function, name, leaves, lambda: trees.paths(tree))
     for i, x in enumerate(leaves):
         if isinstance(x, Blocks):
-            remedy = "make it one by `unquantized(tree)`"
+            remedy = "make it one by `carry_over(tree, like=shapes)`"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
     leaves = [x if x is None else jnp.asarray(x) for x in leaves]
     for i, x in enumerate(leaves):

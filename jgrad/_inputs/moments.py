@@ -206,8 +206,7 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
 
 
 def _fail(arg: ArgLeaves, i: int, x: Any) -> None:
+    remedy = "make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
     if isinstance(x, Blocks):
-        remedy = "make it one by `unquantized(state)`"
         arg.fail(i, TypeError, f"Blocks of shape {x.shape}, expected an array; {remedy}")
-    remedy = "make them by `quantized(state, like=jax.eval_shape(tx.init, params))`"
     arg.fail(i, TypeError, f"{checks.describe(x)}, expected Blocks, 8 bits; {remedy}")

@@ -373,7 +373,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
         for i, span in pairs:
             x = arg.leaves[i]
             if isinstance(x, Blocks):
-                arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {_UNQUANTIZED}")
+                arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {_REMEDY}")
             if not checks.is_inexact(x):
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
             if x.dtype != dtype:
@@ -391,7 +391,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     return fill(layout, leaves)
 
 
-_UNQUANTIZED = "make it one by `unquantized(tree)`"
+_REMEDY = "make it one by `carry_over(tree, like=like)`"
 
 
 def _check_recodable(arg: ArgLeaves, i: int, codec: Codec) -> None:

@@ -75,7 +75,7 @@ class Blocks(_Arrays):
         element = decode(code) scale
 
     An 8-bit moment in an `OptState`. The field names are a file format: checkpoints hold them.
-    `jgrad.unquantized(state)` makes arrays of them.
+    `jgrad.carry_over` makes arrays of them.
 
     Attributes:
       codes: of the array's shape; int8 for a first moment, uint8 for a second one.

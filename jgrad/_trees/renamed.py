@@ -97,6 +97,11 @@ def private_attribute(name: str, read: Callable[[Any], Any], public: str) -> Any
     return property(attribute)
 
 
+def warn_of_name(old: str, new: str) -> None:
+    """Says that a function is called by its old name."""
+    _warn(f"{old}: an old name", f"`{new}`")
+
+
 def _warn(what: str, expected: str) -> None:
     # Not a DeprecationWarning, which Python hides unless the call is in a script itself.
     text = f"{what}, expected {expected}; the next release does not know it."

@@ -34,7 +34,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     A state in device memory, such as one that was restored without shardings, is taken as it is;
     the next one lies in host memory. `state_shardings(offload(tx), params)` has the memory kind,
     for `out_shardings` and for restoring a checkpoint. `jax.eval_shape` does not have it.
-    `unquantized`, `quantized`, `pack` and `unpack` leave a state on the host there.
+    `carry_over`, `pack` and `unpack` leave a state on the host there.
 
     Give the first step committed parameters, `jax.device_put(params, jax.devices()[0])` on one
     device. A state on the host is committed, so the results of a step are; `jax.jit` compiles

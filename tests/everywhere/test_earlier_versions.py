@@ -14,6 +14,7 @@ import jgrad
 from tests import golden
 from tests.cases import CASES
 from tests.support.choice import mostly_slow
+from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
 
 FILES = sorted(golden.DATA.glob("states_*.npz"))
@@ -52,7 +53,7 @@ def test_golden_checkpoint(file, name, form):
     w, state = golden.step(tx, w, found, golden.gradient(2, name))
     gap = golden.gap(name)
     chex.assert_trees_all_close(w, golden.like(f"{name}/next_weights", w, arrays), rtol=gap)
-    found, expected = jgrad.unquantized((state, expected))
+    found, expected = unquantized((state, expected))
     chex.assert_trees_all_close(found, expected, rtol=gap, atol=1e-7)
     if form == "as of today":
         assert jax.tree.structure(state) == jax.tree.structure(tx.init(w))

@@ -364,13 +364,13 @@ def test_e41_states_of_another_recipe():
     assert_error(
         TypeError,
         "adam: `state.mw` at ['layer']['w']: an array of float32 and shape (64, 64), expected Blocks, "
-        "8 bits; make them by `quantized(state, like=jax.eval_shape(tx.init, params))`.",
+        "8 bits; make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`.",
         lambda: tx.update(W, plain.init(W), W),
     )
     assert_error(
         TypeError,
-        "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; make it one "
-        "by `unquantized(state)`.",
+        "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; make it by "
+        "`carry_over(state, like=jax.eval_shape(tx.init, params))`.",
         lambda: plain.update(W, tx.init(W), W),
     )
     full = adam8(full_precision={"layer": {"w": True, "b": False}})

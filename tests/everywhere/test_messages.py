@@ -255,6 +255,7 @@ FLAGS = {
     "muon: `nesterov`": lambda x: jgrad.muon(
         0.1, matrices=True, adam_learning_rate=1.0, nesterov=x
     ),
+    "carry_over: `strict`": lambda x: jgrad.carry_over(X, like=X, strict=x),
     "grad: `has_aux`": lambda x: jgrad.grad(jnp.sum, has_aux=x),
     "value_and_grad: `has_aux`": lambda x: jgrad.value_and_grad(jnp.sum, has_aux=x),
     "stop_gradient: `preserve_type`": lambda x: jgrad.stop_gradient(X, preserve_type=x),

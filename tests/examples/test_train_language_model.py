@@ -25,6 +25,7 @@ import recipes
 import text
 from checkpoints import CheckpointError, Checkpoints
 from language_training import Settings, SettingsError, bytes_on_one_device
+from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "colabs" / "train_language_model.py"
@@ -246,7 +247,7 @@ def test_a_run_goes_on_to_the_same_bits(optimizer, recipe, layout, tmp_path):
     assert begun == [3, 4]
     assert_equal((found.params, found.state), (expected.params, expected.state))
     # A small leaf of a packed tree was float32 in the file: the same numbers, maybe by other scales.
-    numbers = [jgrad.unquantized((run.params, run.state)) for run in (again, expected)]
+    numbers = [unquantized((run.params, run.state)) for run in (again, expected)]
     assert_equal(*numbers)
     assert found.history == again.history == expected.history
     assert expected.history.validation[-1][1] < expected.history.training[0] - 1e-3

@@ -10,6 +10,7 @@ import pytest
 
 import jgrad
 from tests.support import kernels
+from tests.support.eight_bits import unquantized
 from tests.support.kernels import ADAM, BETAS, FORMS, MOMENTUM, normal, plain, rate, steps
 from tests.support.loops import assert_equal
 
@@ -173,7 +174,7 @@ def test_a_skipped_step(name, form):
     bad = odd_gradients(dtype)[1]
     found = assert_same(RECIPES[name](), form, model(dtype), [good[0], bad], 2)
     before = plain(RECIPES[name](), model(dtype), good[:1])
-    moments = [jgrad.unquantized(optax.tree.get(x.state, "mw")) for x in (found, before)]
+    moments = [unquantized(optax.tree.get(x.state, "mw")) for x in (found, before)]
     assert_equal((found.w, moments[0]), (before.w, moments[1]))
     assert int(found.state.skipped) == 1
 

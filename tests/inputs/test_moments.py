@@ -15,6 +15,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.transformation import transformation
 from jgrad._optimizers import adam
+from tests.support.eight_bits import unquantized
 from tests.support.errors import assert_error
 from tests.support.loops import train
 
@@ -67,7 +68,7 @@ def test_lion(moment_dtype, packed):
     assert isinstance(mw["w"], jgrad.Blocks) == (moment_dtype == "8bit")
     if moment_dtype is not None and moment_dtype != "8bit":
         assert {x.dtype for x in jax.tree.leaves(mw)} == {jnp.dtype(moment_dtype)}
-    found, numbers = jgrad.unpack(w), jgrad.unquantized(mw)
+    found, numbers = jgrad.unpack(w), unquantized(mw)
     weights, moments, largest = expected()
     # One rounding a step, to a neighbour: of 24 bits, 8, or 4 in 8 bits.
     gap = STEPS * {None: 2.0**-20, jnp.bfloat16: 2.0**-7, "8bit": 2.0**-3}[moment_dtype]

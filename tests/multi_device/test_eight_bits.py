@@ -15,6 +15,7 @@ from benchmarks import collectives
 from tests.cases import ONE_EACH
 from tests.multi_device.meshes import mesh_of
 from tests.support import eight_bits
+from tests.support.eight_bits import quantized, unquantized
 from tests.support.loops import assert_equal
 
 # Muon has its own in test_muon.py.
@@ -152,7 +153,7 @@ def test_e41_explicit_axes(shape, spec, layer_axes):
     for x in (state, jax.jit(tx.init)(put(w)), once):
         same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), x, shardings)
         assert all(jax.tree.leaves((same.mw, same.vw)))
-    arrays = jgrad.unquantized(once)
+    arrays = unquantized(once)
     assert arrays.mw.sharding.is_equivalent_to(put(w).sharding, w.ndim)
-    again = jgrad.unquantized(jgrad.quantized(arrays, like=once))
-    assert_equal(jax.device_get(again), jax.device_get(jgrad.unquantized(expected)))
+    again = unquantized(quantized(arrays, like=once))
+    assert_equal(jax.device_get(again), jax.device_get(unquantized(expected)))

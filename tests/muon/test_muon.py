@@ -12,6 +12,7 @@ import jgrad
 from tests.cases import rank_two
 from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
+from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal, run, train
 from tests.support.packed_model import assert_close
 
@@ -343,4 +344,4 @@ def test_full_precision_beside_8_bits(rule):
     for name in ("coded", "embed"):
         far = jnp.linalg.norm(found[name] - expected[name])
         assert 0 < far < 0.1 * jnp.linalg.norm(expected[name] - w[name])
-    assert jax.tree.structure(jgrad.unquantized(state)) == jax.tree.structure(exact)
+    assert jax.tree.structure(unquantized(state)) == jax.tree.structure(exact)

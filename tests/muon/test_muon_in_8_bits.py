@@ -10,6 +10,7 @@ import pytest
 
 import jgrad
 from tests.support.choice import mostly_slow
+from tests.support.eight_bits import quantized
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, every_step, run
 
@@ -120,11 +121,11 @@ def test_a_state_of_another_recipe():
     assert_error(
         TypeError,
         "muon: `state.vw` at ['embed']: an array of float32 and shape (64, 100), expected Blocks, 8 bits; "
-        "make them by `quantized(state, like=jax.eval_shape(tx.init, params))`.",
+        "make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`.",
         lambda: muon().update(w, mixed, w),
     )
     like = jax.eval_shape(muon().init, w)
-    updates, _ = muon().update(GRADIENTS[1], jgrad.quantized(state, like=like), w)
+    updates, _ = muon().update(GRADIENTS[1], quantized(state, like=like), w)
     expected, _ = plain.update(GRADIENTS[1], state, w)
     # A code is within 6.25% of its number: of a quotient m / sqrt(v) that is at most 10%.
     np.testing.assert_allclose(updates["embed"], expected["embed"], rtol=0.1, atol=1e-3)

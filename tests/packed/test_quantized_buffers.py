@@ -7,6 +7,7 @@ import pytest
 
 import jgrad
 from tests.support.choice import mostly_slow
+from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 
 SHAPES = {
@@ -41,7 +42,7 @@ PACKINGS = {
 tx = jgrad.adam(1e-2, moment_dtype="8bit")
 
 # Compiled: eagerly, each shape and operation would be a program of its own.
-update, unpack, unquantized = map(jax.jit, (tx.update, jgrad.unpack, jgrad.unquantized))
+update, unpack, unquantized = map(jax.jit, (tx.update, jgrad.unpack, unquantized))
 as_like = jax.jit(lambda state, like: jgrad.pack(state, like=like))
 
 
@@ -85,7 +86,7 @@ def test_numbers_of_an_unpacked_state(name):
         assert unpacked.mw[name].shape == shape
         assert isinstance(unpacked.mw[name], jax.Array if name in SMALL else jgrad.Blocks)
     like = jax.eval_shape(tx.init, tree(0))
-    as_a_tree = jax.jit(lambda state: jgrad.quantized(state, like=like))(unpacked)
+    as_a_tree = jax.jit(lambda state: quantized(state, like=like))(unpacked)
     assert int(update(tree(1), as_a_tree, tree(0))[1].step) == 3
 
 
@@ -137,7 +138,7 @@ def test_errors():
     assert_error(
         TypeError,
         "pack: `tree` at ['stacked']: Blocks of int8 and shape (3, 70, 50), expected an array; make it "
-        "one by `unquantized(tree)`.",
+        "one by `carry_over(tree, like=like)`.",
         lambda: jgrad.pack(alone, like=jgrad.adam(0.1).init(packed)),
     )
     assert_error(

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jgrad
 from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec, codec_of, of_moments
 from jgrad._trees.blocks import Form
+from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
 
@@ -76,8 +77,8 @@ def test_a_state_without_a_codec_is_the_state(made):
     once = jax.jit(chex.assert_max_traces(tx.update, n=1))
     expected = once(G, state, W)
     assert_equal(once(G, jax.tree.map(jnp.asarray, other), W), expected)
-    assert_equal(jgrad.unquantized(other), jgrad.unquantized(state))
-    assert_equal(jgrad.quantized(other, like=jax.eval_shape(tx.init, W)), state)
+    assert_equal(unquantized(other), unquantized(state))
+    assert_equal(quantized(other, like=jax.eval_shape(tx.init, W)), state)
     body = lambda state, _: (tx.update(G, state, W)[1], None)
     found, _ = jax.jit(lambda s: jax.lax.scan(body, s, None, 1))(jax.tree.map(jnp.asarray, other))
     assert_equal(found, expected[1])
@@ -103,9 +104,9 @@ def test_moments_of_both_kinds_have_one_structure():
     wrong = state._replace(vw=jax.tree.map(lambda m, v: v, state.mw, state.vw))
     assert_error(  # the codes of one, and the codec of the other
         TypeError,
-        "unquantized: `state` at .vw['w']: an array of uint8 and shape (64, 64) as `codes`, expected "
+        "carry_over: `old` at .vw['w']: an array of uint8 and shape (64, 64) as `codes`, expected "
         "int8.",
-        lambda: jgrad.unquantized(wrong),
+        lambda: unquantized(wrong),
     )
 
 
@@ -161,14 +162,14 @@ def test_a_state_of_another_codec():
     )
     assert_error(
         TypeError,
-        "quantized: `state` at .mw['w']: Blocks of int8 and shape (64, 64), expected a floating "
+        "carry_over: `old` at .mw['w']: Blocks of int8 and shape (64, 64), expected a floating "
         "array, or Blocks of another one.",
-        lambda: jgrad.quantized(state, like=other),
+        lambda: quantized(state, like=other),
     )
     nameless = rewritten(state, lambda x: jgrad.Blocks(x.codes.astype(jnp.int32), x.scale))
     assert_error(
         TypeError,
-        "unquantized: `state` at .mw['w']: an array of int32 and shape (64, 64) as `codes`, expected "
+        "carry_over: `old` at .mw['w']: an array of int32 and shape (64, 64) as `codes`, expected "
         "int8 or uint8.",
-        functools.partial(jgrad.unquantized, nameless),
+        functools.partial(unquantized, nameless),
     )

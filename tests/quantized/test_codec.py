@@ -20,6 +20,7 @@ from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
 from jgrad._trees.blocks import Blocks, Form
 from tests.reference import eight_bits
+from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, train
 
@@ -137,7 +138,7 @@ def blocks_in(tree):
 
 def assert_near(state, exact, share):
     """Large moments off by less than a share of their norm, and by something."""
-    for name, x in jgrad.unquantized(state).mw.items():
+    for name, x in unquantized(state).mw.items():
         off = np.linalg.norm(np.asarray(x - exact.mw[name])) / np.linalg.norm(exact.mw[name])
         assert 0 < off < share if isinstance(state.mw[name], jgrad.Blocks) else off < 1e-6
 
@@ -169,10 +170,10 @@ def test_four_bits_under_transformations_and_wrappers(monkeypatch):
     as_first_moments(monkeypatch, Form(FOUR))
     grads, tx = gradients(2), momentum()
     _, state = train(tx, W, grads)
-    arrays = jgrad.unquantized(state)
-    again = jgrad.quantized(arrays, like=jax.eval_shape(tx.init, W))
+    arrays = unquantized(state)
+    again = quantized(arrays, like=jax.eval_shape(tx.init, W))
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    assert_equal(jgrad.unquantized(again), arrays)
+    assert_equal(unquantized(again), arrays)
     skip = jgrad.skip_nonfinite(tx)
     _, kept = train(skip, W, [*grads, jax.tree.map(lambda g: g * jnp.nan, grads[0])])
     assert_equal(kept.inner.mw, state.mw)
@@ -183,7 +184,7 @@ def test_four_bits_under_transformations_and_wrappers(monkeypatch):
     assert_equal(jax.tree.map(lambda x: x[1], mapped), expected)
     layers = jgrad.pack(W, layer_axes=LAYERS)
     own = jax.jit(tx.update)(jgrad.pack(grads[0], layer_axes=LAYERS), tx.init(layers), layers)[1]
-    assert_equal(jgrad.unpack(jgrad.unquantized(own)), jgrad.unquantized(jgrad.unpack(own)))
+    assert_equal(jgrad.unpack(unquantized(own)), unquantized(jgrad.unpack(own)))
 
 
 # ---- another axis --------------------------------------------------------------------------------
@@ -244,17 +245,17 @@ def test_training_with_blocks_along_another_axis(monkeypatch, which):
         _, new = jax.jit(tx.update)(g, state, W)
         assert jax.tree.structure(new) == jax.tree.structure(state)
         state = new
-    arrays = jgrad.unquantized(state)
+    arrays = unquantized(state)
     _, exact = train(jgrad.gradient_descent(0.1, momentum=0.9), W, grads)
     assert_near(state, exact, 0.5 if which is FOUR else 0.05)
-    again = jgrad.quantized(arrays, like=state)
+    again = quantized(arrays, like=state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    assert_equal(jgrad.unquantized(again), arrays)
+    assert_equal(unquantized(again), arrays)
     # Blocks of another state are made anew where its own lie.
-    here = jgrad.quantized(jgrad.unquantized(usual), like=state)
+    here = quantized(unquantized(usual), like=state)
     assert jax.tree.structure(here) == jax.tree.structure(state)
     if which is SIGNED:
-        there = jgrad.quantized(state, like=usual)
+        there = quantized(state, like=usual)
         assert jax.tree.structure(there) == jax.tree.structure(usual)
         assert int(jax.jit(tx.update)(grads[0], usual, W)[1].step) == 1  # of 0.6 and before
 

@@ -126,3 +126,21 @@ def assert_same_moments(a, b):
     for x, y in ((a.mw, b.mw), (a.vw, b.vw)):
         for part in ("codes", "scale"):
             chex.assert_trees_all_equal(unpacked(x, part), unpacked(y, part))
+
+
+def quantized(state, *, like):
+    """The state in the form of another, where nothing is dropped and nothing new."""
+    return jgrad.carry_over(state, like=like, strict=True)[0]
+
+
+def unquantized(state):
+    """The state with arrays of float32 for `Blocks`."""
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_blocks(x) else x
+
+    return quantized(state, like=jax.tree.map(shape, state, is_leaf=is_blocks))
+
+
+def is_blocks(x):
+    return isinstance(x, jgrad.Blocks)

@@ -15,6 +15,7 @@ import jgrad
 from jgrad._trees import host_memory
 from tests.cases import gradients, params
 from tests.support import packed_model as packed
+from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack, step_of, train
 
@@ -125,10 +126,10 @@ def test_states_in_other_forms_stay_on_the_host(place, jit):
     offloaded = host_memory.to_host(state)
     conversions = [
         jgrad.unpack,
-        jgrad.unquantized,
-        lambda s: jgrad.quantized(jgrad.unquantized(s), like=s),
+        unquantized,
+        lambda s: quantized(unquantized(s), like=s),
         lambda s: jgrad.pack(jgrad.unpack(s), like=s),
-        lambda s: jgrad.pack(jgrad.unpack(jgrad.unquantized(s)).mw),
+        lambda s: jgrad.pack(jgrad.unpack(unquantized(s)).mw),
     ]
     for convert in conversions:
         found = jit(convert)(offloaded)

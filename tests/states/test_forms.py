@@ -7,6 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jgrad
+from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 
 rng = np.random.default_rng(0)
@@ -35,18 +36,18 @@ def test_e45_the_state_of_another_recipe(pack):
     """An optimizer without 8 bits takes the state, and the other one takes it back."""
     w, g = pack(W), pack(G)
     state = trained(eight, w, g)
-    arrays = jgrad.unquantized(state)
+    arrays = unquantized(state)
     assert jax.tree.structure(arrays) == jax.tree.structure(plain.init(w))
     assert int(plain.update(g, arrays, w)[1].step) == 2
-    again = jgrad.quantized(arrays, like=jax.eval_shape(eight.init, w))
+    again = quantized(arrays, like=jax.eval_shape(eight.init, w))
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    assert_same(jgrad.unquantized(again), arrays)
-    assert_same(jgrad.quantized(state, like=plain.init(w)), arrays)
+    assert_same(unquantized(again), arrays)
+    assert_same(quantized(state, like=plain.init(w)), arrays)
 
 
 def test_rounding_is_to_the_nearest():
     state = trained(plain)
-    found = jgrad.unquantized(jgrad.quantized(state, like=eight.init(W)))
+    found = unquantized(quantized(state, like=eight.init(W)))
     smallest = state.vw["w"].max() * 2.0**-30  # a number below it is not rounded to 0
     np.testing.assert_allclose(found.vw["w"], state.vw["w"], rtol=2**-4, atol=smallest)
     error = np.abs(found.mw["w"] - state.mw["w"])
@@ -56,13 +57,13 @@ def test_rounding_is_to_the_nearest():
 
 def test_what_is_there_stays():
     state = trained(eight)
-    assert jgrad.quantized(state, like=state).mw["w"].codes is state.mw["w"].codes
-    assert jgrad.unquantized(state).mw["b"] is state.mw["b"]
+    assert quantized(state, like=state).mw["w"].codes is state.mw["w"].codes
+    assert unquantized(state).mw["b"] is state.mw["b"]
 
 
 def test_other_dtypes_of_moments():
     half = jgrad.adam(1e-2, moment_dtype=jnp.bfloat16)
-    found = jgrad.quantized(trained(eight), like=half.init(W))
+    found = quantized(trained(eight), like=half.init(W))
     assert found.mw["w"].dtype == found.mw["b"].dtype == jnp.bfloat16
 
 
@@ -71,8 +72,8 @@ def test_inside_wrappers_and_jit():
         return jgrad.skip_nonfinite(jgrad.accumulate(tx, 2))
 
     state = recipe(eight).init(W)
-    arrays = jax.jit(jgrad.unquantized)(state)
-    again = jax.jit(lambda x: jgrad.quantized(x, like=state))(arrays)
+    arrays = jax.jit(unquantized)(state)
+    again = jax.jit(lambda x: quantized(x, like=state))(arrays)
     assert jax.tree.structure(arrays) == jax.tree.structure(recipe(plain).init(W))
     assert_same(again, state)
 
@@ -82,7 +83,7 @@ def test_e45_a_checkpoint_of_float32(tmp_path):
         files.save(tmp_path / "state", trained(plain))
         files.wait_until_finished()
         restored = files.restore(tmp_path / "state", jax.eval_shape(plain.init, W))
-    state = jgrad.quantized(restored, like=jax.eval_shape(eight.init, W))
+    state = quantized(restored, like=jax.eval_shape(eight.init, W))
     assert int(eight.update(G, state, W)[1].step) == 2
 
 
@@ -96,34 +97,41 @@ def test_e45_a_checkpoint_of_8_bits(tmp_path):
     assert_same(eight.update(G, restored, W), eight.update(G, state, W))
 
 
+def test_the_old_names_warn():
+    state = trained(eight)
+    with pytest.warns(FutureWarning, match="unquantized: an old name, expected `carry_over`"):
+        arrays = jgrad.unquantized(state)
+    with pytest.warns(FutureWarning, match="quantized: an old name, expected `carry_over`"):
+        again = jgrad.quantized(arrays, like=state)
+    assert_same(arrays, unquantized(state))
+    assert_same(unquantized(again), arrays)
+
+
 def test_e45_errors():
     state = trained(eight)
     w = state.vw["w"]
     assert_error(
         TypeError,
-        "quantized: `state` at .vw['w']: Blocks of int8 and shape (64, 128), expected a floating "
+        "carry_over: `old` at .vw['w']: Blocks of int8 and shape (64, 128), expected a floating "
         "array, or Blocks of uint8.",
-        lambda: jgrad.quantized(state._replace(vw=state.mw), like=state),
+        lambda: quantized(state._replace(vw=state.mw), like=state),
     )
     other = state._replace(vw={**state.vw, "w": w._replace(scale=w.scale[:16])})
     blocks = (
         "`scale` of shape (16,), expected a number for each block of 256 elements of `codes`, of "
         "shape (64, 128)."
     )
-    for name, call in (
-        ("quantized", lambda: jgrad.quantized(other, like=state)),
-        ("unquantized", lambda: jgrad.unquantized(other)),
-    ):
-        assert_error(ValueError, f"{name}: `state` at .vw['w']: {blocks}", call)
+    for call in (lambda: quantized(other, like=state), lambda: unquantized(other)):
+        assert_error(ValueError, f"carry_over: `old` at .vw['w']: {blocks}", call)
     cast = state._replace(vw={**state.vw, "w": w._replace(codes=w.codes.astype(jnp.float32))})
     assert_error(
         TypeError,
-        "unquantized: `state` at .vw['w']: an array of float32 and shape (64, 128) as `codes`, "
+        "carry_over: `old` at .vw['w']: an array of float32 and shape (64, 128) as `codes`, "
         "expected uint8.",
-        lambda: jgrad.unquantized(cast),
+        lambda: unquantized(cast),
     )
     assert_error(
         ValueError,
-        "quantized: `state` does not match `like` at .mw['b']: shape (7,), expected (8,).",
-        lambda: jgrad.quantized(state, like=eight.init({**W, "b": jnp.ones(8)})),
+        "carry_over: `old` does not match `like` at .mw['b']: shape (7,), expected (8,).",
+        lambda: quantized(state, like=eight.init({**W, "b": jnp.ones(8)})),
     )

@@ -1,0 +1,79 @@
+"""States from files that were read without a target: dictionaries for the nodes of jgrad."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgrad._packed import layouts, packing
+from jgrad._packed.packing import Packed
+from jgrad._quantized.codec import BY_DTYPE
+from jgrad._trees import checks, trees
+from jgrad._trees.blocks import Blocks
+from jgrad._trees.trees import PyTree
+
+_BUFFERS = {"buffers"}
+
+
+def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
+    """The tree with `Blocks` and `Packed` for dictionaries of their fields.
+
+    Files do not have the layout of packed trees: it is that of one in `likes` with such buffers.
+    """
+    if not any(map(_is_node, _nodes(tree))):
+        return tree
+    known = [x for like in likes for x in _nodes(like) if packing.is_packed(x)]
+
+    def of_node(path: tuple[Any, ...], x: Any) -> Any:
+        if _is_blocks(x):
+            return Blocks(**x)
+        if not _is_packed(x):
+            return x
+        buffers = {name: Blocks(**b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
+        layout = _layout(buffers, known)
+        if layout is None:
+            remedy = "`like` packed as it was, or `params`; or restore it with a target"
+            came = "the buffers of a packed tree, without their layout"
+            place = checks.at(jax.tree_util.keystr(path))
+            raise ValueError(f"{function}: `old`{place}: {came}, expected {remedy}.")
+        return Packed({name: buffers.get(name) for name, _ in layout.shapes}, layout)
+
+    return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=_is_leaf)
+
+
+def _nodes(tree: PyTree) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: _is_leaf(x) or packing.is_packed(x))
+
+
+def _is_leaf(x: Any) -> bool:
+    return trees.is_leaf(x) or _is_node(x)
+
+
+def _is_node(x: Any) -> bool:
+    return _is_blocks(x) or _is_packed(x)
+
+
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, dict) and x.keys() == _BUFFERS and isinstance(x["buffers"], dict)
+
+
+def _is_blocks(x: Any) -> bool:
+    """Codes and scales, as no model has them: of these dtypes."""
+    if not (isinstance(x, dict) and x.keys() == {*Blocks._fields}):
+        return False
+    dtypes = [getattr(x[name], "dtype", None) for name in Blocks._fields]
+    return dtypes[0] in BY_DTYPE and dtypes[1] == np.float32
+
+
+def _layout(buffers: dict[str, Any], known: Sequence[Packed]) -> Any:
+    """The layout of the first that has these buffers; one without an array may be missing."""
+
+    def of_arrays(x: dict[str, Any]) -> dict[str, Any]:
+        return {name: b.shape for name, b in x.items() if b is not None}
+
+    shapes = of_arrays(buffers)
+    for x in known:
+        if of_arrays(x.buffers) == shapes and layouts.shard(x.layout) is None:
+            return x.layout
+    return None

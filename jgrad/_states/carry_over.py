@@ -1,0 +1,252 @@
+"""A state in the form of another recipe, and an account of what became of each part."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._arithmetic import numerics
+from jgrad._inputs.transformation import arrays_of
+from jgrad._packed import packing, restored
+from jgrad._quantized import encoding
+from jgrad._states import account as accounts, forms, matching, parts, paths
+from jgrad._states.account import Account
+from jgrad._states.matching import Matcher, Source
+from jgrad._states.parts import Keys, Part
+from jgrad._trees import checks, trees, values
+from jgrad._trees.blocks import Blocks
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.host_memory import where_it_lies
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import parameters
+
+_NAME = "carry_over"
+
+
+def carry_over(
+    old: PyTree,
+    *,
+    like: PyTree,
+    params: PyTree = None,
+    strict: bool = False,
+    rename: Mapping[str, str] | None = None,
+    reset: PyTree | Callable[[PyTree], PyTree] = None,
+) -> tuple[PyTree, Account]:
+    """The state of one recipe in the form of another, and an account of it.
+
+        state[part, leaf] = old[part, leaf]    where `old` has it, in the form that `like` has
+                          = 19 max(mw^2, its mean)   second moments, where `old` has first ones
+                          = w                  `master`, `average` and `z`
+                          = 0                  other moments and counters
+
+    Parts are found by their meaning and by the paths of parameters. So wrappers may be added,
+    removed and reordered, and `old` may be a state of jgrad, of optax, or what orbax restores
+    without a target. Arrays become 8 bits or come back, and trees are packed or unpacked.
+
+    The step is kept: schedules and bias correction count it. A second moment that starts at zero
+    beside a large step would make the first steps of Adam far too long. So where a first moment is
+    kept, the second one is estimated: an average of gradients that are noise, with momentum 0.9,
+    has 1/19 of their mean square; for sums of gradients the factor is 0.19. Where neither is there,
+    both start at zero, and a note in the account says it.
+
+    Args:
+      old: a state, of arrays.
+      like: what the new `tx.init(params)` returns, or the shapes of it by
+        `jax.eval_shape(tx.init, params)`. Of arrays, only numbers of a wrapper that `old` does not
+        have are read, such as a loss scale.
+      params: the parameters, where the state has copies or averages of weights that `old` does not
+        have. Copies in float32 are made of those in `old`, if it has some.
+      strict: an error where anything is dropped or new.
+      rename: the new path of each old one, of leaves or of whole subtrees: {"encoder/l0":
+        "encoder/layers/0"}. Keys are joined by slashes.
+      reset: moments to set to zero: a prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one. Without `params`, the shapes are those of the
+        first tree of moments in `like`.
+
+    Returns:
+      `(state, account)`. The state has the structure, shapes and dtypes of `like`; no two of its
+      leaves are one array. What needs no conversion is the array of `old`. `str(account)` has a
+      line for each subtree that went one way; its attributes are tuples of names. It is static.
+
+    Raises:
+      ValueError: a leaf has another shape, nothing fits, parameters are missing, a path in
+        `rename` is not there; with `strict`, anything is dropped or new.
+      TypeError: `like` is a transformation, or a leaf is of another kind.
+
+    Example:
+      >>> params = {"w": jnp.ones((64, 128)), "b": jnp.zeros(128)}
+      >>> old, tx = optax.sgd(0.1, momentum=0.9).init(params), jgrad.lars(0.1, moment_dtype="8bit")
+      >>> state, account = jgrad.carry_over(old, like=jax.eval_shape(tx.init, params))
+      >>> print(account)
+      kept       mw/b
+      converted  mw/w: float32 to 8 bits
+      zero       step
+      note       step: not in `old`, so schedules and bias correction begin anew.
+    """
+    if hasattr(like, "init") and hasattr(like, "update"):
+        remedy = "expected a state: `jax.eval_shape(tx.init, params)`"
+        raise TypeError(f"{_NAME}: `like`: a transformation, {remedy}.")
+    values.boolean(_NAME, "strict", strict)
+    params = None if params is None else arrays_of(params)
+    old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
+    shapes = packing.shapes(like)
+    before, after = parts.read(packing.shapes(old)), parts.read(shapes)
+    _check("old", before)
+    _check("like", after)
+    named = paths.renamed(_NAME, before, after, rename or {})
+    chosen = () if reset is None else paths.chosen(_NAME, reset, params, shapes)
+    found = Matcher(_NAME, named, after, chosen).match()
+    account = Account.of_entries(found.entries, found.notes)
+    if strict and (lines := accounts.lost_or_new(account)):
+        raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
+    if _is_change_of_forms(old, like, found.sources):
+        state = _converted(old, like)
+    else:
+        leaves = _Leaves(old, named, params).of_sources(after, found.sources)
+        state = packing.pack(trees.flatten(shapes)[1].unflatten(leaves), like=like)
+    return _without_shared_arrays(state), account
+
+
+def _with_arrays(tree: PyTree) -> PyTree:
+    return trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, tree)
+
+
+def _check(name: str, state: list[Part]) -> None:
+    """Arrays or their shapes, and no other leaves."""
+    for part in state:
+        if not (part.leaf is None or hasattr(part.leaf, "shape")):
+            came = f"{checks.describe(part.leaf)}, expected an array"
+            raise TypeError(f"{_NAME}: `{name}`{checks.at(part.path)}: {came}.")
+
+
+def _is_change_of_forms(old: PyTree, like: PyTree, sources: list[Source | None]) -> bool:
+    """Whether each leaf, or each buffer of a packed tree, is that in the same place."""
+    if trees.flatten(old)[1] != trees.flatten(like)[1]:
+        return False
+    same = (x is None or x[1:] == (i, "") for i, x in enumerate(sources))
+    return all(same) and _places(old) == _places(like)
+
+
+def _places(tree: PyTree) -> list[bool]:
+    return [x is None for x in trees.flatten(tree)[0]]
+
+
+def _converted(old: PyTree, like: PyTree) -> PyTree:
+    """Leaf by leaf; buffers of packed trees as they are."""
+    arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
+    expected, structure = trees.flatten(like)
+    pairs = enumerate(zip(arg.leaves, expected, strict=True))
+    return structure.unflatten([_in_form(arg, i, own, x) for i, (x, own) in pairs])
+
+
+def _in_form(arg: ArgLeaves, i: int, like: Any, x: Any) -> Any:
+    if like is None:
+        return None
+    new = where_it_lies(functools.partial(forms.converted, arg, i, like), x)
+    return forms.in_memory_of(like, new)
+
+
+class _Leaves:
+    """Makes the leaves of the new state, as a tree that is not packed.
+
+    Args:
+      old: the old state.
+      before: its parts, by their paths in the new one.
+      params: the parameters, or None.
+    """
+
+    def __init__(self, old: PyTree, before: list[Part], params: PyTree) -> None:
+        tree = packing.unpack(old)
+        self._arg = ArgLeaves.from_tree(_NAME, "old", tree).with_arrays()
+        self._parts, self._params = before, params
+        self._beside: dict[Keys, Any] = {}
+        for part, x in zip(before, self._arg.leaves, strict=True):
+            if x is not None and part.keys:
+                self._beside.setdefault(part.keys, x)
+
+    @functools.cached_property
+    def _weights(self) -> dict[Keys, Any]:
+        """The parameters by their paths."""
+        tree = packing.unpack(self._params)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {parts.keys_of(path): x for path, x in leaves}
+
+    def of_sources(self, after: list[Part], sources: list[Source | None]) -> list[Any]:
+        """A leaf for each source."""
+        pairs = zip(after, sources, strict=True)
+        return [None if source is None else self._leaf(part, source) for part, source in pairs]
+
+    def _leaf(self, part: Part, source: Source) -> Any:
+        like, i = part.leaf, source.old
+        if source.what == accounts.OF_WEIGHTS:
+            x = self._parameter(part) if i is None else self._arg.leaves[i]
+            x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
+            arg = ArgLeaves(_NAME, "params", [x], lambda: [part.path])
+            return _in_form(arg, 0, like, x)
+        if source.what in (accounts.ZERO, accounts.RESET):
+            zeros = functools.partial(forms.zeros, like)
+            return forms.in_memory_of(like, where_it_lies(zeros, self._like_leaf(part)))
+        if source.what == accounts.FROM_LIKE:
+            one = jnp.ones(like.shape, like.dtype) if source.how else like
+            return jnp.array(one, copy=True)
+        assert i is not None
+        x = self._arg.leaves[i]
+        if source.how:
+            x = where_it_lies(functools.partial(self._made, source.how), x)
+        return _in_form(self._arg, i, like, x)
+
+    def _like_leaf(self, part: Part) -> Any:
+        """An array of the parameter, from which zeros take their sharding."""
+        found = self._beside.get(part.keys)
+        if found is None and self._params is not None:
+            found = self._weights.get(part.keys)
+        return found if isinstance(found, Blocks) or checks.is_array(found) else None
+
+    def _parameter(self, part: Part) -> Any:
+        if self._params is None:
+            came = f"None, expected the parameters: `old` has nothing for {part.path} of `like`"
+            raise ValueError(f"{_NAME}: `params`: {came}.")
+        x = self._weights.get(part.keys)
+        shape = getattr(x, "shape", None)
+        if shape != part.leaf.shape or not checks.is_array(x):
+            came = f"{checks.describe(x)} at {'/'.join(part.keys)}"
+            expected = f"an array of shape {tuple(part.leaf.shape)}, as `like` has at {part.path}"
+            raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
+        return x
+
+    def _made(self, how: str, x: Any) -> Any:
+        """What is neither the array of before nor another form of it."""
+        x = encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
+        if how in matching.SQUARES:
+            return _mean_square(x, matching.SQUARES[how])
+        count = self._count.astype(x.dtype)
+        return x * count if how == matching.SUM else x / jnp.maximum(count, jnp.ones_like(count))
+
+    @functools.cached_property
+    def _count(self) -> jax.Array:
+        """The mini-batches in the open window."""
+        found = [i for i, x in enumerate(self._parts) if x.role in matching.COUNTS]
+        counts = [i for i in found if self._parts[i].role == matching.COUNTS[0]] or found
+        return jnp.asarray(self._arg.leaves[counts[0]])
+
+
+def _mean_square(x: jax.Array, factor: float) -> jax.Array:
+    """That of gradients, by their average or sum; finite."""
+    squares = numerics.bounded_square(x)
+    mean = jnp.sum(squares / max(squares.size, 1))
+    return jnp.minimum(factor * jnp.maximum(squares, mean), jnp.finfo(squares.dtype).max)
+
+
+def _without_shared_arrays(state: PyTree) -> PyTree:
+    """A copy of each array that stands in several places, so that the state can be donated."""
+    seen: set[int] = set()
+
+    def own(x: Any) -> Any:
+        if id(x) in seen and checks.is_array(x):
+            return where_it_lies(functools.partial(jnp.array, copy=True), x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, state)

@@ -1,0 +1,256 @@
+"""Which part of an old state each part of a new one comes from; by shapes alone, so static."""
+
+import collections
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jgrad._states import account, forms, parts
+from jgrad._states.account import Entry
+from jgrad._states.parts import Keys, Part
+from jgrad._trees import checks
+
+# What an array is made of, beside one that is carried over as it is; as accounts say it.
+MEAN, SUM, ONE = "the mean of a sum", "the sum of a mean", "1; `like=tx.init(params)` has others"
+# The mean square of gradients, by an average of them with momentum 0.9 or by such a sum. Of noise
+# with variance v the average has the variance v (1 - 0.9) / (1 + 0.9), and the sum v / (1 - 0.9^2).
+# An element may be near 0 by chance, so none is below the mean of its leaf.
+OF_AVERAGES, OF_SUMS = "19 max(mw^2, its mean)", "0.19 max(mw^2, its mean)"
+SQUARES = {OF_AVERAGES: 19.0, OF_SUMS: 0.19}
+
+_MOMENTS = [(parts.MOMENTS, field) for field in (parts.MW, parts.VW, parts.PER_OUTPUT)]
+_WEIGHTS = [
+    (parts.MASTER, "master"),
+    (parts.EMA, "average"),
+    (parts.SCHEDULE_FREE, "z"),
+    (parts.SCHEDULE_FREE, "average"),
+]
+_TOTAL, _COUNT = (parts.ACCUMULATE, "total"), (parts.ACCUMULATE, "count")
+_MINI_STEP = (parts.ACCUMULATE, "mini_step")
+COUNTS = (_COUNT, _MINI_STEP)  # of a window; optax has the second one only
+_SCALE = (parts.SKIP, "loss_scale")
+# Kinds whose numbers start at zero.
+_START_AT_ZERO = (
+    *(parts.MOMENTS, parts.ACCUMULATE, parts.SKIP, parts.EMA, parts.SCHEDULE_FREE),
+    *(parts.STOCHASTIC, parts.COUNTER),
+)
+_STEPS = (parts.MOMENTS, parts.COUNTER, parts.ACCUMULATE)
+
+_BIAS = (
+    "{names}: zero beside a step that is kept, which schedules and bias correction count: Adam's "
+    "first 100 steps there are up to 6.6 times too long (betas 0.9, 0.999). Warm up their rate, or "
+    "set `step` to 0."
+)
+_NO_STEP = "step: not in `old`, so schedules and bias correction begin anew."
+_SUMS = (
+    "mw: sums of gradients in `old`, averages in `like`: too large at first, by 1 / (1 - momentum)."
+)
+_AVERAGES = "mw: averages of gradients in `old`, sums in `like`: first too small by 1 - beta1."
+
+
+class Source(NamedTuple):
+    """What a leaf of the new state is made of.
+
+    Attributes:
+      what: happens to it, as the account says it.
+      old: the position of the leaf in the old state, or None.
+      how: it is made of that; "" for a change of form, if any.
+    """
+
+    what: str
+    old: int | None = None
+    how: str = ""
+
+
+class Matching(NamedTuple):
+    """The whole: a source for each leaf of the new state, None for None; entries and notes."""
+
+    sources: list[Source | None]
+    entries: list[Entry]
+    notes: list[str]
+
+
+class Matcher:
+    """Finds a source for each leaf of the new state.
+
+    Args:
+      function: whose errors they are.
+      old: the parts of the old state, by their paths in the new one.
+      like: the parts of the new state.
+      reset: paths of parameters whose moments start at zero.
+    """
+
+    def __init__(
+        self, function: str, old: Sequence[Part], like: Sequence[Part], reset: Collection[Keys]
+    ) -> None:
+        self._function, self._old, self._like, self._reset = function, old, like, reset
+        self._by_role = _by_role(old)
+        self._steps = [i for kind in _STEPS for i in self._by_kind_of_step(kind)]
+        self._used: set[int] = set()
+
+    def match(self) -> Matching:
+        """All of it."""
+        seen: collections.Counter[Any] = collections.Counter()
+        sources: list[Source | None] = []
+        entries = []
+        for part in self._like:
+            if part.leaf is None:
+                sources.append(None)
+                continue
+            key = (parts.STEP, ()) if part.is_step else (part.role, part.keys)
+            source = self._source(part, seen[key])
+            seen[key] += 1
+            sources.append(source)
+            detail = self._detail(part, source)
+            entries.append(Entry(source.what, part.shown, part.keys, detail))
+        entries += [Entry(account.DROPPED, x.shown, x.keys) for x in self._unused()]
+        self._check_something_fits(sources)
+        return Matching(sources, entries, list(self._notes(sources)))
+
+    def _by_kind_of_step(self, kind: str) -> list[int]:
+        found = enumerate(self._old)
+        return [i for i, x in found if x.is_step and x.kind == kind and x.leaf is not None]
+
+    def _source(self, part: Part, position: int) -> Source:
+        """That of the leaf that is the n-th of its role and its parameter."""
+        if part.is_step:
+            if not self._steps:
+                return Source(account.ZERO)
+            return self._carried(part, self._steps[min(position, len(self._steps) - 1)])
+        found = self._by_role[part.role, part.keys]
+        own = found[position] if position < len(found) else None
+        if part.role in _MOMENTS and part.keys in self._reset:
+            self._used.update(found)
+            return Source(account.RESET)
+        if own is not None and self._may_be_carried(part, own):
+            return self._carried(part, own, self._sum_or_mean(part, own))
+        return self._new(part, position)
+
+    def _carried(self, part: Part, own: int, how: str = "") -> Source:
+        self._check_shape(part, own)
+        self._used.add(own)
+        same = not how and forms.is_form_of(self._old[own].leaf, part.leaf)
+        return Source(account.KEPT if same else account.CONVERTED, own, how)
+
+    def _new(self, part: Part, position: int) -> Source:
+        """Of a leaf that the old state does not have."""
+        if part.role == _COUNT and (steps := self._by_role[_MINI_STEP, ()]):
+            return self._carried(part, steps[0])  # of optax, which counts once
+        if part.role == _MOMENTS[1]:
+            first = self._by_role[_MOMENTS[0], part.keys]
+            if position < len(first) and self._old[first[position]].leaf.shape == part.leaf.shape:
+                how = OF_SUMS if _holds_sums(self._old) else OF_AVERAGES
+                return Source(account.ESTIMATED, first[position], how)
+        if part.role in _WEIGHTS:
+            masters = self._by_role[_WEIGHTS[0], part.keys]
+            for own in masters:
+                self._check_shape(part, own)
+                self._used.add(own)
+            return Source(account.OF_WEIGHTS, masters[0] if masters else None)
+        if part.role == _SCALE and not checks.is_array(part.leaf):
+            return Source(account.FROM_LIKE, None, ONE)
+        is_integer = jnp.issubdtype(part.leaf.dtype, jnp.integer)
+        if part.role != _SCALE and part.kind in _START_AT_ZERO:
+            return Source(account.ZERO)
+        if checks.is_array(part.leaf):
+            return Source(account.FROM_LIKE)
+        if (is_integer and not part.leaf.shape) or part.field == "report":
+            return Source(account.ZERO)
+        problem = "the shape of a part that `old` does not have, and that starts at unknown numbers"
+        remedy = "expected arrays: `like=tx.init(params)`"
+        raise ValueError(f"{self._function}: `like`{checks.at(part.path)}: {problem}, {remedy}.")
+
+    def _may_be_carried(self, part: Part, own: int) -> bool:
+        """Whether the shape of what is no parameter's is that of before: else it begins anew."""
+        is_known = part.kind in (*_START_AT_ZERO, parts.MASTER, parts.PLAIN)
+        return is_known or self._old[own].leaf.shape == part.leaf.shape
+
+    def _check_shape(self, part: Part, own: int) -> None:
+        old = self._old[own]
+        if old.leaf.shape == part.leaf.shape:
+            return
+        came = f"shape {tuple(old.leaf.shape)}, expected {tuple(part.leaf.shape)}"
+        raise ValueError(
+            f"{self._function}: `old` does not match `like`{checks.at(old.path)}: {came}."
+        )
+
+    def _sum_or_mean(self, part: Part, own: int) -> str:
+        """optax's `MultiSteps` has the mean of a window, ours has the sum."""
+        was_mean, is_mean = (x.name == "acc_grads" for x in (self._old[own], part))
+        if part.role != _TOTAL or was_mean == is_mean:
+            return ""
+        return MEAN if is_mean else SUM
+
+    def _detail(self, part: Part, source: Source) -> str:
+        if source.how:
+            return source.how
+        if source.what == account.OF_WEIGHTS:
+            return "the parameters" if source.old is None else "the float32 copies"
+        if source.what != account.CONVERTED or source.old is None:
+            return ""
+        was, now = map(forms.description, (self._old[source.old].leaf, part.leaf))
+        return f"{was} to {now}" if was != now else f"{now} in other blocks"
+
+    def _unused(self) -> list[Part]:
+        """What the new state has no place for. Of counters of one thing one is enough."""
+        has_step = any(x.is_step for x in self._like)
+        if self._by_role[_COUNT, ()] and any(x.name == "acc_grads" for x in self._like):
+            self._used.update(self._by_role[_COUNT, ()])
+        return [
+            x
+            for i, x in enumerate(self._old)
+            if x.leaf is not None and i not in self._used and not (x.is_step and has_step)
+        ]
+
+    def _check_something_fits(self, sources: Sequence[Source | None]) -> None:
+        found = [x for x in sources if x is not None]
+        if any(x.old is not None or x.what == account.RESET for x in found) or not found:
+            return
+        if not any(x.leaf is not None for x in self._old):
+            return
+        came = ", ".join(sorted({x.shown or "arrays" for x in self._old if x.leaf is not None}))
+        raise ValueError(
+            f"{self._function}: `old`: {came}, of which `like` has nothing, expected the state of "
+            "an optimizer for the same parameters."
+        )
+
+    def _notes(self, sources: Sequence[Source | None]) -> list[str]:
+        pairs = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
+        first = {x.keys for x in self._like if x.role == _MOMENTS[0] and x.leaf is not None}
+        steps = [s for x, s in pairs if x.is_step]
+        carried = any(x.role in _MOMENTS and s.old is not None for x, s in pairs)
+        new = [
+            x
+            for x, s in pairs
+            if x.role == _MOMENTS[1] and s.what in (account.ZERO, account.RESET) and x.keys in first
+        ]
+        notes = []
+        if new and any(x.old is not None for x in steps):
+            names = Entry("", new[0].shown, new[0].keys).name
+            notes.append(_BIAS.format(names=names if len(new) == 1 else f"vw of {len(new)} leaves"))
+        if carried and any(x.old is None for x in steps):
+            notes.append(_NO_STEP)
+        was, now = map(_holds_sums, (self._old, self._like))
+        if was is not None and now is not None and was != now and carried:
+            notes.append(_SUMS if was else _AVERAGES)
+        return notes
+
+
+def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:
+    found: collections.defaultdict[Any, list[int]] = collections.defaultdict(list)
+    for i, x in enumerate(old):
+        if x.leaf is not None:
+            found[x.role, x.keys].append(i)
+    return found
+
+
+def _holds_sums(state: Sequence[Part]) -> bool | None:
+    """Whether first moments are sums g + momentum m, as without second moments; None for none."""
+    first = [x for x in state if x.role == _MOMENTS[0] and x.leaf is not None]
+    if not first:
+        return None
+    if any(x.name in ("mu", "ema") for x in first):
+        return False
+    second = [x for x in state if x.field in (parts.VW, parts.PER_OUTPUT)]
+    return not any(x.keys or x.leaf is not None for x in second)

@@ -1,0 +1,187 @@
+"""What a state is made of: each array by its meaning and by the path of its parameter.
+
+A state is wrappers around wrappers, chains and partitions, around moments. Types say little: optax
+has others, and files that are read without a target have dictionaries of the fields instead. So
+this file reads field names, which are the same in both.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jgrad._trees import trees
+from jgrad._trees.blocks import Blocks
+from jgrad._trees.trees import PyTree
+
+Keys = tuple[str, ...]
+
+# Fields that hold the state of what is inside, in jgrad and in optax.
+_INSIDE = (
+    *("inner", "inner_state", "inner_states", "inner_opt_state", "base_optimizer_state"),
+    "opt_state",
+)
+MOMENTS, ACCUMULATE, SKIP = "moments", "accumulate", "skip_nonfinite"
+MASTER, EMA, SCHEDULE_FREE = "master_weights", "ema", "schedule_free"
+STOCHASTIC, COUNTER, PLAIN = "stochastic_rounding", "counter", ""
+MW, VW, STEP, PER_OUTPUT = "mw", "vw", "step", "vw per output"
+
+_NAMED = (ACCUMULATE, SKIP, MASTER, EMA, SCHEDULE_FREE, STOCHASTIC)  # in accounts
+
+# By optax's names.
+_FIELDS = {
+    MOMENTS: {"mu": MW, "trace": MW, "ema": MW, "nu": VW, "count": STEP},
+    ACCUMULATE: {"acc_grads": "total", "gradient_step": STEP},
+    SKIP: {"total_notfinite": "skipped"},
+    COUNTER: {"count": STEP},
+    STOCHASTIC: {"step": "done"},  # as it was up to 0.6
+}
+_OF_MOMENTS = {MW, VW, "mu", "nu", "trace", "ema"}
+_OF_OTHERS = {"mini_step", "done", "master", "average", "loss_scale", "hyperparams"}
+_KNOWN = {*_INSIDE, *_OF_MOMENTS, *_OF_OTHERS, "step", "count", "notfinite_count"}
+
+
+class Part(NamedTuple):
+    """One leaf of a state.
+
+    Attributes:
+      kind: what it belongs to: moments, a wrapper by its name, or the fields of one that is not
+        known here; "" outside of everything.
+      field: its meaning there, by the names of jgrad.
+      keys: the path of its parameter; () for a number of all.
+      leaf: an array, its shape, `Blocks`, or None.
+      path: in the state, for messages.
+      name: of the field, as it came.
+    """
+
+    kind: str
+    field: str
+    keys: Keys
+    leaf: Any
+    path: str
+    name: str
+
+    @property
+    def role(self) -> tuple[str, str]:
+        """Its meaning."""
+        return self.kind, self.field
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it counts the updates of an optimizer."""
+        return self.field == STEP
+
+    @property
+    def shown(self) -> str:
+        """How accounts call what it is a leaf of."""
+        field = VW if self.field == PER_OUTPUT else self.field
+        if self.is_step or self.kind not in _NAMED:
+            return field
+        return f"{self.kind}.{field}"
+
+
+def keys_of(path: tuple[Any, ...]) -> Keys:
+    """The keys of a path as text; a key that holds slashes, as haiku's do, is several."""
+    return tuple(itertools.chain.from_iterable(map(_texts, path)))
+
+
+def _texts(key: Any) -> list[str]:
+    names = (getattr(key, attribute, None) for attribute in ("key", "name", "idx"))
+    name = next((x for x in names if x is not None), key)
+    several = name if isinstance(name, tuple) else (name,)
+    return [text for part in several for text in str(part).split("/")]
+
+
+def read(state: PyTree) -> list[Part]:
+    """The parts of a state, in the order of `trees.flatten`."""
+    return _with_kinds_of_second_moments(list(_of_state(state, (), ())))
+
+
+def moments_tree(state: PyTree) -> PyTree:
+    """The first tree of moments in a state; None where there is none."""
+    pairs = trees.children(state)
+    if pairs is None:
+        return None
+    fields = _fields(state, pairs)
+    if fields and _kind(fields) == MOMENTS:
+        found = [x for key, x in pairs if keys_of((key,))[0] in _OF_MOMENTS]
+        return next((x for x in found if jax.tree.leaves(x)), None)
+    inside = (x for key, x in pairs if fields is None or keys_of((key,))[0] in _INSIDE)
+    return next((x for x in map(moments_tree, inside) if x is not None), None)
+
+
+def _of_state(node: PyTree, path: tuple[Any, ...], keys: Keys) -> Iterator[Part]:
+    """The parts of a wrapper, a chain or a partition."""
+    pairs = trees.children(node)
+    if pairs is None:
+        yield Part(PLAIN, "", keys, node, jax.tree_util.keystr(path), "")
+        return
+    fields = _fields(node, pairs)
+    if fields is None:
+        for key, child in pairs:
+            yield from _of_state(child, (*path, key), (*keys, *keys_of((key,))))
+        return
+    kind = _kind(fields)
+    for (key, child), name in zip(pairs, fields, strict=True):
+        if name in _INSIDE:
+            yield from _of_state(child, (*path, key), keys)
+            continue
+        field = _FIELDS.get(kind, {}).get(name, name)
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(child, is_leaf=trees.is_leaf):
+            here = jax.tree_util.keystr((*path, key, *inner))
+            yield Part(kind, field, keys_of(inner), leaf, here, name)
+
+
+def _fields(node: PyTree, pairs: list[tuple[Any, PyTree]]) -> list[str] | None:
+    """The names of the fields, if the node is the state of something and no container of states."""
+    names = ["/".join(keys_of((key,))) for key, _ in pairs]
+    if isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, Blocks):
+        return names
+    is_record = isinstance(node, dict) and not _KNOWN.isdisjoint(names)
+    return names if is_record else None
+
+
+def _kind(fields: list[str]) -> str:
+    """What has such fields; those that are None are missing in files."""
+    names = set(fields)
+    if not names.isdisjoint(_OF_MOMENTS) or names == {"step"}:
+        return MOMENTS
+    if "mini_step" in names and not names.isdisjoint({"total", "acc_grads"}):
+        return ACCUMULATE
+    if names >= {"skipped", "streak", "loss_scale"} or "total_notfinite" in names:
+        return SKIP
+    if names >= {"z", "average"}:
+        return SCHEDULE_FREE
+    if names <= {"master", "inner"} and "master" in names:
+        return MASTER
+    if names == {"done", "average"}:
+        return EMA
+    if names in ({"done", "inner"}, {"step", "inner"}):
+        return STOCHASTIC
+    if names == {"count"} or "hyperparams" in names:
+        return COUNTER
+    return ",".join(sorted(names - {*_INSIDE}))
+
+
+def _with_kinds_of_second_moments(parts: list[Part]) -> list[Part]:
+    """NorMuon's numbers per output, which measure another thing than squares of gradients.
+
+    They have size 1 along the axes of inputs, where first moments have all elements.
+    """
+    shapes = {(x.keys, x.leaf.shape) for x in parts if x.field == MW and x.leaf is not None}
+    of_leaf: dict[Keys, list[tuple[int, ...]]] = {}
+    for keys, shape in shapes:
+        of_leaf.setdefault(keys, []).append(shape)
+
+    def is_per_output(part: Part) -> bool:
+        if part.role != (MOMENTS, VW) or part.leaf is None:
+            return False
+        own, whole = part.leaf.shape, of_leaf.get(part.keys, [])
+        return own not in whole and any(_is_per_output(own, shape) for shape in whole)
+
+    return [x._replace(field=PER_OUTPUT) if is_per_output(x) else x for x in parts]
+
+
+def _is_per_output(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(shape) == len(whole) and all(a in (b, 1) for a, b in zip(shape, whole, strict=True))

@@ -1,0 +1,654 @@
+"""A state in the form of another recipe."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jgrad
+from tests.support.eight_bits import unquantized
+from tests.support.errors import assert_error
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+W = {
+    "embed": {"table": normal(9, 5)},
+    "layers": [{"w": normal(64, 128), "b": normal(7)}, {"w": normal(64, 128), "b": normal(7)}],
+}
+GRADIENTS = [
+    jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), W) for _ in range(8)
+]
+IS_MATRIX = {"embed": False, "layers": [{"w": True, "b": False}] * 2}
+
+
+def trained(tx, steps=3, w=W, first=0):
+    state = tx.init(w)
+    return steps_of(tx, state, w, range(first, first + steps))
+
+
+def steps_of(tx, state, w, numbers):
+    update = jax.jit(tx.update)
+    for i in numbers:
+        updates, state = update(GRADIENTS[i], state, w)
+        w = optax.apply_updates(w, updates)
+    return w, state
+
+
+def carried(old, tx, w=W, **options):
+    """The new state; of the right form, and with no array twice."""
+    like = jax.eval_shape(tx.init, w)
+    state, account = jgrad.carry_over(old, like=like, **options)
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    found, expected = map(jax.tree.leaves, (state, like))
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+    pointers = [x.unsafe_buffer_pointer() for x in found if x.size]
+    assert len(set(pointers)) == len(pointers)
+    str(account)
+    return state, account
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def assert_close(found, expected, rtol=1e-6):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, 1e-6), found, expected)
+
+
+# ---- states of optax ---------------------------------------------------------------------------
+
+OPTAX = {
+    "adam": (optax.adam(1e-2), jgrad.adam(1e-2)),
+    "adamw, a schedule": (
+        optax.adamw(optax.linear_schedule(1e-2, 0, 9), weight_decay=0.1),
+        jgrad.adam(optax.linear_schedule(1e-2, 0, 9), weight_decay=0.1),
+    ),
+    "sgd": (optax.sgd(0.1, momentum=0.9), jgrad.gradient_descent(0.1, momentum=0.9)),
+    "lamb": (optax.lamb(1e-2), jgrad.lamb(1e-2, max_trust_ratio=None)),
+    "clipped": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+        optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-2)),
+    ),
+    "injected": (optax.inject_hyperparams(optax.adam)(1e-2), jgrad.adam(1e-2)),
+    "apply_if_finite": (
+        optax.apply_if_finite(optax.adam(1e-2), 3),
+        jgrad.skip_nonfinite(jgrad.adam(1e-2)),
+    ),
+    "in 16 steps of 4": (
+        optax.MultiSteps(optax.adam(1e-2), 4),
+        jgrad.accumulate(jgrad.adam(1e-2), 4),
+    ),
+    "multi_transform": (
+        optax.partition(
+            {"a": optax.adam(1e-2), "b": optax.adam(1e-2)}, lambda w: _labels("a", "b")
+        ),
+        jgrad.adam(1e-2),
+    ),
+}
+
+
+def _labels(of_matrices, of_others):
+    return jax.tree.map(lambda x: of_matrices if x.shape == (64, 128) else of_others, W)
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_training_goes_on_as_optax_would(name, standard_promotion):
+    theirs, ours = OPTAX[name]
+    w, old = trained(theirs)  # of a window of four mini-batches, three
+    state, _ = carried(old, ours)
+    expected = steps_of(theirs, old, w, range(3, 8))[0]
+    assert_close(steps_of(ours, state, w, range(3, 8))[0], expected)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "in 16 steps of 4", "multi_transform"])
+def test_and_back_to_optax(name, standard_promotion):
+    theirs, ours = OPTAX[name]
+    w, old = trained(ours)
+    like = theirs.init(W)
+    state, _ = jgrad.carry_over(old, like=like)
+    expected = steps_of(ours, old, w, range(3, 8))[0]
+    assert_close(steps_of(theirs, state, w, range(3, 8))[0], expected)
+
+
+def test_frozen_leaves_of_a_partition(standard_promotion):
+    labels = _labels("train", "freeze")
+    theirs = optax.partition({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels)
+    w, old = trained(theirs)
+    state, account = carried(old, jgrad.adam(1e-2))
+    assert account.kept == (
+        "step",
+        *("mw/layers/0/w", "mw/layers/1/w", "vw/layers/0/w", "vw/layers/1/w"),
+    )
+    assert len(account.zero) == 6
+    assert "vw of 3 leaves: zero beside a step that is kept" in str(account)
+    assert int(state.step) == 3
+    masked = optax.masked(jgrad.adam(1e-2), IS_MATRIX)
+    frozen, account = carried(state, masked)
+    assert len(account.dropped) == 6
+    expected = steps_of(theirs, old, w, range(3, 6))[0]["layers"][0]["w"]
+    found = steps_of(masked, frozen, w, range(3, 6))[0]["layers"][0]["w"]
+    assert_close(found, expected)
+
+
+def test_counters_by_meaning(standard_promotion):
+    bad = jax.tree.map(lambda x: x * jnp.nan, W)
+    theirs = optax.apply_if_finite(optax.adam(1e-2), 3)
+    _, old = theirs.update(bad, trained(theirs)[1], W)
+    state, account = carried(old, jgrad.skip_nonfinite(jgrad.adam(1e-2)))
+    assert (int(state.skipped), int(state.inner.step)) == (1, 3)
+    assert account.dropped == ("skip_nonfinite.notfinite_count", "skip_nonfinite.last_finite")
+
+
+def test_lion_and_others(standard_promotion):
+    """A first moment is kept for whatever has one."""
+    for theirs in (optax.lion(1e-2), optax.contrib.muon(1e-2), optax.ema(0.9)):
+        _, old = trained(theirs)
+        found, account = carried(old, jgrad.adam(1e-2))
+        assert int(found.step) == 3
+        assert not [x for x in account.zero if x.startswith("mw")]
+    assert_same(found.mw, old.ema)
+
+
+# ---- recipes of jgrad --------------------------------------------------------------------------
+
+make = functools.partial(jgrad.adam, 1e-2)
+
+
+def all_of_it(tx):
+    return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.stochastic_rounding(tx), 2))
+
+
+RECIPES = {
+    "adam": make(),
+    "pack_small": jgrad.pack_small(make()),
+    "skip": jgrad.skip_nonfinite(make()),
+    "accumulate(skip)": jgrad.accumulate(jgrad.skip_nonfinite(make()), 2),
+    "skip(accumulate)": jgrad.skip_nonfinite(jgrad.accumulate(make(), 2)),
+    "all": all_of_it(jgrad.pack_small(make())),
+    "chain": optax.chain(jgrad.clip_by_global_norm(1.0), make(), jgrad.ema(0.9)),
+    "schedule_free": jgrad.schedule_free(make()),
+    "lamb": jgrad.lamb(1e-2),
+}
+
+
+@pytest.mark.parametrize("first", RECIPES)
+def test_round_trips(first):
+    """What both have is the same bit for bit, and the way back changes nothing of it."""
+    old = trained(RECIPES[first], 4)[1]
+    of_old = jgrad.unpack(jgrad.carry_over(old, like=jax.eval_shape(make().init, W))[0])
+    for second in RECIPES:
+        there, _ = carried(old, RECIPES[second], params=W)
+        core, account = jgrad.carry_over(there, like=jax.eval_shape(make().init, W))
+        assert_same(core, of_old)
+        assert account.zero + account.converted + account.estimated == ()
+        back, _ = carried(there, RECIPES[first], params=W)
+        again, account = jgrad.carry_over(back, like=old, strict=True)
+        assert not account.converted
+        if first == second:
+            assert_same(again, old)
+
+
+@pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
+def test_8_bits_and_layouts(pack):
+    """From and to every form, with the same codes as by one way alone."""
+    eight, half = make(moment_dtype="8bit"), make(moment_dtype=jnp.bfloat16)
+    state = trained(make(), 3)[1]
+    codes, account = carried(state, eight, pack(W))
+    assert "mw/layers/0/w" in account.converted
+    direct = jgrad.carry_over(state, like=jax.eval_shape(eight.init, W))[0]
+    for i in range(2):  # leaves of the buffer that are stored in 8 bits on the tree, too
+        found = jgrad.unpack(codes).mw["layers"][i]["w"]
+        assert_same(found, direct.mw["layers"][i]["w"])
+    arrays, _ = carried(codes, make())
+    assert_same(unquantized(carried(arrays, eight, pack(W))[0]), unquantized(codes))
+    rounded, _ = carried(state, half, pack(W))
+    assert_same(
+        carried(rounded, half)[0].mw, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.mw)
+    )
+    assert_same(carried(carried(state, make(), pack(W))[0], make())[0], state)
+
+
+def test_other_layouts():
+    state = trained(make())[1]
+    for options in {"multiple_of": 8}, {"max_size": 100}, {"layer_axes": None}:
+        packed = jgrad.pack(W, **options)
+        there, account = carried(state, make(), packed)
+        assert account.converted + account.dropped + account.zero == ()
+        assert_same(carried(there, make())[0], state)
+        assert_same(
+            carried(there, make(), jgrad.pack(W))[0],
+            jgrad.pack(state, like=make().init(jgrad.pack(W))),
+        )
+
+
+MUON = jgrad.muon(1e-2, matrices=IS_MATRIX, adam_learning_rate=1e-3)
+NORMUON = jgrad.muon(1e-2, matrices=IS_MATRIX, adam_learning_rate=1e-3, rule="normuon")
+
+
+@pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
+def test_adam_to_muon_and_back(pack):
+    w = pack(W)
+    old = trained(make())[1]
+    state, account = carried(old, MUON, w)
+    matrices = ("vw/layers/0/w", "vw/layers/1/w")
+    assert account.dropped == matrices
+    assert_same(jgrad.unpack(state).mw, old.mw)
+    again, account = carried(state, make())
+    assert account.estimated == matrices
+    assert_same(again.mw, old.mw)
+    assert_same(again.vw["embed"], old.vw["embed"])
+    squares = np.square(np.asarray(old.mw["layers"][0]["w"], np.float64))
+    expected = 19 * np.maximum(squares, squares.mean())
+    np.testing.assert_allclose(again.vw["layers"][0]["w"], expected, 1e-6)
+    per_output, account = carried(old, NORMUON, w)
+    assert account.dropped == account.zero == matrices
+    assert carried(per_output, NORMUON)[1].dropped == ()
+    assert carried(per_output, MUON)[1].dropped == matrices
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.95])
+@pytest.mark.parametrize("signal", [0.0, 0.3, 3.0])
+def test_estimated_second_moments(signal, momentum):
+    """Adam goes on with steps of 0.15 to 1.5 times their length, by gradients of NumPy."""
+    n, beta1, beta2 = 4000, 0.9, 0.999
+    random = np.random.default_rng(1)
+    mean = signal * random.normal(size=n)
+    m, v = np.zeros(n), np.zeros(n)
+    average = np.zeros(n)
+    for _ in range(3000):
+        g = mean + random.normal(size=n)
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+        average = momentum * average + (1 - momentum) * g
+    muon = jgrad.muon(1e-2, matrices={"w": True}, adam_learning_rate=1e-3)
+    params = {"w": jnp.zeros((40, 100))}
+    old = muon.init(params)
+    old = old._replace(
+        step=jnp.asarray(3000), mw={"w": jnp.asarray(average.reshape(40, 100), jnp.float32)}
+    )
+    state, account = jgrad.carry_over(old, like=jax.eval_shape(make().init, params))
+    assert account.estimated == ("vw/w",)
+    tx, lengths = jgrad.adam(1.0), []
+    for _ in range(30):
+        g = mean + random.normal(size=n)
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+        step, state = tx.update({"w": jnp.asarray(g.reshape(40, 100), jnp.float32)}, state)
+        lengths.append(np.sqrt(np.mean(np.square(step["w"])) / np.mean(m**2 / v)))
+    assert min(lengths) > 0.15
+    assert max(lengths) < 1.5
+
+
+def test_momentum_of_gradient_descent():
+    old = trained(jgrad.gradient_descent(0.1, momentum=0.9))[1]
+    state, account = carried(old, make())
+    assert_same(state.mw, old.mw)
+    assert "sums of gradients in `old`, averages in `like`" in str(account)
+    squares = np.square(np.asarray(old.mw["embed"]["table"], np.float64))
+    expected = 0.19 * np.maximum(squares, squares.mean())
+    np.testing.assert_allclose(state.vw["embed"]["table"], expected, 1e-6)
+    _, account = carried(make().init(W), jgrad.gradient_descent(0.1, momentum=0.9))
+    assert "averages of gradients in `old`, sums in `like`" in str(account)
+
+
+def test_bfloat16_weights():
+    """Copies of weights are made of the parameters; averages of the float32 copies."""
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), W)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    old = make().init(W)
+    master = jgrad.master_weights(make())
+    state, account = carried(old, master, half, params=half)
+    assert_same(state.master, wide)
+    assert len(account.of_weights) == 5
+    moved = state._replace(master=W)
+    with_ema = jgrad.master_weights(optax.chain(make(), jgrad.ema(0.9)))
+    averaged, account = carried(moved, with_ema, half)
+    assert_same((averaged.master, averaged.inner[1].average), (W, W))
+    assert "ema.average, 5 leaves: the float32 copies" in str(account)
+    removed, account = carried(moved, make())
+    assert_same(removed, state.inner)
+    assert len(account.dropped) == 5
+
+
+def test_wrappers_of_users():
+    """A part that is not known is found by its fields; what is new of it starts as in `like`."""
+    from tests.wrappers.test_hand_over import slowly
+
+    tx = slowly(make(), 0.5)
+    old = trained(tx)[1]
+    state, account = carried(old, jgrad.skip_nonfinite(tx))
+    assert_same(state.inner, old)
+    assert "slow/embed/table" in account.kept
+    like = tx.init(W)
+    state, account = jgrad.carry_over(make().init(W), like=like)
+    assert_same(state.slow, like.slow)
+    assert len(account.from_like) == 5
+    assert_error(
+        ValueError,
+        "carry_over: `like` at .slow['embed']['table']: the shape of a part that `old` does not have, "
+        "and that starts at unknown numbers, expected arrays: `like=tx.init(params)`.",
+        lambda: carried(make().init(W), tx),
+    )
+
+
+class Spikes(NamedTuple):
+    skipped: Any
+    losses: Any
+    inner: Any
+
+
+class Watch(NamedTuple):
+    report: Any
+    inner: Any
+
+
+def test_other_fields():
+    """Numbers of wrappers that are not known: kept where they fit, else as in `like`."""
+    core = make().init(W)
+    report = {"grad_norm": {"embed/table": jnp.ones(()), "layers": jnp.ones(2)}}
+    old = Watch(report, Spikes(jnp.asarray(3), jnp.ones(8), core))
+    like = Spikes(jnp.asarray(0), jnp.full(8, jnp.nan), Watch(report, core))
+    state, account = jgrad.carry_over(old, like=like, strict=True)
+    assert_same(state, Spikes(old.inner.skipped, old.inner.losses, Watch(report, core)))
+    assert account.kept[:3] == ("skipped", "losses", "report/grad_norm/embed/table")
+    other = like._replace(losses=jnp.full(4, jnp.nan))  # another window
+    state, account = jgrad.carry_over(old, like=other)
+    assert_same((state.skipped, state.losses), (old.inner.skipped, other.losses))
+    assert (account.from_like, account.dropped) == (("losses",), ("losses",))
+    shapes = jax.eval_shape(lambda: Watch(report, core))
+    state, account = jgrad.carry_over(core, like=shapes)
+    assert not jax.tree.leaves(state.report)[0]
+    assert account.zero == ("report/grad_norm/embed/table", "report/grad_norm/layers")
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def restored(path, state):
+    """What orbax makes of a file without a target."""
+    with ocp.StandardCheckpointer() as files:
+        files.save(path, state)
+        files.wait_until_finished()
+        return files.restore(path)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_file_without_a_target(tmp_path, name):
+    """Dictionaries of fields, lists for tuples, nothing for None."""
+    tx = RECIPES[name]
+    old = trained(tx)[1]
+    plain = restored(tmp_path / "state", old)
+    assert not isinstance(plain, tuple)
+    state, account = jgrad.carry_over(plain, like=jax.eval_shape(tx.init, W), strict=True)
+    assert_same(state, old)
+    assert not account.converted
+
+
+@pytest.mark.parametrize("theirs", [*OPTAX])
+def test_a_file_of_optax(tmp_path, theirs, standard_promotion):
+    theirs, ours = OPTAX[theirs]
+    old = trained(theirs)[1]
+    found = jgrad.carry_over(restored(tmp_path / "state", old), like=jax.eval_shape(ours.init, W))
+    expected = carried(old, ours)
+    assert_same(found[0], expected[0])
+    assert found[1].kept == expected[1].kept
+
+
+def test_a_file_of_8_bits(tmp_path):
+    tx = jgrad.pack_small(make(moment_dtype="8bit"))
+    old = trained(tx)[1]
+    plain = restored(tmp_path / "state", old)
+    state, _ = jgrad.carry_over(plain, like=jax.eval_shape(tx.init, W), strict=True)
+    assert_same(state, old)
+    arrays, _ = jgrad.carry_over(plain, like=jax.eval_shape(make().init, W), params=tx.init(W))
+    assert_same(arrays, jgrad.unpack(unquantized(old)))
+    with pytest.raises(ValueError, match="the buffers of a packed tree, without their layout"):
+        jgrad.carry_over(plain, like=jax.eval_shape(make().init, W))
+
+
+# ---- paths -------------------------------------------------------------------------------------
+
+
+def test_renamed_leaves():
+    old = trained(make())[1]
+    new = {"tokens": W["embed"], "blocks": {"0": W["layers"][0], "last": W["layers"][1]}}
+    rename = {"embed": "tokens", "layers": "blocks", "layers/1": "blocks/last"}
+    state, account = carried(old, make(), new, rename=rename, strict=True)
+    assert_same(state.mw["blocks"]["last"], old.mw["layers"][1])
+    assert_same(state.vw["tokens"], old.vw["embed"])
+    assert account.kept[:2] == ("step", "mw/blocks/0/b")
+    without = {"blocks": new["blocks"]}
+    _, account = carried(old, make(), without, rename={"layers/1": "blocks/last"})
+    assert account.dropped == tuple(
+        f"{x}/{y}" for x in ("mw", "vw") for y in ("embed/table", "layers/0/b", "layers/0/w")
+    )
+
+
+@pytest.mark.parametrize(
+    "tx", [make(), jgrad.pack_small(make()), all_of_it(make(moment_dtype="8bit"))]
+)
+def test_reset(tx):
+    mask = {"embed": True, "layers": [False, {"w": True, "b": False}]}
+    chosen = ("embed/table", "layers/1/w")
+
+    def by_shape(shapes):
+        assert shapes["embed"]["table"].shape == (9, 5)
+        return mask
+
+    old = trained(tx, 4)[1]
+    for reset in mask, by_shape:
+        for params in None, W, jax.eval_shape(lambda: W):
+            state, account = carried(old, tx, reset=reset, params=params, strict=True)
+            assert account.reset == tuple(f"{x}/{y}" for x in ("mw", "vw") for y in chosen)
+            for name in "mw", "vw":
+                found = unquantized(jgrad.unpack(optax.tree.get(state, name)))
+                before = unquantized(jgrad.unpack(optax.tree.get(old, name)))
+                assert not found["embed"]["table"].any()
+                assert not found["layers"][1]["w"].any()
+                assert_same(found["layers"][0], before["layers"][0])
+
+
+# ---- where it runs -----------------------------------------------------------------------------
+
+
+def test_under_jit():
+    """The account is static."""
+    tx = all_of_it(MUON)
+    old = trained(make())[1]
+    like = jax.eval_shape(tx.init, W)
+    call = functools.partial(jgrad.carry_over, like=like)
+    state, account = jax.jit(call)(old)
+    expected, same = call(old)
+    assert account == same
+    assert hash(account) == hash(same)
+    assert_same(state, expected)
+    assert jax.eval_shape(call, old)[1] == same
+
+
+def test_sharded_leaves():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    w = {"w": jax.device_put(normal(64, 256), place)}
+    tx = jgrad.muon(1e-2, matrices={"w": True}, adam_learning_rate=1e-3)
+    old = tx.init(w)
+    new = jgrad.accumulate(make(moment_dtype="8bit"), 2)
+    state, _ = jgrad.carry_over(old, like=jax.eval_shape(new.init, w))
+    for x in (state.total["w"], state.inner.mw["w"].codes, state.inner.vw["w"].codes):
+        assert x.sharding.spec == place.spec
+    assert int(new.update(w, state, w)[1].mini_step) == 1
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+    w = normal(64, 256)
+
+    def call(w):
+        old = make().init(w)
+        like = jax.eval_shape(jgrad.skip_nonfinite(make()).init, w)
+        return jgrad.carry_over(old._replace(mw=w), like=like)[0].inner.mw
+
+    assert_same(jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec))(w), w)
+
+
+def test_models_under_vmap():
+    models = jax.tree.map(lambda x: jnp.stack([x, x + 1]), W)
+    old = jax.vmap(make().init)(models)
+    tx = jgrad.skip_nonfinite(make())
+    like = jax.eval_shape(jax.vmap(tx.init), models)
+    found = jax.vmap(lambda x: jgrad.carry_over(x, like=jax.eval_shape(tx.init, W))[0])(old)
+    assert_same(found, jgrad.carry_over(old, like=like)[0]._replace(loss_scale=found.loss_scale))
+
+
+def test_x64(x64):
+    w = jax.tree.map(lambda x: x.astype(jnp.float64), W)
+    old = make().init(w)
+    assert old.mw["embed"]["table"].dtype == jnp.float64
+    state, account = carried(
+        old, jgrad.schedule_free(make(moment_dtype="8bit", full_precision=True)), w, params=w
+    )
+    assert_same(state.inner, old)
+    back, account = carried(old, make(), W)
+    assert "float64 to float32" in str(account)
+    assert_same(back.vw, jax.tree.map(lambda x: x.astype(jnp.float32), old.vw))
+
+
+def test_donation(standard_promotion):
+    """What is made of one array twice is two arrays."""
+    old = trained(optax.lion(1e-2))[1]
+    theirs = optax.adamw(optax.linear_schedule(1e-2, 0, 9))
+    state, _ = carried(old, theirs)
+    step = jax.jit(lambda s: theirs.update(GRADIENTS[0], s, W)[1], donate_argnums=0)
+    assert int(step(state)[0].count) == 4
+
+
+def test_offloaded():
+    tx = jgrad.offload(make())
+    old = tx.init(W)
+    kind = jax.tree.leaves(old)[0].sharding.memory_kind
+    state, _ = jgrad.carry_over(make().init(W), like=old)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {kind}
+    state, _ = jgrad.carry_over(old, like=jgrad.skip_nonfinite(MUON).init(W))
+    usual = jax.tree.leaves(make().init(W))[0].sharding.memory_kind
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {usual}
+
+
+# ---- the account, and errors -------------------------------------------------------------------
+
+
+def test_the_account_is_short():
+    """A line for what went one way, and few for what is scattered."""
+    w = {f"layer_{i}": {"w": jnp.ones((4, 3)), "b": jnp.ones(3)} for i in range(150)}
+    masks = {name: {"w": True, "b": False} for name in w}
+    muon = jgrad.muon(1e-2, matrices=masks, adam_learning_rate=1e-3)
+    _, account = carried(make().init(w), muon, w)
+    lines = str(account).splitlines()
+    assert len(account.kept) == 451
+    assert len(lines) == 14
+    assert lines[:4] == [
+        "kept       step",
+        "kept       mw, 300 leaves",
+        "kept       vw/layer_0/b",
+        "kept       vw/layer_1/b",
+    ]
+    assert lines[-1] == "dropped    and 145 more of vw"
+    assert str(carried(make().init(w), make(), w)[1]) == (
+        "kept       step\nkept       mw, 300 leaves\nkept       vw, 300 leaves"
+    )
+
+
+def test_strict():
+    tx = jgrad.skip_nonfinite(MUON)
+    assert_error(
+        ValueError,
+        "carry_over: `strict`: True, expected nothing dropped or new:\n"
+        "from like  skip_nonfinite.loss_scale: 1; `like=tx.init(params)` has others\n"
+        "zero       skip_nonfinite.skipped\n"
+        "zero       skip_nonfinite.streak\n"
+        "dropped    vw/layers/0/w\n"
+        "dropped    vw/layers/1/w",
+        lambda: carried(make().init(W), tx, strict=True),
+    )
+    scaled = jgrad.skip_nonfinite(make(), loss_scale=2.0**15)
+    state, account = jgrad.carry_over(make().init(W), like=scaled.init(W))
+    assert account.from_like == ("skip_nonfinite.loss_scale",)
+    assert float(state.loss_scale) == 2.0**15
+
+
+def test_errors():
+    old, like = make().init(W), jax.eval_shape(make().init, W)
+    other = make().init({**W, "embed": {"table": jnp.ones((10, 5))}})
+    assert_error(
+        ValueError,
+        "carry_over: `old` does not match `like` at .mw['embed']['table']: shape (10, 5), expected "
+        "(9, 5).",
+        lambda: jgrad.carry_over(other, like=like),
+    )
+    assert_error(
+        TypeError,
+        "carry_over: `like`: a transformation, expected a state: `jax.eval_shape(tx.init, params)`.",
+        lambda: jgrad.carry_over(old, like=make()),
+    )
+    assert_error(
+        TypeError,
+        "carry_over: `old` at .step: 'a' of type str, expected an array.",
+        lambda: jgrad.carry_over(old._replace(step="a"), like=like),
+    )
+    ema = optax.chain(make(), jgrad.ema(0.9))
+    assert_error(
+        ValueError,
+        "carry_over: `params`: None, expected the parameters: `old` has nothing for "
+        "[1].average['embed']['table'] of `like`.",
+        lambda: carried(old, ema),
+    )
+    assert_error(
+        ValueError,
+        "carry_over: `params`: an array of float32 and shape (10, 5) at embed/table, expected an array "
+        "of shape (9, 5), as `like` has at [1].average['embed']['table'].",
+        lambda: carried(old, ema, params={**W, "embed": {"table": jnp.ones((10, 5))}}),
+    )
+    assert_error(
+        ValueError,
+        "carry_over: `rename`: embe: no such path in `old`, expected one such as embed/table, "
+        "layers/1/b, layers/0/b.",
+        lambda: jgrad.carry_over(old, like=like, rename={"embe": "embed"}),
+    )
+    assert_error(
+        ValueError,
+        "carry_over: `rename`: tokens: no such path in `like`, expected one such as layers/1/w, "
+        "layers/1/b, layers/0/w.",
+        lambda: jgrad.carry_over(old, like=like, rename={"embed": "tokens"}),
+    )
+    assert_error(
+        ValueError,
+        "carry_over: `rename`: layers/0/b and layers/1/b, expected one leaf for layers/1/b.",
+        lambda: jgrad.carry_over(old, like=like, rename={"layers/0/b": "layers/1/b"}),
+    )
+    assert_error(
+        TypeError,
+        "carry_over: `rename`: {'a': None}, expected a mapping of old paths to new ones, keys joined by "
+        "slashes.",
+        lambda: jgrad.carry_over(old, like=like, rename={"a": None}),
+    )
+    assert_error(
+        ValueError,
+        "carry_over: `old`: mw, vw, of which `like` has nothing, expected the state of an optimizer for "
+        "the same parameters.",
+        lambda: jgrad.carry_over({"mw": {"x": W}, "vw": {"x": W}}, like=like),
+    )
+    assert_error(
+        TypeError,
+        "carry_over: `old` at .mw['embed']['table']: an array of complex64 and shape (9, 5), expected "
+        "float32.",
+        lambda: jgrad.carry_over(
+            old._replace(mw=jax.tree.map(lambda x: x.astype(jnp.complex64), old.mw)), like=like
+        ),
+    )
