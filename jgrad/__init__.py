@@ -32,6 +32,7 @@ Wrappers: what goes around an optimizer
 
     accumulate           one update for several mini-batches
     skip_nonfinite       steps that are not finite are skipped; loss scaling
+    skip_spikes          steps whose loss is far above those before are left out
     master_weights       float32 copies of half-precision parameters
     stochastic_rounding  bfloat16 parameters without copies
     schedule_free        an average of the steps in place of a schedule
@@ -74,6 +75,7 @@ States of optimizers
     Blocks             an array in 8 bits
     AccumulateState    state of `accumulate`
     SkipState          state of `skip_nonfinite`
+    SpikeState         state of `skip_spikes`
     MasterState        state of `master_weights`
     StochasticState    state of `stochastic_rounding`
     EmaState           state of `ema`
@@ -129,6 +131,7 @@ from jgrad._wrappers.offload import offload
 from jgrad._wrappers.pack_small import pack_small
 from jgrad._wrappers.schedule_free import ScheduleFreeState, schedule_free
 from jgrad._wrappers.skip_nonfinite import SkipState, skip_nonfinite
+from jgrad._wrappers.skip_spikes import SpikeState, skip_spikes
 from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_rounding
 from jgrad._wrappers.zero import zero
 
@@ -167,6 +170,7 @@ __all__ = [  # noqa: RUF022
     # Wrappers: what goes around an optimizer
     "accumulate",
     "skip_nonfinite",
+    "skip_spikes",
     "master_weights",
     "stochastic_rounding",
     "schedule_free",
@@ -199,6 +203,7 @@ __all__ = [  # noqa: RUF022
     "Blocks",
     "AccumulateState",
     "SkipState",
+    "SpikeState",
     "MasterState",
     "StochasticState",
     "EmaState",

@@ -180,8 +180,13 @@ def accumulate(
         inside.check_state(_NAME, state, AccumulateState)
         inputs = Inputs(_NAME, updates, params)
         outer = None if commit is None else commit.of_windows
+        accepted: Any = True
+        if outer is not None:
+            outer.leave_out()
         if outer is not None and not outer.is_finite(updates):
-            outer = None  # it says nothing of these gradients
+            # It says nothing of these gradients, unless they are left out whatever they are.
+            accepted = True if outer.clips else outer.flag
+            outer = None
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
         sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
@@ -190,12 +195,13 @@ def accumulate(
             raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         emit, finite = devices.agreed(emit, sharded_over), devices.agreed(finite, sharded_over)
+        accepted = devices.agreed(accepted, sharded_over)
         old = inputs.moment("state.total", state.total)
         if finite is None and outer is not None:
             finite = outer.flag
         elif finite is None:
             finite = all_finite(inputs.g, sharded_over) if check_finite else True
-        use = jnp.asarray(finite)
+        use = jnp.asarray(finite if accepted is True else finite & accepted)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
         skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
