@@ -74,6 +74,7 @@ States of optimizers
     OptState           state of every optimizer
     Blocks             an array in 8 bits
     AccumulateState    state of `accumulate`
+    WeightedAccumulateState  state of `accumulate(..., weighted=True)`
     SkipState          state of `skip_nonfinite`
     SpikeState         state of `skip_spikes`
     MasterState        state of `master_weights`
@@ -121,7 +122,7 @@ from jgrad._packed.packing import Packed, pack, unpack
 from jgrad._states.quantized import quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
-from jgrad._wrappers.accumulate import AccumulateState, accumulate
+from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.clip import clip_by_global_norm, global_norm
 from jgrad._wrappers.ema import EmaState, ema
@@ -202,6 +203,7 @@ __all__ = [  # noqa: RUF022
     "OptState",
     "Blocks",
     "AccumulateState",
+    "WeightedAccumulateState",
     "SkipState",
     "SpikeState",
     "MasterState",

@@ -34,7 +34,6 @@ class AccumulateState(NamedTuple):
       skipped: mini-batches left out since the start; it saturates.
       total: sum of the gradients of this window; a tree like the parameters, in float32 or wider.
       inner: state of the transformation inside.
-      weight: sum of the weights of those in `count`, a float32 scalar; None without `weighted`.
 
     Example:
       >>> state = jgrad.accumulate(jgrad.adam(1e-3), every=4).init({"w": jnp.ones((3, 2))})
@@ -49,16 +48,13 @@ class AccumulateState(NamedTuple):
     skipped: jax.Array
     total: PyTree
     inner: PyTree
-    weight: Any = None
 
-    def __jgrad_rejected__(
-        self, new: "AccumulateState", finite: jax.Array | None
-    ) -> "AccumulateState":
+    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
         """Without the window, if its update was rejected: kept, it would make the next ones so."""
         zero = jnp.zeros_like(self.count)
         nothing = trees.map_leaves(numerics.zeros_like, self.total)
-        weight = jax.tree.map(jnp.zeros_like, self.weight)
-        state = AccumulateState(zero, zero, new.skipped, nothing, self.inner, weight)
+        weight = map(jnp.zeros_like, self[5:])
+        state = type(self)(zero, zero, new.skipped, nothing, self.inner, *weight)
         if finite is None:
             return state
         closed = finite & (new.mini_step == 0)
@@ -66,7 +62,35 @@ class AccumulateState(NamedTuple):
         return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
 
 
-AccumulateState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+class WeightedAccumulateState(NamedTuple):
+    """State of `accumulate(..., weighted=True)`. The field names are a file format.
+
+    Attributes:
+      mini_step: as in `AccumulateState`, like all but the last.
+      count: likewise.
+      skipped: likewise.
+      total: sum of weight times gradient, of this window.
+      inner: state of the transformation inside.
+      weight: sum of the weights of those in `count`, a float32 scalar.
+
+    Example:
+      >>> tx = jgrad.accumulate(jgrad.adam(1e-3), every=4, weighted=True)
+      >>> float(tx.init({"w": jnp.ones((3, 2))}).weight)
+      0.0
+    """
+
+    mini_step: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
+    skipped: jax.Array
+    total: PyTree
+    inner: PyTree
+    weight: jax.Array
+
+    __jgrad_rejected__ = AccumulateState.__jgrad_rejected__
+
+
+for _kind in (AccumulateState, WeightedAccumulateState):
+    _kind.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 # With a weight, the term of a gradient is w g; the last argument, if it is there.
@@ -111,18 +135,6 @@ def _summed(weight: Any, mesh_axes: tuple[str, ...]) -> jax.Array:
     weight = 1.0 if weight is None else numbers.scalar(_NAME, "weight", weight)
     weight = jnp.asarray(weight, jnp.float32)
     return jax.lax.psum(weight, mesh_axes) if mesh_axes else weight
-
-
-def _check_weight(weight: Any, state: AccumulateState, *, weighted: bool) -> None:
-    """A weight, and a state that has their sum, where the option says so."""
-    if weight is not None and not weighted:
-        came = checks.describe(weight)
-        raise ValueError(f"{_NAME}: `weight`: {came}, expected `accumulate(..., weighted=True)`.")
-    if (state.weight is not None) != weighted:
-        came = checks.describe(state.weight)
-        expected = "a float32 scalar" if weighted else "None"
-        remedy = f"call `init` of this `accumulate(..., weighted={weighted})`"
-        raise ValueError(f"{_NAME}: `state.weight`: {came}, expected {expected}; {remedy}.")
 
 
 def _fits(step: Any, total: Any) -> bool:
@@ -184,7 +196,8 @@ def accumulate(
         over them: give each device the tokens that it has, or all devices the same number.
 
     Returns:
-      A transformation with state `AccumulateState(mini_step, count, skipped, total, inner, weight)`.
+      A transformation with state `AccumulateState(mini_step, count, skipped, total, inner)`, or
+      `WeightedAccumulateState`, with `weight` at the end.
 
     Raises:
       ValueError: `every` below 1, a negative weight, or one without `weighted`.
@@ -205,19 +218,16 @@ def accumulate(
     values.boolean(_NAME, "weighted", weighted)
     read_mesh_axes(_NAME, mesh_axes)
 
-    def init(params: PyTree) -> AccumulateState:
-        return AccumulateState(
-            mini_step=counter(params),
-            count=counter(params),
-            skipped=counter(params),
-            total=zeros(_NAME, params),
-            inner=tx.init(params),
-            weight=counter(params).astype(jnp.float32) if weighted else None,
-        )
+    kind = WeightedAccumulateState if weighted else AccumulateState
+
+    def init(params: PyTree) -> Any:
+        weight = [counter(params).astype(jnp.float32)] if weighted else []
+        counters = (counter(params) for _ in range(3))
+        return kind(*counters, zeros(_NAME, params), tx.init(params), *weight)
 
     def update(
         updates: PyTree,
-        state: AccumulateState,
+        state: Any,
         params: PyTree = None,
         *,
         emit: Any = None,
@@ -225,8 +235,11 @@ def accumulate(
         weight: Any = None,
         commit: Commit | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, AccumulateState]:
-        inside.check_state(_NAME, state, AccumulateState)
+    ) -> tuple[PyTree, Any]:
+        inside.check_state(_NAME, state, kind)
+        if weight is not None and not weighted:
+            came = checks.describe(weight)
+            raise ValueError(f"{_NAME}: `weight`: {came}, expected None without `weighted=True`.")
         inputs = Inputs(_NAME, updates, params)
         outer = None if commit is None else commit.of_windows
         accepted: Any = True
@@ -238,7 +251,6 @@ def accumulate(
             outer = None
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
-        _check_weight(weight, state, weighted=weighted)
         sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
         if not sharded_over and devices.holds_shards(state.inner, inputs):
             remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
@@ -331,13 +343,13 @@ def accumulate(
             steps = inputs.directions(leafwise.run(moved))
             sums = [(x if f else o, g) for x, o, g, f in rows]
             total = leafwise.run([_next_total(*row, use, close, *own) for row in sums])
-        new = AccumulateState(
+        new = kind(
             jnp.where(emit, 0, mini_step),
             jnp.where(emit, 0, count),
             skipped,
             inputs.moments(total, old),
             inner,
-            jnp.where(emit, 0.0, divisor) if weighted else None,
+            *([jnp.where(emit, 0.0, divisor)] if weighted else []),
         )
         if outer is not None:
             # Where `run` was not traced nothing is new.
@@ -346,8 +358,7 @@ def accumulate(
             pairs = list(zip(jax.tree.leaves(inner), jax.tree.leaves(state.inner), strict=True))
             for n, o in itertools.compress(pairs, kept or [True] * len(pairs)):
                 outer.keep([n], [o])
-            sums = [(x.total, x.weight) for x in (new, state)]
-            outer.keep(*map(jax.tree.leaves, sums))
+            outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, state)))
         return steps, new
 
     return pair(init, update)

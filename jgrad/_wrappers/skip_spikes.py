@@ -201,7 +201,7 @@ def _is_accepted(
 ) -> jax.Array:
     """Whether the loss is finite, and near enough to those of the window, or these are too few."""
     size = state.losses.shape[0]
-    is_there = jnp.arange(size) >= size - state.accepted
+    is_there = jnp.arange(size, dtype=jnp.int32) >= size - state.accepted
     middle = _median(state.losses, is_there, state.accepted)
     spread = _DEVIATION * _median(jnp.abs(state.losses - middle), is_there, state.accepted)
     bound = middle + deviations * jnp.maximum(spread, epsilon * jnp.abs(middle))
