@@ -23,6 +23,7 @@ from jgrad._wrappers import choices, devices, inside
 from jgrad._wrappers.finite import all_finite
 
 _NAME = "accumulate"
+_LARGEST_SUM = 2.0**125  # of weights; its reciprocal is an ordinary float32
 
 
 class AccumulateState(NamedTuple):
@@ -50,16 +51,7 @@ class AccumulateState(NamedTuple):
     inner: PyTree
 
     def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
-        """Without the window, if its update was rejected: kept, it would make the next ones so."""
-        zero = jnp.zeros_like(self.count)
-        nothing = trees.map_leaves(numerics.zeros_like, self.total)
-        weight = map(jnp.zeros_like, self[5:])
-        state = type(self)(zero, zero, new.skipped, nothing, self.inner, *weight)
-        if finite is None:
-            return state
-        closed = finite & (new.mini_step == 0)
-        old = self._replace(skipped=new.skipped)
-        return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
+        return _without_window(self, new, finite)
 
 
 class WeightedAccumulateState(NamedTuple):
@@ -86,11 +78,25 @@ class WeightedAccumulateState(NamedTuple):
     inner: PyTree
     weight: jax.Array
 
-    __jgrad_rejected__ = AccumulateState.__jgrad_rejected__
+    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
+        return _without_window(self, new, finite)
 
 
 for _kind in (AccumulateState, WeightedAccumulateState):
     _kind.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def _without_window(old: Any, new: Any, finite: jax.Array | None) -> Any:
+    """A state without the window, if its update was rejected: kept, it would make the next so."""
+    zero = jnp.zeros_like(old.count)
+    nothing = trees.map_leaves(numerics.zeros_like, old.total)
+    weight = map(jnp.zeros_like, old[5:])
+    state = type(old)(zero, zero, new.skipped, nothing, old.inner, *weight)
+    if finite is None:
+        return state
+    closed = finite & (new.mini_step == 0)
+    old = old._replace(skipped=new.skipped)
+    return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
 
 
 # With a weight, the term of a gradient is w g; the last argument, if it is there.
@@ -130,11 +136,13 @@ def _next_total(x: Any, g: Any, use: jax.Array, close: jax.Array, *weight: Any) 
     return (_zero_if, (x, close)) if g is None else (_next_sum, (x, g, use, close, *weight))
 
 
-def _summed(weight: Any, mesh_axes: tuple[str, ...]) -> jax.Array:
-    """A weight as a float32 scalar, over all devices; None is 1."""
+def _summed(weight: Any, use: jax.Array, mesh_axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """The weight of a mini-batch that is used, over all devices, and whether it is used."""
     weight = 1.0 if weight is None else numbers.scalar(_NAME, "weight", weight)
     weight = jnp.asarray(weight, jnp.float32)
-    return jax.lax.psum(weight, mesh_axes) if mesh_axes else weight
+    weight = jax.lax.psum(weight, mesh_axes) if mesh_axes else weight
+    use &= (weight >= 0) & (weight < jnp.inf)
+    return jnp.where(use, weight, 0.0), use
 
 
 def _fits(step: Any, total: Any) -> bool:
@@ -190,7 +198,7 @@ def accumulate(
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
       weighted: True takes `weight=` in `update`: a number or a real scalar, in [0, inf), kept in
-        float32; a call without it has weight 1.
+        float32; a call without it has weight 1. Sums of weights saturate at 2^125.
       mesh_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
         `pmap`, as for `lars`: all devices then leave out the same mini-batches. A weight is summed
         over them: give each device the tokens that it has, or all devices the same number.
@@ -218,7 +226,7 @@ def accumulate(
     values.boolean(_NAME, "weighted", weighted)
     read_mesh_axes(_NAME, mesh_axes)
 
-    kind = WeightedAccumulateState if weighted else AccumulateState
+    kind: Any = WeightedAccumulateState if weighted else AccumulateState
 
     def init(params: PyTree) -> Any:
         weight = [counter(params).astype(jnp.float32)] if weighted else []
@@ -266,9 +274,8 @@ def accumulate(
         use = jnp.asarray(finite if accepted is True else finite & accepted)
         own: tuple[jax.Array, ...] = ()  # the weight
         if weighted:
-            weight = _summed(weight, sharded_over)
-            use &= (weight >= 0) & (weight < jnp.inf)
-            own = (jnp.where(use, weight, 0.0),)
+            weight, use = _summed(weight, use, sharded_over)
+            own = (weight,)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
         skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
@@ -278,8 +285,8 @@ def accumulate(
         emit = jnp.asarray(emit)
         divisor = count
         if weighted:
-            divisor = numerics.clipped(state.weight + own[0], float(jnp.finfo(jnp.float32).max))
-            use &= own[0] > 0
+            divisor = numerics.clipped(state.weight + weight, _LARGEST_SUM)
+            use &= weight > 0
         # Without a finite mini-batch there is no mean, and the total is still zero.
         close = emit & (divisor > 0)
         # One array for each leaf goes through two branches, in the place of the sum. If the window

@@ -154,9 +154,9 @@ def skip_nonfinite(
         else:
             agreed = functools.partial(devices.agreed, mesh_axes=sharded_over)
             commit = Commit(unscaled, finite, agreed, outer)
-            extra_args["commit"] = commit
+            extra_args["commit"] = commit.for_windows() if leaves_out else commit
             if leaves_out:
-                extra_args |= {"commit": commit.for_windows(), "finite": commit.flag}
+                extra_args["finite"] = commit.flag
             steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
             finite, steps, inner = _chosen(
                 commit, inputs, steps, inner, state.inner, sharded_over, leaves_out

@@ -143,7 +143,9 @@ def skip_spikes(
         sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
         is_dry = getattr(extra_args.get("notes"), "is_dry", False)
         loss = _read(0.0 if loss is None and is_dry else loss)
-        value = _mean(loss.astype(jnp.float32), sharded_over)
+        value = loss.astype(jnp.float32)
+        if sharded_over:
+            value = jax.lax.pmean(value, sharded_over)  # not finite where one is not
         epsilon = max(float(jnp.finfo(x).eps) for x in (loss.dtype, jnp.float32))
         spreads = numbers.scalar(_NAME, "deviations", deviations).astype(jnp.float32)
         accepted = _is_accepted(value, state, spreads, epsilon)
@@ -163,7 +165,7 @@ def skip_spikes(
         pairs = (steps, inner), (inputs.zeros(), state.inner)
         steps, inner = rejecting.chosen(commit, use, *pairs, settles=not leaves_out)
         # ---- the window
-        own = _next(state, value, accepted, restart)
+        own = _next_counts(state, value, accepted, restart)
         if known is not None:
             own = tuple(jnp.where(known, n, o) for n, o in zip(own, _own(state), strict=True))
         own = rejecting.counted(outer, own, _own(state))
@@ -189,11 +191,6 @@ def _read(loss: Any) -> jax.Array:
         return jnp.asarray(x, jnp.float32)
     x = jnp.asarray(x)
     return x if checks.is_inexact(x) else x.astype(jnp.float32)
-
-
-def _mean(loss: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
-    """The same on all devices; not finite where it is not on one of them."""
-    return jax.lax.pmean(loss, mesh_axes) if mesh_axes else loss
 
 
 def _is_accepted(
@@ -223,7 +220,7 @@ def _own(state: SpikeState) -> tuple[jax.Array, ...]:
     return state.skipped, *state[2:]
 
 
-def _next(
+def _next_counts(
     state: SpikeState, loss: jax.Array, accepted: jax.Array, restart: bool
 ) -> tuple[jax.Array, ...]:
     """The same after this loss."""

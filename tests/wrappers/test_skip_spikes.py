@@ -89,9 +89,7 @@ def assert_state(state, expected, window):
 def test_decisions(window, deviations, restart):
     """Losses with spikes: the steps that are accepted, counted by the step of the optimizer."""
     losses = curve()
-    tx = jgrad.skip_spikes(
-        jgrad.adam(0.1), window=window, deviations=deviations, restart=restart
-    )
+    tx = jgrad.skip_spikes(jgrad.adam(0.1), window=window, deviations=deviations, restart=restart)
     expected = by_hand(losses, window, deviations, restart)
     state, update, flags = tx.init(X), jax.jit(tx.update), []
     for loss in losses:
@@ -251,7 +249,9 @@ def test_a_gradient_that_is_not_finite_beside_a_fine_loss(subject, bad, standard
     found, state = compiled(tx)(w, tx.init(w), g, loss=1.0)
     expected, inner = compiled(alone)(w, alone.init(w), g)
     assert not all(np.isfinite(np.asarray(x, float)).all() for x in jax.tree.leaves(found))
-    same = lambda a, b: chex.assert_trees_all_close(a, b, rtol=1e-2 if subject == "master" else 1e-6)
+    same = lambda a, b: chex.assert_trees_all_close(
+        a, b, rtol=1e-2 if subject == "master" else 1e-6
+    )
     wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, float), tree)
     same(wide(found), wide(expected))
     same(wide(state.inner), wide(inner))
@@ -273,7 +273,7 @@ def test_a_gradient_that_skip_nonfinite_leaves_out(way, bad):
     assert int(inner_of(state)[1].step) == 3
     assert (int(spikes.skipped), int(skip.skipped)) == ((1, 2) if inside else (2, 1))
     assert int(spikes.accepted) == (3 if inside else 4)
-    assert int(skip.streak) == (2 if inside else 2)
+    assert int(skip.streak) == 2
     if not inside:
         assert float(skip.loss_scale) == 1
 
@@ -294,8 +294,12 @@ def test_the_scale_of_the_loss_stays():
 def test_a_branch_inside(standard_promotion):
     """`skip_nonfinite(branch=True)` runs nothing in a step that is left out."""
     tx = jgrad.skip_spikes(jgrad.skip_nonfinite(optax.adam(0.1), branch=True), window=4)
-    w, state = train(tx, np.float32([1, 1, 50, 1]))
-    assert (int(state.skipped), int(state.inner.skipped), int(state.inner.inner[0].count)) == (1, 0, 3)
+    _, state = train(tx, np.float32([1, 1, 50, 1]))
+    assert (int(state.skipped), int(state.inner.skipped), int(state.inner.inner[0].count)) == (
+        1,
+        0,
+        3,
+    )
     assert int(state.inner.streak) == 3
 
 
@@ -328,7 +332,9 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("way", WINDOWS)
-@pytest.mark.parametrize("third_party", [None, counting, optax.chain], ids=["ours", "counting", "chain"])
+@pytest.mark.parametrize(
+    "third_party", [None, counting, optax.chain], ids=["ours", "counting", "chain"]
+)
 def test_a_mini_batch_is_left_out_of_its_window(way, third_party):
     """By its loss or by its gradient; the window goes on, and closes as usual."""
     between = third_party or (lambda tx: tx)
@@ -458,7 +464,9 @@ def test_sharded_leaves(kind):
     state = jax.jit(tx.init, out_shardings=shardings)(found)
     for loss in losses:
         found, state = compiled(tx)(found, state, g, loss=loss)
-    close = lambda a, b: chex.assert_trees_all_close(jax.device_get(a), jax.device_get(b), rtol=1e-6)
+    close = lambda a, b: chex.assert_trees_all_close(
+        jax.device_get(a), jax.device_get(b), rtol=1e-6
+    )
     close((found, state), (expected, alone))
     assert state.inner.mw["w"].sharding.is_equivalent_to(sharding, 2)
     assert state.losses.sharding.is_fully_replicated
@@ -523,7 +531,7 @@ def test_bytes(inner, packed):
 def test_no_norm_of_gradients_decides():
     """The flag of `skip_spikes` is no flag of the gradients, which clipping computes anyway."""
     tx = jgrad.skip_spikes(clipped(jgrad.adam(0.1)), window=4)
-    w, state = train(tx, np.float32([1, 1, 90]))
+    _, state = train(tx, np.float32([1, 1, 90]))
     assert int(state.skipped) == 1
 
 
