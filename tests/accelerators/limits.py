@@ -26,6 +26,10 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     "AdamW": {"h100": (Limit(28, 0),), "v5e": (Limit(28, 0.2),)},
     "clip + AdamW": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     "skip(clip + AdamW)": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
+    "skip_spikes(skip(clip + AdamW))": {
+        "h100": (Limit(32.3, 0.05),),
+        "v5e": (Limit(32.3, 0.2),),
+    },
     "AdamW + ema": {"h100": (Limit(36, 0),), "v5e": (Limit(36, 0.2),)},
     "accumulate(clip + AdamW)": {"h100": (Limit(44.2, 1.9),), "v5e": (Limit(30, 4.6),)},
     "accumulate, emit=False": {"h100": (Limit(12.5, 0.1),), "v5e": (Limit(12.5, 0.1),)},
@@ -189,6 +193,7 @@ COLLECTIVES: dict[str, dict[str, int]] = {
     "AdamW": _NONE,
     "clip + AdamW": _NORM,
     "skip(clip + AdamW)": _NORM,
+    "skip_spikes(skip(clip + AdamW))": _NORM,
     "AdamW + ema": _NONE,
     "accumulate(clip + AdamW)": {"all-reduce": 3},
     "accumulate, emit=False": {"all-reduce": 1},

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jgrad
 from benchmarks.recipes import program
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, compiled, step_of
+from tests.support.loops import assert_equal, compiled, step_of, with_loss
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
@@ -81,10 +81,7 @@ def test_the_mean_of_all_tokens(split, form):
     if "spikes" in form:
         tx = jgrad.skip_spikes(tx)
         tx = jgrad.skip_nonfinite(tx) if form != "spikes" else tx
-        inner, tx = tx, None
-        tx = optax.GradientTransformationExtraArgs(
-            inner.init, functools.partial(inner.update, loss=1.0)
-        )
+        tx = with_loss(tx)
     found, state = train(tx, params(), mini_batches(split, grads), pack=form == "packed")
     expected = {k: 1 - x.mean(0) for k, x in grads.items()}
     chex.assert_trees_all_close(wide(found), expected, atol=1e-6, rtol=0)
