@@ -85,7 +85,8 @@ def skip_spikes(
     by `skip_nonfinite` alone; inside of `skip_spikes`, it does not keep the loss from the window.
 
     With an `accumulate` inside, a mini-batch is left out of its window, which continues and closes
-    as usual. Other transformations beside that `accumulate` see its updates in such a call.
+    as usual. Put all that keeps a state inside that `accumulate`: what stands before it or beside
+    it sees the gradients of such a call.
 
     Args:
       tx: any transformation. All arguments of the call are handed on to it.

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks.recipes import clipped, program
+from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, compiled, stack, step_of
 from tests.wrappers.test_hand_over import counting, deaf, storing_bytes
@@ -509,8 +510,8 @@ def bytes_of(tx, options, *, packed):
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
 )
-@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
-@pytest.mark.parametrize("inner", ["adam", "clip + adam", "accumulate"])
+@pytest.mark.parametrize("packed", mostly_slow([False, True], False))
+@pytest.mark.parametrize("inner", mostly_slow(["adam", "clip + adam", "accumulate"], "clip + adam"))
 def test_bytes(inner, packed):
     """Alone, around and inside `skip_nonfinite`: those of `skip_nonfinite`, and the window's."""
     adam = jgrad.adam(0.1, weight_decay=0.1)
