@@ -36,6 +36,7 @@ Wrappers: what goes around an optimizer
 
     accumulate           one update for several mini-batches
     skip_nonfinite       steps that are not finite are skipped; loss scaling
+    skip_spikes          steps whose loss is far above those before are left out
     master_weights       float32 copies of half-precision parameters
     stochastic_rounding  bfloat16 parameters without copies
     schedule_free        an average of the steps in place of a schedule
@@ -79,7 +80,9 @@ States of optimizers
     OptState           state of every optimizer
     Blocks             an array in 8 bits
     AccumulateState    state of `accumulate`
+    WeightedAccumulateState  state of `accumulate(..., weighted=True)`
     SkipState          state of `skip_nonfinite`
+    SpikeState         state of `skip_spikes`
     MasterState        state of `master_weights`
     StochasticState    state of `stochastic_rounding`
     EmaState           state of `ema`
@@ -128,7 +131,7 @@ from jgrad._states.carry_over import carry_over
 from jgrad._states.quantized import quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
-from jgrad._wrappers.accumulate import AccumulateState, accumulate
+from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.clip import clip_by_global_norm, global_norm
 from jgrad._wrappers.ema import EmaState, ema
@@ -138,6 +141,7 @@ from jgrad._wrappers.offload import offload
 from jgrad._wrappers.pack_small import pack_small
 from jgrad._wrappers.schedule_free import ScheduleFreeState, schedule_free
 from jgrad._wrappers.skip_nonfinite import SkipState, skip_nonfinite
+from jgrad._wrappers.skip_spikes import SpikeState, skip_spikes
 from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_rounding
 from jgrad._wrappers.zero import zero
 
@@ -178,6 +182,7 @@ __all__ = [  # noqa: RUF022
     # Wrappers: what goes around an optimizer
     "accumulate",
     "skip_nonfinite",
+    "skip_spikes",
     "master_weights",
     "stochastic_rounding",
     "schedule_free",
@@ -211,7 +216,9 @@ __all__ = [  # noqa: RUF022
     "OptState",
     "Blocks",
     "AccumulateState",
+    "WeightedAccumulateState",
     "SkipState",
+    "SpikeState",
     "MasterState",
     "StochasticState",
     "EmaState",

@@ -15,6 +15,8 @@ NORMS = "tests/layers/test_norms.py"
 PACKED = "tests/packed/test_optimizers.py tests/packed/test_packing.py"
 DEVICES = "tests/multi_device"
 HAND_OVER = "tests/wrappers/test_hand_over.py"
+SPIKES = "tests/wrappers/test_skip_spikes.py"
+WEIGHTS = "tests/wrappers/test_weights.py"
 SAME_NUMBERS = "tests/fused/test_same_numbers.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 
@@ -225,8 +227,19 @@ MUTATIONS = [
     Mutation("_works", "new parameters are not looked at", "_ &= stays_finite(parameters.applied(_, _), _, _)", "pass", SKIP),
     Mutation("_next_scale", "the loss scale does not halve", "jnp.maximum(X / 2, 1)", "X", SKIP),
     Mutation("skip_nonfinite", "a mini-batch decides for what follows its window", "X.for_windows() if _ else X", "X", HAND_OVER),
-    Mutation("AccumulateState.__jgrad_rejected__", "a lost window is kept", "AccumulateState(_, _, new.skipped, _, _)", "self._replace(skipped=new.skipped)", SKIP),
-    Mutation("AccumulateState.__jgrad_rejected__", "a window is lost with a mini-batch", "_ & (_ == 0)", "jnp.asarray(True)", HAND_OVER),
+    Mutation("_without_window", "a lost window is kept", "type(_)(_, _, new.skipped, _, _, *_)", "old._replace(skipped=new.skipped)", SKIP),
+    Mutation("_without_window", "a window is lost with a mini-batch", "_ & (_ == 0)", "jnp.asarray(True)", HAND_OVER),
+    Mutation("_summed", "a bad weight is added", "(_ >= 0) & (_ < jnp.inf)", "True", WEIGHTS),
+    Mutation("_summed", "weights of devices are not summed", "jax.lax.psum(X, _) if _ else X", "X", WEIGHTS),
+    Mutation("_sum", "gradients have no weight", "_[0].astype(_) * X if _ else X", "X", WEIGHTS),
+    Mutation("_is_accepted", "the mean of the losses decides", "_median(X.losses, _, _)", "jnp.mean(X.losses)", SPIKES),
+    Mutation("_is_accepted", "the first losses are compared", "_ | ~(X > Y)", "~(X > Y)", SPIKES),
+    Mutation("_is_accepted", "equal losses have no spread", "jnp.maximum(X, _ * _)", "X", SPIKES),
+    Mutation("_next_counts", "what is left out enters the window", "jnp.where(_, X, _.losses)", "X", SPIKES),
+    Mutation("skip_spikes", "devices decide by their own losses", "jax.lax.pmean(X, _)", "X", SPIKES),
+    Mutation("Commit.by_loss", "an infinite gradient becomes a large number", "X.clips, X._is_read = _, True", "X._is_read = True", SPIKES),
+    Mutation("Commit.by_loss", "a norm of the gradients decides", "X.clips, X._is_read = Y, True", "X.clips = Y", SPIKES),
+    Mutation("counted", "counters go on in a step that a wrapper around rejects", "jnp.where(_.flag, X, _)", "X", SPIKES),
     Mutation("any_says", "only the next state is asked", "any(_)", "_says(state, attribute)", HAND_OVER),
     Mutation("WrapperInputs.follow", "updates of others are followed", "X if _ is not None and X.has_settled(_) else None", "X", HAND_OVER),
     Mutation("_none_of", "the last leaf alone is looked at", "jnp.sort(X)", "X", SKIP),

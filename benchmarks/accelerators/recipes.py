@@ -114,6 +114,10 @@ RECIPES = {
         lambda _: jgrad.skip_nonfinite(_clipped(_adamw())),
         lambda: optax.apply_if_finite(_optax_clipped(_optax_adamw()), 5),
     ),
+    "skip_spikes(skip(clip + AdamW))": Recipe(
+        lambda _: jgrad.skip_spikes(jgrad.skip_nonfinite(_clipped(_adamw()))),
+        options={"loss": 1.0},
+    ),
     "AdamW + ema": Recipe(lambda _: optax.chain(_adamw(), jgrad.ema(0.999))),
     "accumulate(clip + AdamW)": Recipe(
         lambda _: jgrad.accumulate(_clipped(_adamw()), 4),

@@ -34,6 +34,11 @@ class Commit:
     """The decision about one update, and what is known of its arrays.
 
     Handed through `jax.jit` or `jax.vmap`, where arrays have other identities, it knows of none.
+
+    Attributes:
+      clips: whether what overflows in a committed update is to become the largest number; False
+        where the gradients may be infinite, which nobody would see then.
+      is_left_out: whether gradients that are not committed are left out by what is inside.
     """
 
     def __init__(
@@ -41,10 +46,22 @@ class Commit:
         gradients: PyTree,
         finite: jax.Array,
         agreed: Callable[[jax.Array], jax.Array] = lambda flag: flag,
+        outer: "Commit | None" = None,
     ) -> None:
-        """`finite` says whether the gradients are; `agreed` makes all devices decide alike."""
+        """Of gradients that are finite where this update is committed.
+
+        Args:
+          gradients: see above.
+          finite: whether they are.
+          agreed: makes all devices decide alike.
+          outer: the decision of a wrapper around; the update is committed if both say so.
+        """
+        self.clips = True
+        self.is_left_out = False
         self._flag = finite
         self._agreed = agreed
+        self._outer = outer
+        self._is_joined = outer is None
         self._is_read = False
         self._trace = get_opaque_trace_state()
         self._gradients = _arrays(gradients)
@@ -61,15 +78,32 @@ class Commit:
         commit._is_always = True
         return commit
 
+    @classmethod
+    def by_loss(cls, gradients: PyTree, accepted: jax.Array, outer: "Commit | None") -> "Commit":
+        """Of a decision that says nothing of the gradients; finite is what `outer` knows to be.
+
+        No norm of the gradients is taken in the place of this flag.
+        """
+        is_known = outer is not None and outer.is_finite(gradients)
+        commit = cls(gradients if is_known else (), accepted, outer=outer)
+        commit.clips, commit._is_read = is_known, True
+        return commit
+
     def for_windows(self) -> "Commit":
         """Knows of no array, and hands this one to transformations that leave gradients out.
 
         What precedes them or follows them then computes as if every update were committed: it sees
-        updates in calls whose gradients are not finite, too.
+        updates in calls whose gradients are left out, too.
         """
         commit = Commit((), jnp.asarray(True))
         commit._of_windows = self
         return commit
+
+    def leave_out(self) -> None:
+        """Says that gradients which are not committed are left out of a window, here."""
+        self.is_left_out = True
+        if self._outer is not None:
+            self._outer.leave_out()
 
     @property
     def of_windows(self) -> "Commit | None":
@@ -84,7 +118,19 @@ class Commit:
     def flag(self) -> jax.Array:
         """Whether the update is committed, a bool scalar."""
         self._is_read = True
-        return self._flag
+        if self._is_joined or self._outer is None:
+            return self._flag
+        flag = self._flag & self._outer.flag
+        if get_opaque_trace_state() == self._trace:  # else it is a tracer of a branch
+            self._flag, self._is_joined = flag, True
+        return flag
+
+    def applies_to(self, gradients: PyTree) -> bool:
+        """Whether a transformation of these gradients keeps its old state where this flag says so.
+
+        One that clips has to know that they are finite.
+        """
+        return not self.clips or self.is_finite(gradients)
 
     def is_finite(self, tree: PyTree) -> bool:
         """Whether each inexact array of the tree is finite if the update is committed."""
@@ -134,6 +180,8 @@ class Commit:
         Taken if all gradients are among them and nobody read the flag; then what computed the flag
         before is not in the compiled program. Not from inside a branch or a loop.
         """
+        if self._outer is not None:
+            self._outer.offer(finite, tree)
         same_trace = get_opaque_trace_state() == self._trace
         if same_trace and not self._is_read and _arrays(tree).keys() >= self._gradients.keys():
             self._flag = self._agreed(finite)

@@ -126,7 +126,7 @@ class Inputs(Parameters):
         else:
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
-        self.commit = commit if commit is not None and commit.is_finite(updates) else None
+        self.commit = commit if commit is not None and commit.applies_to(updates) else None
         self._structure = trees.flatten(self.tree)[1]
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
@@ -158,7 +158,9 @@ class Inputs(Parameters):
         """Zero where the update is not committed; and small enough to be added to any parameter."""
         pairs = list(zip(values, self.reference.leaves, strict=True))
         calls = [
-            (_kept_update(p.dtype), (u, commit.flag)) if checks.is_inexact(u) else None
+            (_kept_update(p.dtype, commit.clips), (u, commit.flag))
+            if checks.is_inexact(u)
+            else None
             for u, p in pairs
         ]
         kept = leafwise.run(calls)  # zeros of integers are never settled, and need not be
@@ -254,9 +256,9 @@ def _has_room(dtype: np.dtype) -> bool:
 
 
 @functools.cache  # one function object for each dtype, so that JAX's caches find it again
-def _kept_update(dtype: np.dtype) -> Function:
+def _kept_update(dtype: np.dtype, clips: bool) -> Function:
     """`rules.kept_update` for parameters of a dtype."""
-    largest = numerics.largest_addable(dtype) if _has_room(dtype) else math.inf
+    largest = numerics.largest_addable(dtype) if clips and _has_room(dtype) else math.inf
     return functools.partial(rules.kept_update, largest=largest)
 
 

@@ -6,6 +6,7 @@ its form: 0.2% in bfloat16, 3 to 6% in 8 bits.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ class Moment:
         pairs = zip(new, self.old, strict=True)
         values = leafwise.run(
             [
-                (_bounded(call[0]), call[1]) if call and isinstance(o, Blocks) else call
+                (self._kept_rule(call[0]), call[1]) if call and isinstance(o, Blocks) else call
                 for call, o in pairs
             ]
         )
@@ -147,8 +148,12 @@ class Moment:
             return (_to_bfloat16, (value, *keys))
         rule, arguments = call
         flag = () if self._commit is None else (self._commit.flag,)
-        encode = _encoder(rule, bool(flag), regions.is_possible(old))
+        encode = _encoder(self._kept_rule(rule), bool(flag), regions.is_possible(old))
         return (encode, (old, value, *keys, *flag, *arguments))
+
+    def _kept_rule(self, rule: Function) -> Function:
+        """A rule whose results may be kept: finite, where its arguments are known to be."""
+        return _bounded(rule) if self._commit is not None and self._commit.clips else rule
 
 
 class MomentShapes(NamedTuple):
@@ -216,7 +221,7 @@ def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Commit | None) -
         return list(new)
     return leafwise.run(
         [
-            None if n is None else (_kept(o.dtype), (n, o, commit.flag))
+            None if n is None else (_kept(o.dtype, commit.clips), (n, o, commit.flag))
             for n, o in zip(new, old, strict=True)
         ]
     )
@@ -238,9 +243,10 @@ def _to_bfloat16(x: jax.Array, of_step: jax.Array, leaf: jax.Array, first: jax.A
 
 
 @functools.cache
-def _kept(dtype: np.dtype) -> Function:
+def _kept(dtype: np.dtype, clips: bool) -> Function:
     """`rules.kept` for arrays that are stored in a dtype."""
-    return functools.partial(rules.kept, largest=float(jnp.finfo(dtype).max))
+    largest = float(jnp.finfo(dtype).max) if clips else math.inf
+    return functools.partial(rules.kept, largest=largest)
 
 
 @functools.cache
@@ -270,7 +276,7 @@ def _encoder(rule: Function, has_flag: bool, is_region: bool) -> Callable[..., B
         if not has_flag:
             return encoding.encoded(rule, rest, own, codec, rounding, value)
         flag, *arguments = rest
-        new = encoding.encoded(_bounded(rule), arguments, own, codec, rounding, value)
+        new = encoding.encoded(rule, arguments, own, codec, rounding, value)
         return jax.tree.map(functools.partial(jnp.where, flag), new, old)
 
     if is_region:

@@ -10,18 +10,20 @@ import optax
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, apply, on_leaf
+from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import trees, values
+from jgrad._trees import checks, trees, values
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside
 from jgrad._wrappers.finite import all_finite
 
 _NAME = "accumulate"
+_LARGEST_SUM = 2.0**125  # of weights; its reciprocal is an ordinary float32
 
 
 class AccumulateState(NamedTuple):
@@ -48,38 +50,79 @@ class AccumulateState(NamedTuple):
     total: PyTree
     inner: PyTree
 
-    def __jgrad_rejected__(
-        self, new: "AccumulateState", finite: jax.Array | None
-    ) -> "AccumulateState":
-        """Without the window, if its update was rejected: kept, it would make the next ones so."""
-        zero = jnp.zeros_like(self.count)
-        nothing = trees.map_leaves(numerics.zeros_like, self.total)
-        state = AccumulateState(zero, zero, new.skipped, nothing, self.inner)
-        if finite is None:
-            return state
-        closed = finite & (new.mini_step == 0)
-        old = self._replace(skipped=new.skipped)
-        return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
+    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
+        return _without_window(self, new, finite)
 
 
-AccumulateState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+class WeightedAccumulateState(NamedTuple):
+    """State of `accumulate(..., weighted=True)`. The field names are a file format.
+
+    Attributes:
+      mini_step: as in `AccumulateState`, like all but the last.
+      count: likewise.
+      skipped: likewise.
+      total: sum of weight times gradient, of this window.
+      inner: state of the transformation inside.
+      weight: sum of the weights of those in `count`, a float32 scalar.
+
+    Example:
+      >>> tx = jgrad.accumulate(jgrad.adam(1e-3), every=4, weighted=True)
+      >>> float(tx.init({"w": jnp.ones((3, 2))}).weight)
+      0.0
+    """
+
+    mini_step: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
+    skipped: jax.Array
+    total: PyTree
+    inner: PyTree
+    weight: jax.Array
+
+    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
+        return _without_window(self, new, finite)
+
+
+for _kind in (AccumulateState, WeightedAccumulateState):
+    _kind.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def _without_window(old: Any, new: Any, finite: jax.Array | None) -> Any:
+    """A state without the window, if its update was rejected: kept, it would make the next so."""
+    zero = jnp.zeros_like(old.count)
+    nothing = trees.map_leaves(numerics.zeros_like, old.total)
+    weight = map(jnp.zeros_like, old[5:])
+    state = type(old)(zero, zero, new.skipped, nothing, old.inner, *weight)
+    if finite is None:
+        return state
+    closed = finite & (new.mini_step == 0)
+    old = old._replace(skipped=new.skipped)
+    return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
+
+
+# With a weight, the term of a gradient is w g; the last argument, if it is there.
 
 
 @on_leaf(arrays=2)
-def _sum(total: jax.Array, g: jax.Array, use: jax.Array) -> jax.Array:
+def _sum(total: jax.Array, g: jax.Array, use: jax.Array, *weight: jax.Array) -> jax.Array:
     """t + g where `use`, else t; saturated"""
-    return jnp.where(use, numerics.saturated(total + g, total, g), total)
+    term = weight[0].astype(g.dtype) * g if weight else g
+    return jnp.where(use, numerics.saturated(total + term, total, g), total)
 
 
 @on_leaf(arrays=2)
-def _mean(total: jax.Array, g: jax.Array, use: jax.Array, count: jax.Array) -> jax.Array:
-    total = _sum(total, g, use)
-    return total / count.astype(total.dtype)  # which may be complex
+def _mean(
+    total: jax.Array, g: jax.Array, use: jax.Array, count: jax.Array, *weight: jax.Array
+) -> jax.Array:
+    total = _sum(total, g, use, *weight)
+    mean = total / count.astype(total.dtype)  # which may be complex
+    return numerics.saturated(mean, total) if weight else mean  # the sum of weights may be below 1
 
 
 @on_leaf(arrays=2)
-def _next_sum(total: jax.Array, g: jax.Array, use: jax.Array, close: jax.Array) -> jax.Array:
-    return _zero_if(_sum(total, g, use), close)
+def _next_sum(
+    total: jax.Array, g: jax.Array, use: jax.Array, close: jax.Array, *weight: jax.Array
+) -> jax.Array:
+    return _zero_if(_sum(total, g, use, *weight), close)
 
 
 @on_leaf(arrays=1)
@@ -87,10 +130,19 @@ def _zero_if(x: jax.Array, zero: jax.Array) -> jax.Array:
     return jnp.where(zero, jnp.zeros_like(x), x)
 
 
-def _next_total(x: Any, g: Any, use: jax.Array, close: jax.Array) -> Call | None:
+def _next_total(x: Any, g: Any, use: jax.Array, close: jax.Array, *weight: Any) -> Call | None:
     if x is None:
         return None
-    return (_zero_if, (x, close)) if g is None else (_next_sum, (x, g, use, close))
+    return (_zero_if, (x, close)) if g is None else (_next_sum, (x, g, use, close, *weight))
+
+
+def _summed(weight: Any, use: jax.Array, mesh_axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """The weight of a mini-batch that is used, over all devices, and whether it is used."""
+    weight = 1.0 if weight is None else numbers.scalar(_NAME, "weight", weight)
+    weight = jnp.asarray(weight, jnp.float32)
+    weight = jax.lax.psum(weight, mesh_axes) if mesh_axes else weight
+    use &= (weight >= 0) & (weight < jnp.inf)
+    return jnp.where(use, weight, 0.0), use
 
 
 def _fits(step: Any, total: Any) -> bool:
@@ -107,12 +159,17 @@ def accumulate(
     every: int,
     *,
     check_finite: bool = True,
+    weighted: bool = False,
     mesh_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Updates once for a window of mini-batches, with the mean of their gradients.
 
         total'  = total + g          where all of g is finite; else g is left out, and counted
         updates = tx(total' / count)  at the end of a window, and 0 before
+
+    and with `weighted`, where `weight` is that of the call,
+
+        total' = total + weight g,  sum' = sum + weight,  updates = tx(total' / sum')
 
     A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
     finite mini-batch updates nothing. A gradient None adds nothing to its leaf; if it is that of
@@ -128,20 +185,30 @@ def accumulate(
     fills the window closes it. `emit` may be a traced bool. `finite=` says whether the gradients
     are finite, where that is known already; it may be traced too.
 
+    `update(..., weight=tokens)` is for mini-batches of different sizes: if each gradient is the
+    mean over the tokens of its mini-batch, on all devices together, a window has the mean over all
+    its tokens, however they were split. Only ratios of weights matter. A mini-batch whose gradient
+    is left out takes its weight with it. One of weight 0 adds nothing, and a window of weight 0
+    updates nothing. A traced weight that is negative or not finite leaves its mini-batch out.
+
     Args:
       tx: any transformation. It sees means in the dtype of the gradients, or unrounded where
         `master_weights` or `stochastic_rounding` is inside.
       every: mini-batches per window, at least 1.
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
+      weighted: True takes `weight=` in `update`: a number or a real scalar, in [0, inf), kept in
+        float32; a call without it has weight 1. Sums of weights saturate at 2^125.
       mesh_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
-        `pmap`, as for `lars`: all devices then leave out the same mini-batches.
+        `pmap`, as for `lars`: all devices then leave out the same mini-batches. A weight is summed
+        over them: give each device the tokens that it has, or all devices the same number.
 
     Returns:
-      A transformation with state `AccumulateState(mini_step, count, skipped, total, inner)`.
+      A transformation with state `AccumulateState(mini_step, count, skipped, total, inner)`, or
+      `WeightedAccumulateState`, with `weight` at the end.
 
     Raises:
-      ValueError: `every` below 1.
+      ValueError: `every` below 1, a negative weight, or one without `weighted`.
       TypeError: `tx` is not a transformation, or `every` is not an int.
 
     Example:
@@ -156,32 +223,40 @@ def accumulate(
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "every", every)
     values.boolean(_NAME, "check_finite", check_finite)
+    values.boolean(_NAME, "weighted", weighted)
     read_mesh_axes(_NAME, mesh_axes)
 
-    def init(params: PyTree) -> AccumulateState:
-        return AccumulateState(
-            mini_step=counter(params),
-            count=counter(params),
-            skipped=counter(params),
-            total=zeros(_NAME, params),
-            inner=tx.init(params),
-        )
+    kind: Any = WeightedAccumulateState if weighted else AccumulateState
+
+    def init(params: PyTree) -> Any:
+        weight = [counter(params).astype(jnp.float32)] if weighted else []
+        counters = (counter(params) for _ in range(3))
+        return kind(*counters, zeros(_NAME, params), tx.init(params), *weight)
 
     def update(
         updates: PyTree,
-        state: AccumulateState,
+        state: Any,
         params: PyTree = None,
         *,
         emit: Any = None,
         finite: Any = None,
+        weight: Any = None,
         commit: Commit | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, AccumulateState]:
-        inside.check_state(_NAME, state, AccumulateState)
+    ) -> tuple[PyTree, Any]:
+        inside.check_state(_NAME, state, kind)
+        if weight is not None and not weighted:
+            came = checks.describe(weight)
+            raise ValueError(f"{_NAME}: `weight`: {came}, expected None without `weighted=True`.")
         inputs = Inputs(_NAME, updates, params)
         outer = None if commit is None else commit.of_windows
+        accepted: Any = True
+        if outer is not None:
+            outer.leave_out()
         if outer is not None and not outer.is_finite(updates):
-            outer = None  # it says nothing of these gradients
+            # It says nothing of these gradients, unless they are left out whatever they are.
+            accepted = True if outer.clips else outer.flag
+            outer = None
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
         sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
@@ -190,12 +265,17 @@ def accumulate(
             raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         emit, finite = devices.agreed(emit, sharded_over), devices.agreed(finite, sharded_over)
+        accepted = devices.agreed(accepted, sharded_over)
         old = inputs.moment("state.total", state.total)
         if finite is None and outer is not None:
             finite = outer.flag
         elif finite is None:
             finite = all_finite(inputs.g, sharded_over) if check_finite else True
-        use = jnp.asarray(finite)
+        use = jnp.asarray(finite if accepted is True else finite & accepted)
+        own: tuple[jax.Array, ...] = ()  # the weight
+        if weighted:
+            weight, use = _summed(weight, use, sharded_over)
+            own = (weight,)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
         skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
@@ -203,15 +283,20 @@ def accumulate(
             emit = mini_step >= every
         never = isinstance(emit, (bool, np.bool_)) and not emit
         emit = jnp.asarray(emit)
+        divisor = count
+        if weighted:
+            divisor = numerics.clipped(state.weight + weight, _LARGEST_SUM)
+            use &= weight > 0
         # Without a finite mini-batch there is no mean, and the total is still zero.
-        close = emit & (count > 0)
+        close = emit & (divisor > 0)
         # One array for each leaf goes through two branches, in the place of the sum. If the window
         # closes it becomes the mean, and then the step; else it stays as it is, and the pass that
         # applies the updates adds the gradient. Then nothing is written elsewhere.
         fits = list(map(_fits, inputs.reference.leaves, old))
 
         def divide() -> list[Any]:
-            means = apply(_mean, old, inputs.g, use, jnp.maximum(count, 1).astype(float))
+            nonzero = jnp.where(divisor > 0, divisor, 1.0) if weighted else jnp.maximum(count, 1)
+            means = apply(_mean, old, inputs.g, use, nonzero.astype(float), *own)
             return [o if x is None else x for x, o in zip(means, old, strict=True)]
 
         def keep() -> list[Any]:
@@ -254,7 +339,7 @@ def accumulate(
 
         if never:
             steps, inner = inputs.zeros(), state.inner
-            total = apply(_sum, old, inputs.g, use)
+            total = apply(_sum, old, inputs.g, use, *own)
         else:
             divided = choices.branch(close, divide, keep)
             held, inner = choices.branch(close, run, hold)
@@ -264,13 +349,14 @@ def accumulate(
             ]
             steps = inputs.directions(leafwise.run(moved))
             sums = [(x if f else o, g) for x, o, g, f in rows]
-            total = leafwise.run([_next_total(*row, use, close) for row in sums])
-        new = AccumulateState(
+            total = leafwise.run([_next_total(*row, use, close, *own) for row in sums])
+        new = kind(
             jnp.where(emit, 0, mini_step),
             jnp.where(emit, 0, count),
             skipped,
             inputs.moments(total, old),
             inner,
+            *([jnp.where(emit, 0.0, divisor)] if weighted else []),
         )
         if outer is not None:
             # Where `run` was not traced nothing is new.
@@ -279,7 +365,7 @@ def accumulate(
             pairs = list(zip(jax.tree.leaves(inner), jax.tree.leaves(state.inner), strict=True))
             for n, o in itertools.compress(pairs, kept or [True] * len(pairs)):
                 outer.keep([n], [o])
-            outer.keep(jax.tree.leaves(new.total), jax.tree.leaves(state.total))
+            outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, state)))
         return steps, new
 
     return pair(init, update)

@@ -1,5 +1,6 @@
 """Steps that would make something non-finite are skipped; loss scaling for float16."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, devices, inside, parameters
+from jgrad._wrappers import choices, devices, inside, parameters, rejecting
 from jgrad._wrappers.finite import all_finite, stays_finite
 
 _NAME = "skip_nonfinite"
@@ -132,15 +133,17 @@ def skip_nonfinite(
         if loss_scale is not None:
             unscaled = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
         finite = all_finite(inputs.g, sharded_over)
-        extra_args.pop("commit", None)  # of a `skip_nonfinite` outside, which looks at the results
-        leaves_out = inside.any_says(state.inner, inside.REJECTED)
+        leaves_out = rejecting.leaves_out(state.inner)
+        outer = rejecting.outer_commit(extra_args, state.inner)
         if leaves_out:
             if branch:
                 raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
             known = extra_args.get("finite")
             values.flag(_NAME, "finite", known)
-            extra_args["finite"] = finite = finite if known is None else finite & known
+            finite = finite if known is None else finite & known
         if branch:
+            if outer is not None:
+                finite = devices.agreed(finite & outer.flag, sharded_over)
 
             def take() -> tuple[PyTree, PyTree]:
                 steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
@@ -149,22 +152,26 @@ def skip_nonfinite(
 
             steps, inner = choices.branch(finite, take, lambda: (inputs.zeros(), state.inner))
         else:
-            commit = Commit(unscaled, finite, lambda flag: devices.agreed(flag, sharded_over))
+            agreed = functools.partial(devices.agreed, mesh_axes=sharded_over)
+            commit = Commit(unscaled, finite, agreed, outer)
             extra_args["commit"] = commit.for_windows() if leaves_out else commit
+            if leaves_out:
+                extra_args["finite"] = commit.flag
             steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
             finite, steps, inner = _chosen(
                 commit, inputs, steps, inner, state.inner, sharded_over, leaves_out
             )
+        skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
         if loss_scale is not None:
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
-        return steps, SkipState(
-            jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
-            inner,
-            streak,
-            scale,
-        )
+        old = state.skipped, state.streak, state.loss_scale
+        skipped, streak, scale = rejecting.counted(outer, (skipped, streak, scale), old)
+        new = SkipState(skipped, inner, streak, scale)
+        if outer is not None and not (branch and outer.clips):
+            rejecting.tell(outer, steps, new, state)
+        return steps, new
 
     return pair(init, update)
 
@@ -202,15 +209,8 @@ def _chosen(
     finite = use = commit.flag & works
     if leaves_out:
         use, old = works, inside.rejected(old, new, commit.flag)
-
-    def is_settled(n: Any, o: Any) -> bool:
-        return works is True and (checks.is_inexact(n) or commit.is_old_or_new(n, o))
-
-    return (
-        finite,
-        choices.choose(use, steps, inputs.zeros(), is_settled),
-        choices.choose(use, new, old, is_settled),
-    )
+    pair_of = (steps, new), (inputs.zeros(), old)
+    return finite, *rejecting.chosen(commit, use, *pair_of, settles=works is True)
 
 
 def _works(

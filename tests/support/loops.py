@@ -19,6 +19,11 @@ def step_of(tx):
     return step
 
 
+def with_loss(tx, loss=1.0):
+    """A transformation that is told a loss at each call."""
+    return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, loss=loss))
+
+
 @functools.lru_cache(maxsize=32)
 def compiled(tx):
     """`step_of`, compiled once for a transformation."""

@@ -21,7 +21,7 @@ from tests.cases import RATE, Case, gradients, params
 from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
-from tests.support.loops import stack, step_of, train
+from tests.support.loops import stack, step_of, train, with_loss
 
 X = jnp.ones(3)
 
@@ -87,6 +87,16 @@ WRAPPERS = [
         {"skipped": 0, "streak": 0, "loss_scale": 8},
         shares=True,
         skips=True,
+    ),
+    Wrapper(
+        "skip_spikes",
+        lambda tx, **axes: with_loss(jgrad.skip_spikes(tx, **axes)),
+        {"skipped": 0, "accepted": 0, "streak": 0, "restarts": 0},
+        state=(
+            jgrad.SpikeState,
+            ("skipped", "inner", "losses", "accepted", "streak", "restarts"),
+        ),
+        shares=True,
     ),
     Wrapper(
         "master_weights",

@@ -1,0 +1,245 @@
+"""Steps whose loss is far above the losses before are left out."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad._inputs import numbers
+from jgrad._inputs.commit import Commit
+from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.state import counter
+from jgrad._inputs.transformation import pair
+from jgrad._layers.layer_axes import read_mesh_axes
+from jgrad._trees import checks, trees, values
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import devices, inside, rejecting
+from jgrad._wrappers.finite import computed_once
+
+_NAME = "skip_spikes"
+_DEVIATION = 1.4826  # standard deviations of a normal distribution in its MAD
+_LEAST = 4  # losses in a window: one loss is a quarter of it
+
+
+class SpikeState(NamedTuple):
+    """State of `skip_spikes`. The field names are a file format: checkpoints hold them.
+
+    Attributes:
+      skipped: number of steps left out since the start, or of mini-batches around `accumulate`, an
+        int32 scalar; it saturates.
+      inner: state of the transformation inside.
+      losses: the last accepted losses, a float32 vector of `window`, the newest last; zeros in
+        front of them.
+      accepted: how many of these there are, an int32 scalar.
+      streak: steps left out in a row, an int32 scalar; it saturates.
+      restarts: number of windows that were started anew, an int32 scalar; it saturates.
+
+    Example:
+      >>> state = jgrad.skip_spikes(jgrad.adam(1e-3), window=16).init({"w": jnp.ones((3, 2))})
+      >>> state.losses.shape, int(state.skipped), int(state.accepted), int(state.inner.step)
+      ((16,), 0, 0, 0)
+    """
+
+    skipped: jax.Array
+    inner: PyTree
+    losses: jax.Array
+    accepted: jax.Array
+    streak: jax.Array
+    restarts: jax.Array
+
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """Counts for `report`."""
+        return {"spikes": self.skipped, "spike_restarts": self.restarts}
+
+
+SpikeState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def skip_spikes(
+    tx: optax.GradientTransformation,
+    *,
+    window: int = 128,
+    deviations: Scalar = 6.0,
+    restart: bool = True,
+    mesh_axes: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Leaves out every step whose loss is far above the losses of the steps before.
+
+        middle  = median of the last accepted losses
+        spread  = 1.4826 median |losses - middle|
+        updates = tx(g)   if loss <= middle + deviations spread, and finite, else 0
+
+    The state is that of before then: what is left out enters no moment, counter or schedule, and
+    not the window of losses. Nothing finite is left out before a quarter of the window is full.
+    After `window` losses left out in a row the window starts anew, since the model is elsewhere.
+
+    The spread is at least a unit in the last place of `middle`, in the dtype of the loss, float32
+    at most: where most losses of a window are equal, their deviation is 0. The rule is computed in
+    float32, so a float64 loss above 3.4e38 is not finite.
+
+    Gradients are not looked at: put `skip_nonfinite` inside. With it, or around it, a step costs
+    what it costs without `skip_spikes`. A non-finite gradient beside an ordinary loss is left out
+    by `skip_nonfinite` alone; inside of `skip_spikes`, it does not keep the loss from the window.
+
+    With an `accumulate` inside, a mini-batch is left out of its window, which continues and closes
+    as usual. Put all that keeps a state inside that `accumulate`: what stands before it or beside
+    it sees the gradients of such a call.
+
+    Args:
+      tx: any transformation. All arguments of the call are handed on to it.
+      window: losses to compare with, at least 4.
+      deviations: how many spreads above the median a loss may be, in [0, inf).
+      restart: False keeps the window whatever happens.
+      mesh_axes: names of the mesh axes over which the batch or leaves are sharded, inside
+        `shard_map` or `pmap`, as for `lars`: the mean of the loss over them decides, so that all
+        devices leave out the same steps.
+
+    Returns:
+      A transformation with state `SpikeState(skipped, inner, losses, accepted, streak, restarts)`.
+      Its update needs `loss=`, a real scalar: that of the gradients, without a loss scale.
+
+    Raises:
+      ValueError: a Python number out of range.
+      TypeError: an option of the wrong kind, or an update without `loss=`.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.skip_spikes(jgrad.gradient_descent(0.1), window=8)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
+      >>> for loss in (3.0, 2.9, 3.1, 50.0):
+      ...     updates, state = update(grads, state, params, loss=loss)
+      >>> int(state.skipped), int(state.inner.step), bool((updates["w"] == 0).all())
+      (1, 3, True)
+
+    Source: OLMo-core's `SkipStepOptimizer`, with mean and standard deviation of all last losses.
+      Spikes enter these and raise the bound for the next; they move no median.
+    """
+    tx = inside.transformation(_NAME, tx)
+    read_mesh_axes(_NAME, mesh_axes)
+    values.count(_NAME, "window", window, _LEAST)
+    numbers.scalar(_NAME, "deviations", deviations)
+    values.boolean(_NAME, "restart", restart)
+
+    def init(params: PyTree) -> SpikeState:
+        zero = counter(params)
+        losses = jnp.zeros(window, jnp.float32) + zero.astype(jnp.float32)
+        return SpikeState(zero, tx.init(params), losses, *(counter(params) for _ in range(3)))
+
+    def update(
+        updates: PyTree,
+        state: SpikeState,
+        params: PyTree = None,
+        *,
+        loss: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SpikeState]:
+        inside.check_state(_NAME, state, SpikeState)
+        if state.losses.shape != (window,):
+            problem = f"shape {state.losses.shape}, expected {(window,)}, as `window` says"
+            raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
+        inputs = Inputs(_NAME, updates, params)
+        sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
+        is_dry = getattr(extra_args.get("notes"), "is_dry", False)
+        loss = _read(0.0 if loss is None and is_dry else loss)
+        value = loss.astype(jnp.float32)
+        if sharded_over:
+            value = jax.lax.pmean(value, sharded_over)  # not finite where one is not
+        epsilon = max(float(jnp.finfo(x).eps) for x in (loss.dtype, jnp.float32))
+        spreads = numbers.scalar(_NAME, "deviations", deviations).astype(jnp.float32)
+        accepted = _is_accepted(value, state, spreads, epsilon)
+        # ---- the update
+        outer = rejecting.outer_commit(extra_args, state.inner)
+        commit = Commit.by_loss(updates, accepted, outer)
+        leaves_out = rejecting.leaves_out(state.inner)
+        extra_args |= {"commit": commit.for_windows() if leaves_out else commit, "loss": loss}
+        known = extra_args.get("finite") if leaves_out else None
+        values.flag(_NAME, "finite", known)
+        if known is not None:
+            extra_args["finite"] = known & accepted
+        steps, inner = tx.update(updates, state.inner, params, **extra_args)
+        if not commit.has_settled(steps):
+            steps = inputs.directions(trees.flatten(steps)[0])
+        use = True if commit.is_left_out else accepted if leaves_out else commit.flag
+        pairs = (steps, inner), (inputs.zeros(), state.inner)
+        steps, inner = rejecting.chosen(commit, use, *pairs, settles=not leaves_out)
+        # ---- the window
+        own = _next_counts(state, value, accepted, restart)
+        if known is not None:
+            own = tuple(jnp.where(known, n, o) for n, o in zip(own, _own(state), strict=True))
+        own = rejecting.counted(outer, own, _own(state))
+        new = SpikeState(own[0], inner, *own[1:])
+        if outer is not None and (commit.clips or not outer.clips):
+            commit.keep(own, _own(state))
+            rejecting.tell(outer, steps, new, state, of=commit if leaves_out else None)
+        return steps, new
+
+    return pair(init, update)
+
+
+def _read(loss: Any) -> jax.Array:
+    """The loss as an array, in the dtype in which it came."""
+    x = numbers.as_python_number(loss)
+    is_real = checks.is_numeric(x) and x.shape == () and not jnp.iscomplexobj(x)
+    if not (checks.is_number(x) or (is_real and x.dtype != jnp.bool_)):
+        remedy = "call `update(updates, state, params, loss=value)`"
+        came = checks.describe(x) if x is not None else "missing"
+        raise TypeError(f"{_NAME}: `loss`: {came}, expected a real scalar; {remedy}.")
+    if checks.is_number(x):
+        x = float(x) if abs(x) <= float(jnp.finfo(jnp.float32).max) else math.inf * x
+        return jnp.asarray(x, jnp.float32)
+    x = jnp.asarray(x)
+    return x if checks.is_inexact(x) else x.astype(jnp.float32)
+
+
+def _is_accepted(
+    loss: jax.Array, state: SpikeState, deviations: jax.Array, epsilon: float
+) -> jax.Array:
+    """Whether the loss is finite, and near enough to those of the window, or these are too few."""
+    size = state.losses.shape[0]
+    is_there = jnp.arange(size, dtype=jnp.int32) >= size - state.accepted
+    middle = _median(state.losses, is_there, state.accepted)
+    spread = _DEVIATION * _median(jnp.abs(state.losses - middle), is_there, state.accepted)
+    bound = middle + deviations * jnp.maximum(spread, epsilon * jnp.abs(middle))
+    is_few = 4 * state.accepted < size
+    flag = jnp.isfinite(loss) & (is_few | ~(loss > bound))
+    return computed_once(flag)
+
+
+def _median(x: jax.Array, is_there: jax.Array, count: jax.Array) -> jax.Array:
+    """Of the elements that are there; 0 of none."""
+    x = jnp.sort(jnp.where(is_there, x, jnp.inf))
+    last = jnp.maximum(count - 1, 0)
+    pair_of = x[last // 2] / 2 + x[(last + 1) // 2] / 2
+    return jnp.where(count > 0, pair_of, 0.0)
+
+
+def _own(state: SpikeState) -> tuple[jax.Array, ...]:
+    """What belongs to the wrapper itself."""
+    return state.skipped, *state[2:]
+
+
+def _next_counts(
+    state: SpikeState, loss: jax.Array, accepted: jax.Array, restart: bool
+) -> tuple[jax.Array, ...]:
+    """The same after this loss."""
+    size = state.losses.shape[0]
+    losses = jnp.concatenate([state.losses[1:], loss[None]])
+    skipped = jnp.where(accepted, state.skipped, optax.safe_increment(state.skipped))
+    losses = jnp.where(accepted, losses, state.losses)
+    count = jnp.where(accepted, jnp.minimum(state.accepted + 1, size), state.accepted)
+    streak = jnp.where(accepted, 0, optax.safe_increment(state.streak))
+    if not restart:
+        return skipped, losses, count, streak, state.restarts
+    anew = streak >= size
+    restarts = jnp.where(anew, optax.safe_increment(state.restarts), state.restarts)
+    zero = jnp.zeros_like(count)
+    return (
+        skipped,
+        jnp.where(anew, jnp.zeros_like(losses), losses),
+        jnp.where(anew, zero, count),
+        jnp.where(anew, zero, streak),
+        restarts,
+    )

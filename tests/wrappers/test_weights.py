@@ -1,0 +1,344 @@
+"""Mini-batches of different sizes, weighted by their tokens, beside the whole batch in NumPy."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jgrad
+from benchmarks.recipes import program
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, compiled, step_of, with_loss
+
+NAN, INF = float("nan"), float("inf")
+X = jnp.ones(3)
+TOKENS = 48
+SPLITS = ([48], [12, 12, 12, 12], [1, 2, 40, 5], [30, 0, 17, 1])
+SHAPES = {"a": (3,), "b": (4, 2)}
+
+
+def per_token(dtype="float32", shapes=SHAPES):
+    """The gradient of each token, in float64."""
+    rng = np.random.default_rng(0)
+    turn = 1 - 0.5j if np.issubdtype(jnp.dtype(dtype), np.complexfloating) else 1
+    return {k: turn * rng.normal(size=(TOKENS, *shape)) for k, shape in shapes.items()}
+
+
+def mini_batches(split, grads, dtype="float32"):
+    """The mean over each, and its tokens; of no tokens anything is as good."""
+    ends = np.cumsum([0, *split])
+    for start, end in itertools.pairwise(ends):
+        some = slice(start, end) if end > start else slice(0, 1)
+        yield {k: jnp.asarray(x[some].mean(0), dtype) for k, x in grads.items()}, end - start
+
+
+def train(tx, w, rows, *, emit="last", pack=False):
+    """One window, closed by its last call."""
+    pack_if = jgrad.pack if pack else lambda tree: tree
+    w, rows = pack_if(w), list(rows)
+    state = tx.init(w)
+    for i, (g, tokens) in enumerate(rows):
+        last = i == len(rows) - 1
+        flag = {"last": last or None, "traced": jnp.asarray(last), "python": last}[emit]
+        step = compiled(tx) if emit != "python" else step_of(tx)
+        w, state = step(w, state, pack_if(g), weight=jnp.float32(tokens), emit=as_flag(flag))
+    return (jgrad.unpack(w) if pack else w), state
+
+
+def as_flag(flag):
+    return flag if flag is None or isinstance(flag, jax.Array) else jnp.asarray(flag)
+
+
+def params(dtype="float32", shapes=SHAPES):
+    return {k: jnp.ones(shape, dtype) for k, shape in shapes.items()}
+
+
+def weighted(tx, every=100, **options):
+    return jgrad.accumulate(tx, every, weighted=True, **options)
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: np.asarray(x, complex if jnp.iscomplexobj(x) else float), tree)
+
+
+# ---- any way of splitting ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("form", ["tree", "packed", "skip", "spikes", "skip and spikes"])
+def test_the_mean_of_all_tokens(split, form):
+    """The step of the whole batch, to a rounding or two of each sum."""
+    grads = per_token()
+    tx = weighted(jgrad.gradient_descent(1.0))
+    if form == "skip":
+        tx = jgrad.skip_nonfinite(tx)
+    if "spikes" in form:
+        tx = jgrad.skip_spikes(tx)
+        tx = jgrad.skip_nonfinite(tx) if form != "spikes" else tx
+        tx = with_loss(tx)
+    found, state = train(tx, params(), mini_batches(split, grads), pack=form == "packed")
+    expected = {k: 1 - x.mean(0) for k, x in grads.items()}
+    chex.assert_trees_all_close(wide(found), expected, atol=1e-6, rtol=0)
+    assert int(optax.tree.get(state, "step")) == 1
+    assert float(optax.tree.get(state, "weight")) == 0
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("emit", ["last", "traced", "python"])
+def test_double_precision(split, dtype, emit, x64):
+    """The sum of weights stays in float32, which counts tokens exactly."""
+    grads = per_token(dtype)
+    tx = weighted(jgrad.gradient_descent(1.0))
+    found, state = train(tx, params(dtype), mini_batches(split, grads, dtype), emit=emit)
+    expected = {k: 1 - x.mean(0) for k, x in grads.items()}
+    chex.assert_trees_all_close(wide(found), expected, atol=1e-12, rtol=0)
+    assert state.weight.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_half_precision_gradients(split):
+    """Each is rounded once, before it is weighted; sums and means in float32."""
+    grads = per_token()
+    tx = weighted(jgrad.master_weights(jgrad.gradient_descent(1.0)))
+    rows = list(mini_batches(split, grads, "bfloat16"))
+    _, state = train(tx, params("bfloat16"), rows)
+    expected = {k: 1 - sum(n * np.asarray(g[k], float) for g, n in rows) / TOKENS for k in grads}
+    chex.assert_trees_all_close(wide(state.inner.master), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1), jgrad.ema(0.9)),
+        lambda: jgrad.adam(0.1, moment_dtype="8bit"),
+        lambda: optax.adam(0.1),
+    ],
+    ids=["clip and ema", "8 bits", "optax"],
+)
+def test_inside(inner, standard_promotion):
+    """Two windows, split in other ways, are two steps of the whole batch."""
+    shapes = {"a": (3,), "b": (64, 80)}
+    grads, alone, w = per_token(shapes=shapes), inner(), params(shapes=shapes)
+    tx = weighted(alone, 3)
+    found, state = w, tx.init(w)
+    for split in ([30, 17, 1], [1, 2, 45]):
+        for g, n in mini_batches(split, grads):
+            found, state = compiled(tx)(found, state, g, weight=n)
+    expected, own = w, alone.init(w)
+    for _ in range(2):
+        ((g, _),) = mini_batches([TOKENS], grads)
+        expected, own = compiled(alone)(expected, own, g)
+    chex.assert_trees_all_close(found, expected, rtol=2e-4, atol=1e-5)
+    assert (int(state.mini_step), float(state.weight)) == (0, 0)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("alike", [True, False], ids=["all tokens", "own tokens"])
+def test_on_devices(alike, check_vma):
+    """Gradients are means over all devices' tokens; each says its own tokens, or those of all."""
+    tx = weighted(jgrad.gradient_descent(1.0), 4, mesh_axes="data")
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 9, size=(4, 8))
+    sums = rng.normal(size=(4, 8, 3))  # of the gradients of each device's tokens
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(w, state, part, n):
+        total = jax.lax.psum(n[0], "data")
+        g = jax.lax.psum(part[0], "data") / total
+        return step_of(tx)(w, state, g, weight=total if alike else n[0])
+
+    run = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P(),
+            check_vma=check_vma,
+        )
+    )  # fmt: skip
+    w, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+    for part, n in zip(sums, tokens, strict=True):
+        w, state = run(w, state, jnp.float32(part), jnp.float32(n))
+    np.testing.assert_allclose(w, -sums.sum((0, 1)) / tokens.sum(), atol=1e-6)
+
+
+def test_a_weight_that_one_device_spoils():
+    """All leave that mini-batch out."""
+    tx = weighted(jgrad.gradient_descent(1.0), 2, mesh_axes="data")
+    f = lambda n: tx.update(X, tx.init(X), X, weight=n)[1].skipped
+    assert jax.vmap(f, axis_name="data")(jnp.array([1.0, NAN])).tolist() == [1, 1]
+
+
+# ---- what is left out --------------------------------------------------------------------------
+
+
+def run(tx, rows):
+    updates, state = None, tx.init(X)
+    for g, n in rows:
+        updates, state = jax.jit(tx.update)(g * X, state, 0 * X, weight=n)
+    return float(updates[0]), state
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("around", [lambda tx: tx, jgrad.skip_nonfinite], ids=["alone", "skip"])
+def test_a_bad_mini_batch_takes_its_weight_with_it(around, bad):
+    tx = around(weighted(jgrad.gradient_descent(1.0), 3))
+    found, state = run(tx, [(1.0, 1.0), (bad, 1000.0), (5.0, 3.0)])
+    assert found == -4
+    assert int(find(state).skipped) == 1
+
+
+def find(state):
+    return state if isinstance(state, jgrad.WeightedAccumulateState) else find(state.inner)
+
+
+def test_a_spike_takes_its_weight_with_it():
+    tx = jgrad.skip_spikes(weighted(jgrad.gradient_descent(1.0), 3), window=4)
+    state = tx.init(X)
+    for g, n, loss in ((1.0, 1.0, 1.0), (7.0, 100.0, 90.0), (5.0, 3.0, 1.0)):
+        updates, state = tx.update(g * X, state, X, weight=n, loss=loss)
+    np.testing.assert_array_equal(updates, -4 * X)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, -1.0])
+def test_a_traced_weight_that_is_none(bad):
+    """Negative or not finite: its mini-batch is left out, and counted."""
+    found, state = run(
+        weighted(jgrad.gradient_descent(1.0), 3), [(1.0, 1.0), (9.0, bad), (5.0, 3.0)]
+    )
+    assert found == -4
+    assert int(state.skipped) == 1
+
+
+def test_a_weight_of_zero_adds_nothing():
+    """Nor does an infinite gradient that nobody checks."""
+    tx = weighted(jgrad.gradient_descent(1.0), 3, check_finite=False)
+    found, state = run(tx, [(1.0, 1.0), (INF, 0.0), (5.0, 3.0)])
+    assert found == -4
+    assert int(state.skipped) == 0
+
+
+@pytest.mark.parametrize("around", [lambda tx: tx, jgrad.skip_nonfinite], ids=["alone", "skip"])
+def test_a_window_of_weight_zero(around):
+    """Updates nothing, as one without finite mini-batches, and the next starts anew."""
+    tx = around(weighted(jgrad.adam(1.0, weight_decay=0.1), 2))
+    found, state = run(tx, [(1.0, 0.0), (5.0, 0.0)])
+    assert found == 0
+    state = find(state)
+    start = weighted(jgrad.adam(1.0), 2).init(X)
+    assert_equal(state, start)
+
+
+def test_without_a_weight_each_is_one():
+    w, plain = X, jgrad.accumulate(jgrad.adam(0.1), 3)
+    found, expected = (w, weighted(jgrad.adam(0.1), 3).init(w)), (w, plain.init(w))
+    for g in (1.0, 2.0, 5.0):
+        found = compiled(weighted_by_3())(*found, g * X)
+        expected = compiled(plain)(*expected, g * X)
+    chex.assert_trees_all_close(found[0], expected[0], rtol=1e-6)
+
+
+@functools.cache
+def weighted_by_3():
+    return weighted(jgrad.adam(0.1), 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_what_overflows_is_the_largest_number(dtype):
+    """The sum of w g, and the mean, where the sum of weights is below 1."""
+    most = float(jnp.finfo("float32").max)
+    for rows in (
+        [(most, 4.0), (most, 8.0)],
+        [(most, 0.1), (most, 0.1)],
+        [(1.0, 2e37), (1.0, 2e37)],
+    ):
+        tx = weighted(optax.identity(), 2)
+        state = tx.init(jnp.zeros(3, dtype))
+        for g, n in rows:
+            updates, state = tx.update(jnp.full(3, g, dtype), state, weight=n)
+        assert jnp.isfinite(updates).all()
+        assert (updates.real > 0.99 * min(most / 12, rows[0][0])).all()
+
+
+def test_skip_nonfinite_drops_a_window_with_its_weight():
+    """One whose update overflows: float16 has no room for it."""
+    tx = jgrad.skip_nonfinite(weighted(jgrad.gradient_descent(1.0), 2))
+    w, state = jnp.asarray(-60000, jnp.float16), None
+    state = tx.init(w)
+    for g in (60000, 60000, -2048, -2048):
+        w, state = step_of(tx)(w, state, jnp.full_like(w, g), weight=3.0)
+    assert (float(w), int(state.skipped), float(state.inner.weight)) == (-57952, 1, 0)
+
+
+# ---- the program, and messages -----------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
+)
+@pytest.mark.parametrize("emit", [None, False])
+def test_bytes(emit):
+    """Those of an unweighted mini-step: w g is in the pass that adds."""
+    found = []
+    for is_weighted in (True, False):
+        tree = {f"w{i}": jnp.ones((256, 256)) for i in range(3)}
+        tx = jgrad.accumulate(jgrad.adam(0.1), 4, weighted=is_weighted)
+        options = {"emit": emit} | ({"weight": jnp.float32(3)} if is_weighted else {})
+        step = program(tx, tree, tree, options)
+        step.build()
+        found.append((step.counted_bytes, step.temporary_bytes))
+    (a, b), (c, d) = found
+    assert a <= c + 512
+    assert b <= d + 512
+
+
+def test_scan_keeps_the_form():
+    tx = weighted(jgrad.adam(0.1), 3)
+    grads, tokens = jnp.ones((7, 3)), jnp.arange(7.0)
+    body = lambda carry, x: (step_of(tx)(*carry, x[0], weight=x[1]), None)
+    (_, state), _ = jax.jit(lambda: jax.lax.scan(body, (X, tx.init(X)), (grads, tokens)))()
+    assert (float(state.weight), int(state.inner.step)) == (6, 2)
+
+
+SGD = jgrad.gradient_descent(0.1)
+
+
+def update(weight, is_weighted=True):
+    tx = jgrad.accumulate(SGD, 2, weighted=is_weighted)
+    return tx.update(X, tx.init(X), X, weight=weight)
+
+
+def with_state_of(a, b):
+    states = [jgrad.accumulate(SGD, 2, weighted=x) for x in (a, b)]
+    return states[0].update(X, states[1].init(X), X)
+
+
+NUMBER = "expected a number in [0, inf)."
+MESSAGES = [
+    (TypeError, "accumulate: `weighted`: 1 of type int, expected True or False.",
+     lambda: jgrad.accumulate(SGD, 2, weighted=1)),
+    (ValueError, "accumulate: `weight`: 3.0 of type float, expected None without `weighted=True`.",
+     lambda: update(3.0, False)),
+    (ValueError, f"accumulate: `weight`: -1.0, {NUMBER}", lambda: update(-1.0)),
+    (ValueError, f"accumulate: `weight`: nan, {NUMBER}", lambda: update(NAN)),
+    (ValueError, f"accumulate: `weight`: inf, {NUMBER}", lambda: update(INF)),
+    (TypeError, "accumulate: `weight`: True of type bool, expected a real array or a number.",
+     lambda: update(True)),
+    (TypeError, "accumulate: `weight`: an array of complex64 and shape (), expected a real array or a number.",
+     lambda: update(jnp.complex64(1))),
+    (ValueError, "accumulate: `weight`: an array of float32 and shape (3,), expected one number.",
+     lambda: update(X)),
+    (TypeError, "accumulate: `state`: AccumulateState, expected the WeightedAccumulateState that this `accumulate` "
+     "made with `init`.", lambda: with_state_of(True, False)),
+    (TypeError, "accumulate: `state`: WeightedAccumulateState, expected the AccumulateState that this `accumulate` "
+     "made with `init`.", lambda: with_state_of(False, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    assert_error(error, message, call)
