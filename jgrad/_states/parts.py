@@ -5,13 +5,12 @@ has others, and files that are read without a target have dictionaries of the fi
 this file reads field names, which are the same in both.
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
-from jgrad._trees import trees
+from jgrad._trees import path_rules, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.trees import PyTree
 
@@ -82,15 +81,8 @@ class Part(NamedTuple):
 
 
 def keys_of(path: tuple[Any, ...]) -> Keys:
-    """The keys of a path as text; a key that holds slashes, as haiku's do, is several."""
-    return tuple(itertools.chain.from_iterable(map(_texts, path)))
-
-
-def _texts(key: Any) -> list[str]:
-    names = (getattr(key, attribute, None) for attribute in ("key", "name", "idx"))
-    name = next((x for x in names if x is not None), key)
-    several = name if isinstance(name, tuple) else (name,)
-    return [text for part in several for text in str(part).split("/")]
+    """The keys of a path as text."""
+    return tuple(path_rules.keys_of(path))
 
 
 def read(state: PyTree) -> list[Part]:

@@ -444,7 +444,8 @@ def test_reset(tx):
         return mask
 
     old = trained(tx, 4)[1]
-    for reset in mask, by_shape:
+    rules = jgrad.by_path({"embed/*": True, "layers/1/w": True}, rest=False)
+    for reset in mask, by_shape, rules:
         for params in None, W, jax.eval_shape(lambda: W):
             state, account = carried(old, tx, reset=reset, params=params, strict=True)
             assert account.reset == tuple(f"{x}/{y}" for x in ("mw", "vw") for y in chosen)
