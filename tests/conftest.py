@@ -48,7 +48,7 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
 
 LIMIT = 1.15  # GB, above which a process frees its compiled programs; one test takes up to 0.2
-ONE_IN = 16  # of slow choices one in so many runs by `--all`
+ONE_IN = 32  # of slow choices one in so many runs by `--all`
 FEW = 2  # so many always run
 GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
 
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
     slow = [x for x in items if x.get_closest_marker("slow")]
     if not (config.getoption("--exhaustive") or named):
         others = [x for x in slow if x not in postponed]
-        thinned = {*_every_second(postponed, items), *_thinned(others)}
+        thinned = {*_every_fourth(postponed, items), *_thinned(others)}
         slow = [x for x in slow if x in thinned]
     quick = [x for x in items if not x.get_closest_marker("slow")]
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _thinned(slow):
-    """Of each test with many slow choices of parameters one in sixteen, of another test another one.
+    """Of each test with many slow choices of parameters one in 32, of another test another one.
 
     The choices are those of the whole matrix, of which the default suite runs a core. Together the
     tests still meet every optimizer, dtype and form.
@@ -108,13 +108,13 @@ def _thinned(slow):
     return [x for x in slow if x in kept and not x.get_closest_marker("exhaustive")]
 
 
-def _every_second(postponed, items):
-    """Of each expensive test every second of its postponed choices: all take as long as the rest."""
+def _every_fourth(postponed, items):
+    """Of each expensive test every fourth of its postponed choices."""
     choices = collections.defaultdict(list)
     for item in items:
         if item in postponed:
             choices[item.nodeid.partition("[")[0]].append(item)
-    return {item for own in choices.values() for item in own[::2]}
+    return {item for own in choices.values() for item in own[::4]}
 
 
 def _expensive(items):

@@ -1,4 +1,4 @@
-"""How many choices of an expensive test run by default; `--all` runs half of the others.
+"""How many choices of an expensive test run by default; `--all` runs a fourth of the others.
 
 Chosen by processor time: with all of them the default suite takes twice as long. What they test is
 tested by default elsewhere, in another combination or on fewer values, and each mutation of
