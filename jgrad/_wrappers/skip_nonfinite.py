@@ -49,6 +49,10 @@ class SkipState(NamedTuple):
     streak: jax.Array
     loss_scale: jax.Array
 
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return {"skipped": self.skipped, "loss_scale": self.loss_scale}
+
 
 SkipState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
@@ -142,12 +146,14 @@ def skip_nonfinite(
             extra_args["finite"] = finite = finite if known is None else finite & known
         if branch:
 
-            def take() -> tuple[PyTree, PyTree]:
-                steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
+            def take(noting: dict[str, Any]) -> tuple[PyTree, PyTree]:
+                steps, inner = tx.update(unscaled, state.inner, params, **extra_args, **noting)
                 steps = inputs.directions(trees.flatten(steps)[0])
                 return steps, choices.in_dtypes(inner, state.inner)
 
-            steps, inner = choices.branch(finite, take, lambda: (inputs.zeros(), state.inner))
+            steps, inner = choices.noted_branch(
+                extra_args.pop("notes", None), finite, take, lambda: (inputs.zeros(), state.inner)
+            )
         else:
             commit = Commit(unscaled, finite, lambda flag: devices.agreed(flag, sharded_over))
             extra_args["commit"] = commit.for_windows() if leaves_out else commit

@@ -1,0 +1,341 @@
+"""What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad._arithmetic import leafwise, numerics
+from jgrad._inputs import options
+from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.notes import Notes, unique
+from jgrad._inputs.state import on_mesh_of
+from jgrad._inputs.transformation import pair
+from jgrad._layers import norms
+from jgrad._layers.layer_axes import LayerAxes, axis_exists, read_mesh_axes
+from jgrad._trees import checks, trees, values
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import choices, inside
+from jgrad._wrappers.inside import WrapperInputs
+
+_NAME = "watch"
+_CALLS, _MEASURED = "calls", "measured"
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+class WatchState(NamedTuple):
+    """State of `watch`. The field names are a file format: checkpoints hold them.
+
+    Attributes:
+      report: arrays by name, float32, and int32 for counters; `watch` has the names.
+      inner: state of the transformation inside.
+
+    Example:
+      >>> state = jgrad.watch(jgrad.adam(1e-3)).init({"w": jnp.ones((3, 2))})
+      >>> int(state.report["calls"]), float(state.report["grad_norm/w"])
+      (0, 0.0)
+      >>> int(state.inner.step)
+      0
+    """
+
+    report: dict[str, jax.Array]
+    inner: PyTree
+
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return self.report
+
+
+WatchState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def watch(
+    tx: optax.GradientTransformation,
+    *,
+    every: int = 1,
+    layer_axes: PyTree = None,
+    mesh_axes: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Measures gradients, updates and parameters of each step; updates pass unchanged.
+
+        grad_norm    = |g|, as it came in: before clipping, and with the scale of the loss
+        update_norm  = |u|, u the updates
+        param_norm   = |w|, before they are added
+        update_ratio = |u| / |w|, and 0 where w is
+        nonfinite    = the number of layers whose gradient is not finite, of all leaves
+
+    with |.| the 2-norm, computed without overflow or underflow: of the whole model, and of each
+    leaf, as `grad_norm/embed/table`, whose path is keys, attributes and indices joined by `/`. A
+    leaf that is a stack of layers has an array with an entry for each. A norm is at most the
+    largest number, and infinite or NaN where an element is. Without a gradient it is 0.
+
+    What is inside adds numbers that it computes anyway: `learning_rate`, or `learning_rate/<path>`
+    where leaves have rates of their own; `clip_factor`; `trust_ratio/<path>`, a number for each
+    layer; of Muon `muon_residual/<path>`, the largest |X X^T - I| / sqrt(rows) of the matrices of a
+    leaf, which costs a product. A second number of a name is `clip_factor#1`. Transformations of
+    other libraries add none, nor does what is inside `optax.MultiSteps`, or inside a transformation
+    that does not hand extra arguments on. In a call that does not compute a number, such as one
+    inside the window of an `accumulate`, the old one stays.
+
+    `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
+    all by `report(state)`.
+
+    Put `watch` outside of everything, to see steps that are skipped, too. Then a call inside the
+    window of an `accumulate` has an `update_norm` of 0: inside `accumulate`, `watch` sees means and
+    updates of whole windows. Inside `skip_nonfinite` a step that is skipped is not measured.
+
+    With `every` above 1, the calls that are measured compute the update a second time, in a branch,
+    so that all others cost nothing.
+
+    Args:
+      tx: any transformation.
+      every: measures the first call, and each n-th, the calls n, 2n and so on; at least 1. Around an
+        `accumulate`, take a multiple of its window, whose last calls are measured then.
+      layer_axes: axes of a leaf over which layers are stacked, as for `lamb`. Packed trees have
+        those with which they were packed.
+      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
+        as for `lamb`. Numbers from inside are found if these are all the axes that `tx` needs, or
+        if `init` runs inside, too.
+
+    Returns:
+      A transformation with state `WatchState(report, inner)`, whose form is fixed by `init`. Its
+      update needs the parameters.
+
+    Raises:
+      ValueError: `every` below 1.
+      TypeError: `tx` is not a transformation, or an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-3))
+      >>> tx = jgrad.watch(jgrad.skip_nonfinite(tx))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> numbers = jgrad.report(state)
+      >>> float(numbers["learning_rate"]) == jnp.float32(1e-3), bool(numbers["clip_factor"] < 1)
+      (True, True)
+      >>> numbers["grad_norm/w"].shape, int(numbers["nonfinite"]), int(numbers["skipped"])
+      ((), 0, 0)
+
+    Source: the ratio of updates to parameters: Karpathy, "A Recipe for Training Neural Networks"
+      (2019); LAMB's paper, You et al. (2020), section 3, for layers.
+    """
+    tx = inside.transformation(_NAME, tx)
+    values.count(_NAME, "every", every)
+    options.check_axes(_NAME, mesh_axes, layer_axes)
+
+    def measured(
+        inputs: Inputs, steps: PyTree, noted: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        layers = options.trust_layers(inputs, None, mesh_axes, layer_axes).axes
+        return _norms(inputs, steps, layers) | noted
+
+    def init(params: PyTree) -> WatchState:
+        inner = tx.init(params)
+
+        def dry(params: PyTree, inner: PyTree) -> dict[str, jax.Array]:
+            notes = Notes(None)
+            inputs = Inputs(_NAME, params, params)
+            steps, _ = tx.update(params, inner, params, notes=notes)
+            return measured(inputs, steps, notes.new)
+
+        def without_notes(params: PyTree, inner: PyTree) -> dict[str, jax.Array]:
+            return measured(Inputs(_NAME, params, params), params, {})
+
+        names = _missing(mesh_axes)
+        try:
+            form = _form(dry, names, params, inner)
+        except Exception:  # an update may need arguments of its own, or axes that nobody named
+            form = _form(without_notes, names, params, inner)
+        counters = {_CALLS: jnp.int32, _MEASURED: jnp.int32}
+        report = {key: jnp.zeros((), dtype) for key, dtype in counters.items()}
+        report |= {key: jnp.zeros(x.shape, x.dtype) for key, x in form.items()}
+        return WatchState(on_mesh_of(params, report), inner)
+
+    def update(
+        updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, WatchState]:
+        inside.check_state(_NAME, state, WatchState)
+        extra_args.pop("notes", None)  # of another `watch`: `report` finds both
+        old = state.report
+        calls = optax.safe_increment(old[_CALLS])
+
+        def update_inside(inputs: WrapperInputs) -> tuple[PyTree, PyTree]:
+            inputs.require_params("the norm of the parameters")
+            return inputs.hand_over(tx, updates, state.inner, params)
+
+        def noting(extra_args: dict[str, Any]) -> tuple[Any, PyTree, PyTree, dict[str, jax.Array]]:
+            """The update, and the new report."""
+            notes = Notes({key: x for key, x in old.items() if not _is_own(key)})
+            inputs = WrapperInputs(_NAME, updates, params, extra_args | {"notes": notes})
+            steps, inner = update_inside(inputs)
+            new = measured(inputs, steps, notes.new)
+            return inputs, steps, inner, _in_form(old, new | {_MEASURED: calls})
+
+        if every == 1:
+            inputs, steps, inner, report = noting(extra_args)
+        else:
+            inputs = WrapperInputs(_NAME, updates, params, extra_args)
+            others = {key: x for key, x in extra_args.items() if key != "commit"}
+            report = choices.branch(
+                (calls == 1) | (calls % every == 0), lambda: noting(others)[-1], lambda: old
+            )
+            steps, inner = update_inside(inputs)
+        report = _kept(inputs, report | {_CALLS: calls}, old)
+        return steps, WatchState(report, inner)
+
+    return pair(init, update)
+
+
+def report(state: PyTree) -> dict[str, jax.Array]:
+    """What `watch` measured last, and the counters of the wrappers, of a state in any form.
+
+    All that `watch` has, and, as they are after the last call: `skipped` and `loss_scale` of
+    `skip_nonfinite`, and `skipped_mini_batches` of `accumulate`. Where two states have a name, that
+    of the outer one stays, or of the first in a chain, and the next is `skipped#1`. It computes
+    nothing, so that it may be called under `jit` or outside, and on the states of models under
+    `vmap`. `jax.device_get` makes numbers of all arrays at once.
+
+    Args:
+      state: a state in which there is a `WatchState`: of a chain, a wrapper, or `optax.MultiSteps`.
+
+    Returns:
+      A flat dict of arrays.
+
+    Raises:
+      TypeError: there is no `WatchState` in the state.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.watch(jgrad.gradient_descent(0.1))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> for name in sorted(jgrad.report(state))[:4]:
+      ...     print(name)
+      calls
+      grad_norm
+      grad_norm/b
+      grad_norm/w
+    """
+    if not any(isinstance(x, WatchState) for x in _states(state)):
+        expected = "a state with a WatchState in it, that of `watch(tx)`"
+        raise TypeError(f"report: `state`: {type(state).__name__}, expected {expected}.")
+    found: dict[str, jax.Array] = {}
+    for numbers in inside.reports(state):
+        found |= {unique(key, found): x for key, x in numbers.items()}
+    return found
+
+
+def _states(state: PyTree) -> list[Any]:
+    is_watching = lambda x: isinstance(x, WatchState)
+    return cast(list[Any], jax.tree.leaves(state, is_leaf=is_watching))
+
+
+# ---- the numbers of one call -------------------------------------------------------------------
+
+_KINDS = ("grad_norm", "update_norm", "param_norm", "update_ratio")
+
+
+def _is_own(key: str) -> bool:
+    """Whether a number is of `watch` itself, and no note."""
+    return key in (_CALLS, _MEASURED, "nonfinite") or key.partition("/")[0] in _KINDS
+
+
+def _norms(inputs: Inputs, steps: PyTree, layers: Sequence[LayerAxes]) -> dict[str, jax.Array]:
+    """The norms of one update, of the whole model and of each leaf."""
+    arrays = [inputs.g, trees.flatten(steps)[0], inputs.require_params("the norm of parameters")]
+    is_measured = list(map(checks.is_inexact, inputs.reference.leaves))
+    names, found = trees.names(inputs.shapes), dict[str, jax.Array]()
+    leaves = []
+    for kind, values_of_kind in zip(_KINDS[:3], arrays, strict=True):
+        pairs = zip(values_of_kind, is_measured, strict=True)
+        own = [x if use and checks.is_inexact(x) else None for x, use in pairs]
+        batches, per_array = _of_arrays(own, layers)
+        found[kind] = _in_float32(norms.norm_of_norms(batches))
+        if kind == "grad_norm":
+            bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
+            found["nonfinite"] = sum(bad, jnp.zeros((), jnp.int32))
+        leaves.append(_of_leaves(inputs, layers, per_array, is_measured))
+    found["update_ratio"] = _ratio(found["update_norm"], found["param_norm"])
+    for i, (g, u, w) in {i: [x[i] for x in leaves] for i in leaves[0]}.items():
+        numbers = dict(zip(_KINDS, (g, u, w, _ratio(u, w)), strict=True))
+        found |= {f"{kind}/{names[i]}": x for kind, x in numbers.items()}
+    return found
+
+
+def _of_arrays(
+    arrays: Sequence[Any], layers: Sequence[LayerAxes]
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """The norms of all layers in batches, and those of each array."""
+    chosen = [i for i, x in enumerate(arrays) if x is not None]
+    chosen.sort(key=lambda i: layers[i].sort_key)
+    own = [layers[i] for i in chosen]
+    (batches,) = norms.layer_norms(own, [(leafwise.identity, (arrays[i],)) for i in chosen])
+    return batches, dict(zip(chosen, norms.per_array(own, batches), strict=True))
+
+
+def _of_leaves(
+    inputs: Inputs,
+    layers: Sequence[LayerAxes],
+    per_array: dict[int, jax.Array],
+    is_measured: Sequence[bool],
+) -> dict[int, jax.Array]:
+    """For each leaf of the unpacked tree its number, or those of its layers; 0 of nothing."""
+    found = {}
+    for i, (spec, own) in enumerate(zip(inputs.specs, layers, strict=True)):
+        if is_measured[i]:
+            numbers = per_array.get(i, jnp.zeros((own.num_layers,)))
+            parts = spec.per_leaf(_in_float32(numbers), own)
+            found |= dict(zip(spec.positions, parts, strict=True))
+    return found
+
+
+def _ratio(u: jax.Array, w: jax.Array) -> jax.Array:
+    return numerics.clipped(numerics.safe_divide(u, w), _LARGEST)
+
+
+def _in_float32(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.float32:
+        return x
+    return jnp.where(jnp.isinf(x), x, numerics.clipped(x, _LARGEST)).astype(jnp.float32)
+
+
+# ---- the form of a report ----------------------------------------------------------------------
+
+
+def _in_form(old: dict[str, jax.Array], new: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The new numbers in the form of the old ones, which stay where there is no new one."""
+    for key, x in new.items():
+        if _is_own(key) and (key not in old or jnp.shape(old[key]) != x.shape):
+            came = f"of shape {jnp.shape(old[key])}" if key in old else "not there"
+            raise ValueError(
+                f"{_NAME}: `state.report` at [{key!r}]: {came}, expected shape {x.shape}: a state "
+                "fits the parameters and the options with which `init` made it."
+            )
+    return {
+        key: new[key] if key in new and new[key].shape == jnp.shape(x) else x
+        for key, x in old.items()
+    }
+
+
+def _kept(
+    inputs: WrapperInputs, new: dict[str, jax.Array], old: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """As they are stored; the old ones where the update is not committed."""
+    keys = [key for key, x in old.items() if jnp.issubdtype(x.dtype, jnp.floating)]
+    kept = inputs.kept([new[key] for key in keys], [old[key] for key in keys])
+    return new | dict(zip(keys, kept, strict=True))
+
+
+def _missing(mesh_axes: PyTree) -> tuple[str, ...]:
+    """The mesh axes that are named and do not exist here."""
+    named = {x for axes in trees.flatten(read_mesh_axes(_NAME, mesh_axes))[0] for x in axes.values}
+    return tuple(sorted(name for name in named if not axis_exists(name)))
+
+
+def _form(f: Any, names: tuple[str, ...], *args: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of `f(*args)`, on one device along axes of these names."""
+    for name in names:
+        f = jax.vmap(f, in_axes=None, axis_name=name, axis_size=1)  # type: ignore[arg-type]
+    shapes = jax.eval_shape(f, *args)
+    return {key: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype) for key, x in shapes.items()}
