@@ -145,7 +145,9 @@ class Inputs(Parameters):
         if self.notes is None:
             return
         updated = {
-            i for spec, use in zip(self.specs, self.is_updated, strict=True) if use
+            i
+            for spec, use in zip(self.specs, self.is_updated, strict=True)
+            if use
             for i in spec.positions
         }
         own = [x if i in updated else None for i, x in enumerate(values)]

@@ -1,28 +1,24 @@
 """What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs import options
-from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.notes import Notes, unique
 from jgrad._inputs.state import on_mesh_of
 from jgrad._inputs.transformation import pair
-from jgrad._layers import norms
-from jgrad._layers.layer_axes import LayerAxes, axis_exists, read_mesh_axes
-from jgrad._trees import checks, trees, values
+from jgrad._layers.layer_axes import axis_exists, read_mesh_axes
+from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, inside
+from jgrad._wrappers import choices, inside, measures
 from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers.measures import Numbers
 
 _NAME = "watch"
 _CALLS, _MEASURED = "calls", "measured"
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class WatchState(NamedTuple):
@@ -91,8 +87,8 @@ def watch(
 
     Args:
       tx: any transformation.
-      every: measures the first call, and each n-th, the calls n, 2n and so on; at least 1. Around an
-        `accumulate`, take a multiple of its window, whose last calls are measured then.
+      every: measures the first call, and the calls n, 2n and so on; at least 1. A multiple of the
+        window of an `accumulate` inside measures calls that close it.
       layer_axes: axes of a leaf over which layers are stacked, as for `lamb`. Packed trees have
         those with which they were packed.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
@@ -125,63 +121,71 @@ def watch(
     values.count(_NAME, "every", every)
     options.check_axes(_NAME, mesh_axes, layer_axes)
 
-    def measured(
-        inputs: Inputs, steps: PyTree, noted: dict[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-        layers = options.trust_layers(inputs, None, mesh_axes, layer_axes).axes
-        return _norms(inputs, steps, layers) | noted
-
     def init(params: PyTree) -> WatchState:
         inner = tx.init(params)
 
-        def dry(params: PyTree, inner: PyTree) -> dict[str, jax.Array]:
-            notes = Notes(None)
-            inputs = Inputs(_NAME, params, params)
-            steps, _ = tx.update(params, inner, params, notes=notes)
-            return measured(inputs, steps, notes.new)
+        def dry(params: PyTree, inner: PyTree) -> Numbers:
+            return update_of(params, params, inner, {}, Notes(None))[1]
 
-        def without_notes(params: PyTree, inner: PyTree) -> dict[str, jax.Array]:
-            return measured(Inputs(_NAME, params, params), params, {})
+        def without_notes(params: PyTree, inner: PyTree) -> Numbers:
+            return update_of(params, params, inner, None, None)[1]
 
         names = _missing(mesh_axes)
         try:
             form = _form(dry, names, params, inner)
         except Exception:  # an update may need arguments of its own, or axes that nobody named
             form = _form(without_notes, names, params, inner)
-        counters = {_CALLS: jnp.int32, _MEASURED: jnp.int32}
-        report = {key: jnp.zeros((), dtype) for key, dtype in counters.items()}
-        report |= {key: jnp.zeros(x.shape, x.dtype) for key, x in form.items()}
+        counters = {key: jnp.zeros((), jnp.int32) for key in (_CALLS, _MEASURED)}
+        report = counters | {key: jnp.zeros(x.shape, x.dtype) for key, x in form.items()}
         return WatchState(on_mesh_of(params, report), inner)
+
+    def update_of(
+        updates: PyTree,
+        params: PyTree,
+        state: PyTree,
+        extra_args: dict[str, Any] | None,
+        notes: Notes | None,
+    ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Numbers]:
+        """The update of what is inside, and what is measured of it.
+
+        Without extra arguments, gradients in the place of the updates.
+        """
+        known = {} if extra_args is None or notes is None else extra_args | {"notes": notes}
+        inputs = WrapperInputs(_NAME, updates, params, known)
+        w = inputs.require_params("the norm of the parameters")
+        layers = options.trust_layers(inputs, None, mesh_axes, layer_axes).axes
+        found = measures.norms_of(measures.GRADIENTS, inputs, inputs.g, layers)
+        found |= measures.norms_of(measures.PARAMS, inputs, w, layers)
+        if extra_args is None:
+            steps, inner = updates, state
+        else:
+            steps, inner = inputs.hand_over(tx, updates, state, params)
+        u = trees.flatten(steps)[0]
+        found |= measures.norms_of(measures.UPDATES, inputs, u, layers)
+        found |= measures.ratios(found)
+        return (inputs, steps, inner), found | ({} if notes is None else notes.new)
 
     def update(
         updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, WatchState]:
         inside.check_state(_NAME, state, WatchState)
         extra_args.pop("notes", None)  # of another `watch`: `report` finds both
-        old = state.report
-        calls = optax.safe_increment(old[_CALLS])
+        old, calls = state.report, optax.safe_increment(state.report[_CALLS])
 
-        def update_inside(inputs: WrapperInputs) -> tuple[PyTree, PyTree]:
-            inputs.require_params("the norm of the parameters")
-            return inputs.hand_over(tx, updates, state.inner, params)
-
-        def noting(extra_args: dict[str, Any]) -> tuple[Any, PyTree, PyTree, dict[str, jax.Array]]:
-            """The update, and the new report."""
+        def measured(extra_args: dict[str, Any]) -> tuple[Any, Numbers]:
             notes = Notes({key: x for key, x in old.items() if not _is_own(key)})
-            inputs = WrapperInputs(_NAME, updates, params, extra_args | {"notes": notes})
-            steps, inner = update_inside(inputs)
-            new = measured(inputs, steps, notes.new)
-            return inputs, steps, inner, _in_form(old, new | {_MEASURED: calls})
+            results, new = update_of(updates, params, state.inner, extra_args, notes)
+            return results, _in_form(old, new | {_MEASURED: calls})
 
         if every == 1:
-            inputs, steps, inner, report = noting(extra_args)
+            (inputs, steps, inner), report = measured(extra_args)
         else:
-            inputs = WrapperInputs(_NAME, updates, params, extra_args)
             others = {key: x for key, x in extra_args.items() if key != "commit"}
-            report = choices.branch(
-                (calls == 1) | (calls % every == 0), lambda: noting(others)[-1], lambda: old
-            )
-            steps, inner = update_inside(inputs)
+            is_next = (calls == 1) | (calls % every == 0)
+            report = choices.branch(is_next, lambda: measured(others)[1], lambda: old)
+            inputs = WrapperInputs(_NAME, updates, params, extra_args)
+            later = inputs.gradients(_after(report[_MEASURED], inputs.g))
+            steps, inner = inputs.hand_over(tx, later, state.inner, params, stay_finite=True)
         report = _kept(inputs, report | {_CALLS: calls}, old)
         return steps, WatchState(report, inner)
 
@@ -227,83 +231,18 @@ def report(state: PyTree) -> dict[str, jax.Array]:
 
 
 def _states(state: PyTree) -> list[Any]:
-    is_watching = lambda x: isinstance(x, WatchState)
-    return cast(list[Any], jax.tree.leaves(state, is_leaf=is_watching))
-
-
-# ---- the numbers of one call -------------------------------------------------------------------
-
-_KINDS = ("grad_norm", "update_norm", "param_norm", "update_ratio")
-
-
-def _is_own(key: str) -> bool:
-    """Whether a number is of `watch` itself, and no note."""
-    return key in (_CALLS, _MEASURED, "nonfinite") or key.partition("/")[0] in _KINDS
-
-
-def _norms(inputs: Inputs, steps: PyTree, layers: Sequence[LayerAxes]) -> dict[str, jax.Array]:
-    """The norms of one update, of the whole model and of each leaf."""
-    arrays = [inputs.g, trees.flatten(steps)[0], inputs.require_params("the norm of parameters")]
-    is_measured = list(map(checks.is_inexact, inputs.reference.leaves))
-    names, found = trees.names(inputs.shapes), dict[str, jax.Array]()
-    leaves = []
-    for kind, values_of_kind in zip(_KINDS[:3], arrays, strict=True):
-        pairs = zip(values_of_kind, is_measured, strict=True)
-        own = [x if use and checks.is_inexact(x) else None for x, use in pairs]
-        batches, per_array = _of_arrays(own, layers)
-        found[kind] = _in_float32(norms.norm_of_norms(batches))
-        if kind == "grad_norm":
-            bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
-            found["nonfinite"] = sum(bad, jnp.zeros((), jnp.int32))
-        leaves.append(_of_leaves(inputs, layers, per_array, is_measured))
-    found["update_ratio"] = _ratio(found["update_norm"], found["param_norm"])
-    for i, (g, u, w) in {i: [x[i] for x in leaves] for i in leaves[0]}.items():
-        numbers = dict(zip(_KINDS, (g, u, w, _ratio(u, w)), strict=True))
-        found |= {f"{kind}/{names[i]}": x for kind, x in numbers.items()}
-    return found
-
-
-def _of_arrays(
-    arrays: Sequence[Any], layers: Sequence[LayerAxes]
-) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """The norms of all layers in batches, and those of each array."""
-    chosen = [i for i, x in enumerate(arrays) if x is not None]
-    chosen.sort(key=lambda i: layers[i].sort_key)
-    own = [layers[i] for i in chosen]
-    (batches,) = norms.layer_norms(own, [(leafwise.identity, (arrays[i],)) for i in chosen])
-    return batches, dict(zip(chosen, norms.per_array(own, batches), strict=True))
-
-
-def _of_leaves(
-    inputs: Inputs,
-    layers: Sequence[LayerAxes],
-    per_array: dict[int, jax.Array],
-    is_measured: Sequence[bool],
-) -> dict[int, jax.Array]:
-    """For each leaf of the unpacked tree its number, or those of its layers; 0 of nothing."""
-    found = {}
-    for i, (spec, own) in enumerate(zip(inputs.specs, layers, strict=True)):
-        if is_measured[i]:
-            numbers = per_array.get(i, jnp.zeros((own.num_layers,)))
-            parts = spec.per_leaf(_in_float32(numbers), own)
-            found |= dict(zip(spec.positions, parts, strict=True))
-    return found
-
-
-def _ratio(u: jax.Array, w: jax.Array) -> jax.Array:
-    return numerics.clipped(numerics.safe_divide(u, w), _LARGEST)
-
-
-def _in_float32(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.float32:
-        return x
-    return jnp.where(jnp.isinf(x), x, numerics.clipped(x, _LARGEST)).astype(jnp.float32)
+    return jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, WatchState))
 
 
 # ---- the form of a report ----------------------------------------------------------------------
 
 
-def _in_form(old: dict[str, jax.Array], new: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _is_own(key: str) -> bool:
+    """Whether a number is of `watch` itself, and no note."""
+    return key in (_CALLS, _MEASURED) or measures.is_measure(key)
+
+
+def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
     """The new numbers in the form of the old ones, which stay where there is no new one."""
     for key, x in new.items():
         if _is_own(key) and (key not in old or jnp.shape(old[key]) != x.shape):
@@ -327,6 +266,19 @@ def _kept(
     return new | dict(zip(keys, kept, strict=True))
 
 
+def _after(first: jax.Array, arrays: list[Any]) -> list[Any]:
+    """The arrays, which a CPU's program reads after a counter is there.
+
+    Else it copies donated arrays that a branch reads and others replace. On other devices it does
+    not, and a choice would be a pass over the arrays.
+    """
+
+    def of_cpu(first: jax.Array, arrays: list[Any]) -> list[Any]:
+        return [None if x is None else jnp.where(first >= 0, x, jnp.zeros_like(x)) for x in arrays]
+
+    return jax.lax.platform_dependent(first, arrays, cpu=of_cpu, default=lambda _, xs: xs)
+
+
 def _missing(mesh_axes: PyTree) -> tuple[str, ...]:
     """The mesh axes that are named and do not exist here."""
     named = {x for axes in trees.flatten(read_mesh_axes(_NAME, mesh_axes))[0] for x in axes.values}
@@ -336,6 +288,6 @@ def _missing(mesh_axes: PyTree) -> tuple[str, ...]:
 def _form(f: Any, names: tuple[str, ...], *args: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of `f(*args)`, on one device along axes of these names."""
     for name in names:
-        f = jax.vmap(f, in_axes=None, axis_name=name, axis_size=1)  # type: ignore[arg-type]
+        f = jax.vmap(f, in_axes=None, axis_name=name, axis_size=1)
     shapes = jax.eval_shape(f, *args)
     return {key: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype) for key, x in shapes.items()}
