@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jgrad._fused import step
 from jgrad._inputs import options
 from jgrad._inputs.notes import Notes, unique
 from jgrad._inputs.state import on_mesh_of
@@ -125,7 +126,8 @@ def watch(
         inner = tx.init(params)
 
         def dry(params: PyTree, inner: PyTree) -> Numbers:
-            return update_of(params, params, inner, {}, Notes(None))[1]
+            with step.inside():  # so that notes are made in this trace
+                return update_of(params, params, inner, {}, Notes(None))[1]
 
         def without_notes(params: PyTree, inner: PyTree) -> Numbers:
             return update_of(params, params, inner, None, None)[1]
