@@ -53,7 +53,7 @@ class Notes:
             self.new[unique(name, self.names)] = jnp.asarray(value).astype(jnp.float32)
 
     def add_leaves(self, name: str, paths: Sequence[str], values: Sequence[Any]) -> None:
-        """One number if all leaves share it, else `name/path` for each; None for no number.
+        """One number if all leaves share the object, else `name/path` of each; None for no number.
 
         In the form that the first update had: of leaves that do not share it any more, one number
         is NaN. Of an array, the mean of its elements.
@@ -62,7 +62,7 @@ class Notes:
         if not own:
             return
         first = own[0][1]
-        is_shared = all(x is first or _are_equal_numbers(x, first) for _, x in own)
+        is_shared = all(x is first for _, x in own)
         known: Iterable[str] = () if self.old is None else self.old
         if is_shared and not (name not in known and f"{name}/{own[0][0]}" in known):
             self.add(name, jnp.mean(jnp.asarray(first)))
@@ -87,7 +87,3 @@ def unique(name: str, taken: Iterable[str]) -> str:
         i += 1
         found = f"{name}#{i}"
     return found
-
-
-def _are_equal_numbers(x: Any, y: Any) -> bool:
-    return isinstance(x, (int, float)) and isinstance(y, (int, float)) and x == y
