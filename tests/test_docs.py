@@ -44,6 +44,7 @@ EXAMPLES = {
     "docs/accelerators.md": 2,
     "docs/getting_started.md": 5,
     "docs/half_precision.md": 4,
+    "docs/diverges.md": 3,
     "docs/from_pytorch.md": 2,
     "docs/choose_a_recipe.md": 14,
 }

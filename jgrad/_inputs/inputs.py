@@ -140,10 +140,8 @@ class Inputs(Parameters):
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
 
-    def note_leaves(self, name: str, values: Sequence[Any]) -> None:
+    def note_leaves(self, name: str, notes: Notes, values: Sequence[Any]) -> None:
         """Notes a number for each leaf of the unpacked tree, where it is updated."""
-        if self.notes is None:
-            return
         updated = {
             i
             for spec, use in zip(self.specs, self.is_updated, strict=True)
@@ -151,7 +149,7 @@ class Inputs(Parameters):
             for i in spec.positions
         }
         own = [x if i in updated else None for i, x in enumerate(values)]
-        self.notes.add_leaves(name, trees.names(self.shapes), own)
+        notes.add_leaves(name, trees.names(self.shapes), own)
 
     def require_params(self, reason: str) -> list[Any]:
         """The parameters, which have to be there."""

@@ -135,7 +135,8 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     arg = inputs.option(name, rate)
     if any(map(np.ndim, arg.leaves)):
         checks.broadcastable(arg, inputs.updated_shapes())
-    inputs.note_leaves(name, arg.leaves)
+    if inputs.notes is not None:
+        inputs.note_leaves(name, inputs.notes, arg.leaves)
     return list(arg.leaves)
 
 

@@ -117,13 +117,9 @@ def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | Non
 
 def counter(params: PyTree, value: int = 0) -> jax.Array:
     """A scalar that counts, replicated over the mesh of the parameters."""
-    return on_mesh_of(params, jnp.asarray(value, jnp.int32))
-
-
-def on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:
-    """Arrays replicated over the mesh of the parameters."""
+    x = jnp.asarray(value, jnp.int32)
     for p in jax.tree.leaves(params):
         sharding = None if isinstance(p, jax.core.Tracer) else getattr(p, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return jax.device_put(tree, NamedSharding(sharding.mesh, PartitionSpec()))
-    return tree
+            return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
+    return x

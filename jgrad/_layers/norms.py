@@ -171,21 +171,20 @@ def join(layers: Sequence[LayerAxes], numbers: Sequence[ArrayLike]) -> list[jax.
     return [jnp.concatenate(batch) for batch in in_batches(layers, entries)]
 
 
-def split(layers: Sequence[LayerAxes], batches: Sequence[jax.Array]) -> list[jax.Array]:
+def split(
+    layers: Sequence[LayerAxes], batches: Sequence[jax.Array], *, as_elements: bool = True
+) -> list[jax.Array]:
     """The entries of the batches for each array: scalars, or shapes that broadcast to it.
 
     A kernel fused with a slice at a position of its own would be another to compile for each leaf.
+    Without `as_elements` vectors, of shape (num_layers,).
     """
-    pairs = zip(per_array(layers, batches), layers, strict=True)
-    return [axes.to_elements(numerics.once(x)) for x, axes in pairs]
-
-
-def per_array(layers: Sequence[LayerAxes], batches: Sequence[jax.Array]) -> list[jax.Array]:
-    """The entries of the batches for each array, of shape (num_layers,)."""
     return [
-        x
+        axes.to_elements(numerics.once(x)) if as_elements else x
         for batch, among in zip(batches, in_batches(layers, layers), strict=True)
-        for x in jax.lax.split(batch, [axes.num_layers for axes in among])
+        for x, axes in zip(
+            jax.lax.split(batch, [axes.num_layers for axes in among]), among, strict=True
+        )
     ]
 
 

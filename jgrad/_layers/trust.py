@@ -135,7 +135,7 @@ def scaled_by_trust_ratio(
         if layers.note is not None:
             ratios: list[Any] = [None] * count
             products = [functools.reduce(jnp.multiply, factor) for factor in per_batch]
-            for i, x in zip(chosen, norms.per_array(axes, products), strict=True):
+            for i, x in zip(chosen, norms.split(axes, products, as_elements=False), strict=True):
                 ratios[i] = x
             layers.note(ratios)
         per_factor = [norms.split(axes, factor) for factor in zip(*per_batch, strict=True)]

@@ -37,7 +37,7 @@ def norms_of(
     chosen.sort(key=lambda i: layers[i].sort_key)
     own = [layers[i] for i in chosen]
     (batches,) = norms.layer_norms(own, [(leafwise.identity, (arrays[i],)) for i in chosen])
-    per_array = dict(zip(chosen, norms.per_array(own, batches), strict=True))
+    per_array = dict(zip(chosen, norms.split(own, batches, as_elements=False), strict=True))
     found = {kind: _in_float32(norms.norm_of_norms(batches))}
     if kind == GRADIENTS:
         bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
