@@ -48,7 +48,7 @@ class Commit:
         self._flag = finite
         self._agreed = agreed
         self._is_read = False
-        self._trace = trace_state()
+        self._trace = get_opaque_trace_state()
         self._gradients = _arrays(gradients)
         self._finite = dict(self._gradients)
         self._updates: dict[int, Any] = {}
@@ -136,7 +136,7 @@ class Commit:
         Taken if all gradients are among them and nobody read the flag; then what computed the flag
         before is not in the compiled program. Not from inside a branch or a loop.
         """
-        same_trace = trace_state() == self._trace
+        same_trace = get_opaque_trace_state() == self._trace
         if same_trace and not self._is_read and _arrays(tree).keys() >= self._gradients.keys():
             self._flag = self._agreed(finite)
 

@@ -123,6 +123,9 @@ def watch(
 
     def init(params: PyTree) -> WatchState:
         inner = tx.init(params)
+        if not (isinstance(params, (dict, list, tuple)) or trees.flatten(params)[0]):
+            stands_for_any: Any = counter(params)  # for `optax.tree.map_params`, a leaf does
+            return WatchState(stands_for_any, inner)
 
         def dry(params: PyTree, inner: PyTree) -> Numbers:
             with step.inside():  # so that notes are made in this trace

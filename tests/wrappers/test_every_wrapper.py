@@ -115,7 +115,7 @@ WRAPPERS = [
         ("average",),
         (jgrad.EmaState, ("done", "average")),
     ),
-    Wrapper("watch", jgrad.watch, {}, (), (jgrad.WatchState, ("report", "inner"))),
+    Wrapper("watch", jgrad.watch, {}, (), (jgrad.WatchState, ("report", "inner")), shares=True),
     Wrapper(
         "schedule_free",
         lambda tx: jgrad.schedule_free(tx, learning_rate=RATE),
