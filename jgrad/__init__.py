@@ -43,6 +43,8 @@ Wrappers: what goes around an optimizer
     offload              the state in host memory between steps
     pack_small           small leaves packed inside each update
     zero                 the state sharded over devices, inside `shard_map` or `pmap`
+    watch                norms, ratios and counters of each step
+    report               what `watch` measured, and counters of wrappers
 
 Whole steps
 
@@ -87,6 +89,7 @@ States of optimizers
     StochasticState    state of `stochastic_rounding`
     EmaState           state of `ema`
     ScheduleFreeState  state of `schedule_free`
+    WatchState         state of `watch`
 
 Names kept for Ivy
 
@@ -143,6 +146,7 @@ from jgrad._wrappers.schedule_free import ScheduleFreeState, schedule_free
 from jgrad._wrappers.skip_nonfinite import SkipState, skip_nonfinite
 from jgrad._wrappers.skip_spikes import SpikeState, skip_spikes
 from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_rounding
+from jgrad._wrappers.watch import WatchState, report, watch
 from jgrad._wrappers.zero import zero
 
 __version__ = "0.6.0"
@@ -189,6 +193,8 @@ __all__ = [  # noqa: RUF022
     "offload",
     "pack_small",
     "zero",
+    "watch",
+    "report",
     # Whole steps
     "apply_gradients",
     "leaf_programs",
@@ -223,6 +229,7 @@ __all__ = [  # noqa: RUF022
     "StochasticState",
     "EmaState",
     "ScheduleFreeState",
+    "WatchState",
     # Names kept for Ivy
     "execute_with_gradients",
     "variable",

@@ -190,6 +190,8 @@ def wrappers() -> dict[str, Any]:
         "stochastic_rounding": jgrad.stochastic_rounding(adam),
         "schedule_free": jgrad.schedule_free(adam),
         "skip_nonfinite": jgrad.skip_nonfinite(adam),
+        "watch": jgrad.watch(optax.chain(jgrad.clip_by_global_norm(1.0), adam)),
+        "watch, every": jgrad.watch(jgrad.accumulate(adam, 2), every=3),
         "loss scaling": jgrad.skip_nonfinite(adam, loss_scale=2.0**15, growth_interval=3),
         "skip and accumulate": jgrad.skip_nonfinite(jgrad.accumulate(adam, 4)),
         "skip_spikes": with_loss(jgrad.skip_spikes(adam)),

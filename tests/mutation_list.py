@@ -19,6 +19,7 @@ SPIKES = "tests/wrappers/test_skip_spikes.py"
 WEIGHTS = "tests/wrappers/test_weights.py"
 SAME_NUMBERS = "tests/fused/test_same_numbers.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
+WATCH = "tests/wrappers/test_watch.py"
 
 
 class Mutation(NamedTuple):
@@ -256,8 +257,22 @@ MUTATIONS = [
     Mutation("_Shardings._like", "moments of other shapes follow", "X or Y.shape != _.shape", "X", DEVICES),
     Mutation("_Shardings._of_packed", "unpacked leaves are replicated", "None if _ is None else _._leaves[_]", "None", DEVICES),
     Mutation("in_dtypes", "states drift to other dtypes", "X.astype(_.dtype) if checks.is_numeric(_) else X", "X", "tests/wrappers"),
-    Mutation("skip_nonfinite", "branch: the update runs always", "choices.branch(_, X, lambda: (_.zeros(), _.inner))", "X()", SKIP),
+    Mutation("skip_nonfinite", "branch: the update runs always", "choices.noted_branch(_, _, X, lambda: (_.zeros(), _.inner))", "X({})", SKIP),
     Mutation("branch", "a branch that keeps what it was given is the last", "jax.lax.switch(X.astype(jnp.int32), (Y, Z))", "jax.lax.cond(X, Z, Y)", "tests/wrappers/test_accumulate.py"),
+    Mutation("watch", "watch: the first call is not measured", "(X == 1) | Y", "Y", WATCH),
+    Mutation("watch", "watch: the outer decision goes into the branch", "_ != 'commit'", "True", WATCH),
+    Mutation("watch._kept", "watch: the report of a rejected step", "X | dict(zip(Y, Z, strict=True))", "X", WATCH),
+    Mutation("_after", "watch: donated arrays are copied on a CPU", "jnp.where(_, X, _)", "X", WATCH),
+    Mutation("measures.norms_of", "watch: finite layers are counted", "~jnp.isfinite(X)", "jnp.isfinite(X)", WATCH),
+    Mutation("measures.ratios", "watch: parameters by updates", "numerics.safe_divide(X, Y)", "numerics.safe_divide(Y, X)", WATCH),
+    Mutation("measures._in_float32", "watch: a finite norm in float64 is infinite", "numerics.clipped(X, _)", "X", WATCH),
+    Mutation("noted_branch", "notes: those of a window that is open", "(otherwise(), X)", "(otherwise(), jax.tree.map(jnp.zeros_like, X))", WATCH),
+    Mutation("Notes.add", "notes of another trace", "_ == _", "True", "tests/inputs/test_notes.py"),
+    Mutation("Notes.add_leaves", "notes: rates change their form", "X not in Y and Z in Y", "False", "tests/inputs/test_notes.py"),
+    Mutation("scaled_by_trust_ratio", "notes: the first factor of a ratio", "functools.reduce(jnp.multiply, X)", "X[0]", "tests/inputs/test_notes.py"),
+    Mutation("residual._largest", "notes: the smallest residual", "jnp.max(X, initial=0.0)", "jnp.min(X)", "tests/inputs/test_notes.py"),
+    Mutation("unique", "report: a second number hides the first", "X in Y", "False", WATCH),
+    Mutation("trees.names", "report: leaves of one name", "X in Y", "False", WATCH),
     Mutation("_fits", "float64 updates are rounded to float32", "jnp.finfo(X.dtype).bits <= jnp.finfo(Y.dtype).bits", "True", "tests/wrappers/test_accumulate.py"),
     Mutation("branch", "an eager branch is taken always", "X if _ else otherwise()", "X", "tests/wrappers/test_accumulate.py"),
     # ---- Muon

@@ -102,9 +102,15 @@ def _muon(known: Known) -> optax.GradientTransformation:
     )
 
 
+def _watched(known: Known, every: int) -> optax.GradientTransformation:
+    return jgrad.watch(_adamw(), every=every, layer_axes=known.layer_axes)
+
+
 _BF16: Any = jnp.bfloat16
 
 RECIPES = {
+    "watch(AdamW)": Recipe(lambda known: _watched(known, every=1)),
+    "watch(AdamW, every=100)": Recipe(lambda known: _watched(known, every=100)),
     "momentum": Recipe(
         lambda _: jgrad.gradient_descent(RATE, momentum=0.9), lambda: optax.sgd(RATE, 0.9)
     ),

@@ -84,6 +84,11 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
+def inside() -> contextlib.AbstractContextManager[None]:
+    """What is called here makes no operation of its own, as if it were a part of a larger step."""
+    return _set(_is_inside, True)
+
+
 def forced(form: Form) -> contextlib.AbstractContextManager[None]:
     """One form on every platform, for tests; kernels one operation after the other."""
     return _set(_forced, form)

@@ -28,6 +28,8 @@ try:
 except ImportError:  # JAX 0.7
     from jax.core import get_opaque_trace_state
 
+trace_state = get_opaque_trace_state  # equal in one trace, and in no other: not inside a branch
+
 
 @jax.tree_util.register_pytree_node_class
 class Commit:

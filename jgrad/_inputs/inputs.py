@@ -18,6 +18,7 @@ from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.moment import as_stored, check_form, kept_arrays
+from jgrad._inputs.notes import Notes
 from jgrad._packed import array_spec, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
@@ -115,10 +116,16 @@ class Inputs(Parameters):
       g: gradients.
       w: parameters, or `None` if they were not given.
       commit: whether the update is committed, if a wrapper decides it; None where it always is.
+      notes: where numbers of this update are noted, if a wrapper reports them; else None.
     """
 
     def __init__(
-        self, function: str, updates: PyTree, params: PyTree, commit: Commit | None = None
+        self,
+        function: str,
+        updates: PyTree,
+        params: PyTree,
+        commit: Commit | None = None,
+        notes: Notes | None = None,
     ) -> None:
         if params is None:
             super().__init__(function, updates, "updates")
@@ -127,10 +134,22 @@ class Inputs(Parameters):
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
         self.commit = commit if commit is not None and commit.applies_to(updates) else None
+        self.notes = notes
         self._structure = trees.flatten(self.tree)[1]
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
+
+    def note_leaves(self, name: str, notes: Notes, values: Sequence[Any]) -> None:
+        """Notes a number for each leaf of the unpacked tree, where it is updated."""
+        updated = {
+            i
+            for spec, use in zip(self.specs, self.is_updated, strict=True)
+            if use
+            for i in spec.positions
+        }
+        own = [x if i in updated else None for i, x in enumerate(values)]
+        notes.add_leaves(name, trees.names(self.shapes), own)
 
     def require_params(self, reason: str) -> list[Any]:
         """The parameters, which have to be there."""

@@ -17,7 +17,7 @@ from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
-from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
+from jgrad._layers.layer_axes import LayerAxes, read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
 from jgrad._trees import checks, trees, values
@@ -196,6 +196,8 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     arg = inputs.option(name, numbers.number(inputs.function, name, given))
     if any(map(np.ndim, arg.leaves)):
         checks.broadcastable(arg, inputs.updated_shapes())
+    if inputs.notes is not None:
+        inputs.note_leaves(name, inputs.notes, arg.leaves)
     return list(arg.leaves)
 
 
@@ -234,10 +236,23 @@ def trust_layers(
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
-    return TrustLayers(
-        array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference),
-        [spec.mask_per_layer(use) for spec in inputs.specs],
-    )
+    axes = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
+    layers = TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
+    if inputs.notes is None:
+        return layers
+    return layers._replace(note=lambda ratios: _note_ratios(inputs, ratios, axes, use))
+
+
+def _note_ratios(
+    inputs: Inputs, ratios: list[Any], axes: Sequence[LayerAxes], use: Sequence[bool]
+) -> None:
+    """Notes the ratios of the layers of each leaf that has some."""
+    names = trees.names(inputs.shapes)
+    for spec, x, layers in zip(inputs.specs, ratios, axes, strict=True):
+        if x is not None and inputs.notes is not None:
+            for i, own in zip(spec.positions, spec.per_leaf(x, layers), strict=True):
+                if use[i]:
+                    inputs.notes.add(f"trust_ratio/{names[i]}", own)
 
 
 def mask(inputs: Parameters, name: str, tree: Mask) -> list[bool]:

@@ -19,6 +19,7 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
 from jgrad._inputs.moments import MomentOptions
+from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.placed import placed
 from jgrad._inputs.state import OptState
@@ -75,9 +76,10 @@ def transformation(
         params: PyTree = None,
         *,
         commit: Commit | None = None,
+        notes: Notes | None = None,
         **numbers: Any,
     ) -> tuple[PyTree, OptState]:
-        inputs = Inputs(name, updates, params, commit)
+        inputs = Inputs(name, updates, params, commit, notes)
         if moments.mesh_axes is not None:
             inputs.g = placed(inputs, moments.mesh_axes)
         if params_for is not None:

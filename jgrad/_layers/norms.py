@@ -124,6 +124,14 @@ def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNor
     return ScaledNorm(*map(sums.concatenate, zip(*norms, strict=True))).combined(jnp.max, jnp.sum)
 
 
+def norm_of_norms(batches: Sequence[jax.Array]) -> jax.Array:
+    """The norm of all arrays together, from those of all layers; at most the largest number."""
+    if not batches:
+        return jnp.zeros(())
+    each = sums.concatenate(batches)
+    return ScaledNorm(each, jnp.ones_like(each)).combined(jnp.max, jnp.sum).value()
+
+
 def _spans(count: int, groups: Sequence[Sequence[Call]]) -> list[slice]:
     """Which arrays share a program: all of them, but in an eager call so many at a time."""
     arrays = (x for group in groups for _, xs in group for x in xs)
@@ -163,13 +171,16 @@ def join(layers: Sequence[LayerAxes], numbers: Sequence[ArrayLike]) -> list[jax.
     return [jnp.concatenate(batch) for batch in in_batches(layers, entries)]
 
 
-def split(layers: Sequence[LayerAxes], batches: Sequence[jax.Array]) -> list[jax.Array]:
+def split(
+    layers: Sequence[LayerAxes], batches: Sequence[jax.Array], *, as_elements: bool = True
+) -> list[jax.Array]:
     """The entries of the batches for each array: scalars, or shapes that broadcast to it.
 
     A kernel fused with a slice at a position of its own would be another to compile for each leaf.
+    Without `as_elements` vectors, of shape (num_layers,).
     """
     return [
-        axes.to_elements(numerics.once(x))
+        axes.to_elements(numerics.once(x)) if as_elements else x
         for batch, among in zip(batches, in_batches(layers, layers), strict=True)
         for x, axes in zip(
             jax.lax.split(batch, [axes.num_layers for axes in among]), among, strict=True

@@ -7,7 +7,7 @@ the kernel of every leaf. Also the norm of a whole model.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,10 +84,13 @@ class TrustLayers(NamedTuple):
       axes: an entry per array.
       mask: True for all; or for each array a bool, or bools of shape (num_layers,). A layer with
         False has the ratio 1.
+      note: called with the ratios where somebody reports them: a list with a vector per array, and
+        None for an array without one.
     """
 
     axes: list[LayerAxes]
     mask: PerLeaf = True
+    note: Callable[[list[Any]], None] | None = None
 
 
 def scaled_by_trust_ratio(
@@ -129,6 +132,12 @@ def scaled_by_trust_ratio(
             column = per_leaf(x, count)
             batches.append(norms.join(axes, [column[i] for i in chosen]))
         per_batch = [ratio(*xs) for xs in zip(*batches, strict=True)]
+        if layers.note is not None:
+            ratios: list[Any] = [None] * count
+            products = [functools.reduce(jnp.multiply, factor) for factor in per_batch]
+            for i, x in zip(chosen, norms.split(axes, products, as_elements=False), strict=True):
+                ratios[i] = x
+            layers.note(ratios)
         per_factor = [norms.split(axes, factor) for factor in zip(*per_batch, strict=True)]
         for i, *of_layers in zip(chosen, *per_factor, strict=True):
             if isinstance(mask[i], np.ndarray):

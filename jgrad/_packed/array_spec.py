@@ -133,6 +133,20 @@ class ArraySpec(NamedTuple):
         pairs = zip(self.spans, values, strict=True)
         return np.array([x for span, x in pairs for _ in range(span.layers.num_layers)])
 
+    def per_leaf(self, numbers: jax.Array, layers: LayerAxes) -> list[jax.Array]:
+        """One number for each layer of the array as those of each leaf, in the shape of its stack.
+
+        Args:
+          numbers: a vector.
+          layers: those of the array, as `layer_axes` found them.
+        """
+        each = [layers] if self.is_unpacked else [span.layers for span in self.spans]
+        parts = jax.lax.split(numbers, [own.num_layers for own in each])
+        return [
+            x.reshape([own.shape[axis] for axis in own.stacked])
+            for x, own in zip(parts, each, strict=True)
+        ]
+
     def layer_axes(
         self, per_leaf: Sequence[LayerAxes], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
     ) -> LayerAxes:

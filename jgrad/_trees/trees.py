@@ -62,6 +62,22 @@ def paths(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
+def names(tree: PyTree) -> list[str]:
+    """The keys, attributes and indices that lead to each leaf, `layer_3/b`; no two are the same.
+
+    A number is put behind a path that another leaf has already: a key may have a `/`, too. A bare
+    leaf is called `params`.
+    """
+    found: dict[str, int] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        name = own = jax.tree_util.keystr(path, simple=True, separator="/") or "params"
+        while own in found:
+            found[name] += 1
+            own = f"{name}#{found[name]}"
+        found[own] = 0
+    return list(found)
+
+
 def children(node: PyTree) -> list[tuple[Any, PyTree]] | None:
     """The (key, child) pairs one level below `node`; None for a leaf."""
     if is_leaf(node) or jax.tree_util.all_leaves([node]):

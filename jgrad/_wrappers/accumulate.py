@@ -13,6 +13,7 @@ from jgrad._arithmetic.leafwise import Call, apply, on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.notes import Notes
 from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
@@ -50,6 +51,10 @@ class AccumulateState(NamedTuple):
     total: PyTree
     inner: PyTree
 
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return {"skipped_mini_batches": self.skipped}
+
     def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
         return _without_window(self, new, finite)
 
@@ -77,6 +82,10 @@ class WeightedAccumulateState(NamedTuple):
     total: PyTree
     inner: PyTree
     weight: jax.Array
+
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return {"skipped_mini_batches": self.skipped}
 
     def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
         return _without_window(self, new, finite)
@@ -242,6 +251,7 @@ def accumulate(
         finite: Any = None,
         weight: Any = None,
         commit: Commit | None = None,
+        notes: Notes | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         inside.check_state(_NAME, state, kind)
@@ -316,7 +326,7 @@ def accumulate(
         settled: list[bool] = []  # of the leaves of the updates, and of the state inside
         kept: list[bool] = []
 
-        def run() -> tuple[list[Any], PyTree]:
+        def run(noting: dict[str, Any]) -> tuple[list[Any], PyTree]:
             pairs = zip(divided, inputs.g, strict=True)
             means = [None if g is None else x for x, g in pairs]
             if not inside.any_says(state.inner, inside.UNROUNDED):
@@ -326,7 +336,7 @@ def accumulate(
             # Means of finite gradients are finite, so that a window is committed always.
             inner_commit = None if outer is None else Commit.always(mean)
             known = {} if inner_commit is None else {"commit": inner_commit}
-            steps, new = tx.update(mean, state.inner, params, **known, **extra_args)
+            steps, new = tx.update(mean, state.inner, params, **known, **noting, **extra_args)
             if inner_commit is None or not inner_commit.has_settled(steps):
                 steps = inputs.directions(trees.flatten(steps)[0])
             new = choices.in_dtypes(new, state.inner)
@@ -342,7 +352,7 @@ def accumulate(
             total = apply(_sum, old, inputs.g, use, *own)
         else:
             divided = choices.branch(close, divide, keep)
-            held, inner = choices.branch(close, run, hold)
+            held, inner = choices.noted_branch(notes, close, run, hold)
             is_open, rows = ~close, list(zip(held, old, inputs.g, fits, strict=True))
             moved = [
                 (_zero_if, (x, is_open)) if f else (leafwise.identity, (x,)) for x, _, _, f in rows

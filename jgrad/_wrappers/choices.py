@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgrad._inputs.notes import Notes
 from jgrad._trees import checks, shardings
 from jgrad._trees.trees import PyTree
 
@@ -22,6 +23,35 @@ def branch(use: Any, then: Callable[[], PyTree], otherwise: Callable[[], PyTree]
         # For a TPU it moves part of what follows into the branches, and writes that, too.
         return shardings.barrier(results)
     return then() if use else otherwise()
+
+
+def noted_branch(
+    notes: Notes | None,
+    use: Any,
+    then: Callable[[dict[str, Any]], PyTree],
+    otherwise: Callable[[], PyTree],
+) -> PyTree:
+    """`branch`, out of which come the notes that `then` makes, or the old ones.
+
+    `then` is given the extra arguments of an update in which to make them, if any.
+    """
+    if notes is None:
+        return branch(use, lambda: then({}), otherwise)
+    made: list[str] = []
+
+    def noting() -> tuple[PyTree, dict[str, jax.Array]]:
+        inside = Notes(notes.old, taken=notes.names)
+        result = then({"notes": inside})
+        made[:] = inside.new
+        return result, old | {k: x for k, x in inside.new.items() if k in old or notes.is_dry}
+
+    old = dict(notes.old or {})
+    if notes.is_dry:
+        form = jax.eval_shape(lambda: noting()[1])
+        old = {key: jnp.zeros(x.shape, x.dtype) for key, x in form.items()}
+    result, new = branch(use, noting, lambda: (otherwise(), old))
+    notes.new |= {key: new[key] for key in made if key in new}
+    return result
 
 
 def choose(

@@ -10,6 +10,7 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
+from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import pair
 from jgrad._layers import trust
@@ -86,6 +87,7 @@ def clip_by_global_norm(
         params: PyTree = None,
         *,
         commit: Commit | None = None,
+        notes: Notes | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         arg, inexact = _inexact(name, "updates", updates)
@@ -96,6 +98,8 @@ def clip_by_global_norm(
             x if new is None else new.astype(x.dtype)
             for x, new in zip(arg.leaves, clipped, strict=True)
         ]
+        if notes is not None:
+            notes.add("clip_factor", factors[0] * factors[1])
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
             commit.offer(jnp.isfinite(norm.mantissa), updates)

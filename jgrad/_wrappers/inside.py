@@ -3,12 +3,13 @@
 Between two wrappers there may be transformations of other libraries. They hold the state of what is
 inside, as a part of their own, and most of them hand extra arguments on. So a wrapper never asks
 which transformation is inside. It tells what it knows in extra arguments, and is right where they
-do not arrive. And it asks the state, whose parts may say two things by attributes of their types:
+do not arrive. And it asks the state, whose parts may say three things by attributes of their types:
 
 - `__jgrad_unrounded__`, any: gradients are wanted in float32, before they are rounded.
 - `__jgrad_rejected__(new, finite)`: gradients that are not finite are left out by the wrapper whose
   state this is. The method returns what stays of both states if the update is rejected as a whole;
   `finite` says whether the gradients are, and is None where all of the state is this part.
+- `__jgrad_report__()`: the method returns arrays by name, for `report`.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ import optax
 
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
-from jgrad._trees import checks, host_memory
+from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.trees import PyTree
 
 
@@ -64,11 +65,23 @@ def check_state(function: str, state: Any, kind: type) -> None:
 
 
 UNROUNDED, REJECTED = "__jgrad_unrounded__", "__jgrad_rejected__"
+REPORT = "__jgrad_report__"
 
 
 def any_says(state: PyTree, attribute: str) -> bool:
     """Whether some part of a state, however deep, has an attribute of its type."""
     return any(_says(x, attribute) for x in _parts(state, attribute))
+
+
+def reports(state: PyTree) -> list[dict[str, Any]]:
+    """What the parts of a state report, from outside to inside."""
+    found = []
+    for part in _parts(state, REPORT):
+        if _says(part, REPORT):
+            found.append(part.__jgrad_report__())
+            for _, child in trees.children(part) or ():
+                found += reports(child)
+    return found
 
 
 def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:

@@ -50,6 +50,10 @@ class SkipState(NamedTuple):
     streak: jax.Array
     loss_scale: jax.Array
 
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return {"skipped": self.skipped, "loss_scale": self.loss_scale}
+
 
 SkipState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
@@ -145,12 +149,14 @@ def skip_nonfinite(
             if outer is not None:
                 finite = devices.agreed(finite & outer.flag, sharded_over)
 
-            def take() -> tuple[PyTree, PyTree]:
-                steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
+            def take(noting: dict[str, Any]) -> tuple[PyTree, PyTree]:
+                steps, inner = tx.update(unscaled, state.inner, params, **extra_args, **noting)
                 steps = inputs.directions(trees.flatten(steps)[0])
                 return steps, choices.in_dtypes(inner, state.inner)
 
-            steps, inner = choices.branch(finite, take, lambda: (inputs.zeros(), state.inner))
+            steps, inner = choices.noted_branch(
+                extra_args.pop("notes", None), finite, take, lambda: (inputs.zeros(), state.inner)
+            )
         else:
             agreed = functools.partial(devices.agreed, mesh_axes=sharded_over)
             commit = Commit(unscaled, finite, agreed, outer)

@@ -22,6 +22,12 @@ class Limit(NamedTuple):
 
 # By recipe and target: on a tree, and packed where that is another limit; for every model.
 LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
+    # Norms of gradients, updates and parameters, and updates that are written; a TPU copies weights.
+    "watch(AdamW)": {
+        "h100": (Limit(40.1, 8.1), Limit(44.2, 4.1)),
+        "v5e": (Limit(48.2, 8.1),),
+    },
+    "watch(AdamW, every=100)": {"h100": (Limit(28, 4.1),), "v5e": (Limit(28.1, 4.7),)},
     "momentum": {"h100": (Limit(20, 0),), "v5e": (Limit(20, 0.2),)},
     "AdamW": {"h100": (Limit(28, 0),), "v5e": (Limit(28, 0.2),)},
     "clip + AdamW": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
@@ -98,6 +104,10 @@ PRODUCTS = {"Muon": 30}
 
 # Kernels of a step, by recipe and target: of each model on the tree, and packed.
 KERNELS: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
+    ("watch(AdamW)", "v5e"): {"medium": (126, 37), "large": (49, 34), "stacked": (146, 36)},
+    ("watch(AdamW)", "h100"): {"medium": (160, 23), "large": (48, 20), "stacked": (89, 30)},
+    ("watch(AdamW, every=100)", "v5e"): {"medium": (25, 2), "large": (7, 2), "stacked": (53, 2)},
+    ("watch(AdamW, every=100)", "h100"): {"medium": (29, 6), "large": (11, 6), "stacked": (60, 6)},
     ("momentum", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("momentum", "h100"): {"medium": (26, 3), "large": (8, 3), "stacked": (18, 3)},
     ("AdamW", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},

@@ -125,6 +125,7 @@ WRAPPERS = [
         ("average",),
         (jgrad.EmaState, ("done", "average")),
     ),
+    Wrapper("watch", jgrad.watch, {}, (), (jgrad.WatchState, ("report", "inner")), shares=True),
     Wrapper(
         "schedule_free",
         lambda tx: jgrad.schedule_free(tx, learning_rate=RATE),

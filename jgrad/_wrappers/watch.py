@@ -1,0 +1,296 @@
+"""What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad._arithmetic import numerics
+from jgrad._fused import step
+from jgrad._inputs import options
+from jgrad._inputs.notes import Notes, unique
+from jgrad._inputs.state import counter
+from jgrad._inputs.transformation import pair
+from jgrad._layers.layer_axes import axis_exists, read_mesh_axes
+from jgrad._trees import trees, values
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import choices, inside, measures
+from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers.measures import Numbers
+
+_NAME = "watch"
+_CALLS, _MEASURED = "calls", "measured"
+
+
+class WatchState(NamedTuple):
+    """State of `watch`. The field names are a file format: checkpoints hold them.
+
+    Attributes:
+      report: arrays by name, float32, and int32 for counters; `watch` has the names.
+      inner: state of the transformation inside.
+
+    Example:
+      >>> state = jgrad.watch(jgrad.adam(1e-3)).init({"w": jnp.ones((3, 2))})
+      >>> int(state.report["calls"]), float(state.report["grad_norm/w"])
+      (0, 0.0)
+      >>> int(state.inner.step)
+      0
+    """
+
+    report: dict[str, jax.Array]
+    inner: PyTree
+
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return self.report
+
+
+WatchState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def watch(
+    tx: optax.GradientTransformation,
+    *,
+    every: int = 1,
+    layer_axes: PyTree = None,
+    mesh_axes: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Measures gradients, updates and parameters of each step; updates pass unchanged.
+
+        grad_norm    = |g|, as it came in: before clipping, and with the scale of the loss
+        update_norm  = |u|, u the updates
+        param_norm   = |w|, before they are added
+        update_ratio = |u| / |w|, and 0 where w is
+        nonfinite    = the number of layers whose gradient is not finite, of all leaves
+
+    with |.| the 2-norm, computed without overflow or underflow: of the whole model, and of each
+    leaf, as `grad_norm/embed/table`, whose path is keys, attributes and indices joined by `/`. A
+    leaf that is a stack of layers has an array with an entry for each. A norm is at most the
+    largest number, and infinite or NaN where an element is. Without a gradient it is 0.
+
+    What is inside adds numbers that it computes anyway: `learning_rate`, or `learning_rate/<path>`
+    where leaves have rates of their own; `clip_factor`; `trust_ratio/<path>`, a number for each
+    layer; of Muon `muon_residual/<path>`, the largest |X X^T - I| / sqrt(rows) of the matrices of a
+    leaf, which costs a product. A second number of a name is `clip_factor#1`. Transformations of
+    other libraries add none, nor does what is inside `optax.MultiSteps`, or inside a transformation
+    that does not hand extra arguments on. In a call that does not compute a number, such as one
+    inside the window of an `accumulate`, the old one stays.
+
+    `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
+    all by `report(state)`.
+
+    Put `watch` outside of everything, to see steps that are skipped, too. Then a call inside the
+    window of an `accumulate` has an `update_norm` of 0: inside `accumulate`, `watch` sees means and
+    updates of whole windows. Inside `skip_nonfinite` a step that is skipped is not measured.
+
+    With `every` above 1, the calls that are measured compute the update a second time, in a branch,
+    so that all others cost nothing.
+
+    Args:
+      tx: any transformation.
+      every: measures the first call, and the calls n, 2n and so on; at least 1. A multiple of the
+        window of an `accumulate` inside measures calls that close it.
+      layer_axes: axes of a leaf over which layers are stacked, as for `lamb`. Packed trees have
+        those with which they were packed.
+      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
+        as for `lamb`. Numbers from inside are found if these are all the axes that `tx` needs, or
+        if `init` runs inside, too.
+
+    Returns:
+      A transformation with state `WatchState(report, inner)`, whose form is fixed by `init`. Its
+      update needs the parameters.
+
+    Raises:
+      ValueError: `every` below 1.
+      TypeError: `tx` is not a transformation, or an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-3))
+      >>> tx = jgrad.watch(jgrad.skip_nonfinite(tx))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> numbers = jgrad.report(state)
+      >>> numbers["grad_norm/w"].shape, bool(numbers["clip_factor"] < 1), int(numbers["skipped"])
+      ((), True, 0)
+
+    Source: the ratio of updates to parameters: Karpathy, "A Recipe for Training Neural Networks"
+      (2019); LAMB's paper, You et al. (2020), section 3, for layers.
+    """
+    tx = inside.transformation(_NAME, tx)
+    values.count(_NAME, "every", every)
+    options.check_axes(_NAME, mesh_axes, layer_axes)
+
+    def init(params: PyTree) -> WatchState:
+        inner = tx.init(params)
+        if not (isinstance(params, (dict, list, tuple)) or trees.flatten(params)[0]):
+            stands_for_any: Any = counter(params)  # for `optax.tree.map_params`, a leaf does
+            return WatchState(stands_for_any, inner)
+
+        def dry(params: PyTree, inner: PyTree) -> Numbers:
+            with step.inside():  # so that notes are made in this trace
+                return update_of(params, params, inner, {}, Notes(None))[1]
+
+        def without_notes(params: PyTree, inner: PyTree) -> Numbers:
+            return update_of(params, params, inner, None, None)[1]
+
+        names = _missing(mesh_axes)
+        try:
+            form = _form(dry, names, params, inner)
+        except Exception:  # an update may need arguments of its own, or axes that nobody named
+            form = _form(without_notes, names, params, inner)
+        report = {key: counter(params) for key in (_CALLS, _MEASURED)}
+        zero = counter(params)
+        for key, x in form.items():
+            report[key] = numerics.zeros_like(jnp.broadcast_to(zero, x.shape), x.dtype)
+        return WatchState(report, inner)
+
+    def update_of(
+        updates: PyTree,
+        params: PyTree,
+        state: PyTree,
+        extra_args: dict[str, Any] | None,
+        notes: Notes | None,
+    ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Numbers]:
+        """The update of what is inside, and what is measured of it.
+
+        Without extra arguments, gradients in the place of the updates.
+        """
+        known = {} if extra_args is None or notes is None else extra_args | {"notes": notes}
+        inputs = WrapperInputs(_NAME, updates, params, known)
+        w = inputs.require_params("the norm of the parameters")
+        layers = options.trust_layers(inputs, None, mesh_axes, layer_axes).axes
+        found = measures.norms_of(measures.GRADIENTS, inputs, inputs.g, layers)
+        found |= measures.norms_of(measures.PARAMS, inputs, w, layers)
+        if extra_args is None:
+            steps, inner = updates, state
+        else:
+            steps, inner = inputs.hand_over(tx, updates, state, params)
+        u = trees.flatten(steps)[0]
+        found |= measures.norms_of(measures.UPDATES, inputs, u, layers)
+        found |= measures.ratios(found)
+        return (inputs, steps, inner), found | ({} if notes is None else notes.new)
+
+    def update(
+        updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, WatchState]:
+        inside.check_state(_NAME, state, WatchState)
+        extra_args.pop("notes", None)  # of another `watch`: `report` finds both
+        old, calls = state.report, optax.safe_increment(state.report[_CALLS])
+
+        def measured(extra_args: dict[str, Any]) -> tuple[Any, Numbers]:
+            notes = Notes({key: x for key, x in old.items() if not _is_own(key)})
+            results, new = update_of(updates, params, state.inner, extra_args, notes)
+            return results, _in_form(old, new | {_MEASURED: calls})
+
+        if every == 1:
+            (inputs, steps, inner), report = measured(extra_args)
+        else:
+            others = {key: x for key, x in extra_args.items() if key != "commit"}
+            is_next = (calls == 1) | (calls % every == 0)
+            report = choices.branch(is_next, lambda: measured(others)[1], lambda: old)
+            inputs = WrapperInputs(_NAME, updates, params, extra_args)
+            later = inputs.gradients(_after(report[_MEASURED], inputs.g))
+            steps, inner = inputs.hand_over(tx, later, state.inner, params, stay_finite=True)
+        report = _kept(inputs, report | {_CALLS: calls}, old)
+        return steps, WatchState(report, inner)
+
+    return pair(init, update)
+
+
+def report(state: PyTree) -> dict[str, jax.Array]:
+    """What `watch` measured last, and the counters of the wrappers, from anywhere in a state.
+
+        report(state) = {name: array}, of each state inside that has something to report
+
+    All that `watch` has, and, as they are after the last call: `skipped` and `loss_scale` of
+    `skip_nonfinite`, and `skipped_mini_batches` of `accumulate`. Where two states have a name, that
+    of the outer one stays, or of the first in a chain, and the next is `skipped#1`. It computes
+    nothing, so that it may be called under `jit` or outside, and on the states of models under
+    `vmap`. `jax.device_get` makes numbers of all arrays at once.
+
+    Args:
+      state: a state in which there is a `WatchState`: of a chain, a wrapper, or `optax.MultiSteps`.
+
+    Returns:
+      A flat dict of arrays.
+
+    Raises:
+      TypeError: there is no `WatchState` in the state.
+
+    Example:
+      >>> tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.watch(jgrad.adam(1e-3)))
+      >>> state = tx.init({"w": jnp.ones((3, 2))})
+      >>> [name for name in jgrad.report(state) if name.startswith("grad_norm")]
+      ['grad_norm', 'grad_norm/w']
+    """
+    if not any(isinstance(x, WatchState) for x in _states(state)):
+        expected = "a state with a WatchState in it, that of `watch(tx)`"
+        raise TypeError(f"report: `state`: {type(state).__name__}, expected {expected}.")
+    found: dict[str, jax.Array] = {}
+    for numbers in inside.reports(state):
+        found |= {unique(key, found): x for key, x in numbers.items()}
+    return found
+
+
+def _states(state: PyTree) -> list[Any]:
+    return jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, WatchState))
+
+
+# ---- the form of a report ----------------------------------------------------------------------
+
+
+def _is_own(key: str) -> bool:
+    """Whether a number is of `watch` itself, and no note."""
+    return key in (_CALLS, _MEASURED) or measures.is_measure(key)
+
+
+def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
+    """The new numbers in the form of the old ones, which stay where there is no new one."""
+    for key, x in new.items():
+        if _is_own(key) and (key not in old or jnp.shape(old[key]) != x.shape):
+            came = f"of shape {jnp.shape(old[key])}" if key in old else "not there"
+            raise ValueError(
+                f"{_NAME}: `state.report` at [{key!r}]: {came}, expected shape {x.shape}: a state "
+                "fits the parameters and the options with which `init` made it."
+            )
+    return {
+        key: new[key] if key in new and new[key].shape == jnp.shape(x) else x
+        for key, x in old.items()
+    }
+
+
+def _kept(
+    inputs: WrapperInputs, new: dict[str, jax.Array], old: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """As they are stored; the old ones where the update is not committed."""
+    keys = [key for key, x in old.items() if jnp.issubdtype(x.dtype, jnp.floating)]
+    kept = inputs.kept([new[key] for key in keys], [old[key] for key in keys])
+    return new | dict(zip(keys, kept, strict=True))
+
+
+def _after(first: jax.Array, arrays: list[Any]) -> list[Any]:
+    """The arrays, which a CPU's program reads after a counter is there.
+
+    Else it copies donated arrays that a branch reads and others replace. On other devices it does
+    not, and a choice would be a pass over the arrays.
+    """
+
+    def of_cpu(first: jax.Array, arrays: list[Any]) -> list[Any]:
+        return [None if x is None else jnp.where(first >= 0, x, jnp.zeros_like(x)) for x in arrays]
+
+    return jax.lax.platform_dependent(first, arrays, cpu=of_cpu, default=lambda _, xs: xs)
+
+
+def _missing(mesh_axes: PyTree) -> tuple[str, ...]:
+    """The mesh axes that are named and do not exist here."""
+    named = {x for axes in trees.flatten(read_mesh_axes(_NAME, mesh_axes))[0] for x in axes.values}
+    return tuple(sorted(name for name in named if not axis_exists(name)))
+
+
+def _form(f: Any, names: tuple[str, ...], *args: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of `f(*args)`, on one device along axes of these names."""
+    for name in names:
+        f = jax.vmap(f, in_axes=None, axis_name=name, axis_size=1)
+    shapes = jax.eval_shape(f, *args)
+    return {key: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype) for key, x in shapes.items()}

@@ -1,0 +1,587 @@
+"""`watch`: norms beside NumPy's in float64, the form of a report, and every place to put it."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jgrad
+from benchmarks import recipes
+from benchmarks.accelerators.hlo import traffic
+from tests.cases import gradients, params
+from tests.multi_device.meshes import mesh_of
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, every_step, step_of, train
+
+NAN, INF, X = float("nan"), float("inf"), jnp.ones(3)
+AXES = {"embed": {"table": None}, "layers": {"w": 0, "b": 0}, "head": [None]}
+
+
+def model(seed=0, dtype=jnp.float32):
+    """With a stack of three layers, whose sizes differ."""
+    rng = np.random.default_rng(seed)
+    sizes = np.array([1e-3, 1.0, 1e3])
+
+    def draw(*shape):
+        x = rng.normal(size=shape)
+        return x * sizes.reshape(3, *[1] * (len(shape) - 1)) if shape[0] == 3 else x
+
+    shapes = {
+        "embed": {"table": (5, 4)},
+        "layers": {"w": (3, 4, 6), "b": (3, 6)},
+        "head": [(4, 2)],
+    }
+    return jax.tree.map(
+        lambda shape: jnp.asarray(draw(*shape), dtype), shapes, is_leaf=lambda x: type(x) is tuple
+    )
+
+
+def f64(x):
+    return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def size_of(x, axis=None):
+    """The 2-norm of an array, or of each index of its first axis."""
+    squares = np.abs(f64(x)) ** 2
+    return np.sqrt(squares.sum() if axis is None else squares.reshape(len(squares), -1).sum(1))
+
+
+def norms(kind, tree, axes=AXES):
+    """By name, as the report has them."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    stacked = jax.tree.leaves(axes, is_leaf=lambda x: x is None)
+    found = {kind: np.sqrt(sum(size_of(x) ** 2 for _, x in leaves))}
+    for (path, x), axis in zip(leaves, stacked, strict=True):
+        names = [str(getattr(key, "key", getattr(key, "idx", None))) for key in path]
+        found["/".join([kind, *names])] = size_of(x, axis)
+    return found
+
+
+def expected(g, u, w, axes=AXES):
+    found = norms("grad_norm", g, axes) | norms("update_norm", u, axes)
+    found |= norms("param_norm", w, axes)
+    for key in norms("", g, axes):
+        a, b = found[f"update_norm{key}"], found[f"param_norm{key}"]
+        found[f"update_ratio{key}"] = np.where(b == 0, 0, a / np.where(b == 0, 1, b))
+    return found
+
+
+def close(found, truth, rtol=1e-6):
+    for key, x in truth.items():
+        assert found[key].shape == np.shape(x), key
+        np.testing.assert_allclose(f64(found[key]), x, rtol=rtol, err_msg=key)
+
+
+def updated(tx, w, g, state=None):
+    return jax.jit(tx.update)(g, tx.init(w) if state is None else state, w)
+
+
+# ---- what is measured --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_norms(packed, every):
+    """Totals, leaves and layers; before clipping, and before the update is added."""
+    w, g = model(0), model(1)
+    tx = optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1, weight_decay=0.1))
+    plain, _ = updated(tx, w, g)
+    watched = jgrad.watch(tx, every=every, layer_axes=None if packed else AXES)
+    if packed:
+        w, g = (jgrad.pack(x, layer_axes=AXES) for x in (w, g))
+    u, state = updated(watched, w, g)
+    if packed:
+        assert_equal(u, updated(tx, w, g)[0])
+        w, g, u = map(jgrad.unpack, (w, g, u))
+    else:
+        assert_equal(u, plain)
+    found = jgrad.report(state)
+    close(found, expected(g, u, w))
+    assert found["grad_norm/layers/w"].shape == (3,)
+    assert int(found["nonfinite"]) == 0
+    assert (int(found["calls"]), int(found["measured"])) == (1, 1)
+    np.testing.assert_allclose(found["clip_factor"], 0.1 / norms("", g)[""], rtol=1e-6)
+
+
+def test_norms_at_every_scale():
+    w = {"large": jnp.full(4, 1e30), "small": jnp.full(4, 1e-30), "zero": jnp.zeros(4)}
+    u, state = updated(jgrad.watch(optax.scale(-1.0)), w, w)
+    close(jgrad.report(state), expected(w, u, w, {"large": None, "small": None, "zero": None}))
+
+
+def test_norms_above_the_largest_number():
+    """At most that number: no norm of finite gradients is infinite."""
+    w = {"a": jnp.full(4, 3e38), "b": jnp.ones(1)}
+    state = updated(jgrad.watch(optax.identity()), w, w)[1]
+    found = jgrad.report(state)
+    assert found["grad_norm/a"] == found["grad_norm"] == jnp.finfo(jnp.float32).max
+    assert int(found["nonfinite"]) == 0
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_gradients_that_are_not_finite(bad):
+    """Counted by layer; the step is skipped inside, so that its update is zero."""
+    w, g = model(0), model(1)
+    g["layers"]["w"] = g["layers"]["w"].at[1, 2, 3].set(bad)
+    g["embed"]["table"] = g["embed"]["table"].at[0, 0].set(bad)
+    tx = jgrad.watch(jgrad.skip_nonfinite(jgrad.adam(0.1)), layer_axes=AXES)
+    found = jgrad.report(updated(tx, w, g)[1])
+    assert int(found["nonfinite"]) == 2
+    assert not jnp.isfinite(found["grad_norm"])
+    assert list(jnp.isfinite(found["grad_norm/layers/w"])) == [True, False, True]
+    assert jnp.isfinite(found["grad_norm/head/0"])
+    assert float(found["update_norm"]) == 0
+    assert int(found["skipped"]) == 1
+    found = jgrad.report(updated(jgrad.watch(jgrad.adam(0.1)), w, g)[1])
+    assert int(found["nonfinite"]) == 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64], ids=["bfloat16", "complex64"])
+def test_other_dtypes(dtype):
+    w, g = params(dtype), gradients(1, dtype)[0]
+    axes = jax.tree.map(lambda _: None, w)
+    u, state = updated(jgrad.watch(jgrad.adam(0.1)), w, g)
+    found = jgrad.report(state)
+    close(found, expected(g, u, w, axes), 1e-5)
+    assert {x.dtype for x in found.values()} == {np.dtype("float32"), np.dtype("int32")}
+
+
+def test_float64(x64):
+    """Norms are computed in float64, and stored in float32."""
+    w = {"w": jnp.full(3, 1e200), "v": jnp.full(3, 1.0)}
+    assert w["w"].dtype == jnp.float64
+    _, state = updated(jgrad.watch(jgrad.adam(0.1)), w, w)
+    found = jgrad.report(state)
+    assert found["grad_norm/w"] == found["grad_norm"] == jnp.finfo(jnp.float32).max
+    np.testing.assert_allclose(found["grad_norm/v"], np.sqrt(3), rtol=1e-6)
+    assert {x.dtype for x in found.values()} == {np.dtype("float32"), np.dtype("int32")}
+
+
+def test_leaves_that_are_not_there():
+    """None, integers and missing gradients: the first two have no numbers, the last is zero."""
+    w = {"w": jnp.ones((3, 2)), "none": None, "count": jnp.arange(3), "b": jnp.ones(2)}
+    g = {"w": jnp.ones((3, 2)), "none": None, "count": None, "b": None}
+    tx = jgrad.watch(jgrad.gradient_descent({"w": 0.1, "none": 0.1, "count": 0.1, "b": 0.2}))
+    _, state = updated(tx, w, g)
+    found = jgrad.report(state)
+    assert {key.partition("/")[2] for key in found} == {"", "w", "b"}
+    assert float(found["grad_norm/b"]) == float(found["update_norm/b"]) == 0
+    np.testing.assert_allclose(found["param_norm/b"], np.sqrt(2), rtol=1e-6)
+    np.testing.assert_allclose(found["grad_norm"], np.sqrt(6), rtol=1e-6)
+
+
+def test_a_bare_array_and_names_that_clash():
+    found = jgrad.watch(optax.identity()).init(jnp.ones(3)).report
+    assert "grad_norm/params" in found
+    w = {"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(2)}
+    _, state = updated(jgrad.watch(optax.identity()), w, w)
+    found = {key: x for key, x in state.report.items() if key.startswith("grad_norm/")}
+    assert found.keys() == {"grad_norm/a/b", "grad_norm/a/b#1"}
+    np.testing.assert_allclose(sorted(found.values()), [1, np.sqrt(2)], rtol=1e-6)
+
+
+# ---- when --------------------------------------------------------------------------------------
+
+
+def test_every():
+    """The first call, and each third: all others keep its numbers."""
+    tx, w, grads = jgrad.watch(jgrad.adam(0.1), every=3), params(), gradients(7)
+    steps = every_step(tx, w, grads)
+    found = [jax.device_get(jgrad.report(state)) for _, state in steps]
+    assert [int(x["calls"]) for x in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert [int(x["measured"]) for x in found] == [1, 1, 3, 3, 3, 6, 6]
+    always = [
+        jax.device_get(jgrad.report(state))
+        for _, state in every_step(jgrad.watch(jgrad.adam(0.1)), w, grads)
+    ]
+    for x in found:
+        then = always[int(x["measured"]) - 1]
+        close(x, {key: f64(y) for key, y in then.items() if key != "calls"})
+    assert_equal(steps[-1][0], train(jgrad.adam(0.1), w, grads)[0])
+
+
+def test_scan():
+    """The form is fixed; so it is after any first call, and donated."""
+    tx, w, grads = jgrad.watch(jgrad.lamb(0.1), every=2), params(), gradients(4)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+    step = step_of(tx)
+
+    def body(carry, g):
+        carry = step(*carry, g)
+        return carry, jgrad.report(carry[1])["grad_norm"]
+
+    (_, state), over_time = jax.jit(lambda w, s: jax.lax.scan(body, (w, s), stacked))(w, tx.init(w))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(w))
+    truth = [size_of(jnp.concatenate([x.ravel() for x in jax.tree.leaves(g)])) for g in grads]
+    np.testing.assert_allclose(over_time, [truth[i] for i in (0, 1, 1, 3)], rtol=1e-6)
+
+
+def test_vmap():
+    """Of models side by side; a report has an entry for each."""
+    tx = jgrad.watch(optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1)), every=2)
+    w, (a, b) = params(), gradients(2)
+    two = lambda x, y: jax.tree.map(lambda *xs: jnp.stack(xs), x, y)
+    both, grads = two(w, w), two(a, b)
+    state = jax.vmap(tx.init)(both)
+    _, state = jax.jit(jax.vmap(tx.update))(grads, state, both)
+    found = jgrad.report(state)
+    for i, g in enumerate((a, b)):
+        alone = jgrad.report(updated(tx, w, g)[1])
+        assert found.keys() == alone.keys()
+        close({key: x[i] for key, x in found.items()}, {key: f64(x) for key, x in alone.items()})
+
+
+def test_eagerly_and_traced():
+    tx, w, (g,) = jgrad.watch(jgrad.adam(0.1), every=2), params(), gradients(1)
+    _, state = tx.update(g, tx.init(w), w)
+    close(jgrad.report(state), {k: f64(x) for k, x in jgrad.report(updated(tx, w, g)[1]).items()})
+    inside = jax.jit(lambda g: jgrad.report(tx.update(g, tx.init(w), w)[1])["grad_norm"])
+    np.testing.assert_allclose(inside(g), jgrad.report(state)["grad_norm"], rtol=1e-6)
+
+
+# ---- where -------------------------------------------------------------------------------------
+
+
+def clipped(tx):
+    return optax.chain(jgrad.clip_by_global_norm(0.01), tx)
+
+
+PLACES = {
+    "skip": jgrad.skip_nonfinite,
+    "skip, branch": functools.partial(jgrad.skip_nonfinite, branch=True),
+    "accumulate": lambda tx: jgrad.accumulate(tx, 2),
+    "skip(accumulate)": lambda tx: jgrad.skip_nonfinite(jgrad.accumulate(tx, 2), loss_scale=1.0),
+    "master": jgrad.master_weights,
+    "stochastic": jgrad.stochastic_rounding,
+    "schedule_free": lambda tx: jgrad.schedule_free(tx, learning_rate=0.1),
+    "pack_small": jgrad.pack_small,
+    "offload": jgrad.offload,
+    "ema": lambda tx: optax.chain(tx, jgrad.ema(0.9)),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "partition": lambda tx: optax.partition(
+        {"a": tx, "b": optax.set_to_zero()}, {"layer": "a", "rest": ["a", "a", "b"]}
+    ),
+    "inject": lambda tx: optax.chain(optax.inject_hyperparams(optax.scale)(1.0), tx),
+    "masked": lambda tx: optax.masked(tx, {"layer": True, "rest": [True, True, False]}),
+}
+places = pytest.mark.parametrize("place", PLACES)
+
+
+@places
+def test_inside(place, standard_promotion):
+    """It is found, has measured, and trains as without it."""
+    w, grads = params(), gradients(4)
+    tx, around = clipped(jgrad.adam(0.1)), PLACES[place]
+    found, state = train(around(jgrad.watch(tx)), w, grads)
+    plain, _ = train(around(tx), w, grads)
+    chex.assert_trees_all_close(found, plain, rtol=1e-6)
+    numbers = jgrad.report(state)
+    windows = 2 if place in ("accumulate", "skip(accumulate)", "MultiSteps") else 4
+    assert int(numbers["calls"]) == int(numbers["measured"]) == windows
+    assert 0 < float(numbers["clip_factor"]) < 1
+    np.testing.assert_allclose(numbers["learning_rate"], 0.1, rtol=1e-6)
+    assert float(numbers["grad_norm/layer/w"]) > 0
+
+
+@places
+def test_around(place, standard_promotion):
+    """Notes come out of ours; of optax's `MultiSteps`, which branches, none does, and none leaks."""
+    if place == "offload":
+        w, tx = params(), jgrad.offload(jgrad.adam(0.1))
+        with pytest.raises(ValueError, match="expected it outside of everything"):
+            jgrad.watch(tx)
+        return
+    w, grads = params(), gradients(4)
+    tx = PLACES[place](clipped(jgrad.adam(0.1)))
+    found, state = train(jgrad.watch(tx), w, grads)
+    chex.assert_trees_all_close(found, train(tx, w, grads)[0], rtol=1e-6)
+    numbers = jgrad.report(state)
+    np.testing.assert_allclose(
+        numbers["grad_norm"],
+        size_of(jnp.concatenate([x.ravel() for x in jax.tree.leaves(grads[-1])])),
+        rtol=1e-6,
+    )
+    assert float(numbers["update_norm"]) > 0
+    if place == "MultiSteps":
+        assert "clip_factor" not in numbers
+    else:
+        assert 0 < float(numbers["clip_factor"]) < 1
+        np.testing.assert_allclose(numbers["learning_rate"], 0.1, rtol=1e-6)
+
+
+def test_notes_of_an_open_window():
+    """The numbers of the last window stay while the next is open, and with `emit=False`."""
+    rate = lambda done: 0.1 / (1 + done.astype(jnp.float32))
+    tx = jgrad.watch(jgrad.accumulate(clipped(jgrad.adam(rate)), 2))
+    w, grads = params(), gradients(5)
+    found = [float(jgrad.report(s)["learning_rate"]) for _, s in every_step(tx, w, grads)]
+    np.testing.assert_allclose(found, [0, 0.1, 0.1, 0.05, 0.05], rtol=1e-6)
+    w, state = train(tx, w, grads[:2])
+    _, state = tx.update(grads[2], state, w, emit=False)
+    np.testing.assert_allclose(jgrad.report(state)["learning_rate"], 0.1, rtol=1e-6)
+    _, state = tx.update(grads[2], state, w, emit=True)
+    np.testing.assert_allclose(jgrad.report(state)["learning_rate"], 0.05, rtol=1e-6)
+
+
+def test_every_around_a_window():
+    """A multiple of the window measures calls that close one."""
+    tx = jgrad.watch(jgrad.accumulate(jgrad.adam(0.1), 2), every=4)
+    found = jgrad.report(train(tx, params(), gradients(4))[1])
+    assert int(found["measured"]) == 4
+    assert float(found["update_norm"]) > 0
+    np.testing.assert_allclose(found["learning_rate"], 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_is_skipped_outside(every):
+    """As if it had not been: the report is that of the step before."""
+    w, (a, b) = params(), gradients(2)
+    tx = jgrad.skip_nonfinite(jgrad.watch(clipped(jgrad.adam(0.1)), every=every))
+    bad = jax.tree.map(lambda x: x * NAN, a)
+    found = every_step(tx, w, [a, bad, b])
+    assert_equal(found[1][1].inner, found[0][1].inner)
+    alone = train(jgrad.watch(clipped(jgrad.adam(0.1)), every=every), w, [a, b])
+    chex.assert_trees_all_close((found[2][0], found[2][1].inner), alone, rtol=1e-6)
+    assert int(jgrad.report(found[2][1])["skipped"]) == 1
+
+
+def test_skipping_looks_at_nothing_again():
+    """All that `watch` makes is settled: no array is read to see whether it is finite."""
+    tree = {f"w{i}": jnp.ones((64, 64)) for i in range(3)}
+
+    def reads(tx):
+        text = str(jax.make_jaxpr(tx.update)(tree, tx.init(tree), tree))
+        return text.count("name=_is_finite"), text.count("name=_stays_finite")
+
+    assert reads(jgrad.skip_nonfinite(jgrad.watch(jgrad.adam(0.1)))) == reads(
+        jgrad.skip_nonfinite(jgrad.adam(0.1))
+    )
+
+
+def test_watching_twice():
+    """Outside of clipping and inside: the outer one keeps the name."""
+    w, (g,) = params(), gradients(1)
+    tx = jgrad.watch(optax.chain(jgrad.clip_by_global_norm(0.01), jgrad.watch(jgrad.adam(0.1))))
+    found = jgrad.report(updated(tx, w, g)[1])
+    assert float(found["grad_norm"]) > 0.1
+    np.testing.assert_allclose(found["grad_norm#1"], 0.01, rtol=1e-5)
+    np.testing.assert_allclose(found["learning_rate"], 0.1, rtol=1e-6)
+
+
+def test_counters_of_wrappers():
+    w, (a, b) = params(), gradients(2)
+    tx = jgrad.watch(jgrad.skip_nonfinite(jgrad.accumulate(jgrad.adam(0.1), 2), loss_scale=4.0))
+    bad = jax.tree.map(lambda x: x * NAN, a)
+    found = jgrad.report(train(tx, w, [a, bad, b])[1])
+    assert (int(found["skipped"]), float(found["loss_scale"])) == (1, 2)
+    assert int(found["skipped_mini_batches"]) == 1
+
+
+def test_an_update_that_needs_an_argument():
+    """Of another library: at `init` nobody has it, so that its notes are left out."""
+
+    def update(g, state, w=None, *, value, **extra):
+        return jax.tree.map(lambda x: x * value.astype(x.dtype), g), state
+
+    by_value = optax.GradientTransformationExtraArgs(lambda w: optax.EmptyState(), update)
+    tx, w, (g,) = jgrad.watch(optax.chain(by_value, jgrad.adam(0.1))), params(), gradients(1)
+    _, state = tx.update(g, tx.init(w), w, value=jnp.float32(2.0))
+    found = jgrad.report(state)
+    assert "learning_rate" not in found
+    assert float(found["grad_norm"]) > 0
+
+
+def test_weights_in_8_bits():
+    w = {"w": jnp.ones((64, 80)), "b": jnp.ones(64)}
+    for tree in (w, jgrad.pack(w)):
+        tx = clipped(jgrad.adam(0.1, moment_dtype="8bit"))
+        u, state = updated(jgrad.watch(tx), tree, tree)
+        assert_equal(u, updated(tx, tree, tree)[0])
+        found = jgrad.report(state)
+        np.testing.assert_allclose(found["grad_norm"], np.sqrt(64 * 81), rtol=1e-6)
+        np.testing.assert_allclose(found["learning_rate"], 0.1, rtol=1e-6)
+
+
+# ---- devices -----------------------------------------------------------------------------------
+
+
+SHAPES = {"w": (8, 3), "b": (4,)}
+
+
+def on_mesh(seed):
+    rng = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(rng.normal(size=s) * 10.0 ** np.arange(s[0]).reshape(-1, *[1] * (len(s) - 1)), jnp.float32)
+        for name, s in SHAPES.items()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(every, check_vma):
+    """Norms of whole leaves, on all devices; notes too, which `init` finds outside."""
+    mesh, w, g = mesh_of(data=4), on_mesh(0), on_mesh(1)
+    make = lambda **axes: jgrad.watch(
+        jgrad.skip_nonfinite(
+            optax.chain(jgrad.clip_by_global_norm(0.1, **axes), jgrad.lamb(0.1, **axes)), **axes
+        ),
+        every=every,
+        **axes,
+    )
+    tx = make(mesh_axes="data")
+    state = tx.init(w)
+    specs = jax.tree.map(lambda x: P("data") if x.shape in SHAPES.values() else P(), state)
+    step = jax.shard_map(
+        step_of(tx), mesh=mesh, in_specs=(P("data"), specs, P("data")),
+        out_specs=(P("data"), specs), check_vma=check_vma,
+    )  # fmt: skip
+    _, state = jax.jit(step)(w, state, g)
+    _, alone = train(make(), w, [g])
+    assert jgrad.report(state).keys() == jgrad.report(alone).keys()
+    close(jgrad.report(state), {k: f64(x) for k, x in jgrad.report(alone).items()}, 3e-6)
+
+
+def test_zero():
+    """Inside it each device has some rows of a buffer; outside, whole gradients of its own."""
+    mesh, w, g = mesh_of(data=4), on_mesh(0), on_mesh(1)
+    w, g = (jgrad.pack(x, multiple_of=4) for x in (w, g))
+    tx = jgrad.zero(jgrad.watch(jgrad.lamb(0.1)), "data")
+    state = tx.init(w)
+    specs = jax.tree.map(
+        lambda x: x.spec,
+        jgrad.state_shardings(tx, jax.device_put(w, NamedSharding(mesh, P())), shard_over="data"),
+    )
+    step = jax.shard_map(
+        step_of(tx), mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs), check_vma=False
+    )
+    _, state = jax.jit(step)(w, state, g)
+    _, alone = train(jgrad.watch(jgrad.lamb(0.1)), w, [g])
+    close(jgrad.report(state), {k: f64(x) for k, x in jgrad.report(alone).items()}, 3e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("every", [1, 2])
+def test_sharded_leaves(kind, every):
+    """Under `jit` a leaf is whole, and stacked layers may be sharded."""
+    mesh, w, g = mesh_of(kind, data=4), on_mesh(0), on_mesh(1)
+    tx = jgrad.watch(clipped(jgrad.adam(0.1)), every=every, layer_axes={"w": 0, "b": None})
+    sharding = NamedSharding(mesh, P("data"))
+    place = lambda tree: jax.device_put(tree, sharding)
+    _, state = train(tx, place(w), [place(g), place(g)])
+    _, alone = train(tx, w, [g, g])
+    close(jgrad.report(state), {k: f64(x) for k, x in jgrad.report(alone).items()}, 3e-6)
+    scalars = [x for x in state.report.values() if x.ndim == 0]
+    assert all(x.sharding.is_fully_replicated for x in scalars)
+
+
+def test_state_shardings():
+    mesh = mesh_of(data=4)
+    w = jax.device_put(on_mesh(0), NamedSharding(mesh, P("data")))
+    tx = jgrad.watch(jgrad.adam(0.1))
+    shardings = jgrad.state_shardings(tx, w)
+    assert {x.spec for x in shardings.report.values()} == {P()}
+    assert shardings.inner.mw["w"].spec == P("data")
+    assert all(x.sharding.is_fully_replicated for x in tx.init(w).report.values())
+
+
+# ---- bytes -------------------------------------------------------------------------------------
+
+# Per parameter, beside the same without `watch`: bytes, copies included; and in a branch.
+COST = {"AdamW": (48, 12, 0), "clip + AdamW": (36, 12, 8)}
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The counts are those of the newest XLA."
+)
+@pytest.mark.parametrize("name", mostly_slow(COST, "AdamW"))
+def test_bytes(name):
+    """On a CPU, whose program writes what a norm reads; `tests/accelerators` has a GPU and a TPU.
+
+    With `every`, what is beside the branch costs nothing.
+    """
+    tree = {f"w{i}": jnp.ones((512, 512)) for i in range(3)}
+    make, elements = recipes.RECIPES[name].ours, 3 * 512**2
+    each, rare, others = COST[name]
+
+    def counted(tx):
+        step = recipes.program(tx, tree, tree, {})
+        step.build()
+        found = traffic(step.text)
+        return found.bytes / elements, found.rare / elements
+
+    with jax.numpy_dtype_promotion("standard"):
+        alone, before = counted(make())
+        own, own_rare = counted(jgrad.watch(make()))
+        seldom, _ = counted(jgrad.watch(make(), every=100))
+    assert own <= alone + each + 0.01
+    assert own_rare <= before + rare + 0.01
+    assert seldom <= alone + others + 0.01
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def test_messages():
+    adam, w, (g,) = jgrad.adam(0.1), params(), gradients(1)
+    tx = jgrad.watch(adam)
+    state = tx.init(w)
+    for error, message, call in (
+        (
+            ValueError,
+            "watch: `every`: 0, expected a number in [1, 2^31).",
+            lambda: jgrad.watch(adam, every=0),
+        ),
+        (
+            TypeError,
+            "watch: `tx`: 3 of type int, expected a transformation with `init` and `update`.",
+            lambda: jgrad.watch(3),
+        ),
+        (
+            TypeError,
+            "watch: `layer_axes` at ['a']: 'x' of type str, expected None, an int, or a tuple of "
+            "ints.",
+            lambda: jgrad.watch(adam, layer_axes={"a": "x"}),
+        ),
+        (
+            TypeError,
+            "watch: `state`: OptState, expected the WatchState that this `watch` made with `init`.",
+            lambda: tx.update(g, state.inner, w),
+        ),
+        (
+            ValueError,
+            "watch: the norm of the parameters needs the parameters: call `update(updates, state, "
+            "params)`.",
+            lambda: tx.update(g, state),
+        ),
+        (
+            ValueError,
+            "watch: `state.report` at ['grad_norm/a']: not there, expected shape (): a state fits "
+            "the parameters and the options with which `init` made it.",
+            lambda: tx.update({"a": X}, state._replace(inner=adam.init({"a": X})), {"a": X}),
+        ),
+        (
+            TypeError,
+            "report: `state`: OptState, expected a state with a WatchState in it, that of "
+            "`watch(tx)`.",
+            lambda: jgrad.report(state.inner),
+        ),
+    ):
+        assert_error(error, message, call)
+
+
+def test_a_state_for_other_layers():
+    w = model()
+    state = jgrad.watch(jgrad.adam(0.1)).init(w)
+    tx = jgrad.watch(jgrad.adam(0.1), layer_axes=AXES)
+    assert_error(
+        ValueError,
+        "watch: `state.report` at ['grad_norm/layers/b']: of shape (), expected shape (3,): a "
+        "state fits the parameters and the options with which `init` made it.",
+        lambda: tx.update(w, state, w),
+    )
