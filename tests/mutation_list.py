@@ -244,7 +244,7 @@ MUTATIONS = [
     Mutation("measures._in_float32", "watch: a finite norm in float64 is infinite", "numerics.clipped(X, _)", "X", WATCH),
     Mutation("noted_branch", "notes: those of a window that is open", "(otherwise(), X)", "(otherwise(), jax.tree.map(jnp.zeros_like, X))", WATCH),
     Mutation("Notes.add", "notes of another trace", "_ == _", "True", "tests/inputs/test_notes.py"),
-    Mutation("Notes.add_leaves", "notes: rates change their form", "X in Y and Z in Y", "False", "tests/inputs/test_notes.py"),
+    Mutation("Notes.add_leaves", "notes: rates change their form", "X not in Y and Z in Y", "False", "tests/inputs/test_notes.py"),
     Mutation("scaled_by_trust_ratio", "notes: the first factor of a ratio", "functools.reduce(jnp.multiply, X)", "X[0]", "tests/inputs/test_notes.py"),
     Mutation("residual._largest", "notes: the smallest residual", "jnp.max(X, initial=0.0)", "jnp.min(X)", "tests/inputs/test_notes.py"),
     Mutation("unique", "report: a second number hides the first", "X in Y", "False", WATCH),
