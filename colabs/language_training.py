@@ -41,6 +41,8 @@ class Settings(NamedTuple):
     clip: float = 1.0
     accumulate: int = 1
     skip: bool = False
+    spikes: bool = False
+    watch: int = 0
     ema: float = 0.0
     steps: int = 1400
     batch: int = 8
@@ -90,9 +92,18 @@ class Settings(NamedTuple):
     def about(self, text: Text) -> dict[str, Any]:
         """What has to be the same when a run goes on: all but the layout on devices."""
         own = self._asdict()
-        for name in ("packed", "devices", "zero"):
+        for name in _LAYOUT:
             del own[name]
         return {**own, "text": f"{zlib.crc32(text.codes.tobytes()):08x}"}
+
+    @classmethod
+    def of_saved(cls, about: dict[str, Any]) -> "Settings":
+        """Those of a checkpoint; a flag that it does not know has its default."""
+        return cls(**{name: x for name, x in about.items() if name in cls._fields})
+
+
+_LAYOUT = ("packed", "devices", "zero")  # of which a checkpoint knows nothing
+_MODEL = ("layers", "width", "heads")  # the same with --resume_as, too
 
 
 class SettingsError(ValueError):
@@ -149,7 +160,8 @@ def program(settings: Settings) -> Program:
 
     def step(params: Any, state: Any, codes: jax.Array) -> tuple[Any, Any, jax.Array]:
         value, grads = jgrad.value_and_grad(loss)(params, codes)
-        updates, state = tx.update(grads, state, params)
+        known = {"loss": value} if settings.spikes else {}
+        updates, state = tx.update(grads, state, params, **known)
         if settings.zero:
             value = jax.lax.pmean(value, _AXIS)
         return optax.apply_updates(params, updates), state, value
@@ -183,7 +195,10 @@ def _transformation(settings: Settings) -> recipes.Transformation:
         accumulate=settings.accumulate,
         skip=settings.skip,
         ema=settings.ema,
+        spikes=settings.spikes,
+        watch=settings.watch * settings.accumulate,
         shard_over=_AXIS if settings.devices > 1 and not settings.zero else None,
+        mesh_axis=_AXIS if settings.zero else None,
     )
     return jgrad.zero(tx, _AXIS) if settings.zero else tx
 
@@ -267,7 +282,10 @@ def train(
     checkpoints: Checkpoints | None = None,
     save_every: int = 100,
     validate_every: int = 100,
+    resume_as: bool = False,
     on_start: Callable[[int, Any], None] = lambda done, state: None,
+    on_other_settings: Callable[[int, jgrad.Account], None] = lambda done, account: None,
+    on_report: Callable[[int, dict[str, Any]], None] = lambda done, numbers: None,
     on_step: Callable[[int, float, float], None] = lambda done, loss, seconds: None,
 ) -> Run:
     """Trains from the last checkpoint, or from the start, to the end.
@@ -278,7 +296,10 @@ def train(
       checkpoints: where steps are saved; None to save nothing.
       save_every: steps between checkpoints; the last step is always saved.
       validate_every: steps between validation losses; the last step is always validated.
+      resume_as: whether a run may go on that was begun with other settings of the optimizer.
       on_start: called with the number of steps done, and the state.
+      on_other_settings: called with the number of steps done, and what became of the state.
+      on_report: called with the number of steps done, and what `watch` measured in the last.
       on_step: called with the number of steps done, a loss, and the seconds of the step.
 
     Raises:
@@ -288,11 +309,15 @@ def train(
     settings = settings.checked()
     about = settings.about(split.training)
     done = (checkpoints and checkpoints.latest()) or 0
-    history = _history(checkpoints, about, done)
+    saved, history = _saved(checkpoints, about, done, resume_as=resume_as)
     start, step, _ = program(settings)
     params, state = start()
-    if done:
+    if done and not resume_as:
         params, state = checkpoints.restore((params, state), done)
+    elif done:
+        old = checkpoints.restore(program(saved).start(), done)
+        params, state, account = carried_over(*old, like=(params, state))
+        on_other_settings(done, account)
 
     on_start(done, state)
     for i in range(done, settings.steps):
@@ -310,13 +335,35 @@ def train(
             saved = {"settings": about, "history": history}
             checkpoints.save(i + 1, (params, state), about=saved)
         on_step(i + 1, history.training[-1], seconds)
+        if settings.watch:
+            numbers = jgrad.report(state)
+            if int(numbers["measured"]) == int(numbers["calls"]):
+                on_report(i + 1, jax.device_get(numbers))
     return Run(params, state, history)
 
 
-def _history(checkpoints: Checkpoints | None, about: dict[str, Any], done: int) -> History:
-    """The losses until a checkpoint, if that is one of this run."""
+def carried_over(params: Any, state: Any, like: Any) -> tuple[Any, Any, jgrad.Account]:
+    """Parameters and state in the form and the places of others, and what became of the state."""
+    exact = optax.tree.get(state, "master", params)
+    exact = jax.tree.map(lambda x, p: p if x is None else x, exact, params, is_leaf=_is_none)
+    new_params, new_state = like
+    found, account = jgrad.carry_over(state, like=new_state, params=exact)
+    dtype = jax.tree.leaves(new_params)[0].dtype
+    new = jgrad.pack(jax.tree.map(lambda x: x.astype(dtype), exact), like=new_params)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return *jax.device_put((new, found), shardings), account
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _saved(
+    checkpoints: Checkpoints | None, about: dict[str, Any], done: int, *, resume_as: bool
+) -> tuple[Settings, History]:
+    """The settings and the losses until a checkpoint, if that is one of this run."""
     if not (checkpoints and done):
-        return History([], [])
+        return Settings(), History([], [])
     saved = checkpoints.about(done)
     try:
         settings, (training, validation) = dict(saved["settings"]), saved["history"]
@@ -328,8 +375,11 @@ def _history(checkpoints: Checkpoints | None, about: dict[str, Any], done: int) 
         raise CheckpointError(
             f"Until step {done} the sources of another version of Python were learned: {remedy}."
         )
-    check_settings(about, settings, done, folder="--checkpoint_folder")
-    return History(training, [(step, loss) for step, loss in validation])
+    before = Settings.of_saved(settings)
+    own = {name: about[name] for name in (_MODEL if resume_as else before._fields) if name in about}
+    folder = "--checkpoint_folder" + ("" if resume_as else ", or --resume_as")
+    check_settings(own, before._asdict(), done, folder=folder)
+    return before, History(training, [(step, loss) for step, loss in validation])
 
 
 def windows(text: Text, settings: Settings) -> np.ndarray:

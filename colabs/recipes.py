@@ -17,9 +17,9 @@ from language_model import LAYER_AXES
 Transformation = optax.GradientTransformationExtraArgs
 Rate = float | Callable[[Any], Any]
 
-# By names and shapes: `hidden` are the matrices of layers, `layers` has the embedding, too.
-hidden = jgrad.hidden_matrices(layer_axes=LAYER_AXES)
-layers = jgrad.hidden_matrices(exclude=("norm",), layer_axes=LAYER_AXES)
+# The matrices of layers; and which leaves have a trust ratio.
+hidden = jgrad.by_path({"layers/norm_*": False, "layers/*": True}, rest=False)
+scaled = jgrad.by_path({"layers/norm_*": False, "norm": False}, rest=True)
 
 
 class Optimizer(NamedTuple):
@@ -37,7 +37,7 @@ class Recipe(NamedTuple):
     around: Callable[[Transformation], Transformation] = lambda tx: tx
 
 
-_TRUST = {"trust_ratio_mask": layers, "layer_axes": LAYER_AXES}
+_TRUST = {"trust_ratio_mask": scaled, "layer_axes": LAYER_AXES}
 _MUON = {"matrices": hidden, "layer_axes": LAYER_AXES, "scale": "match_rms_adamw"}
 
 OPTIMIZERS = {
@@ -66,11 +66,14 @@ def transformation(
     accumulate: int = 1,
     skip: bool = False,
     ema: float = 0.0,
+    spikes: bool = False,
+    watch: int = 0,
     shard_over: str | None = None,
+    mesh_axis: str | None = None,
 ) -> Transformation:
     """The optimizer in its wrappers.
 
-        skip_nonfinite(accumulate(master_weights(chain(clip, optimizer, ema))))
+        watch(skip_spikes(skip_nonfinite(accumulate(master_weights(chain(clip, optimizer, ema))))))
 
     Args:
       optimizer: a name in `OPTIMIZERS`.
@@ -81,14 +84,17 @@ def transformation(
       accumulate: mini-batches for each update.
       skip: whether steps that are not finite are left out.
       ema: decay of the average of parameters; 0 for none.
+      spikes: whether steps with a loss far above those before are left out; `update` then needs
+        `loss=`.
+      watch: calls of `update` from one that is measured to the next; 0 to measure none.
       shard_over: under `jit`, the mesh axis over which the iterations of Muon are sharded.
+      mesh_axis: inside `shard_map`, the mesh axis of the batch.
     """
     own = RECIPES[recipe]
     options = {"shard_over": shard_over} if optimizer == "muon" else {}
     tx = OPTIMIZERS[optimizer].make(
         rate,
-        weight_decay=weight_decay,
-        weight_decay_mask=hidden,
+        weight_decay=jgrad.by_path({"layers/norm_*": 0.0, "layers/*": weight_decay}, rest=0.0),
         moment_dtype=own.moment_dtype,
         **options,
     )
@@ -98,4 +104,8 @@ def transformation(
     tx = own.around(tx)
     if accumulate > 1:
         tx = jgrad.accumulate(tx, accumulate)
-    return jgrad.skip_nonfinite(tx) if skip else tx
+    if skip:
+        tx = jgrad.skip_nonfinite(tx)
+    if spikes:
+        tx = jgrad.skip_spikes(tx, mesh_axes=mesh_axis)
+    return jgrad.watch(tx, every=watch, layer_axes=LAYER_AXES) if watch else tx

@@ -7,10 +7,12 @@ sample of what the model writes. Less than three minutes on two cores. Some othe
 
     --optimizer=muon --recipe=8bit_bf16_stochastic
     --devices=4 --zero --accumulate=4 --skip --ema=0.99
+    --watch=10 --spikes
     --checkpoint_folder=language_model_checkpoints
 
 With a folder, the same command goes on after the last checkpoint, to the bits of a run that was
-never stopped, also when it was killed. Needs the extras "demo" and "distributed".
+never stopped, also when it was killed. With --resume_as it goes on with another optimizer, recipe
+or schedule, and says what became of the state. Needs the extras "demo" and "distributed".
 """
 
 import contextlib
@@ -48,6 +50,7 @@ from language_training import (
     train,
     windows,
 )
+from watched import Watched
 
 _DEFAULT = Settings()
 
@@ -74,6 +77,8 @@ _integer("warmup", "Updates in which the rate rises; then it falls to 0 as a cos
 _float("clip", "Largest norm of a gradient; 0 for no clipping.")
 _integer("accumulate", "Steps for each update.", 1)
 flags.DEFINE_bool("skip", _DEFAULT.skip, "Whether steps that are not finite are left out.")
+flags.DEFINE_bool("spikes", _DEFAULT.spikes, "Whether steps with a loss far off are left out.")
+_integer("watch", "Updates from one that is measured to the next; 0 to measure none.", 0)
 _float("ema", "Decay of an average of the parameters, which is evaluated; 0 for none.", 0.9999)
 _integer("steps", "Batches to train on.", 1)
 _integer("batch", "Windows in a batch.", 1)
@@ -85,6 +90,12 @@ _integer("seed", "Of the first weights and the batches.", 0)
 
 _FOLDER = flags.DEFINE_string("checkpoint_folder", "", "Where checkpoints are; none by default.")
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 100, "Steps between checkpoints.", lower_bound=1)
+_RESUME_AS = flags.DEFINE_bool(
+    "resume_as", False, "Whether to go on with other settings than those of the checkpoint."
+)
+_WATCH_FILE = flags.DEFINE_string(
+    "watch_file", "train_language_model_watch", "With --watch, a table .csv and a plot .png."
+)
 _VALIDATE_EVERY = flags.DEFINE_integer(
     "validate_every", 100, "Steps between validation losses.", lower_bound=1
 )
@@ -117,6 +128,10 @@ class Shown:
         )
         if done:
             self._progress.console.print(f"Going on after step {done}.")
+
+    def account(self, done: int, account: jgrad.Account) -> None:
+        self._progress.console.print(f"With other settings after step {done}:")
+        self._progress.console.print(Plain(str(account)))
 
     def step(self, done: int, loss: float, seconds: float) -> None:
         self.seconds.append(seconds)
@@ -151,8 +166,16 @@ def table(
     if shown.seconds:
         made.caption += f", {shown.tokens_per_second():,.0f} tokens (bytes of text) per second"
     if settings.skip:
-        made.caption += f", {int(run.state.skipped)} steps skipped"
+        made.caption += f", {_counted(run.state, jgrad.SkipState)} steps skipped"
+    if settings.spikes:
+        made.caption += f", {_counted(run.state, jgrad.SpikeState)} spikes left out"
     return made
+
+
+def _counted(state: Any, kind: type) -> int:
+    """How many steps a wrapper has left out, wherever its state is."""
+    states = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
+    return next(int(x.skipped) for x in states if isinstance(x, kind))
 
 
 def plot(run: Run, bigram_loss: float, settings: Settings, path: str) -> None:
@@ -208,13 +231,17 @@ def run(settings: Settings) -> None:
         shown = Shown(
             settings, stack.enter_context(Progress(*columns, *others, TimeRemainingColumn()))
         )
+        watched = Watched()
         found = train(
             settings,
             split,
             checkpoints=checkpoints,
             save_every=_SAVE_EVERY.value,
             validate_every=_VALIDATE_EVERY.value,
+            resume_as=_RESUME_AS.value,
             on_start=shown.start,
+            on_other_settings=shown.account,
+            on_report=watched.add,
             on_step=shown.step,
         )
     pairs = bigram.log_probabilities(split.training.codes)
@@ -224,6 +251,11 @@ def run(settings: Settings) -> None:
     if _PLOT.value:
         plot(found, bigram.loss(pairs, windows(split.validation, settings)), settings, _PLOT.value)
         rich.print(f"Loss curves: {_PLOT.value}")
+    if watched.rows:
+        table_file, picture = (f"{_WATCH_FILE.value}.{x}" for x in ("csv", "png"))
+        watched.write(table_file)
+        watched.plot(picture)
+        rich.print(f"Norms of each layer: {table_file}, {picture}")
 
 
 def main(argv: list[str]) -> None:

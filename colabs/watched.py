@@ -49,9 +49,8 @@ class Watched:
             own = [row for row in self.rows if row.leaf == name]
             layers = sorted({row.layer for row in own})
             for layer in layers:
-                line = [
-                    (x.step, x.update_ratio) for x in own if x.layer == layer and x.update_ratio
-                ]
+                of_layer = [row for row in own if row.layer == layer and row.update_ratio]
+                line = [(row.step, row.update_ratio) for row in of_layer]
                 if line:
                     color = plt.cm.viridis(layer / max(1, len(layers) - 1) * 0.85)
                     label = f"layer {layer}" if len(layers) > 1 else None

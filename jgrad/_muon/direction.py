@@ -1,9 +1,7 @@
 """Muon's direction: momentum, orthogonalized matrix by matrix; Adam's for all other elements."""
 
 import functools
-import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,6 +20,7 @@ from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._muon import batches, matrix_axes, packed_parts, residual
 from jgrad._muon.matrix_axes import MatrixAxes, Part, read_output_axes, read_shardings, second_shape
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
+from jgrad._muon.scales import factors_of, read_scale
 from jgrad._muon.second_moments import second_shapes
 from jgrad._optimizers import adam as adam_of
 from jgrad._optimizers.adam import Adam
@@ -30,8 +29,6 @@ from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]
-ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
-Scale = str | ScaleFunction | None
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)
 # NorMuon's: added to the root of the mean square of each output, which is 1 / sqrt(inputs) or so.
@@ -75,7 +72,7 @@ class Muon(NamedTuple):
         given.adam.check(name, prefix="adam_")
         over = given.shard_over
         return given._replace(
-            scale=_read_scale(name, given.scale),
+            scale=read_scale(name, given.scale),
             coefficients=read_coefficients(name, given.coefficients),
             compute_dtype=check_compute_dtype(name, given.compute_dtype),
             shard_over=() if over is None else values.axis_names(name, "shard_over", over),
@@ -112,45 +109,6 @@ def _check_matrices(name: str, matrices: Mask) -> None:
         expected = "a tree of Python's bools, or a function of the parameters' shapes"
         remedy = '`optax.inject_hyperparams` needs `static_args=("matrices",)`'
         raise TypeError(f"{name}: `matrices`: an array, expected {expected}; {remedy}.")
-
-
-# ---- the factor by the numbers of outputs and inputs of a matrix --------------------------------
-
-_SCALES: dict[Any, ScaleFunction] = {
-    "original": lambda out, into: math.sqrt(max(1.0, out / max(1, into))),
-    "match_rms_adamw": lambda out, into: 0.2 * math.sqrt(max(out, into)),
-    "spectral": lambda out, into: math.sqrt(out / max(1, into)),
-    None: lambda out, into: 1.0,
-}
-
-
-def _read_scale(function: str, scale: Scale) -> ScaleFunction:
-    """The function of (outputs, inputs)."""
-    if callable(scale):
-        _check_takes_two(function, scale)
-        return scale
-    values.one_of(function, "scale", scale, _SCALES)
-    return _SCALES[scale]
-
-
-def _check_takes_two(function: str, scale: ScaleFunction) -> None:
-    try:
-        signature = inspect.signature(scale)
-    except ValueError:  # of a function in C
-        return
-    try:
-        signature.bind(1, 1)
-    except TypeError:
-        came = f"{getattr(scale, '__name__', type(scale).__name__)}{signature}"
-        expected = "a function of the numbers of outputs and inputs of a matrix"
-        raise TypeError(f"{function}: `scale`: {came}, expected {expected}.") from None
-
-
-def _factors_of(function: str, scale: ScaleFunction, axes: Sequence[MatrixAxes]) -> list[Any]:
-    """A scalar for each array; arrays with equal sizes share one in the program."""
-    sizes = dict.fromkeys(x.sizes for x in axes)
-    factors = {size: numbers.scalar(function, f"scale{size}", scale(*size)) for size in sizes}
-    return [factors[x.sizes] for x in axes]
 
 
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
@@ -279,7 +237,7 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
         found = _normalized_outputs(chosen, found, [new_vw.exact[i] for i in own])
 
     direction = adam_of.directions(mw_of_others, new_vw.exact, adam)
-    factors = _factors_of(name, muon.scale, [part.whole for part in chosen])
+    factors = factors_of(name, muon.scale, [part.whole for part in chosen])
     for i, o in zip(own, apply(rules.scale_by, found, factors), strict=True):
         direction[i] = parts[i].from_matrices(o, g[i])
     return all_parts.join(inputs.specs, direction, inputs.g, False), new_mw, new_vw

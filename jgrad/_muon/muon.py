@@ -15,8 +15,9 @@ from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
-from jgrad._muon.direction import LAST, Muon, MuonRule, Scale, directions
+from jgrad._muon.direction import LAST, Muon, MuonRule, directions
 from jgrad._muon.matrix_axes import MatrixAxes
+from jgrad._muon.scales import Scale
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 

@@ -61,9 +61,9 @@ def carry_over(
       strict: an error where anything is dropped or new.
       rename: the new path of each old one, of leaves or of whole subtrees: {"encoder/l0":
         "encoder/layers/0"}. Keys are joined by slashes.
-      reset: moments to set to zero: a prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one. Without `params`, the shapes are those of the
-        first tree of moments in `like`.
+      reset: moments to set to zero: a prefix tree of bools, `by_path`, or a function of the
+        parameters' `jax.ShapeDtypeStruct`s that returns one. Without `params`, the shapes are those
+        of the first tree of moments in `like`.
 
     Returns:
       `(state, account)`. The state has the structure, shapes and dtypes of `like`; no two of its

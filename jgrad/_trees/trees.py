@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jgrad._trees.blocks import Blocks
-from jgrad._trees.path_rules import is_by_path
+from jgrad._trees.path_rules import is_by_path, shown
 
 PyTree = Any
 
@@ -70,7 +70,7 @@ def names(tree: PyTree) -> list[str]:
     """
     found: dict[str, int] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-        name = own = jax.tree_util.keystr(path, simple=True, separator="/") or "params"
+        name = own = shown(path) or "params"
         while own in found:
             found[name] += 1
             own = f"{name}#{found[name]}"
