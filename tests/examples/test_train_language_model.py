@@ -23,6 +23,7 @@ import language_model
 import language_training
 import recipes
 import text
+import watched
 from checkpoints import CheckpointError, Checkpoints
 from language_training import Settings, SettingsError, bytes_on_one_device
 from tests.support.eight_bits import unquantized
@@ -305,6 +306,124 @@ def started(command, out):
         process.wait()
 
 
+# ---- under control -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "recipe", "layout"),
+    [
+        ("muon", STORED, "packed"),
+        pytest.param("lamb", "bf16_master", "zero", marks=pytest.mark.slow),
+        pytest.param("momentum", "float32", "jit", marks=pytest.mark.slow),
+    ],
+)
+def test_goes_on_as_another_run(optimizer, recipe, layout, tmp_path):
+    """Other moments, dtypes, wrappers and devices; the step is kept, and what is lost is said."""
+    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
+        train(TINY, checkpoints=checkpoints, save_every=2, on_step=stop_after(2))
+    settings = TINY._replace(
+        optimizer=optimizer, recipe=recipe, skip=False, ema=0.0, watch=1, **LAYOUTS[layout]
+    )
+    accounts = []
+    with opened(tmp_path) as checkpoints:
+        options = {"checkpoints": checkpoints, "resume_as": True}
+        run = train(settings, on_other_settings=lambda *x: accounts.append(x), **options)
+    ((done, account),) = accounts
+    assert done == 2
+    assert "step" in account.kept
+    assert any(name.startswith("ema") for name in account.dropped)
+    params = jax.tree.leaves(run.params)
+    assert {str(x.dtype) for x in params} == {"float32" if recipe == "float32" else "bfloat16"}
+    states = jax.tree.leaves(run.state, is_leaf=lambda x: isinstance(x, jgrad.OptState))
+    assert [int(x.step) for x in states if isinstance(x, jgrad.OptState)] == [2]
+    assert len(run.history.training) == 4
+    assert np.isfinite(run.history.training).all()
+
+
+def test_the_same_recipe_in_other_wrappers_goes_on(tmp_path):
+    """Without `skip_nonfinite` and packed, losses are those of a run that was never stopped."""
+    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
+        train(TINY, checkpoints=checkpoints, save_every=3, on_step=stop_after(3))
+    with opened(tmp_path) as checkpoints:
+        other = TINY._replace(skip=False, packed=True)
+        run = train(other, checkpoints=checkpoints, resume_as=True)
+    np.testing.assert_allclose(run.history.training, train(TINY).history.training, rtol=1e-6)
+
+
+def test_another_model_is_refused(tmp_path):
+    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
+        train(TINY, checkpoints=checkpoints, save_every=1, on_step=stop_after(1))
+    message = "--layers: 1, expected 2, as until step 1, or another --checkpoint_folder."
+    with opened(tmp_path) as checkpoints:
+        options = {"checkpoints": checkpoints, "resume_as": True}
+        assert_refused(CheckpointError, message, TINY._replace(layers=1), **options)
+
+
+SPIKE = 35
+
+
+def test_a_spike_is_left_out(monkeypatch):
+    """Of a batch of strange bytes nothing is learned: what follows has the bits of a run without."""
+    settings = TINY._replace(accumulate=1, ema=0.0, steps=40, spikes=True)
+    batch = text.Text.batch
+
+    def with_spike(self, i, **options):
+        codes = batch(self, i, **options)
+        return 255 - codes % 16 if i == SPIKE else codes
+
+    def without(self, i, **options):
+        return batch(self, i + (i >= SPIKE), **options)
+
+    monkeypatch.setattr(text.Text, "batch", with_spike)
+    found = train(settings)
+    monkeypatch.setattr(text.Text, "batch", without)
+    expected = train(settings)
+    losses = found.history.training
+    assert losses[SPIKE] > max(losses[SPIKE - 8 : SPIKE]) + 0.5
+    assert [*losses[:SPIKE], *losses[SPIKE + 1 :]] == expected.history.training[:-1]
+    assert (int(found.state.skipped), int(expected.state.skipped)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tree", *(pytest.param(x, marks=pytest.mark.slow) for x in ("packed", "jit", "zero"))],
+)
+def test_watch(layout, tmp_path):
+    """The ratio of each layer, by NumPy from parameters before and after a step; table and plot."""
+    settings = TINY._replace(
+        accumulate=1, ema=0.0, skip=False, steps=1, warmup=0, watch=1, **LAYOUTS[layout]
+    ).checked()
+    before = jax.device_get(jgrad.unpack(language_training.program(settings).start()[0]))
+    table = watched.Watched()
+    run = train(settings, on_report=table.add)
+    after = jax.device_get(jgrad.unpack(run.params))
+    assert len(table.rows) == 2 + 2 * len(before["layers"])  # two layers, embedding and norm
+    for row in table.rows:
+        assert row.step == 1
+        keys = row.leaf.split("/")
+        w, new = (functools.reduce(lambda x, key: x[key], keys, tree) for tree in (before, after))
+        w, new = (np.asarray(x[row.layer] if len(keys) > 1 else x, float) for x in (w, new))
+        ratio = np.linalg.norm(new - w) / np.linalg.norm(w)
+        np.testing.assert_allclose(row.update_ratio, ratio, rtol=1e-3)
+        np.testing.assert_allclose(row.param_norm, np.linalg.norm(w), rtol=1e-5)
+        assert row.grad_norm > 0
+    table.write(tmp_path / "watch.csv")
+    lines = (tmp_path / "watch.csv").read_text().splitlines()
+    assert lines[0] == "step,leaf,layer,grad_norm,update_norm,param_norm,update_ratio"
+    assert len(lines) == 1 + len(table.rows)
+    table.plot(tmp_path / "watch.png")
+    assert (tmp_path / "watch.png").stat().st_size > 10_000
+
+
+def test_which_calls_are_measured():
+    """Those that close a window: there an update is made."""
+    seen = []
+    train(TINY._replace(watch=1, spikes=True), on_report=lambda done, x: seen.append((done, x)))
+    assert [done for done, _ in seen] == [1, 2, 4]
+    assert [float(x["update_norm"]) > 0 for _, x in seen] == [False, False, True]  # a rate of 0
+    assert {"spikes", "skipped", "clip_factor", "learning_rate"} <= seen[0][1].keys()
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -378,7 +497,7 @@ def test_checkpoints_of_other_runs(tmp_path):
         ]:
             message = (
                 f"--{name}: {value}, expected {before}, as until step 1, or another "
-                "--checkpoint_folder."
+                "--checkpoint_folder, or --resume_as."
             )
             changed = other._replace(**{"rate": 0.01, name: value})
             assert_refused(CheckpointError, message, changed, checkpoints=checkpoints)
