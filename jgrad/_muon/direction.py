@@ -13,7 +13,6 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
-from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask, Number
 from jgrad._layers.layer_axes import read_layer_axes
@@ -221,9 +220,9 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
     chosen = [parts[i] for i in own]
     found = _orthogonalized(name, chosen, [ahead[i] for i in own], muon)
     if inputs.notes is not None:
-        _note_residuals(
-            inputs, inputs.notes, step.found, all_parts, dict(zip(own, found, strict=True))
-        )
+        join = functools.partial(all_parts.join, inputs.specs, like=inputs.g, second=False)
+        whole = dict(zip(own, found, strict=True))
+        residual.note(inputs, inputs.notes, step.found, parts, whole, g, join)
 
     means: list[Any] = [None] * len(parts)
     if is_normuon:
@@ -263,23 +262,6 @@ def _orthogonalized(
         compute_dtype=muon.compute_dtype,
         shard_over=muon.shard_over,
     )
-
-
-def _note_residuals(
-    inputs: Inputs,
-    notes: Notes,
-    axes: Sequence[MatrixAxes | None],
-    all_parts: _Parts,
-    found: dict[int, jax.Array],
-) -> None:
-    """Of whole matrices, by the number of the part that they are from."""
-    parts = list(map(found.get, range(len(all_parts.parts))))
-    if inputs.has_buffers:
-        g = all_parts.split(inputs.specs, inputs.g, False)
-        rows = zip(all_parts.parts, parts, g, strict=True)
-        parts = [None if x is None else part.from_matrices(x, like) for part, x, like in rows]
-        parts = all_parts.join(inputs.specs, parts, inputs.g, False)
-    residual.note(inputs, notes, [x and x.whole for x in axes], parts)
 
 
 def _mean_squares(chosen: Sequence[Part], found: Sequence[jax.Array]) -> list[Any]:

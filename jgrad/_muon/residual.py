@@ -1,6 +1,6 @@
 """How far results of Newton-Schulz are from orthogonal matrices, for a wrapper that reports it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,19 @@ from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import jit_static_kwargs
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.notes import Notes
-from jgrad._muon.matrix_axes import MatrixAxes
+from jgrad._muon.matrix_axes import MatrixAxes, Part
 from jgrad._packed import packing
 from jgrad._trees import trees
 
 
 def note(
-    inputs: Inputs, notes: Notes, axes: Sequence[MatrixAxes | None], arrays: Sequence[Any]
+    inputs: Inputs,
+    notes: Notes,
+    axes: Sequence[MatrixAxes | None],
+    parts: Sequence[Part],
+    found: dict[int, jax.Array],
+    like: Sequence[Any],
+    join: Callable[[list[Any]], list[Any]],
 ) -> None:
     """Notes the largest |X X^T - I| / sqrt(rows) of the matrices of each leaf, X wide.
 
@@ -26,19 +32,24 @@ def note(
     Args:
       inputs: of the update.
       notes: where.
-      axes: for each leaf of the unpacked tree where its matrices are, whole; None for no matrix.
-      arrays: an array with X for each array of the update, whole; None for no matrix.
+      axes: for each leaf of the unpacked tree where its matrices are; None for no matrix.
+      parts: those of the arrays of the update.
+      found: X, as `Part.to_matrices` has matrices, by the number of the part.
+      like: an array in the shape of each part.
+      join: makes arrays of their parts.
     """
-    leaves = list(arrays)
+    leaves: list[Any] = list(map(found.get, range(len(parts))))
     is_shard = any(spec.shard is not None for spec in inputs.specs)
     if inputs.has_buffers and not is_shard:
-        structure = trees.flatten(inputs.tree)[1]
-        leaves = trees.flatten(packing.unpack(structure.unflatten(leaves)))[0]
+        rows = zip(parts, leaves, like, strict=True)
+        arrays = join([None if x is None else part.from_matrices(x, g) for part, x, g in rows])
+        tree = trees.flatten(inputs.tree)[1].unflatten(arrays)
+        leaves = trees.flatten(packing.unpack(tree))[0]
     for i, (name, own) in enumerate(zip(trees.names(inputs.shapes), axes, strict=True)):
         if own is not None and is_shard:
             notes.add(f"muon_residual/{name}", jnp.nan)
         elif own is not None and leaves[i] is not None:
-            notes.add(f"muon_residual/{name}", _largest(leaves[i], axes=own))
+            notes.add(f"muon_residual/{name}", _largest(leaves[i], axes=own.whole))
 
 
 @jit_static_kwargs
