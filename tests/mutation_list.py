@@ -49,7 +49,7 @@ MUTATIONS = [
     Mutation("is_function", "a schedule that is a tree is not called", "X and is_prefix(_, _)", "X", "tests/trees"),
     Mutation("arrays_of", "Python floats without a gradient become arrays", "_ and checks.is_number(_)", "False", "tests/inputs/test_models.py"),
     Mutation("moment.check_form", "an array in the place of codes", "_ and isinstance(_, Blocks) and not isinstance(_, Blocks)", "False", "tests/inputs/test_moments.py"),
-    Mutation("check_betas", "momentum above 1", "numbers.scalar_betas(_, _, _)", "pass", MESSAGES),
+    Mutation("check_momentum", "momentum above 1", "check(_, _, momentum=_)", "pass", MESSAGES),
     Mutation("check_masks", "a mask that a count made", "arrays <= sum(map(checks.is_number, _))", "True", "tests/inputs/test_injected.py"),
     Mutation("AlignedArguments._finest", "the first argument is the finest", "None if _ is None else X[_.finest]", "X[0]", FUNCTIONAL),
     Mutation("pack_small._part", "a part of the parameters is another model", "_ is None and _ is None", "False", "tests/inputs/test_models.py"),

@@ -93,34 +93,35 @@ def strong_scalar(x: Any) -> Any:
 
 def scalar(function: str, name: str, x: Scalar) -> Any:
     """One number in [0, inf)."""
-    return _one_element(function, name, number(function, name, x))
+    return scalars(function, name, _no_tree(function, name, x))
 
 
 def beta(function: str, name: str, x: Scalar) -> BetaForms:
     """The forms of one number in [0, 1)."""
-    one_element = functools.partial(_one_element, function, name)
-    return BetaForms(*map(one_element, betas(function, name, x)))
+    return scalar_betas(function, name, _no_tree(function, name, x))
+
+
+def _no_tree(function: str, name: str, x: Any) -> Any:
+    if not jax.tree_util.all_leaves([x]):
+        raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
+    return x
 
 
 def scalars(function: str, name: str, tree: PyTree) -> PyTree:
     """One number in [0, inf), or a tree of them."""
-    return _one_for_each(function, name, number(function, name, tree))
+    return _one_element(function, name, number(function, name, tree))
 
 
 def scalar_betas(function: str, name: str, tree: PyTree) -> BetaForms:
     """The forms of one number in [0, 1), or of a tree of them."""
-    one_for_each = functools.partial(_one_for_each, function, name)
-    return BetaForms(*map(one_for_each, betas(function, name, tree)))
-
-
-def _one_for_each(function: str, name: str, tree: PyTree) -> PyTree:
-    if jax.tree_util.all_leaves([tree]):
-        return _one_element(function, name, tree)
-    checks.one_element(ArgLeaves.from_tree(function, name, tree))
-    return trees.map_leaves(lambda x: x.reshape(()), tree)
+    one_element = functools.partial(_one_element, function, name)
+    return BetaForms(*map(one_element, betas(function, name, tree)))
 
 
 def _one_element(function: str, name: str, x: Any) -> Any:
+    if not jax.tree_util.all_leaves([x]):
+        checks.one_element(ArgLeaves.from_tree(function, name, x))
+        return trees.map_leaves(lambda x: x.reshape(()), x)
     if not checks.is_array(x) or x.size != 1:
         raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
     return x.reshape(())

@@ -22,7 +22,6 @@ from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.path_rules import rules_of_option
 from jgrad._trees.trees import PyTree
 
 # A number, an array, or a function of the number of updates done; or a prefix tree or `by_path` of
@@ -37,37 +36,22 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 # ---- what a factory can check ------------------------------------------------------------------
 
 
-def check_rates(function: str, **rates: PyTree) -> None:
-    """Numbers in range, or arrays; a schedule is called in each update only."""
-    for name, x in rates.items():
-        if not trees.may_be_function(x):
-            numbers.number(function, name, _without_schedules(x))
-
-
-def check_numbers(function: str, **given: PyTree) -> None:
-    """One number for each leaf, in range; likewise."""
+def check(function: str, read: Callable[[str, str, PyTree], Any], **given: PyTree) -> None:
+    """What `read` says of numbers; a schedule is called in each update only."""
     for name, x in given.items():
         if not trees.may_be_function(x):
-            numbers.scalars(function, name, _without_schedules(x))
-
-
-def check_betas(function: str, **betas: PyTree) -> None:
-    """Likewise, in [0, 1)."""
-    for name, x in betas.items():
-        if not trees.may_be_function(x):
-            numbers.scalar_betas(function, name, _without_schedules(x))
+            read(function, name, x if checks.is_number(x) else _without_schedules(x))
 
 
 def _without_schedules(tree: PyTree) -> PyTree:
-    tree = rules_of_option(tree)
-    return trees.map_leaves(lambda x: 0.0 if trees.may_be_function(x) else x, tree)
+    return trees.map_leaves(lambda x: 0.0 if trees.may_be_function(x) else x, trees.opened(tree))
 
 
 def check_momentum(function: str, momentum: PyTree, *, nesterov: bool) -> None:
     """A number in range; Nesterov's form needs one."""
     values.boolean(function, "nesterov", nesterov)
     if momentum is not None:
-        check_betas(function, momentum=momentum)
+        check(function, numbers.scalar_betas, momentum=momentum)
     elif nesterov:
         raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
 
@@ -139,7 +123,9 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
 def _numbers_of(inputs: Inputs, step: Step, name: str, own: PyTree) -> PyTree:
     """The numbers of this call, or else the factory's, with results for schedules."""
     override = step.numbers.get(name)
-    given = rules_of_option(own if override is None else override)
+    given = trees.opened(own if override is None else override)
+    if checks.is_number(given):
+        return given
     x = called(inputs, name, given, lambda: step.done)
     if x is not given:
         return trees.map_leaves(_scheduled, x)

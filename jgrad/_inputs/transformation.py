@@ -86,7 +86,8 @@ def transformation(
             inputs.require_params(params_for)
         step = moments.read(inputs, state, shapes(inputs), OfCall(numbers))
         values, new_mw, new_vw = compute(inputs, step)
-        step.numbers.check_names(name)
+        if numbers:
+            step.numbers.check_names(name)
         new = OptState(
             step.number,
             _in_state(name, "mw", step.mw, new_mw, state.mw),

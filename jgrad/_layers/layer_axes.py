@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 from jgrad._arithmetic.leafwise import Function
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.path_rules import rules_of_option
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
@@ -208,7 +207,7 @@ def _read(
 ) -> PyTree:
     """`tree` with each leaf as `read` understands it."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(
-        rules_of_option(tree), is_leaf=lambda x: x is None or read(x) is not None
+        trees.opened(tree), is_leaf=lambda x: x is None or read(x) is not None
     )
     leaves = [x for _, x in pairs]
     arg = ArgLeaves(

@@ -63,7 +63,7 @@ class Muon(NamedTuple):
         _check_matrices(name, given.matrices)
         values.one_of(name, "rule", given.rule, ("muon", "normuon"))
         values.boolean(name, "nesterov", given.nesterov)
-        options.check_betas(name, momentum=given.momentum)
+        options.check(name, numbers.scalar_betas, momentum=given.momentum)
         read_output_axes(name, given.output_axes)
         read_layer_axes(name, given.layer_axes)
         read_shardings(name, given.mesh_axes)

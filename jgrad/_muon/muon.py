@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.rules import add_decay
-from jgrad._inputs import options
+from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
@@ -134,7 +134,7 @@ def muon(
       (2025), algorithm 1.
     """
     name, arguments = "muon", locals()
-    options.check_rates(name, learning_rate=learning_rate)
+    options.check(name, numbers.number, learning_rate=learning_rate)
     own = Muon.of_arguments(name, arguments)
     given = (
         *(learning_rate, momentum, weight_decay),
@@ -148,11 +148,11 @@ def muon(
         weight_decay_mask=weight_decay_mask,
         full_precision=full_precision,
     )
-    options.check_numbers(name, weight_decay=weight_decay)
+    options.check(name, numbers.scalars, weight_decay=weight_decay)
     if adam_weight_decay is not None:
-        options.check_numbers(name, adam_weight_decay=adam_weight_decay)
+        options.check(name, numbers.scalars, adam_weight_decay=adam_weight_decay)
     if adam_learning_rate is not None:
-        options.check_rates(name, adam_learning_rate=adam_learning_rate)
+        options.check(name, numbers.number, adam_learning_rate=adam_learning_rate)
     elif scale != "match_rms_adamw":
         expected = "a rate for the leaves that are not in `matrices`, such as 3e-4"
         remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'

@@ -9,7 +9,7 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import PerLeaf, apply, calls, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import scaled
-from jgrad._inputs import functional, options
+from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment, NewMoments, Step
@@ -105,8 +105,9 @@ class Adam(NamedTuple):
 
     def check(self, name: str, *, prefix: str = "") -> None:
         """What a factory can; errors of the transformation `name`."""
-        options.check_betas(name, **{f"{prefix}beta1": self.beta1, f"{prefix}beta2": self.beta2})
-        options.check_numbers(name, **{f"{prefix}epsilon": self.epsilon})
+        betas = {f"{prefix}beta1": self.beta1, f"{prefix}beta2": self.beta2}
+        options.check(name, numbers.scalar_betas, **betas)
+        options.check(name, numbers.scalars, **{f"{prefix}epsilon": self.epsilon})
         check_bias_correction(name, self.bias_correction)
 
     def read(self, inputs: Inputs, step: Step, *, prefix: str = "") -> "Adam":
@@ -367,8 +368,8 @@ def adam(
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
     name = "adam"
-    options.check_rates(name, learning_rate=learning_rate)
-    options.check_numbers(name, weight_decay=weight_decay)
+    options.check(name, numbers.number, learning_rate=learning_rate)
+    options.check(name, numbers.scalars, weight_decay=weight_decay)
     given = Adam(beta1, beta2, epsilon, bias_correction)
     given.check(name)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}

@@ -8,7 +8,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.rules import add_decay, is_zero
-from jgrad._inputs import functional, options
+from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment, NewMoments, Step
@@ -182,8 +182,8 @@ def gradient_descent(
       in deep learning" (2013), section 2.
     """
     name = "gradient_descent"
-    options.check_rates(name, learning_rate=learning_rate)
-    options.check_numbers(name, weight_decay=weight_decay)
+    options.check(name, numbers.number, learning_rate=learning_rate)
+    options.check(name, numbers.scalars, weight_decay=weight_decay)
     options.check_momentum(name, momentum, nesterov=nesterov)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)

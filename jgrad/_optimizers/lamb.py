@@ -293,8 +293,8 @@ def lamb(
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
     name = "lamb"
-    options.check_rates(name, learning_rate=learning_rate)
-    options.check_numbers(name, weight_decay=weight_decay)
+    options.check(name, numbers.number, learning_rate=learning_rate)
+    options.check(name, numbers.scalars, weight_decay=weight_decay)
     given = Adam(beta1, beta2, epsilon, bias_correction)
     given.check(name)
     values.one_of(name, "rule", rule, _RULES)

@@ -280,8 +280,8 @@ def lars(
       algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.
     """
     name = "lars"
-    options.check_rates(name, learning_rate=learning_rate)
-    options.check_numbers(name, weight_decay=weight_decay, epsilon=epsilon)
+    options.check(name, numbers.number, learning_rate=learning_rate)
+    options.check(name, numbers.scalars, weight_decay=weight_decay, epsilon=epsilon)
     options.check_momentum(name, momentum, nesterov=nesterov)
     values.boolean(name, "rate_in_momentum", rate_in_momentum)
     _check_rule(name, rule, epsilon)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jgrad._trees import trees
 from jgrad._trees.blocks import Blocks
-from jgrad._trees.path_rules import PathRules, rules_of_option
+from jgrad._trees.path_rules import PathRules
 from jgrad._trees.trees import PyTree
 
 _SHOWN = 3  # places named in a message about structure
@@ -96,7 +96,7 @@ class ArgLeaves(NamedTuple):
 
         So are the values of rules by path; where the reference has None any value will do.
         """
-        tree = rules_of_option(tree)
+        tree = trees.opened(tree)
         leaves, structure = trees.flatten(tree)
         if isinstance(tree, PathRules):
             pairs = jax.tree_util.tree_leaves_with_path(reference, trees.is_leaf)

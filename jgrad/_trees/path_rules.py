@@ -79,19 +79,6 @@ def matches(pattern: str, path: KeyPath) -> bool:
     return any(_expression(pattern).fullmatch("".join(f"{k}/" for k in text)) for text in texts)
 
 
-def rules_of_option(x: Any) -> Any:
-    """The `PathRules` of what `by_path` returned; any other option as it is.
-
-    That is a function to optax, which calls no function that is a tree. Its rules are a tree.
-    """
-    return getattr(x, "__jgrad_rules__", x)
-
-
-def is_by_path(x: Any) -> bool:
-    """Whether `by_path` returned it."""
-    return hasattr(x, "__jgrad_rules__")
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class PathRules:
     """Values by the path of a leaf. The first rule that matches is that of a leaf.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jgrad._trees.blocks import Blocks
-from jgrad._trees.path_rules import is_by_path, shown
+from jgrad._trees.path_rules import shown
 
 PyTree = Any
 
@@ -32,7 +32,15 @@ def may_be_function(x: Any) -> bool:
 
     No arrays, as variables of flax are, and no rules by path.
     """
-    return callable(x) and not (hasattr(x, "__jax_array__") or is_by_path(x))
+    return callable(x) and not (hasattr(x, "__jax_array__") or hasattr(x, "__jgrad_rules__"))
+
+
+def opened(x: PyTree) -> PyTree:
+    """The rules of what `by_path` returned, which are a tree; any other option as it is.
+
+    What it returned is a function to optax, which calls no function that is a tree.
+    """
+    return getattr(x, "__jgrad_rules__", x)
 
 
 def is_function(x: Any, params: PyTree) -> bool:

@@ -251,6 +251,8 @@ FLAGS = {
     "lars: `rate_in_momentum`": lambda x: jgrad.lars(0.1, momentum=0.9, rate_in_momentum=x),
     "scale_by_muon: `nesterov`": lambda x: jgrad.scale_by_muon(matrices=True, nesterov=x),
     "accumulate: `check_finite`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, check_finite=x),
+    "accumulate: `weighted`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, weighted=x),
+    "skip_spikes: `restart`": lambda x: jgrad.skip_spikes(jgrad.adam(0.1), restart=x),
     "skip_nonfinite: `branch`": lambda x: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=x),
     "muon: `nesterov`": lambda x: jgrad.muon(
         0.1, matrices=True, adam_learning_rate=1.0, nesterov=x

@@ -59,7 +59,7 @@ def own_state(state):
     return next(x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x))
 
 
-@pytest.mark.parametrize(("make", "options", "name", "form"), cells())
+@pytest.mark.parametrize(("make", "options", "name", "form"), list(cells()))
 def test_as_another_factory(make, options, name, form):
     """The second step with a number of its own is that of an optimizer that always has it."""
     value = NEW[name.removeprefix("adam_")]
