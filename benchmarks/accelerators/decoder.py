@@ -376,7 +376,7 @@ def draw(results: Sequence[Result], path: pathlib.Path) -> None:
             height = names.index(x.recipe)
             panel.barh(height, x.peak / GIB, height=0.72, color=color)
             panel.text(x.peak / GIB, height, f" {x.peak / GIB:.1f}", va="center", fontsize=8)
-        highest = max(x.peak / GIB for x in own)
+        highest = max((x.peak / GIB for x in own), default=memory)
         if highest > 0.5 * memory:
             panel.axvline(memory, color="#e8892b", linewidth=1.2)
         panel.set(xlim=(0, 1.2 * highest), ylim=(len(names) - 0.4, -0.6), xlabel="GiB on a chip")
