@@ -212,6 +212,8 @@ _NORMS = {"all-reduce": 4}
 COLLECTIVES: dict[str, dict[str, int]] = {
     "momentum": _NONE,
     "AdamW": _NONE,
+    "watch(AdamW)": {"all-reduce": 4},
+    "watch(AdamW, every=100)": {"all-reduce": 4},  # in the rare branch
     "clip + AdamW": _NORM,
     "skip(clip + AdamW)": _NORM,
     "skip_spikes(skip(clip + AdamW))": _NORM,
