@@ -102,7 +102,7 @@ def beta(function: str, name: str, x: Scalar) -> BetaForms:
 
 
 def _no_tree(function: str, name: str, x: Any) -> Any:
-    if not jax.tree_util.all_leaves([x]):
+    if not jax.tree_util.treedef_is_leaf(trees.flatten(x)[1]):
         raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
     return x
 

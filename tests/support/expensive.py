@@ -343,7 +343,7 @@ DEFAULT = {
         "test_one_trace": 0,
         "test_rates_for_each_element": 0,
     },
-    "states/test_quantized.py": {
+    "states/test_forms.py": {
         "test_e45_a_checkpoint_of_float32": 0,
         "test_e45_the_state_of_another_recipe": 0,
     },
