@@ -46,7 +46,7 @@ EXAMPLES = {
     "docs/getting_started.md": 5,
     "docs/half_precision.md": 4,
     "docs/change_in_a_run.md": 1,
-    "docs/diverges.md": 3,
+    "docs/diverges.md": 4,
     "docs/from_pytorch.md": 2,
     "docs/choose_a_recipe.md": 14,
 }

@@ -43,13 +43,18 @@ class Notes:
         return self.old is None
 
     @property
+    def is_here(self) -> bool:
+        """Whether it was made in this trace; elsewhere nothing may be added."""
+        return bool(trace_state() == self._trace)
+
+    @property
     def names(self) -> set[str]:
         """All that are given."""
         return {*self._taken, *self.new}
 
     def add(self, name: str, value: Any) -> None:
         """Notes an array or a number; the second of a name is called `name#1`."""
-        if trace_state() == self._trace:
+        if self.is_here:
             self.new[unique(name, self.names)] = jnp.asarray(value).astype(jnp.float32)
 
     def add_leaves(self, name: str, paths: Sequence[str], values: Sequence[Any]) -> None:
@@ -64,9 +69,11 @@ class Notes:
         first = own[0][1]
         is_shared = all(x is first for _, x in own)
         known: Iterable[str] = () if self.old is None else self.old
-        if is_shared and not (name not in known and f"{name}/{own[0][0]}" in known):
+        one = unique(name, self.names) in known  # not given to a transformation before this one
+        each = unique(f"{name}/{own[0][0]}", self.names) in known
+        if is_shared and not (each and not one):
             self.add(name, jnp.mean(jnp.asarray(first)))
-        elif name in known:
+        elif one and not each:
             self.add(name, jnp.nan)
         else:
             for path, x in own:

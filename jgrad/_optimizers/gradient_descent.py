@@ -195,7 +195,7 @@ def gradient_descent(
             options.without_momentum(inputs, step)
             direction = add_decay(inputs.g, inputs.w, decays)
             return apply(rules.descent, direction, rates), None, None
-        decay = options.number_per_array(inputs, step, "momentum", momentum)
+        decay = options.beta_per_array(inputs, step, "momentum", momentum).value
         # The direction is computed again for Nesterov's form: XLA would write out what two kernels
         # read.
         again = shardings.barrier((inputs.g, inputs.w)) if nesterov else None

@@ -314,7 +314,7 @@ def lars(
         if momentum is None:
             options.without_momentum(inputs, step)
             return direction, None, None
-        decay = options.number_per_array(inputs, step, "momentum", momentum)
+        decay = options.beta_per_array(inputs, step, "momentum", momentum).value
         direction, mw = with_momentum(
             step.mw,
             calls(rules.add_scaled, direction, step.mw.old, decay),

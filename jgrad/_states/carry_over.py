@@ -218,6 +218,8 @@ class _Leaves:
 
     def _made(self, how: str, x: Any) -> Any:
         """What is neither the array of before nor another form of it."""
+        if how == matching.OF_COUNT:
+            return x.astype(jnp.float32)
         x = encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
         if how in matching.SQUARES:
             return _mean_square(x, matching.SQUARES[how])

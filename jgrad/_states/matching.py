@@ -12,6 +12,7 @@ from jgrad._states.parts import Keys, Part
 from jgrad._trees import checks
 
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
+OF_COUNT = "1 for each mini-batch of the window"
 MEAN, SUM, ONE = "the mean of a sum", "the sum of a mean", "1; `like=tx.init(params)` has others"
 # The mean square of gradients, by an average of them with momentum 0.9 or by such a sum. Of noise
 # with variance v the average has the variance v (1 - 0.9) / (1 + 0.9), and the sum v / (1 - 0.9^2).
@@ -27,12 +28,14 @@ _WEIGHTS = [
     (parts.SCHEDULE_FREE, "average"),
 ]
 _TOTAL, _COUNT = (parts.ACCUMULATE, "total"), (parts.ACCUMULATE, "count")
-_MINI_STEP = (parts.ACCUMULATE, "mini_step")
+_MINI_STEP, _WEIGHT = (parts.ACCUMULATE, "mini_step"), (parts.ACCUMULATE, "weight")
+_LOSSES = (parts.SPIKES, "losses")
 COUNTS = (_COUNT, _MINI_STEP)  # of a window; optax has the second one only
 _SCALE = (parts.SKIP, "loss_scale")
+_REPORT = "report"  # is measured again
 # Kinds whose numbers start at zero.
 _START_AT_ZERO = (
-    *(parts.MOMENTS, parts.ACCUMULATE, parts.SKIP, parts.EMA, parts.SCHEDULE_FREE),
+    *(parts.MOMENTS, parts.ACCUMULATE, parts.SKIP, parts.SPIKES, parts.EMA, parts.SCHEDULE_FREE),
     *(parts.STOCHASTIC, parts.COUNTER),
 )
 _STEPS = (parts.MOMENTS, parts.COUNTER, parts.ACCUMULATE)
@@ -45,6 +48,9 @@ _BIAS = (
 _NO_STEP = "step: not in `old`, so schedules and bias correction begin anew."
 _SUMS = (
     "mw: sums of gradients in `old`, averages in `like`: too large at first, by 1 / (1 - momentum)."
+)
+_WEIGHTED = (
+    "accumulate: sums of weighted gradients in `old`, of others in `like`: the window begins anew."
 )
 _AVERAGES = "mw: averages of gradients in `old`, sums in `like`: first too small by 1 - beta1."
 
@@ -103,7 +109,8 @@ class Matcher:
             seen[key] += 1
             sources.append(source)
             detail = self._detail(part, source)
-            entries.append(Entry(source.what, part.shown, part.keys, detail))
+            if part.field != _REPORT:
+                entries.append(Entry(source.what, part.shown, part.keys, detail))
         entries += [Entry(account.DROPPED, x.shown, x.keys) for x in self._unused()]
         self._check_something_fits(sources)
         return Matching(sources, entries, list(self._notes(sources)))
@@ -135,7 +142,11 @@ class Matcher:
 
     def _new(self, part: Part, position: int) -> Source:
         """Of a leaf that the old state does not have."""
-        if part.role == _COUNT and (steps := self._by_role[_MINI_STEP, ()]):
+        counts = [*self._by_role[_COUNT, ()], *self._by_role[_MINI_STEP, ()]]
+        if part.role == _WEIGHT and counts:
+            return self._carried(part, counts[0], OF_COUNT)
+        steps = self._by_role[_MINI_STEP, ()]
+        if part.role == _COUNT and steps and not self._is_lost(_WEIGHT):
             return self._carried(part, steps[0])  # of optax, which counts once
         if part.role == _MOMENTS[1]:
             first = self._by_role[_MOMENTS[0], part.keys]
@@ -151,20 +162,38 @@ class Matcher:
         if part.role == _SCALE and not checks.is_array(part.leaf):
             return Source(account.FROM_LIKE, None, ONE)
         is_integer = jnp.issubdtype(part.leaf.dtype, jnp.integer)
-        if part.role != _SCALE and part.kind in _START_AT_ZERO:
+        is_number_of_user = part.role == _SCALE or (part.kind == parts.COUNTER and not is_integer)
+        if part.kind in _START_AT_ZERO and not is_number_of_user:
             return Source(account.ZERO)
         if checks.is_array(part.leaf):
             return Source(account.FROM_LIKE)
-        if (is_integer and not part.leaf.shape) or part.field == "report":
+        if (is_integer and not part.leaf.shape) or part.field == _REPORT:
             return Source(account.ZERO)
         problem = "the shape of a part that `old` does not have, and that starts at unknown numbers"
         remedy = "expected arrays: `like=tx.init(params)`"
         raise ValueError(f"{self._function}: `like`{checks.at(part.path)}: {problem}, {remedy}.")
 
     def _may_be_carried(self, part: Part, own: int) -> bool:
-        """Whether the shape of what is no parameter's is that of before: else it begins anew."""
+        """Whether the shape of what is no parameter's is that of before: else it begins anew.
+
+        A window of losses begins anew with its counters, and one of weighted gradients with its
+        sum, if gradients are not weighted any more.
+        """
+        if part.kind == parts.SPIKES and part.field in ("losses", "accepted", "streak"):
+            return self._is_alike(_LOSSES)
+        if part.role in (_TOTAL, _COUNT, _MINI_STEP) and self._is_lost(_WEIGHT):
+            return False
         is_known = part.kind in (*_START_AT_ZERO, parts.MASTER, parts.PLAIN)
         return is_known or self._old[own].leaf.shape == part.leaf.shape
+
+    def _is_alike(self, role: tuple[str, str]) -> bool:
+        old, new = (
+            [x.leaf.shape for x in own if x.role == role] for own in (self._old, self._like)
+        )
+        return old == new
+
+    def _is_lost(self, role: tuple[str, str]) -> bool:
+        return any(x.role == role for x in self._old) and all(x.role != role for x in self._like)
 
     def _check_shape(self, part: Part, own: int) -> None:
         old = self._old[own]
@@ -200,7 +229,10 @@ class Matcher:
         return [
             x
             for i, x in enumerate(self._old)
-            if x.leaf is not None and i not in self._used and not (x.is_step and has_step)
+            if x.leaf is not None
+            and i not in self._used
+            and not (x.is_step and has_step)
+            and x.field != _REPORT
         ]
 
     def _check_something_fits(self, sources: Sequence[Source | None]) -> None:
@@ -229,6 +261,8 @@ class Matcher:
         if new and any(x.old is not None for x in steps):
             names = Entry("", new[0].shown, new[0].keys).name
             notes.append(_BIAS.format(names=names if len(new) == 1 else f"vw of {len(new)} leaves"))
+        if self._is_lost(_WEIGHT) and any(x.role == _TOTAL for x in self._like):
+            notes.append(_WEIGHTED)
         if carried and any(x.old is None for x in steps):
             notes.append(_NO_STEP)
         was, now = map(_holds_sums, (self._old, self._like))

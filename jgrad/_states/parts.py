@@ -21,12 +21,12 @@ _INSIDE = (
     *("inner", "inner_state", "inner_states", "inner_opt_state", "base_optimizer_state"),
     "opt_state",
 )
-MOMENTS, ACCUMULATE, SKIP = "moments", "accumulate", "skip_nonfinite"
+MOMENTS, ACCUMULATE, SKIP, SPIKES = "moments", "accumulate", "skip_nonfinite", "skip_spikes"
 MASTER, EMA, SCHEDULE_FREE = "master_weights", "ema", "schedule_free"
 STOCHASTIC, COUNTER, PLAIN = "stochastic_rounding", "counter", ""
 MW, VW, STEP, PER_OUTPUT = "mw", "vw", "step", "vw per output"
 
-_NAMED = (ACCUMULATE, SKIP, MASTER, EMA, SCHEDULE_FREE, STOCHASTIC)  # in accounts
+_NAMED = (ACCUMULATE, SKIP, SPIKES, MASTER, EMA, SCHEDULE_FREE, STOCHASTIC)  # in accounts
 
 # By optax's names.
 _FIELDS = {
@@ -37,7 +37,7 @@ _FIELDS = {
     STOCHASTIC: {"step": "done"},  # as it was up to 0.6
 }
 _OF_MOMENTS = {MW, VW, "mu", "nu", "trace", "ema"}
-_OF_OTHERS = {"mini_step", "done", "master", "average", "loss_scale", "hyperparams"}
+_OF_OTHERS = {"mini_step", "done", "master", "average", "loss_scale", "losses", "hyperparams"}
 _KNOWN = {*_INSIDE, *_OF_MOMENTS, *_OF_OTHERS, "step", "count", "notfinite_count"}
 
 
@@ -143,6 +143,8 @@ def _kind(fields: list[str]) -> str:
         return ACCUMULATE
     if names >= {"skipped", "streak", "loss_scale"} or "total_notfinite" in names:
         return SKIP
+    if names >= {"skipped", "losses", "accepted"}:
+        return SPIKES
     if names >= {"z", "average"}:
         return SCHEDULE_FREE
     if names <= {"master", "inner"} and "master" in names:

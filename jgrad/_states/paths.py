@@ -19,8 +19,9 @@ def renamed(
     function: str, old: Sequence[Part], like: Sequence[Part], rename: Mapping[str, str]
 ) -> list[Part]:
     """The parts of the old state by their new paths; of prefixes of a path the longest counts."""
-    both = [*rename.items()]
-    if not all(isinstance(x, str) for pair in both for x in pair):
+    is_mapping = isinstance(rename, Mapping)
+    both = [*rename.items()] if is_mapping else []
+    if not (is_mapping and all(isinstance(x, str) for pair in both for x in pair)):
         expected = "a mapping of old paths to new ones, keys joined by slashes"
         raise TypeError(f"{function}: `rename`: {rename!r}, expected {expected}.")
     rules = {tuple(a.split("/")): tuple(b.split("/")) for a, b in both}

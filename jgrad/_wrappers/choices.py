@@ -35,7 +35,7 @@ def noted_branch(
 
     `then` is given the extra arguments of an update in which to make them, if any.
     """
-    if notes is None:
+    if notes is None or not notes.is_here:
         return branch(use, lambda: then({}), otherwise)
     made: list[str] = []
 

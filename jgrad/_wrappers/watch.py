@@ -74,7 +74,9 @@ def watch(
     layer; of Muon `muon_residual/<path>`, the largest |X X^T - I| / sqrt(rows) of the matrices of a
     leaf, which costs a product. A second number of a name is `clip_factor#1`. Transformations of
     other libraries add none, nor does what is inside `optax.MultiSteps`, or inside a transformation
-    that does not hand extra arguments on. In a call that does not compute a number, such as one
+    that does not hand extra arguments on. Where `init` cannot try an update, since that needs
+    arguments such as the `value=` of optax's `reduce_on_plateau`, nothing inside adds any. In a
+    call that does not compute a number, such as one
     inside the window of an `accumulate`, the old one stays.
 
     `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
@@ -204,10 +206,11 @@ def report(state: PyTree) -> dict[str, jax.Array]:
         report(state) = {name: array}, of each state inside that has something to report
 
     All that `watch` has, and, as they are after the last call: `skipped` and `loss_scale` of
-    `skip_nonfinite`, and `skipped_mini_batches` of `accumulate`. Where two states have a name, that
-    of the outer one stays, or of the first in a chain, and the next is `skipped#1`. It computes
-    nothing, so that it may be called under `jit` or outside, and on the states of models under
-    `vmap`. `jax.device_get` makes numbers of all arrays at once.
+    `skip_nonfinite`, `spikes` and `spike_restarts` of `skip_spikes`, `skipped_mini_batches` of
+    `accumulate`. Where two states have a name, that of the outer one stays, or of the first in a
+    chain, and the next is `skipped#1`. It computes nothing, so that it may be called under `jit` or
+    outside, and on the states of models under `vmap`. `jax.device_get` makes numbers of all arrays
+    at once.
 
     Args:
       state: a state in which there is a `WatchState`: of a chain, a wrapper, or `optax.MultiSteps`.

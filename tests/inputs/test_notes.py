@@ -182,3 +182,32 @@ def test_handed_through_jit():
     notes = Notes({})
     jax.jit(lambda n: n.add("x", 1.0))(notes)
     assert not notes.new
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_methods_in_a_chain(swapped):
+    """One has rates by path, the other one rate: neither takes the names of the other."""
+    w = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    pair = [jgrad.adam(jgrad.by_path({"a": 0.1}, rest=0.2)), jgrad.gradient_descent(0.5)]
+    tx = jgrad.watch(optax.chain(*(reversed(pair) if swapped else pair)))
+    state = tx.init(w)
+    for _ in range(2):
+        _, state = tx.update(w, state, w)
+    numbers = jgrad.report(state)
+    found = {name: float(x) for name, x in numbers.items() if name.startswith("learning_rate")}
+    rates = {"learning_rate": 0.5, "learning_rate/a": 0.1, "learning_rate/b": 0.2}
+    assert found == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [jgrad.accumulate(jgrad.adam(0.1), 1), jgrad.skip_nonfinite(jgrad.adam(0.1), branch=True)],
+)
+def test_a_branch_of_another_library_around_a_branch_of_ours(inner):
+    """No traced value leaves it."""
+    w = {"a": jnp.ones(3)}
+    tx = jgrad.watch(optax.apply_if_finite(inner, 3))
+    state = tx.init(w)
+    for _ in range(2):
+        _, state = jax.jit(tx.update)(w, state, w)
+    assert float(jgrad.report(state)["update_norm"]) > 0

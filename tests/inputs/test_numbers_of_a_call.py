@@ -163,6 +163,9 @@ MESSAGES = [
      lambda: update(jgrad.muon(0.1, **MUON), beta1=0.2)),
     (TypeError, "gradient_descent: `momentum`: 0.9 of type float, expected None, since the factory had none, and the "
      "state has no buffer.", lambda: update(jgrad.gradient_descent(0.1), momentum=0.9)),
+    (ValueError, "lars: `momentum`: 1.5, expected a number in [0, 1).", lambda: update(jgrad.lars(0.1), momentum=1.5)),
+    (ValueError, "gradient_descent: `momentum`: 1.5, expected a number in [0, 1).",
+     lambda: update(jgrad.gradient_descent(0.1, momentum=0.9), momentum=1.5)),
     (TypeError, "lars: `momentum`: 0.9 of type float, expected None, since the factory had none, and the "
      "state has no buffer.", lambda: update(jgrad.lars(0.1, momentum=None), momentum=0.9)),
 ]  # fmt: skip
