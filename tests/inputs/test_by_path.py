@@ -73,7 +73,7 @@ class Module(eqx.Module):
 
 class Graph(nnx.Module):
     def __init__(self):
-        self.layers = nnx.List([nnx.Linear(3, 2, rngs=nnx.Rngs(0))])
+        self.layers = getattr(nnx, "List", list)([nnx.Linear(3, 2, rngs=nnx.Rngs(0))])
 
 
 NESTED = {"layers": [{"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}]}
