@@ -113,7 +113,7 @@ def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
         return _axes(x, is_name)
 
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
-    return _read(function, "mesh_axes", mesh_axes, read, expected)
+    return read_axes(function, "mesh_axes", mesh_axes, read, expected)
 
 
 def read_layer_axes(function: str, layer_axes: PyTree) -> PyTree:
@@ -128,7 +128,7 @@ def read_indices(function: str, name: str, axes: PyTree) -> PyTree:
         return isinstance(x, int) and not isinstance(x, bool)
 
     expected = "None, an int, or a tuple of ints"
-    return _read(function, name, axes, lambda x: _axes(x, is_index), expected)
+    return read_axes(function, name, axes, lambda x: _axes(x, is_index), expected)
 
 
 # Trees as `jax.jit` wants static arguments: hashable, as structure and leaves.
@@ -202,10 +202,10 @@ def _axes(x: Any, fits: Callable[[Any], bool]) -> Axes | None:
     return Axes(x) if all(map(fits, x)) else None
 
 
-def _read(
+def read_axes(
     function: str, name: str, tree: PyTree, read: Callable[[Any], Axes | None], expected: str
 ) -> PyTree:
-    """`tree` with each leaf as `read` understands it."""
+    """`tree` with each leaf as `read` understands it, which returns None for what is no leaf."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         trees.opened(tree), is_leaf=lambda x: x is None or read(x) is not None
     )

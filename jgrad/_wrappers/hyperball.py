@@ -1,0 +1,297 @@
+"""Weights that keep their norm: each step moves along a sphere."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jgrad._arithmetic import leafwise, numerics
+from jgrad._inputs import numbers, options
+from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._inputs.moment import Moment, Step
+from jgrad._inputs.numbers import OfCall
+from jgrad._inputs.options import LearningRate, Mask
+from jgrad._inputs.state import counter
+from jgrad._inputs.transformation import pair
+from jgrad._layers import hypersphere, norms
+from jgrad._layers.layer_axes import LayerAxes, axis_exists, read_mesh_axes
+from jgrad._packed.array_spec import ArraySpec
+from jgrad._trees import checks, path_rules, trees
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import inside
+from jgrad._wrappers.inside import WrapperInputs
+
+_NAME = "hyperball"
+
+
+class HyperballState(NamedTuple):
+    """State of `hyperball`. The field names are a file format: checkpoints hold them.
+
+    Attributes:
+      done: number of updates, an int32 scalar; it saturates.
+      radius: the norm of each matrix, in float32 or wider: a tree like the parameters, of their
+        shapes with size 1 along the axes of a matrix; None for other leaves. 0 is a matrix of
+        zeros, which `tx` alone moves.
+      inner: state of the transformation inside.
+
+    Example:
+      >>> tx = jgrad.hyperball(jgrad.adam(1e-3), 0.02, leaves={"w": True, "b": False}, layer_axes=0)
+      >>> state = tx.init({"w": jnp.ones((12, 3, 2)), "b": jnp.zeros((12, 2))})
+      >>> int(state.done), state.radius["w"].shape, state.radius["b"]
+      (0, (12, 1, 1), None)
+      >>> print(state.describe())
+      w  12 matrices  2.45 to 2.45
+    """
+
+    done: jax.Array
+    radius: PyTree
+    inner: PyTree
+
+    def describe(self) -> str:
+        """A line for each leaf that keeps its norm: its path, its matrices, and their norms."""
+        pairs = jax.tree_util.tree_leaves_with_path(self.radius)
+        return path_rules.table([_row(path_rules.shown(path), np.asarray(r)) for path, r in pairs])
+
+
+HyperballState.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def _row(name: str, radius: np.ndarray) -> tuple[str, ...]:
+    kept = radius[radius > 0]
+    free = radius.size - kept.size
+    count = f"{radius.size} {'matrix' if radius.size == 1 else 'matrices'}"
+    words = [f"{kept.min():.3g} to {kept.max():.3g}"] if kept.size else []
+    words += [f"{free} of zeros, moved by `tx` alone"] if free else []
+    return name, count, "; ".join(words)
+
+
+def hyperball(
+    tx: optax.GradientTransformation,
+    learning_rate: LearningRate,
+    *,
+    leaves: Mask,
+    mesh_axes: PyTree = None,
+    layer_axes: PyTree = None,
+    radius: PyTree | Callable[[tuple[int, ...]], Any] = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the norm of chosen matrices, and moves them along the direction of `tx`.
+
+        w' = R (w + learning_rate R u / |u|) / |w + learning_rate R u / |u||
+
+    with u the update of `tx`, |.| the 2-norm of a matrix and R that at `init`. So the size of u
+    cancels, and with it the rate of `tx`; each step turns a matrix by about `learning_rate`, in
+    radians. Around `adam` this is AdamH, around `muon` MuonH. All sums are in float32 or wider, and
+    none overflows or underflows; a norm that has drifted comes back. A matrix without a direction
+    stays.
+
+    A matrix that is zero at `init` has no norm to keep: the updates of `tx` pass, with its rate.
+    `state.describe()` shows them; `radius` gives them a norm, which they have from the first step.
+
+    Put it around the optimizer, and `master_weights` or `stochastic_rounding` around it: bfloat16
+    weights have their norm only to a rounding. Clipping inside or outside has no effect on chosen
+    leaves with `adam` or `muon` but through their moments.
+
+    Args:
+      tx: any transformation. Weight decay in it, of chosen leaves, is an error in those of this
+        library; it would act against the norm. That of others is not seen: switch it off.
+      learning_rate: of chosen leaves, the angle of a step: a number in [0, inf), or a function of
+        the number of updates done (0 at the first); or a prefix tree or `by_path` of those.
+        `update(..., hyperball_learning_rate=x)` overrides it for one call. Other leaves have the
+        rate of `tx`.
+      leaves: which leaves keep their norm: a prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one, such as `hidden_matrices()`. Required.
+      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
+        as for `lars`; one all-reduce for each set of axes.
+      layer_axes: axes of a leaf with a matrix for each index, each with a norm of its own: layers
+        for `lax.scan`, experts. An int, a tuple of ints, or None, or a prefix tree of those.
+      radius: the norms to keep, in (0, inf), in the place of those at `init`: a number, or a
+        function of the shape of a matrix; or a prefix tree or `by_path` of those. It is read by
+        `init` alone: a state keeps its own.
+
+    Returns:
+      A transformation with state `HyperballState(done, radius, inner)`. Its update needs the
+      parameters.
+
+    Raises:
+      ValueError: a Python number out of range; from an update, a chosen leaf with weight decay, or
+        a state of another choice of leaves.
+      TypeError: an option of the wrong kind, or no `leaves`.
+
+    Example:
+      >>> params = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> grads = {"embed": jnp.ones((9, 3)), "w": jnp.eye(3, 2), "b": jnp.zeros(2)}
+      >>> tx = jgrad.hyperball(jgrad.adam(3e-4), 0.02, leaves=jgrad.hidden_matrices())
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> f"{jnp.linalg.norm(params['w']):.4f}", state.radius["w"].shape
+      ('2.4495', (1, 1))
+
+    Source: Wen et al., "Hyperball" (2026), arXiv 2606.16899; AdamH, MuonH and NorMuonH there.
+    """
+    tx = inside.transformation(_NAME, tx)
+    if leaves is None:
+        expected = "a prefix tree of bools, or a function of the parameters' shapes"
+        remedy = "`hidden_matrices()` chooses by names and shapes"
+        raise TypeError(f"{_NAME}: `leaves`: None, expected {expected}; {remedy}.")
+    options.check(_NAME, numbers.scalars, learning_rate=learning_rate)
+    options.check_masks(_NAME, (learning_rate,), leaves=leaves)
+    options.check_axes(_NAME, mesh_axes, layer_axes)
+    if radius is not None:
+        options.check(_NAME, numbers.scalars, radius=radius)
+
+    def init(params: PyTree) -> HyperballState:
+        inputs = Parameters(_NAME, params)
+        checks.parameters(inputs.reference)
+        chosen = options.mask(inputs, "leaves", leaves)
+        # Outside of `shard_map` leaves are whole.
+        axes = options.layers(inputs, _existing(mesh_axes), layer_axes)
+        if radius is None:
+            found = _measured(inputs, axes, chosen)
+        else:
+            found = _given(inputs, axes, chosen, radius)
+        radii = trees.flatten(inputs.shapes)[1].unflatten(found)
+        return HyperballState(counter(params), radii, tx.init(params))
+
+    def update(
+        updates: PyTree,
+        state: HyperballState,
+        params: PyTree = None,
+        *,
+        hyperball_learning_rate: PyTree = None,
+        undecayed: frozenset[str] = frozenset(),
+        **extra_args: Any,
+    ) -> tuple[PyTree, HyperballState]:
+        inside.check_state(_NAME, state, HyperballState)
+        inputs = WrapperInputs(_NAME, updates, params, extra_args)
+        w = inputs.require_params("the norm")
+        chosen = options.mask(inputs, "leaves", leaves)
+        axes = options.layers(inputs, mesh_axes, layer_axes)
+        radii = _of_state(inputs, axes, chosen, state.radius)
+        own = {x for x, use in zip(trees.names(inputs.shapes), chosen, strict=True) if use}
+        extra = {"undecayed": undecayed | own}
+        steps, inner = inputs.hand_over(tx, updates, state.inner, params, extra=extra)
+        done = jnp.asarray(state.done)
+        rate = learning_rate if hyperball_learning_rate is None else hyperball_learning_rate
+        rates = options.number_per_array(inputs, _step(done), "learning_rate", rate)
+        if (notes := extra_args.get("notes")) is not None and not isinstance(rates, list):
+            notes.add("hyperball_learning_rate", rates)
+        u = trees.flatten(steps)[0]
+        new = hypersphere.steps(w, u, radii, leafwise.per_leaf(rates, len(u)), axes)
+        return inputs.directions(new), HyperballState(
+            optax.safe_increment(done), state.radius, inner
+        )
+
+    return pair(init, update)
+
+
+def _step(done: jax.Array) -> Step:
+    """For options, which ask a step for its number."""
+    nothing = Moment([], [])
+    return Step(done, done, nothing, nothing, None, OfCall({}))
+
+
+def _existing(mesh_axes: PyTree) -> PyTree:
+    """The option where some axis of it is here, else None."""
+    axes = trees.flatten(read_mesh_axes(_NAME, mesh_axes))[0]
+    return mesh_axes if any(axis_exists(name) for x in axes for name in x.values) else None
+
+
+# ---- radii, with an entry per leaf of the unpacked tree ----------------------------------------
+
+
+def _shape(layers: LayerAxes) -> tuple[int, ...]:
+    """That of the radii of a leaf."""
+    return tuple(n if axis in layers.stacked else 1 for axis, n in enumerate(layers.shape))
+
+
+def _per_leaf(inputs: Parameters, axes: Sequence[LayerAxes]) -> list[LayerAxes]:
+    """Where the matrices of each leaf are."""
+    found: dict[int, LayerAxes] = {}
+    for spec, layers in zip(inputs.specs, axes, strict=True):
+        found |= zip(spec.positions, spec.layers_of_leaves(layers), strict=True)
+    return [found[i] for i in range(len(found))]
+
+
+def _measured(
+    inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool]
+) -> list[jax.Array | None]:
+    """The norms of the parameters."""
+    radii: list[jax.Array | None] = [None] * len(chosen)
+    arrays = [i for i, spec in enumerate(inputs.specs) if any(chosen[j] for j in spec.positions)]
+    arrays.sort(key=lambda i: axes[i].sort_key)
+    if not arrays:
+        return radii
+    own = [axes[i] for i in arrays]
+    (batches,) = norms.layer_norms(
+        own, [(leafwise.identity, (inputs.reference.leaves[i],)) for i in arrays]
+    )
+    for i, x in zip(arrays, norms.split(own, batches, as_elements=False), strict=True):
+        spec = inputs.specs[i]
+        rows = zip(
+            spec.positions, spec.per_leaf(x, axes[i]), spec.layers_of_leaves(axes[i]), strict=True
+        )
+        for j, norm, layers in rows:
+            if chosen[j]:
+                radii[j] = norm.reshape(_shape(layers))
+    return radii
+
+
+def _given(
+    inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool], radius: Any
+) -> list[jax.Array | None]:
+    """Those that a user gave."""
+    is_function = trees.may_be_function(radius) and trees.is_function(radius, inputs.shapes)
+    arg = inputs.option("radius", True if is_function else radius)
+    shapes = inputs.updated_shapes().leaves
+    radii: list[jax.Array | None] = [None] * len(chosen)
+    for i, (layers, x, use) in enumerate(zip(_per_leaf(inputs, axes), shapes, chosen, strict=True)):
+        if not use:
+            continue
+        given = radius if is_function else arg.leaves[i]
+        if callable(given):
+            given = given(tuple(layers.shape[axis] for axis in layers.within))
+        radii[i] = jnp.full(_shape(layers), _positive(arg, i, given), numerics.real_dtype(x))
+    return radii
+
+
+def _positive(arg: ArgLeaves, i: int, x: Any) -> Any:
+    """One number; an array of one element passes, since it may be traced."""
+    x = numbers.as_python_number(x)
+    is_array = checks.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    if not (is_array or (checks.is_number(x) and 0 < x < math.inf)):
+        error = ValueError if checks.is_number(x) else TypeError
+        arg.fail(i, error, f"{checks.describe(x)}, expected a number in (0, inf)")
+    return x.reshape(()) if is_array else x
+
+
+def _of_state(
+    inputs: Inputs, axes: Sequence[LayerAxes], chosen: Sequence[bool], tree: PyTree
+) -> list[jax.Array | None]:
+    """The radii of the matrices of each array, as a vector; 0 for leaves that keep no norm."""
+    remedy = "a state fits the choice of leaves that it was made for"
+    name = "state.radius"
+    checks.same_structure(_NAME, name, tree, "params", inputs.shapes, remedy=remedy)
+    arg = ArgLeaves.from_tree(_NAME, name, tree).with_arrays()
+    for i, layers in enumerate(_per_leaf(inputs, axes)):
+        expected = _shape(layers) if chosen[i] else None
+        if getattr(arg.leaves[i], "shape", None) != expected:
+            came = checks.describe(arg.leaves[i])
+            arg.fail(i, ValueError, f"{came}, expected {_words(expected)}; {remedy}")
+
+    def of_array(spec: ArraySpec, layers: LayerAxes) -> jax.Array | None:
+        if not any(chosen[i] for i in spec.positions):
+            return None
+        pairs = zip(spec.positions, spec.layers_of_leaves(layers), strict=True)
+        own = [(arg.leaves[i], x.num_layers) for i, x in pairs]
+        return jnp.concatenate([jnp.zeros(n) if r is None else r.reshape(-1) for r, n in own])
+
+    return [of_array(*row) for row in zip(inputs.specs, axes, strict=True)]
+
+
+def _words(shape: tuple[int, ...] | None) -> str:
+    return "None for a leaf that is not chosen" if shape is None else f"an array of shape {shape}"

@@ -1,0 +1,488 @@
+"""Matrices that keep their norm, against the definition in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jgrad
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+
+LEAVES = {"embed": False, "layers": True, "b": False, "w": True}
+LAYERS = {"embed": None, "layers": (0, 1), "b": None, "w": None}
+RATE = 0.02
+
+
+def params(dtype="float32", scale=1.0):
+    """Two layers with three experts each, of norms that differ."""
+    draws = np.random.RandomState(0)
+    shapes = {"embed": (9, 3), "layers": (2, 3, 4, 5), "b": (5,), "w": (4, 6)}
+    tree = {name: scale * draws.randn(*shape) for name, shape in shapes.items()}
+    tree["layers"] *= np.arange(1.0, 7.0).reshape(2, 3, 1, 1)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+def gradients(count, like, scale=1.0):
+    draws = np.random.RandomState(1)
+    draw = lambda x: jnp.asarray(scale * draws.randn(*x.shape), x.dtype)
+    return [jax.tree.map(draw, like) for _ in range(count)]
+
+
+def norms(x):
+    """Of each matrix, in float64."""
+    x = np.asarray(x, np.float64)
+    return np.sqrt(np.sum(x * x, axis=(-2, -1), keepdims=True))
+
+
+def expected_steps(w, directions, rate=RATE, radius=None):
+    """W' = R N(W - rate R N(u)), in float64, from directions that are subtracted."""
+    w = np.asarray(w, np.float64)
+    r = norms(w) if radius is None else radius
+    for u in directions:
+        u = np.asarray(u, np.float64)
+        size = norms(u)
+        if np.all(size > 0):
+            new = w - rate * r * (u / size)
+            w = r * new / norms(new)
+    return w
+
+
+def around(tx, **options):
+    return jgrad.hyperball(tx, RATE, **{"leaves": LEAVES, "layer_axes": LAYERS} | options)
+
+
+def train(tx, w, grads, **kwargs):
+    state = jax.jit(tx.init)(w)
+
+    @jax.jit
+    def step(w, state, g):
+        updates, state = tx.update(g, state, w, **kwargs)
+        return optax.apply_updates(w, updates), state
+
+    for g in grads:
+        w, state = step(w, state, g)
+    return w, state
+
+
+def assert_close(found, expected, rtol):
+    for name in ("layers", "w"):
+        a, b = np.asarray(found[name], np.float64), expected[name]
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.max(np.abs(b)))
+
+
+# ---- the step ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "dtype", mostly_slow(["float32", "float64", "complex128"], "float32", "float64")
+)
+def test_definition(dtype, packed, x64, standard_promotion):
+    """30 steps around plain gradients; other leaves have the step of the optimizer."""
+    w = params("float64")
+    w = jax.tree.map(lambda x: (x * (1 + 2j) if dtype == "complex128" else x).astype(dtype), w)
+    grads = gradients(30, w)
+    pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
+    found, state = train(around(jgrad.gradient_descent(0.1)), pack(w), list(map(pack, grads)))
+    found = jgrad.unpack(found)
+    if dtype == "complex128":
+        as_real = lambda x: np.concatenate([np.real(x), np.imag(x)], axis=-1)
+        w, found = jax.tree.map(as_real, w), jax.tree.map(as_real, found)
+        grads = [jax.tree.map(as_real, g) for g in grads]
+    rtol = 2e-6 if dtype == "float32" else 1e-13
+    for name in ("layers", "w"):
+        expected = expected_steps(w[name], [g[name] for g in grads])
+        np.testing.assert_allclose(found[name], expected, rtol, rtol * np.max(np.abs(expected)))
+    plain = w["embed"] - 0.1 * sum(np.asarray(g["embed"]) for g in grads)
+    np.testing.assert_allclose(found["embed"], plain, 1e-5, 1e-5)
+    assert int(state.done) == 30
+
+
+@pytest.mark.parametrize("rate", [1e-3, 7.0])
+@pytest.mark.parametrize("method", ["adam", "muon"])
+def test_the_rate_of_the_optimizer_cancels(method, rate):
+    make = {
+        "adam": lambda rate: jgrad.adam(rate),
+        "muon": lambda rate: jgrad.muon(
+            rate, matrices=LEAVES, layer_axes=LAYERS, adam_learning_rate=1e-3
+        ),
+    }[method]
+    w, grads = params(), gradients(5, params())
+    found, _ = train(around(make(rate)), w, grads)
+    same, _ = train(around(make(0.1)), w, grads)
+    assert_close(found, {name: np.asarray(same[name]) for name in ("layers", "w")}, 2e-6)
+
+
+def test_adamh(standard_promotion):
+    """The directions of Adam, by optax."""
+    w, grads = params(), gradients(10, params())
+    adam = optax.scale_by_adam()
+    state, directions = adam.init(w), []
+    for g in grads:
+        u, state = adam.update(g, state)
+        directions.append(u)
+    found, _ = train(around(jgrad.adam(3e-4)), w, grads)
+    expected = {k: expected_steps(w[k], [u[k] for u in directions]) for k in ("layers", "w")}
+    assert_close(found, expected, 5e-6)
+
+
+def test_the_sign_counts():
+    w, (g,) = params(), gradients(1, params())
+    up, _ = train(around(optax.sgd(-1.0)), w, [g])
+    expected = {k: expected_steps(w[k], [-np.asarray(g[k])]) for k in ("layers", "w")}
+    assert_close(up, expected, 1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_norm_after_1000_steps(packed):
+    """It is that of the start to 1e-6: no copy of this method that was seen keeps it."""
+    w = params()
+    pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
+    tx = around(jgrad.adam(1e-3))
+    packed_w = pack(w)
+    draws = jax.random.split(jax.random.key(0), 1000)
+
+    def step(carry, key):
+        w, state = carry
+        g = pack(jax.tree.map(lambda x: jax.random.normal(key, x.shape), params()))
+        updates, state = tx.update(g, state, w)
+        return (optax.apply_updates(w, updates), state), None
+
+    (found, state), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, draws))(
+        (packed_w, tx.init(packed_w))
+    )
+    found = jgrad.unpack(found)
+    for name in ("layers", "w"):
+        np.testing.assert_allclose(norms(found[name]), norms(w[name]), rtol=1e-6)
+        np.testing.assert_allclose(state.radius[name], norms(w[name]), rtol=3e-7)
+
+
+def test_the_norm_is_that_of_the_first_step():
+    """Weights that were changed from outside come back to it: it is not that of the current step."""
+    w = params()
+    tx = around(jgrad.gradient_descent(1.0))
+    state = tx.init(w)
+    larger = jax.tree.map(lambda x: 3 * x, w)
+    (g,) = gradients(1, w)
+    updates, state = tx.update(g, state, larger)
+    found = optax.apply_updates(larger, updates)
+    np.testing.assert_allclose(norms(found["w"]), norms(w["w"]), rtol=1e-6)
+
+
+def test_a_resume_keeps_it():
+    w, grads = params(), gradients(4, params())
+    tx = around(jgrad.adam(1e-3))
+    half, state = train(tx, w, grads[:2])
+    saved = jax.tree.map(np.asarray, state)
+    larger = jax.tree.map(lambda x: 2 * x, half)  # another norm than that of `init`
+    updates, _ = tx.update(grads[2], jax.tree.map(jnp.asarray, saved), larger)
+    found = optax.apply_updates(larger, updates)
+    np.testing.assert_allclose(norms(found["layers"]), norms(w["layers"]), rtol=2e-6)
+
+
+def test_every_expert_has_its_norm():
+    w, grads = params(), gradients(3, params())
+    found, state = train(around(jgrad.adam(1e-3)), w, grads)
+    assert state.radius["layers"].shape == (2, 3, 1, 1)
+    assert len(np.unique(np.round(np.asarray(state.radius["layers"]), 3))) == 6
+    np.testing.assert_allclose(norms(found["layers"]), norms(w["layers"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [1e25, 1e-25])
+@pytest.mark.parametrize("of_gradient", [1e25, 1e-25, 1.0])
+def test_any_scale(size, of_gradient, packed):
+    w = params(scale=size)
+    grads = gradients(3, w, of_gradient)
+    pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
+    # A rate of 0 for the others, which would overflow.
+    tx = around(optax.partition({"own": optax.sgd(1.0), "none": optax.set_to_zero()}, _labels))
+    if packed:
+        tx = around(optax.sgd(1.0))
+    found, _ = train(tx, pack(w), list(map(pack, grads)))
+    expected = {k: expected_steps(w[k], [g[k] for g in grads]) for k in ("layers", "w")}
+    assert_close(jgrad.unpack(found), expected, 1e-6)
+
+
+def _labels(tree):
+    return {name: "own" if LEAVES[name] else "none" for name in tree}
+
+
+def test_no_direction():
+    """A gradient of zeros moves nothing, also beside one that is not."""
+    w = params()
+    g = jax.tree.map(jnp.zeros_like, w)
+    g["layers"] = g["layers"].at[0, 1].set(1.0)
+    tx = around(jgrad.gradient_descent(1.0))
+    updates, _ = jax.jit(tx.update)(g, tx.init(w), w)
+    assert not np.any(updates["w"])
+    moved = np.any(np.asarray(updates["layers"]), axis=(2, 3))
+    np.testing.assert_array_equal(moved, [[False, True, False], [False, False, False]])
+
+
+def test_matrices_of_zeros():
+    """They have no norm to keep: the step of the optimizer passes."""
+    w = params() | {"w": jnp.zeros((4, 6))}
+    w["layers"] = w["layers"].at[1, 2].set(0.0)
+    grads = gradients(2, w)
+    tx = around(jgrad.gradient_descent(0.1))
+    found, state = train(tx, w, grads)
+    for name, i in (("w", ()), ("layers", (1, 2))):
+        plain = -0.1 * sum(np.asarray(g[name][i]) for g in grads)
+        np.testing.assert_allclose(found[name][i], plain, rtol=1e-6)
+    assert str(state.describe()) == (
+        "layers  6 matrices  4.96 to 23.4; 1 of zeros, moved by `tx` alone\n"
+        "w       1 matrix    1 of zeros, moved by `tx` alone"
+    )
+
+
+def test_gradients_that_are_not_finite_are_seen():
+    w, (g,) = params(), gradients(1, params())
+    g["w"] = g["w"].at[0, 0].set(jnp.inf)
+    tx = around(jgrad.gradient_descent(0.1))
+    updates, _ = tx.update(g, tx.init(w), w)
+    assert not np.all(np.isfinite(updates["w"]))
+    skipping = jgrad.skip_nonfinite(tx)
+    updates, state = jax.jit(skipping.update)(g, skipping.init(w), w)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    assert int(state.skipped) == 1
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+def test_radius():
+    w, grads = params() | {"w": jnp.zeros((4, 6))}, gradients(3, params())
+    given = {"embed": 1.0, "layers": lambda shape: shape[0] + shape[1], "b": 1.0, "w": 2.0}
+    found, state = train(around(jgrad.adam(1e-3), radius=given), w, grads)
+    np.testing.assert_allclose(norms(found["w"]), 2.0, rtol=1e-6)
+    np.testing.assert_allclose(norms(found["layers"]), 9.0, rtol=1e-6)
+    assert state.radius["embed"] is None
+    by_shape, _ = train(around(jgrad.adam(1e-3), radius=lambda shape: shape[0]), w, grads)
+    np.testing.assert_allclose(norms(by_shape["layers"]), 4.0, rtol=1e-6)
+
+
+def test_rates():
+    """A schedule of the updates done, rules by path, and the number of a call."""
+    w, grads = params(), gradients(3, params())
+    schedule = optax.linear_schedule(0.03, 0.0, 3)
+    leaves = {"leaves": LEAVES, "layer_axes": LAYERS}
+    tx = jgrad.hyperball(optax.sgd(1.0), jgrad.by_path({"w": schedule}, rest=0.1), **leaves)
+    found, _ = train(tx, w, grads)
+    expected = np.asarray(w["w"], np.float64)
+    for i, g in enumerate(grads):
+        radius = norms(w["w"])
+        expected = expected_steps(expected, [g["w"]], float(schedule(i)), radius)
+    np.testing.assert_allclose(found["w"], expected, rtol=1e-5, atol=1e-6)
+    now, _ = train(tx, w, grads[:1], hyperball_learning_rate=0.2)
+    expected = {k: expected_steps(w[k], [grads[0][k]], 0.2) for k in ("layers", "w")}
+    assert_close(now, expected, 1e-6)
+
+
+def test_messages():
+    w, (g,) = params(), gradients(1, params())
+    assert_error(
+        TypeError,
+        "hyperball: `leaves`: None, expected a prefix tree of bools, or a function of the "
+        "parameters' shapes; `hidden_matrices()` chooses by names and shapes.",
+        lambda: jgrad.hyperball(optax.sgd(1.0), 0.1, leaves=None),
+    )
+    decayed = around(jgrad.adam(1e-3, weight_decay=0.1))
+    assert_error(
+        ValueError,
+        "adam: `weight_decay`: 0.1 at 'layers', expected 0 for a leaf whose norm `hyperball` "
+        "keeps, as by `weight_decay_mask`.",
+        lambda: decayed.update(g, decayed.init(w), w),
+    )
+    others = {name: not use for name, use in LEAVES.items()}
+    masked = around(jgrad.adam(1e-3, weight_decay=0.1, weight_decay_mask=others))
+    masked.update(g, masked.init(w), w)
+    assert_error(
+        ValueError,
+        "hyperball: `radius` at ['layers']: 0.0 of type float, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius=0.0).init(w),
+    )
+    tx = around(jgrad.adam(1e-3))
+    other = jgrad.hyperball(
+        jgrad.adam(1e-3), RATE, leaves={**LEAVES, "w": False}, layer_axes=LAYERS
+    )
+    assert_error(
+        ValueError,
+        "hyperball: `state.radius` at ['w']: an array of float32 and shape (1, 1), expected "
+        "None for a leaf that is not chosen; a state fits the choice of leaves that it was made "
+        "for.",
+        lambda: other.update(g, tx.init(w), w),
+    )
+
+
+# ---- in its surroundings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["master_weights", "stochastic_rounding"])
+def test_bfloat16_weights(name):
+    """Norms are in float32: weights have theirs to a rounding."""
+    w, grads = params("bfloat16"), gradients(20, params("bfloat16"))
+    tx = getattr(jgrad, name)(around(jgrad.adam(1e-3)))
+    found, state = train(tx, w, grads)
+    assert state.inner.radius["w"].dtype == np.float32
+    np.testing.assert_allclose(norms(found["w"]), norms(w["w"]), rtol=4e-3)
+    if name == "master_weights":
+        np.testing.assert_allclose(norms(state.master["w"]), norms(w["w"]), rtol=1e-6)
+
+
+def test_accumulate():
+    w, grads = params(), gradients(4, params())
+    found, _ = train(jgrad.accumulate(around(jgrad.adam(1e-3)), 2), w, grads)
+    means = [jax.tree.map(lambda a, b: (a + b) / 2, *grads[i : i + 2]) for i in (0, 2)]
+    same, _ = train(around(jgrad.adam(1e-3)), w, means)
+    assert_close(found, {k: np.asarray(same[k]) for k in ("layers", "w")}, 1e-6)
+
+
+def test_pack_small():
+    w, grads = params(), gradients(4, params())
+    plain = jgrad.hyperball(jgrad.adam(1e-3), RATE, leaves={**LEAVES, "layers": False})
+    found, _ = train(jgrad.pack_small(plain), w, grads)
+    same, _ = train(plain, w, grads)
+    np.testing.assert_allclose(found["w"], same["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_zero():
+    """Each device has its rows of each matrix; one state for all devices."""
+    devices = jax.device_count()
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    pack = functools.partial(jgrad.pack, layer_axes=LAYERS, multiple_of=devices)
+    w, grads = params(), gradients(3, params())
+    tx = jgrad.zero(around(jgrad.adam(1e-3)), "data")
+    whole = jax.device_put(pack(w), NamedSharding(mesh, P()))
+    shardings = jgrad.state_shardings(tx, whole, shard_over="data")
+    specs = jax.tree.map(lambda x: x.spec, shardings)
+    state = jax.jit(tx.init, out_shardings=shardings)(whole)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs),
+        check_vma=False,
+    )  # fmt: skip
+    def step(w, state, g):
+        updates, state = tx.update(g, state, w)
+        return optax.apply_updates(w, updates), state
+
+    for g in grads:
+        whole, state = step(whole, state, pack(g))
+    same, _ = train(around(jgrad.adam(1e-3)), w, grads)
+    assert_close(jgrad.unpack(whole), {k: np.asarray(same[k]) for k in ("layers", "w")}, 2e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25])
+def test_shard_map(scale):
+    """Norms of whole matrices from parts; one all-reduce of all sums."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    w, grads = params(), gradients(2, params(), scale)
+    spec = {"embed": P(), "layers": P(None, None, "model"), "b": P(), "w": P("model")}
+    tx = around(jgrad.gradient_descent(0.1), mesh_axes=spec)
+    state = tx.init(w)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(spec, P(), spec), out_specs=(spec, P()),
+        check_vma=False,
+    )  # fmt: skip
+    def step(w, state, g):
+        updates, state = tx.update(g, state, w)
+        return optax.apply_updates(w, updates), state
+
+    found = w
+    for g in grads:
+        found, state = step(found, state, g)
+    expected = {k: expected_steps(w[k], [g[k] for g in grads]) for k in ("layers", "w")}
+    assert_close(found, expected, 1e-6)
+    assert str(jax.make_jaxpr(step)(w, state, grads[0])).count("psum") == 1
+
+
+def test_sharded_leaves_under_jit():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    w, grads = params(), gradients(2, params())
+    same, _ = train(around(jgrad.adam(1e-3)), w, grads)
+    place = lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 2), "model" * (x.ndim > 1) or None))
+    on_mesh = lambda tree: jax.tree.map(
+        lambda x: jax.device_put(
+            x, place(x) if x.shape[-2:-1] == (4,) else NamedSharding(mesh, P())
+        ),
+        tree,
+    )
+    tx = around(jgrad.adam(1e-3))
+    found, _ = train(tx, on_mesh(w), list(map(on_mesh, grads)))
+    assert_close(found, {k: np.asarray(same[k]) for k in ("layers", "w")}, 2e-6)
+    shardings = jgrad.state_shardings(tx, on_mesh(w))
+    assert shardings.radius["layers"].spec == P()
+
+
+def test_scan_and_vmap():
+    w, grads = params(), gradients(3, params())
+    tx = around(jgrad.adam(1e-3))
+    models = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), w)
+    states = jax.vmap(tx.init)(models)
+    updates, _ = jax.jit(jax.vmap(tx.update, in_axes=(None, 0, 0)))(grads[0], states, models)
+    one, _ = tx.update(grads[0], tx.init(w), w)
+    np.testing.assert_allclose(updates["w"][0], one["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(updates["w"][1], 2 * one["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_slopes():
+    """By the rate of the method, through a step."""
+    w, (g,) = params(), gradients(1, params())
+    tx = around(jgrad.gradient_descent(0.1))
+    state = tx.init(w)
+
+    def moved(rate):
+        updates, _ = tx.update(g, state, w, hyperball_learning_rate=rate)
+        return jnp.sum(updates["w"] * g["w"])
+
+    slope, step = jax.grad(moved)(0.02), 1e-2
+    differences = (moved(0.02 + step) - moved(0.02 - step)) / (2 * step)
+    np.testing.assert_allclose(slope, differences, rtol=1e-2)
+
+
+def test_one_trace_and_few_bytes():
+    """A step reads weights and directions twice: once for the sums."""
+    w, grads = params(), gradients(3, params())
+    tx = around(jgrad.adam(1e-3))
+    traces = []
+
+    @jax.jit
+    def step(w, state, g, rate):
+        traces.append(1)
+        updates, state = tx.update(g, state, w, hyperball_learning_rate=rate)
+        return optax.apply_updates(w, updates), state
+
+    state = tx.init(w)
+    for g, rate in zip(grads, (0.1, 0.2, 0.3), strict=True):
+        w, state = step(w, state, g, rate)
+    assert len(traces) == 1
+
+
+def test_carry_over():
+    """Around an optimizer that has run: its schedule goes on, and norms are those of now."""
+    w, grads = params(), gradients(3, params())
+    w, old = train(jgrad.adam(1e-3), w, grads)
+    tx = around(jgrad.adam(1e-3))
+    state, account = jgrad.carry_over(old, like=tx.init(w), params=w)
+    assert int(state.done) == int(state.inner.step) == 3
+    np.testing.assert_allclose(state.radius["w"], norms(w["w"]), rtol=1e-6)
+    assert account.from_like == ("hyperball.radius/layers", "hyperball.radius/w")
+    np.testing.assert_array_equal(state.inner.mw["w"], old.mw["w"])
+    assert_error(
+        ValueError,
+        "carry_over: `like` at .radius['layers']: the shape of a part that `old` does not have, and "
+        "that starts at unknown numbers, expected arrays: `like=tx.init(params)`.",
+        lambda: jgrad.carry_over(old, like=jax.eval_shape(tx.init, w), params=w),
+    )
+    again, _ = jgrad.carry_over(state, like=jax.eval_shape(tx.init, w))
+    np.testing.assert_array_equal(again.radius["layers"], state.radius["layers"])
+    _, account = jgrad.carry_over(state, like=old)
+    assert account.dropped == ("hyperball.radius/layers", "hyperball.radius/w")
