@@ -5,7 +5,9 @@ share an iteration.
 """
 
 import collections
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
-from jgrad._muon import dealt, newton_schulz
+from jgrad._muon import dealt, newton_schulz, split_leaves
 from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._muon.newton_schulz import Coefficients
 from jgrad._packed import splitting
@@ -45,9 +47,53 @@ def orthogonalized(
     steps = functools.partial(
         newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
     )
+    mesh = _mesh(function, arrays, shard_over) if shard_over else None
+    ready = [_ready_to_cut(*pair, mesh) for pair in zip(arrays, axes, strict=True)]
+    runs = [split_leaves.cut(x, own) for x, own in ready]
+    pieces = itertools.chain(*(split_leaves.pieces(own) for _, own in ready))
+    flat = list(itertools.chain(*runs))
+    new = iter(_orthogonalized(steps, flat, list(pieces), mesh, shard_over))
+    found = [
+        split_leaves.joined(list(itertools.islice(new, len(own_runs))), own)
+        for own_runs, own in zip(runs, axes, strict=True)
+    ]
+    for i, (own, (_, moved)) in enumerate(zip(axes, ready, strict=True)):
+        if own.places is not None and moved.places not in (None, own.places):
+            found[i] = _moved(found[i], mesh, moved.places, own.places)
+    return [sharded_as(o, x) for o, x in zip(found, arrays, strict=True)]
+
+
+def _ready_to_cut(x: jax.Array, axes: MatrixAxes, mesh: Any) -> tuple[jax.Array, MatrixAxes]:
+    """An array that is to be cut in blocks, sharded so that each device cuts its part by itself."""
+    if not axes.blocks:
+        return x, axes
+    known = None if mesh is None or not x.size else axes.places or places(x)
+    if known is None:
+        return replicated(x), dataclasses.replace(axes, places=None)
+    to = split_leaves.places_to_cut(dataclasses.replace(axes, places=known), dict(mesh.shape))
+    if to != known:
+        x = _moved(x, mesh, known, to)
+    return x, dataclasses.replace(axes, places=to)
+
+
+def _moved(x: jax.Array, mesh: Any, start: dealt.Places, to: dealt.Places) -> jax.Array:
+    """`x`, sharded over some mesh axes, sharded over others: here, and nowhere before or behind."""
+    place = jax.lax.with_sharding_constraint if places(x) is None else jax.sharding.reshard
+    for names in (start, to):
+        x = place(x, NamedSharding(mesh, PartitionSpec(*(own or None for own in names))))
+    return x
+
+
+def _orthogonalized(
+    steps: Function,
+    arrays: Sequence[jax.Array],
+    axes: Sequence[MatrixAxes],
+    mesh: Any,
+    shard_over: tuple[str, ...],
+) -> list[jax.Array]:
+    """Likewise, of arrays without blocks."""
     found: dict[int, jax.Array] = {}
     if shard_over:
-        mesh = _mesh(function, arrays, shard_over)
         found = _dealt(steps, arrays, axes, mesh, shard_over)
     others = [i for i in range(len(arrays)) if i not in found]
     stacks = {i: axes[i].to_wide(replicated(arrays[i])) for i in others}
@@ -64,7 +110,7 @@ def orthogonalized(
             parts = _split(steps(_joined(own)), counts)
         stacks |= zip(members, parts, strict=True)
     found |= {i: axes[i].from_wide(x) for i, x in stacks.items()}
-    return [sharded_as(found[i], x) for i, x in enumerate(arrays)]
+    return [found[i] for i in range(len(arrays))]
 
 
 def _kind(x: jax.Array, axes: MatrixAxes) -> tuple[object, ...]:

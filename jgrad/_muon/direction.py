@@ -16,7 +16,7 @@ from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask, Number
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._muon import batches, matrix_axes, packed_parts, residual
+from jgrad._muon import batches, matrix_axes, packed_parts, residual, split_leaves
 from jgrad._muon.matrix_axes import MatrixAxes, Part, read_output_axes, read_shardings, second_shape
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.scales import factors_of, read_scale
@@ -47,6 +47,7 @@ class Muon(NamedTuple):
     coefficients: Any
     rule: MuonRule
     output_axes: PyTree
+    split: PyTree
     mesh_axes: PyTree
     layer_axes: PyTree
     shard_over: Any
@@ -65,6 +66,7 @@ class Muon(NamedTuple):
         values.boolean(name, "nesterov", given.nesterov)
         options.check(name, numbers.scalar_betas, momentum=given.momentum)
         read_output_axes(name, given.output_axes)
+        split_leaves.read_split(name, given.split)
         read_layer_axes(name, given.layer_axes)
         read_shardings(name, given.mesh_axes)
         numbers.beta(name, "normuon_beta", given.normuon_beta)
@@ -87,6 +89,7 @@ class Muon(NamedTuple):
         axes = matrix_axes.find(
             inputs, self.matrices, self.output_axes, self.layer_axes, self.mesh_axes
         )
+        axes = split_leaves.with_blocks(inputs, axes, self.split)
         per_output = self.rule == "normuon"
         if inputs.has_buffers:
             packed_parts.check_whole(inputs, axes)
@@ -124,9 +127,7 @@ def _normalized(x: jax.Array, vw: jax.Array, *, axes: MatrixAxes) -> jax.Array:
     """O' = O / (sqrt(v) + epsilon), rescaled to |O' |= |O|; 0 where O is"""
 
     def norm(x: jax.Array) -> jax.Array:
-        squares = numerics.abs_squared(x)
-        within = (*axes.outputs, *axes.inputs)
-        return numerics.safe_sqrt(jnp.sum(squares, axis=within, keepdims=True))
+        return numerics.safe_sqrt(split_leaves.sums(numerics.abs_squared(x), axes))
 
     root = numerics.safe_sqrt(numerics.widen(vw, numerics.real_dtype(x)))
     new = x / (root + _NORMUON_EPSILON).astype(x.dtype)

@@ -35,6 +35,8 @@ class MatrixAxes:
       shape: shape of the array.
       stacked: axes of the array with a matrix for each index, in order and none negative.
       outputs: axes that are outputs, likewise.
+      blocks: (number, size) of runs of blocks along the outputs of whole matrices, which are
+        matrices of their own; none where the array has whole matrices alone.
       sharded_axes: (axis, names of mesh axes) of each axis of which a device has a part.
       places: under `jit`, for each axis the names of the mesh axes over which it is sharded; None
         where nothing says it.
@@ -43,6 +45,7 @@ class MatrixAxes:
     shape: tuple[int, ...]
     stacked: tuple[int, ...]
     outputs: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
     sharded_axes: tuple[tuple[int, tuple[str, ...]], ...] = ()
     places: tuple[tuple[str, ...], ...] | None = None
 

@@ -6,14 +6,12 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.leafwise import apply
-from jgrad._arithmetic.rules import add_decay
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import LearningRate, Mask, Number
+from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._muon.direction import LAST, Muon, MuonRule, directions
 from jgrad._muon.matrix_axes import MatrixAxes
@@ -36,11 +34,13 @@ def muon(
     nesterov: bool = True,
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
+    weight_decay_rule: DecayRule = "decoupled",
     scale: Scale = "original",
     coefficients: Any = "jordan",
     rule: MuonRule = "muon",
     normuon_beta: Scalar = 0.95,
     output_axes: PyTree = LAST,
+    split: PyTree = None,
     mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
     shard_over: str | tuple[str, ...] | None = None,
@@ -76,6 +76,10 @@ def muon(
       weight_decay: in [0, inf); likewise. Decoupled, and not scaled by s.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay, of either kind.
+      weight_decay_rule: of both kinds. "decoupled" as above. "cautious": only weights that the step
+        moves towards zero decay, those where Re(X conj(w)) > 0, or that of Adam's direction, as in
+        `adam`. "independent": w' = w - learning_rate s X - weight_decay w, with a decay in [0, 1),
+        which acts at a rate of 0, too.
       scale: s. "original" as above; "match_rms_adamw" is 0.2 sqrt(max(outputs, inputs)), with which
         rates and decays of AdamW fit; "spectral" is sqrt(outputs / inputs); None is 1; or a
         function of (outputs, inputs).
@@ -87,6 +91,11 @@ def muon(
       output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
         those. The last, as in flax and haiku; 0 in equinox and PyTorch. What is neither an output
         nor in `layer_axes` is input, so that the kernel of a convolution is one matrix.
+      split: of fused leaves, such as queries, keys and values in one: blocks of outputs that are
+        matrices of their own, each with its own s. A tuple of their sizes, such as (512, 128, 128);
+        an int, the size of all, such as that of a head; None for one matrix; or a prefix tree or
+        `by_path` of those. Outputs of several axes are flattened, and the last axis counts fastest.
+        The state is as without, so that `split` may be changed in a run.
       mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those: a
         matrix of which a device has a part is gathered, and the part of the result kept. None is
         an error there where JAX does not know that a leaf is whole, as it does for replicated
@@ -131,7 +140,8 @@ def muon(
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
       `muon.py` there; "match_rms_adamw": Liu et al., "Muon is Scalable for LLM Training" (2025),
       section 2.2; Li et al., "NorMuon" (2025), algorithm 1; Amsel et al., "The Polar Express"
-      (2025), algorithm 1.
+      (2025), algorithm 1; heads apart: "GLM-5" (2026, arXiv 2602.15763), "Muon Split"; sizes:
+      `split_sizes` of `dion`.
     """
     name, arguments = "muon", locals()
     options.check(name, numbers.number, learning_rate=learning_rate)
@@ -148,9 +158,9 @@ def muon(
         weight_decay_mask=weight_decay_mask,
         full_precision=full_precision,
     )
-    options.check(name, numbers.scalars, weight_decay=weight_decay)
+    options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
     if adam_weight_decay is not None:
-        options.check(name, numbers.scalars, adam_weight_decay=adam_weight_decay)
+        options.check_decays(name, weight_decay_rule, adam_weight_decay=adam_weight_decay)
     if adam_learning_rate is not None:
         options.check(name, numbers.number, adam_learning_rate=adam_learning_rate)
     elif scale != "match_rms_adamw":
@@ -161,13 +171,16 @@ def muon(
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         direction, mw, vw = directions(inputs, step, own)
         use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
-        decays = options.decay_of_leaves(inputs, "weight_decay", weight_decay, use, step)
+        decays = options.decay_of_leaves(
+            inputs, "weight_decay", weight_decay, use, step, weight_decay_rule
+        )
         if adam_weight_decay is not None or step.numbers.get("adam_weight_decay") is not None:
             given = "adam_weight_decay", adam_weight_decay
-            others = options.decay_of_leaves(inputs, *given, use, step)
+            others = options.decay_of_leaves(inputs, *given, use, step, weight_decay_rule)
             decays = _of_both_kinds(decays, others, step.found)
-        direction = add_decay(direction, inputs.w, inputs.per_array(decays))
-        return apply(rules.descent, direction, inputs.per_array(rates(inputs, step))), mw, vw
+        both = inputs.per_array(decays), inputs.per_array(rates(inputs, step))
+        like = _signs(inputs, mw, step.found) if weight_decay_rule == "cautious" else None
+        return rules.updates(direction, inputs.w, *both, like, rule=weight_decay_rule), mw, vw
 
     def rates(inputs: Inputs, step: Step) -> list[Any]:
         """The rate of each leaf."""
@@ -183,6 +196,18 @@ def muon(
         shapes_of=own.shapes_of,
         moments=MomentOptions(moment_dtype, full_precision, layer_axes),
     )
+
+
+def _signs(inputs: Inputs, mw: NewMoments, axes: list[MatrixAxes | None]) -> list[Any] | None:
+    """Adam's first moments, which have the signs of its directions; None for those of matrices.
+
+    XLA would write out Adam's direction for a second reader. Others are written in any case, and so
+    are buffers that were taken apart.
+    """
+    if len(mw.exact) > len(inputs.specs):
+        return None
+    pairs = zip(mw.exact, inputs.specs, strict=True)
+    return [m if all(axes[i] is None for i in spec.positions) else None for m, spec in pairs]
 
 
 def _of_both_kinds(
@@ -209,6 +234,7 @@ def scale_by_muon(
     rule: MuonRule = "muon",
     normuon_beta: Scalar = 0.95,
     output_axes: PyTree = LAST,
+    split: PyTree = None,
     mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
     shard_over: str | tuple[str, ...] | None = None,
@@ -234,6 +260,7 @@ def scale_by_muon(
       rule: "muon" or "normuon".
       normuon_beta: decay rate of the average of NorMuon, in [0, 1).
       output_axes: which axes of a leaf are outputs.
+      split: sizes of blocks of outputs that are matrices of their own.
       mesh_axes: how leaves are sharded.
       layer_axes: axes of a leaf with a matrix for each index.
       shard_over: mesh axes over which iterations are sharded under `jit`.

@@ -191,7 +191,9 @@ def _check_segments(
                 chosen.fail(i, ValueError, f"{problem}, {remedy}")
             if item != items[0]:
                 other = spec.spans[members[0]].path
-                problem = f"another place of outputs than in {other}, of equal shape"
+                outputs = {x.outputs for x in (item, items[0]) if x is not None}
+                what = "`split`" if len(outputs) == 1 else "place of outputs"
+                problem = f"another {what} than in {other}, of equal shape"
                 remedy = "expected the same, as they share a part of the buffer"
                 chosen.fail(i, ValueError, f"{problem}, {remedy}")
 

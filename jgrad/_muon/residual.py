@@ -1,5 +1,6 @@
 """How far results of Newton-Schulz are from orthogonal matrices, for a wrapper that reports it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,11 @@ from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import jit_static_kwargs
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.notes import Notes
+from jgrad._muon import split_leaves
 from jgrad._muon.matrix_axes import MatrixAxes, Part
 from jgrad._packed import packing
 from jgrad._trees import trees
+from jgrad._trees.shardings import replicated
 
 
 def note(
@@ -49,11 +52,16 @@ def note(
         if own is not None and is_shard:
             notes.add(f"muon_residual/{name}", jnp.nan)
         elif own is not None and leaves[i] is not None:
-            notes.add(f"muon_residual/{name}", _largest(leaves[i], axes=own.whole))
+            notes.add(f"muon_residual/{name}", _largest(replicated(leaves[i]), axes=own.whole))
 
 
 @jit_static_kwargs
 def _largest(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    pairs = zip(split_leaves.cut(x, axes), split_leaves.pieces(axes), strict=True)
+    return functools.reduce(jnp.maximum, [_largest_of_run(y, own) for y, own in pairs])
+
+
+def _largest_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
     x = axes.to_wide(x)
     rows = x.shape[1]
     stacked, over = ((0,), (0,)), ((2,), (2,))

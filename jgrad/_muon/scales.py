@@ -1,11 +1,13 @@
 """The factor of Muon's direction, by the numbers of outputs and inputs of a matrix."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jgrad._inputs import numbers
+from jgrad._muon import split_leaves
 from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._trees import values
 
@@ -43,7 +45,16 @@ def _check_takes_two(function: str, scale: ScaleFunction) -> None:
 
 
 def factors_of(function: str, scale: ScaleFunction, axes: Sequence[MatrixAxes]) -> list[Any]:
-    """A scalar for each array; arrays with equal sizes share one in the program."""
-    sizes = dict.fromkeys(x.sizes for x in axes)
-    factors = {size: numbers.scalar(function, f"scale{size}", scale(*size)) for size in sizes}
-    return [factors[x.sizes] for x in axes]
+    """For each array a scalar, or one number per output where it has blocks of several sizes.
+
+    Matrices with equal sizes share one in the program.
+    """
+    sizes = [tuple(own.sizes for own in split_leaves.pieces(x)) for x in axes]
+    different = dict.fromkeys(itertools.chain(*sizes))
+    factors = {size: numbers.scalar(function, f"scale{size}", scale(*size)) for size in different}
+    return [
+        factors[own[0]]
+        if len(set(own)) == 1
+        else split_leaves.per_output([factors[size] for size in own], x)
+        for own, x in zip(sizes, axes, strict=True)
+    ]

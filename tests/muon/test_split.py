@@ -1,0 +1,453 @@
+"""`muon(split=)`: a fused leaf moves as its blocks do that are leaves of their own."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgrad
+from jgrad._muon import split_leaves
+from jgrad._muon.matrix_axes import MatrixAxes
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, stack, train
+from tests.support.packed_model import assert_close
+
+# For each leaf its shape, outputs, layers and `split`.
+LEAVES = {
+    "b": ((40,), None, (), None),
+    "gate_up": ((12, 40), -1, (), (20, 20)),
+    "heads": ((24, 32), (-1,), (), 8),
+    "qkv": ((24, 32), -1, (), (16, 8, 8)),
+    "stack": ((3, 24, 32), -1, (0,), (16, 8, 8)),
+}
+MORE = {
+    "apart": ((4, 24, 6), (0, 2), (), (10, 2, 2, 10)),
+    "dense": ((24, 4, 8), (1, 2), (), 8),
+    "experts": ((2, 24, 3, 32), -1, (0, 2), 16),
+    "one": ((24, 8), -1, (), 8),
+    "plain": ((24, 8), -1, (), None),
+    "torch": ((32, 24), 0, (), (8, 16, 8)),
+}
+ALL = LEAVES | MORE
+MODELS = {"kernels": LEAVES, "other axes": MORE}
+models = pytest.mark.parametrize("leaves", mostly_slow(MODELS, "kernels"))
+
+
+def normal(seed, leaves=LEAVES, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(dtype) for name, (shape, *_) in leaves.items()}
+
+
+def on_device(tree):
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def muon(rate=0.1, **options):
+    return jgrad.muon(rate, **{"adam_learning_rate": 0.01, "weight_decay": 0.1} | options)
+
+
+def fused(leaves=LEAVES, **options):
+    own = {
+        "matrices": {name: x[1] is not None for name, x in leaves.items()},
+        "output_axes": {name: -1 if x[1] is None else x[1] for name, x in leaves.items()},
+        "layer_axes": {name: x[2] for name, x in leaves.items()},
+        "split": {name: x[3] for name, x in leaves.items()},
+    }
+    return muon(**own | options)
+
+
+def separate(leaves=LEAVES, **options):
+    """For the leaves that `apart` makes."""
+    layers = {name: tuple(range(len(x[2]))) for name, x in leaves.items()}
+    matrices = {name: x[1] is not None for name, x in leaves.items()}
+    return muon(matrices=matrices, layer_axes=layers, **options)
+
+
+def apart(tree, of_inputs=None):
+    """Each block as a leaf: layers first, outputs last. Of second moments the inputs are 1."""
+    found = {}
+    for name, x in tree.items():
+        shape, outputs, layers, split = ALL[name]
+        if outputs is None or x is None:
+            found[name] = None if x is None else np.asarray(x)
+            continue
+        outputs = [axis % len(shape) for axis in np.atleast_1d(outputs)]
+        inputs = [axis for axis in range(len(shape)) if axis not in (*outputs, *layers)]
+        x = np.transpose(np.asarray(x), (*layers, *inputs, *outputs))
+        x = x.reshape(*x.shape[: len(layers) + len(inputs)], -1)
+        n = x.shape[-1]
+        sizes = split if isinstance(split, tuple) else [split or n] * (n // (split or n))
+        found[name] = np.split(x, np.cumsum(sizes)[:-1], axis=-1)
+    for name, x in found.items():  # as `None` for a leaf that has no blocks of second moments
+        found[name] = [None] * _count(name) if x is None and ALL[name][1] is not None else x
+    return found
+
+
+def _count(name):
+    shape, outputs, _, split = ALL[name]
+    n = np.prod([shape[axis] for axis in np.atleast_1d(outputs)])
+    return len(split) if isinstance(split, tuple) else n // (split or n)
+
+
+def assert_as_apart(found, expected, tolerance):
+    """Weights and both moments."""
+    (w, state), (w_apart, state_apart) = found, expected
+    for x, y in [(w, w_apart), (state.mw, state_apart.mw), (state.vw, state_apart.vw)]:
+        assert_close(apart(x), y, tolerance)
+
+
+# ---- the numbers -------------------------------------------------------------------------------
+
+
+@models
+@pytest.mark.parametrize(
+    "scale", mostly_slow(["original", "spectral", "match_rms_adamw", None], "original")
+)
+@pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "muon"))
+def test_a_fused_leaf_is_its_blocks(rule, scale, leaves):
+    leaves, options = MODELS[leaves], {"rule": rule, "scale": scale}
+    w, *grads = (normal(i, leaves) for i in range(3))
+    found = train(fused(leaves, **options), on_device(w), grads)
+    expected = train(separate(leaves, **options), on_device(apart(w)), list(map(apart, grads)))
+    assert_as_apart(found, expected, 1e-4)
+
+
+@models
+@pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
+def test_in_float64(x64, rule, leaves):
+    leaves = MODELS[leaves]
+    w, *grads = (normal(i, leaves, np.float64) for i in range(3))
+    found = train(fused(leaves, rule=rule), on_device(w), grads)
+    expected = train(separate(leaves, rule=rule), on_device(apart(w)), list(map(apart, grads)))
+    assert_as_apart(found, expected, 1e-12)
+
+
+def test_zeros_and_blocks_of_any_size():
+    """A block of zeros stays; one of 1e18 changes no other by a bit, nor does one of 1e-18."""
+    leaves = {"qkv": ALL["qkv"]}
+    tx, w = fused(leaves, rule="normuon", weight_decay=0.0), {"qkv": jnp.zeros((24, 32))}
+    g = normal(1, leaves)["qkv"]
+    update = lambda factors: np.asarray(
+        jax.jit(tx.update)({"qkv": g * np.repeat(factors, [16, 8, 8])}, tx.init(w), w)[0]["qkv"]
+    )
+    plain, found = update(np.float32([1, 1, 1])), update(np.float32([1e18, 0, 1e-18]))
+    assert not found[:, 16:24].any()
+    np.testing.assert_allclose(found[:, :16], plain[:, :16], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found[:, 24:], plain[:, 24:], rtol=1e-4, atol=1e-6)
+
+
+def test_rate_of_a_function_of_sizes():
+    """`scale` is called with the sizes of blocks, once for each shape."""
+    seen = []
+    scale = lambda outputs, inputs: seen.append((outputs, inputs)) or outputs + 0.0
+    leaves = {name: ALL[name] for name in ("gate_up", "qkv")}
+    tx = fused(leaves, scale=scale)
+    w = on_device(normal(0, leaves))
+    tx.update(w, tx.init(w), w)
+    assert sorted(seen) == [(8, 24), (16, 24), (20, 12)]
+
+
+def test_scale_by_muon_has_it_too():
+    leaves = {"qkv": ALL["qkv"]}
+    w = on_device(normal(0, leaves))
+    piece = jgrad.scale_by_muon(matrices=True, split=(16, 8, 8))
+    tx = fused(leaves, weight_decay=0.0)
+    expected, _ = jax.jit(tx.update)(w, tx.init(w), w)
+    found, _ = jax.jit(piece.update)(w, piece.init(w), w)
+    assert_close(jax.tree.map(lambda x: -0.1 * x, found), expected)
+
+
+@pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
+def test_half_precision(rule):
+    """Parameters in bfloat16, and products of rounded factors: one rounding of the result apart."""
+    leaves = {"qkv": ALL["qkv"]}
+    w, *grads = (
+        jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), normal(i, leaves)) for i in range(2)
+    )
+    of_blocks = lambda tree: {
+        name: jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), x)
+        for name, x in apart(jax.tree.map(lambda x: np.asarray(x, np.float32), tree)).items()
+    }
+    options = {"rule": rule, "compute_dtype": jnp.bfloat16}
+    found, _ = train(fused(leaves, **options), w, grads)
+    expected, _ = train(separate(leaves, **options), of_blocks(w), list(map(of_blocks, grads)))
+    assert_close(of_blocks(found), expected, 0.02)
+
+
+def test_moments_in_8_bits():
+    """The first update is that in float32, and the state has the form that it has without."""
+    leaves = {"qkv": ALL["qkv"]}
+    w, g, h = (on_device(normal(i, leaves)) for i in range(3))
+    make = lambda **options: fused(leaves, rule="normuon", **options)
+    tx, exact = make(moment_dtype="8bit"), make()
+    plain = make(moment_dtype="8bit", split=None)
+    updates, state = jax.jit(tx.update)(g, tx.init(w), w)
+    of_exact, exact_state = jax.jit(exact.update)(g, exact.init(w), w)
+    assert_close(updates, of_exact, 1e-5)
+    form = lambda state: jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert form(state) == form(jax.jit(plain.update)(g, plain.init(w), w)[1])
+    updates, _ = jax.jit(tx.update)(h, state, w)
+    of_exact, _ = jax.jit(exact.update)(h, exact_state, w)
+    for name, x in of_exact.items():
+        assert np.linalg.norm(updates[name] - x) < 0.05 * np.linalg.norm(x)
+
+
+# ---- packed, loops, the state ------------------------------------------------------------------
+
+PACKINGS = {
+    "plain": {},
+    "layers": {"layer_axes": {name: x[2] for name, x in LEAVES.items()}},
+    "in part": {"max_size": 600},
+}
+
+
+@pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "plain"))
+@pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
+def test_packed(rule, packing):
+    tx = fused(rule=rule)
+    w, *grads = (on_device(normal(i)) for i in range(3))
+    expected, state = train(tx, w, grads)
+    pack = lambda tree: jgrad.pack(tree, **PACKINGS[packing])
+    found, packed_state = train(tx, pack(w), list(map(pack, grads)))
+    assert_close(jgrad.unpack(found), expected, 1e-5)
+    assert_close(jgrad.unpack(packed_state).vw, state.vw, 1e-4)
+
+
+def test_pack_small():
+    tx = fused()
+    w, *grads = (on_device(normal(i)) for i in range(3))
+    found, _ = train(jgrad.pack_small(tx, max_size=600), w, grads)
+    assert_close(found, train(tx, w, grads)[0], 1e-5)
+
+
+def test_leaves_of_one_shape_that_are_split_in_two_ways(standard_promotion):
+    """Neighbours in a buffer are two parts; where shards have matrices of both it is an error."""
+    leaves = {"a": ALL["heads"], "b": (*ALL["heads"][:3], (16, 8, 8)), "c": ALL["heads"]}
+    tx, w = fused(leaves), on_device({name: normal(0)["heads"] for name in leaves})
+    expected, _ = jax.jit(tx.update)(w, tx.init(w), w)
+    packed = jgrad.pack(w)
+    found, _ = jax.jit(tx.update)(packed, tx.init(packed), packed)
+    assert_close(jgrad.unpack(found), expected, 1e-5)
+    assert_error(
+        ValueError,
+        "muon: `matrices` at ['b']: another `split` than in ['a'], of equal shape, expected the same, "
+        "as they share a part of the buffer.",
+        lambda: tx.init(jgrad.pack(w, matrices=True, multiple_of=2)),
+    )
+
+
+def test_vmap_and_scan():
+    leaves = {name: ALL[name] for name in ("b", "qkv")}
+    tx = fused(leaves, rule="normuon")
+    models = [on_device(normal(i, leaves)) for i in range(2)]
+    update = lambda g, w: tx.update(g, tx.init(w), w)[0]
+    expected = stack([jax.jit(update)(w, w) for w in models])
+    assert_close(jax.jit(jax.vmap(update))(stack(models), stack(models)), expected, 1e-5)
+    body = lambda state, g: tx.update(g, state, g)[::-1]
+    state, updates = jax.jit(lambda: jax.lax.scan(body, tx.init(models[0]), stack(models)))()
+    first = jax.tree.map(lambda x: x[0], updates)
+    assert_close(first, jax.tree.map(lambda x: x[0], expected), 1e-5)
+    assert int(state.step) == 2
+
+
+def test_inside_wrappers():
+    """As separate leaves inside the same ones."""
+    leaves = {"qkv": ALL["qkv"]}
+    w, *grads = (normal(i, leaves) for i in range(5))
+    around = lambda tx: jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(tx), 2))
+    half = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
+    grads[1]["qkv"][0, 0] = np.nan
+    found, state = train(around(fused(leaves)), half(w), list(map(half, grads)))
+    of_blocks = [half(apart(g)) for g in grads]
+    of_blocks[1] = jax.tree.map(lambda x: x * jnp.nan, of_blocks[1])
+    expected, _ = train(around(separate(leaves)), half(apart(w)), of_blocks)
+    assert int(state.skipped) == 1
+    of_found = half(apart({"qkv": np.asarray(found["qkv"], np.float32)}))
+    assert_close(of_found, expected, 0.01)
+
+
+def test_a_missing_gradient_and_no_program():
+    """A leaf without a gradient stays; eager calls have the numbers of a program."""
+    leaves = {name: ALL[name] for name in ("heads", "qkv")}
+    tx, w = fused(leaves, rule="normuon"), on_device(normal(0, leaves))
+    g = {"heads": None, "qkv": jnp.asarray(normal(1, leaves)["qkv"])}
+    found, state = tx.update(g, tx.init(w), w)
+    assert not np.any(found["heads"])
+    expected, expected_state = jax.jit(tx.update)(g, tx.init(w), w)
+    assert_close((found, state.vw), (expected, expected_state.vw), 1e-5)
+
+
+def test_a_state_goes_on_with_another_split():
+    leaves = {"qkv": ALL["qkv"]}
+    w, g, h = (on_device(normal(i, leaves)) for i in range(3))
+    plain, tx = fused(leaves, rule="normuon", split=None), fused(leaves, rule="normuon")
+    form = jax.eval_shape(tx.init, w)
+    assert form == jax.eval_shape(plain.init, w)
+    _, state = train(plain, w, [g])
+    updates, state = jax.jit(tx.update)(h, state, w)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, form)
+    others, _ = jax.jit(plain.update)(h, train(plain, w, [g])[1], w)
+    assert not np.allclose(updates["qkv"], others["qkv"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
+def test_residuals_are_those_of_blocks(packed):
+    """The largest of a leaf's; the whole leaf is far from orthogonal."""
+    leaves = {name: ALL[name] for name in ("b", "heads", "qkv")}
+    w = on_device(normal(0, leaves))
+
+    def residuals(tx, w):
+        tx = jgrad.watch(tx)
+        found = jgrad.report(jax.jit(tx.update)(w, tx.init(w), w)[1])
+        return {k.split("/", 1)[1]: float(x) for k, x in found.items() if "residual" in k}
+
+    found = residuals(fused(leaves), jgrad.pack(w) if packed else w)
+    each = residuals(separate(leaves), on_device(apart(w)))
+    assert found.keys() == {"heads", "qkv"}
+    for name, x in found.items():
+        own = [y for key, y in each.items() if key.startswith(name)]
+        np.testing.assert_allclose(x, max(own), rtol=1e-3)
+
+
+# ---- programs ----------------------------------------------------------------------------------
+
+
+def lines(split, outputs=64, count=4):
+    w = {f"{i}": jnp.ones((16, outputs)) for i in range(count)}
+    tx = muon(matrices=True, split=split)
+    return len(jax.jit(tx.update).lower(w, tx.init(w), w).as_text().splitlines())
+
+
+def test_heads_are_one_reshape():
+    """A program does not grow with the heads, and equal blocks are heads."""
+    assert lines(4) == lines(16) == lines((16,) * 4)
+    assert lines(64) == lines((64,)) == lines(None)
+
+
+def test_one_iteration_for_each_shape():
+    """Blocks join the leaves of their shape, and tall ones the wide."""
+    w = {"qkv": jnp.ones((16, 48)), "out": jnp.ones((16, 16)), "up": jnp.ones((8, 32))}
+    split = {"qkv": (16, 16, 16), "out": None, "up": (16, 16)}
+    tx = muon(matrices=True, split=split)
+    text = jax.jit(tx.update).lower(w, tx.init(w), w).as_text()
+    found = {
+        line.split("tensor<")[-1] for line in text.splitlines() if "call @orthogonalized" in line
+    }
+    assert found == {"4x16x16xf32>", "2x8x16xf32>"}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    mostly_slow([(12, 5), (5, 12), (2, 12, 3), (3, 4, 3), (4, 5, 3), (2, 3, 2, 2)], (4, 5, 3)),
+)
+def test_there_and_back(shape):
+    """Every place of outputs and layers: blocks as NumPy cuts them, and the array again."""
+    x = np.arange(np.prod(shape)).reshape(shape)
+    for kinds in itertools.product("loi", repeat=len(shape)):
+        stacked, outputs, inputs = (
+            tuple(i for i, kind in enumerate(kinds) if kind == own) for own in "loi"
+        )
+        n = int(np.prod([shape[axis] for axis in outputs]))
+        if not inputs or n not in (4, 12):
+            continue
+        for blocks in [((n // 2, 2),), ((1, 2), (n - 2, 1)), ((1, 1), (1, n - 1))]:
+            axes = MatrixAxes(shape, stacked, outputs, blocks)
+            flat = x.transpose(*stacked, *inputs, *outputs).reshape(
+                *(shape[axis] for axis in (*stacked, *inputs)), n
+            )
+            bounds = np.cumsum([size for count, size in blocks for _ in range(count)])[:-1]
+            expected = {
+                tuple(sorted(map(int, m.ravel())))
+                for y in np.split(flat, bounds, axis=-1)
+                for m in y.reshape(int(np.prod([shape[a] for a in stacked])), -1)
+            }
+            runs, pieces = split_leaves.cut(jnp.asarray(x), axes), split_leaves.pieces(axes)
+            assert [y.shape for y in runs] == [own.shape for own in pieces]
+            found = [m for y, own in zip(runs, pieces, strict=True) for m in own.to_wide(y)]
+            assert {tuple(sorted(map(int, np.ravel(m)))) for m in found} == expected
+            np.testing.assert_array_equal(split_leaves.joined(runs, axes), x)
+
+
+# ---- what users give ---------------------------------------------------------------------------
+
+W = {"qkv": jnp.ones((8, 16)), "mlp": {"w": jnp.ones((8, 12)), "b": jnp.ones(12)}, "none": None}
+MATRICES = {"qkv": True, "mlp": {"w": True, "b": False}, "none": True}
+
+
+def test_by_path():
+    w = {name: x for name, x in W.items() if name != "none"}
+    own = {"matrices": {name: MATRICES[name] for name in w}}
+    by_path = muon(split=jgrad.by_path({"qkv": (8, 4, 4), "mlp/w": 6}, rest=None), **own)
+    tree = muon(split={"qkv": (8, 4, 4), "mlp": {"w": 6, "b": None}}, **own)
+    found, expected = (jax.jit(tx.update)(w, tx.init(w), w) for tx in (by_path, tree))
+    assert_equal(found, expected)
+
+
+EXPECTED = "expected None, a head size (an int), or a tuple of sizes"
+OF = "of an array of shape (8, 16)"
+REFUSED = {
+    "sum": (
+        {"qkv": (4, 4, 4)},
+        f" at ['qkv']: (4, 4, 4) with sum 12, expected 16, the number of outputs {OF}",
+    ),
+    "one": (
+        {"qkv": (8,)},
+        f" at ['qkv']: (8,) with sum 8, expected 16, the number of outputs {OF}",
+    ),
+    "no divisor": (
+        {"qkv": 5},
+        f" at ['qkv']: 5, expected a divisor of 16, the number of outputs {OF}",
+    ),
+    "no matrix": (
+        {"mlp": {"w": None, "b": 4}},
+        " at ['mlp']['b']: 4, expected None for a leaf that is no matrix; `by_path` chooses leaves",
+    ),
+    "all": (
+        4,
+        " at ['mlp']['b']: 4, expected None for a leaf that is no matrix; `by_path` chooses leaves",
+    ),
+    "zero": ({"qkv": 0}, " at ['qkv']: 0, expected sizes of 1 or more"),
+    "negative": ({"qkv": (24, -8)}, " at ['qkv']: (24, -8), expected sizes of 1 or more"),
+    "bool": ({"qkv": True}, f" at ['qkv']: True of type bool, {EXPECTED}"),
+    "bool inside": ({"qkv": (True, 15)}, f" at ['qkv'][0]: True of type bool, {EXPECTED}"),
+    "float": ({"qkv": 8.0}, f" at ['qkv']: 8.0 of type float, {EXPECTED}"),
+    "text": ("heads", f": 'heads' of type str, {EXPECTED}"),
+    "empty": ((), f": (), {EXPECTED}"),
+    "list": (
+        {"qkv": [8, 8]},
+        " does not have the structure of `params`: `split` has a list at ['qkv'] where `params` "
+        "has a leaf",
+    ),
+    "by path": (
+        jgrad.by_path({"qkv": (9, 9)}, rest=None),
+        f" at ['qkv']: (9, 9) with sum 18, expected 16, the number of outputs {OF}",
+    ),
+    "no path": (
+        jgrad.by_path({"qvk": 8}, rest=None),
+        ": rule 'qvk': no leaf matches it; near are 'qkv', 'mlp/b', 'mlp/w'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_messages(case):
+    split, message = REFUSED[case]
+    if isinstance(split, dict):
+        split = {
+            "qkv": None,
+            "mlp": None,
+            "none": (3, 4),
+        } | split  # where nothing is, any value will do
+    error = TypeError if "of type" in message else ValueError
+    call = lambda: muon(matrices=MATRICES, split=split).init(W)
+    assert_error(error, f"muon: `split`{message}.", call)
+
+
+def test_empty_matrices():
+    w = {"a": jnp.ones((4, 0)), "b": jnp.ones((0, 8)), "c": jnp.ones((0, 4, 8))}
+    tx = muon(matrices=True, split=8, layer_axes={"a": None, "b": None, "c": 0}, rule="normuon")
+    updates, _ = jax.jit(tx.update)(w, tx.init(w), w)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, w)
