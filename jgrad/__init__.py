@@ -40,6 +40,7 @@ Wrappers: what goes around an optimizer
     master_weights       float32 copies of half-precision parameters
     stochastic_rounding  bfloat16 parameters without copies
     schedule_free        an average of the steps in place of a schedule
+    hyperball            matrices keep their norm, and turn by an angle
     offload              the state in host memory between steps
     pack_small           small leaves packed inside each update
     zero                 the state sharded over devices, inside `shard_map` or `pmap`
@@ -89,6 +90,7 @@ States of optimizers
     StochasticState    state of `stochastic_rounding`
     EmaState           state of `ema`
     ScheduleFreeState  state of `schedule_free`
+    HyperballState     state of `hyperball`
     WatchState         state of `watch`
 
 Names kept for Ivy
@@ -138,6 +140,7 @@ from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState,
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.clip import clip_by_global_norm, global_norm
 from jgrad._wrappers.ema import EmaState, ema
+from jgrad._wrappers.hyperball import HyperballState, hyperball
 from jgrad._wrappers.leaf_programs import leaf_programs
 from jgrad._wrappers.master_weights import MasterState, master_weights
 from jgrad._wrappers.offload import offload
@@ -190,6 +193,7 @@ __all__ = [  # noqa: RUF022
     "master_weights",
     "stochastic_rounding",
     "schedule_free",
+    "hyperball",
     "offload",
     "pack_small",
     "zero",
@@ -229,6 +233,7 @@ __all__ = [  # noqa: RUF022
     "StochasticState",
     "EmaState",
     "ScheduleFreeState",
+    "HyperballState",
     "WatchState",
     # Names kept for Ivy
     "execute_with_gradients",

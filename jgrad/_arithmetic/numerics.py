@@ -120,6 +120,24 @@ def largest_addable(dtype: DTypeLike) -> float:
     return float(2.0 ** (info.maxexp - info.nmant - 3))
 
 
+def same_direction(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether a and b have one sign, or, complex, Re(a conj(b)) > 0; False for NaN.
+
+    By signs, and for complex numbers by their directions, since a product of two small or two large
+    numbers vanishes or overflows. Real zeros have one sign.
+    """
+    if jnp.iscomplexobj(a):
+        a, b = _in_unit_square(a), _in_unit_square(b)
+        return a.real * b.real + a.imag * b.imag > 0
+    return jnp.sign(a) == jnp.sign(b)
+
+
+def _in_unit_square(x: jax.Array) -> jax.Array:
+    """x, divided by the larger of its parts; 0 for 0"""
+    largest = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
+    return jax.lax.complex(safe_divide(x.real, largest), safe_divide(x.imag, largest))
+
+
 def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Zeros with the sharding of `x`.
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf
+from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf
 from jgrad._arithmetic.numerics import scaled
 
 
@@ -26,7 +26,7 @@ def average(x: jax.Array, old: jax.Array, beta: jax.Array, complement: jax.Array
 
 
 @on_leaf(arrays=2)
-def add_scaled(direction: jax.Array, x: jax.Array, factor: jax.Array) -> jax.Array:
+def add_scaled(direction: jax.Array, x: jax.Array, *factors: jax.Array) -> jax.Array:
     """d + f x: weight decay, momentum m' = d + mu m, and Nesterov's look-ahead d + mu m'
 
     No finite d overflows: a term beyond 2^102 counts as that. An infinite d stays infinite. The
@@ -34,7 +34,20 @@ def add_scaled(direction: jax.Array, x: jax.Array, factor: jax.Array) -> jax.Arr
     The clip also keeps product and sum two roundings on every CPU: joined to one in some kernels
     only, a packed tree would not have the bits of the unpacked one.
     """
-    return direction + numerics.addable(scaled(x, factor))
+    return direction + numerics.addable(functools.reduce(scaled, factors, x))
+
+
+@on_leaf(arrays=3)
+def add_cautiously(
+    direction: jax.Array, x: jax.Array, like: jax.Array, *factors: jax.Array
+) -> jax.Array:
+    """d + f x where d and x have one sign, else d: weight decay that never opposes the step
+
+    `like` has the signs of d: where d is expensive to compute, another array, so that the rule
+    reads d once, as `add_scaled` does.
+    """
+    term = numerics.addable(functools.reduce(scaled, factors, x))
+    return direction + jnp.where(numerics.same_direction(like, x), term, jnp.zeros_like(term))
 
 
 @on_leaf(arrays=2)
@@ -83,18 +96,60 @@ def add(w: jax.Array, update: jax.Array) -> jax.Array:
 # ---- on lists with an entry per leaf -----------------------------------------------------------
 
 
-def decay_call(direction: jax.Array | None, w: jax.Array | None, decay: Any) -> Call | None:
-    """The call of direction + decay w; a decay that is the Python number 0 compiles to nothing."""
+def decay_call(
+    direction: jax.Array | None,
+    w: jax.Array | None,
+    decay: Any,
+    like: jax.Array | None = None,
+    *rates: Any,
+    rule: str = "decoupled",
+) -> Call | None:
+    """The call of direction + decay w; a decay that is the Python number 0 compiles to nothing.
+
+    With the rule "cautious" only where both have one sign. `like` has the signs of the direction,
+    and is the direction itself for None. Rates multiply the decay.
+    """
     if direction is None:
         return None
     if is_zero(decay):
         return (leafwise.identity, (direction,))
-    return (add_scaled, (direction, w, decay))
+    if rule == "cautious":
+        like = direction if like is None else like
+        return (add_cautiously, (direction, w, like, decay, *rates))
+    return (add_scaled, (direction, w, decay, *rates))
 
 
-def add_decay(direction: list[Any], w: list[Any] | None, decay: PerLeaf) -> list[Any]:
-    """direction + decay w; without weights no decay but the number 0"""
-    return leafwise.run([decay_call(*row) for row in leafwise.zip_leaves(direction, w, decay)])
+def add_decay(
+    direction: list[Any],
+    w: list[Any] | None,
+    decay: PerLeaf,
+    like: list[Any] | None = None,
+    *rates: PerLeaf,
+    rule: str = "decoupled",
+) -> list[Any]:
+    """direction + decay w, as `decay_call`; without weights no decay but the number 0"""
+    rows = leafwise.zip_leaves(direction, w, decay, like, *rates)
+    return leafwise.run([decay_call(*row, rule=rule) for row in rows])
+
+
+def updates(
+    direction: list[Any],
+    w: list[Any] | None,
+    decay: PerLeaf,
+    rates: PerLeaf,
+    like: list[Any] | None = None,
+    *,
+    rule: str,
+) -> list[Any]:
+    """-rate (direction + decay w); with the rule "independent" -(rate direction + decay w)"""
+    if rule == "independent":
+        # Beside others a decay of 0 is an array: a CPU that joins the product with the rate to a
+        # sum joins it to that with the decay, in each leaf as in a buffer of all.
+        if isinstance(decay, list) and not all(map(is_zero, decay)):
+            zero = jnp.zeros(())
+            decay = [zero if is_zero(x) else x for x in decay]
+        return apply(negative, add_decay(apply(scale_by, direction, rates), w, decay))
+    return apply(descent, add_decay(direction, w, decay, like, rule=rule), rates)
 
 
 def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

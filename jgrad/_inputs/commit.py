@@ -65,7 +65,7 @@ class Commit:
         self._outer = outer
         self._is_joined = outer is None
         self._is_read = False
-        self._trace = get_opaque_trace_state()
+        self._trace = trace_state()
         self._gradients = _arrays(gradients)
         self._finite = dict(self._gradients)
         self._updates: dict[int, Any] = {}
@@ -123,7 +123,7 @@ class Commit:
         if self._is_joined or self._outer is None:
             return self._flag
         flag = self._flag & self._outer.flag
-        if get_opaque_trace_state() == self._trace:  # else it is a tracer of a branch
+        if trace_state() == self._trace:  # else it is a tracer of a branch
             self._flag, self._is_joined = flag, True
         return flag
 
@@ -184,7 +184,7 @@ class Commit:
         """
         if self._outer is not None:
             self._outer.offer(finite, tree)
-        same_trace = get_opaque_trace_state() == self._trace
+        same_trace = trace_state() == self._trace
         if same_trace and not self._is_read and _arrays(tree).keys() >= self._gradients.keys():
             self._flag = self._agreed(finite)
 

@@ -6,7 +6,7 @@ Options are read beside it, an entry per leaf; methods and wrappers compute with
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -117,6 +117,7 @@ class Inputs(Parameters):
       w: parameters, or `None` if they were not given.
       commit: whether the update is committed, if a wrapper decides it; None where it always is.
       notes: where numbers of this update are noted, if a wrapper reports them; else None.
+      undecayed: names of leaves whose norm a wrapper keeps: decay would act against it.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Inputs(Parameters):
         params: PyTree,
         commit: Commit | None = None,
         notes: Notes | None = None,
+        undecayed: Collection[str] = (),
     ) -> None:
         if params is None:
             super().__init__(function, updates, "updates")
@@ -134,7 +136,7 @@ class Inputs(Parameters):
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
         self.commit = commit if commit is not None and commit.applies_to(updates) else None
-        self.notes = notes
+        self.notes, self.undecayed = notes, undecayed
         self._structure = trees.flatten(self.tree)[1]
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())

@@ -30,9 +30,9 @@ _beta_from_array = jit_static_kwargs(numerics.beta_from_array)
 # ---- numbers, or trees of them -----------------------------------------------------------------
 
 
-def number(function: str, name: str, tree: PyTree) -> PyTree:
-    """A hyper-parameter or a tree of them, in [0, inf)."""
-    return trees.map_leaves(strong_scalar, _checked(function, name, tree, math.inf))
+def number(function: str, name: str, tree: PyTree, high: float = math.inf) -> PyTree:
+    """A hyper-parameter or a tree of them, in [0, high)."""
+    return trees.map_leaves(strong_scalar, _checked(function, name, tree, high))
 
 
 def betas(function: str, name: str, tree: PyTree) -> BetaForms:
@@ -107,9 +107,9 @@ def _no_tree(function: str, name: str, x: Any) -> Any:
     return x
 
 
-def scalars(function: str, name: str, tree: PyTree) -> PyTree:
-    """One number in [0, inf), or a tree of them."""
-    return _one_element(function, name, number(function, name, tree))
+def scalars(function: str, name: str, tree: PyTree, high: float = math.inf) -> PyTree:
+    """One number in [0, high), or a tree of them."""
+    return _one_element(function, name, number(function, name, tree, high))
 
 
 def scalar_betas(function: str, name: str, tree: PyTree) -> BetaForms:

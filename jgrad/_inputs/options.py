@@ -4,8 +4,10 @@ The factory checks what it can before there are parameters, so that an error poi
 Each update reads the options again, since they may be traced and may differ from leaf to leaf.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -31,6 +33,12 @@ Number = LearningRate  # but no array of more than one element
 # A prefix tree of bools, or a function of the parameters' shapes and dtypes that returns one; None
 # is True for all.
 Mask = PyTree | Callable[[PyTree], PyTree] | None
+# What a weight decay is multiplied by, and where it acts; "coupled" where it may be in momentum.
+DecayRule = Literal["decoupled", "cautious", "independent"]
+CoupledDecayRule = Literal["coupled"] | DecayRule
+DECAY_RULES: tuple[DecayRule, ...] = ("decoupled", "cautious", "independent")
+# Decays are below it: where no rate multiplies them, a weight that loses more changes its sign.
+_DECAY_LIMITS = {"independent": 1.0}
 
 
 # ---- what a factory can check ------------------------------------------------------------------
@@ -45,6 +53,22 @@ def check(function: str, read: Callable[[str, str, PyTree], Any], **given: PyTre
 
 def _without_schedules(tree: PyTree) -> PyTree:
     return trees.map_leaves(lambda x: 0.0 if trees.may_be_function(x) else x, trees.opened(tree))
+
+
+def check_decays(
+    function: str, rule: str, rules: Sequence[str] = DECAY_RULES, **decays: PyTree
+) -> None:
+    """A known rule, and decays in its range."""
+    values.one_of(function, "weight_decay_rule", rule, rules)
+    limit = _DECAY_LIMITS.get(rule, math.inf)
+    check(function, functools.partial(numbers.scalars, high=limit), **decays)
+
+
+def check_decay_of_ivy(function: str, rule: str, decay_rule: str, own: str) -> None:
+    """In Ivy's rules decay acts in the trust ratio alone."""
+    if rule == "ivy" and decay_rule != own:
+        expected = f"{own!r} with `rule='ivy'`, whose decay acts in the ratio alone"
+        raise ValueError(f"{function}: `weight_decay_rule`: {decay_rule!r}, expected {expected}.")
 
 
 def check_momentum(function: str, momentum: PyTree, *, nesterov: bool) -> None:
@@ -188,45 +212,67 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
 
 
 def weight_decays(
-    inputs: Inputs, weight_decay: PyTree, weight_decay_mask: Mask, step: Step
+    inputs: Inputs, weight_decay: PyTree, weight_decay_mask: Mask, step: Step, rule: str
 ) -> list[Any]:
     """The decay of each array; the Python number 0, which compiles to nothing, for none."""
     use = mask(inputs, "weight_decay_mask", weight_decay_mask)
-    return inputs.per_array(decay_of_leaves(inputs, "weight_decay", weight_decay, use, step))
+    return inputs.per_array(decay_of_leaves(inputs, "weight_decay", weight_decay, use, step, rule))
 
 
 def decay_of_leaves(
-    inputs: Inputs, name: str, weight_decay: PyTree, use: Sequence[bool], step: Step
+    inputs: Inputs, name: str, weight_decay: PyTree, use: Sequence[bool], step: Step, rule: str
 ) -> list[Any]:
     """Likewise, of each leaf of the unpacked tree; 0 where it is not used, or is Python's 0."""
     given = _numbers_of(inputs, step, name, weight_decay)
     if _is_zero(given):
         return [0.0] * len(use)
     inputs.require_params(f"`{name}`")
-    decays = inputs.option(name, numbers.scalars(inputs.function, name, given)).leaves
-    none = inputs.option(name, trees.map_leaves(_is_zero, given)).leaves
-    rows = zip(decays, use, none, strict=True)
-    return [0.0 if x is None or not own or zero else x for x, own, zero in rows]
+    read = numbers.scalars(inputs.function, name, given, _DECAY_LIMITS.get(rule, math.inf))
+    decays, structure = trees.flatten(read)
+    pairs = zip(decays, trees.flatten(given)[0], strict=True)
+    decays = [0.0 if _is_zero(raw) else x for x, raw in pairs]
+    entries = inputs.option(name, structure.unflatten(decays)).leaves
+    decays = [x if own and x is not None else 0.0 for x, own in zip(entries, use, strict=True)]
+    if inputs.undecayed:
+        _check_undecayed(inputs, name, decays)
+    return decays
+
+
+def _check_undecayed(inputs: Inputs, name: str, decays: Sequence[Any]) -> None:
+    """No decay of leaves whose norm a wrapper keeps."""
+    paths = trees.names(inputs.shapes)
+    for path, x in zip(paths, decays, strict=True):
+        if path in inputs.undecayed and not _is_zero(x):
+            expected = "0 for a leaf whose norm `hyperball` keeps, as by `weight_decay_mask`"
+            number = numbers.as_python_number(x)
+            came = f"{number:g}" if checks.is_number(number) else checks.describe(x)
+            came = f"{came} at {path!r}"
+            raise ValueError(f"{inputs.function}: `{name}`: {came}, expected {expected}.")
 
 
 def _is_zero(x: Any) -> bool:
     return bool(checks.is_number(x) and x == 0)
 
 
-def trust_layers(
-    inputs: Inputs, trust_ratio_mask: Mask, mesh_axes: PyTree, layer_axes: PyTree
-) -> TrustLayers:
-    """Where the layers of each array are, and which have a trust ratio."""
+def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[LayerAxes]:
+    """Where the layers of each array are."""
     inputs.check_buffers()
     sharded = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
+    return array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
+
+
+def trust_layers(
+    inputs: Inputs, trust_ratio_mask: Mask, mesh_axes: PyTree, layer_axes: PyTree
+) -> TrustLayers:
+    """Likewise, and which have a trust ratio."""
+    axes = layers(inputs, mesh_axes, layer_axes)
     use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
-    axes = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
-    layers = TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
+    found = TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
     if inputs.notes is None:
-        return layers
-    return layers._replace(note=lambda ratios: _note_ratios(inputs, ratios, axes, use))
+        return found
+    return found._replace(note=lambda ratios: _note_ratios(inputs, ratios, axes, use))
 
 
 def _note_ratios(

@@ -6,7 +6,7 @@ methods and wrappers see no model, only a tree of arrays.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -77,9 +77,10 @@ def transformation(
         *,
         commit: Commit | None = None,
         notes: Notes | None = None,
+        undecayed: Collection[str] = (),
         **numbers: Any,
     ) -> tuple[PyTree, OptState]:
-        inputs = Inputs(name, updates, params, commit, notes)
+        inputs = Inputs(name, updates, params, commit, notes, undecayed)
         if moments.mesh_axes is not None:
             inputs.g = placed(inputs, moments.mesh_axes)
         if params_for is not None:

@@ -14,7 +14,7 @@ from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
-from jgrad._inputs.options import LearningRate, Mask, Number
+from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._trees import values
 from jgrad._trees.trees import PyTree
@@ -309,6 +309,7 @@ def adam(
     epsilon: Number = 1e-8,
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
+    weight_decay_rule: DecayRule = "decoupled",
     bias_correction: BiasCorrection = "moments",
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
@@ -332,9 +333,14 @@ def adam(
       beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
       beta2: decay rate of the second moment, in [0, 1); a number, a function, or a tree, likewise.
       epsilon: added to the root of the second moment, in [0, inf); likewise.
-      weight_decay: in [0, inf); likewise. Decoupled from the moments.
+      weight_decay: in [0, inf); likewise. Decoupled from the moments, see `weight_decay_rule`.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
+      weight_decay_rule: what decay is multiplied by, and where it acts. "decoupled" as above.
+        "cautious": only weights that the step moves towards zero decay, w' = w - learning_rate
+        (delta + weight_decay w [Re(delta conj(w)) > 0]), of real ones those of the sign of delta;
+        where delta is 0 none does. "independent": w' = w - learning_rate delta - weight_decay w,
+        with a decay in [0, 1), which acts at a rate of 0, too.
       bias_correction: "moments" as above; "step_size" for the form at the end of section 2 of the
         paper, with an epsilon that is not corrected; None for neither. See `adam_step`.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
@@ -365,11 +371,13 @@ def adam(
       (1, (3, 2))
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2;
-      Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
+      Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, where the
+      schedule multiplies both terms and the rate only the first; Chen et al., "Cautious Weight
+      Decay" (2025), algorithm 1, where a weight decays at delta = 0, too.
     """
     name = "adam"
     options.check(name, numbers.number, learning_rate=learning_rate)
-    options.check(name, numbers.scalars, weight_decay=weight_decay)
+    options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
     given = Adam(beta1, beta2, epsilon, bias_correction)
     given.check(name)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
@@ -379,10 +387,11 @@ def adam(
         adam = given.read(inputs, step)
         mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
         direction = directions(mw.exact, vw.exact, adam)
-        decays = options.weight_decays(inputs, weight_decay, weight_decay_mask, step)
-        direction = rules.add_decay(direction, inputs.w, decays)
+        decay = weight_decay, weight_decay_mask, step, weight_decay_rule
+        decays = options.weight_decays(inputs, *decay)
         rates = options.learning_rates(inputs, learning_rate, step)
-        return apply(rules.descent, direction, rates), mw, vw
+        columns = direction, inputs.w, decays, rates, mw.exact  # the moment has the signs
+        return rules.updates(*columns, rule=weight_decay_rule), mw, vw
 
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)

@@ -13,7 +13,7 @@ from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
-from jgrad._inputs.options import LearningRate, Mask, Number
+from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._trees import shardings
 from jgrad._trees.trees import PyTree
@@ -129,6 +129,7 @@ def gradient_descent(
     nesterov: bool = False,
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
+    weight_decay_rule: CoupledDecayRule = "coupled",
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
@@ -140,7 +141,8 @@ def gradient_descent(
         d'  = momentum m' + d  if nesterov, else m'
         w'  = w - learning_rate d'
 
-    Weight decay is part of the gradient, as in PyTorch's SGD.
+    Weight decay is part of the gradient, as in PyTorch's SGD, unless `weight_decay_rule` says
+    otherwise.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
@@ -153,6 +155,11 @@ def gradient_descent(
       weight_decay: in [0, inf); likewise.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
+      weight_decay_rule: "coupled" as above. With the others d = g, and decay is no part of momentum
+        but of the last line. "decoupled": w' = w - learning_rate (d' + weight_decay w).
+        "cautious": only weights that the step moves towards zero decay, w' = w - learning_rate (d'
+        + weight_decay w [Re(d' conj(w)) > 0]), as in `adam`. "independent": w' = w - learning_rate
+        d' - weight_decay w, with a decay in [0, 1), which acts at a rate of 0, too.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
         or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
         without it, see `leaf_programs`. Needed for nothing else.
@@ -179,34 +186,40 @@ def gradient_descent(
       (1, (3, 2), None)
 
     Source: Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum
-      in deep learning" (2013), section 2.
+      in deep learning" (2013), section 2; Loshchilov and Hutter, "Decoupled Weight Decay
+      Regularization" (2019); Chen et al., "Cautious Weight Decay" (2025), algorithm 1.
     """
     name = "gradient_descent"
     options.check(name, numbers.number, learning_rate=learning_rate)
-    options.check(name, numbers.scalars, weight_decay=weight_decay)
+    allowed = ("coupled", *DECAY_RULES)
+    options.check_decays(name, weight_decay_rule, allowed, weight_decay=weight_decay)
     options.check_momentum(name, momentum, nesterov=nesterov)
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
-        decays = options.weight_decays(inputs, weight_decay, weight_decay_mask, step)
+        decay = weight_decay, weight_decay_mask, step, weight_decay_rule
+        decays: PerLeaf = options.weight_decays(inputs, *decay)
+        inside, outside = (decays, 0.0) if weight_decay_rule == "coupled" else (0.0, decays)
         if momentum is None:
             options.without_momentum(inputs, step)
-            direction = add_decay(inputs.g, inputs.w, decays)
-            return apply(rules.descent, direction, rates), None, None
-        decay = options.beta_per_array(inputs, step, "momentum", momentum).value
+            direction = add_decay(inputs.g, inputs.w, inside)
+            columns = direction, inputs.w, outside, rates
+            return rules.updates(*columns, rule=weight_decay_rule), None, None
+        beta = options.beta_per_array(inputs, step, "momentum", momentum).value
         # The direction is computed again for Nesterov's form: XLA would write out what two kernels
         # read.
         again = shardings.barrier((inputs.g, inputs.w)) if nesterov else None
-        rows = zip_leaves(inputs.g, step.mw.old, inputs.w, decays, decay)
+        rows = zip_leaves(inputs.g, step.mw.old, inputs.w, inside, beta)
         direction, mw = with_momentum(
             step.mw,
             [_momentum_call(*row) for row in rows],
-            decay,
-            look_ahead=None if again is None else add_decay(again[0], again[1], decays),
+            beta,
+            look_ahead=None if again is None else add_decay(again[0], again[1], inside),
         )
-        return apply(rules.descent, direction, rates), mw, None
+        columns = direction, inputs.w, outside, rates
+        return rules.updates(*columns, rule=weight_decay_rule), mw, None
 
     return transformation(
         name,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
+from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.rules import is_zero
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
@@ -15,7 +15,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import LearningRate, Mask, Number
+from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._layers.trust import (
     IVY_GUARD,
@@ -57,6 +57,19 @@ def _decayed_delta(
     return rules.add_scaled(adam.delta(mw, vw, alpha, epsilon), w, decay)
 
 
+@on_leaf(arrays=3)
+def _cautiously_decayed_delta(
+    mw: jax.Array,
+    vw: jax.Array,
+    w: jax.Array,
+    alpha: jax.Array,
+    epsilon: jax.Array,
+    decay: jax.Array,
+) -> jax.Array:
+    """Likewise, with decay where m, and so delta, has the sign of w"""
+    return rules.add_cautiously(adam.delta(mw, vw, alpha, epsilon), w, mw, decay)
+
+
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
@@ -71,20 +84,30 @@ class Lamb(NamedTuple):
 
 
 def _updates(
-    w: list[Any], mw: list[Any], vw: list[Any], lamb: Lamb, layers: TrustLayers, *, rule: str
+    w: list[Any],
+    mw: list[Any],
+    vw: list[Any],
+    lamb: Lamb,
+    layers: TrustLayers,
+    *,
+    rule: LambRule,
+    decay_rule: DecayRule = "decoupled",
 ) -> list[Any]:
     """-lr ratio (delta + decay w), from the new moments; in Ivy's rule decay is in norms only."""
+    independent = decay_rule == "independent"
+    with_decay = _cautiously_decayed_delta if decay_rule == "cautious" else _decayed_delta
     deltas: list[Call | None] = []
     decayed: list[Call | None] = []
-    columns = (w, mw, vw, *adam.step_sizes(lamb.adam), lamb.weight_decay)
+    in_direction = 0.0 if independent else lamb.weight_decay
+    columns = (w, mw, vw, *adam.step_sizes(lamb.adam), in_direction)
     for x, m, v, alpha, epsilon, decay in zip_leaves(*columns):
         delta = None if m is None else (adam.delta, (m, v, alpha, epsilon))
         plain = delta is None or is_zero(decay)
         deltas.append(delta)
-        decayed.append(delta if plain else (_decayed_delta, (m, v, x, alpha, epsilon, decay)))
+        decayed.append(delta if plain else (with_decay, (m, v, x, alpha, epsilon, decay)))
     if rule == "paper":
         deltas, decayed = computed_once(decayed, layers)
-    return scaled_by_trust_ratio(
+    steps = scaled_by_trust_ratio(
         w,
         deltas,
         decayed,
@@ -92,8 +115,11 @@ def _updates(
         numbers=(lamb.min_trust_ratio, lamb.max_trust_ratio),
         layers=layers,
         rates=(lamb.learning_rate,),
-        scale=rules.descent,
+        scale=rules.scale_by if independent else rules.descent,
     )
+    if not independent:
+        return steps
+    return apply(rules.negative, rules.add_decay(steps, w, lamb.weight_decay))
 
 
 # ---- functional update -------------------------------------------------------------------------
@@ -220,6 +246,7 @@ def lamb(
     epsilon: Number = 1e-6,
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
+    weight_decay_rule: DecayRule = "decoupled",
     max_trust_ratio: Scalar | None = 10.0,
     min_trust_ratio: Scalar = 0.0,
     trust_ratio_mask: Mask = None,
@@ -256,12 +283,18 @@ def lamb(
       weight_decay: in [0, inf); likewise.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
+      weight_decay_rule: "decoupled" as above: part of u, and so of its norm. "cautious": only
+        weights that the step moves towards zero decay, u = delta + weight_decay w
+        [Re(delta conj(w)) > 0], as in `adam`, norm included. "independent": u = delta, and w' = w -
+        learning_rate ratio u - weight_decay w, with a decay in [0, 1), which neither the rate nor
+        the ratio multiplies.
       max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       trust_ratio_mask: as `weight_decay_mask`; leaves with False have the ratio 1, clamps not
         applied.
       bias_correction: see `adam_step`.
-      rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, decay in the norm alone.
+      rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, decay in the norm alone,
+        with no other `weight_decay_rule`.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
         a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
         those. Under `jit` a sharded leaf counts as a whole, and needs none.
@@ -294,7 +327,8 @@ def lamb(
     """
     name = "lamb"
     options.check(name, numbers.number, learning_rate=learning_rate)
-    options.check(name, numbers.scalars, weight_decay=weight_decay)
+    options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
+    options.check_decay_of_ivy(name, rule, weight_decay_rule, "decoupled")
     given = Adam(beta1, beta2, epsilon, bias_correction)
     given.check(name)
     values.one_of(name, "rule", rule, _RULES)
@@ -311,16 +345,18 @@ def lamb(
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         w = inputs.require_params("the trust ratio")
         smallest, largest = options.clamps(name, min_trust_ratio, max_trust_ratio)
+        decay = weight_decay, weight_decay_mask, step, weight_decay_rule
         numbers_of_lamb = Lamb(
             adam=given.read(inputs, step),
             learning_rate=options.learning_rates(inputs, learning_rate, step),
-            weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask, step),
+            weight_decay=options.weight_decays(inputs, *decay),
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )
         mw, vw = adam.new_moments(inputs.g, step.mw, step.vw, numbers_of_lamb.adam)
         layers = options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
-        return _updates(w, mw.exact, vw.exact, numbers_of_lamb, layers, rule=rule), mw, vw
+        columns = w, mw.exact, vw.exact, numbers_of_lamb, layers
+        return _updates(*columns, rule=rule, decay_rule=weight_decay_rule), mw, vw
 
     return transformation(
         name,

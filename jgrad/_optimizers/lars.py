@@ -9,14 +9,14 @@ import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function, PerLeaf, apply, calls, on_leaf, zip_leaves
-from jgrad._arithmetic.rules import decay_call
+from jgrad._arithmetic.rules import add_decay, decay_call
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import LearningRate, Mask, Number
+from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._layers.trust import (
     IVY_GUARD,
@@ -209,6 +209,7 @@ def lars(
     epsilon: Number = 0.0,
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
+    weight_decay_rule: CoupledDecayRule = "coupled",
     trust_ratio_mask: Mask = None,
     rate_in_momentum: bool = True,
     rule: LarsRule = "paper",
@@ -241,12 +242,19 @@ def lars(
       weight_decay: in [0, inf); likewise.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      trust_ratio_mask: likewise; leaves with False (biases and normalisation, in most recipes) have
-        ratio 1.
+      weight_decay_rule: "coupled" as above. With the others ratio and d are those without decay,
+        and decay is no part of momentum but of the last line, there with the learning rate, as if
+        that were outside. "decoupled": w' = w - m' - learning_rate weight_decay w. "cautious": only
+        weights that the step moves towards zero decay, w' = w - m' - learning_rate weight_decay w
+        [Re(m' conj(w)) > 0], as in `adam`. "independent": w' = w - m' - weight_decay w, with a
+        decay in [0, 1), which acts at a rate of 0, too.
+      trust_ratio_mask: as `weight_decay_mask`; leaves with False (biases and normalisation, in most
+        recipes) have ratio 1.
       rate_in_momentum: as above.
       rule: "paper" as above; "decayed_gradient", with |g + weight_decay w| + epsilon below the
         line, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
-        |w| where that is positive, and d = learning_rate ratio g.
+        |w| where that is positive, and d = learning_rate ratio g, with no other
+        `weight_decay_rule`.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
         a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
         those. Under `jit` a sharded leaf counts as a whole, and needs none.
@@ -281,7 +289,11 @@ def lars(
     """
     name = "lars"
     options.check(name, numbers.number, learning_rate=learning_rate)
-    options.check(name, numbers.scalars, weight_decay=weight_decay, epsilon=epsilon)
+    options.check(name, numbers.scalars, epsilon=epsilon)
+    allowed = ("coupled", *DECAY_RULES)
+    options.check_decays(name, weight_decay_rule, allowed, weight_decay=weight_decay)
+    options.check_decay_of_ivy(name, rule, weight_decay_rule, "coupled")
+    coupled = weight_decay_rule == "coupled"
     options.check_momentum(name, momentum, nesterov=nesterov)
     values.boolean(name, "rate_in_momentum", rate_in_momentum)
     _check_rule(name, rule, epsilon)
@@ -297,33 +309,43 @@ def lars(
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
-        inside = rate_in_momentum or momentum is None
+        w = inputs.require_params("the trust ratio")
+        decay = weight_decay, weight_decay_mask, step, weight_decay_rule
+        decays: PerLeaf = options.weight_decays(inputs, *decay)
+        in_gradient, outside = (decays, 0.0) if coupled else (0.0, decays)
+        inside = coupled if momentum is None else rate_in_momentum
         direction = _scaled(
-            inputs.require_params("the trust ratio"),
+            w,
             inputs.g,
             Lars(
                 trust_coefficient=numbers.scalar(name, "trust_coefficient", trust_coefficient),
-                weight_decay=options.weight_decays(inputs, weight_decay, weight_decay_mask, step),
+                weight_decay=in_gradient,
                 epsilon=options.number_per_array(inputs, step, "epsilon", epsilon),
             ),
             options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
             rule=rule,
             rates=(rates,) if inside else (),
-            scale=rules.descent if momentum is None else rules.scale_by,
+            scale=rules.descent if coupled and momentum is None else rules.scale_by,
         )
         if momentum is None:
             options.without_momentum(inputs, step)
-            return direction, None, None
-        decay = options.beta_per_array(inputs, step, "momentum", momentum).value
+            if coupled:
+                return direction, None, None
+            columns = direction, w, outside, rates
+            return rules.updates(*columns, rule=weight_decay_rule), None, None
+        beta = options.beta_per_array(inputs, step, "momentum", momentum).value
         direction, mw = with_momentum(
             step.mw,
-            calls(rules.add_scaled, direction, step.mw.old, decay),
-            decay,
+            calls(rules.add_scaled, direction, step.mw.old, beta),
+            beta,
             look_ahead=direction if nesterov else None,
         )
-        if inside:
-            return apply(rules.negative, direction), mw, None
-        return apply(rules.descent, direction, rates), mw, None
+        if not inside:
+            columns = direction, w, outside, rates
+            return rules.updates(*columns, rule=weight_decay_rule), mw, None
+        by = () if weight_decay_rule == "independent" else (rates,)
+        direction = add_decay(direction, w, outside, None, *by, rule=weight_decay_rule)
+        return apply(rules.negative, direction), mw, None
 
     return transformation(
         name,

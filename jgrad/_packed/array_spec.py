@@ -133,6 +133,10 @@ class ArraySpec(NamedTuple):
         pairs = zip(self.spans, values, strict=True)
         return np.array([x for span, x in pairs for _ in range(span.layers.num_layers)])
 
+    def layers_of_leaves(self, layers: LayerAxes) -> list[LayerAxes]:
+        """Where the layers of each leaf are; `layers` are those of the array."""
+        return [layers] if self.is_unpacked else [span.layers for span in self.spans]
+
     def per_leaf(self, numbers: jax.Array, layers: LayerAxes) -> list[jax.Array]:
         """One number for each layer of the array as those of each leaf, in the shape of its stack.
 
@@ -140,7 +144,7 @@ class ArraySpec(NamedTuple):
           numbers: a vector.
           layers: those of the array, as `layer_axes` found them.
         """
-        each = [layers] if self.is_unpacked else [span.layers for span in self.spans]
+        each = self.layers_of_leaves(layers)
         parts = jax.lax.split(numbers, [own.num_layers for own in each])
         return [
             x.reshape([own.shape[axis] for axis in own.stacked])

@@ -23,10 +23,12 @@ _INSIDE = (
 )
 MOMENTS, ACCUMULATE, SKIP, SPIKES = "moments", "accumulate", "skip_nonfinite", "skip_spikes"
 MASTER, EMA, SCHEDULE_FREE = "master_weights", "ema", "schedule_free"
-STOCHASTIC, COUNTER, PLAIN = "stochastic_rounding", "counter", ""
+STOCHASTIC, HYPERBALL = "stochastic_rounding", "hyperball"
+COUNTER, PLAIN = "counter", ""
 MW, VW, STEP, PER_OUTPUT = "mw", "vw", "step", "vw per output"
 
-_NAMED = (ACCUMULATE, SKIP, SPIKES, MASTER, EMA, SCHEDULE_FREE, STOCHASTIC)  # in accounts
+# In accounts.
+_NAMED = (ACCUMULATE, SKIP, SPIKES, MASTER, EMA, SCHEDULE_FREE, STOCHASTIC, HYPERBALL)
 
 # By optax's names.
 _FIELDS = {
@@ -35,9 +37,19 @@ _FIELDS = {
     SKIP: {"total_notfinite": "skipped"},
     COUNTER: {"count": STEP},
     STOCHASTIC: {"step": "done"},  # as it was up to 0.6
+    HYPERBALL: {"done": STEP},  # its schedule counts it
 }
 _OF_MOMENTS = {MW, VW, "mu", "nu", "trace", "ema"}
-_OF_OTHERS = {"mini_step", "done", "master", "average", "loss_scale", "losses", "hyperparams"}
+_OF_OTHERS = {
+    "mini_step",
+    "done",
+    "master",
+    "average",
+    "radius",
+    "loss_scale",
+    "losses",
+    "hyperparams",
+}
 _KNOWN = {*_INSIDE, *_OF_MOMENTS, *_OF_OTHERS, "step", "count", "notfinite_count"}
 
 
@@ -145,6 +157,8 @@ def _kind(fields: list[str]) -> str:
         return SKIP
     if names >= {"skipped", "losses", "accepted"}:
         return SPIKES
+    if "radius" in names:
+        return HYPERBALL
     if names >= {"z", "average"}:
         return SCHEDULE_FREE
     if names <= {"master", "inner"} and "master" in names:

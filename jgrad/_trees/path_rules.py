@@ -67,16 +67,19 @@ def problem_of(pattern: Any) -> str | None:
     return None
 
 
-def matches(pattern: str, path: KeyPath) -> bool:
-    """Whether a pattern is that of a path.
+def _texts(path: KeyPath) -> list[str]:
+    """The ways to write a path, with a slash behind each key.
 
     An attribute `value` at the end, as variables of flax have it, need not be written.
     """
-    keys = keys_of(path)
-    texts = [keys]
-    if path and getattr(path[-1], "name", None) == "value":
-        texts.append(keys[:-1])
-    return any(_expression(pattern).fullmatch("".join(f"{k}/" for k in text)) for text in texts)
+    keys = [f"{key}/" for key in keys_of(path)]
+    is_variable = path and getattr(path[-1], "name", None) == "value"
+    return ["".join(keys), *(["".join(keys[:-1])] if is_variable else [])]
+
+
+def _matches(pattern: str, texts: Sequence[str]) -> bool:
+    """Whether a pattern is that of a path, of which these are the texts."""
+    return any(map(_expression(pattern).fullmatch, texts))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -131,9 +134,9 @@ class PathRules:
         return found
 
     def _rule_of(self, path: KeyPath) -> int | None:
-        pairs = enumerate(self.patterns)
+        texts, pairs = _texts(path), enumerate(self.patterns)
         rest = len(self.patterns) if self.has_rest else None
-        return next((i for i, pattern in pairs if matches(pattern, path)), rest)
+        return next((i for i, pattern in pairs if _matches(pattern, texts)), rest)
 
     def _check_each_is_used(
         self, used: set[int | None], paths: Sequence[KeyPath], begin: str
@@ -141,7 +144,7 @@ class PathRules:
         for i, pattern in enumerate(self.patterns):
             if i in used:
                 continue
-            taken = [path for path in paths if matches(pattern, path)]
+            taken = [path for path in paths if _matches(pattern, _texts(path))]
             if taken:
                 first = self.patterns[self._rule_of(taken[0]) or 0]
                 came = f"{shown(taken[0])!r} and all that it matches have an earlier rule"

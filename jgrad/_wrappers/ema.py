@@ -9,11 +9,12 @@ import optax
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
+from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
@@ -44,20 +45,30 @@ EmaState.__module__ = "jgrad"  # where users import it from, and what a pickle n
 
 def ema(
     decay: Scalar | Callable[[jax.Array], Any],
+    *,
+    start: Scalar = 0,
+    debias: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps an exponential moving average of the parameters; updates pass unchanged.
 
         average' = decay average + (1 - decay) (w + updates)
 
-    The average starts at the first parameters, so that its start needs no correction. Put `ema`
-    last in `optax.chain`, where the updates are those that will be applied. Put the chain inside
-    `accumulate`, `skip_nonfinite` and `master_weights`: there `ema` averages once per update, and
-    averages the float32 copies. `optax.tree.get(state, "average")` reads the average. Integer
-    leaves are copied.
+    The average starts at the first parameters, or at those after `start` updates: up to then it is
+    a copy of the newest ones. With `debias` the parameters at the start have no weight of their
+    own: after n updates the average is that of n parameters, of weights (1 - decay) decay^i /
+    (1 - decay^n), i = 0 for the newest. It is what the state holds; nothing is left to correct. The
+    state is the same with either, so that both may be changed in a run.
+
+    Put `ema` last in `optax.chain`, where the updates are those that will be applied. Put the chain
+    inside `accumulate`, `skip_nonfinite` and `master_weights`: there `ema` averages once per
+    update, and averages the float32 copies. `optax.tree.get(state, "average")` reads the average.
+    Integer leaves are copied.
 
     Args:
       decay: in [0, 1), or a function of the number of updates done (0 at the first): a schedule, a
         module, or `lambda done: jnp.minimum(0.999, (1 + done) / (10 + done))`.
+      start: updates before the average begins.
+      debias: see above. Not with a function as `decay`.
 
     Returns:
       A transformation with state `EmaState(done, average)`. Its update needs the parameters.
@@ -79,6 +90,11 @@ def ema(
     """
     if not trees.may_be_function(decay):
         numbers.beta(_NAME, "decay", cast(Scalar, decay))
+    numbers.scalar(_NAME, "start", start)
+    values.boolean(_NAME, "debias", debias)
+    if debias and trees.may_be_function(decay):
+        expected = "False where `decay` is a function"
+        raise ValueError(f"{_NAME}: `debias`: True, expected {expected}.")
 
     def init(params: PyTree) -> EmaState:
         arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
@@ -105,7 +121,7 @@ def ema(
         pairs = zip(trees.flatten(parameters.applied(params, updates))[0], old.leaves, strict=True)
         new = [None if o is None else x for x, o in pairs]
         given = options.called(inputs, "decay", decay, lambda: state.done)
-        beta = numbers.beta(_NAME, "decay", given)
+        beta = _at(numbers.beta(_NAME, "decay", given), state.done, start, debias=debias)
         averaged = apply(
             rules.average,
             [x if checks.is_inexact(o) else None for x, o in zip(new, old.leaves, strict=True)],
@@ -120,3 +136,22 @@ def ema(
         return updates, EmaState(optax.safe_increment(state.done), average)
 
     return pair(init, update)
+
+
+def _at(beta: BetaForms, done: jax.Array, start: Scalar, *, debias: bool) -> BetaForms:
+    """The decay of one update: 0 up to the start, and less than `beta` after it with `debias`."""
+    if rules.is_zero(start) and not debias:
+        return beta
+    start = jnp.asarray(start, done.dtype)
+    value, complement = jnp.asarray(beta.value), jnp.asarray(beta.complement)
+    if debias:
+        # The n-th has the weight (1 - beta) / (1 - beta^n), in the average of n parameters.
+        n = jnp.maximum(done - start + 1, 1).astype(complement.dtype)
+        rest, whole = (numerics.one_minus_power(beta.log, x) for x in (n - 1, n))
+        value, complement = value * (rest / whole), complement / whole
+    before = done < start
+    return BetaForms(
+        jnp.where(before, jnp.zeros_like(value), value),
+        jnp.where(before, jnp.ones_like(complement), complement),
+        beta.log,
+    )

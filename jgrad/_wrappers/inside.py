@@ -12,6 +12,8 @@ do not arrive. And it asks the state, whose parts may say three things by attrib
 - `__jgrad_report__()`: the method returns arrays by name, for `report`.
 """
 
+import types
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -128,6 +130,7 @@ class WrapperInputs(Inputs):
         params: PyTree,
         *,
         stay_finite: bool = False,
+        extra: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> tuple[PyTree, PyTree]:
         """Updates and the new state of the transformation inside; see `follow`.
 
@@ -138,10 +141,11 @@ class WrapperInputs(Inputs):
           params: what it is to optimize.
           stay_finite: True where nothing non-finite is made of finite gradients on the way to
             these; without it `skip_nonfinite` around both looks at all results.
+          extra: more arguments for it.
         """
         if stay_finite and self._outer is not None:
             self._outer.add_finite(gradients, of=self._updates)
-        steps, new = tx.update(gradients, state, params, **self._extra_args)
+        steps, new = tx.update(gradients, state, params, **self._extra_args, **extra)
         self.follow(steps)
         return steps, new
 
