@@ -10,7 +10,7 @@ LIMITS = {
     "adam, decay": (118, 14),
     "adam, decay, 8 bits of small leaves": (128, 16),
     "lamb, decay": (180, 20),
-    "muon, decay": (198, 22),
+    "muon, decay": (206, 23),
     "adam_update": (90, 12),
 }
 

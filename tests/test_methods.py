@@ -32,7 +32,7 @@ FUNCTIONS = {name: x for name in jgrad.__all__ if inspect.isfunction(x := getatt
 OTHER_UPDATES = {"optimizer_update", "adam_step"}
 # Of devices, layers and forms of moments, which have tests of their own.
 OF_NO_ROW = {"mesh_axes", "layer_axes", "shard_over", "compute_dtype"}
-OF_NO_ROW |= {"moment_dtype", "full_precision"}
+OF_NO_ROW |= {"moment_dtype", "full_precision", "split"}
 OTHERWISE = ("output_axes",)  # of which the reference takes a number, too
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)

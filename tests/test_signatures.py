@@ -19,10 +19,10 @@ FUNCTIONS = [name for name in jgrad.__all__ if inspect.isfunction(getattr(jgrad,
 # What makes the method, then decay, layers and devices, and in which form moments are stored.
 ORDER = [
     *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2", "epsilon"),
-    *("weight_decay", "decay_lambda", "weight_decay_mask"),
+    *("weight_decay", "decay_lambda", "weight_decay_mask", "weight_decay_rule"),
     *("max_trust_ratio", "min_trust_ratio", "trust_ratio_mask"),
     *("bias_correction", "rate_in_momentum", "scale", "coefficients", "rule", "normuon_beta"),
-    *("output_axes", "mesh_axes", "layer_axes", "shard_over", "compute_dtype"),
+    *("output_axes", "split", "mesh_axes", "layer_axes", "shard_over", "compute_dtype"),
     # Of the leaves that Muon leaves to Adam.
     *("adam_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay"),
     *("moment_dtype", "full_precision", "stop_gradients", "out"),
@@ -34,6 +34,9 @@ IVY = {
 }
 # Defaults that are others than elsewhere, and why.
 DIFFERENT = {
+    # That of gradient descent and LARS is "coupled": in PyTorch, optax and LARS' paper decay is part
+    # of the gradient, and so of momentum.
+    **{(name, "weight_decay_rule"): "decoupled" for name in ("adam", "lamb", "muon")},
     ("lars", "momentum"): "the method is one of momentum",
     ("lars", "epsilon"): "of another denominator, to which the paper adds nothing",
     ("muon", "momentum"): "its author's",

@@ -102,6 +102,10 @@ def _muon(known: Known) -> optax.GradientTransformation:
     )
 
 
+def _hyperball(known: Known) -> optax.GradientTransformation:
+    return jgrad.hyperball(jgrad.adam(RATE), RATE, leaves=_decayed, layer_axes=known.layer_axes)
+
+
 def _watched(known: Known, every: int) -> optax.GradientTransformation:
     return jgrad.watch(_adamw(), every=every, layer_axes=known.layer_axes)
 
@@ -124,6 +128,7 @@ RECIPES = {
         lambda _: jgrad.skip_spikes(jgrad.skip_nonfinite(_clipped(_adamw()))),
         options={"loss": 1.0},
     ),
+    "hyperball(Adam)": Recipe(_hyperball),
     "AdamW + ema": Recipe(lambda _: optax.chain(_adamw(), jgrad.ema(0.999))),
     "accumulate(clip + AdamW)": Recipe(
         lambda _: jgrad.accumulate(_clipped(_adamw()), 4),

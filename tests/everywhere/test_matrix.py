@@ -421,5 +421,7 @@ def test_inject_hyperparams(case):
     chex.assert_trees_all_close(found, run(case.tx(), w, grads)[0][-1], rtol=1e-4, atol=1e-6)
     state.hyperparams["learning_rate"] = jnp.float32(0.0)
     still, _ = step(w, state, grads[0])
+    if case.options.get("weight_decay_rule") == "independent":
+        return  # its decay does not know of the rate
     if not case.state or case.make is jgrad.adam or case.make is jgrad.lamb:
         assert_equal(still, w)

@@ -147,6 +147,21 @@ TRANSFORMATIONS = [
      lambda: jgrad.adam(0.1, beta1=jnp.ones(2))),
     (ValueError, "adam: `weight_decay`: -0.1, expected a number in [0, inf).",
      lambda: jgrad.adam(0.1, weight_decay=-0.1)),
+    *((ValueError, f"{make.__name__}: `weight_decay_rule`: 'l2' of type str, expected one of {allowed}'decoupled', "
+       "'cautious', 'independent'.", lambda make=make, options=options: make(0.1, weight_decay_rule="l2", **options))
+      for make, allowed, options in [
+          (jgrad.adam, "", {}), (jgrad.lamb, "", {}), (jgrad.muon, "", {"matrices": True, "adam_learning_rate": 0.1}),
+          (jgrad.lars, "'coupled', ", {}), (jgrad.gradient_descent, "'coupled', ", {})]),
+    (ValueError, "adam: `weight_decay_rule`: None, expected one of 'decoupled', 'cautious', 'independent'.",
+     lambda: jgrad.adam(0.1, weight_decay_rule=None)),
+    (ValueError, "lamb: `weight_decay_rule`: 'cautious', expected 'decoupled' with `rule='ivy'`, whose decay acts in the ratio alone.",
+     lambda: jgrad.lamb(0.1, rule="ivy", weight_decay_rule="cautious")),
+    (ValueError, "lars: `weight_decay_rule`: 'decoupled', expected 'coupled' with `rule='ivy'`, whose decay acts in the ratio alone.",
+     lambda: jgrad.lars(0.1, rule="ivy", weight_decay_rule="decoupled")),
+    (ValueError, "adam: `weight_decay` at ['a']: 1.5, expected a number in [0, 1).",
+     lambda: jgrad.adam(0.1, weight_decay={"a": 1.5}, weight_decay_rule="independent")),
+    (ValueError, "muon: `adam_weight_decay`: 1.0, expected a number in [0, 1).",
+     lambda: jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1, adam_weight_decay=1.0, weight_decay_rule="independent")),
     (TypeError, "adam: `moment_dtype`: <class 'jax.numpy.int32'>, expected a real floating dtype with the range of float32, or '8bit'.",
      lambda: jgrad.adam(0.1, moment_dtype=jnp.int32)),
     (TypeError, "adam: `moment_dtype`: <class 'jax.numpy.float16'>, expected a real floating dtype with the range of float32, or '8bit'.",
@@ -221,6 +236,8 @@ TRANSFORMATIONS = [
      "(3, 2) or one that broadcasts to it.", lambda: update(jgrad.adam(jnp.ones(3)))),
     (ValueError, "adam: `learning_rate`: -0.1, expected a number in [0, inf).",
      lambda: update(jgrad.adam(0.1), learning_rate=-0.1)),
+    (ValueError, "adam: `weight_decay`: 2.0, expected a number in [0, 1).",
+     lambda: update(jgrad.adam(0.1, weight_decay_rule="independent"), weight_decay=2.0)),
     (ValueError, "adam: `weight_decay`: an array of float32 and shape (2,), expected one number.",
      lambda: update(jgrad.adam(0.1, weight_decay=jnp.ones(2)))),
     (TypeError, "adam: `learning_rate` at ['layer_3']['b']: None, expected a value, as this leaf is updated.",
@@ -252,6 +269,7 @@ FLAGS = {
     "scale_by_muon: `nesterov`": lambda x: jgrad.scale_by_muon(matrices=True, nesterov=x),
     "accumulate: `check_finite`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, check_finite=x),
     "accumulate: `weighted`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, weighted=x),
+    "ema: `debias`": lambda x: jgrad.ema(0.9, debias=x),
     "skip_spikes: `restart`": lambda x: jgrad.skip_spikes(jgrad.adam(0.1), restart=x),
     "skip_nonfinite: `branch`": lambda x: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=x),
     "muon: `nesterov`": lambda x: jgrad.muon(

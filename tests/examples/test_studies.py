@@ -11,6 +11,7 @@ STUDIES = sorted(x.stem for x in (ROOT / "studies").glob("*.py") if x.stem != "_
 
 # The tests of studies; no other file of `tests/` may import one, least of all a helper.
 THEIR_TESTS = {
+    "tests/everywhere/test_optax_tests.py": {"clients"},
     "tests/everywhere/test_swap.py": {"clients"},
     "tests/examples/test_endurance.py": {"endurance"},
     "tests/multi_device/test_traffic.py": {"traffic"},

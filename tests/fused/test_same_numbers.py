@@ -61,6 +61,8 @@ RECIPES = {
     "adam": ADAM,
     "adam, two steps in one": lambda: optax.chain(ADAM(), jgrad.ema(0.875)),
     "step size": functools.partial(ADAM, bias_correction="step_size"),
+    "cautious": functools.partial(ADAM, weight_decay_rule="cautious"),
+    "independent": functools.partial(ADAM, weight_decay=2.0**-9, weight_decay_rule="independent"),
     "scale_by_adam": lambda: optax.chain(
         jgrad.scale_by_adam(moment_dtype="8bit", **BETAS), optax.scale(-(2.0**-6))
     ),
@@ -81,7 +83,7 @@ RECIPES = {
 }
 IN_BFLOAT16 = ("master", "stochastic", "skip, clip, stochastic")
 QUICK = {
-    "kernel": ("lamb", "accumulate", "skip, clip, stochastic"),
+    "kernel": ("lamb", "cautious", "accumulate", "skip, clip, stochastic"),
     "two passes": ("adam", "lars", "skip, clip, stochastic"),
 }
 

@@ -31,9 +31,27 @@ def _norm(x: np.ndarray) -> float:
     return float(largest * np.sqrt(np.sum(np.abs(x / largest) ** 2)))
 
 
+def _towards_zero(u: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Where subtracting a little of u makes |w| smaller: the slope of |w - s u| is negative."""
+    if np.iscomplexobj(u):
+        return np.real(u * np.conj(w)) > 0
+    return (np.sign(u) == np.sign(w)) & (w != 0)
+
+
+def _decayed(w: np.ndarray, u: np.ndarray, rate, decay, rule) -> np.ndarray:
+    """w - rate u, with decay: Loshchilov and Hutter (2019), its rate apart, and Chen et al. (2025)."""
+    if rule == "independent":
+        return w - rate * u - decay * w
+    if rule == "cautious":
+        return w - rate * (u + decay * np.where(_towards_zero(u, w), w, 0))
+    assert rule == "decoupled"
+    return w - rate * (u + decay * w)
+
+
 def gradient_descent(
-    w: Leaves, lr, *, momentum=None, nesterov=False, weight_decay=0.0, decay=None
-) -> Optimizer:
+    w: Leaves, lr, *, momentum=None, nesterov=False, weight_decay=0.0, decay=None,
+    weight_decay_rule="coupled",
+) -> Optimizer:  # fmt: skip
     """Sutskever et al. (2013), equations 1 to 4, in PyTorch's arrangement: the rate outside."""
     w = _double(w)
     decay = decay or [True] * len(w)
@@ -43,11 +61,15 @@ def gradient_descent(
         g = _double((yield [x.copy() for x in w]))
         rate = lr(t) if callable(lr) else lr
         for i in range(len(w)):
-            d = g[i] + (weight_decay * w[i] if decay[i] else 0.0)
+            lam = weight_decay if decay[i] else 0.0
+            d = g[i] + (lam * w[i] if weight_decay_rule == "coupled" else 0.0)
             if momentum is not None:
                 buffer[i] = momentum * buffer[i] + d
                 d = d + momentum * buffer[i] if nesterov else buffer[i]
-            w[i] = w[i] - rate * d
+            if weight_decay_rule == "coupled":
+                w[i] = w[i] - rate * d
+            else:
+                w[i] = _decayed(w[i], d, rate, lam, weight_decay_rule)
         t += 1
 
 
@@ -65,7 +87,7 @@ def _adam_direction(m, v, t, beta1, beta2, epsilon, bias_correction):
 
 def adam(
     w: Leaves, lr, *, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, decay=None,
-    bias_correction="moments",
+    weight_decay_rule="decoupled", bias_correction="moments",
 ) -> Optimizer:  # fmt: skip
     """Kingma and Ba (2015); decoupled decay of Loshchilov and Hutter (2019), algorithm 2."""
     w = _double(w)
@@ -81,14 +103,13 @@ def adam(
             m[i] = beta1 * m[i] + (1 - beta1) * g[i]
             v[i] = beta2 * v[i] + (1 - beta2) * np.abs(g[i]) ** 2
             d = _adam_direction(m[i], v[i], t, beta1, beta2, epsilon, bias_correction)
-            if decay[i]:
-                d = d + weight_decay * w[i]
-            w[i] = w[i] - rate * d
+            w[i] = _decayed(w[i], d, rate, weight_decay if decay[i] else 0.0, weight_decay_rule)
 
 
 def lars(
     w: Leaves, lr, *, trust_coefficient=0.001, momentum=0.9, nesterov=False, weight_decay=0.0,
-    decay=None, trust=None, epsilon=0.0, rate_in_momentum=True, rule="paper",
+    decay=None, weight_decay_rule="coupled", trust=None, epsilon=0.0, rate_in_momentum=True,
+    rule="paper",
 ) -> Optimizer:  # fmt: skip
     """You, Gitman and Ginsburg (2017), algorithm 1; `rule="ivy"` as IVY's own source computes it."""
     w = _double(w)
@@ -100,7 +121,8 @@ def lars(
         rate = lr(t) if callable(lr) else lr
         t += 1
         for i in range(len(w)):
-            lam = weight_decay if decay[i] else 0.0
+            after = weight_decay if decay[i] else 0.0
+            lam = after if weight_decay_rule == "coupled" else 0.0
             w_norm, g_norm = _norm(w[i]), _norm(g[i])
             if rule == "ivy":
                 ratio = trust_coefficient * w_norm / (g_norm + 1e-12)
@@ -121,12 +143,19 @@ def lars(
             if momentum is not None:
                 buffer[i] = momentum * buffer[i] + d
                 d = momentum * buffer[i] + d if nesterov else buffer[i]
-            w[i] = w[i] - d * (1.0 if inside else rate)
+            d = d * (1.0 if inside else rate)
+            if weight_decay_rule == "coupled":
+                w[i] = w[i] - d
+            else:
+                after = after * (1.0 if weight_decay_rule == "independent" else rate)
+                rule_of_step = weight_decay_rule.replace("independent", "decoupled")
+                w[i] = _decayed(w[i], d, 1.0, after, rule_of_step)
 
 
 def lamb(
     w: Leaves, lr, *, beta1=0.9, beta2=0.999, epsilon=1e-6, weight_decay=0.0, decay=None,
-    trust=None, min_trust_ratio=0.0, max_trust_ratio=10.0, bias_correction="moments", rule="paper",
+    weight_decay_rule="decoupled", trust=None, min_trust_ratio=0.0, max_trust_ratio=10.0,
+    bias_correction="moments", rule="paper",
 ) -> Optimizer:  # fmt: skip
     """You et al. (2020), algorithm 2; `rule="ivy"` as Ivy's own source computes it."""
     w = _double(w)
@@ -142,7 +171,12 @@ def lamb(
             m[i] = beta1 * m[i] + (1 - beta1) * g[i]
             v[i] = beta2 * v[i] + (1 - beta2) * np.abs(g[i]) ** 2
             delta = _adam_direction(m[i], v[i], t, beta1, beta2, epsilon, bias_correction)
-            u = delta + (weight_decay * w[i] if decay[i] else 0.0)
+            lam = weight_decay if decay[i] else 0.0
+            u = {
+                "decoupled": delta + lam * w[i],
+                "cautious": delta + lam * np.where(_towards_zero(delta, w[i]), w[i], 0),
+                "independent": delta,
+            }[weight_decay_rule]
             w_norm, u_norm = _norm(w[i]), _norm(u)
             if rule == "ivy":
                 ratio = min(w_norm / (u_norm + 1e-12), max_trust_ratio)
@@ -151,7 +185,8 @@ def lamb(
                 ratio = 1.0
             else:
                 ratio = min(max(w_norm / u_norm, min_trust_ratio), max_trust_ratio)
-            w[i] = w[i] - rate * (ratio if trust[i] else 1.0) * u
+            apart = lam * w[i] if weight_decay_rule == "independent" else 0.0
+            w[i] = w[i] - rate * (ratio if trust[i] else 1.0) * u - apart
 
 
 # Keller Jordan's coefficients, and those of Jiacheng You and of Amsel et al. (2025).
@@ -220,6 +255,7 @@ def muon_scale(scale, out: int, into: int) -> float:
 
 def muon(
     w: Leaves, lr, *, matrices, momentum=0.95, nesterov=True, weight_decay=0.0, decay=None,
+    weight_decay_rule="decoupled",
     scale="original", coefficients="jordan", rule="muon", output_axes=-1, layer_axes=None,
     adam_learning_rate=None, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, normuon_beta=0.95, adam_weight_decay=None,
 ) -> Optimizer:  # fmt: skip
@@ -243,7 +279,7 @@ def muon(
                 m[i] = adam_beta1 * m[i] + (1 - adam_beta1) * g[i]
                 v[i] = adam_beta2 * v[i] + (1 - adam_beta2) * np.abs(g[i]) ** 2
                 d = _adam_direction(m[i], v[i], t, adam_beta1, adam_beta2, adam_epsilon, "moments")
-                w[i] = w[i] * (1 - adam_rate * wd) - adam_rate * d
+                w[i] = _decayed(w[i], d, adam_rate, wd, weight_decay_rule)
                 continue
             m[i] = mu * m[i] + (1 - mu) * g[i]
             d = mu * m[i] + (1 - mu) * g[i] if nesterov else m[i]
@@ -260,4 +296,4 @@ def muon(
                     o = new * (_norm(o) / _norm(new)) if _norm(new) > 0 else o
                 found.append(muon_scale(scale, *x.shape) * o)
             update = from_matrices(np.stack(found), w[i].shape, output_axes, layer_axes)
-            w[i] = w[i] * (1 - rate * wd) - rate * update
+            w[i] = _decayed(w[i], update, rate, wd, weight_decay_rule)

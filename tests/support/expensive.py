@@ -127,6 +127,8 @@ DEFAULT = {
         "test_slopes_at_every_scale": 20,
         "test_stacked_layers": 3,
     },
+    "everywhere/test_torch_inputs.py": {"test_same_weights": 8},
+    "everywhere/test_upstream_steps.py": {"test_muon": 4, "test_schedule_free": 3},
     "fused/test_places.py": {"test_automatic_axes": 1, "test_explicit_axes": 1, "test_packed": 0},
     "fused/test_planning.py": {"test_effects": 0, "test_states_of_earlier_versions": 0},
     "fused/test_same_numbers.py": {"test_packed": 2, "test_usual_numbers": 0, "test_recipes": 6},

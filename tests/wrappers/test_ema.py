@@ -246,3 +246,56 @@ MESSAGES = [
 @pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
 def test_message(error, message, call):
     assert_error(error, message, call)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_debiased(start, x64, standard_promotion):
+    """The weighted mean of the parameters after the start, written from its definition."""
+    decay, count = 0.9, 8
+    w = jnp.zeros(3, jnp.float64) + 5
+    tx = optax.chain(jgrad.gradient_descent(1.0), jgrad.ema(decay, start=start, debias=True))
+    state, seen = tx.init(w), []
+    for g in np.random.RandomState(0).randn(count, 3):
+        updates, state = jax.jit(tx.update)(jnp.asarray(g), state, w)
+        w = optax.apply_updates(w, updates)
+        seen.append(np.asarray(w))
+    own = seen[start:]
+    weights = [decay ** (len(own) - 1 - i) for i in range(len(own))]
+    expected = np.average(own, axis=0, weights=weights)
+    np.testing.assert_allclose(optax.tree.get(state, "average"), expected, rtol=1e-12)
+
+
+def test_late_start(x64, standard_promotion):
+    """A copy of the newest parameters up to the start, and their average from there on."""
+    decay, start = 0.9, 3
+    w = jnp.zeros(3, jnp.float64)
+    tx = optax.chain(jgrad.gradient_descent(1.0), jgrad.ema(decay, start=start))
+    state, expected = tx.init(w), np.zeros(3)
+    for i, g in enumerate(np.random.RandomState(0).randn(8, 3)):
+        updates, state = jax.jit(tx.update)(jnp.asarray(g), state, w)
+        w = optax.apply_updates(w, updates)
+        own = decay if i >= start else 0.0
+        expected = own * expected + (1 - own) * np.asarray(w)
+        np.testing.assert_allclose(optax.tree.get(state, "average"), expected, rtol=1e-12)
+
+
+def test_start_and_debias_keep_the_form_of_the_state():
+    w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+    forms = [
+        jax.tree.structure(jgrad.ema(0.9, **options).init(w))
+        for options in ({}, {"start": 5}, {"debias": True})
+    ]
+    assert forms[0] == forms[1] == forms[2]
+
+
+def test_messages_of_the_start():
+    assert_error(
+        ValueError,
+        "ema: `debias`: True, expected False where `decay` is a function.",
+        lambda: jgrad.ema(lambda done: 0.9, debias=True),
+    )
+    assert_error(
+        ValueError,
+        "ema: `start`: -1, expected a number in [0, inf).",
+        lambda: jgrad.ema(0.9, start=-1),
+    )

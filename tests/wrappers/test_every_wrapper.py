@@ -115,6 +115,16 @@ WRAPPERS = [
         dtype=jnp.bfloat16,
     ),
     Wrapper(
+        "hyperball",
+        lambda tx, **axes: jgrad.hyperball(
+            tx, 0.02, leaves=lambda p: jax.tree.map(lambda _: False, p), **axes
+        ),
+        {"done": 0},
+        (),
+        (jgrad.HyperballState, ("done", "radius", "inner")),
+        shares=True,
+    ),
+    Wrapper(
         "offload",
         jgrad.offload,
     ),

@@ -1,0 +1,73 @@
+"""optax's own tests, with jgrad in its place: what is listed here fails, each with its reason, and no other.
+
+`python -m studies.clients --optax` runs all files. Here are the files that take seconds.
+"""
+
+import functools
+
+import pytest
+
+from studies import clients
+
+LONG = (
+    "_src/alias_test.py",
+    "_src/linesearch_test.py",
+    "contrib/_common_test.py",
+    "contrib/_muon_test.py",
+    "transforms/_accumulation_test.py",
+)
+FILES = [file for file in clients.OPTAX if file not in LONG]
+
+_ABSTRACT = "takes the shapes of parameters: here `jax.eval_shape(tx.init, shapes)` does"
+_STATE = "compares the state with optax's chain of states: one optimizer is one `OptState` here"
+_ROUNDED = "asks for 1e-6 after five steps: optax's corrections are 1e-4 from those of float64"
+_PACKED = "compares trees by `==`, which `Packed` has not"
+_SKIPPED = "counts updates that are not finite, which `skip_nonfinite` has made zeros"
+# Of some wrappers, by the message of the failure.
+NO_PARAMETERS = "master_weights: the master copy needs the parameters"
+
+JGRAD = {
+    **{
+        f"_src/sharding_test.py::ShardingTest::test_init_with_abstract_input_{name}": _ABSTRACT
+        for name in ("adam", "adamw", "lamb", "lars", "sgd")
+    },
+    "contrib/_schedule_free_test.py::ScheduleFreeTest::test_schedule_free_adamw": _ROUNDED,
+    "transforms/_masking_test.py::MaskedTest::test_masked_state_structure": _STATE,
+    "tree_utils/_state_utils_test.py::StateUtilsTest::test_adam": _STATE,
+    "tree_utils/_state_utils_test.py::StateUtilsTest::test_map_non_params_to_none": _STATE,
+}
+WRAPPERS = JGRAD | {
+    **{
+        f"_src/float64_test.py::Float64Test::test_mixed_dtype_input_outputs_{name}": _PACKED
+        for name in ("adam", "adamw", "lamb")
+    },
+    **{
+        f"transforms/_conditionality_test.py::ConditionalityTest::test_apply_if_finite_{name}": _SKIPPED
+        for name in ("sgd", "sgd_extra_args", "stateful_sgd")
+    },
+}
+
+
+@functools.cache
+def run(mode):
+    return clients.run_optax(mode, FILES)
+
+
+def lost(mode):
+    """What passes with optax and not so, with its messages."""
+    theirs, ours = run("optax"), run(mode)
+    assert sum(ours["calls"].values()) > 50
+    names = clients.passed(theirs) - clients.passed(ours)
+    return {name: ours["messages"].get(name, "") for name in names}
+
+
+@pytest.mark.slow
+def test_jgrad():
+    assert sorted(lost("jgrad")) == sorted(JGRAD)
+
+
+@pytest.mark.slow
+def test_all_wrappers():
+    found = {name for name, message in lost("wrappers").items() if NO_PARAMETERS not in message}
+    assert len(lost("wrappers")) > len(found)
+    assert sorted(found) == sorted(WRAPPERS)
