@@ -23,10 +23,11 @@ scaled = jgrad.by_path({"layers/norm_*": False, "norm": False}, rest=True)
 
 
 class Optimizer(NamedTuple):
-    """A rule: what makes it of a rate, and the rate that suits the default model."""
+    """A rule: what makes it of a rate, the rate that suits the default model, and who decays."""
 
     make: Callable[..., Transformation]
     rate: float
+    decays: bool = True  # the matrices of layers
 
 
 class Recipe(NamedTuple):
@@ -40,8 +41,17 @@ class Recipe(NamedTuple):
 _TRUST = {"trust_ratio_mask": scaled, "layer_axes": LAYER_AXES}
 _MUON = {"matrices": hidden, "layer_axes": LAYER_AXES, "scale": "match_rms_adamw"}
 
+
+def adamh(rate: Rate, **options: Any) -> Transformation:
+    """Adam, with matrices of layers that keep their norm and turn by the rate."""
+    tx = jgrad.adam(rate, **options)
+    return jgrad.hyperball(tx, rate, leaves=hidden, layer_axes=LAYER_AXES)
+
+
 OPTIMIZERS = {
+    "adamh": Optimizer(adamh, 0.01, decays=False),
     "adamw": Optimizer(jgrad.adam, 0.01),
+    "adamw_cautious": Optimizer(functools.partial(jgrad.adam, weight_decay_rule="cautious"), 0.01),
     "lamb": Optimizer(functools.partial(jgrad.lamb, **_TRUST), 0.03),
     "lars": Optimizer(functools.partial(jgrad.lars, trust_coefficient=0.02, **_TRUST), 1.0),
     "momentum": Optimizer(functools.partial(jgrad.gradient_descent, momentum=0.9), 1.0),
@@ -79,7 +89,8 @@ def transformation(
       optimizer: a name in `OPTIMIZERS`.
       recipe: a name in `RECIPES`.
       rate: a number, or a schedule of the number of updates.
-      weight_decay: of matrices of layers; norms and the embedding do not decay.
+      weight_decay: of matrices of layers, unless they keep their norm; norms and the embedding do
+        not decay.
       clip: the largest global norm of a gradient; 0 for no clipping.
       accumulate: mini-batches for each update.
       skip: whether steps that are not finite are left out.
@@ -90,11 +101,12 @@ def transformation(
       shard_over: under `jit`, the mesh axis over which the iterations of Muon are sharded.
       mesh_axis: inside `shard_map`, the mesh axis of the batch.
     """
-    own = RECIPES[recipe]
+    own, rule = RECIPES[recipe], OPTIMIZERS[optimizer]
+    decay = weight_decay if rule.decays else 0.0
     options = {"shard_over": shard_over} if optimizer == "muon" else {}
-    tx = OPTIMIZERS[optimizer].make(
+    tx = rule.make(
         rate,
-        weight_decay=jgrad.by_path({"layers/norm_*": 0.0, "layers/*": weight_decay}, rest=0.0),
+        weight_decay=jgrad.by_path({"layers/norm_*": 0.0, "layers/*": decay}, rest=0.0),
         moment_dtype=own.moment_dtype,
         **options,
     )
