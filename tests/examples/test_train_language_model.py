@@ -6,23 +6,28 @@ Most tests train in this process. Each program takes seconds to compile, so few 
 import contextlib
 import functools
 import importlib.util
+import io
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import bigram
 import jgrad
 import language_model
 import language_training
 import recipes
+import shown
 import text
 import watched
 from checkpoints import CheckpointError, Checkpoints
@@ -208,6 +213,63 @@ def test_layouts_train_alike():
         share = bytes_on_one_device(run.state) / bytes_on_one_device(trained["tree"].state)
         whole = 0.5 if name in ("jit", "zero") else 1
         assert whole <= share < 1.06 * whole  # packed has padding, of small leaves most
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+class Output(io.StringIO):
+    """A terminal, or a file."""
+
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+def shown_lines(seconds, steps, *, is_terminal=False, done=0, **changed):
+    """What is written in a run, each of whose steps takes so long."""
+    output, now = Output(is_terminal), [0.0]
+    console = Console(file=output, width=120 if is_terminal else 40, force_terminal=is_terminal)
+    settings = Settings(steps=steps, batch=2, length=50, **changed)
+    progress = shown.Shown(settings, console, clock=lambda: now[0])
+    with progress.progress:
+        progress.start(done, np.zeros(2500, np.float32).view(Array))
+        for i in range(done + 1, steps + 1):
+            now[0] += seconds
+            progress.step(i, 2 / shown.BITS, seconds)
+    return output.getvalue().splitlines()
+
+
+class Array(np.ndarray):
+    """An array with one shard, as JAX has it on one device."""
+
+    @property
+    def addressable_shards(self):
+        return [types.SimpleNamespace(data=self)]
+
+
+def steps_of(lines):
+    return [int(re.match(r"step (\d+) of \d+: ", line)[1]) for line in lines]
+
+
+def test_a_file_gets_a_line_now_and_then():
+    """Each tenth of the steps, where they are short, and each ten seconds, where they are long."""
+    lines = shown_lines(0.001, 1400)
+    assert steps_of(lines) == [1, *range(140, 1401, 140)]
+    assert lines[-1] == "step 1400 of 1400: loss 2.00 bits, 100,000 tokens/s, state 0.01 MB"
+    slow = steps_of(shown_lines(4.0, 70))
+    assert {1, *range(7, 71, 7)} <= {*slow}
+    assert np.diff(slow).max() == 3
+    resumed = shown_lines(0.001, 1400, done=1000, devices=2)
+    assert resumed[0] == "Going on after step 1000."
+    assert steps_of(resumed[1:]) == [1001, 1120, 1260, 1400]
+    assert resumed[1].endswith("state 0.01 MB on each device")
+
+
+def test_a_terminal_gets_a_bar():
+    lines = shown_lines(0.001, 20, is_terminal=True)
+    assert not [line for line in lines if line.startswith("step ")]
+    assert "20/20" in "".join(lines)
 
 
 # ---- killed, and resumed -------------------------------------------------------------------------
