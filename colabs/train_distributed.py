@@ -19,7 +19,6 @@ and says what happened and how to go on.
 
 import contextlib
 import functools
-import hashlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from rich.progress import Progress
 
 import jgrad
 import processes
+from bits import digest
 from checkpoints import CheckpointError, Checkpoints, check_settings, whole_steps
 from digits import Digits, accuracy, init, load, loss
 
@@ -161,12 +161,6 @@ def check_equal(params: jgrad.Packed) -> None:
     """Parameters are the same on every process; nothing else would say that they went apart."""
     own = np.frombuffer(bytes.fromhex(digest(params)), np.uint32)
     multihost_utils.assert_equal(own, "parameters differ between processes")
-
-
-def digest(params: jgrad.Packed) -> str:
-    """Of every bit of the parameters, as a tree."""
-    leaves = jax.tree.leaves(jgrad.unpack(jax.device_get(params)))
-    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()
 
 
 def say(text: str) -> None:

@@ -12,8 +12,9 @@ minutes on two cores. Some other runs:
     --checkpoint_folder=language_model_checkpoints
 
 With a folder, the same command goes on after the last checkpoint, to the bits of a run that was
-never stopped, also when it was killed. With --resume_as it goes on with another optimizer, recipe
-or schedule, and says what became of the state. Needs the extras "demo" and "distributed".
+never stopped, also when it was killed: the last line is a digest of the parameters. With
+--resume_as it goes on with another optimizer, recipe or schedule, and says what became of the
+state. Needs the extras "demo" and "distributed".
 """
 
 import contextlib
@@ -34,6 +35,7 @@ import language_model
 import processes
 import recipes
 import text
+from bits import digest
 from checkpoints import CheckpointError, Checkpoints
 from language_training import Run, Settings, SettingsError, evaluated, train, windows
 from shown import Shown, plot, table
@@ -148,6 +150,7 @@ def run(settings: Settings) -> None:
         watched.write(table_file)
         watched.plot(picture)
         rich.print(f"Norms of each layer: {table_file}, {picture}")
+    print(f"parameters {digest(found.params)}", flush=True)
 
 
 def main(argv: list[str]) -> None:

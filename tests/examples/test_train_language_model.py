@@ -23,6 +23,7 @@ import pytest
 from rich.console import Console
 
 import bigram
+import bits
 import jgrad
 import language_model
 import language_training
@@ -272,6 +273,15 @@ def test_a_terminal_gets_a_bar():
     assert "20/20" in "".join(lines)
 
 
+def test_a_digest_is_of_every_bit():
+    """Of the numbers, and not of their layout."""
+    params = small_model()
+    norm = np.array(params["norm"])
+    norm[-1] = np.nextafter(norm[-1], np.float32(9))
+    found = [bits.digest(x) for x in (params, {**params, "norm": norm}, jgrad.pack(params))]
+    assert found[0] == found[2] != found[1]
+
+
 # ---- killed, and resumed -------------------------------------------------------------------------
 
 
@@ -329,10 +339,10 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process(tmp_path):
-    """The command, killed in the midst of its steps, and given again."""
+    """The command, killed in the midst of its steps, and given again; the last line says so."""
     settings = TINY._replace(recipe=STORED, steps=300)
     flags = [f"--{name}={value}" for name, value in settings._asdict().items() if value is not None]
-    saved = {}
+    saved, last_line = {}, {}
     for name in ("whole", "killed"):
         command = [
             *(sys.executable, SCRIPT, *flags, "--save_every=20", "--sample=40", "--plot="),
@@ -354,7 +364,10 @@ def test_a_killed_process(tmp_path):
         like = language_training.program(settings.checked()).start()
         with opened(tmp_path / name) as checkpoints:
             saved[name] = checkpoints.restore(like, settings.steps)
+        last_line[name] = output.read_text().splitlines()[-1]
+        assert last_line[name] == f"parameters {bits.digest(saved[name][0])}"
     assert_equal(saved["killed"], saved["whole"])
+    assert last_line["killed"] == last_line["whole"]
 
 
 @contextlib.contextmanager
