@@ -1,6 +1,5 @@
 """What a training of the language model shows: its progress, a table, and a plot."""
 
-import functools
 import math
 import statistics
 import time
@@ -16,7 +15,7 @@ from rich.text import Text as Plain
 
 import bigram
 import jgrad
-from language_training import Run, Settings, bytes_on_one_device, measured, windows
+from language_training import Run, Settings, bytes_on_one_device, evaluated, loss_of, windows
 from text import Split
 
 BITS = math.log2(math.e)  # in a nat
@@ -86,18 +85,17 @@ class Shown:
 
 
 def table(run: Run, settings: Settings, split: Split, pairs: np.ndarray, shown: Shown) -> Table:
-    """The losses of a bigram model and of this one, and what they took."""
+    """The losses of a bigram model and of this one, also of an average, and what they took."""
     made = Table(f"{settings.optimizer}, {settings.recipe}", title="Python's library")
     for column in ("validation", "test"):
         made.add_column(f"{column} (bits per byte)", justify="right")
-    rows = {
-        "bigram model": lambda x: bigram.loss(pairs, windows(x, settings)),
-        "transformer, average" if settings.ema else "transformer": functools.partial(
-            measured, run.params, run.state, settings
-        ),
-    }
-    for name, loss in rows.items():
-        made.add_row(name, *(f"{loss(x) * BITS:.3f}" for x in (split.validation, split.test)))
+    texts = split.validation, split.test
+    made.add_row("bigram model", *(_bits(bigram.loss(pairs, windows(x, settings))) for x in texts))
+    made.add_row("transformer", *(_bits(loss_of(run.params, settings, x)) for x in texts))
+    if settings.ema:
+        average = evaluated(run.params, run.state, settings)
+        own = (_bits(loss_of(average, settings, x)) for x in texts)
+        made.add_row("transformer, average", *own)
     count = sum(x.size for x in jax.tree.leaves(jax.eval_shape(jgrad.unpack, run.params)))
     each = " on each device" if settings.devices > 1 else ""
     made.caption = f"{count:,} parameters, {shown.state_bytes:,} bytes of optimizer state{each}"
@@ -108,6 +106,10 @@ def table(run: Run, settings: Settings, split: Split, pairs: np.ndarray, shown: 
     if settings.spikes:
         made.caption += f", {_counted(run.state, jgrad.SpikeState)} spikes left out"
     return made
+
+
+def _bits(nats: float) -> str:
+    return f"{nats * BITS:.3f}"
 
 
 def _counted(state: Any, kind: type) -> int:

@@ -62,7 +62,11 @@ _integer("devices", "How many share each batch; on a CPU, virtual ones.", 1)
 flags.DEFINE_bool("zero", _DEFAULT.zero, "Whether `jgrad.zero` shards a packed state over them.")
 _float("rate", "Highest learning rate; that of the optimizer by default.")
 _float("weight_decay", "Of the matrices of layers.")
-_integer("warmup", "Updates in which the rate rises; then it falls to 0 as a cosine does.", 0)
+_integer(
+    "warmup",
+    "Updates in which the rate rises, one in 14 by default; then it falls to 0 as a cosine does.",
+    0,
+)
 _float("clip", "Largest norm of a gradient; 0 for no clipping.")
 _integer("accumulate", "Steps for each update.", 1)
 flags.DEFINE_bool("skip", _DEFAULT.skip, "Whether steps that are not finite are left out.")

@@ -273,6 +273,25 @@ def test_a_terminal_gets_a_bar():
     assert "20/20" in "".join(lines)
 
 
+@pytest.mark.parametrize("ema", [TINY.ema, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_the_weights_stand_beside_their_average(ema):
+    """Each with its own loss, which is that of a model with these parameters."""
+    settings = TINY._replace(ema=ema)
+    run = train(settings)
+    pairs = bigram.log_probabilities(split().training.codes)
+    table = shown.table(run, settings, split(), pairs, shown.Shown(settings))
+    names, *losses = ([*column.cells] for column in table.columns)
+    average = language_training.evaluated(run.params, run.state, settings)
+    trees = {"transformer": run.params} | ({"transformer, average": average} if ema else {})
+    assert names == ["bigram model", *trees]
+    loss = jax.jit(functools.partial(language_model.loss, heads=settings.heads))
+    for part, column in zip((split().validation, split().test), losses, strict=True):
+        codes = language_training.windows(part, settings).reshape(-1, settings.length + 1)
+        expected = [float(loss(x, codes)) * shown.BITS for x in trees.values()]
+        np.testing.assert_allclose([float(x) for x in column[1:]], expected, atol=1e-3)
+    assert len(set(losses[0])) == len(names)
+
+
 def test_a_digest_is_of_every_bit():
     """Of the numbers, and not of their layout."""
     params = small_model()
@@ -536,7 +555,16 @@ def test_which_calls_are_measured():
             "--steps=5, expected a multiple of --accumulate=2, so that the last step makes an "
             "update.",
         ),
-        ({"warmup": 2}, "--warmup=2, expected fewer than the 2 updates of the whole run."),
+        (
+            {"warmup": 2},
+            "--warmup=2, expected fewer than the 2 updates of the whole run: leave it out for "
+            "--warmup=0, or give --steps=6 or more.",
+        ),
+        (
+            {"warmup": 100, "accumulate": 1, "steps": 50},
+            "--warmup=100, expected fewer than the 50 updates of the whole run: leave it out for "
+            "--warmup=3, or give --steps=101 or more.",
+        ),
         (
             {"devices": 64, "batch": 64},
             "--devices=64, expected at most 8, as many as JAX has here.",
@@ -550,6 +578,29 @@ def test_which_calls_are_measured():
 )
 def test_settings_that_do_not_fit(changed, message):
     assert_refused(SettingsError, message, TINY._replace(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "warmup"),
+    [
+        ({}, 100),
+        ({"steps": 50}, 3),
+        ({"steps": 1}, 0),
+        ({"steps": 1400, "accumulate": 4}, 25),
+        ({"steps": 50, "warmup": 20}, 20),
+        ({"steps": 50, "warmup": 0}, 0),
+    ],
+)
+def test_the_warmup_fits_the_steps(changed, warmup):
+    """By default one in 14 updates, and what a message proposes is accepted."""
+    settings = Settings(**changed).checked()
+    assert settings.warmup == warmup
+    assert settings.checked() == settings
+    with pytest.raises(SettingsError) as refused:
+        settings._replace(warmup=500, steps=400).checked()
+    proposed = [int(x) for x in re.findall(r"(?:for --warmup|--steps)=(\d+)", str(refused.value))]
+    settings._replace(warmup=proposed[0], steps=400).checked()
+    settings._replace(warmup=500, steps=proposed[1]).checked()
 
 
 def assert_refused(kind, message, settings, **options):
@@ -569,6 +620,7 @@ def test_checkpoints_of_other_runs(tmp_path):
             ("layers", 1, 2),
             ("optimizer", "lamb", "adamw"),
             ("recipe", "8bit", STORED),
+            ("steps", 8, 4),
             ("ema", 0.5, 0.9),
             ("seed", 1, 0),
         ]:
@@ -577,6 +629,8 @@ def test_checkpoints_of_other_runs(tmp_path):
                 "--checkpoint_folder, or --resume_as."
             )
             changed = other._replace(**{"rate": 0.01, name: value})
+            if name == "steps":  # of which the warm-up follows, which is not what was changed
+                changed = changed._replace(warmup=None)
             assert_refused(CheckpointError, message, changed, checkpoints=checkpoints)
         texts = split()._replace(training=text.Text(b"of another version" * 10))
         with pytest.raises(CheckpointError) as found:
