@@ -17,6 +17,11 @@ The processes of a machine are children of the command. When one of them is lost
 and says what happened and how to go on.
 """
 
+# ruff: noqa: E402 (first what is missing)
+import extras
+
+extras.need("sklearn", "rich", "orbax")
+
 import contextlib
 import functools
 import signal

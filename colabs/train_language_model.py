@@ -17,9 +17,15 @@ never stopped, also when it was killed: the last line is a digest of the paramet
 state. Needs the extras "demo" and "distributed".
 """
 
+# ruff: noqa: E402 (first what is missing)
+import sys
+
+import extras
+
+extras.need("rich", "orbax", *([] if "--plot=" in sys.argv else ["matplotlib"]))
+
 import contextlib
 import os
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +169,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # orbax and JAX tell of every step
     try:
         settings = Settings(*(flags.FLAGS[name].value for name in Settings._fields)).checked()
+        if _PLOT.value or settings.watch:
+            extras.need("matplotlib")
         # XLA reads this once, when JAX first computes something.
         os.environ.update(processes.environment(settings.devices if settings.devices > 1 else 0))
         run(settings)

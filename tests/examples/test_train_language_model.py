@@ -648,7 +648,8 @@ def test_checkpoints_of_other_runs(tmp_path):
 @pytest.mark.slow
 def test_the_command_says_it_in_one_sentence(tmp_path):
     output = tmp_path / "output"
-    with output.open("w") as out, started([sys.executable, SCRIPT, "--zero"], out) as process:
+    command = [sys.executable, SCRIPT, "--zero", "--plot="]
+    with output.open("w") as out, started(command, out) as process:
         assert process.wait(LIMIT) == 1
     assert output.read_text() == (
         "Not trained: --zero shards the state over devices: give --devices=2 or more, too.\n"
