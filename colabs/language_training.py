@@ -37,14 +37,14 @@ class Settings(NamedTuple):
     zero: bool = False
     rate: float | None = None  # None for that of the optimizer
     weight_decay: float = 0.1
-    warmup: int = 100
-    clip: float = 1.0
     accumulate: int = 1
+    steps: int = 1400
+    warmup: int | None = None  # None for one in 14 updates; after what it depends on
+    clip: float = 1.0
     skip: bool = False
     spikes: bool = False
     watch: int = 0
     ema: float = 0.0
-    steps: int = 1400
     batch: int = 8
     length: int = 128
     layers: int = 3
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
     seed: int = 0
 
     def checked(self) -> "Settings":
-        """These settings, with a rate.
+        """These settings, with a rate and a warm-up.
 
         Raises:
           SettingsError: a value that is not known, or two that do not go together.
@@ -61,7 +61,11 @@ class Settings(NamedTuple):
         if problem := self._problem():
             raise SettingsError(problem)
         rate = recipes.OPTIMIZERS[self.optimizer].rate if self.rate is None else self.rate
-        return self._replace(rate=rate)
+        warmup = self._scaled_warmup() if self.warmup is None else self.warmup
+        return self._replace(rate=rate, warmup=warmup)
+
+    def _scaled_warmup(self) -> int:
+        return self.steps // self.accumulate // 14
 
     def _problem(self) -> str:
         if self.optimizer not in recipes.OPTIMIZERS:
@@ -84,9 +88,13 @@ class Settings(NamedTuple):
         if self.steps % self.accumulate:
             expected = f"expected a multiple of --accumulate={self.accumulate}"
             return f"--steps={self.steps}, {expected}, so that the last step makes an update."
-        if self.warmup >= self.steps // self.accumulate:
-            updates = f"fewer than the {self.steps // self.accumulate} updates"
-            return f"--warmup={self.warmup}, expected {updates} of the whole run."
+        if self.warmup is not None and self.warmup >= self.steps // self.accumulate:
+            updates = f"fewer than the {self.steps // self.accumulate} updates of the whole run"
+            steps = (self.warmup + 1) * self.accumulate
+            return (
+                f"--warmup={self.warmup}, expected {updates}: leave it out for "
+                f"--warmup={self._scaled_warmup()}, or give --steps={steps} or more."
+            )
         return ""
 
     def about(self, text: Text) -> dict[str, Any]:
@@ -236,9 +244,14 @@ def evaluated(params: Any, state: Any, settings: Settings) -> Any:
 
 
 def measured(params: Any, state: Any, settings: Settings, text: Text) -> float:
-    """The loss on a text, in nats per byte."""
-    loss, own = program(settings.checked()).loss, evaluated(params, state, settings)
-    return float(np.mean([loss(own, codes) for codes in windows(text, settings)]))
+    """The loss on a text that counts, in nats per byte."""
+    return loss_of(evaluated(params, state, settings), settings, text)
+
+
+def loss_of(params: Any, settings: Settings, text: Text) -> float:
+    """The loss of some parameters on a text, in nats per byte."""
+    loss = program(settings.checked()).loss
+    return float(np.mean([loss(params, codes) for codes in windows(text, settings)]))
 
 
 def bytes_on_one_device(tree: Any) -> int:

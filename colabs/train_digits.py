@@ -7,6 +7,11 @@ loss curves, and exits with status 1 if an optimizer misses the target accuracy.
 on two cores.
 """
 
+# ruff: noqa: E402 (first what is missing)
+import extras
+
+extras.need("sklearn", "matplotlib", "rich")
+
 import functools
 import time
 from collections.abc import Callable

@@ -14,13 +14,16 @@ the first of them, the other has `--first_process=1`:
         --coordinator=first-machine:1234 --devices=0 --folder=/shared/digits
 
 The processes of a machine are children of the command. When one of them is lost it ends the others,
-and says what happened and how to go on.
+and says what happened and how to go on, in the last line.
 """
+
+# ruff: noqa: E402 (first what is missing)
+import extras
+
+extras.need("sklearn", "rich", "orbax")
 
 import contextlib
 import functools
-import hashlib
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +38,7 @@ from rich.progress import Progress
 
 import jgrad
 import processes
+from bits import digest
 from checkpoints import CheckpointError, Checkpoints, check_settings, whole_steps
 from digits import Digits, accuracy, init, load, loss
 
@@ -86,6 +90,9 @@ def train() -> bool:
     if done:
         params, state = checkpoints.restore((params, state), done)
         say(f"Going on after step {done}.")
+    if asked_before(done + 1) and done < _STEPS.value:
+        say_asked_to_end(f"before step {done + 1}")
+        return False
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
     whole = functools.partial(jax.make_array_from_process_local_data, rows)
     with progress() as advance:
@@ -101,7 +108,7 @@ def train() -> bool:
                 check_equal(params)
                 checkpoints.save(i, (params, state), about=about)
             if stops and i < _STEPS.value:
-                say(f"Asked to end: saved step {i}. {how_to_resume()}")
+                say_asked_to_end(f"saved step {i}")
                 return False
     found = accuracy(jgrad.unpack(jax.device_get(params)), test_set)
     say(f"Test accuracy {found:.1%}.")
@@ -163,10 +170,18 @@ def check_equal(params: jgrad.Packed) -> None:
     multihost_utils.assert_equal(own, "parameters differ between processes")
 
 
-def digest(params: jgrad.Packed) -> str:
-    """Of every bit of the parameters, as a tree."""
-    leaves = jax.tree.leaves(jgrad.unpack(jax.device_get(params)))
-    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()
+def asked_before(step: int) -> bool:
+    """Whether SIGTERM came, to any process, before a step, which is the first of this run.
+
+    All agree. JAX chooses the number after the last one that was asked for, which is 1 at first: in
+    a run that goes on, where that is left out, a SIGTERM that came until then has no effect.
+    """
+    return any(multihost_utils.reached_preemption_sync_point(i) for i in range(step))
+
+
+def say_asked_to_end(what: str) -> None:
+    """The command says how to go on; without it, the first process does."""
+    say(" ".join([f"Asked to end: {what}.", *([how_to_resume()] if processes.is_alone() else [])]))
 
 
 def say(text: str) -> None:
@@ -197,7 +212,7 @@ def launch() -> int:
     ended = processes.run(commands, processes.environment(_DEVICES.value))
     for line in ended.failed:
         print(line)
-    if ended.failed and ended.lost:
+    if ended.lost or ended.asked:
         print(f"Training stopped. {how_to_resume()}", flush=True)
     return 1 if ended.failed else processes.ASKED if ended.asked else 0
 
@@ -239,7 +254,6 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # orbax and JAX tell of every step
     if _PROCESS.value is None:
         return launch()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the command asks by SIGTERM
     jax.distributed.initialize(
         _COORDINATOR.value, _PROCESSES.value, _PROCESS.value, heartbeat_timeout_seconds=10
     )

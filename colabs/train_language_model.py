@@ -2,8 +2,9 @@
 
     python colabs/train_language_model.py
 
-Shows progress, saves a plot, and prints a table, which has the loss of a bigram model, too, and a
-sample of what the model writes. Less than three minutes on two cores. Some other runs:
+Shows progress, by a line now and then where the output is a file. Saves a plot, and prints a table,
+which has the loss of a bigram model, too, and a sample of what the model writes. Less than three
+minutes on two cores. Some other runs:
 
     --optimizer=muon --recipe=8bit_bf16_stochastic
     --devices=4 --zero --accumulate=4 --skip --ema=0.99
@@ -11,17 +12,20 @@ sample of what the model writes. Less than three minutes on two cores. Some othe
     --checkpoint_folder=language_model_checkpoints
 
 With a folder, the same command goes on after the last checkpoint, to the bits of a run that was
-never stopped, also when it was killed. With --resume_as it goes on with another optimizer, recipe
-or schedule, and says what became of the state. Needs the extras "demo" and "distributed".
+never stopped, also when it was killed: the last line is a digest of the parameters. With
+--resume_as it goes on with another optimizer, recipe or schedule, and says what became of the
+state. Needs the extras "demo" and "distributed".
 """
 
-import contextlib
-import functools
-import math
-import os
-import statistics
+# ruff: noqa: E402 (first what is missing)
 import sys
-from typing import Any
+
+import extras
+
+extras.need("rich", "orbax", *([] if "--plot=" in sys.argv else ["matplotlib"]))
+
+import contextlib
+import os
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +33,6 @@ import numpy as np
 import rich
 from absl import app, flags, logging
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text as Plain
 
 import bigram
@@ -39,17 +41,10 @@ import language_model
 import processes
 import recipes
 import text
+from bits import digest
 from checkpoints import CheckpointError, Checkpoints
-from language_training import (
-    Run,
-    Settings,
-    SettingsError,
-    bytes_on_one_device,
-    evaluated,
-    measured,
-    train,
-    windows,
-)
+from language_training import Run, Settings, SettingsError, evaluated, train, windows
+from shown import Shown, plot, table
 from watched import Watched
 
 _DEFAULT = Settings()
@@ -73,7 +68,11 @@ _integer("devices", "How many share each batch; on a CPU, virtual ones.", 1)
 flags.DEFINE_bool("zero", _DEFAULT.zero, "Whether `jgrad.zero` shards a packed state over them.")
 _float("rate", "Highest learning rate; that of the optimizer by default.")
 _float("weight_decay", "Of the matrices of layers.")
-_integer("warmup", "Updates in which the rate rises; then it falls to 0 as a cosine does.", 0)
+_integer(
+    "warmup",
+    "Updates in which the rate rises, one in 14 by default; then it falls to 0 as a cosine does.",
+    0,
+)
 _float("clip", "Largest norm of a gradient; 0 for no clipping.")
 _integer("accumulate", "Steps for each update.", 1)
 flags.DEFINE_bool("skip", _DEFAULT.skip, "Whether steps that are not finite are left out.")
@@ -106,98 +105,6 @@ _SAMPLE = flags.DEFINE_integer("sample", 400, "Bytes to write at the end.", lowe
 _PROMPT = flags.DEFINE_string("prompt", "def ", "What they begin with.")
 flags.register_validator(_PROMPT, bool, "expected one byte at least")
 
-_BITS = math.log2(math.e)  # in a nat
-
-# ---- what is shown -------------------------------------------------------------------------------
-
-
-class Shown:
-    """A line of progress: the loss, tokens per second, and bytes of state."""
-
-    def __init__(self, settings: Settings, progress: Progress) -> None:
-        self._progress, self._settings = progress, settings
-        self.state_bytes = 0
-        self.seconds: list[float] = []
-
-    def start(self, done: int, state: Any) -> None:
-        self.state_bytes = bytes_on_one_device(state)
-        each = " on each device" if self._settings.devices > 1 else ""
-        shown = f"state {self.state_bytes / 1e6:.2f} MB{each}"
-        self._task = self._progress.add_task(
-            "compiling", total=self._settings.steps, completed=done, speed="", state=shown
-        )
-        if done:
-            self._progress.console.print(f"Going on after step {done}.")
-
-    def account(self, done: int, account: jgrad.Account) -> None:
-        self._progress.console.print(f"With other settings after step {done}:")
-        self._progress.console.print(Plain(str(account)))
-
-    def step(self, done: int, loss: float, seconds: float) -> None:
-        self.seconds.append(seconds)
-        said = f"loss {loss * _BITS:.2f} bits"
-        speed = f"{self.tokens_per_second():,.0f} tokens/s"
-        self._progress.update(self._task, completed=done, description=said, speed=speed)
-
-    def tokens_per_second(self) -> float:
-        """By the median of the last steps of this run; the first one is compiled."""
-        last = self.seconds[1:][-50:] or self.seconds
-        return self._settings.batch * self._settings.length / statistics.median(last)
-
-
-def table(
-    run: Run, settings: Settings, split: text.Split, pairs: np.ndarray, shown: Shown
-) -> Table:
-    """The losses of a bigram model and of this one, and what they took."""
-    made = Table(f"{settings.optimizer}, {settings.recipe}", title="Python's library")
-    for column in ("validation", "test"):
-        made.add_column(f"{column} (bits per byte)", justify="right")
-    rows = {
-        "bigram model": lambda x: bigram.loss(pairs, windows(x, settings)),
-        "transformer, average" if settings.ema else "transformer": functools.partial(
-            measured, run.params, run.state, settings
-        ),
-    }
-    for name, loss in rows.items():
-        made.add_row(name, *(f"{loss(x) * _BITS:.3f}" for x in (split.validation, split.test)))
-    count = sum(x.size for x in jax.tree.leaves(jax.eval_shape(jgrad.unpack, run.params)))
-    each = " on each device" if settings.devices > 1 else ""
-    made.caption = f"{count:,} parameters, {shown.state_bytes:,} bytes of optimizer state{each}"
-    if shown.seconds:
-        made.caption += f", {shown.tokens_per_second():,.0f} tokens (bytes of text) per second"
-    if settings.skip:
-        made.caption += f", {_counted(run.state, jgrad.SkipState)} steps skipped"
-    if settings.spikes:
-        made.caption += f", {_counted(run.state, jgrad.SpikeState)} spikes left out"
-    return made
-
-
-def _counted(state: Any, kind: type) -> int:
-    """How many steps a wrapper has left out, wherever its state is."""
-    states = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
-    return next(int(x.skipped) for x in states if isinstance(x, kind))
-
-
-def plot(run: Run, bigram_loss: float, settings: Settings, path: str) -> None:
-    """Training and validation loss after each step."""
-    import matplotlib.pyplot as plt  # a run without a plot does without it
-
-    plt.switch_backend("Agg")
-    figure, panel = plt.subplots(figsize=(6, 3.8))
-    losses = _BITS * np.array(run.history.training)
-    steps = np.arange(1, len(losses) + 1)
-    panel.plot(steps, losses, color="C0", alpha=0.3, lw=0.8, label="training, each batch")
-    if run.history.validation:
-        done, values = zip(*run.history.validation, strict=True)
-        panel.plot(done, _BITS * np.array(values), "o-", color="C1", label="validation")
-    panel.axhline(_BITS * bigram_loss, color="0.4", ls="--", label="bigram model, validation")
-    title = f"Python's library, {settings.optimizer}, {settings.recipe}"
-    panel.set(title=title, xlabel="step", ylabel="bits per byte")
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
 
 def sampled(run: Run, settings: Settings) -> str:
     """What the model writes after a prompt."""
@@ -226,11 +133,8 @@ def run(settings: Settings) -> None:
         checkpoints = None
         if _FOLDER.value:
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(_FOLDER.value)))
-        columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
-        others = (TextColumn("{task.fields[speed]}"), TextColumn("{task.fields[state]}"))
-        shown = Shown(
-            settings, stack.enter_context(Progress(*columns, *others, TimeRemainingColumn()))
-        )
+        shown = Shown(settings)
+        stack.enter_context(shown.progress)
         watched = Watched()
         found = train(
             settings,
@@ -256,6 +160,7 @@ def run(settings: Settings) -> None:
         watched.write(table_file)
         watched.plot(picture)
         rich.print(f"Norms of each layer: {table_file}, {picture}")
+    print(f"parameters {digest(found.params)}", flush=True)
 
 
 def main(argv: list[str]) -> None:
@@ -264,6 +169,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # orbax and JAX tell of every step
     try:
         settings = Settings(*(flags.FLAGS[name].value for name in Settings._fields)).checked()
+        if _PLOT.value or settings.watch:
+            extras.need("matplotlib")
         # XLA reads this once, when JAX first computes something.
         os.environ.update(processes.environment(settings.devices if settings.devices > 1 else 0))
         run(settings)

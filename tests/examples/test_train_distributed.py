@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import random
 import re
 import signal
 import subprocess
@@ -39,6 +40,7 @@ class Run:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                start_new_session=True,  # a group, as a terminal makes one
             )
 
     @property
@@ -55,6 +57,13 @@ class Run:
             assert self.command.poll() is None, self.text
             assert time.monotonic() < deadline, self.text
             time.sleep(0.01)
+
+    def steps(self):
+        """Whose losses were printed."""
+        return [int(x) for x in re.findall(r"step (\d+): ", self.text)]
+
+    def last_line(self):
+        return self.text.splitlines()[-1]
 
     def ended(self, limit=LIMIT):
         """The exit status."""
@@ -92,11 +101,19 @@ def start(tmp_path):
         run.kill()
 
 
+def stopped(folder, step):
+    """The last line of a run that is not done; of one that has saved nothing, without a step."""
+    if step is None:
+        return "Training stopped. Nothing was saved: the same command starts anew."
+    saved = f"step {step}, saved in {folder / 'saved'}"
+    return f"Training stopped. The same command goes on after {saved}."
+
+
 @functools.cache
-def uninterrupted():
+def uninterrupted(*options):
     """The parameters of one process with two devices, from start to end."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(pathlib.Path(folder) / "saved", *ONE)
+        run = Run(pathlib.Path(folder) / "saved", *ONE, *options)
         (found,) = run.parameters()
         return found
 
@@ -135,17 +152,34 @@ def test_a_process_is_killed(start, process, then):
     assert re.search(r"Going on after step (30|60|90)\.", again.text)
 
 
-def test_preemption(start):
+def test_preemption(start, tmp_path):
     """On SIGTERM all processes save the same step; one process with two devices goes on from it."""
     run = start()
     run.wait_for("step 30:")
     run.command.send_signal(signal.SIGTERM)
     assert run.ended(SURVIVORS) == os.EX_TEMPFAIL, run.text
-    step = re.search(r"Asked to end: saved step (\d+)\. The same command goes on", run.text)[1]
+    step = re.search(r"Asked to end: saved step (\d+)\.", run.text)[1]
+    assert run.last_line() == stopped(tmp_path, step)
     again = start(*ONE)
     assert again.parameters() == [uninterrupted()]
     # Without the end of the line: the other process may write into the middle of it.
     assert f"Going on after step {step}." in again.text
+
+
+def test_preemption_of_a_run_that_goes_on(start):
+    """Before its first step, too, for which JAX has no number of a step: none is made, or one."""
+    run = start()
+    run.wait_for("step 30:")
+    run.command.send_signal(signal.SIGTERM)
+    assert run.ended(SURVIVORS) == os.EX_TEMPFAIL, run.text
+    step = int(re.search(r"Asked to end: saved step (\d+)\.", run.text)[1])
+    again = start()
+    again.wait_for("peer ranks")
+    again.command.send_signal(signal.SIGTERM)
+    assert again.ended(SURVIVORS) == os.EX_TEMPFAIL, again.text
+    assert len(again.steps()) <= 1
+    assert re.search(rf"Asked to end: (before|saved) step {step + 1}\.", again.text)
+    assert again.last_line().startswith("Training stopped. The same command goes on after step ")
 
 
 def is_running(pid):
@@ -165,6 +199,66 @@ def test_the_command_is_killed(start):
     while "Asked to end: saved step " not in run.text or is_running(run.pid(0)):
         assert time.monotonic() < deadline, run.text
         time.sleep(0.05)
+    assert re.search(r"saved step (\d+)\. The same command goes on after step \1,", run.text)
+
+
+def test_twenty_kills(start, tmp_path):
+    """At any moment, of a save above all: the last line says how to go on, and nobody's traceback.
+
+    One process is killed, or the command is asked to end as by Ctrl-C in a terminal.
+    """
+    rng, expected = random.Random(28), None
+    options = ("--steps=1000", "--save_every=5")
+    for i in range(20):
+        run = start(*options)
+        run.wait_for("process 1: pid ")
+        moment, victim = MOMENTS[i % 5], (0, 1, "command")[i % 3]
+        moment(run, tmp_path / "saved", rng)
+        if victim == "command":
+            os.killpg(run.command.pid, signal.SIGINT)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(run.pid(victim), signal.SIGKILL)
+        told = f"{i}, {moment.__name__}, {victim}:\n{run.output}\n"
+        status = run.ended()
+        told += run.text
+        assert status in ((1, os.EX_TEMPFAIL) if victim == "command" else (1,)), told
+        if f"Going on after step {expected}." not in run.text:  # as the run before has said
+            assert expected is None or not run.steps(), told
+        saved = [int(x.name) for x in (tmp_path / "saved").glob("*") if x.name.isdigit()]
+        expected = max(saved, default=None)
+        assert run.last_line() == stopped(tmp_path, expected), told
+        trace = [x for x in run.text.splitlines() if re.match(r"Traceback|  File |    @ ", x)]
+        assert not trace, told
+    found = start("--steps=1000", "--save_every=1000").parameters()
+    assert found == [uninterrupted("--steps=1000", "--save_every=1000")] * 2
+
+
+def in_its_start(run, folder, rng):
+    """Of the processes, of JAX or of the training."""
+    end = time.monotonic() + 8 * rng.random()
+    while time.monotonic() < end and not run.steps():
+        time.sleep(0.01)
+
+
+def after_some_steps(run, folder, rng):
+    run.wait_for(": loss ")
+    last = run.steps()[0] + rng.randrange(10)
+    while run.steps()[-1] < last:
+        assert run.command.poll() is None, run.text
+        time.sleep(0.001)
+
+
+def in_a_save(run, folder, rng):
+    after_some_steps(run, folder, rng)
+    deadline = time.monotonic() + LIMIT
+    while not any("tmp" in x.name for x in folder.glob("*")):
+        assert run.command.poll() is None, run.text
+        assert time.monotonic() < deadline, run.text
+    time.sleep(0.05 * rng.random())
+
+
+MOMENTS = [in_a_save, in_its_start, in_a_save, after_some_steps, in_a_save]
 
 
 def test_a_flipped_bit(start, tmp_path):

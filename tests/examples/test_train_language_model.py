@@ -6,23 +6,29 @@ Most tests train in this process. Each program takes seconds to compile, so few 
 import contextlib
 import functools
 import importlib.util
+import io
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import bigram
+import bits
 import jgrad
 import language_model
 import language_training
 import recipes
+import shown
 import text
 import watched
 from checkpoints import CheckpointError, Checkpoints
@@ -210,6 +216,91 @@ def test_layouts_train_alike():
         assert whole <= share < 1.06 * whole  # packed has padding, of small leaves most
 
 
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+class Output(io.StringIO):
+    """A terminal, or a file."""
+
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+def shown_lines(seconds, steps, *, is_terminal=False, done=0, **changed):
+    """What is written in a run, each of whose steps takes so long."""
+    output, now = Output(is_terminal), [0.0]
+    console = Console(file=output, width=120 if is_terminal else 40, force_terminal=is_terminal)
+    settings = Settings(steps=steps, batch=2, length=50, **changed)
+    progress = shown.Shown(settings, console, clock=lambda: now[0])
+    with progress.progress:
+        progress.start(done, np.zeros(2500, np.float32).view(Array))
+        for i in range(done + 1, steps + 1):
+            now[0] += seconds
+            progress.step(i, 2 / shown.BITS, seconds)
+    return output.getvalue().splitlines()
+
+
+class Array(np.ndarray):
+    """An array with one shard, as JAX has it on one device."""
+
+    @property
+    def addressable_shards(self):
+        return [types.SimpleNamespace(data=self)]
+
+
+def steps_of(lines):
+    return [int(re.match(r"step (\d+) of \d+: ", line)[1]) for line in lines]
+
+
+def test_a_file_gets_a_line_now_and_then():
+    """Each tenth of the steps, where they are short, and each ten seconds, where they are long."""
+    lines = shown_lines(0.001, 1400)
+    assert steps_of(lines) == [1, *range(140, 1401, 140)]
+    assert lines[-1] == "step 1400 of 1400: loss 2.00 bits, 100,000 tokens/s, state 0.01 MB"
+    slow = steps_of(shown_lines(4.0, 70))
+    assert {1, *range(7, 71, 7)} <= {*slow}
+    assert np.diff(slow).max() == 3
+    resumed = shown_lines(0.001, 1400, done=1000, devices=2)
+    assert resumed[0] == "Going on after step 1000."
+    assert steps_of(resumed[1:]) == [1001, 1120, 1260, 1400]
+    assert resumed[1].endswith("state 0.01 MB on each device")
+
+
+def test_a_terminal_gets_a_bar():
+    lines = shown_lines(0.001, 20, is_terminal=True)
+    assert not [line for line in lines if line.startswith("step ")]
+    assert "20/20" in "".join(lines)
+
+
+@pytest.mark.parametrize("ema", [TINY.ema, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_the_weights_stand_beside_their_average(ema):
+    """Each with its own loss, which is that of a model with these parameters."""
+    settings = TINY._replace(ema=ema)
+    run = train(settings)
+    pairs = bigram.log_probabilities(split().training.codes)
+    table = shown.table(run, settings, split(), pairs, shown.Shown(settings))
+    names, *losses = ([*column.cells] for column in table.columns)
+    average = language_training.evaluated(run.params, run.state, settings)
+    trees = {"transformer": run.params} | ({"transformer, average": average} if ema else {})
+    assert names == ["bigram model", *trees]
+    loss = jax.jit(functools.partial(language_model.loss, heads=settings.heads))
+    for part, column in zip((split().validation, split().test), losses, strict=True):
+        codes = language_training.windows(part, settings).reshape(-1, settings.length + 1)
+        expected = [float(loss(x, codes)) * shown.BITS for x in trees.values()]
+        np.testing.assert_allclose([float(x) for x in column[1:]], expected, atol=1e-3)
+    assert len(set(losses[0])) == len(names)
+
+
+def test_a_digest_is_of_every_bit():
+    """Of the numbers, and not of their layout."""
+    params = small_model()
+    norm = np.array(params["norm"])
+    norm[-1] = np.nextafter(norm[-1], np.float32(9))
+    found = [bits.digest(x) for x in (params, {**params, "norm": norm}, jgrad.pack(params))]
+    assert found[0] == found[2] != found[1]
+
+
 # ---- killed, and resumed -------------------------------------------------------------------------
 
 
@@ -267,10 +358,10 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process(tmp_path):
-    """The command, killed in the midst of its steps, and given again."""
+    """The command, killed in the midst of its steps, and given again; the last line says so."""
     settings = TINY._replace(recipe=STORED, steps=300)
     flags = [f"--{name}={value}" for name, value in settings._asdict().items() if value is not None]
-    saved = {}
+    saved, last_line = {}, {}
     for name in ("whole", "killed"):
         command = [
             *(sys.executable, SCRIPT, *flags, "--save_every=20", "--sample=40", "--plot="),
@@ -292,7 +383,10 @@ def test_a_killed_process(tmp_path):
         like = language_training.program(settings.checked()).start()
         with opened(tmp_path / name) as checkpoints:
             saved[name] = checkpoints.restore(like, settings.steps)
+        last_line[name] = output.read_text().splitlines()[-1]
+        assert last_line[name] == f"parameters {bits.digest(saved[name][0])}"
     assert_equal(saved["killed"], saved["whole"])
+    assert last_line["killed"] == last_line["whole"]
 
 
 @contextlib.contextmanager
@@ -461,7 +555,16 @@ def test_which_calls_are_measured():
             "--steps=5, expected a multiple of --accumulate=2, so that the last step makes an "
             "update.",
         ),
-        ({"warmup": 2}, "--warmup=2, expected fewer than the 2 updates of the whole run."),
+        (
+            {"warmup": 2},
+            "--warmup=2, expected fewer than the 2 updates of the whole run: leave it out for "
+            "--warmup=0, or give --steps=6 or more.",
+        ),
+        (
+            {"warmup": 100, "accumulate": 1, "steps": 50},
+            "--warmup=100, expected fewer than the 50 updates of the whole run: leave it out for "
+            "--warmup=3, or give --steps=101 or more.",
+        ),
         (
             {"devices": 64, "batch": 64},
             "--devices=64, expected at most 8, as many as JAX has here.",
@@ -475,6 +578,29 @@ def test_which_calls_are_measured():
 )
 def test_settings_that_do_not_fit(changed, message):
     assert_refused(SettingsError, message, TINY._replace(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "warmup"),
+    [
+        ({}, 100),
+        ({"steps": 50}, 3),
+        ({"steps": 1}, 0),
+        ({"steps": 1400, "accumulate": 4}, 25),
+        ({"steps": 50, "warmup": 20}, 20),
+        ({"steps": 50, "warmup": 0}, 0),
+    ],
+)
+def test_the_warmup_fits_the_steps(changed, warmup):
+    """By default one in 14 updates, and what a message proposes is accepted."""
+    settings = Settings(**changed).checked()
+    assert settings.warmup == warmup
+    assert settings.checked() == settings
+    with pytest.raises(SettingsError) as refused:
+        settings._replace(warmup=500, steps=400).checked()
+    proposed = [int(x) for x in re.findall(r"(?:for --warmup|--steps)=(\d+)", str(refused.value))]
+    settings._replace(warmup=proposed[0], steps=400).checked()
+    settings._replace(warmup=500, steps=proposed[1]).checked()
 
 
 def assert_refused(kind, message, settings, **options):
@@ -494,6 +620,7 @@ def test_checkpoints_of_other_runs(tmp_path):
             ("layers", 1, 2),
             ("optimizer", "lamb", "adamw"),
             ("recipe", "8bit", STORED),
+            ("steps", 8, 4),
             ("ema", 0.5, 0.9),
             ("seed", 1, 0),
         ]:
@@ -502,6 +629,8 @@ def test_checkpoints_of_other_runs(tmp_path):
                 "--checkpoint_folder, or --resume_as."
             )
             changed = other._replace(**{"rate": 0.01, name: value})
+            if name == "steps":  # of which the warm-up follows, which is not what was changed
+                changed = changed._replace(warmup=None)
             assert_refused(CheckpointError, message, changed, checkpoints=checkpoints)
         texts = split()._replace(training=text.Text(b"of another version" * 10))
         with pytest.raises(CheckpointError) as found:
@@ -519,7 +648,8 @@ def test_checkpoints_of_other_runs(tmp_path):
 @pytest.mark.slow
 def test_the_command_says_it_in_one_sentence(tmp_path):
     output = tmp_path / "output"
-    with output.open("w") as out, started([sys.executable, SCRIPT, "--zero"], out) as process:
+    command = [sys.executable, SCRIPT, "--zero", "--plot="]
+    with output.open("w") as out, started(command, out) as process:
         assert process.wait(LIMIT) == 1
     assert output.read_text() == (
         "Not trained: --zero shards the state over devices: give --devices=2 or more, too.\n"
