@@ -1,0 +1,1 @@
+"""LightBench's problems in JAX, and which methods solve them."""
