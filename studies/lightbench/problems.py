@@ -4,6 +4,7 @@ A function for each problem takes "easy" or "hard". Its docstring is the equatio
 lightbench 0.1.1 that defines it; what differs from that file stands in `changed`.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,9 +63,9 @@ def quadratic_varying_scale(level: str) -> Problem:
     """sum(s x^2), s = (1 ... n) / sum(1 ... n); `quadratic_varying_scale.py`"""
     n = {"easy": 16, "hard": _SIZE}[level]
     s = _ramp(n) / jnp.sum(_ramp(n))
-    changed = "rms of x below 1e-5, not 1e-7; hard: 4096 elements, not 8192"
+    changed = "rms of x below 1e-4, not 1e-7; hard: 4096 elements, not 8192"
     return Problem(
-        _normal(n), lambda p, key: jnp.sum(s * p["x"] ** 2), _near(0.0, 1e-5), changed, _zeros(n)
+        _normal(n), lambda p, key: jnp.sum(s * p["x"] ** 2), _near(0.0, 1e-4), changed, _zeros(n)
     )
 
 
@@ -72,9 +73,9 @@ def quadratic_varying_target(level: str) -> Problem:
     """mean((x - t)^2), t = (0 ... n - 1) / |(0 ... n - 1)|; `quadratic_varying_target.py`"""
     n = {"easy": 16, "hard": _SIZE}[level]
     t = _ramp(n, 0) / jnp.linalg.norm(_ramp(n, 0))
-    changed = "rms of x - t below 1e-5, not 1e-8; hard: 4096 elements, not 8192"
+    changed = "rms of x - t below 1e-4, not 1e-8; hard: 4096 elements, not 8192"
     return Problem(
-        _normal(n), lambda p, key: jnp.mean((p["x"] - t) ** 2), _near(t, 1e-5), changed, {"x": t}
+        _normal(n), lambda p, key: jnp.mean((p["x"] - t) ** 2), _near(t, 1e-4), changed, {"x": t}
     )
 
 
@@ -84,7 +85,11 @@ def absolute_varying_scale(level: str) -> Problem:
     s = _ramp(n) / jnp.sum(_ramp(n))
     changed = "rms of x below 1e-2, not 1e-7; hard: 4096 elements, not 8192"
     return Problem(
-        _normal(n), lambda p, key: jnp.sum(s * jnp.abs(p["x"])), _near(0.0, 1e-2), changed, _zeros(n)
+        _normal(n),
+        lambda p, key: jnp.sum(s * jnp.abs(p["x"])),
+        _near(0.0, 1e-2),
+        changed,
+        _zeros(n),
     )
 
 
@@ -97,8 +102,8 @@ def quadratic_outliers(level: str) -> Problem:
         spikes = jax.random.uniform(key, chance.shape) < chance
         return jnp.mean(jnp.where(spikes, spike, 1.0) * p["x"] ** 2)
 
-    changed = "4096 elements, not 128; rms of x below 1e-5, not 1e-7"
-    return Problem(_normal(_SIZE), loss, _near(0.0, 1e-5), changed, _zeros(_SIZE))
+    changed = "4096 elements, not 128; rms of x below 1e-2, not 1e-7"
+    return Problem(_normal(_SIZE), loss, _near(0.0, 1e-2), changed, _zeros(_SIZE))
 
 
 def quadratic_quantized_gradient(level: str) -> Problem:
@@ -110,8 +115,7 @@ def quadratic_quantized_gradient(level: str) -> Problem:
         step = jax.lax.stop_gradient(jnp.max(jnp.abs(x)) / half)
         rounded = jax.lax.stop_gradient(step * jnp.round(x / jnp.where(step == 0, 1.0, step)))
         along = x * rounded
-        value = jnp.mean(jax.lax.stop_gradient(x**2 - along) + along)
-        return value
+        return jnp.mean(jax.lax.stop_gradient(x**2 - along) + along)
 
     changed = (
         "4096 elements, not 128; rms of x below 1e-5, not 1e-7; "
@@ -135,13 +139,13 @@ def _noisy(noise: Callable[[Array], Array], level: str, win: dict[str, float]) -
 
 def gradient_noise_scale_white(level: str) -> Problem:
     """mean((x + normal / offset)^2), offset = 16 or 4; `gradient_noise_scale_white.py`"""
-    win = {"easy": 0.01, "hard": 0.03}
+    win = {"easy": 0.03, "hard": 0.1}
     return _noisy(lambda key: jax.random.normal(key, (_SIZE,)), level, win)
 
 
 def gradient_noise_scale_heavy_tailed(level: str) -> Problem:
     """mean((x + Cauchy / offset)^2), offset = 16 or 4; `gradient_noise_scale_heavy_tailed.py`"""
-    win = {"easy": 0.03, "hard": 0.1}
+    win = {"easy": 0.1, "hard": 0.3}
     return _noisy(lambda key: jax.random.cauchy(key, (_SIZE,)), level, win)
 
 
@@ -183,9 +187,9 @@ def scale_invariant(level: str) -> Problem:
     def init(key: Array) -> Params:
         return {"x": scale * jax.random.normal(key, scale.shape)}
 
-    changed = "4096 elements, not 512"
+    changed = "4096 elements, not 512; loss below 1e-2, not 1e-3"
     return Problem(
-        init, lambda p, key: jnp.mean(jnp.log1p(p["x"] ** 2)), _below(1e-3), changed, _zeros(_SIZE)
+        init, lambda p, key: jnp.mean(jnp.log1p(p["x"] ** 2)), _below(1e-2), changed, _zeros(_SIZE)
     )
 
 
@@ -228,24 +232,27 @@ def layer_wise_scale(level: str) -> Problem:
 
 def parameter_scale(level: str) -> Problem:
     """(mean(x^2) + mean(y^2) + mean(z^2)) / 3, at s, 1 and 1 / s first; `parameter_scale.py`"""
-    s = {"easy": 1e1, "hard": 1e5}[level]
+    s = {"easy": 1e1, "hard": 1e3}[level]
 
     def loss(p: Params, key: Array) -> Array:
         return (sum(jnp.mean(p[f"layer{i}"] ** 2) for i in range(3)) + jnp.float32(0)) / 3
 
-    changed = "4096 elements in a layer, not 1024"
+    changed = "4096 elements in a layer, not 1024; hard: s of its medium, not 1e5"
     return Problem(_layers((s, 1.0, 1 / s)), loss, _below(1e-4), changed, _NO_LAYERS)
 
 
 def sparse_gradient(level: str) -> Problem:
-    """mean(m x^2), m = 1 in a random part of 2 p, p = 1/8 or 1/256; `sparse_gradient.py`"""
-    p_on = {"easy": 2**-3, "hard": 2**-8}[level]
+    """mean(m x^2), m = 1 in a random part of 2 p, p = 1/8 or 1/64; `sparse_gradient.py`"""
+    p_on = {"easy": 2**-3, "hard": 2**-6}[level]
 
     def loss(p: Params, key: Array) -> Array:
         masks = jax.random.uniform(key, (2, _SIZE)) < p_on
         return jnp.mean(jnp.where(masks.any(0), p["x"], 0.0) ** 2)
 
-    changed = "4096 elements, not 65536; both masks of a step are new, not one of the last step"
+    changed = (
+        "4096 elements, not 65536; hard: p of its medium, not 1/256; "
+        "both masks of a step are new, where upstream has one of the last step"
+    )
     return Problem(_normal(_SIZE), loss, _below(1e-4), changed, _zeros(_SIZE))
 
 
@@ -316,7 +323,7 @@ def _dense(sizes: list[int], key: Array) -> Params:
     """Layers as torch makes them: uniform within one over the root of the inputs."""
     keys = jax.random.split(key, 2 * (len(sizes) - 1))
     params = {}
-    for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         for name, shape, own in ("w", (a, b), keys[2 * i]), ("b", (b,), keys[2 * i + 1]):
             params[f"{name}{i}"] = jax.random.uniform(own, shape, minval=-1, maxval=1) / a**0.5
     return params
@@ -333,8 +340,8 @@ def _forward(params: Params, x: Array) -> Array:
 def class_imbalance_rare(level: str) -> Problem:
     """mean(0.25 (1 - q)^2 (-log q)), q that of the class, one is rare; `class_imbalance_rare.py`"""
     n, inputs, hidden, rare, noise = {
-        "easy": (200, 32, 24, 0.1, 0.2),
-        "hard": (400, 64, 64, 0.02, 0.4),
+        "easy": (100, 32, 24, 0.1, 0.2),
+        "hard": (100, 64, 64, 0.02, 0.4),
     }[level]
     y = np.arange(n) < int(n * rare)
     x = np.where(y, 1.0, -1.0)[:, None] + noise * np.random.default_rng(0).normal(size=(n, inputs))
@@ -349,11 +356,11 @@ def class_imbalance_rare(level: str) -> Problem:
         right, called = jnp.sum(found & y), jnp.sum(found)
         recall, precision = right / y.sum(), right / jnp.maximum(called, 1)
         f1 = 2 * precision * recall / jnp.maximum(precision + recall, 1e-7)
-        return (f1 >= 0.99) & (loss <= 1e-4)
+        return (f1 >= 0.99) & (loss <= 1e-5)
 
     changed = (
-        "200 and 400 samples, not 2000 and 10000; hard: 64 hidden units, not 48; "
-        "f1 of 0.99 and a loss below 1e-4, not f1 of 0.7 and 0.14"
+        "100 samples, not 2000 and 10000; hard: 64 hidden units, not 48; "
+        "f1 of 0.99 and a loss below 1e-5, not f1 of 0.7 and 0.14"
     )
     return Problem(lambda key: _dense([inputs, hidden, hidden // 2, 2], key), loss, win, changed)
 
