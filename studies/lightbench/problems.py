@@ -231,11 +231,12 @@ def layer_wise_scale(level: str) -> Problem:
 
 
 def parameter_scale(level: str) -> Problem:
-    """(mean(x^2) + mean(y^2) + mean(z^2)) / 3, at s, 1 and 1 / s first; `parameter_scale.py`"""
+    """(mean(x^2) + mean(y^2) + mean(z^2)) / 3, s, 1 and 1 / s first, s = 10 or 1000; `parameter_scale.py`"""
     s = {"easy": 1e1, "hard": 1e3}[level]
 
     def loss(p: Params, key: Array) -> Array:
-        return (sum(jnp.mean(p[f"layer{i}"] ** 2) for i in range(3)) + jnp.float32(0)) / 3
+        x, y, z = (jnp.mean(p[f"layer{i}"] ** 2) for i in range(3))
+        return (x + y + z) / 3
 
     changed = "4096 elements in a layer, not 1024; hard: s of its medium, not 1e5"
     return Problem(_layers((s, 1.0, 1 / s)), loss, _below(1e-4), changed, _NO_LAYERS)
@@ -344,8 +345,8 @@ def class_imbalance_rare(level: str) -> Problem:
         "hard": (100, 64, 64, 0.02, 0.4),
     }[level]
     y = np.arange(n) < int(n * rare)
-    x = np.where(y, 1.0, -1.0)[:, None] + noise * np.random.default_rng(0).normal(size=(n, inputs))
-    x = jnp.asarray(x, jnp.float32)
+    drawn = noise * np.random.default_rng(0).normal(size=(n, inputs))
+    x = jnp.asarray(np.where(y, 1.0, -1.0)[:, None] + drawn, jnp.float32)
 
     def loss(p: Params, key: Array) -> Array:
         log_q = jax.nn.log_softmax(_forward(p, x))[np.arange(n), y.astype(int)]
@@ -356,7 +357,7 @@ def class_imbalance_rare(level: str) -> Problem:
         right, called = jnp.sum(found & y), jnp.sum(found)
         recall, precision = right / y.sum(), right / jnp.maximum(called, 1)
         f1 = 2 * precision * recall / jnp.maximum(precision + recall, 1e-7)
-        return (f1 >= 0.99) & (loss <= 1e-5)
+        return jnp.logical_and(f1 >= 0.99, loss <= 1e-5)
 
     changed = (
         "100 samples, not 2000 and 10000; hard: 64 hidden units, not 48; "
