@@ -231,14 +231,14 @@ def layer_wise_scale(level: str) -> Problem:
 
 
 def parameter_scale(level: str) -> Problem:
-    """(mean(x^2) + mean(y^2) + mean(z^2)) / 3, s, 1 and 1 / s first, s = 10 or 1000; `parameter_scale.py`"""
+    """(mean(x^2) + mean(y^2) + mean(z^2)) / 3, at s, 1 and 1 / s first; `parameter_scale.py`"""
     s = {"easy": 1e1, "hard": 1e3}[level]
 
     def loss(p: Params, key: Array) -> Array:
         x, y, z = (jnp.mean(p[f"layer{i}"] ** 2) for i in range(3))
         return (x + y + z) / 3
 
-    changed = "4096 elements in a layer, not 1024; hard: s of its medium, not 1e5"
+    changed = "4096 elements in a layer, not 1024; s = 10, and 1000 of its medium, not 1e5"
     return Problem(_layers((s, 1.0, 1 / s)), loss, _below(1e-4), changed, _NO_LAYERS)
 
 

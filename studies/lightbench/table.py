@@ -17,8 +17,8 @@ scaled, as the last table says. Its sampler is not used either: upstream learns 
 trials of 100,000 steps. Here {settings} settings are drawn once, the same for each column and each
 problem, and each is run for {steps} steps from {seeds} seeds: the learning rate from 1e-4 to 10,
 1 - beta1 from 0.01 to 1, 1 - beta2 from 0.001 to 1. Rates are constant. So the totals cannot be
-compared with upstream's, only with each other. After trial runs, a win condition or a difficulty was
-eased where `adam` failed in all three forms, and made harder where everything passed.
+compared with upstream's, only with each other. After trial runs, a win condition or a difficulty
+was eased where `adam` failed in all three forms, and made harder where everything passed.
 
 - **A pass, `x`**: at one of the settings, at least 2 seeds win before one of the steps. Else `-`.
 - **In parentheses**: the column's rule has no leaf to act on. `muon` and `hyperball` are Adam where
@@ -28,8 +28,8 @@ eased where `adam` failed in all three forms, and made harder where everything p
 - `schedule_free` is around Adam without a first moment. What may win is the average.
 - `hyperball` keeps the norm of a matrix, so it cannot reach an optimum of another norm.
 - Some win conditions are finer than bfloat16: `quadratic_varying_target` asks for 1e-4 beside
-  targets of up to 0.43 (easy), where bfloat16 numbers are 2e-3 apart. The average of `schedule_free`
-  is float32.
+  targets of up to 0.43 (easy), where bfloat16 numbers are 2e-3 apart. The average of
+  `schedule_free` is float32.
 - `constrained_optimization_relu` begins at 4096 equal elements. In float32 they stay equal. Rounded
   stochastically each goes its own way, and all of them have to be near at the same step.
 - A search of {settings} settings is coarse: a pass at one setting may be lost by a small change.
