@@ -7,13 +7,16 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 BENCHMARKS = {x.stem: x for x in (ROOT / "benchmarks").glob("*.py")}
-STUDIES = sorted(x.stem for x in (ROOT / "studies").glob("*.py") if x.stem != "__init__")
+# A file, or a folder with a `__main__.py`.
+STUDIES = {x.stem: x for x in sorted((ROOT / "studies").glob("*.py")) if x.stem != "__init__"}
+STUDIES |= {x.parent.name: x for x in sorted((ROOT / "studies").glob("*/__main__.py"))}
 
 # The tests of studies; no other file of `tests/` may import one, least of all a helper.
 THEIR_TESTS = {
     "tests/everywhere/test_optax_tests.py": {"clients"},
     "tests/everywhere/test_swap.py": {"clients"},
     "tests/examples/test_endurance.py": {"endurance"},
+    "tests/examples/test_lightbench.py": {"lightbench"},
     "tests/multi_device/test_traffic.py": {"traffic"},
     "tests/quantized/test_errors_of_steps.py": {"memory"},
     "tests/test_docs.py": {"traffic"},  # a table that a study prints
@@ -53,7 +56,7 @@ def test_tests_import_the_study_that_they_test():
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_runs_by_its_name(name):
-    text = (ROOT / "studies" / f"{name}.py").read_text()
+    text = STUDIES[name].read_text()
     assert f"python -m studies.{name}" in ast.get_docstring(ast.parse(text))
     assert '\nif __name__ == "__main__":\n' in text
 
