@@ -528,7 +528,7 @@ def test_which_calls_are_measured():
     [
         (
             {"optimizer": "sgd"},
-            "--optimizer=sgd is not known: choose adamw, lamb, lars, momentum, muon.",
+            "--optimizer=sgd is not known: choose adamh, adamw, adamw_cautious, lamb, lars, momentum, muon.",
         ),
         (
             {"recipe": "int4"},
