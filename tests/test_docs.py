@@ -24,9 +24,10 @@ PUBLIC = [
     name for name, x in vars(jgrad).items() if not (name.startswith("_") or inspect.ismodule(x))
 ]
 GUIDES = sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
+NOTES = sorted(f"benchmarks/notes/{file.name}" for file in (ROOT / "benchmarks/notes").glob("*.md"))
 PAGES = [
     name
-    for name in ("README.md", "CONTRIBUTING.md", "BUILD_NOTES.md", "CHANGELOG.md", *GUIDES)
+    for name in ("README.md", "CONTRIBUTING.md", "BUILD_NOTES.md", "CHANGELOG.md", *GUIDES, *NOTES)
     if (ROOT / name).exists()
 ]
 LONGEST = {"README.md": 200, "BUILD_NOTES.md": 330}
@@ -38,13 +39,11 @@ EXAMPLES = {
     "docs/packed.md": 3,
     "docs/muon.md": 2,
     "docs/devices.md": 4,
-    "docs/recipes.md": 1,
-    "docs/memory.md": 2,
+    "docs/memory.md": 7,
     "docs/from_optax.md": 1,
     # These by test_guides.py, test_from_pytorch.py and test_recipes_to_choose.py.
-    "docs/accelerators.md": 2,
+    "benchmarks/notes/accelerators.md": 1,
     "docs/getting_started.md": 5,
-    "docs/half_precision.md": 4,
     "docs/change_in_a_run.md": 1,
     "docs/diverges.md": 4,
     "docs/from_pytorch.md": 2,
@@ -94,7 +93,7 @@ def names_of_tests(pattern):
 
 def test_every_example_is_run():
     """A new one needs a test here."""
-    found = {name: len(blocks(name)) for name in ("README.md", *GUIDES) if blocks(name)}
+    found = {name: len(blocks(name)) for name in ("README.md", *GUIDES, *NOTES) if blocks(name)}
     assert found == EXAMPLES
 
 
@@ -363,7 +362,7 @@ def test_targets():
 
 def test_figures_on_paper():
     """The table is what the command prints."""
-    assert traffic.table(traffic.Machine()) in page("docs/on_paper.md")
+    assert traffic.table(traffic.Machine()) in page("benchmarks/notes/on_paper.md")
 
 
 OPTIMIZERS = {
@@ -379,7 +378,7 @@ def test_the_recipe_of_6_bytes_and_its_checkpoint():
     found = sum(x.nbytes for x in jax.tree.leaves((params, params, state)))  # and the gradient
     assert found / sum(x.size for x in params.values()) == pytest.approx(6.03, abs=0.02)
     assert all((x < 0).all() for x in params.values())
-    run_example("docs/memory.md", 1, names)
+    run_example("docs/memory.md", 6, names)
     jax.tree.map(np.testing.assert_array_equal, unquantized(names["again"]), names["arrays"])
 
 
@@ -409,6 +408,15 @@ def test_memory(row):
         state = jax.eval_shape(tx.init, w)
         found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 2**20
         assert found == pytest.approx(moments + master, abs=5e-3)  # a digit more, and counters
+
+
+def test_losses():
+    """The rows of the guide are those of the notes, without a column."""
+    notes = {row[0]: row[1:] for row in rows(page("benchmarks/notes/losses.md"))}
+    shown = rows(section("docs/memory.md", "The loss"))
+    assert len(shown) == 4
+    for name, digits, text in shown:
+        assert [digits, text] == notes[name][::2], name
 
 
 # ---- the pages themselves ----------------------------------------------------------------------
@@ -470,11 +478,13 @@ def test_docstrings(name):
 
 # ---- recipes -----------------------------------------------------------------------------------
 
+COSTS = "benchmarks/notes/what_wrappers_cost.md"
+
 
 def test_bytes_of_recipes():
     """The columns of the page are the limits that a test asserts."""
     found = {
-        name: (tree, packed) for name, tree, packed, _ in rows(section("docs/recipes.md", "Bytes"))
+        name: (tree, packed) for name, tree, packed, _ in rows(section(COSTS, "Bytes"))
     }
     limits = {
         name: tuple(f"{moved:g} / {kept:g}" for moved, kept in both)
@@ -485,7 +495,7 @@ def test_bytes_of_recipes():
 
 def test_operations():
     """The column of jgrad is what the test of the counts has."""
-    found = {name: float(ours) for name, ours, _ in rows(section("docs/recipes.md", "Building"))}
+    found = {name: float(ours) for name, ours, _ in rows(section(COSTS, "Building"))}
     assert found == {name: limit for name, (_, limit) in OPERATIONS.items()}
 
 
@@ -501,7 +511,7 @@ def test_a_state_of_optax():
 def test_donation():
     """As the page has it: the results are in the order of the arguments, and nothing is copied."""
     names = {"functools": functools, "jax": jax, "optax": optax, "tx": jgrad.adam(0.1)}
-    step = run_example("docs/recipes.md", 0, names)["step"]
+    step = run_example("docs/memory.md", 1, names)["step"]
     params = {f"w{i}": jnp.ones((64, 64)) for i in range(4)}
     state = names["tx"].init(params)
     text = step.lower(params, state, params).compile().as_text()
