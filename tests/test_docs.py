@@ -196,14 +196,14 @@ def on_a_mesh():
 
 def test_gradients_in_shard_map(standard_promotion):
     """Those of the whole batch."""
-    names = run_example("docs/devices.md", 1, on_a_mesh())
+    names = run_example("docs/devices.md", 2, on_a_mesh())
     batch = jnp.arange(128.0).reshape(8, 16)
     found = names["gradients"](names["params"], batch)
     expected = jax.grad(names["loss"])(names["params"], batch)
     assert jnp.allclose(found["w"], expected["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("example", [2, 3], ids=["zero", "jit"])
+@pytest.mark.parametrize("example", [3, 1], ids=["zero", "jit"])
 def test_sharded_state_trains(example, standard_promotion):
     """Ten steps, each with a smaller loss."""
     names = run_example("docs/devices.md", example, on_a_mesh())
