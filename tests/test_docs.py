@@ -333,15 +333,40 @@ def test_figures_of_readme():
     )
 
 
+STEPS = "benchmarks/notes/steps.md"
+
+
 def test_figures_are_those_of_the_benchmark():
-    figures = [x for x in page("docs/benchmarks.md").splitlines() if len(x.split("|")) == 12]
+    """Whole rows in the notes; in the guide the columns that it shows."""
+    figures = [x for x in page(STEPS).splitlines() if len(x.split("|")) == 12]
     assert len(figures) > 20
     assert set(figures) <= set(page("benchmarks/results.md").splitlines())
+    titles = re.findall(r"^## (.*)$", page("docs/benchmarks.md"), re.MULTILINE)[:4]
+    assert titles[-1] == "Memory"
+    for title in titles:
+        work = "memory: 20 leaves of 1024 x 512" if title == "Memory" else title
+        shown = rows(section("docs/benchmarks.md", title))
+        assert len(shown) >= 4
+        for row in shown:
+            whole = measured(work)[row[0], row[1]]
+            if title == "Memory":
+                expected = [*whole[:6], whole[9].partition(" ")[0]]
+            else:
+                expected = [*whole[:2], *step_and_build(whole)]
+            assert row == expected, title
+
+
+def test_compiled_figures_are_those_of_the_notes():
+    """Which `test_figures_of_accelerators` compares with what the compilers made."""
+    there = section("benchmarks/notes/accelerators.md", "What each recipe costs")
+    shown = rows(section("docs/benchmarks.md", "Compiled for TPU and GPU"))
+    assert len(shown) == 5
+    assert all(row in rows(there) for row in shown)
 
 
 def test_targets():
     """What came out is what was measured, and bold where it is above its target."""
-    table = rows(section("docs/benchmarks.md", "Targets"))
+    table = rows(section(STEPS, "Targets"))
     assert len(table) == 7
     for work, form, *cells in table:
         results = [step_and_build(x) for (_, of), x in measured(work).items() if of == form]
