@@ -508,9 +508,7 @@ COSTS = "benchmarks/notes/what_wrappers_cost.md"
 
 def test_bytes_of_recipes():
     """The columns of the page are the limits that a test asserts."""
-    found = {
-        name: (tree, packed) for name, tree, packed, _ in rows(section(COSTS, "Bytes"))
-    }
+    found = {name: (tree, packed) for name, tree, packed, _ in rows(section(COSTS, "Bytes"))}
     limits = {
         name: tuple(f"{moved:g} / {kept:g}" for moved, kept in both)
         for name, both in LIMITS.items()

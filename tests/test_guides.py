@@ -158,9 +158,7 @@ def test_counting_a_step(capsys):
 
 def test_figures_of_accelerators():
     """As the tests of programs for TPU and GPU allow: the largest of all models and both forms."""
-    shown = {
-        row[0]: row[1:] for row in rows(section(COMPILED, "What each recipe costs"))
-    }
+    shown = {row[0]: row[1:] for row in rows(section(COMPILED, "What each recipe costs"))}
     for name, own in ACCELERATORS.items():
         for cell, target in zip(shown[name], ("h100", "v5e"), strict=True):
             figures = [tuple(map(float, x)) for x in re.findall(r"([\d.]+) / ([\d.]+)", cell)]
