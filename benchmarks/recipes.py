@@ -1,6 +1,7 @@
 """What people run: an optimizer with decay, clipping, skipping, accumulation, or several of them.
 
-`docs/recipes.md` quotes the figures, and `tests/everywhere/test_recipes.py` asserts the counts.
+`benchmarks/notes/what_wrappers_cost.md` quotes the figures, and `tests/everywhere/test_recipes.py`
+asserts the counts.
 """
 
 import functools

@@ -24,9 +24,10 @@ PUBLIC = [
     name for name, x in vars(jgrad).items() if not (name.startswith("_") or inspect.ismodule(x))
 ]
 GUIDES = sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
+NOTES = sorted(f"benchmarks/notes/{file.name}" for file in (ROOT / "benchmarks/notes").glob("*.md"))
 PAGES = [
     name
-    for name in ("README.md", "CONTRIBUTING.md", "BUILD_NOTES.md", "CHANGELOG.md", *GUIDES)
+    for name in ("README.md", "CONTRIBUTING.md", "BUILD_NOTES.md", "CHANGELOG.md", *GUIDES, *NOTES)
     if (ROOT / name).exists()
 ]
 LONGEST = {"README.md": 200, "BUILD_NOTES.md": 330}
@@ -38,13 +39,11 @@ EXAMPLES = {
     "docs/packed.md": 3,
     "docs/muon.md": 2,
     "docs/devices.md": 4,
-    "docs/recipes.md": 1,
-    "docs/memory.md": 2,
+    "docs/memory.md": 7,
     "docs/from_optax.md": 1,
     # These by test_guides.py, test_from_pytorch.py and test_recipes_to_choose.py.
-    "docs/accelerators.md": 2,
+    "benchmarks/notes/accelerators.md": 1,
     "docs/getting_started.md": 5,
-    "docs/half_precision.md": 4,
     "docs/change_in_a_run.md": 1,
     "docs/diverges.md": 4,
     "docs/from_pytorch.md": 2,
@@ -94,7 +93,7 @@ def names_of_tests(pattern):
 
 def test_every_example_is_run():
     """A new one needs a test here."""
-    found = {name: len(blocks(name)) for name in ("README.md", *GUIDES) if blocks(name)}
+    found = {name: len(blocks(name)) for name in ("README.md", *GUIDES, *NOTES) if blocks(name)}
     assert found == EXAMPLES
 
 
@@ -197,14 +196,14 @@ def on_a_mesh():
 
 def test_gradients_in_shard_map(standard_promotion):
     """Those of the whole batch."""
-    names = run_example("docs/devices.md", 1, on_a_mesh())
+    names = run_example("docs/devices.md", 2, on_a_mesh())
     batch = jnp.arange(128.0).reshape(8, 16)
     found = names["gradients"](names["params"], batch)
     expected = jax.grad(names["loss"])(names["params"], batch)
     assert jnp.allclose(found["w"], expected["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("example", [2, 3], ids=["zero", "jit"])
+@pytest.mark.parametrize("example", [3, 1], ids=["zero", "jit"])
 def test_sharded_state_trains(example, standard_promotion):
     """Ten steps, each with a smaller loss."""
     names = run_example("docs/devices.md", example, on_a_mesh())
@@ -334,15 +333,40 @@ def test_figures_of_readme():
     )
 
 
+STEPS = "benchmarks/notes/steps.md"
+
+
 def test_figures_are_those_of_the_benchmark():
-    figures = [x for x in page("docs/benchmarks.md").splitlines() if len(x.split("|")) == 12]
+    """Whole rows in the notes; in the guide the columns that it shows."""
+    figures = [x for x in page(STEPS).splitlines() if len(x.split("|")) == 12]
     assert len(figures) > 20
     assert set(figures) <= set(page("benchmarks/results.md").splitlines())
+    titles = re.findall(r"^## (.*)$", page("docs/benchmarks.md"), re.MULTILINE)[:4]
+    assert titles[-1] == "Memory"
+    for title in titles:
+        work = "memory: 20 leaves of 1024 x 512" if title == "Memory" else title
+        shown = rows(section("docs/benchmarks.md", title))
+        assert len(shown) >= 4
+        for row in shown:
+            whole = measured(work)[row[0], row[1]]
+            if title == "Memory":
+                expected = [*whole[:6], whole[9].partition(" ")[0]]
+            else:
+                expected = [*whole[:2], *step_and_build(whole)]
+            assert row == expected, title
+
+
+def test_compiled_figures_are_those_of_the_notes():
+    """Which `test_figures_of_accelerators` compares with what the compilers made."""
+    there = section("benchmarks/notes/accelerators.md", "What each recipe costs")
+    shown = rows(section("docs/benchmarks.md", "Compiled for TPU and GPU"))
+    assert len(shown) == 5
+    assert all(row in rows(there) for row in shown)
 
 
 def test_targets():
     """What came out is what was measured, and bold where it is above its target."""
-    table = rows(section("docs/benchmarks.md", "Targets"))
+    table = rows(section(STEPS, "Targets"))
     assert len(table) == 7
     for work, form, *cells in table:
         results = [step_and_build(x) for (_, of), x in measured(work).items() if of == form]
@@ -363,7 +387,7 @@ def test_targets():
 
 def test_figures_on_paper():
     """The table is what the command prints."""
-    assert traffic.table(traffic.Machine()) in page("docs/on_paper.md")
+    assert traffic.table(traffic.Machine()) in page("benchmarks/notes/on_paper.md")
 
 
 OPTIMIZERS = {
@@ -379,7 +403,7 @@ def test_the_recipe_of_6_bytes_and_its_checkpoint():
     found = sum(x.nbytes for x in jax.tree.leaves((params, params, state)))  # and the gradient
     assert found / sum(x.size for x in params.values()) == pytest.approx(6.03, abs=0.02)
     assert all((x < 0).all() for x in params.values())
-    run_example("docs/memory.md", 1, names)
+    run_example("docs/memory.md", 6, names)
     jax.tree.map(np.testing.assert_array_equal, unquantized(names["again"]), names["arrays"])
 
 
@@ -409,6 +433,15 @@ def test_memory(row):
         state = jax.eval_shape(tx.init, w)
         found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 2**20
         assert found == pytest.approx(moments + master, abs=5e-3)  # a digit more, and counters
+
+
+def test_losses():
+    """The rows of the guide are those of the notes, without a column."""
+    notes = {row[0]: row[1:] for row in rows(page("benchmarks/notes/losses.md"))}
+    shown = rows(section("docs/memory.md", "The loss"))
+    assert len(shown) == 4
+    for name, digits, text in shown:
+        assert [digits, text] == notes[name][::2], name
 
 
 # ---- the pages themselves ----------------------------------------------------------------------
@@ -470,12 +503,12 @@ def test_docstrings(name):
 
 # ---- recipes -----------------------------------------------------------------------------------
 
+COSTS = "benchmarks/notes/what_wrappers_cost.md"
+
 
 def test_bytes_of_recipes():
     """The columns of the page are the limits that a test asserts."""
-    found = {
-        name: (tree, packed) for name, tree, packed, _ in rows(section("docs/recipes.md", "Bytes"))
-    }
+    found = {name: (tree, packed) for name, tree, packed, _ in rows(section(COSTS, "Bytes"))}
     limits = {
         name: tuple(f"{moved:g} / {kept:g}" for moved, kept in both)
         for name, both in LIMITS.items()
@@ -485,7 +518,7 @@ def test_bytes_of_recipes():
 
 def test_operations():
     """The column of jgrad is what the test of the counts has."""
-    found = {name: float(ours) for name, ours, _ in rows(section("docs/recipes.md", "Building"))}
+    found = {name: float(ours) for name, ours, _ in rows(section(COSTS, "Building"))}
     assert found == {name: limit for name, (_, limit) in OPERATIONS.items()}
 
 
@@ -501,7 +534,7 @@ def test_a_state_of_optax():
 def test_donation():
     """As the page has it: the results are in the order of the arguments, and nothing is copied."""
     names = {"functools": functools, "jax": jax, "optax": optax, "tx": jgrad.adam(0.1)}
-    step = run_example("docs/recipes.md", 0, names)["step"]
+    step = run_example("docs/memory.md", 1, names)["step"]
     params = {f"w{i}": jnp.ones((64, 64)) for i in range(4)}
     state = names["tx"].init(params)
     text = step.lower(params, state, params).compile().as_text()

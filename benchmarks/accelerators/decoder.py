@@ -6,7 +6,7 @@ backward pass, and each chip has one sequence of 4096 tokens.
 
 A program takes two to five minutes to compile, so `--only` picks some by "model topology recipe".
 `--write` keeps what was found in `decoder.json`, draws it, and writes the table of
-`docs/on_paper.md`.
+`benchmarks/notes/on_paper.md`.
 """
 
 import json
@@ -34,7 +34,7 @@ _WRITE = flags.DEFINE_bool("write", False, "Keep the results, draw them, and wri
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = pathlib.Path(__file__).with_name("decoder.json")
 PICTURE = pathlib.Path(__file__).with_name("decoder.png")
-PAGE = ROOT / "docs" / "on_paper.md"
+PAGE = ROOT / "benchmarks" / "notes" / "on_paper.md"
 
 TOKENS = 4096  # of a sequence
 HEAD = 128  # channels of a head
@@ -395,7 +395,7 @@ def page(text: str, results: Sequence[Result]) -> str:
     before, rest = text.split(_START)
     shown = table(results)
     if results:
-        shown += f"\n\n![Bytes at the peak](../{PICTURE.relative_to(ROOT)})"
+        shown += f"\n\n![Bytes at the peak](../{PICTURE.relative_to(PAGE.parents[1])})"
     return f"{before}{_START}\n\n{shown}\n\n{_END}{rest.partition(_END)[2]}"
 
 

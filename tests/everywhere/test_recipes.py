@@ -1,7 +1,7 @@
 """What recipes cost, from the compiled program: bytes, temporaries, and operations per leaf.
 
-Counts and no times. `docs/recipes.md` says what they mean, and `benchmarks/recipes.py` has the
-recipes.
+Counts and no times. `benchmarks/notes/what_wrappers_cost.md` says what they mean, and
+`benchmarks/recipes.py` has the recipes.
 """
 
 import functools
