@@ -48,6 +48,7 @@ EXAMPLES = {
     "docs/change_in_a_run.md": 1,
     "docs/diverges.md": 4,
     "docs/from_pytorch.md": 2,
+    "docs/methods.md": 8,
     "docs/choose_a_recipe.md": 14,
 }
 
