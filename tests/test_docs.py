@@ -41,7 +41,7 @@ EXAMPLES = {
     "docs/recipes.md": 1,
     "docs/memory.md": 2,
     "docs/from_optax.md": 1,
-    # These by test_guides.py, test_from_pytorch.py and test_recipes_to_choose.py.
+    # These by test_guides.py, test_from_pytorch.py and test_choose.py and test_cards.py.
     "docs/accelerators.md": 2,
     "docs/getting_started.md": 5,
     "docs/half_precision.md": 4,
@@ -49,7 +49,7 @@ EXAMPLES = {
     "docs/diverges.md": 4,
     "docs/from_pytorch.md": 2,
     "docs/methods.md": 8,
-    "docs/choose_a_recipe.md": 14,
+    "docs/choose.md": 13,
 }
 
 
