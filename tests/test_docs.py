@@ -41,13 +41,13 @@ EXAMPLES = {
     "docs/devices.md": 4,
     "docs/memory.md": 7,
     "docs/from_optax.md": 1,
-    # These by test_guides.py, test_from_pytorch.py and test_recipes_to_choose.py.
+    # These by test_guides.py, test_from_pytorch.py, test_choose.py and test_cards.py.
     "benchmarks/notes/accelerators.md": 1,
     "docs/getting_started.md": 5,
-    "docs/change_in_a_run.md": 1,
-    "docs/diverges.md": 4,
+    "docs/runs.md": 4,
     "docs/from_pytorch.md": 2,
-    "docs/choose_a_recipe.md": 14,
+    "docs/methods.md": 8,
+    "docs/choose.md": 13,
 }
 
 

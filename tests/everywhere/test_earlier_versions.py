@@ -60,7 +60,7 @@ def test_golden_checkpoint(file, name, form):
 
 
 def of_06(state):
-    """As in docs/wrappers.md says: the state as checkpoints of 0.6 name its parts."""
+    """As docs/wrappers.md says: the state as checkpoints of 0.6 name its parts."""
 
     def old(x):
         return {"step": x.done, "inner": of_06(x.inner)} if is_rounding(x) else x

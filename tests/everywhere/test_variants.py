@@ -1,10 +1,7 @@
 """Published variants by their options, each against a reference written from its own source.
 
-`VARIANTS` is the table of docs/variants.md; a test compares the two.
+`VARIANTS` is the table of docs/methods.md; a test compares the two.
 """
-
-import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ from tests.cases import IVY
 from tests.reference import variants as source
 from tests.reference.optimizers import trajectory
 from tests.support.choice import mostly_slow
+from tests.test_docs import rows, section
 
 STEPS = 200
 
@@ -223,8 +221,6 @@ def test_variant(name, x64):
 
 
 def test_table():
-    """docs/variants.md has a line for each."""
-    root = next(x for x in pathlib.Path(__file__).parents if (x / "pyproject.toml").exists())
-    page = (root / "docs/variants.md").read_text()
-    names = re.findall(r"^\| ([^|]+?) \|", page, re.MULTILINE)
-    assert [name for name in names if name not in ("variant", "---")] == list(VARIANTS)
+    """docs/methods.md has a line for each."""
+    table = rows(section("docs/methods.md", "Published variants"))
+    assert [name for name, _ in table] == list(VARIANTS)

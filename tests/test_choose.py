@@ -1,4 +1,4 @@
-"""Each block of docs/choose_a_recipe.md trains, and does what its text says."""
+"""Each block of docs/choose.md trains, and does what its text says."""
 
 import re
 
@@ -13,10 +13,10 @@ import jgrad
 from tests.support.loops import assert_equal
 from tests.test_docs import blocks, page, rows, run_example
 
-PAGE = "docs/choose_a_recipe.md"
+PAGE = "docs/choose.md"
 # The blocks, in the order of the page.
-PRELUDE, FITS, PACKED, STACKED, MUON, BF16, LARGE, *OTHERS = range(14)
-JIT, ZERO, FROZEN, RATES, BATCHES, FP16, MANY = OTHERS
+PRELUDE, FITS, PACKED, STACKED, MUON, BF16, LARGE, *OTHERS = range(13)
+JIT, FROZEN, RATES, BATCHES, FP16, MANY = OTHERS
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +26,10 @@ def _as_a_reader(standard_promotion):
         yield
 
 
-def after(*recipes):
-    """Names after the common lines and the blocks of these recipes."""
+def after(*setups):
+    """Names after the common lines and the blocks of these setups."""
     names = {}
-    for index in (PRELUDE, *recipes):
+    for index in (PRELUDE, *setups):
         run_example(PAGE, index, names)
     return names
 
@@ -120,17 +120,17 @@ def loss_of_a_list(names):
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "setup",
     [(STACKED,), pytest.param((STACKED, MUON), marks=pytest.mark.slow)],
     ids=["lamb", "muon"],
 )
-def test_stacked_layers(recipe):
+def test_stacked_layers(setup):
     """A stack trains as a list of layers does, without `layer_axes`."""
-    names = after(*recipe)
+    names = after(*setup)
     found, _, values = trained(names, 10)
     assert values[-1] < values[0]
     names["list_loss"] = loss_of_a_list(names)
-    if recipe == (STACKED,):
+    if setup == (STACKED,):
         decays = names["decays"] | {"layers": [names["decays"]["layers"]] * 4}
         tx = jgrad.lamb(1e-2, weight_decay=1e-2, weight_decay_mask=decays)
     else:
@@ -162,14 +162,11 @@ def test_too_large():
     assert learns(values)
 
 
-@pytest.mark.parametrize(
-    "recipe", [JIT, pytest.param(ZERO, marks=pytest.mark.slow)], ids=["jit", "zero"]
-)
-def test_many_devices(recipe):
+def test_many_devices():
     """The numbers of one device; each has its part of the moments."""
     names = after()
     expected, _, losses = plain(jgrad.adam(1e-2, weight_decay=1e-2), names)
-    names = after(recipe)
+    names = after(JIT)
     params, state, values = trained(names)
     n = jax.device_count()
     assert n == 8
