@@ -7,7 +7,8 @@ PATH is a checkout of a library that uses optax, and the arguments name its test
 fetched. `--optax` runs the tests of the installed optax, those in `OPTAX` unless named, and prints
 a row for each file. Each test runs with optax, with jgrad's optimizers with options of the same
 meaning, and with all wrappers around these (`tests/clients/swap.py`). Prints a row of the table in
-docs/judges.md, and the tests that pass with optax only. The environment needs what the tests need.
+benchmarks/notes/tests_of_others.md, and the tests that pass with optax only. The environment needs
+what the tests need.
 """
 
 import json

@@ -128,7 +128,7 @@ def test_a_mutation_breaks_the_method(method):
     assert pathlib.Path(file) in places
 
 
-@pytest.mark.parametrize("page", ["CHANGELOG.md", "docs/memory.md"])
+@pytest.mark.parametrize("page", ["CHANGELOG.md", "docs/memory.md", "docs/methods.md"])
 @every_method
 def test_pages_name_the_method(method, page):
     assert re.search(rf"`{method.__name__}[`(]", (ROOT / page).read_text())

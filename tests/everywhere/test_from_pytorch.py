@@ -1,4 +1,4 @@
-"""The rows of docs/from_pytorch.md: our line makes the numbers that PyTorch made of theirs.
+"""The rows of docs/from_elsewhere.md: our line makes the numbers that PyTorch made of theirs.
 
 `tests/support/torch_numbers.py` says how PyTorch's were made.
 """
@@ -18,7 +18,7 @@ from tests.test_docs import run_example
 
 ROWS = dict(torch_numbers.table())
 TORCH = json.loads(torch_numbers.DATA.read_text())
-PAGE = "docs/from_pytorch.md"
+PAGE = "docs/from_elsewhere.md"
 
 
 def numbers(*trees):

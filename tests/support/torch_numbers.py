@@ -1,4 +1,4 @@
-"""What PyTorch makes of the left columns of docs/from_pytorch.md, kept in `tests/data/torch.json`.
+"""What PyTorch makes of the left columns of docs/from_elsewhere.md, kept in `tests/data/torch.json`.
 
     python -m tests.support.torch_numbers
 
@@ -23,7 +23,7 @@ DAMPENED = "torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)"
 
 def table():
     """(PyTorch's line, ours) of each row that is trained."""
-    text = (ROOT / "docs" / "from_pytorch.md").read_text()
+    text = (ROOT / "docs" / "from_elsewhere.md").read_text()
     text = text.partition("\n## Optimizers\n")[2].partition("\n## Kernels and Muon\n")[0]
     rows = re.findall(r"^\| (.+?) \| `(.+?)`", text, re.MULTILINE)
     return [(theirs.strip("`"), ours) for theirs, ours in rows]
