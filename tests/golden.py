@@ -47,10 +47,17 @@ _WRITTEN = {
     "adam_bfloat16": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16, **IVY),
     "muon": lambda: jgrad.muon(0.1, matrices=MATRICES, adam_learning_rate=0.01),
     "schedule_free": lambda: jgrad.schedule_free(jgrad.gradient_descent(0.1)),
+    "hyperball": lambda: jgrad.hyperball(jgrad.adam(0.1), 0.1, leaves=MATRICES),
+    "skip_spikes": lambda: jgrad.skip_spikes(jgrad.adam(0.1), window=4),
+    "accumulate_weighted": lambda: jgrad.accumulate(jgrad.adam(0.1), 3, weighted=True),
+    "watch": lambda: jgrad.watch(jgrad.adam(0.1)),
     "stochastic_rounding": lambda: jgrad.stochastic_rounding(
         jgrad.adam(0.1, weight_decay=0.01, **IVY)
     ),
 }
+
+# What `update` of some needs beside.
+EXTRA: dict[str, Any] = {"skip_spikes": {"loss": 1.0}, "accumulate_weighted": {"weight": 2.0}}
 
 FORMS: dict[str, dict[str, Any]] = {
     "": {},
@@ -103,9 +110,11 @@ def gradient(t: int, name: str = "") -> dict[str, Any]:
     return {k: None if k == "count" else jax.tree.map(grow, v) for k, v in weights(name).items()}
 
 
-def step(tx: optax.GradientTransformation, w: Any, state: Any, g: Any) -> tuple[Any, Any]:
+def step(
+    tx: optax.GradientTransformation, w: Any, state: Any, g: Any, name: str = ""
+) -> tuple[Any, Any]:
     """One step of training."""
-    updates, state = jax.jit(tx.update)(g, state, w)
+    updates, state = jax.jit(tx.update)(g, state, w, **EXTRA.get(name, {}))
     return optax.apply_updates(w, updates), state
 
 
@@ -165,9 +174,9 @@ def main() -> None:
         tx, w = make(), weights(name)
         state = tx.init(w)
         for t in range(2):
-            w, state = step(tx, w, state, gradient(t, name))
+            w, state = step(tx, w, state, gradient(t, name), name)
         arrays |= flat(f"{name}/weights", w) | flat(f"{name}/state", state)
-        w, state = step(tx, w, state, gradient(2, name))
+        w, state = step(tx, w, state, gradient(2, name), name)
         arrays |= flat(f"{name}/next_weights", w) | flat(f"{name}/next_state", state)
     path = DATA / f"states_{jgrad.__version__}.npz"
     assert not path.exists(), f"{path} is there already"

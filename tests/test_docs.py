@@ -105,6 +105,23 @@ def test_readme(capsys, standard_promotion):
     assert float(found[1]) < 1e-2  # from 0.55, the mean square of y
 
 
+def test_the_swap_of_readme(standard_promotion):
+    """Both lines train to the same numbers."""
+    lines = re.findall(r"^[-+]tx = (.*)$", *blocks("README.md", "diff"), re.MULTILINE)
+    names = {"optax": optax, "jgrad": jgrad, "mask": {"w": True, "b": False}}
+    names["schedule"] = optax.cosine_decay_schedule(0.1, 10)
+    found = []
+    for line in lines:
+        tx, w = eval(line, names), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+        state, update = tx.init(w), jax.jit(tx.update)
+        for t in range(5):
+            g = jax.tree.map(lambda p, t=t: jnp.cos(t + p), w)
+            updates, state = update(g, state, w)
+            w = optax.apply_updates(w, updates)
+        found.append(w)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), *found)
+
+
 def test_the_order_of_wrappers():
     """Four mini-batches of a float16 model, scaled as the text says, and the average read by name."""
     names = run_example("docs/wrappers.md", 0, {"jgrad": jgrad, "optax": optax})
