@@ -34,6 +34,7 @@ extensions = [
     # Those of _extensions.
     "docstrings",
     "gallery",
+    "guides",
     "public_names",
     "reference",
     "repository",
