@@ -38,6 +38,7 @@ extensions = [
     "public_names",
     "reference",
     "repository",
+    "search_words",
 ]
 exclude_patterns = ["_build", "_extensions"]
 
