@@ -40,8 +40,9 @@ def lead_back(app: Sphinx, doctree: nodes.document, page: str) -> None:
         most = sorted((x for x in guides if guides[x][name]), key=lambda x: -guides[x][name])[:MOST]
         if most:
             line = nodes.paragraph("", "Guides: ", classes=["guides"])
-            for guide in (x for x in guides if x in most):
-                line += [nodes.Text(", ")] * (len(line) > 1) + [link(app, page, guide, name)]
+            for i, guide in enumerate(x for x in guides if x in most):
+                line += nodes.Text(", " if i else "")
+                line += link(app, page, guide, name)
             entry[-1] += line
 
 
