@@ -34,10 +34,12 @@ extensions = [
     # Those of _extensions.
     "docstrings",
     "gallery",
+    "guides",
     "home",
     "public_names",
     "reference",
     "repository",
+    "search_words",
 ]
 exclude_patterns = ["_build", "_extensions"]
 
@@ -55,3 +57,4 @@ napoleon_use_rtype = False
 napoleon_custom_sections = ["Source"]
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
+add_function_parentheses = False  # names fit the narrow table of contents

@@ -21,14 +21,15 @@ def write(app: Sphinx) -> None:
     (DOCS / "reference").mkdir()
     _, *sections = (DOCS / "reference.md").read_text().split("\n## ")
     for section in sections:
-        title = section.partition("\n")[0]
+        title = re.split(r"[:\n]", section, maxsplit=1)[0].strip()
+        file = re.sub(r"\W+", "-", title.lower()).strip("-")
         if names := re.findall(r"^\| `(\w+)", section, re.MULTILINE):
             is_class = [isinstance(getattr(jgrad, name), type) for name in names]
             entries = "\n".join(
                 f".. auto{'class' if c else 'function'}:: {name}"
                 for name, c in zip(names, is_class, strict=True)
             )
-            (DOCS / "reference" / f"{title.lower().replace(' ', '-')}.md").write_text(
+            (DOCS / "reference" / f"{file}.md").write_text(
                 f"# {title}\n\n```{{eval-rst}}\n.. currentmodule:: jgrad\n\n{entries}\n```\n"
             )
 
