@@ -67,11 +67,20 @@ gallery/index
 
 ```{toctree}
 :hidden:
-:glob:
 :caption: Reference
 
 reference
-reference/*
+reference/gradients
+reference/optimizers
+reference/parts-of-optimizers
+reference/options
+reference/wrappers
+reference/whole-steps
+reference/updates-with-explicit-state
+reference/functions-of-trees
+reference/packed-trees
+reference/states-of-optimizers
+reference/names-kept-for-ivy
 ```
 
 ```{toctree}
