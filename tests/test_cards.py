@@ -86,7 +86,7 @@ def schedule_free(**options):
 ROWS = {
     "`gradient_descent`, momentum": Row(momentum, "momentum"),
     "`adam`": Row(adamw, "AdamW"),
-    "`adam`, cautious decay": Row(cautious),
+    "`adam`, cautious decay": Row(cautious, "AdamW, cautious"),
     "`adam`, 8 bits": Row(adamw, "AdamW, 8 bits", options={"moment_dtype": "8bit"}),
     "`adam`, bfloat16, `stochastic_rounding`": Row(
         stochastic, "bf16: stochastic(AdamW)", jnp.bfloat16
@@ -94,10 +94,10 @@ ROWS = {
     "`lars`": Row(lars, "LARS"),
     "`lamb`": Row(lamb, "LAMB"),
     "`muon`": Row(muon, "Muon"),
-    '`muon`, "normuon"': Row(normuon),
+    '`muon`, "normuon"': Row(normuon, "NorMuon"),
     "`hyperball`, `adam`": Row(adamh, "hyperball(Adam)"),
-    "`hyperball`, `muon`": Row(muonh),
-    "`schedule_free`, `adam`": Row(schedule_free),
+    "`hyperball`, `muon`": Row(muonh, "hyperball(Muon)"),
+    "`schedule_free`, `adam`": Row(schedule_free, "schedule_free(Adam)"),
 }
 TABLE = {row[0]: row[1:] for row in rows(section(PAGE, "All at once"))}
 
@@ -167,7 +167,7 @@ def test_collectives(name, row):
     """As many as the tests of programs for 16 chips allow."""
     found = TABLE[name][1]
     allowed = COLLECTIVES[row.compiled]
-    assert found == (" ".join(f"{n} {kind}" for kind, n in allowed.items()) or "0")
+    assert found == (", ".join(f"{n} {kind}" for kind, n in allowed.items()) or "0")
 
 
 @pytest.mark.parametrize("name", ["`adam`, cautious decay", "`schedule_free`, `adam`"])

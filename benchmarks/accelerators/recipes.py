@@ -90,20 +90,31 @@ def _stack(known: Known) -> optax.GradientTransformation:
     return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(tx), 4))
 
 
-def _muon(known: Known) -> optax.GradientTransformation:
+def _muon(known: Known, weight_decay: float = 0.1, **options: Any) -> optax.GradientTransformation:
     return jgrad.muon(
         RATE,
         matrices=jgrad.hidden_matrices(layer_axes=known.layer_axes),
         layer_axes=known.layer_axes,
-        weight_decay=0.1,
+        weight_decay=weight_decay,
         adam_learning_rate=RATE,
         shard_over=known.shard_over,
         mesh_axes=known.mesh_axes,
+        **options,
     )
 
 
 def _hyperball(known: Known) -> optax.GradientTransformation:
     return jgrad.hyperball(jgrad.adam(RATE), RATE, leaves=_decayed, layer_axes=known.layer_axes)
+
+
+def _muonh(known: Known) -> optax.GradientTransformation:
+    matrices = jgrad.hidden_matrices(layer_axes=known.layer_axes)
+    tx = _muon(known, weight_decay=0.0)
+    return jgrad.hyperball(tx, RATE, leaves=matrices, layer_axes=known.layer_axes)
+
+
+def _schedule_free() -> optax.GradientTransformation:
+    return jgrad.schedule_free(jgrad.adam(RATE, beta1=0.0))
 
 
 def _watched(known: Known, every: int) -> optax.GradientTransformation:
@@ -119,6 +130,8 @@ RECIPES = {
         lambda _: jgrad.gradient_descent(RATE, momentum=0.9), lambda: optax.sgd(RATE, 0.9)
     ),
     "AdamW": Recipe(lambda _: _adamw(), _optax_adamw),
+    "AdamW, cautious": Recipe(lambda _: _adamw(weight_decay_rule="cautious")),
+    "schedule_free(Adam)": Recipe(lambda _: _schedule_free()),
     "clip + AdamW": Recipe(lambda _: _clipped(_adamw()), lambda: _optax_clipped(_optax_adamw())),
     "skip(clip + AdamW)": Recipe(
         lambda _: jgrad.skip_nonfinite(_clipped(_adamw())),
@@ -170,6 +183,8 @@ RECIPES = {
         lambda: optax.contrib.muon(RATE, weight_decay=0.1),
         models=("two shapes",),
     ),
+    "hyperball(Muon)": Recipe(_muonh, models=("two shapes",)),
+    "NorMuon": Recipe(lambda known: _muon(known, rule="normuon"), models=("two shapes",)),
 }
 
 

@@ -30,6 +30,9 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     "watch(AdamW, every=100)": {"h100": (Limit(28, 4.1),), "v5e": (Limit(28.1, 4.7),)},
     "momentum": {"h100": (Limit(20, 0),), "v5e": (Limit(20, 0.2),)},
     "AdamW": {"h100": (Limit(28, 0),), "v5e": (Limit(28, 0.2),)},
+    "AdamW, cautious": {"h100": (Limit(28.1, 0),), "v5e": (Limit(28.1, 0.2),)},
+    # Weights, both moments and both averages are read and written, the gradient is read.
+    "schedule_free(Adam)": {"h100": (Limit(44, 0),), "v5e": (Limit(44, 0.2),)},
     "clip + AdamW": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     "skip(clip + AdamW)": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     "skip_spikes(skip(clip + AdamW))": {
@@ -75,6 +78,15 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     # Twice the larger group, which has 0.8 of the parameters in float32. What the products of
     # matrices read and write depends on their kernels.
     "Muon": {"h100": (Limit(280, 6.4),), "v5e": (Limit(180, 6.4),)},
+    # As measured: packed, a TPU keeps directions and their mean squares apart.
+    "NorMuon": {
+        "h100": (Limit(265, 7.3), Limit(270, 8.1)),
+        "v5e": (Limit(115, 6.8), Limit(145, 14.5)),
+    },
+    "hyperball(Muon)": {
+        "h100": (Limit(275, 8.1), Limit(290, 8.9)),
+        "v5e": (Limit(122, 8.4), Limit(150, 8.1)),
+    },
 }
 
 
@@ -107,7 +119,7 @@ NOT_REACHED: dict[tuple[str, str, str, str], Limit] = {
 }
 
 # Three for each iteration, five iterations, one for all matrices of a shape.
-PRODUCTS = {"Muon": 30}
+PRODUCTS = {"Muon": 30, "NorMuon": 30, "hyperball(Muon)": 30}
 
 # Kernels of a step, by recipe and target: of each model on the tree, and packed.
 KERNELS: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
@@ -119,6 +131,10 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
     ("momentum", "h100"): {"medium": (26, 3), "large": (8, 3), "stacked": (18, 3)},
     ("AdamW", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("AdamW", "h100"): {"medium": (27, 4), "large": (9, 4), "stacked": (19, 4)},
+    ("AdamW, cautious", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
+    ("AdamW, cautious", "h100"): {"medium": (27, 4), "large": (9, 4), "stacked": (19, 4)},
+    ("schedule_free(Adam)", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
+    ("schedule_free(Adam)", "h100"): {"medium": (29, 6), "large": (11, 6), "stacked": (21, 6)},
     ("clip + AdamW", "v5e"): {"medium": (59, 13), "large": (23, 13), "stacked": (43, 13)},
     ("clip + AdamW", "h100"): {"medium": (81, 11), "large": (27, 12), "stacked": (44, 11)},
     ("skip(clip + AdamW)", "v5e"): {"medium": (59, 13), "large": (23, 13), "stacked": (43, 13)},
@@ -212,6 +228,10 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
     },
     ("Muon", "v5e"): {"two shapes": (102, 79)},
     ("Muon", "h100"): {"two shapes": (132, 109)},
+    ("NorMuon", "v5e"): {"two shapes": (456, 97)},
+    ("NorMuon", "h100"): {"two shapes": (235, 123)},
+    ("hyperball(Muon)", "v5e"): {"two shapes": (505, 129)},
+    ("hyperball(Muon)", "h100"): {"two shapes": (255, 126)},
 }
 
 # Collectives of a step whose leaves are sharded under `jit`, those of rare branches too.
@@ -223,6 +243,8 @@ COLLECTIVES: dict[str, dict[str, int]] = {
     "AdamW": _NONE,
     "watch(AdamW)": {"all-reduce": 4},
     "watch(AdamW, every=100)": {"all-reduce": 4},  # in the rare branch
+    "AdamW, cautious": _NONE,
+    "schedule_free(Adam)": _NONE,
     "clip + AdamW": _NORM,
     "skip(clip + AdamW)": _NORM,
     "skip_spikes(skip(clip + AdamW))": _NORM,
@@ -245,6 +267,9 @@ COLLECTIVES: dict[str, dict[str, int]] = {
     "bf16: skip(accumulate(master(clip + LAMB + ema)))": {"all-reduce": 5},
     # Two ways for each of three shapes; of experts, for rows and for columns apart.
     "Muon": {"all-to-all": 8},
+    # Of the mean squares of outputs, and of sums over sharded matrices.
+    "NorMuon": {"all-reduce": 3, "all-to-all": 8},
+    "hyperball(Muon)": {"all-reduce": 3, "all-to-all": 8},
 }
 # What holds where that is not reached yet, by recipe and arrangement.
 COLLECTIVES_NOW: dict[tuple[str, str], dict[str, int]] = {}
