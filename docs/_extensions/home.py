@@ -90,6 +90,12 @@ reference/names-kept-for-ivy
 benchmarks
 correctness
 stability
+```
+
+```{toctree}
+:hidden:
+:caption: Measurements
+
 repository/benchmarks/results.md
 repository/benchmarks/notes/accelerators.md
 repository/benchmarks/notes/endurance.md
