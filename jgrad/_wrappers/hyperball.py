@@ -147,7 +147,7 @@ def hyperball(
     def init(params: PyTree) -> HyperballState:
         inputs = Parameters(_NAME, params)
         checks.parameters(inputs.reference)
-        chosen = _chosen(inputs, leaves)
+        chosen = _keeping(inputs, leaves)
         # Outside of `shard_map` leaves are whole.
         axes = options.layers(inputs, _existing(mesh_axes), layer_axes)
         if radius is None:
@@ -169,7 +169,7 @@ def hyperball(
         inside.check_state(_NAME, state, HyperballState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm")
-        chosen = _chosen(inputs, leaves)
+        chosen = _keeping(inputs, leaves)
         axes = options.layers(inputs, mesh_axes, layer_axes)
         radii = _of_state(inputs, axes, chosen, state.radius)
         own = {x for x, use in zip(trees.names(inputs.shapes), chosen, strict=True) if use}
@@ -197,7 +197,7 @@ def _step(done: jax.Array) -> Step:
     return Step(done, done, nothing, nothing, None, OfCall({}))
 
 
-def _chosen(inputs: Parameters, leaves: Mask) -> list[bool]:
+def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:
     """Whether each leaf keeps its norm; those that have none, None and integers, do not."""
     shapes = trees.flatten(inputs.shapes)[0]
     pairs = zip(options.mask(inputs, "leaves", leaves), shapes, strict=True)

@@ -256,7 +256,7 @@ def test_matrices_of_zeros():
     )
 
 
-@pytest.mark.parametrize("rate", [1e-4, 0.02])
+@pytest.mark.parametrize("rate", mostly_slow([1e-4, 0.02], 1e-4))
 @pytest.mark.parametrize("size", [0.0, 1e-5])
 def test_a_radius_is_the_norm_from_the_first_step(size, rate):
     """Also of a matrix of zeros, whose new norm is a small rate, and of a small one."""
@@ -448,10 +448,10 @@ def test_zero():
     ("scale", "check", "of_w"),
     [
         (1.0, False, P("model")),
-        (1.0, True, P("model")),
         (1.0, True, P()),
-        (1e-25, False, P()),
         (1e-25, True, P("model")),
+        pytest.param(1.0, True, P("model"), marks=pytest.mark.slow),
+        pytest.param(1e-25, False, P(), marks=pytest.mark.slow),
     ],
 )
 def test_shard_map(scale, check, of_w):
