@@ -189,6 +189,7 @@ def wrappers() -> dict[str, Any]:
         "master_weights": jgrad.master_weights(adam),
         "stochastic_rounding": jgrad.stochastic_rounding(adam),
         "schedule_free": jgrad.schedule_free(adam),
+        "hyperball": jgrad.hyperball(jgrad.adam(0.1), 0.02, leaves=MASK),
         "skip_nonfinite": jgrad.skip_nonfinite(adam),
         "watch": jgrad.watch(optax.chain(jgrad.clip_by_global_norm(1.0), adam)),
         "watch, every": jgrad.watch(jgrad.accumulate(adam, 2), every=3),

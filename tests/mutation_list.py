@@ -16,6 +16,7 @@ NORMS = "tests/layers/test_norms.py"
 PACKED = "tests/packed/test_optimizers.py tests/packed/test_packing.py"
 DEVICES = "tests/multi_device"
 HAND_OVER = "tests/wrappers/test_hand_over.py"
+HYPERBALL = "tests/wrappers/test_hyperball.py"
 SPIKES = "tests/wrappers/test_skip_spikes.py"
 WEIGHTS = "tests/wrappers/test_weights.py"
 SAME_NUMBERS = "tests/fused/test_same_numbers.py"
@@ -265,6 +266,19 @@ MUTATIONS = [
     Mutation("agreed", "devices do not agree", "jax.lax.pmin(X.astype(jnp.int32), _) == 1", "X", DEVICES),
     Mutation("master_weights", "updates from the rounded weights", "parameters.applied(_, X)", "parameters.applied(jax.tree.map(parameters.wide, params), X)", "tests/wrappers/test_master_weights.py"),
     Mutation("master_weights", "an update beyond float16 is clipped", "jnp.where(jnp.isinf(_), _, X)", "X", "tests/wrappers/test_master_weights.py"),
+    Mutation("hypersphere._factors", "hyperball: the norm of the current step", "(X - Y) / Y + moved", "moved", HYPERBALL + " -k first_step"),
+    Mutation("hypersphere._factors", "hyperball: matrices of zeros stay", "jnp.where(is_kept, x, jnp.ones_like(_))", "x", HYPERBALL + " -k zeros"),
+    Mutation("hypersphere._factors", "hyperball: a small rate vanishes beside 1", "jnp.maximum(_, _)", "jnp.maximum(1 + d, info.eps)", HYPERBALL + " -k first_step"),
+    Mutation("hypersphere._factors", "hyperball: slopes of 0 / 0", "jnp.where(is_kept, X / Y, _)", "X / Y", HYPERBALL + " -k slopes"),
+    Mutation("hypersphere.steps", "hyperball: one sum for two precisions", "numerics.real_dtype(w[i], u[i])", "numerics.real_dtype(*w, *u)", HYPERBALL + " -k precision"),
+    Mutation("hypersphere._all_sums", "hyperball: sums vary over the axes of others", "[jax.lax.optimization_barrier(_) for _ in X]", "jax.lax.optimization_barrier(X)", HYPERBALL + " -k shard_map"),
+    Mutation("hypersphere._joined", "hyperball: sums in units of devices", "jnp.where(uu != 0, X, Y)", "jnp.ones_like(uu)", HYPERBALL + " -k shard_map"),
+    Mutation("hypersphere._unit", "hyperball: sums that overflow", "jnp.where(X < _, Y, Z)", "jnp.ones_like(X)", HYPERBALL + " -k any_scale"),
+    Mutation("hyperball._keeping", "hyperball: integers have norms", "_ and _ is not None and _", "use", HYPERBALL + " -k without"),
+    Mutation("_check_undecayed", "hyperball: decay acts against the norm", "path in inputs.undecayed and _", "False", HYPERBALL + " -k messages"),
+    Mutation("ema._at", "ema: a late start is none", "done < start", "done < 0", "tests/wrappers/test_ema.py -k late"),
+    Mutation("ema._at", "ema: the first parameters have a weight of their own", "value * (rest / whole)", "value", "tests/wrappers/test_ema.py -k debiased"),
+    Mutation("ema._at", "ema: a full counter starts again", "jnp.maximum(done - start, 0)", "jnp.maximum(done - start + 1, 1) - 1", "tests/wrappers/test_ema.py -k full"),
     Mutation("ema", "parameters before the update are averaged", "parameters.applied(X, Y)", "parameters.applied(X, jax.tree.map(jnp.zeros_like, Y))", "tests/wrappers/test_ema.py"),
     Mutation("_fit", "mixed dtypes of gradients are packed", "len(X) > 1 or Y", "Y", "tests/wrappers/test_pack_small.py"),
     Mutation("pack_small", "the state of another model", "_.is_part_of(_, _)", "True", "tests/wrappers/test_pack_small.py"),

@@ -242,10 +242,12 @@ def _check_undecayed(inputs: Inputs, name: str, decays: Sequence[Any]) -> None:
     """No decay of leaves whose norm a wrapper keeps."""
     paths = trees.names(inputs.shapes)
     for path, x in zip(paths, decays, strict=True):
-        if path in inputs.undecayed and not _is_zero(x):
+        number = numbers.as_python_number(x)
+        if path in inputs.undecayed and not _is_zero(number):
             expected = "0 for a leaf whose norm `hyperball` keeps, as by `weight_decay_mask`"
-            number = numbers.as_python_number(x)
             came = f"{number:g}" if checks.is_number(number) else checks.describe(x)
+            if isinstance(x, jax.Array):
+                expected += f"; {checks.INJECTED}"
             came = f"{came} at {path!r}"
             raise ValueError(f"{inputs.function}: `{name}`: {came}, expected {expected}.")
 

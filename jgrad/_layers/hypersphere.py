@@ -65,22 +65,39 @@ def steps(
     chosen = [i for i, r in enumerate(radii) if u[i] is not None and r is not None]
     chosen.sort(key=lambda i: layers[i].sort_key)
     results = list(u)
-    if not chosen:
-        return results
-    axes = [layers[i] for i in chosen]
-    of_chosen = [r for i in chosen if (r := radii[i]) is not None]
-    radius = list(map(sums.concatenate, norms.in_batches(axes, of_chosen)))
-    arrays = [(w[i], u[i]) for i in chosen]
-    found = _over_devices(axes, _all_sums(arrays, radius, layers=tuple(axes)))
-    per_layer = norms.join(axes, [rates[i] for i in chosen])
+    # Batches are of one precision: units in float64 say nothing of squares in float32.
+    groups: dict[Any, list[int]] = {}
+    for i in chosen:
+        groups.setdefault(numerics.real_dtype(w[i], u[i]), []).append(i)
+    for real, members in groups.items():
+        new = _steps(
+            [w[i] for i in members],
+            [u[i] for i in members],
+            [r.astype(real) for i in members if (r := radii[i]) is not None],
+            [rates[i] for i in members],
+            [layers[i] for i in members],
+        )
+        for i, x in zip(members, new, strict=True):
+            results[i] = x
+    return results
+
+
+def _steps(
+    w: Sequence[jax.Array],
+    u: Sequence[jax.Array],
+    radii: Sequence[jax.Array],
+    rates: Sequence[Any],
+    layers: Sequence[LayerAxes],
+) -> list[jax.Array]:
+    """Likewise, of arrays of one precision, each with radii."""
+    radius = list(map(sums.concatenate, norms.in_batches(layers, radii)))
+    arrays = list(zip(w, u, strict=True))
+    found = _over_devices(layers, _all_sums(arrays, radius, layers=tuple(layers)))
+    per_layer = norms.join(layers, rates)
     rows = zip(found, radius, per_layer, strict=True)
     factors = [_factors(*own, _unit(r), r, rate) for own, r, rate in rows]
-    per_factor = [norms.split(axes, batch) for batch in zip(*factors, strict=True)]
-    of_array = zip(chosen, *per_factor, strict=True)
-    new = leafwise.run([(_moved, (w[i], u[i], *by)) for i, *by in of_array])
-    for i, x in zip(chosen, new, strict=True):
-        results[i] = x
-    return results
+    per_factor = [norms.split(layers, batch) for batch in zip(*factors, strict=True)]
+    return leafwise.run([(_moved, row) for row in zip(w, u, *per_factor, strict=True)])
 
 
 @on_leaf(arrays=2)
@@ -100,12 +117,16 @@ def _factors(
     rate: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """s - 1, and the factors of u, layer by layer, from the sums."""
-    r = radius / unit
-    along = numerics.safe_divide(rate, numerics.safe_sqrt(uu))  # 0 without a direction
-    d = (ww - r * r) / (r * r) + 2 * along * (wu / r) + rate * rate
-    # A new weight that vanishes has no direction: below this bound, rounding has chosen one.
-    norm = jnp.sqrt(jnp.maximum(1 + d, jnp.finfo(d.dtype).eps))
     is_kept = radius > 0
+    # Where none is kept, a number that slopes can pass: they are 0 times what is finite.
+    r = jnp.where(is_kept, radius / unit, jnp.ones_like(radius))
+    along = numerics.safe_divide(rate, numerics.safe_sqrt(uu))  # 0 without a direction
+    moved = 2 * along * (wu / r) + rate * rate
+    d = (ww - r * r) / (r * r) + moved
+    # 1 + d, in which small weights and a small rate do not vanish beside 1. A new weight that
+    # vanishes has no direction: below this bound, rounding has chosen one.
+    old, info = ww / (r * r), jnp.finfo(d.dtype)
+    norm = jnp.sqrt(jnp.maximum(old + moved, info.eps * (old + rate * rate) + info.tiny))
     shrink = jnp.where(is_kept & (uu != 0), -d / (norm * (1 + norm)), jnp.zeros_like(d))
     factors = (1 / unit_of_u, along / norm, radius)
     return shrink, *(jnp.where(is_kept, x, jnp.ones_like(d)) for x in factors)
@@ -141,7 +162,8 @@ def _all_sums(
 
     def rescaled() -> list[_Sums]:
         # XLA for GPUs computes both branches at each step, unless one has such a barrier.
-        own = jax.lax.optimization_barrier(units)
+        # Each has its own: joined, all would vary over the mesh axes over which one does.
+        own = [jax.lax.optimization_barrier(pair) for pair in units]
         by = [
             norms.split(layers, [1 / x for x in column], as_elements=False)
             for column in zip(*own, strict=True)

@@ -217,9 +217,6 @@ def read_axes(
     if None in axes:
         i = axes.index(None)
         if isinstance(leaves[i], jax.Array):
-            expected += (
-                "; `optax.inject_hyperparams` makes arrays of numbers: name this one in "
-                "`static_args`"
-            )
+            expected += f"; {checks.INJECTED}"
         arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {expected}")
     return jax.tree.unflatten(structure, axes)

@@ -21,6 +21,9 @@ from jgrad._trees.blocks import Blocks
 from jgrad._trees.path_rules import PathRules
 from jgrad._trees.trees import PyTree
 
+# The remedy where a number of Python is needed, and an array came.
+INJECTED = "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`"
+
 _SHOWN = 3  # places named in a message about structure
 
 

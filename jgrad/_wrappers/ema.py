@@ -67,7 +67,7 @@ def ema(
     Args:
       decay: in [0, 1), or a function of the number of updates done (0 at the first): a schedule, a
         module, or `lambda done: jnp.minimum(0.999, (1 + done) / (10 + done))`.
-      start: updates before the average begins.
+      start: updates before the average begins, an int in [0, 2^31).
       debias: see above. Not with a function as `decay`.
 
     Returns:
@@ -90,7 +90,10 @@ def ema(
     """
     if not trees.may_be_function(decay):
         numbers.beta(_NAME, "decay", cast(Scalar, decay))
-    numbers.scalar(_NAME, "start", start)
+    if checks.is_array(start):  # it may be traced
+        numbers.scalar(_NAME, "start", start)
+    else:
+        values.count(_NAME, "start", start, low=0)
     values.boolean(_NAME, "debias", debias)
     if debias and trees.may_be_function(decay):
         expected = "False where `decay` is a function"
@@ -146,12 +149,12 @@ def _at(beta: BetaForms, done: jax.Array, start: Scalar, *, debias: bool) -> Bet
     value, complement = jnp.asarray(beta.value), jnp.asarray(beta.complement)
     if debias:
         # The n-th has the weight (1 - beta) / (1 - beta^n), in the average of n parameters.
-        n = jnp.maximum(done - start + 1, 1).astype(complement.dtype)
-        rest, whole = (numerics.one_minus_power(beta.log, x) for x in (n - 1, n))
+        before = jnp.maximum(done - start, 0).astype(complement.dtype)  # n - 1; n may overflow
+        rest, whole = (numerics.one_minus_power(beta.log, x) for x in (before, before + 1))
         value, complement = value * (rest / whole), complement / whole
-    before = done < start
+    is_copy = done < start
     return BetaForms(
-        jnp.where(before, jnp.zeros_like(value), value),
-        jnp.where(before, jnp.ones_like(complement), complement),
+        jnp.where(is_copy, jnp.zeros_like(value), value),
+        jnp.where(is_copy, jnp.ones_like(complement), complement),
         beta.log,
     )

@@ -147,7 +147,7 @@ def hyperball(
     def init(params: PyTree) -> HyperballState:
         inputs = Parameters(_NAME, params)
         checks.parameters(inputs.reference)
-        chosen = options.mask(inputs, "leaves", leaves)
+        chosen = _keeping(inputs, leaves)
         # Outside of `shard_map` leaves are whole.
         axes = options.layers(inputs, _existing(mesh_axes), layer_axes)
         if radius is None:
@@ -169,15 +169,17 @@ def hyperball(
         inside.check_state(_NAME, state, HyperballState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm")
-        chosen = options.mask(inputs, "leaves", leaves)
+        chosen = _keeping(inputs, leaves)
         axes = options.layers(inputs, mesh_axes, layer_axes)
         radii = _of_state(inputs, axes, chosen, state.radius)
         own = {x for x, use in zip(trees.names(inputs.shapes), chosen, strict=True) if use}
         extra = {"undecayed": undecayed | own}
         steps, inner = inputs.hand_over(tx, updates, state.inner, params, extra=extra)
         done = jnp.asarray(state.done)
-        rate = learning_rate if hyperball_learning_rate is None else hyperball_learning_rate
-        rates = options.number_per_array(inputs, _step(done), "learning_rate", rate)
+        given = "learning_rate", learning_rate
+        if hyperball_learning_rate is not None:
+            given = "hyperball_learning_rate", hyperball_learning_rate
+        rates = options.number_per_array(inputs, _step(done), *given)
         if (notes := extra_args.get("notes")) is not None and not isinstance(rates, list):
             notes.add("hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
@@ -193,6 +195,13 @@ def _step(done: jax.Array) -> Step:
     """For options, which ask a step for its number."""
     nothing = Moment([], [])
     return Step(done, done, nothing, nothing, None, OfCall({}))
+
+
+def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:
+    """Whether each leaf keeps its norm; those that have none, None and integers, do not."""
+    shapes = trees.flatten(inputs.shapes)[0]
+    pairs = zip(options.mask(inputs, "leaves", leaves), shapes, strict=True)
+    return [use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for use, x in pairs]
 
 
 def _existing(mesh_axes: PyTree) -> PyTree:
@@ -230,6 +239,7 @@ def _measured(
     (batches,) = norms.layer_norms(
         own, [(leafwise.identity, (inputs.reference.leaves[i],)) for i in arrays]
     )
+    shapes = trees.flatten(inputs.shapes)[0]
     for i, x in zip(arrays, norms.split(own, batches, as_elements=False), strict=True):
         spec = inputs.specs[i]
         rows = zip(
@@ -237,7 +247,9 @@ def _measured(
         )
         for j, norm, layers in rows:
             if chosen[j]:
-                radii[j] = norm.reshape(_shape(layers))
+                # A batch of norms has the widest dtype among them.
+                real = numerics.real_dtype(shapes[j])
+                radii[j] = norm.reshape(_shape(layers)).astype(real)
     return radii
 
 
@@ -288,7 +300,10 @@ def _of_state(
             return None
         pairs = zip(spec.positions, spec.layers_of_leaves(layers), strict=True)
         own = [(arg.leaves[i], x.num_layers) for i, x in pairs]
-        return jnp.concatenate([jnp.zeros(n) if r is None else r.reshape(-1) for r, n in own])
+        (real,) = {r.dtype for r, _ in own if r is not None}
+        return jax.lax.concatenate(
+            [jnp.zeros(n, real) if r is None else r.reshape(-1) for r, n in own], 0
+        )
 
     return [of_array(*row) for row in zip(inputs.specs, axes, strict=True)]
 

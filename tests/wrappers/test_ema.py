@@ -296,6 +296,32 @@ def test_messages_of_the_start():
     )
     assert_error(
         ValueError,
-        "ema: `start`: -1, expected a number in [0, inf).",
+        "ema: `start`: -1, expected a number in [0, 2^31).",
         lambda: jgrad.ema(0.9, start=-1),
     )
+    assert_error(
+        TypeError,
+        "ema: `start`: 2.5 of type float, expected an int.",
+        lambda: jgrad.ema(0.9, start=2.5),
+    )
+
+
+def test_debiased_where_the_counter_is_full():
+    """It saturates, and the average goes on."""
+    w = jnp.ones(3)
+    tx = jgrad.ema(0.9, debias=True)
+    state = jgrad.EmaState(jnp.int32(2**31 - 1), jnp.zeros(3))
+    _, state = jax.jit(tx.update)(jnp.zeros(3), state, w)
+    np.testing.assert_allclose(state.average, 0.1, rtol=1e-6)
+    assert state.done == 2**31 - 1
+
+
+def test_an_injected_start():
+    """A number of the state, which may be changed in a run."""
+    w = jnp.ones(3)
+    tx = optax.inject_hyperparams(jgrad.ema)(0.9, start=1, debias=True)
+    state = tx.init(w)
+    for g, expected in ((2.0, 3.0), (3.0, 4.0), (4.0, (5 + 0.9 * 4) / 1.9)):
+        _, state = jax.jit(tx.update)(jnp.full(3, g), state, w)
+        average = optax.tree.get(state, "average")
+        np.testing.assert_allclose(average, expected, rtol=1e-6)

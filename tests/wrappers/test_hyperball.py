@@ -82,7 +82,7 @@ def assert_close(found, expected, rtol):
 @pytest.mark.parametrize(
     "dtype", mostly_slow(["float32", "float64", "complex128"], "float32", "float64")
 )
-def test_definition(dtype, packed, x64, standard_promotion):
+def test_definition(dtype, packed, x64):
     """30 steps around plain gradients; other leaves have the step of the optimizer."""
     w = params("float64")
     w = jax.tree.map(lambda x: (x * (1 + 2j) if dtype == "complex128" else x).astype(dtype), w)
@@ -116,6 +116,21 @@ def test_the_rate_of_the_optimizer_cancels(method, rate):
     found, _ = train(around(make(rate)), w, grads)
     same, _ = train(around(make(0.1)), w, grads)
     assert_close(found, {name: np.asarray(same[name]) for name in ("layers", "w")}, 2e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_leaf_in_its_precision(packed, x64):
+    """Neighbours of float32 and float64 share no sums, and radii have the precision of a leaf."""
+    w = params() | {"w": params("float64")["w"], "near": params()["w"]}
+    choice = {"leaves": LEAVES | {"near": True}, "layer_axes": LAYERS | {"near": None}}
+    pack = functools.partial(jgrad.pack, layer_axes=choice["layer_axes"]) if packed else lambda x: x
+    tx, grads = around(jgrad.gradient_descent(0.1), **choice), gradients(3, w)
+    found, state = train(tx, pack(w), list(map(pack, grads)))
+    found = jgrad.unpack(found)
+    for name, rtol in (("layers", 1e-6), ("near", 1e-6), ("w", 1e-13)):
+        assert found[name].dtype == state.radius[name].dtype == w[name].dtype
+        expected = expected_steps(w[name], [g[name] for g in grads])
+        np.testing.assert_allclose(found[name], expected, rtol, rtol * np.max(np.abs(expected)))
 
 
 def test_adamh(standard_promotion):
@@ -241,6 +256,42 @@ def test_matrices_of_zeros():
     )
 
 
+@pytest.mark.parametrize("rate", mostly_slow([1e-4, 0.02], 1e-4))
+@pytest.mark.parametrize("size", [0.0, 1e-5])
+def test_a_radius_is_the_norm_from_the_first_step(size, rate):
+    """Also of a matrix of zeros, whose new norm is a small rate, and of a small one."""
+    w, (g,) = params(scale=size), gradients(1, params())
+    tx = jgrad.hyperball(optax.sgd(1.0), rate, leaves=LEAVES, layer_axes=LAYERS, radius=2.0)
+    found, _ = train(tx, w, [g])
+    for name in ("layers", "w"):
+        np.testing.assert_allclose(norms(found[name]), 2.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02])
+def test_zeros_without_a_direction(rate):
+    """Matrices of zeros that are to have a norm stay where the rate is 0 or no gradient came."""
+    w = jax.tree.map(jnp.zeros_like, params())
+    g = w if rate else gradients(1, w)[0]
+    tx = jgrad.hyperball(optax.sgd(1.0), rate, leaves=LEAVES, layer_axes=LAYERS, radius=2.0)
+    updates, _ = jax.jit(tx.update)(g, tx.init(w), w)
+    assert not np.any(updates["w"])
+    assert not np.any(updates["layers"])
+
+
+def test_leaves_without_a_norm():
+    """None and integers are not chosen, whatever `leaves` says."""
+    w = {"w": params()["w"], "none": None, "count": jnp.arange(6).reshape(2, 3)}
+    g = {"w": w["w"], "none": None, "count": np.zeros((2, 3), jax.dtypes.float0)}
+    for options in ({}, {"radius": 2.0}):
+        tx = jgrad.hyperball(jgrad.adam(1e-3), RATE, leaves=True, **options)
+        state = tx.init(w)
+        assert state.radius["none"] is state.radius["count"] is None
+        updates, state = jax.jit(tx.update)(g, state, w)
+        assert updates["none"] is None
+        assert not np.any(updates["count"])
+        assert state.describe().startswith("w  1 matrix")
+
+
 def test_gradients_that_are_not_finite_are_seen():
     w, (g,) = params(), gradients(1, params())
     g["w"] = g["w"].at[0, 0].set(jnp.inf)
@@ -298,6 +349,21 @@ def test_messages():
         "adam: `weight_decay`: 0.1 at 'layers', expected 0 for a leaf whose norm `hyperball` "
         "keeps, as by `weight_decay_mask`.",
         lambda: decayed.update(g, decayed.init(w), w),
+    )
+    injected = around(optax.inject_hyperparams(jgrad.adam)(1e-3))
+    assert_error(
+        ValueError,
+        "adam: `weight_decay`: an array of float32 and shape () at 'layers', expected 0 for a leaf "
+        "whose norm `hyperball` keeps, as by `weight_decay_mask`; `optax.inject_hyperparams` makes "
+        "arrays of numbers: name this one in `static_args`.",
+        lambda: jax.jit(injected.update)(g, injected.init(w), w),
+    )
+    named = optax.inject_hyperparams(jgrad.adam, static_args="weight_decay")(1e-3)
+    train(around(named), w, [g])
+    assert_error(
+        ValueError,
+        "hyperball: `hyperball_learning_rate`: -1.0, expected a number in [0, inf).",
+        lambda: train(around(jgrad.adam(1e-3)), w, [g], hyperball_learning_rate=-1.0),
     )
     others = {name: not use for name, use in LEAVES.items()}
     masked = around(jgrad.adam(1e-3, weight_decay=0.1, weight_decay_mask=others))
@@ -378,19 +444,28 @@ def test_zero():
     assert_close(jgrad.unpack(whole), {k: np.asarray(same[k]) for k in ("layers", "w")}, 2e-6)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-25])
-def test_shard_map(scale):
-    """Norms of whole matrices from parts; one all-reduce of all sums."""
+@pytest.mark.parametrize(
+    ("scale", "check", "of_w"),
+    [
+        (1.0, False, P("model")),
+        (1.0, True, P()),
+        (1e-25, True, P("model")),
+        pytest.param(1.0, True, P("model"), marks=pytest.mark.slow),
+        pytest.param(1e-25, False, P(), marks=pytest.mark.slow),
+    ],
+)
+def test_shard_map(scale, check, of_w):
+    """Norms of whole matrices from parts, beside whole ones; one all-reduce of all sums."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     w, grads = params(), gradients(2, params(), scale)
-    spec = {"embed": P(), "layers": P(None, None, "model"), "b": P(), "w": P("model")}
+    spec = {"embed": P(), "layers": P(None, None, "model"), "b": P(), "w": of_w}
     tx = around(jgrad.gradient_descent(0.1), mesh_axes=spec)
     state = tx.init(w)
 
     @jax.jit
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(spec, P(), spec), out_specs=(spec, P()),
-        check_vma=False,
+        check_vma=check,
     )  # fmt: skip
     def step(w, state, g):
         updates, state = tx.update(g, state, w)
@@ -446,6 +521,25 @@ def test_slopes():
     slope, step = jax.grad(moved)(0.02), 1e-2
     differences = (moved(0.02 + step) - moved(0.02 - step)) / (2 * step)
     np.testing.assert_allclose(slope, differences, rtol=1e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_slopes_where_no_norm_is_kept(packed):
+    """Of a matrix of zeros, and of a buffer that has both: those of plain steps, and finite."""
+    w, (g,) = params() | {"w": jnp.zeros((4, 6))}, gradients(1, params())
+    pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
+    tx = around(jgrad.gradient_descent(0.1))
+    state = tx.init(pack(w))
+
+    def loss(w):
+        updates, _ = tx.update(pack(g), state, pack(w))
+        moved = jgrad.unpack(optax.apply_updates(pack(w), updates))
+        return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(moved))
+
+    slopes = jax.jit(jax.grad(loss))(w)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(slopes))
+    for name in ("b", "embed", "w"):
+        np.testing.assert_allclose(slopes[name], 2 * (w[name] - 0.1 * g[name]), rtol=1e-5)
 
 
 def test_one_trace_and_few_bytes():
