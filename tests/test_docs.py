@@ -268,7 +268,9 @@ def test_signatures(call):
 def test_each_row_of_the_comparison_is_a_test():
     (file,) = (ROOT / "tests").rglob("test_beside_optax.py")
     tests = re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
-    assert set(re.findall(r"`(test_\w+)`", section("docs/from_optax.md", "What differs"))) == set(tests)
+    assert set(re.findall(r"`(test_\w+)`", section("docs/from_optax.md", "What differs"))) == set(
+        tests
+    )
 
 
 PITFALLS = "Known pitfalls, E1 to E47"
