@@ -78,7 +78,7 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     # Twice the larger group, which has 0.8 of the parameters in float32. What the products of
     # matrices read and write depends on their kernels.
     "Muon": {"h100": (Limit(280, 6.4),), "v5e": (Limit(180, 6.4),)},
-    # As measured: packed, a TPU keeps directions and their mean squares apart.
+    # As measured. Why a TPU has 14.4 bytes of temporaries for packed NorMuon is not known.
     "NorMuon": {
         "h100": (Limit(265, 7.3), Limit(270, 8.1)),
         "v5e": (Limit(115, 6.8), Limit(145, 14.5)),
