@@ -86,8 +86,9 @@ def hyperball(
     with u the update of `tx`, |.| the 2-norm of a matrix and R that at `init`. So the size of u
     cancels, and with it the rate of `tx`; each step turns a matrix by about `learning_rate`, in
     radians. Around `adam` this is AdamH, around `muon` MuonH. All sums are in float32 or wider, and
-    none overflows or underflows; a norm that has drifted comes back. A matrix without a direction
-    stays.
+    none overflows or underflows; a norm that has drifted comes back. Since updates are added, a
+    matrix far above its radius has it up to rounding: one 1e7 times as large is rounded to zeros,
+    and has it from the next step. A matrix without a direction stays.
 
     A matrix that is zero at `init` has no norm to keep: the updates of `tx` pass, with its rate.
     `state.describe()` shows them; `radius` gives them a norm, which they have from the first step.

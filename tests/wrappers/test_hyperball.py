@@ -228,6 +228,39 @@ def _labels(tree):
     return {name: "own" if LEAVES[name] else "none" for name in tree}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "radius", "scale"),
+    [
+        ("float32", 1e-20, 1.0),
+        ("float32", 1.0, 1e25),
+        ("float32", 1e-10, 1e-4),
+        ("float32", 1e12, 1e17),
+        ("float64", 1e-150, 1.0),
+        ("float64", 1.0, 1e12),
+    ],
+)
+def test_weights_far_above_the_radius(dtype, radius, scale, x64):
+    """What is added rounds with them: the norm is the radius up to that, and from the next step."""
+    w, (first, second) = params(dtype, scale), gradients(2, params(dtype), 1e10)
+    leaves = {"leaves": {**LEAVES, "w": False}, "layer_axes": LAYERS}
+    tx = jgrad.hyperball(optax.sgd(1e-9), RATE, radius=radius, **leaves)
+    in_radii = lambda x: norms(np.asarray(x["layers"], np.float64) / radius)
+    found, _ = train(tx, w, [first])
+    rounding = np.finfo(dtype).eps * in_radii(w)
+    assert np.all(np.abs(in_radii(found) - 1) <= rounding + 1e-6)
+    found, _ = train(tx, w, [first, second])
+    np.testing.assert_allclose(in_radii(found), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [2e19, 3e38])
+def test_a_large_rate_has_the_direction_of_the_update(rate):
+    w, (g,) = params(), gradients(1, params())
+    found, _ = train(around(optax.sgd(1.0)), w, [g], hyperball_learning_rate=rate)
+    for name in ("layers", "w"):
+        u = -np.asarray(g[name], np.float64) / norms(g[name])
+        np.testing.assert_allclose(found[name] / norms(w[name]), u, rtol=1e-5, atol=1e-6)
+
+
 def test_no_direction():
     """A gradient of zeros moves nothing, also beside one that is not."""
     w = params()
