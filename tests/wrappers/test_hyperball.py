@@ -16,6 +16,7 @@ from tests.support.errors import assert_error
 LEAVES = {"embed": False, "layers": True, "b": False, "w": True}
 LAYERS = {"embed": None, "layers": (0, 1), "b": None, "w": None}
 RATE = 0.02
+X = jnp.ones((2, 3))
 
 
 def params(dtype="float32", scale=1.0):
@@ -284,8 +285,20 @@ def test_matrices_of_zeros():
         plain = -0.1 * sum(np.asarray(g[name][i]) for g in grads)
         np.testing.assert_allclose(found[name][i], plain, rtol=1e-6)
     assert str(state.describe()) == (
-        "layers  6 matrices  4.96 to 23.4; 1 of zeros, moved by `tx` alone\n"
-        "w       1 matrix    1 of zeros, moved by `tx` alone"
+        "layers  6 matrices  4.96 to 23.4; 1 of norm 0, moved by `tx` alone\n"
+        "w       1 matrix    1 of norm 0, moved by `tx` alone"
+    )
+
+
+def test_what_describe_says_of_others():
+    """Of a matrix without elements, of no matrices, and of one whose norm is NaN."""
+    w = {"a": jnp.ones((0, 3)), "b": jnp.ones((0, 4, 3)), "c": jnp.stack([X, 0 * X, jnp.nan * X])}
+    tx = jgrad.hyperball(optax.sgd(1.0), RATE, leaves=True, layer_axes={"a": None, "b": 0, "c": 0})
+    assert tx.init(w).describe() == (
+        "a  1 matrix    1 of norm 0, moved by `tx` alone\n"
+        "b  0 matrices\n"
+        "c  3 matrices  2.45 to 2.45; 1 of norm 0, moved by `tx` alone; 1 of norm nan, moved by `tx` "
+        "alone"
     )
 
 
@@ -403,8 +416,23 @@ def test_messages():
     masked.update(g, masked.init(w), w)
     assert_error(
         ValueError,
-        "hyperball: `radius` at ['layers']: 0.0 of type float, expected a number in (0, inf).",
-        lambda: around(jgrad.adam(1e-3), radius=0.0).init(w),
+        "hyperball: `radius`: 0.0, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius=0.0),
+    )
+    assert_error(
+        ValueError,
+        "hyperball: `radius` at ['w']: -1, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius={"w": -1, "layers": lambda shape: shape[0]}),
+    )
+    assert_error(
+        ValueError,
+        "hyperball: `radius` at ['layers']: -4, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius=lambda shape: -shape[0]).init(w),
+    )
+    assert_error(
+        TypeError,
+        "hyperball: `radius` at ['layers']: 'wide' of type str, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius=lambda shape: "wide").init(w),
     )
     tx = around(jgrad.adam(1e-3))
     other = jgrad.hyperball(
