@@ -107,9 +107,12 @@ def hyperball(
         `update(..., hyperball_learning_rate=x)` overrides it for one call. Other leaves have the
         rate of `tx`.
       leaves: which leaves keep their norm: a prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one, such as `hidden_matrices()`. Required.
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lars`; one all-reduce for each set of axes.
+        `jax.ShapeDtypeStruct`s that returns one, such as `hidden_matrices()`. Required. None and
+        integers are never chosen. A fused leaf, as of `muon(split=)`, has one norm; separate leaves
+        have one each.
+      mesh_axes: names of the mesh axes over which the matrices of a leaf are sharded, inside
+        `shard_map` or `pmap`, as for `lars`; one all-reduce for each set of axes. An axis over
+        which whole layers or experts are sharded is not named.
       layer_axes: axes of a leaf with a matrix for each index, each with a norm of its own: layers
         for `lax.scan`, experts. An int, a tuple of ints, or None, or a prefix tree of those.
       radius: the norms to keep, in (0, inf), in the place of those at `init`: a number, or a

@@ -540,6 +540,34 @@ def test_shard_map(scale, check, of_w):
     assert str(jax.make_jaxpr(step)(w, state, grads[0])).count("psum") == 1
 
 
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_sharded_experts(check):
+    """A device has whole experts, whose norms are its own: no axis is named, and none reduced."""
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    draws = np.random.RandomState(0)
+    w, *grads = (draws.randn(4, 5, 3).astype(np.float32) for _ in range(3))
+    w *= np.arange(1.0, 5.0, dtype=np.float32).reshape(4, 1, 1)
+    tx = jgrad.hyperball(optax.sgd(1.0), RATE, leaves=True, layer_axes=0)
+    spec = jgrad.HyperballState(P(), P("expert"), jax.tree.map(lambda _: P(), tx.init(w).inner))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("expert"), spec, P("expert")),
+        out_specs=(P("expert"), spec), check_vma=check,
+    )  # fmt: skip
+    def step(w, state, g):
+        updates, state = tx.update(g, state, w)
+        return optax.apply_updates(w, updates), state
+
+    found, state = w, tx.init(w)
+    traced = step.trace(found, state, grads[0])
+    assert "psum" not in str(traced.jaxpr)
+    for g in grads:
+        found, state = step(found, state, g)
+    np.testing.assert_allclose(state.radius, norms(w), rtol=1e-6)
+    np.testing.assert_allclose(found, expected_steps(w, grads), rtol=1e-5, atol=1e-5)
+
+
 def test_sharded_leaves_under_jit():
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     w, grads = params(), gradients(2, params())
