@@ -30,9 +30,12 @@ _beta_from_array = jit_static_kwargs(numerics.beta_from_array)
 # ---- numbers, or trees of them -----------------------------------------------------------------
 
 
-def number(function: str, name: str, tree: PyTree, high: float = math.inf) -> PyTree:
-    """A hyper-parameter or a tree of them, in [0, high)."""
-    return trees.map_leaves(strong_scalar, _checked(function, name, tree, high))
+def number(
+    function: str, name: str, tree: PyTree, high: float = math.inf, *, positive: bool = False
+) -> PyTree:
+    """A hyper-parameter or a tree of them, in [0, high), or (0, high) if `positive`."""
+    checked = _checked(function, name, tree, high, positive=positive)
+    return trees.map_leaves(strong_scalar, checked)
 
 
 def betas(function: str, name: str, tree: PyTree) -> BetaForms:
@@ -43,8 +46,10 @@ def betas(function: str, name: str, tree: PyTree) -> BetaForms:
     return BetaForms(*map(structure.unflatten, columns))
 
 
-def _checked(function: str, name: str, tree: PyTree, high: float) -> PyTree:
-    """Real numbers and arrays, with numbers of Python in [0, high)."""
+def _checked(
+    function: str, name: str, tree: PyTree, high: float, *, positive: bool = False
+) -> PyTree:
+    """Real numbers and arrays, with numbers of Python in [0, high) or (0, high)."""
     tree = trees.map_leaves(as_python_number, checks.value_of(tree))
     arg = ArgLeaves.from_tree(function, name, tree)
     for i, x in enumerate(arg.leaves):
@@ -55,16 +60,19 @@ def _checked(function: str, name: str, tree: PyTree, high: float) -> PyTree:
         if not (is_real or checks.is_number(x) or (x is None and tree is not None)):
             expected = "a real array or a number"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
-    in_range(arg, low=0.0, high=high)
+    in_range(arg, low=0.0, high=high, above_low=positive)
     return tree
 
 
-def in_range(arg: ArgLeaves, low: float = -math.inf, high: float = math.inf) -> None:
-    """Each Python number is in [low, high). Arrays pass: they may be traced."""
+def in_range(
+    arg: ArgLeaves, low: float = -math.inf, high: float = math.inf, *, above_low: bool = False
+) -> None:
+    """Each Python number is in [low, high) or (low, high). Arrays pass: they may be traced."""
+    is_open = above_low or low == -math.inf
     dtype = jnp.result_type(float)
     for i, x in enumerate(arg.leaves):
-        if checks.is_number(x) and not low <= x < high:
-            interval = f"{'(' if low == -math.inf else '['}{low:g}, {high:g})"
+        if checks.is_number(x) and (not low <= x < high or (above_low and x == low)):
+            interval = f"{'(' if is_open else '['}{low:g}, {high:g})"
             arg.fail(i, ValueError, f"{x}, expected a number in {interval}")
         if checks.is_number(x) and abs(x) > float(jnp.finfo(dtype).max):
             arg.fail(i, ValueError, f"{checks.describe(x)}, expected what {dtype} can hold")
@@ -107,9 +115,11 @@ def _no_tree(function: str, name: str, x: Any) -> Any:
     return x
 
 
-def scalars(function: str, name: str, tree: PyTree, high: float = math.inf) -> PyTree:
-    """One number in [0, high), or a tree of them."""
-    return _one_element(function, name, number(function, name, tree, high))
+def scalars(
+    function: str, name: str, tree: PyTree, high: float = math.inf, *, positive: bool = False
+) -> PyTree:
+    """One number in [0, high), or (0, high) if `positive`, or a tree of them."""
+    return _one_element(function, name, number(function, name, tree, high, positive=positive))
 
 
 def scalar_betas(function: str, name: str, tree: PyTree) -> BetaForms:

@@ -22,11 +22,13 @@ from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_lea
 from jgrad._layers import norms, sums
 from jgrad._layers.layer_axes import LayerAxes
 
-# Norms from 2^-32 to 2^50 are measured as they are, smaller ones in the first of these units and
+# Norms from 2^-40 to 2^40 are measured as they are, smaller ones in the first of these units and
 # larger ones in the last: squares of the smallest normal float32, and sums of those of 2^40 of the
-# largest, are normal numbers then. Exponents of float32; those of float64 are eight times as large.
-_LOW, _HIGH = -32, 50
-_UNITS = (-80, 0, 96)
+# largest, are normal numbers then. And where |w|^2 overflows in the unit of the radius, |w| is 2^24
+# times as large or more, as `_factors` asks. Exponents of float32; those of float64 are eight
+# times as large.
+_LOW, _HIGH = -40, 40
+_UNITS = (-76, 0, 86)
 
 
 class _Sums(NamedTuple):
@@ -120,12 +122,19 @@ def _factors(
     is_kept = radius > 0
     # Where none is kept, a number that slopes can pass: they are 0 times what is finite.
     r = jnp.where(is_kept, radius / unit, jnp.ones_like(radius))
+    # Bounds that change nothing beside rounding, and let nothing overflow: where |w| is 2 / eps
+    # times the radius, a sum with w rounds new weights to zeros, and a rate that is the square of
+    # this leaves the direction of u alone. By a power of four, s - 1 is -1.
+    info = jnp.finfo(ww.dtype)
+    far = 4 / float(info.eps) ** 2
+    rate = jnp.minimum(rate, far)
+    old, excess = (jnp.minimum(x / (r * r), far) for x in (ww, ww - r * r))
+    wu = jnp.where(old == far, jnp.zeros_like(wu), wu)  # it may not be finite
     along = numerics.safe_divide(rate, numerics.safe_sqrt(uu))  # 0 without a direction
     moved = 2 * along * (wu / r) + rate * rate
-    d = (ww - r * r) / (r * r) + moved
+    d = excess + moved
     # 1 + d, in which small weights and a small rate do not vanish beside 1. A new weight that
     # vanishes has no direction: below this bound, rounding has chosen one.
-    old, info = ww / (r * r), jnp.finfo(d.dtype)
     norm = jnp.sqrt(jnp.maximum(old + moved, info.eps * (old + rate * rate) + info.tiny))
     shrink = jnp.where(is_kept & (uu != 0), -d / (norm * (1 + norm)), jnp.zeros_like(d))
     factors = (1 / unit_of_u, along / norm, radius)
@@ -151,9 +160,7 @@ def _all_sums(
 
     none = [None] * len(arrays)
     plain = products(none, none)
-    units = [
-        (_unit(r), _unit(numerics.safe_sqrt(x[2]))) for r, x in zip(radius, plain, strict=True)
-    ]
+    units = [(_unit(r), _unit(x[2], squared=True)) for r, x in zip(radius, plain, strict=True)]
     nonempty = [
         jnp.concatenate([x.nonempty for x in batch]) for batch in norms.in_batches(layers, layers)
     ]
@@ -211,11 +218,16 @@ def _products_of(layers: LayerAxes) -> Function:
     return products
 
 
-def _unit(norm: jax.Array) -> jax.Array:
-    """That in which layers of such norms are measured."""
-    x, times = jax.lax.stop_gradient(norm), jnp.finfo(norm.dtype).maxexp // 128
+def _times(like: jax.Array) -> int:
+    """How large its exponents are, in those of float32."""
+    return int(jnp.finfo(like.dtype).maxexp) // 128
+
+
+def _unit(norm: jax.Array, *, squared: bool = False) -> jax.Array:
+    """That in which layers of such norms are measured, or of norms with such squares."""
+    x, times = jax.lax.stop_gradient(norm), _times(norm)
     small, plain, large = (jnp.full_like(x, 2.0 ** (times * power)) for power in _UNITS)
-    low, high = (2.0 ** (times * power) for power in (_LOW, _HIGH))
+    low, high = (2.0 ** (times * power * (1 + squared)) for power in (_LOW, _HIGH))
     return jnp.where(x < low, small, jnp.where(x > high, large, plain))
 
 
@@ -241,8 +253,7 @@ def _over_devices(layers: Sequence[LayerAxes], found: list[_Sums]) -> list[_Sums
 
 def _units_of(like: jax.Array) -> jax.Array:
     """All units, as a column."""
-    times = jnp.finfo(like.dtype).maxexp // 128
-    return jnp.asarray([[2.0 ** (times * power)] for power in _UNITS], like.dtype)
+    return jnp.asarray([[2.0 ** (_times(like) * power)] for power in _UNITS], like.dtype)
 
 
 def _by_unit(x: _Sums) -> jax.Array:

@@ -32,7 +32,9 @@ def count(function: str, name: str, value: Any, low: int = 1) -> None:
 
 def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -> None:
     """An option that is spelled out."""
-    if value not in (allowed := tuple(allowed)):
+    allowed = tuple(allowed)
+    # An array would be compared element by element.
+    if not (value is None or isinstance(value, str)) or value not in allowed:
         options = ", ".join(map(repr, allowed))
         raise ValueError(f"{function}: `{name}`: {describe(value)}, expected one of {options}.")
 

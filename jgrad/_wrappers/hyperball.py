@@ -1,5 +1,6 @@
 """Weights that keep their norm: each step moves along a sphere."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ class HyperballState(NamedTuple):
       done: number of updates, an int32 scalar; it saturates.
       radius: the norm of each matrix, in float32 or wider: a tree like the parameters, of their
         shapes with size 1 along the axes of a matrix; None for other leaves. 0 is a matrix of
-        zeros, which `tx` alone moves.
+        zeros or without elements, which `tx` alone moves, as it does one of norm NaN.
       inner: state of the transformation inside.
 
     Example:
@@ -63,10 +64,11 @@ HyperballState.__module__ = "jgrad"  # where users import it from, and what a pi
 
 def _row(name: str, radius: np.ndarray) -> tuple[str, ...]:
     kept = radius[radius > 0]
-    free = radius.size - kept.size
     count = f"{radius.size} {'matrix' if radius.size == 1 else 'matrices'}"
     words = [f"{kept.min():.3g} to {kept.max():.3g}"] if kept.size else []
-    words += [f"{free} of zeros, moved by `tx` alone"] if free else []
+    for norm, those in (("0", radius == 0), ("nan", np.isnan(radius))):
+        if np.any(those):
+            words.append(f"{np.count_nonzero(those)} of norm {norm}, moved by `tx` alone")
     return name, count, "; ".join(words)
 
 
@@ -86,8 +88,9 @@ def hyperball(
     with u the update of `tx`, |.| the 2-norm of a matrix and R that at `init`. So the size of u
     cancels, and with it the rate of `tx`; each step turns a matrix by about `learning_rate`, in
     radians. Around `adam` this is AdamH, around `muon` MuonH. All sums are in float32 or wider, and
-    none overflows or underflows; a norm that has drifted comes back. A matrix without a direction
-    stays.
+    none overflows or underflows; a norm that has drifted comes back. Since updates are added, a
+    matrix far above its radius has it up to rounding: one 1e7 times as large is rounded to zeros,
+    and has it from the next step. A matrix without a direction stays.
 
     A matrix that is zero at `init` has no norm to keep: the updates of `tx` pass, with its rate.
     `state.describe()` shows them; `radius` gives them a norm, which they have from the first step.
@@ -104,9 +107,12 @@ def hyperball(
         `update(..., hyperball_learning_rate=x)` overrides it for one call. Other leaves have the
         rate of `tx`.
       leaves: which leaves keep their norm: a prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one, such as `hidden_matrices()`. Required.
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lars`; one all-reduce for each set of axes.
+        `jax.ShapeDtypeStruct`s that returns one, such as `hidden_matrices()`. Required. None and
+        integers are never chosen. A fused leaf, as of `muon(split=)`, has one norm; separate leaves
+        have one each.
+      mesh_axes: names of the mesh axes over which the matrices of a leaf are sharded, inside
+        `shard_map` or `pmap`, as for `lars`; one all-reduce for each set of axes. An axis over
+        which whole layers or experts are sharded is not named.
       layer_axes: axes of a leaf with a matrix for each index, each with a norm of its own: layers
         for `lax.scan`, experts. An int, a tuple of ints, or None, or a prefix tree of those.
       radius: the norms to keep, in (0, inf), in the place of those at `init`: a number, or a
@@ -142,7 +148,7 @@ def hyperball(
     options.check_masks(_NAME, (learning_rate,), leaves=leaves)
     options.check_axes(_NAME, mesh_axes, layer_axes)
     if radius is not None:
-        options.check(_NAME, numbers.scalars, radius=radius)
+        options.check(_NAME, functools.partial(numbers.scalars, positive=True), radius=radius)
 
     def init(params: PyTree) -> HyperballState:
         inputs = Parameters(_NAME, params)
@@ -276,8 +282,8 @@ def _positive(arg: ArgLeaves, i: int, x: Any) -> Any:
     x = numbers.as_python_number(x)
     is_array = checks.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.floating)
     if not (is_array or (checks.is_number(x) and 0 < x < math.inf)):
-        error = ValueError if checks.is_number(x) else TypeError
-        arg.fail(i, error, f"{checks.describe(x)}, expected a number in (0, inf)")
+        error, came = (ValueError, x) if checks.is_number(x) else (TypeError, checks.describe(x))
+        arg.fail(i, error, f"{came}, expected a number in (0, inf)")
     return x.reshape(()) if is_array else x
 
 

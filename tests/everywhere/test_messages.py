@@ -154,6 +154,8 @@ TRANSFORMATIONS = [
           (jgrad.lars, "'coupled', ", {}), (jgrad.gradient_descent, "'coupled', ", {})]),
     (ValueError, "adam: `weight_decay_rule`: None, expected one of 'decoupled', 'cautious', 'independent'.",
      lambda: jgrad.adam(0.1, weight_decay_rule=None)),
+    (ValueError, "adam: `weight_decay_rule`: an array of <U8 and shape (), expected one of 'decoupled', 'cautious', 'independent'.",
+     lambda: jgrad.adam(0.1, weight_decay_rule=np.array("cautious"))),
     (ValueError, "lamb: `weight_decay_rule`: 'cautious', expected 'decoupled' with `rule='ivy'`, whose decay acts in the ratio alone.",
      lambda: jgrad.lamb(0.1, rule="ivy", weight_decay_rule="cautious")),
     (ValueError, "lars: `weight_decay_rule`: 'decoupled', expected 'coupled' with `rule='ivy'`, whose decay acts in the ratio alone.",

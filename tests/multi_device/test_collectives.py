@@ -192,6 +192,7 @@ OF_WRAPPERS = {
     "clip_by_global_norm": NORMS,
     "accumulate": {"all-reduce": 1},
     "skip_nonfinite": {"all-reduce": 1},
+    "hyperball": NORMS,
     "watch": {"all-reduce": 3 * NORMS["all-reduce"]},
 }
 

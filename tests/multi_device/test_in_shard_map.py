@@ -60,7 +60,10 @@ def subjects(optimizer, form, way):
         there = wrapper.name not in way.without and (form, name) != ("packed", "pack_small")
         if there:
             own = axes if wrapper.shares else {}
-            yield name, wrapper, wrapper.around(OPTIMIZERS[optimizer](**axes), **own)
+            # A matrix that keeps its norm has no decay.
+            decays = {name: len(shape) < 2 for name, shape in SHAPES.items()}
+            mask = {"weight_decay_mask": decays} if wrapper.name == "hyperball" else {}
+            yield name, wrapper, wrapper.around(OPTIMIZERS[optimizer](**axes, **mask), **own)
 
 
 # ---- the model ---------------------------------------------------------------------------------
@@ -206,8 +209,10 @@ def specs_of_zero(optimizer, mesh):
 
 
 def specs_of(path, way, form):
-    """As the parameter of the same name; counters are on all devices."""
+    """As the parameter of the same name; counters, and norms of matrices, are on all devices."""
     specs = way.specs(form)
+    if any(getattr(entry, "name", None) == "radius" for entry in path):
+        return P()
     names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     return specs[names[-1]] if specs != P() and names[-1] in specs else P()
 

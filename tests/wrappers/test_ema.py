@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.cases import gradients, params
@@ -325,3 +326,32 @@ def test_an_injected_start():
         _, state = jax.jit(tx.update)(jnp.full(3, g), state, w)
         average = optax.tree.get(state, "average")
         np.testing.assert_allclose(average, expected, rtol=1e-6)
+
+
+OPTIONS = [{"start": 2}, {"debias": True}, {"start": 1, "debias": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("surroundings", ["shard_map", "shard_map unchecked", "jit"])
+def test_start_and_debias_of_sharded_leaves(surroundings, options):
+    """Those of one device: a leaf is averaged where its shards are."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    w = {"w": jnp.arange(8.0).reshape(4, 2), "b": jnp.ones(3)}
+    grads = [jax.tree.map(lambda x, i=i: (i + 1) * jnp.ones_like(x), w) for i in range(4)]
+    tx = optax.chain(jgrad.gradient_descent(0.1), jgrad.ema(0.9, **options))
+    _, expected = every_step(tx, w, grads)[-1]
+    spec = {"w": P("model"), "b": P()}
+    specs = (jax.tree.map(lambda _: P(), tx.init(w)[0]), jgrad.EmaState(P(), spec))
+    step = step_of(tx)
+    if surroundings != "jit":
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs),
+            check_vma=surroundings == "shard_map",
+        )  # fmt: skip
+    place = lambda tree: jax.device_put(tree, {k: NamedSharding(mesh, x) for k, x in spec.items()})
+    step, found, state = jax.jit(step), place(w), tx.init(place(w))
+    for g in grads:
+        found, state = step(found, state, place(g))
+    average = optax.tree.get(state, "average")
+    chex.assert_trees_all_close(average, optax.tree.get(expected, "average"), rtol=1e-6)
+    assert average["w"].sharding.spec == P("model")

@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 from jax import export
 
 import jgrad
-from tests.cases import RATE, Case, gradients, params
+from tests.cases import RATE, Case, gradients, params, rank_two
 from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
@@ -116,9 +116,7 @@ WRAPPERS = [
     ),
     Wrapper(
         "hyperball",
-        lambda tx, **axes: jgrad.hyperball(
-            tx, 0.02, leaves=lambda p: jax.tree.map(lambda _: False, p), **axes
-        ),
+        lambda tx, **axes: jgrad.hyperball(tx, 0.02, leaves=rank_two, **axes),
         {"done": 0},
         (),
         (jgrad.HyperballState, ("done", "radius", "inner")),

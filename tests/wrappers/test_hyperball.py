@@ -16,6 +16,7 @@ from tests.support.errors import assert_error
 LEAVES = {"embed": False, "layers": True, "b": False, "w": True}
 LAYERS = {"embed": None, "layers": (0, 1), "b": None, "w": None}
 RATE = 0.02
+X = jnp.ones((2, 3))
 
 
 def params(dtype="float32", scale=1.0):
@@ -228,6 +229,39 @@ def _labels(tree):
     return {name: "own" if LEAVES[name] else "none" for name in tree}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "radius", "scale"),
+    [
+        ("float32", 1e-20, 1.0),
+        ("float32", 1.0, 1e25),
+        ("float32", 1e-10, 1e-4),
+        ("float32", 1e12, 1e17),
+        ("float64", 1e-150, 1.0),
+        ("float64", 1.0, 1e12),
+    ],
+)
+def test_weights_far_above_the_radius(dtype, radius, scale, x64):
+    """What is added rounds with them: the norm is the radius up to that, and from the next step."""
+    w, (first, second) = params(dtype, scale), gradients(2, params(dtype), 1e10)
+    leaves = {"leaves": {**LEAVES, "w": False}, "layer_axes": LAYERS}
+    tx = jgrad.hyperball(optax.sgd(1e-9), RATE, radius=radius, **leaves)
+    in_radii = lambda x: norms(np.asarray(x["layers"], np.float64) / radius)
+    found, _ = train(tx, w, [first])
+    rounding = np.finfo(dtype).eps * in_radii(w)
+    assert np.all(np.abs(in_radii(found) - 1) <= rounding + 1e-6)
+    found, _ = train(tx, w, [first, second])
+    np.testing.assert_allclose(in_radii(found), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [2e19, 3e38])
+def test_a_large_rate_has_the_direction_of_the_update(rate):
+    w, (g,) = params(), gradients(1, params())
+    found, _ = train(around(optax.sgd(1.0)), w, [g], hyperball_learning_rate=rate)
+    for name in ("layers", "w"):
+        u = -np.asarray(g[name], np.float64) / norms(g[name])
+        np.testing.assert_allclose(found[name] / norms(w[name]), u, rtol=1e-5, atol=1e-6)
+
+
 def test_no_direction():
     """A gradient of zeros moves nothing, also beside one that is not."""
     w = params()
@@ -251,8 +285,20 @@ def test_matrices_of_zeros():
         plain = -0.1 * sum(np.asarray(g[name][i]) for g in grads)
         np.testing.assert_allclose(found[name][i], plain, rtol=1e-6)
     assert str(state.describe()) == (
-        "layers  6 matrices  4.96 to 23.4; 1 of zeros, moved by `tx` alone\n"
-        "w       1 matrix    1 of zeros, moved by `tx` alone"
+        "layers  6 matrices  4.96 to 23.4; 1 of norm 0, moved by `tx` alone\n"
+        "w       1 matrix    1 of norm 0, moved by `tx` alone"
+    )
+
+
+def test_what_describe_says_of_others():
+    """Of a matrix without elements, of no matrices, and of one whose norm is NaN."""
+    w = {"a": jnp.ones((0, 3)), "b": jnp.ones((0, 4, 3)), "c": jnp.stack([X, 0 * X, jnp.nan * X])}
+    tx = jgrad.hyperball(optax.sgd(1.0), RATE, leaves=True, layer_axes={"a": None, "b": 0, "c": 0})
+    assert tx.init(w).describe() == (
+        "a  1 matrix    1 of norm 0, moved by `tx` alone\n"
+        "b  0 matrices\n"
+        "c  3 matrices  2.45 to 2.45; 1 of norm 0, moved by `tx` alone; 1 of norm nan, moved by `tx` "
+        "alone"
     )
 
 
@@ -370,8 +416,23 @@ def test_messages():
     masked.update(g, masked.init(w), w)
     assert_error(
         ValueError,
-        "hyperball: `radius` at ['layers']: 0.0 of type float, expected a number in (0, inf).",
-        lambda: around(jgrad.adam(1e-3), radius=0.0).init(w),
+        "hyperball: `radius`: 0.0, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius=0.0),
+    )
+    assert_error(
+        ValueError,
+        "hyperball: `radius` at ['w']: -1, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius={"w": -1, "layers": lambda shape: shape[0]}),
+    )
+    assert_error(
+        ValueError,
+        "hyperball: `radius` at ['layers']: -4, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius=lambda shape: -shape[0]).init(w),
+    )
+    assert_error(
+        TypeError,
+        "hyperball: `radius` at ['layers']: 'wide' of type str, expected a number in (0, inf).",
+        lambda: around(jgrad.adam(1e-3), radius=lambda shape: "wide").init(w),
     )
     tx = around(jgrad.adam(1e-3))
     other = jgrad.hyperball(
@@ -477,6 +538,34 @@ def test_shard_map(scale, check, of_w):
     expected = {k: expected_steps(w[k], [g[k] for g in grads]) for k in ("layers", "w")}
     assert_close(found, expected, 1e-6)
     assert str(jax.make_jaxpr(step)(w, state, grads[0])).count("psum") == 1
+
+
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_sharded_experts(check):
+    """A device has whole experts, whose norms are its own: no axis is named, and none reduced."""
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    draws = np.random.RandomState(0)
+    w, *grads = (draws.randn(4, 5, 3).astype(np.float32) for _ in range(3))
+    w *= np.arange(1.0, 5.0, dtype=np.float32).reshape(4, 1, 1)
+    tx = jgrad.hyperball(optax.sgd(1.0), RATE, leaves=True, layer_axes=0)
+    spec = jgrad.HyperballState(P(), P("expert"), jax.tree.map(lambda _: P(), tx.init(w).inner))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("expert"), spec, P("expert")),
+        out_specs=(P("expert"), spec), check_vma=check,
+    )  # fmt: skip
+    def step(w, state, g):
+        updates, state = tx.update(g, state, w)
+        return optax.apply_updates(w, updates), state
+
+    found, state = w, tx.init(w)
+    traced = step.trace(found, state, grads[0])
+    assert "psum" not in str(traced.jaxpr)
+    for g in grads:
+        found, state = step(found, state, g)
+    np.testing.assert_allclose(state.radius, norms(w), rtol=1e-6)
+    np.testing.assert_allclose(found, expected_steps(w, grads), rtol=1e-5, atol=1e-5)
 
 
 def test_sharded_leaves_under_jit():
