@@ -136,12 +136,15 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
     """`x(argument)` if the option is a function, else `x`."""
     if not callable(x) or not trees.is_function(x, inputs.shapes):
         return x
+    given = argument()
     try:
-        return x(argument())
+        return x(given)
     except Exception as error:
+        what = "the number of updates" if checks.is_array(given) else "the whole tree of shapes"
+        note = f"{inputs.function}: `{name}` was called with {what}"
         if not jax.tree_util.all_leaves([x]):
-            which = f"its structure is no prefix of that of `{inputs.reference.name}`"
-            error.add_note(f"{inputs.function}: `{name}` was called as a function, since {which}.")
+            note += f", since its structure is no prefix of that of `{inputs.reference.name}`"
+        error.add_note(f"{note}.")
         raise
 
 

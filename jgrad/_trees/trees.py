@@ -181,4 +181,7 @@ def _static(node: PyTree) -> Any:
 
 
 def _kind(node: PyTree) -> str:
-    return "a leaf" if children(node) is None else f"a {type(node).__name__}"
+    if children(node) is None:
+        return "a leaf"
+    name = type(node).__name__
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

@@ -147,12 +147,30 @@ def test_a_tree_of_another_model_says_so():
     with pytest.raises(AssertionError) as failed:
         tx.update(MODEL, tx.init(MODEL), MODEL)
     assert failed.value.__notes__ == [
-        "adam: `learning_rate` was called as a function, since its structure is no prefix of that "
-        "of `params`."
+        "adam: `learning_rate` was called with the number of updates, since its structure is no "
+        "prefix of that of `params`."
     ]
     tx = jgrad.adam({"a": 0.1})
     with pytest.raises(ValueError, match="`learning_rate` does not have the structure of `params`"):
         tx.update(G, tx.init(W), W)
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        (
+            {"weight_decay_mask": lambda p: p.ndim > 1},
+            "`weight_decay_mask` was called with the whole",
+        ),
+        ({"weight_decay": lambda step: step["w"]}, "`weight_decay` was called with the number of"),
+    ],
+)
+def test_a_function_that_fails_is_named(options, note):
+    """What it raised stays as it was, with a note."""
+    tx = jgrad.adam(0.1, **{"weight_decay": 0.1, **options})
+    with pytest.raises((AttributeError, TypeError)) as failed:
+        tx.update(G, tx.init(W), W)
+    assert any(x.startswith(f"adam: {note} ") for x in failed.value.__notes__)
 
 
 # ---- masks and decays --------------------------------------------------------------------------
