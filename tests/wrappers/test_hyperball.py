@@ -102,7 +102,7 @@ def test_definition(dtype, packed, x64, standard_promotion):
 
 
 @pytest.mark.parametrize("rate", mostly_slow([1e-3, 7.0], 7.0))
-@pytest.mark.parametrize("method", mostly_slow(["adam", "muon"], "muon"))
+@pytest.mark.parametrize("method", mostly_slow(["adam", "muon"], "adam"))
 def test_the_rate_of_the_optimizer_cancels(method, rate):
     make = {
         "adam": lambda rate: jgrad.adam(rate),
@@ -297,7 +297,7 @@ def test_messages():
     )
     others = {name: not use for name, use in LEAVES.items()}
     masked = around(jgrad.adam(1e-3, weight_decay=0.1, weight_decay_mask=others))
-    masked.update(g, masked.init(w), w)
+    jax.eval_shape(masked.update, g, masked.init(w), w)
     assert_error(
         ValueError,
         "hyperball: `radius` at ['layers']: 0.0 of type float, expected a number in (0, inf).",
