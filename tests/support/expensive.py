@@ -96,6 +96,7 @@ DEFAULT = {
         "test_a_run_goes_on_to_the_same_bits": 0,
         "test_a_sample_without_chance": 0,
         "test_a_spike_is_left_out": 0,
+        "test_another_model_is_refused": 0,
         "test_checkpoints_of_other_runs": 0,
         "test_positions_are_relative": 0,
         "test_the_same_recipe_in_other_wrappers_goes_on": 0,
@@ -124,6 +125,7 @@ DEFAULT = {
         "test_any_pytree": 2,
         "test_missing_gradients": 2,
         "test_slopes_are_finite_differences": 1,
+        "test_stop_gradients": 1,
         "test_weights_keep_their_dtype": 6,
         "test_weights_take_the_finest_structure": 2,
     },
@@ -137,7 +139,6 @@ DEFAULT = {
     "inputs/test_moments.py": {"test_lion": 1},
     "muon/test_newton_schulz.py": {"test_chunks": 6, "test_zero": 0},
     "layers/test_norms.py": {
-        "test_an_eager_call_of_many_arrays": 1,
         "test_batches": 3,
         "test_dtypes": 2,
         "test_lamb_on_each_platform": 2,
@@ -154,7 +155,7 @@ DEFAULT = {
     },
     "fused/test_places.py": {
         "test_automatic_axes": 0,
-        "test_automatic_axes_of_which_nothing_is_known": 1,
+        "test_automatic_axes_of_which_nothing_is_known": 0,
         "test_explicit_axes": 1,
         "test_packed": 0,
         "test_shard_map": 0,
@@ -441,7 +442,7 @@ DEFAULT = {
         "test_a_flag_that_does_not_fit": 1,
         "test_a_problem_begins_finite_unsolved_and_with_a_gradient": 2,
         "test_adam_solves_one_at_a_setting_that_suits_it_and_not_at_others": 0,
-        "test_the_optimum_wins_and_a_point_far_from_it_does_not": 8,
+        "test_the_optimum_wins_and_a_point_far_from_it_does_not": 4,
     },
     "test_cards.py": {
         "test_a_default_trains": 0,
@@ -490,7 +491,7 @@ DEFAULT = {
         "test_sharded_leaves": 0,
         "test_training_goes_on_as_optax_would": 2,
     },
-    "inputs/test_numbers_of_a_call.py": {"test_as_another_factory": 4},
+    "inputs/test_numbers_of_a_call.py": {"test_as_another_factory": 2},
     "inputs/test_notes.py": {
         "test_a_rate_for_each_leaf": 1,
         "test_a_rate_that_all_leaves_share": 1,
