@@ -268,7 +268,7 @@ def options_of(case, tree):
     return [{name: pair[i] for name, pair in pairs.items()} for i in range(2)]
 
 
-@every_case(("adamw", "lars_masked", "momentum"))
+@every_case(("lars_masked", "momentum", "muon"))
 @pytest.mark.parametrize(
     "form", ["tree", "packed", pytest.param("wrapped", marks=pytest.mark.slow)]
 )

@@ -38,7 +38,7 @@ QUICK = {
         "test_e41_explicit_axes[within layers]",
     ],
     "test_in_shard_map.py": [
-        "test_as_on_one_device[lamb-tree-fully sharded-Explicit-checked]",
+        "test_as_on_one_device[adam-tree-fully sharded-Explicit-checked]",
         "test_as_on_one_device[lamb-packed-zero-Auto-unchecked]",
         "test_results_vary_as_what_they_replace",
     ],

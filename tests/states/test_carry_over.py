@@ -161,7 +161,11 @@ def test_lion_and_others(standard_promotion):
 
 # ---- recipes of jgrad --------------------------------------------------------------------------
 
-make = functools.partial(jgrad.adam, 1e-2)
+
+@functools.cache
+def make(**options):
+    """One for the same options, so that it is compiled once."""
+    return jgrad.adam(1e-2, **options)
 
 
 def all_of_it(tx):

@@ -1,5 +1,6 @@
 """The hand-over between wrappers: one of twenty lines, and those of other libraries between ours."""
 
+import functools
 import inspect
 import pathlib
 from typing import Any, NamedTuple
@@ -252,21 +253,29 @@ def test_means_arrive_unrounded(third_party, wrap):
     np.testing.assert_allclose(optax.tree.get(state, "trace"), scale * mean, rtol=1e-6)
 
 
+EIGHT_BITS = jgrad.adam(0.1, moment_dtype="8bit")
+ALONE = jgrad.skip_nonfinite(jgrad.accumulate(EIGHT_BITS, 2))
+
+
+@functools.cache
+def skipping(third_party):
+    """With a transformation between, and what has the same updates without it."""
+    tx = jgrad.skip_nonfinite(third_party(jgrad.accumulate(EIGHT_BITS, 2)))
+    if third_party is scaling:  # which scales means and updates
+        scaled = optax.chain(optax.scale(0.5), EIGHT_BITS, optax.scale(2.0))
+        return tx, jgrad.skip_nonfinite(jgrad.accumulate(scaled, 2))
+    return tx, ALONE
+
+
 @between
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("at", [1, 3], ids=["within", "last"])
 def test_one_mini_batch_is_left_out(third_party, at, bad):
     """As around `accumulate` itself: the window goes on, and closes as usual."""
-    adam = jgrad.adam(0.1, moment_dtype="8bit")
     w, grads = params(), gradients(6)
     grads[at] = jax.tree.map(lambda x: x * bad, grads[at])
-    tx = jgrad.skip_nonfinite(third_party(jgrad.accumulate(adam, 2)))
-    found = every_step(tx, w, grads)
-    if third_party is scaling:  # which scales means and updates
-        alone = optax.chain(optax.scale(0.5), adam, optax.scale(2.0))
-    else:
-        alone = adam
-    expected = every_step(jgrad.skip_nonfinite(jgrad.accumulate(alone, 2)), w, grads)
+    tx, alone = skipping(third_party)
+    found, expected = (every_step(each, w, grads) for each in (tx, alone))
     for (x, state), (y, _) in zip(found, expected, strict=True):
         close(x, y)
         chex.assert_tree_all_finite(x)
