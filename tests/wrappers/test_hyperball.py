@@ -402,10 +402,11 @@ def test_messages():
     )
     named = optax.inject_hyperparams(jgrad.adam, static_args="weight_decay")(1e-3)
     train(around(named), w, [g])
+    tx = around(jgrad.adam(1e-3))
     assert_error(
         ValueError,
         "hyperball: `hyperball_learning_rate`: -1.0, expected a number in [0, inf).",
-        lambda: train(around(jgrad.adam(1e-3)), w, [g], hyperball_learning_rate=-1.0),
+        lambda: tx.update(g, tx.init(w), w, hyperball_learning_rate=-1.0),
     )
     others = {name: not use for name, use in LEAVES.items()}
     masked = around(jgrad.adam(1e-3, weight_decay=0.1, weight_decay_mask=others))
