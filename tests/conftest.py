@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
     slow = [x for x in items if x.get_closest_marker("slow")]
     if not (config.getoption("--exhaustive") or named):
         others = [x for x in slow if x not in postponed]
-        thinned = {*_every_fourth(postponed, items), *_thinned(others)}
+        thinned = {*_every_eighth(postponed, items), *_thinned(others)}
         slow = [x for x in slow if x in thinned]
     quick = [x for x in items if not x.get_closest_marker("slow")]
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
@@ -108,13 +108,13 @@ def _thinned(slow):
     return [x for x in slow if x in kept and not x.get_closest_marker("exhaustive")]
 
 
-def _every_fourth(postponed, items):
-    """Of each expensive test every fourth of its postponed choices."""
+def _every_eighth(postponed, items):
+    """Of each expensive test every eighth of its postponed choices."""
     choices = collections.defaultdict(list)
     for item in items:
         if item in postponed:
             choices[item.nodeid.partition("[")[0]].append(item)
-    return {item for own in choices.values() for item in own[::4]}
+    return {item for own in choices.values() for item in own[::8]}
 
 
 def _expensive(items):

@@ -1,4 +1,4 @@
-"""How many choices of an expensive test run by default; `--all` runs a fourth of the others.
+"""How many choices of an expensive test run by default; `--all` runs an eighth of the others.
 
 Chosen by processor time: with all of them the default suite takes more than twice as long. What they
 test is tested by default elsewhere, in another combination or on fewer values; a test that alone
