@@ -83,8 +83,8 @@ def assert_close(found, expected, rtol):
 )
 def test_definition(dtype, packed, x64):
     """30 steps around plain gradients; other leaves have the step of the optimizer."""
-    w = params("float64")
-    w = jax.tree.map(lambda x: (x * (1 + 2j) if dtype == "complex128" else x).astype(dtype), w)
+    factor = 1 + 2j if dtype == "complex128" else 1.0
+    w = jax.tree.map(lambda x: x.astype(dtype) * factor, params("float64"))
     grads = gradients(30, w)
     pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
     found, state = train(around(jgrad.gradient_descent(0.1)), pack(w), list(map(pack, grads)))
