@@ -48,8 +48,7 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
 
 LIMIT = 1.15  # GB, above which a process frees its compiled programs; one test takes up to 0.2
-ONE_IN = 32  # of slow choices one in so many runs by `--all`
-FEW = 2  # so many always run
+ONE_IN = 64  # of slow choices one in so many runs by `--all`
 GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
 
 
@@ -60,6 +59,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # JAX makes many small objects that stay: by default the collector takes a tenth of the time.
+    gc.set_threshold(100_000, 50, 100)
     settings.load_profile("all" if config.getoption("--all") else "default")
     if not hasattr(config, "workerinput"):  # in the process that collects reports
         config.pluginmanager.register(PeakMemory())
@@ -71,19 +72,15 @@ def pytest_collection_modifyitems(config, items):
     counts = collections.Counter()
     for item in items:
         if sampled := item.get_closest_marker("sampled"):
-            function = item.nodeid.partition("[")[0]
-            if counts[function] % sampled.args[0]:
+            if counts[_function(item)] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
-            counts[function] += 1
-    postponed = _expensive(items)
-    for item in postponed:
+            counts[_function(item)] += 1
+    for item in _expensive(items):
         item.add_marker(pytest.mark.slow)
     slow = [x for x in items if x.get_closest_marker("slow")]
-    if not (config.getoption("--exhaustive") or named):
-        others = [x for x in slow if x not in postponed]
-        thinned = {*_every_eighth(postponed, items), *_thinned(others)}
-        slow = [x for x in slow if x in thinned]
     quick = [x for x in items if not x.get_closest_marker("slow")]
+    if not (config.getoption("--exhaustive") or named):
+        slow = _thinned(slow, quick)
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
     # Most tests are one of many alike, with other options: each n-th has some of every kind.
     chosen = chosen[:: config.getoption("--every")]
@@ -92,29 +89,26 @@ def pytest_collection_modifyitems(config, items):
     items[:] = chosen
 
 
-def _thinned(slow):
-    """Of each test with many slow choices of parameters one in 32, of another test another one.
+def _thinned(slow, quick):
+    """Of each test one in 64 of its slow choices of parameters, of another test another one.
 
-    The choices are those of the whole matrix, of which the default suite runs a core. Together the
-    tests still meet every optimizer, dtype and form.
+    One at least, unless others of its choices are quick. The choices are those of the whole matrix,
+    of which the default suite runs a core. Together the tests still meet every optimizer, dtype and
+    form.
     """
     choices = collections.defaultdict(list)
     for item in slow:
-        choices[item.nodeid.partition("[")[0]].append(item)
-    kept = set()
+        choices[_function(item)].append(item)
+    begun, kept = {_function(item) for item in quick}, set()
     for function, own in choices.items():
         start = zlib.crc32(function.encode()) % ONE_IN
-        kept.update(own if len(own) <= FEW else own[start % len(own) :: ONE_IN])
+        kept.update(own[start if function in begun else start % len(own) :: ONE_IN])
     return [x for x in slow if x in kept and not x.get_closest_marker("exhaustive")]
 
 
-def _every_eighth(postponed, items):
-    """Of each expensive test every eighth of its postponed choices."""
-    choices = collections.defaultdict(list)
-    for item in items:
-        if item in postponed:
-            choices[item.nodeid.partition("[")[0]].append(item)
-    return {item for own in choices.values() for item in own[::8]}
+def _function(item):
+    """Without the choice of parameters."""
+    return item.nodeid.partition("[")[0]
 
 
 def _expensive(items):
@@ -122,7 +116,7 @@ def _expensive(items):
     choices = collections.defaultdict(list)
     for item in items:
         if not item.get_closest_marker("slow"):
-            choices[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
+            choices[_function(item).removeprefix("tests/")].append(item)
     found = set()
     for file, tests in expensive.DEFAULT.items():
         for test, count in tests.items():

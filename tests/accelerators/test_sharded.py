@@ -9,16 +9,17 @@ from tests.accelerators.limits import COLLECTIVES, COLLECTIVES_NOW
 
 accelerators = pytest.mark.accelerators
 
+LONG = [name for name in RECIPES if "8 bits, optax.apply_updates" in name]
+LONG += ["NorMuon", "hyperball(Muon)", "clip + LAMB"]  # each is in a shorter one, or made of two
+
 
 def choices():
-    """By default 16 chips and one axis; LAMB and Muon on all. What builds on Muon takes a minute each."""
+    """By default 16 chips and one axis; LAMB on two. What is in `LONG` takes up to a minute each."""
     for name in RECIPES:
         for topology in TOPOLOGIES:
             for arrangement in ARRANGEMENTS:
-                quick = topology == "v5e:4x4" and (
-                    arrangement == "fsdp" or name in ("LAMB", "Muon")
-                )
-                quick = quick and name not in ("NorMuon", "hyperball(Muon)")
+                few = arrangement == "fsdp" or (name, arrangement) == ("LAMB", "tensor")
+                quick = topology == "v5e:4x4" and few and name not in LONG
                 marks = [] if quick else [pytest.mark.slow]
                 yield pytest.param(name, topology, arrangement, marks=marks)
 

@@ -379,6 +379,7 @@ def test_rates():
 
 def test_messages():
     w, (g,) = params(), gradients(1, params())
+    traced = lambda tx: jax.eval_shape(lambda w: tx.update(g, tx.init(w), w), w)
     assert_error(
         TypeError,
         "hyperball: `leaves`: None, expected a prefix tree of bools, or a function of the "
@@ -390,7 +391,7 @@ def test_messages():
         ValueError,
         "adam: `weight_decay`: 0.1 at 'layers', expected 0 for a leaf whose norm `hyperball` "
         "keeps, as by `weight_decay_mask`.",
-        lambda: decayed.update(g, decayed.init(w), w),
+        lambda: traced(decayed),
     )
     injected = around(optax.inject_hyperparams(jgrad.adam)(1e-3))
     assert_error(
@@ -398,19 +399,22 @@ def test_messages():
         "adam: `weight_decay`: an array of float32 and shape () at 'layers', expected 0 for a leaf "
         "whose norm `hyperball` keeps, as by `weight_decay_mask`; `optax.inject_hyperparams` makes "
         "arrays of numbers: name this one in `static_args`.",
-        lambda: jax.jit(injected.update)(g, injected.init(w), w),
+        lambda: traced(injected),
     )
     named = optax.inject_hyperparams(jgrad.adam, static_args="weight_decay")(1e-3)
-    train(around(named), w, [g])
+    traced(around(named))
     tx = around(jgrad.adam(1e-3))
+    state = jax.eval_shape(tx.init, w)
     assert_error(
         ValueError,
         "hyperball: `hyperball_learning_rate`: -1.0, expected a number in [0, inf).",
-        lambda: tx.update(g, tx.init(w), w, hyperball_learning_rate=-1.0),
+        lambda: jax.eval_shape(
+            functools.partial(tx.update, hyperball_learning_rate=-1.0), g, state, w
+        ),
     )
     others = {name: not use for name, use in LEAVES.items()}
     masked = around(jgrad.adam(1e-3, weight_decay=0.1, weight_decay_mask=others))
-    jax.eval_shape(masked.update, g, masked.init(w), w)
+    traced(masked)
     assert_error(
         ValueError,
         "hyperball: `radius`: 0.0, expected a number in (0, inf).",
@@ -431,16 +435,13 @@ def test_messages():
         "hyperball: `radius` at ['layers']: 'wide' of type str, expected a number in (0, inf).",
         lambda: around(jgrad.adam(1e-3), radius=lambda shape: "wide").init(w),
     )
-    tx = ADAMH
-    other = jgrad.hyperball(
-        jgrad.adam(1e-3), RATE, leaves={**LEAVES, "w": False}, layer_axes=LAYERS
-    )
+    other = around(jgrad.adam(1e-3), leaves={**LEAVES, "w": False})
     assert_error(
         ValueError,
         "hyperball: `state.radius` at ['w']: an array of float32 and shape (1, 1), expected "
         "None for a leaf that is not chosen; a state fits the choice of leaves that it was made "
         "for.",
-        lambda: other.update(g, tx.init(w), w),
+        lambda: jax.eval_shape(other.update, g, state, w),
     )
 
 
