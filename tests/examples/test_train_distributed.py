@@ -118,8 +118,9 @@ def uninterrupted(*options):
         return found
 
 
+@pytest.mark.exhaustive
 def test_two_processes_are_one_with_two_devices(start):
-    """Bit for bit."""
+    """Bit for bit; after the last of twenty kills, too."""
     assert start("--processes=2").parameters() == [uninterrupted()] * 2
 
 
@@ -131,11 +132,8 @@ def test_four_processes(start):
     assert len(set(found)) == 1
 
 
-@pytest.mark.parametrize(
-    ("process", "then"),
-    [(1, []), pytest.param(0, ONE, marks=pytest.mark.exhaustive)],
-    ids=["worker", "coordinator"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("process", "then"), [(1, []), (0, ONE)], ids=["worker", "coordinator"])
 def test_a_process_is_killed(start, process, then):
     """The other ends soon, and training goes on as if nothing had happened."""
     run = start()

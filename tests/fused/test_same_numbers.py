@@ -264,6 +264,7 @@ def test_sizes(name):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @both_forms
 @pytest.mark.parametrize("make", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 def test_all_sizes_together(make, form):
