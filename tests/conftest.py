@@ -75,8 +75,7 @@ def pytest_collection_modifyitems(config, items):
             if counts[_function(item)] % sampled.args[0]:
                 item.add_marker(pytest.mark.slow)
             counts[_function(item)] += 1
-    for item in _expensive(items):
-        item.add_marker(pytest.mark.slow)
+    _choose(items, named)
     slow = [x for x in items if x.get_closest_marker("slow")]
     quick = [x for x in items if not x.get_closest_marker("slow")]
     if not (config.getoption("--exhaustive") or named):
@@ -111,19 +110,26 @@ def _function(item):
     return item.nodeid.partition("[")[0]
 
 
-def _expensive(items):
-    """The choices beyond as many as `expensive.DEFAULT` says, which are evenly spaced among all."""
-    choices = collections.defaultdict(list)
+def _choose(items, named):
+    """Marks as slow what `expensive.DEFAULT` leaves out, and nothing that it names."""
+    choices = collections.defaultdict(dict)
     for item in items:
-        if not item.get_closest_marker("slow"):
-            choices[_function(item).removeprefix("tests/")].append(item)
-    found = set()
+        name = item.nodeid.partition("[")[2].removesuffix("]")
+        choices[_function(item).removeprefix("tests/")][name] = item
     for file, tests in expensive.DEFAULT.items():
-        for test, count in tests.items():
+        for test, kept in tests.items():
             own = choices[f"{file}::{test}"]
-            kept = {i * len(own) // count for i in range(count)}
-            found.update(x for i, x in enumerate(own) if i not in kept)
-    return found
+            if isinstance(kept, int):  # so many of those that are quick, evenly spaced
+                own = {name: x for name, x in own.items() if not x.get_closest_marker("slow")}
+                kept = [list(own)[i * len(own) // kept] for i in range(kept)] if own else []
+            elif own and not named and not own.keys() >= {*kept}:
+                raise pytest.UsageError(
+                    f"expensive.DEFAULT: {file}::{test}: {kept}, of {list(own)}"
+                )
+            for name, item in own.items():
+                item.own_markers = [x for x in item.own_markers if x.name != "slow"]
+                if name not in kept:
+                    item.add_marker(pytest.mark.slow)
 
 
 class PeakMemory:

@@ -37,12 +37,16 @@ QUICK = {
         "test_e12_nan_on_one_device[skip_nonfinite-adam-False-False]",
     ],
     "test_muon.py": [
+        "test_pmap_with_a_name_and_no_spec",
+        "test_replicated_parameters_need_no_spec",
+        "test_buffers_that_would_cut_a_matrix",
         "test_bytes_of_each_device",
         "test_a_device_has_no_matrix_more_than_it_must",
         "test_messages_of_mesh_axes",
         "test_no_mesh",
     ],
     "test_packed.py": [
+        "test_layers_on_explicit_axes",
         "test_matrices_on_explicit_axes",
     ],
     "test_placement.py": [

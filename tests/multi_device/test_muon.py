@@ -313,8 +313,13 @@ def test_pmap():
     assert_close(jax.pmap(update(muon()))(*stacked), expected)
     named = lambda tx: jax.pmap(update(tx), axis_name="data")(*stacked)
     assert_close(named(muon(mesh_axes=P())), expected)
+
+
+def test_pmap_with_a_name_and_no_spec():
+    models, tx = stack([normal(seed) for seed in range(DEVICES)]), muon()
+    update = jax.pmap(lambda w: tx.update(w, tx.init(w), w)[0], axis_name="data")
     with pytest.raises(ValueError) as caught:
-        named(muon())
+        jax.eval_shape(update, models)
     assert str(caught.value) == (
         "muon: `mesh_axes` at ['down'][0]: None inside `shard_map` or `pmap`, where a device may have a part of a matrix "
         "along 'data', expected the PartitionSpec of the leaf; where each device has whole matrices, "
