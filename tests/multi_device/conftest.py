@@ -37,7 +37,7 @@ QUICK = {
         "test_e12_nan_on_one_device[skip_nonfinite-adam-False-False]",
     ],
     "test_muon.py": [
-        "test_pmap_with_a_name_and_no_spec",
+        "test_pmap_without_a_spec",
         "test_replicated_parameters_need_no_spec",
         "test_buffers_that_would_cut_a_matrix",
         "test_bytes_of_each_device",

@@ -315,11 +315,13 @@ def test_pmap():
     assert_close(named(muon(mesh_axes=P())), expected)
 
 
-def test_pmap_with_a_name_and_no_spec():
+def test_pmap_without_a_spec():
+    """Traced only: without a name no device has a part of a model."""
     models, tx = stack([normal(seed) for seed in range(DEVICES)]), muon()
-    update = jax.pmap(lambda w: tx.update(w, tx.init(w), w)[0], axis_name="data")
+    update = lambda w: tx.update(w, tx.init(w), w)[0]
+    jax.eval_shape(jax.pmap(update), models)
     with pytest.raises(ValueError) as caught:
-        jax.eval_shape(update, models)
+        jax.eval_shape(jax.pmap(update, axis_name="data"), models)
     assert str(caught.value) == (
         "muon: `mesh_axes` at ['down'][0]: None inside `shard_map` or `pmap`, where a device may have a part of a matrix "
         "along 'data', expected the PartitionSpec of the leaf; where each device has whole matrices, "
