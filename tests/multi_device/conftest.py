@@ -13,9 +13,6 @@ QUICK = {
     "test_collectives.py": [
         "test_arrays_that_only_in_shardings_shards[lars-mixed]",
         "test_arrays_that_only_in_shardings_shards[clip-packed]",
-        "test_norms_in_one_program[rows]",
-        "test_norms_in_one_program[mixed]",
-        "test_norms_in_one_program[packed]",
         "test_stacked_layers[lamb-layers]",
         "test_at_most_as_many_as_optax[lars-packed]",
         "test_at_most_as_many_as_optax[lamb-packed]",

@@ -1,4 +1,4 @@
-"""How many choices of an expensive test run by default; `--all` may run one of the others.
+"""How many choices of an expensive test run by default, or which; `--all` may run one of the others.
 
 Chosen by processor time: with all of them the default suite takes more than twice as long. What they
 test is tested by default elsewhere, in another combination or on fewer values; a test that alone
@@ -213,7 +213,6 @@ DEFAULT: dict[str, dict[str, int | list[str]]] = {
     "multi_device/test_collectives.py": {
         "test_arrays_that_only_in_shardings_shards": 1,
         "test_at_most_as_many_as_optax": 2,
-        "test_norms_in_one_program": 0,
         "test_optimizers": ["lars_masked-mixed"],
     },
     "multi_device/test_eight_bits.py": {
