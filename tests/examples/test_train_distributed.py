@@ -190,7 +190,7 @@ def is_running(pid):
 
 def test_the_command_is_killed(start):
     """What it has started does not go on alone."""
-    run = start("--processes=1")
+    run = start("--processes=1", "--steps=5000")  # more than pass before it notices
     run.wait_for("step 20:")
     run.command.kill()
     deadline = time.monotonic() + SURVIVORS
