@@ -11,25 +11,21 @@ import pytest
 QUICK = {
     "test_checkpoints.py": [],  # of an example
     "test_collectives.py": [
+        "test_optimizers[lars_masked-mixed]",
         "test_arrays_that_only_in_shardings_shards[lars-mixed]",
-        "test_arrays_that_only_in_shardings_shards[clip-packed]",
         "test_stacked_layers[lamb-layers]",
         "test_at_most_as_many_as_optax[lars-packed]",
-        "test_at_most_as_many_as_optax[lamb-packed]",
         "test_at_most_as_many_as_optax[clip-packed]",
-        "test_at_most_as_many_as_optax[skip-packed]",
     ],
     "test_data_parallel.py": [],
     "test_eight_bits.py": [
         "test_e41_explicit_axes[several rows]",
-        "test_e41_explicit_axes[within layers]",
     ],
     "test_in_shard_map.py": [
         "test_results_vary_as_what_they_replace",
     ],
     "test_layers.py": [
         "test_e12_cut_leaves_as_whole_ones[2-D-lamb-True]",
-        "test_e12_cut_leaves_as_whole_ones[2-D-clip_by_global_norm-False]",
         "test_e12_scales_in_one_shard[True-1.0-1e+25-lamb]",
         "test_e12_nan_on_one_device[skip_nonfinite-adam-False-False]",
     ],
@@ -40,7 +36,7 @@ QUICK = {
         "test_bytes_of_each_device",
         "test_a_device_has_no_matrix_more_than_it_must",
         "test_messages_of_mesh_axes",
-        "test_no_mesh",
+        "test_no_mesh[muon]",
     ],
     "test_packed.py": [
         "test_layers_on_explicit_axes",
@@ -51,9 +47,6 @@ QUICK = {
         "test_e26_state_follows_parameters[eager-AxisType.Explicit-adamw]",
         "test_e26_state_follows_parameters[jit with out_shardings-AxisType.Auto-momentum]",
         "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-accumulate-3-4]",
-        "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-skip_nonfinite-2-4]",
-        "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-master_weights-3-1]",
-        "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-ema-3-2]",
         "test_e26_state_shardings_without_arrays",
         "test_e26_state_shardings_of_masked",
         "test_e26_state_shardings_beside_none",
@@ -64,7 +57,6 @@ QUICK = {
     "test_split.py": [
         "test_inside_shard_map[True-columns]",
         "test_shard_over[known-three]",
-        "test_shard_over[explicit-columns]",
     ],
     "test_state_shardings.py": [
         "test_names_of_users",
@@ -81,7 +73,6 @@ QUICK = {
     "test_variants.py": [],
     "test_zero.py": [
         "test_every_optimizer[adamw]",
-        "test_every_optimizer[lamb_decayed]",
         "test_a_step_that_is_not_finite_on_one_device_is_skipped_on_all",
         "test_no_such_axis",
         "test_no_axis_name",
