@@ -34,26 +34,33 @@ FEWER = {
 }
 
 
-def execute(path: pathlib.Path) -> str:
-    """The name and the seconds that it took; raises what a cell raises."""
+def shortened(path: pathlib.Path) -> nbformat.NotebookNode:
+    """The notebook with the numbers that `FEWER` has for it."""
     notebook = nbformat.read(path, as_version=4)
     for old, new in FEWER.get(path.stem, {}).items():
-        cells = [cell for cell in notebook.cells if old in cell.source]
-        if sum(cell.source.count(old) for cell in cells) != 1:
-            raise ValueError(f"{path.name}: expected {old!r} once")
-        cells[0].source = cells[0].source.replace(old, new)
+        found = sum(cell.source.count(old) for cell in notebook.cells)
+        if found != 1:
+            raise ValueError(f"FEWER: {path.name}: expected {old!r} once, found it {found} times")
+        for cell in notebook.cells:
+            cell.source = cell.source.replace(old, new)
+    return notebook
+
+
+def execute(notebook: nbformat.NotebookNode) -> float:
+    """The seconds that it took; raises what a cell raises."""
     start = time.monotonic()
     resources = {"metadata": {"path": str(FOLDER)}}
     nbclient.NotebookClient(notebook, timeout=None, resources=resources).execute()
-    return f"{path.name}: {time.monotonic() - start:.0f} s"
+    return time.monotonic() - start
 
 
 def main() -> None:
     """Two at a time, those with the most to do first."""
     paths = sorted(FOLDER.glob("*.ipynb"), key=lambda path: (path.stem not in FEWER, path.name))
+    notebooks = [shortened(path) for path in paths]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for line in pool.map(execute, paths):
-            print(line, flush=True)
+        for path, seconds in zip(paths, pool.map(execute, notebooks), strict=True):
+            print(f"{path.name}: {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -122,10 +122,9 @@ def _choose(items, named):
             if isinstance(kept, int):  # so many of those that are quick, evenly spaced
                 own = {name: x for name, x in own.items() if not x.get_closest_marker("slow")}
                 kept = [list(own)[i * len(own) // kept] for i in range(kept)] if own else []
-            elif own and not named and not own.keys() >= {*kept}:
-                raise pytest.UsageError(
-                    f"expensive.DEFAULT: {file}::{test}: {kept}, of {list(own)}"
-                )
+            elif own and not named and (unknown := {*kept} - own.keys()):
+                place = f"expensive.DEFAULT: {file}::{test}"
+                raise pytest.UsageError(f"{place}: {sorted(unknown)}, expected some of {list(own)}")
             for name, item in own.items():
                 item.own_markers = [x for x in item.own_markers if x.name != "slow"]
                 if name not in kept:
