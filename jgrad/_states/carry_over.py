@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
+from jgrad._inputs import numbers
+from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
 from jgrad._quantized import encoding
-from jgrad._states import account as accounts, forms, matching, parts, paths
+from jgrad._states import account as accounts, forms, matching, parts, paths, units
 from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Source
 from jgrad._states.parts import Keys, Part
+from jgrad._states.units import Momentum
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
@@ -33,6 +36,9 @@ def carry_over(
     strict: bool = False,
     rename: Mapping[str, str] | None = None,
     reset: PyTree | Callable[[PyTree], PyTree] = None,
+    old_momentum: Momentum | None = None,
+    like_momentum: Momentum | None = None,
+    momentum_decay: Scalar | None = None,
 ) -> tuple[PyTree, Account]:
     """The state of one recipe in the form of another, and an account of it.
 
@@ -51,6 +57,15 @@ def carry_over(
     has 1/19 of their mean square; for sums of gradients the factor is 0.19. Where neither is there,
     both start at zero, and a note in the account says it.
 
+    A first moment is an average of gradients, as in `adam`, a sum of them, as in
+    `gradient_descent(momentum=)`, or a sum of steps, with the learning rate inside, as in `lars`.
+    optax keeps steps with the opposite sign, as updates. Steps and updates become each other, and
+    sums and averages of gradients do with `momentum_decay`; between gradients and steps there is no
+    conversion, so what `old` has is dropped. The states of `gradient_descent` and `lars` look
+    alike, and a `trace` in a chain of optax does not always show where the learning rate is: then
+    both sides are taken for the same, a note says it, and `old_momentum` and `like_momentum` say
+    better.
+
     Args:
       old: a state, of arrays.
       like: what the new `tx.init(params)` returns, or the shapes of it by
@@ -64,6 +79,12 @@ def carry_over(
       reset: moments to set to zero: a prefix tree of bools, `by_path`, or a function of the
         parameters' `jax.ShapeDtypeStruct`s that returns one. Without `params`, the shapes are those
         of the first tree of moments in `like`.
+      old_momentum: what momentum in `old` holds, where the state leaves it open: "gradients" or
+        "averages" of them; "scaled gradients" by trust ratios, as with `lars(rate_in_momentum=
+        False)`; "steps", as in `lars`; or "updates", their negative, as in `optax.lars`.
+      like_momentum: likewise, in `like`.
+      momentum_decay: of the sums of gradients in one of both states, beside averages in the other,
+        in [0, 1). A sum times 1 - momentum_decay is an average.
 
     Returns:
       `(state, account)`. The state has the structure, shapes and dtypes of `like`; no two of its
@@ -72,13 +93,16 @@ def carry_over(
 
     Raises:
       ValueError: a leaf has another shape, nothing fits, parameters are missing, a path in
-        `rename` is not there; with `strict`, anything is dropped or new.
+        `rename` is not there, momentum is said to hold what it does not; with `strict`, anything is
+        dropped or new.
       TypeError: `like` is a transformation, or a leaf is of another kind.
 
     Example:
       >>> params = {"w": jnp.ones((64, 128)), "b": jnp.zeros(128)}
-      >>> old, tx = optax.sgd(0.1, momentum=0.9).init(params), jgrad.lars(0.1, moment_dtype="8bit")
-      >>> state, account = jgrad.carry_over(old, like=jax.eval_shape(tx.init, params))
+      >>> old = optax.sgd(0.1, momentum=0.9).init(params)
+      >>> tx = jgrad.gradient_descent(0.1, momentum=0.9, moment_dtype="8bit")
+      >>> like = jax.eval_shape(tx.init, params)
+      >>> state, account = jgrad.carry_over(old, like=like, like_momentum="gradients")
       >>> print(account)
       kept       mw/b
       converted  mw/w: float32 to 8 bits
@@ -92,19 +116,21 @@ def carry_over(
     params = None if params is None else arrays_of(params)
     old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
     shapes = packing.shapes(like)
-    before, after = parts.read(packing.shapes(old)), parts.read(shapes)
+    before = _with_units("old", parts.read(packing.shapes(old)), old_momentum)
+    after = _with_units("like", parts.read(shapes), like_momentum)
+    factors = _factors(momentum_decay)
     _check("old", before)
     _check("like", after)
     named = paths.renamed(_NAME, before, after, rename or {})
     chosen = () if reset is None else paths.chosen(_NAME, reset, params, shapes)
-    found = Matcher(_NAME, named, after, chosen).match()
+    found = Matcher(_NAME, named, after, chosen, by_decay=momentum_decay is not None).match()
     account = Account.of_entries(found.entries, found.notes)
     if strict and (lines := accounts.lost_or_new(account)):
         raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
     if _is_change_of_forms(old, like, found.sources):
         state = _converted(old, like)
     else:
-        leaves = _Leaves(old, named, params).of_sources(after, found.sources)
+        leaves = _Leaves(old, named, params, factors).of_sources(after, found.sources)
         state = packing.pack(trees.flatten(shapes)[1].unflatten(leaves), like=like)
     return _without_shared_arrays(state), account
 
@@ -119,6 +145,28 @@ def _check(name: str, state: list[Part]) -> None:
         if not (part.leaf is None or hasattr(part.leaf, "shape")):
             came = f"{checks.describe(part.leaf)}, expected an array"
             raise TypeError(f"{_NAME}: `{name}`{checks.at(part.path)}: {came}.")
+
+
+def _with_units(name: str, state: list[Part], momentum: Momentum | None) -> list[Part]:
+    """With the unit of first moments that the user names, where the state leaves it open."""
+    if momentum is None:
+        return state
+    unit = units.said(_NAME, f"{name}_momentum", momentum)
+    is_open = [
+        x.field == parts.MW and x.unit is not None and units.is_open(x.name, x.unit) for x in state
+    ]
+    if not any(is_open):
+        came = f"{momentum!r}, expected None: `{name}` has no momentum of which it may be said"
+        raise ValueError(f"{_NAME}: `{name}_momentum`: {came}.")
+    return [x._replace(unit=unit) if own else x for x, own in zip(state, is_open, strict=True)]
+
+
+def _factors(momentum_decay: Scalar | None) -> dict[str, Any]:
+    """By which first moments are multiplied that become others."""
+    if momentum_decay is None:
+        return {units.NEGATED: -1.0}
+    new = numbers.beta(_NAME, "momentum_decay", momentum_decay).complement
+    return {units.NEGATED: -1.0, units.AVERAGED: new, units.SUMMED: 1 / new}
 
 
 def _is_change_of_forms(old: PyTree, like: PyTree, sources: list[Source | None]) -> bool:
@@ -155,12 +203,15 @@ class _Leaves:
       old: the old state.
       before: its parts, by their paths in the new one.
       params: the parameters, or None.
+      factors: of moments that become others.
     """
 
-    def __init__(self, old: PyTree, before: list[Part], params: PyTree) -> None:
+    def __init__(
+        self, old: PyTree, before: list[Part], params: PyTree, factors: Mapping[str, Any]
+    ) -> None:
         tree = packing.unpack(old)
         self._arg = ArgLeaves.from_tree(_NAME, "old", tree).with_arrays()
-        self._parts, self._params = before, params
+        self._parts, self._params, self._factors = before, params, factors
         self._beside: dict[Keys, Any] = {}
         for part, x in zip(before, self._arg.leaves, strict=True):
             if x is not None and part.keys:
@@ -182,6 +233,8 @@ class _Leaves:
         like, i = part.leaf, source.old
         if source.what == accounts.OF_WEIGHTS:
             x = self._parameter(part) if i is None else self._arg.leaves[i]
+            if source.how:
+                x = where_it_lies(functools.partial(self._average, part), x)
             x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
             arg = ArgLeaves(_NAME, "params", [x], lambda: [part.path])
             return _in_form(arg, 0, like, x)
@@ -216,13 +269,28 @@ class _Leaves:
             raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
         return x
 
+    def _average(self, part: Part, z: Any) -> Any:
+        """x of optax's `schedule_free`, which keeps z and steps y = b1 x + (1 - b1) z."""
+        masters = [i for i in self._of(parts.MASTER, "master") if self._parts[i].keys == part.keys]
+        y = self._arg.leaves[masters[0]] if masters else self._parameter(part)
+        y, z = parameters.wide(y), parameters.wide(z)
+        b1 = self._arg.leaves[self._of(parts.SCHEDULE_FREE, "b1")[0]].astype(z.dtype)
+        return (y - (1 - b1) * z) / b1
+
+    def _of(self, *role: str) -> list[int]:
+        return [i for i, x in enumerate(self._parts) if x.role == role and x.leaf is not None]
+
     def _made(self, how: str, x: Any) -> Any:
         """What is neither the array of before nor another form of it."""
         if how == matching.OF_COUNT:
             return x.astype(jnp.float32)
+        if how in (matching.ONE_LESS, matching.ONE_MORE):
+            return x + 1 if how == matching.ONE_MORE else x - 1
         x = encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
         if how in matching.SQUARES:
             return _mean_square(x, matching.SQUARES[how])
+        if how in self._factors:
+            return x * jnp.asarray(self._factors[how]).astype(x.dtype)
         count = self._count.astype(x.dtype)
         return x * count if how == matching.SUM else x / jnp.maximum(count, jnp.ones_like(count))
 

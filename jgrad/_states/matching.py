@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jgrad._states import account, forms, parts
+from jgrad._states import account, forms, parts, units
 from jgrad._states.account import Entry
 from jgrad._states.parts import Keys, Part
 from jgrad._trees import checks
 
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
 OF_COUNT = "1 for each mini-batch of the window"
+OF_Y_AND_Z = "the parameters and z, (y - (1 - b1) z) / b1"
+ONE_LESS, ONE_MORE, FIRST = "optax counts from 1", "optax counts from 1 on", "1"
 MEAN, SUM, ONE = "the mean of a sum", "the sum of a mean", "1; `like=tx.init(params)` has others"
 # The mean square of gradients, by an average of them with momentum 0.9 or by such a sum. Of noise
 # with variance v the average has the variance v (1 - 0.9) / (1 + 0.9), and the sum v / (1 - 0.9^2).
@@ -30,6 +32,7 @@ _WEIGHTS = [
 _TOTAL, _COUNT = (parts.ACCUMULATE, "total"), (parts.ACCUMULATE, "count")
 _MINI_STEP, _WEIGHT = (parts.ACCUMULATE, "mini_step"), (parts.ACCUMULATE, "weight")
 _LOSSES = (parts.SPIKES, "losses")
+_Z, _AVERAGE, _B1, _DONE = ((parts.SCHEDULE_FREE, x) for x in ("z", "average", "b1", "done"))
 COUNTS = (_COUNT, _MINI_STEP)  # of a window; optax has the second one only
 _SCALE = (parts.SKIP, "loss_scale")
 _REPORT = "report"  # is measured again
@@ -46,13 +49,9 @@ _BIAS = (
     "set `step` to 0."
 )
 _NO_STEP = "step: not in `old`, so schedules and bias correction begin anew."
-_SUMS = (
-    "mw: sums of gradients in `old`, averages in `like`: too large at first, by 1 / (1 - momentum)."
-)
 _WEIGHTED = (
     "accumulate: sums of weighted gradients in `old`, of others in `like`: the window begins anew."
 )
-_AVERAGES = "mw: averages of gradients in `old`, sums in `like`: first too small by 1 - beta1."
 
 
 class Source(NamedTuple):
@@ -85,12 +84,20 @@ class Matcher:
       old: the parts of the old state, by their paths in the new one.
       like: the parts of the new state.
       reset: paths of parameters whose moments start at zero.
+      by_decay: whether the decay of sums of gradients is known, by which they become averages.
     """
 
     def __init__(
-        self, function: str, old: Sequence[Part], like: Sequence[Part], reset: Collection[Keys]
+        self,
+        function: str,
+        old: Sequence[Part],
+        like: Sequence[Part],
+        reset: Collection[Keys],
+        *,
+        by_decay: bool = False,
     ) -> None:
         self._function, self._old, self._like, self._reset = function, old, like, reset
+        self._by_decay = by_decay
         self._by_role = _by_role(old)
         self._steps = [i for kind in _STEPS for i in self._by_kind_of_step(kind)]
         self._used: set[int] = set()
@@ -111,7 +118,9 @@ class Matcher:
             detail = self._detail(part, source)
             if part.field != _REPORT:
                 entries.append(Entry(source.what, part.shown, part.keys, detail))
-        entries += [Entry(account.DROPPED, x.shown, x.keys) for x in self._unused()]
+        entries += [
+            Entry(account.DROPPED, x.shown, x.keys, self._why_lost(x)) for x in self._unused()
+        ]
         self._check_something_fits(sources)
         return Matching(sources, entries, list(self._notes(sources)))
 
@@ -130,9 +139,19 @@ class Matcher:
         if part.role in _MOMENTS and part.keys in self._reset:
             self._used.update(found)
             return Source(account.RESET)
+        if part.unit is not None and self._in_unit_of(part, own) is None:
+            rest = (i for i in found if i not in self._used)
+            own = next((i for i in rest if self._in_unit_of(part, i) is not None), None)
         if own is not None and self._may_be_carried(part, own):
-            return self._carried(part, own, self._sum_or_mean(part, own))
+            return self._carried(part, own, self._made_by(part, own))
         return self._new(part, position)
+
+    def _in_unit_of(self, part: Part, own: int | None) -> str | None:
+        """How an old moment becomes a new one; None where it cannot."""
+        was = None if own is None else self._old[own].unit
+        if was is None or part.unit is None:
+            return None
+        return units.conversion(was, part.unit, by_decay=self._by_decay)
 
     def _carried(self, part: Part, own: int, how: str = "") -> Source:
         self._check_shape(part, own)
@@ -151,18 +170,28 @@ class Matcher:
         if part.role == _MOMENTS[1]:
             first = self._by_role[_MOMENTS[0], part.keys]
             if position < len(first) and self._old[first[position]].leaf.shape == part.leaf.shape:
-                how = OF_SUMS if _holds_sums(self._old) else OF_AVERAGES
-                return Source(account.ESTIMATED, first[position], how)
+                unit = self._old[first[position]].unit
+                if unit is not None and units.has_gradients(unit):
+                    how = OF_AVERAGES if unit.is_mean else OF_SUMS
+                    return Source(account.ESTIMATED, first[position], how)
         if part.role in _WEIGHTS:
             masters = self._by_role[_WEIGHTS[0], part.keys]
             for own in masters:
                 self._check_shape(part, own)
                 self._used.add(own)
+            z, b1 = self._by_role[_Z, part.keys], self._by_role[_B1, ()]
+            if part.role == _AVERAGE and z and b1:
+                self._used.update(b1)
+                return Source(account.OF_WEIGHTS, z[0], OF_Y_AND_Z)
             return Source(account.OF_WEIGHTS, masters[0] if masters else None)
+        if part.name == "step_count":
+            return Source(account.FROM_LIKE, None, FIRST)
         if part.role == _SCALE and not checks.is_array(part.leaf):
             return Source(account.FROM_LIKE, None, ONE)
         is_integer = jnp.issubdtype(part.leaf.dtype, jnp.integer)
-        is_number_of_user = part.role == _SCALE or (part.kind == parts.COUNTER and not is_integer)
+        is_number_of_user = part.role in (_SCALE, _B1) or (
+            part.kind == parts.COUNTER and not is_integer
+        )
         if part.kind in _START_AT_ZERO and not is_number_of_user:
             return Source(account.ZERO)
         if checks.is_array(part.leaf):
@@ -204,12 +233,26 @@ class Matcher:
             f"{self._function}: `old` does not match `like`{checks.at(old.path)}: {came}."
         )
 
-    def _sum_or_mean(self, part: Part, own: int) -> str:
-        """optax's `MultiSteps` has the mean of a window, ours has the sum."""
-        was_mean, is_mean = (x.name == "acc_grads" for x in (self._old[own], part))
-        if part.role != _TOTAL or was_mean == is_mean:
+    def _made_by(self, part: Part, own: int) -> str:
+        """optax's `MultiSteps` has the mean of a window, ours has the sum; moments have units."""
+        if part.unit is not None:
+            return self._in_unit_of(part, own) or ""
+        was, now = self._old[own].name, part.name
+        if part.role == _DONE and was != now:
+            return ONE_MORE if now == "step_count" else ONE_LESS
+        if part.role != _TOTAL or (was == "acc_grads") == (now == "acc_grads"):
             return ""
-        return MEAN if is_mean else SUM
+        return MEAN if now == "acc_grads" else SUM
+
+    def _why_lost(self, part: Part) -> str:
+        """Of a moment for which `like` has a place, but in another unit."""
+        places = [x.unit for x in self._like if (x.role, x.keys) == (part.role, part.keys)]
+        new = [x for x in places if x is not None]
+        if part.unit is None or any(
+            units.conversion(part.unit, x, by_decay=False) is not None for x in new
+        ):
+            return ""
+        return units.lost(part.unit, new) if new else ""
 
     def _detail(self, part: Part, source: Source) -> str:
         if source.how:
@@ -265,10 +308,14 @@ class Matcher:
             notes.append(_WEIGHTED)
         if carried and any(x.old is None for x in steps):
             notes.append(_NO_STEP)
-        was, now = map(_holds_sums, (self._old, self._like))
-        if was is not None and now is not None and was != now and carried:
-            notes.append(_SUMS if was else _AVERAGES)
-        return notes
+        return [*notes, *dict.fromkeys(x for pair in pairs for x in self._notes_of_unit(*pair))]
+
+    def _notes_of_unit(self, part: Part, source: Source) -> list[str]:
+        """What was presumed of a first moment."""
+        if part.role != _MOMENTS[0] or source.old is None or part.unit is None:
+            return []
+        was = self._old[source.old].unit
+        return [] if was is None else units.note(was, part.unit, source.how)
 
 
 def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:
@@ -277,14 +324,3 @@ def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:
         if x.leaf is not None:
             found[x.role, x.keys].append(i)
     return found
-
-
-def _holds_sums(state: Sequence[Part]) -> bool | None:
-    """Whether first moments are sums g + momentum m, as without second moments; None for none."""
-    first = [x for x in state if x.role == _MOMENTS[0] and x.leaf is not None]
-    if not first:
-        return None
-    if any(x.name in ("mu", "ema") for x in first):
-        return False
-    second = [x for x in state if x.field in (parts.VW, parts.PER_OUTPUT)]
-    return not any(x.keys or x.leaf is not None for x in second)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jgrad._states import units
+from jgrad._states.units import Chain, Unit
 from jgrad._trees import path_rules, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.trees import PyTree
@@ -36,6 +38,7 @@ _FIELDS = {
     ACCUMULATE: {"acc_grads": "total", "gradient_step": STEP},
     SKIP: {"total_notfinite": "skipped"},
     COUNTER: {"count": STEP},
+    SCHEDULE_FREE: {"step_count": "done", "max_lr": "largest_rate"},
     STOCHASTIC: {"step": "done"},  # as it was up to 0.6
     HYPERBALL: {"done": STEP},  # its schedule counts it
 }
@@ -64,6 +67,7 @@ class Part(NamedTuple):
       leaf: an array, its shape, `Blocks`, or None.
       path: in the state, for messages.
       name: of the field, as it came.
+      unit: what a moment holds; None for others.
     """
 
     kind: str
@@ -72,6 +76,7 @@ class Part(NamedTuple):
     leaf: Any
     path: str
     name: str
+    unit: Unit | None = None
 
     @property
     def role(self) -> tuple[str, str]:
@@ -115,7 +120,9 @@ def moments_tree(state: PyTree) -> PyTree:
     return next((x for x in map(moments_tree, inside) if x is not None), None)
 
 
-def _of_state(node: PyTree, path: tuple[Any, ...], keys: Keys) -> Iterator[Part]:
+def _of_state(
+    node: PyTree, path: tuple[Any, ...], keys: Keys, chains: tuple[Chain, ...] = ()
+) -> Iterator[Part]:
     """The parts of a wrapper, a chain or a partition."""
     pairs = trees.children(node)
     if pairs is None:
@@ -123,18 +130,25 @@ def _of_state(node: PyTree, path: tuple[Any, ...], keys: Keys) -> Iterator[Part]
         return
     fields = _fields(node, pairs)
     if fields is None:
-        for key, child in pairs:
-            yield from _of_state(child, (*path, key), (*keys, *keys_of((key,))))
+        links = [x for _, x in pairs]
+        for i, (key, child) in enumerate(pairs):
+            own = ((links, i),) if isinstance(node, tuple | list) else ()
+            inner = (*keys, *keys_of((key,)))
+            yield from _of_state(child, (*path, key), inner, (*chains, *own))
         return
     kind = _kind(fields)
+    of_moments = {}
+    if kind == MOMENTS:
+        children = dict(zip(fields, (x for _, x in pairs), strict=True))
+        of_moments = units.of_fields(node, children, chains)
     for (key, child), name in zip(pairs, fields, strict=True):
         if name in _INSIDE:
-            yield from _of_state(child, (*path, key), keys)
+            yield from _of_state(child, (*path, key), keys, chains)
             continue
         field = _FIELDS.get(kind, {}).get(name, name)
         for inner, leaf in jax.tree_util.tree_leaves_with_path(child, is_leaf=trees.is_leaf):
             here = jax.tree_util.keystr((*path, key, *inner))
-            yield Part(kind, field, keys_of(inner), leaf, here, name)
+            yield Part(kind, field, keys_of(inner), leaf, here, name, of_moments.get(name))
 
 
 def _fields(node: PyTree, pairs: list[tuple[Any, PyTree]]) -> list[str] | None:
@@ -159,7 +173,7 @@ def _kind(fields: list[str]) -> str:
         return SPIKES
     if "radius" in names:
         return HYPERBALL
-    if names >= {"z", "average"}:
+    if names >= {"z", "weight_sum"} and names & {"average", "max_lr"}:
         return SCHEDULE_FREE
     if names <= {"master", "inner"} and "master" in names:
         return MASTER

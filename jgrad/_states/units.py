@@ -1,0 +1,224 @@
+"""What moments hold: gradients or steps, as sums or as averages, and how one becomes another.
+
+A state of jgrad says it by its second moments: beside some there are averages. One of optax says it
+by what stands before and behind it in its chain: `trace` behind the learning rate sums updates.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._trees import trees, values
+from jgrad._trees.path_rules import keys_of
+from jgrad._trees.trees import PyTree
+
+Momentum = Literal["gradients", "averages", "scaled gradients", "steps", "updates"]
+# The links of a chain that encloses a state, and which of them it is in.
+Chain = tuple[Sequence[PyTree], int]
+
+GRADIENTS, SCALED, STEPS, UPDATES = "gradients", "scaled gradients", "steps", "updates"
+PRECONDITIONED, SQUARES = "preconditioned gradients", "squares of gradients"
+_ANY = ""  # the state does not say it
+
+_ACCUMULATORS = {"trace", "ema"}  # of whatever comes along
+
+# What an array is made of, as accounts say it.
+NEGATED = "-mw, a sum of updates for one of steps or the reverse"
+AVERAGED, SUMMED = "(1 - momentum_decay) mw", "mw / (1 - momentum_decay)"
+
+_OPEN = (
+    "mw: {states} not say whether momentum is a sum of gradients (`gradient_descent`) or of steps "
+    "(`lars`). It is taken for {taken}; {arguments} what it is."
+)
+_SUMS = (
+    "mw: sums of gradients in `old`, averages in `like`: too large at first, by 1 / (1 - momentum)."
+    " `momentum_decay=` converts them."
+)
+_AVERAGES = (
+    "mw: averages of gradients in `old`, sums in `like`: first too small by 1 - beta1."
+    " `momentum_decay=` converts them."
+)
+
+
+class Unit(NamedTuple):
+    """What a moment holds.
+
+    Attributes:
+      of: what it is a sum or an average of.
+      is_mean: an average, in which a new gradient has weight 1 - beta; in a sum it has 1.
+      is_certain: the state says it; else it is presumed.
+    """
+
+    of: str
+    is_mean: bool
+    is_certain: bool = True
+
+    def __str__(self) -> str:
+        return f"{'averages' if self.is_mean else 'sums'} of {self.of}"
+
+
+_AVERAGE, _SQUARE = Unit(GRADIENTS, True), Unit(SQUARES, True)
+_OPEN_SUM = Unit(_ANY, False, False)  # gradients, scaled ones or steps
+_SAID = {
+    name: _AVERAGE if name == "averages" else Unit(name, False)
+    for name in (GRADIENTS, "averages", SCALED, STEPS, UPDATES)
+}
+
+
+def of_fields(
+    state: PyTree, fields: Mapping[str, PyTree], chains: Sequence[Chain]
+) -> dict[str, Unit]:
+    """The unit of each field that holds moments.
+
+    Args:
+      state: of one transformation.
+      fields: of it, by their names.
+      chains: that it is in, the innermost one last.
+    """
+    found = {
+        "mw": _OPEN_SUM if fields.get("vw") is None else _AVERAGE,
+        "vw": _SQUARE,
+        "trace": _of_accumulator(chains, is_mean=False),
+        "ema": _of_accumulator(chains, is_mean=True),
+        "mu": _AVERAGE,
+        "nu": _SQUARE,
+    }
+    return found | _of_others(state, fields)
+
+
+def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
+    """Of optax's states with `mu` and `nu` that are none of Adam."""
+    mu, nu = fields.get("mu"), fields.get("nu")
+    if "hessian_fn_state" in fields:
+        return {"nu": Unit("a Hessian", True)}
+    if isinstance(state, dict):  # of a file, which has no types
+        found = {"nu": Unit(_ANY, True, False)}
+    elif type(state).__name__ == "ScaleByBeliefState":
+        found = {"nu": Unit("squares of deviations", True)}
+    else:
+        found = {}
+    if mu is None or nu is None:
+        return found
+    if trees.flatten(mu)[1] != trees.flatten(nu)[1]:  # SM3, whose `nu` is its momentum
+        return {"mu": Unit("largest squares", False), "nu": Unit(PRECONDITIONED, True)}
+    pairs = zip(jax.tree.leaves(mu), jax.tree.leaves(nu), strict=True)
+    if any(m.shape and not n.shape for m, n in pairs):  # NovoGrad, a number per leaf
+        return {"mu": Unit(PRECONDITIONED, False), "nu": Unit("squares of norms", True)}
+    return found
+
+
+def _of_accumulator(chains: Sequence[Chain], *, is_mean: bool) -> Unit:
+    """Of optax's `trace` or `ema`, which takes whatever comes along its chain.
+
+    The learning rate is before it where nothing comes behind it, as in `optax.lars`, or where a
+    schedule is before it and none behind. Most links have no state: then this is a presumption.
+    """
+    parts = [_without_averages(links, i) for links, i in chains]
+    before = [x for own, _ in parts for x in own]
+    behind = [x for _, own in parts for x in own]
+    own = next((x for x in reversed(parts) if any(x)), ([], []))
+    by_schedule = any(map(_is_rate, own[0])) and not any(map(_is_rate, own[1]))
+    # Of a chain inside a chain one link before is more often a clipping than the rate.
+    is_last = not own[1] and (not behind or len(own[0]) > 1)
+    if own[0] and (is_last or by_schedule):
+        return Unit(UPDATES, is_mean, not behind)
+    if any(map(_preconditions, before)):
+        return Unit(PRECONDITIONED, is_mean, False)
+    return Unit(GRADIENTS, is_mean, not before)
+
+
+def _without_averages(links: Sequence[PyTree], i: int) -> tuple[list[PyTree], list[PyTree]]:
+    """What stands before and behind a link; averages of the weights only look at them."""
+
+    def is_seen(link: PyTree) -> bool:
+        return {keys_of((key,))[0] for key, _ in trees.children(link) or ()} != {"done", "average"}
+
+    return list(filter(is_seen, links[:i])), list(filter(is_seen, links[i + 1 :]))
+
+
+def _is_rate(link: PyTree) -> bool:
+    """Whether it is a schedule, which is that of the learning rate in most chains."""
+    names = [keys_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(link)]
+    return names == [["count"]] and type(link).__name__ != "WeightDecaySchedule"
+
+
+def _preconditions(link: PyTree) -> bool:
+    """Whether it has arrays beside momentum, as what scales each element by itself has."""
+    return any(
+        x.shape and jnp.issubdtype(x.dtype, jnp.inexact) and _ACCUMULATORS.isdisjoint(keys_of(path))
+        for path, x in jax.tree_util.tree_leaves_with_path(link)
+        if hasattr(x, "dtype")
+    )
+
+
+def is_open(name: str, unit: Unit) -> bool:
+    """Whether a user may say what a first moment holds, by the name of its field."""
+    return name in _ACCUMULATORS or not unit.is_certain
+
+
+def said(function: str, name: str, momentum: Momentum) -> Unit:
+    """The unit that a user names."""
+    values.one_of(function, name, momentum, tuple(_SAID))
+    return _SAID[momentum]
+
+
+def conversion(was: Unit, now: Unit, *, by_decay: bool) -> str | None:
+    """How one becomes the other; "" where it stays as it is, None where it cannot.
+
+    Args:
+      was: the unit of before.
+      now: the new one.
+      by_decay: whether the decay of sums is known.
+    """
+    of, to = _taken(was, now)
+    if PRECONDITIONED in (was.of, now.of) and _ANY in (was.of, now.of):
+        return None
+    if of == to and was.is_mean == now.is_mean:
+        return ""
+    if of == to == GRADIENTS:
+        return (AVERAGED if now.is_mean else SUMMED) if by_decay else ""
+    if {of, to} == {STEPS, UPDATES} and was.is_mean == now.is_mean:
+        return NEGATED
+    return None
+
+
+def _taken(was: Unit, now: Unit) -> tuple[str, str]:
+    """What both are of, where one that does not say it is taken for what the other one is."""
+    of, to = was.of or _as_of_jgrad(now.of), now.of or _as_of_jgrad(was.of)
+    return of, to
+
+
+def _as_of_jgrad(of: str) -> str:
+    return STEPS if of == UPDATES else of
+
+
+def has_gradients(unit: Unit) -> bool:
+    """Whether it holds gradients, or may hold them."""
+    return unit.of in (GRADIENTS, _ANY)
+
+
+def lost(was: Unit, now: Sequence[Unit]) -> str:
+    """Why a moment is dropped, for its line in an account."""
+    return f"{was}, where `like` has {' and '.join(dict.fromkeys(map(str, now)))}"
+
+
+def note(was: Unit, now: Unit, how: str) -> list[str]:
+    """What a first moment was taken for that is kept, for an account."""
+    notes = []
+    names = [name for name, x in (("old", was), ("like", now)) if not x.is_certain]
+    if names:
+        of = _taken(was, now)[names[0] == "like"]
+        states, arguments = (
+            " and ".join(form.format(x) for x in names) for form in ("`{}`", "`{}_momentum=`")
+        )
+        text = _OPEN.format(
+            states=f"{states} {'does' if len(names) == 1 else 'do'}",
+            taken=f"a sum of {of}" if of else "the same in both",
+            arguments=f"{arguments} {'says' if len(names) == 1 else 'say'}",
+        )
+        notes.append(text)
+    if was.is_mean != now.is_mean and not how:
+        notes.append(_AVERAGES if was.is_mean else _SUMS)
+    return notes
