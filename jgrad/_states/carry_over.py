@@ -26,6 +26,7 @@ from jgrad._trees.trees import PyTree
 from jgrad._wrappers import parameters
 
 _NAME = "carry_over"
+_BY_DECAY = (units.AVERAGED, units.SUMMED)
 
 
 def carry_over(
@@ -124,6 +125,11 @@ def carry_over(
     named = paths.renamed(_NAME, before, after, rename or {})
     chosen = () if reset is None else paths.chosen(_NAME, reset, params, shapes)
     found = Matcher(_NAME, named, after, chosen, by_decay=momentum_decay is not None).match()
+    if momentum_decay is not None and not any(
+        x.how in _BY_DECAY for x in filter(None, found.sources)
+    ):
+        came = f"{momentum_decay}, expected None: no sum of gradients becomes an average here"
+        raise ValueError(f"{_NAME}: `momentum_decay`: {came}, nor an average a sum.")
     account = Account.of_entries(found.entries, found.notes)
     if strict and (lines := accounts.lost_or_new(account)):
         raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")

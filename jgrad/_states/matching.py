@@ -14,7 +14,8 @@ from jgrad._trees import checks
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
 OF_COUNT = "1 for each mini-batch of the window"
 OF_Y_AND_Z = "the parameters and z, (y - (1 - b1) z) / b1"
-ONE_LESS, ONE_MORE, FIRST = "optax counts from 1", "optax counts from 1 on", "1"
+ONE_LESS, ONE_MORE = "less 1, from which optax counts", "and 1, from which optax counts"
+FIRST = "1, from which optax counts"
 MEAN, SUM, ONE = "the mean of a sum", "the sum of a mean", "1; `like=tx.init(params)` has others"
 # The mean square of gradients, by an average of them with momentum 0.9 or by such a sum. Of noise
 # with variance v the average has the variance v (1 - 0.9) / (1 + 0.9), and the sum v / (1 - 0.9^2).
@@ -132,7 +133,9 @@ class Matcher:
         """That of the leaf that is the n-th of its role and its parameter."""
         if part.is_step:
             if not self._steps:
-                return Source(account.ZERO)
+                done = self._by_role[_DONE, ()]
+                how = ONE_LESS if done and self._old[done[0]].name == "step_count" else ""
+                return self._carried(part, done[0], how) if done else Source(account.ZERO)
             return self._carried(part, self._steps[min(position, len(self._steps) - 1)])
         found = self._by_role[part.role, part.keys]
         own = found[position] if position < len(found) else None
@@ -282,7 +285,7 @@ class Matcher:
         found = [x for x in sources if x is not None]
         if any(x.old is not None or x.what == account.RESET for x in found) or not found:
             return
-        if not any(x.leaf is not None for x in self._old):
+        if not any(x.leaf is not None for x in self._old) or any(map(self._why_lost, self._old)):
             return
         came = ", ".join(sorted({x.shown or "arrays" for x in self._old if x.leaf is not None}))
         raise ValueError(

@@ -2,6 +2,7 @@
 
 Nothing of jgrad is imported, and nothing is shared between methods beyond what their papers share.
 An optimizer is a generator: it is sent the gradients of each step and yields the weights after it.
+`state` is what it goes on from: the steps done, first moments and second ones.
 Trees are flat lists of arrays here; `decay` and `trust` are lists of bools, the masks.
 """
 
@@ -17,6 +18,14 @@ def trajectory(optimizer: Optimizer, gradients: Iterable[Leaves]) -> list[Leaves
     """The weights after each step."""
     next(optimizer)
     return [optimizer.send(g) for g in gradients]
+
+
+def _start(w: Leaves, state) -> tuple[int, Leaves, Leaves]:
+    """The step and the moments of before: copies of them, or zeros."""
+    if state is None:
+        return 0, [np.zeros_like(x) for x in w], [np.zeros(x.shape) for x in w]
+    t, m, v = state
+    return t, [x.copy() for x in m], [x.copy() for x in v]
 
 
 def _double(leaves: Leaves) -> Leaves:
@@ -50,13 +59,12 @@ def _decayed(w: np.ndarray, u: np.ndarray, rate, decay, rule) -> np.ndarray:
 
 def gradient_descent(
     w: Leaves, lr, *, momentum=None, nesterov=False, weight_decay=0.0, decay=None,
-    weight_decay_rule="coupled",
+    weight_decay_rule="coupled", state=None,
 ) -> Optimizer:  # fmt: skip
     """Sutskever et al. (2013), equations 1 to 4, in PyTorch's arrangement: the rate outside."""
     w = _double(w)
     decay = decay or [True] * len(w)
-    buffer = [np.zeros_like(x) for x in w]
-    t = 0
+    t, buffer, _ = _start(w, state)
     while True:
         g = _double((yield [x.copy() for x in w]))
         rate = lr(t) if callable(lr) else lr
@@ -87,14 +95,12 @@ def _adam_direction(m, v, t, beta1, beta2, epsilon, bias_correction):
 
 def adam(
     w: Leaves, lr, *, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, decay=None,
-    weight_decay_rule="decoupled", bias_correction="moments",
+    weight_decay_rule="decoupled", bias_correction="moments", state=None,
 ) -> Optimizer:  # fmt: skip
     """Kingma and Ba (2015); decoupled decay of Loshchilov and Hutter (2019), algorithm 2."""
     w = _double(w)
     decay = decay or [True] * len(w)
-    m = [np.zeros_like(x) for x in w]
-    v = [np.zeros(x.shape) for x in w]
-    t = 0
+    t, m, v = _start(w, state)
     while True:
         g = _double((yield [x.copy() for x in w]))
         rate = lr(t) if callable(lr) else lr
@@ -109,13 +115,12 @@ def adam(
 def lars(
     w: Leaves, lr, *, trust_coefficient=0.001, momentum=0.9, nesterov=False, weight_decay=0.0,
     decay=None, weight_decay_rule="coupled", trust=None, epsilon=0.0, rate_in_momentum=True,
-    rule="paper",
+    rule="paper", state=None,
 ) -> Optimizer:  # fmt: skip
     """You, Gitman and Ginsburg (2017), algorithm 1; `rule="ivy"` as IVY's own source computes it."""
     w = _double(w)
     decay, trust = decay or [True] * len(w), trust or [True] * len(w)
-    buffer = [np.zeros_like(x) for x in w]
-    t = 0
+    t, buffer, _ = _start(w, state)
     while True:
         g = _double((yield [x.copy() for x in w]))
         rate = lr(t) if callable(lr) else lr
@@ -155,14 +160,12 @@ def lars(
 def lamb(
     w: Leaves, lr, *, beta1=0.9, beta2=0.999, epsilon=1e-6, weight_decay=0.0, decay=None,
     weight_decay_rule="decoupled", trust=None, min_trust_ratio=0.0, max_trust_ratio=10.0,
-    bias_correction="moments", rule="paper",
+    bias_correction="moments", rule="paper", state=None,
 ) -> Optimizer:  # fmt: skip
     """You et al. (2020), algorithm 2; `rule="ivy"` as Ivy's own source computes it."""
     w = _double(w)
     decay, trust = decay or [True] * len(w), trust or [True] * len(w)
-    m = [np.zeros_like(x) for x in w]
-    v = [np.zeros(x.shape) for x in w]
-    t = 0
+    t, m, v = _start(w, state)
     while True:
         g = _double((yield [x.copy() for x in w]))
         rate = lr(t) if callable(lr) else lr
@@ -258,14 +261,13 @@ def muon(
     weight_decay_rule="decoupled",
     scale="original", coefficients="jordan", rule="muon", output_axes=-1, layer_axes=None,
     adam_learning_rate=None, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, normuon_beta=0.95, adam_weight_decay=None,
+    state=None,
 ) -> Optimizer:  # fmt: skip
     """KellerJordan/Muon `muon.py`, `SingleDeviceMuonWithAuxAdam`; NorMuon as in dion's `normuon.py`."""
     w = _double(w)
     decay = decay or [True] * len(w)
-    m = [np.zeros_like(x) for x in w]
-    v = [np.zeros(x.shape) for x in w]
+    t, m, v = _start(w, state)
     second = [None] * len(w)
-    t = 0
     while True:
         g = _double((yield [x.copy() for x in w]))
         at = lambda x, t=t: x(t) if callable(x) else x
