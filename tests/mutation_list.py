@@ -231,7 +231,12 @@ MUTATIONS = [
     # ---- _states
     Mutation("forms.converted", "codes of another dtype are accepted", "not same_kind", "False", "tests/states/test_forms.py"),
     Mutation("Matcher._check_shape", "leaves of other shapes are carried over", "old.leaf.shape == part.leaf.shape", "True", "tests/states/test_carry_over.py"),
-    Mutation("matching._holds_sums", "momentum of gradient_descent is an average", "not any(_)", "False", "tests/states/test_carry_over.py"),
+    Mutation("units.conversion", "updates are taken for steps, which have the other sign", "return NEGATED", "return ''", "tests/states/test_units.py"),
+    Mutation("units.of_fields", "momentum of gradient_descent is an average", "fields.get('vw') is None", "False", "tests/states/test_units.py"),
+    Mutation("_of_accumulator", "a trace behind the learning rate sums gradients", "own[0] and _", "False", "tests/states/test_units.py"),
+    Mutation("_preconditions", "a trace behind RMSprop sums gradients", "any(_)", "False", "tests/states/test_units.py"),
+    Mutation("units._notes", "what is presumed of momentum is not said", "not X.is_certain", "False", "tests/states/test_units.py"),
+    Mutation("_Leaves._average", "the average of optax's schedule_free is its parameters", "(X - _) / Y", "X", "tests/wrappers/test_schedule_free.py"),
     Mutation("_is_per_output", "second moments of NorMuon are Adam's", "len(shape) == len(whole)", "False", "tests/states/test_carry_over.py"),
     Mutation("_without_shared_arrays", "two leaves are one array", "id(x) in seen", "False", "tests/states/test_carry_over.py"),
     # ---- _wrappers

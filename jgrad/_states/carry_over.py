@@ -99,14 +99,12 @@ def carry_over(
       TypeError: `like` is a transformation, or a leaf is of another kind.
 
     Example:
-      >>> params = {"w": jnp.ones((64, 128)), "b": jnp.zeros(128)}
-      >>> old = optax.sgd(0.1, momentum=0.9).init(params)
-      >>> tx = jgrad.gradient_descent(0.1, momentum=0.9, moment_dtype="8bit")
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> old, tx = optax.lars(0.1).init(params), jgrad.lars(0.1, rule="decayed_gradient")
       >>> like = jax.eval_shape(tx.init, params)
-      >>> state, account = jgrad.carry_over(old, like=like, like_momentum="gradients")
+      >>> state, account = jgrad.carry_over(old, like=like, like_momentum="steps")
       >>> print(account)
-      kept       mw/b
-      converted  mw/w: float32 to 8 bits
+      converted  mw/w: -mw, a sum of updates for one of steps or the reverse
       zero       step
       note       step: not in `old`, so schedules and bias correction begin anew.
     """
@@ -293,8 +291,8 @@ class _Leaves:
         if how in (matching.ONE_LESS, matching.ONE_MORE):
             return x + 1 if how == matching.ONE_MORE else x - 1
         x = encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
-        if how in matching.SQUARES:
-            return _mean_square(x, matching.SQUARES[how])
+        if how in units.SQUARES_OF:
+            return _mean_square(x, units.SQUARES_OF[how])
         if how in self._factors:
             return x * jnp.asarray(self._factors[how]).astype(x.dtype)
         count = self._count.astype(x.dtype)

@@ -17,11 +17,6 @@ OF_Y_AND_Z = "the parameters and z, (y - (1 - b1) z) / b1"
 ONE_LESS, ONE_MORE = "less 1, from which optax counts", "and 1, from which optax counts"
 FIRST = "1, from which optax counts"
 MEAN, SUM, ONE = "the mean of a sum", "the sum of a mean", "1; `like=tx.init(params)` has others"
-# The mean square of gradients, by an average of them with momentum 0.9 or by such a sum. Of noise
-# with variance v the average has the variance v (1 - 0.9) / (1 + 0.9), and the sum v / (1 - 0.9^2).
-# An element may be near 0 by chance, so none is below the mean of its leaf.
-OF_AVERAGES, OF_SUMS = "19 max(mw^2, its mean)", "0.19 max(mw^2, its mean)"
-SQUARES = {OF_AVERAGES: 19.0, OF_SUMS: 0.19}
 
 _MOMENTS = [(parts.MOMENTS, field) for field in (parts.MW, parts.VW, parts.PER_OUTPUT)]
 _WEIGHTS = [
@@ -119,9 +114,7 @@ class Matcher:
             detail = self._detail(part, source)
             if part.field != _REPORT:
                 entries.append(Entry(source.what, part.shown, part.keys, detail))
-        entries += [
-            Entry(account.DROPPED, x.shown, x.keys, self._why_lost(x)) for x in self._unused()
-        ]
+        entries += [Entry(account.DROPPED, x.shown, x.keys, self._lost(x)) for x in self._unused()]
         self._check_something_fits(sources)
         return Matching(sources, entries, list(self._notes(sources)))
 
@@ -152,8 +145,6 @@ class Matcher:
     def _in_unit_of(self, part: Part, own: int | None) -> str | None:
         """How an old moment becomes a new one; None where it cannot."""
         was = None if own is None else self._old[own].unit
-        if was is None or part.unit is None:
-            return None
         return units.conversion(was, part.unit, by_decay=self._by_decay)
 
     def _carried(self, part: Part, own: int, how: str = "") -> Source:
@@ -173,9 +164,7 @@ class Matcher:
         if part.role == _MOMENTS[1]:
             first = self._by_role[_MOMENTS[0], part.keys]
             if position < len(first) and self._old[first[position]].leaf.shape == part.leaf.shape:
-                unit = self._old[first[position]].unit
-                if unit is not None and units.has_gradients(unit):
-                    how = OF_AVERAGES if unit.is_mean else OF_SUMS
+                if how := units.squares_of(self._old[first[position]].unit):
                     return Source(account.ESTIMATED, first[position], how)
         if part.role in _WEIGHTS:
             masters = self._by_role[_WEIGHTS[0], part.keys]
@@ -247,15 +236,10 @@ class Matcher:
             return ""
         return MEAN if now == "acc_grads" else SUM
 
-    def _why_lost(self, part: Part) -> str:
-        """Of a moment for which `like` has a place, but in another unit."""
+    def _lost(self, part: Part) -> str:
+        """Why, of a moment for which `like` has a place, but in another unit."""
         places = [x.unit for x in self._like if (x.role, x.keys) == (part.role, part.keys)]
-        new = [x for x in places if x is not None]
-        if part.unit is None or any(
-            units.conversion(part.unit, x, by_decay=False) is not None for x in new
-        ):
-            return ""
-        return units.lost(part.unit, new) if new else ""
+        return units.lost(part.unit, places)
 
     def _detail(self, part: Part, source: Source) -> str:
         if source.how:
@@ -285,7 +269,7 @@ class Matcher:
         found = [x for x in sources if x is not None]
         if any(x.old is not None or x.what == account.RESET for x in found) or not found:
             return
-        if not any(x.leaf is not None for x in self._old) or any(map(self._why_lost, self._old)):
+        if not any(x.leaf is not None for x in self._old) or any(map(self._lost, self._old)):
             return
         came = ", ".join(sorted({x.shown or "arrays" for x in self._old if x.leaf is not None}))
         raise ValueError(
@@ -311,14 +295,12 @@ class Matcher:
             notes.append(_WEIGHTED)
         if carried and any(x.old is None for x in steps):
             notes.append(_NO_STEP)
-        return [*notes, *dict.fromkeys(x for pair in pairs for x in self._notes_of_unit(*pair))]
-
-    def _notes_of_unit(self, part: Part, source: Source) -> list[str]:
-        """What was presumed of a first moment."""
-        if part.role != _MOMENTS[0] or source.old is None or part.unit is None:
-            return []
-        was = self._old[source.old].unit
-        return [] if was is None else units.note(was, part.unit, source.how)
+        became = [
+            (self._old[s.old].unit, x.unit, s.how)
+            for x, s in pairs
+            if x.role == _MOMENTS[0] and s.old is not None
+        ]
+        return [*notes, *units.notes(became)]
 
 
 def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:

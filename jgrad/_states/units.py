@@ -4,7 +4,7 @@ A state of jgrad says it by its second moments: beside some there are averages. 
 by what stands before and behind it in its chain: `trace` behind the learning rate sums updates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -27,6 +27,11 @@ _ACCUMULATORS = {"trace", "ema"}  # of whatever comes along
 # What an array is made of, as accounts say it.
 NEGATED = "-mw, a sum of updates for one of steps or the reverse"
 AVERAGED, SUMMED = "(1 - momentum_decay) mw", "mw / (1 - momentum_decay)"
+# The mean square of gradients, by an average of them with momentum 0.9 or by such a sum. Of noise
+# with variance v the average has the variance v (1 - 0.9) / (1 + 0.9), and the sum v / (1 - 0.9^2).
+# An element may be near 0 by chance, so none is below the mean of its leaf.
+_OF_AVERAGES, _OF_SUMS = "19 max(mw^2, its mean)", "0.19 max(mw^2, its mean)"
+SQUARES_OF = {_OF_AVERAGES: 19.0, _OF_SUMS: 0.19}
 
 _OPEN = (
     "mw: {states} not say whether momentum is a sum of gradients (`gradient_descent`) or of steps "
@@ -164,17 +169,21 @@ def said(function: str, name: str, momentum: Momentum) -> Unit:
     return _SAID[momentum]
 
 
-def conversion(was: Unit, now: Unit, *, by_decay: bool) -> str | None:
+def conversion(was: Unit | None, now: Unit | None, *, by_decay: bool) -> str | None:
     """How one becomes the other; "" where it stays as it is, None where it cannot.
 
     Args:
-      was: the unit of before.
+      was: the unit of before; None for what is no moment.
       now: the new one.
       by_decay: whether the decay of sums is known.
     """
-    of, to = _taken(was, now)
-    if PRECONDITIONED in (was.of, now.of) and _ANY in (was.of, now.of):
+    if (
+        was is None
+        or now is None
+        or (PRECONDITIONED in (was.of, now.of) and _ANY in (was.of, now.of))
+    ):
         return None
+    of, to = _taken(was, now)
     if of == to and was.is_mean == now.is_mean:
         return ""
     if of == to == GRADIENTS:
@@ -186,39 +195,46 @@ def conversion(was: Unit, now: Unit, *, by_decay: bool) -> str | None:
 
 def _taken(was: Unit, now: Unit) -> tuple[str, str]:
     """What both are of, where one that does not say it is taken for what the other one is."""
-    of, to = was.of or _as_of_jgrad(now.of), now.of or _as_of_jgrad(was.of)
-    return of, to
+    return was.of or _as_of_jgrad(now.of), now.of or _as_of_jgrad(was.of)
 
 
 def _as_of_jgrad(of: str) -> str:
     return STEPS if of == UPDATES else of
 
 
-def has_gradients(unit: Unit) -> bool:
-    """Whether it holds gradients, or may hold them."""
-    return unit.of in (GRADIENTS, _ANY)
+def squares_of(unit: Unit | None) -> str:
+    """How squares of gradients are estimated by a first moment; "" where it has no gradients."""
+    if unit is None or unit.of not in (GRADIENTS, _ANY):
+        return ""
+    return _OF_AVERAGES if unit.is_mean else _OF_SUMS
 
 
-def lost(was: Unit, now: Sequence[Unit]) -> str:
-    """Why a moment is dropped, for its line in an account."""
+def lost(was: Unit | None, now: Sequence[Unit | None]) -> str:
+    """Why a moment is dropped, for its line in an account; "" where its unit is not the reason."""
+    if not now or was is None:
+        return ""
+    if any(conversion(was, x, by_decay=False) is not None for x in now):
+        return ""
     return f"{was}, where `like` has {' and '.join(dict.fromkeys(map(str, now)))}"
 
 
-def note(was: Unit, now: Unit, how: str) -> list[str]:
-    """What a first moment was taken for that is kept, for an account."""
-    notes = []
+def notes(became: Iterable[tuple[Unit | None, Unit | None, str]]) -> list[str]:
+    """What is said of first moments that are kept, each with its new unit and how it was made."""
+    pairs = [(was, now, how) for was, now, how in became if was is not None and now is not None]
+    return [*dict.fromkeys(text for own in pairs for text in _notes(*own))]
+
+
+def _notes(was: Unit, now: Unit, how: str) -> Iterator[str]:
     names = [name for name, x in (("old", was), ("like", now)) if not x.is_certain]
     if names:
         of = _taken(was, now)[names[0] == "like"]
         states, arguments = (
             " and ".join(form.format(x) for x in names) for form in ("`{}`", "`{}_momentum=`")
         )
-        text = _OPEN.format(
+        yield _OPEN.format(
             states=f"{states} {'does' if len(names) == 1 else 'do'}",
             taken=f"a sum of {of}" if of else "the same in both",
             arguments=f"{arguments} {'says' if len(names) == 1 else 'say'}",
         )
-        notes.append(text)
     if was.is_mean != now.is_mean and not how:
-        notes.append(_AVERAGES if was.is_mean else _SUMS)
-    return notes
+        yield _AVERAGES if was.is_mean else _SUMS

@@ -190,7 +190,7 @@ class New(NamedTuple):
 
     method: Any
     unit: str
-    options: dict[str, Any] = {}
+    options: dict[str, Any]
     said: str | None = None
 
     @property
@@ -218,8 +218,8 @@ NEW = {
         {"trust_coefficient": ETA, "rate_in_momentum": False},
         said="scaled gradients",
     ),
-    "adam": New(jgrad.adam, "averages"),
-    "lamb": New(jgrad.lamb, "averages"),
+    "adam": New(jgrad.adam, "averages", {}),
+    "lamb": New(jgrad.lamb, "averages", {}),
     "muon": New(
         jgrad.muon,
         "averages",
