@@ -65,7 +65,8 @@ def carry_over(
     conversion, so what `old` has is dropped. The states of `gradient_descent` and `lars` look
     alike, and a `trace` in a chain of optax does not always show where the learning rate is: then
     both sides are taken for the same, a note says it, and `old_momentum` and `like_momentum` say
-    better.
+    better. States of `optax.adamax` and `optax.contrib.adopt` look like Adam's, in files those of
+    `optax.adabelief` do, and hold other numbers: give `reset=True`.
 
     Args:
       old: a state, of arrays.
@@ -73,7 +74,8 @@ def carry_over(
         `jax.eval_shape(tx.init, params)`. Of arrays, only numbers of a wrapper that `old` does not
         have are read, such as a loss scale.
       params: the parameters, where the state has copies or averages of weights that `old` does not
-        have. Copies in float32 are made of those in `old`, if it has some.
+        have. Copies in float32 are made of those in `old`, if it has some. The averages of a state
+        of `optax.contrib.schedule_free`, which it does not store, are made of these and its z.
       strict: an error where anything is dropped or new.
       rename: the new path of each old one, of leaves or of whole subtrees: {"encoder/l0":
         "encoder/layers/0"}. Keys are joined by slashes.

@@ -163,9 +163,10 @@ class Matcher:
             return self._carried(part, steps[0])  # of optax, which counts once
         if part.role == _MOMENTS[1]:
             first = self._by_role[_MOMENTS[0], part.keys]
-            if position < len(first) and self._old[first[position]].leaf.shape == part.leaf.shape:
-                if how := units.squares_of(self._old[first[position]].unit):
-                    return Source(account.ESTIMATED, first[position], how)
+            was = self._old[first[position]] if position < len(first) else None
+            how = "" if was is None else units.squares_of(was.unit)
+            if was is not None and how and was.leaf.shape == part.leaf.shape:
+                return Source(account.ESTIMATED, first[position], how)
         if part.role in _WEIGHTS:
             masters = self._by_role[_WEIGHTS[0], part.keys]
             for own in masters:

@@ -109,7 +109,7 @@ def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
     if trees.flatten(mu)[1] != trees.flatten(nu)[1]:  # SM3, whose `nu` is its momentum
         return {"mu": Unit("largest squares", False), "nu": Unit(PRECONDITIONED, True)}
     pairs = zip(jax.tree.leaves(mu), jax.tree.leaves(nu), strict=True)
-    if any(m.shape and not n.shape for m, n in pairs):  # NovoGrad, a number per leaf
+    if any(len(m.shape) > len(n.shape) for m, n in pairs):  # NovoGrad, a number per leaf
         return {"mu": Unit(PRECONDITIONED, False), "nu": Unit("squares of norms", True)}
     return found
 
@@ -177,11 +177,7 @@ def conversion(was: Unit | None, now: Unit | None, *, by_decay: bool) -> str | N
       now: the new one.
       by_decay: whether the decay of sums is known.
     """
-    if (
-        was is None
-        or now is None
-        or (PRECONDITIONED in (was.of, now.of) and _ANY in (was.of, now.of))
-    ):
+    if was is None or now is None or {was.of, now.of} == {PRECONDITIONED, _ANY}:
         return None
     of, to = _taken(was, now)
     if of == to and was.is_mean == now.is_mean:
