@@ -122,7 +122,11 @@ OLD = {
     "optax.adabelief": Old(optax.adabelief(0.01), "averages", mean(0.9)),
     "optax.acprop": Old(optax.contrib.acprop(0.01), "averages", mean(0.9)),
     "optax.lion": Old(optax.lion(0.01), "averages", mean(0.99)),
-    "optax.signum": Old(optax.signum(0.01), "averages", mean(0.9)),
+    "optax.ema": Old(
+        optax.chain(optax.ema(0.9, debias=False), optax.scale_by_sign(), optax.scale(-0.01)),
+        "averages",
+        mean(0.9),
+    ),
     "optax.sgd": without_step(optax.sgd(0.1, momentum=BETA), "gradients", gradients),
     "optax.sgd, a schedule": Old(
         optax.sgd(falling, momentum=BETA, nesterov=True), "gradients", gradients
