@@ -194,7 +194,7 @@ class _Leaves:
         assert i is not None
         x = self._arg.leaves[i]
         if source.how:
-            x = where_it_lies(functools.partial(self._made, source.how), x)
+            x = where_it_lies(functools.partial(self._made, source.how, i), x)
         return _in_form(self._arg, i, like, x)
 
     def _like_leaf(self, part: Part) -> Any:
@@ -216,22 +216,22 @@ class _Leaves:
             raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
         return x
 
-    def _made(self, how: str, x: Any) -> Any:
+    def _made(self, how: str, i: int, x: Any) -> Any:
         """What is neither the array of before nor another form of it."""
         if how == matching.OF_COUNT:
             return x.astype(jnp.float32)
         x = encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
         if how in matching.SQUARES:
             return _mean_square(x, matching.SQUARES[how])
-        count = self._count.astype(x.dtype)
+        count = jnp.asarray(self._arg.leaves[self._counts[self._parts[i].owner]]).astype(x.dtype)
         return x * count if how == matching.SUM else x / jnp.maximum(count, jnp.ones_like(count))
 
     @functools.cached_property
-    def _count(self) -> jax.Array:
-        """The mini-batches in the open window."""
-        found = [i for i, x in enumerate(self._parts) if x.role in matching.COUNTS]
-        counts = [i for i in found if self._parts[i].role == matching.COUNTS[0]] or found
-        return jnp.asarray(self._arg.leaves[counts[0]])
+    def _counts(self) -> dict[Keys, int]:
+        """Where the number of mini-batches in an open window is, by the owner of the window."""
+        found = enumerate(self._parts)
+        counts = [(matching.COUNTS.index(x.role), i) for i, x in found if x.role in matching.COUNTS]
+        return {self._parts[i].owner: i for _, i in sorted(counts, reverse=True)}
 
 
 def _mean_square(x: jax.Array, factor: float) -> jax.Array:
