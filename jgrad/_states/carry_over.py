@@ -41,9 +41,15 @@ def carry_over(
                           = w                  `master`, `average` and `z`
                           = 0                  other moments and counters
 
-    Parts are found by their meaning and by the paths of parameters. So wrappers may be added,
-    removed and reordered, and `old` may be a state of jgrad, of optax, or what orbax restores
-    without a target. Arrays become 8 bits or come back, and trees are packed or unpacked.
+    Parts are matched by what they mean and by the paths of their parameters, so wrappers may be
+    added, removed and reordered, and `old` may be a state of jgrad or optax, or what orbax restores
+    without a target. The `value` of a flax variable does not belong to a path. Arrays become 8 bits
+    or come back, and trees are packed or unpacked. Where several parts mean the same, each goes to
+    the wrapper or optimizer that is most like its own, so that a state of the same recipe comes back
+    bit for bit.
+
+    Moments keep the step that belongs to them. Any other counter goes on from one that has counted
+    the same thing: updates inside of `accumulate`, mini-batches around it.
 
     The step is kept: schedules and bias correction count it. A second moment that starts at zero
     beside a large step would make the first steps of Adam far too long. So where a first moment is
@@ -63,7 +69,8 @@ def carry_over(
         "encoder/layers/0"}. Keys are joined by slashes.
       reset: moments to set to zero: a prefix tree of bools, `by_path`, or a function of the
         parameters' `jax.ShapeDtypeStruct`s that returns one. Without `params`, the shapes are those
-        of the first tree of moments in `like`.
+        of the first tree of moments in `like`. True resets all of them: so you keep the step where
+        no moment fits, which is an error otherwise.
 
     Returns:
       `(state, account)`. The state has the structure, shapes and dtypes of `like`; no two of its
@@ -71,8 +78,9 @@ def carry_over(
       line for each subtree that went one way; its attributes are tuples of names. It is static.
 
     Raises:
-      ValueError: a leaf has another shape, nothing fits, parameters are missing, a path in
-        `rename` is not there; with `strict`, anything is dropped or new.
+      ValueError: a leaf has another shape, nothing fits, both states have moments and none is kept,
+        parameters are missing, a path in `rename` is not there; with `strict`, anything is dropped
+        or new.
       TypeError: `like` is a transformation, or a leaf is of another kind.
 
     Example:

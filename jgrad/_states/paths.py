@@ -106,10 +106,12 @@ def chosen(
 
     Args:
       function: whose errors they are.
-      reset: the mask.
+      reset: the mask; True for all leaves.
       params: parameters or shapes, packed or not; or None.
       like: the new state, not packed, whose moments stand for parameters that are None.
     """
+    if reset is True:
+        return {x.keys for x in parts.read(like)}
     tree = parts.moments_tree(like) if params is None else packing.shapes(params)
     tree = trees.map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     if trees.is_function(reset, tree):

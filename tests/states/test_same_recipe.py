@@ -1,16 +1,12 @@
 """The state of a recipe comes back as it was, for random stacks of wrappers of jgrad and optax."""
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 import jgrad
-from tests.support.errors import assert_error
+from tests.support.states import as_file, assert_same_bits, filled
 
 W = {"w": jnp.ones((16, 256), jnp.bfloat16), "b": jnp.ones(5), "layer": {"w": jnp.ones((4, 3))}}
 IS_MATRIX = {"w": True, "b": False, "layer": {"w": True}}
@@ -137,32 +133,6 @@ def shapes_of(tx):
         return jax.eval_shape(tx.init, W)
 
 
-def filled(shapes, seed):
-    """A state with other numbers in each array."""
-    rng = np.random.default_rng(seed)
-
-    def fill(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.key(rng.integers(99))
-        if jnp.issubdtype(x.dtype, jnp.bool_):
-            return jnp.asarray(rng.integers(2, size=x.shape), bool)
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return jnp.asarray(rng.integers(1, 99, x.shape), x.dtype)
-        return jnp.asarray(2.0 ** rng.integers(-9, 9, x.shape), x.dtype)
-
-    state = jax.tree.map(fill, shapes)
-    return jgrad.pack(jgrad.unpack(state), like=state)  # where padding is zero
-
-
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert x.dtype == y.dtype
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = map(jax.random.key_data, (x, y))
-        np.testing.assert_array_equal(x, y)
-
-
 seeds = st.integers(0, 2**31)
 many = settings(max_examples=8 * settings.default.max_examples)
 
@@ -178,19 +148,8 @@ def state_of(recipe, seed):
 def test_the_same_bits(recipe, seed):
     old = state_of(recipe, seed)
     state, account = jgrad.carry_over(old, like=old, strict=True)
-    assert_same(state, old)
+    assert_same_bits(state, old)
     assert not account.converted + account.reset
-
-
-def as_file(node):
-    """What is left of the types of a state in a file: dictionaries and lists, and nothing for None."""
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        node = node._asdict()
-    elif type(node) is jgrad.Packed:
-        node = {"buffers": node.buffers}
-    if isinstance(node, Mapping):
-        return {key: as_file(x) for key, x in node.items() if x is not None}
-    return list(map(as_file, node)) if isinstance(node, tuple | list) else node
 
 
 def without_named_chains(recipe):
@@ -205,7 +164,7 @@ def without_named_chains(recipe):
 def test_the_same_bits_of_a_file(recipe, seed):
     old = state_of(recipe, seed)
     state, _ = jgrad.carry_over(as_file(old), like=old, strict=True)
-    assert_same(state, old)
+    assert_same_bits(state, old)
 
 
 # Kinds, the recipe with one more part, and the state of the old recipe in that of the new one.
@@ -240,9 +199,9 @@ def test_one_more_and_one_less(recipe, seed, added):
     old = state_of(recipe, seed)
     like = filled(shapes_of(wrapped(make(recipe))), seed + 1)
     state, account = jgrad.carry_over(old, like=like)
-    assert_same(inner(state), old)
+    assert_same_bits(inner(state), old)
     assert not account.dropped
-    assert_same(jgrad.carry_over(state, like=old)[0], old)
+    assert_same_bits(jgrad.carry_over(state, like=old)[0], old)
 
 
 def relabeled(recipe):
@@ -259,4 +218,4 @@ def relabeled(recipe):
 def test_other_labels(recipe, seed):
     old, like = state_of(recipe, seed), state_of(relabeled(recipe), seed + 1)
     state, _ = jgrad.carry_over(old, like=like, strict=True)
-    assert_same(jax.tree.leaves(state), jax.tree.leaves(old))
+    assert_same_bits(jax.tree.leaves(state), jax.tree.leaves(old))
