@@ -62,12 +62,15 @@ class Layout:
         return WIDTH
 
     def tree(self, dtypes: Mapping[str, Any] | None = None) -> PyTree:
-        """Shapes and dtypes of what was packed; the dtypes of buffers where they are given."""
+        """Shapes and dtypes of what was packed, None for None.
+
+        Where dtypes of buffers are given, the leaves have these; None for a dtype of None.
+        """
         of_buffers = dtypes or {}
         structs = [
             None
-            if span is None
-            else jax.ShapeDtypeStruct(span.layers.shape, of_buffers.get(span.buffer, span.dtype))
+            if span is None or (dtype := of_buffers.get(span.buffer, span.dtype)) is None
+            else jax.ShapeDtypeStruct(span.layers.shape, dtype)
             for span in self._spans
         ]
         return self._structure.unflatten(structs)

@@ -196,7 +196,7 @@ def unpack(tree: PyTree) -> PyTree:
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """The unpacked tree, with shapes and dtypes for what is packed."""
+    """The unpacked tree, with shapes and dtypes for what is packed; None where a buffer is None."""
 
     def of_node(x: Any) -> Any:
         if not isinstance(x, Packed):
@@ -204,7 +204,8 @@ def shapes(tree: PyTree) -> PyTree:
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
             return jax.eval_shape(unpack, x)
-        return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
+        known = [(name, b) for name, b in buffers if b is None or hasattr(b, "dtype")]
+        return x.layout.tree({name: getattr(b, "dtype", None) for name, b in known})
 
     return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or isinstance(x, Packed))
 

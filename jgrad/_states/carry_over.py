@@ -48,9 +48,15 @@ def carry_over(
                           = w                  `master`, `average` and `z`
                           = 0                  other moments and counters
 
-    Parts are found by their meaning and by the paths of parameters. So wrappers may be added,
-    removed and reordered, and `old` may be a state of jgrad, of optax, or what orbax restores
-    without a target. Arrays become 8 bits or come back, and trees are packed or unpacked.
+    Parts are matched by what they mean and by the paths of their parameters, so wrappers may be
+    added, removed and reordered, and `old` may be a state of jgrad or optax, or what orbax restores
+    without a target. The `value` of a flax variable does not belong to a path. Arrays become 8 bits
+    or come back, and trees are packed or unpacked. Where several parts mean the same, each goes to
+    the wrapper or optimizer that is most like its own, so that a state of the same recipe comes back
+    bit for bit.
+
+    Moments keep the step that belongs to them. Any other counter goes on from one that has counted
+    the same thing: updates inside of `accumulate`, mini-batches around it.
 
     The step is kept: schedules and bias correction count it. A second moment that starts at zero
     beside a large step would make the first steps of Adam far too long. So where a first moment is
@@ -81,7 +87,8 @@ def carry_over(
         "encoder/layers/0"}. Keys are joined by slashes.
       reset: moments to set to zero: a prefix tree of bools, `by_path`, or a function of the
         parameters' `jax.ShapeDtypeStruct`s that returns one. Without `params`, the shapes are those
-        of the first tree of moments in `like`.
+        of the first tree of moments in `like`. True resets all of them: so you keep the step where
+        no moment fits, which is an error otherwise.
       old_momentum: what momentum in `old` holds, where the state leaves it open: "gradients" or
         "averages" of them; "scaled gradients" by trust ratios, as with `lars(rate_in_momentum=
         False)`; "steps", as in `lars`; or "updates", their negative, as in `optax.lars`.
@@ -95,9 +102,9 @@ def carry_over(
       line for each subtree that went one way; its attributes are tuples of names. It is static.
 
     Raises:
-      ValueError: a leaf has another shape, nothing fits, parameters are missing, a path in
-        `rename` is not there, momentum is said to hold what it does not; with `strict`, anything is
-        dropped or new.
+      ValueError: a leaf has another shape, nothing fits, both states have moments and none is kept,
+        parameters are missing, a path in `rename` is not there, momentum is said to hold what it
+        does not; with `strict`, anything is dropped or new.
       TypeError: `like` is a transformation, or a leaf is of another kind.
 
     Example:
@@ -117,17 +124,16 @@ def carry_over(
     params = None if params is None else arrays_of(params)
     old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
     shapes = packing.shapes(like)
-    before = _with_units("old", parts.read(packing.shapes(old)), old_momentum)
-    after = _with_units("like", parts.read(shapes), like_momentum)
+    has_decay = momentum_decay is not None
+    before = _with_units("old", parts.read(packing.shapes(old)), old_momentum, has_decay)
+    after = _with_units("like", parts.read(shapes), like_momentum, has_decay)
     factors = _factors(momentum_decay)
     _check("old", before)
     _check("like", after)
     named = paths.renamed(_NAME, before, after, rename or {})
     chosen = () if reset is None else paths.chosen(_NAME, reset, params, shapes)
-    found = Matcher(_NAME, named, after, chosen, by_decay=momentum_decay is not None).match()
-    if momentum_decay is not None and not any(
-        x.how in _BY_DECAY for x in filter(None, found.sources)
-    ):
+    found = Matcher(_NAME, named, after, chosen).match()
+    if has_decay and not any(x.how in _BY_DECAY for x in filter(None, found.sources)):
         came = f"{momentum_decay}, expected None: no sum of gradients becomes an average here"
         raise ValueError(f"{_NAME}: `momentum_decay`: {came}, nor an average a sum.")
     account = Account.of_entries(found.entries, found.notes)
@@ -153,18 +159,23 @@ def _check(name: str, state: list[Part]) -> None:
             raise TypeError(f"{_NAME}: `{name}`{checks.at(part.path)}: {came}.")
 
 
-def _with_units(name: str, state: list[Part], momentum: Momentum | None) -> list[Part]:
-    """With the unit of first moments that the user names, where the state leaves it open."""
-    if momentum is None:
-        return state
-    unit = units.said(_NAME, f"{name}_momentum", momentum)
-    is_open = [
-        x.field == parts.MW and x.unit is not None and units.is_open(x.name, x.unit) for x in state
+def _with_units(
+    name: str, state: list[Part], momentum: Momentum | None, has_decay: bool
+) -> list[Part]:
+    """With the units of first moments that the user names, where the state leaves them open."""
+    new = units.said(_NAME, f"{name}_momentum", momentum)
+    firsts = [
+        (i, x.unit) for i, x in enumerate(state) if x.field == parts.MW and x.unit is not None
     ]
-    if not any(is_open):
+    is_open = {i for i, unit in firsts if new is not None and units.is_open(state[i].name, unit)}
+    if new is not None and not is_open:
         came = f"{momentum!r}, expected None: `{name}` has no momentum of which it may be said"
         raise ValueError(f"{_NAME}: `{name}_momentum`: {came}.")
-    return [x._replace(unit=unit) if own else x for x, own in zip(state, is_open, strict=True)]
+    state = list(state)
+    for i, unit in firsts:
+        own = new if new is not None and i in is_open else unit
+        state[i] = state[i]._replace(unit=own._replace(has_decay=has_decay))
+    return state
 
 
 def _factors(momentum_decay: Scalar | None) -> dict[str, Any]:
@@ -253,7 +264,7 @@ class _Leaves:
         assert i is not None
         x = self._arg.leaves[i]
         if source.how:
-            x = where_it_lies(functools.partial(self._made, source.how), x)
+            x = where_it_lies(functools.partial(self._made, source.how, i), x)
         return _in_form(self._arg, i, like, x)
 
     def _like_leaf(self, part: Part) -> Any:
@@ -286,7 +297,7 @@ class _Leaves:
     def _of(self, *role: str) -> list[int]:
         return [i for i, x in enumerate(self._parts) if x.role == role and x.leaf is not None]
 
-    def _made(self, how: str, x: Any) -> Any:
+    def _made(self, how: str, i: int, x: Any) -> Any:
         """What is neither the array of before nor another form of it."""
         if how == matching.OF_COUNT:
             return x.astype(jnp.float32)
@@ -297,15 +308,15 @@ class _Leaves:
             return _mean_square(x, units.SQUARES_OF[how])
         if how in self._factors:
             return x * jnp.asarray(self._factors[how]).astype(x.dtype)
-        count = self._count.astype(x.dtype)
+        count = jnp.asarray(self._arg.leaves[self._counts[self._parts[i].owner]]).astype(x.dtype)
         return x * count if how == matching.SUM else x / jnp.maximum(count, jnp.ones_like(count))
 
     @functools.cached_property
-    def _count(self) -> jax.Array:
-        """The mini-batches in the open window."""
-        found = [i for i, x in enumerate(self._parts) if x.role in matching.COUNTS]
-        counts = [i for i in found if self._parts[i].role == matching.COUNTS[0]] or found
-        return jnp.asarray(self._arg.leaves[counts[0]])
+    def _counts(self) -> dict[Keys, int]:
+        """Where the number of mini-batches in an open window is, by the owner of the window."""
+        found = enumerate(self._parts)
+        counts = [(matching.COUNTS.index(x.role), i) for i, x in found if x.role in matching.COUNTS]
+        return {self._parts[i].owner: i for _, i in sorted(counts, reverse=True)}
 
 
 def _mean_square(x: jax.Array, factor: float) -> jax.Array:

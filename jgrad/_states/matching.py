@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jgrad._states import account, forms, parts, units
 from jgrad._states.account import Entry
+from jgrad._states.owners import Owners
 from jgrad._states.parts import Keys, Part
 from jgrad._trees import checks
 
@@ -26,18 +27,17 @@ _WEIGHTS = [
     (parts.SCHEDULE_FREE, "average"),
 ]
 _TOTAL, _COUNT = (parts.ACCUMULATE, "total"), (parts.ACCUMULATE, "count")
+_TREES = (*_MOMENTS, *_WEIGHTS, _TOTAL)  # those of one array have no keys
 _MINI_STEP, _WEIGHT = (parts.ACCUMULATE, "mini_step"), (parts.ACCUMULATE, "weight")
-_LOSSES = (parts.SPIKES, "losses")
 _Z, _AVERAGE, _B1, _DONE = ((parts.SCHEDULE_FREE, x) for x in ("z", "average", "b1", "done"))
+_SHOWN = 3  # leaves in a message
 COUNTS = (_COUNT, _MINI_STEP)  # of a window; optax has the second one only
 _SCALE = (parts.SKIP, "loss_scale")
-_REPORT = "report"  # is measured again
 # Kinds whose numbers start at zero.
 _START_AT_ZERO = (
     *(parts.MOMENTS, parts.ACCUMULATE, parts.SKIP, parts.SPIKES, parts.EMA, parts.SCHEDULE_FREE),
     *(parts.STOCHASTIC, parts.COUNTER),
 )
-_STEPS = (parts.MOMENTS, parts.COUNTER, parts.ACCUMULATE)
 
 _BIAS = (
     "{names}: zero beside a step that is kept, which schedules and bias correction count: Adam's "
@@ -80,72 +80,55 @@ class Matcher:
       old: the parts of the old state, by their paths in the new one.
       like: the parts of the new state.
       reset: paths of parameters whose moments start at zero.
-      by_decay: whether the decay of sums of gradients is known, by which they become averages.
     """
 
     def __init__(
-        self,
-        function: str,
-        old: Sequence[Part],
-        like: Sequence[Part],
-        reset: Collection[Keys],
-        *,
-        by_decay: bool = False,
+        self, function: str, old: Sequence[Part], like: Sequence[Part], reset: Collection[Keys]
     ) -> None:
         self._function, self._old, self._like, self._reset = function, old, like, reset
-        self._by_decay = by_decay
         self._by_role = _by_role(old)
-        self._steps = [i for kind in _STEPS for i in self._by_kind_of_step(kind)]
+        self._owners = Owners(old, like)
+        self._own = self._owners.assigned()
+        self._own |= self._owners.steps(self._own)
+        self._numbers, self._old_numbers = map(_numbers, (like, old))
         self._used: set[int] = set()
 
     def match(self) -> Matching:
         """All of it."""
-        seen: collections.Counter[Any] = collections.Counter()
         sources: list[Source | None] = []
         entries = []
-        for part in self._like:
+        for i, part in enumerate(self._like):
             if part.leaf is None:
                 sources.append(None)
                 continue
-            key = (parts.STEP, ()) if part.is_step else (part.role, part.keys)
-            source = self._source(part, seen[key])
-            seen[key] += 1
+            source = self._source(i, part)
             sources.append(source)
             detail = self._detail(part, source)
-            if part.field != _REPORT:
+            if part.field != parts.REPORT:
                 entries.append(Entry(source.what, part.shown, part.keys, detail))
         entries += [Entry(account.DROPPED, x.shown, x.keys, self._lost(x)) for x in self._unused()]
         self._check_something_fits(sources)
         return Matching(sources, entries, list(self._notes(sources)))
 
-    def _by_kind_of_step(self, kind: str) -> list[int]:
-        found = enumerate(self._old)
-        return [i for i, x in found if x.is_step and x.kind == kind and x.leaf is not None]
-
-    def _source(self, part: Part, position: int) -> Source:
-        """That of the leaf that is the n-th of its role and its parameter."""
-        if part.is_step:
-            if not self._steps:
-                done = self._by_role[_DONE, ()]
-                how = ONE_LESS if done and self._old[done[0]].name == "step_count" else ""
-                return self._carried(part, done[0], how) if done else Source(account.ZERO)
-            return self._carried(part, self._steps[min(position, len(self._steps) - 1)])
-        found = self._by_role[part.role, part.keys]
-        own = found[position] if position < len(found) else None
+    def _source(self, i: int, part: Part) -> Source:
+        """That of a leaf."""
+        own = self._own.get(i)
         if part.role in _MOMENTS and part.keys in self._reset:
-            self._used.update(found)
+            self._used.update(self._by_role[part.role, part.keys])
             return Source(account.RESET)
-        if part.unit is not None and self._in_unit_of(part, own) is None:
-            rest = (i for i in found if i not in self._used)
-            own = next((i for i in rest if self._in_unit_of(part, i) is not None), None)
+        if part.is_step and own is None:
+            done = self._by_role[_DONE, ()]
+            how = ONE_LESS if done and self._old[done[0]].name == "step_count" else ""
+            return self._carried(part, done[0], how) if done else Source(account.ZERO)
         if own is not None and self._may_be_carried(part, own):
             return self._carried(part, own, self._made_by(part, own))
-        return self._new(part, position)
+        return self._new(i, part)
 
-    def _in_unit_of(self, part: Part, own: int | None) -> str | None:
-        """How an old moment becomes a new one; None where it cannot."""
-        was = None if own is None else self._old[own].unit
-        return units.conversion(was, part.unit, by_decay=self._by_decay)
+    def _of_owner(self, part: Part, *fields: str) -> int | None:
+        """Where the old state has the first of these numbers of the owner of a new leaf."""
+        new = (self._numbers.get((part.owner, field)) for field in fields)
+        found = (self._own.get(i) for i in new if i is not None)
+        return next((own for own in found if own is not None), None)
 
     def _carried(self, part: Part, own: int, how: str = "") -> Source:
         self._check_shape(part, own)
@@ -153,20 +136,18 @@ class Matcher:
         same = not how and forms.is_form_of(self._old[own].leaf, part.leaf)
         return Source(account.KEPT if same else account.CONVERTED, own, how)
 
-    def _new(self, part: Part, position: int) -> Source:
+    def _new(self, i: int, part: Part) -> Source:
         """Of a leaf that the old state does not have."""
-        counts = [*self._by_role[_COUNT, ()], *self._by_role[_MINI_STEP, ()]]
-        if part.role == _WEIGHT and counts:
-            return self._carried(part, counts[0], OF_COUNT)
-        steps = self._by_role[_MINI_STEP, ()]
-        if part.role == _COUNT and steps and not self._is_lost(_WEIGHT):
-            return self._carried(part, steps[0])  # of optax, which counts once
+        count = self._of_owner(part, _COUNT[1], _MINI_STEP[1])
+        if part.role == _WEIGHT and count is not None:
+            return self._carried(part, count, OF_COUNT)
+        if part.role == _COUNT and count is not None and not self._loses_weights(part):
+            return self._carried(part, count)  # of optax, which counts once
         if part.role == _MOMENTS[1]:
-            first = self._by_role[_MOMENTS[0], part.keys]
-            was = self._old[first[position]] if position < len(first) else None
-            how = "" if was is None else units.squares_of(was.unit)
-            if was is not None and how and was.leaf.shape == part.leaf.shape:
-                return Source(account.ESTIMATED, first[position], how)
+            first = self._owners.most_alike(i, self._by_role[_MOMENTS[0], part.keys])
+            how = "" if first is None else units.squares_of(self._old[first].unit)
+            if first is not None and how and self._old[first].leaf.shape == part.leaf.shape:
+                return Source(account.ESTIMATED, first, how)
         if part.role in _WEIGHTS:
             masters = self._by_role[_WEIGHTS[0], part.keys]
             for own in masters:
@@ -182,14 +163,13 @@ class Matcher:
         if part.role == _SCALE and not checks.is_array(part.leaf):
             return Source(account.FROM_LIKE, None, ONE)
         is_integer = jnp.issubdtype(part.leaf.dtype, jnp.integer)
-        is_number_of_user = part.role in (_SCALE, _B1) or (
-            part.kind == parts.COUNTER and not is_integer
-        )
+        is_hyperparameter = part.kind == parts.COUNTER and not is_integer
+        is_number_of_user = part.role in (_SCALE, _B1) or is_hyperparameter
         if part.kind in _START_AT_ZERO and not is_number_of_user:
             return Source(account.ZERO)
         if checks.is_array(part.leaf):
             return Source(account.FROM_LIKE)
-        if (is_integer and not part.leaf.shape) or part.field == _REPORT:
+        if (is_integer and not part.leaf.shape) or part.field == parts.REPORT:
             return Source(account.ZERO)
         problem = "the shape of a part that `old` does not have, and that starts at unknown numbers"
         remedy = "expected arrays: `like=tx.init(params)`"
@@ -201,21 +181,21 @@ class Matcher:
         A window of losses begins anew with its counters, and one of weighted gradients with its
         sum, if gradients are not weighted any more.
         """
+        if part.is_step:
+            return True
         if part.kind == parts.SPIKES and part.field in ("losses", "accepted", "streak"):
-            return self._is_alike(_LOSSES)
-        if part.role in (_TOTAL, _COUNT, _MINI_STEP) and self._is_lost(_WEIGHT):
+            was, now = self._of_owner(part, "losses"), self._numbers[part.owner, "losses"]
+            return was is not None and self._old[was].leaf.shape == self._like[now].leaf.shape
+        if part.role in (_TOTAL, _COUNT, _MINI_STEP) and self._loses_weights(part):
             return False
         is_known = part.kind in (*_START_AT_ZERO, parts.MASTER, parts.PLAIN)
         return is_known or self._old[own].leaf.shape == part.leaf.shape
 
-    def _is_alike(self, role: tuple[str, str]) -> bool:
-        old, new = (
-            [x.leaf.shape for x in own if x.role == role] for own in (self._old, self._like)
-        )
-        return old == new
-
-    def _is_lost(self, role: tuple[str, str]) -> bool:
-        return any(x.role == role for x in self._old) and all(x.role != role for x in self._like)
+    def _loses_weights(self, part: Part) -> bool:
+        """Whether the window of a new leaf is none of weighted gradients, as it was."""
+        own = self._of_owner(part, _MINI_STEP[1])
+        was = own is not None and (self._old[own].owner, _WEIGHT[1]) in self._old_numbers
+        return was and (part.owner, _WEIGHT[1]) not in self._numbers
 
     def _check_shape(self, part: Part, own: int) -> None:
         old = self._old[own]
@@ -229,7 +209,7 @@ class Matcher:
     def _made_by(self, part: Part, own: int) -> str:
         """optax's `MultiSteps` has the mean of a window, ours has the sum; moments have units."""
         if part.unit is not None:
-            return self._in_unit_of(part, own) or ""
+            return units.conversion(self._old[own].unit, part.unit) or ""
         was, now = self._old[own].name, part.name
         if part.role == _DONE and was != now:
             return ONE_MORE if now == "step_count" else ONE_LESS
@@ -254,7 +234,8 @@ class Matcher:
 
     def _unused(self) -> list[Part]:
         """What the new state has no place for. Of counters of one thing one is enough."""
-        has_step = any(x.is_step for x in self._like)
+        steps = [i for i in self._used if self._old[i].is_step]
+        counted = set(map(self._owners.clock_of_old, steps))
         if self._by_role[_COUNT, ()] and any(x.name == "acc_grads" for x in self._like):
             self._used.update(self._by_role[_COUNT, ()])
         return [
@@ -262,20 +243,35 @@ class Matcher:
             for i, x in enumerate(self._old)
             if x.leaf is not None
             and i not in self._used
-            and not (x.is_step and has_step)
-            and x.field != _REPORT
+            and not (x.is_step and self._owners.clock_of_old(i) in counted)
+            and x.field != parts.REPORT
         ]
 
     def _check_something_fits(self, sources: Sequence[Source | None]) -> None:
-        found = [x for x in sources if x is not None]
-        if any(x.old is not None or x.what == account.RESET for x in found) or not found:
+        pairs = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
+        had = [x for x in self._old if x.leaf is not None]
+        if not (pairs and had) or any(map(self._lost, had)):
             return
-        if not any(x.leaf is not None for x in self._old) or any(map(self._lost, self._old)):
+        if any(s.old is not None or s.what == account.RESET for _, s in pairs):
+            self._check_moments(pairs, [x for x in had if x.is_moment])
             return
-        came = ", ".join(sorted({x.shown or "arrays" for x in self._old if x.leaf is not None}))
+        came = ", ".join(sorted({x.shown or "arrays" for x in had}))
         raise ValueError(
             f"{self._function}: `old`: {came}, of which `like` has nothing, expected the state of "
             "an optimizer for the same parameters."
+        )
+
+    def _check_moments(self, pairs: Sequence[tuple[Part, Source]], had: Sequence[Part]) -> None:
+        """Some of the moments are kept, where both have some, or all are reset."""
+        wanted = [(x, s) for x, s in pairs if x.is_moment]
+        if not had or all(s.what == account.RESET for _, s in wanted):
+            return
+        if any(s.old is not None and (x.keys or x.role in _TREES) for x, s in pairs):
+            return
+        came, expected = _listed(had), _listed([x for x, _ in wanted])
+        raise ValueError(
+            f"{self._function}: `old`: {came}, of which `like` would keep none, expected {expected}: "
+            "name other paths by `rename`, or begin with zeros by `reset=True`."
         )
 
     def _notes(self, sources: Sequence[Source | None]) -> list[str]:
@@ -292,7 +288,7 @@ class Matcher:
         if new and any(x.old is not None for x in steps):
             names = Entry("", new[0].shown, new[0].keys).name
             notes.append(_BIAS.format(names=names if len(new) == 1 else f"vw of {len(new)} leaves"))
-        if self._is_lost(_WEIGHT) and any(x.role == _TOTAL for x in self._like):
+        if any(x.role == _TOTAL and self._loses_weights(x) for x in self._like):
             notes.append(_WEIGHTED)
         if carried and any(x.old is None for x in steps):
             notes.append(_NO_STEP)
@@ -310,3 +306,16 @@ def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:
         if x.leaf is not None:
             found[x.role, x.keys].append(i)
     return found
+
+
+def _numbers(state: Sequence[Part]) -> Mapping[tuple[Keys, str], int]:
+    """Where the numbers of owners are, those that are there."""
+    found = enumerate(state)
+    return {(x.owner, x.field): i for i, x in found if x.leaf is not None and not x.keys}
+
+
+def _listed(found: Sequence[Part]) -> str:
+    """Names of leaves, as accounts have them."""
+    names = [Entry("", x.shown, x.keys).name for x in found]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -5,7 +5,7 @@ has others, and files that are read without a target have dictionaries of the fi
 this file reads field names, which are the same in both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +23,15 @@ _INSIDE = (
     *("inner", "inner_state", "inner_states", "inner_opt_state", "base_optimizer_state"),
     "opt_state",
 )
+_LABELED = "inner_states"  # of a partition: a state for each label
 MOMENTS, ACCUMULATE, SKIP, SPIKES = "moments", "accumulate", "skip_nonfinite", "skip_spikes"
 MASTER, EMA, SCHEDULE_FREE = "master_weights", "ema", "schedule_free"
 STOCHASTIC, HYPERBALL = "stochastic_rounding", "hyperball"
 COUNTER, PLAIN = "counter", ""
 MW, VW, STEP, PER_OUTPUT = "mw", "vw", "step", "vw per output"
+REPORT = "report"  # is measured again
+# Fields whose keys are not those of parameters.
+WITHOUT_PARAMETERS = (REPORT, "hyperparams", "hyperparams_states")
 
 # In accounts.
 _NAMED = (ACCUMULATE, SKIP, SPIKES, MASTER, EMA, SCHEDULE_FREE, STOCHASTIC, HYPERBALL)
@@ -67,6 +71,7 @@ class Part(NamedTuple):
       leaf: an array, its shape, `Blocks`, or None.
       path: in the state, for messages.
       name: of the field, as it came.
+      owner: the path of the state of which it is a field.
       unit: what a moment holds; None for others.
     """
 
@@ -76,6 +81,7 @@ class Part(NamedTuple):
     leaf: Any
     path: str
     name: str
+    owner: Keys
     unit: Unit | None = None
 
     @property
@@ -86,7 +92,12 @@ class Part(NamedTuple):
     @property
     def is_step(self) -> bool:
         """Whether it counts the updates of an optimizer."""
-        return self.field == STEP
+        return self.field == STEP and not self.keys
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is a moment of a parameter."""
+        return self.kind == MOMENTS and self.field in (MW, VW, PER_OUTPUT)
 
     @property
     def shown(self) -> str:
@@ -98,8 +109,8 @@ class Part(NamedTuple):
 
 
 def keys_of(path: tuple[Any, ...]) -> Keys:
-    """The keys of a path as text."""
-    return tuple(path_rules.keys_of(path))
+    """The keys of a path as text; that of a variable of flax is that of its array."""
+    return tuple(path_rules.keys_of(path_rules.without_value(path)))
 
 
 def read(state: PyTree) -> list[Part]:
@@ -113,28 +124,47 @@ def moments_tree(state: PyTree) -> PyTree:
     if pairs is None:
         return None
     fields = _fields(state, pairs)
-    if fields and _kind(fields) == MOMENTS:
-        found = [x for key, x in pairs if keys_of((key,))[0] in _OF_MOMENTS]
+    if fields is None:
+        inside = [x for _, x in pairs]
+    elif _kind(fields) == MOMENTS:
+        found = [x for (_, x), name in zip(pairs, fields, strict=True) if name in _OF_MOMENTS]
         return next((x for x in found if jax.tree.leaves(x)), None)
-    inside = (x for key, x in pairs if fields is None or keys_of((key,))[0] in _INSIDE)
+    else:
+        own = zip(pairs, fields, strict=True)
+        inside = [x for (_, child), name in own for _, x in _states_in(name, child)]
     return next((x for x in map(moments_tree, inside) if x is not None), None)
 
 
+def _states_in(field: str, child: PyTree) -> list[tuple[tuple[Any, ...], PyTree]]:
+    """The states in a field and their paths there; names of labels may be those of fields."""
+    pairs = trees.children(child) if field == _LABELED else None
+    if pairs is not None:
+        return [((key,), x) for key, x in pairs]
+    return [((), child)] if field in _INSIDE else []
+
+
 def _of_state(
-    node: PyTree, path: tuple[Any, ...], keys: Keys, chains: tuple[Chain, ...] = ()
+    node: PyTree, path: tuple[Any, ...], plain: tuple[Any, ...], chains: tuple[Chain, ...] = ()
 ) -> Iterator[Part]:
-    """The parts of a wrapper, a chain or a partition."""
+    """The parts of a wrapper, a chain or a partition.
+
+    Args:
+      node: its state.
+      path: of the state.
+      plain: the end of the path that leads through no field.
+      chains: that the state is in.
+    """
+    owner = tuple(path_rules.keys_of(path))
     pairs = trees.children(node)
     if pairs is None:
-        yield Part(PLAIN, "", keys, node, jax.tree_util.keystr(path), "")
+        yield Part(PLAIN, "", keys_of(plain), node, jax.tree_util.keystr(path), "", owner)
         return
     fields = _fields(node, pairs)
     if fields is None:
         links = [x for _, x in pairs]
         for i, (key, child) in enumerate(pairs):
             own = ((links, i),) if isinstance(node, tuple | list) else ()
-            inner = (*keys, *keys_of((key,)))
-            yield from _of_state(child, (*path, key), inner, (*chains, *own))
+            yield from _of_state(child, (*path, key), (*plain, key), (*chains, *own))
         return
     kind = _kind(fields)
     of_moments = {}
@@ -143,21 +173,31 @@ def _of_state(
         of_moments = units.of_fields(node, children, chains)
     for (key, child), name in zip(pairs, fields, strict=True):
         if name in _INSIDE:
-            yield from _of_state(child, (*path, key), keys, chains)
+            for inner, state in _states_in(name, child):
+                yield from _of_state(state, (*path, key, *inner), (*plain, *inner), chains)
             continue
         field = _FIELDS.get(kind, {}).get(name, name)
         for inner, leaf in jax.tree_util.tree_leaves_with_path(child, is_leaf=trees.is_leaf):
             here = jax.tree_util.keystr((*path, key, *inner))
-            yield Part(kind, field, keys_of(inner), leaf, here, name, of_moments.get(name))
+            unit = of_moments.get(name)
+            yield Part(kind, field, keys_of(inner), leaf, here, name, owner, unit)
 
 
 def _fields(node: PyTree, pairs: list[tuple[Any, PyTree]]) -> list[str] | None:
     """The names of the fields, if the node is the state of something and no container of states."""
-    names = ["/".join(keys_of((key,))) for key, _ in pairs]
+    names = [path_rules.shown((key,)) for key, _ in pairs]
     if isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, Blocks):
         return names
-    is_record = isinstance(node, dict) and not _KNOWN.isdisjoint(names)
-    return names if is_record else None
+    is_record = isinstance(node, Mapping) and not _KNOWN.isdisjoint(names)
+    return names if is_record and not _is_container(node) else None
+
+
+def _is_container(node: PyTree) -> bool:
+    """Whether it holds states and nothing else, by names that may be those of fields."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return not isinstance(node, Blocks)
+    children = node.values() if isinstance(node, Mapping) else node
+    return isinstance(node, tuple | list | Mapping) and all(map(_is_container, children))
 
 
 def _kind(fields: list[str]) -> str:

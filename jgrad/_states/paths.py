@@ -1,5 +1,6 @@
 """`rename` and `reset`: parameters that a user names, by paths or by masks."""
 
+import collections
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -13,6 +14,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 _SHOWN = 3  # paths named in a message
+_VALUE = "value"
 
 
 def renamed(
@@ -24,12 +26,12 @@ def renamed(
     if not (is_mapping and all(isinstance(x, str) for pair in both for x in pair)):
         expected = "a mapping of old paths to new ones, keys joined by slashes"
         raise TypeError(f"{function}: `rename`: {rename!r}, expected {expected}.")
-    rules = {tuple(a.split("/")): tuple(b.split("/")) for a, b in both}
-    for name, parts_of, paths in ("old", old, rules), ("like", like, rules.values()):
-        known = {x.keys for x in parts_of if x.leaf is not None and x.keys}
-        for path in paths:
-            _check_there(function, name, path, known)
+    known = [{x.keys for x in state if x.leaf is not None and x.keys} for state in (old, like)]
+    rules = {
+        _there(function, "old", a, known[0]): _there(function, "like", b, known[1]) for a, b in both
+    }
     new = [x._replace(keys=_new_keys(x.keys, rules)) for x in old]
+    new = _aligned(new, like)
     seen: dict[tuple[tuple[str, str], Keys], Part] = {}
     for was, now in zip(old, new, strict=True):
         if now.leaf is None or not now.keys:
@@ -49,10 +51,46 @@ def _new_keys(keys: Keys, rules: Mapping[Keys, Keys]) -> Keys:
     return keys
 
 
-def _check_there(function: str, name: str, path: Keys, known: Collection[Keys]) -> None:
-    if any(keys[: len(path)] == path for keys in known):
-        return
-    text, there = "/".join(path), ["/".join(keys) for keys in sorted(known)]
+def _aligned(old: Sequence[Part], like: Sequence[Part]) -> list[Part]:
+    """The parts of the old state by the paths of the new one, whichever of them has variables.
+
+    In files that were read without a target the array of a variable of flax has the key `value`.
+    Models have such keys, too, but not alone in a subtree.
+    """
+    olds, likes = map(_by_role, (old, like))
+    everything = {x.keys for x in like}
+    new: dict[tuple[str, str], dict[Keys, Keys]] = {}
+    for role, known in olds.items():
+        there = likes.get(role, everything)
+        variables = {keys[:-1] for keys in _of_variables(known)} & there
+        without = {keys[:-1]: keys for keys in _of_variables(there)}
+        new[role] = {
+            keys: keys[:-1] if keys[:-1] in variables else without.get(keys, keys)
+            for keys in known - there
+        }
+    return [x._replace(keys=new[x.role].get(x.keys, x.keys)) for x in old]
+
+
+def _by_role(state: Sequence[Part]) -> dict[tuple[str, str], set[Keys]]:
+    found: dict[tuple[str, str], set[Keys]] = {}
+    for x in state:
+        found.setdefault(x.role, set()).add(x.keys)
+    return found
+
+
+def _of_variables(known: Collection[Keys]) -> list[Keys]:
+    """The paths that end in `value`, with no other leaf beside it."""
+    leaves_below = collections.Counter(keys[:end] for keys in known for end in range(len(keys)))
+    return [x for x in known if x[-1:] == (_VALUE,) and leaves_below[x[:-1]] == 1]
+
+
+def _there(function: str, name: str, text: str, known: Collection[Keys]) -> Keys:
+    """The path of one leaf or subtree at least; that of a variable may end in `value`."""
+    path = tuple(text.split("/"))
+    for end in (path, path[:-1] if path[1:] and path[-1] == _VALUE else path):
+        if any(keys[: len(end)] == end for keys in known):
+            return end
+    there = ["/".join(keys) for keys in sorted(known)]
     near = difflib.get_close_matches(text, there, _SHOWN, 0) or there[:_SHOWN]
     what = f"no such path in `{name}`, expected one such as {', '.join(near)}"
     raise ValueError(f"{function}: `rename`: {text}: {what}.")
@@ -68,10 +106,12 @@ def chosen(
 
     Args:
       function: whose errors they are.
-      reset: the mask.
+      reset: the mask; True for all leaves.
       params: parameters or shapes, packed or not; or None.
       like: the new state, not packed, whose moments stand for parameters that are None.
     """
+    if reset is True:
+        return {x.keys for x in parts.read(like)}
     tree = parts.moments_tree(like) if params is None else packing.shapes(params)
     tree = trees.map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     if trees.is_function(reset, tree):

@@ -54,11 +54,13 @@ class Unit(NamedTuple):
       of: what it is a sum or an average of.
       is_mean: an average, in which a new gradient has weight 1 - beta; in a sum it has 1.
       is_certain: the state says it; else it is presumed.
+      has_decay: the decay of sums is known, by which they become averages.
     """
 
     of: str
     is_mean: bool
     is_certain: bool = True
+    has_decay: bool = False
 
     def __str__(self) -> str:
         return f"{'averages' if self.is_mean else 'sums'} of {self.of}"
@@ -98,7 +100,7 @@ def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
     mu, nu = fields.get("mu"), fields.get("nu")
     if "hessian_fn_state" in fields:
         return {"nu": Unit("a Hessian", True)}
-    if isinstance(state, dict):  # of a file, which has no types
+    if isinstance(state, Mapping):  # of a file, which has no types
         found = {"nu": Unit(_ANY, True, False)}
     elif type(state).__name__ == "ScaleByBeliefState":
         found = {"nu": Unit("squares of deviations", True)}
@@ -163,30 +165,31 @@ def is_open(name: str, unit: Unit) -> bool:
     return name in _ACCUMULATORS or not unit.is_certain
 
 
-def said(function: str, name: str, momentum: Momentum) -> Unit:
-    """The unit that a user names."""
+def said(function: str, name: str, momentum: Momentum | None) -> Unit | None:
+    """The unit that a user names, if any."""
+    if momentum is None:
+        return None
     values.one_of(function, name, momentum, tuple(_SAID))
     return _SAID[momentum]
 
 
-def conversion(was: Unit | None, now: Unit | None, *, by_decay: bool) -> str | None:
-    """How one becomes the other; "" where it stays as it is, None where it cannot.
-
-    Args:
-      was: the unit of before; None for what is no moment.
-      now: the new one.
-      by_decay: whether the decay of sums is known.
-    """
+def conversion(was: Unit | None, now: Unit | None) -> str | None:
+    """How one becomes the other; "" where it stays as it is, None where it cannot."""
     if was is None or now is None or {was.of, now.of} == {PRECONDITIONED, _ANY}:
         return None
     of, to = _taken(was, now)
     if of == to and was.is_mean == now.is_mean:
         return ""
     if of == to == GRADIENTS:
-        return (AVERAGED if now.is_mean else SUMMED) if by_decay else ""
+        return (AVERAGED if now.is_mean else SUMMED) if was.has_decay else ""
     if {of, to} == {STEPS, UPDATES} and was.is_mean == now.is_mean:
         return NEGATED
     return None
+
+
+def may_become(was: Unit | None, now: Unit | None) -> bool:
+    """Whether there is a conversion; for what is no moment there always is."""
+    return was is None or now is None or conversion(was, now) is not None
 
 
 def _taken(was: Unit, now: Unit) -> tuple[str, str]:
@@ -209,7 +212,7 @@ def lost(was: Unit | None, now: Sequence[Unit | None]) -> str:
     """Why a moment is dropped, for its line in an account; "" where its unit is not the reason."""
     if not now or was is None:
         return ""
-    if any(conversion(was, x, by_decay=False) is not None for x in now):
+    if any(may_become(was, x) for x in now):
         return ""
     return f"{was}, where `like` has {' and '.join(dict.fromkeys(map(str, now)))}"
 
