@@ -139,6 +139,7 @@ MUTATIONS = [
     Mutation("scaled_by_trust_ratio", "masked leaves have a ratio", "X and np.any(_[_])", "X", MATRIX),
     Mutation("scaled_by_trust_ratio", "masks in a buffer are ignored", "isinstance(_[_], np.ndarray)", "False", PACKED),
     # ---- _packed
+    Mutation("packing.shapes", "a buffer that is None has shapes", "X is None or Y", "Y", "tests/states/test_empty_buffers.py"),
     Mutation("to_blocks", "stacked layers in another order", "(*X, *Y)", "(*Y, *X)", "tests/packed"),
     Mutation("layout_of", "max_size is ignored", "_ is not None and math.prod(_.shape) > _", "False", "tests/packed/test_layouts.py"),
     Mutation("layout_of", "multiple_of is ignored", "-(-X // _) * _", "X", "tests/packed/test_layouts.py"),
@@ -238,6 +239,15 @@ MUTATIONS = [
     Mutation("units._notes", "what is presumed of momentum is not said", "not X.is_certain", "False", "tests/states/test_units.py"),
     Mutation("_Leaves._average", "the average of optax's schedule_free is its parameters", "(X - _) / Y", "X", "tests/wrappers/test_schedule_free.py"),
     Mutation("_is_per_output", "second moments of NorMuon are Adam's", "len(shape) == len(whole)", "False", "tests/states/test_carry_over.py"),
+    Mutation("Owners.assigned", "of two moments the first is taken", "len(X) > 1", "False", "tests/states/test_owners.py"),
+    Mutation("Owners.steps", "batches are counted as updates", "_.clock_of(X) == Y", "True", "tests/states/test_owners.py"),
+    Mutation("Owners.steps", "moments have the step of others", "(_[X.owner], Y, *Z)", "(Y, *Z)", "tests/states/test_owners.py"),
+    Mutation("Owners._compared", "owners in other places are the same", "X == Y", "True", "tests/states/test_same_recipe.py"),
+    Mutation("_Leaves._made", "the windows of all labels have one count", "_._counts[X]", "min(self._counts.values())", "tests/states/test_owners.py"),
+    Mutation("_states_in", "labels may be fields", "X == _LABELED", "False", "tests/states/test_owners.py"),
+    Mutation("parts.keys_of", "variables are subtrees", "path_rules.without_value(X)", "X", "tests/states/test_variables.py"),
+    Mutation("paths._of_variables", "each value is a variable's", "_[_] == 1", "True", "tests/states/test_variables.py"),
+    Mutation("Matcher._check_moments", "a state of which no moment is kept", "not X or _", "True", "tests/states/test_carry_over.py"),
     Mutation("_without_shared_arrays", "two leaves are one array", "id(x) in seen", "False", "tests/states/test_carry_over.py"),
     # ---- _wrappers
     Mutation("stochastic_rounding", "the counter does not count", "optax.safe_increment(X)", "X", "tests/wrappers/test_stochastic_rounding.py"),

@@ -52,8 +52,8 @@ def carry_over(
     added, removed and reordered, and `old` may be a state of jgrad or optax, or what orbax restores
     without a target. The `value` of a flax variable does not belong to a path. Arrays become 8 bits
     or come back, and trees are packed or unpacked. Where several parts mean the same, each goes to
-    the wrapper or optimizer that is most like its own, so that a state of the same recipe comes back
-    bit for bit.
+    the wrapper or optimizer that is most like its own, so that a state of the same recipe comes
+    back bit for bit.
 
     Moments keep the step that belongs to them. Any other counter goes on from one that has counted
     the same thing: updates inside of `accumulate`, mini-batches around it.

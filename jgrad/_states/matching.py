@@ -270,8 +270,8 @@ class Matcher:
             return
         came, expected = _listed(had), _listed([x for x, _ in wanted])
         raise ValueError(
-            f"{self._function}: `old`: {came}, of which `like` would keep none, expected {expected}: "
-            "name other paths by `rename`, or begin with zeros by `reset=True`."
+            f"{self._function}: `old`: {came}, of which `like` would keep none, expected "
+            f"{expected}: name other paths by `rename`, or begin with zeros by `reset=True`."
         )
 
     def _notes(self, sources: Sequence[Source | None]) -> list[str]:

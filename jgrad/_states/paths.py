@@ -1,4 +1,4 @@
-"""`rename` and `reset`: parameters that a user names, by paths or by masks."""
+"""`rename` and `reset`: parameters that a user names, by paths or by masks; paths of variables."""
 
 import collections
 import difflib
@@ -31,7 +31,7 @@ def renamed(
         _there(function, "old", a, known[0]): _there(function, "like", b, known[1]) for a, b in both
     }
     new = [x._replace(keys=_new_keys(x.keys, rules)) for x in old]
-    new = _aligned(new, like)
+    new = _aligned(old, new, like)
     seen: dict[tuple[tuple[str, str], Keys], Part] = {}
     for was, now in zip(old, new, strict=True):
         if now.leaf is None or not now.keys:
@@ -51,24 +51,27 @@ def _new_keys(keys: Keys, rules: Mapping[Keys, Keys]) -> Keys:
     return keys
 
 
-def _aligned(old: Sequence[Part], like: Sequence[Part]) -> list[Part]:
-    """The parts of the old state by the paths of the new one, whichever of them has variables.
+def _aligned(old: Sequence[Part], new: Sequence[Part], like: Sequence[Part]) -> list[Part]:
+    """The renamed parts by the paths of `like`, whichever of both states has variables.
 
     In files that were read without a target the array of a variable of flax has the key `value`.
     Models have such keys, too, but not alone in a subtree.
     """
-    olds, likes = map(_by_role, (old, like))
+    variables = {role: _of_variables(known) for role, known in _by_role(old).items()}
     everything = {x.keys for x in like}
-    new: dict[tuple[str, str], dict[Keys, Keys]] = {}
-    for role, known in olds.items():
-        there = likes.get(role, everything)
-        variables = {keys[:-1] for keys in _of_variables(known)} & there
-        without = {keys[:-1]: keys for keys in _of_variables(there)}
-        new[role] = {
-            keys: keys[:-1] if keys[:-1] in variables else without.get(keys, keys)
-            for keys in known - there
-        }
-    return [x._replace(keys=new[x.role].get(x.keys, x.keys)) for x in old]
+    likes = {role: (known, _of_variables(known)) for role, known in _by_role(like).items()}
+    other = everything, _of_variables(everything)
+
+    def aligned(was: Part, keys: Keys) -> Keys:
+        known, of_variables = likes.get(was.role, other)
+        if keys in known:
+            return keys
+        if was.keys in variables[was.role] and keys[:-1] in known:
+            return keys[:-1]
+        return (*keys, _VALUE) if (*keys, _VALUE) in of_variables else keys
+
+    pairs = zip(old, new, strict=True)
+    return [x._replace(keys=aligned(was, x.keys)) for was, x in pairs]
 
 
 def _by_role(state: Sequence[Part]) -> dict[tuple[str, str], set[Keys]]:
@@ -78,10 +81,10 @@ def _by_role(state: Sequence[Part]) -> dict[tuple[str, str], set[Keys]]:
     return found
 
 
-def _of_variables(known: Collection[Keys]) -> list[Keys]:
+def _of_variables(known: Collection[Keys]) -> set[Keys]:
     """The paths that end in `value`, with no other leaf beside it."""
     leaves_below = collections.Counter(keys[:end] for keys in known for end in range(len(keys)))
-    return [x for x in known if x[-1:] == (_VALUE,) and leaves_below[x[:-1]] == 1]
+    return {x for x in known if x[-1:] == (_VALUE,) and leaves_below[x[:-1]] == 1}
 
 
 def _there(function: str, name: str, text: str, known: Collection[Keys]) -> Keys:

@@ -734,3 +734,57 @@ def test_rename_is_a_mapping():
         TypeError, match=r"`rename`: .*, expected a mapping of old paths to new ones"
     ):
         jgrad.carry_over(old, like=old, rename=[("a", "b")])
+
+
+# ---- no moment is kept -------------------------------------------------------------------------
+
+NONE_IS_KEPT = {
+    "other parameters": (
+        make().init(W),
+        make().init({"x": P["a"], "y": P["a"]}),
+        "mw/embed/table, mw/layers/0/b, mw/layers/0/w and 7 more, of which `like` would keep none, "
+        "expected mw/x, mw/y, vw/x and 1 more",
+    ),
+    "another moment": (
+        optax.chain(optax.scale_by_rms(), optax.scale_by_schedule(lambda step: 0.1)).init(P),
+        jgrad.gradient_descent(0.1, momentum=0.9).init(P),
+        "vw/a, of which `like` would keep none, expected mw/a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NONE_IS_KEPT)
+def test_the_step_alone_is_not_a_state(name):
+    """Moments that begin anew beside it are asked for."""
+    old, like, problem = NONE_IS_KEPT[name]
+    remedy = "name other paths by `rename`, or begin with zeros by `reset=True`"
+    assert_error(
+        ValueError,
+        f"carry_over: `old`: {problem}: {remedy}.",
+        lambda: jgrad.carry_over(old, like=like),
+    )
+    state, account = jgrad.carry_over(old, like=like, reset=True)
+    assert_same(state, like)
+    assert account.kept == ("step",)
+    assert not account.zero
+    some = jax.tree.map(lambda x: False, like.mw)
+    with pytest.raises(ValueError, match="`like` would keep none"):
+        jgrad.carry_over(old, like=like, reset=some)
+
+
+def test_reset_of_all_labels():
+    """Without parameters, too: those of each label are in a tree of its own."""
+    tx = optax.partition({"a": make(), "b": make()}, _labels("a", "b"))
+    like = jax.eval_shape(tx.init, W)
+    state, account = jgrad.carry_over(make().init(P), like=like, reset=True)
+    assert len(account.reset) == 10
+    assert_same(state, tx.init(W))
+
+
+def test_states_without_moments():
+    """On the way to a method that has none they are dropped; from one, they begin at zero."""
+    without, old = jgrad.gradient_descent(0.1), trained(make())[1]
+    state, account = carried(old, without)
+    assert (account.kept, len(account.dropped)) == (("step",), 10)
+    again, account = carried(state, make())
+    assert (int(again.step), account.kept, len(account.zero)) == (3, ("step",), 10)

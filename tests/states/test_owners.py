@@ -1,5 +1,7 @@
 """Counters, moments and windows go to whom they belong, where several have the same meaning."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,13 +190,13 @@ def test_of_two_moments_each_finds_its_own():
 FIELDS = ("ema", "step", "inner", "count", "mu", "inner_state")
 
 
-@pytest.mark.parametrize("new", [("z", "a"), *zip(FIELDS, FIELDS[1:], strict=False)])
+@pytest.mark.parametrize("new", [("z", "a"), *itertools.pairwise(FIELDS)])
 def test_labels(new):
     """By the parameters of a label, whatever it is called; its counters and windows with them."""
     windowed = labeled(accumulate(adam), optax.adam(0.1))
     old = state_of(windowed)
     renamed = labeled(accumulate(adam), optax.adam(0.1), *new)
-    state, account = carried(old, renamed, strict=True)
+    state, _ = carried(old, renamed, strict=True)
     for was, now in zip("wb", new, strict=True):
         assert_same_bits(state.inner_states[now], old.inner_states[was])
     assert_same_bits(carried(state, windowed, strict=True)[0], old)
