@@ -161,9 +161,7 @@ def _of_state(
         return
     fields = _fields(node, pairs)
     if fields is None:
-        links = [x for _, x in pairs]
-        for i, (key, child) in enumerate(pairs):
-            own = ((links, i),) if isinstance(node, tuple | list) else ()
+        for (key, child), own in zip(pairs, units.places(node, pairs), strict=True):
             yield from _of_state(child, (*path, key), (*plain, key), (*chains, *own))
         return
     kind = _kind(fields)

@@ -5,7 +5,7 @@ by what stands before and behind it in its chain: `trace` behind the learning ra
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,6 @@ from jgrad._trees.path_rules import keys_of
 from jgrad._trees.trees import PyTree
 
 Momentum = Literal["gradients", "averages", "scaled gradients", "steps", "updates"]
-# The links of a chain that encloses a state, and which of them it is in.
-Chain = tuple[Sequence[PyTree], int]
-
 GRADIENTS, SCALED, STEPS, UPDATES = "gradients", "scaled gradients", "steps", "updates"
 PRECONDITIONED, SQUARES = "preconditioned gradients", "squares of gradients"
 _ANY = ""  # the state does not say it
@@ -45,6 +42,20 @@ _AVERAGES = (
     "mw: averages of gradients in `old`, sums in `like`: first too small by 1 - beta1."
     " `momentum_decay=` converts them."
 )
+
+
+class Chain(NamedTuple):
+    """A chain that a state stands in.
+
+    Attributes:
+      links: the states in it.
+      place: which of them it is.
+      is_whole: whether the last links are known.
+    """
+
+    links: Sequence[PyTree]
+    place: int
+    is_whole: bool
 
 
 class Unit(NamedTuple):
@@ -116,15 +127,31 @@ def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
     return found
 
 
+def places(node: PyTree, pairs: Sequence[tuple[Any, PyTree]]) -> list[tuple[Chain, ...]]:
+    """The place of each child in a chain, if the node is one.
+
+    A pure dictionary of flax's nnx has numbers as keys, and no links that hold nothing.
+    """
+    names = [keys_of((key,))[0] for key, _ in pairs]
+    is_whole = isinstance(node, tuple | list)
+    if not is_whole and not all(map(str.isdecimal, names)):
+        return [()] * len(pairs)
+    numbers = [*range(len(pairs))] if is_whole else [*map(int, names)]
+    links: list[PyTree] = [()] * (max(numbers, default=-1) + 1)
+    for i, (_, child) in zip(numbers, pairs, strict=True):
+        links[i] = child
+    return [(Chain(links, i, is_whole),) for i in numbers]
+
+
 def _of_accumulator(chains: Sequence[Chain], *, is_mean: bool) -> Unit:
     """Of optax's `trace` or `ema`, which takes whatever comes along its chain.
 
     The learning rate is before it where nothing comes behind it, as in `optax.lars`, or where a
     schedule is before it and none behind. Most links have no state: then this is a presumption.
     """
-    parts = [_without_averages(links, i) for links, i in chains]
+    parts = [_without_averages(x.links, x.place) for x in chains]
     before = [x for own, _ in parts for x in own]
-    behind = [x for _, own in parts for x in own]
+    behind = [x for _, own in parts for x in own] or not all(x.is_whole for x in chains)
     own = next((x for x in reversed(parts) if any(x)), ([], []))
     by_schedule = any(map(_is_rate, own[0])) and not any(map(_is_rate, own[1]))
     # Of a chain inside a chain one link before is more often a clipping than the rate.
@@ -147,8 +174,8 @@ def _without_averages(links: Sequence[PyTree], i: int) -> tuple[list[PyTree], li
 
 def _is_rate(link: PyTree) -> bool:
     """Whether it is a schedule, which is that of the learning rate in most chains."""
-    names = [keys_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(link)]
-    return names == [["count"]] and type(link).__name__ != "WeightDecaySchedule"
+    fields = [keys_of(path)[:1] for path, _ in jax.tree_util.tree_leaves_with_path(link)]
+    return fields == [["count"]] and type(link).__name__ != "WeightDecaySchedule"
 
 
 def _preconditions(link: PyTree) -> bool:

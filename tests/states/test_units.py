@@ -361,6 +361,30 @@ def test_files_without_a_target(tmp_path):
             assert sorted(str(found[1]).splitlines()) == sorted(str(expected[1]).splitlines())
 
 
+def pure(state):
+    """As `nnx.to_pure_dict` writes it: numbers for places in chains, and nothing that is empty."""
+    fields = getattr(state, "_fields", None)
+    if isinstance(state, dict):
+        return {name: pure(x) for name, x in state.items()}
+    if not isinstance(state, tuple):
+        return state
+    pairs = zip(fields or range(len(state)), state, strict=True)
+    return {name: pure(x) for name, x in pairs if jax.tree.leaves(x)}
+
+
+@pytest.mark.parametrize("old", IN_FILES)
+def test_pure_dictionaries(old):
+    """What stands behind is not known there, so a note says what was presumed."""
+    for new in NEW:
+        found, expected = (
+            jgrad.carry_over(x, like=like_of(new), like_momentum=NEW[new].said)
+            for x in (pure(trained(old)[1]), trained(old)[1])
+        )
+        jax.tree.map(np.testing.assert_array_equal, found[0], expected[0])
+        if OLD[old].unit == "updates" and NEW[new].unit == "steps":
+            assert "`old` does not say" in str(found[1])
+
+
 def trace_of(state):
     return optax.tree.get(state, "trace")
 
