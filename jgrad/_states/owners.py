@@ -143,7 +143,6 @@ class Owners:
             self._like.kinds[new] == self._old.kinds[old],
             _in_common(self._like.fields[new], self._old.fields[old]),
             self._like.clocks[new] == self._old.clocks[old],
-            new == old,
             _common_end(new, old),
         )
 

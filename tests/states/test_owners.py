@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.support.states import assert_same_bits, filled
+from tests.support.states import as_file, assert_same_bits, filled
 
 W = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
 
@@ -169,6 +169,22 @@ def test_a_counter_of_another_thing_is_lost():
     assert not carried(old, adam, strict=True)[1].dropped
 
 
+def test_in_places_whose_paths_end_alike():
+    tx = optax.chain(optax.chain(adam, scheduled), scheduled)
+    old = state_of(tx)
+    assert old[0][1].count != old[1].count
+    assert_same_bits(carried(old, tx, strict=True)[0], old)
+
+
+def test_moments_bring_their_step():
+    """Though what counts for more parameters is around them."""
+    old = state_of(hyperball(labeled(optax.adam(0.1), optax.trace(0.9))))
+    own = old.inner.inner_states["w"].inner_state[0]
+    assert old.done != own.count
+    state, _ = carried(old, adam)
+    assert int(state.step) == int(own.count)
+
+
 # ---- moments -----------------------------------------------------------------------------------
 
 
@@ -199,7 +215,8 @@ def test_labels(new):
     state, _ = carried(old, renamed, strict=True)
     for was, now in zip("wb", new, strict=True):
         assert_same_bits(state.inner_states[now], old.inner_states[was])
-    assert_same_bits(carried(state, windowed, strict=True)[0], old)
+    for before in (state, as_file(state)):
+        assert_same_bits(carried(before, windowed, strict=True)[0], old)
     whole, _ = carried(state, adam)
     assert_same_bits(whole.mw["w"], old.inner_states["w"].inner_state.inner.mw["w"])
     assert_same_bits(whole.mw["b"], old.inner_states["b"].inner_state[0].mu["b"])
