@@ -73,7 +73,7 @@ def chosen(
       like: the new state, not packed, whose moments stand for parameters that are None.
     """
     tree = parts.moments_tree(like) if params is None else packing.shapes(params)
-    tree = trees.map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    tree = trees.map_leaves(checks.shape_and_dtype, tree)
     if trees.is_function(reset, tree):
         reset = reset(tree)
     flags = checks.bools(ArgLeaves.from_prefix(function, "reset", reset, "params", tree))

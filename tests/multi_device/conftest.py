@@ -66,6 +66,7 @@ QUICK = {
         "test_specs",
         "test_several_axes",
         "test_rows_of_buffers",
+        "test_numbers",
         "test_an_axis_that_is_not_there",
     ],
     "test_traffic.py": [
