@@ -1,5 +1,6 @@
 """Prints the versions with which an environment runs, and what differs from a record of them.
 
+    python .ci/versions.py
     python .ci/versions.py .ci/newest.txt          # what is newer or older than the record says
     python .ci/versions.py .ci/newest.txt --write  # what is here becomes the record
 
@@ -32,10 +33,14 @@ def recorded(path: pathlib.Path) -> dict[str, str]:
     return dict(ENTRY.findall(path.read_text()))
 
 
-def main(path: pathlib.Path, *options: str) -> None:
+def main(record: str = "", *options: str) -> None:
     """Prints, and writes if asked to."""
-    found, known = here(), recorded(path)
+    found = here()
     print(", ".join(f"{name} {version}" for name, version in found.items()))
+    if not record:
+        return
+    path = pathlib.Path(record)
+    known = recorded(path)
     differences = [
         f"{name} {known[name]} there, {found[name]} here"
         for name in found
@@ -49,4 +54,4 @@ def main(path: pathlib.Path, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
+    main(*sys.argv[1:])
