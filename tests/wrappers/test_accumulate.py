@@ -104,17 +104,17 @@ growing = lambda done: jnp.where(done < 2, 1, 3)  # windows of 1, 1, 3, 3, ...
 
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("every", mostly_slow([2, growing], growing))
-def test_beside_multi_steps(every, mean, x64, standard_promotion):
+def test_beside_multi_steps(every, mean, standard_promotion):
     """Means or sums, windows by the number of updates, and what optax reads of a state."""
     inner = optax.sgd(optax.linear_schedule(0.1, 0.0, 10), momentum=0.9)
-    theirs = optax.MultiSteps(inner, every, use_grad_mean=mean, accumulator_dtype="float64")
+    theirs = optax.MultiSteps(inner, every, use_grad_mean=mean)
     ours = jgrad.accumulate(inner, every, mean=mean)
-    w, *grads = ({"w": p["layer"]["w"]} for p in (params("float64"), *gradients(9, "float64")))
+    w, *grads = ({"w": p["layer"]["w"]} for p in (params(), *gradients(9)))
     rows = zip(every_step(ours, w, grads), every_step(theirs, w, grads), strict=True)
     assert not ours.init(w).has_updated
     updated = []
     for (found, state), (expected, their_state) in rows:
-        chex.assert_trees_all_close(found, expected, rtol=1e-12, atol=1e-12)
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
         assert int(state.gradient_step) == int(their_state.gradient_step)
         assert int(state.mini_step) == int(their_state.mini_step)
         assert bool(state.has_updated) == bool(theirs.has_updated(their_state))
