@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jgrad._trees import shardings
+
 # log(0), finite so that `step * log(beta)` is 0 and not NaN at step 0, and still e^-infinity
 # elsewhere.
 _LOG_OF_ZERO = -1e30
@@ -34,6 +36,7 @@ def floating(x: ArrayLike) -> jax.Array:
 
 def strong(x: jax.Array) -> jax.Array:
     """`x` without a weak type: a weakly typed argument is traced again after one update."""
+    # `weak_type` is not documented, checked in JAX 0.7 to 0.12.
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
@@ -147,7 +150,10 @@ def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     if 0 in x.shape:  # eagerly, JAX has no devices for an empty array with explicit axes
         return jnp.array(x, dtype, copy=True)
     zero = jnp.zeros((), x.dtype if dtype is None else dtype)
-    return jnp.where(x == x, zero, zero)
+    zeros = jnp.where(x == x, zero, zero)
+    # As of 0.12 JAX types a choice between constants as these are, and does not ask what chooses.
+    is_typed = jax.typeof(zeros).sharding.spec == jax.typeof(x).sharding.spec
+    return zeros if is_typed else shardings.sharded_as(zeros, x)
 
 
 def once(x: jax.Array) -> jax.Array:

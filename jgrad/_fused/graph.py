@@ -9,7 +9,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 
 from jgrad._quantized.regions import REGIONS
 
-# Calls that are their body, as far as values go.
+# Calls that are their body, as far as values go. Private names, as are those of primitives and of
+# their parameters in this folder, checked in JAX 0.7 to 0.12.
 _CALLS = {
     "jgrad_step",
     "jit",
@@ -47,11 +48,12 @@ class Operation(NamedTuple):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which it was traced."""
-        manager = getattr(self.context, "manager", None)
+        manager = getattr(self.context, "manager", None)  # private, checked in JAX 0.7 to 0.12
         return contextlib.nullcontext() if manager is None else manager
 
     def bind(self, args: Sequence[Any]) -> list[Any]:
         """Likewise, here: inside a kernel."""
+        # Private, checked in JAX 0.7 to 0.12.
         found = self.primitive.get_bind_params(self.params)
         functions, params = found if isinstance(found, tuple) else ((), found)  # JAX 0.7
         results = self.primitive.bind(*functions, *args, **params)

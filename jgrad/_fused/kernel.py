@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
+from jax.experimental import pallas as pl  # which may change, checked in JAX 0.7 to 0.12
 from jax.experimental.pallas import tpu as pltpu
 
 from jgrad._fused import tiles
@@ -23,7 +23,7 @@ from jgrad._fused.tiles import Keys, Tile
 from jgrad._trees.blocks import SIZE
 from jgrad._trees.shardings import varying_as
 
-try:
+try:  # in neither place promised, checked in JAX 0.7 to 0.12
     from jax import enable_x64
 except ImportError:  # JAX 0.7
     from jax.experimental import enable_x64  # type: ignore[attr-defined, no-redef]

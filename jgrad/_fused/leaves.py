@@ -6,7 +6,7 @@ as far as that is elementwise too: a clipped gradient, one in float32.
 """
 
 from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,16 +27,11 @@ _SAME_VALUE = "copy copy_p stop_gradient optimization_barrier sharding_constrain
 ELEMENTWISE = frozenset(f"{_ARITHMETIC} {_LOGIC} {_SAME_VALUE}".split())
 SAME_VALUE = frozenset(_SAME_VALUE.split())
 
-_DTYPES = frozenset(
-    map(
-        np.dtype,
-        (np.float32, jnp.bfloat16, np.int32, np.uint32, np.uint16, np.int8, np.uint8, bool),
-    )
-)
-KEYS, FLAG = slice(3, 6), 6  # inputs of a region that encodes
-
-_IN_MEMORY = frozenset(map(np.dtype, (np.float32, jnp.bfloat16, np.int32, np.uint32)))
+_KINDS: tuple[Any, ...] = np.float32, jnp.bfloat16, np.int32, np.uint32  # of arrays in memory
+_IN_MEMORY = frozenset(map(np.dtype, _KINDS))
 _STORED = _IN_MEMORY | {np.dtype(np.int8), np.dtype(np.uint8)}
+_DTYPES = _STORED | {np.dtype(np.uint16), np.dtype(bool)}
+KEYS, FLAG = slice(3, 6), 6  # inputs of a region that encodes
 
 
 class Kernel(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # may change, checked in JAX 0.7 to 0.12
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._fused import leaves, two_passes

@@ -22,7 +22,8 @@ from jgrad._trees.trees import PyTree
 
 T = TypeVar("T")
 
-_OF_AXES = "NamedAxisEffect"  # of collectives inside `shard_map`: no order is lost
+# Of collectives inside `shard_map`: no order is lost. A private name, checked in JAX 0.7 to 0.12.
+_OF_AXES = "NamedAxisEffect"
 
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 _forced: ContextVar[Form | None] = ContextVar("forced", default=None)
@@ -136,6 +137,8 @@ def _replaced(
 
 # ---- the step as one operation of JAX ----------------------------------------------------------
 
+# `jax.extend` and `jax.interpreters` may change with any release: checked in JAX 0.7 to 0.12.
+
 _step = Primitive("jgrad_step")
 _step.multiple_results = True
 
@@ -196,6 +199,7 @@ for _platform, _form in _ON_PLATFORMS.items():
 
 def _is_on_one_device(context: Any) -> bool:
     """Whether a program is for one device, or is what each device does by itself."""
+    # What a lowering knows of its devices is private, checked in JAX 0.7 to 0.12.
     manual = getattr(context, "manual_axes", None)
     if manual is not None:
         return set(manual) >= {name for name, n in context.mesh.shape.items() if n > 1}

@@ -1,5 +1,6 @@
 """`moment_dtype` and `full_precision`: in which form the moments of each leaf are stored."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,9 @@ from jgrad._trees.trees import PyTree
 MomentDType = DTypeLike | Literal["8bit"] | None
 
 _EIGHT_BITS = "8bit"
+
+_LOG = logging.getLogger("jgrad")
+_said: list[str] = []  # what this process has been told once
 
 
 class MomentOptions(NamedTuple):
@@ -78,7 +82,26 @@ class MomentOptions(NamedTuple):
                 stacked = self._stacked(params, tree) if self.is_8_bits else None
                 arguments = params.function, params.tree, dtype
                 moments[i] = zeros(*arguments, shapes=tree, stacked=stacked, real=i == 1)
+        if self.is_8_bits:
+            self._say_if_small(params)
         return OptState(counter(params.tree), *moments)
+
+    def _say_if_small(self, params: Parameters) -> None:
+        """Once, where no leaf is large enough, so that a user who counts on 8 bits knows it.
+
+        To a log and not as a warning, which would be an error in the tests of users with a small
+        model, where nothing is wrong.
+        """
+        leaves = params.updated_shapes().leaves
+        full = _full_precision(params, self.full_precision)
+        sizes = [x.size for x, own in zip(leaves, full, strict=True) if x is not None and not own]
+        if _said or not sizes or max(sizes) >= SMALLEST:
+            return
+        _said.append(
+            f"{params.function}: `moment_dtype='8bit'` has no effect: moments are in 8 bits from "
+            f"{SMALLEST} elements of a leaf on, and the largest has {max(sizes)}. Said once."
+        )
+        _LOG.warning(_said[0])
 
     def read(self, inputs: Inputs, state: Any, shapes: MomentShapes, numbers: OfCall) -> Step:
         """What an update starts from; an error where the state is of another method or form."""

@@ -196,8 +196,5 @@ def _holds(dtype: np.dtype, number: Any) -> bool:
 
 def _kind(x: jax.Array) -> int:
     """bool, integers, floats, complex: each can be held by those after it."""
-    return next(
-        i
-        for i, kind in enumerate((jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating))
-        if jnp.issubdtype(x.dtype, kind)
-    )
+    kinds: tuple[Any, ...] = jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating
+    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind))

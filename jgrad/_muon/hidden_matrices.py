@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs.by_path import check_parameters
-from jgrad._layers.layer_axes import Axes, read_layer_axes
+from jgrad._layers.layer_axes import Axes, read_indices, read_layer_axes
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
@@ -32,6 +32,8 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Words at the end that only say that it is an array: `lm_head_weight`, `embedding_table`.
 _ARRAY = ("kernel", "matrix", "table", "w", "weight", "weights")
 
+_OUTPUTS_FIRST = "weight"  # as PyTorch and equinox name a kernel of (out, in)
+
 _MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, no head
 
 
@@ -49,17 +51,29 @@ class HiddenMatrices:
         pairs = zip(leaves, reasons, strict=True)
         return structure.unflatten([None if x is None else not reason for x, reason in pairs])
 
-    def describe(self, params: PyTree) -> str:
+    def describe(self, params: PyTree, *, output_axes: PyTree = None) -> str:
         """A line for each array: matrix or not, its path and shape, what decided, and why.
 
-        A matrix is one by its shape alone: look whether its name should have been excluded.
+        A matrix is one by its shape alone: look whether its name should have been excluded, and
+        whether its outputs are along the axes that are named.
+
+        Args:
+          params: the parameters, or their shapes.
+          output_axes: as you give them to `muon`, if you do. Without them the last axis is named,
+            and what is to be said of a leaf whose name is that of a matrix with outputs first.
         """
-        rows = [
-            ("Adam" if reason else "Muon", path, str(shape), f"by {reason or 'shape alone'}")
-            for path, shape, reason in self._rows(params)
+        rows = self._rows(params)
+        tree = packing.shapes(checks.values_of(params))
+        axes = read_indices(_NAME, "output_axes", output_axes)
+        outputs = ArgLeaves.from_prefix(_NAME, "output_axes", axes, "params", tree)
+        table = [
+            ("Adam", path, str(shape), f"by {reason}")
+            if reason
+            else ("Muon", path, str(shape), f"by shape alone; {_outputs(path, shape, own.values)}")
+            for (path, shape, reason), own in zip(rows, outputs.leaves, strict=True)
             if shape is not None
         ]
-        return path_rules.table(rows)
+        return path_rules.table(table)
 
     def __repr__(self) -> str:
         return f"{_NAME}(exclude={self._exclude!r})"
@@ -114,7 +128,7 @@ def hidden_matrices(
 
     Returns:
       A function of the parameters, or of their `jax.ShapeDtypeStruct`s, that returns a tree of
-      bools. It has a method `describe(params)`.
+      bools. It has a method `describe(params, *, output_axes=None)`.
 
     Raises:
       TypeError: an option of the wrong kind; from the returned function: `params` is one number or
@@ -126,7 +140,7 @@ def hidden_matrices(
       >>> print(matrices.describe(params))
       Adam  embed  (9, 3)  by name: 'embed' in 'embed'
       Adam  mlp/b  (2,)    by shape: one axis
-      Muon  mlp/w  (3, 2)  by shape alone
+      Muon  mlp/w  (3, 2)  by shape alone; outputs: axis 1
 
     Source: the choice of leaves is that of the README of Keller Jordan's `Muon` (2024).
     """
@@ -139,6 +153,15 @@ def hidden_matrices(
             expected = "one word of letters, such as 'head'"
             raise ValueError(f"{_NAME}: `exclude`: {name!r}, expected {expected}.")
     return HiddenMatrices(tuple(exclude), layer_axes)
+
+
+def _outputs(path: str, shape: tuple[int, ...], axes: Sequence[int]) -> str:
+    """Which axes of a matrix are outputs, and whether its name says that others are."""
+    own = ", ".join(str(axis % len(shape)) for axis in axes or (-1,))
+    text = f"outputs: {'axis' if len(axes) < 2 else 'axes'} {own}"
+    if axes or _BETWEEN.split(path)[-1].rpartition("/")[2] != _OUTPUTS_FIRST:
+        return text
+    return f"{text}; if of PyTorch or equinox, (out, in): `output_axes=0`"
 
 
 def _is_named(text: str, name: str) -> bool:

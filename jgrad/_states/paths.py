@@ -116,7 +116,7 @@ def chosen(
     if reset is True:
         return {x.keys for x in parts.read(like)}
     tree = parts.moments_tree(like) if params is None else packing.shapes(params)
-    tree = trees.map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    tree = trees.map_leaves(checks.shape_and_dtype, tree)
     if trees.is_function(reset, tree):
         reset = reset(tree)
     flags = checks.bools(ArgLeaves.from_prefix(function, "reset", reset, "params", tree))

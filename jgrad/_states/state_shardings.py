@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -91,7 +92,7 @@ def state_shardings(
     if not meshes:
         raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")
     placed = [
-        None if p is None else _Placed(p.shape, x) for p, x in zip(leaves, given, strict=True)
+        None if p is None else _Placed(np.shape(p), x) for p, x in zip(leaves, given, strict=True)
     ]
     replicated = NamedSharding(meshes[0], PartitionSpec())
     shardings = _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
@@ -110,9 +111,9 @@ def _check(arg: ArgLeaves, leaves: list[Any], shardings: list[Any], axes: tuple[
         if not isinstance(x, NamedSharding):
             arg.fail(i, TypeError, f"sharding {x!r}, expected a NamedSharding")
         try:
-            x.shard_shape(p.shape)
+            x.shard_shape(np.shape(p))
         except (ValueError, IndexError):
-            arg.fail(i, ValueError, f"{x.spec}, expected a spec that fits shape {p.shape}")
+            arg.fail(i, ValueError, f"{x.spec}, expected a spec that fits shape {np.shape(p)}")
         for axis in axes:
             if axis not in x.mesh.axis_names:
                 expected = f"one of the axes of the mesh, {', '.join(map(repr, x.mesh.axis_names))}"

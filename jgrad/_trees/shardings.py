@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._trees.trees import PyTree
 
-# How JAX 0.10 names the axis of a `pmap` that was given none.
+# How JAX names the axis of a `pmap` that was given none. Private, checked in JAX 0.7 to 0.12.
 _WITHOUT_NAME = "_internal_pmap"
 
 
@@ -91,7 +91,7 @@ def all_gather(x: jax.Array, names: tuple[str, ...], axis: int = 0) -> jax.Array
     """
     if not any(is_known_to_be_invariant(jnp.zeros(()), name) for name in names):
         return jax.lax.all_gather(x, names, axis=axis, tiled=True)
-    if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # JAX 0.7
+    if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # JAX 0.7 alone
         return gather(x, names, axis=axis, tiled=True)
     return jax.lax.all_gather(x, names, axis=axis, tiled=True, to="invarying")
 
@@ -110,6 +110,7 @@ def is_known_to_be_invariant(x: jax.Array, name: str) -> bool:
 
 def varying_as(arrays: Sequence[jax.Array]) -> dict[str, Any]:
     """How a `jax.ShapeDtypeStruct` says along which axes that varies which is made of these."""
+    # Not documented, checked in JAX 0.7 to 0.12.
     if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
         types = [jax.typeof(x).manual_axis_type for x in arrays]
         axes = frozenset[str]().union(*(x.varying for x in types))
@@ -122,6 +123,7 @@ def unknown_axes(x: jax.Array) -> tuple[str, ...]:
 
     None outside of both, and none in a `pmap` without a name: there each device has its own model.
     """
+    # Not documented, checked in JAX 0.7 to 0.12.
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
     named = [name for name in manual if not str(name).startswith(_WITHOUT_NAME)]
     return tuple(name for name in named if not is_known_to_be_invariant(x, name))

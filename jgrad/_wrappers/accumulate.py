@@ -1,7 +1,8 @@
 """Gradients of several mini-batches for one update."""
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,92 +21,12 @@ from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, devices, inside
+from jgrad._wrappers import choices, devices, inside, windows
 from jgrad._wrappers.finite import all_finite
+from jgrad._wrappers.windows import AccumulateState, WeightedAccumulateState
 
 _NAME = "accumulate"
 _LARGEST_SUM = 2.0**125  # of weights; its reciprocal is an ordinary float32
-
-
-class AccumulateState(NamedTuple):
-    """State of `accumulate`. The field names are a file format: checkpoints hold them.
-
-    Attributes:
-      mini_step: calls since the last window was closed, an int32 scalar.
-      count: those among them whose gradients were finite.
-      skipped: mini-batches left out since the start; it saturates.
-      total: sum of the gradients of this window; a tree like the parameters, in float32 or wider.
-      inner: state of the transformation inside.
-
-    Example:
-      >>> state = jgrad.accumulate(jgrad.adam(1e-3), every=4).init({"w": jnp.ones((3, 2))})
-      >>> int(state.mini_step), int(state.skipped), state.total["w"].shape
-      (0, 0, (3, 2))
-      >>> int(state.inner.step)
-      0
-    """
-
-    mini_step: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
-    skipped: jax.Array
-    total: PyTree
-    inner: PyTree
-
-    def __jgrad_report__(self) -> dict[str, jax.Array]:
-        """What `report` reads."""
-        return {"skipped_mini_batches": self.skipped}
-
-    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
-        return _without_window(self, new, finite)
-
-
-class WeightedAccumulateState(NamedTuple):
-    """State of `accumulate(..., weighted=True)`. The field names are a file format.
-
-    Attributes:
-      mini_step: as in `AccumulateState`, like all but the last.
-      count: likewise.
-      skipped: likewise.
-      total: sum of weight times gradient, of this window.
-      inner: state of the transformation inside.
-      weight: sum of the weights of those in `count`, a float32 scalar.
-
-    Example:
-      >>> tx = jgrad.accumulate(jgrad.adam(1e-3), every=4, weighted=True)
-      >>> float(tx.init({"w": jnp.ones((3, 2))}).weight)
-      0.0
-    """
-
-    mini_step: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
-    skipped: jax.Array
-    total: PyTree
-    inner: PyTree
-    weight: jax.Array
-
-    def __jgrad_report__(self) -> dict[str, jax.Array]:
-        """What `report` reads."""
-        return {"skipped_mini_batches": self.skipped}
-
-    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
-        return _without_window(self, new, finite)
-
-
-for _kind in (AccumulateState, WeightedAccumulateState):
-    _kind.__module__ = "jgrad"  # where users import it from, and what a pickle names
-
-
-def _without_window(old: Any, new: Any, finite: jax.Array | None) -> Any:
-    """A state without the window, if its update was rejected: kept, it would make the next so."""
-    zero = jnp.zeros_like(old.count)
-    nothing = trees.map_leaves(numerics.zeros_like, old.total)
-    weight = map(jnp.zeros_like, old[5:])
-    state = type(old)(zero, zero, new.skipped, nothing, old.inner, *weight)
-    if finite is None:
-        return state
-    closed = finite & (new.mini_step == 0)
-    old = old._replace(skipped=new.skipped)
-    return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
 
 
 # With a weight, the term of a gradient is w g; the last argument, if it is there.
@@ -165,11 +86,12 @@ def _fits(step: Any, total: Any) -> bool:
 @renamed(norm_axes="mesh_axes")
 def accumulate(
     tx: optax.GradientTransformation,
-    every: int,
+    every: int | Callable[[jax.Array], Any],
     *,
     check_finite: bool = True,
     weighted: bool = False,
     mesh_axes: PyTree = None,
+    mean: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Updates once for a window of mini-batches, with the mean of their gradients.
 
@@ -203,7 +125,8 @@ def accumulate(
     Args:
       tx: any transformation. It sees means in the dtype of the gradients, or unrounded where
         `master_weights` or `stochastic_rounding` is inside.
-      every: mini-batches per window, at least 1.
+      every: mini-batches per window, at least 1; or a function of the number of updates done, as
+        `tx` counts them for its schedules, that returns an int, which may be traced.
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
       weighted: True takes `weight=` in `update`: a number or a real scalar, in [0, inf), kept in
@@ -211,14 +134,17 @@ def accumulate(
       mesh_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
         `pmap`, as for `lars`: all devices then leave out the same mini-batches. A weight is summed
         over them: give each device the tokens that it has, or all devices the same number.
+      mean: False hands on the sum of a window in place of its mean. Cast to a narrower dtype, it is
+        the largest number where it overflows.
 
     Returns:
       A transformation with state `AccumulateState(mini_step, count, skipped, total, inner)`, or
       `WeightedAccumulateState`, with `weight` at the end.
 
     Raises:
-      ValueError: `every` below 1, a negative weight, or one without `weighted`.
-      TypeError: `tx` is not a transformation, or `every` is not an int.
+      ValueError: `every` below 1, or a function where no state inside counts its updates; a
+        negative weight, or one without `weighted`.
+      TypeError: `tx` is not a transformation, or `every` is no int and no function that returns it.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -230,9 +156,11 @@ def accumulate(
       (1, 1)
     """
     tx = inside.transformation(_NAME, tx)
-    values.count(_NAME, "every", every)
+    if not callable(every):
+        values.count(_NAME, "every", every)
     values.boolean(_NAME, "check_finite", check_finite)
     values.boolean(_NAME, "weighted", weighted)
+    values.boolean(_NAME, "mean", mean)
     read_mesh_axes(_NAME, mesh_axes)
 
     kind: Any = WeightedAccumulateState if weighted else AccumulateState
@@ -240,7 +168,9 @@ def accumulate(
     def init(params: PyTree) -> Any:
         weight = [counter(params).astype(jnp.float32)] if weighted else []
         counters = (counter(params) for _ in range(3))
-        return kind(*counters, zeros(_NAME, params), tx.init(params), *weight)
+        state = kind(*counters, zeros(_NAME, params), tx.init(params), *weight)
+        windows.length(_NAME, every, state.inner)
+        return state
 
     def update(
         updates: PyTree,
@@ -290,7 +220,7 @@ def accumulate(
         count = state.count + use.astype(jnp.int32)
         skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
         if emit is None:
-            emit = mini_step >= every
+            emit = mini_step >= windows.length(_NAME, every, state.inner)
         never = isinstance(emit, (bool, np.bool_)) and not emit
         emit = jnp.asarray(emit)
         divisor = count
@@ -306,6 +236,7 @@ def accumulate(
 
         def divide() -> list[Any]:
             nonzero = jnp.where(divisor > 0, divisor, 1.0) if weighted else jnp.maximum(count, 1)
+            nonzero = nonzero if mean else jnp.ones_like(nonzero)
             means = apply(_mean, old, inputs.g, use, nonzero.astype(float), *own)
             return [o if x is None else x for x, o in zip(means, old, strict=True)]
 
@@ -326,17 +257,20 @@ def accumulate(
         settled: list[bool] = []  # of the leaves of the updates, and of the state inside
         kept: list[bool] = []
 
+        def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+            return x.astype(dtype) if mean else numerics.saturated(x.astype(dtype), x)
+
         def run(noting: dict[str, Any]) -> tuple[list[Any], PyTree]:
             pairs = zip(divided, inputs.g, strict=True)
             means = [None if g is None else x for x, g in pairs]
             if not inside.any_says(state.inner, inside.UNROUNDED):
                 pairs = zip(means, inputs.g, strict=True)
-                means = [None if g is None else x.astype(g.dtype) for x, g in pairs]
-            mean = inputs.gradients(means)
+                means = [None if g is None else rounded(x, g.dtype) for x, g in pairs]
+            given = inputs.gradients(means)
             # Means of finite gradients are finite, so that a window is committed always.
-            inner_commit = None if outer is None else Commit.always(mean)
+            inner_commit = None if outer is None else Commit.always(given)
             known = {} if inner_commit is None else {"commit": inner_commit}
-            steps, new = tx.update(mean, state.inner, params, **known, **noting, **extra_args)
+            steps, new = tx.update(given, state.inner, params, **known, **noting, **extra_args)
             if inner_commit is None or not inner_commit.has_settled(steps):
                 steps = inputs.directions(trees.flatten(steps)[0])
             new = choices.in_dtypes(new, state.inner)

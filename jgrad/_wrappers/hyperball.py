@@ -207,7 +207,10 @@ def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:
     """Whether each leaf keeps its norm; those that have none, None and integers, do not."""
     shapes = trees.flatten(inputs.shapes)[0]
     pairs = zip(options.mask(inputs, "leaves", leaves), shapes, strict=True)
-    return [use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for use, x in pairs]
+    return [
+        use and x is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        for use, x in pairs
+    ]
 
 
 def _existing(mesh_axes: PyTree) -> PyTree:
@@ -245,7 +248,7 @@ def _measured(
     (batches,) = norms.layer_norms(
         own, [(leafwise.identity, (inputs.reference.leaves[i],)) for i in arrays]
     )
-    shapes = trees.flatten(inputs.shapes)[0]
+    shapes = inputs.updated_shapes().leaves
     for i, x in zip(arrays, norms.split(own, batches, as_elements=False), strict=True):
         spec = inputs.specs[i]
         rows = zip(

@@ -86,6 +86,22 @@ def reports(state: PyTree) -> list[dict[str, Any]]:
     return found
 
 
+def updates_done(state: PyTree) -> Any:
+    """How many updates a state counts, by its first counter from outside; None where it has none.
+
+    That of the method, which its schedules are given: `step` of jgrad's, `count` of optax's. Around
+    mini-batches, `count` is a number of those.
+    """
+
+    def number(x: Any) -> Any:
+        fields = getattr(x, "_fields", ())
+        names = ("step", "gradient_step", *(() if "mini_step" in fields else ("count",)))
+        return next((getattr(x, name) for name in names if name in fields), None)
+
+    parts = jax.tree.leaves(state, is_leaf=lambda x: number(x) is not None)
+    return next((done for done in map(number, parts) if done is not None), None)
+
+
 def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
     """What stays of an update that is rejected: the old state, or what its parts say."""
 

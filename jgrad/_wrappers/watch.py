@@ -205,39 +205,39 @@ def report(state: PyTree) -> dict[str, jax.Array]:
 
         report(state) = {name: array}, of each state inside that has something to report
 
-    All that `watch` has, and, as they are after the last call: `skipped` and `loss_scale` of
-    `skip_nonfinite`, `spikes` and `spike_restarts` of `skip_spikes`, `skipped_mini_batches` of
-    `accumulate`. Where two states have a name, that of the outer one stays, or of the first in a
-    chain, and the next is `skipped#1`. It computes nothing, so that it may be called under `jit` or
-    outside, and on the states of models under `vmap`. `jax.device_get` makes numbers of all arrays
-    at once.
+    All that `watch` has, and, with or without it, as they are after the last call: `skipped` and
+    `loss_scale` of `skip_nonfinite`, `spikes` and `spike_restarts` of `skip_spikes`,
+    `skipped_mini_batches` of `accumulate`. Where two states have a name, that of the outer one
+    stays, or of the first in a chain, and the next is `skipped#1`. It computes nothing, so that it
+    may be called under `jit` or outside, and on the states of models under `vmap`. `jax.device_get`
+    makes numbers of all arrays at once.
 
     Args:
-      state: a state in which there is a `WatchState`: of a chain, a wrapper, or `optax.MultiSteps`.
+      state: of a chain, a wrapper, or `optax.MultiSteps`, with one of these at some place in it.
 
     Returns:
       A flat dict of arrays.
 
     Raises:
-      TypeError: there is no `WatchState` in the state.
+      TypeError: nothing in the state reports anything.
 
     Example:
       >>> tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.watch(jgrad.adam(1e-3)))
       >>> state = tx.init({"w": jnp.ones((3, 2))})
       >>> [name for name in jgrad.report(state) if name.startswith("grad_norm")]
       ['grad_norm', 'grad_norm/w']
+      >>> list(jgrad.report(jgrad.skip_nonfinite(jgrad.adam(1e-3)).init({"w": jnp.ones(2)})))
+      ['skipped', 'loss_scale']
     """
-    if not any(isinstance(x, WatchState) for x in _states(state)):
-        expected = "a state with a WatchState in it, that of `watch(tx)`"
-        raise TypeError(f"report: `state`: {type(state).__name__}, expected {expected}.")
+    parts = inside.reports(state)
+    if not parts:
+        came = f"{type(state).__name__}, in which nothing reports"
+        expected = "the state of a `watch`, or of a wrapper that counts, at some place in it"
+        raise TypeError(f"report: `state`: {came}, expected {expected}.")
     found: dict[str, jax.Array] = {}
-    for numbers in inside.reports(state):
+    for numbers in parts:
         found |= {unique(key, found): x for key, x in numbers.items()}
     return found
-
-
-def _states(state: PyTree) -> list[Any]:
-    return jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, WatchState))
 
 
 # ---- the form of a report ----------------------------------------------------------------------

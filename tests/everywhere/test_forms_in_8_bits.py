@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jgrad
+from jgrad._inputs import moments as forms
 from tests.support.eight_bits import (
     EACH,
     FEW,
@@ -408,4 +409,31 @@ def test_e41_scales_of_another_block(shape):
         f"adam: `state.vw` at ['layer']['w']: `scale` of shape {shape}, expected a number for each "
         "block of 256 elements of `codes`, of shape (64, 64).",
         lambda: adam8().update(W, state, W),
+    )
+
+
+# ---- models without a large leaf ---------------------------------------------------------------
+
+
+def test_no_large_leaf_is_said_once(caplog, monkeypatch):
+    """In the log, where nothing is an error; not for a user who keeps every leaf in float32."""
+    monkeypatch.setattr(forms, "_said", [])
+    small, large = {"w": jnp.ones((32, 64)), "n": jnp.arange(9000), "x": None}, jnp.ones((64, 64))
+    for tx, w in (
+        (jgrad.adam(0.1), small),
+        (jgrad.adam(0.1, moment_dtype="8bit"), small | {"v": large}),
+        (jgrad.adam(0.1, moment_dtype="8bit"), {"n": small["n"]}),
+        (jgrad.adam(0.1, moment_dtype="8bit", full_precision=True), small),
+        (jgrad.adam(0.1, moment_dtype="8bit"), jgrad.pack({"w": small["w"], "v": large})),
+    ):
+        tx.init(w)
+    assert not caplog.records
+    tx = jgrad.accumulate(jgrad.lamb(0.1, moment_dtype="8bit"), 2)
+    for init in (jax.jit(tx.init), tx.init):
+        init(small)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("jgrad", "WARNING")
+    assert record.getMessage() == (
+        "lamb: `moment_dtype='8bit'` has no effect: moments are in 8 bits from 4096 elements of a "
+        "leaf on, and the largest has 2048. Said once."
     )

@@ -1,5 +1,7 @@
 """The rows of docs/from_optax.md: optax's line and ours train to the same numbers."""
 
+import functools
+import inspect
 import pathlib
 import re
 
@@ -124,3 +126,68 @@ def test_a_checkpoint_goes_on(standard_promotion):
     s = opt_state[0]
     found, _ = ours.update(grads[2], jgrad.OptState(s.count, s.mu, s.nu))
     chex.assert_trees_all_close(found, theirs.update(grads[2], opt_state)[0], rtol=1e-4)
+
+
+# ---- wrappers ----------------------------------------------------------------------------------
+
+# optax's wrappers, their states, and what else is read of one.
+WRAPPERS = {
+    "MultiSteps": (optax.MultiSteps, optax.MultiStepsState, {"has_updated"}),
+    "apply_if_finite": (optax.apply_if_finite, optax.ApplyIfFiniteState, set()),
+    "ema": (optax.ema, optax.EmaState, set()),
+    "lookahead": (optax.lookahead, optax.LookaheadState, set()),
+}
+EQUALS = re.findall(r"^\| `(\w+)`: (.+?) \| (.+) \|$", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_each_option_and_field_of_a_wrapper_has_an_answer(name):
+    """Once each: an equal, or that there is none."""
+    wrapper, state, more = WRAPPERS[name]
+    found = [x for row in EQUALS if row[0] == name for x in re.findall(r"`(\w+)[`(]", row[1])]
+    assert len(set(found)) == len(found)
+    own = {*inspect.signature(wrapper).parameters, *state._fields, *more}
+    # Option of newer releases than the oldest that is supported.
+    assert own <= {*found} <= own | {"accumulator_dtype"}
+
+
+def test_what_stands_for_them_is_there():
+    """Options are of the wrapper that is named first, fields of its state."""
+    w = {"w": jnp.ones(3)}
+    states = {
+        "MultiSteps": jgrad.accumulate(jgrad.adam(0.1), 2).init(w),
+        "apply_if_finite": jgrad.skip_nonfinite(jgrad.adam(0.1)).init(w),
+        "ema": jgrad.ema(0.9).init(w),
+    }
+    for name, _, ours in EQUALS:
+        for field in re.findall(r"`state\.(\w+)`", ours):
+            assert hasattr(states[name], field)
+        for function, options in re.findall(r"`(\w+)\(([\w, =]+)\)`", ours):
+            known = inspect.signature(getattr(jgrad, function)).parameters
+            assert set(re.findall(r"\w+", options)) <= known.keys()
+
+
+def test_steps_that_are_left_out_by_the_caller(standard_promotion):
+    """`finite=` in the place of `should_skip_update_fn`, where a step left out is no mini-step."""
+    bound = 4.0
+    skip = functools.partial(optax.skip_large_updates, max_squared_norm=bound)
+    theirs = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=skip)
+    ours = jgrad.accumulate(jgrad.gradient_descent(0.1), 2)
+    w = {"w": jnp.ones(2)}
+    small, large = ({"w": jnp.full(2, x)} for x in (1.0, 9.0))
+    expected, found = theirs.init(w), ours.init(w)
+    for g, emit in ((small, False), (large, False), (small, True)):
+        their_updates, expected = theirs.update(g, expected, w)
+        fits = jgrad.global_norm(g) ** 2 < bound
+        updates, found = ours.update(g, found, w, finite=fits, emit=emit)
+    chex.assert_trees_all_close(updates, their_updates, rtol=1e-6)
+    assert (int(found.skipped), int(found.gradient_step)) == (1, 1)
+
+
+def test_lookahead_around_ours(standard_promotion):
+    w, *grads = trees(6)
+    w = optax.LookaheadParams.init_synced(w)
+    found = [
+        run(optax.lookahead(make(0.1), 2, 0.5), w, grads)[0] for make in (jgrad.adam, optax.adam)
+    ]
+    chex.assert_trees_all_close(*found, rtol=1e-4, atol=1e-6)

@@ -47,6 +47,9 @@ QUICK = {
         "test_e26_state_follows_parameters[eager-AxisType.Explicit-adamw]",
         "test_e26_state_follows_parameters[jit with out_shardings-AxisType.Auto-momentum]",
         "test_e26_wrapped_state_follows_parameters[eager-AxisType.Auto-accumulate-3-4]",
+        "test_types_of_new_arrays[adamw-tree]",
+        "test_types_of_new_arrays[accumulate-packed]",
+        "test_types_of_new_arrays[8 bits-tree]",
         "test_e26_state_shardings_without_arrays",
         "test_e26_state_shardings_of_masked",
         "test_e26_state_shardings_beside_none",
@@ -63,6 +66,7 @@ QUICK = {
         "test_specs",
         "test_several_axes",
         "test_rows_of_buffers",
+        "test_numbers",
         "test_an_axis_that_is_not_there",
     ],
     "test_traffic.py": [

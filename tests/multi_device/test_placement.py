@@ -126,6 +126,46 @@ def test_e26_bytes_per_device(name, init):
     assert set(on_device.values()) == {whole // 8}
 
 
+TYPED = (
+    STATEFUL
+    | WRAPPED
+    | {
+        "8 bits": lambda: jgrad.adam(0.1, moment_dtype="8bit"),
+        "weighted": lambda: jgrad.accumulate(jgrad.adam(0.1), 2, weighted=True),
+        "in a branch": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=True),
+        "stochastic_rounding": lambda: jgrad.stochastic_rounding(jgrad.adam(0.1)),
+        "schedule_free": lambda: jgrad.schedule_free(jgrad.gradient_descent(0.1)),
+        "watch": lambda: jgrad.watch(jgrad.adam(0.1), every=3),
+    }
+)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["tree", "packed"])
+@pytest.mark.parametrize("name", TYPED)
+def test_types_of_new_arrays(name, is_packed):
+    """Under `jit` they say where an array lies as those of the parameters do.
+
+    No mesh is set: JAX knows that of the arguments alone. What is as large as a parameter is a
+    moment, a sum or an update of it.
+    """
+    w = {"tiles": jnp.ones((64, 128)), "flat": jnp.ones(48)}
+    if name in ("master_weights", "stochastic_rounding"):
+        w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
+    mesh, spec = make_mesh(AxisType.Explicit), P(("a", "b"))
+    w = jgrad.pack(w, multiple_of=8) if is_packed else w
+    w = jax.device_put(w, NamedSharding(mesh, spec))
+    specs = {x.shape: jax.typeof(x).sharding.spec for x in jax.tree.leaves(w)}
+
+    def both(w):
+        state = TYPED[name]().init(w)
+        return state, TYPED[name]().update(w, state, w)
+
+    large = [x for x in jax.tree.leaves(jax.eval_shape(both, w)) if x.shape in specs]
+    assert len(large) >= 3 * len(specs)
+    for x in large:
+        assert x.sharding.spec == specs[x.shape]
+
+
 # ---- training ------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,16 @@ def test_rows_of_buffers():
         assert specs == {"float32": expected, "bfloat16": P(), "leaf 1": P(None, "a")}
 
 
+def test_numbers():
+    """A parameter may be a number of Python, or an array of NumPy in double precision."""
+    w, where = {"w": np.ones((4, 2)), "x": 1.5}, NamedSharding(grid(), P())
+    found = jgrad.state_shardings(jgrad.adam(0.1), w, where, shard_over="a")
+    assert {name: s.spec for name, s in found.mw.items()} == {"w": P("a"), "x": P()}
+    message = f"state_shardings: `params_shardings` at ['x']: {P('a')}, expected a spec that fits shape ()."
+    wrong = {"w": where, "x": NamedSharding(grid(), P("a"))}
+    assert_error(ValueError, message, lambda: jgrad.state_shardings(jgrad.adam(0.1), w, wrong))
+
+
 def test_an_axis_that_is_not_there():
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(grid(), P()))
     message = (

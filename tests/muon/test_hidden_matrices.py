@@ -144,7 +144,7 @@ def test_describe():
     text = jgrad.hidden_matrices().describe(params)
     assert text.splitlines() == [
         "Adam  dense/b  (6,)    by shape: one axis",
-        "Muon  dense/w  (4, 6)  by shape alone",
+        "Muon  dense/w  (4, 6)  by shape alone; outputs: axis 1",
         "Adam  embed    (4, 6)  by name: 'embed' in 'embed'",
         "Adam  n        (2,)    by dtype: int32",
     ]
@@ -156,7 +156,33 @@ def test_describe():
         "Adam  s  (3,)    by shape: no axis in each layer",
     ]
     packed = jgrad.hidden_matrices().describe(jgrad.pack({"dense": MATRIX}))
-    assert packed == "Muon  dense  (4, 6)  by shape alone"
+    assert packed == "Muon  dense  (4, 6)  by shape alone; outputs: axis 1"
+
+
+def test_describe_says_where_outputs_are():
+    """A name that PyTorch and equinox have for kernels of (out, in) is said, unless axes are given."""
+    matrices = jgrad.hidden_matrices()
+    params = {"fc.weight": MATRIX, "q": {"w": jnp.ones((2, 3, 4))}, "up": {"weight": MATRIX}}
+    turned = "if of PyTorch or equinox, (out, in): `output_axes=0`"
+    assert matrices.describe(params).splitlines() == [
+        f"Muon  fc.weight  (4, 6)     by shape alone; outputs: axis 1; {turned}",
+        "Muon  q/w        (2, 3, 4)  by shape alone; outputs: axis 2",
+        f"Muon  up/weight  (4, 6)     by shape alone; outputs: axis 1; {turned}",
+    ]
+    axes = {"fc.weight": 0, "q": (-2, -1), "up": -1}
+    assert matrices.describe(params, output_axes=axes).splitlines() == [
+        "Muon  fc.weight  (4, 6)     by shape alone; outputs: axis 0",
+        "Muon  q/w        (2, 3, 4)  by shape alone; outputs: axes 1, 2",
+        "Muon  up/weight  (4, 6)     by shape alone; outputs: axis 1",
+    ]
+    rules = jgrad.by_path({"**/w": (1, 2)}, rest=0)
+    assert "axes 1, 2" in matrices.describe(params, output_axes=rules)
+    message = "hidden_matrices: `output_axes` at ['q']: 'last' of type str, expected None, an int, or a tuple of ints."
+    assert_error(
+        TypeError,
+        message,
+        lambda: matrices.describe(params, output_axes={"fc.weight": 0, "q": "last", "up": 0}),
+    )
 
 
 class Model(eqx.Module):
@@ -185,7 +211,8 @@ def test_a_whole_model():
     assert (chosen.activation, chosen.name, chosen.rate) == (False, False, False)
     assert matrices.describe(model).splitlines() == [
         "Adam  embed/weight  (9, 4)  by name: 'embed' in 'embed'",
-        "Muon  layer/weight  (3, 4)  by shape alone",
+        "Muon  layer/weight  (3, 4)  by shape alone; outputs: axis 1; "
+        "if of PyTorch or equinox, (out, in): `output_axes=0`",
         "Adam  layer/bias    (3,)    by shape: one axis",
         "Adam  rate          ()      by shape: no axis",
     ]

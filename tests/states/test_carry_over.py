@@ -461,6 +461,22 @@ def test_reset(tx):
                 assert_same(found["layers"][0], before["layers"][0])
 
 
+def test_reset_by_a_function_of_numpy():
+    """It sees shapes and dtypes as JAX has them, also of numbers."""
+    params = {"w": np.ones((3, 2)), "n": np.arange(2), "x": 1.5}
+    seen = []
+    tx = jgrad.adam(0.1)
+    old = tx.init(params)
+
+    def reset(shapes):
+        seen.append({name: (x.shape, x.dtype.name) for name, x in shapes.items()})
+        return jax.eval_shape(lambda tree: tree, shapes) and {"w": True, "n": False, "x": False}
+
+    _, account = carried(old, tx, params, reset=reset, params=params)
+    assert account.reset == ("mw/w", "vw/w")
+    assert seen == [{"w": ((3, 2), "float32"), "n": ((2,), "int32"), "x": ((), "float32")}]
+
+
 # ---- where it runs -----------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import jgrad
 from tests.cases import FEW, every_case, gradients, params
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, compiled, run, stack, step_of
+from tests.support.loops import assert_equal, compiled, every_step, run, stack, step_of
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
@@ -95,6 +95,93 @@ def test_the_inner_state_waits_bit_for_bit(case):
         same, new = compiled(tx)(w, state, g)
         assert_equal((same, new.inner), (w, state.inner))
         state = new
+
+
+# ---- windows as `optax.MultiSteps` has them ----------------------------------------------------
+
+growing = lambda done: jnp.where(done < 2, 1, 3)  # windows of 1, 1, 3, 3, ...
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("every", mostly_slow([2, growing], growing))
+def test_beside_multi_steps(every, mean, standard_promotion):
+    """Means or sums, windows by the number of updates, and what optax reads of a state."""
+    inner = optax.sgd(optax.linear_schedule(0.1, 0.0, 10), momentum=0.9)
+    theirs = optax.MultiSteps(inner, every, use_grad_mean=mean)
+    ours = jgrad.accumulate(inner, every, mean=mean)
+    w, *grads = ({"w": p["layer"]["w"]} for p in (params(), *gradients(9)))
+    rows = zip(every_step(ours, w, grads), every_step(theirs, w, grads), strict=True)
+    assert not ours.init(w).has_updated
+    updated = []
+    for (found, state), (expected, their_state) in rows:
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert int(state.gradient_step) == int(their_state.gradient_step)
+        assert int(state.mini_step) == int(their_state.mini_step)
+        assert bool(state.has_updated) == bool(theirs.has_updated(their_state))
+        updated.append(bool(state.has_updated))
+    assert updated == [i in ((1, 3, 5, 7) if every == 2 else (0, 1, 4, 7)) for i in range(9)]
+
+
+INNER = {
+    "8 bits": lambda: jgrad.adam(0.1, moment_dtype="8bit"),
+    "a chain": lambda: optax.chain(jgrad.clip_by_global_norm(1.0), optax.adam(0.1), jgrad.ema(0.9)),
+    "masked": lambda: optax.masked(jgrad.skip_nonfinite(jgrad.adam(0.1)), lambda w: {"w": True}),
+    "injected": lambda: optax.inject_hyperparams(optax.sgd)(0.1),
+    "twice": lambda: jgrad.accumulate(jgrad.adam(0.1), 1),
+}
+
+
+@pytest.mark.parametrize("weighted", mostly_slow([False, True], True))
+@pytest.mark.parametrize("inner", mostly_slow(INNER, "8 bits", "twice"))
+def test_a_function_of_updates_is_the_emit_of_a_caller(inner, weighted, standard_promotion):
+    """Bit for bit, around any state that counts, in a scan that meets a NaN."""
+    w, own = {"w": jnp.ones((64, 64))}, {"weighted": weighted}
+    grads = [{"w": jnp.sin(i + jnp.arange(4096.0)).reshape(64, 64)} for i in range(9)]
+    grads[3] = {"w": grads[3]["w"].at[0, 0].set(NAN)}
+    weights = {"weight": jnp.arange(1.0, 10.0)} if weighted else {}
+    emit = jnp.isin(jnp.arange(9), jnp.array([0, 1, 4, 7]))
+
+    def trained(every, **emit):
+        tx = jgrad.skip_nonfinite(jgrad.accumulate(INNER[inner](), every, **own))
+        body = lambda carry, x: (step_of(tx)(*carry, x[0], **x[1]), None)
+        return jax.lax.scan(body, (w, tx.init(w)), (stack(grads), weights | emit))[0]
+
+    found = jax.jit(trained, static_argnums=0)(growing)
+    assert_equal(found, jax.jit(trained, static_argnums=0)(100, emit=emit))
+    assert int(found[1].inner.gradient_step) == 4
+
+
+def test_models_whose_windows_differ():
+    """Under `vmap`: one that leaves out its first mini-batches has not come to longer windows."""
+    rows = jnp.array([[1.0, NAN], [2.0, NAN], [3.0, 3.0], [4.0, 4.0], [5.0, 5.0]])
+    tx = jgrad.accumulate(jgrad.gradient_descent(1.0), growing, mean=False)
+    w, state = jnp.zeros(2), jax.vmap(tx.init)(jnp.zeros(2))
+    step, found = jax.jit(jax.vmap(step_of(tx))), []
+    for g in rows:
+        w, state = step(w, state, g)
+        found.append(w.tolist())
+    assert found == [[-1, 0], [-3, 0], [-3, -3], [-3, -7], [-15, -7]]
+    assert (state.gradient_step.tolist(), state.has_updated.tolist()) == ([3, 2], [True, False])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_sum_that_its_dtype_cannot_hold(dtype):
+    """The largest number, as a sum in float32 is; what is infinite before stays so."""
+    most = jnp.finfo(dtype).max
+    g = jnp.array([most, -most, 1.0, INF], dtype)
+    for checked, rest in (True, 0), (False, INF):
+        tx = jgrad.accumulate(optax.identity(), 2, mean=False, check_finite=checked)
+        (_, state), given = tx.update(g, tx.init(g), g), g.at[3].set(0) if checked else g
+        if checked:
+            _, state = tx.update(given, tx.init(g), g)
+        updates, _ = tx.update(given, state, g)
+        np.testing.assert_array_equal(updates, jnp.array([most, -most, 2, rest], dtype))
+
+
+def test_the_sum_of_weighted_gradients():
+    tx = jgrad.accumulate(optax.identity(), 2, mean=False, weighted=True)
+    state = tx.update(X, tx.init(X), X, weight=3.0)[1]
+    np.testing.assert_array_equal(tx.update(10 * X, state, X, weight=0.5)[0], 8 * X)
 
 
 # ---- mini-batches that are not finite ----------------------------------------------------------
@@ -510,6 +597,14 @@ MESSAGES = [
     (TypeError, "accumulate: `every`: True of type bool, expected an int.", lambda: jgrad.accumulate(SGD, True)),
     (TypeError, "accumulate: `every`: an array of int32 and shape (), expected an int.",
      lambda: jgrad.accumulate(SGD, jnp.int32(2))),
+    (TypeError, "accumulate: `mean`: 'sum' of type str, expected True or False.", lambda: jgrad.accumulate(SGD, 2, mean="sum")),
+    (ValueError, "accumulate: `every`: a function, expected an int where no state inside counts its updates, as those "
+     "of jgrad's methods do.", lambda: jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)),
+    (ValueError, "accumulate: `every`: 0, expected a number in [1, 2^31).", lambda: jgrad.accumulate(SGD, lambda n: 0).init(X)),
+    (TypeError, "accumulate: `every`: a function that returns an array of float32 and shape (), expected an int.",
+     lambda: jgrad.accumulate(SGD, lambda n: jnp.float32(2)).init(X)),
+    (AttributeError, "AccumulateState: `gradient_step`: no state inside counts its updates, expected one of a method of "
+     "jgrad, or of a schedule.", lambda: jgrad.accumulate(optax.sgd(0.1), 2).init(X).gradient_step),
     (TypeError, "accumulate: `emit`: 1 of type int, expected None or one bool.", lambda: update(emit=1)),
     (TypeError, "accumulate: `finite`: an array of float32 and shape (3,), expected None or one bool.",
      lambda: update(finite=X)),

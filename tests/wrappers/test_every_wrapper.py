@@ -312,6 +312,17 @@ def test_eval_shape_and_jit_of_init(wrapper):
     chex.assert_trees_all_equal(jax.jit(tx.init)(w), state)
 
 
+@every_wrapper
+def test_init_of_numpy(wrapper):
+    """In double precision, which JAX has not here, and a number of Python: as of JAX's arrays."""
+    own = {"w": np.ones((3, 2)), "n": np.arange(2), "x": 1.5}
+    if wrapper.dtype != jnp.float32:
+        own = {"w": own["w"].astype(wrapper.dtype), "n": own["n"]}
+    tx = around_adam(wrapper)
+    expected = tx.init(jax.tree.map(jnp.asarray, own))
+    chex.assert_trees_all_equal_shapes_and_dtypes(tx.init(own), expected)
+
+
 @few_wrappers
 def test_one_trace_with_donation(wrapper):
     """Buffers of parameters and state are given away at each of five steps."""

@@ -254,7 +254,7 @@ def test_e47_a_checkpoint(tmp_path):
 
 def test_init_of_shapes():
     """Of `ShapeDtypeStruct`s and NumPy arrays, as without it."""
-    w = {"w": np.ones((3, 2), np.float32), "n": np.arange(2)}
+    w = {"w": np.ones((3, 2), np.float32), "n": np.arange(2, dtype=np.int32)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), w)
     tx = jgrad.offload(ADAMW)
     for params_ in (w, shapes):

@@ -17,7 +17,7 @@ from tests.cases import gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, every_step, step_of, train
+from tests.support.loops import assert_equal, every_step, step_of, train, with_loss
 
 NAN, INF, X = float("nan"), float("inf"), jnp.ones(3)
 AXES = {"embed": {"table": None}, "layers": {"w": 0, "b": 0}, "head": [None]}
@@ -580,12 +580,26 @@ def test_messages():
         ),
         (
             TypeError,
-            "report: `state`: OptState, expected a state with a WatchState in it, that of "
-            "`watch(tx)`.",
+            "report: `state`: OptState, in which nothing reports, expected the state of a `watch`, "
+            "or of a wrapper that counts, at some place in it.",
             lambda: jgrad.report(state.inner),
         ),
     ):
         assert_error(error, message, call)
+
+
+def test_counters_without_watch():
+    """Those of each wrapper, from anywhere in a state: the same as with `watch`."""
+    w, bad = {"w": X}, {"w": X * jnp.nan}
+    tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.skip_spikes(optax.identity()), 2))
+    tx = with_loss(optax.chain(optax.masked(tx, {"w": True}), jgrad.skip_nonfinite(jgrad.ema(0.9))))
+    watched = jgrad.report(train(jgrad.watch(tx), w, [w, bad])[1])
+    found = jgrad.report(train(tx, w, [w, bad])[1])
+    names = ["skipped", "loss_scale", "skipped_mini_batches", "spikes", "spike_restarts"]
+    assert list(found) == [*names, "skipped#1", "loss_scale#1"]
+    numbers = {name: float(x) for name, x in found.items()}
+    assert numbers == {name: float(watched[name]) for name in found}
+    assert numbers["skipped"] == 1
 
 
 def test_a_state_for_other_layers():
