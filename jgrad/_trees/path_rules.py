@@ -31,6 +31,17 @@ def _keys(entry: Any) -> Iterator[str]:
         yield from str(part).split("/")
 
 
+def without_value(path: KeyPath) -> KeyPath:
+    """The path of a variable, from that of its array: without a last attribute `value`.
+
+    Variables of flax's nnx and boxes of linen hold their arrays there. `nnx.Optimizer` gives `init`
+    variables and `update` arrays, so both have to read alike. No two leaves of a tree become one,
+    since a node of which `value` is an attribute is no leaf.
+    """
+    is_value = bool(path) and getattr(path[-1], "name", None) == "value"
+    return path[:-1] if is_value else path
+
+
 def shown(path: Sequence[Any]) -> str:
     """A path as rules are written."""
     return "/".join(keys_of(path))
@@ -70,11 +81,10 @@ def problem_of(pattern: Any) -> str | None:
 def _texts(path: KeyPath) -> list[str]:
     """The ways to write a path, with a slash behind each key.
 
-    An attribute `value` at the end, as variables of flax have it, need not be written.
+    The attribute `value` of a variable need not be written.
     """
-    keys = [f"{key}/" for key in keys_of(path)]
-    is_variable = path and getattr(path[-1], "name", None) == "value"
-    return ["".join(keys), *(["".join(keys[:-1])] if is_variable else [])]
+    ways = dict.fromkeys((path, without_value(path)))
+    return ["".join(f"{key}/" for key in keys_of(way)) for way in ways]
 
 
 def _matches(pattern: str, texts: Sequence[str]) -> bool:
