@@ -15,7 +15,7 @@ from jgrad._states import account as accounts, forms, matching, parts, paths
 from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Source
 from jgrad._states.parts import Keys, Part
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
@@ -91,6 +91,8 @@ def carry_over(
     values.boolean(_NAME, "strict", strict)
     params = None if params is None else arrays_of(params)
     old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
+    form = like
+    old, like = map(variables.variables_of_blocks, (old, like))
     shapes = packing.shapes(like)
     before, after = parts.read(packing.shapes(old)), parts.read(shapes)
     _check("old", before)
@@ -106,7 +108,7 @@ def carry_over(
     else:
         leaves = _Leaves(old, named, params).of_sources(after, found.sources)
         state = packing.pack(trees.flatten(shapes)[1].unflatten(leaves), like=like)
-    return _without_shared_arrays(state), account
+    return variables.in_form_of(form, _without_shared_arrays(state)), account
 
 
 def _with_arrays(tree: PyTree) -> PyTree:
