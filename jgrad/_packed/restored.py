@@ -27,7 +27,8 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
 
     def of_node(path: tuple[Any, ...], x: Any) -> Any:
         if _is_blocks(x):
-            return _blocks(x)
+            blocks = _blocks(x)
+            return {"value": blocks} if isinstance(x["codes"], dict) else blocks
         if not _is_packed(x):
             return x
         buffers = {name: _blocks(b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
@@ -71,7 +72,7 @@ def _blocks(x: dict[str, Any]) -> Blocks:
 
 
 def _array(x: Any) -> Any:
-    """That of a variable of flax, which files have as a dictionary."""
+    """That of a variable of flax, which is a dictionary in a file."""
     return x["value"] if isinstance(x, dict) and x.keys() == {"value"} else x
 
 

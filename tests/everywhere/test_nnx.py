@@ -13,11 +13,11 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from jgrad._trees import variables
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, use
 from tests.support.errors import assert_error
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
@@ -27,11 +27,11 @@ RATE, STEPS = 1e-2, 3
 class Model(nnx.Module):
     """Leaves above and below the 4096 elements from which on moments are in 8 bits."""
 
-    def __init__(self, dtype=jnp.float32, names=None):
+    def __init__(self, dtype=jnp.float32, names=None, width=128):
         init = nnx.initializers.lecun_normal()
         sharded = init if names is None else nnx.with_partitioning(init, names)
         layer = functools.partial(nnx.Linear, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
-        self.a, self.b = layer(64, 128, kernel_init=sharded), layer(128, 8)
+        self.a, self.b = layer(64, width, kernel_init=sharded), layer(width, 8)
 
     def __call__(self, x):
         return self.b(jnp.tanh(self.a(x)))
@@ -68,8 +68,8 @@ def arrays(tree):
     return nnx.to_pure_dict(nnx.state(tree))
 
 
-def plain(tx, dtype):
-    """Losses and the last parameters of the same steps, of a dict of arrays."""
+def plain(tx, dtype=jnp.float32, w=None, s=None):
+    """Losses, parameters and state of the same steps, of a dict of arrays."""
     model = Model(dtype)
     graph, state = nnx.split(model)
 
@@ -83,12 +83,12 @@ def plain(tx, dtype):
         updates, s = tx.update(grads, s, w, loss=value)
         return optax.apply_updates(w, updates), s, value
 
-    w, values = arrays(model), []
-    s = jax.jit(tx.init)(w)
+    w, values = arrays(model) if w is None else w, []
+    s = jax.jit(tx.init)(w) if s is None else s
     for _ in range(STEPS):
         w, s, value = step(w, s)
         values.append(value)
-    return values, w
+    return values, w, s
 
 
 def eight_bits(rate=RATE, **options):
@@ -164,7 +164,7 @@ def test_recipes(name):
     model, optimizer = start(tx, dtype=dtype)
     before = jax.tree.structure(nnx.state(optimizer))
     losses = steps(model, optimizer)
-    expected, w = plain(tx, dtype)
+    expected, w, _ = plain(tx, dtype)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     for x, y in zip(*map(jax.tree.leaves, (arrays(model), w)), strict=True):
         np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), atol=1e-6)
@@ -262,7 +262,7 @@ def test_states_of_1_0():
 
 def test_hijax_variables():
     """They are no nodes of JAX's trees: moments are arrays, and so are both parts of those in 8 bits."""
-    expected, _ = plain(eight_bits(), jnp.float32)
+    expected = plain(eight_bits())[0]
     with nnx.var_defaults(hijax=True):
         model, optimizer = start(eight_bits())
 
@@ -290,18 +290,70 @@ def test_scan():
         return carry, step(*carry)
 
     _, losses = run((model, optimizer))
-    np.testing.assert_allclose(losses, plain(eight_bits(), jnp.float32)[0], rtol=2e-6)
+    np.testing.assert_allclose(losses, plain(eight_bits())[0], rtol=2e-6)
 
 
 @pytest.mark.parametrize("names", [(None, "model"), ("model", None)])
 def test_names_of_mesh_axes(names):
-    """The moments are sharded as the parameters; codes too, and scales along whole blocks."""
-    tx = jgrad.watch(eight_bits())
-    with jax.set_mesh(mesh_of(data=2, model=4)) if hasattr(jax, "set_mesh") else mesh_of(d=1):
-        model, optimizer = start(tx, names=names)
-        specs = nnx.get_partition_spec(nnx.state(optimizer.opt_state.inner.mw))
-        assert specs["a"]["kernel"]["codes"].get_value() == P(*names)
+    """Codes are sharded as the parameter is, and scales along the axes without blocks."""
+    with use(mesh_of(data=2, model=4)):
+        model, optimizer = start(eight_bits(), names=names, width=256)
+        codes, scale = optimizer.opt_state.mw["a"]["kernel"]
+        specs = nnx.get_partition_spec(nnx.state(optimizer.opt_state.mw["a"]))["kernel"]
+        assert jax.tree.leaves(specs, is_leaf=is_spec) == [P(*names), P(names[0], None)]
         losses = steps(model, optimizer)
-        codes = optimizer.opt_state.inner.mw["a"]["kernel"].codes[...]
-    np.testing.assert_allclose(losses, plain(eight_bits(), jnp.float32)[0], rtol=2e-6)
-    assert codes.sharding.spec == P(*names)
+        assert scale[...].shape == (64, 1)
+        for x, own in (codes, names), (scale, (names[0], None)):
+            sharding = NamedSharding(mesh_of(data=2, model=4), P(*own))
+            assert x[...].sharding.is_equivalent_to(sharding, 2)
+    model, optimizer = start(eight_bits(), width=256)
+    np.testing.assert_allclose(losses, steps(model, optimizer), rtol=2e-6)
+
+
+def is_spec(x):
+    return isinstance(x, P)
+
+
+def saved(state, folder):
+    """What orbax restores, with a target and without."""
+    with ocp.StandardCheckpointer() as files:
+        files.save(folder / "state", state)
+        files.wait_until_finished()
+        return files.restore(folder / "state", state), files.restore(folder / "state")
+
+
+@pytest.mark.parametrize("form", ["variables", "arrays"])
+def test_orbax(tmp_path, form):
+    """The run goes on from a file as if nothing had been, whatever the file was restored into."""
+    tx = jgrad.watch(eight_bits())
+    model, optimizer = start(tx)
+    steps(model, optimizer)
+    weights, state = arrays(model), nnx.state(optimizer)
+    in_file = state if form == "variables" else nnx.to_pure_dict(state)
+    with_target, without = saved(in_file, tmp_path)
+    expected = steps(model, optimizer)
+    for restored in (with_target, without):
+        model, optimizer = start(tx)
+        nnx.update(model, weights)
+        if restored is without and form == "variables":  # for flax its variables are dictionaries
+            like = optimizer.opt_state
+            moments, account = jgrad.carry_over(restored["opt_state"], like=like, strict=True)
+            assert not account.converted
+            nnx.update(optimizer.opt_state, nnx.state(moments))
+        else:
+            nnx.update(optimizer, restored)
+        np.testing.assert_array_equal(steps(model, optimizer), expected)
+
+
+def test_carry_over():
+    """Out of the state of optax in the middle of a run, and into the optimizer by `nnx.update`."""
+    theirs, ours = optax.adam(RATE), jgrad.skip_nonfinite(eight_bits())
+    model, optimizer = start(theirs)
+    steps(model, optimizer)
+    new = nnx.Optimizer(model, ours, wrt=nnx.Param)
+    state, account = jgrad.carry_over(optimizer.opt_state, like=new.opt_state)
+    nnx.update(new.opt_state, nnx.state(state))
+    assert not account.dropped and all("skip_nonfinite" in x for x in account.zero)
+    _, w, s = plain(theirs)
+    s, _ = jgrad.carry_over(s, like=jax.eval_shape(ours.init, w))
+    np.testing.assert_allclose(steps(model, new), plain(ours, w=w, s=s)[0], rtol=2e-6)
