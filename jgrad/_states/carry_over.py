@@ -43,7 +43,9 @@ def carry_over(
 
     Parts are found by their meaning and by the paths of parameters. So wrappers may be added,
     removed and reordered, and `old` may be a state of jgrad, of optax, or what orbax restores
-    without a target. Arrays become 8 bits or come back, and trees are packed or unpacked.
+    without a target. Arrays become 8 bits or come back, and trees are packed or unpacked. Of an
+    `nnx.Optimizer` of flax, give the `opt_state` of two; `nnx.update(new.opt_state,
+    nnx.state(state))` puts the result into the second.
 
     The step is kept: schedules and bias correction count it. A second moment that starts at zero
     beside a large step would make the first steps of Adam far too long. So where a first moment is

@@ -254,15 +254,16 @@ def _keys(report: dict[str, jax.Array], params: PyTree) -> dict[str, str]:
     With a last `value` in a report that is of parameters in boxes of linen, which are unboxed since
     then, or of variables of nnx, and made by 1.0.
     """
-    with_value = {key: _VALUE.fullmatch(key) for key in report}
-    if not any(with_value.values()):
+    with_value = {key: match for key in report if (match := _VALUE.fullmatch(key))}
+    if not with_value:
         return {key: key for key in report}
     names = set(trees.names(packing.shapes(params)))
-    found = {}
-    for key, match in with_value.items():
-        is_other = match is not None and match["path"] not in names and match["leaf"] in names
-        found[f"{match['kind']}/{match['leaf']}{match['count']}" if is_other else key] = key
-    return found
+    now = {
+        key: f"{match['kind']}/{match['leaf']}{match['count']}"
+        for key, match in with_value.items()
+        if match["path"] not in names and match["leaf"] in names
+    }
+    return {now.get(key, key): key for key in report}
 
 
 def _is_own(key: str) -> bool:
