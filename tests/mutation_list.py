@@ -22,6 +22,7 @@ WEIGHTS = "tests/wrappers/test_weights.py"
 SAME_NUMBERS = "tests/fused/test_same_numbers.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
+VARIABLES = "tests/everywhere/test_nnx.py"
 WATCH = "tests/wrappers/test_watch.py"
 
 
@@ -45,6 +46,15 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     # ---- _trees
+    Mutation("blocks_of_variables", "a variable of an array in 8 bits", "is_box(X) and isinstance(_, Blocks)", "False", VARIABLES),
+    Mutation("variables._names_of_scale", "scales are sharded as codes", "X if _ == _ else None", "X", "tests/trees/test_variables.py"),
+    Mutation("leaves_with_paths", "the array of a variable has a path of its own", "(*path, *inner[1:])", "(*path, *inner)", "tests/trees/test_variables.py"),
+    Mutation("trees.names", "boxes are named as variables are", "leaves_with_paths(_, _, boxes=False)", "leaves_with_paths(tree, is_leaf)", "tests/everywhere/test_linen.py"),
+    Mutation("watch._keys", "a report knows one form of the parameters", "_ not in names and _ in names", "False", VARIABLES),
+    Mutation("carry_over", "the form of variables is lost", "variables.in_form_of(_, X)", "X", VARIABLES),
+    Mutation("state_shardings", "shardings of variables in 8 bits", "variables.variables_of_blocks(X)", "X", "tests/trees/test_variables.py"),
+    Mutation("restored._array", "variables in files", "X['value'] if _ else X", "X", VARIABLES),
+    Mutation("HiddenMatrices._rows", "`value` is a part of a name", "variables.leaves_with_paths(_, _)", "variables.leaves_with_paths(tree, trees.is_leaf, boxes=False)", "tests/everywhere/test_linen.py"),
     Mutation("repeat", "a prefix gives each leaf once", "range(X)", "range(min(X, 1))", "tests/trees"),
     Mutation("flatten", "None is no leaf", "jax.tree.flatten(X, is_leaf=_)", "jax.tree.flatten(X)", "tests/trees"),
     Mutation("align", "a tree that is coarser in one place is the finest", "all", "any", "tests/trees"),

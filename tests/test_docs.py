@@ -40,7 +40,7 @@ EXAMPLES = {
     "docs/packed.md": 3,
     "docs/muon.md": 2,
     "docs/devices.md": 4,
-    "docs/memory.md": 7,
+    "docs/memory.md": 8,
     "docs/from_optax.md": 1,
     # These by test_guides.py, test_from_pytorch.py, test_choose.py and test_cards.py.
     "benchmarks/notes/accelerators.md": 1,
@@ -428,6 +428,9 @@ def test_the_recipe_of_6_bytes_and_its_checkpoint():
     assert all((x < 0).all() for x in params.values())
     run_example("docs/memory.md", 6, names)
     jax.tree.map(np.testing.assert_array_equal, unquantized(names["again"]), names["arrays"])
+    new = run_example("docs/memory.md", 7, names)["new"]
+    assert new.opt_state.mw["kernel"].codes[...].dtype == jnp.int8
+    assert not names["account"].zero
 
 
 WRAPPERS = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jgrad._inputs.options import INJECTED
 from jgrad._packed import packing
-from jgrad._trees import checks, path_rules, trees
+from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.path_rules import PathRules
 from jgrad._trees.trees import PyTree
@@ -50,9 +50,10 @@ class ByPath:
         paths = [None if x is None or checks.is_no_parameter(x) else path for path, x in pairs]
         found = own.rules_of(paths, f"{_NAME}: ")
         rules = list(zip((*own.patterns, "rest"), own.values, strict=False))
+        named = variables.leaves_with_paths(tree, trees.is_leaf)
         return [
             (path_rules.shown(path), x, *((None, None) if i is None else rules[i]))
-            for (path, x), i in zip(pairs, found, strict=True)
+            for (path, x), i in zip(named, found, strict=True)
         ]
 
 

@@ -23,7 +23,7 @@ from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.placed import placed
 from jgrad._inputs.state import OptState
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, trees, variables
 from jgrad._trees.trees import PyTree
 
 # (inputs, step) -> (updates, new first moments, new second moments). Updates are added to the
@@ -129,7 +129,8 @@ def pair(
     """The transformation, of functions that see arrays alone."""
 
     def init_of_model(params: PyTree) -> Any:
-        return init(arrays_of(params))
+        state = init(arrays_of(params))
+        return variables.blocks_of_variables(state) if _has_codes(state) else state
 
     def update_of_model(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
@@ -137,13 +138,20 @@ def pair(
         updates, state = checks.values_of(updates), checks.values_of(state)
         params = arrays_of(params, updates)
         # Most states have none, and need not enter `call`, which looks closer.
-        has_codes = any(getattr(x, "dtype", None) in _CODES for x in jax.tree.leaves(state))
-        if not has_codes:
+        if not _has_codes(state):
             return update(updates, state, params, **extra_args)
+        given, state = state, variables.variables_of_blocks(state)
         on_arrays = functools.partial(update, **extra_args)
-        return call(on_arrays, updates, state, params, replaced=lambda new: (None, new[1], None))
+        steps, new = call(
+            on_arrays, updates, state, params, replaced=lambda new: (None, new[1], None)
+        )
+        return steps, new if state is given else variables.in_form_of(given, new)
 
     return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
+
+
+def _has_codes(state: PyTree) -> bool:
+    return any(getattr(x, "dtype", None) in _CODES for x in jax.tree.leaves(state))
 
 
 def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:

@@ -4,13 +4,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jgrad._inputs.by_path import check_parameters
 from jgrad._layers.layer_axes import Axes, read_indices, read_layer_axes
 from jgrad._packed import packing
-from jgrad._trees import checks, path_rules, trees
+from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -83,7 +82,7 @@ class HiddenMatrices:
         tree = packing.shapes(checks.values_of(params))
         check_parameters(_NAME, tree)
         stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)
-        pairs = jax.tree_util.tree_leaves_with_path(tree, trees.is_leaf)
+        pairs = variables.leaves_with_paths(tree, trees.is_leaf)
         return [
             (path_rules.shown(path), None, "no array")
             if x is None or checks.is_no_parameter(x)

@@ -27,10 +27,11 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
 
     def of_node(path: tuple[Any, ...], x: Any) -> Any:
         if _is_blocks(x):
-            return Blocks(**x)
+            blocks = _blocks(x)
+            return {"value": blocks} if isinstance(x["codes"], dict) else blocks
         if not _is_packed(x):
             return x
-        buffers = {name: Blocks(**b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
+        buffers = {name: _blocks(b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
         layout = _layout(buffers, known)
         if layout is None:
             remedy = "`like` packed as it was, or `params`; or restore it with a target"
@@ -62,8 +63,17 @@ def _is_blocks(x: Any) -> bool:
     """Codes and scales, as no model has them: of these dtypes."""
     if not (isinstance(x, dict) and x.keys() == {*Blocks._fields}):
         return False
-    dtypes = [getattr(x[name], "dtype", None) for name in Blocks._fields]
+    dtypes = [getattr(_array(x[name]), "dtype", None) for name in Blocks._fields]
     return dtypes[0] in BY_DTYPE and dtypes[1] == np.float32
+
+
+def _blocks(x: dict[str, Any]) -> Blocks:
+    return Blocks(*(_array(x[name]) for name in Blocks._fields))
+
+
+def _array(x: Any) -> Any:
+    """That of a variable of flax, which is a dictionary in a file."""
+    return x["value"] if isinstance(x, dict) and x.keys() == {"value"} else x
 
 
 def _layout(buffers: dict[str, Any], known: Sequence[Packed]) -> Any:

@@ -18,7 +18,7 @@ from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Source
 from jgrad._states.parts import Keys, Part
 from jgrad._states.units import Momentum
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
@@ -53,7 +53,8 @@ def carry_over(
     without a target. The `value` of a flax variable does not belong to a path. Arrays become 8 bits
     or come back, and trees are packed or unpacked. Where several parts mean the same, each goes to
     the wrapper or optimizer that is most like its own, so that a state of the same recipe comes
-    back bit for bit.
+    back bit for bit. Of an `nnx.Optimizer` of flax, give the `opt_state` of two;
+    `nnx.update(new.opt_state, nnx.state(state))` puts the result into the second.
 
     Moments keep the step that belongs to them. Any other counter goes on from one that has counted
     the same thing: updates inside of `accumulate`, mini-batches around it.
@@ -123,6 +124,8 @@ def carry_over(
     values.boolean(_NAME, "strict", strict)
     params = None if params is None else arrays_of(params)
     old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
+    form = like
+    old, like = map(variables.variables_of_blocks, (old, like))
     shapes = packing.shapes(like)
     has_decay = momentum_decay is not None
     before = _with_units("old", parts.read(packing.shapes(old)), old_momentum, has_decay)
@@ -144,7 +147,7 @@ def carry_over(
     else:
         leaves = _Leaves(old, named, params, factors).of_sources(after, found.sources)
         state = packing.pack(trees.flatten(shapes)[1].unflatten(leaves), like=like)
-    return _without_shared_arrays(state), account
+    return variables.in_form_of(form, _without_shared_arrays(state)), account
 
 
 def _with_arrays(tree: PyTree) -> PyTree:

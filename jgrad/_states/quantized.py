@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._states.carry_over import carry_over
-from jgrad._trees import trees
+from jgrad._trees import trees, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.renamed import warn_of_name
 from jgrad._trees.trees import PyTree
@@ -35,6 +35,7 @@ def unquantized(state: PyTree) -> PyTree:
       ((64, 256), 'float32')
     """
     warn_of_name("unquantized", "carry_over")
+    state = variables.variables_of_blocks(state)
     return carry_over(state, like=trees.map_leaves(_shape, state), strict=True)[0]
 
 

@@ -14,7 +14,7 @@ from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import layouts, packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
-from jgrad._trees import checks, host_memory, trees, values
+from jgrad._trees import checks, host_memory, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.renamed import renamed
@@ -95,9 +95,11 @@ def state_shardings(
         None if p is None else _Placed(np.shape(p), x) for p, x in zip(leaves, given, strict=True)
     ]
     replicated = NamedSharding(meshes[0], PartitionSpec())
+    state = jax.eval_shape(tx.init, params)
     shardings = _Shardings(structure.unflatten(placed), placed, replicated, axes).of_state(
-        jax.eval_shape(tx.init, params)
+        variables.variables_of_blocks(state)
     )
+    shardings = variables.in_form_of(state, shardings)
     if isinstance(tx, inside.Offloaded) and host_memory.is_there(_NAME):
         return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
     return shardings

@@ -47,6 +47,11 @@ def shown(path: Sequence[Any]) -> str:
     return "/".join(keys_of(path))
 
 
+def _shown_variable(path: KeyPath) -> str:
+    """As a rule is written that fits a variable and its array."""
+    return shown(without_value(path))
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """A line for each row, with columns below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -133,7 +138,7 @@ class PathRules:
             rule = None if path is None else self._rule_of(path)
             found.append(rule)
             if path is not None and rule is None:
-                without.append(shown(path))
+                without.append(_shown_variable(path))
         known = [path for path in paths if path is not None]
         if known:
             self._check_each_is_used(set(found), known, begin)
@@ -157,10 +162,10 @@ class PathRules:
             taken = [path for path in paths if _matches(pattern, _texts(path))]
             if taken:
                 first = self.patterns[self._rule_of(taken[0]) or 0]
-                came = f"{shown(taken[0])!r} and all that it matches have an earlier rule"
+                came = f"{_shown_variable(taken[0])!r} and all that it matches have an earlier rule"
                 expected = f"expected it before {first!r}, since the first match wins"
                 raise ValueError(f"{begin}rule {pattern!r}: {came}, {expected}.")
-            near = ", ".join(map(repr, _nearest(pattern, list(map(shown, paths)))))
+            near = ", ".join(map(repr, _nearest(pattern, list(map(_shown_variable, paths)))))
             raise ValueError(f"{begin}rule {pattern!r}: no leaf matches it; near are {near}.")
 
 

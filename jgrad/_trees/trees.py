@@ -13,6 +13,7 @@ import jax
 
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.path_rules import shown
+from jgrad._trees.variables import leaves_with_paths
 
 PyTree = Any
 
@@ -74,10 +75,11 @@ def names(tree: PyTree) -> list[str]:
     """The keys, attributes and indices that lead to each leaf, `layer_3/b`; no two are the same.
 
     A number is put behind a path that another leaf has already: a key may have a `/`, too. A bare
-    leaf is called `params`.
+    leaf is called `params`. Leaves in boxes of linen are called `value` as in files of 1.0, which
+    states of `watch` hold.
     """
     found: dict[str, int] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+    for path, _ in leaves_with_paths(tree, is_leaf, boxes=False):
         name = own = shown(path) or "params"
         while own in found:
             found[name] += 1

@@ -21,7 +21,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers import hypersphere, norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._trees import checks, path_rules, trees
+from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -55,7 +55,7 @@ class HyperballState(NamedTuple):
 
     def describe(self) -> str:
         """A line for each leaf that keeps its norm: its path, its matrices, and their norms."""
-        pairs = jax.tree_util.tree_leaves_with_path(self.radius)
+        pairs = variables.leaves_with_paths(self.radius)
         return path_rules.table([_row(path_rules.shown(path), np.asarray(r)) for path, r in pairs])
 
 

@@ -9,6 +9,7 @@ import optax
 
 from jgrad._fused.planned import Planned
 from jgrad._quantized import regions
+from jgrad._trees import variables
 from jgrad._trees.blocks import SIZE, Blocks
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -57,7 +58,7 @@ def leaf_programs(
       .vw['w'] one kernel
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
-    state = jax.eval_shape(tx.init, params)
+    state = variables.variables_of_blocks(jax.eval_shape(tx.init, params))
     step = functools.partial(apply_gradients, tx, mesh_axes=mesh_axes, **extra_args)
     traced = jax.make_jaxpr(step)(params, state, params)
     is_local = not any(map(_is_sharded, jax.tree.leaves(params)))

@@ -1,5 +1,6 @@
 """What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jgrad._inputs.notes import Notes, unique
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import axis_exists, read_mesh_axes
+from jgrad._packed import packing
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, inside, measures
@@ -21,6 +23,7 @@ from jgrad._wrappers.measures import Numbers
 
 _NAME = "watch"
 _CALLS, _MEASURED = "calls", "measured"
+_VALUE = re.compile(r"(?P<kind>[^/]*)/(?P<path>(?P<leaf>.*)/value)(?P<count>(#\d+)?)")
 
 
 class WatchState(NamedTuple):
@@ -178,7 +181,9 @@ def watch(
     ) -> tuple[PyTree, WatchState]:
         inside.check_state(_NAME, state, WatchState)
         extra_args.pop("notes", None)  # of another `watch`: `report` finds both
-        old, calls = state.report, optax.safe_increment(state.report[_CALLS])
+        keys = _keys(state.report, params)
+        old = {name: state.report[key] for name, key in keys.items()}
+        calls = optax.safe_increment(old[_CALLS])
 
         def measured(extra_args: dict[str, Any]) -> tuple[Any, Numbers]:
             notes = Notes({key: x for key, x in old.items() if not _is_own(key)})
@@ -195,7 +200,7 @@ def watch(
             later = inputs.gradients(_after(report[_MEASURED], inputs.g))
             steps, inner = inputs.hand_over(tx, later, state.inner, params, stay_finite=True)
         report = _kept(inputs, report | {_CALLS: calls}, old)
-        return steps, WatchState(report, inner)
+        return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
 
     return pair(init, update)
 
@@ -241,6 +246,24 @@ def report(state: PyTree) -> dict[str, jax.Array]:
 
 
 # ---- the form of a report ----------------------------------------------------------------------
+
+
+def _keys(report: dict[str, jax.Array], params: PyTree) -> dict[str, str]:
+    """Which number of the report has the name that it has with these parameters.
+
+    With a last `value` in a report that is of parameters in boxes of linen, which are unboxed since
+    then, or of variables of nnx, and made by 1.0.
+    """
+    with_value = {key: match for key in report if (match := _VALUE.fullmatch(key))}
+    if not with_value:
+        return {key: key for key in report}
+    names = set(trees.names(packing.shapes(params)))
+    now = {
+        key: f"{match['kind']}/{match['leaf']}{match['count']}"
+        for key, match in with_value.items()
+        if match["path"] not in names and match["leaf"] in names
+    }
+    return {now.get(key, key): key for key in report}
 
 
 def _is_own(key: str) -> bool:

@@ -1,5 +1,7 @@
 """Optimizers inside the combinators of optax, and in training by flax and equinox."""
 
+import functools
+
 import chex
 import equinox as eqx
 import flax.linen as nn
@@ -286,6 +288,29 @@ def test_equinox(tx, standard_promotion):
         losses.append(float(value))
     assert losses[-1] < 0.5 * losses[0]
     assert len(traces) == 1
+
+
+def test_equinox_whole_model(standard_promotion):
+    """`watch` and 8 bits, with the model itself as the parameters: the numbers of its arrays alone."""
+    model = eqx.nn.MLP(64, 8, 96, 1, activation=jnp.tanh, key=jax.random.key(0))
+    tx, x = jgrad.watch(jgrad.adam(1e-2, moment_dtype="8bit")), jnp.ones((4, 64))
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    state = tx.init(arrays)
+
+    def step(params, state, whole):
+        grads = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x) ** 2))(whole(params))
+        updates, state = tx.update(grads, state, params)
+        return eqx.apply_updates(params, updates), state
+
+    jitted = eqx.filter_jit(functools.partial(step, whole=lambda m: m))
+    found = jitted(*jitted(model, state))
+    of_arrays = jax.jit(functools.partial(step, whole=lambda w: eqx.combine(w, rest)))
+    expected = of_arrays(*of_arrays(arrays, state))
+    assert "grad_norm/layers/0/weight" in found[1].report
+    assert found[1].inner.mw.layers[0].weight.codes.dtype == jnp.int8
+    pairs = zip(*map(jax.tree.leaves, (eqx.filter(found, eqx.is_array), expected)), strict=True)
+    for a, b in pairs:
+        np.testing.assert_array_equal(a, b)
 
 
 def test_equinox_functional(standard_promotion):

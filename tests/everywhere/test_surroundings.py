@@ -10,11 +10,13 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
@@ -26,6 +28,9 @@ from tests.wrappers.test_every_wrapper import WRAPPERS
 # Whole rows of blocks, blocks of several rows, less than 8 bits are for, and one row of blocks.
 SHAPES = {"w": (16, 512), "up": (64, 96), "b": (64,), "v": (8192,)}
 STEPS = 2
+# Variables of flax 0.11 cannot hold None, as the moments of some leaves are.
+WITH_NONE = ("muon", "hyperball")
+HOLDS_NONE = tuple(map(int, flax.__version__.split(".")[:2])) >= (0, 12)
 
 
 class Subject(NamedTuple):
@@ -177,6 +182,32 @@ def injected(subject, form):
     return w, state.inner_state
 
 
+class Variables(nnx.Module):
+    """A model of flax's nnx."""
+
+    def __init__(self, tree):
+        for name, x in tree.items():
+            setattr(self, name, nnx.Param(x))
+
+
+def in_two_forms(subject, form):
+    """As `nnx.Optimizer` does: `init` of variables, `update` of arrays, and states taken apart."""
+    w, gradients = inputs(subject, form)
+    model = Variables(w)
+    optimizer = nnx.Optimizer(model, subject.make(), wrt=nnx.Param)
+    step = nnx.jit(lambda model, optimizer, g: (optimizer.update(model, g), None)[1])
+    for g in gradients:
+        step(model, optimizer, Variables(g))
+    as_dicts = lambda x: nnx.to_pure_dict(x) if isinstance(x, nnx.State) else x
+    pure = getattr(nnx, "as_pure", None) or nnx.pure  # flax 0.11 has the second one
+    found = nnx.state(model), pure(optimizer.opt_state)
+    w, state = jax.tree.map(as_dicts, found, is_leaf=lambda x: isinstance(x, nnx.State))
+    if subject.name == "pack_small":  # its layout has the paths that `init` saw
+        own = jax.tree.structure(jax.eval_shape(subject.make().init, w))
+        state = own.unflatten(jax.tree.leaves(state))
+    return jax.device_get((w, state))
+
+
 SURROUNDINGS = {
     "x64": under_x64,
     "auto": on_a_mesh(AxisType.Auto, rows),
@@ -185,12 +216,15 @@ SURROUNDINGS = {
     "shard_map": in_shard_map,
     "shard_map, sharded": functools.partial(in_shard_map, sharded=True),
     "injected": injected,
+    "nnx": in_two_forms,
 }
 
 
 def is_there(subject, form, where):
     if form == "packed" and (subject.name == "pack_small" or where == "explicit columns"):
         return False
+    if where == "nnx":  # flax takes packed trees apart
+        return form == "tree" and (HOLDS_NONE or not any(x in subject.name for x in WITH_NONE))
     if where == "shard_map, sharded":  # packed, it is `zero`'s
         return form == "tree" and subject.axes is not None
     return where != "injected" or subject.injectable is not None

@@ -1,0 +1,101 @@
+"""`TrainState` of flax's linen, with parameters in boxes that name mesh axes.
+
+Most programs get the shardings of the whole state from the boxes, and take them off the state before
+the first step. The truth is the same training without boxes, on one device.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jgrad
+from tests.multi_device.meshes import mesh_of, use
+
+X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = lambda size, *names: nn.Dense(
+            size, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), names)
+        )
+        x = layer(64, None, "model")(x)
+        return layer(256, "model", None)(jnp.tanh(x))
+
+
+MODEL = Model()
+
+
+def start(tx, key, *, is_boxed):
+    params = MODEL.init(key, X)
+    params = params if is_boxed else nn.unbox(params)
+    return TrainState.create(apply_fn=MODEL.apply, params=params, tx=tx)
+
+
+def step(state):
+    def loss(params):
+        return jnp.mean(jnp.square(state.apply_fn(params, X)))
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+def train(state, run):
+    losses = []
+    for _ in range(3):
+        state, value = run(state)
+        losses.append(value)
+    return losses, state
+
+
+def eight_bits():
+    return jgrad.watch(jgrad.adam(1e-2, moment_dtype="8bit"))
+
+
+@functools.cache
+def without_boxes():
+    return train(start(eight_bits(), jax.random.key(0), is_boxed=False), jax.jit(step))
+
+
+@pytest.mark.parametrize("is_unboxed", [False, True])
+def test_sharded_as_the_boxes_say(is_unboxed):
+    make = functools.partial(start, eight_bits(), is_boxed=True)
+    mesh = mesh_of(model=8)
+    with use(mesh):
+        specs = nn.get_partition_spec(jax.eval_shape(make, jax.random.key(0)))
+        codes, scale = specs.opt_state.inner.mw["params"]["Dense_1"]["kernel"]
+        assert (codes, scale) == (P("model", None), P("model", None))
+        codes, scale = specs.opt_state.inner.mw["params"]["Dense_0"]["kernel"]
+        assert (codes, scale) == (P(None, "model"), P(None))  # flattened
+        places = jax.tree.map(lambda x: NamedSharding(mesh, x), specs, is_leaf=is_spec)
+        begin = (lambda key: nn.unbox(make(key))) if is_unboxed else make
+        state = jax.jit(begin, out_shardings=places)(jax.random.key(0))
+        run = jax.jit(step, out_shardings=(places, NamedSharding(mesh, P())))
+        losses, last = train(state, run)
+    expected, other = without_boxes()
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    assert jax.tree.structure(last.opt_state) == jax.tree.structure(state.opt_state)
+    numbers = jgrad.report(last.opt_state), jgrad.report(other.opt_state)
+    for name, x in numbers[1].items():
+        same = name if name in numbers[0] else f"{name}/value"  # names of boxes are those of 1.0
+        np.testing.assert_allclose(numbers[0][same], x, rtol=1e-4)
+        assert name == "learning_rate" or x > 0 or name == "nonfinite"
+
+
+def is_spec(x):
+    return isinstance(x, P)
+
+
+def test_described_alike():
+    params = MODEL.init(jax.random.key(0), X)
+    described = jgrad.hidden_matrices().describe
+    assert described(params) == described(nn.unbox(params))
+    rates = jgrad.by_path({"**/kernel": 1.0}, rest=0.0)
+    assert rates.describe(params) == rates.describe(nn.unbox(params))
