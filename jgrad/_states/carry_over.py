@@ -19,12 +19,14 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import parameters
 
 _NAME = "carry_over"
 
 
+@explained
 def carry_over(
     old: PyTree,
     *,

@@ -18,6 +18,7 @@ from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside
@@ -163,6 +164,7 @@ def _fits(step: Any, total: Any) -> bool:
 
 
 @renamed(norm_axes="mesh_axes")
+@explained
 def accumulate(
     tx: optax.GradientTransformation,
     every: int,
@@ -378,4 +380,4 @@ def accumulate(
             outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, state)))
         return steps, new
 
-    return pair(init, update)
+    return pair(init, update, _NAME)

@@ -23,6 +23,7 @@ from jgrad._layers.layer_axes import LayerAxes, axis_exists, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.inside import WrapperInputs
@@ -72,6 +73,7 @@ def _row(name: str, radius: np.ndarray) -> tuple[str, ...]:
     return name, count, "; ".join(words)
 
 
+@explained
 def hyperball(
     tx: optax.GradientTransformation,
     learning_rate: LearningRate,
@@ -194,7 +196,7 @@ def hyperball(
             optax.safe_increment(done), state.radius, inner
         )
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def _step(done: jax.Array) -> Step:

@@ -16,6 +16,7 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
@@ -55,6 +56,7 @@ class ScheduleFreeState(NamedTuple):
 ScheduleFreeState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@explained
 def schedule_free(
     tx: optax.GradientTransformation,
     *,
@@ -177,7 +179,7 @@ def schedule_free(
         )
         return inputs.directions(apply(_difference, new_y, w)), new
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def _difference(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import devices, inside, rejecting
 from jgrad._wrappers.finite import computed_once
@@ -58,6 +59,7 @@ class SpikeState(NamedTuple):
 SpikeState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@explained
 def skip_spikes(
     tx: optax.GradientTransformation,
     *,
@@ -176,7 +178,7 @@ def skip_spikes(
             rejecting.tell(outer, steps, new, state, of=commit if leaves_out else None)
         return steps, new
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def _read(loss: Any) -> jax.Array:
