@@ -36,6 +36,7 @@ class AccumulateState(NamedTuple):
       count: those among them whose gradients were finite.
       skipped: mini-batches left out since the start; it saturates.
       total: sum of the gradients of this window; a tree like the parameters, in float32 or wider.
+        None where each window is one mini-batch: `every=1`.
       inner: state of the transformation inside.
 
     Example:
@@ -148,8 +149,10 @@ def _next_total(x: Any, g: Any, use: jax.Array, close: jax.Array, *weight: Any) 
 
 def _summed(weight: Any, use: jax.Array, mesh_axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """The weight of a mini-batch that is used, over all devices, and whether it is used."""
-    weight = 1.0 if weight is None else numbers.scalar(_NAME, "weight", weight)
-    weight = jnp.asarray(weight, jnp.float32)
+    if weight is None:
+        remedy = "call `update(updates, state, params, weight=tokens)`"
+        raise TypeError(f"{_NAME}: `weight`: missing, expected one with `weighted=True`; {remedy}.")
+    weight = jnp.asarray(numbers.scalar(_NAME, "weight", weight), jnp.float32)
     weight = jax.lax.psum(weight, mesh_axes) if mesh_axes else weight
     use &= (weight >= 0) & (weight < jnp.inf)
     return jnp.where(use, weight, 0.0), use
@@ -205,11 +208,12 @@ def accumulate(
     Args:
       tx: any transformation. It sees means in the dtype of the gradients, or unrounded where
         `master_weights` or `stochastic_rounding` is inside.
-      every: mini-batches per window, at least 1.
+      every: mini-batches per window, at least 1. With 1 the state has no sum: `total` is None until
+        a call has an `emit` that may keep its window open.
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
-      weighted: True takes `weight=` in `update`: a number or a real scalar, in [0, inf), kept in
-        float32; a call without it has weight 1. Sums of weights saturate at 2^125.
+      weighted: True needs `weight=` in each `update`: a number or a real scalar, in [0, inf), kept
+        in float32. Sums of weights saturate at 2^125.
       mesh_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
         `pmap`, as for `lars`: all devices then leave out the same mini-batches. A weight is summed
         over them: give each device the tokens that it has, or all devices the same number.
@@ -220,7 +224,7 @@ def accumulate(
 
     Raises:
       ValueError: `every` below 1, a negative weight, or one without `weighted`.
-      TypeError: `tx` is not a transformation, or `every` is not an int.
+      TypeError: `tx` is not a transformation, `every` is not an int, or a weight is missing.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -242,7 +246,8 @@ def accumulate(
     def init(params: PyTree) -> Any:
         weight = [counter(params).astype(jnp.float32)] if weighted else []
         counters = (counter(params) for _ in range(3))
-        return kind(*counters, zeros(_NAME, params), tx.init(params), *weight)
+        total = zeros(_NAME, params) if every > 1 else None
+        return kind(*counters, total, tx.init(params), *weight)
 
     def update(
         updates: PyTree,
@@ -261,6 +266,11 @@ def accumulate(
             came = checks.describe(weight)
             raise ValueError(f"{_NAME}: `weight`: {came}, expected None without `weighted=True`.")
         inputs = Inputs(_NAME, updates, params)
+        if state.total is None and (every > 1 or not (emit is None or emit is True)):
+            state = state._replace(total=zeros(_NAME, inputs.tree))
+        has_sum = state.total is not None
+        if not has_sum:  # nor a window that was open in the state of another `every`
+            state = _without_window(state, state, None)
         outer = None if commit is None else commit.of_windows
         accepted: Any = True
         if outer is not None:
@@ -278,7 +288,7 @@ def accumulate(
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         emit, finite = devices.agreed(emit, sharded_over), devices.agreed(finite, sharded_over)
         accepted = devices.agreed(accepted, sharded_over)
-        old = inputs.moment("state.total", state.total)
+        old = inputs.moment("state.total", state.total) if has_sum else [None] * len(inputs.g)
         if finite is None and outer is not None:
             finite = outer.flag
         elif finite is None:
@@ -286,7 +296,8 @@ def accumulate(
         use = jnp.asarray(finite if accepted is True else finite & accepted)
         own: tuple[jax.Array, ...] = ()  # the weight
         if weighted:
-            weight, use = _summed(weight, use, sharded_over)
+            is_dry = weight is None and getattr(notes, "is_dry", False)
+            weight, use = _summed(1.0 if is_dry else weight, use, sharded_over)
             own = (weight,)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
@@ -308,7 +319,9 @@ def accumulate(
 
         def divide() -> list[Any]:
             nonzero = jnp.where(divisor > 0, divisor, 1.0) if weighted else jnp.maximum(count, 1)
-            means = apply(_mean, old, inputs.g, use, nonzero.astype(float), *own)
+            # Without a sum, these are made in the branch, and take no memory.
+            sums = old if has_sum else trees.flatten(zeros(_NAME, inputs.tree))[0]
+            means = apply(_mean, sums, inputs.g, use, nonzero.astype(float), *own)
             return [o if x is None else x for x, o in zip(means, old, strict=True)]
 
         def keep() -> list[Any]:
@@ -329,7 +342,7 @@ def accumulate(
         kept: list[bool] = []
 
         def run(noting: dict[str, Any]) -> tuple[list[Any], PyTree]:
-            pairs = zip(divided, inputs.g, strict=True)
+            pairs = zip(divided if has_sum else divide(), inputs.g, strict=True)
             means = [None if g is None else x for x, g in pairs]
             if not inside.any_says(state.inner, inside.UNROUNDED):
                 pairs = zip(means, inputs.g, strict=True)
@@ -353,7 +366,7 @@ def accumulate(
             steps, inner = inputs.zeros(), state.inner
             total = apply(_sum, old, inputs.g, use, *own)
         else:
-            divided = choices.branch(close, divide, keep)
+            divided = choices.branch(close, divide, keep) if has_sum else old
             held, inner = choices.noted_branch(notes, close, run, hold)
             is_open, rows = ~close, list(zip(held, old, inputs.g, fits, strict=True))
             moved = [
@@ -366,7 +379,7 @@ def accumulate(
             jnp.where(emit, 0, mini_step),
             jnp.where(emit, 0, count),
             skipped,
-            inputs.moments(total, old),
+            inputs.moments(total, old) if has_sum else None,
             inner,
             *([jnp.where(emit, 0.0, divisor)] if weighted else []),
         )

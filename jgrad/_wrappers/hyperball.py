@@ -13,8 +13,7 @@ import optax
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, Step
-from jgrad._inputs.numbers import OfCall
+from jgrad._inputs.moment import Step
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
@@ -187,7 +186,7 @@ def hyperball(
         given = "learning_rate", learning_rate
         if hyperball_learning_rate is not None:
             given = "hyperball_learning_rate", hyperball_learning_rate
-        rates = options.number_per_array(inputs, _step(done), *given)
+        rates = options.number_per_array(inputs, Step.of_count(done), *given)
         if (notes := extra_args.get("notes")) is not None and not isinstance(rates, list):
             notes.add("hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
@@ -197,12 +196,6 @@ def hyperball(
         )
 
     return pair(init, update, _NAME)
-
-
-def _step(done: jax.Array) -> Step:
-    """For options, which ask a step for its number."""
-    nothing = Moment([], [])
-    return Step(done, done, nothing, nothing, None, OfCall({}))
 
 
 def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:

@@ -212,7 +212,8 @@ def _is_accepted(
 
 def _median(x: jax.Array, is_there: jax.Array, count: jax.Array) -> jax.Array:
     """Of the elements that are there; 0 of none."""
-    x = jnp.sort(jnp.where(is_there, x, jnp.inf))
+    # The others last, and not by an infinity, which `jax_debug_infs` takes for an error.
+    x = jax.lax.sort((~is_there, x), num_keys=2)[1]
     last = jnp.maximum(count - 1, 0)
     pair_of = x[last // 2] / 2 + x[(last + 1) // 2] / 2
     return jnp.where(count > 0, pair_of, 0.0)
