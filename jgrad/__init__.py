@@ -136,7 +136,7 @@ from jgrad._states.carry_over import carry_over
 from jgrad._states.quantized import quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
-from jgrad._trees.other_names import explained_absence
+from jgrad._trees.other_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.clip import clip_by_global_norm, global_norm
@@ -160,7 +160,7 @@ def __getattr__(name: str) -> object:
     """An error that says what a name of other libraries, or one that is gone, is called here."""
     if name == "muon_update":
         raise AttributeError("jgrad.muon_update: a name of 0.6, expected `jgrad.muon`, its method.")
-    raise AttributeError(explained_absence(name, __all__))
+    raise AttributeError(_explained_absence(name, __all__))
 
 
 # In the groups and the order of the docstring.

@@ -22,7 +22,6 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
-from jgrad._trees.other_names import explained
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
@@ -78,7 +77,6 @@ class Packed:
 Packed.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
-@explained
 def pack(
     tree: PyTree,
     *,

@@ -72,9 +72,6 @@ KEYWORDS = (
     *("hyperball_learning_rate", "emit", "finite", "weight", "loss"),
 )
 _BETWEEN_WRAPPERS = ("commit", "notes", "undecayed")  # which wrappers tell what is inside
-# A single word may be an argument of somebody's loss, which optax's line searches hand on; it is
-# looked at where it is taken. Several words are nobody else's.
-_OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -92,8 +89,8 @@ def meant(name: str, known: tuple[str, ...], *, by_end: bool = True) -> str:
       known: other names.
       by_end: whether the last words of a name will do.
     """
-    prefix, _, last = name.rpartition("_")
-    ways = [name, *OPTIONS.get(name, ()), *(f"{prefix}_{x}" for x in OPTIONS.get(last, ()))]
+    prefix, link, last = name.rpartition("_")
+    ways = [name, *OPTIONS.get(name, ()), *(f"{prefix}{link}{x}" for x in OPTIONS.get(last, ()))]
     if same := [x for x in known if x in ways]:
         return _in_words(same, "and")
     if by_end and (found := [x for x in known if any(x.endswith(f"_{y}") for y in ways)]):
@@ -135,11 +132,14 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
 
 
 def keywords_of(update: Callable[..., Any]) -> tuple[str, ...]:
-    """What `check_keywords` takes for the known names, of an `update` with keywords of its own."""
-    own = [
-        x.name for x in inspect.signature(update).parameters.values() if x.kind is x.KEYWORD_ONLY
-    ]
-    return tuple(x for x in own if x not in _BETWEEN_WRAPPERS) + _OF_SEVERAL_WORDS
+    """Which keywords a misspelt one may mean, for an `update` with keywords of its own.
+
+    A single word may be an argument of somebody's loss, which optax's line searches hand on; so it
+    counts where it is taken. Names of several words are nobody else's.
+    """
+    parameters = inspect.signature(update).parameters.values()
+    own = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
+    return tuple(x for x in KEYWORDS if x in own or "_" in x)
 
 
 def check_keywords(function: str, given: Iterable[str], known: tuple[str, ...]) -> None:

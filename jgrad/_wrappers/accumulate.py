@@ -312,6 +312,8 @@ def accumulate(
             use &= weight > 0
         # Without a finite mini-batch there is no mean, and the total is still zero.
         close = emit & (divisor > 0)
+        if not has_sum and not weighted and finite is True and accepted is True:
+            close = True  # and no branch
         # One array for each leaf goes through two branches, in the place of the sum. If the window
         # closes it becomes the mean, and then the step; else it stays as it is, and the pass that
         # applies the updates adds the gradient. Then nothing is written elsewhere.
@@ -319,8 +321,8 @@ def accumulate(
 
         def divide() -> list[Any]:
             nonzero = jnp.where(divisor > 0, divisor, 1.0) if weighted else jnp.maximum(count, 1)
-            # Without a sum, these are made in the branch, and take no memory.
-            sums = old if has_sum else trees.flatten(zeros(_NAME, inputs.tree))[0]
+            # Without a sum, zeros in the branch are constants, and take no memory.
+            sums = old if has_sum else [g if g is None else jnp.zeros_like(g) for g in inputs.g]
             means = apply(_mean, sums, inputs.g, use, nonzero.astype(float), *own)
             return [o if x is None else x for x, o in zip(means, old, strict=True)]
 
@@ -368,7 +370,8 @@ def accumulate(
         else:
             divided = choices.branch(close, divide, keep) if has_sum else old
             held, inner = choices.noted_branch(notes, close, run, hold)
-            is_open, rows = ~close, list(zip(held, old, inputs.g, fits, strict=True))
+            rows = list(zip(held, old, inputs.g, fits, strict=True))
+            is_open = jnp.logical_not(close)
             moved = [
                 (_zero_if, (x, is_open)) if f else (leafwise.identity, (x,)) for x, _, _, f in rows
             ]
