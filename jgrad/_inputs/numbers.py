@@ -166,8 +166,7 @@ class OfCall(dict[str, Any]):
 
 def upper_clamp(largest: PyTree) -> PyTree:
     """`None` means no clamp, i.e. +inf, which callers may not pass as a number."""
-    # Strongly typed, so that nothing converts it: a result for `jax_debug_infs` to refuse.
-    return jnp.asarray(jnp.inf, jnp.result_type(float)) if largest is None else largest
+    return jnp.asarray(jnp.inf) if largest is None else largest
 
 
 def optional_decay(decay: PyTree, *, negative_is_none: bool) -> PyTree:
