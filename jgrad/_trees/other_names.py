@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "b1": ("beta1",),
     "b2": ("beta2",),
     "betas": ("beta1", "beta2"),
-    "beta": ("momentum", "decay"),
+    "beta": ("momentum", "beta1"),
     "eps": ("epsilon",),
     "mu_dtype": ("moment_dtype",),
     "dtype_momentum": ("moment_dtype",),

@@ -76,6 +76,7 @@ OTHERS = [
     ("muon: `b1`: an unknown argument, expected `adam_beta1`.", lambda: MUON(b1=0.9)),
     ("muon: `adam_b2`: an unknown argument, expected `adam_beta2`.", lambda: MUON(adam_b2=0.9)),
     ("muon: `adam_lr`: an unknown argument, expected `adam_learning_rate`.", lambda: MUON(adam_lr=1)),
+    ("adam: `beta`: an unknown argument, expected `beta1`.", lambda: jgrad.adam(0.1, beta=0.9)),
     ("muon: `dtype`: an unknown argument, expected `compute_dtype` or `moment_dtype`.",
      lambda: MUON(dtype=jnp.float32)),
     ("adam_update: `b1`: an unknown argument, expected `beta1`.",
