@@ -81,6 +81,8 @@ OTHERS = [
      lambda: MUON(dtype=jnp.float32)),
     ("adam_update: `b1`: an unknown argument, expected `beta1`.",
      lambda: jgrad.adam_update(1.0, 1.0, 0.1, 0.0, 0.0, 1, b1=0.9)),
+    ("lars_update: 4 arguments by position, expected at most 3; write `decay_lambda=`, and all others by name too.",
+     lambda: jgrad.lars_update(1.0, 1.0, 0.1, 0.1)),
     ("adam: `b1`: an unknown argument, expected `beta1`.",
      lambda: optax.inject_hyperparams(jgrad.adam)(0.1, b1=0.9)),
     ("lars: `eps`: an unknown argument, expected `epsilon`.",  # an option by its old name beside it
