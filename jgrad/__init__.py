@@ -136,6 +136,7 @@ from jgrad._states.carry_over import carry_over
 from jgrad._states.quantized import quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.other_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.clip import clip_by_global_norm, global_norm
@@ -157,10 +158,10 @@ __version__ = "1.0.0"
 
 
 def __getattr__(name: str) -> object:
-    """What a name that is gone was replaced by."""
+    """An error that says what a name of other libraries, or one that is gone, is called here."""
     if name == "muon_update":
         raise AttributeError("jgrad.muon_update: a name of 0.6, expected `jgrad.muon`, its method.")
-    raise AttributeError(f"module 'jgrad' has no attribute {name!r}")
+    raise AttributeError(_explained_absence(name, __all__))
 
 
 # In the groups and the order of the docstring.

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jgrad
 from tests.cases import CASES, MASK, params
 from tests.support import packed_model as packed
-from tests.support.loops import step_of, with_loss
+from tests.support.loops import step_of, told, with_loss
 
 RATE_TREE = {"layer": 0.1, "rest": [0.01, jnp.float32(0.2), 0.0]}
 
@@ -198,7 +198,7 @@ def wrappers() -> dict[str, Any]:
         "skip_spikes": with_loss(jgrad.skip_spikes(adam)),
         "skip_spikes around skip": with_loss(jgrad.skip_spikes(jgrad.skip_nonfinite(adam))),
         "skip_spikes inside skip": with_loss(jgrad.skip_nonfinite(jgrad.skip_spikes(adam))),
-        "accumulate weighted": jgrad.accumulate(adam, 4, weighted=True),
+        "accumulate weighted": told(jgrad.accumulate(adam, 4, weighted=True), weight=1.0),
         "the whole stack": jgrad.skip_nonfinite(
             jgrad.accumulate(jgrad.master_weights(clipped), 4), loss_scale=2.0**15
         ),

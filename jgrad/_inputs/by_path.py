@@ -10,6 +10,7 @@ from jgrad._inputs.options import INJECTED
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.path_rules import PathRules
 from jgrad._trees.trees import PyTree
 
@@ -48,7 +49,7 @@ class ByPath:
         check_parameters(_NAME, tree)
         pairs = jax.tree_util.tree_leaves_with_path(tree, trees.is_leaf)
         paths = [None if x is None or checks.is_no_parameter(x) else path for path, x in pairs]
-        found = own.rules_of(paths, f"{_NAME}: ")
+        found = own.rules_of(paths, f"{_NAME}: ", lambda: trees.masked_paths(tree))
         rules = list(zip((*own.patterns, "rest"), own.values, strict=False))
         named = variables.leaves_with_paths(tree, trees.is_leaf)
         return [
@@ -79,6 +80,7 @@ def check_parameters(function: str, tree: PyTree) -> None:
         ArgLeaves.from_tree(function, "params", tree).fail(0, TypeError, problem)
 
 
+@explained
 def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
     """Options by the path of a leaf, for every option that may differ from leaf to leaf.
 

@@ -32,6 +32,7 @@ from jgrad._layers.layer_axes import static_axes
 from jgrad._packed import packing
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -82,7 +83,7 @@ def update(
         @functools.wraps(body)
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) != len(positional) or not kwargs.keys() <= defaults.keys():
-                return body(*args, **kwargs)  # Python's own error
+                return explained(body)(*args, **kwargs)  # an error
             given = defaults | dict(zip(positional, args, strict=True)) | kwargs
             values.no_out(name, given["out"])
             given = given if before is None else before(given)

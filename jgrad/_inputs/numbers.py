@@ -4,7 +4,6 @@ A Python number is checked against its range here, before anything is traced, an
 of the default float dtype, so that a new value is no new trace. Arrays pass: they may be traced.
 """
 
-import difflib
 import functools
 import math
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import jit_static_kwargs
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, other_names, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -139,16 +138,6 @@ def _one_element(function: str, name: str, x: Any) -> Any:
 
 # ---- numbers of one call -----------------------------------------------------------------------
 
-# What other libraries call the options of a method.
-_ELSEWHERE = {
-    "lr": "learning_rate",
-    "step_size": "learning_rate",
-    "wd": "weight_decay",
-    "b1": "beta1",
-    "b2": "beta2",
-    "eps": "epsilon",
-}
-
 
 class OfCall(dict[str, Any]):
     """The keyword arguments of one call of `update`; it remembers which were asked for.
@@ -169,12 +158,7 @@ class OfCall(dict[str, Any]):
     def check_names(self, function: str) -> None:
         """After all that the method has was asked for."""
         for name in self.keys() - self._asked:
-            near = difflib.get_close_matches(name, self._asked, 1, cutoff=0.8)
-            elsewhere = _ELSEWHERE.get(name)
-            meant = [x for x in self._asked if x == elsewhere or x.endswith(f"_{name}")]
-            for expected in (*near, *meant):
-                problem = f"`update` has the keyword `{name}`, expected `{expected}`"
-                raise TypeError(f"{function}: {problem}.")
+            other_names.refuse_keyword(function, name, other_names.meant(name, (*self._asked,)))
 
 
 # ---- numbers that may be absent ----------------------------------------------------------------

@@ -6,6 +6,7 @@ Each update reads the options again, since they may be traced and may differ fro
 
 import functools
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ _DECAY_LIMITS = {"independent": 1.0}
 def check(function: str, read: Callable[[str, str, PyTree], Any], **given: PyTree) -> None:
     """What `read` says of numbers; a schedule is called in each update only."""
     for name, x in given.items():
+        _check_called(function, name, x)
         if not trees.may_be_function(x):
             read(function, name, x if checks.is_number(x) else _without_schedules(x))
 
@@ -113,12 +115,14 @@ INJECTED = (
 
 
 def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
-    """Refuses a single bool as a mask where most numbers are arrays.
+    """Refuses a function of jgrad itself, and a single bool where most numbers are arrays.
 
     So `optax.inject_hyperparams` calls a factory: with an array for each number that is not static,
     defaults among them, and with what a function returned for a count, as if it were a schedule. A
     mask that is a function of the parameters is then lost, and its bool says nothing of them.
     """
+    for name, mask in masks.items():
+        _check_called(function, name, mask)
     arrays = sum(isinstance(x, jax.Array) for x in options)
     if arrays <= sum(map(checks.is_number, options)):
         return
@@ -127,6 +131,14 @@ def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
             expected = "a tree of bools, or a function of the parameters' shapes"
             came = checks.describe(mask)
             raise TypeError(f"{function}: `{name}`: {came}, expected {expected}; {INJECTED}.")
+
+
+def _check_called(function: str, name: str, x: Any) -> None:
+    """No function of jgrad in the place of what it returns: `hidden_matrices` without the call."""
+    if isinstance(x, types.FunctionType) and x.__module__.startswith("jgrad."):
+        own = f"jgrad.{x.__name__}"
+        expected = f"what it returns: call it, `{name}={own}(...)`"
+        raise TypeError(f"{function}: `{name}`: the function `{own}`, expected {expected}.")
 
 
 # ---- an entry per leaf -------------------------------------------------------------------------

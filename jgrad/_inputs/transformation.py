@@ -24,6 +24,7 @@ from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.placed import placed
 from jgrad._inputs.state import OptState
 from jgrad._trees import checks, trees, variables
+from jgrad._trees.other_names import check_keywords, keywords_of
 from jgrad._trees.trees import PyTree
 
 # (inputs, step) -> (updates, new first moments, new second moments). Updates are added to the
@@ -96,7 +97,7 @@ def transformation(
         )
         return inputs.directions(values), new
 
-    return pair(init, update)
+    return pair(init, update, name)
 
 
 def _in_state(
@@ -124,9 +125,10 @@ def _in_state(
 
 
 def pair(
-    init: Callable[[PyTree], Any], update: Callable[..., tuple[PyTree, Any]]
+    init: Callable[[PyTree], Any], update: Callable[..., tuple[PyTree, Any]], name: str
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation, of functions that see arrays alone."""
+    """The transformation of that name, of functions that see arrays alone."""
+    known = keywords_of(update)
 
     def init_of_model(params: PyTree) -> Any:
         state = init(arrays_of(params))
@@ -135,6 +137,8 @@ def pair(
     def update_of_model(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
+        if extra_args:
+            check_keywords(name, extra_args, known)
         updates, state = checks.values_of(updates), checks.values_of(state)
         params = arrays_of(params, updates)
         # Most states have none, and need not enter `call`, which looks closer.

@@ -11,6 +11,7 @@ from jgrad._layers.layer_axes import Axes, read_indices, read_layer_axes
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
 _NAME = "hidden_matrices"
@@ -105,6 +106,7 @@ class HiddenMatrices:
         return ""
 
 
+@explained
 def hidden_matrices(
     *, exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
 ) -> HiddenMatrices:

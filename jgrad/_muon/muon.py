@@ -16,6 +16,7 @@ from jgrad._inputs.transformation import transformation
 from jgrad._muon.direction import LAST, Muon, MuonRule, directions
 from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._muon.scales import Scale
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
@@ -26,6 +27,7 @@ from jgrad._trees.trees import PyTree
     beta1="adam_beta1",
     beta2=("adam_beta2", "normuon_beta"),
 )
+@explained
 def muon(
     learning_rate: LearningRate,
     *,
@@ -224,6 +226,7 @@ def _of_both_kinds(
     beta1="adam_beta1",
     beta2=("adam_beta2", "normuon_beta"),
 )
+@explained
 def scale_by_muon(
     *,
     matrices: Mask,

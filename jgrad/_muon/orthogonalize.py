@@ -13,11 +13,13 @@ from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._packed import packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
 _NAME = "orthogonalize"
 
 
+@explained
 def orthogonalize(
     x: PyTree,
     *,

@@ -17,6 +17,7 @@ from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._trees import values
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
 BiasCorrection = Literal["step_size", "moments"] | None
@@ -301,6 +302,7 @@ def adam_update(
 # ---- transformations ---------------------------------------------------------------------------
 
 
+@explained
 def adam(
     learning_rate: LearningRate,
     *,
@@ -397,6 +399,7 @@ def adam(
     return transformation(name, compute, mw=True, vw=True, moments=moments)
 
 
+@explained
 def scale_by_adam(
     *,
     beta1: Number = 0.9,

@@ -16,6 +16,7 @@ from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._trees import shardings
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
 
@@ -122,6 +123,7 @@ def gradient_descent_update(
     return apply(rules.descent, dcdw, lr)
 
 
+@explained
 def gradient_descent(
     learning_rate: LearningRate,
     *,

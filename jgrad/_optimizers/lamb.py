@@ -27,6 +27,7 @@ from jgrad._layers.trust import (
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import Adam, BiasCorrection
 from jgrad._trees import values
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
@@ -238,6 +239,7 @@ def lamb_update(
 
 
 @renamed(norm_axes="mesh_axes")
+@explained
 def lamb(
     learning_rate: LearningRate,
     *,

@@ -27,6 +27,7 @@ from jgrad._layers.trust import (
 )
 from jgrad._optimizers.gradient_descent import with_momentum
 from jgrad._trees import checks, values
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
@@ -200,6 +201,7 @@ def lars_update(
 
 
 @renamed(norm_axes="mesh_axes")
+@explained
 def lars(
     learning_rate: LearningRate,
     *,

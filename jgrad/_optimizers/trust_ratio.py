@@ -11,11 +11,13 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
 from jgrad._inputs.transformation import pair
 from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 
 @renamed(norm_axes="mesh_axes")
+@explained
 def scale_by_trust_ratio(
     *,
     max_trust_ratio: Scalar | None = 10.0,
@@ -81,4 +83,4 @@ def scale_by_trust_ratio(
         )
         return inputs.directions(scaled_directions), state
 
-    return pair(init, update)
+    return pair(init, update, name)

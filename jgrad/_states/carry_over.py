@@ -22,6 +22,7 @@ from jgrad._trees import checks, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import parameters
 
@@ -29,6 +30,7 @@ _NAME = "carry_over"
 _BY_DECAY = (units.AVERAGED, units.SUMMED)
 
 
+@explained
 def carry_over(
     old: PyTree,
     *,

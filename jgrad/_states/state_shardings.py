@@ -17,6 +17,7 @@ from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -28,6 +29,7 @@ _NAME = "state_shardings"
 
 
 @renamed(cut_over="shard_over")
+@explained
 def state_shardings(
     tx: optax.GradientTransformation,
     params: PyTree,

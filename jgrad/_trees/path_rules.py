@@ -8,7 +8,7 @@ tuple as a key, as of `flax.traverse_util.flatten_dict`, are several keys.
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +97,16 @@ def _matches(pattern: str, texts: Sequence[str]) -> bool:
     return any(map(_expression(pattern).fullmatch, texts))
 
 
+def _may_match(pattern: Sequence[str], keys: Sequence[str]) -> bool:
+    """Whether a pattern, as keys, matches a path or one that begins with it."""
+    if not (pattern and keys):
+        return not keys
+    first, rest = pattern[0], pattern[1:]
+    if first == _ANY_KEYS:
+        return _may_match(rest, keys) or _may_match(pattern, keys[1:])
+    return bool(_expression(first).fullmatch(f"{keys[0]}/")) and _may_match(rest, keys[1:])
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class PathRules:
     """Values by the path of a leaf. The first rule that matches is that of a leaf.
@@ -125,12 +135,16 @@ class PathRules:
     def tree_unflatten(cls, patterns: tuple[str, ...], values: Any) -> "PathRules":
         return cls(patterns, values)
 
-    def rules_of(self, paths: Sequence[KeyPath | None], begin: str) -> list[int | None]:
+    def rules_of(
+        self, paths: Sequence[KeyPath | None], begin: str, masked: Callable[[], Sequence[KeyPath]]
+    ) -> list[int | None]:
         """For each leaf the index of its value; None where None stands for a path.
 
         Args:
           paths: of the leaves.
           begin: of a message, the function and the argument.
+          masked: returns the paths of leaves and nodes that `optax.masked` took away. Called for
+            messages only.
         """
         found: list[int | None] = []
         without: list[str] = []
@@ -141,7 +155,7 @@ class PathRules:
                 without.append(_shown_variable(path))
         known = [path for path in paths if path is not None]
         if known:
-            self._check_each_is_used(set(found), known, begin)
+            self._check_each_is_used(set(found), known, begin, masked)
         if without:
             more = f" (and {len(without) - _SHOWN} more)" if len(without) > _SHOWN else ""
             leaves = ", ".join(map(repr, without[:_SHOWN])) + more
@@ -154,7 +168,11 @@ class PathRules:
         return next((i for i, pattern in pairs if _matches(pattern, texts)), rest)
 
     def _check_each_is_used(
-        self, used: set[int | None], paths: Sequence[KeyPath], begin: str
+        self,
+        used: set[int | None],
+        paths: Sequence[KeyPath],
+        begin: str,
+        masked: Callable[[], Sequence[KeyPath]],
     ) -> None:
         for i, pattern in enumerate(self.patterns):
             if i in used:
@@ -165,6 +183,14 @@ class PathRules:
                 came = f"{_shown_variable(taken[0])!r} and all that it matches have an earlier rule"
                 expected = f"expected it before {first!r}, since the first match wins"
                 raise ValueError(f"{begin}rule {pattern!r}: {came}, {expected}.")
+            hidden = [path for path in masked() if _may_match(pattern.split("/"), keys_of(path))]
+            if hidden:
+                more = f" (and {len(hidden) - 1} more)" if len(hidden) > 1 else ""
+                came = f"{_shown_variable(hidden[0])!r}{more} is masked away, as by `optax.masked`"
+                expected = "`optax.partition`; expected rules for the leaves that are left"
+                raise ValueError(
+                    f"{begin}rule {pattern!r}: no leaf matches it; {came} or {expected}."
+                )
             near = ", ".join(map(repr, _nearest(pattern, list(map(_shown_variable, paths)))))
             raise ValueError(f"{begin}rule {pattern!r}: no leaf matches it; near are {near}.")
 

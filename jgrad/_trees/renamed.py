@@ -31,17 +31,13 @@ def renamed(
     """
 
     def decorator(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        signature = inspect.signature(function)
+        positional = list(inspect.signature(function).parameters)
 
-        @functools.wraps(function)
-        def with_new_names(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            if not names.keys().isdisjoint(kwargs):
-                kwargs = new_names(args, kwargs)  # type: ignore[assignment]  # for `kwargs` of mypy
-            return function(*args, **kwargs)
-
-        def new_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        def new_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
             """The keyword arguments under their new names."""
-            given = {*list(signature.parameters)[: len(args)], *kwargs}
+            if names.keys().isdisjoint(kwargs):
+                return kwargs
+            given = {*positional[: len(args)], *kwargs}
             found = {name: value for name, value in kwargs.items() if name not in names}
             for old in filter(names.__contains__, kwargs):
                 renamed_to = names[old]
@@ -58,22 +54,39 @@ def renamed(
                 )
             return found
 
-        class Signature(inspect.Signature):
-            """Binds old names too: `optax.inject_hyperparams` calls by what it has bound."""
-
-            def bind(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-                return super().bind(*args, **new_names(args, kwargs))
-
-            def bind_partial(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-                return super().bind_partial(*args, **new_names(args, kwargs))
-
-        own = Signature(
-            list(signature.parameters.values()), return_annotation=signature.return_annotation
-        )
-        with_new_names.__signature__ = own  # type: ignore[attr-defined]  # what `inspect` reads
-        return with_new_names
+        return with_arguments(function, new_names)
 
     return decorator
+
+
+def with_arguments(
+    function: Callable[_Arguments, _Result],
+    read: Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[str, Any]],
+) -> Callable[_Arguments, _Result]:
+    """The same function, with the keyword arguments that `read` makes of those that were given.
+
+    Its signature stays, and binds what a call takes: `optax.inject_hyperparams` calls by that.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        return function(*args, **read(args, kwargs))
+
+    class Signature(type(signature)):  # type: ignore[misc]  # of a decorator below this one
+        """Binds by `read`, too."""
+
+        def bind(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+            return super().bind(*args, **read(args, kwargs))
+
+        def bind_partial(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+            return super().bind_partial(*args, **read(args, kwargs))
+
+    own = Signature(
+        list(signature.parameters.values()), return_annotation=signature.return_annotation
+    )
+    call.__signature__ = own  # type: ignore[attr-defined]  # what `inspect` reads
+    return call
 
 
 def renamed_attribute(old: str, new: str) -> Any:

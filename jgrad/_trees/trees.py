@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.path_rules import shown
@@ -69,6 +70,16 @@ def paths(tree: PyTree) -> list[str]:
     """The path of each leaf as Python indexes it, `['layer_3']['b']`; empty for a bare leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def masked_paths(tree: PyTree) -> list[tuple[Any, ...]]:
+    """The paths of leaves and nodes that `optax.masked` or `optax.partition` has taken away."""
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+    return [path for path, x in nodes if is_masked(x)]
 
 
 def names(tree: PyTree) -> list[str]:

@@ -19,6 +19,7 @@ from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside, windows
@@ -68,8 +69,10 @@ def _next_total(x: Any, g: Any, use: jax.Array, close: jax.Array, *weight: Any) 
 
 def _summed(weight: Any, use: jax.Array, mesh_axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """The weight of a mini-batch that is used, over all devices, and whether it is used."""
-    weight = 1.0 if weight is None else numbers.scalar(_NAME, "weight", weight)
-    weight = jnp.asarray(weight, jnp.float32)
+    if weight is None:
+        remedy = "call `update(updates, state, params, weight=tokens)`"
+        raise TypeError(f"{_NAME}: `weight`: missing, expected one with `weighted=True`; {remedy}.")
+    weight = jnp.asarray(numbers.scalar(_NAME, "weight", weight), jnp.float32)
     weight = jax.lax.psum(weight, mesh_axes) if mesh_axes else weight
     use &= (weight >= 0) & (weight < jnp.inf)
     return jnp.where(use, weight, 0.0), use
@@ -84,6 +87,7 @@ def _fits(step: Any, total: Any) -> bool:
 
 
 @renamed(norm_axes="mesh_axes")
+@explained
 def accumulate(
     tx: optax.GradientTransformation,
     every: int | Callable[[jax.Array], Any],
@@ -126,11 +130,12 @@ def accumulate(
       tx: any transformation. It sees means in the dtype of the gradients, or unrounded where
         `master_weights` or `stochastic_rounding` is inside.
       every: mini-batches per window, at least 1; or a function of the number of updates done, as
-        `tx` counts them for its schedules, that returns an int, which may be traced.
+        `tx` counts them for its schedules, that returns an int, which may be traced. With 1 the
+        state has no sum: `total` is None until a call has an `emit` that may keep its window open.
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
-      weighted: True takes `weight=` in `update`: a number or a real scalar, in [0, inf), kept in
-        float32; a call without it has weight 1. Sums of weights saturate at 2^125.
+      weighted: True needs `weight=` in each `update`: a number or a real scalar, in [0, inf), kept
+        in float32. Sums of weights saturate at 2^125.
       mesh_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
         `pmap`, as for `lars`: all devices then leave out the same mini-batches. A weight is summed
         over them: give each device the tokens that it has, or all devices the same number.
@@ -144,7 +149,8 @@ def accumulate(
     Raises:
       ValueError: `every` below 1, or a function where no state inside counts its updates; a
         negative weight, or one without `weighted`.
-      TypeError: `tx` is not a transformation, or `every` is no int and no function that returns it.
+      TypeError: `tx` is not a transformation, `every` is no int and no function that returns it, or
+        a weight is missing.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -164,11 +170,13 @@ def accumulate(
     read_mesh_axes(_NAME, mesh_axes)
 
     kind: Any = WeightedAccumulateState if weighted else AccumulateState
+    has_windows = callable(every) or every > 1
 
     def init(params: PyTree) -> Any:
         weight = [counter(params).astype(jnp.float32)] if weighted else []
         counters = (counter(params) for _ in range(3))
-        state = kind(*counters, zeros(_NAME, params), tx.init(params), *weight)
+        total = zeros(_NAME, params) if has_windows else None
+        state = kind(*counters, total, tx.init(params), *weight)
         windows.length(_NAME, every, state.inner)
         return state
 
@@ -189,6 +197,11 @@ def accumulate(
             came = checks.describe(weight)
             raise ValueError(f"{_NAME}: `weight`: {came}, expected None without `weighted=True`.")
         inputs = Inputs(_NAME, updates, params)
+        if state.total is None and (has_windows or not (emit is None or emit is True)):
+            state = state._replace(total=zeros(_NAME, inputs.tree))
+        has_sum = state.total is not None
+        if not has_sum:  # nor a window that was open in the state of another `every`
+            state = windows.without_window(state, state, None)
         outer = None if commit is None else commit.of_windows
         accepted: Any = True
         if outer is not None:
@@ -206,7 +219,7 @@ def accumulate(
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         emit, finite = devices.agreed(emit, sharded_over), devices.agreed(finite, sharded_over)
         accepted = devices.agreed(accepted, sharded_over)
-        old = inputs.moment("state.total", state.total)
+        old = inputs.moment("state.total", state.total) if has_sum else [None] * len(inputs.g)
         if finite is None and outer is not None:
             finite = outer.flag
         elif finite is None:
@@ -214,7 +227,8 @@ def accumulate(
         use = jnp.asarray(finite if accepted is True else finite & accepted)
         own: tuple[jax.Array, ...] = ()  # the weight
         if weighted:
-            weight, use = _summed(weight, use, sharded_over)
+            is_dry = weight is None and getattr(notes, "is_dry", False)
+            weight, use = _summed(1.0 if is_dry else weight, use, sharded_over)
             own = (weight,)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
@@ -229,6 +243,8 @@ def accumulate(
             use &= weight > 0
         # Without a finite mini-batch there is no mean, and the total is still zero.
         close = emit & (divisor > 0)
+        if not has_sum and not weighted and finite is True and accepted is True:
+            close = True  # and no branch
         # One array for each leaf goes through two branches, in the place of the sum. If the window
         # closes it becomes the mean, and then the step; else it stays as it is, and the pass that
         # applies the updates adds the gradient. Then nothing is written elsewhere.
@@ -237,7 +253,9 @@ def accumulate(
         def divide() -> list[Any]:
             nonzero = jnp.where(divisor > 0, divisor, 1.0) if weighted else jnp.maximum(count, 1)
             nonzero = nonzero if mean else jnp.ones_like(nonzero)
-            means = apply(_mean, old, inputs.g, use, nonzero.astype(float), *own)
+            # Without a sum, zeros in the branch are constants, and take no memory.
+            sums = old if has_sum else [g if g is None else jnp.zeros_like(g) for g in inputs.g]
+            means = apply(_mean, sums, inputs.g, use, nonzero.astype(float), *own)
             return [o if x is None else x for x, o in zip(means, old, strict=True)]
 
         def keep() -> list[Any]:
@@ -261,7 +279,7 @@ def accumulate(
             return x.astype(dtype) if mean else numerics.saturated(x.astype(dtype), x)
 
         def run(noting: dict[str, Any]) -> tuple[list[Any], PyTree]:
-            pairs = zip(divided, inputs.g, strict=True)
+            pairs = zip(divided if has_sum else divide(), inputs.g, strict=True)
             means = [None if g is None else x for x, g in pairs]
             if not inside.any_says(state.inner, inside.UNROUNDED):
                 pairs = zip(means, inputs.g, strict=True)
@@ -285,9 +303,10 @@ def accumulate(
             steps, inner = inputs.zeros(), state.inner
             total = apply(_sum, old, inputs.g, use, *own)
         else:
-            divided = choices.branch(close, divide, keep)
+            divided = choices.branch(close, divide, keep) if has_sum else old
             held, inner = choices.noted_branch(notes, close, run, hold)
-            is_open, rows = ~close, list(zip(held, old, inputs.g, fits, strict=True))
+            rows = list(zip(held, old, inputs.g, fits, strict=True))
+            is_open = jnp.logical_not(close)
             moved = [
                 (_zero_if, (x, is_open)) if f else (leafwise.identity, (x,)) for x, _, _, f in rows
             ]
@@ -298,7 +317,7 @@ def accumulate(
             jnp.where(emit, 0, mini_step),
             jnp.where(emit, 0, count),
             skipped,
-            inputs.moments(total, old),
+            inputs.moments(total, old) if has_sum else None,
             inner,
             *([jnp.where(emit, 0.0, divisor)] if weighted else []),
         )
@@ -312,4 +331,4 @@ def accumulate(
             outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, state)))
         return steps, new
 
-    return pair(init, update)
+    return pair(init, update, _NAME)

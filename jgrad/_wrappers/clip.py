@@ -18,6 +18,7 @@ from jgrad._layers.layer_axes import Axes, LayerAxes, read_mesh_axes
 from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
@@ -41,6 +42,7 @@ def _ratio(
 
 
 @renamed(norm_axes="mesh_axes")
+@explained
 def clip_by_global_norm(
     max_norm: Scalar, *, mesh_axes: PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -106,10 +108,11 @@ def clip_by_global_norm(
             commit.add_finite(leaves, of=updates)
         return trees.flatten(updates)[1].unflatten(leaves), state
 
-    return pair(init, update)
+    return pair(init, update, name)
 
 
 @renamed(norm_axes="mesh_axes")
+@explained
 def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
     """The 2-norm of all floating leaves together.
 

@@ -16,6 +16,7 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
@@ -43,6 +44,7 @@ class EmaState(NamedTuple):
 EmaState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@explained
 def ema(
     decay: Scalar | Callable[[jax.Array], Any],
     *,
@@ -138,7 +140,7 @@ def ema(
         )
         return updates, EmaState(optax.safe_increment(state.done), average)
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def _at(beta: BetaForms, done: jax.Array, start: Scalar, *, debias: bool) -> BetaForms:

@@ -13,8 +13,7 @@ import optax
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, Step
-from jgrad._inputs.numbers import OfCall
+from jgrad._inputs.moment import Step
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
@@ -23,6 +22,7 @@ from jgrad._layers.layer_axes import LayerAxes, axis_exists, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.inside import WrapperInputs
@@ -72,6 +72,7 @@ def _row(name: str, radius: np.ndarray) -> tuple[str, ...]:
     return name, count, "; ".join(words)
 
 
+@explained
 def hyperball(
     tx: optax.GradientTransformation,
     learning_rate: LearningRate,
@@ -185,7 +186,7 @@ def hyperball(
         given = "learning_rate", learning_rate
         if hyperball_learning_rate is not None:
             given = "hyperball_learning_rate", hyperball_learning_rate
-        rates = options.number_per_array(inputs, _step(done), *given)
+        rates = options.number_per_array(inputs, Step.of_count(done), *given)
         if (notes := extra_args.get("notes")) is not None and not isinstance(rates, list):
             notes.add("hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
@@ -194,13 +195,7 @@ def hyperball(
             optax.safe_increment(done), state.radius, inner
         )
 
-    return pair(init, update)
-
-
-def _step(done: jax.Array) -> Step:
-    """For options, which ask a step for its number."""
-    nothing = Moment([], [])
-    return Step(done, done, nothing, nothing, None, OfCall({}))
+    return pair(init, update, _NAME)
 
 
 def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:

@@ -10,6 +10,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
@@ -45,6 +46,7 @@ class MasterState(NamedTuple):
 MasterState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@explained
 def master_weights(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -124,7 +126,7 @@ def master_weights(
             MasterState(inputs.moments(new, copies.leaves), inner),
         )
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:

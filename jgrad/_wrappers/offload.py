@@ -6,12 +6,14 @@ import optax
 
 from jgrad._inputs.transformation import pair
 from jgrad._trees import host_memory
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 
 _NAME = "offload"
 
 
+@explained
 def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Keeps the state in host memory between steps, and on the device during a step.
 
@@ -81,4 +83,4 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         steps, new = tx.update(updates, state, params, **extra_args)
         return steps, to_host(new)
 
-    return inside.Offloaded(*pair(init, update))
+    return inside.Offloaded(*pair(init, update, _NAME))

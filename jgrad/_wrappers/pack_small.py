@@ -14,6 +14,7 @@ from jgrad._packed.new_layout import layout_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.inside import WrapperInputs
@@ -21,6 +22,7 @@ from jgrad._wrappers.inside import WrapperInputs
 _NAME = "pack_small"
 
 
+@explained
 def pack_small(
     tx: optax.GradientTransformation, *, max_size: int = 2048
 ) -> optax.GradientTransformationExtraArgs:
@@ -111,7 +113,7 @@ def pack_small(
         steps = inputs.with_zeros(steps)
         return steps, new if old is None else _with_structure(new, layouts.structure(old))
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def _with_structure(state: PyTree, structure: Any) -> PyTree:

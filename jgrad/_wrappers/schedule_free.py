@@ -1,6 +1,7 @@
 """Schedule-free training: an average of the steps in place of a schedule."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -11,11 +12,13 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
@@ -55,6 +58,7 @@ class ScheduleFreeState(NamedTuple):
 ScheduleFreeState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@explained
 def schedule_free(
     tx: optax.GradientTransformation,
     *,
@@ -82,7 +86,8 @@ def schedule_free(
       beta: in [0, 1).
       learning_rate: that of `tx`, which has to be the same function here where it is a schedule: a
         number in [0, inf), or a function of the number of updates done. Only its ratios matter;
-        weights are clipped to 2^-96 and 2^96, and rates below 1.2e-38 count as 0.
+        weights are clipped to 2^-96 and 2^96, and rates below 1.2e-38 count as 0. In a call with
+        `update(..., learning_rate=x)` it is x, of a tree the largest.
       weight_power: of the largest learning rate so far, in [0, 4]: steps of a warm-up count less.
       step_power: of the number of the update, in [0, 4]; above 0 later steps count more.
 
@@ -150,8 +155,13 @@ def schedule_free(
         pairs = zip(trees.flatten(steps)[0], inputs.g, strict=True)
         steps = [None if g is None else u for u, g in pairs]
 
-        rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
-        rate = numbers.scalar(_NAME, "learning_rate", rate)
+        given = extra_args.get("learning_rate")
+        if given is None:
+            rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
+            rate = numbers.scalar(_NAME, "learning_rate", rate)
+        else:
+            step = Step.of_count(state.done)
+            rate = _largest(options.rate_of_leaves(inputs, "learning_rate", given, step))
         done = optax.safe_increment(state.done)
         largest, weight = _weight(
             rate,
@@ -177,7 +187,13 @@ def schedule_free(
         )
         return inputs.directions(apply(_difference, new_y, w)), new
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
+
+
+def _largest(rates: Sequence[Any]) -> jax.Array:
+    """Of all leaves: where rates are in proportion, the weights of the steps are those of each."""
+    different = {id(x): jnp.max(x) for x in rates if x is not None}
+    return functools.reduce(jnp.maximum, different.values(), jnp.zeros(()))
 
 
 def _difference(x: jax.Array, w: jax.Array) -> jax.Array:

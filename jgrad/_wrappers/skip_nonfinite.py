@@ -17,6 +17,7 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside, parameters, rejecting
@@ -59,6 +60,7 @@ SkipState.__module__ = "jgrad"  # where users import it from, and what a pickle 
 
 
 @renamed(norm_axes="mesh_axes")
+@explained
 def skip_nonfinite(
     tx: optax.GradientTransformation,
     *,
@@ -179,7 +181,7 @@ def skip_nonfinite(
             rejecting.tell(outer, steps, new, state)
         return steps, new
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def _check_scale(loss_scale: Scalar) -> None:

@@ -15,6 +15,7 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import devices, inside, rejecting
 from jgrad._wrappers.finite import computed_once
@@ -58,6 +59,7 @@ class SpikeState(NamedTuple):
 SpikeState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@explained
 def skip_spikes(
     tx: optax.GradientTransformation,
     *,
@@ -176,7 +178,7 @@ def skip_spikes(
             rejecting.tell(outer, steps, new, state, of=commit if leaves_out else None)
         return steps, new
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def _read(loss: Any) -> jax.Array:
@@ -210,7 +212,8 @@ def _is_accepted(
 
 def _median(x: jax.Array, is_there: jax.Array, count: jax.Array) -> jax.Array:
     """Of the elements that are there; 0 of none."""
-    x = jnp.sort(jnp.where(is_there, x, jnp.inf))
+    # The others last, and not by an infinity, which `jax_debug_infs` takes for an error.
+    x = jax.lax.sort((~is_there, x), num_keys=2)[1]
     last = jnp.maximum(count - 1, 0)
     pair_of = x[last // 2] / 2 + x[(last + 1) // 2] / 2
     return jnp.where(count > 0, pair_of, 0.0)

@@ -15,6 +15,7 @@ from jgrad._quantized import bfloat16
 from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import by_old_name
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
@@ -55,6 +56,7 @@ class StochasticState(NamedTuple):
 StochasticState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@explained
 def stochastic_rounding(
     tx: optax.GradientTransformation, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
@@ -147,7 +149,7 @@ def stochastic_rounding(
         new = [u if r is None else r for u, r in zip(given, rounded, strict=True)]
         return inputs.directions(new), StochasticState(step, inner)
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 @leafwise.jit_static_kwargs

@@ -16,6 +16,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import axis_exists, read_mesh_axes
 from jgrad._packed import packing
 from jgrad._trees import trees, values
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, inside, measures
 from jgrad._wrappers.inside import WrapperInputs
@@ -52,6 +53,7 @@ class WatchState(NamedTuple):
 WatchState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@explained
 def watch(
     tx: optax.GradientTransformation,
     *,
@@ -202,7 +204,7 @@ def watch(
         report = _kept(inputs, report | {_CALLS: calls}, old)
         return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 def report(state: PyTree) -> dict[str, jax.Array]:

@@ -23,6 +23,7 @@ class AccumulateState(NamedTuple):
       count: those among them whose gradients were finite.
       skipped: mini-batches left out since the start; it saturates.
       total: sum of the gradients of this window; a tree like the parameters, in float32 or wider.
+        None where each window is one mini-batch: `every=1`.
       inner: state of the transformation inside.
 
     Example:

@@ -9,6 +9,7 @@ from jgrad._packed import array_spec, layouts, packing, shard
 from jgrad._packed.shard import Shard
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.inside import WrapperInputs
@@ -16,6 +17,7 @@ from jgrad._wrappers.inside import WrapperInputs
 _NAME = "zero"
 
 
+@explained
 def zero(
     tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]
 ) -> optax.GradientTransformationExtraArgs:
@@ -108,7 +110,7 @@ def zero(
         steps = _with_shard(steps, None)
         return trees.map_leaves(lambda x: shard.all_gather(x, local), steps), _with_shard(new, None)
 
-    return pair(init, update)
+    return pair(init, update, _NAME)
 
 
 _SUMMED = (

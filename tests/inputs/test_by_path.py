@@ -408,11 +408,30 @@ def update(tx, **numbers):
     return tx.update(W, tx.init(W), W, **numbers)
 
 
+MASKED = (
+    "is masked away, as by `optax.masked` or `optax.partition`; expected rules for the leaves that "
+    "are left."
+)
+EACH = jgrad.by_path({"embed": 0.5, "layers/*/b": 0.25, "**/w": 0.125})
+LABELS = jgrad.by_path({"**/b": "y"}, rest="x")
+masked = optax.masked
+
 MESSAGES = [
     (ValueError, "adam: `learning_rate`: rule 'bias': no leaf matches it; near are 'layers/0/b', 'layers/1/b', 'embed'.",
      lambda: update(jgrad.adam(jgrad.by_path({"bias": 1.0}, rest=0.1)))),
     (ValueError, "by_path: rule 'embedding': no leaf matches it; near are 'embed', 'layers/0/b', 'layers/1/b'.",
      lambda: jgrad.by_path({"embedding": 1.0}, rest=0.1)(W)),
+    (ValueError, f"adam: `learning_rate`: rule 'embed': no leaf matches it; 'embed' {MASKED}",
+     lambda: update(masked(jgrad.adam(EACH), {"embed": False, "layers": True}))),
+    (ValueError, f"adam: `beta2`: rule 'layers/*/b': no leaf matches it; 'layers' {MASKED}",
+     lambda: update(masked(jgrad.adam(0.1, beta2=EACH), {"embed": True, "layers": False}))),
+    (ValueError, f"adam: `learning_rate`: rule 'layers/*/b': no leaf matches it; 'layers/0/b' (and 1 more) {MASKED}",
+     lambda: update(optax.partition({"x": jgrad.adam(EACH), "y": optax.sgd(0.1)}, LABELS))),
+    (ValueError, f"muon: `matrices`: rule 'embed': no leaf matches it; 'embed' {MASKED}",
+     lambda: update(masked(jgrad.muon(0.1, matrices=EACH, adam_learning_rate=0.1), {"embed": False, "layers": True}))),
+    (ValueError, "adam: `learning_rate`: rule 'layers/*/bias': no leaf matches it; near are 'layers/0/b', "
+     "'layers/1/b', 'layers/0/w'.",
+     lambda: update(masked(jgrad.adam(jgrad.by_path({"layers/*/bias": 1.0}, rest=0.1)), {"embed": False, "layers": True}))),
     (ValueError, "adam: `beta1`: no rule matches 'layers/0/b', 'layers/0/w', 'layers/1/b' (and 1 more), expected one, "
      "or `rest=`.", lambda: update(jgrad.adam(0.1, beta1=jgrad.by_path({"embed": 0.9})))),
     (ValueError, "adam: `weight_decay`: rule 'embed': 'embed' and all that it matches have an earlier rule, expected "

@@ -157,7 +157,7 @@ MESSAGES = [
      lambda: update(jgrad.adam(0.1), beta2={"layer": 0.9, "rest": 0.9, "x": 0.9})),
     (TypeError, "adam: `update` has the keyword `lr`, expected `learning_rate`.",
      lambda: update(jgrad.adam(0.1), lr=0.2)),
-    (TypeError, "adam: `update` has the keyword `learning_rates`, expected `learning_rate`.",
+    (TypeError, "skip_nonfinite: `update` has the keyword `learning_rates`, expected `learning_rate`.",
      lambda: update(jgrad.skip_nonfinite(jgrad.adam(0.1)), learning_rates=0.2)),
     (TypeError, "muon: `update` has the keyword `beta1`, expected `adam_beta1`.",
      lambda: update(jgrad.muon(0.1, **MUON), beta1=0.2)),

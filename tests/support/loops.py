@@ -21,7 +21,12 @@ def step_of(tx):
 
 def with_loss(tx, loss=1.0):
     """A transformation that is told a loss at each call."""
-    return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, loss=loss))
+    return told(tx, loss=loss)
+
+
+def told(tx, **extra):
+    """A transformation whose updates have these extra arguments at each call."""
+    return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, **extra))
 
 
 @functools.lru_cache(maxsize=32)

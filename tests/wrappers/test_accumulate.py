@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jgrad
@@ -576,6 +577,101 @@ def test_gradients_that_are_wider_than_their_sum(dtype, x64):
         updates, np.full(3, (total + 1 / 3) / 2).astype(dtype), strict=True
     )
     np.testing.assert_array_equal(state.total, jnp.zeros(3, "float32"), strict=True)
+
+
+# ---- windows of one mini-batch -----------------------------------------------------------------
+
+EMITS = {"python": False, "traced": jnp.asarray(False)}
+
+
+def with_sum(state):
+    """As 1.0 has it."""
+    return state._replace(total=jax.tree.map(jnp.zeros_like, state.inner.mw))
+
+
+def test_one_mini_batch_needs_no_sum():
+    """Neither in the state nor on the way: the program is that of what is inside."""
+    w = {"w": jnp.ones((256, 256)), "b": jnp.ones(256)}
+    adam, costs = jgrad.adam(0.1), []
+    for tx in (adam, jgrad.accumulate(adam, 1, check_finite=False)):
+        state = tx.init(w)
+        program = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(w, state, w).compile()
+        costs.append((program.memory_analysis(), program.cost_analysis()["bytes accessed"]))
+    assert state.total is None
+    assert jax.eval_shape(step_of(tx), w, state, w)[1].total is None
+    size = 4 * (256 * 256 + 256)
+    for name in ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes"):
+        alone, both = (getattr(memory, name) for memory, _ in costs)
+        assert abs(both - alone) < size / 50, name
+    assert abs(costs[1][1] - costs[0][1]) < size / 50
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_state_of_1_0_with_a_sum(weighted):
+    """It goes on as it is, with the same numbers; one mini-batch is not finite."""
+    w, grads = params(), gradients(4)
+    grads[1] = poisoned(grads[1], NAN)
+    tx = jgrad.accumulate(jgrad.adam(0.1), 1, weighted=weighted)
+    new, old = (w, tx.init(w)), (w, with_sum(tx.init(w)))
+    options = {"weight": 3.0} if weighted else {}
+    step = jax.jit(lambda w, s, g: step_of(tx)(w, s, g, **options))
+    for g in grads:
+        new, old = step(*new, g), step(*old, g)
+    assert new[1].total is None
+    assert not any(x.any() for x in jax.tree.leaves(old[1].total))
+    both = [(w, *s[:3], s.inner) for w, s in (new, old)]
+    chex.assert_trees_all_close(*both, rtol=2e-6 if weighted else 0)
+    assert (int(new[1].skipped), int(new[1].inner.step)) == (1, 3)
+
+
+@pytest.mark.parametrize("emit", EMITS.values(), ids=EMITS)
+def test_a_window_that_may_stay_open_has_a_sum(emit):
+    """`emit` decides, as in 1.0; so does another `every` for the same state."""
+    (first, second), w = gradients(2), params()
+    one, two = (jgrad.accumulate(jgrad.gradient_descent(1.0), n) for n in (1, 2))
+    expected = step_of(one)(w, one.init(w), mean([first, second]))[0]
+    found, state = step_of(one)(w, one.init(w), first, emit=emit)
+    chex.assert_trees_all_equal(found, w)
+    assert int(state.mini_step) == 1
+    found, state = step_of(one)(w, state, second)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    assert int(state.mini_step) == 0
+    found, state = run(two, w, [first, second])
+    chex.assert_trees_all_close(found[-1], expected, rtol=1e-6)
+    of_one = compiled(two)(w, one.init(w), first)
+    found, _ = compiled(two)(*of_one, second)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+
+def test_a_file_with_a_sum(tmp_path):
+    """By orbax into a target that has it, or without a target and by `carry_over`."""
+    w, g = params(), gradients(1)[0]
+    tx = jgrad.accumulate(jgrad.adam(0.1), 1)
+    w, old = step_of(tx)(w, with_sum(tx.init(w)), g)
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "state", old)
+    checkpointer.wait_until_finished()
+    like = jax.eval_shape(tx.init, w)
+    restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(with_sum, like))
+    assert_equal(restored, old)
+    new, account = jgrad.carry_over(checkpointer.restore(tmp_path / "state"), like=like)
+    assert (new.total, len(account.dropped)) == (None, 5)
+    assert_equal((new.inner, *new[:3]), (old.inner, *old[:3]))
+    assert_equal(step_of(tx)(w, new, g)[0], step_of(tx)(w, old, g)[0])
+
+
+def test_an_open_window_is_left_behind():
+    """`carry_over` drops the sum and says so; its counters divide nothing."""
+    (first, second), w = gradients(2), params()
+    one, three = (jgrad.accumulate(jgrad.gradient_descent(1.0), n) for n in (1, 3))
+    _, old = step_of(three)(w, three.init(w), first)
+    state, account = jgrad.carry_over(old, like=one.init(w))
+    assert len(account.dropped) == 5
+    found = step_of(one)(w, state, second)
+    assert_equal(found, step_of(one)(w, one.init(w), second))
+    back, account = jgrad.carry_over(found[1], like=three.init(w))
+    assert len(account.zero) == 5
+    assert_equal(back.total, three.init(w).total)
 
 
 # ---- messages ----------------------------------------------------------------------------------

@@ -237,6 +237,16 @@ def test_inject_hyperparams(wrapper):
     close(train(injected(learning_rate=RATE), w, grads)[0], train(tx, w, grads)[0], wrapper.dtype)
 
 
+@pytest.mark.parametrize("wrapper", mostly_slow(WRAPPERS, "skip_spikes", "accumulate"), ids=str)
+def test_debug_flags(wrapper):
+    """Eager steps of finite numbers, the third of zeros, have no NaN and no infinity on their way."""
+    tx, w, (g, *_) = setup(wrapper)
+    with jax.debug_infs(True), jax.debug_nans(True):
+        state = tx.init(w)
+        for gradient in (g, g, jax.tree.map(jnp.zeros_like, g)):
+            w, state = step_of(tx)(w, state, gradient)
+
+
 OWN_NUMBERS = {
     "max_norm": (lambda max_norm: jgrad.clip_by_global_norm(max_norm), 0.01),
     "loss_scale": (

@@ -58,7 +58,7 @@ def slowly(tx, beta):
         moved = apply(lambda s, p: s - parameters.wide(p), slow, w)
         return inputs.directions(moved), SlowState(inputs.moments(slow, old), inner)
 
-    return pair(init, update)
+    return pair(init, update, "slowly")
 
 
 def test_contributing_has_this_wrapper():

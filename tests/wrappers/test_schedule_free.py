@@ -74,6 +74,40 @@ def test_options(options, standard_promotion):
     assert_steps(found, expected_steps(w, grads, same, **renamed), 5e-6)
 
 
+RATES_OF_A_CALL = {
+    "number": lambda x: x,
+    "tree": lambda x: {"layer": x, "rest": 0.5 * x},
+    "rules": lambda x: jgrad.by_path({"layer/*": x}, rest=0.5 * x),
+}
+
+
+@pytest.mark.parametrize("packed", mostly_slow([False, True], False))
+@pytest.mark.parametrize("form", RATES_OF_A_CALL)
+def test_the_rate_of_each_call(form, packed, standard_promotion):
+    """A warm-up by `update(..., learning_rate=)`: the average is that of a schedule.
+
+    Rates of leaves that are in proportion have one average: only ratios of weights matter.
+    """
+    w, grads, rates = params(), gradients(12), RATES_OF_A_CALL[form]
+    _, same = RATES["warm-up"]
+    rest = same if form == "number" else lambda k: 0.5 * same(k)
+    layer, others = (
+        expected_steps(w[key], [g[key] for g in grads], rate)
+        for key, rate in (("layer", same), ("rest", rest))
+    )
+    expected = [
+        (y + own_y, x + own_x) for (y, x), (own_y, own_x) in zip(layer, others, strict=True)
+    ]
+    form_of, tree_of = (jgrad.pack, jgrad.unpack) if packed else (lambda x: x,) * 2
+    tx, found = adamw(1.0), []
+    step = jax.jit(lambda w, s, g, x: step_of(tx)(w, s, g, learning_rate=rates(x)))
+    w, state = form_of(w), tx.init(form_of(w))
+    for k, g in enumerate(grads):
+        w, state = step(w, state, form_of(g), jnp.float32(same(k)))
+        found.append((tree_of(w), {"average": tree_of(state.average)}))
+    assert_steps(found, expected, 5e-6)
+
+
 def test_equal_weights_are_the_mean():
     """With one rate the average is that of all z, at each step; optax's in bfloat16 stops at 256."""
     w = jnp.zeros(4, jnp.bfloat16)

@@ -1,6 +1,5 @@
 """Mini-batches of different sizes, weighted by their tokens, beside the whole batch in NumPy."""
 
-import functools
 import itertools
 
 import chex
@@ -233,18 +232,10 @@ def test_a_window_of_weight_zero(around):
     assert_equal(state, start)
 
 
-def test_without_a_weight_each_is_one():
-    w, plain = X, jgrad.accumulate(jgrad.adam(0.1), 3)
-    found, expected = (w, weighted(jgrad.adam(0.1), 3).init(w)), (w, plain.init(w))
-    for g in (1.0, 2.0, 5.0):
-        found = compiled(weighted_by_3())(*found, g * X)
-        expected = compiled(plain)(*expected, g * X)
-    chex.assert_trees_all_close(found[0], expected[0], rtol=1e-6)
-
-
-@functools.cache
-def weighted_by_3():
-    return weighted(jgrad.adam(0.1), 3)
+def test_watched():
+    """`watch` finds the form of its report without a call that has a weight."""
+    state = jgrad.watch(weighted(jgrad.adam(0.1), 3)).init(X)
+    assert {"learning_rate", "update_norm"} <= state.report.keys()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
@@ -307,9 +298,9 @@ def test_scan_keeps_the_form():
 SGD = jgrad.gradient_descent(0.1)
 
 
-def update(weight, is_weighted=True):
+def update(weight, is_weighted=True, **extra):
     tx = jgrad.accumulate(SGD, 2, weighted=is_weighted)
-    return tx.update(X, tx.init(X), X, weight=weight)
+    return tx.update(X, tx.init(X), X, weight=weight, **extra)
 
 
 def with_state_of(a, b):
@@ -318,11 +309,20 @@ def with_state_of(a, b):
 
 
 NUMBER = "expected a number in [0, inf)."
+MISSING = (
+    "missing, expected one with `weighted=True`; call `update(updates, state, params, "
+    "weight=tokens)`."
+)
 MESSAGES = [
     (TypeError, "accumulate: `weighted`: 1 of type int, expected True or False.",
      lambda: jgrad.accumulate(SGD, 2, weighted=1)),
     (ValueError, "accumulate: `weight`: 3.0 of type float, expected None without `weighted=True`.",
      lambda: update(3.0, False)),
+    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None)),
+    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None, tokens=3)),
+    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None, emit=False)),
+    (TypeError, "accumulate: `update` has the keyword `weights`, expected `weight`.",
+     lambda: update(None, weights=3)),
     (ValueError, f"accumulate: `weight`: -1.0, {NUMBER}", lambda: update(-1.0)),
     (ValueError, f"accumulate: `weight`: nan, {NUMBER}", lambda: update(NAN)),
     (ValueError, f"accumulate: `weight`: inf, {NUMBER}", lambda: update(INF)),

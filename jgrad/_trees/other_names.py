@@ -1,0 +1,186 @@
+"""Names that are not ours: what other libraries call things, and names that are misspelt.
+
+One table of options serves the factories and the keywords of `update`, another one functions.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import optax
+
+from jgrad._trees.renamed import with_arguments
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+_LIKENESS = 0.8  # of a misspelt name, as `difflib` measures it
+
+# What optax, PyTorch and others call an option. A function is told of those that it has.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "lr": ("learning_rate",),
+    "step_size": ("learning_rate",),
+    "wd": ("weight_decay",),
+    "weight_decay_rate": ("weight_decay",),
+    "mask": ("weight_decay_mask", "leaves"),
+    "b1": ("beta1",),
+    "b2": ("beta2",),
+    "betas": ("beta1", "beta2"),
+    "beta": ("momentum", "beta1"),
+    "eps": ("epsilon",),
+    "mu_dtype": ("moment_dtype",),
+    "dtype_momentum": ("moment_dtype",),
+    "accumulator_dtype": ("moment_dtype",),
+    "eta": ("trust_coefficient",),
+    "ns_coeffs": ("coefficients",),
+    "adjust_lr_fn": ("scale",),
+    "weight_dimension_numbers": ("matrices", "output_axes"),
+    "max_grad_norm": ("max_norm",),
+    "opt": ("tx",),
+    "inner": ("tx",),
+    "optimizer": ("tx",),
+    "base_optimizer": ("tx",),
+    "every_k_schedule": ("every",),
+    "init_scale": ("loss_scale",),
+    "weight_lr_power": ("weight_power",),
+    "axis_name": ("mesh_axes",),
+}
+
+# What others call a function, in lower case without underscores: ours, and what to add.
+FUNCTIONS = {
+    "adamw": ("adam", " with `weight_decay=`"),
+    "sgd": ("gradient_descent", ""),
+    "clip": ("clip_by_global_norm", ", or `optax.clip` for each element"),
+    "clipgradnorm": ("clip_by_global_norm", ""),
+    "multisteps": ("accumulate", ""),
+    "applyevery": ("accumulate", ""),
+    "applyiffinite": ("skip_nonfinite", ""),
+    "gradscaler": ("skip_nonfinite", " with `loss_scale=`"),
+    "flatten": ("pack_small", ""),
+    "averagedmodel": ("ema", ""),
+    "schedulefreeadamw": ("schedule_free", " around `jgrad.adam`"),
+    "schedulefreesgd": ("schedule_free", " around `jgrad.gradient_descent`"),
+    "injecthyperparams": ("adam", " alone: `update(..., learning_rate=x)` is for one call"),
+}
+
+# The keywords that some transformation takes in `update`.
+KEYWORDS = (
+    *("learning_rate", "weight_decay", "momentum", "beta1", "beta2", "epsilon"),
+    *("adam_learning_rate", "adam_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("hyperball_learning_rate", "emit", "finite", "weight", "loss"),
+)
+_BETWEEN_WRAPPERS = ("commit", "notes", "undecayed")  # which wrappers tell what is inside
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def meant(name: str, known: tuple[str, ...], *, by_end: bool = True) -> str:
+    """Which of the known names is meant by another one, in words; "" for none.
+
+    `b1` is `beta1`, or `adam_beta1` where that alone is known, `adam_b1` is `adam_beta1`, and
+    `betas` are both.
+
+    Args:
+      name: it is not known.
+      known: other names.
+      by_end: whether the last words of a name will do.
+    """
+    prefix, link, last = name.rpartition("_")
+    ways = [name, *OPTIONS.get(name, ()), *(f"{prefix}{link}{x}" for x in OPTIONS.get(last, ()))]
+    if same := [x for x in known if x in ways]:
+        return _in_words(same, "and")
+    if by_end and (found := [x for x in known if any(x.endswith(f"_{y}") for y in ways)]):
+        return _in_words(found, "or")
+    near = (difflib.get_close_matches(x, known, 1, _LIKENESS) for x in ways)
+    return _in_words(next(filter(None, near), []), "or")
+
+
+def _in_words(names: Iterable[str], link: str) -> str:
+    return f" {link} ".join(map("`{}`".format, names))
+
+
+def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The same function, whose error for an argument that it does not have says which it has.
+
+    The signature stays, and so do Python's own errors where nothing is known to be meant.
+    """
+    name, parameters = function.__name__, inspect.signature(function).parameters.values()
+    named = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
+    most = len(parameters) - len(named)
+    known = tuple(x.name for x in parameters)
+
+    def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        if len(args) > most and named:
+            first = min(named, key=lambda x: x.default is not x.empty).name  # required, if one is
+            came = f"{len(args)} argument{'s' * (len(args) > 1)} by position"
+            expected = f"at most {most}" if most else "none"
+            rest = ", and all others by name too" if len(named) > 1 else ""
+            raise TypeError(f"{name}: {came}, expected {expected}; write `{first}=`{rest}.")
+        for given in kwargs:
+            if given not in known and (expected := meant(given, known)):
+                raise TypeError(f"{name}: `{given}`: an unknown argument, expected {expected}.")
+        return kwargs
+
+    return with_arguments(function, read)
+
+
+# ---- keywords of `update` ----------------------------------------------------------------------
+
+
+def keywords_of(update: Callable[..., Any]) -> tuple[str, ...]:
+    """Which keywords a misspelt one may mean, for an `update` with keywords of its own.
+
+    A single word may be an argument of somebody's loss, which optax's line searches hand on; so it
+    counts where it is taken. Names of several words are nobody else's.
+    """
+    parameters = inspect.signature(update).parameters.values()
+    own = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
+    return tuple(x for x in KEYWORDS if x in own or "_" in x)
+
+
+def check_keywords(function: str, given: Iterable[str], known: tuple[str, ...]) -> None:
+    """No keyword of a call is a misspelt one of ours. Others are for the rest of a chain."""
+    for name in given:
+        if name not in KEYWORDS and name not in _BETWEEN_WRAPPERS:
+            refuse_keyword(function, name, meant(name, known, by_end=False))
+
+
+def refuse_keyword(function: str, name: str, expected: str) -> None:
+    """An error where something is expected in the place of a keyword."""
+    if expected:
+        problem = f"`update` has the keyword `{name}`, expected {expected}"
+        raise TypeError(f"{function}: {problem}.")
+
+
+# ---- functions ---------------------------------------------------------------------------------
+
+
+def explained_absence(name: str, public: Sequence[str]) -> str:
+    """What to say of a name that the package does not have."""
+    expected = "" if name.startswith("_") else _instead(name, public)
+    if not expected:
+        return f"module 'jgrad' has no attribute {name!r}"
+    return f"jgrad.{name}: not a name of jgrad, expected {expected}."
+
+
+def _instead(name: str, public: Sequence[str]) -> str:
+    plain = _plain(name)
+    if plain in FUNCTIONS:
+        ours, rest = FUNCTIONS[plain]
+        return f"`jgrad.{ours}`{rest}"
+    for own in public:
+        if _plain(own) == plain:
+            return f"`jgrad.{own}`"
+    for module, prefix in (optax, "optax"), (optax.contrib, "optax.contrib"):
+        for other, x in vars(module).items():
+            if _plain(other) == plain and callable(x):
+                return f"`{prefix}.{other}`, which works beside jgrad"
+    return "".join(f"`jgrad.{x}`" for x in difflib.get_close_matches(name, public, 1, _LIKENESS))
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")

@@ -1,0 +1,178 @@
+"""Keywords of `update`: misspelt ones, and those of other libraries, are errors in every transformation."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jgrad
+from jgrad._inputs.numbers import OfCall
+from jgrad._trees.other_names import KEYWORDS
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal
+
+W = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+IS_MATRIX = {"w": True, "b": False}
+ADAM = jgrad.adam(0.1)
+NUMBERS_OF_ADAM = ("learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
+OF_MUON = {"momentum": 0.9, **{f"adam_{x}": 0.5 for x in NUMBERS_OF_ADAM}}
+
+
+def row(tx, *own, **needed):
+    """A transformation, the keywords that it takes itself, and those that a call needs."""
+    return tx, own, needed
+
+
+ROWS = {
+    "gradient_descent": row(
+        jgrad.gradient_descent(0.1, momentum=0.9), "learning_rate", "weight_decay", "momentum"
+    ),
+    "adam": row(ADAM, *NUMBERS_OF_ADAM),
+    "lars": row(jgrad.lars(0.1), "learning_rate", "weight_decay", "epsilon", "momentum"),
+    "lamb": row(jgrad.lamb(0.1), *NUMBERS_OF_ADAM),
+    "muon": row(
+        jgrad.muon(0.1, matrices=IS_MATRIX, adam_learning_rate=0.1, adam_weight_decay=0.1),
+        "learning_rate", "weight_decay", *OF_MUON,
+    ),
+    "scale_by_adam": row(jgrad.scale_by_adam(), "beta1", "beta2", "epsilon"),
+    "scale_by_muon": row(
+        jgrad.scale_by_muon(matrices=IS_MATRIX), "momentum", "adam_beta1", "adam_beta2", "adam_epsilon"
+    ),
+    "scale_by_trust_ratio": row(jgrad.scale_by_trust_ratio()),
+    "clip_by_global_norm": row(jgrad.clip_by_global_norm(1.0)),
+    "ema": row(jgrad.ema(0.9)),
+    "accumulate": row(
+        jgrad.accumulate(ADAM, 2, weighted=True), "emit", "finite", "weight", weight=2.0
+    ),
+    "skip_nonfinite": row(jgrad.skip_nonfinite(ADAM)),
+    "skip_spikes": row(jgrad.skip_spikes(ADAM), "loss", loss=1.0),
+    "master_weights": row(jgrad.master_weights(ADAM)),
+    "stochastic_rounding": row(jgrad.stochastic_rounding(ADAM)),
+    "schedule_free": row(jgrad.schedule_free(ADAM)),
+    "hyperball": row(
+        jgrad.hyperball(ADAM, 0.1, leaves=IS_MATRIX), "hyperball_learning_rate"
+    ),
+    "offload": row(jgrad.offload(ADAM)),
+    "pack_small": row(jgrad.pack_small(ADAM)),
+    "watch": row(jgrad.watch(ADAM)),
+}  # fmt: skip
+every_row = pytest.mark.parametrize("name", ROWS)
+
+# Words of several parts, which mean the same to everybody; and what they are called elsewhere.
+EVERYWHERE = {
+    **{x + x[-1]: x for x in KEYWORDS if "_" in x},
+    "lr": "learning_rate",
+    "step_size": "learning_rate",
+    "wd": "weight_decay",
+    "adam_lr": "adam_learning_rate",
+    "adam_b1": "adam_beta1",
+    "hyperball_lr": "hyperball_learning_rate",
+    "muon_lr": "learning_rate",
+}
+# Of optax's own transformations and losses; data of a loss in its line searches.
+OF_OTHERS = ("value", "grad", "value_fn", "obj_fn", "weights", "tokens", "losses", "temperature")
+
+
+def test_every_transformation_has_a_row():
+    """But `zero`, which needs a mesh."""
+    made = optax.GradientTransformationExtraArgs
+    public = {x: getattr(jgrad, x) for x in jgrad.__all__}
+    factories = {
+        name
+        for name, x in public.items()
+        if inspect.isfunction(x) and inspect.signature(x).return_annotation is made
+    }
+    assert factories - {"zero"} == ROWS.keys()
+
+
+@functools.cache
+def state_of(name):
+    return jax.jit(ROWS[name][0].init)(W)
+
+
+def update(name, **extra):
+    """Traced: what a call refuses, it refuses there."""
+    tx, _, needed = ROWS[name]
+    return jax.eval_shape(lambda w, s: tx.update(w, s, w, **needed | extra), W, state_of(name))
+
+
+def assert_refused(name, given, expected):
+    message = f"{name}: `update` has the keyword `{given}`, expected {expected}."
+    assert_error(TypeError, message, lambda: update(name, **{given: 0.5}))
+
+
+@every_row
+def test_misspelt_keywords(name):
+    """Of its own each, and of all others those that nobody else can mean."""
+    for own in ROWS[name][1]:
+        assert_refused(name, own + own[-1], f"`{own}`")
+    for given, meant in EVERYWHERE.items():
+        assert_refused(name, given, f"`{meant}`")
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb", "scale_by_adam"])
+def test_names_of_other_libraries(name):
+    for given, meant in {"b1": "beta1", "b2": "beta2", "eps": "epsilon"}.items():
+        assert_refused(name, given, f"`{meant}`")
+    assert_refused(name, "betas", "`beta1` and `beta2`")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "meant"),
+    [
+        ("muon", "beta1", "`adam_beta1`"),
+        ("muon", "b2", "`adam_beta2`"),
+        ("muon", "beta", "`momentum`"),
+        ("accumulate", "weights", "`weight`"),
+        ("skip_spikes", "losses", "`loss`"),
+    ],
+)
+def test_other_keywords(name, given, meant):
+    assert_refused(name, given, meant)
+
+
+@every_row
+def test_keywords_of_others_pass(name):
+    own = ROWS[name][1]
+    passing = {x: 1.0 for x in OF_OTHERS if not any(x.startswith(y[:4]) for y in own)}
+    assert len(passing) > 5
+    passing |= {"hyperball_learning_rate": None, "emit": None, "finite": None}
+    assert_equal(update(name, **passing), update(name))
+
+
+def test_no_keyword_is_missing(monkeypatch):
+    """The table has what some `update` asks for, and nothing else."""
+    asked = set()
+    get = OfCall.get
+    recorded = lambda self, name, default=None: asked.add(name) or get(self, name, default)
+    monkeypatch.setattr(OfCall, "get", recorded)
+    several = {x for x in KEYWORDS if "_" in x}
+    for name, (tx, own, _) in ROWS.items():
+        update(name)
+        known = set(inspect.getclosurevars(tx.update).nonlocals["known"])
+        assert several <= known
+        assert known - several <= set(own)
+        asked |= {x for x in own if x in known}
+    assert asked == set(KEYWORDS)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optax.chain(optax.clip(1.0), tx),
+        lambda tx: optax.masked(tx, True),
+        jgrad.skip_nonfinite,
+        jgrad.watch,
+    ],
+)
+def test_through_others(around):
+    """The transformation that has the keyword is somewhere inside."""
+    tx = around(jgrad.accumulate(optax.sgd(0.1), 2, weighted=True))
+    assert_error(
+        TypeError,
+        "accumulate: `update` has the keyword `weights`, expected `weight`.",
+        lambda: tx.update(W, tx.init(W), W, weights=3.0),
+    )

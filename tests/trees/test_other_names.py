@@ -1,0 +1,185 @@
+"""What other libraries call functions and options, and what is misspelt: errors say ours."""
+
+import functools
+import inspect
+import pathlib
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jgrad
+from jgrad._trees.other_names import OPTIONS
+from tests.support.errors import assert_error
+
+FUNCTIONS = {name: x for name, x in vars(jgrad).items() if inspect.isfunction(x)}
+FACTORIES = {
+    name: x
+    for name, x in FUNCTIONS.items()
+    if name in jgrad.__all__
+    and inspect.signature(x).return_annotation is optax.GradientTransformationExtraArgs
+}
+# Ours as a message lists them, where a name of others stands for several.
+BOTH = {"betas": "`beta1` and `beta2`", "weight_dimension_numbers": "`matrices` and `output_axes`"}
+
+
+def named(factory):
+    return inspect.signature(factory).parameters
+
+
+def test_every_factory_is_found():
+    assert {"adam", "muon", "scale_by_muon", "ema", "accumulate", "offload"} <= FACTORIES.keys()
+    assert len(FACTORIES) == 21
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_names_of_others(name):
+    """Each factory says which of its own options was meant."""
+    factory, checked = FACTORIES[name], 0
+    for other, ours in OPTIONS.items():
+        own = [x for x in ours if x in named(factory)]
+        if not own or other in named(factory):
+            continue
+        expected = BOTH.get(other, f"`{own[0]}`")
+        assert_error(
+            TypeError,
+            f"{name}: `{other}`: an unknown argument, expected {expected}.",
+            functools.partial(factory, **{other: 1}),
+        )
+        checked += 1
+    assert checked or not named(factory).keys() & {x for ours in OPTIONS.values() for x in ours}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_misspelt_options(name):
+    """The last letter twice, of each option."""
+    for own in named(FACTORIES[name]):
+        assert_error(
+            TypeError,
+            f"{name}: `{own + own[-1]}`: an unknown argument, expected `{own}`.",
+            functools.partial(FACTORIES[name], **{own + own[-1]: 1}),
+        )
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_an_unknown_option_is_pythons_error(name):
+    with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'zzz'"):
+        FACTORIES[name](zzz=1)
+
+
+MUON = functools.partial(jgrad.muon, 0.1, matrices=True)
+OTHERS = [
+    ("muon: `b1`: an unknown argument, expected `adam_beta1`.", lambda: MUON(b1=0.9)),
+    ("muon: `adam_b2`: an unknown argument, expected `adam_beta2`.", lambda: MUON(adam_b2=0.9)),
+    ("muon: `adam_lr`: an unknown argument, expected `adam_learning_rate`.", lambda: MUON(adam_lr=1)),
+    ("adam: `beta`: an unknown argument, expected `beta1`.", lambda: jgrad.adam(0.1, beta=0.9)),
+    ("muon: `dtype`: an unknown argument, expected `compute_dtype` or `moment_dtype`.",
+     lambda: MUON(dtype=jnp.float32)),
+    ("adam_update: `b1`: an unknown argument, expected `beta1`.",
+     lambda: jgrad.adam_update(1.0, 1.0, 0.1, 0.0, 0.0, 1, b1=0.9)),
+    ("lars_update: 4 arguments by position, expected at most 3; write `decay_lambda=`, and all others by name too.",
+     lambda: jgrad.lars_update(1.0, 1.0, 0.1, 0.1)),
+    ("adam: `b1`: an unknown argument, expected `beta1`.",
+     lambda: optax.inject_hyperparams(jgrad.adam)(0.1, b1=0.9)),
+    ("lars: `eps`: an unknown argument, expected `epsilon`.",  # an option by its old name beside it
+     lambda: jgrad.lars(0.1, norm_axes=None, eps=0.9)),
+    ("adam: 2 arguments by position, expected at most 1; write `beta1=`, and all others by name too.",
+     lambda: jgrad.adam(0.1, 0.9)),
+    ("clip_by_global_norm: 2 arguments by position, expected at most 1; write `mesh_axes=`.",
+     lambda: jgrad.clip_by_global_norm(1.0, "data")),
+    ("hidden_matrices: 1 argument by position, expected none; write `exclude=`, and all others by name too.",
+     lambda: jgrad.hidden_matrices(("head",))),
+    ("hyperball: 3 arguments by position, expected at most 2; write `leaves=`, and all others by name too.",
+     lambda: jgrad.hyperball(optax.sgd(0.1), 0.1, True)),
+    ("carry_over: 2 arguments by position, expected at most 1; write `like=`, and all others by name too.",
+     lambda: jgrad.carry_over(jgrad.adam(0.1).init(1.0), jgrad.lamb(0.1).init(1.0))),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:lars. `norm_axes`. an old name:FutureWarning")
+@pytest.mark.parametrize(("message", "call"), OTHERS)
+def test_message(message, call):
+    assert_error(TypeError, message, call)
+
+
+@pytest.mark.parametrize("name", ["hidden_matrices", "by_path"])
+@pytest.mark.parametrize("mask", ["leaves", "matrices", "weight_decay_mask", "learning_rate"])
+def test_a_function_that_was_not_called(name, mask):
+    """`leaves=jgrad.hidden_matrices` for `leaves=jgrad.hidden_matrices()`."""
+    makes = {
+        "leaves": lambda x: jgrad.hyperball(optax.sgd(0.1), 0.1, leaves=x),
+        "matrices": lambda x: jgrad.muon(0.1, matrices=x, adam_learning_rate=0.1),
+        "weight_decay_mask": lambda x: jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=x),
+        "learning_rate": jgrad.adam,
+    }
+    function = {"leaves": "hyperball", "matrices": "muon"}.get(mask, "adam")
+    assert_error(
+        TypeError,
+        f"{function}: `{mask}`: the function `jgrad.{name}`, expected what it returns: call it, "
+        f"`{mask}=jgrad.{name}(...)`.",
+        lambda: makes[mask](getattr(jgrad, name)),
+    )
+
+
+# ---- functions ---------------------------------------------------------------------------------
+
+INSTEAD = {
+    "adamw": "`jgrad.adam` with `weight_decay=`",
+    "AdamW": "`jgrad.adam` with `weight_decay=`",
+    "sgd": "`jgrad.gradient_descent`",
+    "SGD": "`jgrad.gradient_descent`",
+    "Adam": "`jgrad.adam`",
+    "LAMB": "`jgrad.lamb`",
+    "lion": "`optax.lion`, which works beside jgrad",
+    "rmsprop": "`optax.rmsprop`, which works beside jgrad",
+    "RMSprop": "`optax.rmsprop`, which works beside jgrad",
+    "adafactor": "`optax.adafactor`, which works beside jgrad",
+    "prodigy": "`optax.contrib.prodigy`, which works beside jgrad",
+    "chain": "`optax.chain`, which works beside jgrad",
+    "MultiSteps": "`jgrad.accumulate`",
+    "apply_if_finite": "`jgrad.skip_nonfinite`",
+    "clip": "`jgrad.clip_by_global_norm`, or `optax.clip` for each element",
+    "clip_grad_norm_": "`jgrad.clip_by_global_norm`",
+    "GradScaler": "`jgrad.skip_nonfinite` with `loss_scale=`",
+    "schedule_free_adamw": "`jgrad.schedule_free` around `jgrad.adam`",
+    "inject_hyperparams": "`jgrad.adam` alone: `update(..., learning_rate=x)` is for one call",
+    "acumulate": "`jgrad.accumulate`",
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_functions_of_others(name):
+    message = f"jgrad.{name}: not a name of jgrad, expected {INSTEAD[name]}."
+    assert_error(AttributeError, message, lambda: getattr(jgrad, name))
+
+
+@pytest.mark.parametrize("name", ["zzz", "_adamw", "__adamw__"])
+def test_other_names_are_pythons_error(name):
+    message = f"module 'jgrad' has no attribute {name!r}"
+    assert_error(AttributeError, message, lambda: getattr(jgrad, name))
+    assert not hasattr(jgrad, name)
+
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+ROWS = re.findall(
+    r"^\| `(?:optax|torch\.optim|optax\.contrib)\.(\w+)\(.*?\)` \| `jgrad\.(\w+)\(",
+    "".join((DOCS / f"from_{x}.md").read_text() for x in ("optax", "elsewhere")),
+    re.MULTILINE,
+)
+
+
+OF_SEVERAL = ("chain", "inject_hyperparams")  # around any optimizer
+
+
+@pytest.mark.parametrize(("theirs", "ours"), sorted({x for x in ROWS if x[0] not in OF_SEVERAL}))
+def test_the_guides_say_the_same(theirs, ours):
+    """Each function in a left column of the guides leads to that of the right one."""
+    if theirs == ours:
+        assert hasattr(jgrad, ours)
+    else:
+        with pytest.raises(AttributeError, match=f"expected `jgrad.{ours}`"):
+            getattr(jgrad, theirs)
