@@ -149,10 +149,21 @@ def _of_array(f: Function, layers: LayerAxes) -> Function:
 
     @jit_static_kwargs
     def of_array(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
-        by = None if scale is None else layers.to_elements(scale)
-        return layers.sum(squares, (by, *arrays))
+        if scale is None:
+            return layers.sum(squares, (None, *arrays))
+        return layers.sum(squares, (layers.to_elements(scale), *opaque(arrays)))
 
     return of_array
+
+
+def opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays, in which XLA sees no constants.
+
+    It computes (s c)^2 as s^2 c^2 for a constant c, such as weights that a jitted function closes
+    over. A scale is there because one of these squares is infinite or zero.
+    """
+    # One by one: joined, all would vary over the mesh axes over which one does.
+    return [jax.lax.optimization_barrier(x) for x in arrays]
 
 
 def concatenate(sums: Sequence[jax.Array]) -> jax.Array:
