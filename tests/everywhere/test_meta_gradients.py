@@ -14,7 +14,6 @@ import pytest
 import jgrad
 from tests.cases import CASES, RATE, every_case
 from tests.support.choice import mostly_slow
-from tests.support.errors import assert_error
 from tests.support.loops import step_of
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
@@ -226,9 +225,7 @@ def expected_of(subject):
     value = lambda rate, w: after_a_few_steps(subject, rate, w, may_loop(subject))
     program = jax.jit(jax.vmap(jax.value_and_grad(value), in_axes=(0, None)))
     values, slopes = map(np.asarray, program(rates, start()))
-    first, second = (
-        (8 * (f[3] - f[1]) - (f[4] - f[0])) / (12 * h) for f in (values, slopes)
-    )
+    first, second = ((8 * (f[3] - f[1]) - (f[4] - f[0])) / (12 * h) for f in (values, slopes))
     np.testing.assert_allclose(slopes[2], first, rtol=1e-7, atol=1e-9)
     return first, second
 
