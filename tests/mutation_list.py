@@ -68,6 +68,7 @@ MUTATIONS = [
     Mutation("no_out", "out= is ignored", "_ is not None", "False", MESSAGES),
     Mutation("boolean", "what is true in a condition is a flag", "not isinstance(_, (bool, np.bool_))", "False", MESSAGES),
     Mutation("where_it_lies", "what lay on the host stays on the device", "to_host(X)", "X", "tests/wrappers/test_offload.py"),
+    Mutation("host_memory._moved", "derivatives of a move to the host stay there", "jax.device_put(X, Y, src=_)", "jax.device_put(X, Y)", "tests/wrappers/test_offload.py -k slopes"),
     # ---- _arithmetic
     Mutation("one_minus_power", "1 - beta^t as it is written", "-jnp.expm1(X)", "1 - jnp.exp(X)", "tests/arithmetic"),
     Mutation("safe_sqrt", "the root has an infinite slope at 0", "X == 0", "X < 0", "tests/arithmetic"),
@@ -122,6 +123,7 @@ MUTATIONS = [
     Mutation("_choose", "sums that overflowed are not scaled", "jnp.where(_ == jnp.inf, _, X)", "X", NORMS),
     Mutation("_choose", "tiny sums are scaled once", "X < tiny", "X < 0", NORMS),
     Mutation("_norms", "norms are never rescaled", "jax.lax.cond(X, Y, Z)", "jax.lax.cond(X & False, Y, Z)", NORMS),
+    Mutation("opaque", "norms of constants are infinity times 0", "jax.lax.optimization_barrier(x)", "x", NORMS + " -k constants"),
     Mutation("norms._mixed", "other layers change a norm", "jnp.where(_ == 1, _, X)", "X", NORMS),
     Mutation("_norms", "norms of shards are not combined", "_over_devices(X, _) if _ else X", "X", DEVICES + "/test_layers.py"),
     Mutation("ScaledNorm.value", "an infinite norm counts as finite", "jnp.where(_.mantissa == jnp.inf, _.mantissa, X)", "X", NORMS),
@@ -276,6 +278,7 @@ MUTATIONS = [
     Mutation("hypersphere._factors", "hyperball: slopes of 0 / 0", "jnp.where(is_kept, X / Y, _)", "X / Y", HYPERBALL + " -k slopes"),
     Mutation("hypersphere.steps", "hyperball: one sum for two precisions", "numerics.real_dtype(w[i], u[i])", "numerics.real_dtype(*w, *u)", HYPERBALL + " -k precision"),
     Mutation("hypersphere._all_sums", "hyperball: sums vary over the axes of others", "[jax.lax.optimization_barrier(_) for _ in X]", "jax.lax.optimization_barrier(X)", HYPERBALL + " -k shard_map"),
+    Mutation("hypersphere._products_of", "hyperball: constants of no length are not a number", "sums.opaque(X)", "X", HYPERBALL + " -k constants"),
     Mutation("hypersphere._joined", "hyperball: sums in units of devices", "jnp.where(uu != 0, X, Y)", "jnp.ones_like(uu)", HYPERBALL + " -k shard_map"),
     Mutation("hypersphere._unit", "hyperball: sums that overflow", "jnp.where(X < _, Y, Z)", "jnp.ones_like(X)", HYPERBALL + " -k any_scale"),
     Mutation("hyperball._keeping", "hyperball: integers have norms", "_ and _ is not None and _", "use", HYPERBALL + " -k without"),
@@ -347,6 +350,7 @@ MUTATIONS = [
     Mutation("matrix_axes._check_whole", "muon: silence inside shard_map", "(X := Y)", "False and (X := Y)", DEVICES + "/test_muon.py"),
     Mutation("unknown_axes", "muon: pmap without a name", "not str(_).startswith(_WITHOUT_NAME)", "True", DEVICES + "/test_muon.py"),
     Mutation("_weight", "the weight of the rate before", "jnp.maximum(_, X)", "X", "tests/wrappers/test_schedule_free.py"),
+    Mutation("_weight", "weights are float32 beside float64", "X.astype(Y)", "X.astype(jnp.float32).astype(Y)", "tests/wrappers/test_schedule_free.py -k double"),
     Mutation("_weight", "weights overflow", "jnp.clip(_ * _, 1 / _LARGEST, _LARGEST)", "step**by_step * largest**by_rate", "tests/wrappers/test_schedule_free.py"),
     Mutation("schedule_free", "z of a leaf without a gradient is averaged", "None if g is None else X", "X", "tests/wrappers/test_schedule_free.py"),
     # ---- _ivy
