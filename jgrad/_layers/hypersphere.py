@@ -197,6 +197,8 @@ def _products_of(layers: LayerAxes) -> Function:
         w: jax.Array, u: jax.Array, by_w: jax.Array | None, by_u: jax.Array | None
     ) -> jax.Array:
         real = numerics.real_dtype(w, u)
+        if by_w is not None:
+            w, u = sums.opaque((w, u))
 
         def wide(x: jax.Array, by: jax.Array | None) -> jax.Array:
             x = numerics.widen(x, real)

@@ -33,16 +33,14 @@ class Measured(NamedTuple):
     layers: LayerAxes
 
 
-def call(
-    arguments: Sequence[jax.Array], measured: Measured, scale: jax.Array | None = None
-) -> Call:
-    """The call of the sums of squares, of shape (num_layers,), each layer scaled first."""
+def call(arguments: Sequence[jax.Array], measured: Measured) -> Call:
+    """The call of the sums of squares, of shape (num_layers,)."""
     xs = tuple(arguments[i] for i in measured.arguments)
-    return of_call((measured.f, xs), measured.layers, scale)
+    return of_call((measured.f, xs), measured.layers, None)
 
 
 def of_call(inner: Call, layers: LayerAxes, scale: jax.Array | None) -> Call:
-    """The call of the sums of squares of what another call returns."""
+    """The call of the sums of squares of what another call returns, each layer scaled first."""
     f, xs = inner
     return _of_array(f, layers), (scale, *xs)
 
@@ -112,7 +110,10 @@ def rescaled(
     kinds = {(m.f, m.layers, *(jax.typeof(arguments[i]) for i in m.arguments)) for m in batch}
     if len(kinds) > 1 or any(x.size > _SMALL or may_be_sharded(x) for x in xs):
         scales = jax.lax.split(scale, [m.layers.num_layers for m in batch])
-        calls = [call(arguments, m, by) for m, by in zip(batch, scales, strict=True)]
+        calls: list[Call] = [
+            (_of_opaque(m.f, m.layers), (by, *(arguments[i] for i in m.arguments)))
+            for m, by in zip(batch, scales, strict=True)
+        ]
         return concatenate(leafwise.run(calls))
     positions = list(zip(*(m.arguments for m in batch), strict=True))  # per argument of f
     shared = tuple(len(set(at)) == 1 for at in positions)
@@ -126,13 +127,13 @@ def rescaled(
 
 @functools.cache
 def _of_stack(f: Function, shared: tuple[bool, ...], layers: LayerAxes) -> Function:
-    """`_of_array` for arrays that are alike: each argument is a list, or one that all share."""
+    """`_of_opaque` for arrays that are alike: each argument is a list, or one that all share."""
 
     @jit_static_kwargs
     def of_stack(scale: jax.Array, *columns: Any) -> jax.Array:
         together = [x if same else _stack(x) for x, same in zip(columns, shared, strict=True)]
         axes = [None if same else 0 for same in shared]
-        sums = jax.vmap(_of_array(f, layers), in_axes=(0, *axes))(scale, *together)
+        sums = jax.vmap(_of_opaque(f, layers), in_axes=(0, *axes))(scale, *together)
         return sums.reshape(-1).astype(scale.dtype)
 
     return of_stack
@@ -153,6 +154,23 @@ def _of_array(f: Function, layers: LayerAxes) -> Function:
         return layers.sum(squares, (by, *arrays))
 
     return of_array
+
+
+@functools.cache
+def _of_opaque(f: Function, layers: LayerAxes) -> Function:
+    """`_of_array` of what may be constants."""
+    of_array = _of_array(f, layers)
+    return lambda scale, *arrays: of_array(scale, *opaque(arrays))
+
+
+def opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays, in which XLA sees no constants.
+
+    It computes (s c)^2 as s^2 c^2 for a constant c, such as weights that a jitted function closes
+    over. A scale is there because one of these squares is infinite or zero.
+    """
+    # One by one: joined, all would vary over the mesh axes over which one does.
+    return [jax.lax.optimization_barrier(x) for x in arrays]
 
 
 def concatenate(sums: Sequence[jax.Array]) -> jax.Array:

@@ -46,9 +46,12 @@ def _moved(tree: PyTree, space: Any) -> PyTree:
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
-    moved = iter(jax.device_put([x for x, flag in zip(leaves, arrays, strict=True) if flag], space))
-    new = [next(moved) if flag else x for x, flag in zip(leaves, arrays, strict=True)]
+    flags = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+    arrays = [x for x, flag in zip(leaves, flags, strict=True) if flag]
+    # JAX takes derivatives back to the source, and to the host where none is named.
+    sources = [jax.typeof(x).memory_space for x in arrays]
+    moved = iter(jax.device_put(arrays, space, src=sources))
+    new = [next(moved) if flag else x for x, flag in zip(leaves, flags, strict=True)]
     return structure.unflatten(new)
 
 

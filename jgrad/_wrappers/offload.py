@@ -42,6 +42,10 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     device. A state on the host is committed, so the results of a step are; `jax.jit` compiles
     the second step again for parameters that were not.
 
+    Derivatives of steps are those of `tx`. Only through a state that `jax.lax.scan` carries JAX
+    raises, up to 0.12, since it makes no zeros in host memory, from which derivatives start:
+    differentiate `tx` alone, whose numbers are the same.
+
     On the CPU of JAX 0.7, whose only memory is the host's, `offload(tx)` is `tx`.
 
     Args:

@@ -33,8 +33,9 @@ class ScheduleFreeState(NamedTuple):
 
     Attributes:
       done: number of updates, an int32 scalar; it saturates.
-      weight_sum: the sum of the weights in the average, a float32 scalar.
-      largest_rate: the largest learning rate so far, a float32 scalar.
+      weight_sum: the sum of the weights in the average, a scalar: float64 if a parameter is, else
+        float32. A float32 one, as versions before 1.1 made beside float64 parameters, stays that.
+      largest_rate: the largest learning rate so far, likewise.
       z: what the transformation inside steps, a tree like the parameters, float32 for
         half-precision ones.
       average: the average of z, likewise: what to evaluate.
@@ -128,7 +129,8 @@ def schedule_free(
             wide = [jnp.array(parameters.wide(p), copy=True) if _moves(p) else None for p in leaves]
             return structure.unflatten([None if x is None else numerics.strong(x) for x in wide])
 
-        zero = counter(params).astype(jnp.float32)
+        real = numerics.real_dtype(*(jnp.asarray(p) for p in leaves if _moves(p)))
+        zero = counter(params).astype(real)
         inner = tx.init(_with(copies(), params))
         return ScheduleFreeState(counter(params), zero, jnp.array(zero), copies(), copies(), inner)
 
@@ -165,12 +167,13 @@ def schedule_free(
         done = optax.safe_increment(state.done)
         largest, weight = _weight(
             rate,
-            state.largest_rate,
+            numerics.floating(state.largest_rate),
             done,
             numbers.scalar(_NAME, "weight_power", weight_power),
             numbers.scalar(_NAME, "step_power", step_power),
         )
-        total = state.weight_sum + weight
+        total = numerics.floating(state.weight_sum)
+        total = total + weight.astype(total.dtype)
         part = numerics.once(numerics.safe_divide(weight, total))
         new_z = inputs.kept(apply(rules.add, z, steps), z)
         averaged = apply(rules.average, new_z, average, numerics.once(1 - part), part)
@@ -207,8 +210,11 @@ def _weight(
     weight_power: jax.Array,
     step_power: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest rate so far, and the weight of this step: 0 before a rate that is not 0."""
-    wide = [jnp.asarray(x).astype(jnp.float32) for x in (rate, done, weight_power, step_power)]
+    """The largest rate so far, and the weight of this step: 0 before a rate that is not 0.
+
+    In the dtype of the largest rate so far, which a state keeps for ever.
+    """
+    wide = [jnp.asarray(x).astype(largest.dtype) for x in (rate, done, weight_power, step_power)]
     rate, step, by_rate, by_step = wide
     largest = jnp.maximum(rate, largest)
     # Their sum stays finite, and none is 0, so that the average moves whatever the options are.

@@ -1,4 +1,9 @@
-"""Derivatives through 20 steps of training, by each number that an optimizer has."""
+"""Derivatives through steps of training: by each number of an optimizer, and of every order and way."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +12,13 @@ import optax
 import pytest
 
 import jgrad
-from tests.cases import every_case
+from tests.cases import CASES, RATE, every_case
+from tests.support.choice import mostly_slow
+from tests.support.loops import step_of
+from tests.wrappers.test_every_wrapper import WRAPPERS
 
 STEPS = 20
+FEW = 2  # steps of the matrix below
 
 
 def start(dtype=float):
@@ -114,6 +123,136 @@ def test_e08_slopes_of_trust_ratios(largest, scale):
     else:
         expected = 5 / scale * np.asarray([[0.64, -0.48], [-0.48, 0.36]])
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.max(np.abs(expected)))
+
+
+# ---- every method and wrapper, in every way ----------------------------------------------------
+
+
+class Subject(NamedTuple):
+    """What trains.
+
+    Attributes:
+      name: shown by pytest.
+      init: the state for weights.
+      step: (rate, weights, state, gradients) -> (new weights, new state).
+    """
+
+    name: str
+    init: Callable[[Any], Any]
+    step: Callable[..., Any]
+
+    def __str__(self):
+        return self.name
+
+
+def pair(name, make):
+    step = lambda rate, *given: step_of(make(rate))(*given)
+    return Subject(name, lambda w: make(RATE).init(w), step)
+
+
+def functional(case):
+    case = dataclasses.replace(case, update=case.update | {"stop_gradients": False})
+
+    def init(w):
+        mw, vw = (jax.tree.map(jnp.zeros_like, w) for _ in range(2))
+        return mw, vw, jnp.asarray(1)
+
+    def step(rate, w, state, g):
+        mw, vw, t = state
+        w, mw, vw = case.step(w, g, rate, mw, vw, t)
+        return w, (mw, vw, t + 1)
+
+    return Subject(f"{case.make.__name__}_update-{case}", init, step)
+
+
+def trust_ratio(rate):
+    return optax.chain(jgrad.scale_by_trust_ratio(), optax.scale_by_learning_rate(rate))
+
+
+def subjects():
+    yield pair("scale_by_trust_ratio", trust_ratio)
+    for case in (case.without_masks() for case in CASES):
+        yield pair(case.name, case.tx)
+        if case.update is not None:
+            yield functional(case)
+    for i, wrapper in enumerate(WRAPPERS):
+        around = lambda rate, own=wrapper: own.around(jgrad.adam(rate, epsilon=1e-3))
+        yield pair(wrapper.name + "-scaled" * (i == 3), around)
+    yield pair("pack_small", lambda rate: jgrad.pack_small(jgrad.lamb(rate), max_size=8))
+
+
+def after_a_few_steps(subject, rate, w, looped, loss=loss):
+    """A number that depends on all weights; leaves begin at zero, or have no gradient."""
+    x = inputs()
+
+    def body(carry, _):
+        return subject.step(rate, *carry, jax.grad(loss)(carry[0], x)), None
+
+    w = w | {"b": jnp.zeros_like(w["b"]), "unused": jnp.ones_like(w["w"])}
+    carry = w, subject.init(w)
+    if looped:
+        carry, _ = jax.lax.scan(body, carry, length=FEW)
+    else:
+        for _ in range(FEW):
+            carry, _ = body(carry, None)
+    return loss(carry[0], x) + sum(jnp.vdot(p, p + 3) for p in jax.tree.leaves(carry[0])) / 9
+
+
+def in_every_way(value):
+    """The slope of a function of one number, forward and in reverse, and the slope of the slope."""
+
+    def found(rate):
+        one = jnp.ones_like(rate)
+        reverse, second = jax.jvp(jax.grad(value), (rate,), (one,))
+        return jax.jvp(value, (rate,), (one,))[1], reverse, second
+
+    return found
+
+
+def may_loop(subject):
+    """JAX makes no zeros in host memory, from which the slopes of a loop's carry start."""
+    return subject.name != "offload" or not hasattr(jax, "memory")
+
+
+@functools.cache
+def expected_of(subject):
+    """The first and the second slope, by differences of values and of slopes.
+
+    At five rates at once, and of weights that are an argument.
+    """
+    h = 5e-4 * RATE
+    rates = RATE + h * np.arange(-2, 3)
+    value = lambda rate, w: after_a_few_steps(subject, rate, w, may_loop(subject))
+    program = jax.jit(jax.vmap(jax.value_and_grad(value), in_axes=(0, None)))
+    values, slopes = map(np.asarray, program(rates, start()))
+    first, second = ((8 * (f[3] - f[1]) - (f[4] - f[0])) / (12 * h) for f in (values, slopes))
+    np.testing.assert_allclose(slopes[2], first, rtol=1e-7, atol=1e-9)
+    return first, second
+
+
+SUBJECTS = list(subjects())
+QUICK = "scale_by_trust_ratio", "hyperball"
+
+
+@pytest.mark.parametrize("looped", mostly_slow([False, True], False), ids=["unrolled", "scan"])
+@pytest.mark.parametrize(
+    "closed_over", mostly_slow([True, False], True), ids=["closed over", "arguments"]
+)
+@pytest.mark.parametrize("subject", mostly_slow(SUBJECTS, *QUICK), ids=str)
+def test_e08_slopes_of_every_order(subject, closed_over, looped, x64):
+    """As by finite differences, for weights that are constants of the program, too."""
+    if looped and not may_loop(subject):
+        pytest.skip("JAX makes no zeros in host memory")
+    first, second = expected_of(subject)
+    if closed_over:
+        w = start()
+        value = lambda rate: after_a_few_steps(subject, rate, w, looped)
+        found = jax.jit(in_every_way(value))(RATE)
+    else:
+        value = lambda w: lambda rate: after_a_few_steps(subject, rate, w, looped)
+        found = jax.jit(lambda rate, w: in_every_way(value(w))(rate))(RATE, start())
+    np.testing.assert_allclose(found, [first, first, second], rtol=1e-7, atol=1e-8)
+    assert abs(first) > 1e-3 or subject.name == "hyperball"  # which has a rate of its own
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ def test_hijax_variables():
         losses = []
         for _ in range(STEPS):  # not under `jit`, where flax 0.12.12 updates none
             graph, params, rest = nnx.split(model, nnx.Param, ...)
-            loss = lambda params: loss_of(nnx.merge(graph, params, rest)(X))
+            loss = lambda params, g=graph, rest=rest: loss_of(nnx.merge(g, params, rest)(X))
             value, grads = jax.value_and_grad(loss)(nnx.with_vars(params, hijax=False))
             optimizer.update(params, grads)
             losses.append(value)

@@ -1,4 +1,4 @@
-"""Every optimizer and wrapper where training steps are: under x64, on meshes, in `shard_map`, injected.
+"""Every optimizer and wrapper where training steps are: under x64, on meshes, in `shard_map`, closed over.
 
 There types say more than shapes and dtypes, and Python's numbers are other ones. The truth is what
 the same transformation does alone, on one device.
@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 
     Attributes:
       name: shown by pytest.
-      make: makes it, of more options.
+      make: makes it, of a learning rate and more options.
       dtype: of the parameters.
       injectable: a factory for `optax.inject_hyperparams`, and its options.
       axes: options inside `shard_map`, of sharded leaves; None where there is no such form.
@@ -69,19 +69,21 @@ def subjects():
             yield Subject(f"{case}{suffix}", make, jnp.float32, (case.make, options), axes_of(case))
     for i, wrapper in enumerate(WRAPPERS):
         name = wrapper.name + "-scaled" * (i == 3)
-        yield Subject(name, lambda wrapper=wrapper: wrapper.around(jgrad.adam(RATE)), wrapper.dtype)
+        around = lambda rate=RATE, own=wrapper: own.around(jgrad.adam(rate))
+        yield Subject(name, around, wrapper.dtype)
     yield Subject("recipe", recipe, axes={"mesh_axes": "d"})
-    eight = functools.partial(jgrad.adam, RATE, moment_dtype="8bit")
-    skip = lambda **axes: jgrad.skip_nonfinite(eight(), **axes)
+    eight = functools.partial(jgrad.adam, moment_dtype="8bit")
+    skip = lambda rate=RATE, **axes: jgrad.skip_nonfinite(eight(rate), **axes)
     yield Subject("skip-8bit", skip, axes={"mesh_axes": "d"})
-    yield Subject("rounded-8bit", lambda: jgrad.stochastic_rounding(eight()), jnp.bfloat16)
-    small = lambda: jgrad.pack_small(jgrad.adam(RATE), max_size=6144)
+    rounded = lambda rate=RATE: jgrad.stochastic_rounding(eight(rate))
+    yield Subject("rounded-8bit", rounded, jnp.bfloat16)
+    small = lambda rate=RATE: jgrad.pack_small(jgrad.adam(rate), max_size=6144)
     yield Subject("pack_small", small)
 
 
-def recipe(**axes):
+def recipe(rate=RATE, **axes):
     clip = jgrad.clip_by_global_norm(0.01, **axes)
-    inner = optax.chain(clip, jgrad.adam(RATE, weight_decay=0.1))
+    inner = optax.chain(clip, jgrad.adam(rate, weight_decay=0.1))
     return jgrad.skip_nonfinite(jgrad.accumulate(inner, 2, **axes), **axes)
 
 
@@ -98,7 +100,11 @@ def model(seed, subject, form):
 
 
 def inputs(subject, form):
+    """Parameters and gradients, of which the first has none for a leaf."""
     gradients = [model(1 + t, subject, form) for t in range(STEPS)]
+    first = jgrad.unpack(gradients[0]) if form == "packed" else gradients[0]
+    first = first | {"b": jnp.zeros_like(first["b"])}
+    gradients[0] = jgrad.pack(first, multiple_of=8) if form == "packed" else first
     return model(0, subject, form), gradients
 
 
@@ -208,6 +214,16 @@ def in_two_forms(subject, form):
     return jax.device_get((w, state))
 
 
+def closed_over(subject, form):
+    """Weights, state and gradients are constants of the program, whose one argument is the rate."""
+    w, gradients = inputs(subject, form)
+    state = jax.jit(lambda: subject.make().init(w))()
+    step = lambda rate, *given: step_of(subject.make(rate))(*given)
+    for g in gradients:
+        w, state = jax.jit(lambda rate, given=(w, state, g): step(rate, *given))(RATE)
+    return jax.device_get((w, state))
+
+
 SURROUNDINGS = {
     "x64": under_x64,
     "auto": on_a_mesh(AxisType.Auto, rows),
@@ -217,6 +233,7 @@ SURROUNDINGS = {
     "shard_map, sharded": functools.partial(in_shard_map, sharded=True),
     "injected": injected,
     "nnx": in_two_forms,
+    "closed over": closed_over,
 }
 
 
@@ -293,3 +310,36 @@ def test_as_alone(subject, form, where):
         a, b, w = (x.astype(np.float64) for x in (a, b, w))
         far = np.abs(a - b) > tolerance * np.max(np.abs(b - w)) + 2.5e-7 * np.abs(b)
         assert np.mean(far) <= neighbours_of(subject, where), np.max(np.abs(a - b))
+
+
+def with_slopes():
+    """Moments in 8 bits have none."""
+    for subject, form in itertools.product(subjects(), ("tree", "packed")):
+        if "8bit" not in subject.name and is_there(subject, form, "closed over"):
+            marks = [] if (subject.name, form) == ("lamb", "tree") else [pytest.mark.slow]
+            yield pytest.param(subject, form, id=f"{subject.name}-{form}", marks=marks)
+
+
+@pytest.mark.parametrize(("subject", "form"), list(with_slopes()))
+def test_slopes_by_the_rate(subject, form):
+    """Of what is closed over as of arguments: how far along their way the weights are."""
+    given = inputs(subject, form)
+
+    def end(rate, w, gradients):
+        tx = subject.make(rate)
+        state = tx.init(w)
+        for g in gradients:
+            w, state = step_of(tx)(w, state, g)
+        return w
+
+    wide = lambda tree: [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
+    ways = [b - a for a, b in zip(wide(given[0]), wide(jax.jit(end)(RATE, *given)), strict=True)]
+    ways = [x / jnp.maximum(jnp.vdot(x, x), 1e-30) for x in ways]
+
+    def along(rate, w, gradients):
+        new = wide(end(rate, w, gradients))
+        return sum(jnp.vdot(x, y) for x, y in zip(new, ways, strict=True))
+
+    found = jax.jit(jax.grad(lambda rate: along(rate, *given)))(RATE)
+    expected = jax.jit(jax.grad(along))(RATE, *given)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

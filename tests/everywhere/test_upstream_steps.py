@@ -149,10 +149,12 @@ def assert_same_ways(name, found):
 @pytest.mark.parametrize("name", AVERAGED)
 def test_schedule_free(name, x64, standard_promotion):
     found = list(steps_of(AVERAGED[name]()))
+    # Of heavyball they differ by roundings of float32.
+    rtol = 1e-6 if "heavyball" in name else 1e-14
     for i, (y, average) in zip(SHOWN, THEIRS[name], strict=True):
         w, state = found[i]
-        np.testing.assert_allclose(flat(w), y, rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(flat(state.average), average, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(flat(w), y, rtol=rtol, atol=rtol)
+        np.testing.assert_allclose(flat(state.average), average, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("name", MUON)

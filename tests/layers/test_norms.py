@@ -38,6 +38,21 @@ def test_scales(scale, jit):
             np.testing.assert_allclose(np.asarray(x), float(true_norm(y)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("norm", ["layers", "global"])
+@pytest.mark.parametrize("scale", [0, 1e-30, 1e30])
+def test_constants(scale, norm):
+    """What a jitted function closes over: small and large arrays, of equal elements and of others."""
+    rng = np.random.default_rng(0)
+    numbers = [np.ones((3, 4)), rng.normal(size=7), rng.normal(size=(130, 128))]
+    arrays = [jnp.asarray(scale * x, jnp.float32) for x in numbers]
+    if norm == "global":
+        found = jax.jit(lambda: jgrad.global_norm(arrays))()
+        arrays = [np.concatenate([np.ravel(x) for x in arrays])]
+    else:
+        found = jax.jit(lambda: jnp.stack(found_norms(*arrays)))()
+    np.testing.assert_allclose(np.ravel(found), [float(true_norm(x)) for x in arrays], rtol=1e-6)
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("shape", [(123,), (40, 30), (7, 5, 11)])
 def test_layers_of_another_scale_change_no_bit(shape):

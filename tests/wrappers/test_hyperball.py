@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import compiled
+from tests.support.loops import compiled, step_of
 
 LEAVES = {"embed": False, "layers": True, "b": False, "w": True}
 LAYERS = {"embed": None, "layers": (0, 1), "b": None, "w": None}
@@ -219,6 +219,15 @@ def test_any_scale(size, of_gradient, packed):
     found, _ = train(tx, pack(w), list(map(pack, grads)))
     expected = {k: expected_steps(w[k], [g[k] for g in grads]) for k in ("layers", "w")}
     assert_close(jgrad.unpack(found), expected, 1e-6)
+
+
+@pytest.mark.parametrize("size", [1e25, 1e-25, 0])
+def test_constants(size):
+    """Weights and directions that a jitted function closes over: as those that it is given."""
+    w, tx = params(scale=size or 1.0), around(optax.sgd(1.0))
+    grads = gradients(1, w, size)
+    found, _ = jax.jit(lambda: step_of(tx)(w, tx.init(w), grads[0]))()
+    assert_close(found, {k: expected_steps(w[k], [grads[0][k]]) for k in ("layers", "w")}, 1e-6)
 
 
 def _labels(tree):

@@ -164,6 +164,40 @@ def test_e47_scan_and_vmap():
     chex.assert_trees_all_close(models, stack([expected[0]] * 2), rtol=1e-6, atol=1e-6)
 
 
+def end(rate, mw, looped, around=lambda tx: tx):
+    """A number that depends on the rate and on the state from which training goes on."""
+    tx, w = around(jgrad.gradient_descent(rate, momentum=0.9)), {"w": jnp.ones(3)}
+
+    def body(carry, _):
+        return step_of(tx)(*carry, jax.tree.map(jnp.sin, carry[0])), None
+
+    carry = w, tx.init(w)._replace(mw=mw)
+    if looped:
+        carry, _ = jax.lax.scan(body, carry, length=3)
+    else:
+        for _ in range(3):
+            carry, _ = body(carry, None)
+    return jnp.sum(carry[0]["w"])
+
+
+def test_slopes():
+    """As without it, also of a state in device memory; each lies where its argument does."""
+    slopes = jax.jit(jax.grad(end, argnums=(0, 1)), static_argnums=(2, 3))
+    on_device = {"w": jnp.arange(3.0)}
+    expected = slopes(0.1, on_device, False)
+    for mw in (on_device, host_memory.to_host(on_device)):
+        found = slopes(0.1, mw, False, jgrad.offload)
+        assert kinds(found[1]) == kinds(mw)
+        chex.assert_trees_all_close(jax.device_get(found), expected, rtol=1e-6)
+
+
+def test_slopes_through_a_loop():
+    """JAX makes no zeros in host memory, from which the slopes of what a loop carries start."""
+    mw = host_memory.to_host({"w": jnp.arange(3.0)})
+    with pytest.raises(ValueError, match="Expected cotangent type float32<host>"):
+        jax.grad(end)(0.1, mw, True, jgrad.offload)
+
+
 def mesh():
     return Mesh(np.array(jax.devices()), ("data",))
 

@@ -59,8 +59,8 @@ def test_reference(rate, dtype, x64, standard_promotion):
     assert_steps(
         every_step(adamw(given), w, grads),
         expected_steps(w, grads, same),
-        # Weights are float32 scalars.
-        3e-6 if dtype == "float32" or rate != "constant" else 1e-6,
+        # Schedules are float32 in any case.
+        3e-6 if dtype == "float32" or rate != "constant" else 1e-12,
     )
 
 
@@ -143,7 +143,7 @@ def test_packed(inner):
     w, grads = params(), gradients(5)
     tx = adamw(0.01) if inner == "adam" else jgrad.schedule_free(
         jgrad.muon(0.1, matrices=lambda t: jax.tree.map(lambda x: x.ndim > 1, t), momentum=0.0,
-                   adam_learning_rate=0.01, beta1=0.0)
+                   adam_learning_rate=0.01, adam_beta1=0.0)
     )  # fmt: skip
     found, state = train(tx, w, grads)
     packed, packed_state = train(tx, jgrad.pack(w), [jgrad.pack(g) for g in grads])
@@ -185,6 +185,24 @@ def test_state():
     new = jax.eval_shape(step_of(tx), w, state, w)
     chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
     jax.jit(step_of(tx), donate_argnums=(0, 1))(w, state, jax.tree.map(jnp.copy, w))
+
+
+def test_double_precision(x64):
+    """Scalars of the state are float64 beside float64 parameters, or what they were in a file."""
+    w, tx = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2)}, adamw(0.01)
+    g = w | {"n": None}
+    new = tx.init(w)
+    old = new._replace(
+        weight_sum=new.weight_sum.astype(jnp.float32),
+        largest_rate=new.largest_rate.astype(jnp.float32),
+    )
+    for state, dtype in ((new, jnp.float64), (old, jnp.float32)):
+        body = lambda carry, _: (step_of(tx)(*carry, g), None)
+        (_, end), _ = jax.jit(lambda c, body=body: jax.lax.scan(body, c, length=3))((w, state))
+        assert end.weight_sum.dtype == end.largest_rate.dtype == dtype
+        rate = dtype(0.01)
+        np.testing.assert_allclose(end.weight_sum, 3 * rate**2, rtol=3 * np.finfo(dtype).eps)
+    assert tx.init({"b": w["b"], "n": w["n"]}).weight_sum.dtype == jnp.float32
 
 
 EXTREMES = {
