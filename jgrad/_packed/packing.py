@@ -35,8 +35,8 @@ class Packed:
     imported before it was made; for other files, `unpack` before a save.
 
     Attributes:
-      buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves stay unpacked, as
-        "leaf 3" for the leaf at index 3.
+      buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves may stay unpacked,
+        as "leaf 3" for the leaf at index 3, and small ones be apart, as "float32 small".
       layout: where the leaves are in the buffers.
 
     Example:
@@ -85,6 +85,7 @@ def pack(
     max_size: int | None = None,
     matrices: PyTree | Callable[[PyTree], PyTree] = None,
     like: PyTree = None,
+    small_apart: bool = False,
 ) -> PyTree:
     """A tree of floating arrays as one buffer per dtype.
 
@@ -115,6 +116,10 @@ def pack(
       like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
         function that makes them. The subtrees of `tree` in their places are packed in their
         layouts; everything else is unchanged.
+      small_apart: leaves with fewer than 4096 elements get a buffer of their own, as "float32
+        small". Moments in 8 bits are chosen for a whole buffer: without this option a buffer that
+        has a leaf of 4096 elements is in 8 bits with all that is in it; with it, small leaves stay
+        in float32, as on a tree. A step has one more kernel for them.
 
     Returns:
       A `Packed`; with `like`, a tree like it.
@@ -138,9 +143,13 @@ def pack(
         if max_size is not None:
             values.count("pack", "max_size", max_size, low=0)
         chosen = None if matrices is None else _matrices(tree, matrices)
-        layout, leaves = layout_of("pack", tree, layer_axes, multiple_of, max_size, chosen)
+        values.boolean("pack", "small_apart", small_apart)
+        layout, leaves = layout_of(
+            "pack", tree, layer_axes, multiple_of, max_size, chosen, small_apart=small_apart
+        )
         return where_it_lies(functools.partial(fill, layout), leaves)
-    if multiple_of != 1 or any(x is not None for x in (layer_axes, max_size, matrices)):
+    given = multiple_of != 1 or small_apart is not False
+    if given or any(x is not None for x in (layer_axes, max_size, matrices)):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     structure: Any
     nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)

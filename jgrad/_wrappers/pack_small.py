@@ -22,7 +22,7 @@ _NAME = "pack_small"
 
 
 def pack_small(
-    tx: optax.GradientTransformation, *, max_size: int = 2048
+    tx: optax.GradientTransformation, *, max_size: int = 2048, small_apart: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that packs small leaves inside each update: trees in, trees out.
 
@@ -59,9 +59,10 @@ def pack_small(
     """
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "max_size", max_size, low=0)
+    values.boolean(_NAME, "small_apart", small_apart)
 
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
-        return layout_of(_NAME, tree, max_size=max_size, others=True)
+        return layout_of(_NAME, tree, max_size=max_size, small_apart=small_apart, others=True)
 
     def init(params: PyTree) -> Any:
         packing.check_unpacked(_NAME, "params", params)
