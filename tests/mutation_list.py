@@ -145,6 +145,7 @@ MUTATIONS = [
     Mutation("pack_small", "small_apart is ignored", "layout_of(_, _, max_size=_, small_apart=X, others=True)", "layout_of(_NAME, tree, max_size=max_size, others=True)", "tests/wrappers/test_pack_small.py"),
     Mutation("layout_of", "multiple_of is ignored", "-(-X // _) * _", "X", "tests/packed/test_layouts.py"),
     Mutation("Layout.__reduce__", "pickles lose the axes of stacks", "dataclasses.astuple(X)", "(X.shape,)", "tests/packed/test_layouts.py"),
+    Mutation("packing._leaves", "accounts call small leaves float32 that are in 8 bits", "X if as_stored else Y", "Y", "tests/states/test_forms.py"),
     Mutation("packing._zeros", "padding is not zero", "jnp.zeros", "jnp.ones", "tests/packed"),
     Mutation("_again", "like: dtypes are mixed", "_.dtype != _", "False", "tests/packed"),
     Mutation("_groups", "pieces in two turns lose one", "min(X, _ - _)", "X", "tests/packed/test_splitting.py"),

@@ -17,7 +17,7 @@ from jgrad._packed import layouts, quantized_buffers, spans, splitting
 from jgrad._packed.layouts import Layout
 from jgrad._packed.new_layout import layout_of
 from jgrad._packed.spans import Span
-from jgrad._quantized.codec import Codec, codec_of
+from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
@@ -204,15 +204,18 @@ def unpack(tree: PyTree) -> PyTree:
     )
 
 
-def shapes(tree: PyTree) -> PyTree:
-    """The unpacked tree, with shapes and dtypes for what is packed."""
+def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
+    """The unpacked tree, with shapes and dtypes for what is packed.
+
+    Small leaves of a buffer in 8 bits are float32 as `unpack` makes them, or Blocks `as_stored`.
+    """
 
     def of_node(x: Any) -> Any:
         if not isinstance(x, Packed):
             return x
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
-            return jax.eval_shape(unpack, x)
+            return jax.eval_shape(functools.partial(_leaves, as_stored=as_stored), x)
         return x.layout.tree({name: b.dtype for name, b in buffers if hasattr(b, "dtype")})
 
     return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or isinstance(x, Packed))
@@ -301,7 +304,7 @@ def _register_with_flax() -> None:
         )
 
 
-def _leaves(packed: Packed) -> PyTree:
+def _leaves(packed: Packed, *, as_stored: bool = False) -> PyTree:
     """The tree in the buffers, by one split of each."""
     layout = packed.layout
     leaves: list[Any] = [None] * len(layouts.spans(layout))
@@ -349,7 +352,8 @@ def _leaves(packed: Packed) -> PyTree:
             if own_scale is None:
                 leaves[i] = spans.from_blocks(span, part, layout.width)
             else:
-                leaves[i] = quantized_buffers.leaf(span, part, own_scale, codec)
+                own = quantized_buffers.leaf(span, part, own_scale, codec)
+                leaves[i] = own if as_stored else quantized_buffers.by_itself(span, own)
     return layouts.structure(layout).unflatten(leaves)
 
 
@@ -371,7 +375,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
             continue
         if isinstance(buffer, Blocks):
             for i, span in pairs:
-                _check_recodable(arg, i, codec_of(buffer))
+                quantized_buffers.check_recodable(arg, i, codec_of(buffer))
                 expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
             continue
         if (unpacked := layouts.unpacked_leaf(layout, name)) is not None:
@@ -401,17 +405,6 @@ def _again(like: Packed, tree: PyTree) -> Packed:
 
 
 _REMEDY = "make it one by `carry_over(tree, like=like)`"
-
-
-def _check_recodable(arg: ArgLeaves, i: int, codec: Codec) -> None:
-    """A leaf for a buffer in 8 bits: numbers, or codes of the same codec."""
-    x = arg.leaves[i]
-    is_right = (
-        codec_of(x) == codec if isinstance(x, Blocks) else getattr(x, "dtype", None) == jnp.float32
-    )
-    if not is_right:
-        expected = f"an array of float32, or Blocks with codes of {codec.kind}"
-        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
 
 
 def _check_unpacked(arg: ArgLeaves, i: int, buffer: Any) -> None:

@@ -28,7 +28,9 @@ def pack_small(
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
 
-    The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. Training on packed
+    The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. With moments in 8 bits
+    they are too, as long as no leaf of 4096 elements or more is packed: it would take the buffer
+    that it shares with smaller leaves into 8 bits, unless `small_apart=True`. Training on packed
     parameters gains more, since then no step packs and unpacks. In a step in which a small leaf has
     the gradient None, `tx` works on the tree.
 
@@ -37,6 +39,7 @@ def pack_small(
         that treats each element by itself and maps 0 to 0. Masks and labels of optax see the tree
         only from outside: `optax.masked(pack_small(tx), mask)`.
       max_size: elements of the largest leaf that is packed; larger ones gain nothing.
+      small_apart: as in `pack`, for a `max_size` of 4096 or more.
 
     Returns:
       A transformation whose state is that of `tx` for packed parameters. `unpack` of it is the

@@ -144,7 +144,9 @@ def test_e40_small_leaves_beside_large_ones(make):
     """On a tree they stay float32, and packed where they share no buffer with a large one."""
     small = {"b": normal((90,), 3), "e": normal((4095,), 4)}
     w = model() | small
-    grads = [g | jax.tree.map(lambda x, t=t: x / (t + 1), small) for t, g in enumerate(gradients(2))]
+    grads = [
+        g | jax.tree.map(lambda x, t=t: x / (t + 1), small) for t, g in enumerate(gradients(2))
+    ]
     expected, tree = train(make(), w, grads)
     for options in ({"small_apart": True}, {"max_size": 4095}, {}):
         pack = functools.partial(jgrad.pack, **options)
