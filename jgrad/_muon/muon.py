@@ -119,7 +119,8 @@ def muon(
       adam_epsilon: added to the root of Adam's second moment, in [0, inf); likewise.
       adam_weight_decay: of all other leaves; None for `weight_decay`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32.
+        `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32, and so do the other
+        second moments in a packed buffer that has some.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
 

@@ -263,8 +263,8 @@ def lars(
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
       moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
-        `Blocks` of 256 elements, in leaves of 4096 elements or more. bfloat16 and 8 bits are
-        rounded stochastically.
+        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
+        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
         complex ones are not either.

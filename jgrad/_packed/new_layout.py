@@ -12,6 +12,7 @@ from jgrad._layers.layer_axes import Axes
 from jgrad._packed.layouts import WIDTH, Layout
 from jgrad._packed.row_order import RowOrder, assign_rows, item_shape
 from jgrad._packed.spans import Span
+from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -31,12 +32,14 @@ def layout_of(
     max_size: int | None = None,
     matrices: Sequence[bool] | None = None,
     *,
+    small_apart: bool = False,
     others: bool = False,
 ) -> tuple[Layout, list[Any]]:
     """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
 
     Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. The
-    layers of leaves with True in `matrices` are whole in each of `multiple_of` shards.
+    layers of leaves with True in `matrices` are whole in each of `multiple_of` shards. With
+    `small_apart`, leaves that are too small for 8 bits share no buffer with larger ones.
     """
     arg = ArgLeaves.from_tree(function, "tree", tree).with_arrays()
     for i, x in enumerate(arg.leaves):
@@ -60,9 +63,9 @@ def layout_of(
             shapes[name] = x.shape
             continue
         blocks_per_layer = -(-leaf_layers.layer_size // WIDTH)
-        packed.append(
-            (i, Span(path, np.dtype(x.dtype), leaf_layers, x.dtype.name, 0, blocks_per_layer))
-        )
+        is_apart = small_apart and math.prod(x.shape) < SMALLEST
+        name = f"{x.dtype.name} small" if is_apart else x.dtype.name
+        packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, blocks_per_layer)))
     # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
     packed.sort(key=lambda pair: (pair[1].layers.shape, pair[1].layers.stacked))
     row_orders: dict[str, RowOrder] = {}

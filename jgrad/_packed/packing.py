@@ -17,7 +17,7 @@ from jgrad._packed import layouts, quantized_buffers, spans, splitting
 from jgrad._packed.layouts import Layout
 from jgrad._packed.new_layout import layout_of
 from jgrad._packed.spans import Span
-from jgrad._quantized.codec import Codec, codec_of
+from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
@@ -35,8 +35,8 @@ class Packed:
     imported before it was made; for other files, `unpack` before a save.
 
     Attributes:
-      buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves stay unpacked, as
-        "leaf 3" for the leaf at index 3.
+      buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves may stay unpacked,
+        as "leaf 3" for the leaf at index 3, and small ones be apart, as "float32 small".
       layout: where the leaves are in the buffers.
 
     Example:
@@ -85,6 +85,7 @@ def pack(
     max_size: int | None = None,
     matrices: PyTree | Callable[[PyTree], PyTree] = None,
     like: PyTree = None,
+    small_apart: bool = False,
 ) -> PyTree:
     """A tree of floating arrays as one buffer per dtype.
 
@@ -115,6 +116,10 @@ def pack(
       like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
         function that makes them. The subtrees of `tree` in their places are packed in their
         layouts; everything else is unchanged.
+      small_apart: leaves with fewer than 4096 elements get a buffer of their own, as "float32
+        small". Moments in 8 bits are chosen for a whole buffer: without this option a buffer that
+        has a leaf of 4096 elements is in 8 bits with all that is in it; with it, small leaves stay
+        in float32, as on a tree. A step has one more kernel for them.
 
     Returns:
       A `Packed`; with `like`, a tree like it.
@@ -138,9 +143,13 @@ def pack(
         if max_size is not None:
             values.count("pack", "max_size", max_size, low=0)
         chosen = None if matrices is None else _matrices(tree, matrices)
-        layout, leaves = layout_of("pack", tree, layer_axes, multiple_of, max_size, chosen)
+        values.boolean("pack", "small_apart", small_apart)
+        layout, leaves = layout_of(
+            "pack", tree, layer_axes, multiple_of, max_size, chosen, small_apart=small_apart
+        )
         return where_it_lies(functools.partial(fill, layout), leaves)
-    if multiple_of != 1 or any(x is not None for x in (layer_axes, max_size, matrices)):
+    given = multiple_of != 1 or small_apart is not False
+    if given or any(x is not None for x in (layer_axes, max_size, matrices)):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     structure: Any
     nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)
@@ -195,15 +204,18 @@ def unpack(tree: PyTree) -> PyTree:
     )
 
 
-def shapes(tree: PyTree) -> PyTree:
-    """The unpacked tree, with shapes and dtypes for what is packed; None where a buffer is None."""
+def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
+    """The unpacked tree, with shapes and dtypes for what is packed; None where a buffer is None.
+
+    Small leaves of a buffer in 8 bits are float32 as `unpack` makes them, or Blocks `as_stored`.
+    """
 
     def of_node(x: Any) -> Any:
         if not isinstance(x, Packed):
             return x
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
-            return jax.eval_shape(unpack, x)
+            return jax.eval_shape(functools.partial(_leaves, as_stored=as_stored), x)
         known = [(name, b) for name, b in buffers if b is None or hasattr(b, "dtype")]
         return x.layout.tree({name: getattr(b, "dtype", None) for name, b in known})
 
@@ -293,7 +305,7 @@ def _register_with_flax() -> None:
         )
 
 
-def _leaves(packed: Packed) -> PyTree:
+def _leaves(packed: Packed, *, as_stored: bool = False) -> PyTree:
     """The tree in the buffers, by one split of each."""
     layout = packed.layout
     leaves: list[Any] = [None] * len(layouts.spans(layout))
@@ -341,7 +353,8 @@ def _leaves(packed: Packed) -> PyTree:
             if own_scale is None:
                 leaves[i] = spans.from_blocks(span, part, layout.width)
             else:
-                leaves[i] = quantized_buffers.leaf(span, part, own_scale, codec)
+                own = quantized_buffers.leaf(span, part, own_scale, codec)
+                leaves[i] = own if as_stored else quantized_buffers.by_itself(span, own)
     return layouts.structure(layout).unflatten(leaves)
 
 
@@ -363,7 +376,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
             continue
         if isinstance(buffer, Blocks):
             for i, span in pairs:
-                _check_recodable(arg, i, codec_of(buffer))
+                quantized_buffers.check_recodable(arg, i, codec_of(buffer))
                 expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
             continue
         if (unpacked := layouts.unpacked_leaf(layout, name)) is not None:
@@ -393,17 +406,6 @@ def _again(like: Packed, tree: PyTree) -> Packed:
 
 
 _REMEDY = "make it one by `carry_over(tree, like=like)`"
-
-
-def _check_recodable(arg: ArgLeaves, i: int, codec: Codec) -> None:
-    """A leaf for a buffer in 8 bits: numbers, or codes of the same codec."""
-    x = arg.leaves[i]
-    is_right = (
-        codec_of(x) == codec if isinstance(x, Blocks) else getattr(x, "dtype", None) == jnp.float32
-    )
-    if not is_right:
-        expected = f"an array of float32, or Blocks with codes of {codec.kind}"
-        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
 
 
 def _check_unpacked(arg: ArgLeaves, i: int, buffer: Any) -> None:

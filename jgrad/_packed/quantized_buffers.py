@@ -17,7 +17,9 @@ from jgrad._quantized import encoding
 from jgrad._quantized.codec import Codec, codec_of
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._quantized.geometry import Geometry
+from jgrad._trees import checks
 from jgrad._trees.blocks import SIZE, Blocks
+from jgrad._trees.checks import ArgLeaves
 
 
 def split(buffer: Blocks, rows: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -57,15 +59,30 @@ def recoded(span: Span, x: Any, codec: Codec) -> Blocks:
     return encoding.recoded(x, _geometry(span), codec)
 
 
+def check_recodable(arg: ArgLeaves, i: int, codec: Codec) -> None:
+    """A leaf for a buffer in 8 bits: numbers, or codes of the same codec."""
+    x = arg.leaves[i]
+    is_right = (
+        codec_of(x) == codec if isinstance(x, Blocks) else getattr(x, "dtype", None) == jnp.float32
+    )
+    if not is_right:
+        expected = f"an array of float32, or Blocks with codes of {codec.kind}"
+        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
+
+
 def _geometry(span: Span) -> Geometry:
     return Geometry.of_leaf(span.layers.shape, span.layers.stacked)
 
 
-def leaf(span: Span, codes: jax.Array, scale: jax.Array, codec: Codec) -> Any:
+def leaf(span: Span, codes: jax.Array, scale: jax.Array, codec: Codec) -> Blocks:
     """The leaf of its rows."""
     geometry = _geometry(span)
     parts = spans.from_blocks(span, codes, SIZE), _scale_of_rows(span, scale)
-    x = encoding.of_elements(*parts, geometry, codec)
+    return encoding.of_elements(*parts, geometry, codec)
+
+
+def by_itself(span: Span, x: Blocks) -> Any:
+    """The leaf as it is unpacked: in 8 bits if it is large enough for them by itself."""
     return x if span.size >= SMALLEST else encoding.decoded(x)
 
 

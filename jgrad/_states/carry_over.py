@@ -128,9 +128,10 @@ def carry_over(
     old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
     form = like
     old, like = map(variables.variables_of_blocks, (old, like))
-    shapes = packing.shapes(like)
+    shapes = packing.shapes(like, as_stored=True)
     has_decay = momentum_decay is not None
-    before = _with_units("old", parts.read(packing.shapes(old)), old_momentum, has_decay)
+    before = parts.read(packing.shapes(old, as_stored=True))
+    before = _with_units("old", before, old_momentum, has_decay)
     after = _with_units("like", parts.read(shapes), like_momentum, has_decay)
     factors = _factors(momentum_decay)
     _check("old", before)

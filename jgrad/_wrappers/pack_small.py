@@ -24,13 +24,15 @@ _NAME = "pack_small"
 
 @explained
 def pack_small(
-    tx: optax.GradientTransformation, *, max_size: int = 2048
+    tx: optax.GradientTransformation, *, max_size: int = 2048, small_apart: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that packs small leaves inside each update: trees in, trees out.
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
 
-    The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. Training on packed
+    The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. With moments in 8 bits
+    they are too, as long as no leaf of 4096 elements or more is packed: it would take the buffer
+    that it shares with smaller leaves into 8 bits, unless `small_apart=True`. Training on packed
     parameters gains more, since then no step packs and unpacks. In a step in which a small leaf has
     the gradient None, `tx` works on the tree.
 
@@ -39,6 +41,7 @@ def pack_small(
         that treats each element by itself and maps 0 to 0. Masks and labels of optax see the tree
         only from outside: `optax.masked(pack_small(tx), mask)`.
       max_size: elements of the largest leaf that is packed; larger ones gain nothing.
+      small_apart: as in `pack`, for a `max_size` of 4096 or more.
 
     Returns:
       A transformation whose state is that of `tx` for packed parameters. `unpack` of it is the
@@ -61,9 +64,10 @@ def pack_small(
     """
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "max_size", max_size, low=0)
+    values.boolean(_NAME, "small_apart", small_apart)
 
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
-        return layout_of(_NAME, tree, max_size=max_size, others=True)
+        return layout_of(_NAME, tree, max_size=max_size, small_apart=small_apart, others=True)
 
     def init(params: PyTree) -> Any:
         packing.check_unpacked(_NAME, "params", params)

@@ -140,6 +140,27 @@ def test_e40_pack_small_and_resumed(make):
     assert_equal((half, restored), (expected, state))
 
 
+@optimizers(EACH, ("adam",))
+def test_e40_small_leaves_beside_large_ones(make):
+    """On a tree they stay float32, and packed where they share no buffer with a large one."""
+    small = {"b": normal((90,), 3), "e": normal((4095,), 4)}
+    w = model() | small
+    grads = [
+        g | jax.tree.map(lambda x, t=t: x / (t + 1), small) for t, g in enumerate(gradients(2))
+    ]
+    expected, tree = train(make(), w, grads)
+    for options in ({"small_apart": True}, {"max_size": 4095}, {}):
+        pack = functools.partial(jgrad.pack, **options)
+        found, state = map(jgrad.unpack, train(make(), pack(w), [pack(g) for g in grads]))
+        moved = {n: np.abs(found[n] - w[n]).max() for n in small}
+        is_rounded = not options
+        for n in small:
+            assert state.mw[n].dtype == jnp.float32
+            off = [np.abs(a - b).max() / np.abs(b).max() for a, b in ((state.mw[n], tree.mw[n]),)]
+            off.append(np.abs(found[n] - expected[n]).max() / moved[n])
+            assert all(x > 1e-3 if is_rounded else x < 1e-5 for x in off)
+
+
 @optimizers(EACH, ("adam", "lamb", "momentum"))
 def test_e41_what_was_chosen_is_visible(make):
     """`full_precision` as a tree or a function; the state says which leaves are in 8 bits."""

@@ -68,6 +68,33 @@ def test_max_size():
     }
 
 
+def test_small_leaves_apart():
+    """Below 4096 elements, as in `Moments in 8 bits`; in buffers of their own, one for each dtype."""
+    leaves = {
+        "a": jnp.ones(4095),
+        "b": jnp.ones(4096),
+        "c": jnp.ones(()),
+        "d": jnp.ones((64, 64), jnp.bfloat16),
+        "e": jnp.ones(7, jnp.bfloat16),
+        "f": jnp.ones((0, 3)),
+        "g": jnp.ones(9000),
+    }
+    apart = of(leaves, None, 2, 8000, small_apart=True)
+    assert {name: [i for i, _ in layouts.within(apart, name)] for name, _ in apart.shapes} == {
+        "bfloat16": [3],
+        "bfloat16 small": [4],
+        "float32": [1],
+        "float32 small": [2, 5, 0],
+        "leaf 6": [6],
+    }
+    assert dict(apart.shapes)["float32 small"] == (18, 256)
+    assert apart != of(leaves, None, 2, 8000)
+    assert of({"c": leaves["c"]}, small_apart=True).shapes == (("float32 small", (1, 256)),)
+    assert pickle.loads(pickle.dumps(apart)) == apart
+    options = {"multiple_of": 2, "max_size": 8000, "small_apart": True}
+    assert jgrad.pack(leaves, **options).layout == apart
+
+
 def test_equality_and_hash():
     """By what they say, not by who made them."""
     a, b = of(tree()), of(jax.tree.map(lambda x: 2 * x, tree()))
@@ -267,6 +294,8 @@ WRONG = {
     "max_size": (jnp.ones(3), {"max_size": 1.5}, TypeError, "pack: `max_size`: 1.5 of type float, expected an int."),
     "layer_axes": ({"a": jnp.ones(3)}, {"layer_axes": 1}, ValueError, "pack: `layer_axes` at ['a']: 1, expected different axes of an array of shape (3,)."),
     "layer_axes_structure": ({"a": jnp.ones(3)}, {"layer_axes": {"b": 0}}, ValueError, "pack: `layer_axes` does not have the structure of `tree`: only `layer_axes` has ['b']; only `tree` has ['a']."),
+    "small_apart": (jnp.ones(3), {"small_apart": 1}, TypeError, "pack: `small_apart`: 1 of type int, expected True or False."),
+    "like_and_small": (jnp.ones(3), {"like": jgrad.pack(jnp.ones(3)), "small_apart": True}, ValueError, "pack: `like`: it has a layout already, expected no other option with it."),
     "like_and_more": (jnp.ones(3), {"like": jgrad.pack(jnp.ones(3)), "multiple_of": 2}, ValueError, "pack: `like`: it has a layout already, expected no other option with it."),
 }  # fmt: skip
 

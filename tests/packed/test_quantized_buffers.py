@@ -21,7 +21,7 @@ SHAPES = {
     "empty": (0, 3),
     "no layers": (0, 20),
 }
-SMALL = ("small", "scalar", "empty", "no layers")  # in 8 bits as their buffer is
+SMALL = ("small", "scalar", "empty", "no layers")  # in 8 bits as their buffer is, unless apart
 # Axes over which layers are stacked; of each kind: the first axis, another, all but the last.
 STACKED = {
     **dict.fromkeys(SHAPES),
@@ -37,6 +37,7 @@ PACKINGS = {
     "first axis": {"layer_axes": {name: 0 if name == "stacked" else None for name in SHAPES}},
     "shards": {"multiple_of": 8},
     "large": {"max_size": 5000},
+    "apart": {"small_apart": True},
 }
 
 tx = jgrad.adam(1e-2, moment_dtype="8bit")
@@ -90,13 +91,13 @@ def test_numbers_of_an_unpacked_state(name):
     assert int(update(tree(1), as_a_tree, tree(0))[1].step) == 3
 
 
-@pytest.mark.parametrize("name", mostly_slow(["plain", "shards", "large"], "shards"))
+@pytest.mark.parametrize("name", mostly_slow(["plain", "shards", "large", "apart"], "shards"))
 def test_codes_of_the_tree(name):
     """Bit for bit, without layers that the tree does not know."""
     unpacked = unpack(trained(lambda w: jgrad.pack(w, **PACKINGS[name])))
     alone = trained(lambda w: w)
     for key in SHAPES:
-        if key not in SMALL:
+        if key not in SMALL or name == "apart":
             assert_same((unpacked.mw[key], unpacked.vw[key]), (alone.mw[key], alone.vw[key]))
 
 

@@ -45,6 +45,34 @@ def test_e45_the_state_of_another_recipe(pack):
     assert_same(quantized(state, like=plain.init(w)), arrays)
 
 
+def apart(w):
+    return jgrad.pack(w, small_apart=True)
+
+
+@pytest.mark.parametrize(
+    ("of_old", "of_new", "change"),
+    [
+        (lambda w: w, jgrad.pack, "float32 to 8 bits"),
+        (jgrad.pack, lambda w: w, "8 bits to float32"),
+        (jgrad.pack, apart, "8 bits to float32"),
+        (apart, lambda w: w, None),
+    ],
+    ids=["tree to packed", "packed to tree", "packed to apart", "apart to tree"],
+)
+def test_the_account_of_small_leaves(of_old, of_new, change):
+    """Small leaves are in 8 bits where their buffer is, and accounts say when that changes."""
+    old = trained(eight, of_old(W), of_old(G))
+    like = jax.eval_shape(eight.init, of_new(W))
+    new, account = jgrad.carry_over(old, like=like, strict=True)
+    assert account.converted == (() if change is None else ("mw/b", "vw/b"))
+    assert str(account).count(f": {change}") == len(account.converted)
+    found, expected = jgrad.unpack((new.mw, old.mw))
+    assert_same((found["w"].codes, found["w"].scale), (expected["w"].codes, expected["w"].scale))
+    error = np.abs(found["b"] - expected["b"]).max()
+    assert (error > 0) == (change == "float32 to 8 bits")
+    assert jax.tree.structure(eight.update(of_new(G), new, of_new(W))[1]) == jax.tree.structure(new)
+
+
 def test_rounding_is_to_the_nearest():
     state = trained(plain)
     found = unquantized(quantized(state, like=eight.init(W)))

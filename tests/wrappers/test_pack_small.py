@@ -47,6 +47,28 @@ def test_what_is_packed():
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.mw))
     everything = jgrad.pack_small(jgrad.adam(0.1), max_size=0).init(w)
     assert len(everything.mw.buffers) == 4
+    apart = jgrad.pack_small(jgrad.adam(0.1), max_size=300, small_apart=True).init(w)
+    assert set(apart.mw.buffers) == {"leaf 1", "leaf 3", "bfloat16 small", "float32 small"}
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"max_size": 9000, "small_apart": True}, marks=pytest.mark.slow)],
+    ids=["default", "large leaves packed"],
+)
+def test_small_leaves_beside_moments_in_8_bits(options):
+    """Up to 2048 elements they fill no buffer in 8 bits; beside larger ones with `small_apart`."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": (16, 512), "b": (90,), "c": (70, 90), "e": (2000,)}
+    w, *grads = (
+        {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+        for _ in range(3)
+    )
+    tx = jgrad.adam(0.01, moment_dtype="8bit")
+    found = train(jgrad.pack_small(tx, **options), w, grads)
+    assert ("leaf 0" in found[1].mw.buffers) == (not options)
+    assert_equal(jgrad.unpack(found), train(tx, w, grads))
 
 
 @pytest.mark.bits
