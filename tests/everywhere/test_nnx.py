@@ -267,13 +267,14 @@ def test_hijax_variables():
     with nnx.var_defaults(hijax=True):
         model, optimizer = start(eight_bits())
 
-        losses = []
-        for _ in range(STEPS):  # not under `jit`, where flax 0.12.12 updates none
+        def step():  # not under `jit`, where flax 0.12.12 updates none
             graph, params, rest = nnx.split(model, nnx.Param, ...)
             loss = lambda params, g=graph, rest=rest: loss_of(nnx.merge(g, params, rest)(X))
             value, grads = jax.value_and_grad(loss)(nnx.with_vars(params, hijax=False))
             optimizer.update(params, grads)
-            losses.append(value)
+            return value
+
+        losses = [step() for _ in range(STEPS)]
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
 
 
