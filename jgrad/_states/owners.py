@@ -13,6 +13,7 @@ from typing import Any
 
 from jgrad._states import parts
 from jgrad._states.parts import Keys, Part
+from jgrad._trees import path_rules
 
 # How like two owners are; the first number that differs decides.
 Likeness = tuple[float, ...]
@@ -104,6 +105,7 @@ class Owners:
             if self._like.leaves[i].is_moment:
                 brought[self._like.leaves[i].owner][self._old.leaves[j].owner] += 1
         found: dict[int, int] = {}
+        taken: set[int] = set()
         for i, part in enumerate(self._like.leaves):
             if not (part.is_step and part.leaf is not None and olds):
                 continue
@@ -119,7 +121,9 @@ class Owners:
 
             ranks = list(map(rank, olds))
             best = [j for j, own in zip(olds, ranks, strict=True) if own == max(ranks)]
-            found[i] = next((j for j in best if j not in found.values()), best[0])
+            found[i] = next((j for j in best if j not in taken), best[0])
+            if self._old.leaves[found[i]].kind == part.kind:
+                taken.add(found[i])
         return found
 
     def most_alike(self, i: int, candidates: Sequence[int]) -> int | None:
@@ -139,7 +143,7 @@ class Owners:
             self._like.kinds[new] == self._old.kinds[old],
             _in_common(self._like.fields[new], self._old.fields[old]),
             self._like.clocks[new] == self._old.clocks[old],
-            _common_end(new, old),
+            path_rules.common_end(new, old),
         )
 
 
@@ -156,9 +160,3 @@ def _in_common(a: Collection[Any], b: Collection[Any]) -> float:
     """The share of all that both have."""
     both = {*a, *b}
     return len({*a} & {*b}) / len(both) if both else 1.0
-
-
-def _common_end(a: Keys, b: Keys) -> int:
-    """The number of last keys that are the same."""
-    pairs = list(zip(reversed(a), reversed(b), strict=False))
-    return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
