@@ -198,6 +198,16 @@ SAME_KIND = {
     seed=0,
     added="MultiSteps",
 )
+@example(
+    recipe=(
+        "named_chain",
+        ("inner", "ema"),
+        ("wrapper", "watch", ("wrapper", "watch", ("method", "adam"))),
+        ("optax", "adam"),
+    ),
+    seed=0,
+    added="accumulate",
+)
 def test_one_more_and_one_less(recipe, seed, added):
     """What the new part is around is as it was, unless there is another of its kind."""
     kind, wrapped, inner = ADDED[added]
