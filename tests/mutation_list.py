@@ -49,7 +49,7 @@ MUTATIONS = [
     Mutation("blocks_of_variables", "a variable of an array in 8 bits", "is_box(X) and isinstance(_, Blocks)", "False", VARIABLES),
     Mutation("variables._names_of_scale", "scales are sharded as codes", "X if _ == _ else None", "X", "tests/trees/test_variables.py"),
     Mutation("leaves_with_paths", "the array of a variable has a path of its own", "(*path, *inner[1:])", "(*path, *inner)", "tests/trees/test_variables.py"),
-    Mutation("trees.names", "boxes are named as variables are", "leaves_with_paths(_, _, boxes=False)", "leaves_with_paths(tree, is_leaf)", "tests/everywhere/test_linen.py"),
+    Mutation("trees.names", "boxes are named as variables are", "leaves_with_paths(_, _, boxes=False)", "leaves_with_paths(tree, is_leaf)", "tests/trees/test_variables.py"),
     Mutation("watch._keys", "a report knows one form of the parameters", "_ not in names and _ in names", "False", VARIABLES),
     Mutation("carry_over", "the form of variables is lost", "variables.in_form_of(_, X)", "X", VARIABLES),
     Mutation("state_shardings", "shardings of variables in 8 bits", "variables.variables_of_blocks(X)", "X", "tests/trees/test_variables.py"),
