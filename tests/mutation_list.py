@@ -245,7 +245,7 @@ MUTATIONS = [
     Mutation("Owners.assigned", "of two moments the first is taken", "len(X) > 1", "False", "tests/states/test_owners.py"),
     Mutation("Owners.steps", "batches are counted as updates", "_.clock_of(X) == Y", "True", "tests/states/test_owners.py"),
     Mutation("Owners.steps", "moments have the step of others", "(_[X.owner], Y, *Z)", "(Y, *Z)", "tests/states/test_owners.py"),
-    Mutation("owners._common_end", "places mean nothing", "len(_)", "0", "tests/states/test_same_recipe.py"),
+    Mutation("path_rules.common_end", "places mean nothing", "len(_)", "0", "tests/states/test_same_recipe.py"),
     Mutation("_Leaves._made", "the windows of all labels have one count", "_._counts[X]", "min(self._counts.values())", "tests/states/test_owners.py"),
     Mutation("_states_in", "labels may be fields", "X == _LABELED", "False", "tests/states/test_owners.py"),
     Mutation("parts.keys_of", "variables are subtrees", "path_rules.without_value(X)", "X", "tests/states/test_variables.py"),

@@ -9,7 +9,7 @@ import numpy as np
 from jgrad._packed import layouts, packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.codec import BY_DTYPE
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.trees import PyTree
 
@@ -19,11 +19,12 @@ _BUFFERS = {"buffers"}
 def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     """The tree with `Blocks` and `Packed` for dictionaries of their fields.
 
-    Files do not have the layout of packed trees: it is that of one in `likes` with such buffers.
+    Files do not have the layout of packed trees: it is that of one in `likes` with such buffers,
+    of several the one whose path ends most alike.
     """
     if not any(map(_is_node, _nodes(tree))):
         return tree
-    known = [x for like in likes for x in _nodes(like) if packing.is_packed(x)]
+    known = [_packed_in(like) for like in likes]
 
     def of_node(path: tuple[Any, ...], x: Any) -> Any:
         if _is_blocks(x):
@@ -31,7 +32,7 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
         if not _is_packed(x):
             return x
         buffers = {name: Blocks(**b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
-        layout = _layout(buffers, known)
+        layout = _layout(buffers, path, known)
         if layout is None:
             remedy = "`like` packed as it was, or `params`; or restore it with a target"
             came = "the buffers of a packed tree, without their layout"
@@ -66,14 +67,24 @@ def _is_blocks(x: Any) -> bool:
     return dtypes[0] in BY_DTYPE and dtypes[1] == np.float32
 
 
-def _layout(buffers: dict[str, Any], known: Sequence[Packed]) -> Any:
-    """The layout of the first that has these buffers; one without an array may be missing."""
+def _packed_in(like: PyTree) -> list[tuple[list[str], Packed]]:
+    """The packed trees and their paths."""
+    nodes = jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed)
+    return [(path_rules.keys_of(path), x) for path, x in nodes if packing.is_packed(x)]
+
+
+def _layout(
+    buffers: dict[str, Any], path: tuple[Any, ...], known: Sequence[list[tuple[list[str], Packed]]]
+) -> Any:
+    """The layout of one that has these buffers; one without an array may be missing."""
 
     def of_arrays(x: dict[str, Any]) -> dict[str, Any]:
         return {name: b.shape for name, b in x.items() if b is not None}
 
-    shapes = of_arrays(buffers)
-    for x in known:
-        if of_arrays(x.buffers) == shapes and layouts.shard(x.layout) is None:
-            return x.layout
+    keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
+    for packed in known:
+        nearest = sorted(packed, key=lambda pair: -path_rules.common_end(pair[0], keys))
+        for _, x in nearest:
+            if of_arrays(x.buffers) == shapes and layouts.shard(x.layout) is None:
+                return x.layout
     return None

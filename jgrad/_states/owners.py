@@ -13,6 +13,7 @@ from typing import Any
 
 from jgrad._states import parts, units
 from jgrad._states.parts import Keys, Part
+from jgrad._trees import path_rules
 
 # How like two owners are; the first number that differs decides.
 Likeness = tuple[float, ...]
@@ -29,6 +30,8 @@ class _Owners:
       kinds: of owners.
       clocks: the number of accumulations around an owner. Inside of one updates are counted, around
         it mini-batches.
+      depths: the number of owners of the same kind around one.
+      ranks: the number of owners of the same kind before one.
     """
 
     def __init__(self, leaves: Sequence[Part]) -> None:
@@ -49,12 +52,17 @@ class _Owners:
                 path = path[:-1]
             return below[path]
 
-        windows = [path for path, kind in self.kinds.items() if kind == parts.ACCUMULATE]
-        self.parameters = {owner: seen(owner) for owner in self.kinds}
-        self.clocks = {
-            owner: sum(len(x) < len(owner) and owner[: len(x)] == x for x in windows)
-            for owner in self.kinds
-        }
+        def around(path: Keys, kind: str) -> int:
+            return sum(self.kinds.get(path[:end]) == kind for end in range(len(path)))
+
+        before: collections.Counter[str] = collections.Counter()
+        self.parameters, self.clocks, self.depths, self.ranks = {}, {}, {}, {}
+        for owner, kind in self.kinds.items():
+            self.parameters[owner] = seen(owner)
+            self.clocks[owner] = around(owner, parts.ACCUMULATE)
+            self.depths[owner] = around(owner, kind)
+            self.ranks[owner] = before[kind]
+            before[kind] += 1
 
     def clock_of(self, step: Part) -> int:
         """What a counter counts; that of `optax.MultiSteps` counts what is inside."""
@@ -121,9 +129,7 @@ class Owners:
                 same_clock = self._old.clock_of(step) == clock
                 return (before[step.owner], same_clock, *self._of_leaves(i, j))
 
-            ranks = list(map(rank, olds))
-            best = [j for j, own in zip(olds, ranks, strict=True) if own == max(ranks)]
-            found[i] = next((j for j in best if j not in found.values()), best[0])
+            found[i] = max(olds, key=rank)
         return found
 
     def most_alike(self, i: int, candidates: Sequence[int]) -> int | None:
@@ -143,7 +149,9 @@ class Owners:
             self._like.kinds[new] == self._old.kinds[old],
             _in_common(self._like.fields[new], self._old.fields[old]),
             self._like.clocks[new] == self._old.clocks[old],
-            _common_end(new, old),
+            self._like.depths[new] == self._old.depths[old],
+            path_rules.common_end(new, old),
+            -abs(self._like.ranks[new] - self._old.ranks[old]),
         )
 
 
@@ -160,9 +168,3 @@ def _in_common(a: Collection[Any], b: Collection[Any]) -> float:
     """The share of all that both have."""
     both = {*a, *b}
     return len({*a} & {*b}) / len(both) if both else 1.0
-
-
-def _common_end(a: Keys, b: Keys) -> int:
-    """The number of last keys that are the same."""
-    pairs = list(zip(reversed(a), reversed(b), strict=False))
-    return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))

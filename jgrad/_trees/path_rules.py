@@ -42,6 +42,12 @@ def without_value(path: KeyPath) -> KeyPath:
     return path[:-1] if is_value else path
 
 
+def common_end(a: Sequence[str], b: Sequence[str]) -> int:
+    """The number of last keys that are the same."""
+    pairs = list(zip(reversed(a), reversed(b), strict=False))
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
+
+
 def shown(path: Sequence[Any]) -> str:
     """A path as rules are written."""
     return "/".join(keys_of(path))

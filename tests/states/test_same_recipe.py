@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 
 import jgrad
 from tests.support.states import as_file, assert_same_bits, filled
@@ -161,6 +161,7 @@ def without_named_chains(recipe):
 
 @many
 @given(recipe=recipes(unknown=False).filter(without_named_chains), seed=seeds)
+@example(recipe=("wrapper", "masked within", ("pack_small", ("method", "normuon"))), seed=0)
 def test_the_same_bits_of_a_file(recipe, seed):
     old = state_of(recipe, seed)
     state, _ = jgrad.carry_over(as_file(old), like=old, strict=True)
@@ -192,6 +193,21 @@ SAME_KIND = {
 
 @many
 @given(recipe=recipes(), seed=seeds, added=st.sampled_from(sorted(ADDED)))
+@example(
+    recipe=("wrapper", "hyperball", ("wrapper", "hyperball", ("method", "adam"))),
+    seed=0,
+    added="MultiSteps",
+)
+@example(
+    recipe=(
+        "named_chain",
+        ("inner", "ema"),
+        ("wrapper", "watch", ("wrapper", "watch", ("method", "adam"))),
+        ("optax", "adam"),
+    ),
+    seed=0,
+    added="accumulate",
+)
 def test_one_more_and_one_less(recipe, seed, added):
     """What the new part is around is as it was, unless there is another of its kind."""
     kind, wrapped, inner = ADDED[added]
