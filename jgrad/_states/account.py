@@ -45,7 +45,7 @@ class Account:
 
     Attributes:
       kept: bit for bit.
-      converted: to another dtype, to 8 bits or back, from a mean to a sum, or back.
+      converted: to another dtype, unit or sign, to 8 bits or back, from a mean to a sum, or back.
       of_weights: made of the parameters, or of the float32 copies in `old`.
       estimated: second moments made of first ones.
       from_like: numbers of a wrapper that `old` does not have, which start as in `like`.
