@@ -32,6 +32,7 @@ from jgrad._trees.trees import PyTree
 WIDTH = SIZE
 
 _SHOWN = 10  # leaves of a buffer that are printed
+APART = " small"  # how the names of buffers end that have small leaves alone
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -272,6 +273,7 @@ def _described(span: Span | None) -> str:
         return "None"
     axes = f" stacked over axes {span.layers.stacked}" if span.layers.stacked else ""
     kind = "unpacked" if span.is_unpacked else "packed"
+    kind += " apart," if span.buffer.endswith(APART) else ""
     return f"{kind} {span.dtype} of shape {span.layers.shape}{axes}"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import Axes
-from jgrad._packed.layouts import WIDTH, Layout
+from jgrad._packed.layouts import APART, WIDTH, Layout
 from jgrad._packed.row_order import RowOrder, assign_rows, item_shape
 from jgrad._packed.spans import Span
 from jgrad._quantized.encoding import SMALLEST
@@ -64,7 +64,7 @@ def layout_of(
             continue
         blocks_per_layer = -(-leaf_layers.layer_size // WIDTH)
         is_apart = small_apart and math.prod(x.shape) < SMALLEST
-        name = f"{x.dtype.name} small" if is_apart else x.dtype.name
+        name = x.dtype.name + APART * is_apart
         packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, blocks_per_layer)))
     # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
     packed.sort(key=lambda pair: (pair[1].layers.shape, pair[1].layers.stacked))

@@ -40,8 +40,8 @@ class Span(NamedTuple):
         return self.start or 0
 
     def is_alike(self, other: "Span") -> bool:
-        """Whether it is the same leaf, in whatever place of the buffer."""
-        own, its = ((x.dtype, x.layers, x.is_unpacked) for x in (self, other))
+        """Whether it is the same leaf, in whatever place of the buffer of that name."""
+        own, its = ((x.dtype, x.layers, x.buffer) for x in (self, other))
         return own == its
 
     @property

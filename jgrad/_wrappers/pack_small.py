@@ -99,8 +99,8 @@ def pack_small(
         else:
             phrase = next(layouts.differences(layout, old, "`params`", "it"))
             raise ValueError(
-                f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
-                f"{phrase}."
+                f"{_NAME}: `state` was made for other parameters, or with another `max_size` or "
+                f"`small_apart`: {phrase}."
             )
         # Parts of the state may have layouts of their own, of some leaves alone.
         state = _with_structure(state, layouts.structure(layout))

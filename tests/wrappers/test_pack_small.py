@@ -246,10 +246,14 @@ def test_a_state_of_other_parameters():
     tx = jgrad.pack_small(jgrad.adam(0.1))
     state = tx.init({"a": jnp.ones(3), "b": jnp.ones(5)})
     message = (
-        "pack_small: `state` was made for other parameters, or with another `max_size`: `params` "
-        "has packed float32 of shape (4,) at ['b'] where it has packed float32 of shape (5,)."
+        "pack_small: `state` was made for other parameters, or with another `max_size` or "
+        "`small_apart`: `params` has packed {}float32 of shape (4,) at ['b'] where it has packed "
+        "float32 of shape (5,)."
     )
-    assert_error(ValueError, message, lambda: tx.update(w, state, w))
+    assert_error(ValueError, message.format(""), lambda: tx.update(w, state, w))
+    apart = jgrad.pack_small(jgrad.adam(0.1), small_apart=True)
+    message = message.replace("['b']", "['a']").replace("(4,)", "(3,)").replace("(5,)", "(3,)")
+    assert_error(ValueError, message.format("apart, "), lambda: apart.update(w, tx.init(w), w))
     message = "pack_small: `updates` does not match `state` at ['b']: shape (4,), expected (5,)."
     assert_error(ValueError, message, lambda: tx.update(w, state))
 
