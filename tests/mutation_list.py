@@ -170,7 +170,7 @@ MUTATIONS = [
     Mutation("ArraySpec._per_buffer", "rates per element are averaged", "jnp.broadcast_to(X, Y)", "jnp.broadcast_to(jnp.mean(X), Y)", PACKED),
     Mutation("ArraySpec.per_array", "columns are not sliced for a shard", "X if _.shard is None or np.ndim(X) == 0 else _.shard.slice(X)", "X", DEVICES + "/test_zero.py"),
     Mutation("accumulate", "a sum for a mean", "jnp.maximum(X, 1)", "jnp.ones_like(X)", "tests/wrappers/test_accumulate.py"),
-    Mutation("accumulate", "a window of one mini-batch has a sum", "X if every > 1 else None", "X", "tests/wrappers/test_accumulate.py"),
+    Mutation("accumulate", "a window of one mini-batch has a sum", "X if has_windows else None", "X", "tests/wrappers/test_accumulate.py"),
     Mutation("_next_sum", "the sum of a closed window is kept", "_zero_if(X, _)", "X", "tests/wrappers/test_accumulate.py"),
     Mutation("Shard.first_row", "every device has the first rows", "_.num_rows(_)", "0", "tests/packed/test_rows.py"),
     # ---- _inputs
