@@ -71,3 +71,15 @@ def test_bfloat16_moments(packed):
     assert sum(x.nbytes for x in jax.tree.leaves(step.carry[1])) <= 4 * count + 4
     assert step.temporary_bytes <= 4.01 * count
     assert not re.search(r" (rng\S*|gather|dynamic-gather|sort|scatter)\(", step.text)
+
+
+def test_small_leaves_apart_cost_no_bytes():
+    """In 8 bits and in float32: a step moves as much, with a few kernels more."""
+    params = tree(8) | {f"b{i}": jnp.ones(700) for i in range(8)}
+    for options in ({"moment_dtype": "8bit"}, {}):
+        forms = (jgrad.pack(params), jgrad.pack(params, small_apart=True))
+        whole, apart = (built(MAKES["adam"](**options), form) for form in forms)
+        assert abs(apart.bytes_accessed / whole.bytes_accessed - 1) < 0.01
+        assert apart.temporary_bytes <= 1.01 * whole.temporary_bytes
+        count = [program.text.count(" fusion(") for program in (whole, apart)]
+        assert count[1] <= count[0] + 3
