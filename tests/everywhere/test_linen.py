@@ -99,3 +99,22 @@ def test_described_alike():
     assert described(params) == described(nn.unbox(params))
     rates = jgrad.by_path({"**/kernel": 1.0}, rest=0.0)
     assert rates.describe(params) == rates.describe(nn.unbox(params))
+
+
+def test_a_file_of_1_0_without_a_target():
+    """There a box held codes and scale; now each of them has a box of its own."""
+    tx = jgrad.adam(1e-2, moment_dtype="8bit")
+    _, last = train(start(tx, jax.random.key(0), is_boxed=True), jax.jit(step))
+    state = last.opt_state
+
+    def as_in_1_0(x):
+        if isinstance(x, jgrad.Blocks):
+            return {"value": {name: nn.unbox(y) for name, y in x._asdict().items()}}
+        return {"value": x.unbox()} if isinstance(x, nn.Partitioned) else x
+
+    is_leaf = lambda x: isinstance(x, (jgrad.Blocks, nn.Partitioned))
+    file = jax.tree.map(as_in_1_0, state._asdict(), is_leaf=is_leaf)
+    new, account = jgrad.carry_over(file, like=jax.eval_shape(tx.init, last.params), strict=True)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert not account.converted
+    jax.tree.map(np.testing.assert_array_equal, new, state)
