@@ -181,9 +181,8 @@ def subjects():
     yield pair("pack_small", lambda rate: jgrad.pack_small(jgrad.lamb(rate), max_size=8))
 
 
-def after_a_few_steps(subject, rate, w, looped, loss=loss):
+def after_a_few_steps(subject, looped, x, w, rate):
     """A number that depends on all weights; leaves begin at zero, or have no gradient."""
-    x = inputs()
 
     def body(carry, _):
         return subject.step(rate, *carry, jax.grad(loss)(carry[0], x)), None
@@ -222,9 +221,10 @@ def expected_of(subject):
     """
     h = 5e-4 * RATE
     rates = RATE + h * np.arange(-2, 3)
-    value = lambda rate, w: after_a_few_steps(subject, rate, w, may_loop(subject))
-    program = jax.jit(jax.vmap(jax.value_and_grad(value), in_axes=(0, None)))
-    values, slopes = map(np.asarray, program(rates, start()))
+    value = functools.partial(after_a_few_steps, subject, may_loop(subject))
+    slope = jax.value_and_grad(value, argnums=2)
+    program = jax.jit(jax.vmap(slope, in_axes=(None, None, 0)))
+    values, slopes = map(np.asarray, program(inputs(), start(), rates))
     first, second = ((8 * (f[3] - f[1]) - (f[4] - f[0])) / (12 * h) for f in (values, slopes))
     np.testing.assert_allclose(slopes[2], first, rtol=1e-7, atol=1e-9)
     return first, second
@@ -244,13 +244,13 @@ def test_e08_slopes_of_every_order(subject, closed_over, looped, x64):
     if looped and not may_loop(subject):
         pytest.skip("JAX makes no zeros in host memory")
     first, second = expected_of(subject)
+    w, steps = start(), functools.partial(after_a_few_steps, subject, looped)
     if closed_over:
-        w = start()
-        value = lambda rate: after_a_few_steps(subject, rate, w, looped)
-        found = jax.jit(in_every_way(value))(RATE)
+        program = jax.jit(lambda x, rate: in_every_way(functools.partial(steps, x, w))(rate))
+        found = program(inputs(), RATE)
     else:
-        value = lambda w: lambda rate: after_a_few_steps(subject, rate, w, looped)
-        found = jax.jit(lambda rate, w: in_every_way(value(w))(rate))(RATE, start())
+        program = jax.jit(lambda x, w, rate: in_every_way(functools.partial(steps, x, w))(rate))
+        found = program(inputs(), w, RATE)
     np.testing.assert_allclose(found, [first, first, second], rtol=1e-7, atol=1e-8)
     assert abs(first) > 1e-3 or subject.name == "hyperball"  # which has a rate of its own
 
