@@ -20,6 +20,7 @@ HYPERBALL = "tests/wrappers/test_hyperball.py"
 SPIKES = "tests/wrappers/test_skip_spikes.py"
 WEIGHTS = "tests/wrappers/test_weights.py"
 SAME_NUMBERS = "tests/fused/test_same_numbers.py"
+SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
 VARIABLES = "tests/everywhere/test_nnx.py"
@@ -137,7 +138,11 @@ MUTATIONS = [
     Mutation("norms._mixed", "other layers change a norm", "jnp.where(_ == 1, _, X)", "X", NORMS),
     Mutation("_norms", "norms of shards are not combined", "_over_devices(X, _) if _ else X", "X", DEVICES + "/test_layers.py"),
     Mutation("ScaledNorm.value", "an infinite norm counts as finite", "jnp.where(_.mantissa == jnp.inf, _.mantissa, X)", "X", NORMS),
-    Mutation("in_batches", "batches of other mesh axes are joined", "X or _.mesh_axes != _.mesh_axes", "X", DEVICES + "/test_layers.py"),
+    Mutation("in_batches", "batches of other mesh axes are joined", "X or _.devices != _.devices", "X", DEVICES + "/test_layers.py"),
+    Mutation("LayerAxes.of", "copies count once per device", "not is_known_to_be_invariant(_, *_)", "True", DEVICES + "/test_layers.py -k one_name"),
+    Mutation("norms._spans", "replicas and shards have one condition", "_.varying != _.varying", "False", SURROUNDINGS + " -k vmap"),
+    Mutation("norms._alike", "what a choice reads varies otherwise", "varying_over(X, _)", "X", DEVICES + "/test_layers.py -k constant"),
+    Mutation("LayerAxes.devices", "replicas share a batch with experts", "_.varying, _.mesh_axes", "(), self.mesh_axes", DEVICES + "/test_layers.py -k experts"),
     Mutation("_may_be_sharded", "stacks share a batch", "bool(_.stacked) and (not _.mesh_axes)", "False", DEVICES + "/test_collectives.py"),
     Mutation("may_be_sharded", "leaves are stacked on a mesh", "any(X)", "False", DEVICES + "/test_collectives.py"),
     Mutation("may_be_sharded", "leaves that in_shardings shards are stacked", "jax.device_count() > 1", "False", DEVICES + "/test_collectives.py"),
@@ -307,6 +312,12 @@ MUTATIONS = [
     Mutation("WrapperInputs.follow", "updates of others are followed", "X if _ is not None and X.has_settled(_) else None", "X", HAND_OVER),
     Mutation("_none_of", "the last leaf alone is looked at", "jnp.sort(X)", "X", SKIP),
     Mutation("_stays_finite", "a NaN in a state is finite", "jnp.isfinite(X) | Y", "~jnp.isinf(X) | Y", SKIP),
+    Mutation("as_updated", "counters have the types of one device", "jax.tree.map(vary, X, _)", "X", DEVICES + "/test_in_shard_map.py -k carry"),
+    Mutation("as_updated", "an update without its arguments types nothing", "shardings.varying_over(X, axes_of_models(_, _, _))", "X", DEVICES + "/test_in_shard_map.py -k carry"),
+    Mutation("axes_of_models", "what devices agree upon is of each model", "X - named", "X", DEVICES + "/test_in_shard_map.py -k carry"),
+    Mutation("choices.branch", "a branch hides that devices choose", "shardings.varying_axes(use)", "()", DEVICES + "/test_in_shard_map.py -k carry"),
+    Mutation("choices._zeros", "notes of each model are lost", "shardings.varying_over(X, _)", "X", DEVICES + "/test_in_shard_map.py -k rate_of"),
+    Mutation("watch._in_form", "numbers of a report vary as they come", "shardings.varying_over(X, _)", "X", DEVICES + "/test_in_shard_map.py -k carry"),
     Mutation("agreed", "devices do not agree", "jax.lax.pmin(X.astype(jnp.int32), _) == 1", "X", DEVICES),
     Mutation("master_weights", "updates from the rounded weights", "parameters.applied(_, X)", "parameters.applied(jax.tree.map(parameters.wide, params), X)", "tests/wrappers/test_master_weights.py"),
     Mutation("master_weights", "an update beyond float16 is clipped", "jnp.where(jnp.isinf(_), _, X)", "X", "tests/wrappers/test_master_weights.py"),
@@ -318,8 +329,9 @@ MUTATIONS = [
     Mutation("hypersphere._factors", "hyperball: a small rate vanishes beside 1", "jnp.maximum(_, _)", "jnp.maximum(1 + d, info.eps)", HYPERBALL + " -k first_step"),
     Mutation("hypersphere._factors", "hyperball: slopes of 0 / 0", "jnp.where(is_kept, X / Y, _)", "X / Y", HYPERBALL + " -k slopes"),
     Mutation("hypersphere.steps", "hyperball: one sum for two precisions", "numerics.real_dtype(w[i], u[i])", "numerics.real_dtype(*w, *u)", HYPERBALL + " -k precision"),
-    Mutation("hypersphere._all_sums", "hyperball: sums vary over the axes of others", "[jax.lax.optimization_barrier(_) for _ in X]", "jax.lax.optimization_barrier(X)", HYPERBALL + " -k shard_map"),
     Mutation("hypersphere._products_of", "hyperball: constants of no length are not a number", "sums.opaque(X)", "X", HYPERBALL + " -k constants"),
+    Mutation("hypersphere.steps", "hyperball: replicas and shards have one condition", "X, layers[i].varying", "X, ()", SURROUNDINGS + " -k vmap"),
+    Mutation("hypersphere._all_sums", "hyperball: norms of whole layers in a choice of shards", "varying_over(X, _)", "X", SURROUNDINGS + " -k vmap"),
     Mutation("hypersphere._joined", "hyperball: sums in units of devices", "jnp.where(uu != 0, X, Y)", "jnp.ones_like(uu)", HYPERBALL + " -k shard_map"),
     Mutation("hypersphere._unit", "hyperball: sums that overflow", "jnp.where(X < _, Y, Z)", "jnp.ones_like(X)", HYPERBALL + " -k any_scale"),
     Mutation("hyperball._keeping", "hyperball: integers have norms", "_ and _ is not None and _", "use", HYPERBALL + " -k without"),
@@ -389,7 +401,7 @@ MUTATIONS = [
     Mutation("packed_parts._by_share", "muon: matrices of shards are on each device", "sharded_as(X, _.codes if isinstance(_, Blocks) else _)", "X", DEVICES + "/test_packed.py"),
     Mutation("PackedLayers.sum", "explicit axes of rows are left to JAX", "on_automatic_axes(X, _, Y)", "X(Y)", DEVICES + "/test_packed.py"),
     Mutation("matrix_axes._check_whole", "muon: silence inside shard_map", "(X := Y)", "False and (X := Y)", DEVICES + "/test_muon.py"),
-    Mutation("unknown_axes", "muon: pmap without a name", "not str(_).startswith(_WITHOUT_NAME)", "True", DEVICES + "/test_muon.py"),
+    Mutation("_manual_axes", "muon: pmap without a name", "not str(_).startswith(_WITHOUT_NAME)", "True", DEVICES + "/test_muon.py"),
     Mutation("_weight", "the weight of the rate before", "jnp.maximum(_, X)", "X", "tests/wrappers/test_schedule_free.py"),
     Mutation("_weight", "weights are float32 beside float64", "X.astype(Y)", "X.astype(jnp.float32).astype(Y)", "tests/wrappers/test_schedule_free.py -k double"),
     Mutation("_weight", "weights overflow", "jnp.clip(_ * _, 1 / _LARGEST, _LARGEST)", "step**by_step * largest**by_rate", "tests/wrappers/test_schedule_free.py"),

@@ -122,7 +122,8 @@ class AlignedArguments:
 
         options = read("mesh_axes", axes[0]), read("layer_axes", axes[1])
         per_array = array_spec.layer_axes_per_array(array_spec.specs(tree), *options, reference)
-        return trees.repeat(per_array, counts)
+        arrays = zip(trees.repeat(per_array, counts), *(self[name] for name in both), strict=True)
+        return [axes.of(*own) for axes, *own in arrays]
 
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""

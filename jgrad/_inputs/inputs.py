@@ -37,6 +37,7 @@ class Parameters:
       specs: what each of these leaves stands for.
       has_buffers: whether there is a `Packed` in the tree.
       shapes: the same tree unpacked, with shapes and dtypes for what is packed.
+      g: gradients; in an `init` there are none.
       is_updated: whether each leaf is: it is floating or complex, and has a gradient in an update.
     """
 
@@ -46,6 +47,7 @@ class Parameters:
         self.specs = array_spec.specs(tree)
         self.has_buffers = any(map(operator.attrgetter("spans"), self.specs))
         self.shapes = packing.shapes(tree) if self.has_buffers else tree
+        self.g: list[Any] = [None] * len(self.specs)
         self.is_updated = list(map(checks.is_inexact, self.reference.leaves))
 
     def like_reference(self, name: str, tree: PyTree, shapes: PyTree = None) -> ArgLeaves:
@@ -113,7 +115,6 @@ class Inputs(Parameters):
     the gradients are the reference.
 
     Attributes:
-      g: gradients.
       w: parameters, or `None` if they were not given.
       commit: whether the update is committed, if a wrapper decides it; None where it always is.
       notes: where numbers of this update are noted, if a wrapper reports them; else None.

@@ -273,12 +273,14 @@ def _is_zero(x: Any) -> bool:
 
 
 def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[LayerAxes]:
-    """Where the layers of each array are."""
+    """Where the layers of each array are, and along which mesh axes they vary."""
     inputs.check_buffers()
     sharded = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
-    return array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
+    found = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
+    rows = zip(found, inputs.reference.leaves, inputs.g, strict=True)
+    return [axes.of(*arrays) for axes, *arrays in rows]
 
 
 def trust_layers(

@@ -21,6 +21,7 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
 from jgrad._layers import norms, sums
 from jgrad._layers.layer_axes import LayerAxes
+from jgrad._trees.shardings import varying_axes, varying_over
 
 # Norms from 2^-40 to 2^40 are measured as they are, smaller ones in the first of these units and
 # larger ones in the last: squares of the smallest normal float32, and sums of those of 2^40 of the
@@ -67,11 +68,13 @@ def steps(
     chosen = [i for i, r in enumerate(radii) if u[i] is not None and r is not None]
     chosen.sort(key=lambda i: layers[i].sort_key)
     results = list(u)
-    # Batches are of one precision: units in float64 say nothing of squares in float32.
+    # Batches are of one precision: units in float64 say nothing of squares in float32. And they
+    # vary alike, since there is one condition for all of them: see `layer_norms`.
     groups: dict[Any, list[int]] = {}
     for i in chosen:
-        groups.setdefault(numerics.real_dtype(w[i], u[i]), []).append(i)
-    for real, members in groups.items():
+        key = numerics.real_dtype(w[i], u[i]), layers[i].varying
+        groups.setdefault(key, []).append(i)
+    for (real, _), members in groups.items():
         new = _steps(
             [w[i] for i in members],
             [u[i] for i in members],
@@ -158,6 +161,8 @@ def _all_sums(
         calls: list[Call] = [(_products_of(own), (*both, *by)) for own, both, *by in rows]
         return [jax.lax.concatenate(x, 1) for x in norms.in_batches(layers, leafwise.run(calls))]
 
+    # Norms of whole layers, beside parts of them.
+    arrays, radius = varying_over((arrays, radius), varying_axes(*jax.tree.leaves(arrays)))
     none = [None] * len(arrays)
     plain = products(none, none)
     units = [(_unit(r), _unit(x[2], squared=True)) for r, x in zip(radius, plain, strict=True)]
@@ -169,7 +174,6 @@ def _all_sums(
 
     def rescaled() -> list[_Sums]:
         # XLA for GPUs computes both branches at each step, unless one has such a barrier.
-        # Each has its own: joined, all would vary over the mesh axes over which one does.
         own = [jax.lax.optimization_barrier(pair) for pair in units]
         by = [
             norms.split(layers, [1 / x for x in column], as_elements=False)

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jgrad._arithmetic.leafwise import Function
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.shardings import replicated
+from jgrad._trees.shardings import is_known_to_be_invariant, replicated, unknown_axes
 from jgrad._trees.trees import PyTree
 
 
@@ -31,11 +31,14 @@ class LayerAxes:
       shape: shape of the array.
       stacked: axes of the array with a layer for each index, in order and none negative.
       mesh_axes: names of the mesh axes over which each layer is sharded.
+      varying: mesh axes along which it is known to vary, or not known to be the same: these, and
+        those along which each device has layers of its own.
     """
 
     shape: tuple[int, ...]
     stacked: tuple[int, ...] = ()
     mesh_axes: tuple[str, ...] = ()
+    varying: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -65,7 +68,25 @@ class LayerAxes:
     @property
     def sort_key(self) -> tuple[Any, ...]:
         """Arrays with equal keys are alike: norms of neighbours that are alike compile once."""
-        return self.mesh_axes, self.shape, self.stacked
+        return *self.devices, self.shape, self.stacked
+
+    @property
+    def devices(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Arrays with equal ones may share vectors of norms: these vary as each norm in them."""
+        return self.varying, self.mesh_axes
+
+    def of(self, *arrays: Any) -> "LayerAxes":
+        """Those of these arrays, whose types may say more; None for an array that is not there.
+
+        An array that is the same along a mesh axis is no part of a layer, but a copy: such an axis
+        is not summed over, though a name for all leaves may say so.
+        """
+        own = [x for x in arrays if x is not None]
+        varying = unknown_axes(*own)
+        named = tuple(x for x in self.mesh_axes if not is_known_to_be_invariant(x, *own))
+        if (varying, named) == self.devices:
+            return self
+        return dataclasses.replace(self, mesh_axes=named, varying=varying)
 
     def to_elements(self, numbers: jax.Array) -> jax.Array:
         """A vector with an entry per layer as a scalar, or in a shape that broadcasts."""

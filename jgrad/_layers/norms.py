@@ -20,6 +20,7 @@ from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
 from jgrad._layers import sums
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.sums import Measured, SquareRange
+from jgrad._trees.shardings import varying_axes, varying_over
 
 T = TypeVar("T")
 
@@ -75,12 +76,16 @@ def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[li
     zero is zero. Layers whose sums are normal keep them, so that no norm depends on other layers,
     not even by a rounding, and replicas of a layer on several devices stay equal bit for bit.
 
+    Inside `shard_map` there is a `cond` for each set of mesh axes along which layers vary. Under
+    `vmap` it becomes a choice, and what is chosen varies as the condition does. One for all would
+    make replicas vary.
+
     Norms of sharded layers are combined over devices after the `cond`, so that no device waits for
     another inside a branch that the other does not take.
 
     Quickest to compile where arrays of one shape stand side by side.
     """
-    spans = _spans(len(layers), groups)
+    spans = _spans(layers, groups)
     if len(spans) > 1:
         parts = [layer_norms(layers[span], *(group[span] for group in groups)) for span in spans]
         return [list(itertools.chain(*batches)) for batches in zip(*parts, strict=True)]
@@ -109,10 +114,10 @@ def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNor
     """
     groups: dict[Any, list[int]] = {}
     for i, (axes, (_, xs)) in enumerate(zip(layers, calls, strict=True)):
-        groups.setdefault((axes.mesh_axes, numerics.real_dtype(*xs)), []).append(i)
+        groups.setdefault((*axes.devices, numerics.real_dtype(*xs)), []).append(i)
     norms = []
-    for (mesh_axes, _), members in groups.items():
-        for span in _spans(len(members), [calls]):
+    for (_, mesh_axes, _), members in groups.items():
+        for span in _spans([layers[i] for i in members], [calls]):
             arguments = [calls[i][1] for i in members[span]]
             kinds = tuple((calls[i][0], layers[i]) for i in members[span])
             norm = _norm_of_all(arguments, kinds=kinds)
@@ -132,16 +137,18 @@ def norm_of_norms(batches: Sequence[jax.Array]) -> jax.Array:
     return ScaledNorm(each, jnp.ones_like(each)).combined(jnp.max, jnp.sum).value()
 
 
-def _spans(count: int, groups: Sequence[Sequence[Call]]) -> list[slice]:
-    """Which arrays share a program: all of them, but in an eager call so many at a time."""
+def _spans(layers: Sequence[LayerAxes], groups: Sequence[Sequence[Call]]) -> list[slice]:
+    """Which arrays share a program: those that vary alike; in an eager call so many at a time."""
+    count = len(layers)
     arrays = (x for group in groups for _, xs in group for x in xs)
-    if count <= _EAGER or any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return [slice(0, count)]
-    return [slice(i, i + _EAGER) for i in range(0, count, _EAGER)]
+    if count > _EAGER and not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return [slice(i, i + _EAGER) for i in range(0, count, _EAGER)]
+    starts = [0, *(i for i in range(1, count) if layers[i].varying != layers[i - 1].varying)]
+    return [slice(*ends) for ends in zip(starts, [*starts[1:], count], strict=True)]
 
 
 def in_batches(layers: Sequence[LayerAxes], items: Sequence[T]) -> list[Sequence[T]]:
-    """The items, one per array, in short runs that are sharded over the same mesh axes.
+    """The items, one per array, in short runs that lie and vary over the same mesh axes.
 
     Stacked layers are a batch of their own. Under `jit` the axis of the stack may be sharded, and
     then sums are, too: joined with others, each would be moved to another device.
@@ -152,7 +159,7 @@ def in_batches(layers: Sequence[LayerAxes], items: Sequence[T]) -> list[Sequence
         longest = _SHARDED_BATCH if axes.mesh_axes else _BATCH
         alone = _may_be_sharded(axes) or _may_be_sharded(first)
         full = i - starts[-1] == longest or (alone and i > starts[-1])
-        if full or axes.mesh_axes != first.mesh_axes:
+        if full or axes.devices != first.devices:
             starts.append(i)
     ends = [*starts[1:], len(items)]
     return [items[i:j] for i, j in zip(starts, ends, strict=True) if i < j]
@@ -192,6 +199,7 @@ def split(
 def _norms(
     arguments: list[jax.Array], *, batches: tuple[tuple[Measured, ...], ...]
 ) -> list[ScaledNorm]:
+    arguments = _alike(arguments)
     calls = [sums.call(arguments, measured) for batch in batches for measured in batch]
     results = iter(leafwise.run(calls))
     per_array = [[next(results) for _ in batch] for batch in batches]
@@ -204,8 +212,7 @@ def _norms(
         norms = []
         for batch, total, limits in zip(batches, totals, ranges, strict=True):
             # XLA for GPUs computes both branches at each step, unless one has an operation that it
-            # takes for expensive, such as a barrier. Each has its own: joined, all would vary over
-            # the mesh axes over which one does.
+            # takes for expensive, such as a barrier.
             own = jax.lax.optimization_barrier(total)
             unit = limits.unit(own)
             norms.append(_mixed(own, sums.rescaled(arguments, batch, unit), unit))
@@ -221,6 +228,7 @@ def _norm_of_all(
     arguments: list[tuple[jax.Array, ...]], *, kinds: tuple[tuple[Function, LayerAxes], ...]
 ) -> ScaledNorm:
     """One norm, as vectors with one entry, of arrays of one precision."""
+    arguments = _alike(arguments)
 
     def total(scale: jax.Array | None) -> jax.Array:
         calls = []
@@ -242,6 +250,12 @@ def _norm_of_all(
     small = jnp.asarray(limits.small, plain.dtype)
     unusual = jnp.any((plain < small) | (plain == jnp.inf))
     return jax.lax.cond(unusual, rescaled, lambda: _plain(plain))
+
+
+def _alike(arguments: T) -> T:
+    """Arrays that all vary as a condition on some of them: under `vmap` it chooses among them."""
+    alike: T = varying_over(arguments, varying_axes(*jax.tree.leaves(arguments)))
+    return alike
 
 
 def _any_unusual(

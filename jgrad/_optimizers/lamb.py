@@ -299,7 +299,8 @@ def lamb(
         with no other `weight_decay_rule`.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
         a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
-        those. Under `jit` a sharded leaf counts as a whole, and needs none.
+        those; replicated leaves count as for `lars`. Under `jit` a sharded leaf counts as a whole,
+        and needs none.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for

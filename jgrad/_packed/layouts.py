@@ -123,7 +123,7 @@ class Layout:
     def __reduce__(self) -> Any:
         numbers = self._structure.unflatten(range(len(self._spans)))
         spans = [
-            span and (*span[:2], dataclasses.astuple(span.layers), *span[3:])
+            span and (*span[:2], dataclasses.astuple(span.layers)[:3], *span[3:])
             for span in self._spans
         ]
         shard = self._shard and tuple(self._shard)

@@ -62,4 +62,4 @@ def all_gather(x: jax.Array, shard: Shard) -> jax.Array:
 
 def is_known_to_be_invariant(x: jax.Array, shard: Shard) -> bool:
     """Whether `shard_map` with `check_vma=True` knows that `x` is the same on some devices."""
-    return any(shardings.is_known_to_be_invariant(x, axis) for axis in shard.axes)
+    return any(shardings.is_known_to_be_invariant(axis, x) for axis in shard.axes)

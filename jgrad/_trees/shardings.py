@@ -89,44 +89,66 @@ def all_gather(x: jax.Array, names: tuple[str, ...], axis: int = 0) -> jax.Array
     The transpose of an invariant gather is a slice, which is right only where JAX knows of each
     cotangent whether it is invariant.
     """
-    if not any(is_known_to_be_invariant(jnp.zeros(()), name) for name in names):
+    if not any(is_known_to_be_invariant(name) for name in names):
         return jax.lax.all_gather(x, names, axis=axis, tiled=True)
     if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # JAX 0.7 alone
         return gather(x, names, axis=axis, tiled=True)
     return jax.lax.all_gather(x, names, axis=axis, tiled=True, to="invarying")
 
 
-def is_known_to_be_invariant(x: jax.Array, name: str) -> bool:
-    """Whether `shard_map` with `check_vma=True` knows that `x` is the same along a mesh axis.
+def is_known_to_be_invariant(name: str, *arrays: jax.Array) -> bool:
+    """Whether `shard_map` with `check_vma=True` knows that arrays are the same along a mesh axis.
 
-    Without that check JAX knows nothing. Known is what can be made to vary.
+    Without that check JAX knows nothing.
     """
-    try:
-        varying = _varying(x, name)
-    except ValueError:
+    if name not in _manual_axes() or name in varying_axes(*arrays):
         return False
-    return bool(jax.typeof(varying) != jax.typeof(x))
+    checked = _varying(jnp.zeros(()), (name,))  # without a check, nothing can be made to vary
+    return bool(varying_axes(checked))
+
+
+def varying_axes(*arrays: Any) -> tuple[str, ...]:
+    """The mesh axes along which some array varies, as its type says; none without a check.
+
+    Also of a `jax.ShapeDtypeStruct`.
+    """
+    found: set[str] = set()
+    for x in arrays:  # what types say of it is not documented, checked in JAX 0.7 to 0.12
+        kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
+            found.update(() if kind.manual_axis_type is None else kind.manual_axis_type.varying)
+        else:
+            found.update(kind.vma or ())  # JAX 0.7
+    return tuple(sorted(found))
+
+
+def varying_over(tree: PyTree, names: Sequence[str]) -> PyTree:
+    """The same numbers, each array typed as varying along these mesh axes, too."""
+
+    def of_array(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        missing = tuple(name for name in names if name not in varying_axes(x))
+        return _varying(x, missing) if missing else x
+
+    return jax.tree.map(of_array, tree) if names else tree
 
 
 def varying_as(arrays: Sequence[jax.Array]) -> dict[str, Any]:
     """How a `jax.ShapeDtypeStruct` says along which axes that varies which is made of these."""
-    # Not documented, checked in JAX 0.7 to 0.12.
+    axes = frozenset(varying_axes(*arrays))
     if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
-        types = [jax.typeof(x).manual_axis_type for x in arrays]
-        axes = frozenset[str]().union(*(x.varying for x in types))
         return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
-    return {"vma": frozenset[str]().union(*(jax.typeof(x).vma for x in arrays))}  # JAX 0.7
+    return {"vma": axes}  # JAX 0.7
 
 
-def unknown_axes(x: jax.Array) -> tuple[str, ...]:
-    """The mesh axes of the `shard_map` or `pmap` around, along which `x` may vary.
+def unknown_axes(*arrays: jax.Array) -> tuple[str, ...]:
+    """The mesh axes of the `shard_map` or `pmap` around, along which some array may vary.
 
     None outside of both, and none in a `pmap` without a name: there each device has its own model.
     """
-    # Not documented, checked in JAX 0.7 to 0.12.
-    manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
-    named = [name for name in manual if not str(name).startswith(_WITHOUT_NAME)]
-    return tuple(name for name in named if not is_known_to_be_invariant(x, name))
+    named = _manual_axes()
+    return tuple(name for name in named if not is_known_to_be_invariant(name, *arrays))
 
 
 def barrier(tree: PyTree) -> PyTree:
@@ -147,7 +169,14 @@ def barrier(tree: PyTree) -> PyTree:
     return structure.unflatten(leaves)
 
 
-def _varying(x: jax.Array, name: str) -> jax.Array:
+def _manual_axes() -> list[str]:
+    """Those of the `shard_map` or `pmap` around that have a name."""
+    # Not documented, checked in JAX 0.7 to 0.12.
+    manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+    return [name for name in manual if not str(name).startswith(_WITHOUT_NAME)]
+
+
+def _varying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, name, to="varying")
-    return jax.lax.pvary(x, name)  # type: ignore[attr-defined]  # JAX 0.7
+        return jax.lax.pcast(x, names, to="varying")
+    return jax.lax.pvary(x, names)  # type: ignore[attr-defined]  # JAX 0.7

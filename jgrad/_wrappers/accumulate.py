@@ -18,7 +18,7 @@ from jgrad._inputs.notes import Notes
 from jgrad._inputs.state import counter, zeros
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, shardings, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -178,7 +178,7 @@ def accumulate(
         total = zeros(_NAME, params) if has_windows else None
         state = kind(*counters, total, tx.init(params), *weight)
         windows.length(_NAME, every, state.inner)
-        return state
+        return devices.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
         updates: PyTree,
@@ -272,6 +272,9 @@ def accumulate(
             ]
             return sums, state.inner
 
+        # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
+        names = shardings.varying_axes(close)
+        params, extra_args = shardings.varying_over((params, extra_args), names)
         settled: list[bool] = []  # of the leaves of the updates, and of the state inside
         kept: list[bool] = []
 

@@ -1,5 +1,6 @@
 """One of two results, by a branch or element by element, in dtypes that stay."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +15,22 @@ from jgrad._trees.trees import PyTree
 def branch(use: Any, then: Callable[[], PyTree], otherwise: Callable[[], PyTree]) -> PyTree:
     """A `jax.lax.cond`; Python's `if` in an eager call, where a `cond` is compiled at each call.
 
-    `otherwise` may return what is there already: of donated arrays nothing is copied.
+    `otherwise` may return what is there already: of donated arrays nothing is copied. Inside
+    `shard_map`, results vary along the mesh axes along which the choice does.
     """
     if isinstance(use, jax.core.Tracer):
+        names = shardings.varying_axes(use)
+        otherwise, then = (functools.partial(_varying, f, names) for f in (otherwise, then))
         # XLA copies what a branch returns as it was, unless it is the first one. For a GPU it turns
         # the branches of a bool around, but not those of a number.
         results = jax.lax.switch(use.astype(jnp.int32), (otherwise, then))
         # For a TPU it moves part of what follows into the branches, and writes that, too.
         return shardings.barrier(results)
     return then() if use else otherwise()
+
+
+def _varying(f: Callable[[], PyTree], names: tuple[str, ...]) -> PyTree:
+    return shardings.varying_over(f(), names)
 
 
 def noted_branch(
@@ -48,10 +56,17 @@ def noted_branch(
     old = dict(notes.old or {})
     if notes.is_dry:
         form = jax.eval_shape(lambda: noting()[1])
-        old = {key: jnp.zeros(x.shape, x.dtype) for key, x in form.items()}
+        old = {key: _zeros(x) for key, x in form.items()}
     result, new = branch(use, noting, lambda: (otherwise(), old))
     notes.new |= {key: new[key] for key in made if key in new}
     return result
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    zeros: jax.Array = shardings.varying_over(
+        jnp.zeros(x.shape, x.dtype), shardings.varying_axes(x)
+    )
+    return zeros
 
 
 def choose(

@@ -163,4 +163,5 @@ def _layers(arg: ArgLeaves, tree: PyTree, mesh_axes: PyTree) -> list[LayerAxes]:
     stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
     reference = ArgLeaves.from_tree(arg.function, arg.name, shapes).with_arrays()
     layers = array_spec.layer_axes_per_array(array_spec.specs(tree), sharded, stacked, reference)
-    return [LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers]
+    pairs = zip(layers, arg.leaves, strict=True)
+    return [LayerAxes(axes.shape, mesh_axes=axes.mesh_axes).of(x) for axes, x in pairs]

@@ -20,7 +20,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inside, parameters
+from jgrad._wrappers import devices, inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
 
 _NAME = "schedule_free"
@@ -132,7 +132,9 @@ def schedule_free(
         real = numerics.real_dtype(*(jnp.asarray(p) for p in leaves if _moves(p)))
         zero = counter(params).astype(real)
         inner = tx.init(_with(copies(), params))
-        return ScheduleFreeState(counter(params), zero, jnp.array(zero), copies(), copies(), inner)
+        scalars = counter(params), zero, jnp.array(zero)
+        state = ScheduleFreeState(*scalars, copies(), copies(), inner)
+        return devices.as_updated(_NAME, state, update, params)  # a rate of each device's own
 
     def update(
         updates: PyTree,

@@ -127,7 +127,8 @@ def skip_nonfinite(
         scale = 1.0 if loss_scale is None else numbers.scalar(_NAME, "loss_scale", loss_scale)
         one = counter(params, 1).astype(jnp.float32)
         scale = one * jnp.asarray(scale, jnp.float32)
-        return SkipState(counter(params), tx.init(params), counter(params), scale)
+        state = SkipState(counter(params), tx.init(params), counter(params), scale)
+        return devices.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any

@@ -14,7 +14,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, shardings, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import devices, inside, rejecting
@@ -128,7 +128,9 @@ def skip_spikes(
     def init(params: PyTree) -> SpikeState:
         zero = counter(params)
         losses = jnp.zeros(window, jnp.float32) + zero.astype(jnp.float32)
-        return SpikeState(zero, tx.init(params), losses, *(counter(params) for _ in range(3)))
+        counters = (counter(params) for _ in range(3))
+        state = SpikeState(zero, tx.init(params), losses, *counters)
+        return devices.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
         updates: PyTree,
@@ -145,7 +147,10 @@ def skip_spikes(
         inputs = Inputs(_NAME, updates, params)
         sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
         is_dry = getattr(extra_args.get("notes"), "is_dry", False)
-        loss = _read(0.0 if loss is None and is_dry else loss)
+        if loss is None and is_dry:
+            names = devices.axes_of_models(_NAME, inputs.tree)
+            loss = shardings.varying_over(jnp.zeros((), jnp.float32), names)
+        loss = _read(loss)
         value = loss.astype(jnp.float32)
         if sharded_over:
             value = jax.lax.pmean(value, sharded_over)  # not finite where one is not

@@ -15,10 +15,10 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import axis_exists, read_mesh_axes
 from jgrad._packed import packing
-from jgrad._trees import trees, values
+from jgrad._trees import shardings, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, inside, measures
+from jgrad._wrappers import choices, devices, inside, measures
 from jgrad._wrappers.inside import WrapperInputs
 from jgrad._wrappers.measures import Numbers
 
@@ -148,8 +148,12 @@ def watch(
             form = _form(without_notes, names, params, inner)
         report = {key: counter(params) for key in (_CALLS, _MEASURED)}
         zero = counter(params)
+        # Rates and the like may be those of each model, too.
+        names = devices.axes_of_models(_NAME, params, mesh_axes)
         for key, x in form.items():
-            report[key] = numerics.zeros_like(jnp.broadcast_to(zero, x.shape), x.dtype)
+            number = numerics.zeros_like(jnp.broadcast_to(zero, x.shape), x.dtype)
+            own = names + shardings.varying_axes(x)
+            report[key] = shardings.varying_over(number, own)
         return WatchState(report, inner)
 
     def update_of(
@@ -274,7 +278,10 @@ def _is_own(key: str) -> bool:
 
 
 def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
-    """The new numbers in the form of the old ones, which stay where there is no new one."""
+    """The new numbers in the form of the old ones, which stay where there is no new one.
+
+    That is also: varying over devices where these do.
+    """
     for key, x in new.items():
         if _is_own(key) and (key not in old or jnp.shape(old[key]) != x.shape):
             came = f"of shape {jnp.shape(old[key])}" if key in old else "not there"
@@ -282,10 +289,11 @@ def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
                 f"{_NAME}: `state.report` at [{key!r}]: {came}, expected shape {x.shape}: a state "
                 "fits the parameters and the options with which `init` made it."
             )
-    return {
-        key: new[key] if key in new and new[key].shape == jnp.shape(x) else x
-        for key, x in old.items()
-    }
+    found = dict(old)
+    for key, x in old.items():
+        if key in new and new[key].shape == jnp.shape(x):
+            found[key] = shardings.varying_over(new[key], shardings.varying_axes(x))
+    return found
 
 
 def _kept(
@@ -317,8 +325,11 @@ def _missing(mesh_axes: PyTree) -> tuple[str, ...]:
 
 
 def _form(f: Any, names: tuple[str, ...], *args: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of `f(*args)`, on one device along axes of these names."""
+    """The types of `f(*args)`, on one device along axes of these names."""
     for name in names:
         f = jax.vmap(f, in_axes=None, axis_name=name, axis_size=1)
     shapes = jax.eval_shape(f, *args)
-    return {key: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype) for key, x in shapes.items()}
+    return {
+        key: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype, **shardings.varying_as([x]))
+        for key, x in shapes.items()
+    }

@@ -1,4 +1,4 @@
-"""Every optimizer and wrapper where training steps are: under x64, on meshes, in `shard_map`, closed over.
+"""Every optimizer and wrapper where training steps are: under x64, on meshes, in `shard_map` and `vmap`.
 
 There types say more than shapes and dtypes, and Python's numbers are other ones. The truth is what
 the same transformation does alone, on one device.
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.cases import CASES, RATE
 from tests.multi_device.meshes import mesh_of
-from tests.support.loops import step_of
+from tests.support.loops import assert_equal, stack, step_of
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
 # Whole rows of blocks, blocks of several rows, less than 8 bits are for, and one row of blocks.
@@ -69,8 +69,11 @@ def subjects():
             yield Subject(f"{case}{suffix}", make, jnp.float32, (case.make, options), axes_of(case))
     for i, wrapper in enumerate(WRAPPERS):
         name = wrapper.name + "-scaled" * (i == 3)
-        around = lambda rate=RATE, own=wrapper: own.around(jgrad.adam(rate))
-        yield Subject(name, around, wrapper.dtype)
+        make = lambda rate=RATE, own=wrapper, **axes: own.around(jgrad.adam(rate), **axes)
+        axes = {"mesh_axes": "d"} if wrapper.shares else {}
+        if wrapper.name in ("offload", "stochastic_rounding"):  # in a shard, other bits round
+            axes = None
+        yield Subject(name, make, wrapper.dtype, axes=axes)
     yield Subject("recipe", recipe, axes={"mesh_axes": "d"})
     eight = functools.partial(jgrad.adam, moment_dtype="8bit")
     skip = lambda rate=RATE, **axes: jgrad.skip_nonfinite(eight(rate), **axes)
@@ -179,6 +182,49 @@ def in_shard_map(subject, form, sharded=False):
     return trained(tx, w, gradients, state, jax.jit(step))
 
 
+# Leaves that are on all devices have a part of no norm, though one name is given for all leaves.
+MIXED = {"w": P(None, "d"), "up": P(), "b": P(), "v": P("d")}
+MODELS = 2
+
+
+def by_scan(tx, w, gradients):
+    """Whole training, `init`, too."""
+
+    def step(carry, g):
+        return step_of(tx)(*carry, g), None
+
+    return jax.lax.scan(step, (w, tx.init(w)), gradients)[0]
+
+
+def under_vmap(subject, form, where):
+    """Several models in `shard_map`, trained by a scan there; `vmap` is inside or around."""
+    w, gradients = inputs(subject, form)
+    models = jax.tree.map(lambda x: jnp.stack([x] * MODELS), (w, stack(gradients)))
+    mesh = mesh_of(d=2)
+    make = functools.partial(jax.shard_map, mesh=mesh)
+    if where == "models":  # each device has some of its own
+        axes = {"mesh_axes": P()} if "muon" in subject.name else {}
+        train = functools.partial(by_scan, subject.make(**axes))
+        run = make(jax.vmap(train), in_specs=P("d"), out_specs=P("d"))
+    else:
+        muon = {"mesh_axes": MIXED} if "muon" in subject.name else {}
+        train = functools.partial(by_scan, subject.make(**(subject.axes | muon)))
+        shardings = jax.tree.map(lambda x: NamedSharding(mesh, x), MIXED)
+        of_state = jgrad.state_shardings(subject.make(), w, shardings)
+        own = MIXED, jax.tree.map(lambda x: x.spec, of_state)
+        of_gradients = jax.tree.map(lambda x: P(None, *x), MIXED)
+        if where == "around":
+            run = jax.vmap(make(train, in_specs=(MIXED, of_gradients), out_specs=own))
+        else:
+            specs = jax.tree.map(lambda x: P(None, *x), ((MIXED, of_gradients), own))
+            run = make(jax.vmap(train), in_specs=specs[0], out_specs=specs[1])
+    found = jax.device_get(jax.jit(run)(*models))
+    first, *others = (jax.tree.map(lambda x, i=i: x[i], found) for i in range(MODELS))
+    for other in others:
+        assert_equal(other, first)
+    return first
+
+
 def injected(subject, form):
     """Every number is an array, and traced; what is no number is named."""
     make, options = subject.injectable
@@ -231,10 +277,16 @@ SURROUNDINGS = {
     "explicit columns": on_a_mesh(AxisType.Explicit, columns),
     "shard_map": in_shard_map,
     "shard_map, sharded": functools.partial(in_shard_map, sharded=True),
+    "vmap in shard_map": functools.partial(under_vmap, where="inside"),
+    "vmap of shard_map": functools.partial(under_vmap, where="around"),
+    "models in shard_map": functools.partial(under_vmap, where="models"),
     "injected": injected,
     "nnx": in_two_forms,
     "closed over": closed_over,
 }
+
+
+SHARDED = ("shard_map, sharded", "vmap in shard_map", "vmap of shard_map")
 
 
 def is_there(subject, form, where):
@@ -242,8 +294,14 @@ def is_there(subject, form, where):
         return False
     if where == "nnx":  # flax takes packed trees apart
         return form == "tree" and (HOLDS_NONE or not any(x in subject.name for x in WITH_NONE))
-    if where == "shard_map, sharded":  # packed, it is `zero`'s
-        return form == "tree" and subject.axes is not None
+    if where in SHARDED:  # packed, it is `zero`'s
+        # Blocks, and the packed leaves of a part of the model, are others in a shard.
+        local = where != "shard_map, sharded" and (
+            "8bit" in subject.name or subject.name == "pack_small"
+        )
+        return form == "tree" and subject.axes is not None and not local
+    if where == "models in shard_map":
+        return subject.name != "offload"
     return where != "injected" or subject.injectable is not None
 
 
@@ -275,7 +333,7 @@ def tolerance_of(subject, where):
     """Of the largest step: a few roundings, or what becomes of them."""
     if where == "injected":
         return 1e-4  # 1 - beta2 of a traced float32 beta2 is right to 5e-5 only
-    if where == "shard_map, sharded" and is_rounded(subject):
+    if where in SHARDED and is_rounded(subject):
         return 0.3  # elements are counted in each shard, so that other bits round them
     return 1e-4 if "muon" in subject.name else 1e-5  # fifteen products, one after the other
 

@@ -23,11 +23,17 @@ QUICK = {
     ],
     "test_in_shard_map.py": [
         "test_results_vary_as_what_they_replace",
+        "test_a_new_state_fits_the_carry[stacks]",
+        "test_a_rate_of_each_device",
     ],
     "test_layers.py": [
         "test_e12_cut_leaves_as_whole_ones[2-D-lamb-True]",
         "test_e12_scales_in_one_shard[True-1.0-1e+25-lamb]",
         "test_e12_nan_on_one_device[skip_nonfinite-adam-False-False]",
+        "test_e12_one_name_beside_copies",
+        "test_e12_one_condition_where_leaves_vary_alike",
+        "test_e12_a_constant_gradient_under_vmap",
+        "test_e12_replicas_beside_experts",
     ],
     "test_muon.py": [
         "test_pmap_without_a_spec",

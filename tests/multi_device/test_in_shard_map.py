@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.cases import CASES
 from tests.multi_device.meshes import mesh_of
-from tests.support.loops import step_of
+from tests.support.loops import step_of, with_loss
 from tests.wrappers.test_every_wrapper import WRAPPERS, Wrapper
 
 DEVICES = 8
@@ -272,6 +272,83 @@ def test_as_on_one_device(optimizer, form, way, axis_type, check_vma):
         if wrapper.skips:
             counts = optax.tree_utils.tree_get_all_with_path(found[name][1], "skipped")
             assert {int(count) for _, count in counts} == {1}
+
+
+def stacks(**axes):
+    """Wrappers in wrappers, in which something decides or reports."""
+    clipped = optax.chain(jgrad.clip_by_global_norm(0.5, **axes), jgrad.adam(RATE))
+    window = jgrad.accumulate(clipped, 2, **axes)
+    yield recipe(jgrad.adam(RATE), **axes)
+    yield jgrad.watch(clipped, **axes)
+    yield jgrad.watch(jgrad.skip_nonfinite(window, **axes), **axes)
+    yield jgrad.skip_nonfinite(jgrad.watch(clipped, every=2, **axes), **axes)
+    yield jgrad.accumulate(jgrad.watch(clipped, **axes), 2, **axes)
+    yield with_loss(jgrad.skip_spikes(jgrad.skip_nonfinite(window, **axes), **axes))
+    yield jgrad.skip_nonfinite(clipped, branch=True, **axes)
+    yield jgrad.accumulate(clipped, 2, weighted=True, **axes)
+    # With an argument of its own: nothing can be tried in `init`.
+    adam = jgrad.adam(RATE)
+    told = lambda *args, value, **_: adam.update(*args, learning_rate=value)
+    outer = jgrad.skip_nonfinite(optax.GradientTransformationExtraArgs(adam.init, told), **axes)
+    with_value = functools.partial(outer.update, value=RATE)
+    yield optax.GradientTransformationExtraArgs(outer.init, with_value)
+
+
+def in_scan(tx, specs, out_specs):
+    """A scan over steps in `shard_map`, `init` in it, too: JAX says whether types fit."""
+
+    def run(w):
+        def step(carry, _):
+            w, state = carry
+            return step_of(tx)(w, state, jax.tree.map(jnp.cos, w)), None
+
+        found = jax.lax.scan(step, (w, tx.init(w)), length=2)[0]
+        return found if isinstance(out_specs, tuple) else found[0]
+
+    run = jax.shard_map(run, mesh=mesh_of(d=DEVICES), in_specs=(specs,), out_specs=out_specs)
+    jax.eval_shape(run, parameters("float32"))
+
+
+def each_wrapper(**axes):
+    for wrapper in WRAPPERS:
+        if wrapper.name != "offload":
+            yield wrapper.around(jgrad.adam(RATE), **(axes if wrapper.shares else {}))
+
+
+@pytest.mark.parametrize("txs", [stacks, each_wrapper], ids=["stacks", "each"])
+def test_a_new_state_fits_the_carry(txs):
+    """Where each device decides for its own model, counters vary; where all agree, none does."""
+    for tx in txs():
+        in_scan(tx, dict.fromkeys(SHAPES, P("d")), P("d"))
+    way, w = WAYS["fully sharded"], parameters("float32")
+    agree = [(form, tx) for form, specs in ROWS.items() for tx in txs(mesh_axes=specs)]
+    for form, tx in agree:
+        state = {"state": jax.eval_shape(tx.init, w)}
+        of_leaf = lambda path, _, form=form: specs_of(path, way, form)
+        of_state = jax.tree_util.tree_map_with_path(of_leaf, state)["state"]
+        in_scan(tx, ROWS[form], (ROWS[form], of_state))
+
+
+def test_a_rate_of_each_device():
+    """What devices differ in may be a number beside their models; nothing decides, so none counts apart."""
+
+    def run(w, rate):
+        tx = jgrad.schedule_free(jgrad.adam(rate[0]), learning_rate=rate[0])
+        clipped = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(RATE))
+        watched = jgrad.watch(jgrad.accumulate(clipped, 2, check_finite=False))
+        assert {"clip_factor", "learning_rate"} <= watched.init(w).report.keys()
+
+        def step(carry, _):
+            (w, state), (v, seen) = carry
+            updates, seen = watched.update(v, seen, v, learning_rate=rate[0])
+            return (step_of(tx)(w, state, w), (v + updates, seen)), None
+
+        carry = (w, tx.init(w)), (w, watched.init(w))
+        ((w, free), (_, seen)), _ = jax.lax.scan(step, carry, length=2)
+        return w, (free.done, seen.report["calls"], seen.inner.count)
+
+    run = jax.shard_map(run, mesh=mesh_of(d=DEVICES), in_specs=P("d"), out_specs=(P("d"), P()))
+    jax.eval_shape(run, jnp.ones((8, 3)), jnp.ones(8))
 
 
 @pytest.mark.parametrize("moment_dtype", [None, jnp.bfloat16, "8bit"], ids=str)

@@ -7,6 +7,7 @@ shard to shard, so that the norm of a part is nowhere near that of the whole.
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
+from tests.multi_device.meshes import mesh_of
 
 RATE = 0.1
 EXACT = 3e-6  # a few roundings of float32
@@ -281,6 +283,87 @@ def test_e12_forms_of_mesh_axes(specs, mesh_axes):
     for k in specs:
         off = errors([jax.device_get(found[k])], [jax.device_get(expected[k])], w[k])
         assert max(off.values()) < EXACT
+
+
+def everything_with_norms(w, **axes):
+    """Results that do not depend on quotients of norms alone, in which a factor would cancel."""
+    g = jax.tree.map(jnp.cos, w)
+    clipped, _ = jgrad.clip_by_global_norm(1.0, **axes).update(g, ())
+    moved = jgrad.lars_update(w, g, RATE, epsilon=1.0, **axes)
+    tx = jgrad.watch(optax.identity(), **axes)
+    _, state = tx.update(g, tx.init(w), w)
+    return [clipped, moved], (state.report, jgrad.global_norm(w, **axes))
+
+
+def test_e12_one_name_beside_copies():
+    """A leaf that is on all devices counts once, by its type; unchecked, as it is said, on each."""
+    specs = {"a": P("data"), "b": P()}
+    w = uneven(specs, 0)
+    w["b"] *= np.float32(10)
+
+    def in_parts(f, out_specs, check_vma):
+        mesh = mesh_of(data=2)
+        run = jax.shard_map(
+            f, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=check_vma
+        )
+        return jax.device_get(jax.jit(run)(w))
+
+    expected = jax.device_get(jax.jit(everything_with_norms)(w))
+    named = functools.partial(everything_with_norms, mesh_axes="data")
+    chex.assert_trees_all_close(
+        in_parts(named, ([specs] * len(expected[0]), P()), True), expected, rtol=1e-5, atol=1e-6
+    )
+    norms = lambda w: [jgrad.global_norm(w, mesh_axes=axes) for axes in ("data", specs)]
+    by_leaf = np.array([np.sum(np.square(x, dtype=float)) for x in w.values()])
+    wrong, right = in_parts(norms, P(), False)
+    np.testing.assert_allclose(wrong, np.sqrt(by_leaf @ (1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(right, np.sqrt(by_leaf.sum()), rtol=1e-6)
+
+
+def conditions(method, specs, check_vma):
+    """How many `cond` there are in one step that are not of a platform."""
+    w, _ = problem(specs, steps=1)
+    run, _ = compiled(method, w, LINE, specs, check_vma=check_vma)
+    text = str(jax.make_jaxpr(run)(w, method[0](w), w))
+    return len(re.findall(r"= cond\[", text)) - text.count("branches_platforms=(")
+
+
+@pytest.mark.parametrize("name", ["lars", "clip_by_global_norm"])
+def test_e12_one_condition_where_leaves_vary_alike(name):
+    """And one for each way in which they vary, where types say it: a choice, under `vmap`, varies."""
+    cut = {"w0": P("data"), "w1": P(None, "data")}
+    of_cut, of_all = (METHODS[name](mesh_axes=x) for x in (cut, cut | {"b": P()}))
+    assert conditions(of_cut, cut, True) == 1
+    assert conditions(of_all, cut | {"b": P()}, True) == 2
+    if name == "lars":
+        assert conditions(of_all, cut | {"b": P()}, False) == 1
+
+
+def test_e12_a_constant_gradient_under_vmap():
+    """Of a sharded leaf: its type is that of a replica, and a choice reads both."""
+    w = uneven(["a"], 0)
+    w, g = (jnp.stack([x, 2 * x]) for x in (w["a"], jnp.ones_like(w["a"])))
+    moved = lambda w, g, **axes: jgrad.lars_update(w, g, RATE, **axes)
+    run = jax.shard_map(
+        jax.vmap(functools.partial(moved, mesh_axes="data")),
+        mesh=mesh_of(data=2),
+        in_specs=(P(None, "data"), P()),
+        out_specs=P(None, "data"),
+    )
+    found = jax.jit(run)(w, g[:, :8])
+    np.testing.assert_allclose(found, jax.vmap(moved)(w, g), rtol=1e-6, atol=1e-6)
+
+
+def test_e12_replicas_beside_experts():
+    """Each device has an expert of its own, whose axis is not named, beside a leaf that all have."""
+    specs = {"experts": P("data"), "shared": P()}
+    w, gradients = problem(specs, steps=2, shape=(8, 16, 8))
+    whole = from_lars_update(layer_axes={"experts": 0, "shared": None})
+    expected = train(whole, jax.jit(whole[1]), w, gradients)
+    method = from_lars_update()
+    step = in_shard_map(method, w, LINE, specs, check_vma=True)
+    off = errors(train(method, step, w, gradients), expected, w)
+    assert max(off.values()) < EXACT, off
 
 
 @pytest.mark.parametrize("mesh", [GRID, LINE], ids=["2-D", "1-D"])
