@@ -98,6 +98,7 @@ stability
 
 repository/benchmarks/results.md
 repository/benchmarks/notes/accelerators.md
+repository/benchmarks/notes/eight_bits.md
 repository/benchmarks/notes/endurance.md
 repository/benchmarks/notes/large_batches.md
 repository/benchmarks/notes/lightbench.md
