@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.cases import CASES
 from tests.multi_device.meshes import mesh_of
-from tests.support.loops import step_of, with_loss
+from tests.support.loops import step_of, told, with_loss
 from tests.wrappers.test_every_wrapper import WRAPPERS, Wrapper
 
 DEVICES = 8
@@ -285,13 +285,12 @@ def stacks(**axes):
     yield jgrad.accumulate(jgrad.watch(clipped, **axes), 2, **axes)
     yield with_loss(jgrad.skip_spikes(jgrad.skip_nonfinite(window, **axes), **axes))
     yield jgrad.skip_nonfinite(clipped, branch=True, **axes)
-    yield jgrad.accumulate(clipped, 2, weighted=True, **axes)
+    yield told(jgrad.accumulate(clipped, 2, weighted=True, **axes), weight=2.0)
     # With an argument of its own: nothing can be tried in `init`.
     adam = jgrad.adam(RATE)
-    told = lambda *args, value, **_: adam.update(*args, learning_rate=value)
-    outer = jgrad.skip_nonfinite(optax.GradientTransformationExtraArgs(adam.init, told), **axes)
-    with_value = functools.partial(outer.update, value=RATE)
-    yield optax.GradientTransformationExtraArgs(outer.init, with_value)
+    of_value = lambda *args, value, **_: adam.update(*args, learning_rate=value)
+    inner = optax.GradientTransformationExtraArgs(adam.init, of_value)
+    yield told(jgrad.skip_nonfinite(inner, **axes), value=RATE)
 
 
 def in_scan(tx, specs, out_specs):
