@@ -2,8 +2,7 @@
 
 `tests/support/upstream_steps.py` says how theirs were made. A float32 step of Newton-Schulz may be off
 by 2e-5 of its norm (`test_single_precision` of tests/muon/test_muon.py), so float32 rows agree to so
-much of the length of the way. Float64 rows agree to 1e-12; of schedule-free ones to 1e-6, since the
-weights of the average are float32 here.
+much of the length of the way. Float64 rows agree to 1e-12, schedule-free ones of heavyball to 1e-6.
 """
 
 import itertools
