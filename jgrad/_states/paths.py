@@ -4,8 +4,6 @@ import collections
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import jax
-
 from jgrad._packed import packing
 from jgrad._states import parts
 from jgrad._states.parts import Keys, Part
@@ -120,5 +118,5 @@ def chosen(
     if trees.is_function(reset, tree):
         reset = reset(tree)
     flags = checks.bools(ArgLeaves.from_prefix(function, "reset", reset, "params", tree))
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=trees.is_leaf)
-    return {parts.keys_of(path) for (path, _), flag in zip(leaves, flags, strict=True) if flag}
+    leaves = parts.leaves_of(tree)
+    return {keys for (_, keys, _), flag in zip(leaves, flags, strict=True) if flag}
