@@ -277,6 +277,7 @@ MUTATIONS = [
     Mutation("_Leaves._made", "the windows of all labels have one count", "_._counts[X]", "min(self._counts.values())", "tests/states/test_owners.py"),
     Mutation("_states_in", "labels may be fields", "X == _LABELED", "False", "tests/states/test_owners.py"),
     Mutation("parts._of_state", "a variable is a container", "X and trees.children(child) is None", "False", "tests/states/test_variables.py"),
+    Mutation("paths._there", "a last key of a subtree is dropped", "X == [variable]", "X", "tests/states/test_variables.py"),
     Mutation("paths._of_variables", "each value is a variable's", "_[_] == 1", "True", "tests/states/test_variables.py"),
     Mutation("Matcher._check_moments", "a state of which no moment is kept", "not X or _", "True", "tests/states/test_carry_over.py"),
     Mutation("_without_shared_arrays", "two leaves are one array", "id(x) in seen", "False", "tests/states/test_carry_over.py"),

@@ -162,6 +162,22 @@ def in_dicts(state):
     return names | {name: {"attn": as_dict(x)} for name, x in fields.items()}
 
 
+def test_a_subtree_is_no_variable():
+    """So nothing but a variable itself may be named by the path of its array."""
+    layer = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    old, like = (jgrad.adam(0.1).init({name: layer}) for name in ("layer", "new"))
+    for rename, expected in [
+        ({"layer/value": "new"}, "layer/value: no such path in `old`, expected one such as layer/"),
+        ({"layer": "new/value"}, "new/value: no such path in `like`, expected one such as new/"),
+    ]:
+        with pytest.raises(ValueError, match=f"carry_over: `rename`: {expected}"):
+            jgrad.carry_over(old, like=like, rename=rename)
+    heads = Pair(jnp.ones(2), jnp.ones(3))
+    old, like = (jgrad.adam(0.1).init({name: heads}) for name in ("attn", "new"))
+    rename = {"attn/value": "new/value", "attn/query": "new/query"}
+    jgrad.carry_over(old, like=like, rename=rename, strict=True)
+
+
 def test_a_tree_in_a_variable():
     """What files of 1.0 have of it has the key `value` on the way."""
     params = {"a": nnx.Param({"w": jnp.ones(2)})}
