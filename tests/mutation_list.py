@@ -215,6 +215,7 @@ MUTATIONS = [
     Mutation("check_keywords", "misspelt keywords of wrappers pass", "meant(_, _, by_end=False)", "''", "tests/inputs/test_keywords.py"),
     Mutation("keywords_of", "a word of somebody's loss is refused", "X in own or _", "True", "tests/inputs/test_keywords.py"),
     Mutation("other_names.meant", "names of other libraries pass", "OPTIONS.get(name, ())", "()", "tests/trees/test_other_names.py"),
+    Mutation("PathRules._check_each_is_used", "a misspelt rule is called masked", "X or (_ and _)", "exact or hidden", "tests/inputs/test_by_path.py"),
     Mutation("path_rules._may_match", "a masked leaf looks misspelt", "not keys", "False", "tests/inputs/test_by_path.py"),
     Mutation("options._check_called", "a function of jgrad is called with shapes", "isinstance(X, types.FunctionType) and _", "False", "tests/trees/test_other_names.py"),
     Mutation("PathRules._rule_of", "the last match wins", "enumerate(_.patterns)", "reversed(list(enumerate(self.patterns)))", "tests/inputs/test_by_path.py"),

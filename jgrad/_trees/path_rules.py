@@ -177,15 +177,21 @@ class PathRules:
                 expected = f"expected it before {first!r}, since the first match wins"
                 raise ValueError(f"{begin}rule {pattern!r}: {came}, {expected}.")
             hidden = [path for path in masked() if _may_match(pattern.split("/"), keys_of(path))]
-            if hidden:
-                more = f" (and {len(hidden) - 1} more)" if len(hidden) > 1 else ""
-                came = f"{shown(hidden[0])!r}{more} is masked away, as by `optax.masked`"
-                expected = "`optax.partition`; expected rules for the leaves that are left"
-                raise ValueError(
-                    f"{begin}rule {pattern!r}: no leaf matches it; {came} or {expected}."
-                )
+            exact = [path for path in masked() if _matches(pattern, _texts(path))]
+            begin = f"{begin}rule {pattern!r}: no leaf matches it; "
+            # With `**`, a misspelt rule may be that of leaves in anything that is masked.
+            if exact or (hidden and _ANY_KEYS not in pattern.split("/")):
+                expected = "expected rules for the leaves that are left"
+                raise ValueError(f"{begin}{_masked(exact or hidden)}; {expected}.")
             near = ", ".join(map(repr, _nearest(pattern, [names()[i] for i in paths])))
-            raise ValueError(f"{begin}rule {pattern!r}: no leaf matches it; near are {near}.")
+            maybe = f"; what it may match in {_masked(hidden)}" if hidden else ""
+            raise ValueError(f"{begin}near are {near}{maybe}.")
+
+
+def _masked(paths: Sequence[KeyPath]) -> str:
+    more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+    by = "as by `optax.masked` or `optax.partition`"
+    return f"{shown(paths[0])!r}{more} is masked away, {by}"
 
 
 def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:
