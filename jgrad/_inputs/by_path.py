@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jgrad._inputs.options import INJECTED
 from jgrad._packed import packing
-from jgrad._trees import checks, path_rules, trees, variables
+from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.path_rules import PathRules
@@ -49,12 +49,12 @@ class ByPath:
         check_parameters(_NAME, tree)
         pairs = jax.tree_util.tree_leaves_with_path(tree, trees.is_leaf)
         paths = [None if x is None or checks.is_no_parameter(x) else path for path, x in pairs]
-        found = own.rules_of(paths, f"{_NAME}: ", lambda: trees.masked_paths(tree))
+        names = trees.rule_names(tree)
+        found = own.rules_of(paths, f"{_NAME}: ", lambda: names, lambda: trees.masked_paths(tree))
         rules = list(zip((*own.patterns, "rest"), own.values, strict=False))
-        named = variables.leaves_with_paths(tree, trees.is_leaf)
         return [
-            (path_rules.shown(path), x, *((None, None) if i is None else rules[i]))
-            for (path, x), i in zip(named, found, strict=True)
+            (name, x, *((None, None) if i is None else rules[i]))
+            for name, (_, x), i in zip(names, pairs, found, strict=True)
         ]
 
 

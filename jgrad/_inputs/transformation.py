@@ -149,7 +149,12 @@ def pair(
         steps, new = call(
             on_arrays, updates, state, params, replaced=lambda new: (None, new[1], None)
         )
-        return steps, new if state is given else variables.in_form_of(given, new)
+        if state is given:
+            return steps, new
+        structure: Any = jax.tree.structure(state)
+        if structure == jax.tree.structure(new):
+            return steps, variables.in_form_of(given, new)
+        return steps, variables.blocks_of_variables(new)  # as where a sum begins
 
     return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
 

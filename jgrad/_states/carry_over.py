@@ -244,8 +244,7 @@ class _Leaves:
     def _weights(self) -> dict[Keys, Any]:
         """The parameters by their paths."""
         tree = packing.unpack(self._params)
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {parts.keys_of(path): x for path, x in leaves}
+        return {keys: x for _, keys, x in parts.leaves_of(tree)}
 
     def of_sources(self, after: list[Part], sources: list[Source | None]) -> list[Any]:
         """A leaf for each source."""

@@ -12,7 +12,7 @@ import jax
 
 from jgrad._states import units
 from jgrad._states.units import Chain, Unit
-from jgrad._trees import path_rules, trees
+from jgrad._trees import path_rules, trees, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.trees import PyTree
 
@@ -108,9 +108,15 @@ class Part(NamedTuple):
         return f"{self.kind}.{field}"
 
 
+def leaves_of(tree: PyTree) -> list[tuple[tuple[Any, ...], Keys, Any]]:
+    """(path, keys, leaf) of each leaf; the keys of the array of a variable are the variable's."""
+    found = variables.named_leaves(tree, trees.is_leaf)
+    return [(path, keys_of(name), x) for path, name, x in found]
+
+
 def keys_of(path: tuple[Any, ...]) -> Keys:
-    """The keys of a path as text; that of a variable of flax is that of its array."""
-    return tuple(path_rules.keys_of(path_rules.without_value(path)))
+    """The keys of a path as text."""
+    return tuple(path_rules.keys_of(path))
 
 
 def read(state: PyTree) -> list[Part]:
@@ -154,7 +160,7 @@ def _of_state(
       plain: the end of the path that leads through no field.
       chains: that the state is in.
     """
-    owner = tuple(path_rules.keys_of(path))
+    owner = keys_of(path)
     pairs = trees.children(node)
     if pairs is None:
         yield Part(PLAIN, "", keys_of(plain), node, jax.tree_util.keystr(path), "", owner)
@@ -162,7 +168,9 @@ def _of_state(
     fields = _fields(node, pairs)
     if fields is None:
         for (key, child), own in zip(pairs, units.places(node, pairs), strict=True):
-            yield from _of_state(child, (*path, key), (*plain, key), (*chains, *own))
+            is_array = variables.is_box(node) and trees.children(child) is None
+            below = plain if is_array else (*plain, key)
+            yield from _of_state(child, (*path, key), below, (*chains, *own))
         return
     kind = _kind(fields)
     of_moments = {}
@@ -175,10 +183,10 @@ def _of_state(
                 yield from _of_state(state, (*path, key, *inner), (*plain, *inner), chains)
             continue
         field = _FIELDS.get(kind, {}).get(name, name)
-        for inner, leaf in jax.tree_util.tree_leaves_with_path(child, is_leaf=trees.is_leaf):
+        for inner, keys, leaf in leaves_of(child):
             here = jax.tree_util.keystr((*path, key, *inner))
             unit = of_moments.get(name)
-            yield Part(kind, field, keys_of(inner), leaf, here, name, owner, unit)
+            yield Part(kind, field, keys, leaf, here, name, owner, unit)
 
 
 def _fields(node: PyTree, pairs: list[tuple[Any, PyTree]]) -> list[str] | None:

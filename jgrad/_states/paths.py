@@ -4,8 +4,6 @@ import collections
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import jax
-
 from jgrad._packed import packing
 from jgrad._states import parts
 from jgrad._states.parts import Keys, Part
@@ -90,9 +88,11 @@ def _of_variables(known: Collection[Keys]) -> set[Keys]:
 def _there(function: str, name: str, text: str, known: Collection[Keys]) -> Keys:
     """The path of one leaf or subtree at least; that of a variable may end in `value`."""
     path = tuple(text.split("/"))
-    for end in (path, path[:-1] if path[1:] and path[-1] == _VALUE else path):
-        if any(keys[: len(end)] == end for keys in known):
-            return end
+    if any(keys[: len(path)] == path for keys in known):
+        return path
+    variable = path[:-1]
+    if path[-1] == _VALUE and [x for x in known if x[: len(variable)] == variable] == [variable]:
+        return variable
     there = ["/".join(keys) for keys in sorted(known)]
     near = difflib.get_close_matches(text, there, _SHOWN, 0) or there[:_SHOWN]
     what = f"no such path in `{name}`, expected one such as {', '.join(near)}"
@@ -120,5 +120,5 @@ def chosen(
     if trees.is_function(reset, tree):
         reset = reset(tree)
     flags = checks.bools(ArgLeaves.from_prefix(function, "reset", reset, "params", tree))
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=trees.is_leaf)
-    return {parts.keys_of(path) for (path, _), flag in zip(leaves, flags, strict=True) if flag}
+    leaves = parts.leaves_of(tree)
+    return {keys for (_, keys, _), flag in zip(leaves, flags, strict=True) if flag}

@@ -105,7 +105,10 @@ class ArgLeaves(NamedTuple):
             pairs = jax.tree_util.tree_leaves_with_path(reference, trees.is_leaf)
             paths = [None if x is None else path for path, x in pairs]
             rules = tree.rules_of(
-                paths, f"{function}: `{name}`: ", lambda: trees.masked_paths(reference)
+                paths,
+                f"{function}: `{name}`: ",
+                lambda: trees.rule_names(reference),
+                lambda: trees.masked_paths(reference),
             )
             leaves = [tree.values[-1 if i is None else i] for i in rules]
         elif jax.tree_util.treedef_is_leaf(structure):  # one for all

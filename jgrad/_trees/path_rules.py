@@ -8,7 +8,7 @@ tuple as a key, as of `flax.traverse_util.flatten_dict`, are several keys.
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,17 +31,6 @@ def _keys(entry: Any) -> Iterator[str]:
         yield from str(part).split("/")
 
 
-def without_value(path: KeyPath) -> KeyPath:
-    """The path of a variable, from that of its array: without a last attribute `value`.
-
-    Variables of flax's nnx and boxes of linen hold their arrays there. `nnx.Optimizer` gives `init`
-    variables and `update` arrays, so both have to read alike. No two leaves of a tree become one,
-    since a node of which `value` is an attribute is no leaf.
-    """
-    is_value = bool(path) and getattr(path[-1], "name", None) == "value"
-    return path[:-1] if is_value else path
-
-
 def common_end(a: Sequence[str], b: Sequence[str]) -> int:
     """The number of last keys that are the same."""
     pairs = list(zip(reversed(a), reversed(b), strict=False))
@@ -51,11 +40,6 @@ def common_end(a: Sequence[str], b: Sequence[str]) -> int:
 def shown(path: Sequence[Any]) -> str:
     """A path as rules are written."""
     return "/".join(keys_of(path))
-
-
-def _shown_variable(path: KeyPath) -> str:
-    """As a rule is written that fits a variable and its array."""
-    return shown(without_value(path))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -92,9 +76,11 @@ def problem_of(pattern: Any) -> str | None:
 def _texts(path: KeyPath) -> list[str]:
     """The ways to write a path, with a slash behind each key.
 
-    The attribute `value` of a variable need not be written.
+    A last attribute `value` need not be written: `nnx.Optimizer` gives `init` variables, which hold
+    their arrays there, and `update` the arrays.
     """
-    ways = dict.fromkeys((path, without_value(path)))
+    is_value = bool(path) and getattr(path[-1], "name", None) == "value"
+    ways = (path, path[:-1]) if is_value else (path,)
     return ["".join(f"{key}/" for key in keys_of(way)) for way in ways]
 
 
@@ -142,31 +128,31 @@ class PathRules:
         return cls(patterns, values)
 
     def rules_of(
-        self, paths: Sequence[KeyPath | None], begin: str, masked: Callable[[], Sequence[KeyPath]]
+        self,
+        paths: Sequence[KeyPath | None],
+        begin: str,
+        names: Callable[[], Sequence[str]],
+        masked: Callable[[], Sequence[KeyPath]],
     ) -> list[int | None]:
         """For each leaf the index of its value; None where None stands for a path.
 
         Args:
           paths: of the leaves.
           begin: of a message, the function and the argument.
+          names: returns the names of all leaves, as rules are written. Called for messages only.
           masked: returns the paths of leaves and nodes that `optax.masked` took away. Called for
             messages only.
         """
-        found: list[int | None] = []
-        without: list[str] = []
-        for path in paths:
-            rule = None if path is None else self._rule_of(path)
-            found.append(rule)
-            if path is not None and rule is None:
-                without.append(_shown_variable(path))
-        known = [path for path in paths if path is not None]
+        known = {i: path for i, path in enumerate(paths) if path is not None}
+        rules = {i: self._rule_of(path) for i, path in known.items()}
         if known:
-            self._check_each_is_used(set(found), known, begin, masked)
+            self._check_each_is_used(set(rules.values()), known, begin, names, masked)
+        without = [i for i, rule in rules.items() if rule is None]
         if without:
             more = f" (and {len(without) - _SHOWN} more)" if len(without) > _SHOWN else ""
-            leaves = ", ".join(map(repr, without[:_SHOWN])) + more
+            leaves = ", ".join(repr(names()[i]) for i in without[:_SHOWN]) + more
             raise ValueError(f"{begin}no rule matches {leaves}, expected one, or `rest=`.")
-        return found
+        return [rules.get(i) for i in range(len(paths))]
 
     def _rule_of(self, path: KeyPath) -> int | None:
         texts, pairs = _texts(path), enumerate(self.patterns)
@@ -176,29 +162,36 @@ class PathRules:
     def _check_each_is_used(
         self,
         used: set[int | None],
-        paths: Sequence[KeyPath],
+        paths: Mapping[int, KeyPath],
         begin: str,
+        names: Callable[[], Sequence[str]],
         masked: Callable[[], Sequence[KeyPath]],
     ) -> None:
         for i, pattern in enumerate(self.patterns):
             if i in used:
                 continue
-            taken = [path for path in paths if _matches(pattern, _texts(path))]
+            taken = [i for i, path in paths.items() if _matches(pattern, _texts(path))]
             if taken:
-                first = self.patterns[self._rule_of(taken[0]) or 0]
-                came = f"{_shown_variable(taken[0])!r} and all that it matches have an earlier rule"
+                first = self.patterns[self._rule_of(paths[taken[0]]) or 0]
+                came = f"{names()[taken[0]]!r} and all that it matches have an earlier rule"
                 expected = f"expected it before {first!r}, since the first match wins"
                 raise ValueError(f"{begin}rule {pattern!r}: {came}, {expected}.")
             hidden = [path for path in masked() if _may_match(pattern.split("/"), keys_of(path))]
-            if hidden:
-                more = f" (and {len(hidden) - 1} more)" if len(hidden) > 1 else ""
-                came = f"{_shown_variable(hidden[0])!r}{more} is masked away, as by `optax.masked`"
-                expected = "`optax.partition`; expected rules for the leaves that are left"
-                raise ValueError(
-                    f"{begin}rule {pattern!r}: no leaf matches it; {came} or {expected}."
-                )
-            near = ", ".join(map(repr, _nearest(pattern, list(map(_shown_variable, paths)))))
-            raise ValueError(f"{begin}rule {pattern!r}: no leaf matches it; near are {near}.")
+            exact = [path for path in masked() if _matches(pattern, _texts(path))]
+            begin = f"{begin}rule {pattern!r}: no leaf matches it; "
+            # With `**`, a misspelt rule may be that of leaves in anything that is masked.
+            if exact or (hidden and _ANY_KEYS not in pattern.split("/")):
+                expected = "expected rules for the leaves that are left"
+                raise ValueError(f"{begin}{_masked(exact or hidden)}; {expected}.")
+            near = ", ".join(map(repr, _nearest(pattern, [names()[i] for i in paths])))
+            maybe = f"; what it may match in {_masked(hidden)}" if hidden else ""
+            raise ValueError(f"{begin}near are {near}{maybe}.")
+
+
+def _masked(paths: Sequence[KeyPath]) -> str:
+    more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+    by = "as by `optax.masked` or `optax.partition`"
+    return f"{shown(paths[0])!r}{more} is masked away, {by}"
 
 
 def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:

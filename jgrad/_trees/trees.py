@@ -14,7 +14,7 @@ import optax
 
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.path_rules import shown
-from jgrad._trees.variables import leaves_with_paths
+from jgrad._trees.variables import leaves_with_paths, named_leaves
 
 PyTree = Any
 
@@ -78,8 +78,12 @@ def masked_paths(tree: PyTree) -> list[tuple[Any, ...]]:
     def is_masked(x: Any) -> bool:
         return isinstance(x, optax.MaskedNode)
 
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
-    return [path for path, x in nodes if is_masked(x)]
+    return [name for _, name, x in named_leaves(tree, is_masked) if is_masked(x)]
+
+
+def rule_names(tree: PyTree) -> list[str]:
+    """The path of each leaf as rules are written, which need not name the `value` of a variable."""
+    return [shown(name) for _, name, _ in named_leaves(tree, is_leaf)]
 
 
 def names(tree: PyTree) -> list[str]:

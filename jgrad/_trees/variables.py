@@ -61,6 +61,19 @@ def leaves_with_paths(
     return found
 
 
+def named_leaves(
+    tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...], Any]]:
+    """(path, name, leaf) of each leaf: the name of the array of a variable is the variable's path.
+
+    An attribute `value` of any other node is a name of a model. What a tree in a variable holds has
+    all of its path, as in files.
+    """
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    both = zip(pairs, leaves_with_paths(tree, is_leaf), strict=True)
+    return [(path, own if own == path[:-1] else path, x) for (path, x), (own, _) in both]
+
+
 # ---- arrays in 8 bits --------------------------------------------------------------------------
 
 

@@ -93,6 +93,19 @@ def is_spec(x):
     return isinstance(x, P)
 
 
+def test_a_sum_that_begins():
+    """The state gets leaves that it did not have."""
+    tx = jgrad.accumulate(jgrad.adam(1e-2, moment_dtype="8bit"), 1)
+    boxed = {"w": nn.Partitioned(jnp.ones((32, 256)), ("model", None))}
+    found = []
+    for params in (boxed, nn.unbox(boxed)):
+        _, state = tx.update(params, tx.init(params), params, emit=False)
+        found.append((state, *tx.update(params, state, params)[::-1]))
+    assert found[0][0].total["w"].names == boxed["w"].names
+    for x, y in zip(*found, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, nn.unbox(x), y)
+
+
 def test_described_alike():
     params = MODEL.init(jax.random.key(0), X)
     described = jgrad.hidden_matrices().describe

@@ -1,5 +1,8 @@
 """States of flax's nnx: paths with and without the `value` of a variable are the same."""
 
+import collections
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +118,82 @@ def test_parameters_of_variables():
         for w in (params, as_pure(params)):
             state, _ = jgrad.carry_over(old, like=jax.eval_shape(tx.init, w), params=given)
             assert_same(state[1].average, params)
+
+
+class Heads(eqx.Module):
+    query: jax.Array
+    value: jax.Array
+
+
+Pair = collections.namedtuple("Pair", "query value")
+
+
+@pytest.mark.parametrize("kind", [Heads, Pair, dict])
+def test_value_is_an_attribute_of_models_too(kind):
+    """Only of a variable does it stand for the whole."""
+    params = {"attn": kind(query=jnp.ones(2), value=2 * jnp.ones(3))}
+    tx = jgrad.adam(0.1)
+    state = tx.init(params)._replace(mw=params)
+    file = in_dicts(state)
+    jgrad.carry_over(state, like=file, strict=True)
+    for old in (state, file):
+        found, account = jgrad.carry_over(old, like=state, strict=True)
+        assert_same(found, state)
+        assert "mw/attn/value" in account.kept
+    mask = jgrad.by_path({"attn/value": True}, rest=False)
+    assert jgrad.carry_over(state, like=state, reset=mask)[1].reset == (
+        "mw/attn/value",
+        "vw/attn/value",
+    )
+    assert_error(
+        ValueError,
+        "by_path: no rule matches 'attn/query', 'attn/value', expected one, or `rest=`.",
+        lambda: jgrad.by_path({"x": 1})(params | {"x": jnp.ones(1)}),
+    )
+    like = jax.eval_shape(optax.chain(tx, jgrad.ema(0.9)).init, params)
+    assert_same(jgrad.carry_over(state, like=like, params=params)[0][1].average, params)
+
+
+def in_dicts(state):
+    """As orbax reads a file without a target."""
+    names = {"step": state.step}
+    fields = {name: getattr(state, name)["attn"] for name in ("mw", "vw")}
+    as_dict = lambda x: x if isinstance(x, dict) else {n: getattr(x, n) for n in ("query", "value")}
+    return names | {name: {"attn": as_dict(x)} for name, x in fields.items()}
+
+
+def test_a_subtree_is_no_variable():
+    """So nothing but a variable itself may be named by the path of its array."""
+    layer = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    old, like = (jgrad.adam(0.1).init({name: layer}) for name in ("layer", "new"))
+    for rename, expected in [
+        ({"layer/value": "new"}, "layer/value: no such path in `old`, expected one such as layer/"),
+        ({"layer": "new/value"}, "new/value: no such path in `like`, expected one such as new/"),
+    ]:
+        with pytest.raises(ValueError, match=f"carry_over: `rename`: {expected}"):
+            jgrad.carry_over(old, like=like, rename=rename)
+    heads = Pair(jnp.ones(2), jnp.ones(3))
+    old, like = (jgrad.adam(0.1).init({name: heads}) for name in ("attn", "new"))
+    rename = {"attn/value": "new/value", "attn/query": "new/query"}
+    jgrad.carry_over(old, like=like, rename=rename, strict=True)
+
+
+def test_a_tree_in_a_variable():
+    """What files of 1.0 have of it has the key `value` on the way."""
+    params = {"a": nnx.Param({"w": jnp.ones(2)})}
+    state = jgrad.adam(0.1).init(params)
+    in_file = {name: {"a": {"value": {"w": jnp.ones(2)}}} for name in ("mw", "vw")}
+    jgrad.carry_over({"step": state.step, **in_file}, like=state, strict=True)
+
+
+def test_states_without_fields():
+    """Of somebody's transformation, in plain containers."""
+    arrays = {"noise": {"w": jnp.ones(2)}}
+    both = arrays, jax.tree.map(nnx.Param, arrays)
+    for old, like in (both, both[::-1]):
+        state, account = jgrad.carry_over(old, like=like, strict=True)
+        assert_same(state, arrays)
+        assert account.kept == ("noise/w",)
 
 
 def test_value_is_a_name_of_models_too():
