@@ -14,8 +14,8 @@ from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
 from jgrad._quantized import encoding
 from jgrad._states import account as accounts, forms, matching, parts, paths, units
-from jgrad._states.account import Account
-from jgrad._states.matching import Matcher, Source
+from jgrad._states.account import Account, Source
+from jgrad._states.matching import Matcher
 from jgrad._states.parts import Keys, Part
 from jgrad._states.units import Momentum
 from jgrad._trees import checks, trees, values, variables

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jgrad._states import account, forms, parts, units
-from jgrad._states.account import Entry
+from jgrad._states import account, forms, notes, parts, units
+from jgrad._states.account import Entry, Source
 from jgrad._states.owners import Owners
 from jgrad._states.parts import Keys, Part
 from jgrad._trees import checks
@@ -38,30 +38,6 @@ _START_AT_ZERO = (
     *(parts.MOMENTS, parts.ACCUMULATE, parts.SKIP, parts.SPIKES, parts.EMA, parts.SCHEDULE_FREE),
     *(parts.STOCHASTIC, parts.COUNTER),
 )
-
-_BIAS = (
-    "{names}: zero beside a step that is kept, which schedules and bias correction count: Adam's "
-    "first 100 steps there are up to 6.6 times too long (betas 0.9, 0.999). Warm up their rate, or "
-    "set `step` to 0."
-)
-_NO_STEP = "step: not in `old`, so schedules and bias correction begin anew."
-_WEIGHTED = (
-    "accumulate: sums of weighted gradients in `old`, of others in `like`: the window begins anew."
-)
-
-
-class Source(NamedTuple):
-    """What a leaf of the new state is made of.
-
-    Attributes:
-      what: happens to it, as the account says it.
-      old: the position of the leaf in the old state, or None.
-      how: it is made of that; "" for a change of form, if any.
-    """
-
-    what: str
-    old: int | None = None
-    how: str = ""
 
 
 class Matching(NamedTuple):
@@ -108,7 +84,9 @@ class Matcher:
                 entries.append(Entry(source.what, part.shown, part.keys, detail))
         entries += [Entry(account.DROPPED, x.shown, x.keys, self._lost(x)) for x in self._unused()]
         self._check_something_fits(sources)
-        return Matching(sources, entries, list(self._notes(sources)))
+        is_new_window = any(x.role == _TOTAL and self._loses_weights(x) for x in self._like)
+        said = notes.of(self._old, self._like, sources, is_new_window=is_new_window)
+        return Matching(sources, entries, said)
 
     def _source(self, i: int, part: Part) -> Source:
         """That of a leaf."""
@@ -273,31 +251,6 @@ class Matcher:
             f"{self._function}: `old`: {came}, of which `like` would keep none, expected "
             f"{expected}: name other paths by `rename`, or begin with zeros by `reset=True`."
         )
-
-    def _notes(self, sources: Sequence[Source | None]) -> list[str]:
-        pairs = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
-        first = {x.keys for x in self._like if x.role == _MOMENTS[0] and x.leaf is not None}
-        steps = [s for x, s in pairs if x.is_step]
-        carried = any(x.role in _MOMENTS and s.old is not None for x, s in pairs)
-        new = [
-            x
-            for x, s in pairs
-            if x.role == _MOMENTS[1] and s.what in (account.ZERO, account.RESET) and x.keys in first
-        ]
-        notes = []
-        if new and any(x.old is not None for x in steps):
-            names = Entry("", new[0].shown, new[0].keys).name
-            notes.append(_BIAS.format(names=names if len(new) == 1 else f"vw of {len(new)} leaves"))
-        if any(x.role == _TOTAL and self._loses_weights(x) for x in self._like):
-            notes.append(_WEIGHTED)
-        if carried and any(x.old is None for x in steps):
-            notes.append(_NO_STEP)
-        became = [
-            (self._old[s.old].unit, x.unit, s.how)
-            for x, s in pairs
-            if x.role == _MOMENTS[0] and s.old is not None
-        ]
-        return [*notes, *units.notes(became)]
 
 
 def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:
