@@ -273,6 +273,7 @@ MUTATIONS = [
     Mutation("Owners.steps", "moments have the step of others", "(_[X.owner], Y, *Z)", "(Y, *Z)", "tests/states/test_owners.py"),
     Mutation("path_rules.common_end", "places mean nothing", "len(_)", "0", "tests/states/test_same_recipe.py"),
     Mutation("_Leaves._made", "the windows of all labels have one count", "_._counts[X]", "min(self._counts.values())", "tests/states/test_owners.py"),
+    Mutation("_Leaves._average", "the averages of all labels have one b1", "_._numbers[X, 'b1']", "min(i for (_, x), i in self._numbers.items() if x == 'b1')", "tests/states/test_owners.py"),
     Mutation("_states_in", "labels may be fields", "X == _LABELED", "False", "tests/states/test_owners.py"),
     Mutation("parts.keys_of", "variables are subtrees", "path_rules.without_value(X)", "X", "tests/states/test_variables.py"),
     Mutation("paths._of_variables", "each value is a variable's", "_[_] == 1", "True", "tests/states/test_variables.py"),

@@ -256,8 +256,8 @@ class _Leaves:
         like, i = part.leaf, source.old
         if source.what == accounts.OF_WEIGHTS:
             x = self._parameter(part) if i is None else self._arg.leaves[i]
-            if source.how:
-                x = where_it_lies(functools.partial(self._average, part), x)
+            if i is not None and source.how:
+                x = where_it_lies(functools.partial(self._average, part, i), x)
             x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
             arg = ArgLeaves(_NAME, "params", [x], lambda: [part.path])
             return _in_form(arg, 0, like, x)
@@ -292,16 +292,23 @@ class _Leaves:
             raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
         return x
 
-    def _average(self, part: Part, z: Any) -> Any:
+    def _average(self, part: Part, i: int, z: Any) -> Any:
         """x of optax's `schedule_free`, which keeps z and steps y = b1 x + (1 - b1) z."""
-        masters = [i for i in self._of(parts.MASTER, "master") if self._parts[i].keys == part.keys]
-        y = self._arg.leaves[masters[0]] if masters else self._parameter(part)
+        master = self._masters.get(part.keys)
+        y = self._parameter(part) if master is None else self._arg.leaves[master]
         y, z = parameters.wide(y), parameters.wide(z)
-        b1 = self._arg.leaves[self._of(parts.SCHEDULE_FREE, "b1")[0]].astype(z.dtype)
+        b1 = self._arg.leaves[self._numbers[self._parts[i].owner, "b1"]].astype(z.dtype)
         return (y - (1 - b1) * z) / b1
 
-    def _of(self, *role: str) -> list[int]:
-        return [i for i, x in enumerate(self._parts) if x.role == role and x.leaf is not None]
+    @functools.cached_property
+    def _numbers(self) -> Mapping[tuple[Keys, str], int]:
+        return matching.numbers(self._parts)
+
+    @functools.cached_property
+    def _masters(self) -> dict[Keys, int]:
+        """Where the first float32 copies are, by the paths of their parameters."""
+        found = [(i, x) for i, x in enumerate(self._parts) if x.role == (parts.MASTER, "master")]
+        return {x.keys: i for i, x in reversed(found) if x.leaf is not None}
 
     def _made(self, how: str, i: int, x: Any) -> Any:
         """What is neither the array of before nor another form of it."""

@@ -66,7 +66,7 @@ class Matcher:
         self._owners = Owners(old, like)
         self._own = self._owners.assigned()
         self._own |= self._owners.steps(self._own)
-        self._numbers, self._old_numbers = map(_numbers, (like, old))
+        self._numbers, self._old_numbers = map(numbers, (like, old))
         self._used: set[int] = set()
 
     def match(self) -> Matching:
@@ -95,9 +95,11 @@ class Matcher:
             self._used.update(self._by_role[part.role, part.keys])
             return Source(account.RESET)
         if part.is_step and own is None:
-            done = self._by_role[_DONE, ()]
-            how = ONE_LESS if done and self._old[done[0]].name == "step_count" else ""
-            return self._carried(part, done[0], how) if done else Source(account.ZERO)
+            done = self._owners.most_alike(i, self._by_role[_DONE, ()])
+            if done is None:
+                return Source(account.ZERO)
+            how = ONE_LESS if self._old[done].name == "step_count" else ""
+            return self._carried(part, done, how)
         if own is not None and self._may_be_carried(part, own):
             return self._carried(part, own, self._made_by(part, own))
         return self._new(i, part)
@@ -131,10 +133,11 @@ class Matcher:
             for own in masters:
                 self._check_shape(part, own)
                 self._used.add(own)
-            z, b1 = self._by_role[_Z, part.keys], self._by_role[_B1, ()]
-            if part.role == _AVERAGE and z and b1:
-                self._used.update(b1)
-                return Source(account.OF_WEIGHTS, z[0], OF_Y_AND_Z)
+            z = self._owners.most_alike(i, self._by_role[_Z, part.keys])
+            b1 = None if z is None else self._old_numbers.get((self._old[z].owner, _B1[1]))
+            if part.role == _AVERAGE and b1 is not None:
+                self._used.add(b1)
+                return Source(account.OF_WEIGHTS, z, OF_Y_AND_Z)
             return Source(account.OF_WEIGHTS, masters[0] if masters else None)
         if part.name == "step_count":
             return Source(account.FROM_LIKE, None, FIRST)
@@ -261,7 +264,7 @@ def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:
     return found
 
 
-def _numbers(state: Sequence[Part]) -> Mapping[tuple[Keys, str], int]:
+def numbers(state: Sequence[Part]) -> Mapping[tuple[Keys, str], int]:
     """Where the numbers of owners are, those that are there."""
     found = enumerate(state)
     return {(x.owner, x.field): i for i, x in found if x.leaf is not None and not x.keys}
