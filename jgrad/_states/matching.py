@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jgrad._states import account, forms, notes, parts, units
 from jgrad._states.account import Entry, Source
 from jgrad._states.owners import Owners
-from jgrad._states.parts import Keys, Part
+from jgrad._states.parts import WITHOUT_PARAMETERS, Keys, Part
 from jgrad._trees import checks
 
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
@@ -247,7 +247,8 @@ class Matcher:
         wanted = [(x, s) for x, s in pairs if x.is_moment]
         if not had or all(s.what == account.RESET for _, s in wanted):
             return
-        if any(s.old is not None and (x.keys or x.role in _TREES) for x, s in pairs):
+        kept = [x for x, s in pairs if s.old is not None]
+        if any(x.role in _TREES or (x.keys and x.field not in WITHOUT_PARAMETERS) for x in kept):
             return
         came, expected = _listed(had), _listed([x for x, _ in wanted])
         raise ValueError(

@@ -788,6 +788,28 @@ def test_the_step_alone_is_not_a_state(name):
         jgrad.carry_over(old, like=like, reset=some)
 
 
+AROUND = {
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "inject_hyperparams, a schedule": lambda: optax.inject_hyperparams(jgrad.adam)(lambda t: 0.1),
+    "watch": lambda: jgrad.watch(make()),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_hyperparameters_and_reports_are_no_moments(name, standard_promotion):
+    """They have keys, too, and say nothing of whose state it is."""
+    tx = AROUND[name]()
+    old, like = tx.init(P), tx.init({"b": P["a"]})
+    assert_error(
+        ValueError,
+        "carry_over: `old`: mw/a, vw/a, of which `like` would keep none, expected mw/b, vw/b: name "
+        "other paths by `rename`, or begin with zeros by `reset=True`.",
+        lambda: jgrad.carry_over(old, like=like),
+    )
+    for options in {"rename": {"a": "b"}}, {"reset": True}:
+        assert_same(jgrad.carry_over(old, like=like, **options)[0], like)
+
+
 def test_reset_of_all_labels():
     """Without parameters, too: those of each label are in a tree of its own."""
     tx = optax.partition({"a": make(), "b": make()}, _labels("a", "b"))
