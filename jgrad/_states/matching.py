@@ -10,6 +10,7 @@ from jgrad._states import account, forms, notes, parts, units
 from jgrad._states.account import Entry, Source
 from jgrad._states.owners import Owners
 from jgrad._states.parts import WITHOUT_PARAMETERS, Keys, Part
+from jgrad._states.units import Unit
 from jgrad._trees import checks
 
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
@@ -63,6 +64,9 @@ class Matcher:
     ) -> None:
         self._function, self._old, self._like, self._reset = function, old, like, reset
         self._by_role = _by_role(old)
+        self._places: dict[Any, list[Unit | None]] = {}
+        for x in like:
+            self._places.setdefault((x.role, x.keys), []).append(x.unit)
         self._owners = Owners(old, like)
         self._own = self._owners.assigned()
         self._own |= self._owners.steps(self._own)
@@ -200,8 +204,7 @@ class Matcher:
 
     def _lost(self, part: Part) -> str:
         """Why, of a moment for which `like` has a place, but in another unit."""
-        places = [x.unit for x in self._like if (x.role, x.keys) == (part.role, part.keys)]
-        return units.lost(part.unit, places)
+        return units.lost(part.unit, self._places.get((part.role, part.keys), ()))
 
     def _detail(self, part: Part, source: Source) -> str:
         if source.how:

@@ -1,6 +1,7 @@
 """A state in the form of another recipe."""
 
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -826,3 +827,38 @@ def test_states_without_moments():
     assert (account.kept, len(account.dropped)) == (("step",), 10)
     again, account = carried(state, make())
     assert (int(again.step), account.kept, len(account.zero)) == (3, ("step",), 10)
+
+
+# ---- many leaves -------------------------------------------------------------------------------
+
+AVERAGED = optax.contrib.schedule_free(optax.sgd(0.1), 0.1)
+MANY = {
+    "a wrapper more": (make(), jgrad.skip_nonfinite(make())),
+    "moments of another unit": (optax.lars(0.1), make()),
+    "averages": (AVERAGED, jgrad.schedule_free(jgrad.gradient_descent(0.1), learning_rate=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_work_is_linear_in_leaves(name, standard_promotion):
+    """Counted in calls of functions of jgrad: no leaf looks at all others."""
+    before, after = MANY[name]
+
+    def calls(n):
+        w = {f"l{i}": P["a"] for i in range(n)}
+        old, like = before.init(w), after.init(w)
+        count = 0
+
+        def profile(frame, event, arg):
+            nonlocal count
+            count += event == "call" and frame.f_globals.get("__name__", "").startswith("jgrad.")
+
+        was = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            jgrad.carry_over(old, like=like, params=w)
+        finally:
+            sys.setprofile(was)
+        return count
+
+    assert calls(100) < 4.5 * calls(25)
