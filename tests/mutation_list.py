@@ -278,6 +278,7 @@ MUTATIONS = [
     Mutation("parts.keys_of", "variables are subtrees", "path_rules.without_value(X)", "X", "tests/states/test_variables.py"),
     Mutation("paths._of_variables", "each value is a variable's", "_[_] == 1", "True", "tests/states/test_variables.py"),
     Mutation("Matcher._check_moments", "a state of which no moment is kept", "not X or _", "True", "tests/states/test_carry_over.py"),
+    Mutation("Matcher._check_something_fits", "a moment of another unit excuses all others", "not (pairs and had)", "not (pairs and had) or any(map(self._lost, had))", "tests/states/test_units.py"),
     Mutation("_without_shared_arrays", "two leaves are one array", "id(x) in seen", "False", "tests/states/test_carry_over.py"),
     # ---- _wrappers
     Mutation("stochastic_rounding", "the counter does not count", "optax.safe_increment(X)", "X", "tests/wrappers/test_stochastic_rounding.py"),

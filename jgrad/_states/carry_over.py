@@ -107,7 +107,8 @@ def carry_over(
     Raises:
       ValueError: a leaf has another shape, nothing fits, both states have moments and none is kept,
         parameters are missing, a path in `rename` is not there, momentum is said to hold what it
-        does not; with `strict`, anything is dropped or new.
+        does not; with `strict`, anything is dropped or new. A moment whose unit cannot become the
+        new one is no error: it is dropped, and its line in the account says why.
       TypeError: `like` is a transformation, or a leaf is of another kind.
 
     Example:

@@ -234,10 +234,11 @@ class Matcher:
     def _check_something_fits(self, sources: Sequence[Source | None]) -> None:
         pairs = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
         had = [x for x in self._old if x.leaf is not None]
-        if not (pairs and had) or any(map(self._lost, had)):
+        if not (pairs and had):
             return
-        if any(s.old is not None or s.what == account.RESET for _, s in pairs):
-            self._check_moments(pairs, [x for x in had if x.is_moment])
+        lost = {x.keys for x in had if self._lost(x)}  # the parameter fits, and not the unit
+        if lost or any(s.old is not None or s.what == account.RESET for _, s in pairs):
+            self._check_moments(pairs, had, lost)
             return
         came = ", ".join(sorted({x.shown or "arrays" for x in had}))
         raise ValueError(
@@ -245,9 +246,15 @@ class Matcher:
             "an optimizer for the same parameters."
         )
 
-    def _check_moments(self, pairs: Sequence[tuple[Part, Source]], had: Sequence[Part]) -> None:
-        """Some of the moments are kept, where both have some, or all are reset."""
-        wanted = [(x, s) for x, s in pairs if x.is_moment]
+    def _check_moments(
+        self, pairs: Sequence[tuple[Part, Source]], had: Sequence[Part], lost: Collection[Keys]
+    ) -> None:
+        """Some of the moments are kept, where both have some, or all are reset.
+
+        The account says why those of lost parameters are not: their units.
+        """
+        had = [x for x in had if x.is_moment and x.keys not in lost]
+        wanted = [(x, s) for x, s in pairs if x.is_moment and x.keys not in lost]
         if not had or all(s.what == account.RESET for _, s in wanted):
             return
         kept = [x for x, s in pairs if s.old is not None]

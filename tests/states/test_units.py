@@ -451,6 +451,28 @@ def test_second_moments_of_another_kind():
     assert account.estimated == ("vw/b", "vw/w")
 
 
+def of_leaves(names):
+    return dict.fromkeys(names, normal(2))
+
+
+def test_one_moment_of_another_unit_excuses_no_other():
+    """It is dropped with a line in the account; that the rest has other paths is an error."""
+    old, adam = optax.lars(0.1).init(of_leaves("hxyz")), jgrad.adam(0.1)
+    assert_error(
+        ValueError,
+        "carry_over: `old`: mw/x, mw/y, mw/z, of which `like` would keep none, expected mw/p, mw/q, "
+        "mw/r and 3 more: name other paths by `rename`, or begin with zeros by `reset=True`.",
+        lambda: jgrad.carry_over(old, like=adam.init(of_leaves("hpqr"))),
+    )
+    for names in "h", "hxyz", "hpqrxyz":  # a part of it, all of it, and more
+        _, account = jgrad.carry_over(old, like=adam.init(of_leaves(names)))
+        assert {*account.dropped} == {"mw/h", "mw/x", "mw/y", "mw/z"}
+        assert "mw/h: sums of updates, where `like` has averages of gradients" in str(account)
+    belief = optax.adabelief(0.1).init(of_leaves("hx"))
+    _, account = jgrad.carry_over(belief, like=adam.init(of_leaves("hp")))
+    assert "mw/h" in account.kept  # beside a second moment of another unit
+
+
 def test_what_the_account_says():
     descent, adam = trained("gradient_descent")[1], like_of("adam")
     says_open = "not say whether momentum is a sum of gradients (`gradient_descent`) or of steps"
