@@ -263,6 +263,7 @@ MUTATIONS = [
     Mutation("Owners._may_become", "a moment goes where another unit is wanted", "units.may_become(X, Y)", "True", "tests/states/test_units.py"),
     Mutation("Matcher._made_by", "optax's counter from 1 is ours from 0", "return _ if _ == 'step_count' else ONE_LESS", "return ''", "tests/wrappers/test_schedule_free.py"),
     Mutation("units.places", "links that are missing have no place", "[*map(int, names)]", "[*range(len(pairs))]", "tests/states/test_units.py"),
+    Mutation("units.places", "names of a chain say where the learning rate is", "len(pairs) > 1", "False", "tests/states/test_units.py"),
     Mutation("_of_accumulator", "a trace behind the learning rate sums gradients", "own[0] and _", "False", "tests/states/test_units.py"),
     Mutation("_preconditions", "a trace behind RMSprop sums gradients", "any(_)", "False", "tests/states/test_units.py"),
     Mutation("units._notes", "what is presumed of momentum is not said", "not X.is_certain", "False", "tests/states/test_units.py"),

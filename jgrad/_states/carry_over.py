@@ -113,13 +113,13 @@ def carry_over(
 
     Example:
       >>> params = {"w": jnp.ones((64, 128))}
-      >>> old, tx = optax.lars(0.1).init(params), jgrad.lars(0.1, rule="decayed_gradient")
-      >>> like = jax.eval_shape(tx.init, params)
+      >>> rate = optax.linear_schedule(0.1, 0.0, 90)
+      >>> old = optax.lars(rate).init(params)
+      >>> like = jax.eval_shape(jgrad.lars(rate, rule="decayed_gradient").init, params)
       >>> state, account = jgrad.carry_over(old, like=like, like_momentum="steps")
       >>> print(account)
+      kept       step
       converted  mw/w: -mw, a sum of updates for one of steps or the reverse
-      zero       step
-      note       step: not in `old`, so schedules and bias correction begin anew.
     """
     if hasattr(like, "init") and hasattr(like, "update"):
         remedy = "expected a state: `jax.eval_shape(tx.init, params)`"

@@ -48,7 +48,7 @@ class Chain(NamedTuple):
     """A chain that a state stands in.
 
     Attributes:
-      links: the states in it.
+      links: the states in it; () where their order is not known.
       place: which of them it is.
       is_whole: whether the last links are known.
     """
@@ -130,12 +130,13 @@ def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
 def places(node: PyTree, pairs: Sequence[tuple[Any, PyTree]]) -> list[tuple[Chain, ...]]:
     """The place of each child in a chain, if the node is one.
 
-    A pure dictionary of flax's nnx has numbers as keys, and no links that hold nothing.
+    A pure dictionary of flax's nnx has numbers as keys, and no links that hold nothing. That of
+    `optax.named_chain` has names, which JAX sorts.
     """
     names = [keys_of((key,))[0] for key, _ in pairs]
     is_whole = isinstance(node, tuple | list)
     if not is_whole and not all(map(str.isdecimal, names)):
-        return [()] * len(pairs)
+        return [(Chain((), 0, False),) if len(pairs) > 1 else ()] * len(pairs)
     numbers = [*range(len(pairs))] if is_whole else [*map(int, names)]
     links: list[PyTree] = [()] * (max(numbers, default=-1) + 1)
     for i, (_, child) in zip(numbers, pairs, strict=True):
@@ -147,7 +148,8 @@ def _of_accumulator(chains: Sequence[Chain], *, is_mean: bool) -> Unit:
     """Of optax's `trace` or `ema`, which takes whatever comes along its chain.
 
     The learning rate is before it where nothing comes behind it, as in `optax.lars`, or where a
-    schedule is before it and none behind. Most links have no state: then this is a presumption.
+    schedule is before it and none behind. Most links have no state, and the rate may be outside of
+    the chain: then this is a presumption.
     """
     parts = [_without_averages(x.links, x.place) for x in chains]
     before = [x for own, _ in parts for x in own]
@@ -157,10 +159,10 @@ def _of_accumulator(chains: Sequence[Chain], *, is_mean: bool) -> Unit:
     # Of a chain inside a chain one link before is more often a clipping than the rate.
     is_last = not own[1] and (not behind or len(own[0]) > 1)
     if own[0] and (is_last or by_schedule):
-        return Unit(UPDATES, is_mean, not behind)
+        return Unit(UPDATES, is_mean, not behind and bool(jax.tree.leaves(before)))
     if any(map(_preconditions, before)):
         return Unit(PRECONDITIONED, is_mean, False)
-    return Unit(GRADIENTS, is_mean, not before)
+    return Unit(GRADIENTS, is_mean, not before and all(x.links for x in chains))
 
 
 def _without_averages(links: Sequence[PyTree], i: int) -> tuple[list[PyTree], list[PyTree]]:

@@ -142,6 +142,15 @@ OLD = {
         "gradients",
         gradients,
     ),
+    "optax.trace, named": without_step(
+        optax.named_chain(("rate", optax.scale(-0.1)), ("trace", optax.trace(BETA))),
+        "updates",
+        lambda m, w, g, rate, v: BETA * m - rate * g,
+        said="updates",
+    ),
+    "optax.trace, the rate outside": without_step(
+        optax.chain(clip, optax.trace(BETA)), "gradients", gradients, said="gradients"
+    ),
     "optax.lars": without_step(lars(0.1), "updates", updates),
     "optax.lars, a schedule": Old(lars(falling), "updates", updates, rate=falling),
     "optax.lars, masked": without_step(
@@ -327,6 +336,9 @@ def test_nothing_is_silently_kept_in_another_unit(old):
         is_kept = any(x.startswith("mw") for x in (*account.kept, *account.converted))
         if is_kept and (before.said or new.said):
             assert "not say whether momentum is" in str(account), (old, name)
+        if before.said and new.said:
+            said = jgrad.carry_over(trained(old)[1], like=like_of(name), like_momentum=new.said)[1]
+            assert "mw/w" in said.dropped or "`old` does not say" in str(said), (old, name)
         if is_kept and before.unit != new.unit and not (before.said or new.said):
             assert "averages in `like`" in str(account)
 
