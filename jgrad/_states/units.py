@@ -31,9 +31,11 @@ _OF_AVERAGES, _OF_SUMS = "19 max(mw^2, its mean)", "0.19 max(mw^2, its mean)"
 SQUARES_OF = {_OF_AVERAGES: 19.0, _OF_SUMS: 0.19}
 
 _OPEN = (
-    "mw: {states} not say whether momentum is a sum of gradients (`gradient_descent`) or of steps "
-    "(`lars`). It is taken for {taken}; {arguments} what it is."
+    "mw: {states} not say whether momentum is {choice}. It is taken for {taken}; {arguments} what "
+    "it is."
 )
+_OF_SUM = "a sum of gradients (`gradient_descent`) or of steps (`lars`)"
+_OF_AVERAGE = "an average of gradients (`adam`) or of what another link makes of them"
 _SUMS = (
     "mw: sums of gradients in `old`, averages in `like`: too large at first, by 1 / (1 - momentum)."
     " `momentum_decay=` converts them."
@@ -253,15 +255,18 @@ def notes(became: Iterable[tuple[Unit | None, Unit | None, str]]) -> list[str]:
 
 
 def _notes(was: Unit, now: Unit, how: str) -> Iterator[str]:
-    names = [name for name, x in (("old", was), ("like", now)) if not x.is_certain]
-    if names:
-        of = _taken(was, now)[names[0] == "like"]
+    sides = zip(("old", "like"), (was, now), _taken(was, now), strict=True)
+    presumed = [(name, x.is_mean, of) for name, x, of in sides if not x.is_certain]
+    for is_mean in dict.fromkeys(x for _, x, _ in presumed):
+        names = [name for name, x, _ in presumed if x == is_mean]
+        of = next(of for _, x, of in presumed if x == is_mean)
         states, arguments = (
             " and ".join(form.format(x) for x in names) for form in ("`{}`", "`{}_momentum=`")
         )
         yield _OPEN.format(
             states=f"{states} {'does' if len(names) == 1 else 'do'}",
-            taken=f"a sum of {of}" if of else "the same in both",
+            choice=_OF_AVERAGE if is_mean else _OF_SUM,
+            taken=f"{'an average' if is_mean else 'a sum'} of {of}" if of else "the same in both",
             arguments=f"{arguments} {'says' if len(names) == 1 else 'say'}",
         )
     if was.is_mean != now.is_mean and not how:

@@ -514,6 +514,19 @@ def test_what_the_account_says():
         "correction count: Adam's first 100 steps there are up to 6.6 times too long (betas 0.9, "
         "0.999). Warm up their rate, or set `step` to 0."
     )
+    means = optax.chain(clip, optax.ema(0.9), optax.scale(-0.1)).init(W)
+    assert str(jgrad.carry_over(means, like=adam)[1]) == (
+        "kept       step\n"
+        "kept       mw, 2 leaves\n"
+        "estimated  vw, 2 leaves: 19 max(mw^2, its mean)\n"
+        "note       mw: `old` does not say whether momentum is an average of gradients (`adam`) or "
+        "of what another link makes of them. It is taken for an average of gradients; "
+        "`old_momentum=` says what it is."
+    )
+    account = jgrad.carry_over(means, like=descent)[1]  # each side for itself
+    assert "`old` does not say whether momentum is an average" in str(account)
+    assert "`like` does not say whether momentum is a sum" in str(account)
+    assert "taken for a sum of gradients; `like_momentum=` says" in str(account)
     _, account = jgrad.carry_over(
         trained("optax.lars")[1], like=like_of("lars"), like_momentum="steps"
     )
