@@ -135,7 +135,7 @@ def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
 
 def _check_called(function: str, name: str, x: Any) -> None:
     """No function of jgrad in the place of what it returns: `hidden_matrices` without the call."""
-    if isinstance(x, types.FunctionType) and x.__module__.startswith("jgrad."):
+    if isinstance(x, types.FunctionType) and (x.__module__ or "").startswith("jgrad."):
         own = f"jgrad.{x.__name__}"
         expected = f"what it returns: call it, `{name}={own}(...)`"
         raise TypeError(f"{function}: `{name}`: the function `{own}`, expected {expected}.")

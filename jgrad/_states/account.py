@@ -35,6 +35,20 @@ class Entry(NamedTuple):
         return "/".join(filter(None, (self.part, *self.keys)))
 
 
+class Source(NamedTuple):
+    """What a leaf of the new state is made of.
+
+    Attributes:
+      what: happens to it, as the account says it.
+      old: the position of the leaf in the old state, or None.
+      how: it is made of that; "" for a change of form, if any.
+    """
+
+    what: str
+    old: int | None = None
+    how: str = ""
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class Account:

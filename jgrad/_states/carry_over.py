@@ -14,8 +14,8 @@ from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
 from jgrad._quantized import encoding
 from jgrad._states import account as accounts, forms, matching, parts, paths, units
-from jgrad._states.account import Account
-from jgrad._states.matching import Matcher, Source
+from jgrad._states.account import Account, Source
+from jgrad._states.matching import Matcher
 from jgrad._states.parts import Keys, Part
 from jgrad._states.units import Momentum
 from jgrad._trees import checks, trees, values, variables
@@ -107,18 +107,19 @@ def carry_over(
     Raises:
       ValueError: a leaf has another shape, nothing fits, both states have moments and none is kept,
         parameters are missing, a path in `rename` is not there, momentum is said to hold what it
-        does not; with `strict`, anything is dropped or new.
+        does not; with `strict`, anything is dropped or new. A moment whose unit cannot become the
+        new one is no error: it is dropped, and its line in the account says why.
       TypeError: `like` is a transformation, or a leaf is of another kind.
 
     Example:
       >>> params = {"w": jnp.ones((64, 128))}
-      >>> old, tx = optax.lars(0.1).init(params), jgrad.lars(0.1, rule="decayed_gradient")
-      >>> like = jax.eval_shape(tx.init, params)
+      >>> rate = optax.linear_schedule(0.1, 0.0, 90)
+      >>> old = optax.lars(rate).init(params)
+      >>> like = jax.eval_shape(jgrad.lars(rate, rule="decayed_gradient").init, params)
       >>> state, account = jgrad.carry_over(old, like=like, like_momentum="steps")
       >>> print(account)
+      kept       step
       converted  mw/w: -mw, a sum of updates for one of steps or the reverse
-      zero       step
-      note       step: not in `old`, so schedules and bias correction begin anew.
     """
     if hasattr(like, "init") and hasattr(like, "update"):
         remedy = "expected a state: `jax.eval_shape(tx.init, params)`"
@@ -255,8 +256,8 @@ class _Leaves:
         like, i = part.leaf, source.old
         if source.what == accounts.OF_WEIGHTS:
             x = self._parameter(part) if i is None else self._arg.leaves[i]
-            if source.how:
-                x = where_it_lies(functools.partial(self._average, part), x)
+            if i is not None and source.how:
+                x = where_it_lies(functools.partial(self._average, part, i), x)
             x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
             arg = ArgLeaves(_NAME, "params", [x], lambda: [part.path])
             return _in_form(arg, 0, like, x)
@@ -291,16 +292,23 @@ class _Leaves:
             raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
         return x
 
-    def _average(self, part: Part, z: Any) -> Any:
+    def _average(self, part: Part, i: int, z: Any) -> Any:
         """x of optax's `schedule_free`, which keeps z and steps y = b1 x + (1 - b1) z."""
-        masters = [i for i in self._of(parts.MASTER, "master") if self._parts[i].keys == part.keys]
-        y = self._arg.leaves[masters[0]] if masters else self._parameter(part)
+        master = self._masters.get(part.keys)
+        y = self._parameter(part) if master is None else self._arg.leaves[master]
         y, z = parameters.wide(y), parameters.wide(z)
-        b1 = self._arg.leaves[self._of(parts.SCHEDULE_FREE, "b1")[0]].astype(z.dtype)
+        b1 = self._arg.leaves[self._numbers[self._parts[i].owner, "b1"]].astype(z.dtype)
         return (y - (1 - b1) * z) / b1
 
-    def _of(self, *role: str) -> list[int]:
-        return [i for i, x in enumerate(self._parts) if x.role == role and x.leaf is not None]
+    @functools.cached_property
+    def _numbers(self) -> Mapping[tuple[Keys, str], int]:
+        return matching.numbers(self._parts)
+
+    @functools.cached_property
+    def _masters(self) -> dict[Keys, int]:
+        """Where the first float32 copies are, by the paths of their parameters."""
+        found = [(i, x) for i, x in enumerate(self._parts) if x.role == (parts.MASTER, "master")]
+        return {x.keys: i for i, x in reversed(found) if x.leaf is not None}
 
     def _made(self, how: str, i: int, x: Any) -> Any:
         """What is neither the array of before nor another form of it."""

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jgrad._states import account, forms, parts, units
-from jgrad._states.account import Entry
+from jgrad._states import account, forms, notes, parts, units
+from jgrad._states.account import Entry, Source
 from jgrad._states.owners import Owners
-from jgrad._states.parts import Keys, Part
+from jgrad._states.parts import WITHOUT_PARAMETERS, Keys, Part
+from jgrad._states.units import Unit
 from jgrad._trees import checks
 
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
@@ -39,30 +40,6 @@ _START_AT_ZERO = (
     *(parts.STOCHASTIC, parts.COUNTER),
 )
 
-_BIAS = (
-    "{names}: zero beside a step that is kept, which schedules and bias correction count: Adam's "
-    "first 100 steps there are up to 6.6 times too long (betas 0.9, 0.999). Warm up their rate, or "
-    "set `step` to 0."
-)
-_NO_STEP = "step: not in `old`, so schedules and bias correction begin anew."
-_WEIGHTED = (
-    "accumulate: sums of weighted gradients in `old`, of others in `like`: the window begins anew."
-)
-
-
-class Source(NamedTuple):
-    """What a leaf of the new state is made of.
-
-    Attributes:
-      what: happens to it, as the account says it.
-      old: the position of the leaf in the old state, or None.
-      how: it is made of that; "" for a change of form, if any.
-    """
-
-    what: str
-    old: int | None = None
-    how: str = ""
-
 
 class Matching(NamedTuple):
     """The whole: a source for each leaf of the new state, None for None; entries and notes."""
@@ -87,10 +64,13 @@ class Matcher:
     ) -> None:
         self._function, self._old, self._like, self._reset = function, old, like, reset
         self._by_role = _by_role(old)
+        self._places: dict[Any, list[Unit | None]] = {}
+        for x in like:
+            self._places.setdefault((x.role, x.keys), []).append(x.unit)
         self._owners = Owners(old, like)
         self._own = self._owners.assigned()
         self._own |= self._owners.steps(self._own)
-        self._numbers, self._old_numbers = map(_numbers, (like, old))
+        self._numbers, self._old_numbers = map(numbers, (like, old))
         self._used: set[int] = set()
 
     def match(self) -> Matching:
@@ -108,7 +88,9 @@ class Matcher:
                 entries.append(Entry(source.what, part.shown, part.keys, detail))
         entries += [Entry(account.DROPPED, x.shown, x.keys, self._lost(x)) for x in self._unused()]
         self._check_something_fits(sources)
-        return Matching(sources, entries, list(self._notes(sources)))
+        is_new_window = any(x.role == _TOTAL and self._loses_weights(x) for x in self._like)
+        said = notes.of(self._old, self._like, sources, is_new_window=is_new_window)
+        return Matching(sources, entries, said)
 
     def _source(self, i: int, part: Part) -> Source:
         """That of a leaf."""
@@ -117,9 +99,11 @@ class Matcher:
             self._used.update(self._by_role[part.role, part.keys])
             return Source(account.RESET)
         if part.is_step and own is None:
-            done = self._by_role[_DONE, ()]
-            how = ONE_LESS if done and self._old[done[0]].name == "step_count" else ""
-            return self._carried(part, done[0], how) if done else Source(account.ZERO)
+            done = self._owners.most_alike(i, self._by_role[_DONE, ()])
+            if done is None:
+                return Source(account.ZERO)
+            how = ONE_LESS if self._old[done].name == "step_count" else ""
+            return self._carried(part, done, how)
         if own is not None and self._may_be_carried(part, own):
             return self._carried(part, own, self._made_by(part, own))
         return self._new(i, part)
@@ -153,10 +137,11 @@ class Matcher:
             for own in masters:
                 self._check_shape(part, own)
                 self._used.add(own)
-            z, b1 = self._by_role[_Z, part.keys], self._by_role[_B1, ()]
-            if part.role == _AVERAGE and z and b1:
-                self._used.update(b1)
-                return Source(account.OF_WEIGHTS, z[0], OF_Y_AND_Z)
+            z = self._owners.most_alike(i, self._by_role[_Z, part.keys])
+            b1 = None if z is None else self._old_numbers.get((self._old[z].owner, _B1[1]))
+            if part.role == _AVERAGE and b1 is not None:
+                self._used.add(b1)
+                return Source(account.OF_WEIGHTS, z, OF_Y_AND_Z)
             return Source(account.OF_WEIGHTS, masters[0] if masters else None)
         if part.name == "step_count":
             return Source(account.FROM_LIKE, None, FIRST)
@@ -219,8 +204,7 @@ class Matcher:
 
     def _lost(self, part: Part) -> str:
         """Why, of a moment for which `like` has a place, but in another unit."""
-        places = [x.unit for x in self._like if (x.role, x.keys) == (part.role, part.keys)]
-        return units.lost(part.unit, places)
+        return units.lost(part.unit, self._places.get((part.role, part.keys), ()))
 
     def _detail(self, part: Part, source: Source) -> str:
         if source.how:
@@ -250,10 +234,11 @@ class Matcher:
     def _check_something_fits(self, sources: Sequence[Source | None]) -> None:
         pairs = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
         had = [x for x in self._old if x.leaf is not None]
-        if not (pairs and had) or any(map(self._lost, had)):
+        if not (pairs and had):
             return
-        if any(s.old is not None or s.what == account.RESET for _, s in pairs):
-            self._check_moments(pairs, [x for x in had if x.is_moment])
+        lost = {x.keys for x in had if self._lost(x)}  # the parameter fits, and not the unit
+        if lost or any(s.old is not None or s.what == account.RESET for _, s in pairs):
+            self._check_moments(pairs, had, lost)
             return
         came = ", ".join(sorted({x.shown or "arrays" for x in had}))
         raise ValueError(
@@ -261,43 +246,25 @@ class Matcher:
             "an optimizer for the same parameters."
         )
 
-    def _check_moments(self, pairs: Sequence[tuple[Part, Source]], had: Sequence[Part]) -> None:
-        """Some of the moments are kept, where both have some, or all are reset."""
-        wanted = [(x, s) for x, s in pairs if x.is_moment]
+    def _check_moments(
+        self, pairs: Sequence[tuple[Part, Source]], had: Sequence[Part], lost: Collection[Keys]
+    ) -> None:
+        """Some of the moments are kept, where both have some, or all are reset.
+
+        The account says why those of lost parameters are not: their units.
+        """
+        had = [x for x in had if x.is_moment and x.keys not in lost]
+        wanted = [(x, s) for x, s in pairs if x.is_moment and x.keys not in lost]
         if not had or all(s.what == account.RESET for _, s in wanted):
             return
-        if any(s.old is not None and (x.keys or x.role in _TREES) for x, s in pairs):
+        kept = [x for x, s in pairs if s.old is not None]
+        if any(x.role in _TREES or (x.keys and x.field not in WITHOUT_PARAMETERS) for x in kept):
             return
         came, expected = _listed(had), _listed([x for x, _ in wanted])
         raise ValueError(
             f"{self._function}: `old`: {came}, of which `like` would keep none, expected "
             f"{expected}: name other paths by `rename`, or begin with zeros by `reset=True`."
         )
-
-    def _notes(self, sources: Sequence[Source | None]) -> list[str]:
-        pairs = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
-        first = {x.keys for x in self._like if x.role == _MOMENTS[0] and x.leaf is not None}
-        steps = [s for x, s in pairs if x.is_step]
-        carried = any(x.role in _MOMENTS and s.old is not None for x, s in pairs)
-        new = [
-            x
-            for x, s in pairs
-            if x.role == _MOMENTS[1] and s.what in (account.ZERO, account.RESET) and x.keys in first
-        ]
-        notes = []
-        if new and any(x.old is not None for x in steps):
-            names = Entry("", new[0].shown, new[0].keys).name
-            notes.append(_BIAS.format(names=names if len(new) == 1 else f"vw of {len(new)} leaves"))
-        if any(x.role == _TOTAL and self._loses_weights(x) for x in self._like):
-            notes.append(_WEIGHTED)
-        if carried and any(x.old is None for x in steps):
-            notes.append(_NO_STEP)
-        became = [
-            (self._old[s.old].unit, x.unit, s.how)
-            for x, s in pairs
-            if x.role == _MOMENTS[0] and s.old is not None
-        ]
-        return [*notes, *units.notes(became)]
 
 
 def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:
@@ -308,7 +275,7 @@ def _by_role(old: Sequence[Part]) -> Mapping[Any, list[int]]:
     return found
 
 
-def _numbers(state: Sequence[Part]) -> Mapping[tuple[Keys, str], int]:
+def numbers(state: Sequence[Part]) -> Mapping[tuple[Keys, str], int]:
     """Where the numbers of owners are, those that are there."""
     found = enumerate(state)
     return {(x.owner, x.field): i for i, x in found if x.leaf is not None and not x.keys}

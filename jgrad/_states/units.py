@@ -31,9 +31,11 @@ _OF_AVERAGES, _OF_SUMS = "19 max(mw^2, its mean)", "0.19 max(mw^2, its mean)"
 SQUARES_OF = {_OF_AVERAGES: 19.0, _OF_SUMS: 0.19}
 
 _OPEN = (
-    "mw: {states} not say whether momentum is a sum of gradients (`gradient_descent`) or of steps "
-    "(`lars`). It is taken for {taken}; {arguments} what it is."
+    "mw: {states} not say whether momentum is {choice}. It is taken for {taken}; {arguments} what "
+    "it is."
 )
+_OF_SUM = "a sum of gradients (`gradient_descent`) or of steps (`lars`)"
+_OF_AVERAGE = "an average of gradients (`adam`) or of what another link makes of them"
 _SUMS = (
     "mw: sums of gradients in `old`, averages in `like`: too large at first, by 1 / (1 - momentum)."
     " `momentum_decay=` converts them."
@@ -48,7 +50,7 @@ class Chain(NamedTuple):
     """A chain that a state stands in.
 
     Attributes:
-      links: the states in it.
+      links: the states in it; () where their order is not known.
       place: which of them it is.
       is_whole: whether the last links are known.
     """
@@ -130,12 +132,13 @@ def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
 def places(node: PyTree, pairs: Sequence[tuple[Any, PyTree]]) -> list[tuple[Chain, ...]]:
     """The place of each child in a chain, if the node is one.
 
-    A pure dictionary of flax's nnx has numbers as keys, and no links that hold nothing.
+    A pure dictionary of flax's nnx has numbers as keys, and no links that hold nothing. That of
+    `optax.named_chain` has names, which JAX sorts.
     """
     names = [keys_of((key,))[0] for key, _ in pairs]
     is_whole = isinstance(node, tuple | list)
     if not is_whole and not all(map(str.isdecimal, names)):
-        return [()] * len(pairs)
+        return [(Chain((), 0, False),) if len(pairs) > 1 else ()] * len(pairs)
     numbers = [*range(len(pairs))] if is_whole else [*map(int, names)]
     links: list[PyTree] = [()] * (max(numbers, default=-1) + 1)
     for i, (_, child) in zip(numbers, pairs, strict=True):
@@ -147,7 +150,8 @@ def _of_accumulator(chains: Sequence[Chain], *, is_mean: bool) -> Unit:
     """Of optax's `trace` or `ema`, which takes whatever comes along its chain.
 
     The learning rate is before it where nothing comes behind it, as in `optax.lars`, or where a
-    schedule is before it and none behind. Most links have no state: then this is a presumption.
+    schedule is before it and none behind. Most links have no state, and the rate may be outside of
+    the chain: then this is a presumption.
     """
     parts = [_without_averages(x.links, x.place) for x in chains]
     before = [x for own, _ in parts for x in own]
@@ -157,10 +161,10 @@ def _of_accumulator(chains: Sequence[Chain], *, is_mean: bool) -> Unit:
     # Of a chain inside a chain one link before is more often a clipping than the rate.
     is_last = not own[1] and (not behind or len(own[0]) > 1)
     if own[0] and (is_last or by_schedule):
-        return Unit(UPDATES, is_mean, not behind)
+        return Unit(UPDATES, is_mean, not behind and bool(jax.tree.leaves(before)))
     if any(map(_preconditions, before)):
         return Unit(PRECONDITIONED, is_mean, False)
-    return Unit(GRADIENTS, is_mean, not before)
+    return Unit(GRADIENTS, is_mean, not before and all(x.links for x in chains))
 
 
 def _without_averages(links: Sequence[PyTree], i: int) -> tuple[list[PyTree], list[PyTree]]:
@@ -251,15 +255,18 @@ def notes(became: Iterable[tuple[Unit | None, Unit | None, str]]) -> list[str]:
 
 
 def _notes(was: Unit, now: Unit, how: str) -> Iterator[str]:
-    names = [name for name, x in (("old", was), ("like", now)) if not x.is_certain]
-    if names:
-        of = _taken(was, now)[names[0] == "like"]
+    sides = zip(("old", "like"), (was, now), _taken(was, now), strict=True)
+    presumed = [(name, x.is_mean, of) for name, x, of in sides if not x.is_certain]
+    for is_mean in dict.fromkeys(x for _, x, _ in presumed):
+        names = [name for name, x, _ in presumed if x == is_mean]
+        of = next(of for _, x, of in presumed if x == is_mean)
         states, arguments = (
             " and ".join(form.format(x) for x in names) for form in ("`{}`", "`{}_momentum=`")
         )
         yield _OPEN.format(
             states=f"{states} {'does' if len(names) == 1 else 'do'}",
-            taken=f"a sum of {of}" if of else "the same in both",
+            choice=_OF_AVERAGE if is_mean else _OF_SUM,
+            taken=f"{'an average' if is_mean else 'a sum'} of {of}" if of else "the same in both",
             arguments=f"{arguments} {'says' if len(names) == 1 else 'say'}",
         )
     if was.is_mean != now.is_mean and not how:

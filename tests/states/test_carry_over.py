@@ -1,6 +1,7 @@
 """A state in the form of another recipe."""
 
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -788,6 +789,28 @@ def test_the_step_alone_is_not_a_state(name):
         jgrad.carry_over(old, like=like, reset=some)
 
 
+AROUND = {
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "inject_hyperparams, a schedule": lambda: optax.inject_hyperparams(jgrad.adam)(lambda t: 0.1),
+    "watch": lambda: jgrad.watch(make()),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_hyperparameters_and_reports_are_no_moments(name, standard_promotion):
+    """They have keys, too, and say nothing of whose state it is."""
+    tx = AROUND[name]()
+    old, like = tx.init(P), tx.init({"b": P["a"]})
+    assert_error(
+        ValueError,
+        "carry_over: `old`: mw/a, vw/a, of which `like` would keep none, expected mw/b, vw/b: name "
+        "other paths by `rename`, or begin with zeros by `reset=True`.",
+        lambda: jgrad.carry_over(old, like=like),
+    )
+    for options in {"rename": {"a": "b"}}, {"reset": True}:
+        assert_same(jgrad.carry_over(old, like=like, **options)[0], like)
+
+
 def test_reset_of_all_labels():
     """Without parameters, too: those of each label are in a tree of its own."""
     tx = optax.partition({"a": make(), "b": make()}, _labels("a", "b"))
@@ -804,3 +827,38 @@ def test_states_without_moments():
     assert (account.kept, len(account.dropped)) == (("step",), 10)
     again, account = carried(state, make())
     assert (int(again.step), account.kept, len(account.zero)) == (3, ("step",), 10)
+
+
+# ---- many leaves -------------------------------------------------------------------------------
+
+AVERAGED = optax.contrib.schedule_free(optax.sgd(0.1), 0.1)
+MANY = {
+    "a wrapper more": (make(), jgrad.skip_nonfinite(make())),
+    "moments of another unit": (optax.lars(0.1), make()),
+    "averages": (AVERAGED, jgrad.schedule_free(jgrad.gradient_descent(0.1), learning_rate=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_work_is_linear_in_leaves(name, standard_promotion):
+    """Counted in calls of functions of jgrad: no leaf looks at all others."""
+    before, after = MANY[name]
+
+    def calls(n):
+        w = {f"l{i}": P["a"] for i in range(n)}
+        old, like = before.init(w), after.init(w)
+        count = 0
+
+        def profile(frame, event, arg):
+            nonlocal count
+            count += event == "call" and frame.f_globals.get("__name__", "").startswith("jgrad.")
+
+        was = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            jgrad.carry_over(old, like=like, params=w)
+        finally:
+            sys.setprofile(was)
+        return count
+
+    assert calls(100) < 4.5 * calls(25)

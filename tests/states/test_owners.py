@@ -245,6 +245,33 @@ def test_windows_of_two_labels():
     assert "the window begins anew" in str(account)
 
 
+def test_averages_of_two_labels(standard_promotion):
+    """optax does not store them: y = b1 x + (1 - b1) z has the z, b1 and counter of its label."""
+    b1 = {"w": 0.9, "b": 0.5}
+
+    def theirs(name):
+        return optax.contrib.schedule_free(optax.sgd(0.1), 0.1, b1=b1[name])
+
+    def ours(name):
+        tx = jgrad.gradient_descent(0.1)
+        return jgrad.schedule_free(tx, learning_rate=0.1, beta=b1[name])
+
+    old = labeled(theirs("w"), theirs("b")).init(W)
+    own = {name: old.inner_states[name].inner_state for name in "wb"}
+    for i, name in enumerate("wb"):
+        z = {**own[name].z, name: W[name] * (i + 3)}
+        own[name] = own[name]._replace(z=z, step_count=jnp.asarray(i + 5, jnp.int32))
+        old.inner_states[name] = old.inner_states[name]._replace(inner_state=own[name])
+    new = labeled(ours("w"), ours("b"))
+    state, account = carried(old, new, params=W)
+    assert not [x for x in account.dropped if "b1" in x]
+    for i, name in enumerate("wb"):
+        found = state.inner_states[name].inner_state
+        expected = (1 - (1 - b1[name]) * (i + 3)) / b1[name]
+        np.testing.assert_allclose(found.average[name], expected, rtol=1e-6)
+        assert int(found.inner.step) == int(found.done) == i + 4
+
+
 def test_losses_of_two_labels():
     """Of one window of another size the losses begin anew, with their counters."""
 

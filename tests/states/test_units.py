@@ -142,6 +142,15 @@ OLD = {
         "gradients",
         gradients,
     ),
+    "optax.trace, named": without_step(
+        optax.named_chain(("rate", optax.scale(-0.1)), ("trace", optax.trace(BETA))),
+        "updates",
+        lambda m, w, g, rate, v: BETA * m - rate * g,
+        said="updates",
+    ),
+    "optax.trace, the rate outside": without_step(
+        optax.chain(clip, optax.trace(BETA)), "gradients", gradients, said="gradients"
+    ),
     "optax.lars": without_step(lars(0.1), "updates", updates),
     "optax.lars, a schedule": Old(lars(falling), "updates", updates, rate=falling),
     "optax.lars, masked": without_step(
@@ -327,6 +336,9 @@ def test_nothing_is_silently_kept_in_another_unit(old):
         is_kept = any(x.startswith("mw") for x in (*account.kept, *account.converted))
         if is_kept and (before.said or new.said):
             assert "not say whether momentum is" in str(account), (old, name)
+        if before.said and new.said:
+            said = jgrad.carry_over(trained(old)[1], like=like_of(name), like_momentum=new.said)[1]
+            assert "mw/w" in said.dropped or "`old` does not say" in str(said), (old, name)
         if is_kept and before.unit != new.unit and not (before.said or new.said):
             assert "averages in `like`" in str(account)
 
@@ -451,6 +463,28 @@ def test_second_moments_of_another_kind():
     assert account.estimated == ("vw/b", "vw/w")
 
 
+def of_leaves(names):
+    return dict.fromkeys(names, normal(2))
+
+
+def test_one_moment_of_another_unit_excuses_no_other():
+    """It is dropped with a line in the account; that the rest has other paths is an error."""
+    old, adam = optax.lars(0.1).init(of_leaves("hxyz")), jgrad.adam(0.1)
+    assert_error(
+        ValueError,
+        "carry_over: `old`: mw/x, mw/y, mw/z, of which `like` would keep none, expected mw/p, mw/q, "
+        "mw/r and 3 more: name other paths by `rename`, or begin with zeros by `reset=True`.",
+        lambda: jgrad.carry_over(old, like=adam.init(of_leaves("hpqr"))),
+    )
+    for names in "h", "hxyz", "hpqrxyz":  # a part of it, all of it, and more
+        _, account = jgrad.carry_over(old, like=adam.init(of_leaves(names)))
+        assert {*account.dropped} == {"mw/h", "mw/x", "mw/y", "mw/z"}
+        assert "mw/h: sums of updates, where `like` has averages of gradients" in str(account)
+    belief = optax.adabelief(0.1).init(of_leaves("hx"))
+    _, account = jgrad.carry_over(belief, like=adam.init(of_leaves("hp")))
+    assert "mw/h" in account.kept  # beside a second moment of another unit
+
+
 def test_what_the_account_says():
     descent, adam = trained("gradient_descent")[1], like_of("adam")
     says_open = "not say whether momentum is a sum of gradients (`gradient_descent`) or of steps"
@@ -480,6 +514,19 @@ def test_what_the_account_says():
         "correction count: Adam's first 100 steps there are up to 6.6 times too long (betas 0.9, "
         "0.999). Warm up their rate, or set `step` to 0."
     )
+    means = optax.chain(clip, optax.ema(0.9), optax.scale(-0.1)).init(W)
+    assert str(jgrad.carry_over(means, like=adam)[1]) == (
+        "kept       step\n"
+        "kept       mw, 2 leaves\n"
+        "estimated  vw, 2 leaves: 19 max(mw^2, its mean)\n"
+        "note       mw: `old` does not say whether momentum is an average of gradients (`adam`) or "
+        "of what another link makes of them. It is taken for an average of gradients; "
+        "`old_momentum=` says what it is."
+    )
+    account = jgrad.carry_over(means, like=descent)[1]  # each side for itself
+    assert "`old` does not say whether momentum is an average" in str(account)
+    assert "`like` does not say whether momentum is a sum" in str(account)
+    assert "taken for a sum of gradients; `like_momentum=` says" in str(account)
     _, account = jgrad.carry_over(
         trained("optax.lars")[1], like=like_of("lars"), like_momentum="steps"
     )

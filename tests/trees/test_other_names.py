@@ -4,6 +4,7 @@ import functools
 import inspect
 import pathlib
 import re
+import types
 
 import jax.numpy as jnp
 import optax
@@ -123,6 +124,13 @@ def test_a_function_that_was_not_called(name, mask):
         f"`{mask}=jgrad.{name}(...)`.",
         lambda: makes[mask](getattr(jgrad, name)),
     )
+
+
+def test_a_function_of_no_module():
+    """As those are that a user makes of code, by `exec` or `types.FunctionType`."""
+    schedule = types.FunctionType((lambda step: 0.1).__code__, {})
+    assert schedule.__module__ is None
+    jgrad.adam(schedule).init(jnp.ones(2))
 
 
 # ---- functions ---------------------------------------------------------------------------------
