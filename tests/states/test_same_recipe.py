@@ -212,6 +212,8 @@ SAME_KIND = {
 def test_one_more_and_one_less(recipe, seed, added):
     """What the new part is around is as it was, unless there is another of its kind."""
     kind, wrapped, inner = ADDED[added]
+    # What `optax.ema` averages behind a schedule is updates, and no gradients any more.
+    assume(added != "a schedule first" or repr(("optax", "ema")) not in repr(recipe))
     assume(not any(repr(x) in repr(recipe) for x in SAME_KIND.get(kind, {kind} - {""})))
     old = state_of(recipe, seed)
     like = filled(shapes_of(wrapped(make(recipe))), seed + 1)
