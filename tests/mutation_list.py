@@ -294,6 +294,7 @@ MUTATIONS = [
     Mutation("accumulate", "a sum that was asked for is a mean", "X if mean else jnp.ones_like(X)", "X", "tests/wrappers/test_accumulate.py"),
     Mutation("accumulate", "a sum becomes infinite where its dtype cannot hold it", "X if mean else numerics.saturated(X, _)", "X", "tests/wrappers/test_accumulate.py"),
     Mutation("updates_done", "mini-batches are taken for updates", '() if "mini_step" in X else ("count",)', '("count",)', "tests/wrappers/test_accumulate.py"),
+    Mutation("with_sums", "a sum that an update makes has no old one", "o._replace(total=_)", "o", "tests/wrappers/test_accumulate.py -k stay_open"),
     Mutation("without_window", "a lost window is kept", "type(_)(_, _, new.skipped, _, _, *_)", "old._replace(skipped=new.skipped)", SKIP),
     Mutation("without_window", "a window is lost with a mini-batch", "_ & (_ == 0)", "jnp.asarray(True)", HAND_OVER),
     Mutation("_summed", "a bad weight is added", "(_ >= 0) & (_ < jnp.inf)", "True", WEIGHTS),

@@ -8,7 +8,8 @@ do not arrive. And it asks the state, whose parts may say three things by attrib
 - `__jgrad_unrounded__`, any: gradients are wanted in float32, before they are rounded.
 - `__jgrad_rejected__(new, finite)`: gradients that are not finite are left out by the wrapper whose
   state this is. The method returns what stays of both states if the update is rejected as a whole;
-  `finite` says whether the gradients are, and is None where all of the state is this part.
+  `finite` says whether the gradients are, and is None where all of the state is this part. Such a
+  state has a field `total`, their sum.
 - `__jgrad_report__()`: the method returns arrays by name, for `report`.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import optax
 
+from jgrad._arithmetic import numerics
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, host_memory, trees
@@ -109,6 +111,17 @@ def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
         if not _says(o, REJECTED):
             return o
         return o.__jgrad_rejected__(n, None if o is old else finite)
+
+    return jax.tree.map(of_part, old, new, is_leaf=lambda x: _says(x, REJECTED))
+
+
+def with_sums(old: PyTree, new: PyTree) -> PyTree:
+    """The old state with zeros for each sum of gradients that an update has made for its window."""
+
+    def of_part(o: Any, n: Any) -> Any:
+        if not _says(o, REJECTED) or o.total is not None or n.total is None:
+            return o
+        return o._replace(total=jax.tree.map(numerics.zeros_like, n.total))
 
     return jax.tree.map(of_part, old, new, is_leaf=lambda x: _says(x, REJECTED))
 

@@ -16,7 +16,7 @@ from tests.cases import FEW, every_case, gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, compiled, every_step, run, stack, step_of
+from tests.support.loops import assert_equal, compiled, every_step, run, stack, step_of, with_loss
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
@@ -607,6 +607,12 @@ def test_gradients_that_are_wider_than_their_sum(dtype, x64):
 # ---- windows of one mini-batch -----------------------------------------------------------------
 
 EMITS = {"python": False, "traced": jnp.asarray(False)}
+AROUND = {
+    "bare": lambda tx: tx,
+    "skip_nonfinite": jgrad.skip_nonfinite,
+    "skip_spikes": lambda tx: with_loss(jgrad.skip_spikes(tx)),
+    "both": lambda tx: with_loss(jgrad.skip_nonfinite(jgrad.skip_spikes(tx))),
+}
 
 
 def with_sum(state):
@@ -649,18 +655,20 @@ def test_a_state_of_1_0_with_a_sum(weighted):
     assert (int(new[1].skipped), int(new[1].inner.step)) == (1, 3)
 
 
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("emit", EMITS.values(), ids=EMITS)
-def test_a_window_that_may_stay_open_has_a_sum(emit):
+def test_a_window_that_may_stay_open_has_a_sum(emit, around):
     """`emit` decides, as in 1.0; so does another `every` for the same state."""
     (first, second), w = gradients(2), params()
-    one, two = (jgrad.accumulate(jgrad.gradient_descent(1.0), n) for n in (1, 2))
+    one, two = (around(jgrad.accumulate(jgrad.gradient_descent(1.0), n)) for n in (1, 2))
     expected = step_of(one)(w, one.init(w), mean([first, second]))[0]
     found, state = step_of(one)(w, one.init(w), first, emit=emit)
     chex.assert_trees_all_equal(found, w)
-    assert int(state.mini_step) == 1
+    assert int(optax.tree.get(state, "mini_step")) == 1
+    assert_equal(jax.jit(step_of(one))(w, one.init(w), first, emit=jnp.asarray(emit)), (w, state))
     found, state = step_of(one)(w, state, second)
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    assert int(state.mini_step) == 0
+    assert int(optax.tree.get(state, "mini_step")) == 0
     found, state = run(two, w, [first, second])
     chex.assert_trees_all_close(found[-1], expected, rtol=1e-6)
     of_one = compiled(two)(w, one.init(w), first)
