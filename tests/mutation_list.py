@@ -314,6 +314,7 @@ MUTATIONS = [
     Mutation("_none_of", "the last leaf alone is looked at", "jnp.sort(X)", "X", SKIP),
     Mutation("_stays_finite", "a NaN in a state is finite", "jnp.isfinite(X) | Y", "~jnp.isinf(X) | Y", SKIP),
     Mutation("as_updated", "counters have the types of one device", "jax.tree.map(vary, X, _)", "X", DEVICES + "/test_in_shard_map.py -k carry"),
+    Mutation("as_updated", "the second update has other types", "as_updated(_, X, _, _, _)", "X", DEVICES + "/test_in_shard_map.py -k carry"),
     Mutation("as_updated", "an update without its arguments types nothing", "shardings.varying_over(X, axes_of_models(_, _, _))", "X", DEVICES + "/test_in_shard_map.py -k carry"),
     Mutation("axes_of_models", "what devices agree upon is of each model", "X - named", "X", DEVICES + "/test_in_shard_map.py -k carry"),
     Mutation("choices.branch", "a branch hides that devices choose", "shardings.varying_axes(use)", "()", DEVICES + "/test_in_shard_map.py -k carry"),

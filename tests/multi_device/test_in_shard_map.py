@@ -286,6 +286,11 @@ def stacks(**axes):
     yield with_loss(jgrad.skip_spikes(jgrad.skip_nonfinite(window, **axes), **axes))
     yield jgrad.skip_nonfinite(clipped, branch=True, **axes)
     yield told(jgrad.accumulate(clipped, 2, weighted=True, **axes), weight=2.0)
+    # One counter decides about another: the first update does not show all types.
+    yield jgrad.accumulate(clipped, 1, **axes)
+    yield told(jgrad.accumulate(clipped, 1, weighted=True, **axes), weight=2.0)
+    grows = jgrad.accumulate(clipped, lambda done: jnp.where(done < 2, 1, 3), **axes)
+    yield from (grows, jgrad.watch(grows, **axes))
     # With an argument of its own: nothing can be tried in `init`.
     adam = jgrad.adam(RATE)
     of_value = lambda *args, value, **_: adam.update(*args, learning_rate=value)
