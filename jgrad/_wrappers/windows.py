@@ -47,7 +47,10 @@ class AccumulateState(NamedTuple):
 
     @property
     def has_updated(self) -> jax.Array:
-        """Whether a window is closed and an update done: `optax.MultiSteps.has_updated(state)`."""
+        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
+
+        Also after a window that updated nothing, since no mini-batch of it was finite.
+        """
         return (self.mini_step == 0) & (self.gradient_step > 0)
 
     def __jgrad_report__(self) -> dict[str, jax.Array]:
@@ -89,7 +92,10 @@ class WeightedAccumulateState(NamedTuple):
 
     @property
     def has_updated(self) -> jax.Array:
-        """Whether a window is closed and an update done: `optax.MultiSteps.has_updated(state)`."""
+        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
+
+        Also after a window that updated nothing, since no mini-batch of it was finite.
+        """
         return (self.mini_step == 0) & (self.gradient_step > 0)
 
     def __jgrad_report__(self) -> dict[str, jax.Array]:

@@ -1,6 +1,7 @@
 """One update for a window of mini-batches, with the mean of their gradients."""
 
 import functools
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -16,7 +17,16 @@ from tests.cases import FEW, every_case, gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, compiled, every_step, run, stack, step_of, with_loss
+from tests.support.loops import (
+    assert_equal,
+    compiled,
+    every_step,
+    run,
+    stack,
+    step_of,
+    told,
+    with_loss,
+)
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
@@ -154,6 +164,33 @@ def test_a_function_of_updates_is_the_emit_of_a_caller(inner, weighted, standard
     found = jax.jit(trained, static_argnums=0)(growing)
     assert_equal(found, jax.jit(trained, static_argnums=0)(100, emit=emit))
     assert int(found[1].inner.gradient_step) == 4
+
+
+class Net(NamedTuple):
+    """Parameters with the names of counters."""
+
+    count: Any
+    gradient_step: Any
+    step: Any
+
+
+NOT_THE_FIRST_COUNTER = {
+    "losses": lambda: optax.chain(optax.contrib.reduce_on_plateau(), jgrad.adam(0.1)),
+    "losses of optax": lambda: optax.chain(optax.contrib.reduce_on_plateau(), optax.adam(0.1)),
+    "parameters": lambda: optax.chain(jgrad.ema(0.9), jgrad.adam(0.1)),
+    "parameters of optax": lambda: optax.chain(optax.trace(0.9), optax.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("inner", NOT_THE_FIRST_COUNTER.values(), ids=NOT_THE_FIRST_COUNTER)
+def test_the_first_counter_may_count_something_else(inner, standard_promotion):
+    """Windows grow by the updates of the method, and a window without any mini-batch is none."""
+    tx = told(jgrad.accumulate(inner(), growing), value=1.0)
+    w, found = Net(*jnp.ones((3, 2))), []
+    g = [w, jax.tree.map(lambda p: p * NAN, w), *[w] * 4]
+    for _, state in every_step(tx, w, g):
+        found.append((int(state.gradient_step), int(state.mini_step), bool(state.has_updated)))
+    assert found == [(1, 0, 1), (1, 0, 1), (2, 0, 1), (2, 1, 0), (2, 2, 0), (3, 0, 1)]
 
 
 def test_models_whose_windows_differ():
