@@ -298,6 +298,7 @@ MUTATIONS = [
     Mutation("with_sums", "a sum that an update makes has no old one", "o._replace(total=_)", "o", "tests/wrappers/test_accumulate.py -k stay_open"),
     Mutation("without_window", "a lost window is kept", "type(_)(_, _, new.skipped, _, _, *_)", "old._replace(skipped=new.skipped)", SKIP),
     Mutation("without_window", "a window is lost with a mini-batch", "_ & (_ == 0)", "jnp.asarray(True)", HAND_OVER),
+    Mutation("accumulate", "a window of one mini-batch is chosen again", "(new, before)", "(new, state)", WEIGHTS),
     Mutation("_summed", "a bad weight is added", "(_ >= 0) & (_ < jnp.inf)", "True", WEIGHTS),
     Mutation("_summed", "weights of devices are not summed", "jax.lax.psum(X, _) if _ else X", "X", WEIGHTS),
     Mutation("_sum", "gradients have no weight", "_[0].astype(_) * X if _ else X", "X", WEIGHTS),

@@ -199,7 +199,7 @@ def accumulate(
         inputs = Inputs(_NAME, updates, params)
         if state.total is None and (has_windows or not (emit is None or emit is True)):
             state = state._replace(total=zeros(_NAME, inputs.tree))
-        has_sum = state.total is not None
+        has_sum, before = state.total is not None, state
         if not has_sum:  # nor a window that was open in the state of another `every`
             state = windows.without_window(state, state, None)
         outer = None if commit is None else commit.of_windows
@@ -331,7 +331,7 @@ def accumulate(
             pairs = list(zip(jax.tree.leaves(inner), jax.tree.leaves(state.inner), strict=True))
             for n, o in itertools.compress(pairs, kept or [True] * len(pairs)):
                 outer.keep([n], [o])
-            outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, state)))
+            outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, before)))
         return steps, new
 
     return pair(init, update, _NAME)

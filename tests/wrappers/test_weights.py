@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from benchmarks.recipes import program
+from jgrad._inputs.commit import Commit
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, compiled, step_of, with_loss
 
@@ -285,6 +286,19 @@ def test_bytes(emit):
     (a, b), (c, d) = found
     assert a <= c + 512
     assert b <= d + 512
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_it_makes_needs_no_look(every):
+    """Nor a choice between old and new: all is settled for a `skip_nonfinite` around it."""
+    tx, w = weighted(jgrad.adam(0.1), every), params()
+    state = tx.init(w)
+    commit = Commit(w, jnp.asarray(True))
+    options = {"commit": commit.for_windows(), "finite": commit.flag, "weight": 3.0}
+    steps, new = tx.update(w, state, w, **options)
+    assert commit.has_settled(steps)
+    for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
+        assert commit.has_kept(n, o)
 
 
 def test_scan_keeps_the_form():
