@@ -227,8 +227,10 @@ def accumulate(
         use = jnp.asarray(finite if accepted is True else finite & accepted)
         own: tuple[jax.Array, ...] = ()  # the weight
         if weighted:
-            is_dry = weight is None and getattr(notes, "is_dry", False)
-            weight, use = _summed(1.0 if is_dry else weight, use, sharded_over)
+            if weight is None and getattr(notes, "is_dry", False):  # it may be that of each model
+                names = devices.axes_of_models(_NAME, inputs.tree)
+                weight = shardings.varying_over(jnp.ones((), jnp.float32), names)
+            weight, use = _summed(weight, use, sharded_over)
             own = (weight,)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)

@@ -333,6 +333,23 @@ def test_a_new_state_fits_the_carry(txs):
         in_scan(tx, ROWS[form], (ROWS[form], of_state))
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_weight_of_each_device(every):
+    """One of 0 updates nothing, though no gradient is looked at: counters vary."""
+
+    def run(w, weight):
+        tx = jgrad.accumulate(jgrad.adam(RATE), every, weighted=True, check_finite=False)
+        step = lambda carry, _: (step_of(tx)(*carry, w, weight=weight[0]), None)
+        w, state = jax.lax.scan(step, (w, tx.init(w)), length=2)[0]
+        return w, jnp.expand_dims(state.inner.step, 0)
+
+    run = jax.shard_map(run, mesh=mesh_of(d=DEVICES), in_specs=P("d"), out_specs=P("d"))
+    weights = jnp.arange(8.0) % 2
+    w, steps = jax.jit(run)(jnp.ones((8, 3)), weights)
+    assert steps.tolist() == [0, 2 // every] * 4
+    assert np.array_equal(w[:, 0] == 1, weights == 0)
+
+
 def test_a_rate_of_each_device():
     """What devices differ in may be a number beside their models; nothing decides, so none counts apart."""
 
