@@ -43,7 +43,11 @@ class AccumulateState(NamedTuple):
     @property
     def gradient_step(self) -> jax.Array:
         """Updates done, by optax's name: as the transformation inside counts them."""
-        return _updates_done(self)
+        done: jax.Array | None = inside.updates_done(self.inner)
+        if done is None:
+            came = f"{type(self).__name__}: `gradient_step`: no state inside counts its updates"
+            raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
+        return done
 
     @property
     def has_updated(self) -> jax.Array:
@@ -85,37 +89,12 @@ class WeightedAccumulateState(NamedTuple):
     inner: PyTree
     weight: jax.Array
 
-    @property
-    def gradient_step(self) -> jax.Array:
-        """Updates done, by optax's name: as the transformation inside counts them."""
-        return _updates_done(self)
-
-    @property
-    def has_updated(self) -> jax.Array:
-        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
-
-        Also after a window that updated nothing, since no mini-batch of it was finite.
-        """
-        return (self.mini_step == 0) & (self.gradient_step > 0)
-
-    def __jgrad_report__(self) -> dict[str, jax.Array]:
-        """What `report` reads."""
-        return {"skipped_mini_batches": self.skipped}
-
-    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
-        return without_window(self, new, finite)
-
 
 for _kind in (AccumulateState, WeightedAccumulateState):
     _kind.__module__ = "jgrad"  # where users import it from, and what a pickle names
-
-
-def _updates_done(state: Any) -> jax.Array:
-    done = inside.updates_done(state.inner)
-    if done is None:
-        came = f"{type(state).__name__}: `gradient_step`: no state inside counts its updates"
-        raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
-    return done
+for _name in ("gradient_step", "has_updated", inside.REPORT, inside.REJECTED):
+    # A `NamedTuple` inherits from no other.
+    setattr(WeightedAccumulateState, _name, vars(AccumulateState)[_name])
 
 
 def without_window(old: Any, new: Any, finite: jax.Array | None) -> Any:
