@@ -113,7 +113,7 @@ def without_window(old: Any, new: Any, finite: jax.Array | None) -> Any:
 def length(function: str, every: int | Callable[[jax.Array], Any], state: PyTree) -> Any:
     """The mini-batches of the window that is open, by the number of updates that a state counts."""
     if not callable(every):
-        return every
+        return int(every)
     done = inside.updates_done(state)
     if done is None:
         expected = "an int where no state inside counts its updates, as those of jgrad's methods do"
@@ -121,8 +121,8 @@ def length(function: str, every: int | Callable[[jax.Array], Any], state: PyTree
     x = every(done)
     if isinstance(x, (jax.Array, np.ndarray)) and x.shape == () and x.dtype.kind in "iu":
         return x.astype(jnp.int32)
-    if checks.is_array(x):
+    if checks.is_array(x) and not isinstance(x, np.integer):
         came = checks.describe(x)
         raise TypeError(f"{function}: `every`: a function that returns {came}, expected an int.")
     values.count(function, "every", x)
-    return x
+    return int(x)

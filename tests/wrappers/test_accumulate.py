@@ -193,6 +193,14 @@ def test_the_first_counter_may_count_something_else(inner, standard_promotion):
     assert found == [(1, 0, 1), (1, 0, 1), (2, 0, 1), (2, 1, 0), (2, 2, 0), (3, 0, 1)]
 
 
+@pytest.mark.parametrize("every", [np.int64(2), lambda done: np.int64(2), lambda done: np.array(2)])
+def test_integers_of_numpy(every, x64):
+    """As those of Python: none is wider than a counter."""
+    w = jnp.ones(3)
+    _, state = run(jgrad.accumulate(jgrad.adam(0.1), every), w, [w] * 5)
+    assert (int(state.gradient_step), int(state.mini_step)) == (2, 1)
+
+
 def test_models_whose_windows_differ():
     """Under `vmap`: one that leaves out its first mini-batches has not come to longer windows."""
     rows = jnp.array([[1.0, NAN], [2.0, NAN], [3.0, 3.0], [4.0, 4.0], [5.0, 5.0]])
