@@ -199,7 +199,7 @@ def accumulate(
         inputs = Inputs(_NAME, updates, params)
         if state.total is None and (has_windows or not (emit is None or emit is True)):
             state = state._replace(total=zeros(_NAME, inputs.tree))
-        has_sum = state.total is not None
+        has_sum, before = state.total is not None, state
         if not has_sum:  # nor a window that was open in the state of another `every`
             state = windows.without_window(state, state, None)
         outer = None if commit is None else commit.of_windows
@@ -227,8 +227,10 @@ def accumulate(
         use = jnp.asarray(finite if accepted is True else finite & accepted)
         own: tuple[jax.Array, ...] = ()  # the weight
         if weighted:
-            is_dry = weight is None and getattr(notes, "is_dry", False)
-            weight, use = _summed(1.0 if is_dry else weight, use, sharded_over)
+            if weight is None and getattr(notes, "is_dry", False):  # it may be that of each model
+                names = devices.axes_of_models(_NAME, inputs.tree)
+                weight = shardings.varying_over(jnp.ones((), jnp.float32), names)
+            weight, use = _summed(weight, use, sharded_over)
             own = (weight,)
         mini_step = state.mini_step + 1
         count = state.count + use.astype(jnp.int32)
@@ -331,7 +333,7 @@ def accumulate(
             pairs = list(zip(jax.tree.leaves(inner), jax.tree.leaves(state.inner), strict=True))
             for n, o in itertools.compress(pairs, kept or [True] * len(pairs)):
                 outer.keep([n], [o])
-            outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, state)))
+            outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, before)))
         return steps, new
 
     return pair(init, update, _NAME)

@@ -1,6 +1,7 @@
 """Over which devices the arrays of an update are sharded, and what all of these agree upon."""
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -68,8 +69,9 @@ def as_updated(
 
     Inside `shard_map`, where devices decide each for itself, all varies along the axes of the mesh
     along which the decision does: counters, too, of all that is inside. What decides may be inside,
-    and what devices agree upon is the same on all of them. So an update is traced, where parameters
-    vary; if that needs arguments of its own, all varies along the `axes_of_models`.
+    and what devices agree upon is the same on all of them. So updates are traced, where parameters
+    vary, until one changes no type: one counter may decide about another. If that needs arguments
+    of its own, all varies along the `axes_of_models`.
     """
     if not any(_varying(params)):
         return state
@@ -84,8 +86,10 @@ def as_updated(
     try:
         found: T = jax.tree.map(vary, state, jax.eval_shape(dry, params, state))
     except Exception:
-        found = shardings.varying_over(state, axes_of_models(function, params, mesh_axes))
-    return found
+        return shardings.varying_over(state, axes_of_models(function, params, mesh_axes))
+    if all(map(operator.is_, *map(jax.tree.leaves, (found, state)))):
+        return found
+    return as_updated(function, found, update, params, mesh_axes)
 
 
 def holds_shards(state: PyTree, inputs: Inputs) -> bool:

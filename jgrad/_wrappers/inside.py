@@ -8,19 +8,22 @@ do not arrive. And it asks the state, whose parts may say three things by attrib
 - `__jgrad_unrounded__`, any: gradients are wanted in float32, before they are rounded.
 - `__jgrad_rejected__(new, finite)`: gradients that are not finite are left out by the wrapper whose
   state this is. The method returns what stays of both states if the update is rejected as a whole;
-  `finite` says whether the gradients are, and is None where all of the state is this part.
+  `finite` says whether the gradients are, and is None where all of the state is this part. Such a
+  state has a field `total`, their sum.
 - `__jgrad_report__()`: the method returns arrays by name, for `report`.
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 
+from jgrad._arithmetic import numerics
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.state import OptState
 from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.trees import PyTree
 
@@ -87,19 +90,30 @@ def reports(state: PyTree) -> list[dict[str, Any]]:
 
 
 def updates_done(state: PyTree) -> Any:
-    """How many updates a state counts, by its first counter from outside; None where it has none.
+    """How many updates a state counts, as its schedules are told; None where it counts none.
 
-    That of the method, which its schedules are given: `step` of jgrad's, `count` of optax's. Around
-    mini-batches, `count` is a number of those.
+    The first `step` of jgrad's methods; without one, `gradient_step` of `optax.MultiSteps`, or the
+    first `count` of optax's. Types decide, since fields of parameters may have these names.
     """
+    for field, has_it in _COUNTERS.items():
+        parts = jax.tree.leaves(state, is_leaf=has_it)
+        if (part := next(filter(has_it, parts), None)) is not None:
+            return getattr(part, field)
+    return None
 
-    def number(x: Any) -> Any:
-        fields = getattr(x, "_fields", ())
-        names = ("step", "gradient_step", *(() if "mini_step" in fields else ("count",)))
-        return next((getattr(x, name) for name in names if name in fields), None)
 
-    parts = jax.tree.leaves(state, is_leaf=lambda x: number(x) is not None)
-    return next((done for done in map(number, parts) if done is not None), None)
+def _counts_updates(x: Any) -> bool:
+    """Whether a state is one of optax that counts updates: `reduce_on_plateau` counts losses."""
+    fields = getattr(x, "_fields", ())
+    is_plateau = "plateau_count" in fields
+    return "count" in fields and not is_plateau and type(x).__module__.startswith("optax.")
+
+
+_COUNTERS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda x: isinstance(x, OptState),
+    "gradient_step": lambda x: isinstance(x, optax.MultiStepsState),
+    "count": _counts_updates,
+}
 
 
 def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
@@ -109,6 +123,17 @@ def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
         if not _says(o, REJECTED):
             return o
         return o.__jgrad_rejected__(n, None if o is old else finite)
+
+    return jax.tree.map(of_part, old, new, is_leaf=lambda x: _says(x, REJECTED))
+
+
+def with_sums(old: PyTree, new: PyTree) -> PyTree:
+    """The old state with zeros for each sum of gradients that an update has made for its window."""
+
+    def of_part(o: Any, n: Any) -> Any:
+        if not _says(o, REJECTED) or o.total is not None or n.total is None:
+            return o
+        return o._replace(total=jax.tree.map(numerics.zeros_like, n.total))
 
     return jax.tree.map(of_part, old, new, is_leaf=lambda x: _says(x, REJECTED))
 

@@ -167,6 +167,8 @@ def skip_nonfinite(
             if leaves_out:
                 extra_args["finite"] = commit.flag
             steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
+            if leaves_out:
+                state = state._replace(inner=inside.with_sums(state.inner, inner))
             finite, steps, inner = _chosen(
                 commit, inputs, steps, inner, state.inner, sharded_over, leaves_out
             )

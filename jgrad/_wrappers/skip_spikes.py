@@ -167,6 +167,8 @@ def skip_spikes(
         if known is not None:
             extra_args["finite"] = known & accepted
         steps, inner = tx.update(updates, state.inner, params, **extra_args)
+        if leaves_out:
+            state = state._replace(inner=inside.with_sums(state.inner, inner))
         if not commit.has_settled(steps):
             steps = inputs.directions(trees.flatten(steps)[0])
         use = True if commit.is_left_out else accepted if leaves_out else commit.flag

@@ -43,11 +43,18 @@ class AccumulateState(NamedTuple):
     @property
     def gradient_step(self) -> jax.Array:
         """Updates done, by optax's name: as the transformation inside counts them."""
-        return _updates_done(self)
+        done: jax.Array | None = inside.updates_done(self.inner)
+        if done is None:
+            came = f"{type(self).__name__}: `gradient_step`: no state inside counts its updates"
+            raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
+        return done
 
     @property
     def has_updated(self) -> jax.Array:
-        """Whether a window is closed and an update done: `optax.MultiSteps.has_updated(state)`."""
+        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
+
+        Also after a window that updated nothing, since no mini-batch of it was finite.
+        """
         return (self.mini_step == 0) & (self.gradient_step > 0)
 
     def __jgrad_report__(self) -> dict[str, jax.Array]:
@@ -82,34 +89,12 @@ class WeightedAccumulateState(NamedTuple):
     inner: PyTree
     weight: jax.Array
 
-    @property
-    def gradient_step(self) -> jax.Array:
-        """Updates done, by optax's name: as the transformation inside counts them."""
-        return _updates_done(self)
-
-    @property
-    def has_updated(self) -> jax.Array:
-        """Whether a window is closed and an update done: `optax.MultiSteps.has_updated(state)`."""
-        return (self.mini_step == 0) & (self.gradient_step > 0)
-
-    def __jgrad_report__(self) -> dict[str, jax.Array]:
-        """What `report` reads."""
-        return {"skipped_mini_batches": self.skipped}
-
-    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
-        return without_window(self, new, finite)
-
 
 for _kind in (AccumulateState, WeightedAccumulateState):
     _kind.__module__ = "jgrad"  # where users import it from, and what a pickle names
-
-
-def _updates_done(state: Any) -> jax.Array:
-    done = inside.updates_done(state.inner)
-    if done is None:
-        came = f"{type(state).__name__}: `gradient_step`: no state inside counts its updates"
-        raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
-    return done
+for _name in ("gradient_step", "has_updated", inside.REPORT, inside.REJECTED):
+    # A `NamedTuple` inherits from no other.
+    setattr(WeightedAccumulateState, _name, vars(AccumulateState)[_name])
 
 
 def without_window(old: Any, new: Any, finite: jax.Array | None) -> Any:
@@ -128,7 +113,7 @@ def without_window(old: Any, new: Any, finite: jax.Array | None) -> Any:
 def length(function: str, every: int | Callable[[jax.Array], Any], state: PyTree) -> Any:
     """The mini-batches of the window that is open, by the number of updates that a state counts."""
     if not callable(every):
-        return every
+        return int(every)
     done = inside.updates_done(state)
     if done is None:
         expected = "an int where no state inside counts its updates, as those of jgrad's methods do"
@@ -136,8 +121,8 @@ def length(function: str, every: int | Callable[[jax.Array], Any], state: PyTree
     x = every(done)
     if isinstance(x, (jax.Array, np.ndarray)) and x.shape == () and x.dtype.kind in "iu":
         return x.astype(jnp.int32)
-    if checks.is_array(x):
+    if checks.is_array(x) and not isinstance(x, np.integer):
         came = checks.describe(x)
         raise TypeError(f"{function}: `every`: a function that returns {came}, expected an int.")
     values.count(function, "every", x)
-    return x
+    return int(x)

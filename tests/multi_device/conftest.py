@@ -25,6 +25,7 @@ QUICK = {
         "test_results_vary_as_what_they_replace",
         "test_a_new_state_fits_the_carry[stacks]",
         "test_a_rate_of_each_device",
+        "test_a_weight_of_each_device[2]",
     ],
     "test_layers.py": [
         "test_e12_cut_leaves_as_whole_ones[2-D-lamb-True]",

@@ -286,6 +286,11 @@ def stacks(**axes):
     yield with_loss(jgrad.skip_spikes(jgrad.skip_nonfinite(window, **axes), **axes))
     yield jgrad.skip_nonfinite(clipped, branch=True, **axes)
     yield told(jgrad.accumulate(clipped, 2, weighted=True, **axes), weight=2.0)
+    # One counter decides about another: the first update does not show all types.
+    yield jgrad.accumulate(clipped, 1, **axes)
+    yield told(jgrad.accumulate(clipped, 1, weighted=True, **axes), weight=2.0)
+    grows = jgrad.accumulate(clipped, lambda done: jnp.where(done < 2, 1, 3), **axes)
+    yield from (grows, jgrad.watch(grows, **axes))
     # With an argument of its own: nothing can be tried in `init`.
     adam = jgrad.adam(RATE)
     of_value = lambda *args, value, **_: adam.update(*args, learning_rate=value)
@@ -326,6 +331,23 @@ def test_a_new_state_fits_the_carry(txs):
         of_leaf = lambda path, _, form=form: specs_of(path, way, form)
         of_state = jax.tree_util.tree_map_with_path(of_leaf, state)["state"]
         in_scan(tx, ROWS[form], (ROWS[form], of_state))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_weight_of_each_device(every):
+    """One of 0 updates nothing, though no gradient is looked at: counters vary."""
+
+    def run(w, weight):
+        tx = jgrad.accumulate(jgrad.adam(RATE), every, weighted=True, check_finite=False)
+        step = lambda carry, _: (step_of(tx)(*carry, w, weight=weight[0]), None)
+        w, state = jax.lax.scan(step, (w, tx.init(w)), length=2)[0]
+        return w, jnp.expand_dims(state.inner.step, 0)
+
+    run = jax.shard_map(run, mesh=mesh_of(d=DEVICES), in_specs=P("d"), out_specs=P("d"))
+    weights = jnp.arange(8.0) % 2
+    w, steps = jax.jit(run)(jnp.ones((8, 3)), weights)
+    assert steps.tolist() == [0, 2 // every] * 4
+    assert np.array_equal(w[:, 0] == 1, weights == 0)
 
 
 def test_a_rate_of_each_device():

@@ -1,6 +1,7 @@
 """One update for a window of mini-batches, with the mean of their gradients."""
 
 import functools
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -16,7 +17,16 @@ from tests.cases import FEW, every_case, gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, compiled, every_step, run, stack, step_of
+from tests.support.loops import (
+    assert_equal,
+    compiled,
+    every_step,
+    run,
+    stack,
+    step_of,
+    told,
+    with_loss,
+)
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
@@ -154,6 +164,41 @@ def test_a_function_of_updates_is_the_emit_of_a_caller(inner, weighted, standard
     found = jax.jit(trained, static_argnums=0)(growing)
     assert_equal(found, jax.jit(trained, static_argnums=0)(100, emit=emit))
     assert int(found[1].inner.gradient_step) == 4
+
+
+class Net(NamedTuple):
+    """Parameters with the names of counters."""
+
+    count: Any
+    gradient_step: Any
+    step: Any
+
+
+NOT_THE_FIRST_COUNTER = {
+    "losses": lambda: optax.chain(optax.contrib.reduce_on_plateau(), jgrad.adam(0.1)),
+    "losses of optax": lambda: optax.chain(optax.contrib.reduce_on_plateau(), optax.adam(0.1)),
+    "parameters": lambda: optax.chain(jgrad.ema(0.9), jgrad.adam(0.1)),
+    "parameters of optax": lambda: optax.chain(optax.trace(0.9), optax.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("inner", NOT_THE_FIRST_COUNTER.values(), ids=NOT_THE_FIRST_COUNTER)
+def test_the_first_counter_may_count_something_else(inner, standard_promotion):
+    """Windows grow by the updates of the method, and a window without any mini-batch is none."""
+    tx = told(jgrad.accumulate(inner(), growing), value=1.0)
+    w, found = Net(*jnp.ones((3, 2))), []
+    g = [w, jax.tree.map(lambda p: p * NAN, w), *[w] * 4]
+    for _, state in every_step(tx, w, g):
+        found.append((int(state.gradient_step), int(state.mini_step), bool(state.has_updated)))
+    assert found == [(1, 0, 1), (1, 0, 1), (2, 0, 1), (2, 1, 0), (2, 2, 0), (3, 0, 1)]
+
+
+@pytest.mark.parametrize("every", [np.int64(2), lambda done: np.int64(2), lambda done: np.array(2)])
+def test_integers_of_numpy(every, x64):
+    """As those of Python: none is wider than a counter."""
+    w = jnp.ones(3)
+    _, state = run(jgrad.accumulate(jgrad.adam(0.1), every), w, [w] * 5)
+    assert (int(state.gradient_step), int(state.mini_step)) == (2, 1)
 
 
 def test_models_whose_windows_differ():
@@ -607,6 +652,12 @@ def test_gradients_that_are_wider_than_their_sum(dtype, x64):
 # ---- windows of one mini-batch -----------------------------------------------------------------
 
 EMITS = {"python": False, "traced": jnp.asarray(False)}
+AROUND = {
+    "bare": lambda tx: tx,
+    "skip_nonfinite": jgrad.skip_nonfinite,
+    "skip_spikes": lambda tx: with_loss(jgrad.skip_spikes(tx)),
+    "both": lambda tx: with_loss(jgrad.skip_nonfinite(jgrad.skip_spikes(tx))),
+}
 
 
 def with_sum(state):
@@ -649,18 +700,20 @@ def test_a_state_of_1_0_with_a_sum(weighted):
     assert (int(new[1].skipped), int(new[1].inner.step)) == (1, 3)
 
 
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("emit", EMITS.values(), ids=EMITS)
-def test_a_window_that_may_stay_open_has_a_sum(emit):
+def test_a_window_that_may_stay_open_has_a_sum(emit, around):
     """`emit` decides, as in 1.0; so does another `every` for the same state."""
     (first, second), w = gradients(2), params()
-    one, two = (jgrad.accumulate(jgrad.gradient_descent(1.0), n) for n in (1, 2))
+    one, two = (around(jgrad.accumulate(jgrad.gradient_descent(1.0), n)) for n in (1, 2))
     expected = step_of(one)(w, one.init(w), mean([first, second]))[0]
     found, state = step_of(one)(w, one.init(w), first, emit=emit)
     chex.assert_trees_all_equal(found, w)
-    assert int(state.mini_step) == 1
+    assert int(optax.tree.get(state, "mini_step")) == 1
+    assert_equal(jax.jit(step_of(one))(w, one.init(w), first, emit=jnp.asarray(emit)), (w, state))
     found, state = step_of(one)(w, state, second)
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    assert int(state.mini_step) == 0
+    assert int(optax.tree.get(state, "mini_step")) == 0
     found, state = run(two, w, [first, second])
     chex.assert_trees_all_close(found[-1], expected, rtol=1e-6)
     of_one = compiled(two)(w, one.init(w), first)

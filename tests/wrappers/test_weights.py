@@ -1,6 +1,7 @@
 """Mini-batches of different sizes, weighted by their tokens, beside the whole batch in NumPy."""
 
 import itertools
+import pickle
 
 import chex
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from benchmarks.recipes import program
+from jgrad._inputs.commit import Commit
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, compiled, step_of, with_loss
 
@@ -285,6 +287,30 @@ def test_bytes(emit):
     (a, b), (c, d) = found
     assert a <= c + 512
     assert b <= d + 512
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_it_makes_needs_no_look(every):
+    """Nor a choice between old and new: all is settled for a `skip_nonfinite` around it."""
+    tx, w = weighted(jgrad.adam(0.1), every), params()
+    state = tx.init(w)
+    commit = Commit(w, jnp.asarray(True))
+    options = {"commit": commit.for_windows(), "finite": commit.flag, "weight": 3.0}
+    steps, new = tx.update(w, state, w, **options)
+    assert commit.has_settled(steps)
+    for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
+        assert commit.has_kept(n, o)
+
+
+def test_it_has_what_the_other_state_has():
+    """What optax reads, and what wrappers do; a pickle has the name that users import."""
+    state = weighted(jgrad.adam(0.1), 1).init(params())
+    names = {x for x in dir(jgrad.AccumulateState) if x not in dir(tuple)}
+    assert names <= set(dir(state))
+    _, new = weighted(jgrad.adam(0.1), 1).update(params(), state, params(), weight=2.0)
+    assert [bool(s.has_updated) for s in (state, new)] == [False, True]
+    assert (int(new.gradient_step), list(jgrad.report(new))) == (1, ["skipped_mini_batches"])
+    assert type(pickle.loads(pickle.dumps(new))) is jgrad.WeightedAccumulateState
 
 
 def test_scan_keeps_the_form():
