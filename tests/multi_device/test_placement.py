@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.cases import CASES, ONE_EACH
 from tests.multi_device.meshes import mesh_of
+from tests.support.loops import told
 
 SPECS = {"tiles": P("a", "b"), "flat": P(("a", "b")), "columns": P(None, "b"), "whole": P()}
 SHAPES = {"tiles": (4, 8), "flat": (16,), "columns": (3, 4), "whole": ()}
@@ -131,7 +132,7 @@ TYPED = (
     | WRAPPED
     | {
         "8 bits": lambda: jgrad.adam(0.1, moment_dtype="8bit"),
-        "weighted": lambda: jgrad.accumulate(jgrad.adam(0.1), 2, weighted=True),
+        "weighted": lambda: told(jgrad.accumulate(jgrad.adam(0.1), 2, weighted=True), weight=2.0),
         "in a branch": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=True),
         "stochastic_rounding": lambda: jgrad.stochastic_rounding(jgrad.adam(0.1)),
         "schedule_free": lambda: jgrad.schedule_free(jgrad.gradient_descent(0.1)),
