@@ -320,6 +320,38 @@ def test_e12_one_name_beside_copies():
     np.testing.assert_allclose(right, np.sqrt(by_leaf.sum()), rtol=1e-6)
 
 
+def test_e12_constants_are_shards_where_a_tree_says_it():
+    """Their types say that they are the same on all devices, which a name for all would believe."""
+    specs = {"a": P("data"), "b": P()}
+
+    def norms(rows, specs):
+        w = {"a": jnp.full((rows, 4), 0.5), "b": jnp.full(3, 0.25)}
+        a = w["a"]
+        alone = jgrad.lars_update(a, 4 * a, RATE, epsilon=1.0, mesh_axes=specs["a"])
+        tx = jgrad.hyperball(
+            jgrad.adam(RATE), RATE, leaves={"a": True, "b": False}, mesh_axes=specs
+        )
+        return jgrad.global_norm(w, mesh_axes=specs), alone[0, 0], tx.init(w).radius["a"]
+
+    run = functools.partial(norms, 4, specs)
+    cut = jax.shard_map(run, mesh=mesh_of(data=2), in_specs=(), out_specs=P())
+    chex.assert_trees_all_close(jax.jit(cut)(), norms(8, {"a": None, "b": None}), rtol=1e-6)
+
+
+def test_e12_clip_asks_types_of_parameters():
+    """A gradient that is the same on all devices is that of a shard where its parameter is one."""
+    specs = {"a": P("data"), "b": P()}
+    w = uneven(specs, 0)
+
+    def clipped(w, **axes):
+        g = jax.tree.map(lambda x: jnp.full(x.shape, 3.0), w)
+        return jgrad.clip_by_global_norm(1.0, **axes).update(g, optax.EmptyState(), w)[0]
+
+    run = functools.partial(clipped, mesh_axes="data")
+    cut = jax.shard_map(run, mesh=mesh_of(data=2), in_specs=(specs,), out_specs=specs)
+    chex.assert_trees_all_close(jax.jit(cut)(w), clipped(w), rtol=1e-6)
+
+
 def conditions(method, specs, check_vma):
     """How many `cond` there are in one step that are not of a platform."""
     w, _ = problem(specs, steps=1)
