@@ -192,7 +192,7 @@ def schedule_free(
         )
         return inputs.directions(apply(_difference, new_y, w)), new
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, handed_on=("learning_rate",))
 
 
 def _largest(rates: Sequence[Any]) -> jax.Array:
