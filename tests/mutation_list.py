@@ -390,6 +390,7 @@ MUTATIONS = [
     Mutation("direction._normalized", "muon: NorMuon without the norm of before", "numerics.scaled(X, numerics.safe_divide(norm(_), norm(X)))", "X", "tests/muon/test_muon.py"),
     Mutation("_of_both_kinds", "muon: the decay of matrices for all leaves", "_ if _ is None else X", "X", "tests/muon/test_muon.py"),
     Mutation("HiddenMatrices._reason", "muon: layers count as axes", "X - len(_.values)", "X", "tests/muon/test_hidden_matrices.py"),
+    Mutation("HiddenMatrices.describe", "muon: axes that are named are not looked at", "_.values != ()", "False", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices._reason", "muon: flat keys are one part", "_BETWEEN.split(X)", "[X]", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices._rows", "muon: a count is a model", "check_parameters(_, _)", "pass", "tests/inputs/test_injected.py"),
     Mutation("RowOrder.to_shard_order", "muon: shards in the order of segments", "_._is_plain", "True", "tests/packed/test_row_order.py"),
