@@ -63,7 +63,6 @@ FUNCTIONS = {
     "averagedmodel": ("ema", ""),
     "schedulefreeadamw": ("schedule_free", " around `jgrad.adam`"),
     "schedulefreesgd": ("schedule_free", " around `jgrad.gradient_descent`"),
-    "injecthyperparams": ("adam", " alone: `update(..., learning_rate=x)` is for one call"),
 }
 
 # The keywords that some transformation takes in `update`.
