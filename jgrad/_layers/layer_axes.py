@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jgrad._arithmetic.leafwise import Function
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.shardings import is_known_to_be_invariant, replicated, unknown_axes
+from jgrad._trees.shardings import invariant_axes, replicated, unknown_axes
 from jgrad._trees.trees import PyTree
 
 
@@ -223,7 +223,7 @@ def as_typed(
     for axes, given in zip(layers, arrays, strict=True):
         own = [x for x in given if x is not None]
         varying = unknown_axes(*own)
-        copies = {x for x in overruled if is_known_to_be_invariant(x, *own)}
+        copies = {*overruled} & {*invariant_axes(*own)} if overruled else set()
         names = tuple(x for x in axes.mesh_axes if x not in copies)
         same = (varying, names) == axes.devices
         found.append(axes if same else dataclasses.replace(axes, mesh_axes=names, varying=varying))

@@ -33,6 +33,7 @@ QUICK = {
         "test_e12_one_name_beside_copies",
         "test_e12_constants_are_shards_where_a_tree_says_it",
         "test_e12_clip_asks_types_of_parameters",
+        "test_e12_asking_types_writes_nothing",
         "test_e12_one_condition_where_leaves_vary_alike",
         "test_e12_a_constant_gradient_under_vmap",
         "test_e12_replicas_beside_experts",

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
+from jgrad._trees import shardings
 from tests.multi_device.meshes import mesh_of
 
 RATE = 0.1
@@ -350,6 +351,20 @@ def test_e12_clip_asks_types_of_parameters():
     run = functools.partial(clipped, mesh_axes="data")
     cut = jax.shard_map(run, mesh=mesh_of(data=2), in_specs=(specs,), out_specs=specs)
     chex.assert_trees_all_close(jax.jit(cut)(w), clipped(w), rtol=1e-6)
+
+
+def test_e12_asking_types_writes_nothing():
+    """And the answer is that of the `shard_map` around, whatever another one has answered before."""
+    for check_vma in (True, False, True):
+
+        def asks(x, known=check_vma):
+            assert shardings.unknown_axes(x) == (() if known else ("data",))
+            return x
+
+        whole = {"in_specs": P(), "out_specs": P(), "check_vma": check_vma}
+        run = jax.shard_map(asks, mesh=mesh_of(data=2), **whole)
+        (outer,) = jax.make_jaxpr(run)(jnp.ones(2)).eqns
+        assert outer.params["jaxpr"].eqns == []
 
 
 def conditions(method, specs, check_vma):
