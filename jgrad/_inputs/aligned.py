@@ -17,7 +17,7 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._arithmetic.rules import cast_back
-from jgrad._layers.layer_axes import LayerAxes, StaticAxes
+from jgrad._layers.layer_axes import LayerAxes, StaticAxes, as_typed
 from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
@@ -122,8 +122,8 @@ class AlignedArguments:
 
         options = read("mesh_axes", axes[0]), read("layer_axes", axes[1])
         per_array = array_spec.layer_axes_per_array(array_spec.specs(tree), *options, reference)
-        arrays = zip(trees.repeat(per_array, counts), *(self[name] for name in both), strict=True)
-        return [axes.of(*own) for axes, *own in arrays]
+        arrays = zip(*(self[name] for name in both), strict=True)
+        return as_typed(trees.repeat(per_array, counts), options[0], arrays)
 
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""

@@ -82,12 +82,12 @@ class MomentOptions(NamedTuple):
                 stacked = self._stacked(params, tree) if self.is_8_bits else None
                 arguments = params.function, params.tree, dtype
                 moments[i] = zeros(*arguments, shapes=tree, stacked=stacked, real=i == 1)
-        if self.is_8_bits:
+        if self.is_8_bits and not _said:
             self._say_if_small(params)
         return OptState(counter(params.tree), *moments)
 
     def _say_if_small(self, params: Parameters) -> None:
-        """Once, where no leaf is large enough, so that a user who counts on 8 bits knows it.
+        """Where no leaf is large enough, so that a user who counts on 8 bits knows it.
 
         To a log and not as a warning, which would be an error in the tests of users with a small
         model, where nothing is wrong.
@@ -95,11 +95,12 @@ class MomentOptions(NamedTuple):
         leaves = params.updated_shapes().leaves
         full = _full_precision(params, self.full_precision)
         sizes = [x.size for x, own in zip(leaves, full, strict=True) if x is not None and not own]
-        if _said or not sizes or max(sizes) >= SMALLEST:
+        if not sizes or max(sizes) >= SMALLEST:
             return
         _said.append(
-            f"{params.function}: `moment_dtype='8bit'` has no effect: moments are in 8 bits from "
-            f"{SMALLEST} elements of a leaf on, and the largest has {max(sizes)}. Said once."
+            f"{params.function}: `moment_dtype='8bit'` has no effect on these leaves: moments are "
+            f"in 8 bits from {SMALLEST} elements of a leaf on, and the largest of these has "
+            f"{max(sizes)}. Said once."
         )
         _LOG.warning(_said[0])
 

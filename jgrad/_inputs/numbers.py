@@ -158,7 +158,9 @@ class OfCall(dict[str, Any]):
     def check_names(self, function: str) -> None:
         """After all that the method has was asked for."""
         for name in self.keys() - self._asked:
-            other_names.refuse_keyword(function, name, other_names.meant(name, (*self._asked,)))
+            other_names.refuse_keyword(
+                function, name, other_names.meant_keyword(name, (*self._asked,))
+            )
 
 
 # ---- numbers that may be absent ----------------------------------------------------------------

@@ -20,7 +20,7 @@ from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
-from jgrad._layers.layer_axes import LayerAxes, read_layer_axes, read_mesh_axes
+from jgrad._layers.layer_axes import LayerAxes, as_typed, read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
 from jgrad._trees import checks, trees, values
@@ -279,8 +279,7 @@ def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[La
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     found = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
-    rows = zip(found, inputs.reference.leaves, inputs.g, strict=True)
-    return [axes.of(*arrays) for axes, *arrays in rows]
+    return as_typed(found, sharded, zip(inputs.reference.leaves, inputs.g, strict=True))
 
 
 def trust_layers(

@@ -6,7 +6,7 @@ methods and wrappers see no model, only a tree of arrays.
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -125,10 +125,21 @@ def _in_state(
 
 
 def pair(
-    init: Callable[[PyTree], Any], update: Callable[..., tuple[PyTree, Any]], name: str
+    init: Callable[[PyTree], Any],
+    update: Callable[..., tuple[PyTree, Any]],
+    name: str,
+    *,
+    handed_on: Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation of that name, of functions that see arrays alone."""
-    known = keywords_of(update)
+    """The transformation of that name, of functions that see arrays alone.
+
+    Args:
+      init: of the parameters.
+      update: of one call.
+      name: for messages.
+      handed_on: which extra arguments `update` reads itself, too.
+    """
+    own = keywords_of(update, handed_on)
 
     def init_of_model(params: PyTree) -> Any:
         state = init(arrays_of(params))
@@ -138,7 +149,7 @@ def pair(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         if extra_args:
-            check_keywords(name, extra_args, known)
+            check_keywords(name, extra_args, own)
         updates, state = checks.values_of(updates), checks.values_of(state)
         params = arrays_of(params, updates)
         # Most states have none, and need not enter `call`, which looks closer.

@@ -7,7 +7,7 @@ which; jgrad does not detect it. Under `jit` a sharded array is whole, and needs
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jgrad._arithmetic.leafwise import Function
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.shardings import is_known_to_be_invariant, replicated, unknown_axes
+from jgrad._trees.shardings import invariant_axes, replicated, unknown_axes
 from jgrad._trees.trees import PyTree
 
 
@@ -75,19 +75,6 @@ class LayerAxes:
         """Arrays with equal ones may share vectors of norms: these vary as each norm in them."""
         return self.varying, self.mesh_axes
 
-    def of(self, *arrays: Any) -> "LayerAxes":
-        """Those of these arrays, whose types may say more; None for an array that is not there.
-
-        An array that is the same along a mesh axis is no part of a layer, but a copy: such an axis
-        is not summed over, though a name for all leaves may say so.
-        """
-        own = [x for x in arrays if x is not None]
-        varying = unknown_axes(*own)
-        named = tuple(x for x in self.mesh_axes if not is_known_to_be_invariant(x, *own))
-        if (varying, named) == self.devices:
-            return self
-        return dataclasses.replace(self, mesh_axes=named, varying=varying)
-
     def to_elements(self, numbers: jax.Array) -> jax.Array:
         """A vector with an entry per layer as a scalar, or in a shape that broadcasts."""
         if not self.stacked:
@@ -114,10 +101,12 @@ class Axes:
     Attributes:
       values: names of mesh axes, or indices of axes of arrays.
       spec: the PartitionSpec that a user gave.
+      of_all: whether they are one entry for all leaves, and not in a tree.
     """
 
     values: tuple[Any, ...] = ()
     spec: PartitionSpec | None = dataclasses.field(default=None, compare=False)
+    of_all: bool = False
 
 
 def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
@@ -134,7 +123,8 @@ def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
         return _axes(x, is_name)
 
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
-    return read_axes(function, "mesh_axes", mesh_axes, read, expected)
+    tree = read_axes(function, "mesh_axes", mesh_axes, read, expected)
+    return dataclasses.replace(tree, of_all=True) if isinstance(tree, Axes) else tree
 
 
 def read_layer_axes(function: str, layer_axes: PyTree) -> PyTree:
@@ -215,6 +205,29 @@ def of_leaves(mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves)
             layer_axes.fail(i, ValueError, problem)
         layers.append(LayerAxes(shape, stacked, mesh_axes.leaves[i].values))
     return layers
+
+
+def as_typed(
+    layers: Iterable[LayerAxes], mesh_axes: ArgLeaves, arrays: Iterable[Sequence[Any]]
+) -> list[LayerAxes]:
+    """The layers of arrays, whose types may say more; None for an array that is not there.
+
+    An array that is the same along a mesh axis is no part of a layer, but a copy: such an axis is
+    not summed over where one entry says so for all leaves. An entry of a tree is the user's word
+    for the leaves below it: a shard of constants that is made inside is the same everywhere, too.
+    """
+    entry = mesh_axes.leaves[0] if mesh_axes.leaves else Axes()
+    is_for_many = entry.of_all and (len(mesh_axes.leaves) > 1 or mesh_axes.paths() != [""])
+    overruled = entry.values if is_for_many else ()
+    found = []
+    for axes, given in zip(layers, arrays, strict=True):
+        own = [x for x in given if x is not None]
+        varying = unknown_axes(*own)
+        copies = {*overruled} & {*invariant_axes(*own)} if overruled else set()
+        names = tuple(x for x in axes.mesh_axes if x not in copies)
+        same = (varying, names) == axes.devices
+        found.append(axes if same else dataclasses.replace(axes, mesh_axes=names, varying=varying))
+    return found
 
 
 def _axes(x: Any, fits: Callable[[Any], bool]) -> Axes | None:

@@ -4,10 +4,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jgrad._inputs.by_path import check_parameters
 from jgrad._layers.layer_axes import Axes, read_indices, read_layer_axes
+from jgrad._muon import matrix_axes
+from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
@@ -66,14 +69,33 @@ class HiddenMatrices:
         tree = packing.shapes(checks.values_of(params))
         axes = read_indices(_NAME, "output_axes", output_axes)
         outputs = ArgLeaves.from_prefix(_NAME, "output_axes", axes, "params", tree)
+        named = [
+            shape is not None and not reason and own.values != ()
+            for (_, shape, reason), own in zip(rows, outputs.leaves, strict=True)
+        ]
+        matrices = self._matrices(tree, [shape for _, shape, _ in rows], outputs, named)
         table = [
             ("Adam", path, str(shape), f"by {reason}")
             if reason
-            else ("Muon", path, str(shape), f"by shape alone; {_outputs(path, shape, own.values)}")
-            for (path, shape, reason), own in zip(rows, outputs.leaves, strict=True)
+            else ("Muon", path, str(shape), f"by shape alone; {_outputs(path, shape, matrix)}")
+            for (path, shape, reason), matrix in zip(rows, matrices, strict=True)
             if shape is not None
         ]
         return path_rules.table(table)
+
+    def _matrices(
+        self, tree: PyTree, shapes: Sequence[Any], outputs: ArgLeaves, named: Sequence[bool]
+    ) -> list[MatrixAxes | None]:
+        """Those of the leaves whose output axes are named; an error where `muon` would raise it."""
+        own = zip(shapes, named, strict=True)
+        leaves = [jax.ShapeDtypeStruct(shape, float) if use else None for shape, use in own]
+        reference = outputs._replace(name="params", leaves=leaves)
+        chosen = reference._replace(leaves=named)
+        layers = matrix_axes.layers_of(chosen, self._stacked(tree), reference)
+        return matrix_axes.of_leaves(layers, outputs, chosen)
+
+    def _stacked(self, tree: PyTree) -> ArgLeaves:
+        return ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)
 
     def __repr__(self) -> str:
         return f"{_NAME}(exclude={self._exclude!r})"
@@ -82,7 +104,7 @@ class HiddenMatrices:
         """(path, shape, why it is no matrix or "") of each leaf; without a shape of no array."""
         tree = packing.shapes(checks.values_of(params))
         check_parameters(_NAME, tree)
-        stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)
+        stacked = self._stacked(tree)
         pairs = variables.leaves_with_paths(tree, trees.is_leaf)
         return [
             (path_rules.shown(path), None, "no array")
@@ -156,11 +178,11 @@ def hidden_matrices(
     return HiddenMatrices(tuple(exclude), layer_axes)
 
 
-def _outputs(path: str, shape: tuple[int, ...], axes: Sequence[int]) -> str:
+def _outputs(path: str, shape: tuple[int, ...], matrix: MatrixAxes | None) -> str:
     """Which axes of a matrix are outputs, and whether its name says that others are."""
-    own = ", ".join(str(axis % len(shape)) for axis in axes or (-1,))
-    text = f"outputs: {'axis' if len(axes) < 2 else 'axes'} {own}"
-    if axes or _BETWEEN.split(path)[-1].rpartition("/")[2] != _OUTPUTS_FIRST:
+    axes = matrix.outputs if matrix else (len(shape) - 1,)
+    text = f"outputs: {'axis' if len(axes) < 2 else 'axes'} {', '.join(map(str, axes))}"
+    if matrix or _BETWEEN.split(path)[-1].rpartition("/")[2] != _OUTPUTS_FIRST:
         return text
     return f"{text}; if of PyTorch or equinox, (out, in): `output_axes=0`"
 

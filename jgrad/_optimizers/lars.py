@@ -259,9 +259,10 @@ def lars(
         `weight_decay_rule`.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
         a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
-        those. With `check_vma=True` a leaf that does not vary along an axis counts once, whatever
-        is named; where types do not say it, a replicated leaf whose axis is named counts once per
-        device, so give a tree. Under `jit` a sharded leaf counts as a whole, and needs none.
+        those. Under `jit` a sharded leaf counts as a whole, and needs none. A tree has the last
+        word. Of one entry for all, `check_vma=True` leaves out the axes along which a leaf does
+        not vary; where types do not say it, a replicated leaf whose axis is named counts once per
+        device, so give a tree.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
       moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for

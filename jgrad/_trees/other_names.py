@@ -17,6 +17,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _LIKENESS = 0.8  # of a misspelt name, as `difflib` measures it
+_LIKENESS_OF_BEGINNINGS = 0.6  # of the first words: `weightdecay` begins with one word more
 
 # What optax, PyTorch and others call an option. A function is told of those that it has.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -62,7 +63,6 @@ FUNCTIONS = {
     "averagedmodel": ("ema", ""),
     "schedulefreeadamw": ("schedule_free", " around `jgrad.adam`"),
     "schedulefreesgd": ("schedule_free", " around `jgrad.gradient_descent`"),
-    "injecthyperparams": ("adam", " alone: `update(..., learning_rate=x)` is for one call"),
 }
 
 # The keywords that some transformation takes in `update`.
@@ -71,14 +71,16 @@ KEYWORDS = (
     *("adam_learning_rate", "adam_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("hyperball_learning_rate", "emit", "finite", "weight", "loss"),
 )
+_OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
 _BETWEEN_WRAPPERS = ("commit", "notes", "undecayed")  # which wrappers tell what is inside
+_PREFIXES = ("adam", "hyperball", "muon")  # of options, which nobody else's have
 
 
 # ---- options -----------------------------------------------------------------------------------
 
 
 @functools.cache
-def meant(name: str, known: tuple[str, ...], *, by_end: bool = True) -> str:
+def meant(name: str, known: tuple[str, ...]) -> str:
     """Which of the known names is meant by another one, in words; "" for none.
 
     `b1` is `beta1`, or `adam_beta1` where that alone is known, `adam_b1` is `adam_beta1`, and
@@ -87,16 +89,19 @@ def meant(name: str, known: tuple[str, ...], *, by_end: bool = True) -> str:
     Args:
       name: it is not known.
       known: other names.
-      by_end: whether the last words of a name will do.
     """
     prefix, link, last = name.rpartition("_")
     ways = [name, *OPTIONS.get(name, ()), *(f"{prefix}{link}{x}" for x in OPTIONS.get(last, ()))]
     if same := [x for x in known if x in ways]:
         return _in_words(same, "and")
-    if by_end and (found := [x for x in known if any(x.endswith(f"_{y}") for y in ways)]):
+    if found := _ending(known, ways):
         return _in_words(found, "or")
     near = (difflib.get_close_matches(x, known, 1, _LIKENESS) for x in ways)
     return _in_words(next(filter(None, near), []), "or")
+
+
+def _ending(known: Iterable[str], ways: Iterable[str]) -> list[str]:
+    return [x for x in known if any(x.endswith(f"_{way}") for way in ways)]
 
 
 def _in_words(names: Iterable[str], link: str) -> str:
@@ -131,22 +136,54 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
 # ---- keywords of `update` ----------------------------------------------------------------------
 
 
-def keywords_of(update: Callable[..., Any]) -> tuple[str, ...]:
-    """Which keywords a misspelt one may mean, for an `update` with keywords of its own.
-
-    A single word may be an argument of somebody's loss, which optax's line searches hand on; so it
-    counts where it is taken. Names of several words are nobody else's.
-    """
+def keywords_of(update: Callable[..., Any], handed_on: Sequence[str] = ()) -> tuple[str, ...]:
+    """The keywords that an `update` takes itself; `handed_on` are those of its extra arguments."""
     parameters = inspect.signature(update).parameters.values()
     own = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
-    return tuple(x for x in KEYWORDS if x in own or "_" in x)
+    return tuple(x for x in KEYWORDS if x in own or x in handed_on)
 
 
-def check_keywords(function: str, given: Iterable[str], known: tuple[str, ...]) -> None:
+def check_keywords(function: str, given: Iterable[str], own: tuple[str, ...]) -> None:
     """No keyword of a call is a misspelt one of ours. Others are for the rest of a chain."""
     for name in given:
         if name not in KEYWORDS and name not in _BETWEEN_WRAPPERS:
-            refuse_keyword(function, name, meant(name, known, by_end=False))
+            refuse_keyword(function, name, meant_keyword(name, own))
+
+
+@functools.cache
+def meant_keyword(name: str, own: tuple[str, ...]) -> str:
+    """Which keyword is meant by another one, in words; "" for none.
+
+    It may be an argument of somebody's loss, which optax's line searches hand on, or a number of
+    another transformation of a chain. So what others call an option counts where it is taken, or
+    with a prefix that is ours alone; and what is misspelt begins as ours, of which a name of
+    several words counts everywhere, and a single word where it is taken.
+
+    Args:
+      name: it is not taken.
+      own: the keywords that the transformation takes.
+    """
+    if name in KEYWORDS or name in OPTIONS:
+        ways = [name, *OPTIONS.get(name, ())]
+        same = [x for x in own if x in ways]
+        return _in_words(same, "and") or _in_words(_ending(own, ways), "or")
+    known = (*own, *(x for x in _OF_SEVERAL_WORDS if x not in own))
+    prefix, _, rest = name.partition("_")
+    if rest and prefix in _PREFIXES:
+        begin = "" if prefix == "muon" else f"{prefix}_"
+        ways = [f"{begin}{x}" for x in (rest, *OPTIONS.get(rest, ()))]
+        if same := [x for x in known if x in ways]:
+            return _in_words(same, "and")
+    alike = [x for x in known if _begin_alike(name, x)]
+    return _in_words(difflib.get_close_matches(name, alike, 1, _LIKENESS), "or")
+
+
+def _begin_alike(name: str, ours: str) -> bool:
+    """`height` is no `weight`, nor is `actor_learning_rate` one of Adam's."""
+    if "_" not in ours:
+        return name[:1] == ours[0]
+    first = difflib.SequenceMatcher(None, name.partition("_")[0], ours.partition("_")[0])
+    return first.ratio() > _LIKENESS_OF_BEGINNINGS
 
 
 def refuse_keyword(function: str, name: str, expected: str) -> None:

@@ -5,6 +5,7 @@ might be sharded in several ways. With automatic axes it only says that there is
 `shard_map` it may say along which axes an array varies. All here works in each supported JAX.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,10 +102,20 @@ def is_known_to_be_invariant(name: str, *arrays: jax.Array) -> bool:
 
     Without that check JAX knows nothing.
     """
-    if name not in _manual_axes() or name in varying_axes(*arrays):
-        return False
-    checked = _varying(jnp.zeros(()), (name,))  # without a check, nothing can be made to vary
-    return bool(varying_axes(checked))
+    return name in invariant_axes(*arrays)
+
+
+def invariant_axes(*arrays: jax.Array) -> tuple[str, ...]:
+    """All such axes of the `shard_map` around."""
+    varying = varying_axes(*arrays)
+    same = tuple(name for name in _manual_axes() if name not in varying)
+    return same if same and varying_axes(jax.eval_shape(_probe(same[0]))) else ()
+
+
+@functools.cache  # one function object for each axis, so that JAX's caches find it again
+def _probe(name: str) -> Callable[[], jax.Array]:
+    """Without a check nothing can be made to vary. Traced apart: it is no part of the program."""
+    return lambda: _varying(jnp.zeros(()), (name,))
 
 
 def varying_axes(*arrays: Any) -> tuple[str, ...]:
@@ -147,8 +158,8 @@ def unknown_axes(*arrays: jax.Array) -> tuple[str, ...]:
 
     None outside of both, and none in a `pmap` without a name: there each device has its own model.
     """
-    named = _manual_axes()
-    return tuple(name for name in named if not is_known_to_be_invariant(name, *arrays))
+    known = invariant_axes(*arrays)
+    return tuple(name for name in _manual_axes() if name not in known)
 
 
 def barrier(tree: PyTree) -> PyTree:

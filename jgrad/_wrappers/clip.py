@@ -14,7 +14,7 @@ from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import pair
 from jgrad._layers import trust
-from jgrad._layers.layer_axes import Axes, LayerAxes, read_mesh_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -93,7 +93,7 @@ def clip_by_global_norm(
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         arg, inexact = _inexact(name, "updates", updates)
-        norm = trust.global_norm(inexact, _layers(arg, updates, mesh_axes))
+        norm = trust.global_norm(inexact, _layers(arg, updates, mesh_axes, params))
         factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
         clipped = apply(rules.scale_by, inexact, *factors)
         leaves = [
@@ -156,12 +156,20 @@ def _is_float0(x: Any) -> bool:
     return bool(getattr(x, "dtype", None) == jax.dtypes.float0)
 
 
-def _layers(arg: ArgLeaves, tree: PyTree, mesh_axes: PyTree) -> list[LayerAxes]:
-    """One layer for each array, since only the norm of all is asked for."""
+def _layers(
+    arg: ArgLeaves, tree: PyTree, mesh_axes: PyTree, params: PyTree = None
+) -> list[LayerAxes]:
+    """One layer for each array, since only the norm of all is asked for.
+
+    A gradient may be the same on all devices where its parameter, if it is there, is not.
+    """
     names, shapes = read_mesh_axes(arg.function, mesh_axes), packing.shapes(tree)
     sharded = ArgLeaves.from_prefix(arg.function, "mesh_axes", names, arg.name, shapes)
     stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
     reference = ArgLeaves.from_tree(arg.function, arg.name, shapes).with_arrays()
     layers = array_spec.layer_axes_per_array(array_spec.specs(tree), sharded, stacked, reference)
-    pairs = zip(layers, arg.leaves, strict=True)
-    return [LayerAxes(axes.shape, mesh_axes=axes.mesh_axes).of(x) for axes, x in pairs]
+    whole = (LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers)
+    beside, structure = trees.flatten(params)
+    fits = structure == trees.flatten(tree)[1]
+    typed = [x if isinstance(x, jax.Array) else None for x in beside] if fits else arg.leaves
+    return as_typed(whole, sharded, zip(arg.leaves, typed, strict=True))

@@ -87,8 +87,9 @@ def schedule_free(
       beta: in [0, 1).
       learning_rate: that of `tx`, which has to be the same function here where it is a schedule: a
         number in [0, inf), or a function of the number of updates done. Only its ratios matter;
-        weights are clipped to 2^-96 and 2^96, and rates below 1.2e-38 count as 0. In a call with
-        `update(..., learning_rate=x)` it is x, of a tree the largest.
+        weights are clipped to 2^-96 and 2^96, and rates below the smallest normal number, which is
+        1.2e-38 in float32, count as 0. In a call with `update(..., learning_rate=x)` it is x, of a
+        tree the largest.
       weight_power: of the largest learning rate so far, in [0, 4]: steps of a warm-up count less.
       step_power: of the number of the update, in [0, 4]; above 0 later steps count more.
 
@@ -165,7 +166,8 @@ def schedule_free(
             rate = numbers.scalar(_NAME, "learning_rate", rate)
         else:
             step = Step.of_count(state.done)
-            rate = _largest(options.rate_of_leaves(inputs, "learning_rate", given, step))
+            rates = options.rate_of_leaves(inputs, "learning_rate", given, step)
+            rate = _largest(rates, numerics.floating(state.largest_rate).dtype)
         done = optax.safe_increment(state.done)
         largest, weight = _weight(
             rate,
@@ -192,13 +194,13 @@ def schedule_free(
         )
         return inputs.directions(apply(_difference, new_y, w)), new
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, handed_on=("learning_rate",))
 
 
-def _largest(rates: Sequence[Any]) -> jax.Array:
+def _largest(rates: Sequence[Any], dtype: Any) -> jax.Array:
     """Of all leaves: where rates are in proportion, the weights of the steps are those of each."""
-    different = {id(x): jnp.max(x) for x in rates if x is not None}
-    return functools.reduce(jnp.maximum, different.values(), jnp.zeros(()))
+    different = {id(x): jnp.max(x).astype(dtype) for x in rates if x is not None}
+    return functools.reduce(jnp.maximum, different.values(), jnp.zeros((), dtype))
 
 
 def _difference(x: jax.Array, w: jax.Array) -> jax.Array:

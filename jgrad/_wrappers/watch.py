@@ -81,8 +81,8 @@ def watch(
     other libraries add none, nor does what is inside `optax.MultiSteps`, or inside a transformation
     that does not hand extra arguments on. Where `init` cannot try an update, since that needs
     arguments such as the `value=` of optax's `reduce_on_plateau`, nothing inside adds any. In a
-    call that does not compute a number, such as one
-    inside the window of an `accumulate`, the old one stays.
+    call that does not compute a number, such as one inside the window of an `accumulate`, the old
+    one stays.
 
     `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
     all by `report(state)`.

@@ -51,7 +51,7 @@ ROWS = {
     "skip_spikes": row(jgrad.skip_spikes(ADAM), "loss", loss=1.0),
     "master_weights": row(jgrad.master_weights(ADAM)),
     "stochastic_rounding": row(jgrad.stochastic_rounding(ADAM)),
-    "schedule_free": row(jgrad.schedule_free(ADAM)),
+    "schedule_free": row(jgrad.schedule_free(ADAM), "learning_rate"),
     "hyperball": row(
         jgrad.hyperball(ADAM, 0.1, leaves=IS_MATRIX), "hyperball_learning_rate"
     ),
@@ -61,19 +61,31 @@ ROWS = {
 }  # fmt: skip
 every_row = pytest.mark.parametrize("name", ROWS)
 
-# Words of several parts, which mean the same to everybody; and what they are called elsewhere.
+# Words of several parts, which mean the same to everybody; and with our prefixes what they are
+# called elsewhere.
 EVERYWHERE = {
     **{x + x[-1]: x for x in KEYWORDS if "_" in x},
-    "lr": "learning_rate",
-    "step_size": "learning_rate",
-    "wd": "weight_decay",
+    "learningrate": "learning_rate",
+    "weigth_decay": "weight_decay",
     "adam_lr": "adam_learning_rate",
     "adam_b1": "adam_beta1",
     "hyperball_lr": "hyperball_learning_rate",
     "muon_lr": "learning_rate",
 }
-# Of optax's own transformations and losses; data of a loss in its line searches.
-OF_OTHERS = ("value", "grad", "value_fn", "obj_fn", "weights", "tokens", "losses", "temperature")
+# Without a prefix that is an error where the option is taken: in the row, or by ADAM inside.
+WHERE_TAKEN = {
+    "lr": "learning_rate",
+    "step_size": "learning_rate",
+    "wd": "weight_decay",
+    "weight_decay_rate": "weight_decay",
+}
+ALONE = ("clip_by_global_norm", "ema", "scale_by_adam", "scale_by_muon", "scale_by_trust_ratio")
+# Of optax's own transformations and losses; data of a loss in its line searches; of optimizers of
+# several models.
+OF_OTHERS = (
+    *("value", "grad", "value_fn", "obj_fn", "weights", "tokens", "losses", "temperature"),
+    *("mask", "height", "rate", "decay", "d_lr", "base_lr", "actor_lr", "actor_learning_rate"),
+)
 
 
 def test_every_transformation_has_a_row():
@@ -111,6 +123,11 @@ def test_misspelt_keywords(name):
         assert_refused(name, own + own[-1], f"`{own}`")
     for given, meant in EVERYWHERE.items():
         assert_refused(name, given, f"`{meant}`")
+    for given, meant in WHERE_TAKEN.items() if name not in ALONE else ():
+        own = [x for x in ROWS[name][1] if x.endswith(meant)]
+        by, expected = (name, own[0]) if own else ("adam", meant)
+        message = f"{by}: `update` has the keyword `{given}`, expected `{expected}`."
+        assert_error(TypeError, message, functools.partial(update, name, **{given: 0.5}))
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb", "scale_by_adam"])
@@ -138,7 +155,8 @@ def test_other_keywords(name, given, meant):
 def test_keywords_of_others_pass(name):
     own = ROWS[name][1]
     passing = {x: 1.0 for x in OF_OTHERS if not any(x.startswith(y[:4]) for y in own)}
-    assert len(passing) > 5
+    assert len(passing) > 11
+    passing |= dict.fromkeys(WHERE_TAKEN, 1.0) if name in ALONE else {}
     passing |= {"hyperball_learning_rate": None, "emit": None, "finite": None}
     assert_equal(update(name, **passing), update(name))
 
@@ -149,13 +167,11 @@ def test_no_keyword_is_missing(monkeypatch):
     get = OfCall.get
     recorded = lambda self, name, default=None: asked.add(name) or get(self, name, default)
     monkeypatch.setattr(OfCall, "get", recorded)
-    several = {x for x in KEYWORDS if "_" in x}
     for name, (tx, own, _) in ROWS.items():
         update(name)
-        known = set(inspect.getclosurevars(tx.update).nonlocals["known"])
-        assert several <= known
-        assert known - several <= set(own)
-        asked |= {x for x in own if x in known}
+        taken = set(inspect.getclosurevars(tx.update).nonlocals["own"])
+        assert taken <= set(own)
+        asked |= taken
     assert asked == set(KEYWORDS)
 
 
@@ -176,3 +192,26 @@ def test_through_others(around):
         "accumulate: `update` has the keyword `weights`, expected `weight`.",
         lambda: tx.update(W, tx.init(W), W, weights=3.0),
     )
+
+
+def test_a_chain_with_keywords_of_others():
+    """Data of a loss in a line search, and a number that a transformation of somebody else takes."""
+
+    def loss(w, mask):
+        return jnp.sum(mask * w["b"] ** 2) + jnp.sum(w["w"] ** 2)
+
+    mask = jnp.array([1.0, 0.0])
+    value, g = jax.value_and_grad(loss)(W, mask)
+    tx = optax.chain(ADAM, optax.scale_by_backtracking_linesearch(max_backtracking_steps=3))
+    given = {"value": value, "grad": g, "value_fn": loss, "mask": mask}
+    updates, _ = tx.update(g, tx.init(W), W, **given)
+    assert float(loss(optax.apply_updates(W, updates), mask)) < float(value)
+
+    def scaled(updates, state, params=None, *, step_size, **_):
+        return jax.tree.map(lambda u: step_size * u, updates), state
+
+    own = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), scaled)
+    clip = jgrad.clip_by_global_norm(1.0)
+    tx = optax.chain(clip, own)
+    expected = jax.tree.map(lambda u: 0.5 * u, clip.update(W, clip.init(W))[0])
+    assert_equal(tx.update(W, tx.init(W), W, step_size=0.5)[0], expected)

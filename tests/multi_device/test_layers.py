@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
+from jgrad._trees import shardings
 from tests.multi_device.meshes import mesh_of
 
 RATE = 0.1
@@ -318,6 +319,52 @@ def test_e12_one_name_beside_copies():
     wrong, right = in_parts(norms, P(), False)
     np.testing.assert_allclose(wrong, np.sqrt(by_leaf @ (1, 2)), rtol=1e-6)
     np.testing.assert_allclose(right, np.sqrt(by_leaf.sum()), rtol=1e-6)
+
+
+def test_e12_constants_are_shards_where_a_tree_says_it():
+    """Their types say that they are the same on all devices, which a name for all would believe."""
+    specs = {"a": P("data"), "b": P()}
+
+    def norms(rows, specs):
+        w = {"a": jnp.full((rows, 4), 0.5), "b": jnp.full(3, 0.25)}
+        a = w["a"]
+        alone = jgrad.lars_update(a, 4 * a, RATE, epsilon=1.0, mesh_axes=specs["a"])
+        tx = jgrad.hyperball(
+            jgrad.adam(RATE), RATE, leaves={"a": True, "b": False}, mesh_axes=specs
+        )
+        return jgrad.global_norm(w, mesh_axes=specs), alone[0, 0], tx.init(w).radius["a"]
+
+    run = functools.partial(norms, 4, specs)
+    cut = jax.shard_map(run, mesh=mesh_of(data=2), in_specs=(), out_specs=P())
+    chex.assert_trees_all_close(jax.jit(cut)(), norms(8, {"a": None, "b": None}), rtol=1e-6)
+
+
+def test_e12_clip_asks_types_of_parameters():
+    """A gradient that is the same on all devices is that of a shard where its parameter is one."""
+    specs = {"a": P("data"), "b": P()}
+    w = uneven(specs, 0)
+
+    def clipped(w, **axes):
+        g = jax.tree.map(lambda x: jnp.full(x.shape, 3.0), w)
+        return jgrad.clip_by_global_norm(1.0, **axes).update(g, optax.EmptyState(), w)[0]
+
+    run = functools.partial(clipped, mesh_axes="data")
+    cut = jax.shard_map(run, mesh=mesh_of(data=2), in_specs=(specs,), out_specs=specs)
+    chex.assert_trees_all_close(jax.jit(cut)(w), clipped(w), rtol=1e-6)
+
+
+def test_e12_asking_types_writes_nothing():
+    """And the answer is that of the `shard_map` around, whatever another one has answered before."""
+    for check_vma in (True, False, True):
+
+        def asks(x, known=check_vma):
+            assert shardings.unknown_axes(x) == (() if known else ("data",))
+            return x
+
+        whole = {"in_specs": P(), "out_specs": P(), "check_vma": check_vma}
+        run = jax.shard_map(asks, mesh=mesh_of(data=2), **whole)
+        (outer,) = jax.make_jaxpr(run)(jnp.ones(2)).eqns
+        assert outer.params["jaxpr"].eqns == []
 
 
 def conditions(method, specs, check_vma):

@@ -185,6 +185,20 @@ def test_describe_says_where_outputs_are():
     )
 
 
+@pytest.mark.parametrize(("axes", "shown"), [(5, "5"), (-3, "-3"), ((0, 1), "(0, 1)")])
+def test_describe_refuses_axes_as_muon_does(axes, shown):
+    """Of what is a matrix: bias and embedding may have any."""
+    params = {"b": jnp.ones(6), "dense": MATRIX, "embed": MATRIX}
+    rest = f"{shown}, expected some of the axes (0, 1) of an array of shape (4, 6), and another left as input."
+    for function, call in {
+        "hidden_matrices": lambda: jgrad.hidden_matrices().describe(params, output_axes=axes),
+        "muon": lambda: jgrad.muon(
+            0.1, matrices=jgrad.hidden_matrices(), output_axes=axes, adam_learning_rate=0.1
+        ).init(params),
+    }.items():
+        assert_error(ValueError, f"{function}: `output_axes` at ['dense']: {rest}", call)
+
+
 class Model(eqx.Module):
     """With leaves that are no arrays, as the models of equinox have them."""
 

@@ -154,7 +154,7 @@ INSTEAD = {
     "clip_grad_norm_": "`jgrad.clip_by_global_norm`",
     "GradScaler": "`jgrad.skip_nonfinite` with `loss_scale=`",
     "schedule_free_adamw": "`jgrad.schedule_free` around `jgrad.adam`",
-    "inject_hyperparams": "`jgrad.adam` alone: `update(..., learning_rate=x)` is for one call",
+    "inject_hyperparams": "`optax.inject_hyperparams`, which works beside jgrad",
     "acumulate": "`jgrad.accumulate`",
 }
 

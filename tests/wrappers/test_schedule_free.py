@@ -205,6 +205,21 @@ def test_double_precision(x64):
     assert tx.init({"b": w["b"], "n": w["n"]}).weight_sum.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "rates", [["float32"] * 2, ["float64"] * 2, ["float32", "float64"]], ids=str
+)
+def test_dtypes_of_the_rates_of_a_call(rates, dtype, x64):
+    """The largest of all leaves, in the dtype of the state, whatever theirs are."""
+    w = {name: jnp.ones(3, dtype) for name in "ab"}
+    given = {"a": jnp.asarray(0.25, rates[0]), "b": jnp.asarray(0.5, rates[1])}
+    tx = jgrad.schedule_free(optax.identity())
+    for x in given["b"], given:
+        _, state = tx.update(w, tx.init(w), w, learning_rate=x)
+        assert state.largest_rate == 0.5
+        assert state.largest_rate.dtype == dtype
+
+
 EXTREMES = {
     "tiny rate": {"learning_rate": 1e-30},
     "huge rate": {"learning_rate": 1e30},
