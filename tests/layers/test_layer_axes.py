@@ -1,5 +1,7 @@
 """What `mesh_axes` and `layer_axes` may be, and what is said of what they may not be."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,16 +15,19 @@ from tests.support.errors import assert_error
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
 
 
+ONE_FOR_ALL = Axes(of_all=True)  # types may overrule it, and no entry of a tree
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, Axes()),
-        ("data", Axes(("data",))),
-        (("data", "model"), Axes(("data", "model"))),
-        ((), Axes()),
-        (P(), Axes()),
-        (P("data", None), Axes(("data",))),
-        (P(None, ("model", "data")), Axes(("data", "model"))),
+        (None, ONE_FOR_ALL),
+        ("data", dataclasses.replace(ONE_FOR_ALL, values=("data",))),
+        (("data", "model"), dataclasses.replace(ONE_FOR_ALL, values=("data", "model"))),
+        ((), ONE_FOR_ALL),
+        (P(), ONE_FOR_ALL),
+        (P("data", None), dataclasses.replace(ONE_FOR_ALL, values=("data",))),
+        (P(None, ("model", "data")), dataclasses.replace(ONE_FOR_ALL, values=("data", "model"))),
         ({"a": "data", "b": None}, {"a": Axes(("data",)), "b": Axes()}),
         ({"a": P("x"), "b": [None, "y"]}, {"a": Axes(("x",)), "b": [Axes(), Axes(("y",))]}),
     ],
