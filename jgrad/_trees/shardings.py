@@ -158,8 +158,10 @@ def unknown_axes(*arrays: jax.Array) -> tuple[str, ...]:
 
     None outside of both, and none in a `pmap` without a name: there each device has its own model.
     """
+    if not (named := _manual_axes()):
+        return ()
     known = invariant_axes(*arrays)
-    return tuple(name for name in _manual_axes() if name not in known)
+    return tuple(name for name in named if name not in known)
 
 
 def barrier(tree: PyTree) -> PyTree:
