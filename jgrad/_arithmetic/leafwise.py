@@ -91,17 +91,20 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
     """The result of each call; `None` for `None`. Equal calls are made once."""
     results: list[Any] = [None] * len(calls)
     first: dict[Any, int] = {}
-    alike: dict[Any, list[tuple[int, tuple[Any, ...]]]] = collections.defaultdict(list)
+    alike: dict[Any, list[tuple[int, list[Any]]]] = collections.defaultdict(list)
     for i, call in enumerate(calls):
         if call is None:
             continue
-        f, arrays = call
+        f, arguments = call
         if f is identity:
-            results[i] = arrays[0]
-        elif first.setdefault((f, *map(id, arrays)), i) == i:
-            kind = (f, *(None if x is None else (x.shape, x.dtype) for x in arrays))
-            alike[kind].append((i, arrays))
-    for (f, *_), members in alike.items():
+            results[i] = arguments[0]
+            continue
+        arrays, structure = jax.tree.flatten(arguments)
+        if first.setdefault((f, structure, *map(id, arrays)), i) == i:
+            alike[f, structure, *((x.shape, x.dtype) for x in arrays)].append((i, arrays))
+        else:
+            results[i] = first[f, structure, *map(id, arrays)]
+    for (f, structure, *_), members in alike.items():
         for start in range(0, len(members), _TOGETHER):
             indices, rows = zip(*members[start : start + _TOGETHER], strict=True)
             columns = list(zip(*rows, strict=True))
@@ -109,22 +112,22 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
             arguments = [
                 column[0] if one else column for column, one in zip(columns, shared, strict=True)
             ]
-            outputs = _together(arguments, f=f, shared=shared, count=len(rows))
+            outputs = _together(arguments, f=f, structure=structure, shared=shared, count=len(rows))
             for i, output in zip(indices, outputs, strict=True):
                 results[i] = output
-    for i, call in enumerate(calls):
-        if call is not None and call[0] is not identity:
-            results[i] = results[first[(call[0], *map(id, call[1]))]]
-    return results
+    return [
+        results[x] if type(x) is int and call is not None and call[0] is not identity else x
+        for x, call in zip(results, calls, strict=True)
+    ]
 
 
 @jit_static_kwargs
 def _together(
-    arguments: list[Any], *, f: Function, shared: tuple[bool, ...], count: int
+    arguments: list[Any], *, f: Function, structure: Any, shared: tuple[bool, ...], count: int
 ) -> list[Any]:
     """`f` of `count` leaves: an entry of `arguments` is shared by all, or has one for each."""
     pairs = list(zip(arguments, shared, strict=True))
-    return [f(*(x if one else x[i] for x, one in pairs)) for i in range(count)]
+    return [f(*structure.unflatten([x if one else x[i] for x, one in pairs])) for i in range(count)]
 
 
 # ---- lists of leaves ---------------------------------------------------------------------------

@@ -119,6 +119,38 @@ def decay_call(
     return (add_scaled, (direction, w, decay, *rates))
 
 
+def optional(decay: PerLeaf, rule: str = "") -> Any:
+    """Decays of leaves with None for the Python number 0, as `update_of_leaf` takes them.
+
+    With the rule "independent", beside others a decay of 0 is an array: see `updates`.
+    """
+    if not isinstance(decay, list):
+        return None if is_zero(decay) else decay
+    some = rule == "independent" and not all(map(is_zero, decay))
+    none = jnp.zeros(()) if some else None
+    return [none if is_zero(x) else x for x in decay]
+
+
+def decayed(
+    direction: jax.Array, w: Any, decay: Any, *rates: Any, like: Any = None, rule: str = ""
+) -> jax.Array:
+    """direction + decay w of one leaf; None for no decay"""
+    if decay is None:
+        return direction
+    if rule == "cautious":
+        return add_cautiously(direction, w, direction if like is None else like, decay, *rates)
+    return add_scaled(direction, w, decay, *rates)
+
+
+def update_of_leaf(
+    direction: jax.Array, w: Any, decay: Any, rate: Any, like: Any = None, *, rule: str
+) -> jax.Array:
+    """-rate (direction + decay w), of one leaf; see `updates`"""
+    if rule == "independent":
+        return negative(decayed(scale_by(direction, rate), w, decay))
+    return descent(decayed(direction, w, decay, like=like, rule=rule), rate)
+
+
 def add_decay(
     direction: list[Any],
     w: list[Any] | None,

@@ -5,6 +5,7 @@ nearest, a moment would neither decay nor grow by less than half the distance be
 its form: 0.2% in bfloat16, 3 to 6% in 8 bits.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Call, Function
+from jgrad._arithmetic.leafwise import Function
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import OfCall
 from jgrad._packed.array_spec import ArraySpec
@@ -77,6 +78,8 @@ class Moment:
         specs: Sequence[ArraySpec] = (),
         keys: RandomKeys | None = None,
         commit: Commit | None = None,
+        *,
+        has_form: bool = False,
     ) -> None:
         """Without keys nothing is rounded here: functional updates cast what they return.
 
@@ -88,72 +91,76 @@ class Moment:
         """
         self.old = old
         self.specs, self._keys, self._commit = specs, keys, commit
-
-    def write(self, new: list[Call | None]) -> NewMoments:
-        """New moments, from the calls that compute them.
-
-        They have the form of the old ones, which stay where the update is not committed. All new
-        moments of a method come by here: what is cast to codes of 8 bits would be meaningless.
-        """
-        exact = leafwise.run(new) if self._commit is None else self._old_or_new(new, self._commit)
-        if self._keys is None:
-            return NewMoments(exact, exact)
-        rounded = leafwise.run(list(map(self._rounding, range(len(new)), new, exact)))
-        stored = []
-        for i, (x, r, old) in enumerate(zip(exact, rounded, self.old, strict=True)):
-            stored.append(as_stored(x, old) if r is None else r)
-            if r is None:
-                exact[i] = stored[i]
-        if self._commit is not None:
-            self._commit.keep(stored, self.old)
-        return NewMoments(stored, exact)
+        self._has_form = has_form or keys is not None
 
     def rounded(self, values: list[Any]) -> list[Any]:
         """Arrays of full precision as they are stored; those that need no rounding as they are."""
-        pairs = zip(values, self.old, strict=True)
-        new = [
-            (leafwise.identity, (x,)) if x is not None and _is_rounded(o) else None
-            for x, o in pairs
+        rows = [
+            None if x is None or not _is_rounded(old) else (_rounded, (x, self.of_leaf(i)))
+            for i, (x, old) in enumerate(zip(values, self.old, strict=True))
         ]
-        if not any(new):
-            return values
-        stored = self.write(new).stored
-        return [x if s is None else s for x, s in zip(values, stored, strict=True)]
+        new = leafwise.run(rows)
+        self.settled(new)
+        return [x if n is None else n for x, n in zip(values, new, strict=True)]
 
-    def _old_or_new(self, new: list[Call | None], commit: Commit) -> list[Any]:
-        """New moments, or the old ones, before they are rounded; `_encoder` keeps codes."""
-        pairs = zip(new, self.old, strict=True)
-        values = leafwise.run(
-            [
-                (self._kept_rule(call[0]), call[1]) if call and isinstance(o, Blocks) else call
-                for call, o in pairs
-            ]
-        )
-        arrays = [
-            None if isinstance(o, Blocks) else x for x, o in zip(values, self.old, strict=True)
-        ]
-        kept = kept_arrays(arrays, self.old, commit)
-        return [x if k is None else k for x, k in zip(values, kept, strict=True)]
+    def of_leaf(self, i: int) -> "LeafMoment":
+        """The moment of one leaf, to read and to write."""
+        old, keys = self.old[i], None
+        if self._keys is not None and _is_rounded(old):
+            keys = self._keys.of_step, *self._keys.of_elements(self.specs[i])
+        flag = None if self._commit is None else self._commit.flag
+        clips = self._commit is not None and self._commit.clips
+        return LeafMoment(old, keys, flag, clips, self._has_form)
 
-    def _rounding(self, i: int, call: Call | None, value: Any) -> Call | None:
-        """What rounds a new moment stochastically; None where it is not."""
-        old = self.old[i]
-        if call is None or not _is_rounded(old):
-            return None
-        if not (isinstance(old, Blocks) or value.dtype == jnp.float32):
-            return None
-        assert self._keys is not None
-        keys = self._keys.of_step, *self._keys.of_elements(self.specs[i])
-        if not isinstance(old, Blocks):
-            return (_to_bfloat16, (value, *keys))
-        rule, arguments = call
-        flag = () if self._commit is None else (self._commit.flag,)
-        encode = _encoder(self._kept_rule(rule), bool(flag), regions.is_possible(old))
-        return (encode, (old, value, *keys, *flag, *arguments))
+    def settled(self, new: list[Any]) -> NewMoments:
+        """New moments that were written leaf by leaf."""
+        if self._has_form and self._commit is not None:
+            self._commit.keep(new, self.old)
+        return NewMoments(new, new)
 
-    def _kept_rule(self, rule: Function) -> Function:
-        """A rule whose results may be kept: finite, where its arguments are known to be."""
-        return _bounded(rule) if self._commit is not None and self._commit.clips else rule
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class LeafMoment:
+    """A moment of one leaf: `old` to read, and the one door for the new one.
+
+    Attributes:
+      old: as the state has it.
+      keys: of its random bits, if it is rounded.
+      flag: whether the update is committed; None where it always is.
+      clips: whether what overflows becomes the largest number then.
+      has_form: whether it is stored as it was; functional updates cast what they return.
+    """
+
+    old: Any
+    keys: Any = None
+    flag: Any = None
+    clips: bool = dataclasses.field(default=False, metadata={"static": True})
+    has_form: bool = dataclasses.field(default=True, metadata={"static": True})
+    new = None
+
+    def write(self, rule: Function, *args: Any) -> jax.Array:
+        """The new moment as updates are computed from it, before it is rounded."""
+        is_blocks = isinstance(self.old, Blocks)
+        rule = _bounded(rule) if is_blocks and self.flag is not None and self.clips else rule
+        self.new = exact = rule(*args)
+        if self.flag is not None and not is_blocks:
+            kept = _kept(self.old.dtype, self.clips)
+            self.new = exact = kept(exact, self.old, self.flag)
+        if self.has_form and is_blocks:
+            flag = () if self.flag is None else (self.flag,)
+            encode = _encoder(rule, bool(flag), regions.is_possible(self.old))
+            self.new = encode(self.old, exact, *self.keys, *flag, *args)
+        elif self.has_form and _is_rounded(self.old) and exact.dtype == jnp.float32:
+            self.new = _to_bfloat16(exact, *self.keys)
+        elif self.has_form:
+            self.new = exact = as_stored(exact, self.old)
+        return exact
+
+
+def _rounded(x: jax.Array, moment: LeafMoment) -> Any:
+    moment.write(leafwise.identity, x)
+    return moment.new
 
 
 class MomentShapes(NamedTuple):

@@ -8,11 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, apply, calls, jit_static_kwargs
+from jgrad._arithmetic.leafwise import Function, apply, jit_static_kwargs
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
+from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
+from jgrad._inputs.moment import (
+    LeafMoment,
+    Moment,
+    MomentShapes,
+    NewMoments,
+    Step,
+    in_full_precision,
+)
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask, Number
 from jgrad._layers.layer_axes import read_layer_axes
@@ -154,15 +162,13 @@ class _Parts:
             return arrays
         return packed_parts.split(self.parts, specs, arrays, second=second)
 
-    def numbers_of_parts(self, x: PerLeaf) -> PerLeaf:
-        """Numbers of each array as those of each part."""
+    def numbers_of_parts(self, x: Any) -> Any:
+        """Numbers of each array as those of each part; or a tuple of them."""
+        if isinstance(x, tuple):
+            return type(x)(*map(self.numbers_of_parts, x))
         if not (self.inputs.has_buffers and isinstance(x, list)):
             return x
         return packed_parts.split_numbers(self.parts, self.inputs.specs, x)
-
-    def forms_of_parts(self, forms: BetaForms) -> BetaForms:
-        """Likewise, in each form."""
-        return BetaForms(*map(self.numbers_of_parts, forms))
 
     def join(
         self, specs: Sequence[ArraySpec], values: list[Any], like: list[Any], second: bool
@@ -174,22 +180,30 @@ class _Parts:
 
 
 class _MomentInParts:
-    """A moment, and the door to it, for a method that computes with parts of arrays.
-
-    Attributes:
-      old: the parts, in full precision.
-    """
+    """A moment as a method sees it that computes with parts of arrays: one for each part."""
 
     def __init__(self, parts: _Parts, moment: Moment, *, second: bool = False) -> None:
         self._parts, self._moment, self._second = parts, moment, second
-        self.old = parts.split(moment.specs, in_full_precision(moment.old), second)
+        old = parts.split(moment.specs, in_full_precision(moment.old), second)
+        self.of_parts = Moment(old, commit=parts.inputs.commit, has_form=True)
 
-    def write(self, new: list[Call | None]) -> NewMoments:
-        """As `Moment.write`; what updates are computed from is a list of parts."""
-        exact = self._parts.inputs.kept(leafwise.run(new), self.old)
+    def joined(self, *new: NewMoments) -> NewMoments:
+        """Arrays as they are stored, from the new moments of both kinds of parts."""
+        exact = [y if x is None else x for x, y in zip(*(x.stored for x in new), strict=True)]
         moment = self._moment
         arrays = self._parts.join(moment.specs, exact, moment.old, self._second)
         return NewMoments(moment.rounded(arrays), exact)
+
+
+@of_one_leaf
+def _momentum(g: Any, mw: LeafMoment, beta: BetaForms) -> jax.Array:
+    return mw.write(rules.average, g, mw.old, beta.value, beta.complement)
+
+
+@of_one_leaf
+def _look_ahead(g: Any, mw: LeafMoment, beta: BetaForms) -> jax.Array:
+    m = mw.write(rules.average, g, mw.old, beta.value, beta.complement)
+    return rules.average(g, m, beta.value, beta.complement)
 
 
 def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMoments, NewMoments]:
@@ -197,27 +211,22 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
     name, is_normuon = inputs.function, muon.rule == "normuon"
     inputs.check_buffers()
     all_parts = _Parts(inputs, step.found, per_output=is_normuon)
-    b = all_parts.forms_of_parts(options.beta_per_array(inputs, step, "momentum", muon.momentum))
-    adam = muon.adam.read(inputs, step, prefix="adam_")
-    adam = adam._replace(
-        beta1=all_parts.forms_of_parts(adam.beta1),
-        beta2=all_parts.forms_of_parts(adam.beta2),
-        epsilon=all_parts.numbers_of_parts(adam.epsilon),
-    )
+    b = all_parts.numbers_of_parts(options.beta_per_array(inputs, step, "momentum", muon.momentum))
+    adam = all_parts.numbers_of_parts(muon.adam.read(inputs, step, prefix="adam_"))
     parts = all_parts.parts
-    own = [i for i, part in enumerate(parts) if part.matrices is not None]
     g = all_parts.split(inputs.specs, inputs.g, False)
-    g_of_matrices, g_of_others = _divided(g, own)
+    is_matrix = [part.matrices is not None for part in parts]
+    g_of_matrices = [x if own else None for x, own in zip(g, is_matrix, strict=True)]
+    g_of_others = [None if own else x for x, own in zip(g, is_matrix, strict=True)]
     mw, vw = _MomentInParts(all_parts, step.mw), _MomentInParts(all_parts, step.vw, second=True)
 
-    b1, b2 = adam.beta1, adam.beta2
-    of_matrices = calls(rules.average, g_of_matrices, mw.old, b.value, b.complement)
-    of_others = calls(adam_of.first_moment, g_of_others, mw.old, b1.value, b1.complement)
-    new_mw = mw.write([x or y for x, y in zip(of_matrices, of_others, strict=True)])
-    ahead, mw_of_others = _divided(new_mw.exact, own)
-    if muon.nesterov:
-        ahead = apply(rules.average, g_of_matrices, ahead, b.value, b.complement)
-    own = [i for i in own if ahead[i] is not None]
+    rule = _look_ahead if muon.nesterov else _momentum
+    ahead, mw_of_matrices = rule(g_of_matrices, mw.of_parts, b)
+    direction, mw_of_others, vw_of_others = adam_of.deltas(
+        g_of_others, mw.of_parts, vw.of_parts, adam
+    )
+    new_mw = mw.joined(mw_of_matrices, mw_of_others)
+    own = [i for i, x in enumerate(ahead) if x is not None]
     chosen = [parts[i] for i in own]
     found = _orthogonalized(name, chosen, [ahead[i] for i in own], muon)
     if inputs.notes is not None:
@@ -228,28 +237,17 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
     means: list[Any] = [None] * len(parts)
     if is_normuon:
         for i, mean in zip(own, _mean_squares(chosen, found), strict=True):
-            means[i] = parts[i].from_matrices(mean, vw.old[i], per_output=True)
+            means[i] = parts[i].from_matrices(mean, vw.of_parts.old[i], per_output=True)
     bn = numbers.beta(name, "normuon_beta", muon.normuon_beta)
-    of_matrices = calls(rules.average, means, vw.old, bn.value, bn.complement)
-    of_others = calls(adam_of.second_moment, g_of_others, vw.old, b2.value, b2.complement)
-    new_vw = vw.write([x or y for x, y in zip(of_matrices, of_others, strict=True)])
+    averages, vw_of_matrices = _momentum(means, vw.of_parts, bn)
+    new_vw = vw.joined(vw_of_matrices, vw_of_others)
     if is_normuon:
-        found = _normalized_outputs(chosen, found, [new_vw.exact[i] for i in own])
+        found = _normalized_outputs(chosen, found, [averages[i] for i in own])
 
-    direction = adam_of.directions(mw_of_others, new_vw.exact, adam)
     factors = factors_of(name, muon.scale, [part.whole for part in chosen])
     for i, o in zip(own, apply(rules.scale_by, found, factors), strict=True):
         direction[i] = parts[i].from_matrices(o, g[i])
     return all_parts.join(inputs.specs, direction, inputs.g, False), new_mw, new_vw
-
-
-def _divided(values: list[Any], own: Sequence[int]) -> tuple[list[Any], list[Any]]:
-    """The entries of matrices and those of all other parts; None elsewhere."""
-    chosen = set(own)
-    return (
-        [x if i in chosen else None for i, x in enumerate(values)],
-        [None if i in chosen else x for i, x in enumerate(values)],
-    )
 
 
 def _orthogonalized(

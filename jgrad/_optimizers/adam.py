@@ -1,5 +1,6 @@
 """Adam, and AdamW: its weight decay is decoupled."""
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -7,12 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.leafwise import PerLeaf, apply, calls, on_leaf, zip_leaves
-from jgrad._arithmetic.numerics import scaled
+from jgrad._arithmetic.leafwise import PerLeaf, on_leaf, zip_leaves
+from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.moment import Moment, NewMoments, Step
+from jgrad._inputs.moment import LeafMoment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
@@ -84,25 +86,22 @@ def corrections(
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
+class Numbers(NamedTuple):
+    """What Adam's direction of one leaf depends on beside arrays; or of all leaves, as lists."""
+
+    beta1: BetaForms
+    beta2: BetaForms
+    alpha: PerLeaf
+    epsilon: PerLeaf
+
+
 class Adam(NamedTuple):
-    """The numbers of Adam's direction.
-
-    Of a transformation, as a user gave them or, from `read`, for one update. Of a functional
-    update, each one for all leaves or a list with one per leaf.
-
-    Attributes:
-      beta1: decay rate of the first moment.
-      beta2: decay rate of the second moment.
-      epsilon: added to the root of the second moment.
-      bias_correction: a published form, see `corrections`.
-      step: number of the update, counted from 1.
-    """
+    """The options of Adam's direction, as a user gave them; `adam` explains each."""
 
     beta1: Any
     beta2: Any
     epsilon: Any
     bias_correction: BiasCorrection
-    step: PerLeaf = 0
 
     def check(self, name: str, *, prefix: str = "") -> None:
         """What a factory can; errors of the transformation `name`."""
@@ -111,14 +110,14 @@ class Adam(NamedTuple):
         options.check(name, numbers.scalars, **{f"{prefix}epsilon": self.epsilon})
         check_bias_correction(name, self.bias_correction)
 
-    def read(self, inputs: Inputs, step: Step, *, prefix: str = "") -> "Adam":
+    def read(self, inputs: Inputs, step: Step, *, prefix: str = "") -> Numbers:
         """The numbers of one update."""
-        return Adam(
-            beta1=options.beta_per_array(inputs, step, f"{prefix}beta1", self.beta1),
-            beta2=options.beta_per_array(inputs, step, f"{prefix}beta2", self.beta2),
-            epsilon=options.number_per_array(inputs, step, f"{prefix}epsilon", self.epsilon),
-            bias_correction=self.bias_correction,
-            step=jnp.asarray(step.number, dtype=float),
+        return numbers_of(
+            options.beta_per_array(inputs, step, f"{prefix}beta1", self.beta1),
+            options.beta_per_array(inputs, step, f"{prefix}beta2", self.beta2),
+            options.number_per_array(inputs, step, f"{prefix}epsilon", self.epsilon),
+            self.bias_correction,
+            jnp.asarray(step.number, dtype=float),
         )
 
 
@@ -127,33 +126,34 @@ def check_bias_correction(name: str, bias_correction: BiasCorrection) -> None:
     values.one_of(name, "bias_correction", bias_correction, ("step_size", "moments", None))
 
 
-def new_moments(g: list[Any], mw: Moment, vw: Moment, adam: Adam) -> tuple[NewMoments, NewMoments]:
-    """Both moments."""
-    return (
-        mw.write(calls(first_moment, g, mw.old, adam.beta1.value, adam.beta1.complement)),
-        vw.write(calls(second_moment, g, vw.old, adam.beta2.value, adam.beta2.complement)),
-    )
-
-
-def directions(mw: list[Any], vw: list[Any], adam: Adam) -> list[Any]:
-    """Adam's direction, from the new moments."""
-    return apply(delta, mw, vw, *step_sizes(adam))
-
-
-def step_sizes(adam: Adam) -> tuple[PerLeaf, PerLeaf]:
-    """alpha and epsilon for `delta`: two numbers for the model, or two lists."""
-    args = (adam.step, adam.beta1.log, adam.beta2.log, adam.epsilon)
+def numbers_of(
+    beta1: Any, beta2: Any, epsilon: PerLeaf, bias_correction: BiasCorrection, step: PerLeaf
+) -> Numbers:
+    """With both corrections computed, once for all leaves that share their numbers."""
+    correct = functools.partial(corrections, bias_correction=bias_correction)
+    args = (step, beta1.log, beta2.log, epsilon)
     if not any(isinstance(x, list) for x in args):
-        return corrections(*args, bias_correction=adam.bias_correction)
-    rows = zip_leaves(*args)
+        return Numbers(beta1, beta2, *correct(*args))
+    rows = [None if any(x is None for x in row) else row for row in zip_leaves(*args)]
     # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
-    different = {tuple(map(id, row)): row for row in rows if not any(x is None for x in row)}
-    pairs = {
-        key: corrections(*row, bias_correction=adam.bias_correction)
-        for key, row in different.items()
+    known = {
+        tuple(map(id, row)): correct(*row)
+        for row in {tuple(map(id, r)): r for r in rows if r}.values()
     }
-    each = [pairs.get(tuple(map(id, row)), (None, None)) for row in rows]
-    return [alpha for alpha, _ in each], [epsilon for _, epsilon in each]
+    each = [(None, None) if row is None else known[tuple(map(id, row))] for row in rows]
+    return Numbers(beta1, beta2, [x for x, _ in each], [x for _, x in each])
+
+
+def direction(g: jax.Array, mw: LeafMoment, vw: LeafMoment, own: Numbers) -> tuple[Any, Any, Any]:
+    """Adam's direction of one leaf, and both new moments before they are rounded."""
+    m = mw.write(first_moment, g, mw.old, own.beta1.value, own.beta1.complement)
+    v = vw.write(second_moment, g, vw.old, own.beta2.value, own.beta2.complement)
+    return delta(m, v, own.alpha, own.epsilon), m, v
+
+
+moments = of_one_leaf(lambda *args: direction(*args)[1:])
+deltas = of_one_leaf(lambda *args: direction(*args)[0])
+_descents = of_one_leaf(lambda *args: rules.descent(direction(*args[:-1])[0], args[-1]))
 
 
 # ---- functional updates ------------------------------------------------------------------------
@@ -225,9 +225,7 @@ def adam_step(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     check_bias_correction("adam_step", bias_correction)
-    adam = Adam(beta1, beta2, epsilon, bias_correction, step)
-    new_mw, new_vw = new_moments(dcdw, mw, vw, adam)
-    return directions(new_mw.exact, new_vw.exact, adam), new_mw, new_vw
+    return deltas(dcdw, mw, vw, numbers_of(beta1, beta2, epsilon, bias_correction, step))
 
 
 @functional.update(
@@ -294,9 +292,8 @@ def adam_update(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     check_bias_correction("adam_update", bias_correction)
-    adam = Adam(beta1, beta2, epsilon, bias_correction, step)
-    mw, vw = new_moments(dcdw, mw_tm1, vw_tm1, adam)
-    return apply(rules.descent, directions(mw.exact, vw.exact, adam), lr), mw, vw
+    own = numbers_of(beta1, beta2, epsilon, bias_correction, step)
+    return _descents(dcdw, mw_tm1, vw_tm1, own, lr)
 
 
 # ---- transformations ---------------------------------------------------------------------------
@@ -385,15 +382,19 @@ def adam(
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, beta1, beta2, epsilon, weight_decay), **masks)
 
+    @of_one_leaf
+    def updates(
+        g: Any, mw: LeafMoment, vw: LeafMoment, own: Numbers, w: Any, decay: Any, rate: Any
+    ) -> Any:
+        d, m, _ = direction(g, mw, vw, own)  # the moment has the signs
+        return rules.update_of_leaf(d, w, decay, rate, like=m, rule=weight_decay_rule)
+
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        adam = given.read(inputs, step)
-        mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
-        direction = directions(mw.exact, vw.exact, adam)
+        own = given.read(inputs, step)
         decay = weight_decay, weight_decay_mask, step, weight_decay_rule
-        decays = options.weight_decays(inputs, *decay)
+        decays = rules.optional(options.weight_decays(inputs, *decay), weight_decay_rule)
         rates = options.learning_rates(inputs, learning_rate, step)
-        columns = direction, inputs.w, decays, rates, mw.exact  # the moment has the signs
-        return rules.updates(*columns, rule=weight_decay_rule), mw, vw
+        return updates(inputs.g, step.mw, step.vw, own, inputs.w, decays, rates)
 
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)
@@ -451,9 +452,7 @@ def scale_by_adam(
     options.check_masks(name, (beta1, beta2, epsilon), full_precision=full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        adam = given.read(inputs, step)
-        mw, vw = new_moments(inputs.g, step.mw, step.vw, adam)
-        return directions(mw.exact, vw.exact, adam), mw, vw
+        return deltas(inputs.g, step.mw, step.vw, given.read(inputs, step))
 
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)

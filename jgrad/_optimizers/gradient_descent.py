@@ -6,12 +6,12 @@ import jax
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
-from jgrad._arithmetic.rules import add_decay, is_zero
+from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.moment import Moment, NewMoments, Step
+from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
@@ -26,31 +26,6 @@ def _momentum_of_decayed(
 ) -> jax.Array:
     """m' = (g + lambda w) + mu m, as one function of what it reads"""
     return rules.add_scaled(rules.add_scaled(g, w, weight_decay), mw, decay)
-
-
-def _momentum_call(g: Any, mw: Any, w: Any, weight_decay: Any, decay: Any) -> Call | None:
-    if g is None:
-        return None
-    if is_zero(weight_decay):
-        return (rules.add_scaled, (g, mw, decay))
-    return (_momentum_of_decayed, (g, mw, w, weight_decay, decay))
-
-
-def with_momentum(
-    mw: Moment, new: list[Call | None], decay: PerLeaf, *, look_ahead: list[Any] | None
-) -> tuple[list[Any], NewMoments]:
-    """The direction with momentum, and the new buffer.
-
-    Args:
-      mw: the buffer.
-      new: the calls of the new buffer.
-      decay: of the buffer.
-      look_ahead: Nesterov's form adds the direction to the new buffer once more; None without it.
-    """
-    written = mw.write(new)
-    if look_ahead is None:
-        return written.exact, written
-    return apply(rules.add_scaled, look_ahead, written.exact, decay), written
 
 
 @functional.update({"w": None}, w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
@@ -199,29 +174,38 @@ def gradient_descent(
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)
 
+    coupled, nothing = weight_decay_rule == "coupled", momentum is None
+
+    @of_one_leaf
+    def updates(
+        g: Any, mw: Any, again: Any, w: Any, inside: Any, outside: Any, beta: Any, rate: Any
+    ) -> Any:
+        direction = rules.decayed(g, w, inside) if nothing else g
+        if not nothing and inside is None:
+            direction = mw.write(rules.add_scaled, g, mw.old, beta)
+        elif not nothing:
+            direction = mw.write(_momentum_of_decayed, g, mw.old, w, inside, beta)
+        if nesterov:
+            direction = rules.add_scaled(rules.decayed(*again, inside), direction, beta)
+        return rules.update_of_leaf(direction, w, outside, rate, rule=weight_decay_rule)
+
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
         decay = weight_decay, weight_decay_mask, step, weight_decay_rule
-        decays: PerLeaf = options.weight_decays(inputs, *decay)
-        inside, outside = (decays, 0.0) if weight_decay_rule == "coupled" else (0.0, decays)
+        decays = options.weight_decays(inputs, *decay)
+        both = (
+            (rules.optional(decays), None)
+            if coupled
+            else (None, rules.optional(decays, weight_decay_rule))
+        )
         if momentum is None:
             options.without_momentum(inputs, step)
-            direction = add_decay(inputs.g, inputs.w, inside)
-            columns = direction, inputs.w, outside, rates
-            return rules.updates(*columns, rule=weight_decay_rule), None, None
+            return *updates(inputs.g, None, None, inputs.w, *both, None, rates), None, None
         beta = options.beta_per_array(inputs, step, "momentum", momentum).value
         # The direction is computed again for Nesterov's form: XLA would write out what two kernels
         # read.
         again = shardings.barrier((inputs.g, inputs.w)) if nesterov else None
-        rows = zip_leaves(inputs.g, step.mw.old, inputs.w, inside, beta)
-        direction, mw = with_momentum(
-            step.mw,
-            [_momentum_call(*row) for row in rows],
-            beta,
-            look_ahead=None if again is None else add_decay(again[0], again[1], inside),
-        )
-        columns = direction, inputs.w, outside, rates
-        return rules.updates(*columns, rule=weight_decay_rule), mw, None
+        return *updates(inputs.g, step.mw, again, inputs.w, *both, beta, rates), None
 
     return transformation(
         name,

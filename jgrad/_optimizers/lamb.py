@@ -77,7 +77,7 @@ def _cautiously_decayed_delta(
 class Lamb(NamedTuple):
     """The numbers of LAMB, each one for all leaves or a list with one per leaf."""
 
-    adam: Adam
+    adam: adam.Numbers
     learning_rate: PerLeaf
     weight_decay: PerLeaf
     min_trust_ratio: PerLeaf
@@ -86,8 +86,7 @@ class Lamb(NamedTuple):
 
 def _updates(
     w: list[Any],
-    mw: list[Any],
-    vw: list[Any],
+    moments: list[Any],
     lamb: Lamb,
     layers: TrustLayers,
     *,
@@ -100,12 +99,12 @@ def _updates(
     deltas: list[Call | None] = []
     decayed: list[Call | None] = []
     in_direction = 0.0 if independent else lamb.weight_decay
-    columns = (w, mw, vw, *adam.step_sizes(lamb.adam), in_direction)
-    for x, m, v, alpha, epsilon, decay in zip_leaves(*columns):
-        delta = None if m is None else (adam.delta, (m, v, alpha, epsilon))
+    columns = (w, moments, lamb.adam.alpha, lamb.adam.epsilon, in_direction)
+    for x, new, alpha, epsilon, decay in zip_leaves(*columns):
+        delta = None if new is None else (adam.delta, (*new, alpha, epsilon))
         plain = delta is None or is_zero(decay)
         deltas.append(delta)
-        decayed.append(delta if plain else (with_decay, (m, v, x, alpha, epsilon, decay)))
+        decayed.append(delta if plain else (with_decay, (*new, x, alpha, epsilon, decay)))
     if rule == "paper":
         deltas, decayed = computed_once(decayed, layers)
     steps = scaled_by_trust_ratio(
@@ -225,14 +224,14 @@ def lamb_update(
     values.one_of(name, "rule", rule, _RULES)
     adam.check_bias_correction(name, bias_correction)
     lamb = Lamb(
-        adam=Adam(beta1, beta2, epsilon, bias_correction, step),
+        adam=adam.numbers_of(beta1, beta2, epsilon, bias_correction, step),
         learning_rate=lr,
         weight_decay=decay_lambda,
         min_trust_ratio=min_trust_ratio,
         max_trust_ratio=max_trust_ratio,
     )
-    mw, vw = adam.new_moments(dcdw, mw_tm1, vw_tm1, lamb.adam)
-    return _updates(w, mw.exact, vw.exact, lamb, TrustLayers(layer_axes), rule=rule), mw, vw
+    moments, mw, vw = adam.moments(dcdw, mw_tm1, vw_tm1, lamb.adam)
+    return _updates(w, moments, lamb, TrustLayers(layer_axes), rule=rule), mw, vw
 
 
 # ---- transformations ---------------------------------------------------------------------------
@@ -356,9 +355,9 @@ def lamb(
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )
-        mw, vw = adam.new_moments(inputs.g, step.mw, step.vw, numbers_of_lamb.adam)
+        moments, mw, vw = adam.moments(inputs.g, step.mw, step.vw, numbers_of_lamb.adam)
         layers = options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
-        columns = w, mw.exact, vw.exact, numbers_of_lamb, layers
+        columns = w, moments, numbers_of_lamb, layers
         return _updates(*columns, rule=rule, decay_rule=weight_decay_rule), mw, vw
 
     return transformation(

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function, PerLeaf, apply, calls, on_leaf, zip_leaves
-from jgrad._arithmetic.rules import add_decay, decay_call
+from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
+from jgrad._arithmetic.rules import decay_call
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
@@ -25,7 +26,6 @@ from jgrad._layers.trust import (
     root_of_quotient,
     scaled_by_trust_ratio,
 )
-from jgrad._optimizers.gradient_descent import with_momentum
 from jgrad._trees import checks, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
@@ -312,6 +312,17 @@ def lars(
         full_precision=full_precision,
     )
 
+    @of_one_leaf
+    def updates(d: Any, mw: Any, w: Any, outside: Any, beta: Any, rate: Any) -> Any:
+        ahead = d
+        if momentum is not None:
+            d = mw.write(rules.add_scaled, d, mw.old, beta)
+            d = rules.add_scaled(ahead, d, beta) if nesterov else d
+            if rate_in_momentum:
+                by = () if weight_decay_rule == "independent" else (rate,)
+                return rules.negative(rules.decayed(d, w, outside, *by, rule=weight_decay_rule))
+        return rules.update_of_leaf(d, w, outside, rate, rule=weight_decay_rule)
+
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
         w = inputs.require_params("the trust ratio")
@@ -336,21 +347,16 @@ def lars(
             options.without_momentum(inputs, step)
             if coupled:
                 return direction, None, None
-            columns = direction, w, outside, rates
-            return rules.updates(*columns, rule=weight_decay_rule), None, None
+            return (
+                *updates(
+                    direction, None, w, rules.optional(outside, weight_decay_rule), None, rates
+                ),
+                None,
+                None,
+            )
         beta = options.beta_per_array(inputs, step, "momentum", momentum).value
-        direction, mw = with_momentum(
-            step.mw,
-            calls(rules.add_scaled, direction, step.mw.old, beta),
-            beta,
-            look_ahead=direction if nesterov else None,
-        )
-        if not inside:
-            columns = direction, w, outside, rates
-            return rules.updates(*columns, rule=weight_decay_rule), mw, None
-        by = () if weight_decay_rule == "independent" else (rates,)
-        direction = add_decay(direction, w, outside, None, *by, rule=weight_decay_rule)
-        return apply(rules.negative, direction), mw, None
+        outside = rules.optional(outside, "" if rate_in_momentum else weight_decay_rule)
+        return *updates(direction, step.mw, w, outside, beta, rates), None
 
     return transformation(
         name,
