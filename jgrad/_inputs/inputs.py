@@ -7,24 +7,35 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
+from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.moment import as_stored, check_form, kept_arrays
+from jgrad._inputs.moment import check_form, kept_arrays
 from jgrad._inputs.notes import Notes
+from jgrad._kernels.leaf_step import Place
+from jgrad._kernels.moment import as_stored
+from jgrad._layers.layer_axes import check_names, read_mesh_axes
 from jgrad._packed import array_spec, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
+
+
+class Finished(NamedTuple):
+    """An array with which nothing is left to do: a commit and a dtype are taken into account."""
+
+    array: jax.Array
 
 
 class Parameters:
@@ -106,6 +117,34 @@ class Parameters:
                 updated[i] = arg.leaves[i]
         return arg._replace(leaves=updated)
 
+    def places(self, mesh_axes: PyTree) -> list[Place | None]:
+        """How each array is sharded on a mesh with automatic axes, as the PartitionSpecs say it.
+
+        There the type of an array does not, and a kernel is opaque to XLA's partitioner.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        automatic = {name for name, kind in kinds if kind == AxisType.Auto}
+        places: list[Place | None] = [None] * len(self.specs)
+        if not automatic:
+            return places
+        axes = self.option("mesh_axes", read_mesh_axes(self.function, mesh_axes))
+        for i, (x, array) in enumerate(zip(self.reference.leaves, self.specs, strict=True)):
+            specs = {axes.leaves[k] and axes.leaves[k].spec for k in array.positions}
+            spec = specs.pop() if len(specs) == 1 else None
+            if not self.is_updated[i] or spec is None:
+                continue
+            position = array.positions[0]
+            names = axes.leaves[position].values
+            check_names(axes, position, names, mesh)
+            spec = PartitionSpec(*spec[:1]) if array.is_buffer else spec  # its rows
+            if len(spec) > x.ndim:
+                expected = f"at most {x.ndim}, one for each axis of shape {x.shape}"
+                axes.fail(position, ValueError, f"{len(spec)} entries, expected {expected}")
+            if automatic.issuperset(names):
+                places[i] = Place(mesh, tuple(spec))
+        return places
+
 
 class Inputs(Parameters):
     """Gradients and parameters of one update, checked against each other, as lists of leaves.
@@ -119,6 +158,7 @@ class Inputs(Parameters):
       commit: whether the update is committed, if a wrapper decides it; None where it always is.
       notes: where numbers of this update are noted, if a wrapper reports them; else None.
       undecayed: names of leaves whose norm a wrapper keeps: decay would act against it.
+      then: what a wrapper does with the updates, if it says so.
     """
 
     def __init__(
@@ -129,6 +169,7 @@ class Inputs(Parameters):
         commit: Commit | None = None,
         notes: Notes | None = None,
         undecayed: Collection[str] = (),
+        then: Then | None = None,
     ) -> None:
         if params is None:
             super().__init__(function, updates, "updates")
@@ -137,7 +178,7 @@ class Inputs(Parameters):
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
         self.commit = commit if commit is not None and commit.applies_to(updates) else None
-        self.notes, self.undecayed = notes, undecayed
+        self.notes, self.undecayed, self.then = notes, undecayed, then
         self._structure = trees.flatten(self.tree)[1]
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
@@ -166,27 +207,49 @@ class Inputs(Parameters):
         pairs = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
         return self._structure.unflatten([_or_zeros(u, p) for u, p in pairs])
 
+    def places_of(self, mesh_axes: PyTree) -> list[Place | None]:
+        """Those of an option of the method, or else of a wrapper around it; none if nobody says."""
+        if mesh_axes is not None:
+            return self.places(mesh_axes)
+        if self.then is None or self.w is None:
+            return []
+        return list(map(self.then.place_of, self.w))
+
+    def rest(self, i: int) -> Rest | None:
+        """What a wrapper does with the update of an array."""
+        return None if self.then is None or self.w is None else self.then.of(self.w[i])
+
+    def finishing(self, i: int) -> tuple[Function, tuple[jax.Array, ...]]:
+        """What makes of an update of an array what `directions` would: (update, *arrays) -> update.
+
+        And these arrays: the flag of the commit.
+        """
+        dtype = self.reference.leaves[i].dtype
+        if self.commit is None:
+            return _finished(dtype, None), ()
+        return _finished(dtype, self.commit.clips), (self.commit.flag,)
+
     def directions(self, values: Sequence[Any]) -> PyTree:
-        """Updates in the dtypes of the parameters; zero where there is no value."""
+        """Updates in the dtypes of the parameters; zero where there is no value.
+
+        Zero, too, where they are not committed; and small enough to be added to any parameter.
+        """
+        leaves = [x.array if isinstance(x, Finished) else x for x in values]
         if self.commit is not None:
-            values = self._committed(values, self.commit)
-        leaves = list(map(_or_zeros, values, self.reference.leaves))
+            kept = leafwise.run(
+                [
+                    (_kept_update(p.dtype, self.commit.clips), (u, self.commit.flag))
+                    if checks.is_inexact(u)
+                    else None
+                    for u, p in zip(values, self.reference.leaves, strict=True)
+                ]
+            )  # zeros of integers are never settled, and need not be
+            leaves = [u if x is None else x for x, u in zip(kept, leaves, strict=True)]
+        leaves = list(map(_or_zeros, leaves, self.reference.leaves))
         updates = cast_back(leaves, self.reference.leaves)
         if self.commit is not None:
             self.commit.settle([u for u in updates if checks.is_inexact(u) and _has_room(u.dtype)])
         return self._structure.unflatten(updates)
-
-    def _committed(self, values: Sequence[Any], commit: Commit) -> list[Any]:
-        """Zero where the update is not committed; and small enough to be added to any parameter."""
-        pairs = list(zip(values, self.reference.leaves, strict=True))
-        calls = [
-            (_kept_update(p.dtype, commit.clips), (u, commit.flag))
-            if checks.is_inexact(u)
-            else None
-            for u, p in pairs
-        ]
-        kept = leafwise.run(calls)  # zeros of integers are never settled, and need not be
-        return [u if x is None else x for x, (u, _) in zip(kept, pairs, strict=True)]
 
     def kept(self, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
         """New arrays of a wrapper's state as they are stored; old ones if it is not committed.
@@ -194,8 +257,11 @@ class Inputs(Parameters):
         Call it before the new arrays are read elsewhere; otherwise XLA writes them twice. Arrays
         that skip this call are checked again by `skip_nonfinite`. Moments go by `Moment.write`.
         """
-        check_form(self.function, new, old)
-        kept = list(map(as_stored, kept_arrays(new, old, self.commit), old))
+        others = [None if isinstance(x, Finished) else x for x in new]
+        check_form(self.function, others, old)
+        others = list(map(as_stored, kept_arrays(others, old, self.commit), old))
+        pairs = zip(new, others, strict=True)
+        kept = [x.array if isinstance(x, Finished) else other for x, other in pairs]
         if self.commit is not None:
             self.commit.keep(kept, old)
         return kept
@@ -282,6 +348,15 @@ def _kept_update(dtype: np.dtype, clips: bool) -> Function:
     """`rules.kept_update` for parameters of a dtype."""
     largest = numerics.largest_addable(dtype) if clips and _has_room(dtype) else math.inf
     return functools.partial(rules.kept_update, largest=largest)
+
+
+@functools.cache
+def _finished(dtype: np.dtype, clips: bool | None) -> Function:
+    def finished(update: jax.Array, *flag: jax.Array) -> jax.Array:
+        kept = update if clips is None else _kept_update(dtype, clips)(update, *flag)
+        return kept if kept.dtype == dtype else kept.astype(dtype)
+
+    return finished
 
 
 def _expected(g: Any, p: Any) -> str | None:

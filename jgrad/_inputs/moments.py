@@ -146,9 +146,9 @@ class MomentOptions(NamedTuple):
                 continue
             if not (isinstance(old[i], Blocks) and self._is_possible(inputs, i)):
                 _fail(arg, i, old[i])
-        return Moment(
-            old, inputs.specs if is_whole else array_spec.specs(shapes), keys, inputs.commit
-        )
+        specs = inputs.specs if is_whole else array_spec.specs(shapes)
+        places = inputs.places_of(self.mesh_axes) if is_whole else ()
+        return Moment(old, specs, keys, inputs.commit, places=places)
 
     def _is_possible(self, inputs: Parameters, i: int) -> bool:
         """Whether an array below the limit may be a shard of one above it, inside `shard_map`."""

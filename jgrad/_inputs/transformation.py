@@ -5,7 +5,6 @@ of parameters that are not `None` are arrays, or are numbers with a gradient, or
 methods and wrappers see no model, only a tree of arrays.
 """
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,22 +13,21 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._fused.step import call
+from jgrad._inputs.around import Then
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
 from jgrad._inputs.moments import MomentOptions
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import OfCall
-from jgrad._inputs.placed import placed
 from jgrad._inputs.state import OptState
 from jgrad._trees import checks, trees, variables
 from jgrad._trees.other_names import check_keywords, keywords_of
 from jgrad._trees.trees import PyTree
 
-# (inputs, step) -> (updates, new first moments, new second moments). Updates are added to the
-# parameters. Moments are what `step.mw.write` and `step.vw.write` returned, or None where the
-# method has no such moment.
+# (inputs, step) -> (updates, new first moments, new second moments), as a function of one leaf
+# returns them that was given `step.mw` and `step.vw`; or None where the method has no such moment.
+# Updates are added to the parameters.
 Compute = Callable[[Inputs, Step], tuple[list[Any], NewMoments | None, NewMoments | None]]
 
 # (parameters) -> the shapes of the moments.
@@ -79,11 +77,10 @@ def transformation(
         commit: Commit | None = None,
         notes: Notes | None = None,
         undecayed: Collection[str] = (),
+        then: Then | None = None,
         **numbers: Any,
     ) -> tuple[PyTree, OptState]:
-        inputs = Inputs(name, updates, params, commit, notes, undecayed)
-        if moments.mesh_axes is not None:
-            inputs.g = placed(inputs, moments.mesh_axes)
+        inputs = Inputs(name, updates, params, commit, notes, undecayed, then)
         if params_for is not None:
             inputs.require_params(params_for)
         step = moments.read(inputs, state, shapes(inputs), OfCall(numbers))
@@ -109,7 +106,7 @@ def _in_state(
     else:
         fits = state is None and new is None
     if not fits:
-        expected = f"what `step.{field}.write(calls(rule, ...))` returns"
+        expected = f"what a function of one leaf wrote into `step.{field}`"
         if state is None:
             expected = f"None, since the method has no `{field}`"
         came = type(new).__name__
@@ -143,7 +140,7 @@ def pair(
 
     def init_of_model(params: PyTree) -> Any:
         state = init(arrays_of(params))
-        return variables.blocks_of_variables(state) if _has_codes(state) else state
+        return variables.blocks_of_variables(state) if has_codes(state) else state
 
     def update_of_model(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
@@ -152,14 +149,10 @@ def pair(
             check_keywords(name, extra_args, own)
         updates, state = checks.values_of(updates), checks.values_of(state)
         params = arrays_of(params, updates)
-        # Most states have none, and need not enter `call`, which looks closer.
-        if not _has_codes(state):
+        if not has_codes(state):
             return update(updates, state, params, **extra_args)
         given, state = state, variables.variables_of_blocks(state)
-        on_arrays = functools.partial(update, **extra_args)
-        steps, new = call(
-            on_arrays, updates, state, params, replaced=lambda new: (None, new[1], None)
-        )
+        steps, new = update(updates, state, params, **extra_args)
         if state is given:
             return steps, new
         structure: Any = jax.tree.structure(state)
@@ -170,7 +163,8 @@ def pair(
     return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
 
 
-def _has_codes(state: PyTree) -> bool:
+def has_codes(state: PyTree) -> bool:
+    """Whether some array of a state is in 8 bits."""
     return any(getattr(x, "dtype", None) in _CODES for x in jax.tree.leaves(state))
 
 

@@ -162,7 +162,7 @@ def computed_once(
     results = leafwise.run([None if axes.in_chunks else call for call, axes in pairs])
     directions, measured = list(calls), list(calls)
     for i, (call, x) in enumerate(zip(calls, results, strict=True)):
-        if call is not None and x is not None:
+        if call is not None and x is not None and call[0] is not leafwise.identity:
             f, arrays = call
             directions[i] = leafwise.identity, (x,)
             measured[i] = _written_or_not(f), (x, *arrays)

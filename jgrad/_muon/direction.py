@@ -11,8 +11,8 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function, apply, jit_static_kwargs
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
-from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import (
     LeafMoment,
     Moment,

@@ -12,12 +12,13 @@ from jgrad._arithmetic.leafwise import PerLeaf, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.moment import LeafMoment, NewMoments, Step
+from jgrad._inputs.leaf_functions import of_one_leaf
+from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
+from jgrad._kernels.moment import Moments
 from jgrad._trees import values
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -144,16 +145,30 @@ def numbers_of(
     return Numbers(beta1, beta2, [x for x, _ in each], [x for _, x in each])
 
 
-def direction(g: jax.Array, mw: LeafMoment, vw: LeafMoment, own: Numbers) -> tuple[Any, Any, Any]:
-    """Adam's direction of one leaf, and both new moments before they are rounded."""
-    m = mw.write(first_moment, g, mw.old, own.beta1.value, own.beta1.complement)
-    v = vw.write(second_moment, g, vw.old, own.beta2.value, own.beta2.complement)
-    return delta(m, v, own.alpha, own.epsilon), m, v
+# ---- the method, as a function of one leaf -----------------------------------------------------
 
 
-moments = of_one_leaf(lambda *args: direction(*args)[1:])
-deltas = of_one_leaf(lambda *args: direction(*args)[0])
-_descents = of_one_leaf(lambda *args: rules.descent(direction(*args[:-1])[0], args[-1]))
+def new_moments(g: jax.Array, mw: Moments, vw: Moments, n: Numbers) -> tuple[jax.Array, jax.Array]:
+    """Both new moments as updates are computed from them, before they are rounded."""
+    m = mw.write(first_moment, g, mw.old, n.beta1.value, n.beta1.complement)
+    v = vw.write(second_moment, g, vw.old, n.beta2.value, n.beta2.complement)
+    return m, v
+
+
+@of_one_leaf
+def delta_of_leaf(g: jax.Array, mw: Moments, vw: Moments, n: Numbers) -> jax.Array:
+    """Adam's direction, without learning rate and decay."""
+    return delta(*new_moments(g, mw, vw, n), n.alpha, n.epsilon)
+
+
+@of_one_leaf
+def adam_of_leaf(
+    g: jax.Array, mw: Moments, vw: Moments, n: Numbers, w: Any, decay: Any, rate: Any, *, rule: str
+) -> jax.Array:
+    """The update of one leaf; a decay of None is none."""
+    m, v = new_moments(g, mw, vw, n)
+    # The moment has the signs of the direction.
+    return rules.update_of_leaf(delta(m, v, n.alpha, n.epsilon), w, decay, rate, like=m, rule=rule)
 
 
 # ---- functional updates ------------------------------------------------------------------------
@@ -225,7 +240,7 @@ def adam_step(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     check_bias_correction("adam_step", bias_correction)
-    return deltas(dcdw, mw, vw, numbers_of(beta1, beta2, epsilon, bias_correction, step))
+    return delta_of_leaf(dcdw, mw, vw, numbers_of(beta1, beta2, epsilon, bias_correction, step))
 
 
 @functional.update(
@@ -292,8 +307,8 @@ def adam_update(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     check_bias_correction("adam_update", bias_correction)
-    own = numbers_of(beta1, beta2, epsilon, bias_correction, step)
-    return _descents(dcdw, mw_tm1, vw_tm1, own, lr)
+    n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
+    return adam_of_leaf(dcdw, mw_tm1, vw_tm1, n, None, None, lr, rule="decoupled")
 
 
 # ---- transformations ---------------------------------------------------------------------------
@@ -382,19 +397,13 @@ def adam(
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, beta1, beta2, epsilon, weight_decay), **masks)
 
-    @of_one_leaf
-    def updates(
-        g: Any, mw: LeafMoment, vw: LeafMoment, own: Numbers, w: Any, decay: Any, rate: Any
-    ) -> Any:
-        d, m, _ = direction(g, mw, vw, own)  # the moment has the signs
-        return rules.update_of_leaf(d, w, decay, rate, like=m, rule=weight_decay_rule)
-
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        own = given.read(inputs, step)
+        n = given.read(inputs, step)
         decay = weight_decay, weight_decay_mask, step, weight_decay_rule
         decays = rules.optional(options.weight_decays(inputs, *decay), weight_decay_rule)
         rates = options.learning_rates(inputs, learning_rate, step)
-        return updates(inputs.g, step.mw, step.vw, own, inputs.w, decays, rates)
+        columns = inputs.g, step.mw, step.vw, n, inputs.w, decays, rates
+        return adam_of_leaf.update(inputs, *columns, rule=weight_decay_rule)
 
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)
@@ -452,7 +461,8 @@ def scale_by_adam(
     options.check_masks(name, (beta1, beta2, epsilon), full_precision=full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        return deltas(inputs.g, step.mw, step.vw, given.read(inputs, step))
+        n = given.read(inputs, step)
+        return delta_of_leaf.update(inputs, inputs.g, step.mw, step.vw, n)
 
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)

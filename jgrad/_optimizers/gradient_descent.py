@@ -9,13 +9,13 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
-from jgrad._trees import shardings
+from jgrad._kernels.moment import Moments
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
@@ -26,6 +26,32 @@ def _momentum_of_decayed(
 ) -> jax.Array:
     """m' = (g + lambda w) + mu m, as one function of what it reads"""
     return rules.add_scaled(rules.add_scaled(g, w, weight_decay), mw, decay)
+
+
+@of_one_leaf
+def _descent_of_leaf(
+    g: jax.Array,
+    mw: Moments | None,
+    w: Any,
+    inside: Any,
+    outside: Any,
+    beta: Any,
+    rate: Any,
+    *,
+    nesterov: bool,
+    rule: str,
+) -> jax.Array:
+    """The update of one leaf; decays inside of momentum or outside, of which None is none."""
+    if mw is None:
+        direction = rules.decayed(g, w, inside)
+    elif inside is None:
+        direction = mw.write(rules.add_scaled, g, mw.old, beta)
+    else:
+        direction = mw.write(_momentum_of_decayed, g, mw.old, w, inside, beta)
+    if mw is not None and nesterov:
+        ahead = rules.decayed(*mw.again((g, w)), inside)
+        direction = rules.add_scaled(ahead, direction, beta)
+    return rules.update_of_leaf(direction, w, outside, rate, rule=rule)
 
 
 @functional.update({"w": None}, w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
@@ -174,38 +200,23 @@ def gradient_descent(
     masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
     options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)
 
-    coupled, nothing = weight_decay_rule == "coupled", momentum is None
-
-    @of_one_leaf
-    def updates(
-        g: Any, mw: Any, again: Any, w: Any, inside: Any, outside: Any, beta: Any, rate: Any
-    ) -> Any:
-        direction = rules.decayed(g, w, inside) if nothing else g
-        if not nothing and inside is None:
-            direction = mw.write(rules.add_scaled, g, mw.old, beta)
-        elif not nothing:
-            direction = mw.write(_momentum_of_decayed, g, mw.old, w, inside, beta)
-        if nesterov:
-            direction = rules.add_scaled(rules.decayed(*again, inside), direction, beta)
-        return rules.update_of_leaf(direction, w, outside, rate, rule=weight_decay_rule)
-
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
         decay = weight_decay, weight_decay_mask, step, weight_decay_rule
         decays = options.weight_decays(inputs, *decay)
-        both = (
-            (rules.optional(decays), None)
-            if coupled
-            else (None, rules.optional(decays, weight_decay_rule))
-        )
+        columns: tuple[Any, ...] = rules.optional(decays), None
+        if weight_decay_rule != "coupled":
+            columns = None, rules.optional(decays, weight_decay_rule)
+        mw, beta = None, None
         if momentum is None:
             options.without_momentum(inputs, step)
-            return *updates(inputs.g, None, None, inputs.w, *both, None, rates), None, None
-        beta = options.beta_per_array(inputs, step, "momentum", momentum).value
-        # The direction is computed again for Nesterov's form: XLA would write out what two kernels
-        # read.
-        again = shardings.barrier((inputs.g, inputs.w)) if nesterov else None
-        return *updates(inputs.g, step.mw, again, inputs.w, *both, beta, rates), None
+        else:
+            mw, beta = step.mw, options.beta_per_array(inputs, step, "momentum", momentum).value
+        columns = inputs.g, mw, inputs.w, *columns, beta, rates
+        updates, *new = _descent_of_leaf.update(
+            inputs, *columns, nesterov=nesterov, rule=weight_decay_rule
+        )
+        return updates, *(new or [None]), None
 
     return transformation(
         name,

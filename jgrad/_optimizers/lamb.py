@@ -6,17 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import rules
+from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
-from jgrad._arithmetic.rules import is_zero
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.moment import NewMoments, Step
+from jgrad._inputs.leaf_functions import of_one_leaf
+from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
+from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
@@ -67,7 +68,7 @@ def _cautiously_decayed_delta(
     epsilon: jax.Array,
     decay: jax.Array,
 ) -> jax.Array:
-    """Likewise, with decay where m, and so delta, has the sign of w"""
+    """u = Adam's delta + lambda w, the decay where m, and so delta, has the sign of w"""
     return rules.add_cautiously(adam.delta(mw, vw, alpha, epsilon), w, mw, decay)
 
 
@@ -84,27 +85,46 @@ class Lamb(NamedTuple):
     max_trust_ratio: PerLeaf
 
 
+@of_one_leaf
+def _directions_of_leaf(
+    g: jax.Array, mw: Moments, vw: Moments, n: adam.Numbers, w: Any, decay: Any, *, rule: DecayRule
+) -> tuple[jax.Array, ...]:
+    """Adam's new moments and direction, and that with decay; a decay of None is none."""
+    m, v = adam.new_moments(g, mw, vw, n)
+    delta = adam.delta(m, v, n.alpha, n.epsilon)
+    return m, v, delta, rules.decayed(delta, w, decay, like=m, rule=rule)
+
+
 def _updates(
     w: list[Any],
-    moments: list[Any],
+    g: list[Any],
+    mw: Moment,
+    vw: Moment,
     lamb: Lamb,
     layers: TrustLayers,
     *,
     rule: LambRule,
     decay_rule: DecayRule = "decoupled",
-) -> list[Any]:
-    """-lr ratio (delta + decay w), from the new moments; in Ivy's rule decay is in norms only."""
+) -> tuple[list[Any], NewMoments, NewMoments]:
+    """-lr ratio (delta + decay w), and the new moments; in Ivy's rule decay is in norms only."""
     independent = decay_rule == "independent"
     with_decay = _cautiously_decayed_delta if decay_rule == "cautious" else _decayed_delta
-    deltas: list[Call | None] = []
-    decayed: list[Call | None] = []
-    in_direction = 0.0 if independent else lamb.weight_decay
-    columns = (w, moments, lamb.adam.alpha, lamb.adam.epsilon, in_direction)
-    for x, new, alpha, epsilon, decay in zip_leaves(*columns):
-        delta = None if new is None else (adam.delta, (*new, alpha, epsilon))
-        plain = delta is None or is_zero(decay)
-        deltas.append(delta)
-        decayed.append(delta if plain else (with_decay, (*new, x, alpha, epsilon, decay)))
+    inside = None if independent else rules.optional(lamb.weight_decay)
+    leaves, *new = _directions_of_leaf(g, mw, vw, lamb.adam, w, inside, rule=decay_rule)
+    deltas: list[Call | None] = [None] * len(w)
+    decayed: list[Call | None] = [None] * len(w)
+    columns = zip_leaves(w, leaves, lamb.adam.alpha, lamb.adam.epsilon, inside)
+    for i, (x, of_leaf, alpha, epsilon, decay) in enumerate(columns):
+        if of_leaf is None:
+            continue
+        m, v, delta, direction = of_leaf
+        if mw.has_kernel(i):  # which writes them: elsewhere norms compute them again
+            deltas[i] = leafwise.identity, (delta,)
+            decayed[i] = leafwise.identity, (direction,)
+            continue
+        deltas[i] = decayed[i] = adam.delta, (m, v, alpha, epsilon)
+        if decay is not None:
+            decayed[i] = with_decay, (m, v, x, alpha, epsilon, decay)
     if rule == "paper":
         deltas, decayed = computed_once(decayed, layers)
     steps = scaled_by_trust_ratio(
@@ -117,9 +137,9 @@ def _updates(
         rates=(lamb.learning_rate,),
         scale=rules.scale_by if independent else rules.descent,
     )
-    if not independent:
-        return steps
-    return apply(rules.negative, rules.add_decay(steps, w, lamb.weight_decay))
+    if independent:
+        steps = apply(rules.negative, rules.add_decay(steps, w, lamb.weight_decay))
+    return steps, *new
 
 
 # ---- functional update -------------------------------------------------------------------------
@@ -230,8 +250,7 @@ def lamb_update(
         min_trust_ratio=min_trust_ratio,
         max_trust_ratio=max_trust_ratio,
     )
-    moments, mw, vw = adam.moments(dcdw, mw_tm1, vw_tm1, lamb.adam)
-    return _updates(w, moments, lamb, TrustLayers(layer_axes), rule=rule), mw, vw
+    return _updates(w, dcdw, mw_tm1, vw_tm1, lamb, TrustLayers(layer_axes), rule=rule)
 
 
 # ---- transformations ---------------------------------------------------------------------------
@@ -355,10 +374,9 @@ def lamb(
             min_trust_ratio=smallest,
             max_trust_ratio=largest,
         )
-        moments, mw, vw = adam.moments(inputs.g, step.mw, step.vw, numbers_of_lamb.adam)
         layers = options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
-        columns = w, moments, numbers_of_lamb, layers
-        return _updates(*columns, rule=rule, decay_rule=weight_decay_rule), mw, vw
+        columns = w, inputs.g, step.mw, step.vw, numbers_of_lamb, layers
+        return _updates(*columns, rule=rule, decay_rule=weight_decay_rule)
 
     return transformation(
         name,

@@ -12,13 +12,14 @@ from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
 from jgrad._arithmetic.rules import decay_call
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
+from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
@@ -107,6 +108,30 @@ def _scaled(
         rates=rates,
         scale=scale,
     )
+
+
+@of_one_leaf
+def _momentum_of_leaf(
+    d: jax.Array,
+    mw: Moments | None,
+    w: Any,
+    decay: Any,
+    beta: Any,
+    rate: Any,
+    *,
+    nesterov: bool,
+    rate_inside: bool,
+    rule: str,
+) -> jax.Array:
+    """The update of one leaf, from the direction that momentum averages; None is no decay."""
+    if mw is not None:
+        ahead = d
+        d = mw.write(rules.add_scaled, d, mw.old, beta)
+        d = rules.add_scaled(ahead, d, beta) if nesterov else d
+        if rate_inside:
+            rates = () if rule == "independent" else (rate,)
+            return rules.negative(rules.decayed(d, w, decay, *rates, rule=rule))
+    return rules.update_of_leaf(d, w, decay, rate, rule=rule)
 
 
 def _check_rule(name: str, rule: LarsRule, epsilon: Any) -> None:
@@ -312,17 +337,6 @@ def lars(
         full_precision=full_precision,
     )
 
-    @of_one_leaf
-    def updates(d: Any, mw: Any, w: Any, outside: Any, beta: Any, rate: Any) -> Any:
-        ahead = d
-        if momentum is not None:
-            d = mw.write(rules.add_scaled, d, mw.old, beta)
-            d = rules.add_scaled(ahead, d, beta) if nesterov else d
-            if rate_in_momentum:
-                by = () if weight_decay_rule == "independent" else (rate,)
-                return rules.negative(rules.decayed(d, w, outside, *by, rule=weight_decay_rule))
-        return rules.update_of_leaf(d, w, outside, rate, rule=weight_decay_rule)
-
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
         rates = options.learning_rates(inputs, learning_rate, step)
         w = inputs.require_params("the trust ratio")
@@ -343,20 +357,20 @@ def lars(
             rates=(rates,) if inside else (),
             scale=rules.descent if coupled and momentum is None else rules.scale_by,
         )
+        mw, beta = None, None
         if momentum is None:
             options.without_momentum(inputs, step)
             if coupled:
                 return direction, None, None
-            return (
-                *updates(
-                    direction, None, w, rules.optional(outside, weight_decay_rule), None, rates
-                ),
-                None,
-                None,
-            )
-        beta = options.beta_per_array(inputs, step, "momentum", momentum).value
-        outside = rules.optional(outside, "" if rate_in_momentum else weight_decay_rule)
-        return *updates(direction, step.mw, w, outside, beta, rates), None
+        else:
+            mw, beta = step.mw, options.beta_per_array(inputs, step, "momentum", momentum).value
+        inside = momentum is not None and rate_in_momentum
+        outside = rules.optional(outside, "" if inside else weight_decay_rule)
+        columns = direction, mw, w, outside, beta, rates
+        updates, *new = _momentum_of_leaf.update(
+            inputs, *columns, nesterov=nesterov, rate_inside=inside, rule=weight_decay_rule
+        )
+        return updates, *(new or [None]), None
 
     return transformation(
         name,

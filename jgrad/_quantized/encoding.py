@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgrad._quantized import codes as coding, regions
+from jgrad._quantized import bfloat16, codes as coding
 from jgrad._quantized.codec import BY_DTYPE, Codec, codec_of
 from jgrad._quantized.geometry import Geometry, geometry
-from jgrad._quantized.random_bits import ElementKeys, random_bits
+from jgrad._quantized.random_bits import ElementKeys, bits_for, random_bits
 from jgrad._trees import checks
 from jgrad._trees.blocks import Blocks, Form
 from jgrad._trees.checks import ArgLeaves
@@ -58,12 +58,9 @@ def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
         arg.fail(i, ValueError, f"`scale` of shape {scale.shape}, expected {expected}")
 
 
+@jax.jit
 def decoded(blocks: Blocks) -> jax.Array:
     """The array, float32."""
-    return _decode_region(blocks) if regions.is_possible(blocks) else _decoded(blocks)
-
-
-def _decoded(blocks: Blocks) -> jax.Array:
     codes, scale = blocks
     codec, own = codec_of(blocks), geometry(blocks)
     is_piece = scale.ndim == codes.ndim and scale.shape[own.block_axis] == 1  # or a buffer
@@ -75,14 +72,6 @@ def _decoded(blocks: Blocks) -> jax.Array:
     if not is_sharded(codes):
         return decode(codes, scale)
     return on_automatic_axes(decode, jax.typeof(codes).sharding, codes, scale)
-
-
-def _in_region(blocks: Blocks) -> jax.Array:
-    return _decoded(blocks)
-
-
-_in_region.__name__ = regions.DECODE
-_decode_region = jax.jit(_in_region)
 
 
 def elements(blocks: Blocks) -> jax.Array:
@@ -127,6 +116,15 @@ class Rounding(NamedTuple):
 
     of_step: jax.Array
     keys: ElementKeys
+
+    def bits(self, x: jax.Array) -> jax.Array:
+        """32 random bits for each element of a leaf, or of some rows of a buffer."""
+        return bits_for(x, self.of_step, self.keys)
+
+    @staticmethod
+    def to_bfloat16(bits: jax.Array) -> jax.Array:
+        """The bfloat16 numbers whose bits are the upper half of these."""
+        return bfloat16.of_bits(bits)
 
 
 def encoded(

@@ -72,7 +72,7 @@ KEYWORDS = (
     *("hyperball_learning_rate", "emit", "finite", "weight", "loss"),
 )
 _OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
-_BETWEEN_WRAPPERS = ("commit", "notes", "undecayed")  # which wrappers tell what is inside
+_BETWEEN_WRAPPERS = ("commit", "notes", "then", "undecayed")  # which wrappers tell what is inside
 _PREFIXES = ("adam", "hyperball", "muon")  # of options, which nobody else's have
 
 

@@ -2,15 +2,16 @@
 
 from typing import Any
 
+import jax
 import optax
 
-from jgrad._fused.step import call
+from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.placed import placed
-from jgrad._inputs.transformation import arrays_of
+from jgrad._inputs.transformation import arrays_of, has_codes
 from jgrad._layers.layer_axes import read_mesh_axes
+from jgrad._trees import trees
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inside
+from jgrad._wrappers import inside, parameters
 
 _NAME = "apply_gradients"
 
@@ -64,11 +65,27 @@ def apply_gradients(
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     read_mesh_axes(_NAME, mesh_axes)
 
-    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        if mesh_axes is not None:
-            inputs = Inputs(_NAME, grads, arrays_of(params, grads))
-            grads = inputs.gradients(placed(inputs, mesh_axes))
+    inputs = Inputs(_NAME, grads, arrays_of(params, grads))
+    places = () if mesh_axes is None else inputs.places(mesh_axes)
+    if not has_codes(state):  # nobody asks what is done with the updates
         updates, state = tx.update(grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
+    weights = inputs.reference.leaves
+    then = Then(weights, lambda i: Rest(_added, (weights[i],), _itself, (0,)), places)
+    updates, state = tx.update(grads, state, params, then=then, **extra_args)
+    new = optax.apply_updates(params, updates)  # of which XLA computes what is read
 
-    return call(step, grads, state, params, replaced=lambda new: (None, new[1], new[0]))
+    def chosen(w: Any, update: Any) -> Any:
+        results = then.results(update)
+        return w if results is None else results[0]
+
+    return jax.tree.map(chosen, new, updates, is_leaf=trees.is_none), state
+
+
+def _added(update: jax.Array, w: jax.Array) -> tuple[jax.Array]:
+    """The new weight; in float32 for half precision, which a TPU has no arithmetic for."""
+    return ((parameters.wide(w) + parameters.wide(update)).astype(w.dtype),)
+
+
+def _itself(w: jax.Array) -> jax.Array:
+    return w

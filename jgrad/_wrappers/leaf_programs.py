@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jgrad._fused.planned import Planned
-from jgrad._quantized import regions
+from jgrad._kernels import places
+from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
 from jgrad._trees.blocks import SIZE, Blocks
 from jgrad._trees.trees import PyTree
@@ -17,6 +18,7 @@ from jgrad._wrappers.apply_gradients import apply_gradients
 
 _NAME = "leaf_programs"
 _KERNEL = "one kernel"
+_SAME_VALUE = ("copy", "copy_p", "device_put", "optimization_barrier", "sharding_constraint")
 
 
 def leaf_programs(
@@ -62,17 +64,15 @@ def leaf_programs(
     step = functools.partial(apply_gradients, tx, mesh_axes=mesh_axes, **extra_args)
     traced = jax.make_jaxpr(step)(params, state, params)
     is_local = not any(map(_is_sharded, jax.tree.leaves(params)))
-    nothing = (None,) * len(traced.out_avals)
-    planned = Planned.of(traced, nothing, "kernel", is_local=is_local)
-    answers = dict(_answers(planned))
     flat = jax.tree.leaves((params, state, params))
-    value_of = {id(x): value for x, value in zip(flat, planned.graph.inputs, strict=True)}
+    operands = {x: id(leaf) for x, leaf in zip(traced.jaxpr.invars, flat, strict=True)}
+    answers = dict(_answers(traced.jaxpr, operands, is_local))
     found = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
         if not _is_blocks(x):
             continue
-        if regions.is_possible(x):
-            answer = answers.get(value_of[id(x.codes)], "XLA: it is not updated element by element")
+        if in_rows(x):
+            answer = answers.get(id(x.codes), "XLA: it is not updated element by element")
         elif len(x.shape) < 2:
             answer = "XLA: it has no rows"
         elif x.shape[-1] % SIZE:
@@ -83,15 +83,30 @@ def leaf_programs(
     return found
 
 
-def _answers(planned: Planned) -> Iterator[tuple[int, str]]:
-    """The answer for each array that a kernel reads."""
-    for kernel, place in zip(planned.plan.kernels, planned.places, strict=True):
-        answer = f"XLA: {place}" if isinstance(place, str) else _KERNEL
-        yield from ((x, answer) for x in kernel.arrays)
-    for op in (*planned.plan.before, *planned.plan.after):
-        for branch in planned.branches(op):
-            inputs = dict(zip(branch.graph.inputs, op.inputs[1:], strict=True))
-            yield from ((inputs[x], answer) for x, answer in _answers(branch) if x in inputs)
+def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tuple[int, str]]:
+    """The answer for each of the known values whose codes a step of a leaf reads."""
+    known = dict(known)
+    for equation in jaxpr.eqns:
+        operands = [None if isinstance(x, Literal) else known.get(x) for x in equation.invars]
+        if (step := equation.params.get("step")) is not None:
+            place = places.of(step, [x.aval for x in equation.invars], "kernel", is_local=is_local)
+            answer = f"XLA: {place}" if isinstance(place, str) else _KERNEL
+            yield from ((x, answer) for i in step.codes if (x := operands[i]) is not None)
+        if equation.primitive.name in _SAME_VALUE:
+            pairs = zip(equation.outvars, operands, strict=True)
+            known |= {x: value for x, value in pairs if value is not None}
+        for inner in _inside(equation.params):
+            own = operands[len(operands) - len(inner.invars) :]  # behind the index of a branch
+            pairs = zip(inner.invars, own, strict=True)
+            inside = {x: value for x, value in pairs if value is not None}
+            yield from _answers(inner, inside, is_local)
+
+
+def _inside(params: dict[str, Any]) -> list[Jaxpr]:
+    """The programs of an operation: those of a call, of a loop, or of branches."""
+    leaves = jax.tree.leaves(list(params.values()))
+    programs = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in leaves]
+    return [x for x in programs if isinstance(x, Jaxpr)]
 
 
 def _is_blocks(x: Any) -> bool:

@@ -1,13 +1,17 @@
 """Float32 copies of half-precision parameters, kept in the state."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.around import Rest, Then
+from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.transformation import pair
+from jgrad._kernels.moment import kept
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
@@ -93,7 +97,9 @@ def master_weights(
         **extra_args: Any,
     ) -> tuple[PyTree, MasterState]:
         inside.check_state(_NAME, state, MasterState)
+        outer = extra_args.pop("then", None)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
+        inputs.then = outer
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
         _check_copies(copies, inputs)
@@ -104,29 +110,68 @@ def master_weights(
             params,
             is_leaf=trees.is_none,
         )
-        steps, inner = inputs.hand_over(tx, wide, state.inner, master, stay_finite=True)
-        new = trees.flatten(parameters.applied(master, steps))[0]
-        pairs = zip(new, inputs.reference.leaves, strict=True)
-        new = [x if _is_half(p) else None for x, p in pairs]
+
+        def rest(i: int) -> Rest | None:
+            after, p = inputs.rest(i), inputs.reference.leaves[i]
+            if not _is_half(p):
+                return after
+            flag, function = (), _followed(None)
+            if inputs.commit is not None:
+                flag, function = (inputs.commit.flag,), _followed(inputs.commit.clips)
+            arrays, finishing = (p, copies.leaves[i], *flag), inputs.finishing(i)
+            return Rest.of_wrapper(function, arrays, _copy_of, finishing, after, replaces=(1,))
+
+        weights = trees.flatten(master)[0]
+        then = Then(weights, rest, inputs.places_of(None), outer)
+        steps, inner = inputs.hand_over(
+            tx, wide, state.inner, master, stay_finite=True, extra={"then": then}
+        )
+        new: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
+        directions: list[Any] = trees.flatten(steps)[0]
+        for i, (u, p) in enumerate(zip(directions, inputs.reference.leaves, strict=True)):
+            results = then.results(u, 2 * _is_half(p))
+            if not _is_half(p):
+                new[i], directions[i] = None, u if results is None else Finished(u)
+            elif results is not None:
+                new[i], directions[i] = map(Finished, results)
         new = inputs.kept(new, copies.leaves)
-
-        def follow(new: Any, step: Any, p: Any) -> Any:
-            if new is None:
-                return step
-            # From -60000 to 60000 is more than the largest float16: the next step does the rest.
-            rounded = parameters.wide(new.astype(p.dtype))
-            far, largest = rounded - parameters.wide(p), float(jnp.finfo(p.dtype).max)
-            near = jnp.clip(far, -largest, largest)
-            # Where the copy overflows float16 the update is infinite: `skip_nonfinite` sees it.
-            return jnp.where(jnp.isinf(rounded), far, near)
-
-        rows = zip(new, trees.flatten(steps)[0], inputs.reference.leaves, strict=True)
+        for i, (copy, p) in enumerate(zip(new, inputs.reference.leaves, strict=True)):
+            if copy is not None and not isinstance(directions[i], Finished):
+                directions[i] = _to_follow(copy, p)
         return (
-            inputs.directions([follow(*row) for row in rows]),
+            inputs.directions(directions),
             MasterState(inputs.moments(new, copies.leaves), inner),
         )
 
     return pair(init, update, _NAME)
+
+
+def _to_follow(copy: jax.Array, p: jax.Array) -> jax.Array:
+    """What takes a parameter to its copy, rounded."""
+    # From -60000 to 60000 is more than the largest float16: the next step does the rest.
+    rounded = parameters.wide(copy.astype(p.dtype))
+    far, largest = rounded - parameters.wide(p), float(jnp.finfo(p.dtype).max)
+    near = jnp.clip(far, -largest, largest)
+    # Where the copy overflows float16 the update is infinite: `skip_nonfinite` sees it.
+    return jnp.where(jnp.isinf(rounded), far, near)
+
+
+@functools.cache  # one function object for each choice, so that JAX's caches find it again
+def _followed(clips: bool | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The new copy and the update, of one leaf, where they follow the update in one kernel."""
+
+    def followed(
+        u: jax.Array, p: jax.Array, copy: jax.Array, *flag: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        new = parameters.wide(copy) + parameters.wide(u)
+        new = new if clips is None else kept(copy.dtype, clips)(new, copy, *flag)
+        return new, _to_follow(new, p)
+
+    return followed
+
+
+def _copy_of(p: jax.Array, copy: jax.Array, *_: Any) -> jax.Array:
+    return copy
 
 
 def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:

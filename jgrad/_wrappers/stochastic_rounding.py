@@ -1,5 +1,7 @@
 """bfloat16 parameters without a master copy: the new weight is rounded stochastically."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -8,11 +10,13 @@ import optax
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
+from jgrad._inputs.around import Rest, Then
+from jgrad._inputs.inputs import Finished
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
-from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized import bfloat16
-from jgrad._quantized.random_bits import ElementKeys, bits_for, step_keys
+from jgrad._quantized.encoding import Rounding
+from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
@@ -124,7 +128,9 @@ def stochastic_rounding(
         **extra_args: Any,
     ) -> tuple[PyTree, StochasticState]:
         inside.check_state(_NAME, state, StochasticState)
+        outer = extra_args.pop("then", None)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
+        inputs.then = outer
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
         step = optax.safe_increment(_counter(state.done))
@@ -134,34 +140,60 @@ def stochastic_rounding(
             params,
             is_leaf=trees.is_none,
         )
-        steps, inner = inputs.hand_over(tx, wide, state.inner, _wide(params), stay_finite=True)
-        given = trees.flatten(steps)[0]
-        of_step = step_keys(step)
+        wide_params, of_step = _wide(params), step_keys(step)
 
-        def rounding(u: Any, p: Any, spec: ArraySpec) -> Call | None:
-            if u is None or not _is_rounded(p) or u.dtype == jax.dtypes.float0:
-                return None
-            u = jnp.broadcast_to(jnp.asarray(u, jnp.float32), p.shape)
-            return (_rounded_update, (p, u, of_step, *spec.element_keys(seed, _PURPOSE)))
+        def arrays(i: int) -> tuple[Any, Rounding]:
+            keys = inputs.specs[i].element_keys(seed, _PURPOSE)
+            return inputs.reference.leaves[i], Rounding(of_step, keys)
 
-        rows = zip(given, inputs.reference.leaves, inputs.specs, strict=True)
-        rounded = leafwise.run([rounding(*row) for row in rows])
-        new = [u if r is None else r for u, r in zip(given, rounded, strict=True)]
+        def rest(i: int) -> Rest | None:
+            after = inputs.rest(i)
+            if not _is_rounded(inputs.reference.leaves[i]):
+                return after
+            finishing = inputs.finishing(i)
+            return Rest.of_wrapper(_rounded_alone, arrays(i), _wide_weight, finishing, after)
+
+        weights = trees.flatten(wide_params)[0]
+        then = Then(weights, rest, inputs.places_of(None), outer)
+        steps, inner = inputs.hand_over(
+            tx, wide, state.inner, wide_params, stay_finite=True, extra={"then": then}
+        )
+        new: list[Any] = trees.flatten(steps)[0]
+        calls: list[Call | None] = [None] * len(new)
+        for i, (u, p) in enumerate(zip(new, inputs.reference.leaves, strict=True)):
+            is_here = u is not None and _is_rounded(p) and u.dtype != jax.dtypes.float0
+            results = then.results(u, int(is_here))
+            if results is not None:
+                new[i] = Finished(*results) if is_here else Finished(u)
+            elif is_here:
+                u = jnp.broadcast_to(jnp.asarray(u, jnp.float32), p.shape)
+                calls[i] = _rounded_update, (u, *arrays(i))
+        rounded = leafwise.run(calls)
+        new = [u if r is None else r for u, r in zip(new, rounded, strict=True)]
         return inputs.directions(new), StochasticState(step, inner)
 
     return pair(init, update, _NAME)
 
 
 @leafwise.jit_static_kwargs
-def _rounded_update(
-    p: jax.Array, u: jax.Array, of_step: jax.Array, leaf: jax.Array, first: jax.Array
-) -> jax.Array:
+def _rounded_update(u: jax.Array, p: jax.Array, rounding: Rounding) -> jax.Array:
     """What takes a weight to `p + u`, rounded stochastically."""
-    return _difference(p, u, bits_for(p, of_step, ElementKeys(leaf, first)))
+    return _difference(rounding.to_bfloat16, p, u, rounding.bits(p))
 
 
-@jax.custom_jvp
-def _difference(p: jax.Array, u: jax.Array, random: jax.Array) -> jax.Array:
+def _rounded_alone(u: jax.Array, p: jax.Array, rounding: Rounding) -> tuple[jax.Array]:
+    """The same where it follows the update in one kernel."""
+    return (_difference(rounding.to_bfloat16, p, u, rounding.bits(p)),)
+
+
+def _wide_weight(p: jax.Array, *_: Any) -> jax.Array:
+    return parameters.wide(p)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _difference(
+    to_bfloat16: Callable[[jax.Array], jax.Array], p: jax.Array, u: jax.Array, random: jax.Array
+) -> jax.Array:
     """`rounded - p`. Few operations: on CPUs they decide the time of a step, not the memory."""
     w = p.astype(jnp.float32)
     new = w + u
@@ -172,15 +204,17 @@ def _difference(p: jax.Array, u: jax.Array, random: jax.Array) -> jax.Array:
     # To the nearest. With an infinite weight, NaN or an overflow: the step, towards zero.
     fits = jnp.abs(far) <= bfloat16.LARGEST
     nearest = bfloat16.bits_of(far) + jnp.uint32(0x8000)
-    return bfloat16.of_bits(jnp.where(fits, nearest, bfloat16.bits_of(u)))
+    return to_bfloat16(jnp.where(fits, nearest, bfloat16.bits_of(u)))
 
 
 @_difference.defjvp
 def _difference_jvp(
-    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+    to_bfloat16: Callable[[jax.Array], jax.Array],
+    primals: tuple[jax.Array, ...],
+    tangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """The slope is that of the step, as if nothing were rounded."""
-    return _difference(*primals), tangents[1].astype(jnp.bfloat16)
+    return _difference(to_bfloat16, *primals), tangents[1].astype(jnp.bfloat16)
 
 
 def _counter(done: Any) -> jax.Array:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics
-from jgrad._fused import step
 from jgrad._inputs import options
 from jgrad._inputs.notes import Notes, unique
 from jgrad._inputs.state import counter
@@ -135,8 +134,7 @@ def watch(
             return WatchState(stands_for_any, inner)
 
         def dry(params: PyTree, inner: PyTree) -> Numbers:
-            with step.inside():  # so that notes are made in this trace
-                return update_of(params, params, inner, {}, Notes(None))[1]
+            return update_of(params, params, inner, {}, Notes(None))[1]
 
         def without_notes(params: PyTree, inner: PyTree) -> Numbers:
             return update_of(params, params, inner, None, None)[1]

@@ -12,10 +12,10 @@ import optax
 import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jgrad._fused import planned, step as fused, two_passes
 
 import jgrad
 from benchmarks import collectives
-from jgrad._fused import planned, step as fused, two_passes
 from tests.multi_device.meshes import mesh_of, use
 from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain
 from tests.support.loops import assert_equal

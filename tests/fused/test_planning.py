@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from jax import export
-
-import jgrad
 from jgrad._fused import step as fused
 from jgrad._fused.planned import Planned
+
+import jgrad
 from tests import golden
 from tests.support.compilations import compilations
 from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain, steps

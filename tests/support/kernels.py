@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import jgrad
-from jgrad._fused import planned, step as fused, two_passes
+from jgrad._kernels import passes as two_passes, places, platforms
 
 FORMS = ("kernel", "two passes")
 BETAS = {"beta1": 0.875, "beta2": 1 - 2.0**-5}
@@ -78,8 +78,8 @@ def plain(tx, w, grads, state=None, step=with_update):
 def steps(tx, w, grads, form, state=None, step=jgrad.apply_gradients):
     """Steps whose leaves have a form."""
     with (
-        fused.forced(form),
-        mock.patch.object(planned, "_on_shards", wraps=planned._on_shards) as kernels,
+        platforms.forced(form),
+        mock.patch.object(places, "on_shards", wraps=places.on_shards) as kernels,
         mock.patch.object(two_passes, "run", wraps=two_passes.run) as passes,
     ):
         run = _run(functools.partial(step, tx), w, grads, tx.init(w) if state is None else state)

@@ -1,0 +1,139 @@
+"""What stands around a method, as far as the kernel of a leaf has to know it.
+
+A kernel computes a whole step of a leaf: it reads the gradient, the weight and the codes once, and
+writes new ones in their place. So what follows an update, as the addition to the weight, has to be
+told to the method before it computes the update. A wrapper that changes weights hands a `Then`
+inwards, as the extra argument `then`, and the method looks for the function of each of its leaves.
+The wrapper then finds what that function returned by the update that belongs to it. If a
+transformation of another library stands between them, or the leaf has no kernel, it finds nothing,
+and computes the same afterwards.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jgrad._inputs.commit import trace_state
+from jgrad._kernels.leaf_step import Place
+
+
+class Rest(NamedTuple):
+    """What is done with the update of one leaf after the transformation inside has computed it.
+
+    Attributes:
+      function: (update, *arrays) -> arrays; elementwise, and the same object in each trace.
+      arrays: the first is the parameter as it is outside.
+      weight: (*arrays) -> the parameter as it is inside.
+      replaces: for each array that `function` returns the position in `arrays` of the one that may
+        be overwritten with it; None for none.
+    """
+
+    function: Callable[..., tuple[jax.Array, ...]]
+    arrays: tuple[Any, ...]
+    weight: Callable[..., jax.Array]
+    replaces: tuple[int | None, ...]
+
+    @classmethod
+    def of_wrapper(
+        cls,
+        function: Callable[..., tuple[jax.Array, ...]],
+        arrays: tuple[Any, ...],
+        weight: Callable[..., jax.Array],
+        finishing: tuple[Callable[..., jax.Array], tuple[jax.Array, ...]],
+        after: "Rest | None",
+        replaces: tuple[int | None, ...] = (),
+    ) -> "Rest":
+        """What a wrapper does with an update, and then what is done with its own.
+
+        Args:
+          function: (update, *arrays) -> (*arrays of its state, its own update).
+          arrays: see above.
+          weight: see above.
+          finishing: of its own update, see `Inputs.finishing`.
+          after: what is done with that, if something is.
+          replaces: of the arrays of its state.
+        """
+        finish, flag = finishing
+        arrays = (*arrays, *flag)
+        both = _both(function, finish, len(arrays), len(flag), after and after.function)
+        replaces = (*replaces, None)
+        if after is not None:  # the parameter, and then what it alone needs
+            later = (None if i is None else i and i + len(arrays) - 1 for i in after.replaces)
+            arrays, replaces = (*arrays, *after.arrays[1:]), (*replaces, *later)
+        return cls(both, arrays, weight, replaces)
+
+
+@functools.cache  # one function object for each choice, so that JAX's caches find it again
+def _both(
+    function: Callable[..., tuple[jax.Array, ...]],
+    finish: Callable[..., jax.Array],
+    arrays: int,
+    flags: int,
+    after: Callable[..., tuple[jax.Array, ...]] | None,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    def both(update: jax.Array, *args: Any) -> tuple[jax.Array, ...]:
+        flag = args[arrays - flags : arrays]
+        *kept, new = function(update, *args[: arrays - flags])
+        new = finish(new, *flag)
+        others = () if after is None else after(new, args[0], *args[arrays:])
+        return (*kept, new, *others)
+
+    return both
+
+
+class Then:
+    """What a wrapper does with each update, told to the transformation inside.
+
+    It exists while a program is traced, and remembers arrays by identity. In another trace, as that
+    of a branch, it knows of none.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Any],
+        rest: Callable[[int], Rest | None],
+        places: Sequence[Place | None] = (),
+        outer: "Then | None" = None,
+    ) -> None:
+        """Of one update.
+
+        Args:
+          weights: the parameters as they are inside.
+          rest: what is done with the update of each of them; asked by the method, when all that is
+            in front of it has been traced.
+          places: how each of them is sharded, where the user says it.
+          outer: what a wrapper around does with the updates of this one.
+        """
+        self._outer, self._trace = outer, trace_state()
+        self._weights, self._rest, self._places = list(weights), rest, places
+        ids = list(map(id, weights))
+        self._index = {key: i for i, key in enumerate(ids) if ids.count(key) == 1}
+        self._results: dict[int, tuple[Any, tuple[jax.Array, ...]]] = {}
+
+    def of(self, weight: Any) -> Rest | None:
+        """What is done with the update of a parameter."""
+        i = self._index.get(id(weight))
+        return None if i is None or trace_state() != self._trace else self._rest(i)
+
+    def place_of(self, weight: Any) -> Place | None:
+        """How a parameter is sharded."""
+        i = self._index.get(id(weight))
+        return self._places[i] if self._places and i is not None else None
+
+    def note(self, update: Any, results: tuple[jax.Array, ...]) -> None:
+        """Says what was made of an update."""
+        self._results[id(update)] = update, results
+
+    def results(self, update: Any, count: int = 1) -> tuple[jax.Array, ...] | None:
+        """The first arrays that were made of an update; None where the wrapper has to do it.
+
+        The last of them is an update of the wrapper itself, of which the one around is told.
+        """
+        results = self._results.get(id(update), (None, None))[1]
+        if results is None:
+            return None
+        if self._outer is not None:
+            self._outer.note(results[count - 1] if count else update, results[count:])
+        return results[:count]

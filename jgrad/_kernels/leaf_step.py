@@ -1,0 +1,120 @@
+"""What one operation on a leaf in 8 bits computes, and where the leaf is."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._kernels.moment import LeafMoment
+from jgrad._trees.blocks import SIZE, Blocks
+from jgrad._trees.trees import PyTree
+
+# How a leaf is computed: by a kernel of Pallas, or by two passes of XLA.
+Form = Literal["kernel", "two passes"]
+
+
+class Place(NamedTuple):
+    """How a leaf is sharded.
+
+    Attributes:
+      mesh: with the axes; None where the leaf is whole, or what is traced is a shard.
+      spec: an entry for each axis of the leaf.
+    """
+
+    mesh: Any = None
+    spec: tuple[Any, ...] = ()
+
+    def shards(self, axis: int) -> int:
+        """Into how many parts an axis of the leaf is cut."""
+        return math.prod(self.mesh.shape[name] for name in _names(self.spec[axis]))
+
+    def index_of(self, axis: int) -> jax.Array:
+        """Which of these parts is here."""
+        index = jnp.zeros((), jnp.int32)
+        for name in _names(self.spec[axis]):
+            index = index * self.mesh.shape[name] + jax.lax.axis_index(name)
+        return index
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+class LeafStep(NamedTuple):
+    """What one operation computes; static.
+
+    Attributes:
+      function: of the arguments, some of which are moments, to a tuple of arrays.
+      structure: of the arguments, whose leaves are the operands.
+      replaces: for the last arrays of that tuple the position of the operand that each replaces, or
+        None.
+      place: how the leaf is sharded, if the user says it.
+      types: of all results: those of the tuple, then codes and scale of each moment.
+      used: which of them are read.
+    """
+
+    function: Callable[..., tuple[jax.Array, ...]]
+    structure: Any
+    replaces: tuple[int | None, ...]
+    place: Place | None
+    types: tuple[Any, ...]
+    used: tuple[bool, ...]
+
+    def arguments(self, operands: Sequence[Any]) -> PyTree:
+        """The arguments of the function."""
+        return jax.tree.unflatten(self.structure, operands)
+
+    @property
+    def codes(self) -> list[int]:
+        """For each moment the position of its codes among the operands; the scale comes next."""
+        args = self.arguments(range(self.structure.num_leaves))
+        return [moment.old.codes for moment in moments_of(args)]
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """The operand that each result replaces, by the position of the result."""
+        operands = [*self.replaces, *itertools.chain(*((i, i + 1) for i in self.codes))]
+        first = len(self.types) - len(operands)
+        return {first + i: operand for i, operand in enumerate(operands) if operand is not None}
+
+    def call(
+        self, args: PyTree, make: Callable[[LeafMoment], Any]
+    ) -> tuple[tuple[jax.Array, ...], list[Any]]:
+        """What the function returns, and the moments that it was given in the place of its own."""
+        leaves, structure = jax.tree.flatten(args, is_leaf=_is_moment)
+        made = [make(x) if _is_moment(x) else x for x in leaves]
+        values = self.function(*structure.unflatten(made))
+        return values, [x for x, old in zip(made, leaves, strict=True) if _is_moment(old)]
+
+    def results(self, values: Sequence[Any], moments: Sequence[Any]) -> list[Any]:
+        """The results that are read, of what the function returned and what moments stored."""
+        flat = [*values, *itertools.chain(*(moment.new for moment in moments))]
+        return list(itertools.compress(flat, self.used)) if self.used else flat
+
+
+def moments_of(args: PyTree) -> list[LeafMoment]:
+    """The moments among some arguments."""
+    leaves = jax.tree.leaves(args, is_leaf=_is_moment)
+    return list(filter(_is_moment, leaves))
+
+
+def _is_moment(x: Any) -> bool:
+    return isinstance(x, LeafMoment)
+
+
+def has_kernel(moment: Any) -> bool:
+    """Whether a moment is in 8 bits, with whole blocks along the last axis, as a kernel needs."""
+    if not (isinstance(moment, LeafMoment) and isinstance(moment.old, Blocks)):
+        return False
+    return in_rows(moment.old)
+
+
+def in_rows(x: Blocks) -> bool:
+    """Whether an array has its blocks along its rows, as most arrays of all versions have them."""
+    codes, scale = x
+    *lead, last = codes.shape or (0,)
+    is_whole = lead and last % SIZE == 0 and scale.shape == (*lead, last // SIZE)
+    return bool(is_whole) and x.form.is_named_by_dtype

@@ -1,0 +1,23 @@
+"""A leaf in two passes of XLA, as a GPU takes it: the scale of each block, and everything else.
+
+Left to itself XLA reads a leaf once for the scales of each moment, and keeps what it has computed
+for that. Here all scales of a leaf are known before its codes are read again.
+"""
+
+from collections.abc import Sequence
+
+import jax
+
+from jgrad._kernels.leaf_step import LeafStep
+from jgrad._kernels.moment import CodesMoment, ScaleMoment
+from jgrad._trees.shardings import barrier
+
+
+def run(step: LeafStep, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of the step: its function, called with two kinds of moments."""
+    _, scales = step.call(step.arguments(operands), ScaleMoment)
+    # Without the barrier XLA would find that both passes begin alike, and join them.
+    moved, known = barrier((list(operands), [moment.new for moment in scales]))
+    known = iter(known)
+    args = step.arguments(moved)
+    return step.results(*step.call(args, lambda moment: CodesMoment(moment, next(known))))

@@ -1,0 +1,146 @@
+"""A step of one leaf in 8 bits as one operation of JAX, which each platform takes in its own way.
+
+The operation holds a function of one leaf. Lowered for a TPU that function is the body of a kernel
+of Pallas, for a GPU it is run in two passes, and anywhere else it is the plain one. So one traced
+program is right for every platform, and `jax.export` has each in one file.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from jgrad._kernels import passes, places, tpu
+from jgrad._kernels.leaf_step import Form, LeafStep, Place, moments_of
+from jgrad._trees.blocks import Blocks
+from jgrad._trees.trees import PyTree
+
+_forced: ContextVar[Form | None] = ContextVar("forced", default=None)
+
+
+def run(
+    function: Callable[..., tuple[jax.Array, ...]],
+    args: PyTree,
+    *,
+    replaces: Sequence[int | None],
+    place: Place | None = None,
+) -> tuple[list[jax.Array], list[Blocks]]:
+    """What a function of one leaf returns, and the new moments that it writes.
+
+    Args:
+      function: pure, elementwise in its arrays, and the same object in each call.
+      args: its arguments, among which are moments with `has_kernel`.
+      replaces: for the last arrays that it returns, the position among the leaves of `args` of the
+        array that may be overwritten with each; None for none.
+      place: how the leaf is sharded, where types do not say it.
+    """
+    operands, structure = jax.tree.flatten(args)
+    moments = moments_of(args)
+    step = LeafStep(function, structure, tuple(replaces), place, (), ())
+    types = _traced.trace(*operands, step=step).jaxpr.out_avals
+    step = step._replace(types=tuple(types), used=(True,) * len(types))
+    results = iter(_step.bind(*operands, step=step))
+    values = list(itertools.islice(results, len(types) - 2 * len(moments)))
+    return values, [Blocks(next(results), next(results), m.old.form) for m in moments]
+
+
+@contextlib.contextmanager
+def forced(form: Form) -> Iterator[None]:
+    """One form on every platform, for tests; kernels one operation after the other."""
+    token = _forced.set(form)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+# ---- the operation -----------------------------------------------------------------------------
+
+# `jax.extend` and `jax.interpreters` may change with any release: checked in JAX 0.7 to 0.12.
+
+_step = Primitive("jgrad_leaf_step")
+_step.multiple_results = True
+
+
+def plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
+    """The step as any program of XLA."""
+    args = step.arguments(operands)
+    return step.results(step.function(*args), moments_of(args))
+
+
+_traced = jax.jit(plain, static_argnames="step")  # JAX keeps its trace
+
+
+def _run(*operands: Any, step: LeafStep) -> list[jax.Array]:
+    return jax.jit(functools.partial(_step.bind, step=step))(*operands)
+
+
+def _types(*_: Any, step: LeafStep) -> list[Any]:
+    return list(itertools.compress(step.types, step.used))
+
+
+def _batched(operands: Sequence[Any], axes: Sequence[Any], *, step: LeafStep) -> tuple[Any, Any]:
+    results = jax.vmap(functools.partial(plain, step=step), in_axes=tuple(axes))(*operands)
+    return results, [0] * len(results)
+
+
+def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: LeafStep) -> Any:
+    slopes = map(ad.instantiate_zeros, tangents)
+    return jax.jvp(functools.partial(plain, step=step), tuple(operands), tuple(slopes))
+
+
+def _without_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+    """What nobody reads is not computed, and no kernel writes it."""
+    if not any(used):
+        return [False] * len(equation.invars), None
+    step = equation.params["step"]
+    still = iter(used)
+    step = step._replace(used=tuple(is_used and next(still) for is_used in step.used))
+    results = [x for x, is_used in zip(equation.outvars, used, strict=True) if is_used]
+    return [True] * len(equation.invars), equation.replace(outvars=results, params={"step": step})
+
+
+_step.def_impl(_run)
+_step.def_abstract_eval(_types)
+batching.primitive_batchers[_step] = _batched
+ad.primitive_jvps[_step] = _differentiated
+partial_eval.dce_rules[_step] = _without_unused
+
+
+def _lowered(context: Any, *operands: Any, by_default: Form | None, step: LeafStep) -> Any:
+    form = _forced.get() or by_default
+    is_local = _is_on_one_device(context.module_context.axis_context)
+    place = None
+    if form is not None:
+        place = places.of(step, context.avals_in, form, is_local=is_local)
+
+    def run(*operands: Any) -> list[jax.Array]:
+        if not isinstance(place, Place):
+            return plain(*operands, step=step)
+        if form == "two passes":
+            return passes.run(step, operands)
+        interpret = _forced.get() is not None
+        return tpu.run(step, operands, place, interpret=interpret)
+
+    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(_step, functools.partial(_lowered, by_default=None))
+_ON_PLATFORMS: dict[str, Form] = {"tpu": "kernel", "cuda": "two passes", "rocm": "two passes"}
+for _platform, _form in _ON_PLATFORMS.items():
+    mlir.register_lowering(_step, functools.partial(_lowered, by_default=_form), _platform)
+
+
+def _is_on_one_device(context: Any) -> bool:
+    """Whether a program is for one device, or is what each device does by itself."""
+    # What a lowering knows of its devices is private, checked in JAX 0.7 to 0.12.
+    manual = getattr(context, "manual_axes", None)
+    if manual is not None:
+        return set(manual) >= {name for name, n in context.mesh.shape.items() if n > 1}
+    return bool(getattr(context, "num_devices", 1) == 1)
