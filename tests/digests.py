@@ -61,7 +61,10 @@ def _outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[str]) -> list[s
 
 def _equation(equation: Any, inputs: list[str]) -> list[str]:
     name, parameters = equation.primitive.name, equation.params
-    if name in ("jgrad_step", "jit", "pjit", "closed_call"):
+    if name == "jgrad_leaf_step":
+        inner = jax.make_jaxpr(parameters["step"].plain)(*(x.aval for x in equation.invars))
+        return _outputs(inner.jaxpr, inner.consts, inputs)
+    if name in ("jit", "pjit", "closed_call"):
         inner = parameters["jaxpr"]
         return _outputs(inner.jaxpr, inner.consts, inputs)
     if name == "custom_jvp_call":

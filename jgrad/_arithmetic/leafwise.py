@@ -91,6 +91,7 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
     """The result of each call; `None` for `None`. Equal calls are made once."""
     results: list[Any] = [None] * len(calls)
     first: dict[Any, int] = {}
+    repeated: dict[int, int] = {}
     alike: dict[Any, list[tuple[int, list[Any]]]] = collections.defaultdict(list)
     for i, call in enumerate(calls):
         if call is None:
@@ -99,35 +100,49 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
         if f is identity:
             results[i] = arguments[0]
             continue
-        arrays, structure = jax.tree.flatten(arguments)
-        if first.setdefault((f, structure, *map(id, arrays)), i) == i:
-            alike[f, structure, *((x.shape, x.dtype) for x in arrays)].append((i, arrays))
-        else:
-            results[i] = first[f, structure, *map(id, arrays)]
-    for (f, structure, *_), members in alike.items():
+        leaves, structure = jax.tree.flatten(arguments)
+        ids = list(map(id, leaves))
+        if (j := first.setdefault((f, structure, *ids), i)) != i:
+            repeated[i] = j
+            continue
+        places = tuple(map(ids.index, ids))  # an array that is there twice is one argument
+        arrays = [x for k, x in enumerate(leaves) if places[k] == k]
+        alike[f, structure, places, *((x.shape, x.dtype) for x in arrays)].append((i, arrays))
+    for (f, structure, places, *_), members in alike.items():
         for start in range(0, len(members), _TOGETHER):
-            indices, rows = zip(*members[start : start + _TOGETHER], strict=True)
-            columns = list(zip(*rows, strict=True))
+            indices, of_leaves = zip(*members[start : start + _TOGETHER], strict=True)
+            columns = list(zip(*of_leaves, strict=True))
             shared = tuple(all(x is column[0] for x in column) for column in columns)
             arguments = [
                 column[0] if one else column for column, one in zip(columns, shared, strict=True)
             ]
-            outputs = _together(arguments, f=f, structure=structure, shared=shared, count=len(rows))
+            options = {"f": f, "structure": structure, "places": places, "shared": shared}
+            outputs = _together(arguments, count=len(indices), **options)
             for i, output in zip(indices, outputs, strict=True):
                 results[i] = output
-    return [
-        results[x] if type(x) is int and call is not None and call[0] is not identity else x
-        for x, call in zip(results, calls, strict=True)
-    ]
+    for i, j in repeated.items():
+        results[i] = results[j]
+    return results
 
 
 @jit_static_kwargs
 def _together(
-    arguments: list[Any], *, f: Function, structure: Any, shared: tuple[bool, ...], count: int
+    arguments: list[Any],
+    *,
+    f: Function,
+    structure: Any,
+    places: tuple[int, ...],
+    shared: tuple[bool, ...],
+    count: int,
 ) -> list[Any]:
     """`f` of `count` leaves: an entry of `arguments` is shared by all, or has one for each."""
-    pairs = list(zip(arguments, shared, strict=True))
-    return [f(*structure.unflatten([x if one else x[i] for x, one in pairs])) for i in range(count)]
+    of_place = {k: i for i, k in enumerate(sorted(set(places)))}
+
+    def one(i: int) -> Any:
+        arrays = [x if is_one else x[i] for x, is_one in zip(arguments, shared, strict=True)]
+        return f(*structure.unflatten([arrays[of_place[k]] for k in places]))
+
+    return list(map(one, range(count)))
 
 
 # ---- lists of leaves ---------------------------------------------------------------------------

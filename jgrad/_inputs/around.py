@@ -6,10 +6,12 @@ told to the method before it computes the update. A wrapper that changes weights
 inwards, as the extra argument `then`, and the method looks for the function of each of its leaves.
 The wrapper then finds what that function returned by the update that belongs to it. If a
 transformation of another library stands between them, or the leaf has no kernel, it finds nothing,
-and computes the same afterwards.
+and computes the same afterwards. What precedes a gradient is told the other way: a transformation
+that makes a gradient of another one says so by `offer`.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +19,49 @@ import jax
 
 from jgrad._inputs.commit import trace_state
 from jgrad._kernels.leaf_step import Place
+
+
+class Origin(NamedTuple):
+    """How an array was made of another one, element by element.
+
+    Attributes:
+      functions: one after the other, each of an array and of so many numbers.
+      arrays: the first array, and then the numbers of all functions.
+    """
+
+    functions: tuple[tuple[Callable[..., jax.Array], int], ...]
+    arrays: tuple[Any, ...]
+
+
+_made: dict[int, tuple[weakref.ref[Any], Callable[..., jax.Array], Any, tuple[Any, ...]]] = {}
+
+
+def offer(new: Any, function: Callable[..., jax.Array], old: Any, *numbers: Any) -> None:
+    """Says that an array is `function(old, *numbers)`, of what a kernel may read in its place.
+
+    So a clipped gradient need not be written. It is remembered as long as a trace has the array.
+
+    Args:
+      new: the array.
+      function: elementwise, and the same object in each trace.
+      old: of the same shape.
+      numbers: of one element, or a column with one for each row.
+    """
+    if isinstance(new, jax.core.Tracer) and new is not old:
+        key = id(new)
+        alive = weakref.ref(new, lambda _: _made.pop(key, None))
+        _made[key] = alive, function, old, numbers
+
+
+def origin(array: Any) -> Origin:
+    """Of an array; of one of which nothing was said, the array itself."""
+    functions: list[tuple[Callable[..., jax.Array], int]] = []
+    numbers: tuple[Any, ...] = ()
+    while (entry := _made.get(id(array))) is not None and entry[0]() is array:
+        _, function, array, own = entry
+        functions.insert(0, (function, len(own)))
+        numbers = (*own, *numbers)
+    return Origin(tuple(functions), (array, *numbers))
 
 
 class Rest(NamedTuple):

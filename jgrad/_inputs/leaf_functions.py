@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jgrad._arithmetic import leafwise
-from jgrad._inputs.around import Rest
+from jgrad._inputs.around import Rest, origin
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
@@ -66,17 +66,21 @@ class LeafFunction:
                 calls[i] = _written(function), arguments
                 continue
             place = moments[0].places[i] if moments[0].places else None
+            made = origin(x)
             if inputs is None:
-                calls[i] = _kernel(function, None, None, place), (arguments, (), ())
+                static = made.functions, None, None, place
+                calls[i] = _kernel(function, *static), (made.arrays, arguments[1:], (), ())
                 continue
-            rest = inputs.rest(i)
+            rests[i] = rest = inputs.rest(i)
             if rest is not None:  # which has the weight
                 arguments = tuple(_HERE if a is inputs.w[i] else a for a in arguments)
             finish, flag = inputs.finishing(i)
-            rests[i] = rest
-            static = None if rest is None else (rest.function, rest.weight, rest.replaces)
+            after = None if rest is None else (rest.function, rest.weight, rest.replaces)
             arrays = () if rest is None else rest.arrays
-            calls[i] = _kernel(function, finish, static, place), (arguments, flag, arrays)
+            calls[i] = (
+                _kernel(function, made.functions, finish, after, place),
+                (made.arrays, arguments[1:], flag, arrays),
+            )
         results = leafwise.run(calls)
         new = [[None if r is None else r[1][k] for r in results] for k in range(len(moments))]
         values = [None if r is None else r[0] for r in results]
@@ -136,6 +140,7 @@ _HERE = _Here()
 @functools.cache
 def _kernel(
     function: Function,
+    before: tuple[tuple[Function, int], ...],
     finish: Function | None,
     rest: tuple[Function, Function, tuple[int | None, ...]] | None,
     place: Place | None,
@@ -143,17 +148,25 @@ def _kernel(
     """A function of one leaf in 8 bits, with all that follows it, as one operation."""
     after, weight, replaces = rest if rest is not None else (None, None, ())
 
-    def step(arguments: tuple[Any, ...], flag: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+    def step(
+        made: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        flag: tuple[jax.Array, ...],
+        arrays: tuple[Any, ...],
+    ) -> tuple[jax.Array, ...]:
+        g, *numbers = made
+        for f, count in before:
+            g, numbers = f(g, *numbers[:count]), numbers[count:]
         if weight is not None:
             arguments = tuple(weight(*arrays) if x is _HERE else x for x in arguments)
-        results = function(*arguments)
+        results = function(g, *arguments)
         if finish is None:
             return results if isinstance(results, tuple) else (results,)
         update = finish(results, *flag)
         return (update, *(() if after is None else after(update, *arrays)))
 
     def call(*args: Any) -> tuple[Any, list[Any]]:
-        counts = [len(jax.tree.leaves(x)) for x in (args[:2], *args[2])]
+        counts = [len(jax.tree.leaves(x)) for x in (args[:3], *args[3])]
         first = list(itertools.accumulate(counts))  # of each array of the rest
         where = [None if i is None else first[i] for i in replaces]
         values, moments = platforms.run(step, args, replaces=where, place=place)

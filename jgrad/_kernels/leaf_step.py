@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._kernels.moment import LeafMoment
 from jgrad._trees.blocks import SIZE, Blocks
@@ -88,6 +89,16 @@ class LeafStep(NamedTuple):
         made = [make(x) if _is_moment(x) else x for x in leaves]
         values = self.function(*structure.unflatten(made))
         return values, [x for x, old in zip(made, leaves, strict=True) if _is_moment(old)]
+
+    def plain(self, *operands: Any) -> list[jax.Array]:
+        """The results as any program of XLA computes them."""
+        args = self.arguments(operands)
+        return self.results(self.function(*args), moments_of(args))
+
+    def needed(self, operands: Sequence[Any]) -> list[bool]:
+        """Which operands its results are computed from."""
+        traced = jax.make_jaxpr(self.plain)(*operands)
+        return list(dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[1])
 
     def results(self, values: Sequence[Any], moments: Sequence[Any]) -> list[Any]:
         """The results that are read, of what the function returned and what moments stored."""

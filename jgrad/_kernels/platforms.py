@@ -68,13 +68,11 @@ _step = Primitive("jgrad_leaf_step")
 _step.multiple_results = True
 
 
-def plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
-    """The step as any program of XLA."""
-    args = step.arguments(operands)
-    return step.results(step.function(*args), moments_of(args))
+def _plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
+    return step.plain(*operands)
 
 
-_traced = jax.jit(plain, static_argnames="step")  # JAX keeps its trace
+_traced = jax.jit(_plain, static_argnames="step")  # JAX keeps its trace
 
 
 def _run(*operands: Any, step: LeafStep) -> list[jax.Array]:
@@ -86,13 +84,13 @@ def _types(*_: Any, step: LeafStep) -> list[Any]:
 
 
 def _batched(operands: Sequence[Any], axes: Sequence[Any], *, step: LeafStep) -> tuple[Any, Any]:
-    results = jax.vmap(functools.partial(plain, step=step), in_axes=tuple(axes))(*operands)
+    results = jax.vmap(step.plain, in_axes=tuple(axes))(*operands)
     return results, [0] * len(results)
 
 
 def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: LeafStep) -> Any:
     slopes = map(ad.instantiate_zeros, tangents)
-    return jax.jvp(functools.partial(plain, step=step), tuple(operands), tuple(slopes))
+    return jax.jvp(step.plain, tuple(operands), tuple(slopes))
 
 
 def _without_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
@@ -122,7 +120,7 @@ def _lowered(context: Any, *operands: Any, by_default: Form | None, step: LeafSt
 
     def run(*operands: Any) -> list[jax.Array]:
         if not isinstance(place, Place):
-            return plain(*operands, step=step)
+            return step.plain(*operands)
         if form == "two passes":
             return passes.run(step, operands)
         interpret = _forced.get() is not None

@@ -24,6 +24,7 @@ from jgrad._kernels.tile import Tile, TileRounding
 from jgrad._quantized.encoding import Rounding
 from jgrad._trees.blocks import SIZE
 from jgrad._trees.shardings import varying_as
+from jgrad._trees.trees import PyTree
 
 try:  # in neither place promised, checked in JAX 0.7 to 0.12
     from jax import enable_x64
@@ -47,15 +48,14 @@ def run(
     step: LeafStep, operands: Sequence[jax.Array], place: Place, *, interpret: bool
 ) -> list[jax.Array]:
     """The results of the step, computed by the kernel; `interpret` runs it on a CPU."""
-    codes, is_rounding = operands[step.codes[0]], lambda x: isinstance(x, Rounding)
     prepared = jax.tree.map(
-        lambda x: _keys(x) if is_rounding(x) else x, step.arguments(operands), is_leaf=is_rounding
+        lambda x: _keys(x) if isinstance(x, Rounding) else x,
+        step.arguments(operands),
+        is_leaf=lambda x: isinstance(x, Rounding),
     )
-    leaves, structure = jax.tree.flatten(prepared)
-    scales = {id(operands[i + 1]) for i in step.codes}
-    kernel = LeafKernel(step, structure, leaves, scales, operands, codes.shape, interpret)
-    arrays = list(map(kernel.as_operand, leaves, kernel.kinds))
-    return places.on_shards(kernel, arrays, codes.shape, place)
+    kernel = LeafKernel(step, operands, prepared, interpret=interpret)
+    arrays = list(map(kernel.as_operand, kernel.arrays, kernel.kinds))
+    return places.on_shards(kernel, arrays, kernel.leaf, place)
 
 
 def _keys(rounding: Rounding) -> _Keys:
@@ -68,24 +68,26 @@ class LeafKernel:
     """The kernel of a leaf, or of a shard of it, as a function of arrays.
 
     Attributes:
-      kinds: of each operand: "array", with all elements of the leaf; "scale", with one for each
+      arrays: what the kernel reads.
+      kinds: of each of these: "array", with all elements of the leaf; "scale", with one for each
         block; "column", with one for each row; or "scalar".
     """
 
     def __init__(
-        self,
-        step: LeafStep,
-        structure: Any,
-        leaves: Sequence[Any],
-        scales: set[int],
-        operands: Sequence[Any],
-        shape: tuple[int, ...],
-        interpret: bool,
+        self, step: LeafStep, operands: Sequence[Any], prepared: PyTree, *, interpret: bool
     ) -> None:
-        self.step, self.structure, self.leaf, self.interpret = step, structure, shape, interpret
-        self.dtypes = [x.dtype for x in leaves]
-        self.kinds = ["scale" if id(x) in scales else self._kind(x.shape) for x in leaves]
-        position = {id(x): i for i, x in enumerate(leaves)}
+        """`prepared` are the arguments of the step, with `_Keys` for what is hashed."""
+        self.step, self.interpret = step, interpret
+        self.leaf = operands[step.codes[0]].shape
+        needed = step.needed(operands)
+        unread = {id(x) for x, is_read in zip(operands, needed, strict=True) if not is_read}
+        leaves, self.structure = jax.tree.flatten(prepared)
+        self.types = [jax.typeof(x) for x in leaves]
+        self.is_read = [id(x) not in unread for x in leaves]
+        self.arrays = list(itertools.compress(leaves, self.is_read))
+        scales = {id(operands[i + 1]) for i in step.codes}
+        self.kinds = ["scale" if id(x) in scales else self._kind(x.shape) for x in self.arrays]
+        position = {id(x): i for i, x in enumerate(self.arrays)}
         self.aliases = {result: position[id(operands[i])] for result, i in step.aliases.items()}
 
     def _kind(self, shape: tuple[int, ...]) -> str:
@@ -130,7 +132,6 @@ class LeafKernel:
         results = {result: i for i, (result, _) in enumerate(written)}
         aliases = {x: results[y] for y, x in self.aliases.items() if y in results}
         varying = varying_as(operands)
-        fused = [kind == "array" and i not in aliases for i, kind in enumerate(self.kinds)]
         with enable_x64(False):  # Mosaic has no 64 bits, and Python's numbers would have them
             new = pl.pallas_call(
                 functools.partial(self._step, tuple(lead), kinds),
@@ -142,8 +143,6 @@ class LeafKernel:
                     for kind, (_, t) in zip(kinds, written, strict=True)
                 ],
                 input_output_aliases=aliases,
-                # What computes an argument, as a clipped gradient, becomes a part of the kernel.
-                compiler_params=pltpu.CompilerParams(allow_input_fusion=[*fused, False]),
                 interpret=self.interpret,
                 name="jgrad_leaf",
             )(*map(laid_out, operands, self.kinds), starts)
@@ -171,9 +170,10 @@ class LeafKernel:
             first = pl.multiple_of(i * together, together)
             corner = (*origin[:-2], origin[-2] + first, origin[-1])
             tile, within = Tile((together, SIZE), corner, self.leaf), pl.ds(first, together)
+            read = (self._read(*x, within, column) for x in zip(inputs, self.kinds, strict=True))
             values = [
-                self._read(*pair, within, column, dtype)
-                for *pair, dtype in zip(inputs, self.kinds, self.dtypes, strict=True)
+                _of_dtype(next(read), type_.dtype) if is_read else jnp.zeros((), type_.dtype)
+                for type_, is_read in zip(self.types, self.is_read, strict=True)
             ]
             for x, ref, kind in zip(self._results(values, tile), outputs, kinds, strict=True):
                 if kind == "array":
@@ -184,14 +184,14 @@ class LeafKernel:
 
         jax.lax.fori_loop(0, rows // together, part, None)
 
-    def _read(self, ref: Any, kind: str, within: Any, column: Any, dtype: np.dtype) -> jax.Array:
+    def _read(self, ref: Any, kind: str, within: Any, column: Any) -> jax.Array:
         """The part of an operand that a tile needs; a scalar stays one until it meets a tile."""
         if kind == "array":
             return ref[within, :]
         if kind == "scalar":
-            return _of_dtype(ref[0], dtype)
+            return ref[0]
         if kind == "column":
-            return _of_dtype(jnp.transpose(ref[:, within]), dtype)
+            return jnp.transpose(ref[:, within])
         here = _is_here(ref, within.size, column)
         one = jnp.where(here, ref[:, within], jnp.float32(0))
         return jnp.transpose(jnp.sum(one, axis=0, keepdims=True))
@@ -220,9 +220,9 @@ def _of_32_bits(x: jax.Array) -> jax.Array:
 
 
 def _of_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The number in the dtype that it had, as far as a kernel has it."""
+    """What was read in the dtype that it had, as far as a kernel has it."""
     if dtype == np.uint32:
         return jax.lax.bitcast_convert_type(x, jnp.uint32) if x.ndim else x.astype(jnp.uint32)
     if dtype == np.bool_:
         return x != 0
-    return x if jnp.issubdtype(dtype, jnp.floating) else x.astype(dtype)
+    return x if x.dtype == dtype or jnp.issubdtype(dtype, jnp.floating) else x.astype(dtype)

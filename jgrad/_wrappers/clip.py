@@ -9,6 +9,7 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
+from jgrad._inputs.around import offer
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
@@ -96,10 +97,11 @@ def clip_by_global_norm(
         norm = trust.global_norm(inexact, _layers(arg, updates, mesh_axes, params))
         factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
         clipped = apply(rules.scale_by, inexact, *factors)
-        leaves = [
-            x if new is None else new.astype(x.dtype)
-            for x, new in zip(arg.leaves, clipped, strict=True)
-        ]
+        leaves = []
+        for x, new in zip(arg.leaves, clipped, strict=True):
+            leaves.append(x if new is None else new.astype(x.dtype))
+            if new is not None:
+                offer(leaves[-1], _clipped, x, *factors)
         if notes is not None:
             notes.add("clip_factor", factors[0] * factors[1])
         if commit is not None:
@@ -109,6 +111,10 @@ def clip_by_global_norm(
         return trees.flatten(updates)[1].unflatten(leaves), state
 
     return pair(init, update, name)
+
+
+def _clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
+    return rules.scale_by(x, *factors).astype(x.dtype)
 
 
 @renamed(norm_axes="mesh_axes")

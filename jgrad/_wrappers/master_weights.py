@@ -104,12 +104,7 @@ def master_weights(
         copies = inputs.like_reference("state.master", state.master)
         _check_copies(copies, inputs)
         master = _optimized(state.master, params)
-        wide = jax.tree.map(
-            lambda g, p: jnp.asarray(g, jnp.float32) if g is not None and _is_half(p) else g,
-            updates,
-            params,
-            is_leaf=trees.is_none,
-        )
+        wide = parameters.wide_gradients(updates, params, _is_half)
 
         def rest(i: int) -> Rest | None:
             after, p = inputs.rest(i), inputs.reference.leaves[i]

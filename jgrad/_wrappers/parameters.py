@@ -1,11 +1,13 @@
 """Parameters in float32, and after updates."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
+from jgrad._inputs.around import offer
 from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
 
@@ -21,6 +23,23 @@ def applied(params: PyTree, updates: PyTree) -> PyTree:
         return (wide(p) + wide(u)).astype(jnp.result_type(p))
 
     return jax.tree.map(add, params, updates, is_leaf=trees.is_none)
+
+
+def wide_gradients(grads: PyTree, params: PyTree, is_wide: Callable[[Any], bool]) -> PyTree:
+    """Gradients in float32 beside parameters that are optimized in float32."""
+
+    def wide_one(g: Any, p: Any) -> Any:
+        if g is None or not is_wide(p):
+            return g
+        new = jnp.asarray(g, jnp.float32)
+        offer(new, _in_float32, g)
+        return new
+
+    return jax.tree.map(wide_one, grads, params, is_leaf=trees.is_none)
+
+
+def _in_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
 
 
 def wide(x: Any) -> jax.Array:

@@ -10,6 +10,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
+from jgrad._inputs.around import offer
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
@@ -138,7 +139,10 @@ def skip_nonfinite(
         sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
         unscaled = updates
         if loss_scale is not None:
-            unscaled = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
+            new = apply(rules.divide, inputs.g, state.loss_scale)
+            for x, g in zip(new, inputs.g, strict=True):
+                offer(x, rules.divide, g, state.loss_scale)
+            unscaled = inputs.gradients(new)
         finite = all_finite(inputs.g, sharded_over)
         leaves_out = rejecting.leaves_out(state.inner)
         outer = rejecting.outer_commit(extra_args, state.inner)

@@ -134,12 +134,7 @@ def stochastic_rounding(
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
         step = optax.safe_increment(_counter(state.done))
-        wide = jax.tree.map(
-            lambda g, p: jnp.asarray(g, jnp.float32) if g is not None and _is_rounded(p) else g,
-            updates,
-            params,
-            is_leaf=trees.is_none,
-        )
+        wide = parameters.wide_gradients(updates, params, _is_rounded)
         wide_params, of_step = _wide(params), step_keys(step)
 
         def arrays(i: int) -> tuple[Any, Rounding]:

@@ -12,10 +12,10 @@ import optax
 import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jgrad._fused import planned, step as fused, two_passes
 
 import jgrad
 from benchmarks import collectives
+from jgrad._kernels import passes as two_passes, places, platforms
 from tests.multi_device.meshes import mesh_of, use
 from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain
 from tests.support.loops import assert_equal
@@ -62,8 +62,8 @@ def on_mesh(tree, mesh, specs):
 def forced(form):
     """Yields a function that says how many leaves took the form."""
     with (
-        fused.forced(form),
-        mock.patch.object(planned, "_on_shards", wraps=planned._on_shards) as kernels,
+        platforms.forced(form),
+        mock.patch.object(places, "on_shards", wraps=places.on_shards) as kernels,
         mock.patch.object(two_passes, "run", wraps=two_passes.run) as passes,
     ):
         yield lambda: kernels.call_count + passes.call_count
@@ -76,7 +76,7 @@ def assert_same(name, form, mesh, leaves, specs=SPECS, moved=None, **options):
     expected = plain(tx, model(dtype), grads)
     with use(mesh), forced(form) as count:
         w = on_mesh(model(dtype), mesh, specs)
-        places = jax.tree.map(lambda x: x.sharding, w)
+        before = jax.tree.map(lambda x: x.sharding, w)
         state = tx.init(w)
         step = jax.jit(functools.partial(jgrad.apply_gradients, tx, **options))
         step = step.lower(w, state, w).compile()
@@ -84,7 +84,7 @@ def assert_same(name, form, mesh, leaves, specs=SPECS, moved=None, **options):
             w, state = step(on_mesh(g, mesh, specs), state, w)
     assert_equal((w, state), (expected.w, expected.state))
     assert count() == leaves
-    for x, place in zip(jax.tree.leaves(w), jax.tree.leaves(places), strict=True):
+    for x, place in zip(jax.tree.leaves(w), jax.tree.leaves(before), strict=True):
         assert x.sharding.is_equivalent_to(place, x.ndim)
     found = collections.Counter(x.kind for x in collectives.of(step.as_text(), 8))
     moved = SUMS.get(name, {}) if moved is None else moved

@@ -1,4 +1,4 @@
-"""What is in a kernel, what it reads and writes, and where there is none."""
+"""What a kernel reads and writes, where there is one, and where there is none."""
 
 import functools
 
@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 from jax import export
-from jgrad._fused import step as fused
-from jgrad._fused.planned import Planned
+from jax.extend.core import Jaxpr
+from jax.interpreters import partial_eval
 
 import jgrad
+from jgrad._kernels import platforms, tpu
+from jgrad._kernels.leaf_step import Place
 from tests import golden
 from tests.support.compilations import compilations
 from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain, steps
@@ -24,11 +26,32 @@ def model(dtype=jnp.float32):
     return normal(SHAPES, 0, dtype)
 
 
-def planned(tx, w, step=jgrad.apply_gradients):
-    """The plan of the one operation that a step is."""
+def programs_in(jaxpr):
+    """The program, and those of its calls and branches."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for x in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(x, "jaxpr", x)
+            if isinstance(inner, Jaxpr):
+                yield from programs_in(inner)
+
+
+def kernels(tx, w, step=jgrad.apply_gradients):
+    """The kernel of each leaf: its equation, as a program for a TPU has it."""
     traced = jax.make_jaxpr(functools.partial(step, tx))(w, tx.init(w), w)
-    (step,) = [eqn.params for eqn in traced.eqns if eqn.primitive.name == "jgrad_step"]
-    return Planned.of(step["jaxpr"], step["replaced"], "kernel", is_local=True)
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))
+    leaves = [
+        equation
+        for program in programs_in(jaxpr)
+        for equation in program.eqns
+        if equation.primitive.name == "jgrad_leaf_step"
+    ]
+    found = []
+    for leaf in leaves:
+        run = functools.partial(tpu.run, leaf.params["step"], place=Place(), interpret=True)
+        inner = jax.make_jaxpr(lambda *xs, run=run: run(xs))(*(x.aval for x in leaf.invars))
+        found += [x for x in inner.jaxpr.eqns if x.primitive.name == "pallas_call"]
+    return found
 
 
 def update(tx, g, state, w):
@@ -36,8 +59,9 @@ def update(tx, g, state, w):
     return tx.update(g, state, w)
 
 
-def dtypes(found, values):
-    return sorted(str(np.dtype(found.graph.dtype(x))) for x in values)
+def dtypes(values, shape=(1, 24, 512)):
+    """Of the arrays that have the shape of the leaf."""
+    return sorted(str(x.aval.dtype) for x in values if x.aval.shape == shape)
 
 
 def clipped(tx):
@@ -49,12 +73,23 @@ def clipped(tx):
 FLOATS = ["float32", "float32"]
 STOCHASTIC = lambda: jgrad.stochastic_rounding(ADAM())
 SKIP = lambda: jgrad.skip_nonfinite(clipped(ADAM()))
+HALF = ("stochastic", "master", "scaled loss")  # of bfloat16 parameters
 # What is read and written of the shape of a leaf: gradient, weight, codes; codes and weight.
 WHOLE_STEPS = {
     "adam": (ADAM, [*FLOATS, "int8", "uint8"], ["float32", "int8", "uint8"]),
     "momentum": (MOMENTUM, [*FLOATS, "int8"], ["float32", "int8"]),
     "stochastic": (
         STOCHASTIC,
+        ["bfloat16", "bfloat16", "int8", "uint8"],
+        ["bfloat16", "int8", "uint8"],
+    ),
+    "master": (
+        lambda: jgrad.master_weights(ADAM()),
+        ["bfloat16", "bfloat16", "float32", "int8", "uint8"],
+        ["bfloat16", "float32", "int8", "uint8"],
+    ),
+    "scaled loss": (
+        lambda: jgrad.skip_nonfinite(jgrad.stochastic_rounding(clipped(ADAM())), loss_scale=4.0),
         ["bfloat16", "bfloat16", "int8", "uint8"],
         ["bfloat16", "int8", "uint8"],
     ),
@@ -65,64 +100,57 @@ WHOLE_STEPS = {
 @pytest.mark.parametrize("name", WHOLE_STEPS)
 def test_each_array_is_read_and_written_once(name):
     make, read, written = WHOLE_STEPS[name]
-    w = model(jnp.bfloat16 if name == "stochastic" else jnp.float32)
-    found = planned(make(), w)
-    (kernel,) = found.plan.kernels
-    assert dtypes(found, kernel.arrays) == read
-    assert dtypes(found, kernel.outputs) == written
-    assert len(kernel.scales) == len(kernel.new_scales) == len(written) - 1
-    assert not kernel.columns  # but in packed trees
-    assert all(found.graph.shape(x) == (24, 512) for x in (*kernel.arrays, *kernel.outputs))
+    w = model(jnp.bfloat16 if name in HALF else jnp.float32)
+    (kernel,) = kernels(make(), w)
+    assert dtypes(kernel.invars) == read
+    assert dtypes(kernel.outvars) == written
+    scales = (1, 2, 24)  # of which nothing is transposed in memory
+    assert dtypes(kernel.invars, scales) == dtypes(kernel.outvars, scales)
+    assert len(kernel.outvars) == len(written) + len(dtypes(kernel.outvars, scales))
+    assert not [x for x in kernel.invars if x.aval.shape == (1, 1, 24)]  # but in packed trees
 
 
 @pytest.mark.parametrize("make", [functools.partial(jgrad.adam, 0.1, moment_dtype="8bit"), ADAM])
 def test_updates_alone(make):
-    """A direction is written, and no weight is read: what is cheap after it is XLA's to fuse."""
-    found = planned(make(), model(), update)
-    (kernel,) = found.plan.kernels
-    assert dtypes(found, kernel.arrays) == ["float32", "int8", "uint8"]
-    assert dtypes(found, kernel.outputs) == ["float32", "int8", "uint8"]
+    """The update is written, and no weight is read but for the decay."""
+    (kernel,) = kernels(make(), model(), update)
+    decayed = make is ADAM
+    assert dtypes(kernel.invars) == ["float32"] * (1 + decayed) + ["int8", "uint8"]
+    assert dtypes(kernel.outvars) == ["float32", "int8", "uint8"]
 
 
 def test_packed_rows_have_numbers_of_their_own():
     """Keys, and the rates of leaves: one for each row, of one kernel."""
-    rates = {"w": 0.1, "odd": 0.2}
-    found = planned(jgrad.adam(rates, moment_dtype="8bit"), jgrad.pack(model()))
-    (kernel,) = found.plan.kernels
-    assert kernel.columns
-    rows = found.graph.shape(kernel.arrays[0])[0]
-    assert {found.graph.shape(x) for x in kernel.columns} == {(rows, 1)}
+    w = jgrad.pack(model())
+    (rows, _), *_ = (x.shape for x in jax.tree.leaves(w))
+    (tree,) = kernels(jgrad.adam(0.1, moment_dtype="8bit"), model())
+    (kernel,) = kernels(jgrad.adam({"w": 0.1, "odd": 0.2}, moment_dtype="8bit"), w)
+    columns = [x for x in kernel.invars if x.aval.shape == (1, 1, rows)]
+    scales = 2
+    assert len(columns) == scales + 2 * 2 + 1  # two keys of each moment, and the rate
+    assert len(kernel.invars) == len(tree.invars)
 
 
 def test_what_comes_after_a_sum_is_in_no_kernel():
-    """LAMB scales its direction by norms of it: the kernel writes that, and reads no norm."""
+    """LAMB scales its direction by norms of it: the kernel writes that, and no moment in float32."""
     lamb = jgrad.lamb(0.1, weight_decay=0.1, moment_dtype="8bit")
-    found = planned(lamb, model())
-    (kernel,) = found.plan.kernels
-    names = {op.name for op in kernel.operations}
-    assert "reduce_sum" not in names
-    assert "reduce_sum" in {op.name for op in found.plan.after}
-    late = {x for op in found.plan.after for x in op.outputs}
-    assert not late & set(kernel.reads)
-    # Of all operations, each is in one place.
-    ops = [*found.plan.before, *kernel.operations, *found.plan.after]
-    assert len(set(map(id, ops))) == len(ops)
+    (kernel,) = kernels(lamb, model())
+    assert dtypes(kernel.invars) == ["float32", "float32", "int8", "uint8"]
+    assert dtypes(kernel.outvars) == ["float32", "int8", "uint8"]
 
 
-def test_what_comes_before_is_computed_in_the_kernel_again():
-    """A clipped gradient: the kernel reads the gradient and the factor."""
-    found = planned(SKIP(), model())
-    (kernel,) = found.plan.kernels
-    gradients = set(found.graph.inputs[: len(jax.tree.leaves(model()))])
-    assert gradients & set(kernel.arrays)
+def test_a_branch_has_kernels_of_its_own():
+    """`accumulate` updates in a conditional, in one branch of which there is a kernel."""
+    assert len(kernels(jgrad.accumulate(ADAM(), 2), model())) == 1
 
 
-def test_branches_have_kernels_of_their_own():
-    """`accumulate` updates in a conditional."""
-    found = planned(jgrad.accumulate(ADAM(), 2), model())
-    assert not found.plan.kernels
-    branches = [b for op in (*found.plan.before, *found.plan.after) for b in found.branches(op)]
-    assert sorted(len(b.plan.kernels) for b in branches) == [0, 1]
+def test_a_transformation_of_others_between_ours():
+    """Its updates are written and read again: 8 bytes for each parameter, as without kernels."""
+    halved = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / 2, g))
+    (kernel,) = kernels(optax.chain(ADAM(), halved), model())
+    assert dtypes(kernel.outvars) == ["float32", "int8", "uint8"]
+    (kernel,) = kernels(optax.chain(halved, ADAM()), model())
+    assert dtypes(kernel.invars) == [*FLOATS, "int8", "uint8"]
 
 
 # ---- the program -------------------------------------------------------------------------------
@@ -141,21 +169,15 @@ def for_tpu(f, *args, platforms=("tpu",)):
 def test_codes_and_weights_are_written_in_their_place(step, packed):
     """The kernel says which results alias which arguments."""
     tx, w = ADAM(), jgrad.pack(model()) if packed else model()
-    args = w, tx.init(w), w
-    found = planned(tx, w, step)
-    (kernel,) = found.plan.kernels
-    traced = jax.make_jaxpr(found.run)(jax.tree.leaves(args))
-    (eqn,) = [e for e in traced.jaxpr.eqns if e.primitive.name == "pallas_call"]
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-    name = dict(zip(found.graph.inputs, paths, strict=True))
-    aliased = set()
-    for i, o in eqn.params["input_output_aliases"]:
-        assert eqn.invars[i].aval.shape == eqn.outvars[o].aval.shape
-        assert eqn.invars[i].aval.dtype == eqn.outvars[o].aval.dtype
-        aliased.add(name[[*kernel.arrays, *kernel.scales][i]])
-    part = ".buffers['float32']" if packed else "['w']"
-    moments = {f"[1].{m}{part}.{x}" for m in ("mw", "vw") for x in ("codes", "scale")}
-    assert aliased == moments | ({f"[2]{part}"} if step is jgrad.apply_gradients else set())
+    (kernel,) = kernels(tx, w, step)
+    aliased = []
+    for i, o in kernel.params["input_output_aliases"]:
+        old, new = kernel.invars[i].aval, kernel.outvars[o].aval
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        aliased.append(str(old.dtype))
+    of_moments = ["float32", "float32", "int8", "uint8"]  # scales and codes
+    weights = ["float32"] if step is jgrad.apply_gradients else []
+    assert sorted(aliased) == sorted(of_moments + weights)
 
 
 def test_one_program_for_all_platforms():
@@ -215,7 +237,7 @@ def test_vmap():
     each = [normal(SHAPES, i) for i in range(2)]
     states = [tx.init(w) for w in each]
     one = functools.partial(jgrad.apply_gradients, tx)
-    with fused.forced("kernel"):
+    with platforms.forced("kernel"):
         found = jax.jit(jax.vmap(one))(stack(each), stack(states), stack(each))
     runs = [plain(tx, w, [w]) for w in each]
     assert_equal(tuple(found), stack([(x.w, x.state) for x in runs]))
@@ -275,7 +297,7 @@ def test_what_a_step_closes_over():
     tx = optax.chain(optax.identity(), MOMENTUM())
     args = model(), tx.init(model()), model(), jnp.float32(0.125), jnp.float32(0.25)
     expected = jax.jit(train)(*args)
-    with fused.forced("kernel"):
+    with platforms.forced("kernel"):
         found = jax.jit(lambda *args: train(*args))(*args)
     assert_equal(found, expected)
     assert not np.array_equal(found[0]["w"], model()["w"])
@@ -284,7 +306,7 @@ def test_what_a_step_closes_over():
 def test_eager_steps():
     """No program: what each operation returns."""
     tx, w = MOMENTUM(), model()
-    with fused.forced("kernel"):
+    with platforms.forced("kernel"):
         found = jgrad.apply_gradients(tx, w, tx.init(w), w)
     expected = plain(tx, w, [w])
     assert_equal(tuple(found), (expected.w, expected.state))
@@ -294,7 +316,7 @@ def test_no_codes_no_call():
     """Transformations in float32 are traced as they were."""
     tx, w = jgrad.adam(0.1), model()
     traced = str(jax.make_jaxpr(functools.partial(jgrad.apply_gradients, tx))(w, tx.init(w), w))
-    assert "jgrad_step" not in traced
+    assert "jgrad_leaf_step" not in traced
 
 
 # ---- answers -----------------------------------------------------------------------------------
