@@ -143,11 +143,23 @@ def decayed(
 
 
 def update_of_leaf(
-    direction: jax.Array, w: Any, decay: Any, rate: Any, like: Any = None, *, rule: str
+    direction: jax.Array, like: Any, w: Any, decay: Any, rate: Any, *, rule: str, has_rate: bool
 ) -> jax.Array:
-    """-rate (direction + decay w), of one leaf; see `updates`"""
+    """-rate (direction + decay w); with the rule "independent" -(rate direction + decay w)
+
+    Args:
+      direction: of one leaf.
+      like: what has the signs of the direction; None for the direction.
+      w: the weight.
+      decay: None for none.
+      rate: the learning rate.
+      rule: where decay acts: "decoupled", "cautious" or "independent".
+      has_rate: whether the direction is multiplied by the learning rate already.
+    """
     if rule == "independent":
-        return negative(decayed(scale_by(direction, rate), w, decay))
+        return negative(decayed(direction if has_rate else scale_by(direction, rate), w, decay))
+    if has_rate:
+        return negative(decayed(direction, w, decay, rate, like=like, rule=rule))
     return descent(decayed(direction, w, decay, like=like, rule=rule), rate)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jgrad._inputs.commit import trace_state
 from jgrad._kernels.leaf_step import Place
@@ -62,6 +63,21 @@ def origin(array: Any) -> Origin:
         functions.insert(0, (function, len(own)))
         numbers = (*own, *numbers)
     return Origin(tuple(functions), (array, *numbers))
+
+
+def in_float32(x: jax.Array) -> jax.Array:
+    """The array in float32, as transformations inside of a wrapper see it."""
+    return x.astype(jnp.float32)
+
+
+def narrow(array: Any) -> Any:
+    """The array of which this one is the same in float32, or this one.
+
+    XLA writes what a branch reads, as the rare one that repeats norms.
+    """
+    entry = _made.get(id(array))
+    is_wide = entry is not None and entry[0]() is array and entry[1] is in_float32
+    return entry[2] if entry is not None and is_wide else array
 
 
 class Rest(NamedTuple):

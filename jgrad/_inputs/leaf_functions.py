@@ -1,18 +1,19 @@
 """A method, written as a function of one leaf, of all leaves: from lists to leaves and back.
 
-Leaves whose moments are in 8 bits are one operation each, which is a kernel on accelerators. If the
-method ends there, that operation also does what follows: it keeps a skipped step out, and adds the
-update to the weight where `apply_gradients` says so.
+Leaves whose moments are in 8 bits are one operation each, which is a kernel on accelerators. Where
+the method ends there, that operation may also do what follows: it keeps a skipped step out, and
+adds the update to the weight if `apply_gradients` says so.
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jgrad._arithmetic import leafwise
+from jgrad._arithmetic import leafwise, rules
+from jgrad._arithmetic.leafwise import Call, PerLeaf
 from jgrad._inputs.around import Rest, origin
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
@@ -21,6 +22,35 @@ from jgrad._kernels.leaf_step import Place, has_kernel
 from jgrad._kernels.moment import LeafMoment
 
 Function = Callable[..., Any]
+
+
+class Descent(NamedTuple):
+    """What makes an update of a direction: -rate (direction + decay w).
+
+    Attributes:
+      decay: of each leaf; None for none.
+      rate: the learning rate of each leaf.
+      rule: see `rules.update_of_leaf`.
+      has_rate: whether the direction has the learning rate already.
+    """
+
+    decay: PerLeaf
+    rate: PerLeaf
+    rule: str
+    has_rate: bool = False
+
+    @property
+    def of_leaf(self) -> Function:
+        """(direction, what has its signs, w, decay, rate) -> update."""
+        return _of_leaf(self.rule, self.has_rate)
+
+    def is_cheap_after_kernel(self, w: Any) -> bool:
+        """Whether a kernel had better write the direction.
+
+        XLA joins what follows with what reads the update, so that the weight is read once. Not if
+        the direction is larger than the update, nor if its signs were a second array.
+        """
+        return self.rule != "cautious" and (w is None or w.dtype.itemsize >= 4)
 
 
 class LeafFunction:
@@ -44,57 +74,110 @@ class LeafFunction:
           args: lists with an entry per leaf, numbers for all of them, tuples of both, `Moment`s.
           options: of the function.
         """
-        return self._of_all(None, g, args, options)
-
-    def update(self, inputs: Inputs, g: list[Any], *args: Any, **options: Any) -> tuple[Any, ...]:
-        """The same of a function that returns the update, with which the method ends."""
-        return self._of_all(inputs, g, args, options)
-
-    def _of_all(
-        self, inputs: Inputs | None, g: list[Any], args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Any, ...]:
         function = _with_options(self._function, tuple(sorted(options.items())))
-        moments = [x for x in args if isinstance(x, Moment)]
-        calls: list[leafwise.Call | None] = [None] * len(g)
+        calls: list[Call | None] = [None] * len(g)
+        for i, x in enumerate(g):
+            if x is not None:
+                leaf = _Leaf.of(i, g, args)
+                calls[i] = leaf.in_kernel(function) if leaf.has_kernel else leaf.call(function)
+        return _results(calls, args)
+
+    def update(
+        self, inputs: Inputs, g: list[Any], *args: Any, descent: Descent | None, **options: Any
+    ) -> tuple[Any, ...]:
+        """The update of each leaf, with which the method ends, and then the new moments.
+
+        The function returns the direction, or that and an array that has its signs.
+
+        Args:
+          inputs: of the method.
+          g: see above.
+          args: see above.
+          descent: what makes an update of the direction; None where that is the update.
+          options: see above.
+        """
+        direction = _with_options(self._function, tuple(sorted(options.items())))
+        descending = None if descent is None else descent.of_leaf
+        function = _descending(direction, descending)
+        calls: list[Call | None] = [None] * len(g)
+        after: dict[int, tuple[Any, ...]] = {}
         rests: dict[int, Rest | None] = {}
         for i, x in enumerate(g):
             if x is None:
                 continue
-            arguments = tuple(_entry(a, i) for a in (g, *args))
-            of_leaf = [a for a in arguments if isinstance(a, LeafMoment)]
-            if not (of_leaf and all(map(has_kernel, of_leaf))):
-                calls[i] = _written(function), arguments
+            leaf, w = _Leaf.of(i, g, args), None if inputs.w is None else inputs.w[i]
+            steps = () if descent is None else (w, *_entry((descent.decay, descent.rate), i))
+            if not leaf.has_kernel:
+                calls[i] = leaf.call(function, *steps)
                 continue
-            place = moments[0].places[i] if moments[0].places else None
-            made = origin(x)
-            if inputs is None:
-                static = made.functions, None, None, place
-                calls[i] = _kernel(function, *static), (made.arrays, arguments[1:], (), ())
+            rest = inputs.rest(i)
+            if rest is None and descent is not None and descent.is_cheap_after_kernel(w):
+                calls[i], after[i] = leaf.in_kernel(_first(direction)), steps
                 continue
-            rests[i] = rest = inputs.rest(i)
-            if rest is not None:  # which has the weight
-                arguments = tuple(_HERE if a is inputs.w[i] else a for a in arguments)
-            finish, flag = inputs.finishing(i)
-            after = None if rest is None else (rest.function, rest.weight, rest.replaces)
-            arrays = () if rest is None else rest.arrays
-            calls[i] = (
-                _kernel(function, made.functions, finish, after, place),
-                (made.arrays, arguments[1:], flag, arrays),
-            )
-        results = leafwise.run(calls)
-        new = [[None if r is None else r[1][k] for r in results] for k in range(len(moments))]
-        values = [None if r is None else r[0] for r in results]
+            rests[i] = rest
+            steps = steps if rest is None else tuple(_HERE if x is w else x for x in steps)
+            calls[i] = leaf.in_kernel(function, *steps, ending=inputs.finishing(i), rest=rest)
+        updates, *new = _results(calls, args)
         for i, rest in rests.items():
-            update, *others = values[i]
-            if rest is not None:
+            update, *others = updates[i]
+            if rest is not None and inputs.then is not None:
                 inputs.then.note(update, tuple(others))
-            values[i] = Finished(update)
-        return values, *map(Moment.written, moments, new)
+            updates[i] = Finished(update)
+        later = [(descending, (updates[i], None, *steps)) for i, steps in after.items()]
+        for i, update in zip(after, leafwise.run(later), strict=True):
+            updates[i] = update
+        return updates, *new
 
 
 def of_one_leaf(function: Function) -> LeafFunction:
     """Makes a function of one leaf one of all leaves; see `LeafFunction`."""
     return LeafFunction(function)
+
+
+class _Leaf(NamedTuple):
+    """The arguments of a function of one leaf, the first of which is the gradient."""
+
+    arguments: tuple[Any, ...]
+    place: Place | None
+
+    @classmethod
+    def of(cls, i: int, g: list[Any], args: tuple[Any, ...]) -> "_Leaf":
+        moments = [x for x in args if isinstance(x, Moment)]
+        place = moments[0].places[i] if moments and moments[0].places else None
+        return cls(tuple(_entry(x, i) for x in (g, *args)), place)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether all of its moments are in 8 bits, in whole rows."""
+        moments = [x for x in self.arguments if isinstance(x, LeafMoment)]
+        return bool(moments) and all(map(has_kernel, moments))
+
+    def call(self, function: Function, *more: Any) -> Call:
+        """The function as it is, which also returns what it wrote."""
+        return _written(function), (*self.arguments, *more)
+
+    def in_kernel(
+        self,
+        function: Function,
+        *more: Any,
+        ending: tuple[Function | None, tuple[jax.Array, ...]] = (None, ()),
+        rest: Rest | None = None,
+    ) -> Call:
+        """The function, what the gradient is made of, and what follows, as one operation."""
+        made, (finish, flag) = origin(self.arguments[0]), ending
+        after = None if rest is None else (rest.function, rest.weight, rest.replaces)
+        kernel = _kernel(function, made.functions, finish, after, self.place)
+        arrays = () if rest is None else rest.arrays
+        return kernel, (made.arrays, (*self.arguments[1:], *more), flag, arrays)
+
+
+def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What functions of one leaf returned, as a list, and the new moments that they wrote."""
+    moments = [x for x in args if isinstance(x, Moment)]
+    results = leafwise.run(calls)
+    values = [None if x is None else x[0] for x in results]
+    new = ([None if x is None else x[1][k] for x in results] for k in range(len(moments)))
+    return values, *map(Moment.written, moments, new)
 
 
 def _entry(x: Any, i: int) -> Any:
@@ -116,6 +199,29 @@ def _structure(x: tuple[Any, ...]) -> Any:
 @functools.cache
 def _with_options(function: Function, options: tuple[tuple[str, Any], ...]) -> Function:
     return functools.partial(function, **dict(options)) if options else function
+
+
+@functools.cache
+def _of_leaf(rule: str, has_rate: bool) -> Function:
+    return functools.partial(rules.update_of_leaf, rule=rule, has_rate=has_rate)
+
+
+@functools.cache
+def _descending(direction: Function, descent: Function | None) -> Function:
+    """The update of a leaf, from its direction; the last arguments are those of the descent."""
+
+    def descending(*args: Any) -> jax.Array:
+        args, steps = (args, ()) if descent is None else (args[:-3], args[-3:])
+        result = direction(*args)
+        d, like = result if isinstance(result, tuple) else (result, None)
+        return d if descent is None else descent(d, like, *steps)
+
+    return descending
+
+
+def _first(direction: Function) -> Function:
+    """The direction alone."""
+    return _descending(direction, None)
 
 
 @functools.cache

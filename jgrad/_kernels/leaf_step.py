@@ -95,15 +95,16 @@ class LeafStep(NamedTuple):
         args = self.arguments(operands)
         return self.results(self.function(*args), moments_of(args))
 
-    def needed(self, operands: Sequence[Any]) -> list[bool]:
-        """Which operands its results are computed from."""
-        traced = jax.make_jaxpr(self.plain)(*operands)
-        return list(dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[1])
-
     def results(self, values: Sequence[Any], moments: Sequence[Any]) -> list[Any]:
         """The results that are read, of what the function returned and what moments stored."""
         flat = [*values, *itertools.chain(*(moment.new for moment in moments))]
         return list(itertools.compress(flat, self.used)) if self.used else flat
+
+
+def needed(function: Callable[..., Any], operands: Sequence[Any]) -> list[bool]:
+    """Which arguments the results of a function are computed from."""
+    traced = jax.make_jaxpr(function)(*operands)
+    return list(dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[1])
 
 
 def moments_of(args: PyTree) -> list[LeafMoment]:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl  # which may change, checked in JAX 0.
 from jax.experimental.pallas import tpu as pltpu
 
 from jgrad._kernels import places
-from jgrad._kernels.leaf_step import LeafStep, Place
+from jgrad._kernels.leaf_step import LeafStep, Place, needed
 from jgrad._kernels.moment import TileMoment
 from jgrad._kernels.tile import Tile, TileRounding
 from jgrad._quantized.encoding import Rounding
@@ -79,8 +79,8 @@ class LeafKernel:
         """`prepared` are the arguments of the step, with `_Keys` for what is hashed."""
         self.step, self.interpret = step, interpret
         self.leaf = operands[step.codes[0]].shape
-        needed = step.needed(operands)
-        unread = {id(x) for x, is_read in zip(operands, needed, strict=True) if not is_read}
+        read = zip(operands, needed(step.plain, operands), strict=True)
+        unread = {id(x) for x, is_read in read if not is_read}
         leaves, self.structure = jax.tree.flatten(prepared)
         self.types = [jax.typeof(x) for x in leaves]
         self.is_read = [id(x) not in unread for x in leaves]

@@ -14,7 +14,6 @@ from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import (
-    LeafMoment,
     Moment,
     MomentShapes,
     NewMoments,
@@ -23,6 +22,7 @@ from jgrad._inputs.moment import (
 )
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask, Number
+from jgrad._kernels.moment import Moments
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._muon import batches, matrix_axes, packed_parts, residual, split_leaves
 from jgrad._muon.matrix_axes import MatrixAxes, Part, read_output_axes, read_shardings, second_shape
@@ -196,12 +196,12 @@ class _MomentInParts:
 
 
 @of_one_leaf
-def _momentum(g: Any, mw: LeafMoment, beta: BetaForms) -> jax.Array:
+def _momentum(g: Any, mw: Moments, beta: BetaForms) -> jax.Array:
     return mw.write(rules.average, g, mw.old, beta.value, beta.complement)
 
 
 @of_one_leaf
-def _look_ahead(g: Any, mw: LeafMoment, beta: BetaForms) -> jax.Array:
+def _look_ahead(g: Any, mw: Moments, beta: BetaForms) -> jax.Array:
     m = mw.write(rules.average, g, mw.old, beta.value, beta.complement)
     return rules.average(g, m, beta.value, beta.complement)
 
@@ -222,9 +222,10 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
 
     rule = _look_ahead if muon.nesterov else _momentum
     ahead, mw_of_matrices = rule(g_of_matrices, mw.of_parts, b)
-    direction, mw_of_others, vw_of_others = adam_of.deltas(
+    of_others, mw_of_others, vw_of_others = adam_of.adam_of_leaf(
         g_of_others, mw.of_parts, vw.of_parts, adam
     )
+    direction = [x and x[0] for x in of_others]
     new_mw = mw.joined(mw_of_matrices, mw_of_others)
     own = [i for i, x in enumerate(ahead) if x is not None]
     chosen = [parts[i] for i in own]

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.leafwise import PerLeaf, on_leaf, zip_leaves
+from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import of_one_leaf
+from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
@@ -148,27 +148,12 @@ def numbers_of(
 # ---- the method, as a function of one leaf -----------------------------------------------------
 
 
-def new_moments(g: jax.Array, mw: Moments, vw: Moments, n: Numbers) -> tuple[jax.Array, jax.Array]:
-    """Both new moments as updates are computed from them, before they are rounded."""
+@of_one_leaf
+def adam_of_leaf(g: jax.Array, mw: Moments, vw: Moments, n: Numbers) -> tuple[jax.Array, jax.Array]:
+    """The direction of one leaf, and the moment, which has its signs."""
     m = mw.write(first_moment, g, mw.old, n.beta1.value, n.beta1.complement)
     v = vw.write(second_moment, g, vw.old, n.beta2.value, n.beta2.complement)
-    return m, v
-
-
-@of_one_leaf
-def delta_of_leaf(g: jax.Array, mw: Moments, vw: Moments, n: Numbers) -> jax.Array:
-    """Adam's direction, without learning rate and decay."""
-    return delta(*new_moments(g, mw, vw, n), n.alpha, n.epsilon)
-
-
-@of_one_leaf
-def adam_of_leaf(
-    g: jax.Array, mw: Moments, vw: Moments, n: Numbers, w: Any, decay: Any, rate: Any, *, rule: str
-) -> jax.Array:
-    """The update of one leaf; a decay of None is none."""
-    m, v = new_moments(g, mw, vw, n)
-    # The moment has the signs of the direction.
-    return rules.update_of_leaf(delta(m, v, n.alpha, n.epsilon), w, decay, rate, like=m, rule=rule)
+    return delta(m, v, n.alpha, n.epsilon), m
 
 
 # ---- functional updates ------------------------------------------------------------------------
@@ -240,7 +225,9 @@ def adam_step(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
     check_bias_correction("adam_step", bias_correction)
-    return delta_of_leaf(dcdw, mw, vw, numbers_of(beta1, beta2, epsilon, bias_correction, step))
+    n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
+    directions, *moments = adam_of_leaf(dcdw, mw, vw, n)
+    return [x and x[0] for x in directions], *moments
 
 
 @functional.update(
@@ -308,7 +295,8 @@ def adam_update(
     """
     check_bias_correction("adam_update", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
-    return adam_of_leaf(dcdw, mw_tm1, vw_tm1, n, None, None, lr, rule="decoupled")
+    directions, *moments = adam_of_leaf(dcdw, mw_tm1, vw_tm1, n)
+    return apply(rules.descent, [x and x[0] for x in directions], lr), *moments
 
 
 # ---- transformations ---------------------------------------------------------------------------
@@ -402,8 +390,8 @@ def adam(
         decay = weight_decay, weight_decay_mask, step, weight_decay_rule
         decays = rules.optional(options.weight_decays(inputs, *decay), weight_decay_rule)
         rates = options.learning_rates(inputs, learning_rate, step)
-        columns = inputs.g, step.mw, step.vw, n, inputs.w, decays, rates
-        return adam_of_leaf.update(inputs, *columns, rule=weight_decay_rule)
+        descent = Descent(decays, rates, weight_decay_rule)
+        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, n, descent=descent)
 
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)
@@ -462,7 +450,7 @@ def scale_by_adam(
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         n = given.read(inputs, step)
-        return delta_of_leaf.update(inputs, inputs.g, step.mw, step.vw, n)
+        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, n, descent=None)
 
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return transformation(name, compute, mw=True, vw=True, moments=moments)

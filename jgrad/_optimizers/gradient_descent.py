@@ -10,7 +10,7 @@ from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import of_one_leaf
+from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
@@ -29,29 +29,19 @@ def _momentum_of_decayed(
 
 
 @of_one_leaf
-def _descent_of_leaf(
-    g: jax.Array,
-    mw: Moments | None,
-    w: Any,
-    inside: Any,
-    outside: Any,
-    beta: Any,
-    rate: Any,
-    *,
-    nesterov: bool,
-    rule: str,
+def _direction_of_leaf(
+    g: jax.Array, mw: Moments | None, beta: Any, w: Any, decay: Any, *, nesterov: bool
 ) -> jax.Array:
-    """The update of one leaf; decays inside of momentum or outside, of which None is none."""
+    """The direction of one leaf; the decay is a part of it, and None is none."""
     if mw is None:
-        direction = rules.decayed(g, w, inside)
-    elif inside is None:
+        return rules.decayed(g, w, decay)
+    if decay is None:
         direction = mw.write(rules.add_scaled, g, mw.old, beta)
     else:
-        direction = mw.write(_momentum_of_decayed, g, mw.old, w, inside, beta)
-    if mw is not None and nesterov:
-        ahead = rules.decayed(*mw.again((g, w)), inside)
-        direction = rules.add_scaled(ahead, direction, beta)
-    return rules.update_of_leaf(direction, w, outside, rate, rule=rule)
+        direction = mw.write(_momentum_of_decayed, g, mw.old, w, decay, beta)
+    if not nesterov:
+        return direction
+    return rules.add_scaled(rules.decayed(*mw.again((g, w)), decay), direction, beta)
 
 
 @functional.update({"w": None}, w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
@@ -204,17 +194,21 @@ def gradient_descent(
         rates = options.learning_rates(inputs, learning_rate, step)
         decay = weight_decay, weight_decay_mask, step, weight_decay_rule
         decays = options.weight_decays(inputs, *decay)
-        columns: tuple[Any, ...] = rules.optional(decays), None
-        if weight_decay_rule != "coupled":
-            columns = None, rules.optional(decays, weight_decay_rule)
+        inside, outside = rules.optional(decays), rules.optional(decays, weight_decay_rule)
+        if weight_decay_rule == "coupled":
+            outside = None
+        else:
+            inside = None
         mw, beta = None, None
         if momentum is None:
             options.without_momentum(inputs, step)
         else:
             mw, beta = step.mw, options.beta_per_array(inputs, step, "momentum", momentum).value
-        columns = inputs.g, mw, inputs.w, *columns, beta, rates
-        updates, *new = _descent_of_leaf.update(
-            inputs, *columns, nesterov=nesterov, rule=weight_decay_rule
+        updates, *new = _direction_of_leaf.update(
+            inputs,
+            *(inputs.g, mw, beta, inputs.w, inside),
+            descent=Descent(outside, rates, weight_decay_rule),
+            nesterov=nesterov,
         )
         return updates, *(new or [None]), None
 

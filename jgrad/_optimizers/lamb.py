@@ -90,7 +90,8 @@ def _directions_of_leaf(
     g: jax.Array, mw: Moments, vw: Moments, n: adam.Numbers, w: Any, decay: Any, *, rule: DecayRule
 ) -> tuple[jax.Array, ...]:
     """Adam's new moments and direction, and that with decay; a decay of None is none."""
-    m, v = adam.new_moments(g, mw, vw, n)
+    m = mw.write(adam.first_moment, g, mw.old, n.beta1.value, n.beta1.complement)
+    v = vw.write(adam.second_moment, g, vw.old, n.beta2.value, n.beta2.complement)
     delta = adam.delta(m, v, n.alpha, n.epsilon)
     return m, v, delta, rules.decayed(delta, w, decay, like=m, rule=rule)
 

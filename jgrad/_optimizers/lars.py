@@ -13,7 +13,7 @@ from jgrad._arithmetic.rules import decay_call
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import of_one_leaf
+from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
@@ -111,27 +111,12 @@ def _scaled(
 
 
 @of_one_leaf
-def _momentum_of_leaf(
-    d: jax.Array,
-    mw: Moments | None,
-    w: Any,
-    decay: Any,
-    beta: Any,
-    rate: Any,
-    *,
-    nesterov: bool,
-    rate_inside: bool,
-    rule: str,
-) -> jax.Array:
-    """The update of one leaf, from the direction that momentum averages; None is no decay."""
-    if mw is not None:
-        ahead = d
-        d = mw.write(rules.add_scaled, d, mw.old, beta)
-        d = rules.add_scaled(ahead, d, beta) if nesterov else d
-        if rate_inside:
-            rates = () if rule == "independent" else (rate,)
-            return rules.negative(rules.decayed(d, w, decay, *rates, rule=rule))
-    return rules.update_of_leaf(d, w, decay, rate, rule=rule)
+def _momentum_of_leaf(d: jax.Array, mw: Moments | None, beta: Any, *, nesterov: bool) -> jax.Array:
+    """The direction of one leaf, with momentum if it has some."""
+    if mw is None:
+        return d
+    new = mw.write(rules.add_scaled, d, mw.old, beta)
+    return rules.add_scaled(d, new, beta) if nesterov else new
 
 
 def _check_rule(name: str, rule: LarsRule, epsilon: Any) -> None:
@@ -366,9 +351,9 @@ def lars(
             mw, beta = step.mw, options.beta_per_array(inputs, step, "momentum", momentum).value
         inside = momentum is not None and rate_in_momentum
         outside = rules.optional(outside, "" if inside else weight_decay_rule)
-        columns = direction, mw, w, outside, beta, rates
+        descent = Descent(outside, rates, weight_decay_rule, has_rate=inside)
         updates, *new = _momentum_of_leaf.update(
-            inputs, *columns, nesterov=nesterov, rate_inside=inside, rule=weight_decay_rule
+            inputs, direction, mw, beta, descent=descent, nesterov=nesterov
         )
         return updates, *(new or [None]), None
 

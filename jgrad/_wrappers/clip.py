@@ -9,7 +9,7 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
-from jgrad._inputs.around import offer
+from jgrad._inputs.around import narrow, offer
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
@@ -94,7 +94,8 @@ def clip_by_global_norm(
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         arg, inexact = _inexact(name, "updates", updates)
-        norm = trust.global_norm(inexact, _layers(arg, updates, mesh_axes, params))
+        layers = _layers(arg, updates, mesh_axes, params)
+        norm = trust.global_norm(list(map(narrow, inexact)), layers)
         factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
         clipped = apply(rules.scale_by, inexact, *factors)
         leaves = []

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
-from jgrad._inputs.around import offer
+from jgrad._inputs.around import in_float32, offer
 from jgrad._trees import checks, trees
 from jgrad._trees.trees import PyTree
 
@@ -32,14 +32,10 @@ def wide_gradients(grads: PyTree, params: PyTree, is_wide: Callable[[Any], bool]
         if g is None or not is_wide(p):
             return g
         new = jnp.asarray(g, jnp.float32)
-        offer(new, _in_float32, g)
+        offer(new, in_float32, g)
         return new
 
     return jax.tree.map(wide_one, grads, params, is_leaf=trees.is_none)
-
-
-def _in_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
 
 
 def wide(x: Any) -> jax.Array:
