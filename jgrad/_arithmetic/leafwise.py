@@ -113,11 +113,10 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
             indices, of_leaves = zip(*members[start : start + _TOGETHER], strict=True)
             columns = list(zip(*of_leaves, strict=True))
             shared = tuple(all(x is column[0] for x in column) for column in columns)
-            arguments = [
-                column[0] if one else column for column, one in zip(columns, shared, strict=True)
-            ]
+            pairs = zip(columns, shared, strict=True)
+            together = [column[0] if is_one else column for column, is_one in pairs]
             options = {"f": f, "structure": structure, "places": places, "shared": shared}
-            outputs = _together(arguments, count=len(indices), **options)
+            outputs = _together(together, count=len(indices), **options)
             for i, output in zip(indices, outputs, strict=True):
                 results[i] = output
     for i, j in repeated.items():

@@ -136,6 +136,12 @@ def same_direction(a: jax.Array, b: jax.Array) -> jax.Array:
     return ((a > 0) & (b > 0)) | ((a < 0) & (b < 0)) | ((a == 0) & (b == 0))
 
 
+def sign(x: jax.Array) -> jax.Array:
+    """The sign of real numbers; by comparisons, see `same_direction`. NaN and zeros stay."""
+    one = jnp.ones_like(x)
+    return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
+
+
 def _in_unit_square(x: jax.Array) -> jax.Array:
     """x, divided by the larger of its parts; 0 for 0"""
     largest = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))

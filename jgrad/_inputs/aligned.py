@@ -26,16 +26,26 @@ from jgrad._trees.trees import PyTree
 
 
 class Role(enum.Enum):
-    """What an argument of a functional update is."""
+    """What an argument is, of a functional update or of the factory of a pair."""
 
+    # of a functional update
     WEIGHTS = enum.auto()
     GRADIENT = enum.auto()
     FIRST_MOMENT = enum.auto()
     SECOND_MOMENT = enum.auto()
-    RATE = enum.auto()  # of any sign, and of any shape that broadcasts
+    OPTIONAL_NUMBER = enum.auto()  # in [0, inf), one element per leaf; None compiles to nothing
+    # of both
+    RATE = enum.auto()  # of any shape that broadcasts; in a functional update of any sign
     NUMBER = enum.auto()  # in [0, inf), one element per leaf
-    OPTIONAL_NUMBER = enum.auto()  # likewise; None compiles to nothing
     BETA = enum.auto()  # in [0, 1), one element per leaf
+    # of a factory
+    DECAY = enum.auto()  # a number, whose range is that of `weight_decay_rule`
+    MOMENTUM = enum.auto()  # a beta, or None where there is no buffer
+    SCALAR = enum.auto()  # in [0, inf), one for the model
+    MASK = enum.auto()  # a prefix tree of bools, or a function of shapes; None for all
+    FLAG = enum.auto()  # a bool
+    MESH_AXES = enum.auto()
+    LAYER_AXES = enum.auto()
 
 
 MOMENTS = {Role.FIRST_MOMENT, Role.SECOND_MOMENT}

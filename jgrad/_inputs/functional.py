@@ -43,7 +43,10 @@ Arguments = dict[str, Any]
 
 
 def update(
-    replaced: Replaced, before: Callable[[Arguments], Arguments] | None = None, **roles: Role
+    replaced: Replaced,
+    before: Callable[[Arguments], Arguments] | None = None,
+    /,
+    **roles: Role,
 ) -> Callable[[F], F]:
     """Makes a functional update of its body, which computes on lists with an entry per leaf.
 

@@ -19,7 +19,7 @@ from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
 from jgrad._kernels.leaf_step import Place, has_kernel
-from jgrad._kernels.moment import LeafMoment
+from jgrad._kernels.moment import LeafMoment, written
 
 Function = Callable[..., Any]
 
@@ -123,7 +123,7 @@ class LeafFunction:
             if rest is not None and inputs.then is not None:
                 inputs.then.note(update, tuple(others))
             updates[i] = Finished(update)
-        later = [(descending, (updates[i], None, *steps)) for i, steps in after.items()]
+        later = [descending and (descending, (updates[i], None, *x)) for i, x in after.items()]
         for i, update in zip(after, leafwise.run(later), strict=True):
             updates[i] = update
         return updates, *new
@@ -154,7 +154,7 @@ class _Leaf(NamedTuple):
 
     def call(self, function: Function, *more: Any) -> Call:
         """The function as it is, which also returns what it wrote."""
-        return _written(function), (*self.arguments, *more)
+        return _with_moments(function), (*self.arguments, *more)
 
     def in_kernel(
         self,
@@ -225,14 +225,14 @@ def _first(direction: Function) -> Function:
 
 
 @functools.cache
-def _written(function: Function) -> Function:
+def _with_moments(function: Function) -> Function:
     """A function of one leaf which also returns what it wrote."""
 
-    def written(*args: Any) -> tuple[Any, list[Any]]:
+    def with_moments(*args: Any) -> tuple[Any, list[Any]]:
         result = function(*args)
-        return result, [x.new for x in args if isinstance(x, LeafMoment)]
+        return result, written([x for x in args if isinstance(x, LeafMoment)])
 
-    return written
+    return with_moments
 
 
 @jax.tree_util.register_static

@@ -157,6 +157,11 @@ class Step(NamedTuple):
     found: Any
     numbers: OfCall
 
+    @property
+    def as_float(self) -> jax.Array:
+        """The number in the default float dtype, for bias corrections."""
+        return jnp.asarray(self.number, dtype=float)
+
     @classmethod
     def of_count(cls, done: jax.Array) -> "Step":
         """Of a wrapper, for options: they ask a step for its number alone."""

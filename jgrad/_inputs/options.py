@@ -63,8 +63,12 @@ def check_decays(
 ) -> None:
     """A known rule, and decays in its range."""
     values.one_of(function, "weight_decay_rule", rule, rules)
-    limit = _DECAY_LIMITS.get(rule, math.inf)
-    check(function, functools.partial(numbers.scalars, high=limit), **decays)
+    check(function, functools.partial(numbers.scalars, high=limit(rule)), **decays)
+
+
+def limit(rule: str) -> float:
+    """Below which the decays of a rule are."""
+    return _DECAY_LIMITS.get(rule, math.inf)
 
 
 def check_decay_of_ivy(function: str, rule: str, decay_rule: str, own: str) -> None:
@@ -243,7 +247,7 @@ def decay_of_leaves(
     if _is_zero(given):
         return [0.0] * len(use)
     inputs.require_params(f"`{name}`")
-    read = numbers.scalars(inputs.function, name, given, _DECAY_LIMITS.get(rule, math.inf))
+    read = numbers.scalars(inputs.function, name, given, limit(rule))
     decays, structure = trees.flatten(read)
     pairs = zip(decays, trees.flatten(given)[0], strict=True)
     decays = [0.0 if _is_zero(raw) else x for x, raw in pairs]

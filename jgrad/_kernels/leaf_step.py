@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr  # may change, checked in JAX 0.7 to 0.12
 
-from jgrad._kernels.moment import LeafMoment
+from jgrad._kernels.moment import LeafMoment, written
 from jgrad._trees.blocks import SIZE, Blocks
 from jgrad._trees.trees import PyTree
 
@@ -49,7 +49,8 @@ class LeafStep(NamedTuple):
 
     Attributes:
       function: of the arguments, some of which are moments, to a tuple of arrays.
-      structure: of the arguments, whose leaves are the operands.
+      structure: of the arguments.
+      places: for each of their leaves the position of the operand that it is.
       replaces: for the last arrays of that tuple the position of the operand that each replaces, or
         None.
       place: how the leaf is sharded, if the user says it.
@@ -59,6 +60,7 @@ class LeafStep(NamedTuple):
 
     function: Callable[..., tuple[jax.Array, ...]]
     structure: Any
+    places: tuple[int, ...]
     replaces: tuple[int | None, ...]
     place: Place | None
     types: tuple[Any, ...]
@@ -66,13 +68,13 @@ class LeafStep(NamedTuple):
 
     def arguments(self, operands: Sequence[Any]) -> PyTree:
         """The arguments of the function."""
-        return jax.tree.unflatten(self.structure, operands)
+        return jax.tree.unflatten(self.structure, [operands[i] for i in self.places])
 
     @property
     def codes(self) -> list[int]:
         """For each moment the position of its codes among the operands; the scale comes next."""
-        args = self.arguments(range(self.structure.num_leaves))
-        return [moment.old.codes for moment in moments_of(args)]
+        args = self.arguments(range(1 + max(self.places)))
+        return [moment.blocks.codes for moment in moments_of(args)]
 
     @property
     def aliases(self) -> dict[int, int]:
@@ -85,6 +87,8 @@ class LeafStep(NamedTuple):
         self, args: PyTree, make: Callable[[LeafMoment], Any]
     ) -> tuple[tuple[jax.Array, ...], list[Any]]:
         """What the function returns, and the moments that it was given in the place of its own."""
+        leaves: list[Any]
+        structure: Any
         leaves, structure = jax.tree.flatten(args, is_leaf=_is_moment)
         made = [make(x) if _is_moment(x) else x for x in leaves]
         values = self.function(*structure.unflatten(made))
@@ -97,7 +101,7 @@ class LeafStep(NamedTuple):
 
     def results(self, values: Sequence[Any], moments: Sequence[Any]) -> list[Any]:
         """The results that are read, of what the function returned and what moments stored."""
-        flat = [*values, *itertools.chain(*(moment.new for moment in moments))]
+        flat = [*values, *itertools.chain(*written(moments))]
         return list(itertools.compress(flat, self.used)) if self.used else flat
 
 

@@ -13,7 +13,7 @@ to 6% in 8 bits.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function
-from jgrad._kernels.tile import Tile, TileRounding, encoded_tile
+from jgrad._kernels.tile import Tile, encoded_tile
 from jgrad._quantized import bfloat16, codes as coding, encoding
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.encoding import Rounding
@@ -49,11 +49,16 @@ class LeafMoment:
     """
 
     old: jax.Array | Blocks
-    rounding: Rounding | TileRounding | None = None
+    rounding: Any = None  # a `Rounding`, in a kernel a `TileRounding`
     flag: jax.Array | None = None
     clips: bool = dataclasses.field(default=False, metadata={"static": True})
     has_form: bool = dataclasses.field(default=True, metadata={"static": True})
     new = None
+
+    @property
+    def blocks(self) -> Any:
+        """The old one, of which it is known that it is in 8 bits."""
+        return self.old
 
     def write(self, rule: Function, *args: Any) -> jax.Array:
         """The new moment as updates are computed from it, before it is rounded.
@@ -76,10 +81,9 @@ class LeafMoment:
         return exact
 
     def _encoded(self, rule: Function, exact: jax.Array, args: tuple[Any, ...]) -> Blocks:
-        assert isinstance(self.old, Blocks)
-        form = geometry(self.old), codec_of(self.old), self.rounding
+        form = geometry(self.blocks), codec_of(self.blocks), self.rounding
         new = encoding.encoded(rule, args, *form, exact)
-        return new if self.flag is None else jax.tree.map(_where(self.flag), new, self.old)
+        return new if self.flag is None else jax.tree.map(_where(self.flag), new, self.blocks)
 
     @staticmethod
     def again(tree: T) -> T:
@@ -140,7 +144,7 @@ class ScaleMoment(KernelMoment):
         super().__init__(moment)
         self.old = encoding.decoded(self.blocks)
 
-    def stored(self, exact: jax.Array) -> jax.Array:
+    def stored(self, exact: jax.Array) -> Any:
         """As `scale_of` of the largest magnitude: the largest `scale_of`, with no kernel after it.
 
         As integers, in whose order NaN is above infinity.
@@ -167,6 +171,15 @@ class CodesMoment(ScaleMoment):
 # What a function of one leaf is given for a moment.
 Moments = LeafMoment | KernelMoment
 
+
+def written(moments: Sequence[Moments]) -> list[Any]:
+    """The new moments, each of which a function of one leaf has to write."""
+    if any(moment.new is None for moment in moments):
+        remedy = "`moment.write(rule, *args)` makes it in the form of the old one"
+        raise TypeError(f"jgrad: a function of one leaf wrote no new moment: {remedy}.")
+    return [moment.new for moment in moments]
+
+
 # ---- how arrays are stored ---------------------------------------------------------------------
 
 
@@ -187,8 +200,8 @@ def _to_bfloat16(x: jax.Array, rounding: Rounding) -> jax.Array:
     return bfloat16.rounded(x, rounding.bits(x))
 
 
-def _where(flag: jax.Array) -> Callable[[Any, Any], jax.Array]:
-    return functools.partial(jnp.where, flag)
+def _where(flag: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda new, old: jnp.where(flag, new, old)
 
 
 # One function object for each rule and dtype, so that JAX's caches find it again.

@@ -40,14 +40,17 @@ def run(
         array that may be overwritten with each; None for none.
       place: how the leaf is sharded, where types do not say it.
     """
-    operands, structure = jax.tree.flatten(args)
-    moments = moments_of(args)
-    step = LeafStep(function, structure, tuple(replaces), place, (), ())
+    leaves, structure = jax.tree.flatten(args)
+    operands = list({id(x): x for x in leaves}.values())  # each is read once
+    position = {id(x): i for i, x in enumerate(operands)}
+    places, moments = tuple(position[id(x)] for x in leaves), moments_of(args)
+    replaced = tuple(None if i is None else places[i] for i in replaces)
+    step = LeafStep(function, structure, places, replaced, place, (), ())
     types = _traced.trace(*operands, step=step).jaxpr.out_avals
     step = step._replace(types=tuple(types), used=(True,) * len(types))
     results = iter(_step.bind(*operands, step=step))
     values = list(itertools.islice(results, len(types) - 2 * len(moments)))
-    return values, [Blocks(next(results), next(results), m.old.form) for m in moments]
+    return values, [Blocks(next(results), next(results), m.blocks.form) for m in moments]
 
 
 @contextlib.contextmanager

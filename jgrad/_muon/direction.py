@@ -30,7 +30,6 @@ from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.scales import factors_of, read_scale
 from jgrad._muon.second_moments import second_shapes
 from jgrad._optimizers import adam as adam_of
-from jgrad._optimizers.adam import Adam
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import trees, values
 from jgrad._trees.trees import PyTree
@@ -78,7 +77,9 @@ class Muon(NamedTuple):
         read_layer_axes(name, given.layer_axes)
         read_shardings(name, given.mesh_axes)
         numbers.beta(name, "normuon_beta", given.normuon_beta)
-        given.adam.check(name, prefix="adam_")
+        betas = {"adam_beta1": given.adam_beta1, "adam_beta2": given.adam_beta2}
+        options.check(name, numbers.scalar_betas, **betas)
+        options.check(name, numbers.scalars, adam_epsilon=given.adam_epsilon)
         over = given.shard_over
         return given._replace(
             scale=read_scale(name, given.scale),
@@ -87,10 +88,15 @@ class Muon(NamedTuple):
             shard_over=() if over is None else values.axis_names(name, "shard_over", over),
         )
 
-    @property
-    def adam(self) -> Adam:
+    def adam(self, inputs: Inputs, step: Step) -> adam_of.Numbers:
         """The numbers of Adam, of all other leaves."""
-        return Adam(self.adam_beta1, self.adam_beta2, self.adam_epsilon, "moments")
+        return adam_of.numbers_of(
+            options.beta_per_array(inputs, step, "adam_beta1", self.adam_beta1),
+            options.beta_per_array(inputs, step, "adam_beta2", self.adam_beta2),
+            options.number_per_array(inputs, step, "adam_epsilon", self.adam_epsilon),
+            "moments",
+            step.as_float,
+        )
 
     def shapes_of(self, inputs: Parameters) -> MomentShapes:
         """The shapes of the moments; and where the matrices of each leaf are."""
@@ -212,7 +218,7 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMo
     inputs.check_buffers()
     all_parts = _Parts(inputs, step.found, per_output=is_normuon)
     b = all_parts.numbers_of_parts(options.beta_per_array(inputs, step, "momentum", muon.momentum))
-    adam = all_parts.numbers_of_parts(muon.adam.read(inputs, step, prefix="adam_"))
+    adam = all_parts.numbers_of_parts(muon.adam(inputs, step))
     parts = all_parts.parts
     g = all_parts.split(inputs.specs, inputs.g, False)
     is_matrix = [part.matrices is not None for part in parts]

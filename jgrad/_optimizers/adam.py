@@ -10,16 +10,16 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
-from jgrad._inputs import functional, numbers, options
+from jgrad._inputs import functional
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.factory import DECAY, FORM, Options, one_of
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
-from jgrad._inputs.moments import MomentDType, MomentOptions
+from jgrad._inputs.moments import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments
-from jgrad._trees import values
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
@@ -96,35 +96,9 @@ class Numbers(NamedTuple):
     epsilon: PerLeaf
 
 
-class Adam(NamedTuple):
-    """The options of Adam's direction, as a user gave them; `adam` explains each."""
-
-    beta1: Any
-    beta2: Any
-    epsilon: Any
-    bias_correction: BiasCorrection
-
-    def check(self, name: str, *, prefix: str = "") -> None:
-        """What a factory can; errors of the transformation `name`."""
-        betas = {f"{prefix}beta1": self.beta1, f"{prefix}beta2": self.beta2}
-        options.check(name, numbers.scalar_betas, **betas)
-        options.check(name, numbers.scalars, **{f"{prefix}epsilon": self.epsilon})
-        check_bias_correction(name, self.bias_correction)
-
-    def read(self, inputs: Inputs, step: Step, *, prefix: str = "") -> Numbers:
-        """The numbers of one update."""
-        return numbers_of(
-            options.beta_per_array(inputs, step, f"{prefix}beta1", self.beta1),
-            options.beta_per_array(inputs, step, f"{prefix}beta2", self.beta2),
-            options.number_per_array(inputs, step, f"{prefix}epsilon", self.epsilon),
-            self.bias_correction,
-            jnp.asarray(step.number, dtype=float),
-        )
-
-
-def check_bias_correction(name: str, bias_correction: BiasCorrection) -> None:
-    """One of the published forms."""
-    values.one_of(name, "bias_correction", bias_correction, ("step_size", "moments", None))
+# Of both faces, and of what is built upon Adam.
+NUMBERS = {"beta1": Role.BETA, "beta2": Role.BETA, "epsilon": Role.NUMBER}
+BIAS_CORRECTION = one_of("step_size", "moments", None)
 
 
 def numbers_of(
@@ -165,9 +139,7 @@ def adam_of_leaf(g: jax.Array, mw: Moments, vw: Moments, n: Numbers) -> tuple[ja
     mw=Role.FIRST_MOMENT,
     vw=Role.SECOND_MOMENT,
     step=Role.NUMBER,
-    beta1=Role.BETA,
-    beta2=Role.BETA,
-    epsilon=Role.NUMBER,
+    **NUMBERS,
 )
 def adam_step(
     dcdw: PyTree,
@@ -224,7 +196,7 @@ def adam_step(
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
-    check_bias_correction("adam_step", bias_correction)
+    BIAS_CORRECTION("adam_step", "bias_correction", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
     directions, *moments = adam_of_leaf(dcdw, mw, vw, n)
     return [x and x[0] for x in directions], *moments
@@ -238,9 +210,7 @@ def adam_step(
     vw_tm1=Role.SECOND_MOMENT,
     lr=Role.RATE,
     step=Role.NUMBER,
-    beta1=Role.BETA,
-    beta2=Role.BETA,
-    epsilon=Role.NUMBER,
+    **NUMBERS,
 )
 def adam_update(
     w: PyTree,
@@ -293,13 +263,16 @@ def adam_update(
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
-    check_bias_correction("adam_update", bias_correction)
+    BIAS_CORRECTION("adam_update", "bias_correction", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
     directions, *moments = adam_of_leaf(dcdw, mw_tm1, vw_tm1, n)
     return apply(rules.descent, [x and x[0] for x in directions], lr), *moments
 
 
 # ---- transformations ---------------------------------------------------------------------------
+
+_DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, mesh_axes=None, **FORM)
+_OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
 
 
 @explained
@@ -377,24 +350,15 @@ def adam(
       schedule multiplies both terms and the rate only the first; Chen et al., "Cautious Weight
       Decay" (2025), algorithm 1, where a weight decays at delta = 0, too.
     """
-    name = "adam"
-    options.check(name, numbers.number, learning_rate=learning_rate)
-    options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
-    given = Adam(beta1, beta2, epsilon, bias_correction)
-    given.check(name)
-    masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
-    options.check_masks(name, (learning_rate, beta1, beta2, epsilon, weight_decay), **masks)
+    given = _OPTIONS.check("adam", locals())
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         n = given.read(inputs, step)
-        decay = weight_decay, weight_decay_mask, step, weight_decay_rule
-        decays = rules.optional(options.weight_decays(inputs, *decay), weight_decay_rule)
-        rates = options.learning_rates(inputs, learning_rate, step)
-        descent = Descent(decays, rates, weight_decay_rule)
-        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, n, descent=descent)
+        numbers = numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float)
+        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, numbers, descent=n.descent)
 
-    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
-    return transformation(name, compute, mw=True, vw=True, moments=moments)
+    moments = given.moments(mesh_axes=mesh_axes)
+    return transformation("adam", compute, mw=True, vw=True, moments=moments)
 
 
 @explained
@@ -443,14 +407,12 @@ def scale_by_adam(
 
     Source: as `adam`.
     """
-    name = "scale_by_adam"
-    given = Adam(beta1, beta2, epsilon, bias_correction)
-    given.check(name)
-    options.check_masks(name, (beta1, beta2, epsilon), full_precision=full_precision)
+    given = _DIRECTION.check("scale_by_adam", locals())
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         n = given.read(inputs, step)
-        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, n, descent=None)
+        numbers = numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float)
+        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, numbers, descent=None)
 
-    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
-    return transformation(name, compute, mw=True, vw=True, moments=moments)
+    moments = given.moments(mesh_axes=mesh_axes)
+    return transformation("scale_by_adam", compute, mw=True, vw=True, moments=moments)

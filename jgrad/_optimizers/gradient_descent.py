@@ -7,13 +7,14 @@ import optax
 
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
-from jgrad._inputs import functional, numbers, options
+from jgrad._inputs import functional
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
-from jgrad._inputs.moments import MomentDType, MomentOptions
-from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
+from jgrad._inputs.moments import MomentDType
+from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments
 from jgrad._trees.other_names import explained
@@ -114,6 +115,16 @@ def gradient_descent_update(
     return apply(rules.descent, dcdw, lr)
 
 
+_OPTIONS = Options(
+    learning_rate=Role.RATE,
+    **COUPLED_DECAY,
+    nesterov=Role.FLAG,
+    momentum=Role.MOMENTUM,
+    mesh_axes=None,
+    **FORM,
+)
+
+
 @explained
 def gradient_descent(
     learning_rate: LearningRate,
@@ -182,39 +193,21 @@ def gradient_descent(
       in deep learning" (2013), section 2; Loshchilov and Hutter, "Decoupled Weight Decay
       Regularization" (2019); Chen et al., "Cautious Weight Decay" (2025), algorithm 1.
     """
-    name = "gradient_descent"
-    options.check(name, numbers.number, learning_rate=learning_rate)
-    allowed = ("coupled", *DECAY_RULES)
-    options.check_decays(name, weight_decay_rule, allowed, weight_decay=weight_decay)
-    options.check_momentum(name, momentum, nesterov=nesterov)
-    masks = {"weight_decay_mask": weight_decay_mask, "full_precision": full_precision}
-    options.check_masks(name, (learning_rate, momentum, weight_decay), **masks)
+    given = _OPTIONS.check("gradient_descent", locals())
+    coupled = weight_decay_rule == "coupled"
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
-        rates = options.learning_rates(inputs, learning_rate, step)
-        decay = weight_decay, weight_decay_mask, step, weight_decay_rule
-        decays = options.weight_decays(inputs, *decay)
-        inside, outside = rules.optional(decays), rules.optional(decays, weight_decay_rule)
-        if weight_decay_rule == "coupled":
-            outside = None
-        else:
-            inside = None
-        mw, beta = None, None
-        if momentum is None:
-            options.without_momentum(inputs, step)
-        else:
-            mw, beta = step.mw, options.beta_per_array(inputs, step, "momentum", momentum).value
+        n = given.read(inputs, step)
+        inside = rules.optional(n.weight_decay) if coupled else None
+        descent = n.descent._replace(decay=None) if coupled else n.descent
+        mw = None if momentum is None else step.mw
         updates, *new = _direction_of_leaf.update(
             inputs,
-            *(inputs.g, mw, beta, inputs.w, inside),
-            descent=Descent(outside, rates, weight_decay_rule),
+            *(inputs.g, mw, n.momentum, inputs.w, inside),
+            descent=descent,
             nesterov=nesterov,
         )
         return updates, *(new or [None]), None
 
-    return transformation(
-        name,
-        compute,
-        mw=momentum is not None,
-        moments=MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes),
-    )
+    moments = given.moments(mesh_axes=mesh_axes)
+    return transformation("gradient_descent", compute, mw=momentum is not None, moments=moments)

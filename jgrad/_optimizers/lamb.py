@@ -10,10 +10,11 @@ from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.factory import DECAY, FORM, Options, one_of
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Moment, NewMoments, Step
-from jgrad._inputs.moments import MomentDType, MomentOptions
+from jgrad._inputs.moments import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
@@ -26,7 +27,7 @@ from jgrad._layers.trust import (
     scaled_by_trust_ratio,
 )
 from jgrad._optimizers import adam
-from jgrad._optimizers.adam import Adam, BiasCorrection
+from jgrad._optimizers.adam import BiasCorrection
 from jgrad._trees import values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
@@ -157,7 +158,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 @renamed(norm_axes="mesh_axes")
 @functional.update(
     {"w": None, "mw_tm1": ("dcdw", "beta1"), "vw_tm1": ("dcdw", "beta2")},
-    before=_read,
+    _read,
     w=Role.WEIGHTS,
     dcdw=Role.GRADIENT,
     mw_tm1=Role.FIRST_MOMENT,
@@ -243,7 +244,7 @@ def lamb_update(
     """
     name = "lamb_update"
     values.one_of(name, "rule", rule, _RULES)
-    adam.check_bias_correction(name, bias_correction)
+    adam.BIAS_CORRECTION(name, "bias_correction", bias_correction)
     lamb = Lamb(
         adam=adam.numbers_of(beta1, beta2, epsilon, bias_correction, step),
         learning_rate=lr,
@@ -255,6 +256,20 @@ def lamb_update(
 
 
 # ---- transformations ---------------------------------------------------------------------------
+
+_OPTIONS = Options(
+    learning_rate=Role.RATE,
+    **DECAY,
+    **adam.NUMBERS,
+    bias_correction=adam.BIAS_CORRECTION,
+    rule=one_of(*_RULES),
+    mesh_axes=Role.MESH_AXES,
+    layer_axes=Role.LAYER_AXES,
+    min_trust_ratio=None,
+    max_trust_ratio=None,
+    trust_ratio_mask=Role.MASK,
+    **FORM,
+)
 
 
 @renamed(norm_axes="mesh_axes")
@@ -347,43 +362,28 @@ def lamb(
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
-    name = "lamb"
-    options.check(name, numbers.number, learning_rate=learning_rate)
-    options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
-    options.check_decay_of_ivy(name, rule, weight_decay_rule, "decoupled")
-    given = Adam(beta1, beta2, epsilon, bias_correction)
-    given.check(name)
-    values.one_of(name, "rule", rule, _RULES)
-    options.check_axes(name, mesh_axes, layer_axes)
-    options.clamps(name, min_trust_ratio, max_trust_ratio)
-    options.check_masks(
-        name,
-        (learning_rate, beta1, beta2, epsilon, weight_decay, min_trust_ratio, max_trust_ratio),
-        weight_decay_mask=weight_decay_mask,
-        trust_ratio_mask=trust_ratio_mask,
-        full_precision=full_precision,
-    )
+    given = _OPTIONS.check("lamb", locals())
+    options.check_decay_of_ivy("lamb", rule, weight_decay_rule, "decoupled")
+    options.clamps("lamb", min_trust_ratio, max_trust_ratio)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
         w = inputs.require_params("the trust ratio")
-        smallest, largest = options.clamps(name, min_trust_ratio, max_trust_ratio)
-        decay = weight_decay, weight_decay_mask, step, weight_decay_rule
+        n = given.read(inputs, step)
         numbers_of_lamb = Lamb(
-            adam=given.read(inputs, step),
-            learning_rate=options.learning_rates(inputs, learning_rate, step),
-            weight_decay=options.weight_decays(inputs, *decay),
-            min_trust_ratio=smallest,
-            max_trust_ratio=largest,
+            adam.numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float),
+            n.learning_rate,
+            n.weight_decay,
+            *options.clamps("lamb", min_trust_ratio, max_trust_ratio),
         )
         layers = options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
         columns = w, inputs.g, step.mw, step.vw, numbers_of_lamb, layers
         return _updates(*columns, rule=rule, decay_rule=weight_decay_rule)
 
     return transformation(
-        name,
+        "lamb",
         compute,
         mw=True,
         vw=True,
-        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
+        moments=given.moments(layer_axes=layer_axes),
         params_for="the trust ratio",
     )

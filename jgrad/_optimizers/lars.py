@@ -12,12 +12,13 @@ from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
 from jgrad._arithmetic.rules import decay_call
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
-from jgrad._inputs.moments import MomentDType, MomentOptions
+from jgrad._inputs.moments import MomentDType
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import DECAY_RULES, CoupledDecayRule, LearningRate, Mask, Number
+from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
@@ -138,7 +139,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 @renamed(norm_axes="mesh_axes")
 @functional.update(
     {"w": None},
-    before=_read,
+    _read,
     w=Role.WEIGHTS,
     dcdw=Role.GRADIENT,
     lr=Role.RATE,
@@ -208,6 +209,21 @@ def lars_update(
 
 
 # ---- transformation ----------------------------------------------------------------------------
+
+_OPTIONS = Options(
+    learning_rate=Role.RATE,
+    epsilon=Role.NUMBER,
+    **COUPLED_DECAY,
+    nesterov=Role.FLAG,
+    momentum=Role.MOMENTUM,
+    rate_in_momentum=Role.FLAG,
+    rule=None,
+    mesh_axes=Role.MESH_AXES,
+    layer_axes=Role.LAYER_AXES,
+    trust_coefficient=Role.SCALAR,
+    trust_ratio_mask=Role.MASK,
+    **FORM,
+)
 
 
 @renamed(norm_axes="mesh_axes")
@@ -302,65 +318,41 @@ def lars(
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.
     """
-    name = "lars"
-    options.check(name, numbers.number, learning_rate=learning_rate)
-    options.check(name, numbers.scalars, epsilon=epsilon)
-    allowed = ("coupled", *DECAY_RULES)
-    options.check_decays(name, weight_decay_rule, allowed, weight_decay=weight_decay)
-    options.check_decay_of_ivy(name, rule, weight_decay_rule, "coupled")
+    given = _OPTIONS.check("lars", locals())
+    options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")
+    _check_rule("lars", rule, epsilon)
     coupled = weight_decay_rule == "coupled"
-    options.check_momentum(name, momentum, nesterov=nesterov)
-    values.boolean(name, "rate_in_momentum", rate_in_momentum)
-    _check_rule(name, rule, epsilon)
-    options.check_axes(name, mesh_axes, layer_axes)
-    numbers.scalar(name, "trust_coefficient", trust_coefficient)
-    options.check_masks(
-        name,
-        (learning_rate, momentum, weight_decay, trust_coefficient, epsilon),
-        weight_decay_mask=weight_decay_mask,
-        trust_ratio_mask=trust_ratio_mask,
-        full_precision=full_precision,
-    )
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
-        rates = options.learning_rates(inputs, learning_rate, step)
         w = inputs.require_params("the trust ratio")
-        decay = weight_decay, weight_decay_mask, step, weight_decay_rule
-        decays: PerLeaf = options.weight_decays(inputs, *decay)
-        in_gradient, outside = (decays, 0.0) if coupled else (0.0, decays)
-        inside = coupled if momentum is None else rate_in_momentum
+        n = given.read(inputs, step)
+        in_gradient, outside = (n.weight_decay, 0.0) if coupled else (0.0, n.weight_decay)
+        has_rate = coupled if momentum is None else rate_in_momentum
         direction = _scaled(
             w,
             inputs.g,
-            Lars(
-                trust_coefficient=numbers.scalar(name, "trust_coefficient", trust_coefficient),
-                weight_decay=in_gradient,
-                epsilon=options.number_per_array(inputs, step, "epsilon", epsilon),
-            ),
+            Lars(n.trust_coefficient, in_gradient, n.epsilon),
             options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
             rule=rule,
-            rates=(rates,) if inside else (),
+            rates=(n.learning_rate,) if has_rate else (),
             scale=rules.descent if coupled and momentum is None else rules.scale_by,
         )
-        mw, beta = None, None
-        if momentum is None:
-            options.without_momentum(inputs, step)
-            if coupled:
-                return direction, None, None
-        else:
-            mw, beta = step.mw, options.beta_per_array(inputs, step, "momentum", momentum).value
-        inside = momentum is not None and rate_in_momentum
-        outside = rules.optional(outside, "" if inside else weight_decay_rule)
-        descent = Descent(outside, rates, weight_decay_rule, has_rate=inside)
+        if momentum is None and coupled:
+            return direction, None, None
+        decay = rules.optional(outside, "" if has_rate else weight_decay_rule)
+        mw = None if momentum is None else step.mw
         updates, *new = _momentum_of_leaf.update(
-            inputs, direction, mw, beta, descent=descent, nesterov=nesterov
+            inputs,
+            *(direction, mw, n.momentum),
+            descent=Descent(decay, n.learning_rate, weight_decay_rule, has_rate),
+            nesterov=nesterov,
         )
         return updates, *(new or [None]), None
 
     return transformation(
-        name,
+        "lars",
         compute,
         mw=momentum is not None,
-        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
+        moments=given.moments(layer_axes=layer_axes),
         params_for="the trust ratio",
     )

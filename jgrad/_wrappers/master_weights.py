@@ -110,11 +110,12 @@ def master_weights(
             after, p = inputs.rest(i), inputs.reference.leaves[i]
             if not _is_half(p):
                 return after
-            flag, function = (), _followed(None)
-            if inputs.commit is not None:
-                flag, function = (inputs.commit.flag,), _followed(inputs.commit.clips)
-            arrays, finishing = (p, copies.leaves[i], *flag), inputs.finishing(i)
-            return Rest.of_wrapper(function, arrays, _copy_of, finishing, after, replaces=(1,))
+            commit, clips = inputs.commit, None
+            arrays: tuple[Any, ...] = p, copies.leaves[i]
+            if commit is not None:
+                arrays, clips = (*arrays, commit.flag), commit.clips
+            ending = _copy_of, inputs.finishing(i), after
+            return Rest.of_wrapper(_followed(clips), arrays, *ending, replaces=(1,))
 
         weights = trees.flatten(master)[0]
         then = Then(weights, rest, inputs.places_of(None), outer)

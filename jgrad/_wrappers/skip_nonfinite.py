@@ -139,10 +139,10 @@ def skip_nonfinite(
         sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
         unscaled = updates
         if loss_scale is not None:
-            new = apply(rules.divide, inputs.g, state.loss_scale)
-            for x, g in zip(new, inputs.g, strict=True):
+            divided = apply(rules.divide, inputs.g, state.loss_scale)
+            for x, g in zip(divided, inputs.g, strict=True):
                 offer(x, rules.divide, g, state.loss_scale)
-            unscaled = inputs.gradients(new)
+            unscaled = inputs.gradients(divided)
         finite = all_finite(inputs.g, sharded_over)
         leaves_out = rejecting.leaves_out(state.inner)
         outer = rejecting.outer_commit(extra_args, state.inner)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments
+from jgrad._inputs.moments import MomentOptions
 from jgrad._inputs.transformation import transformation
 from jgrad._optimizers import adam
 from tests.support.eight_bits import unquantized
@@ -28,7 +29,7 @@ GRADS = [
 
 PAGE = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 RECIPE = textwrap.dedent(re.search(r"   ```python\n(.*?)   ```\n", PAGE, re.DOTALL)[1])
-WRITE = "mw.write("
+WRITE = "mw.write(rules.average, "
 
 
 def lion(moment_dtype=None, write=WRITE):
@@ -36,7 +37,7 @@ def lion(moment_dtype=None, write=WRITE):
 
     It has the imports of `adam.py`.
     """
-    names = {**vars(adam), "leafwise": leafwise}
+    names = {**vars(adam), "apply": apply}
     assert RECIPE.count(WRITE) == 1
     exec(compile(RECIPE.replace(WRITE, write), "CONTRIBUTING.md", "exec"), names)
     return names["lion"](RATE, moment_dtype=moment_dtype)
@@ -80,13 +81,10 @@ def test_lion(moment_dtype, packed):
 
 @pytest.mark.parametrize("moment_dtype", [None, jnp.bfloat16, "8bit"])
 def test_moments_that_go_around_the_door(moment_dtype):
-    """Cast to int8 they would be numbers of nothing, and in bfloat16 rounded to the nearest."""
-    tx = lion(moment_dtype, "leafwise.run(")
-    assert_error(
-        TypeError,
-        "lion: new moments `mw`: list, expected what `step.mw.write(calls(rule, ...))` returns.",
-        lambda: tx.update(GRADS[0], tx.init(W), W),
-    )
+    """A moment that a method computes and does not write would be lost."""
+    tx = lion(moment_dtype, "rules.average(")
+    with pytest.raises(TypeError, match="jgrad: a function of one leaf wrote no new moment"):
+        tx.update(GRADS[0], tx.init(W), W)
 
 
 def test_an_array_in_the_place_of_codes():
@@ -102,10 +100,10 @@ def test_an_array_in_the_place_of_codes():
 
 
 def test_a_moment_that_the_method_does_not_have():
-    tx = lion(write="(lambda new: None)(")
+    tx = transformation("none", lambda inputs, step: (inputs.g, None, None), mw=True)
     assert_error(
         TypeError,
-        "lion: new moments `mw`: NoneType, expected what `step.mw.write(calls(rule, ...))` returns.",
+        "none: new moments `mw`: NoneType, expected what a function of one leaf wrote into `step.mw`.",
         lambda: tx.update(GRADS[0], tx.init(W), W),
     )
     tx = transformation("none", lambda inputs, step: (inputs.g, inputs.g, None))
@@ -124,10 +122,12 @@ def test_a_moment_that_the_method_does_not_have():
 
 def test_moments_that_were_named_by_hand():
     """`NewMoments` of arrays, beside codes."""
-    tx = lion("8bit", "(lambda new: NewMoments(leafwise.run(new), leafwise.run(new)))(")
+    form = MomentOptions("8bit")
+    by_hand = lambda inputs, step: (inputs.g, NewMoments(inputs.g, inputs.g), None)
+    tx = transformation("none", by_hand, mw=True, moments=form)
     assert_error(
         TypeError,
-        "lion: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as "
+        "none: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as "
         "`Moment.write` makes them.",
         lambda: tx.update(GRADS[0], tx.init(W), W),
     )

@@ -1,0 +1,158 @@
+"""The table of a factory's options: each is named once, with its kind, and checked and read by it.
+
+The factory checks what it can before there are parameters, so that an error points at its call.
+Each update reads the numbers again, since they may be traced and may differ from leaf to leaf.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from jgrad._arithmetic import rules
+from jgrad._inputs import numbers, options
+from jgrad._inputs.aligned import Role
+from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.leaf_functions import Descent
+from jgrad._inputs.moment import Step
+from jgrad._inputs.moments import MomentOptions
+from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
+from jgrad._trees import values
+
+Arguments = Mapping[str, Any]
+
+
+def one_of(*choices: Any) -> Callable[[str, str, Any], None]:
+    """The kind of an option that is one of some values."""
+    return lambda function, name, x: values.one_of(function, name, x, choices)
+
+
+# What a check is given: the names of the factory and of the option, and its value.
+Kind = Role | Callable[[str, str, Any], Any] | None
+
+# What every method has that decays, and every one whose moments have a form.
+DECAY: dict[str, Kind] = {
+    "weight_decay_rule": one_of(*options.DECAY_RULES),
+    "weight_decay": Role.DECAY,
+    "weight_decay_mask": Role.MASK,
+}
+COUPLED_DECAY = DECAY | {"weight_decay_rule": one_of("coupled", *options.DECAY_RULES)}
+FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
+
+
+class Options:
+    """The options of a factory.
+
+    Attributes:
+      kinds: of each option. A function checks it, given the names of the factory and of the option
+        and its value; None is for what is checked elsewhere.
+    """
+
+    def __init__(self, **kinds: Kind) -> None:
+        self.kinds = kinds
+
+    def check(self, function: str, arguments: Arguments) -> "Given":
+        """The arguments of a factory, checked in the order of the table.
+
+        Args:
+          function: what users call it, for messages.
+          arguments: `locals()`, as the first that the factory does: all of the table, and no other.
+        """
+        if unknown := arguments.keys() ^ self.kinds.keys():
+            raise TypeError(
+                f"{function}: {sorted(unknown)} not both in its table and its signature."
+            )
+        for name, kind in self.kinds.items():
+            if isinstance(kind, Role):
+                _CHECKS[kind](function, name, arguments[name], arguments)
+            elif kind is not None:
+                kind(function, name, arguments[name])
+        masks = {name: arguments[name] for name, kind in self.kinds.items() if kind is Role.MASK}
+        given = [arguments[name] for name, kind in self.kinds.items() if kind in _NUMBERS]
+        options.check_masks(function, given, **masks)
+        return Given(self.kinds, dict(arguments))
+
+
+class Given:
+    """The options of one transformation, as a user gave them."""
+
+    def __init__(self, kinds: Mapping[str, Kind], arguments: Arguments) -> None:
+        self._kinds, self._arguments = kinds, arguments
+
+    def read(self, inputs: Inputs, step: Step) -> Any:
+        """The numbers of one update: an attribute for each option that is one.
+
+        And `descent`, where there are a learning rate and a weight decay.
+        """
+        of_update = SimpleNamespace()
+        for name, kind in self._kinds.items():
+            if isinstance(kind, Role) and kind in _READS:
+                x = _READS[kind](inputs, step, name, self._arguments[name], self._arguments)
+                setattr(of_update, name, x)
+        if "weight_decay" in self._kinds and "learning_rate" in self._kinds:
+            rule = self._arguments["weight_decay_rule"]
+            decay = rules.optional(of_update.weight_decay, rule)
+            of_update.descent = Descent(decay, of_update.learning_rate, rule)
+        return of_update
+
+    def moments(self, **axes: Any) -> MomentOptions:
+        """In which form the moments are stored; `axes` are further options of `MomentOptions`."""
+        form = self._arguments["moment_dtype"], self._arguments["full_precision"]
+        return MomentOptions(*form, **axes)
+
+
+# ---- how a kind is checked ---------------------------------------------------------------------
+
+
+def _checked(read: Callable[[str, str, Any], Any]) -> Callable[..., None]:
+    return lambda function, name, x, _: options.check(function, read, **{name: x})
+
+
+def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:
+    rule = arguments["weight_decay_rule"]
+    options.check(
+        function, functools.partial(numbers.scalars, high=options.limit(rule)), **{name: x}
+    )
+
+
+def _momentum(function: str, name: str, x: Any, arguments: Arguments) -> None:
+    options.check_momentum(function, x, nesterov=arguments["nesterov"])
+
+
+_CHECKS: dict[Role, Callable[[str, str, Any, Arguments], Any]] = {
+    Role.RATE: _checked(numbers.number),
+    Role.NUMBER: _checked(numbers.scalars),
+    Role.BETA: _checked(numbers.scalar_betas),
+    Role.DECAY: _decay,
+    Role.MOMENTUM: _momentum,
+    Role.SCALAR: lambda function, name, x, _: numbers.scalar(function, name, x),
+    Role.FLAG: lambda function, name, x, _: values.boolean(function, name, x),
+    Role.MESH_AXES: lambda function, name, x, _: read_mesh_axes(function, x),
+    Role.LAYER_AXES: lambda function, name, x, _: read_layer_axes(function, x),
+    Role.MASK: lambda *_: None,  # after all others
+}
+_NUMBERS = (Role.RATE, Role.NUMBER, Role.BETA, Role.DECAY, Role.MOMENTUM, Role.SCALAR)
+
+# ---- how a number is read ----------------------------------------------------------------------
+
+
+def _read_decay(inputs: Inputs, step: Step, name: str, x: Any, arguments: Arguments) -> list[Any]:
+    rule = arguments["weight_decay_rule"]
+    return options.weight_decays(inputs, x, arguments["weight_decay_mask"], step, rule)
+
+
+def _read_momentum(inputs: Inputs, step: Step, name: str, x: Any, _: Arguments) -> Any:
+    if x is None:
+        options.without_momentum(inputs, step)
+        return None
+    return options.beta_per_array(inputs, step, name, x).value
+
+
+_READS: dict[Role, Callable[[Inputs, Step, str, Any, Arguments], Any]] = {
+    Role.RATE: lambda inputs, step, name, x, _: options.learning_rates(inputs, x, step),
+    Role.NUMBER: lambda inputs, step, name, x, _: options.number_per_array(inputs, step, name, x),
+    Role.BETA: lambda inputs, step, name, x, _: options.beta_per_array(inputs, step, name, x),
+    Role.DECAY: _read_decay,
+    Role.MOMENTUM: _read_momentum,
+    Role.SCALAR: lambda inputs, step, name, x, _: numbers.scalar(inputs.function, name, x),
+}
