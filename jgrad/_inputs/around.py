@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._inputs.commit import trace_state
 from jgrad._kernels.leaf_step import Place
+from jgrad._trees.trees import PyTree
 
 
 class Origin(NamedTuple):
@@ -63,6 +65,14 @@ def origin(array: Any) -> Origin:
         functions.insert(0, (function, len(own)))
         numbers = (*own, *numbers)
     return Origin(tuple(functions), (array, *numbers))
+
+
+_CODES = (np.int8, np.uint8)  # the dtypes of moments in 8 bits
+
+
+def has_codes(state: PyTree) -> bool:
+    """Whether some array of a state is in 8 bits."""
+    return any(getattr(x, "dtype", None) in _CODES for x in jax.tree.leaves(state))
 
 
 def in_float32(x: jax.Array) -> jax.Array:
@@ -172,6 +182,10 @@ class Then:
         ids = list(map(id, weights))
         self._index = {key: i for i, key in enumerate(ids) if ids.count(key) == 1}
         self._results: dict[int, tuple[Any, tuple[jax.Array, ...]]] = {}
+
+    def extra(self, state: PyTree) -> dict[str, "Then"]:
+        """As an extra argument of an update; nothing without moments in 8 bits, which ask for it."""
+        return {"then": self} if has_codes(state) else {}
 
     def of(self, weight: Any) -> Rest | None:
         """What is done with the update of a parameter."""

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs.around import Then
+from jgrad._inputs.around import Then, has_codes
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
@@ -34,7 +34,6 @@ Compute = Callable[[Inputs, Step], tuple[list[Any], NewMoments | None, NewMoment
 ShapesOf = Callable[[Parameters], MomentShapes]
 
 _AS_PARAMETERS = MomentOptions(None)
-_CODES = (np.int8, np.uint8)  # the dtypes of moments in 8 bits
 
 
 def transformation(
@@ -161,11 +160,6 @@ def pair(
         return steps, variables.blocks_of_variables(new)  # as where a sum begins
 
     return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
-
-
-def has_codes(state: PyTree) -> bool:
-    """Whether some array of a state is in 8 bits."""
-    return any(getattr(x, "dtype", None) in _CODES for x in jax.tree.leaves(state))
 
 
 def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:

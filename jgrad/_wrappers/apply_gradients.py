@@ -7,7 +7,7 @@ import optax
 
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.transformation import arrays_of, has_codes
+from jgrad._inputs.transformation import arrays_of
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees
 from jgrad._trees.trees import PyTree
@@ -67,12 +67,10 @@ def apply_gradients(
 
     inputs = Inputs(_NAME, grads, arrays_of(params, grads))
     places = () if mesh_axes is None else inputs.places(mesh_axes)
-    if not has_codes(state):  # nobody asks what is done with the updates
-        updates, state = tx.update(grads, state, params, **extra_args)
-        return optax.apply_updates(params, updates), state
     weights = inputs.reference.leaves
     then = Then(weights, lambda i: Rest(_added, (weights[i],), _itself, (0,)), places)
-    updates, state = tx.update(grads, state, params, then=then, **extra_args)
+    extra_args |= then.extra(state)
+    updates, state = tx.update(grads, state, params, **extra_args)
     new = optax.apply_updates(params, updates)  # of which XLA computes what is read
 
     def chosen(w: Any, update: Any) -> Any:

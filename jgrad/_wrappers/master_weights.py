@@ -120,7 +120,7 @@ def master_weights(
         weights = trees.flatten(master)[0]
         then = Then(weights, rest, inputs.places_of(None), outer)
         steps, inner = inputs.hand_over(
-            tx, wide, state.inner, master, stay_finite=True, extra={"then": then}
+            tx, wide, state.inner, master, stay_finite=True, extra=then.extra(state.inner)
         )
         new: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
         directions: list[Any] = trees.flatten(steps)[0]

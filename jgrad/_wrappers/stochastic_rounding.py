@@ -151,7 +151,7 @@ def stochastic_rounding(
         weights = trees.flatten(wide_params)[0]
         then = Then(weights, rest, inputs.places_of(None), outer)
         steps, inner = inputs.hand_over(
-            tx, wide, state.inner, wide_params, stay_finite=True, extra={"then": then}
+            tx, wide, state.inner, wide_params, stay_finite=True, extra=then.extra(state.inner)
         )
         new: list[Any] = trees.flatten(steps)[0]
         calls: list[Call | None] = [None] * len(new)
