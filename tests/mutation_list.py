@@ -19,7 +19,9 @@ HAND_OVER = "tests/wrappers/test_hand_over.py"
 HYPERBALL = "tests/wrappers/test_hyperball.py"
 SPIKES = "tests/wrappers/test_skip_spikes.py"
 WEIGHTS = "tests/wrappers/test_weights.py"
-SAME_NUMBERS = "tests/fused/test_same_numbers.py"
+SAME_NUMBERS = "tests/kernels/test_same_numbers.py"
+KERNELS = "tests/kernels/test_kernels.py"
+PLACES = "tests/kernels/test_places.py"
 SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
@@ -95,24 +97,24 @@ MUTATIONS = [
     Mutation("bounded_square", "second moments overflow", "jnp.minimum(X, jnp.asarray(_, X.dtype))", "X", "tests/arithmetic tests/everywhere/test_sharp_edges.py"),
     Mutation("once", "a schedule is computed for each leaf", "X / jax.lax.stop_gradient(_)", "X", "tests/everywhere/test_recipes.py -k operations"),
     Mutation("_in_state", "moments that go around the door are cast", "not fits", "False", "tests/inputs/test_moments.py"),
-    Mutation("leafwise.run", "results of a batch in another order", "X = list(zip(*rows, strict=True))", "indices = indices[::-1]; X = list(zip(*rows, strict=True))", "tests/arithmetic"),
+    Mutation("leafwise.run", "results of a batch in another order", "X = list(zip(*of_leaves, strict=True))", "indices = indices[::-1]; X = list(zip(*of_leaves, strict=True))", "tests/arithmetic"),
     Mutation("add_scaled", "momentum and decay without their factors", "functools.reduce(scaled, _, X)", "X", MATRIX),
     Mutation("add_scaled", "momentum and decay overflow", "numerics.addable(X)", "X", "tests/arithmetic"),
     Mutation("add_scaled", "momentum and decay have the other sign", "X + Y", "X - Y", MATRIX),
     Mutation("add_cautiously", "every weight decays", "numerics.same_direction(like, x)", "like == like", DECAY),
     Mutation("add_cautiously", "weights decay that move away from zero", "numerics.same_direction(like, x)", "numerics.same_direction(-like, x)", DECAY),
     Mutation("add_cautiously", "cautious decay overflows", "numerics.addable(X)", "X", DECAY),
-    Mutation("same_direction", "signs of a product that vanishes", "jnp.sign(a) == jnp.sign(b)", "a * b > 0", DECAY),
+    Mutation("same_direction", "signs of a product that vanishes", "X | (a < 0) & (b < 0) | (a == 0) & (b == 0)", "a * b > 0", DECAY),
     Mutation("same_direction", "complex numbers whose product vanishes", "(_in_unit_square(a), _in_unit_square(b))", "(a, b)", DECAY),
     Mutation("same_direction", "imaginary parts do not count", "a.real * b.real + a.imag * b.imag", "a.real * b.real", DECAY),
     Mutation("rules.decay_call", "the direction has another array's signs", "direction if like is None else like", "w", DECAY),
     Mutation("rules.updates", "the rate multiplies independent decay", "rule == 'independent'", "False", DECAY),
     Mutation("rules.updates", "a leaf without decay has other roundings than a buffer", "isinstance(decay, list) and X", "False", DECAY),
-    Mutation("check_decays", "an independent decay above 1", "_DECAY_LIMITS.get(rule, math.inf)", "math.inf", MESSAGES),
-    Mutation("decay_of_leaves", "an independent decay above 1 in a call", "_DECAY_LIMITS.get(rule, math.inf)", "math.inf", MESSAGES),
+    Mutation("limit", "an independent decay above 1", "_DECAY_LIMITS.get(rule, math.inf)", "math.inf", MESSAGES),
+    Mutation("decay_of_leaves", "an independent decay above 1 in a call", "limit(rule)", "math.inf", MESSAGES),
     Mutation("check_decay_of_ivy", "Ivy's rule with another decay", "rule == 'ivy' and X", "False", MESSAGES),
     Mutation("_cautiously_decayed_delta", "LAMB's cautious decay is not cautious", "rules.add_cautiously(X, w, mw, decay)", "rules.add_scaled(X, w, decay)", DECAY),
-    Mutation("lamb._updates", "independent decay is part of LAMB's direction", "0.0 if independent else X", "X", DECAY),
+    Mutation("lamb._updates", "independent decay is part of LAMB's direction", "None if independent else X", "X", DECAY),
     Mutation("_signs", "Adam's directions of Muon have the signs of other leaves", "m if all(_ for i in _) else None", "m", DECAY),
     Mutation("rules.kept", "an update that is not committed is kept", "jnp.where(_, X, _)", "X", SKIP),
     Mutation("rules.kept", "a committed moment overflows", "numerics.clipped(X, _)", "X", SKIP),
@@ -120,7 +122,7 @@ MUTATIONS = [
     Mutation("kept_update", "an update that is not committed is no zero", "jnp.where(_, X, jnp.zeros_like(Y))", "X", SKIP),
     Mutation("rules.average", "an average with swapped weights", "scaled(X, Y) + scaled(Z, W)", "scaled(Z, Y) + scaled(X, W)", "tests/wrappers/test_ema.py"),
     Mutation("rules.add", "weights ascend", "X + Y", "X - Y", FUNCTIONAL),
-    Mutation("with_momentum", "Nesterov's form is heavy-ball", "_ is None", "True", MATRIX),
+    Mutation("_momentum_of_leaf", "Nesterov's form is heavy-ball", "X if nesterov else Y", "Y", MATRIX),
     Mutation("is_zero", "a decay of 0 is compiled", "isinstance(_, (int, float)) and _ == 0", "False", MATRIX),
     # ---- _gradients
     Mutation("_value_and_grad", "func is called twice", "X = jax.value_and_grad(Y, has_aux=True)(Z)", "Y(Z); X = jax.value_and_grad(Y, has_aux=True)(Z)", "tests/gradients"),
@@ -233,7 +235,7 @@ MUTATIONS = [
     Mutation("corrections", "Ivy's guard is left out", "X + _", "X", MATRIX),
     Mutation("delta", "0 / 0 after zero gradients", "numerics.positive(X)", "X", MATRIX),
     Mutation("lars._ratio", "no decay in the denominator", "X + _ * _", "X", MATRIX),
-    Mutation("lars", "the rate outside of the momentum", "X if inside else ()", "() if inside else X", MATRIX),
+    Mutation("lars", "the rate outside of the momentum", "X if has_rate else ()", "() if has_rate else X", MATRIX),
     Mutation("_scaled", "Ivy's rule with decay", "scaled_by_trust_ratio(X, Y, Y, ratio=_ivy_ratio, numbers=Z, layers=W, rates=V, scale=U)", "scaled_by_trust_ratio(X, [decay_call(*row) for row in zip_leaves(g, X, lars.weight_decay)], Y, ratio=_ivy_ratio, numbers=Z, layers=W, rates=V, scale=U)", MATRIX),
     Mutation("clamped_ratio", "the ratio is not clamped from above", "X >= _ * Y", "X < 0 * Y", MATRIX),
     Mutation("_updates", "Ivy's rule with decay", "scaled_by_trust_ratio(X, _, Y, ratio=Z, numbers=W, layers=V, rates=U, scale=T)", "scaled_by_trust_ratio(X, Y, Y, ratio=Z, numbers=W, layers=V, rates=U, scale=T)", MATRIX),
@@ -243,7 +245,7 @@ MUTATIONS = [
     Mutation("encode_unsigned", "a small second moment is stored as 0", "_clamped(1, X, Y)", "_clamped(0, X, Y)", "tests/quantized/test_codes.py"),
     Mutation("_clamped", "codes in int64", "jax.lax.clamp(jnp.int32(X), Y, jnp.int32(Z))", "jax.lax.clamp(X, Y, Z)", "tests/quantized/test_codes.py tests/everywhere/test_surroundings.py"),
     Mutation("encoding._placed", "explicit axes of codes are left to JAX", "on_automatic_axes(X, Blocks(_, _, _), *Y)", "X(*Y)", DEVICES + "/test_eight_bits.py"),
-    Mutation("_rounded", "to the nearest", "X >> 32 - _DROPPED", "X >> 31 << _DROPPED - 1", "tests/quantized/test_codes.py"),
+    Mutation("codes._rounded", "to the nearest", "X >> 32 - _DROPPED", "X >> 31 << _DROPPED - 1", "tests/quantized/test_codes.py"),
     Mutation("scale_of", "a scale that a rounded maximum leaves", "X + ((1 << _DROPPED) - 1)", "X", "tests/quantized/test_codes.py"),
     Mutation("step_keys", "the same bits for each step", "X.astype(jnp.uint32)", "X.astype(jnp.uint32) * 0", "tests/quantized/test_random_bits.py"),
     Mutation("bfloat16.rounded", "bfloat16 to the nearest", "jnp.where(jnp.abs(_) < LARGEST, _ >> _DROPPED, _)", "jnp.uint32(0x8000)", "tests/quantized/test_bfloat16.py"),
@@ -254,15 +256,27 @@ MUTATIONS = [
     Mutation("Geometry._along", "the last block along an axis is lost", "self._bounds", "self._bounds[:1]", "tests/quantized/test_codec.py"),
     Mutation("Geometry.of_leaf", "blocks straddle layers", "not _", "True", "tests/quantized/test_encoding.py"),
     Mutation("quantized_buffers._order", "scales of stacked layers out of order", "(*_, *_.layers.within)", "None", "tests/packed/test_quantized_buffers.py"),
-    Mutation("_encoder", "codes of a skipped step are kept", "jax.tree.map(_, X, _)", "X", "tests/everywhere/test_eight_bits.py"),
+    Mutation("LeafMoment._encoded", "codes of a skipped step are kept", "jax.tree.map(_, X, _)", "X", "tests/everywhere/test_eight_bits.py"),
     Mutation("MomentOptions._moment", "a state of another recipe is accepted", "isinstance(_, Blocks) == X", "True", "tests/everywhere/test_forms_in_8_bits.py"),
-    # ---- _fused
-    Mutation("_on_shards", "a shard counts its elements from 0", "place.index_of(axis) * X", "jnp.zeros((), jnp.int32) * X", "tests/fused/test_places.py"),
-    Mutation("_random_bits", "elements of a kernel are counted in other strides", "X[axis + 1:]", "X[axis:]", SAME_NUMBERS),
-    Mutation("tiles._encoded", "a kernel keeps new scales of a skipped step", "jnp.where(flag, X, _)", "X", SAME_NUMBERS + " -k skip"),
-    Mutation("LeafKernel._tile", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
-    Mutation("Planned._aliases", "codes are written to new arrays", "aliases[y] = x", "pass", "tests/fused/test_planning.py"),
+    # ---- _kernels
+    Mutation("on_shards", "a shard counts its elements from 0", "place.index_of(axis) * X", "jnp.zeros((), jnp.int32) * X", PLACES),
+    Mutation("TileRounding.bits", "elements of a kernel are counted in other strides", "X[axis + 1:]", "X[axis:]", SAME_NUMBERS),
+    Mutation("encoded_tile", "a kernel keeps new scales of a skipped step", "jnp.where(flag, X, _)", "X", SAME_NUMBERS + " -k skip"),
+    Mutation("_is_here", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
+    Mutation("LeafStep.aliases", "codes are written to new arrays", "chain(*_)", "chain()", KERNELS),
     Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "enable_x64(False)", "enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
+    Mutation("LeafKernel.__init__", "a kernel reads what it does not need", "id(x) not in unread", "True", KERNELS),
+    Mutation("_without_unused", "a kernel writes what nobody reads", "is_used and next(still)", "is_used | next(still, True)", KERNELS),
+    Mutation("CodesMoment.stored", "the second pass keeps no codes of a skipped step", "jax.tree.map(_, X, _)", "X", SAME_NUMBERS + " -k skip"),
+    Mutation("places.of", "half a block in a shard", "n % _", "False", PLACES),
+    # ---- what stands around a kernel
+    Mutation("around.origin", "numbers of two steps before a kernel change places", "(*own, *numbers)", "(*numbers, *own)", KERNELS + " " + SAME_NUMBERS),
+    Mutation("offer", "a clipped gradient is written", "isinstance(new, X) and _", "False", KERNELS),
+    Mutation("Then.of", "a branch has what follows an update", "trace_state() != _", "False", SAME_NUMBERS + " -k accumulate"),
+    Mutation("Then.results", "a wrapper around is told nothing", "self._outer is not None", "False", KERNELS),
+    Mutation("_both", "an update that follows in a kernel is not committed", "finish(X, *_)", "X", SAME_NUMBERS + " -k skip"),
+    Mutation("written", "a moment that no function wrote", "any(_)", "False", "tests/inputs/test_moments.py"),
+    Mutation("Options.check", "an option that no table names", "arguments.keys() ^ X", "()", "tests/inputs/test_moments.py"),
     # ---- _states
     Mutation("forms.converted", "codes of another dtype are accepted", "not same_kind", "False", "tests/states/test_forms.py"),
     Mutation("Matcher._check_shape", "leaves of other shapes are carried over", "old.leaf.shape == part.leaf.shape", "True", "tests/states/test_carry_over.py"),
@@ -337,7 +351,7 @@ MUTATIONS = [
     Mutation("watch._in_form", "numbers of a report vary as they come", "shardings.varying_over(X, _)", "X", DEVICES + "/test_in_shard_map.py -k carry"),
     Mutation("agreed", "devices do not agree", "jax.lax.pmin(X.astype(jnp.int32), _) == 1", "X", DEVICES),
     Mutation("master_weights", "updates from the rounded weights", "parameters.applied(_, X)", "parameters.applied(jax.tree.map(parameters.wide, params), X)", "tests/wrappers/test_master_weights.py"),
-    Mutation("master_weights", "an update beyond float16 is clipped", "jnp.where(jnp.isinf(_), _, X)", "X", "tests/wrappers/test_master_weights.py"),
+    Mutation("_to_follow", "an update beyond float16 is clipped", "jnp.where(jnp.isinf(_), _, X)", "X", "tests/wrappers/test_master_weights.py"),
     Mutation("hypersphere._factors", "hyperball: the norm of the current step", "excess + moved", "moved", HYPERBALL + " -k first_step"),
     Mutation("hypersphere._factors", "hyperball: weights far above the radius overflow", "jnp.minimum(X / Y, far)", "X / Y", HYPERBALL + " -k far_above"),
     Mutation("hypersphere._factors", "hyperball: 0 times what overflowed", "jnp.where(old == far, _, wu)", "wu", HYPERBALL + " -k far_above"),

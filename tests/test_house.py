@@ -127,7 +127,7 @@ def test_the_tests_of_a_file_exist(tests):
 
 @every_file
 def test_files_are_short_and_say_what_they_are_for(name):
-    """At most 250 lines of code; docstrings and comments do not count."""
+    """At most 400 lines of code; docstrings and comments do not count."""
     text = FILES[name].read_text()
     tree = ast.parse(text)
     assert ast.get_docstring(tree)
@@ -144,7 +144,7 @@ def test_files_are_short_and_say_what_they_are_for(name):
         if token.type not in blank | {tokenize.ENDMARKER}
         for line in range(token.start[0], token.end[0] + 1)
     }
-    assert len(code - docstrings) <= 250
+    assert len(code - docstrings) <= 400
 
 
 @pytest.mark.parametrize("name", [name for name in ROOMS if not name.startswith("_packed/")])

@@ -1,5 +1,5 @@
 """From what a user may give to what the arithmetic takes, once for both faces of a method.
 
 Numbers, trees, options per leaf, state. May import from `_packed`, `_layers`, `_arithmetic`,
-`_fused`, `_quantized` and `_trees`; knows no method by name.
+`_kernels`, `_quantized` and `_trees`; knows no method by name.
 """

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jgrad._arithmetic import rules

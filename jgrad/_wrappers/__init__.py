@@ -2,5 +2,5 @@
 
 One wrapper, one file, named as the public function. What they share: `inside`, `parameters`,
 `choices`, `devices` and `finite`. May import from `_inputs`, `_packed`, `_layers`, `_arithmetic`,
-`_fused`, `_quantized` and `_trees`; a wrapper does not know which optimizer is inside.
+`_kernels`, `_quantized` and `_trees`; a wrapper does not know which optimizer is inside.
 """

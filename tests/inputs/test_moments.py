@@ -11,6 +11,8 @@ import pytest
 
 import jgrad
 from jgrad._arithmetic.leafwise import apply
+from jgrad._inputs.aligned import Role
+from jgrad._inputs.factory import Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.moments import MomentOptions
@@ -131,3 +133,13 @@ def test_moments_that_were_named_by_hand():
         "`Moment.write` makes them.",
         lambda: tx.update(GRADS[0], tx.init(W), W),
     )
+
+
+def test_a_table_has_each_option():
+    """An option that is renamed in one place is an error when the factory is called."""
+    table = Options(learning_rate=Role.RATE)
+    expected = r"lion: \['beta1'\], not both in its table and in its signature"
+    with pytest.raises(TypeError, match=expected):
+        table.check("lion", {"learning_rate": 0.1, "beta1": 0.9})
+    with pytest.raises(TypeError, match=r"lion: \['learning_rate'\]"):
+        table.check("lion", {})
