@@ -263,7 +263,7 @@ MUTATIONS = [
     Mutation("TileRounding.bits", "elements of a kernel are counted in other strides", "X[axis + 1:]", "X[axis:]", SAME_NUMBERS),
     Mutation("encoded_tile", "a kernel keeps new scales of a skipped step", "jnp.where(flag, X, _)", "X", SAME_NUMBERS + " -k skip"),
     Mutation("_is_here", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
-    Mutation("LeafStep.aliases", "codes are written to new arrays", "chain(*_)", "chain()", KERNELS),
+    Mutation("LeafStep.aliases", "codes are written to new arrays", "chain(_)", "chain()", KERNELS),
     Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "enable_x64(False)", "enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
     Mutation("LeafKernel.__init__", "a kernel reads what it does not need", "id(x) not in unread", "True", KERNELS),
     Mutation("_without_unused", "a kernel writes what nobody reads", "is_used and next(still)", "is_used | next(still, True)", KERNELS),
@@ -271,11 +271,11 @@ MUTATIONS = [
     Mutation("places.of", "half a block in a shard", "n % _", "False", PLACES),
     # ---- what stands around a kernel
     Mutation("around.origin", "numbers of two steps before a kernel change places", "(*own, *numbers)", "(*numbers, *own)", KERNELS + " " + SAME_NUMBERS),
-    Mutation("offer", "a clipped gradient is written", "isinstance(new, X) and _", "False", KERNELS),
+    Mutation("around.offer", "a clipped gradient is written", "isinstance(new, X) and _", "False", KERNELS),
     Mutation("Then.of", "a branch has what follows an update", "trace_state() != _", "False", SAME_NUMBERS + " -k accumulate"),
     Mutation("Then.results", "a wrapper around is told nothing", "self._outer is not None", "False", KERNELS),
-    Mutation("_both", "an update that follows in a kernel is not committed", "finish(X, *_)", "X", SAME_NUMBERS + " -k skip"),
-    Mutation("written", "a moment that no function wrote", "any(_)", "False", "tests/inputs/test_moments.py"),
+    Mutation("around._both", "an update that follows in a kernel is not committed", "finish(X, *_)", "X", SAME_NUMBERS + " -k skip"),
+    Mutation("_kernels.moment.written", "a moment that no function wrote", "any(_)", "False", "tests/inputs/test_moments.py"),
     Mutation("Options.check", "an option that no table names", "arguments.keys() ^ X", "()", "tests/inputs/test_moments.py"),
     # ---- _states
     Mutation("forms.converted", "codes of another dtype are accepted", "not same_kind", "False", "tests/states/test_forms.py"),

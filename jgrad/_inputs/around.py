@@ -184,7 +184,7 @@ class Then:
         self._results: dict[int, tuple[Any, tuple[jax.Array, ...]]] = {}
 
     def extra(self, state: PyTree) -> dict[str, "Then"]:
-        """As an extra argument of an update; nothing without moments in 8 bits, which ask for it."""
+        """As an extra argument of an update; none without moments in 8 bits, which ask for it."""
         return {"then": self} if has_codes(state) else {}
 
     def of(self, weight: Any) -> Rest | None:
