@@ -96,8 +96,9 @@ def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: L
     return jax.jvp(step.plain, tuple(operands), tuple(slopes))
 
 
-def _without_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:
     """What nobody reads is not computed, and no kernel writes it."""
+    equation = others[-1]  # behind which inputs are live, since JAX 0.12
     if not any(used):
         return [False] * len(equation.invars), None
     step = equation.params["step"]

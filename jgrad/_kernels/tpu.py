@@ -48,11 +48,16 @@ def run(
     step: LeafStep, operands: Sequence[jax.Array], place: Place, *, interpret: bool
 ) -> list[jax.Array]:
     """The results of the step, computed by the kernel; `interpret` runs it on a CPU."""
-    prepared = jax.tree.map(
-        lambda x: _keys(x) if isinstance(x, Rounding) else x,
-        step.arguments(operands),
-        is_leaf=lambda x: isinstance(x, Rounding),
-    )
+    keys: dict[tuple[int, ...], _Keys] = {}  # moments of a leaf have the same random bits
+
+    def prepare(x: Any) -> Any:
+        if not isinstance(x, Rounding):
+            return x
+        ids = tuple(map(id, jax.tree.leaves(x)))
+        return keys[ids] if ids in keys else keys.setdefault(ids, _keys(x))
+
+    is_rounding = functools.partial(_is_a, Rounding)
+    prepared = jax.tree.map(prepare, step.arguments(operands), is_leaf=is_rounding)
     kernel = LeafKernel(step, operands, prepared, interpret=interpret)
     arrays = list(map(kernel.as_operand, kernel.arrays, kernel.kinds))
     return places.on_shards(kernel, arrays, kernel.leaf, place)
@@ -82,12 +87,11 @@ class LeafKernel:
         read = zip(operands, needed(step.plain, operands), strict=True)
         unread = {id(x) for x, is_read in read if not is_read}
         leaves, self.structure = jax.tree.flatten(prepared)
-        self.types = [jax.typeof(x) for x in leaves]
-        self.is_read = [id(x) not in unread for x in leaves]
-        self.arrays = list(itertools.compress(leaves, self.is_read))
+        self.arrays = list({id(x): x for x in leaves if id(x) not in unread}.values())
         scales = {id(operands[i + 1]) for i in step.codes}
         self.kinds = ["scale" if id(x) in scales else self._kind(x.shape) for x in self.arrays]
         position = {id(x): i for i, x in enumerate(self.arrays)}
+        self.leaves = [(position.get(id(x)), x.dtype) for x in leaves]
         self.aliases = {result: position[id(operands[i])] for result, i in step.aliases.items()}
 
     def _kind(self, shape: tuple[int, ...]) -> str:
@@ -170,10 +174,10 @@ class LeafKernel:
             first = pl.multiple_of(i * together, together)
             corner = (*origin[:-2], origin[-2] + first, origin[-1])
             tile, within = Tile((together, SIZE), corner, self.leaf), pl.ds(first, together)
-            read = (self._read(*x, within, column) for x in zip(inputs, self.kinds, strict=True))
+            pairs = zip(inputs, self.kinds, strict=True)
+            read = [self._read(*pair, within, column) for pair in pairs]
             values = [
-                _of_dtype(next(read), type_.dtype) if is_read else jnp.zeros((), type_.dtype)
-                for type_, is_read in zip(self.types, self.is_read, strict=True)
+                _of_dtype(jnp.int32(0) if i is None else read[i], dtype) for i, dtype in self.leaves
             ]
             for x, ref, kind in zip(self._results(values, tile), outputs, kinds, strict=True):
                 if kind == "array":
@@ -201,9 +205,13 @@ class LeafKernel:
         args = jax.tree.map(
             lambda x: TileRounding(*x, x.first.ndim > 0, tile) if isinstance(x, _Keys) else x,
             jax.tree.unflatten(self.structure, values),
-            is_leaf=lambda x: isinstance(x, _Keys),
+            is_leaf=functools.partial(_is_a, _Keys),
         )
         return self.step.results(*self.step.call(args, lambda moment: TileMoment(moment, tile)))
+
+
+def _is_a(kind: type, x: Any) -> bool:
+    return isinstance(x, kind)
 
 
 def _is_here(ref: Any, rows: int, column: Any) -> jax.Array:
@@ -225,4 +233,6 @@ def _of_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
         return jax.lax.bitcast_convert_type(x, jnp.uint32) if x.ndim else x.astype(jnp.uint32)
     if dtype == np.bool_:
         return x != 0
-    return x if x.dtype == dtype or jnp.issubdtype(dtype, jnp.floating) else x.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):  # which was of 64 bits, is one of 32 here
+        return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+    return x if x.dtype == dtype else x.astype(dtype)

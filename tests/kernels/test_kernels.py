@@ -112,10 +112,9 @@ def test_each_array_is_read_and_written_once(name):
 
 @pytest.mark.parametrize("make", [functools.partial(jgrad.adam, 0.1, moment_dtype="8bit"), ADAM])
 def test_updates_alone(make):
-    """The update is written, and no weight is read but for the decay."""
+    """A direction is written, and no weight is read: what is cheap after it is XLA's to fuse."""
     (kernel,) = kernels(make(), model(), update)
-    decayed = make is ADAM
-    assert dtypes(kernel.invars) == ["float32"] * (1 + decayed) + ["int8", "uint8"]
+    assert dtypes(kernel.invars) == ["float32", "int8", "uint8"]
     assert dtypes(kernel.outvars) == ["float32", "int8", "uint8"]
 
 
@@ -127,7 +126,7 @@ def test_packed_rows_have_numbers_of_their_own():
     (kernel,) = kernels(jgrad.adam({"w": 0.1, "odd": 0.2}, moment_dtype="8bit"), w)
     columns = [x for x in kernel.invars if x.aval.shape == (1, 1, rows)]
     scales = 2
-    assert len(columns) == scales + 2 * 2 + 1  # two keys of each moment, and the rate
+    assert len(columns) == scales + 2 + 1  # two keys, and the rate
     assert len(kernel.invars) == len(tree.invars)
 
 
