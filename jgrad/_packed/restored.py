@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jgrad._packed import layouts, packing
+from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed
 from jgrad._quantized.codec import BY_DTYPE
 from jgrad._trees import checks, path_rules, trees
@@ -22,8 +23,6 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     Files do not have the layout of packed trees: it is that of one in `likes` with such buffers,
     of several the one whose path ends most alike.
     """
-    if not any(map(_is_node, _nodes(tree))):
-        return tree
     known = [_packed_in(like) for like in likes]
 
     def of_node(path: tuple[Any, ...], x: Any) -> Any:
@@ -37,23 +36,15 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
         if layout is None:
             remedy = "`like` packed as it was, or `params`; or restore it with a target"
             came = "the buffers of a packed tree, without their layout"
-            place = checks.at(jax.tree_util.keystr(path))
-            raise ValueError(f"{function}: `old`{place}: {came}, expected {remedy}.")
+            where = checks.at(jax.tree_util.keystr(path))
+            raise ValueError(f"{function}: `old`{where}: {came}, expected {remedy}.")
         return Packed({name: buffers.get(name) for name, _ in layout.shapes}, layout)
 
     return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=_is_leaf)
 
 
-def _nodes(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: _is_leaf(x) or packing.is_packed(x))
-
-
 def _is_leaf(x: Any) -> bool:
-    return trees.is_leaf(x) or _is_node(x)
-
-
-def _is_node(x: Any) -> bool:
-    return _is_blocks(x) or _is_packed(x)
+    return trees.is_leaf(x) or _is_blocks(x) or _is_packed(x)
 
 
 def _is_packed(x: Any) -> bool:
@@ -85,16 +76,15 @@ def _packed_in(like: PyTree) -> list[tuple[list[str], Packed]]:
 
 def _layout(
     buffers: dict[str, Any], path: tuple[Any, ...], known: Sequence[list[tuple[list[str], Packed]]]
-) -> Any:
+) -> Layout | None:
     """The layout of one that has these buffers; one without an array may be missing."""
 
-    def of_arrays(x: dict[str, Any]) -> dict[str, Any]:
+    def of_arrays(x: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return {name: b.shape for name, b in x.items() if b is not None}
 
     keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
     for packed in known:
-        nearest = sorted(packed, key=lambda pair: -path_rules.common_end(pair[0], keys))
-        for _, x in nearest:
+        for _, x in sorted(packed, key=lambda node: -path_rules.common_end(node[0], keys)):
             if of_arrays(x.buffers) == shapes and layouts.shard(x.layout) is None:
                 return x.layout
     return None

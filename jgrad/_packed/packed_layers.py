@@ -18,8 +18,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed.row_order import RowOrder
-from jgrad._packed.shard import Shard
+from jgrad._packed.layouts import RowOrder, Shard
 from jgrad._trees.shardings import is_on_mesh, is_sharded, on_automatic_axes
 
 # Rows per iteration: 64 kB in float32 at a width of 256, which fits the first-level caches with
