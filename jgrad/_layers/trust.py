@@ -3,7 +3,7 @@
 A ratio works on vectors with an entry per layer, from `norms`, and returns factors to multiply by
 in turn: the ratio itself may overflow or vanish where its product with a gradient is an ordinary
 number. A division comes last: XLA's CPU backend computes it once, and fuses what follows it into
-the kernel of every leaf. Also the norm of a whole model.
+the kernel of every leaf.
 """
 
 import functools
@@ -18,7 +18,6 @@ from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, on_leaf, per_leaf
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._layers.norms import ScaledNorm
 
 # Ivy adds this to the denominators of its trust ratios, where the papers treat a zero norm apart.
 IVY_GUARD = 1e-12
@@ -121,13 +120,12 @@ def scaled_by_trust_ratio(
     columns = [per_leaf(x, count) for x in rates]
     factors = [[column[i] for column in columns] for i in range(count)]
     mask = per_leaf(layers.mask, count)
-    pairs = [(i, x) for i, x in enumerate(measured) if x is not None and np.any(mask[i])]
-    pairs.sort(key=lambda pair: layers.axes[pair[0]].sort_key)
-    if pairs:
-        chosen, directions_measured = zip(*pairs, strict=True)
+    calls = {i: x for i, x in enumerate(measured) if x is not None and np.any(mask[i])}
+    if calls:
+        chosen = sorted(calls, key=lambda i: layers.axes[i].sort_key)
         axes = [layers.axes[i] for i in chosen]
         weights = [(leafwise.identity, (w[i],)) for i in chosen]
-        batches = norms.layer_norms(axes, weights, directions_measured)
+        batches = norms.layer_norms(axes, weights, [calls[i] for i in chosen])
         for x in numbers:
             column = per_leaf(x, count)
             batches.append(norms.join(axes, [column[i] for i in chosen]))
@@ -158,8 +156,8 @@ def computed_once(
     repeats norms takes it: there, norms compute it from arrays that are written anyway. Sums in
     chunks do without the array.
     """
-    pairs = zip(calls, layers.axes, strict=True)
-    results = leafwise.run([None if axes.in_chunks else call for call, axes in pairs])
+    whole = [None if x.in_chunks else call for call, x in zip(calls, layers.axes, strict=True)]
+    results = leafwise.run(whole)
     directions, measured = list(calls), list(calls)
     for i, (call, x) in enumerate(zip(calls, results, strict=True)):
         if call is not None and x is not None:
@@ -175,11 +173,3 @@ def _written_or_not(f: Function) -> Function:
     return functools.partial(
         jax.lax.platform_dependent, cpu=lambda x, *_: x, default=lambda _, *xs: f(*xs)
     )
-
-
-def global_norm(leaves: Sequence[Any], layers: Sequence[LayerAxes]) -> ScaledNorm:
-    """The norm of all leaves together."""
-    pairs = [(x, axes) for x, axes in zip(leaves, layers, strict=True) if x is not None]
-    pairs.sort(key=lambda pair: pair[1].sort_key)
-    calls = [(leafwise.identity, (x,)) for x, _ in pairs]
-    return norms.global_norm([axes for _, axes in pairs], calls)

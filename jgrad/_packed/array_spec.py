@@ -15,7 +15,7 @@ from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._packed import layouts
 from jgrad._packed.buffers import join_leaves
-from jgrad._packed.layouts import RowOrder, Rows, Shard, Span
+from jgrad._packed.layouts import WIDTH, RowOrder, Rows, Shard, Span
 from jgrad._packed.packed_layers import PackedLayers, ReorderedLayers
 from jgrad._packed.packing import Packed
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys
@@ -73,21 +73,24 @@ class ArraySpec(NamedTuple):
         The entry itself where all leaves of the array share it, else a column with a number per
         row, of shape (rows, 1), or an array of the shape of the buffer.
         """
-        entry = self._per_buffer(entries)
-        return entry if self.shard is None or np.ndim(entry) == 0 else self.shard.slice(entry)
-
-    def _per_buffer(self, entries: Sequence[Any]) -> Any:
         values = [entries[i] for i in self.positions]
+        first, is_shared = values[0], all(x is values[0] for x in values)
         if self.is_unpacked:
-            return values[0]
+            return first
         if any(x is None for x in values):
             return None
         if all(checks.is_number(x) for x in values) and len(set(values)) == 1:
-            return values[0]
+            return first
+        if is_shared and jnp.size(first) == 1:
+            return jnp.asarray(first, dtype=float).reshape(())
+        per_row = self._per_row(values)
+        return per_row if self.shard is None else self.shard.slice(per_row)
+
+    def _per_row(self, values: Sequence[Any]) -> jax.Array:
+        """Values that differ, of the leaves in the buffer, as a column or an array of its shape."""
         if all(jnp.size(x) == 1 for x in values):
-            if all(x is values[0] for x in values):
-                return _number(values[0])
-            return jnp.stack(list(map(_number, values)))[self._leaf_of_row][:, None]
+            column = jnp.stack([jnp.asarray(x, dtype=float).reshape(()) for x in values])
+            return column[self._leaf_of_row][:, None]
         elements = [
             jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
             for span, x in zip(self.spans, values, strict=True)
@@ -111,8 +114,10 @@ class ArraySpec(NamedTuple):
 
     def mask_per_layer(self, mask: Sequence[bool]) -> bool | np.ndarray:
         """A bool per leaf as one for the array, or one for each layer where they differ."""
+        if self.is_unpacked:
+            return mask[self.positions[0]]
         values = [mask[i] for i in self.positions]
-        if self.is_unpacked or len(set(values)) == 1:
+        if len(set(values)) == 1:
             return values[0]
         return np.repeat(values, [span.layers.num_layers for span in self.spans])
 
@@ -177,10 +182,6 @@ class ArraySpec(NamedTuple):
         return x if self.row_order is None else self.row_order.to_shard_order(x)
 
 
-def _number(x: Any) -> jax.Array:
-    return jnp.asarray(x, dtype=float).reshape(())
-
-
 def _first_elements(span: Span, width: int) -> np.ndarray:
     """The number of the first element in each block of a leaf."""
     layers = np.arange(span.layers.num_layers)[:, None] * span.layers.layer_size
@@ -201,7 +202,7 @@ def specs(tree: PyTree) -> list[ArraySpec]:
             positions, spans = zip(*layouts.within(layout, name), strict=True)
             positions = tuple(count + i for i in positions)
             shard, row_order = layouts.shard(layout), layouts.row_order(layout, name)
-            arrays.append(ArraySpec(positions, spans, shape, layout.width, shard, row_order))
+            arrays.append(ArraySpec(positions, spans, shape, WIDTH, shard, row_order))
         count += len(layouts.spans(layout))
     return arrays
 

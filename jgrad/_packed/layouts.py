@@ -275,11 +275,11 @@ class Layout:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self._structure, *self._all_but_structure))
+        return hash(self._key)
 
     @property
-    def _all_but_structure(self) -> tuple[Any, ...]:
-        return self._spans, self.shapes, self._shard, self._row_orders
+    def _key(self) -> tuple[Any, ...]:
+        return self._structure, self._spans, self.shapes, self._shard, self._row_orders
 
     def __hash__(self) -> int:
         return self._hash
@@ -288,10 +288,9 @@ class Layout:
         # JAX compares at every call of a compiled function; mostly it is one object.
         if self is other:
             return True
-        if not isinstance(other, Layout) or self._hash != other._hash:
+        if not isinstance(other, Layout):
             return False
-        is_same_tree = bool(self._structure == other._structure)
-        return is_same_tree and self._all_but_structure == other._all_but_structure
+        return self._hash == other._hash and self._key == other._key
 
     @functools.cached_property
     def _by_buffer(self) -> dict[str, list[tuple[int, Span]]]:

@@ -215,8 +215,9 @@ def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
             return jax.eval_shape(functools.partial(_leaves, as_stored=as_stored), x)
-        known = [(name, b) for name, b in buffers if b is None or hasattr(b, "dtype")]
-        return x.layout.tree({name: getattr(b, "dtype", None) for name, b in known})
+        return x.layout.tree(
+            {k: getattr(b, "dtype", None) for k, b in buffers if b is None or hasattr(b, "dtype")}
+        )
 
     return _map_packed(of_packed, tree)
 
