@@ -242,7 +242,7 @@ MUTATIONS = [
     # ---- _quantized
     Mutation("encode_unsigned", "a small second moment is stored as 0", "_clamped(1, X, Y)", "_clamped(0, X, Y)", "tests/quantized/test_codes.py"),
     Mutation("_clamped", "codes in int64", "jax.lax.clamp(jnp.int32(X), Y, jnp.int32(Z))", "jax.lax.clamp(X, Y, Z)", "tests/quantized/test_codes.py tests/everywhere/test_surroundings.py"),
-    Mutation("encoding._placed", "explicit axes of codes are left to JAX", "on_automatic_axes(X, Blocks(_, _, _), *Y)", "X(*Y)", DEVICES + "/test_eight_bits.py"),
+    Mutation("encoding._sharded", "explicit axes of codes are left to JAX", "on_automatic_axes(X, Blocks(_, _, _), *Y)", "X(*Y)", DEVICES + "/test_eight_bits.py"),
     Mutation("_rounded", "to the nearest", "X >> 32 - _DROPPED", "X >> 31 << _DROPPED - 1", "tests/quantized/test_codes.py"),
     Mutation("scale_of", "a scale that a rounded maximum leaves", "X + ((1 << _DROPPED) - 1)", "X", "tests/quantized/test_codes.py"),
     Mutation("step_keys", "the same bits for each step", "X.astype(jnp.uint32)", "X.astype(jnp.uint32) * 0", "tests/quantized/test_random_bits.py"),
@@ -251,7 +251,7 @@ MUTATIONS = [
     Mutation("encoding.check", "codes of another codec are accepted", "_ not in _", "False", "tests/quantized/test_blocks.py"),
     Mutation("Form.__eq__", "blocks along another axis are the same", "self._unnamed == _", "True", "tests/quantized/test_blocks.py"),
     Mutation("Codec.to_bytes", "the codes of a byte are over each other", "X << _", "X", "tests/quantized/test_codec.py"),
-    Mutation("Geometry._along", "the last block along an axis is lost", "self._bounds", "self._bounds[:1]", "tests/quantized/test_codec.py"),
+    Mutation("Geometry._bounds", "the last block along an axis is lost", "((0, X), (X, _))", "((0, X),)", "tests/quantized/test_codec.py"),
     Mutation("Geometry.of_leaf", "blocks straddle layers", "not _", "True", "tests/quantized/test_encoding.py"),
     Mutation("_order_of_scale", "scales of stacked layers out of order", "(*_, *(X for _ in _ if Y))", "tuple(axes)", "tests/packed/test_quantized_buffers.py"),
     Mutation("_encoder", "codes of a skipped step are kept", "jax.tree.map(_, X, _)", "X", "tests/everywhere/test_eight_bits.py"),
