@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
@@ -113,7 +114,7 @@ class Axes:
 def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
     """A tree of `Axes` with names of mesh axes."""
 
-    def read(x: Any) -> Axes | None:
+    def read(x: PyTree) -> Axes | None:
         if not isinstance(x, PartitionSpec):
             return _axes(str, x)
         parts = [part if isinstance(part, tuple) else (part,) for part in x]
@@ -133,7 +134,7 @@ def read_layer_axes(function: str, layer_axes: PyTree, name: str = "layer_axes")
 
 
 # Trees as `jax.jit` wants static arguments: hashable, as structure and leaves.
-StaticTree = tuple[Any, tuple[Any, ...]]
+StaticTree = tuple[PyTreeDef, tuple[Any, ...]]
 StaticAxes = tuple[StaticTree, StaticTree]
 
 
@@ -173,7 +174,9 @@ def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
     return tuple(sorted({name for axes in different for name in axes.values}))
 
 
-def check_names(mesh_axes: ArgLeaves, i: int, names: Sequence[str], mesh: Any) -> None:
+def check_names(
+    mesh_axes: ArgLeaves, i: int, names: Sequence[str], mesh: Mesh | AbstractMesh
+) -> None:
     """Under `jit`, where a leaf is said to be sharded over axes of a mesh."""
     if others := [name for name in names if name not in mesh.axis_names]:
         expected = f"an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}"
@@ -198,7 +201,7 @@ def of_leaves(mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves)
 
 
 def as_typed(
-    layers: Iterable[LayerAxes], mesh_axes: ArgLeaves, arrays: Iterable[Sequence[Any]]
+    layers: Iterable[LayerAxes], mesh_axes: ArgLeaves, arrays: Iterable[Sequence[jax.Array | None]]
 ) -> list[LayerAxes]:
     """The layers of arrays, whose types may say more; None for an array that is not there.
 
@@ -221,7 +224,7 @@ def as_typed(
     return typed
 
 
-def _axes(kind: type, x: Any) -> Axes | None:
+def _axes(kind: type, x: PyTree) -> Axes | None:
     """`Axes` of None, of one value of a type, or of a tuple of those; True is no int here."""
     values = () if x is None else x if type(x) is tuple else (x,)
     fits = all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
@@ -229,7 +232,7 @@ def _axes(kind: type, x: Any) -> Axes | None:
 
 
 def read_axes(
-    function: str, name: str, tree: PyTree, read: Callable[[Any], Axes | None], expected: str
+    function: str, name: str, tree: PyTree, read: Callable[[PyTree], Axes | None], expected: str
 ) -> PyTree:
     """`tree` with each leaf as `read` understands it, which returns None for what is no leaf."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(

@@ -69,7 +69,7 @@ class SquareRange(NamedTuple):
 
     @jit_static_kwargs
     def unit(self, total: jax.Array) -> jax.Array:
-        """That in which each layer is measured, from its plain sum: 1 where this is normal."""
+        """The unit in which each layer is measured, from its plain sum: 1 where this is normal."""
         total = jax.lax.stop_gradient(total)
         unit = jnp.where(total < self.small, self.small_unit, jnp.ones_like(total))
         unit = jnp.where(total < self.tiny, self.tiny_unit, unit)

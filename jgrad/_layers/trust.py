@@ -8,7 +8,7 @@ the kernel of every leaf.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,9 @@ def root_of_quotient(a: jax.Array, b: jax.Array, times: jax.Array) -> jax.Array:
 
 
 @root_of_quotient.defjvp
-def _root_of_quotient_jvp(primals: Any, tangents: Any) -> Any:
+def _root_of_quotient_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     (a, b, times), (da, db, dtimes) = primals, tangents
     root = root_of_quotient(a, b, times)
     slope = 0.5 * root * (da / a - db / b)
@@ -48,7 +50,9 @@ def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @quotient.defjvp
-def _quotient_jvp(primals: Any, tangents: Any) -> Any:
+def _quotient_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     (a, b), (da, db) = primals, tangents
     ratio = quotient(a, b)
     return ratio, (da - ratio * db) / b
@@ -89,11 +93,11 @@ class TrustLayers(NamedTuple):
 
     axes: list[LayerAxes]
     mask: PerLeaf = True
-    note: Callable[[list[Any]], None] | None = None
+    note: Callable[[list[jax.Array | None]], None] | None = None
 
 
 def scaled_by_trust_ratio(
-    w: Sequence[Any],
+    w: Sequence[jax.Array],
     directions: Sequence[Call | None],
     measured: Sequence[Call | None],
     *,
@@ -102,7 +106,7 @@ def scaled_by_trust_ratio(
     layers: TrustLayers,
     rates: Sequence[PerLeaf] = (),
     scale: Function = rules.scale_by,
-) -> list[Any]:
+) -> list[jax.Array | None]:
     """(product of rates) ratio(|w|, |measured|, *numbers) direction, layer by layer.
 
     Args:
@@ -131,7 +135,7 @@ def scaled_by_trust_ratio(
             batches.append(norms.join(axes, [column[i] for i in chosen]))
         per_batch = [ratio(*xs) for xs in zip(*batches, strict=True)]
         if layers.note is not None:
-            ratios: list[Any] = [None] * count
+            ratios: list[jax.Array | None] = [None] * count
             products = [functools.reduce(jnp.multiply, factor) for factor in per_batch]
             for i, x in zip(chosen, norms.split(axes, products, as_elements=False), strict=True):
                 ratios[i] = x

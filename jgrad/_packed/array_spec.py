@@ -33,7 +33,7 @@ class ArraySpec(NamedTuple):
       shape: of the whole buffer.
       width: elements of a block.
       shard: the rows that this device has; None for all of them.
-      row_order: that of the whole buffer; None where leaves follow each other.
+      row_order: of the whole buffer; None where leaves follow each other.
     """
 
     positions: tuple[int, ...]
@@ -62,7 +62,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def local_row_order(self) -> RowOrder | None:
-        """That of the rows which this device has; None where leaves follow each other."""
+        """The order of the rows that this device has; None where leaves follow each other."""
         if self.row_order is None or self.shard is None:
             return self.row_order
         return self.row_order.on_one_of(self.shard.devices)

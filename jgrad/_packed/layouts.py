@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
@@ -165,7 +166,7 @@ class RowOrder:
         return _concatenate(parts, 1).reshape(x.shape)
 
     def on_one_of(self, devices: int) -> "RowOrder":
-        """That of the shards of one device."""
+        """The order of rows in the shards of one device."""
         return dataclasses.replace(self, shards=self.shards // devices)
 
     @property
@@ -173,9 +174,10 @@ class RowOrder:
         return self.shards == 1 or len(self.segments) == 1
 
 
-def _concatenate(parts: Sequence[Any], axis: int) -> Any:
+def _concatenate(parts: Sequence[Rows], axis: int) -> Rows:
     is_numpy = isinstance(parts[0], np.ndarray)
-    return np.concatenate(parts, axis) if is_numpy else jax.lax.concatenate(parts, axis)
+    concatenate: Any = np.concatenate if is_numpy else jax.lax.concatenate
+    return concatenate(parts, axis)
 
 
 class Shard(NamedTuple):
@@ -198,13 +200,13 @@ class Shard(NamedTuple):
         """
         return cls(axes, jax.lax.psum(1, axes)) if any(map(axis_exists, axes)) else None
 
-    def num_rows(self, rows: int) -> int:
-        """How many rows of a buffer this device has."""
-        return rows // self.devices
+    def num_rows(self, of_buffer: int) -> int:
+        """How many rows this device has of a buffer with so many."""
+        return of_buffer // self.devices
 
-    def first_row(self, rows: int) -> jax.Array:
-        """The first row that this device has."""
-        return jax.lax.axis_index(self.axes) * self.num_rows(rows)
+    def first_row(self, of_buffer: int) -> jax.Array:
+        """The first row that this device has of a buffer with so many."""
+        return jax.lax.axis_index(self.axes) * self.num_rows(of_buffer)
 
     def slice(self, x: ArrayLike) -> jax.Array:
         """This device's rows of an array that is replicated."""
@@ -244,7 +246,7 @@ class Layout:
       (3, 2)
     """
 
-    _structure: Any  # of the tree, in which None is a leaf
+    _structure: PyTreeDef  # of the tree, in which None is a leaf
     _spans: tuple[Span | None, ...]  # the blocks of each leaf, or None for None
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     _shard: Shard | None = None  # inside `zero`, the rows that this device has
@@ -255,7 +257,7 @@ class Layout:
         """Elements of a block."""
         return WIDTH
 
-    def tree(self, dtypes: Mapping[str, Any] | None = None) -> PyTree:
+    def tree(self, dtypes: Mapping[str, np.dtype | None] | None = None) -> PyTree:
         """Shapes and dtypes of what was packed, None for None.
 
         Where dtypes of buffers are given, the leaves have these; None for a dtype of None.
@@ -278,7 +280,7 @@ class Layout:
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[object, ...]:
         return self._structure, self._spans, self.shapes, self._shard, self._row_orders
 
     def __hash__(self) -> int:
@@ -309,10 +311,10 @@ class Layout:
     def __copy__(self) -> "Layout":
         return self
 
-    def __deepcopy__(self, memo: Any) -> "Layout":
+    def __deepcopy__(self, memo: object) -> "Layout":
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., "Layout"], tuple[Any, ...]]:
         numbers = self._structure.unflatten(range(len(self._spans)))
         spans = [
             span and (*span[:2], dataclasses.astuple(span.layers)[:3], *span[3:])
@@ -358,8 +360,8 @@ Layout.__module__ = "jgrad"  # where users import it from, and what a pickle nam
 # ---- what the library asks a layout, and its users need not know -------------------------------
 
 
-def structure(layout: Layout) -> Any:
-    """That of the tree, in which None is a leaf."""
+def structure(layout: Layout) -> PyTreeDef:
+    """The structure of the tree, in which None is a leaf."""
     return layout._structure
 
 
@@ -389,7 +391,7 @@ def unpacked_leaf(layout: Layout, name: str) -> int | None:
     return i if span.is_unpacked else None
 
 
-def with_structure(layout: Layout, structure: Any) -> Layout:
+def with_structure(layout: Layout, structure: PyTreeDef) -> Layout:
     """The same buffers, for another tree with the same leaves."""
     return dataclasses.replace(layout, _structure=structure)
 
@@ -443,12 +445,12 @@ def differences(layout: Layout, other: Layout, name: str, other_name: str) -> It
         yield f"{name} has buffers {dict(layout.shapes)}, {other_name} {dict(other.shapes)}"
 
 
-def _method(f: Callable[..., Any]) -> Callable[[Layout], Any]:
+def _method(f: Callable[..., object]) -> Callable[[Layout], object]:
     return lambda layout: functools.partial(f, layout)
 
 
 # Until 0.6 users could read these of a layout.
-_PRIVATE: dict[str, Callable[[Layout], Any]] = {
+_PRIVATE: dict[str, Callable[[Layout], object]] = {
     "structure": structure,
     "runs": spans,
     "share": shard,

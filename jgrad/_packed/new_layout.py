@@ -4,8 +4,8 @@ import collections
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
@@ -33,7 +33,7 @@ def layout_of(
     *,
     small_apart: bool = False,
     others: bool = False,
-) -> tuple[Layout, list[Any]]:
+) -> tuple[Layout, list[jax.Array | None]]:
     """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
 
     Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. The

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey, PyTreeDef
 
 from jgrad._packed import layouts
 from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
@@ -24,6 +25,8 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
+
+Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -54,13 +57,12 @@ class Packed:
         self.buffers = dict(buffers)
         self.layout = layout
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
-        key = jax.tree_util.GetAttrKey("buffers")
-        return ((key, self.buffers),), self.layout
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[GetAttrKey, PyTree]], Layout]:
+        return ((GetAttrKey("buffers"), self.buffers),), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Any) -> "Packed":
-        # Without a check of the buffers: JAX puts objects of all kinds in their place.
+    def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> "Packed":
+        # Without a check of the buffers: JAX puts objects of all kinds there.
         self = object.__new__(cls)
         (self.buffers,) = children
         self.layout = layout
@@ -151,7 +153,7 @@ def pack(
     options = (layer_axes, max_size, matrices)
     if multiple_of != 1 or small_apart is not False or any(x is not None for x in options):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
-    structure: Any
+    structure: PyTreeDef
     nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
     parts = structure.flatten_up_to(tree)
@@ -227,7 +229,7 @@ def with_layouts(tree: PyTree, relabeled: Callable[[Layout], Layout]) -> PyTree:
     return _map_packed(lambda x: Packed(x.buffers, relabeled(x.layout)), tree)
 
 
-def is_packed(x: Any) -> bool:
+def is_packed(x: PyTree) -> bool:
     """Whether it is a `Packed`; other folders ask this and test no type."""
     return isinstance(x, Packed)
 
@@ -252,10 +254,10 @@ def layout_in(tree: PyTree) -> Layout | None:
     return next((x.layout for x in nodes), None)
 
 
-def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
+def fill(layout: Layout, leaves: Sequence[Array | None]) -> Packed:
     """The leaves in buffers, each layer behind the one before."""
     _register_with_flax()
-    buffers: dict[str, Any] = {}
+    buffers: dict[str, Array | None] = {}
     for name, shape in layout.shapes:
         positions, spans = zip(*layouts.within(layout, name), strict=True)
         first = leaves[positions[0]]
@@ -264,7 +266,7 @@ def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
             continue
         parts = jax.tree.map(replicated, [leaves[i] for i in positions])
         join = join_codes if isinstance(first, Blocks) else join_leaves
-        buffer: Any = join(spans, parts, shape[0])
+        buffer = join(spans, parts, shape[0])
         if (row_order := layouts.row_order(layout, name)) is not None:
             buffer = jax.tree.map(row_order.to_shard_order, buffer)
         buffers[name] = buffer
@@ -289,7 +291,7 @@ def _register_with_flax() -> None:
 def _leaves(packed: Packed, *, as_stored: bool = False) -> PyTree:
     """The tree in the buffers, by one split of each."""
     layout = packed.layout
-    leaves: list[Any] = [None] * len(layouts.spans(layout))
+    leaves: list[Array | None] = [None] * len(layouts.spans(layout))
     for name, shape in layout.shapes:
         buffer = packed.buffers[name]
         positions, spans = zip(*layouts.within(layout, name), strict=True)
@@ -311,7 +313,7 @@ def _leaves(packed: Packed, *, as_stored: bool = False) -> PyTree:
     return layouts.structure(layout).unflatten(leaves)
 
 
-def _check_buffer(name: str, buffer: Any, shape: tuple[int, ...]) -> None:
+def _check_buffer(name: str, buffer: Array, shape: tuple[int, ...]) -> None:
     """A buffer of the shape in the layout."""
     if not ((checks.is_array(buffer) or isinstance(buffer, Blocks)) and buffer.shape == shape):
         raise ValueError(
@@ -356,7 +358,7 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     return fill(layout, leaves)
 
 
-def _problem(buffer: Any, span: Span, x: Any, dtype: Any) -> str:
+def _problem(buffer: Array | None, span: Span, x: PyTree, dtype: np.dtype | None) -> str:
     """What was expected of a leaf for a buffer, whose first leaf has this dtype; "" if it fits."""
     if buffer is None:
         return "" if checks.is_nothing(x) else "None, as in `like`"

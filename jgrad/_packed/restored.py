@@ -1,7 +1,6 @@
 """States from files that were read without a target: dictionaries for the nodes of jgrad."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +24,7 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     """
     known = [_packed_in(like) for like in likes]
 
-    def of_node(path: tuple[Any, ...], x: Any) -> Any:
+    def of_node(path: tuple[object, ...], x: PyTree) -> PyTree:
         if _is_blocks(x):
             blocks = _blocks(x)
             return {"value": blocks} if isinstance(x["codes"], dict) else blocks
@@ -43,15 +42,15 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=_is_leaf)
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_leaf(x: PyTree) -> bool:
     return trees.is_leaf(x) or _is_blocks(x) or _is_packed(x)
 
 
-def _is_packed(x: Any) -> bool:
+def _is_packed(x: PyTree) -> bool:
     return isinstance(x, dict) and x.keys() == _BUFFERS and isinstance(x["buffers"], dict)
 
 
-def _is_blocks(x: Any) -> bool:
+def _is_blocks(x: PyTree) -> bool:
     """Codes and scales, as no model has them: of these dtypes."""
     if not (isinstance(x, dict) and x.keys() == {*Blocks._fields}):
         return False
@@ -59,12 +58,12 @@ def _is_blocks(x: Any) -> bool:
     return dtypes[0] in BY_DTYPE and dtypes[1] == np.float32
 
 
-def _blocks(x: dict[str, Any]) -> Blocks:
+def _blocks(x: dict[str, PyTree]) -> Blocks:
     return Blocks(*(_array(x[name]) for name in Blocks._fields))
 
 
-def _array(x: Any) -> Any:
-    """That of a variable of flax, which is a dictionary in a file."""
+def _array(x: PyTree) -> PyTree:
+    """The array of a variable of flax, which is a dictionary in a file; any other as it is."""
     return x["value"] if isinstance(x, dict) and x.keys() == {"value"} else x
 
 
@@ -75,11 +74,13 @@ def _packed_in(like: PyTree) -> list[tuple[list[str], Packed]]:
 
 
 def _layout(
-    buffers: dict[str, Any], path: tuple[Any, ...], known: Sequence[list[tuple[list[str], Packed]]]
+    buffers: dict[str, PyTree],
+    path: tuple[object, ...],
+    known: Sequence[list[tuple[list[str], Packed]]],
 ) -> Layout | None:
     """The layout of one that has these buffers; one without an array may be missing."""
 
-    def of_arrays(x: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def of_arrays(x: dict[str, PyTree]) -> dict[str, tuple[int, ...]]:
         return {name: b.shape for name, b in x.items() if b is not None}
 
     keys, shapes = path_rules.keys_of(path), of_arrays(buffers)

@@ -107,7 +107,7 @@ def zeros(x: jax.Array, stacked: Sequence[int], form: Form) -> Blocks:
     return _sharded(blocks, target, codec, x)
 
 
-def recoded(x: Any, target: Geometry, codec: Codec) -> Blocks:
+def recoded(x: jax.Array | Blocks, target: Geometry, codec: Codec) -> Blocks:
     """An array, or one in other blocks, in these; to the nearest, which changes no decoded one."""
     if isinstance(x, Blocks) and geometry(x) == target and codec_of(x) == codec:
         return x
@@ -131,7 +131,7 @@ class Rounding(NamedTuple):
 
 def encoded(
     compute: Callable[..., jax.Array],
-    arguments: Sequence[Any],
+    arguments: Sequence[jax.Array | Blocks],
     target: Geometry,
     codec: Codec,
     rounding: Rounding | None = None,
@@ -171,7 +171,7 @@ def with_scale(
     return of_elements(codec.encode(value, inverse, random), scale, target, codec)
 
 
-def _cut_alike(x: Any, target: Geometry) -> Any:
+def _cut_alike(x: jax.Array | Blocks, target: Geometry) -> jax.Array | Blocks:
     """An argument that can be cut into the pieces of another: with a code for each element."""
     if not isinstance(x, Blocks):
         return x
@@ -196,12 +196,14 @@ def _sharded(make: Callable[..., Blocks], target: Geometry, codec: Codec, *args:
     return on_automatic_axes(make, Blocks(of_codes, of_scale, target.form(codec)), *args)
 
 
-def _largest(compute: Callable[..., jax.Array], piece: Sequence[Any], axis: int) -> jax.Array:
+def _largest(
+    compute: Callable[..., jax.Array], piece: Sequence[jax.Array | Blocks], axis: int
+) -> jax.Array:
     """The bits of the largest magnitude of each block, with size 1 along its axis."""
     width = max(x.shape[-1] for x in piece if x.shape)
     parts = _PARTS if width % _PARTS == 0 else 1
 
-    def in_parts(x: Any) -> Any:
+    def in_parts(x: jax.Array | Blocks) -> jax.Array | Blocks:
         if isinstance(x, Blocks):
             return x._replace(codes=in_parts(x.codes), scale=x.scale[..., None])
         if jnp.ndim(x) == 0:
