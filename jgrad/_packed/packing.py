@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey, PyTreeDef
+from jax.tree_util import GetAttrKey
 
 from jgrad._packed import layouts
 from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
@@ -153,15 +153,12 @@ def pack(
     options = (layer_axes, max_size, matrices)
     if multiple_of != 1 or small_apart is not False or any(x is not None for x in options):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
-    structure: PyTreeDef
-    nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
-    parts = structure.flatten_up_to(tree)
-    packed = [
-        where_it_lies(functools.partial(_again, x), part) if isinstance(x, Packed) else part
-        for x, part in zip(nodes, parts, strict=True)
-    ]
-    return structure.unflatten(packed)
+
+    def as_in_like(node: PyTree, part: PyTree) -> PyTree:
+        return where_it_lies(functools.partial(_again, node), part) if is_packed(node) else part
+
+    return jax.tree.map(as_in_like, like, tree, is_leaf=is_packed)
 
 
 def _matrices(tree: PyTree, matrices: PyTree | Callable[[PyTree], PyTree]) -> list[bool]:

@@ -166,7 +166,9 @@ def with_scale(
     """An array in blocks whose scales are known."""
     random = jnp.asarray(coding.HALF, jnp.uint32)
     if rounding is not None:
-        random = random_bits(*rounding, target.element_numbers(rounding.keys))
+        random = random_bits(
+            *rounding, rounding.keys.element_numbers(target.shape, first_axes=target.stacked)
+        )
     inverse = target.per_element(coding.inverse(scale))
     return of_elements(codec.encode(value, inverse, random), scale, target, codec)
 

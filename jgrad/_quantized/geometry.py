@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._quantized.codec import Codec, form_of
-from jgrad._quantized.random_bits import ElementKeys, element_numbers
 from jgrad._trees.blocks import SIZE, Blocks, Form
 
 
@@ -156,12 +155,6 @@ class Geometry:
             return elements
         layers_first = elements.reshape([self.shape[axis] for axis in self._order])
         return jnp.transpose(layers_first, list(np.argsort(self._order)))
-
-    def element_numbers(self, keys: ElementKeys) -> jax.Array:
-        """The number of each element, layer after layer; of a buffer, in its row."""
-        if np.ndim(keys.first):
-            return element_numbers(self.shape, within_rows=True)
-        return element_numbers(self.shape, within_rows=False, first_axes=self.stacked)
 
     def sharding_of_scale(self, codes: NamedSharding) -> NamedSharding:
         """The sharding of codes, along axes where each shard has whole blocks."""
