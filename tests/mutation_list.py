@@ -166,7 +166,7 @@ MUTATIONS = [
     Mutation("layout_of", "max_size is ignored", "_ is not None and math.prod(_.shape) > _", "False", "tests/packed/test_layouts.py"),
     Mutation("layout_of", "leaves of 4095 elements are not small", "math.prod(X) < SMALLEST", "math.prod(X) + 1 < SMALLEST", "tests/packed/test_layouts.py"),
     Mutation("pack_small", "small_apart is ignored", "layout_of(_, _, max_size=_, small_apart=X, others=True)", "layout_of(_NAME, tree, max_size=max_size, others=True)", "tests/wrappers/test_pack_small.py"),
-    Mutation("layout_of", "multiple_of is ignored", "-(-X // _) * _", "X", "tests/packed/test_layouts.py"),
+    Mutation("layout_of", "multiple_of is ignored", "_assign_rows(X, _, _)", "_assign_rows(X, chosen, 1)", "tests/packed/test_layouts.py"),
     Mutation("Layout.__reduce__", "pickles lose the axes of stacks", "dataclasses.astuple(X)", "(X.shape,)", "tests/packed/test_layouts.py"),
     Mutation("split_codes", "accounts call small leaves float32 that are in 8 bits", "as_stored or X", "X", "tests/states/test_forms.py"),
     Mutation("buffers._join", "padding is not zero", "jnp.zeros", "jnp.ones", "tests/packed"),

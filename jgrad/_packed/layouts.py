@@ -141,6 +141,11 @@ class RowOrder:
         return sum(segment.rows for segment in self.segments)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of all shards."""
+        return self.shards * self.rows_per_shard
+
+    @property
     def starts(self) -> list[int]:
         """The first row of each segment where segments follow each other."""
         sizes = (self.shards * segment.rows for segment in self.segments)

@@ -1,7 +1,6 @@
 """The layout for a tree: which leaves are packed, in which order, and where each starts."""
 
 import collections
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -72,17 +71,14 @@ def layout_of(
         buffers.setdefault(member[1].buffer, []).append(member)
     row_orders: dict[str, RowOrder] = {}
     for name, members in buffers.items():
-        chosen = [matrices is not None and matrices[i] for i, _ in members]
-        if any(chosen) and multiple_of > 1:
-            starts, row_order = _assign_rows([span for _, span in members], chosen, multiple_of)
-            row_orders[name], num_rows = row_order, multiple_of * row_order.rows_per_shard
+        chosen = [matrices is not None and multiple_of > 1 and matrices[i] for i, _ in members]
+        starts, row_order = _assign_rows([span for _, span in members], chosen, multiple_of)
+        if any(chosen):
             _check_padding(arg, members, chosen, row_order)
-        else:
-            *starts, end = itertools.accumulate((x.num_blocks for _, x in members), initial=0)
-            num_rows = -(-end // multiple_of) * multiple_of
+            row_orders[name] = row_order
         for start, (i, span) in zip(starts, members, strict=True):
             spans[i] = span._replace(start=start)
-        shapes[name] = (num_rows, WIDTH)
+        shapes[name] = (row_order.num_rows, WIDTH)
     layout = Layout(
         trees.flatten(tree)[1],
         tuple(spans),
@@ -95,7 +91,10 @@ def layout_of(
 def _assign_rows(
     spans: Sequence[Span], chosen: Sequence[bool], shards: int
 ) -> tuple[list[int], RowOrder]:
-    """The first row of each span, and the order of rows; layers of chosen spans stay whole."""
+    """The first row of each span, and the order of rows; layers of chosen spans stay whole.
+
+    Without chosen ones there is one segment, in which leaves follow each other.
+    """
     alike: dict[tuple[bool, tuple[int, ...], int], list[int]] = {}
     for i, (span, is_matrix) in enumerate(zip(spans, chosen, strict=True)):
         kind = (True, _layer_shape(span), span.blocks_per_layer) if is_matrix else (False, (), 1)
@@ -116,7 +115,7 @@ def _check_padding(
     arg: ArgLeaves, members: list[tuple[int, Span]], chosen: list[bool], row_order: RowOrder
 ) -> None:
     """No more than half of such a buffer is padding: some shape has too few matrices."""
-    shards, num_rows = row_order.shards, row_order.shards * row_order.rows_per_shard
+    shards, num_rows = row_order.shards, row_order.num_rows
     used = sum(span.num_blocks for _, span in members)
     if 2 * used >= num_rows:
         return
