@@ -22,7 +22,6 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     Files do not have the layout of packed trees: it is that of one in `likes` with such buffers,
     of several the one whose path ends most alike.
     """
-    known = [_packed_in(like) for like in likes]
 
     def of_node(path: tuple[object, ...], x: PyTree) -> PyTree:
         if _is_blocks(x):
@@ -31,7 +30,7 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
         if not _is_packed(x):
             return x
         buffers = {name: _blocks(b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
-        layout = _layout(buffers, path, known)
+        layout = _layout(buffers, path, likes)
         if layout is None:
             remedy = "`like` packed as it was, or `params`; or restore it with a target"
             came = "the buffers of a packed tree, without their layout"
@@ -74,9 +73,7 @@ def _packed_in(like: PyTree) -> list[tuple[list[str], Packed]]:
 
 
 def _layout(
-    buffers: dict[str, PyTree],
-    path: tuple[object, ...],
-    known: Sequence[list[tuple[list[str], Packed]]],
+    buffers: dict[str, PyTree], path: tuple[object, ...], likes: Sequence[PyTree]
 ) -> Layout | None:
     """The layout of one that has these buffers; one without an array may be missing."""
 
@@ -84,8 +81,10 @@ def _layout(
         return {name: b.shape for name, b in x.items() if b is not None}
 
     keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
-    for packed in known:
-        for _, x in sorted(packed, key=lambda node: -path_rules.common_end(node[0], keys)):
+    for like in likes:
+        for _, x in sorted(
+            _packed_in(like), key=lambda node: -path_rules.common_end(node[0], keys)
+        ):
             if of_arrays(x.buffers) == shapes and layouts.shard(x.layout) is None:
                 return x.layout
     return None
