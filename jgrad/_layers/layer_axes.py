@@ -6,6 +6,7 @@ which; jgrad does not detect it. Under `jit` a sharded array is whole, and needs
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
@@ -112,38 +114,27 @@ class Axes:
 def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
     """A tree of `Axes` with names of mesh axes."""
 
-    def is_name(x: Any) -> bool:
-        return isinstance(x, str)
-
-    def read(x: Any) -> Axes | None:
-        if isinstance(x, PartitionSpec):
-            parts = [part if isinstance(part, tuple) else (part,) for part in x]
-            names = [name for part in parts for name in part if name is not None]
-            return Axes(tuple(sorted(names)), x) if all(map(is_name, names)) else None
-        return _axes(x, is_name)
+    def read(x: PyTree) -> Axes | None:
+        if not isinstance(x, PartitionSpec):
+            return _axes(str, x)
+        parts = [part if isinstance(part, tuple) else (part,) for part in x]
+        names = [name for part in parts for name in part if name is not None]
+        is_named = all(isinstance(name, str) for name in names)
+        return Axes(tuple(sorted(names)), x) if is_named else None
 
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
     tree = read_axes(function, "mesh_axes", mesh_axes, read, expected)
     return dataclasses.replace(tree, of_all=True) if isinstance(tree, Axes) else tree
 
 
-def read_layer_axes(function: str, layer_axes: PyTree) -> PyTree:
-    """A tree of `Axes` with indices of array axes."""
-    return read_indices(function, "layer_axes", layer_axes)
-
-
-def read_indices(function: str, name: str, axes: PyTree) -> PyTree:
-    """Likewise, for an option of any name."""
-
-    def is_index(x: Any) -> bool:
-        return isinstance(x, int) and not isinstance(x, bool)
-
+def read_layer_axes(function: str, layer_axes: PyTree, name: str = "layer_axes") -> PyTree:
+    """A tree of `Axes` with indices of array axes; of an option of another name, if it is given."""
     expected = "None, an int, or a tuple of ints"
-    return read_axes(function, name, axes, lambda x: _axes(x, is_index), expected)
+    return read_axes(function, name, layer_axes, functools.partial(_axes, int), expected)
 
 
 # Trees as `jax.jit` wants static arguments: hashable, as structure and leaves.
-StaticTree = tuple[Any, tuple[Any, ...]]
+StaticTree = tuple[PyTreeDef, tuple[Any, ...]]
 StaticAxes = tuple[StaticTree, StaticTree]
 
 
@@ -183,7 +174,9 @@ def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
     return tuple(sorted({name for axes in different for name in axes.values}))
 
 
-def check_names(mesh_axes: ArgLeaves, i: int, names: Sequence[str], mesh: Any) -> None:
+def check_names(
+    mesh_axes: ArgLeaves, i: int, names: Sequence[str], mesh: Mesh | AbstractMesh
+) -> None:
     """Under `jit`, where a leaf is said to be sharded over axes of a mesh."""
     if others := [name for name in names if name not in mesh.axis_names]:
         expected = f"an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}"
@@ -208,7 +201,7 @@ def of_leaves(mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves)
 
 
 def as_typed(
-    layers: Iterable[LayerAxes], mesh_axes: ArgLeaves, arrays: Iterable[Sequence[Any]]
+    layers: Iterable[LayerAxes], mesh_axes: ArgLeaves, arrays: Iterable[Sequence[jax.Array | None]]
 ) -> list[LayerAxes]:
     """The layers of arrays, whose types may say more; None for an array that is not there.
 
@@ -219,38 +212,37 @@ def as_typed(
     entry = mesh_axes.leaves[0] if mesh_axes.leaves else Axes()
     is_for_many = entry.of_all and (len(mesh_axes.leaves) > 1 or mesh_axes.paths() != [""])
     overruled = entry.values if is_for_many else ()
-    found = []
-    for axes, given in zip(layers, arrays, strict=True):
-        own = [x for x in given if x is not None]
-        varying = unknown_axes(*own)
-        copies = {*overruled} & {*invariant_axes(*own)} if overruled else set()
-        names = tuple(x for x in axes.mesh_axes if x not in copies)
-        same = (varying, names) == axes.devices
-        found.append(axes if same else dataclasses.replace(axes, mesh_axes=names, varying=varying))
-    return found
+    typed = []
+    for axes, beside in zip(layers, arrays, strict=True):
+        present = [x for x in beside if x is not None]
+        varying = unknown_axes(*present)
+        copies = {*overruled} & {*invariant_axes(*present)} if overruled else set()
+        names = tuple(name for name in axes.mesh_axes if name not in copies)
+        if (varying, names) != axes.devices:
+            axes = dataclasses.replace(axes, mesh_axes=names, varying=varying)
+        typed.append(axes)
+    return typed
 
 
-def _axes(x: Any, fits: Callable[[Any], bool]) -> Axes | None:
-    """`Axes` of None, of one value, or of a tuple of values."""
-    x = () if x is None else x if type(x) is tuple else (x,)
-    return Axes(x) if all(map(fits, x)) else None
+def _axes(kind: type, x: PyTree) -> Axes | None:
+    """`Axes` of None, of one value of a type, or of a tuple of those; True is no int here."""
+    values = () if x is None else x if type(x) is tuple else (x,)
+    fits = all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+    return Axes(values) if fits else None
 
 
 def read_axes(
-    function: str, name: str, tree: PyTree, read: Callable[[Any], Axes | None], expected: str
+    function: str, name: str, tree: PyTree, read: Callable[[PyTree], Axes | None], expected: str
 ) -> PyTree:
     """`tree` with each leaf as `read` understands it, which returns None for what is no leaf."""
-    pairs, structure = jax.tree_util.tree_flatten_with_path(
+    leaves, structure = jax.tree_util.tree_flatten_with_path(
         trees.opened(tree), is_leaf=lambda x: x is None or read(x) is not None
     )
-    leaves = [x for _, x in pairs]
-    arg = ArgLeaves(
-        function, name, leaves, lambda: [jax.tree_util.keystr(path) for path, _ in pairs]
-    )
-    axes = [read(x) for x in leaves]
+    axes = [read(x) for _, x in leaves]
     if None in axes:
-        i = axes.index(None)
-        if isinstance(leaves[i], jax.Array):
+        path, x = leaves[axes.index(None)]
+        if isinstance(x, jax.Array):
             expected += f"; {checks.INJECTED}"
-        arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {expected}")
+        arg = ArgLeaves(function, name, [x], lambda: [jax.tree_util.keystr(path)])
+        arg.fail(0, TypeError, f"{checks.describe(x)}, expected {expected}")
     return jax.tree.unflatten(structure, axes)

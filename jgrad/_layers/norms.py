@@ -7,7 +7,7 @@ entry per layer of up to 8 arrays, so that a trust ratio is one operation for ma
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,7 +19,7 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
 from jgrad._layers import sums
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._layers.sums import Measured, SquareRange
+from jgrad._layers.sums import SquareRange
 from jgrad._trees.shardings import varying_axes, varying_over
 
 T = TypeVar("T")
@@ -85,42 +85,35 @@ def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[li
 
     Quickest to compile where arrays of one shape stand side by side.
     """
-    spans = _spans(layers, groups)
+    calls = list(itertools.chain(*groups))
+    arrays = {id(x): x for _, xs in calls for x in xs}
+    spans = _spans(layers, arrays.values())
     if len(spans) > 1:
         parts = [layer_norms(layers[span], *(group[span] for group in groups)) for span in spans]
         return [list(itertools.chain(*batches)) for batches in zip(*parts, strict=True)]
-    arguments = {id(x): x for group in groups for _, xs in group for x in xs}
-    position = {key: i for i, key in enumerate(arguments)}
-    static = [
-        in_batches(
-            layers,
-            [
-                Measured(f, tuple(position[id(x)] for x in xs), axes)
-                for (f, xs), axes in zip(group, layers, strict=True)
-            ],
-        )
-        for group in groups
-    ]
-    batches = tuple(tuple(batch) for group in static for batch in group)
-    norms = iter(_norms(list(arguments.values()), batches=batches) if batches else [])
-    return [[next(norms).value() for _ in group] for group in static]
+    if not layers:
+        return [[] for _ in groups]
+    position = {key: i for i, key in enumerate(arrays)}
+    static = tuple((f, tuple(position[id(x)] for x in xs)) for f, xs in calls)
+    return _norms(list(arrays.values()), layers=tuple(layers), calls=static)
 
 
-def global_norm(layers: Sequence[LayerAxes], calls: Sequence[Call]) -> ScaledNorm:
-    """The norm of all arrays together, each of which is one layer.
+def global_norm(leaves: Sequence[jax.Array | None], layers: Sequence[LayerAxes]) -> ScaledNorm:
+    """The norm of all arrays together, each of which is one layer; None is no array.
 
-    As `layer_norms`, but with one sum, and one scale where that is not a normal number, for
-    all arrays of a precision: a sum in float64 says nothing of squares in float32.
+    One sum, and one scale where that is not a normal number, are for all arrays of a precision: a
+    sum in float64 says nothing of squares in float32.
     """
+    arrays = {i: x for i, x in enumerate(leaves) if x is not None}
     groups: dict[Any, list[int]] = {}
-    for i, (axes, (_, xs)) in enumerate(zip(layers, calls, strict=True)):
-        groups.setdefault((*axes.devices, numerics.real_dtype(*xs)), []).append(i)
+    for i in sorted(arrays, key=lambda i: layers[i].sort_key):
+        groups.setdefault((*layers[i].devices, numerics.real_dtype(arrays[i])), []).append(i)
     norms = []
     for (_, mesh_axes, _), members in groups.items():
-        for span in _spans([layers[i] for i in members], [calls]):
-            arguments = [calls[i][1] for i in members[span]]
-            kinds = tuple((calls[i][0], layers[i]) for i in members[span])
-            norm = _norm_of_all(arguments, kinds=kinds)
+        for span in _spans([layers[i] for i in members], arrays.values()):
+            norm = _norm_of_all(
+                [arrays[i] for i in members[span]], layers=tuple(layers[i] for i in members[span])
+            )
             norms.append(_over_devices(norm, mesh_axes) if mesh_axes else norm)
     if not norms:
         return ScaledNorm(jnp.zeros(()), jnp.ones(()))
@@ -133,14 +126,13 @@ def norm_of_norms(batches: Sequence[jax.Array]) -> jax.Array:
     """The norm of all arrays together, from those of all layers; at most the largest number."""
     if not batches:
         return jnp.zeros(())
-    each = sums.concatenate(batches)
-    return ScaledNorm(each, jnp.ones_like(each)).combined(jnp.max, jnp.sum).value()
+    norms = sums.concatenate(batches)
+    return ScaledNorm(norms, jnp.ones_like(norms)).combined(jnp.max, jnp.sum).value()
 
 
-def _spans(layers: Sequence[LayerAxes], groups: Sequence[Sequence[Call]]) -> list[slice]:
-    """Which arrays share a program: those that vary alike; in an eager call so many at a time."""
+def _spans(layers: Sequence[LayerAxes], arrays: Iterable[jax.Array]) -> list[slice]:
+    """Which layers share a program: those that vary alike; in an eager call so many at a time."""
     count = len(layers)
-    arrays = (x for group in groups for _, xs in group for x in xs)
     if count > _EAGER and not any(isinstance(x, jax.core.Tracer) for x in arrays):
         return [slice(i, i + _EAGER) for i in range(0, count, _EAGER)]
     starts = [0, *(i for i in range(1, count) if layers[i].varying != layers[i - 1].varying)]
@@ -195,49 +187,81 @@ def split(
     ]
 
 
+class _Batch(NamedTuple):
+    """A batch of layers, whose norms are measured.
+
+    Attributes:
+      calls: what is measured, an entry per array.
+      layers: where the layers are, an entry per array.
+      total: the plain sum of squares of each layer.
+      limits: the range in which these are exact enough.
+    """
+
+    calls: Sequence[Call]
+    layers: Sequence[LayerAxes]
+    total: jax.Array
+    limits: SquareRange
+
+    def rescaled(self) -> ScaledNorm:
+        """The norms, from sums in a unit for each layer where the plain sum is not normal."""
+        # XLA for GPUs computes both branches at each step, unless one has an operation that it
+        # takes for expensive, such as a barrier.
+        total = jax.lax.optimization_barrier(self.total)
+        unit = self.limits.unit(total)
+        return _mixed(total, sums.rescaled(self.calls, self.layers, unit), unit)
+
+
 @jit_static_kwargs
 def _norms(
-    arguments: list[jax.Array], *, batches: tuple[tuple[Measured, ...], ...]
-) -> list[ScaledNorm]:
-    arguments = _alike(arguments)
-    calls = [sums.call(arguments, measured) for batch in batches for measured in batch]
-    results = iter(leafwise.run(calls))
-    per_array = [[next(results) for _ in batch] for batch in batches]
-    totals = [sums.concatenate(batch) for batch in per_array]
-    ranges = [SquareRange.of(batch) for batch in per_array]
-
-    unusual = _any_unusual(batches, totals, ranges)
-
-    def rescaled() -> list[ScaledNorm]:
-        norms = []
-        for batch, total, limits in zip(batches, totals, ranges, strict=True):
-            # XLA for GPUs computes both branches at each step, unless one has an operation that it
-            # takes for expensive, such as a barrier.
-            own = jax.lax.optimization_barrier(total)
-            unit = limits.unit(own)
-            norms.append(_mixed(own, sums.rescaled(arguments, batch, unit), unit))
-        return norms
-
-    norms = jax.lax.cond(unusual, rescaled, lambda: [_plain(total) for total in totals])
-    mesh_axes = [batch[0].layers.mesh_axes for batch in batches]
-    return [_over_devices(x, axes) if axes else x for x, axes in zip(norms, mesh_axes, strict=True)]
+    arrays: list[jax.Array],
+    *,
+    layers: tuple[LayerAxes, ...],
+    calls: tuple[tuple[Function, tuple[int, ...]], ...],
+) -> list[list[jax.Array]]:
+    """The norms of each group of calls, which name positions in the list of arrays."""
+    arrays = _alike(arrays)
+    measured = [(f, tuple(arrays[i] for i in positions)) for f, positions in calls]
+    count = len(calls) // len(layers)
+    plain = leafwise.run(list(map(sums.of_call, measured, layers * count)))
+    batches: list[_Batch] = []
+    for start in range(0, len(calls), len(layers)):
+        group = slice(start, start + len(layers))
+        columns = zip(
+            in_batches(layers, measured[group]),
+            in_batches(layers, layers),
+            in_batches(layers, plain[group]),
+            strict=True,
+        )
+        batches += [
+            _Batch(x, axes, sums.concatenate(y), SquareRange.of(y)) for x, axes, y in columns
+        ]
+    norms = jax.lax.cond(
+        _any_unusual(batches),
+        lambda: [batch.rescaled() for batch in batches],
+        lambda: [_plain(batch.total) for batch in batches],
+    )
+    mesh_axes = [batch.layers[0].mesh_axes for batch in batches]
+    whole = [
+        _over_devices(x, axes) if axes else x for x, axes in zip(norms, mesh_axes, strict=True)
+    ]
+    values = [x.value() for x in whole]
+    per_group = len(batches) // count
+    return [values[i : i + per_group] for i in range(0, len(values), per_group)]
 
 
 @jit_static_kwargs
-def _norm_of_all(
-    arguments: list[tuple[jax.Array, ...]], *, kinds: tuple[tuple[Function, LayerAxes], ...]
-) -> ScaledNorm:
+def _norm_of_all(arrays: list[jax.Array], *, layers: tuple[LayerAxes, ...]) -> ScaledNorm:
     """One norm, as vectors with one entry, of arrays of one precision."""
-    arguments = _alike(arguments)
+    arrays = _alike(arrays)
 
     def total(scale: jax.Array | None) -> jax.Array:
         calls = []
-        for (f, layers), xs in zip(kinds, arguments, strict=True):
+        for x, axes in zip(arrays, layers, strict=True):
             scale_of_array = scale
             if scale is not None:
                 # XLA would write a scale for each element, if it saw that arrays share one.
-                scale_of_array, xs = jax.lax.optimization_barrier((scale, xs))
-            calls.append(sums.of_call((f, xs), layers, scale_of_array))
+                scale_of_array, x = jax.lax.optimization_barrier((scale, x))
+            calls.append(sums.of_call((leafwise.identity, (x,)), axes, scale_of_array))
         return jnp.sum(sums.concatenate(leafwise.run(calls)), keepdims=True)
 
     plain = total(None)
@@ -247,8 +271,7 @@ def _norm_of_all(
         unit = limits.unit(plain)
         return ScaledNorm(numerics.safe_sqrt(total(1 / unit)), unit)
 
-    small = jnp.asarray(limits.small, plain.dtype)
-    unusual = jnp.any((plain < small) | (plain == jnp.inf))
+    unusual = jnp.any((plain < limits.small) | (plain == jnp.inf))
     return jax.lax.cond(unusual, rescaled, lambda: _plain(plain))
 
 
@@ -258,29 +281,25 @@ def _alike(arguments: T) -> T:
     return alike
 
 
-def _any_unusual(
-    batches: Sequence[Sequence[Measured]],
-    totals: Sequence[jax.Array],
-    ranges: Sequence[SquareRange],
-) -> jax.Array:
+def _any_unusual(batches: Sequence[_Batch]) -> jax.Array:
     """Whether some sum is not a normal number."""
-    groups: dict[int, list[int]] = {}  # one of all sums that are whole, and one of each other
+    together: dict[int, list[_Batch]] = {}  # all sums that are whole, and each other by itself
     for i, batch in enumerate(batches):
-        groups.setdefault(i if _may_be_sharded(batch[0].layers) else -1, []).append(i)
+        key = i if _may_be_sharded(batch.layers[0]) else -1
+        together.setdefault(key, []).append(batch)
     flags = []
-    for members in groups.values():
-        total = sums.concatenate([totals[i] for i in members])
-        small = np.concatenate([ranges[i].small for i in members]).astype(total.dtype)
-        nonempty = _nonempty([measured for i in members for measured in batches[i]])
+    for members in together.values():
+        total = sums.concatenate([batch.total for batch in members])
+        small = np.concatenate([batch.limits.small for batch in members])
+        nonempty = _nonempty([axes for batch in members for axes in batch.layers])
         flags.append(jnp.any(((total < small) & nonempty) | (total == jnp.inf)))
     return flags[0] if len(flags) == 1 else jnp.any(jnp.stack(flags))
 
 
-def _nonempty(measured: Sequence[Measured]) -> ArrayLike:
-    flags = [x.layers.nonempty for x in measured]
-    if all(isinstance(x, np.ndarray) for x in flags):
-        return np.concatenate(flags)
-    return jnp.concatenate(flags)
+def _nonempty(layers: Sequence[LayerAxes]) -> ArrayLike:
+    flags = [axes.nonempty for axes in layers]
+    is_known = all(isinstance(x, np.ndarray) for x in flags)
+    return np.concatenate(flags) if is_known else jnp.concatenate(flags)
 
 
 @jit_static_kwargs

@@ -22,27 +22,19 @@ from jgrad._trees.shardings import may_be_sharded
 _SMALL = 2**14
 
 
-class Measured(NamedTuple):
-    """An array whose layers are measured: `f(*arguments)`.
+def of_call(
+    call: Call, layers: LayerAxes, scale: jax.Array | None = None, *, is_opaque: bool = False
+) -> Call:
+    """The call of the sums of squares of what another call returns, of shape (num_layers,).
 
-    Static: arguments are positions in a list, which also shows what arrays share.
+    Args:
+      call: what is measured.
+      layers: where its layers are.
+      scale: what each layer is multiplied by first, a number per layer; None for 1.
+      is_opaque: whether the arrays may be constants that are hidden from XLA, see `opaque`.
     """
-
-    f: Function
-    arguments: tuple[int, ...]
-    layers: LayerAxes
-
-
-def call(arguments: Sequence[jax.Array], measured: Measured) -> Call:
-    """The call of the sums of squares, of shape (num_layers,)."""
-    xs = tuple(arguments[i] for i in measured.arguments)
-    return of_call((measured.f, xs), measured.layers, None)
-
-
-def of_call(inner: Call, layers: LayerAxes, scale: jax.Array | None) -> Call:
-    """The call of the sums of squares of what another call returns, each layer scaled first."""
-    f, xs = inner
-    return _of_array(f, layers), (scale, *xs)
+    f, arrays = call
+    return _of_array(f, layers, is_opaque), (scale, *arrays)
 
 
 class SquareRange(NamedTuple):
@@ -72,30 +64,19 @@ class SquareRange(NamedTuple):
         exponents = np.array([jnp.finfo(x.dtype).maxexp for x in sums for _ in range(x.size)])
         half, part = exponents // 2, exponents // 64
         powers = (-half, -50 * part, half + 20, -25 * part, -40 * part)
-        return cls(*(np.exp2(power) for power in powers))
+        real = numerics.real_dtype(*sums)
+        return cls(*(np.exp2(power).astype(real) for power in powers))
 
+    @jit_static_kwargs
     def unit(self, total: jax.Array) -> jax.Array:
-        """That in which each layer is measured, from its plain sum: 1 where this is normal."""
-        return _choose(jax.lax.stop_gradient(total), *(jnp.asarray(x, total.dtype) for x in self))
+        """The unit in which each layer is measured, from its plain sum: 1 where this is normal."""
+        total = jax.lax.stop_gradient(total)
+        unit = jnp.where(total < self.small, self.small_unit, jnp.ones_like(total))
+        unit = jnp.where(total < self.tiny, self.tiny_unit, unit)
+        return jnp.where(total == jnp.inf, self.large_unit, unit)
 
 
-@jit_static_kwargs
-def _choose(
-    total: jax.Array,
-    small: jax.Array,
-    tiny: jax.Array,
-    large_unit: jax.Array,
-    small_unit: jax.Array,
-    tiny_unit: jax.Array,
-) -> jax.Array:
-    unit = jnp.where(total < small, small_unit, jnp.ones_like(total))
-    unit = jnp.where(total < tiny, tiny_unit, unit)
-    return jnp.where(total == jnp.inf, large_unit, unit)
-
-
-def rescaled(
-    arguments: Sequence[jax.Array], batch: Sequence[Measured], unit: jax.Array
-) -> jax.Array:
+def rescaled(calls: Sequence[Call], layers: Sequence[LayerAxes], unit: jax.Array) -> jax.Array:
     """The sums of squares of one batch again, in a unit for each layer.
 
     This is compiled into every program and hardly ever runs, so it must be small above all. A
@@ -105,42 +86,35 @@ def rescaled(
     since their parts would be moved between devices.
     """
     scale = 1 / unit
-    first = batch[0]
-    xs = [arguments[i] for i in first.arguments]
-    kinds = {(m.f, m.layers, *(jax.typeof(arguments[i]) for i in m.arguments)) for m in batch}
-    if len(kinds) > 1 or any(x.size > _SMALL or may_be_sharded(x) for x in xs):
-        scales = jax.lax.split(scale, [m.layers.num_layers for m in batch])
-        calls: list[Call] = [
-            (_of_opaque(m.f, m.layers), (by, *(arguments[i] for i in m.arguments)))
-            for m, by in zip(batch, scales, strict=True)
-        ]
-        return concatenate(leafwise.run(calls))
-    positions = list(zip(*(m.arguments for m in batch), strict=True))  # per argument of f
-    shared = tuple(len(set(at)) == 1 for at in positions)
-    columns = [
-        arguments[at[0]] if same else [arguments[i] for i in at]
-        for at, same in zip(positions, shared, strict=True)
-    ]
-    by = scale.reshape(len(batch), -1)
-    return _of_stack(first.f, shared, first.layers)(by, *columns)
+    f, arrays = calls[0]
+    kinds = {(f, axes, *map(jax.typeof, xs)) for (f, xs), axes in zip(calls, layers, strict=True)}
+    if len(kinds) > 1 or any(x.size > _SMALL or may_be_sharded(x) for x in arrays):
+        scales = jax.lax.split(scale, [axes.num_layers for axes in layers])
+        of_layers = zip(calls, layers, scales, strict=True)
+        return concatenate(leafwise.run([of_call(*x, is_opaque=True) for x in of_layers]))
+    columns = list(zip(*(xs for _, xs in calls), strict=True))  # for each argument of f
+    shared = tuple(all(x is column[0] for x in column) for column in columns)
+    arguments = [x[0] if same else x for x, same in zip(columns, shared, strict=True)]
+    return _of_stack(f, shared, layers[0])(scale.reshape(len(calls), -1), *arguments)
 
 
 @functools.cache
 def _of_stack(f: Function, shared: tuple[bool, ...], layers: LayerAxes) -> Function:
-    """`_of_opaque` for arrays that are alike: each argument is a list, or one that all share."""
+    """`_of_array` for arrays that are alike: each argument is a tuple, or one that all share."""
 
     @jit_static_kwargs
     def of_stack(scale: jax.Array, *columns: Any) -> jax.Array:
         together = [x if same else _stack(x) for x, same in zip(columns, shared, strict=True)]
         axes = [None if same else 0 for same in shared]
-        sums = jax.vmap(_of_opaque(f, layers), in_axes=(0, *axes))(scale, *together)
+        of_one = _of_array(f, layers, True)
+        sums = jax.vmap(of_one, in_axes=(0, *axes))(scale, *together)
         return sums.reshape(-1).astype(scale.dtype)
 
     return of_stack
 
 
-@functools.cache
-def _of_array(f: Function, layers: LayerAxes) -> Function:
+@functools.cache  # one function object for each call, so that JAX's caches find it again
+def _of_array(f: Function, layers: LayerAxes, is_opaque: bool) -> Function:
     """The function (scale, *arrays) -> sums of |scale f(*arrays)|^2, of shape (num_layers,)."""
 
     def squares(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
@@ -151,16 +125,9 @@ def _of_array(f: Function, layers: LayerAxes) -> Function:
     @jit_static_kwargs
     def of_array(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
         by = None if scale is None else layers.to_elements(scale)
-        return layers.sum(squares, (by, *arrays))
+        return layers.sum(squares, (by, *(opaque(arrays) if is_opaque else arrays)))
 
     return of_array
-
-
-@functools.cache
-def _of_opaque(f: Function, layers: LayerAxes) -> Function:
-    """`_of_array` of what may be constants."""
-    of_array = _of_array(f, layers)
-    return lambda scale, *arrays: of_array(scale, *opaque(arrays))
 
 
 def opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -170,7 +137,7 @@ def opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     over. A scale is there because one of these squares is infinite or zero.
     """
     # One by one: joined, all would vary over the mesh axes over which one does.
-    return [jax.lax.optimization_barrier(x) for x in arrays]
+    return list(map(jax.lax.optimization_barrier, arrays))
 
 
 def concatenate(sums: Sequence[jax.Array]) -> jax.Array:

@@ -3,12 +3,12 @@
 A ratio works on vectors with an entry per layer, from `norms`, and returns factors to multiply by
 in turn: the ratio itself may overflow or vanish where its product with a gradient is an ordinary
 number. A division comes last: XLA's CPU backend computes it once, and fuses what follows it into
-the kernel of every leaf. Also the norm of a whole model.
+the kernel of every leaf.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, on_leaf, per_leaf
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._layers.norms import ScaledNorm
 
 # Ivy adds this to the denominators of its trust ratios, where the papers treat a zero norm apart.
 IVY_GUARD = 1e-12
@@ -35,7 +34,9 @@ def root_of_quotient(a: jax.Array, b: jax.Array, times: jax.Array) -> jax.Array:
 
 
 @root_of_quotient.defjvp
-def _root_of_quotient_jvp(primals: Any, tangents: Any) -> Any:
+def _root_of_quotient_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     (a, b, times), (da, db, dtimes) = primals, tangents
     root = root_of_quotient(a, b, times)
     slope = 0.5 * root * (da / a - db / b)
@@ -49,7 +50,9 @@ def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @quotient.defjvp
-def _quotient_jvp(primals: Any, tangents: Any) -> Any:
+def _quotient_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     (a, b), (da, db) = primals, tangents
     ratio = quotient(a, b)
     return ratio, (da - ratio * db) / b
@@ -90,11 +93,11 @@ class TrustLayers(NamedTuple):
 
     axes: list[LayerAxes]
     mask: PerLeaf = True
-    note: Callable[[list[Any]], None] | None = None
+    note: Callable[[list[jax.Array | None]], None] | None = None
 
 
 def scaled_by_trust_ratio(
-    w: Sequence[Any],
+    w: Sequence[jax.Array],
     directions: Sequence[Call | None],
     measured: Sequence[Call | None],
     *,
@@ -103,7 +106,7 @@ def scaled_by_trust_ratio(
     layers: TrustLayers,
     rates: Sequence[PerLeaf] = (),
     scale: Function = rules.scale_by,
-) -> list[Any]:
+) -> list[jax.Array | None]:
     """(product of rates) ratio(|w|, |measured|, *numbers) direction, layer by layer.
 
     Args:
@@ -121,19 +124,18 @@ def scaled_by_trust_ratio(
     columns = [per_leaf(x, count) for x in rates]
     factors = [[column[i] for column in columns] for i in range(count)]
     mask = per_leaf(layers.mask, count)
-    pairs = [(i, x) for i, x in enumerate(measured) if x is not None and np.any(mask[i])]
-    pairs.sort(key=lambda pair: layers.axes[pair[0]].sort_key)
-    if pairs:
-        chosen, directions_measured = zip(*pairs, strict=True)
+    calls = {i: x for i, x in enumerate(measured) if x is not None and np.any(mask[i])}
+    if calls:
+        chosen = sorted(calls, key=lambda i: layers.axes[i].sort_key)
         axes = [layers.axes[i] for i in chosen]
         weights = [(leafwise.identity, (w[i],)) for i in chosen]
-        batches = norms.layer_norms(axes, weights, directions_measured)
+        batches = norms.layer_norms(axes, weights, [calls[i] for i in chosen])
         for x in numbers:
             column = per_leaf(x, count)
             batches.append(norms.join(axes, [column[i] for i in chosen]))
         per_batch = [ratio(*xs) for xs in zip(*batches, strict=True)]
         if layers.note is not None:
-            ratios: list[Any] = [None] * count
+            ratios: list[jax.Array | None] = [None] * count
             products = [functools.reduce(jnp.multiply, factor) for factor in per_batch]
             for i, x in zip(chosen, norms.split(axes, products, as_elements=False), strict=True):
                 ratios[i] = x
@@ -158,8 +160,8 @@ def computed_once(
     repeats norms takes it: there, norms compute it from arrays that are written anyway. Sums in
     chunks do without the array.
     """
-    pairs = zip(calls, layers.axes, strict=True)
-    results = leafwise.run([None if axes.in_chunks else call for call, axes in pairs])
+    whole = [None if x.in_chunks else call for call, x in zip(calls, layers.axes, strict=True)]
+    results = leafwise.run(whole)
     directions, measured = list(calls), list(calls)
     for i, (call, x) in enumerate(zip(calls, results, strict=True)):
         if call is not None and x is not None and call[0] is not leafwise.identity:
@@ -175,11 +177,3 @@ def _written_or_not(f: Function) -> Function:
     return functools.partial(
         jax.lax.platform_dependent, cpu=lambda x, *_: x, default=lambda _, *xs: f(*xs)
     )
-
-
-def global_norm(leaves: Sequence[Any], layers: Sequence[LayerAxes]) -> ScaledNorm:
-    """The norm of all leaves together."""
-    pairs = [(x, axes) for x, axes in zip(leaves, layers, strict=True) if x is not None]
-    pairs.sort(key=lambda pair: pair[1].sort_key)
-    calls = [(leafwise.identity, (x,)) for x, _ in pairs]
-    return norms.global_norm([axes for _, axes in pairs], calls)

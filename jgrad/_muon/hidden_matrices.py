@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs.by_path import check_parameters
-from jgrad._layers.layer_axes import Axes, read_indices, read_layer_axes
+from jgrad._layers.layer_axes import Axes, read_layer_axes
 from jgrad._muon import matrix_axes
 from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._packed import packing
@@ -67,7 +67,7 @@ class HiddenMatrices:
         """
         rows = self._rows(params)
         tree = packing.shapes(checks.values_of(params))
-        axes = read_indices(_NAME, "output_axes", output_axes)
+        axes = read_layer_axes(_NAME, output_axes, "output_axes")
         outputs = ArgLeaves.from_prefix(_NAME, "output_axes", axes, "params", tree)
         named = [
             shape is not None and not reason and own.values != ()

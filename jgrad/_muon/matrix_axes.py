@@ -19,7 +19,7 @@ from jgrad._inputs import options
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.options import Mask
 from jgrad._layers import layer_axes as layer_axes_of
-from jgrad._layers.layer_axes import Axes, LayerAxes, check_names, read_indices, read_layer_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, check_names, read_layer_axes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -214,7 +214,7 @@ def second_shape(x: Any, axes: MatrixAxes | None, *, per_output: bool) -> Any:
 
 def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
     """A tree of `Axes` with indices of array axes."""
-    return read_indices(function, "output_axes", output_axes)
+    return read_layer_axes(function, output_axes, "output_axes")
 
 
 def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:

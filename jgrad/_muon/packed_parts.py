@@ -19,8 +19,7 @@ from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes, Part
 from jgrad._muon.second_moments import second_span
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._packed.row_order import RowOrder, Segment
-from jgrad._packed.spans import Span
+from jgrad._packed.layouts import RowOrder, Segment, Span
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import replicated, sharded_as

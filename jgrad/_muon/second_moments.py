@@ -12,9 +12,8 @@ import jax
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._muon.matrix_axes import MatrixAxes, second_shape
 from jgrad._packed import layouts, packing
+from jgrad._packed.layouts import RowOrder, Segment, Span
 from jgrad._packed.packing import Packed
-from jgrad._packed.row_order import RowOrder, Segment
-from jgrad._packed.spans import Span
 from jgrad._trees import checks
 from jgrad._trees.trees import PyTree
 

@@ -14,11 +14,10 @@ import numpy as np
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._packed import layouts
+from jgrad._packed.buffers import join_leaves
+from jgrad._packed.layouts import WIDTH, RowOrder, Rows, Shard, Span
+from jgrad._packed.packed_layers import PackedLayers, ReorderedLayers
 from jgrad._packed.packing import Packed
-from jgrad._packed.row_order import RowOrder, span_of_row
-from jgrad._packed.rows import PackedLayers, ReorderedLayers
-from jgrad._packed.shard import Shard
-from jgrad._packed.spans import Span, to_blocks
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -34,7 +33,7 @@ class ArraySpec(NamedTuple):
       shape: of the whole buffer.
       width: elements of a block.
       shard: the rows that this device has; None for all of them.
-      row_order: that of the whole buffer; None where leaves follow each other.
+      row_order: of the whole buffer; None where leaves follow each other.
     """
 
     positions: tuple[int, ...]
@@ -63,7 +62,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def local_row_order(self) -> RowOrder | None:
-        """That of the rows which this device has; None where leaves follow each other."""
+        """The order of the rows that this device has; None where leaves follow each other."""
         if self.row_order is None or self.shard is None:
             return self.row_order
         return self.row_order.on_one_of(self.shard.devices)
@@ -74,38 +73,29 @@ class ArraySpec(NamedTuple):
         The entry itself where all leaves of the array share it, else a column with a number per
         row, of shape (rows, 1), or an array of the shape of the buffer.
         """
-        entry = self._per_buffer(entries)
-        return entry if self.shard is None or np.ndim(entry) == 0 else self.shard.slice(entry)
-
-    def _per_buffer(self, entries: Sequence[Any]) -> Any:
         values = [entries[i] for i in self.positions]
+        first, is_shared = values[0], all(x is values[0] for x in values)
         if self.is_unpacked:
-            return values[0]
+            return first
         if any(x is None for x in values):
             return None
         if all(checks.is_number(x) for x in values) and len(set(values)) == 1:
-            return values[0]
+            return first
+        if is_shared and jnp.size(first) == 1:
+            return jnp.asarray(first, dtype=float).reshape(())
+        per_row = self._per_row(values)
+        return per_row if self.shard is None else self.shard.slice(per_row)
+
+    def _per_row(self, values: Sequence[Any]) -> jax.Array:
+        """Values that differ, of the leaves in the buffer, as a column or an array of its shape."""
         if all(jnp.size(x) == 1 for x in values):
-            shared = all(x is values[0] for x in values)
-            numbers = [
-                jnp.asarray(x, dtype=float).reshape(()) for x in values[: 1 if shared else None]
-            ]
-            if shared:
-                return numbers[0]
-            return jnp.stack(numbers)[span_of_row(self.spans, self.shape[0], self.row_order)][
-                :, None
-            ]
-        parts, row = [], 0
-        for span, x in zip(self.spans, values, strict=True):
-            each = jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
-            if span.first > row:
-                parts.append(jnp.zeros(((span.first - row) * self.width,)))
-            parts.append(to_blocks(span, each, self.width))
-            row = span.first + span.num_blocks
-        elements = jnp.concatenate(parts)
-        padding = self.shape[0] * self.width - elements.size
-        rows = jnp.pad(elements, (0, padding)).reshape(self.shape)
-        return rows if self.row_order is None else self.row_order.to_shard_order(rows)
+            column = jnp.stack([jnp.asarray(x, dtype=float).reshape(()) for x in values])
+            return column[self._leaf_of_row][:, None]
+        elements = [
+            jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
+            for span, x in zip(self.spans, values, strict=True)
+        ]
+        return self._in_shard_order(join_leaves(self.spans, elements, self.shape[0]))
 
     def element_keys(self, seed: int, purpose: int) -> ElementKeys:
         """What random bits are a hash of, so that a leaf has the same ones packed or not.
@@ -116,22 +106,20 @@ class ArraySpec(NamedTuple):
         keys = leaf_keys(seed, purpose, self.positions)
         if self.is_unpacked:
             return ElementKeys(keys[0], np.zeros((), np.uint32))
-        leaf = keys[span_of_row(self.spans, self.shape[0], self.row_order)]
         first = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span, self.width)
-        first = first if self.row_order is None else self.row_order.to_shard_order(first)
-        if self.shard is None:
-            return ElementKeys(leaf, first)
-        return ElementKeys(self.shard.slice(leaf), self.shard.slice(first))
+        of_rows = ElementKeys(keys[self._leaf_of_row], self._in_shard_order(first))
+        return of_rows if self.shard is None else ElementKeys(*map(self.shard.slice, of_rows))
 
     def mask_per_layer(self, mask: Sequence[bool]) -> bool | np.ndarray:
         """A bool per leaf as one for the array, or one for each layer where they differ."""
+        if self.is_unpacked:
+            return mask[self.positions[0]]
         values = [mask[i] for i in self.positions]
-        if self.is_unpacked or len(set(values)) == 1:
+        if len(set(values)) == 1:
             return values[0]
-        pairs = zip(self.spans, values, strict=True)
-        return np.array([x for span, x in pairs for _ in range(span.layers.num_layers)])
+        return np.repeat(values, [span.layers.num_layers for span in self.spans])
 
     def layers_of_leaves(self, layers: LayerAxes) -> list[LayerAxes]:
         """Where the layers of each leaf are; `layers` are those of the array."""
@@ -142,13 +130,13 @@ class ArraySpec(NamedTuple):
 
         Args:
           numbers: a vector.
-          layers: those of the array, as `layer_axes` found them.
+          layers: those of the array, as `layer_axes` returned them.
         """
-        each = self.layers_of_leaves(layers)
-        parts = jax.lax.split(numbers, [own.num_layers for own in each])
+        leaves = self.layers_of_leaves(layers)
+        parts = jax.lax.split(numbers, [leaf.num_layers for leaf in leaves])
         return [
-            x.reshape([own.shape[axis] for axis in own.stacked])
-            for x, own in zip(parts, each, strict=True)
+            x.reshape([leaf.shape[axis] for axis in leaf.stacked])
+            for x, leaf in zip(parts, leaves, strict=True)
         ]
 
     def layer_axes(
@@ -167,27 +155,31 @@ class ArraySpec(NamedTuple):
                 mesh_axes.fail(i, ValueError, f"{per_leaf[i].mesh_axes}, expected {expected}")
         if self.is_unpacked:
             return dataclasses.replace(self.spans[0].layers, mesh_axes=first.mesh_axes)
-        rows = tuple(
-            span.blocks_per_layer for span in self.spans for _ in range(span.layers.num_layers)
-        )
         sharded_over = first.mesh_axes
         if self.shard is not None:
             sharded_over = tuple(sorted({*sharded_over, *self.shard.axes}))
-        if self.row_order is not None:
-            starts = tuple(
-                span.first + i * span.blocks_per_layer
-                for span in self.spans
-                for i in range(span.layers.num_layers)
-            )
-            return ReorderedLayers(
-                self.local_shape,
-                mesh_axes=sharded_over,
-                blocks=rows,
-                shard=self.shard,
-                starts=starts,
-                row_order=self.row_order,
-            )
-        return PackedLayers(self.local_shape, mesh_axes=sharded_over, blocks=rows, shard=self.shard)
+        layers = PackedLayers(
+            self.local_shape,
+            mesh_axes=sharded_over,
+            blocks=tuple(span.blocks_per_layer for span in self.spans for _ in span.first_rows),
+            shard=self.shard,
+        )
+        if self.row_order is None:
+            return layers
+        starts = tuple(row for span in self.spans for row in span.first_rows)
+        return ReorderedLayers(**vars(layers), starts=starts, row_order=self.row_order)
+
+    @property
+    def _leaf_of_row(self) -> np.ndarray:
+        """The leaf of each row, counted in the buffer; rows of none have that before them."""
+        leaves = np.zeros(self.shape[0], np.int32)
+        for i, span in enumerate(self.spans):
+            leaves[span.first :] = i
+        return self._in_shard_order(leaves)
+
+    def _in_shard_order(self, x: Rows) -> Rows:
+        """Rows of the whole buffer in the order in which devices have them."""
+        return x if self.row_order is None else self.row_order.to_shard_order(x)
 
 
 def _first_elements(span: Span, width: int) -> np.ndarray:
@@ -198,7 +190,8 @@ def _first_elements(span: Span, width: int) -> np.ndarray:
 
 def specs(tree: PyTree) -> list[ArraySpec]:
     """One for each leaf of a tree in which there may be `Packed` nodes."""
-    arrays, count = [], 0
+    arrays: list[ArraySpec] = []
+    count = 0
     for x in jax.tree.leaves(tree, is_leaf=lambda x: trees.is_leaf(x) or isinstance(x, Packed)):
         if not isinstance(x, Packed):
             arrays.append(ArraySpec((count,)))
@@ -209,7 +202,7 @@ def specs(tree: PyTree) -> list[ArraySpec]:
             positions, spans = zip(*layouts.within(layout, name), strict=True)
             positions = tuple(count + i for i in positions)
             shard, row_order = layouts.shard(layout), layouts.row_order(layout, name)
-            arrays.append(ArraySpec(positions, spans, shape, layout.width, shard, row_order))
+            arrays.append(ArraySpec(positions, spans, shape, WIDTH, shard, row_order))
         count += len(layouts.spans(layout))
     return arrays
 

@@ -4,22 +4,27 @@ A buffer is an array of shape (blocks, width). Each layer of a leaf starts on a 
 that a number per layer (a norm, a rate, a decay) is a column of one number per block. Behind the
 last element of a layer is padding, always zero. A leaf too large to gain may stay unpacked, as a
 buffer of its own shape.
+
+A `Span` says where one leaf is. A `RowOrder` says in which order devices have the rows of a buffer,
+and a `Shard` which of them this device has. A `Layout` has those of a whole tree.
 """
 
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
-from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed.row_order import RowOrder, Segment
-from jgrad._packed.shard import Shard
-from jgrad._packed.spans import Span
-from jgrad._trees import checks, trees
+from jgrad._layers.layer_axes import LayerAxes, axis_exists
+from jgrad._trees import checks, shardings, trees
 from jgrad._trees.blocks import SIZE
 from jgrad._trees.renamed import private_attribute
 from jgrad._trees.trees import PyTree
@@ -31,8 +36,203 @@ from jgrad._trees.trees import PyTree
 # multiple of that. Unmeasured on accelerators. In 8 bits a row is what shares a scale.
 WIDTH = SIZE
 
+Rows = TypeVar("Rows", jax.Array, np.ndarray)
+
 _SHOWN = 10  # leaves of a buffer that are printed
 APART = " small"  # how the names of buffers end that have small leaves alone
+
+
+# ---- one leaf ----------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """The blocks of one leaf.
+
+    Attributes:
+      path: of the leaf in its tree.
+      dtype: of the leaf when the layout was made.
+      layers: its shape, and the axes over which layers are stacked.
+      buffer: name of the buffer: that of its dtype, or "leaf 3" for the leaf at index 3 if it stays
+        unpacked.
+      start: first block in the buffer; None for an unpacked leaf.
+      blocks_per_layer: each layer starts on a block of its own.
+    """
+
+    path: str
+    dtype: np.dtype
+    layers: LayerAxes
+    buffer: str
+    start: int | None
+    blocks_per_layer: int
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether the leaf is not packed: its buffer has its own shape."""
+        return self.start is None
+
+    @property
+    def first(self) -> int:
+        """The first block; 0 for an unpacked leaf."""
+        return self.start or 0
+
+    def is_alike(self, other: "Span") -> bool:
+        """Whether it is the same leaf, from whatever row of the buffer of that name."""
+        mine, its = ((x.dtype, x.layers, x.buffer) for x in (self, other))
+        return mine == its
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the leaf."""
+        return self.layers.num_layers * self.blocks_per_layer
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The first block of each layer."""
+        return [self.first + i * self.blocks_per_layer for i in range(self.layers.num_layers)]
+
+    @property
+    def size(self) -> int:
+        """Elements of the leaf."""
+        return math.prod(self.layers.shape)
+
+    def __str__(self) -> str:
+        layers = f", {self.layers.num_layers} layers" if self.layers.stacked else ""
+        rows = "" if self.start is None else f"[{self.start}:{self.start + self.num_blocks}] "
+        return f"{rows}{self.path or 'the leaf'} {self.layers.shape}{layers}"
+
+
+# ---- rows on devices ---------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """Rows of each shard for one kind of leaves.
+
+    Attributes:
+      rows: of each shard.
+      capacity: how many items of equal shape it has room for, leaves or layers of leaves; 0 for
+        other leaves.
+    """
+
+    rows: int
+    capacity: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """The order of rows in a buffer whose shards have whole matrices, or in some shards of one.
+
+    The rows of a buffer are divided evenly between devices. So that no device has a part of a
+    matrix, each shard has the same segments in the same rows: some matrices of each shape, and then
+    its part of all other leaves. Spans count rows in another order, segment by segment, in which a
+    leaf is in one piece. Behind the last matrix of a shape are zero matrices, and behind the last
+    of the others zero rows.
+
+    Attributes:
+      shards: how many there are.
+      segments: of each shard, in order.
+    """
+
+    shards: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Rows of a shard."""
+        return sum(segment.rows for segment in self.segments)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all shards."""
+        return self.shards * self.rows_per_shard
+
+    @property
+    def starts(self) -> list[int]:
+        """The first row of each segment where segments follow each other."""
+        sizes = (self.shards * segment.rows for segment in self.segments)
+        return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+    def to_leaf_order(self, x: Rows) -> Rows:
+        """Rows shard by shard as rows segment by segment."""
+        if self._is_plain:
+            return x
+        per_shard = x.reshape(self.shards, self.rows_per_shard, *x.shape[1:])
+        ends = np.cumsum([segment.rows for segment in self.segments])
+        parts = [per_shard[:, e - s.rows : e] for e, s in zip(ends, self.segments, strict=True)]
+        return _concatenate([part.reshape(-1, *x.shape[1:]) for part in parts], 0)
+
+    def to_shard_order(self, x: Rows) -> Rows:
+        """The rows as they were before `to_leaf_order`."""
+        if self._is_plain:
+            return x
+        parts = []
+        for start, segment in zip(self.starts, self.segments, strict=True):
+            part = x[start : start + self.shards * segment.rows]
+            parts.append(part.reshape(self.shards, segment.rows, *x.shape[1:]))
+        return _concatenate(parts, 1).reshape(x.shape)
+
+    def on_one_of(self, devices: int) -> "RowOrder":
+        """The order of rows in the shards of one device."""
+        return dataclasses.replace(self, shards=self.shards // devices)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.shards == 1 or len(self.segments) == 1
+
+
+def _concatenate(parts: Sequence[Rows], axis: int) -> Rows:
+    is_numpy = isinstance(parts[0], np.ndarray)
+    concatenate: Any = np.concatenate if is_numpy else jax.lax.concatenate
+    return concatenate(parts, axis)
+
+
+class Shard(NamedTuple):
+    """A device's rows of each buffer, where buffers are sharded over mesh axes, as inside `zero`.
+
+    Attributes:
+      axes: their names.
+      devices: the number of devices along them.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+
+    @classmethod
+    def over(cls, axes: tuple[str, ...]) -> "Shard | None":
+        """This device's shard along mesh axes; None where none of them exist, as under `jit`.
+
+        Raises:
+          NameError: some of them exist, and others do not.
+        """
+        return cls(axes, jax.lax.psum(1, axes)) if any(map(axis_exists, axes)) else None
+
+    def num_rows(self, of_buffer: int) -> int:
+        """How many rows this device has of a buffer with so many."""
+        return of_buffer // self.devices
+
+    def first_row(self, of_buffer: int) -> jax.Array:
+        """The first row that this device has of a buffer with so many."""
+        return jax.lax.axis_index(self.axes) * self.num_rows(of_buffer)
+
+    def slice(self, x: ArrayLike) -> jax.Array:
+        """This device's rows of an array that is replicated."""
+        x = jnp.asarray(x)
+        return jax.lax.dynamic_slice_in_dim(x, self.first_row(len(x)), self.num_rows(len(x)))
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """This device's rows of the mean over devices."""
+        total = jax.lax.psum_scatter(x, self.axes, scatter_dimension=0, tiled=True)
+        return total / self.devices
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """All rows on each device."""
+        return shardings.all_gather(x, self.axes)
+
+    def is_known_to_be_invariant(self, x: jax.Array) -> bool:
+        """Whether `shard_map` with `check_vma=True` knows that `x` is the same on some devices."""
+        return any(shardings.is_known_to_be_invariant(axis, x) for axis in self.axes)
+
+
+# ---- a tree of leaves --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -51,7 +251,7 @@ class Layout:
       (3, 2)
     """
 
-    _structure: Any  # of the tree, in which None is a leaf
+    _structure: PyTreeDef  # of the tree, in which None is a leaf
     _spans: tuple[Span | None, ...]  # the blocks of each leaf, or None for None
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     _shard: Shard | None = None  # inside `zero`, the rows that this device has
@@ -62,7 +262,7 @@ class Layout:
         """Elements of a block."""
         return WIDTH
 
-    def tree(self, dtypes: Mapping[str, Any] | None = None) -> PyTree:
+    def tree(self, dtypes: Mapping[str, np.dtype | None] | None = None) -> PyTree:
         """Shapes and dtypes of what was packed, None for None.
 
         Where dtypes of buffers are given, the leaves have these; None for a dtype of None.
@@ -82,12 +282,11 @@ class Layout:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self._structure, *self._places))
+        return hash(self._key)
 
     @property
-    def _places(self) -> tuple[Any, ...]:
-        """Everything but the structure of the tree."""
-        return self._spans, self.shapes, self._shard, self._row_orders
+    def _key(self) -> tuple[object, ...]:
+        return self._structure, self._spans, self.shapes, self._shard, self._row_orders
 
     def __hash__(self) -> int:
         return self._hash
@@ -96,9 +295,9 @@ class Layout:
         # JAX compares at every call of a compiled function; mostly it is one object.
         if self is other:
             return True
-        if not isinstance(other, Layout) or self._hash != other._hash:
+        if not isinstance(other, Layout):
             return False
-        return bool(self._structure == other._structure) and self._places == other._places
+        return self._hash == other._hash and self._key == other._key
 
     @functools.cached_property
     def _by_buffer(self) -> dict[str, list[tuple[int, Span]]]:
@@ -106,9 +305,9 @@ class Layout:
         for i, span in enumerate(self._spans):
             if span is not None:
                 buffers[span.buffer].append((i, span))
-        for pairs in buffers.values():
+        for members in buffers.values():
             # A leaf without elements starts where the next one does, and comes before it.
-            pairs.sort(key=lambda pair: (pair[1].first, pair[1].num_blocks, pair[0]))
+            members.sort(key=lambda member: (member[1].first, member[1].num_blocks, member[0]))
         return buffers
 
     # A copy is this very layout. Structures of nodes that are not JAX's own cannot be pickled, and
@@ -117,10 +316,10 @@ class Layout:
     def __copy__(self) -> "Layout":
         return self
 
-    def __deepcopy__(self, memo: Any) -> "Layout":
+    def __deepcopy__(self, memo: object) -> "Layout":
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., "Layout"], tuple[Any, ...]]:
         numbers = self._structure.unflatten(range(len(self._spans)))
         spans = [
             span and (*span[:2], dataclasses.astuple(span.layers)[:3], *span[3:])
@@ -139,26 +338,25 @@ class Layout:
         structure = trees.flatten(numbers)[1]
         rebuilt = tuple(x and Span(*x)._replace(layers=LayerAxes(*x[2])) for x in spans)
         row_orders = tuple(
-            (name, RowOrder(n, tuple(Segment(*x) for x in rows))) for name, n, rows in orders
+            (name, RowOrder(n, tuple(Segment(*x) for x in segments)))
+            for name, n, segments in orders
         )
         return Layout(structure, rebuilt, shapes, shard and Shard(*shard), row_orders)
 
     def __repr__(self) -> str:
-        spans = [span for span in self._spans if span is not None]
-        elements = sum(span.size for span in spans)
+        leaves = [span for span in self._spans if span is not None]
+        elements = sum(span.size for span in leaves)
         room = sum(math.prod(shape) for _, shape in self.shapes)
         padding = 0 if room == 0 else 100 * (1 - elements / room)
-        count = "1 leaf" if len(spans) == 1 else f"{len(spans)} leaves"
+        count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
         lines = [f"{count}, {elements:,} elements, {padding:.1f}% padding"]
-        unpacked = []
         for name, shape in self.shapes:
-            in_buffer = [span for _, span in within(self, name)]
-            if in_buffer[0].is_unpacked:
-                unpacked += in_buffer
-                continue
-            lines.append(f"  {name} {shape}")
-            lines += _listed(in_buffer)
-        return "\n".join([*lines, *(["  unpacked", *_listed(unpacked)] if unpacked else [])])
+            if unpacked_leaf(self, name) is None:
+                lines += [f"  {name} {shape}", *_listed([span for _, span in within(self, name)])]
+        buffers = (within(self, name) for name, _ in self.shapes)
+        if unpacked := [span for ((_, span), *_) in buffers if span.is_unpacked]:
+            lines += ["  unpacked", *_listed(unpacked)]
+        return "\n".join(lines)
 
 
 Layout.__module__ = "jgrad"  # where users import it from, and what a pickle names
@@ -167,8 +365,8 @@ Layout.__module__ = "jgrad"  # where users import it from, and what a pickle nam
 # ---- what the library asks a layout, and its users need not know -------------------------------
 
 
-def structure(layout: Layout) -> Any:
-    """That of the tree, in which None is a leaf."""
+def structure(layout: Layout) -> PyTreeDef:
+    """The structure of the tree, in which None is a leaf."""
     return layout._structure
 
 
@@ -198,13 +396,13 @@ def unpacked_leaf(layout: Layout, name: str) -> int | None:
     return i if span.is_unpacked else None
 
 
-def with_structure(layout: Layout, structure: Any) -> Layout:
-    """The same places, for another tree with the same leaves."""
+def with_structure(layout: Layout, structure: PyTreeDef) -> Layout:
+    """The same buffers, for another tree with the same leaves."""
     return dataclasses.replace(layout, _structure=structure)
 
 
 def with_shard(layout: Layout, shard: Shard | None) -> Layout:
-    """The same places, with what says which rows of the buffers are on this device."""
+    """The same buffers, of which this device has these rows; None for all of them."""
     return dataclasses.replace(layout, _shard=shard)
 
 
@@ -214,10 +412,14 @@ def with_places(
     shapes: Mapping[str, tuple[int, ...]],
     row_orders: Mapping[str, RowOrder],
 ) -> Layout:
-    """The same tree in other places of buffers of other shapes; equal layouts are one object."""
+    """The same tree in other rows of buffers of other shapes; equal layouts are one object."""
     orders = {**dict(layout._row_orders), **row_orders}
-    places = tuple(spans), tuple(sorted(shapes.items())), tuple(sorted(orders.items()))
-    new = Layout(layout._structure, *places[:2], layout._shard, places[2])
+    new = dataclasses.replace(
+        layout,
+        _spans=tuple(spans),
+        shapes=tuple(sorted(shapes.items())),
+        _row_orders=tuple(sorted(orders.items())),
+    )
     return layout if new == layout else new
 
 
@@ -225,13 +427,14 @@ def is_part_of(layout: Layout, other: Layout) -> bool:
     """Whether each leaf is one of the other's at its position, in trees of any structure."""
     if layout == other:
         return True
-    pairs = list(zip(layout._spans, other._spans, strict=False))
-    same = all(ours is None or (its and ours.is_alike(its)) for ours, its in pairs)
-    return same and len(layout._spans) == len(other._spans)
+    if len(layout._spans) != len(other._spans):
+        return False
+    both = zip(layout._spans, other._spans, strict=True)
+    return all(ours is None or (its and ours.is_alike(its)) for ours, its in both)
 
 
 def differences(layout: Layout, other: Layout, name: str, other_name: str) -> Iterator[str]:
-    """Where two layouts differ: a phrase for each place."""
+    """Where two layouts differ, phrase by phrase."""
     differ = False
     for phrase in trees.differences(layout.tree(), other.tree(), name, other_name):
         differ = True
@@ -247,12 +450,12 @@ def differences(layout: Layout, other: Layout, name: str, other_name: str) -> It
         yield f"{name} has buffers {dict(layout.shapes)}, {other_name} {dict(other.shapes)}"
 
 
-def _method(f: Callable[..., Any]) -> Callable[[Layout], Any]:
+def _method(f: Callable[..., object]) -> Callable[[Layout], object]:
     return lambda layout: functools.partial(f, layout)
 
 
 # Until 0.6 users could read these of a layout.
-_PRIVATE: dict[str, Callable[[Layout], Any]] = {
+_PRIVATE: dict[str, Callable[[Layout], object]] = {
     "structure": structure,
     "runs": spans,
     "share": shard,

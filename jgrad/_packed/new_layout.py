@@ -1,17 +1,15 @@
 """The layout for a tree: which leaves are packed, in which order, and where each starts."""
 
-import itertools
+import collections
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import Axes
-from jgrad._packed.layouts import APART, WIDTH, Layout
-from jgrad._packed.row_order import RowOrder, assign_rows, item_shape
-from jgrad._packed.spans import Span
+from jgrad._packed.layouts import APART, WIDTH, Layout, RowOrder, Segment, Span
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -34,7 +32,7 @@ def layout_of(
     *,
     small_apart: bool = False,
     others: bool = False,
-) -> tuple[Layout, list[Any]]:
+) -> tuple[Layout, list[jax.Array | None]]:
     """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
 
     Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. The
@@ -67,24 +65,22 @@ def layout_of(
         name = x.dtype.name + APART * is_apart
         packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, blocks_per_layer)))
     # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
-    packed.sort(key=lambda pair: (pair[1].layers.shape, pair[1].layers.stacked))
+    packed.sort(key=lambda member: (member[1].layers.shape, member[1].layers.stacked))
+    buffers: dict[str, list[tuple[int, Span]]] = {}
+    for member in packed:
+        buffers.setdefault(member[1].buffer, []).append(member)
     row_orders: dict[str, RowOrder] = {}
-    for name in dict.fromkeys(span.buffer for _, span in packed):
-        pairs = [(i, span) for i, span in packed if span.buffer == name]
-        chosen = [matrices is not None and matrices[i] for i, _ in pairs]
-        if any(chosen) and multiple_of > 1:
-            starts, row_order = assign_rows([span for _, span in pairs], chosen, multiple_of)
-            row_orders[name], rows = row_order, multiple_of * row_order.rows_per_shard
-            _check_padding(arg, pairs, chosen, row_order)
-        else:
-            *starts, end = itertools.accumulate((x.num_blocks for _, x in pairs), initial=0)
-            rows = -(-end // multiple_of) * multiple_of
-        for start, (i, span) in zip(starts, pairs, strict=True):
+    for name, members in buffers.items():
+        chosen = [matrices is not None and multiple_of > 1 and matrices[i] for i, _ in members]
+        starts, row_order = _assign_rows([span for _, span in members], chosen, multiple_of)
+        if any(chosen):
+            _check_padding(arg, members, chosen, row_order)
+            row_orders[name] = row_order
+        for start, (i, span) in zip(starts, members, strict=True):
             spans[i] = span._replace(start=start)
-        shapes[name] = (rows, WIDTH)
-    structure = trees.flatten(tree)[1]
+        shapes[name] = (row_order.num_rows, WIDTH)
     layout = Layout(
-        structure,
+        trees.flatten(tree)[1],
         tuple(spans),
         tuple(sorted(shapes.items())),
         _row_orders=tuple(sorted(row_orders.items())),
@@ -92,33 +88,54 @@ def layout_of(
     return layout, list(arg.leaves)
 
 
+def _assign_rows(
+    spans: Sequence[Span], chosen: Sequence[bool], shards: int
+) -> tuple[list[int], RowOrder]:
+    """The first row of each span, and the order of rows; layers of chosen spans stay whole.
+
+    Without chosen ones there is one segment, in which leaves follow each other.
+    """
+    alike: dict[tuple[bool, tuple[int, ...], int], list[int]] = {}
+    for i, (span, is_matrix) in enumerate(zip(spans, chosen, strict=True)):
+        kind = (True, _layer_shape(span), span.blocks_per_layer) if is_matrix else (False, (), 1)
+        alike.setdefault(kind, []).append(i)
+    starts, segments, start = [0] * len(spans), [], 0
+    for is_matrix, shape, blocks in sorted(alike, key=lambda kind: not kind[0]):  # matrices first
+        row = start
+        for i in alike[is_matrix, shape, blocks]:
+            starts[i] = row
+            row += spans[i].num_blocks
+        capacity = -(-(row - start) // (blocks * shards)) if blocks else 0
+        segments.append(Segment(capacity * blocks, capacity if is_matrix else 0))
+        start += shards * capacity * blocks
+    return starts, RowOrder(shards, tuple(segments))
+
+
 def _check_padding(
-    arg: ArgLeaves, packed: list[tuple[int, Span]], chosen: list[bool], row_order: RowOrder
+    arg: ArgLeaves, members: list[tuple[int, Span]], chosen: list[bool], row_order: RowOrder
 ) -> None:
     """No more than half of such a buffer is padding: some shape has too few matrices."""
-    rows, used = (
-        row_order.shards * row_order.rows_per_shard,
-        sum(span.num_blocks for _, span in packed),
-    )
-    if 2 * used >= rows:
+    shards, num_rows = row_order.shards, row_order.num_rows
+    used = sum(span.num_blocks for _, span in members)
+    if 2 * used >= num_rows:
         return
-    wasted: dict[tuple[int, ...], list[int]] = {}
-    for (i, span), is_matrix in zip(packed, chosen, strict=True):
+    counts: collections.Counter[tuple[int, ...]] = collections.Counter()
+    first: dict[tuple[int, ...], tuple[int, Span]] = {}
+    for (i, span), is_matrix in zip(members, chosen, strict=True):
         if is_matrix:
-            wasted.setdefault(item_shape(span), []).append(i)
-    spans = dict(packed)
-
-    def padding(shape: tuple[int, ...]) -> int:
-        first = spans[wasted[shape][0]]
-        count = sum(spans[i].layers.num_layers for i in wasted[shape])
-        return (-count % row_order.shards) * first.blocks_per_layer
-
-    shape = max(wasted, key=padding)
-    count = sum(spans[i].layers.num_layers for i in wasted[shape])
+            counts[_layer_shape(span)] += span.layers.num_layers
+            first.setdefault(_layer_shape(span), (i, span))
+    shape = max(counts, key=lambda x: (-counts[x] % shards) * first[x][1].blocks_per_layer)
+    count = counts[shape]
     problem = (
         f"{'1 matrix' if count == 1 else f'{count} matrices'} of shape {shape} for "
-        f"{row_order.shards} shards: {100 * (rows - used) // rows}% of the buffer would be "
+        f"{shards} shards: {100 * (num_rows - used) // num_rows}% of the buffer would be "
         "padding, expected at most half; shard over a smaller mesh axis, with a smaller "
         "`multiple_of`"
     )
-    arg.fail(wasted[shape][0], ValueError, problem)
+    arg.fail(first[shape][0], ValueError, problem)
+
+
+def _layer_shape(span: Span) -> tuple[int, ...]:
+    """The shape of a layer of the leaf."""
+    return tuple(span.layers.shape[axis] for axis in span.layers.within)

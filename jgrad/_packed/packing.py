@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey
 
-from jgrad._packed import layouts, quantized_buffers, spans, splitting
-from jgrad._packed.layouts import Layout
+from jgrad._packed import layouts
+from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
+from jgrad._packed.layouts import Layout, Span
 from jgrad._packed.new_layout import layout_of
-from jgrad._packed.spans import Span
 from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
@@ -24,6 +25,8 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
+
+Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -54,13 +57,12 @@ class Packed:
         self.buffers = dict(buffers)
         self.layout = layout
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
-        key = jax.tree_util.GetAttrKey("buffers")
-        return ((key, self.buffers),), self.layout
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[GetAttrKey, PyTree]], Layout]:
+        return ((GetAttrKey("buffers"), self.buffers),), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Any) -> "Packed":
-        # Without a check of the buffers: JAX puts objects of all kinds in their place.
+    def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> "Packed":
+        # Without a check of the buffers: JAX puts objects of all kinds there.
         self = object.__new__(cls)
         (self.buffers,) = children
         self.layout = layout
@@ -148,18 +150,15 @@ def pack(
             "pack", tree, layer_axes, multiple_of, max_size, chosen, small_apart=small_apart
         )
         return where_it_lies(functools.partial(fill, layout), leaves)
-    given = multiple_of != 1 or small_apart is not False
-    if given or any(x is not None for x in (layer_axes, max_size, matrices)):
+    options = (layer_axes, max_size, matrices)
+    if multiple_of != 1 or small_apart is not False or any(x is not None for x in options):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
-    structure: Any
-    nodes, structure = jax.tree.flatten(like, is_leaf=is_packed)
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
-    parts = structure.flatten_up_to(tree)
-    packed = [
-        where_it_lies(functools.partial(_again, x), part) if isinstance(x, Packed) else part
-        for x, part in zip(nodes, parts, strict=True)
-    ]
-    return structure.unflatten(packed)
+
+    def as_in_like(node: PyTree, part: PyTree) -> PyTree:
+        return where_it_lies(functools.partial(_again, node), part) if is_packed(node) else part
+
+    return jax.tree.map(as_in_like, like, tree, is_leaf=is_packed)
 
 
 def _matrices(tree: PyTree, matrices: PyTree | Callable[[PyTree], PyTree]) -> list[bool]:
@@ -197,11 +196,12 @@ def unpack(tree: PyTree) -> PyTree:
       >>> params["w"].shape, state.mw["w"].shape
       ((3, 2), (3, 2))
     """
-    return jax.tree.map(
-        lambda x: where_it_lies(_leaves, x) if isinstance(x, Packed) else x,
-        tree,
-        is_leaf=is_packed,
-    )
+    return _map_packed(functools.partial(where_it_lies, _leaves), tree)
+
+
+def _map_packed(f: Callable[[Packed], PyTree], tree: PyTree) -> PyTree:
+    """The tree with `f(packed)` for each `Packed`."""
+    return jax.tree.map(lambda x: f(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
 def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
@@ -210,28 +210,23 @@ def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
     Small leaves of a buffer in 8 bits are float32 as `unpack` makes them, or Blocks `as_stored`.
     """
 
-    def of_node(x: Any) -> Any:
-        if not isinstance(x, Packed):
-            return x
+    def of_packed(x: Packed) -> PyTree:
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
             return jax.eval_shape(functools.partial(_leaves, as_stored=as_stored), x)
-        known = [(name, b) for name, b in buffers if b is None or hasattr(b, "dtype")]
-        return x.layout.tree({name: getattr(b, "dtype", None) for name, b in known})
+        return x.layout.tree(
+            {k: getattr(b, "dtype", None) for k, b in buffers if b is None or hasattr(b, "dtype")}
+        )
 
-    return jax.tree.map(of_node, tree, is_leaf=lambda x: x is None or isinstance(x, Packed))
+    return _map_packed(of_packed, tree)
 
 
 def with_layouts(tree: PyTree, relabeled: Callable[[Layout], Layout]) -> PyTree:
     """The same buffers under other layouts."""
-    return jax.tree.map(
-        lambda x: Packed(x.buffers, relabeled(x.layout)) if isinstance(x, Packed) else x,
-        tree,
-        is_leaf=is_packed,
-    )
+    return _map_packed(lambda x: Packed(x.buffers, relabeled(x.layout)), tree)
 
 
-def is_packed(x: Any) -> bool:
+def is_packed(x: PyTree) -> bool:
     """Whether it is a `Packed`; other folders ask this and test no type."""
     return isinstance(x, Packed)
 
@@ -245,9 +240,9 @@ def check_unpacked(function: str, name: str, tree: PyTree) -> None:
     """There is no `Packed` in the tree: packed again, its buffers would be taken for leaves."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed):
         if isinstance(x, Packed):
-            place = checks.at(jax.tree_util.keystr(path))
+            where = checks.at(jax.tree_util.keystr(path))
             remedy = "expected a tree of arrays; `unpack` it first"
-            raise TypeError(f"{function}: `{name}`{place}: packed already, {remedy}.")
+            raise TypeError(f"{function}: `{name}`{where}: packed already, {remedy}.")
 
 
 def layout_in(tree: PyTree) -> Layout | None:
@@ -256,38 +251,23 @@ def layout_in(tree: PyTree) -> Layout | None:
     return next((x.layout for x in nodes), None)
 
 
-def fill(layout: Layout, leaves: Sequence[Any]) -> Packed:
+def fill(layout: Layout, leaves: Sequence[Array | None]) -> Packed:
     """The leaves in buffers, each layer behind the one before."""
     _register_with_flax()
-    buffers: dict[str, Any] = {}
+    buffers: dict[str, Array | None] = {}
     for name, shape in layout.shapes:
-        (i, span), *_ = pairs = layouts.within(layout, name)
-        if span.is_unpacked or checks.is_nothing(leaves[i], span.layers.shape):
-            buffers[name] = leaves[i]
+        positions, spans = zip(*layouts.within(layout, name), strict=True)
+        first = leaves[positions[0]]
+        if spans[0].is_unpacked or checks.is_nothing(first, spans[0].layers.shape):
+            buffers[name] = first
             continue
-        here = {i: jax.tree.map(replicated, leaves[i]) for i, _ in pairs}
-        if isinstance(here[i], Blocks):
-            joined = quantized_buffers.join([(span, here[i]) for i, span in pairs], shape[0])
-            buffers[name] = jax.tree.map(functools.partial(_to_shard_order, layout, name), joined)
-            continue
-        parts, row, dtype = [], 0, here[i].dtype
-        for i, span in pairs:
-            parts += _zeros(span.first - row, layout.width, dtype)
-            parts.append(spans.to_blocks(span, here[i], layout.width))
-            row = span.first + span.num_blocks
-        parts += _zeros(shape[0] - row, layout.width, dtype)
-        buffers[name] = _to_shard_order(layout, name, splitting.join(parts).reshape(shape))
+        parts = jax.tree.map(replicated, [leaves[i] for i in positions])
+        join = join_codes if isinstance(first, Blocks) else join_leaves
+        buffer = join(spans, parts, shape[0])
+        if (row_order := layouts.row_order(layout, name)) is not None:
+            buffer = jax.tree.map(row_order.to_shard_order, buffer)
+        buffers[name] = buffer
     return Packed(buffers, layout)
-
-
-def _zeros(rows: int, width: int, dtype: Any) -> list[jax.Array]:
-    return [jnp.zeros((rows * width,), dtype)] if rows else []
-
-
-def _to_shard_order(layout: Layout, name: str, buffer: jax.Array) -> jax.Array:
-    """The rows of a buffer in the order in which devices have them."""
-    row_order = layouts.row_order(layout, name)
-    return buffer if row_order is None else row_order.to_shard_order(buffer)
 
 
 def _register_with_flax() -> None:
@@ -308,54 +288,40 @@ def _register_with_flax() -> None:
 def _leaves(packed: Packed, *, as_stored: bool = False) -> PyTree:
     """The tree in the buffers, by one split of each."""
     layout = packed.layout
-    leaves: list[Any] = [None] * len(layouts.spans(layout))
+    leaves: list[Array | None] = [None] * len(layouts.spans(layout))
     for name, shape in layout.shapes:
-        buffer, pairs = packed.buffers[name], layouts.within(layout, name)
-        if (unpacked := layouts.unpacked_leaf(layout, name)) is not None:
-            leaves[unpacked] = buffer
-            continue
-        if checks.is_nothing(buffer, shape):
-            for i, _ in pairs:
-                leaves[i] = buffer if buffer is None else jnp.copy(buffer)  # for donation
-            continue
-        if not ((checks.is_array(buffer) or isinstance(buffer, Blocks)) and buffer.shape == shape):
-            raise ValueError(
-                f"unpack: `tree`: {checks.describe(buffer)} as the buffer {name!r}, expected an "
-                f"array of shape {shape}; map `unpack` over models as they were mapped over, and "
-                "for shapes alone call `jax.eval_shape(unpack, tree)`."
-            )
-        buffer = jax.tree.map(replicated, buffer)
-        if (row_order := layouts.row_order(layout, name)) is not None:
-            buffer = jax.tree.map(row_order.to_leaf_order, buffer)
-        pieces: list[tuple[int, tuple[int, Span] | None]] = []  # of padding None
-        row = 0
-        for i, span in pairs:
-            pieces += [(span.first - row, None)] if span.first > row else []
-            pieces.append((span.num_blocks, (i, span)))
-            row = span.first + span.num_blocks
-        pieces += [(shape[0] - row, None)] if shape[0] > row else []
-        counts = tuple(rows for rows, _ in pieces)
-        scale: list[Any] = [None] * len(counts)
-        if isinstance(buffer, Blocks):
-            if buffer.scale.shape != (shape[0], 1):
-                came = f"`scale` of shape {buffer.scale.shape} in the buffer {name!r}"
-                expected = f"a number for each row, of shape {(shape[0], 1)}"
-                raise ValueError(f"unpack: `tree`: {came}, expected {expected}.")
-            codec = codec_of(buffer)
-            codes, scale = quantized_buffers.split(buffer, counts)
+        buffer = packed.buffers[name]
+        positions, spans = zip(*layouts.within(layout, name), strict=True)
+        if spans[0].is_unpacked:
+            parts = [buffer]
+        elif checks.is_nothing(buffer, shape):
+            parts = [None if buffer is None else jnp.copy(buffer) for _ in spans]  # for donation
         else:
-            sizes = tuple(layout.width * rows for rows in counts)
-            codes = splitting.split(buffer.reshape(-1), sizes)
-        for (_, leaf), part, own_scale in zip(pieces, codes, scale, strict=True):
-            if leaf is None:
-                continue
-            i, span = leaf
-            if own_scale is None:
-                leaves[i] = spans.from_blocks(span, part, layout.width)
+            _check_buffer(name, buffer, shape)
+            buffer = jax.tree.map(replicated, buffer)
+            if (row_order := layouts.row_order(layout, name)) is not None:
+                buffer = jax.tree.map(row_order.to_leaf_order, buffer)
+            if isinstance(buffer, Blocks):
+                parts = split_codes(spans, buffer, as_stored=as_stored)
             else:
-                own = quantized_buffers.leaf(span, part, own_scale, codec)
-                leaves[i] = own if as_stored else quantized_buffers.by_itself(span, own)
+                parts = split_leaves(spans, buffer)
+        for i, part in zip(positions, parts, strict=True):
+            leaves[i] = part
     return layouts.structure(layout).unflatten(leaves)
+
+
+def _check_buffer(name: str, buffer: Array, shape: tuple[int, ...]) -> None:
+    """A buffer of the shape in the layout."""
+    if not ((checks.is_array(buffer) or isinstance(buffer, Blocks)) and buffer.shape == shape):
+        raise ValueError(
+            f"unpack: `tree`: {checks.describe(buffer)} as the buffer {name!r}, expected an array "
+            f"of shape {shape}; map `unpack` over models as they were mapped over, and for shapes "
+            "alone call `jax.eval_shape(unpack, tree)`."
+        )
+    if isinstance(buffer, Blocks) and buffer.scale.shape != (shape[0], 1):
+        came = f"`scale` of shape {buffer.scale.shape} in the buffer {name!r}"
+        expected = f"a number for each row, of shape {(shape[0], 1)}"
+        raise ValueError(f"unpack: `tree`: {came}, expected {expected}.")
 
 
 def _again(like: Packed, tree: PyTree) -> Packed:
@@ -365,52 +331,45 @@ def _again(like: Packed, tree: PyTree) -> Packed:
     leaves = list(arg.leaves)
     expected: list[Any] = [None] * len(leaves)
     for name, shape in layout.shapes:
-        pairs, buffer = layouts.within(layout, name), like.buffers[name]
-        if checks.is_nothing(buffer, shape):
-            for i, _ in pairs:
-                if not checks.is_nothing(leaves[i]):
-                    arg.fail(
-                        i, TypeError, f"{checks.describe(leaves[i])}, expected None, as in `like`"
-                    )
+        buffer, members = like.buffers[name], layouts.within(layout, name)
+        is_nothing = checks.is_nothing(buffer, shape)
+        dtype = getattr(leaves[members[0][0]], "dtype", None)
+        for i, span in members:
+            if problem := _problem(None if is_nothing else buffer, span, leaves[i], dtype):
+                arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {problem}")
+            if is_nothing:
                 leaves[i] = None if buffer is None else leaves[i]
-            continue
-        if isinstance(buffer, Blocks):
-            for i, span in pairs:
-                quantized_buffers.check_recodable(arg, i, codec_of(buffer))
-                expected[i] = jax.ShapeDtypeStruct(span.layers.shape, jnp.float32)
-            continue
-        if (unpacked := layouts.unpacked_leaf(layout, name)) is not None:
-            _check_unpacked(arg, unpacked, buffer)
-            expected[unpacked] = buffer
-            continue
-        dtype = getattr(arg.leaves[pairs[0][0]], "dtype", None)
-        for i, span in pairs:
-            x = arg.leaves[i]
-            if isinstance(x, Blocks):
-                arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {_REMEDY}")
-            if not checks.is_inexact(x):
-                arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating array")
-            if x.dtype != dtype:
-                arg.fail(i, TypeError, f"{checks.describe(x)}, expected {dtype} as beside it")
-            expected[i] = jax.ShapeDtypeStruct(span.layers.shape, dtype)
-    for i, x in enumerate(arg.leaves):
-        if layouts.spans(layout)[i] is None and x is not None:
-            arg.fail(i, TypeError, f"{checks.describe(x)}, expected None")
+            elif span.is_unpacked:
+                expected[i] = buffer
+            else:
+                of_leaf = jnp.float32 if isinstance(buffer, Blocks) else dtype
+                expected[i] = jax.ShapeDtypeStruct(span.layers.shape, of_leaf)
+    for i, leaf in enumerate(layouts.spans(layout)):
+        if leaf is None and leaves[i] is not None:
+            arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected None")
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
-    for name, _ in layout.shapes:
-        if isinstance(like.buffers[name], Blocks):
-            codec = codec_of(like.buffers[name])
+    for name, buffer in like.buffers.items():
+        if isinstance(buffer, Blocks):
             for i, span in layouts.within(layout, name):
-                leaves[i] = quantized_buffers.recoded(span, leaves[i], codec)
+                leaves[i] = recoded(span, leaves[i], codec_of(buffer))
     return fill(layout, leaves)
 
 
-_REMEDY = "make it one by `carry_over(tree, like=like)`"
-
-
-def _check_unpacked(arg: ArgLeaves, i: int, buffer: Any) -> None:
-    """A leaf that stays unpacked: an array where there is one, of its kind."""
-    x = arg.leaves[i]
-    inexact = jnp.issubdtype(getattr(buffer, "dtype", np.int32), jnp.inexact)
-    if not (checks.is_numeric(x) and checks.is_inexact(x) == inexact):
-        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {checks.describe(buffer)}")
+def _problem(buffer: Array | None, span: Span, x: PyTree, dtype: np.dtype | None) -> str:
+    """What was expected of a leaf for a buffer, whose first leaf has this dtype; "" if it fits."""
+    if buffer is None:
+        return "" if checks.is_nothing(x) else "None, as in `like`"
+    if isinstance(buffer, Blocks):
+        codec = codec_of(buffer)
+        is_float32 = getattr(x, "dtype", None) == jnp.float32
+        fits = codec_of(x) == codec if isinstance(x, Blocks) else is_float32
+        return "" if fits else f"an array of float32, or Blocks with codes of {codec.kind}"
+    if span.is_unpacked:
+        is_floating = jnp.issubdtype(getattr(buffer, "dtype", np.int32), jnp.inexact)
+        fits = checks.is_numeric(x) and checks.is_inexact(x) == is_floating
+        return "" if fits else checks.describe(buffer)
+    if isinstance(x, Blocks):
+        return "an array; make it one by `carry_over(tree, like=like)`"
+    if not checks.is_inexact(x):
+        return "a floating array"
+    return "" if x.dtype == dtype else f"{dtype} as beside it"

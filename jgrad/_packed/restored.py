@@ -1,12 +1,12 @@
 """States from files that were read without a target: dictionaries for the nodes of jgrad."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jgrad._packed import layouts, packing
+from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed
 from jgrad._quantized.codec import BY_DTYPE
 from jgrad._trees import checks, path_rules, trees
@@ -22,45 +22,34 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     Files do not have the layout of packed trees: it is that of one in `likes` with such buffers,
     of several the one whose path ends most alike.
     """
-    if not any(map(_is_node, _nodes(tree))):
-        return tree
-    known = [_packed_in(like) for like in likes]
 
-    def of_node(path: tuple[Any, ...], x: Any) -> Any:
+    def of_node(path: tuple[object, ...], x: PyTree) -> PyTree:
         if _is_blocks(x):
             blocks = _blocks(x)
             return {"value": blocks} if isinstance(x["codes"], dict) else blocks
         if not _is_packed(x):
             return x
         buffers = {name: _blocks(b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
-        layout = _layout(buffers, path, known)
+        layout = _layout(buffers, path, likes)
         if layout is None:
             remedy = "`like` packed as it was, or `params`; or restore it with a target"
             came = "the buffers of a packed tree, without their layout"
-            place = checks.at(jax.tree_util.keystr(path))
-            raise ValueError(f"{function}: `old`{place}: {came}, expected {remedy}.")
+            where = checks.at(jax.tree_util.keystr(path))
+            raise ValueError(f"{function}: `old`{where}: {came}, expected {remedy}.")
         return Packed({name: buffers.get(name) for name, _ in layout.shapes}, layout)
 
     return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=_is_leaf)
 
 
-def _nodes(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: _is_leaf(x) or packing.is_packed(x))
+def _is_leaf(x: PyTree) -> bool:
+    return trees.is_leaf(x) or _is_blocks(x) or _is_packed(x)
 
 
-def _is_leaf(x: Any) -> bool:
-    return trees.is_leaf(x) or _is_node(x)
-
-
-def _is_node(x: Any) -> bool:
-    return _is_blocks(x) or _is_packed(x)
-
-
-def _is_packed(x: Any) -> bool:
+def _is_packed(x: PyTree) -> bool:
     return isinstance(x, dict) and x.keys() == _BUFFERS and isinstance(x["buffers"], dict)
 
 
-def _is_blocks(x: Any) -> bool:
+def _is_blocks(x: PyTree) -> bool:
     """Codes and scales, as no model has them: of these dtypes."""
     if not (isinstance(x, dict) and x.keys() == {*Blocks._fields}):
         return False
@@ -68,12 +57,12 @@ def _is_blocks(x: Any) -> bool:
     return dtypes[0] in BY_DTYPE and dtypes[1] == np.float32
 
 
-def _blocks(x: dict[str, Any]) -> Blocks:
+def _blocks(x: dict[str, PyTree]) -> Blocks:
     return Blocks(*(_array(x[name]) for name in Blocks._fields))
 
 
-def _array(x: Any) -> Any:
-    """That of a variable of flax, which is a dictionary in a file."""
+def _array(x: PyTree) -> PyTree:
+    """The array of a variable of flax, which is a dictionary in a file; any other as it is."""
     return x["value"] if isinstance(x, dict) and x.keys() == {"value"} else x
 
 
@@ -84,17 +73,18 @@ def _packed_in(like: PyTree) -> list[tuple[list[str], Packed]]:
 
 
 def _layout(
-    buffers: dict[str, Any], path: tuple[Any, ...], known: Sequence[list[tuple[list[str], Packed]]]
-) -> Any:
+    buffers: dict[str, PyTree], path: tuple[object, ...], likes: Sequence[PyTree]
+) -> Layout | None:
     """The layout of one that has these buffers; one without an array may be missing."""
 
-    def of_arrays(x: dict[str, Any]) -> dict[str, Any]:
+    def of_arrays(x: dict[str, PyTree]) -> dict[str, tuple[int, ...]]:
         return {name: b.shape for name, b in x.items() if b is not None}
 
     keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
-    for packed in known:
-        nearest = sorted(packed, key=lambda pair: -path_rules.common_end(pair[0], keys))
-        for _, x in nearest:
+    for like in likes:
+        for _, x in sorted(
+            _packed_in(like), key=lambda node: -path_rules.common_end(node[0], keys)
+        ):
             if of_arrays(x.buffers) == shapes and layouts.shard(x.layout) is None:
                 return x.layout
     return None

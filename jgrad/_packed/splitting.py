@@ -36,8 +36,8 @@ def split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     """The vector in pieces of these sizes, which add up to its own."""
     if _is_eager(x) and len(sizes) > _MANY > 2 * len(set(sizes)):
         starts = itertools.accumulate(sizes, initial=0)
-        pairs = zip(sizes, starts, strict=False)
-        return [_piece(x, np.int32(start), size=size) for size, start in pairs]
+        ranges = zip(sizes, starts, strict=False)
+        return [_piece(x, np.int32(start), size=size) for size, start in ranges]
     return _in_one_program(x, sizes)
 
 
@@ -95,14 +95,14 @@ def _split_each(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Ar
     """Each vector in pieces of its sizes."""
 
     def plain(vectors: list[jax.Array]) -> list[jax.Array]:
-        pairs = zip(vectors, sizes, strict=True)
-        return [piece for x, each in pairs for piece in jax.lax.split(x, each)]
+        return [y for x, of_x in zip(vectors, sizes, strict=True) for y in jax.lax.split(x, of_x)]
 
     def nothing(vectors: list[jax.Array]) -> list[jax.Array]:
         # Zeros computed from the vectors, as the pieces are: `shard_map` requires that.
         zero = numerics.zeros_like(_first(vectors))
-        zeros = {size: jnp.broadcast_to(zero, (size,)) for each in sizes for size in each}
-        return [zeros[size] for each in sizes for size in each]
+        pieces = list(itertools.chain(*sizes))
+        zeros = {size: jnp.broadcast_to(zero, (size,)) for size in pieces}
+        return [zeros[size] for size in pieces]
 
     def in_branch(vectors: list[jax.Array]) -> list[jax.Array]:
         # The condition is always true, but XLA does not see that.

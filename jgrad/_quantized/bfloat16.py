@@ -25,7 +25,7 @@ def rounded(x: jax.Array, random: jax.Array) -> jax.Array:
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """Those of float32 numbers."""
+    """The bits of float32 numbers."""
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 

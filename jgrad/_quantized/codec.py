@@ -39,7 +39,7 @@ class Codec:
 
     @property
     def dtype(self) -> np.dtype:
-        """That of the array that holds the codes."""
+        """The dtype of the array that holds the codes."""
         return np.dtype(np.int8 if self.signed and self.bits == 8 else np.uint8)
 
     @property

@@ -28,7 +28,7 @@ _SIGNED_ZERO = _ONE - (14 << 3)
 _SIGN_REMOVED, _INFINITY = 0x7FFFFFFF, 0x7F800000
 _LARGEST_SCALE = (127 + 126) << 23  # 2^126: 3.75 times that is still a float32 number
 
-HALF = 1 << 31  # in the place of random bits: rounds to the nearest
+HALF = 1 << 31  # instead of random bits: rounds to the nearest
 
 
 def bits_of(x: jax.Array) -> jax.Array:

@@ -47,9 +47,9 @@ def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
     if not (checks.is_array(codes) and any(codes.dtype == codec.dtype for codec in codecs)):
         expected = " or ".join(codec.dtype.name for codec in codecs)
         arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
-    own = codec_of(x)
-    if own not in codecs:
-        arg.fail(i, TypeError, f"codes of {own.name}, expected {codecs[0].name}")
+    codec = codec_of(x)
+    if codec not in codecs:
+        arg.fail(i, TypeError, f"codes of {codec.name}, expected {codecs[0].name}")
     if not checks.is_array(scale) or scale.dtype != jnp.float32:
         arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")
     if not geometry(x).is_right:
@@ -62,12 +62,12 @@ def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
 def decoded(blocks: Blocks) -> jax.Array:
     """The array, float32."""
     codes, scale = blocks
-    codec, own = codec_of(blocks), geometry(blocks)
-    is_piece = scale.ndim == codes.ndim and scale.shape[own.block_axis] == 1  # or a buffer
+    codec, source = codec_of(blocks), geometry(blocks)
+    is_piece = scale.ndim == codes.ndim and scale.shape[source.block_axis] == 1  # or a buffer
 
     def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
-        each = scale if is_piece else own.per_element(scale)
-        return codec.decode(codec.from_bytes(codes, blocks.form.padding), each)
+        scales = scale if is_piece else source.per_element(scale)
+        return codec.decode(codec.from_bytes(codes, blocks.form.padding), scales)
 
     if not is_sharded(codes):
         return decode(codes, scale)
@@ -79,31 +79,31 @@ def elements(blocks: Blocks) -> jax.Array:
     return codec_of(blocks).from_bytes(blocks.codes, blocks.form.padding)
 
 
-def of_elements(codes: jax.Array, scale: jax.Array, own: Geometry, codec: Codec) -> Blocks:
+def of_elements(codes: jax.Array, scale: jax.Array, target: Geometry, codec: Codec) -> Blocks:
     """Blocks of a code for each element."""
-    return Blocks(codec.to_bytes(codes), scale, own.form(codec))
+    return Blocks(codec.to_bytes(codes), scale, target.form(codec))
 
 
 def zeros(x: jax.Array, stacked: Sequence[int], form: Form) -> Blocks:
     """Zeros for an array of zeros, sharded as it is."""
-    codec, own = form.codec, Geometry.of_leaf(x.shape, stacked, form.axis, form.size)
-    first = (..., slice(1), *[slice(None)] * (-own.block_axis - 1))
+    codec, target = form.codec, Geometry.of_leaf(x.shape, stacked, form.axis, form.size)
+    first = (..., slice(1), *[slice(None)] * (-target.block_axis - 1))
 
     def blocks(x: jax.Array) -> Blocks:
-        columns = [piece[first] for piece in own.pieces(x)]
-        return of_elements(x.astype(codec.dtype), own.scale_of_pieces(columns), own, codec)
+        columns = [piece[first] for piece in target.pieces(x)]
+        return of_elements(x.astype(codec.dtype), target.scale_of_pieces(columns), target, codec)
 
-    return _placed(blocks, own, codec, x)
+    return _sharded(blocks, target, codec, x)
 
 
-def recoded(x: Any, own: Geometry, codec: Codec) -> Blocks:
+def recoded(x: jax.Array | Blocks, target: Geometry, codec: Codec) -> Blocks:
     """An array, or one in other blocks, in these; to the nearest, which changes no decoded one."""
-    if isinstance(x, Blocks) and geometry(x) == own and codec_of(x) == codec:
+    if isinstance(x, Blocks) and geometry(x) == target and codec_of(x) == codec:
         return x
-    if 0 in own.shape:
-        scale = jnp.zeros(own.scales, jnp.float32)
-        return of_elements(jnp.zeros(own.shape, codec.dtype), scale, own, codec)
-    return encoded(lambda value: value, [decoded(x) if isinstance(x, Blocks) else x], own, codec)
+    if 0 in target.shape:
+        scale = jnp.zeros(target.scales, jnp.float32)
+        return of_elements(jnp.zeros(target.shape, codec.dtype), scale, target, codec)
+    return encoded(lambda value: value, [decoded(x) if isinstance(x, Blocks) else x], target, codec)
 
 
 class Rounding(NamedTuple):
@@ -129,8 +129,8 @@ class Rounding(NamedTuple):
 
 def encoded(
     compute: Callable[..., jax.Array],
-    arguments: Sequence[Any],
-    own: Geometry,
+    arguments: Sequence[jax.Array | Blocks],
+    target: Geometry,
     codec: Codec,
     rounding: Rounding | None = None,
     value: jax.Array | None = None,
@@ -140,7 +140,7 @@ def encoded(
     Args:
       compute: a function to float32 of arrays that broadcast to one shape, some in 8 bits.
       arguments: its arguments.
-      own: where blocks are.
+      target: where the blocks are that are made.
       codec: of the codes.
       rounding: for random bits; None to round to the nearest.
       value: what the function makes, if it is known: half the operations for XLA to compare.
@@ -149,31 +149,33 @@ def encoded(
     def blocks(
         rounding: Rounding | None, value: jax.Array | None, *arguments: jax.Array | Blocks
     ) -> Blocks:
-        rows = zip(*(own.pieces(_cut_alike(x, own)) for x in arguments), strict=True)
-        columns = [_largest(compute, row, own.block_axis) for row in rows]
-        scale = coding.scale_of(own.scale_of_pieces(columns))
+        pieces = zip(*(target.pieces(_cut_alike(x, target)) for x in arguments), strict=True)
+        columns = [_largest(compute, piece, target.block_axis) for piece in pieces]
+        scale = coding.scale_of(target.scale_of_pieces(columns))
         value = compute(*arguments) if value is None else value
-        return with_scale(value, scale, own, codec, rounding)
+        return with_scale(value, scale, target, codec, rounding)
 
-    return _placed(blocks, own, codec, rounding, value, *arguments)
+    return _sharded(blocks, target, codec, rounding, value, *arguments)
 
 
 def with_scale(
-    value: jax.Array, scale: jax.Array, own: Geometry, codec: Codec, rounding: Rounding | None
+    value: jax.Array, scale: jax.Array, target: Geometry, codec: Codec, rounding: Rounding | None
 ) -> Blocks:
     """An array in blocks whose scales are known."""
     random = jnp.asarray(coding.HALF, jnp.uint32)
     if rounding is not None:
-        random = random_bits(*rounding, own.element_numbers(rounding.keys))
-    each = own.per_element(coding.inverse(scale))
-    return of_elements(codec.encode(value, each, random), scale, own, codec)
+        random = random_bits(
+            *rounding, rounding.keys.element_numbers(target.shape, first_axes=target.stacked)
+        )
+    inverse = target.per_element(coding.inverse(scale))
+    return of_elements(codec.encode(value, inverse, random), scale, target, codec)
 
 
-def _cut_alike(x: Any, own: Geometry) -> Any:
+def _cut_alike(x: jax.Array | Blocks, target: Geometry) -> jax.Array | Blocks:
     """An argument that can be cut into the pieces of another: with a code for each element."""
     if not isinstance(x, Blocks):
         return x
-    if geometry(x) != own:
+    if geometry(x) != target:
         return decoded(x)
     if (codec := codec_of(x)).per_byte == 1:
         return x
@@ -181,25 +183,27 @@ def _cut_alike(x: Any, own: Geometry) -> Any:
     return Blocks(elements(x), x.scale, whole)
 
 
-def _placed(make: Callable[..., Blocks], own: Geometry, codec: Codec, *args: Any) -> Blocks:
+def _sharded(make: Callable[..., Blocks], target: Geometry, codec: Codec, *args: Any) -> Blocks:
     """`make(*args)`, sharded as the one among its arguments that has the shape of the array."""
-    given = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Blocks))
-    like = next(x for x in given if x.shape == own.shape)
+    arrays = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Blocks))
+    like = next(x for x in arrays if x.shape == target.shape)
     codes = like.codes if isinstance(like, Blocks) else like
     if not is_sharded(codes):
         return make(*args)
-    place = jax.typeof(codes).sharding
-    same = isinstance(like, Blocks) and geometry(like) == own
-    of_scale = jax.typeof(like.scale).sharding if same else own.sharding_of_scale(place)
-    return on_automatic_axes(make, Blocks(place, of_scale, own.form(codec)), *args)
+    of_codes = jax.typeof(codes).sharding
+    same = isinstance(like, Blocks) and geometry(like) == target
+    of_scale = jax.typeof(like.scale).sharding if same else target.sharding_of_scale(of_codes)
+    return on_automatic_axes(make, Blocks(of_codes, of_scale, target.form(codec)), *args)
 
 
-def _largest(compute: Callable[..., jax.Array], row: Sequence[Any], axis: int) -> jax.Array:
+def _largest(
+    compute: Callable[..., jax.Array], piece: Sequence[jax.Array | Blocks], axis: int
+) -> jax.Array:
     """The bits of the largest magnitude of each block, with size 1 along its axis."""
-    width = max(x.shape[-1] for x in row if x.shape)
+    width = max(x.shape[-1] for x in piece if x.shape)
     parts = _PARTS if width % _PARTS == 0 else 1
 
-    def in_parts(x: Any) -> Any:
+    def in_parts(x: jax.Array | Blocks) -> jax.Array | Blocks:
         if isinstance(x, Blocks):
             return x._replace(codes=in_parts(x.codes), scale=x.scale[..., None])
         if jnp.ndim(x) == 0:
@@ -208,7 +212,7 @@ def _largest(compute: Callable[..., jax.Array], row: Sequence[Any], axis: int) -
 
     # Computed from arrays that XLA does not know to be the arguments, since what several kernels
     # read is written.
-    others = jax.lax.optimization_barrier([in_parts(x) if axis == -1 else x for x in row])
+    others = jax.lax.optimization_barrier([in_parts(x) if axis == -1 else x for x in piece])
     magnitude = coding.magnitude(compute(*others))
     if axis != -1:
         return jnp.max(magnitude, axis=axis, keepdims=True)

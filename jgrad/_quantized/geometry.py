@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._quantized.codec import Codec, form_of
-from jgrad._quantized.random_bits import ElementKeys, element_numbers
 from jgrad._trees.blocks import SIZE, Blocks, Form
 
 
@@ -40,7 +39,7 @@ class Geometry:
         axis: int | None = None,
         size: int = SIZE,
     ) -> "Geometry":
-        """That of an array whose layers are stacked over some axes."""
+        """Where the blocks are of an array whose layers are stacked over some axes."""
         last = len(shape) - 1
         if axis is not None:
             if len(shape) + axis in stacked:
@@ -59,11 +58,11 @@ class Geometry:
         """The axes over which layers are stacked, as far as blocks have to know."""
         if len(self.scales) != len(self.shape) + 1:
             return ()
-        pairs = zip(self.shape, self.scales, strict=False)
-        return tuple(axis for axis, (n, count) in enumerate(pairs) if n == count)
+        sizes = zip(self.shape, self.scales, strict=False)
+        return tuple(axis for axis, (n, count) in enumerate(sizes) if n == count)
 
     def form(self, codec: Codec) -> Form:
-        """That of codes in these blocks."""
+        """The form of codes in these blocks."""
         padding = -self.shape[-1] % codec.per_byte if self.shape else 0
         return form_of(codec, self.axis, self.size, padding)
 
@@ -98,6 +97,14 @@ class Geometry:
             return (*self.scales, self.size)
         return _replaced(self.shape, self.axis, self.scales[self.axis], self.size)
 
+    @property
+    def _lined_up(self) -> tuple[int, ...]:
+        """The shape in which blocks lie along `block_axis`: of the array, or a row for a layer."""
+        if self.axis is not None:
+            return self.shape
+        layers = math.prod(self.shape[axis] for axis in self.stacked)
+        return layers, math.prod(self.shape) // layers
+
     def pieces(self, x: Any) -> list[Any]:
         """An array of this shape, or what broadcasts to it, with blocks along `block_axis`.
 
@@ -105,8 +112,11 @@ class Geometry:
         themselves, layer by layer. The axis before is that of blocks.
         """
         if isinstance(x, Blocks):
-            pairs = zip(self.pieces(x.codes), self._pieces_of_scale(x.scale), strict=True)
-            return [x._replace(codes=codes, scale=scale) for codes, scale in pairs]
+            scales = [self._column(x.scale)]
+            if not self.is_view:
+                scales = [_between(scales[0], self.block_axis - 1, *ends) for ends in self._bounds]
+            both = zip(self.pieces(x.codes), scales, strict=True)
+            return [x._replace(codes=codes, scale=scale) for codes, scale in both]
         if jnp.ndim(x) == 0 and self.shape:
             return [x] * (1 if self.is_view else len(self._bounds))
         is_column = len(self.scales) == x.ndim and x.shape == (*self.shape[:-1], 1)
@@ -116,13 +126,14 @@ class Geometry:
             x = jnp.broadcast_to(x, self.shape)
         if self.is_view:
             return [x.reshape(self._in_blocks)]
-        if self.axis is not None:
-            return self._along(x, self.size)
-        layers = jnp.transpose(x, self._order).reshape(self._layers, -1)
-        return [
-            layers[:, a * self.size : b * self.size].reshape(self._layers, b - a, -1)
-            for a, b in self._bounds
-        ]
+        if self.axis is None:
+            x = jnp.transpose(x, self._order).reshape(self._lined_up)
+        pieces = []
+        for a, b in self._bounds:
+            piece = _between(x, self.block_axis, a * self.size, b * self.size)
+            size = piece.shape[self.block_axis] // (b - a)
+            pieces.append(piece.reshape(_replaced(piece.shape, self.block_axis, b - a, size)))
+        return pieces
 
     def scale_of_pieces(self, columns: Sequence[jax.Array]) -> jax.Array:
         """The scales, of a column for each piece."""
@@ -134,30 +145,19 @@ class Geometry:
         """The scale of each element; by no concatenation, which XLA would not fuse."""
         if self.axis is None and self.shape and scale.shape == (*self.shape[:-1], 1):
             return scale  # of a buffer: it broadcasts
+        column, axis = self._column(scale), self.block_axis
+        blocks = jnp.broadcast_to(column, _replaced(column.shape, axis, self.size))
         if self.is_view:
-            column = scale.reshape(_replaced(self._in_blocks, self.block_axis, 1))
-            return jnp.broadcast_to(column, self._in_blocks).reshape(self.shape)
+            return blocks.reshape(self.shape)
+        whole = blocks.reshape(_replaced(self._lined_up, axis, self._bounds[-1][1] * self.size))
+        elements = _between(whole, axis, 0, self._lined_up[axis])
         if self.axis is not None:
-            count = self.scales[self.axis]
-            column = scale.reshape(_replaced(self.scales, self.axis, count, 1))
-            each = jnp.broadcast_to(column, _replaced(self.scales, self.axis, count, self.size))
-            whole = each.reshape(_replaced(self.shape, self.axis, count * self.size))
-            axis = len(self.shape) + self.axis
-            return jax.lax.slice_in_dim(whole, 0, self.shape[self.axis], axis=axis)
-        blocks = self._bounds[-1][1]
-        columns = scale.reshape(self._layers, blocks, 1)
-        each = jnp.broadcast_to(columns, (self._layers, blocks, self.size))
-        layers = each.reshape(self._layers, -1)
-        return self._in_order(layers[:, : self._layer_size])
-
-    def element_numbers(self, keys: ElementKeys) -> jax.Array:
-        """The number of each element, layer after layer; of a buffer, in its row."""
-        if np.ndim(keys.first):
-            return element_numbers(self.shape, within_rows=True)
-        return element_numbers(self.shape, within_rows=False, first_axes=self.stacked)
+            return elements
+        layers_first = elements.reshape([self.shape[axis] for axis in self._order])
+        return jnp.transpose(layers_first, list(np.argsort(self._order)))
 
     def sharding_of_scale(self, codes: NamedSharding) -> NamedSharding:
-        """That of the codes along axes where each shard has whole blocks."""
+        """The sharding of codes, along axes where each shard has whole blocks."""
         parts = [*codes.spec, *[None] * (len(self.shape) - len(codes.spec))]
         shard = codes.shard_shape(self.shape)
         if len(self.scales) == len(self.shape):
@@ -175,51 +175,31 @@ class Geometry:
         return NamedSharding(codes.mesh, PartitionSpec(*spec), memory_kind=codes.memory_kind)
 
     @property
-    def _layers(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.stacked)
-
-    @property
-    def _layer_size(self) -> int:
-        return math.prod(self.shape) // self._layers
-
-    @property
     def _bounds(self) -> list[tuple[int, int]]:
         """Whole blocks, of a layer or along the axis, and the last one if it is shorter."""
-        elements = self._layer_size if self.axis is None else self.shape[self.axis]
+        elements = self._lined_up[self.block_axis]
         whole, blocks = elements // self.size, -(-elements // self.size)
         return [(a, b) for a, b in ((0, whole), (whole, blocks)) if b > a]
 
-    def _pieces_of_scale(self, scale: jax.Array) -> list[jax.Array]:
-        """A column for each of the pieces."""
+    def _column(self, scale: jax.Array) -> jax.Array:
+        """The scales beside the blocks that have them, with size 1 along `block_axis`."""
         if self.is_view:
-            return [scale.reshape(_replaced(self._in_blocks, self.block_axis, 1))]
-        if self.axis is not None:
-            return self._along(scale, 1)
-        columns = scale.reshape(self._layers, -1, 1)
-        return [columns[:, a:b] for a, b in self._bounds]
-
-    def _along(self, x: jax.Array, each: int) -> list[jax.Array]:
-        """The pieces of an array that has so many entries for each block along the axis."""
-        assert self.axis is not None
-        pieces, axis = [], x.ndim + self.axis
-        for a, b in self._bounds:
-            piece = jax.lax.slice_in_dim(x, a * each, min(b * each, x.shape[axis]), axis=axis)
-            size = piece.shape[axis] // (b - a)
-            pieces.append(piece.reshape(_replaced(piece.shape, self.axis, b - a, size)))
-        return pieces
-
-    def _in_order(self, layers: jax.Array) -> jax.Array:
-        """The array of a row for each layer."""
-        in_order = layers.reshape([self.shape[axis] for axis in self._order])
-        return jnp.transpose(in_order, list(np.argsort(self._order))) if self.stacked else in_order
+            return scale.reshape(_replaced(self._in_blocks, self.block_axis, 1))
+        blocks = self._bounds[-1][1]
+        return scale.reshape(_replaced(self._lined_up, self.block_axis, blocks, 1))
 
 
 def _replaced(shape: tuple[int, ...], axis: int, *sizes: int) -> tuple[int, ...]:
-    """The shape with other sizes in the place of an axis, counted from the last."""
+    """The shape with other sizes instead of that of an axis, counted from the last."""
     axis += len(shape)
     return (*shape[:axis], *sizes, *shape[axis + 1 :])
 
 
+def _between(x: jax.Array, axis: int, start: int, end: int) -> jax.Array:
+    """The entries from `start` to `end` along an axis, counted from the last."""
+    return x[(..., slice(start, end), *[slice(None)] * (-axis - 1))]
+
+
 def geometry(blocks: Blocks) -> Geometry:
-    """That of an array in blocks."""
+    """Where the blocks are of an array in 8 bits."""
     return Geometry(blocks.shape, blocks.scale.shape, blocks.form.axis, blocks.form.size)

@@ -34,6 +34,10 @@ class ElementKeys(NamedTuple):
     leaf: np.ndarray | jax.Array
     first: np.ndarray | jax.Array
 
+    def element_numbers(self, shape: tuple[int, ...], first_axes: Sequence[int] = ()) -> jax.Array:
+        """The number of each element, layer after layer; of a buffer, in its row."""
+        return element_numbers(shape, within_rows=np.ndim(self.first) > 0, first_axes=first_axes)
+
 
 def leaf_keys(seed: int, purpose: int, positions: Sequence[int]) -> np.ndarray:
     """Two numbers for each leaf, by its position in a tree; of shape (leaves, 2)."""
@@ -68,9 +72,8 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
 
 def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
     """32 random bits for each element of a leaf, or of some rows of a buffer."""
-    numbers = element_numbers(x.shape, within_rows=np.ndim(keys.first) > 0)
     # JAX 0.7 selects among arrays that are sharded alike only.
-    return random_bits(of_step, keys, sharded_as(numbers, x))
+    return random_bits(of_step, keys, sharded_as(keys.element_numbers(x.shape), x))
 
 
 def mixed(x: Any, key: jax.Array | None = None) -> Any:

@@ -14,7 +14,7 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import pair
-from jgrad._layers import trust
+from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees
@@ -95,7 +95,7 @@ def clip_by_global_norm(
     ) -> tuple[PyTree, optax.EmptyState]:
         arg, inexact = _inexact(name, "updates", updates)
         layers = _layers(arg, updates, mesh_axes, params)
-        norm = trust.global_norm(list(map(narrow, inexact)), layers)
+        norm = norms.global_norm(list(map(narrow, inexact)), layers)
         factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
         clipped = apply(rules.scale_by, inexact, *factors)
         leaves = []
@@ -146,7 +146,7 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
       ((), True)
     """
     arg, inexact = _inexact("global_norm", "tree", tree)
-    norm = trust.global_norm(inexact, _layers(arg, tree, mesh_axes))
+    norm = norms.global_norm(inexact, _layers(arg, tree, mesh_axes))
     return norm.mantissa * norm.scale
 
 

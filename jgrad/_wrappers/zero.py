@@ -5,8 +5,8 @@ from typing import Any
 import optax
 
 from jgrad._inputs.transformation import pair
-from jgrad._packed import array_spec, layouts, packing, shard
-from jgrad._packed.shard import Shard
+from jgrad._packed import array_spec, layouts, packing
+from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
@@ -80,7 +80,7 @@ def zero(
     axes = values.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> Any:
-        local = shard.shard_over(axes)
+        local = Shard.over(axes)
         _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, local)
         if local is None:
             return tx.init(params)
@@ -89,7 +89,7 @@ def zero(
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        local = shard.shard_over(axes)
+        local = Shard.over(axes)
         if local is None:
             remedy = "call `update` inside `shard_map` or `pmap`; under `jit`, use `tx` alone"
             raise ValueError(f"{_NAME}: `axis_name`: no axis {axis_name!r} here; {remedy}.")
@@ -98,9 +98,9 @@ def zero(
         _check_state(state, local)
         arg = inputs.like_reference("updates", updates)
         for i, g in enumerate(arg.leaves):
-            if g is not None and shard.is_known_to_be_invariant(g, local):
+            if g is not None and local.is_known_to_be_invariant(g):
                 arg.fail(i, ValueError, f"the same on all devices along {axis_name!r}, {_SUMMED}")
-        mean = trees.map_leaves(lambda g: shard.reduce_scatter_mean(g, local), updates)
+        mean = trees.map_leaves(local.mean, updates)
         steps, new = inputs.hand_over(
             tx,
             _with_shard(mean, local),
@@ -108,7 +108,7 @@ def zero(
             None if params is None else _sliced(params, local),
         )
         steps = _with_shard(steps, None)
-        return trees.map_leaves(lambda x: shard.all_gather(x, local), steps), _with_shard(new, None)
+        return trees.map_leaves(local.gather, steps), _with_shard(new, None)
 
     return pair(init, update, _NAME)
 

@@ -12,7 +12,7 @@ import pytest
 
 import jgrad
 from jgrad._packed import array_spec
-from jgrad._packed.row_order import RowOrder, Segment
+from jgrad._packed.layouts import RowOrder, Segment
 from tests.cases import rank_two
 from tests.packed.test_muon import LAYERS, MATRICES, W, normal
 from tests.support.choice import mostly_slow

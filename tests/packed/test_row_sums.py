@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad._packed.rows import PackedLayers
+from jgrad._packed.packed_layers import PackedLayers
 
 
 @pytest.mark.parametrize("padding", [0, 1])

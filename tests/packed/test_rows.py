@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed.rows import PackedLayers
-from jgrad._packed.shard import Shard
+from jgrad._packed.layouts import Shard
+from jgrad._packed.packed_layers import PackedLayers
 
 BLOCKS = (3, 0, 2, 1)  # rows of each layer; two rows behind them are padding
 WHOLE = PackedLayers((8, 256), blocks=BLOCKS)

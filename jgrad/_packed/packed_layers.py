@@ -18,8 +18,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed.row_order import RowOrder
-from jgrad._packed.shard import Shard
+from jgrad._packed.layouts import RowOrder, Shard
 from jgrad._trees.shardings import is_on_mesh, is_sharded, on_automatic_axes
 
 # Rows per iteration: 64 kB in float32 at a width of 256, which fits the first-level caches with
@@ -130,7 +129,7 @@ class PackedLayers(LayerAxes):
 
 @dataclasses.dataclass(frozen=True)
 class ReorderedLayers(PackedLayers):
-    """Likewise, in a buffer whose shards have whole matrices.
+    """Where the layers are of a packed buffer whose shards have whole matrices.
 
     Attributes:
       starts: the first row of each layer, in the order in which spans count rows.
@@ -143,7 +142,7 @@ class ReorderedLayers(PackedLayers):
     @property
     def nonempty(self) -> np.ndarray | jax.Array:
         layers = np.arange(self.num_layers)
-        return self._of_device(np.stack([np.isin(layers, rows) for rows in self._layer_of_row]))
+        return self._of_device(np.stack([np.isin(layers, there) for there in self._layer_of_row]))
 
     @property
     def layer_of_row(self) -> np.ndarray | jax.Array:
@@ -155,7 +154,7 @@ class ReorderedLayers(PackedLayers):
         if x.ndim < 2 or self.shape[0] == 0:
             return super().per_layer(x)
         firsts = [
-            [np.argmax(rows == i) for i in range(self.num_layers)] for rows in self._layer_of_row
+            [np.argmax(there == i) for i in range(self.num_layers)] for there in self._layer_of_row
         ]
         return x[self._of_device(np.array(firsts, np.int32)), 0]
 
@@ -177,29 +176,29 @@ class ReorderedLayers(PackedLayers):
         devices = 1 if self.shard is None else self.shard.devices
         return self.row_order.to_shard_order(layers).reshape(devices, -1)
 
-    def _of_device(self, each: np.ndarray) -> np.ndarray | jax.Array:
+    def _of_device(self, entries: np.ndarray) -> np.ndarray | jax.Array:
         """This device's entry."""
         if self.shard is None:
-            return each[0]
-        return jnp.asarray(each)[jax.lax.axis_index(self.shard.axes)]
+            return entries[0]
+        return jnp.asarray(entries)[jax.lax.axis_index(self.shard.axes)]
 
 
-def _in_chunks(rows: int, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:
-    """`f` of all rows of the arrays, a number for each row, some rows at a time."""
-    if rows <= _ROWS:
+def _in_chunks(count: int, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:
+    """`f` of so many rows of the arrays, a number for each row, some rows at a time."""
+    if count <= _ROWS:
         return f(arrays)
 
     def of_chunk(start: jax.Array) -> jax.Array:
         def chunk(x: jax.Array) -> jax.Array:
-            if x.ndim == 2 and x.shape[0] == rows:
+            if x.ndim == 2 and x.shape[0] == count:
                 return jax.lax.dynamic_slice_in_dim(x, start, _ROWS)
             return x
 
         return f(jax.tree.map(chunk, arrays))
 
     # The last chunk overlaps the one before it, rather than be compiled apart.
-    full, left = divmod(rows, _ROWS)
-    starts = [*range(0, full * _ROWS, _ROWS), *([rows - _ROWS] if left else [])]
+    full, left = divmod(count, _ROWS)
+    starts = [*range(0, full * _ROWS, _ROWS), *([count - _ROWS] if left else [])]
     parts = jax.lax.map(of_chunk, jnp.asarray(starts, jnp.int32))
     return jnp.concatenate([parts[:full].reshape(-1), parts[-1, _ROWS - left :]])
 
