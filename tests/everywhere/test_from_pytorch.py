@@ -14,7 +14,7 @@ import pytest
 
 import jgrad
 from tests.support import torch_numbers
-from tests.test_docs import run_example
+from tests.support.pages import run_example
 
 ROWS = dict(torch_numbers.table())
 TORCH = json.loads(torch_numbers.DATA.read_text())

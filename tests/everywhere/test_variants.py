@@ -14,7 +14,7 @@ from tests.cases import IVY
 from tests.reference import variants as source
 from tests.reference.optimizers import trajectory
 from tests.support.choice import mostly_slow
-from tests.test_docs import rows, section
+from tests.support.pages import rows, section
 
 STEPS = 200
 
