@@ -13,13 +13,13 @@ from studies.lightbench import search, table
 from studies.lightbench.problems import LEVELS, PROBLEMS
 from studies.lightbench.search import COLUMNS
 from studies.lightbench.table import Cell
-from tests.support.choice import mostly_slow
 
 BY_TITLE = {table.title(column): column for column in COLUMNS}
 
 
+@pytest.mark.slow(one_in=32)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", mostly_slow(PROBLEMS, "ill_conditioned"))
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_problem(name, level):
     """It begins finite, unsolved and with a gradient; the optimum wins, a point far from it does not."""
     problem = PROBLEMS[name](level)

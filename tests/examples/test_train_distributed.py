@@ -90,20 +90,20 @@ def uninterrupted(*options):
         return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 def test_two_processes_are_one_with_two_devices(start):
     """Bit for bit; after the last of twenty kills, too."""
     assert start("--processes=2").parameters() == [uninterrupted()] * 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 def test_four_processes(start):
     """The same parameters on each."""
     found = start("--processes=4", "--steps=40").parameters()
     assert found == found[:1] * 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize(("process", "then"), [(1, []), (0, ONE)], ids=["worker", "coordinator"])
 def test_a_process_is_killed(start, process, then):
     """The other ends soon, and training goes on as if nothing had happened."""
