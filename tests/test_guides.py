@@ -1,6 +1,14 @@
-"""The guides that a newcomer reads: their examples run in order, and do what the text says."""
+"""Every block of README, docs/ and the notes runs as a reader runs it, and does what its text says.
 
+A block runs alone unless it has an entry here: the blocks that come before it, what the page leaves
+to the reader, and a function that checks what comes out.
+"""
+
+import contextlib
+import io
+import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,194 +16,425 @@ import optax
 import pytest
 
 import jgrad
-from benchmarks.accelerators.recipes import RECIPES
-from tests.accelerators.limits import NOT_REACHED, limit
+from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
-from tests.test_docs import blocks, page, rows, run_example, section
+from tests.support.pages import GUIDES, NOTES, blocks, page, run_example
 
-STARTED, MEMORY = "docs/getting_started.md", "docs/memory.md"
+README, STARTED, WRAPPERS = "README.md", "docs/getting_started.md", "docs/wrappers.md"
+PACKED, MUON, DEVICES = "docs/packed.md", "docs/muon.md", "docs/devices.md"
+MEMORY, RUNS, METHODS = "docs/memory.md", "docs/runs.md", "docs/methods.md"
+CHOOSE, OPTAX, PYTORCH = "docs/choose.md", "docs/from_optax.md", "docs/from_elsewhere.md"
 COMPILED = "benchmarks/notes/accelerators.md"
-RUNS = "docs/runs.md"
-# The rows of its table by the recipes that are compiled.
-ACCELERATORS = {
-    "AdamW": ["AdamW"],
-    "skip(clip + AdamW)": ["skip(clip + AdamW)"],
-    "AdamW + ema": ["AdamW + ema"],
-    "accumulate(clip + AdamW), a mini-step": ["accumulate(clip + AdamW)"],
-    "accumulate, `emit=False`": ["accumulate, emit=False"],
-    "LARS": ["LARS"],
-    "LAMB": ["LAMB"],
-    "clip + LAMB": ["clip + LAMB"],
-    "AdamW, 8 bits": ["AdamW, 8 bits"],
-    "AdamW, 8 bits, `optax.apply_updates`": ["AdamW, 8 bits, optax.apply_updates"],
-    "bf16: stochastic(AdamW, 8 bits)": ["bf16: stochastic(AdamW, 8 bits)"],
-    "bf16: stochastic(AdamW, 8 bits), `optax.apply_updates`": [
-        "bf16: stochastic(AdamW, 8 bits), optax.apply_updates"
-    ],
-    "bf16: skip(stochastic(clip + AdamW, 8 bits))": [
-        "bf16: skip(stochastic(clip + AdamW, 8 bits))"
-    ],
-    "bf16: skip(accumulate(master(clip + LAMB + ema))), a mini-step": [
-        "bf16: skip(accumulate(master(clip + LAMB + ema)))"
-    ],
-}
-NAMES = {"jax": jax, "jnp": jnp, "jgrad": jgrad, "optax": optax}
+
+BLOCKS = [(name, i) for name in (README, *GUIDES, *NOTES) for i in range(len(blocks(name)))]
+IMPORTED = {"jax": jax, "jnp": jnp, "jgrad": jgrad, "optax": optax}
+ENTRIES = {}
+SLOW = set()
 
 
-@pytest.fixture(scope="module")
-def started():
-    """Names after the first step and the training."""
-    with jax.numpy_dtype_promotion("standard"):
-        names = run_example(STARTED, 0, {})
-        names["first"] = float(names["value"])
-        return run_example(STARTED, 1, names)
+def after(name, index, *before, names=dict, slow=False):
+    """Makes the entry of a block of a function that checks it, by all names and what was printed.
+
+    Args:
+      name: the page.
+      index: of its block.
+      before: indices of blocks of the page, or pages with indices.
+      names: makes what the page leaves to the reader.
+      slow: whether it runs with `--all` alone.
+    """
+    if slow:
+        SLOW.add((name, index))
+
+    def enter(check):
+        earlier = [(name, x) if isinstance(x, int) else x for x in before]
+        ENTRIES[name, index] = (earlier, names, check)
+        return check
+
+    return enter
 
 
-def test_a_first_training(started):
-    assert int(started["state"].step) == 201
-    assert float(started["value"]) < 0.01 * started["first"]
+def it_runs(names, printed):
+    """What it does is tested elsewhere."""
+
+
+def nbytes(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def size(tree):
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+# ---- a first training --------------------------------------------------------------------------
+
+
+@after(README, 0)
+def readme(names, printed):
+    loss = re.fullmatch(r"loss (\S+) after 300 steps\n", printed)[1]
+    assert float(loss) < 1e-2  # from 0.55, the mean square of y
+
+
+@after(STARTED, 1, 0)
+def under_jit(names, printed):
+    assert int(names["state"].step) == 201
+    assert float(names["value"]) < 5e-3  # from 0.5
     text = re.search(r"`jax.tree.map\((.*?)\)` is `(.*?)`", page(STARTED))
-    assert str(jax.tree.map(jnp.shape, started["state"].mw)) == text[2]
+    assert str(jax.tree.map(jnp.shape, names["state"].mw)) == text[2]
 
 
-def test_a_schedule_goes_on_from_the_state(started, standard_promotion):
-    names = run_example(STARTED, 2, dict(started))
-    grads = jgrad.grad(names["loss"])(names["params"])
-    _, state = names["adamw"].update(grads, started["state"], names["params"])
-    assert int(state.step) == 202
-    bad = jax.tree.map(lambda g: g * jnp.nan, grads)
-    state = names["safe"].init(names["params"])
-    updates, state = names["safe"].update(bad, state, names["params"])
-    assert int(state.skipped) == 1
-    assert not any(x.any() for x in jax.tree.leaves(updates))
+@after(STARTED, 2, 0, 1)
+def schedules(names, printed):
+    """`adamw` goes on from the state, and `safe` counts a NaN."""
+    params = names["params"]
+    grads = jax.tree.map(lambda w: w * jnp.nan, params)
+    assert int(names["adamw"].update(grads, names["state"], params)[1].step) == 202
+    assert int(names["safe"].update(grads, names["safe"].init(params), params)[1].skipped) == 1
 
 
-def test_save_and_resume(started, tmp_path):
-    names = run_example(STARTED, 3, dict(started) | {"path": tmp_path / "last"})
-    assert_equal((names["params"], names["state"]), (started["params"], started["state"]))
+after(STARTED, 3, 0, 1)(it_runs)
+after(STARTED, 4, 0, 1)(it_runs)
 
 
-def test_the_same_as_functions(started, standard_promotion):
-    """Three steps are those of the pair from a new state."""
-    names = run_example(STARTED, 4, dict(started))
-    w, state, update = (
-        started["params"],
-        started["tx"].init(started["params"]),
-        started["tx"].update,
-    )
-    for _ in range(3):
-        updates, state = update(jgrad.grad(started["loss"])(w), state, w)
-        w = optax.apply_updates(w, updates)
-    found = optax.tree.norm(jax.tree.map(jnp.subtract, (names["w"], names["mw"]), (w, state.mw)))
-    assert found < 1e-5
+# ---- wrappers, packed trees, Muon --------------------------------------------------------------
 
 
-def test_what_half_precision_loses(capsys):
+@after(WRAPPERS, 0)
+def order_of_wrappers(names, printed):
+    """What the text reads in the state is there."""
+    state = names["tx"].init({"w": jnp.ones((2, 3), jnp.float16)})
+    assert (float(state.loss_scale), int(state.skipped)) == (2.0**15, 0)
+    assert optax.tree.get(state, "average")["w"].dtype == jnp.float32
+
+
+def mixed_model():
+    return {"model": {"w": jnp.ones(3), "n": jnp.arange(2), "z": jnp.ones(2, jnp.complex64)}}
+
+
+@after(PACKED, 1, names=mixed_model)
+def integer_leaves(names, printed):
+    assert_equal(names["model"], mixed_model()["model"])
+
+
+after(PACKED, 0, (README, 0))(it_runs)
+after(MUON, 0, slow=True)(it_runs)
+
+
+@after(MUON, 1, slow=True)
+def muon_clip(names, printed):
+    """The largest logit of the queries and keys that come out is tau where it was more."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {"query": keys[0], "key": keys[1]}
+    w = {name: jax.random.normal(key, (8, 2, 4)) for name, key in w.items()}
+    x = jax.random.normal(keys[2], (5, 8))
+
+    def largest(w):
+        query, key = (jnp.einsum("td,dhs->ths", x, w[n]) for n in ("query", "key"))
+        return jnp.max(jnp.einsum("ths,uhs->htu", query, key), axis=(1, 2))
+
+    tau = float(jnp.mean(largest(w)))  # one head above, one below
+    clipped = largest(names["clipped"](w, largest(w), tau))
+    assert float(clipped.max()) == pytest.approx(tau, rel=1e-5)
+    assert float(clipped.min()) == pytest.approx(float(largest(w).min()), rel=1e-5)
+    new, _ = names["step"](w, names["tx"].init(w), w, largest(w))
+    assert new["query"].shape == (8, 2, 4)
+
+
+# ---- many devices ------------------------------------------------------------------------------
+
+
+def for_a_mesh():
+    """A model and its loss."""
+    loss = lambda w, x: jnp.mean(jnp.square(x @ w["w"]))
+    return {"params": {"w": jnp.ones((16, 3))}, "loss": loss}
+
+
+after(DEVICES, 0, names=for_a_mesh)(it_runs)
+
+
+@after(DEVICES, 1, 0, names=for_a_mesh, slow=True)
+@after(DEVICES, 3, 0, names=for_a_mesh, slow=True)
+def sharded_state_trains(names, printed):
+    """Ten steps, each with a smaller loss."""
+    params, state, batch = names["params"], names["state"], jnp.ones((8, 16))
+    losses = []
+    for _ in range(11):
+        losses.append(float(names["loss"](jgrad.unpack(params), batch)))
+        params, state, *_ = names["step"](params, state, batch)
+    assert all(b < a for a, b in itertools.pairwise(losses))
+
+
+@after(DEVICES, 2, 0, names=for_a_mesh)
+def gradients_in_shard_map(names, printed):
+    """Those of the whole batch."""
+    batch = jnp.arange(128.0).reshape(8, 16)
+    found = names["gradients"](names["params"], batch)
+    expected = jax.grad(names["loss"])(names["params"], batch)
+    assert jnp.allclose(found["w"], expected["w"], rtol=1e-6)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@after(MEMORY, 1, names=lambda: {"tx": jgrad.adam(0.1)})
+def donation(names, printed):
+    """The results are in the order of the arguments, and nothing is copied; else every leaf is."""
+    params = {f"w{i}": jnp.ones((64, 64)) for i in range(4)}
+    args, step = (names["tx"].init(params), params, params), names["step"]
+    swapped = jax.jit(lambda state, params, g: step(params, state, g), donate_argnums=(0, 1))
+    orders = step.lower(params, *args[::2]), swapped.lower(*args)
+    copies = [re.findall(r"= f32\[64,64\]\S* copy\(", x.compile().as_text()) for x in orders]
+    assert not copies[0]
+    assert len(copies[1]) >= 4
+
+
+@after(MEMORY, 2, slow=True)
+def what_half_precision_loses(names, printed):
     """As the comments have it, to three digits."""
-    run_example(MEMORY, 2, dict(NAMES))
-    printed = [f"{float(x):.3f}" for x in capsys.readouterr().out.split()]
-    assert printed == re.findall(r"^print\(.*\)  # (0\.\d{3}),", page(MEMORY), re.MULTILINE)
-    assert len(set(printed)) == 3
+    numbers = [f"{float(x):.3f}" for x in printed.split()]
+    assert numbers == re.findall(r"^print\(.*\)  # (0\.\d{3}),", page(MEMORY), re.MULTILINE)
+    assert len(set(numbers)) == 3
 
 
-def test_gradients_of_half_precision_products(standard_promotion):
-    names = run_example(MEMORY, 3, dict(NAMES))
-    params, x = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
-    grads = jgrad.grad(names["loss"])(params, x, jnp.zeros((3, 2)))
-    assert grads["w"].dtype == jnp.float32
-    jaxpr = str(jax.make_jaxpr(names["loss"])(params, x, jnp.zeros((3, 2))))
-    assert re.search(r":bf16\[3,2\] = dot_general", jaxpr)
+@after(MEMORY, 3)
+def products_in_half_precision(names, printed):
+    args = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4)), jnp.zeros((3, 2))
+    assert jgrad.grad(names["loss"])(*args)["w"].dtype == jnp.float32
+    assert re.search(r":bf16\[3,2\] = dot_general", str(jax.make_jaxpr(names["loss"])(*args)))
 
 
-def test_both_wrappers_of_bfloat16():
-    """4 bytes per half-precision parameter apart; the average is float32."""
-    w, bytes_of = {"w": jnp.full((64, 256), 0.5, jnp.bfloat16), "norm": jnp.ones(256)}, {}
-    tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(3e-4), jgrad.ema(0.999))
-    for wrapper in (jgrad.master_weights, jgrad.stochastic_rounding):
-        state = wrapper(tx).init(w)
-        bytes_of[wrapper] = sum(x.nbytes for x in jax.tree.leaves(state))
-        assert optax.tree.get(state, "average")["w"].dtype == jnp.float32
-    step = jnp.int32(0).nbytes  # of `stochastic_rounding`
-    copies, rounded = bytes_of.values()
-    assert copies - rounded == 4 * w["w"].size - step
-
-
-def test_float16(standard_promotion):
-    names = run_example(MEMORY, 3, dict(NAMES))
-    names = run_example(MEMORY, 4, names)
+@after(MEMORY, 4, 3, slow=True)
+def float16(names, printed):
+    """A gradient that overflows changes only the count and the scale, which halves."""
     params, x = {"w": jnp.ones((4, 2), jnp.float16)}, jnp.full((3, 4), 0.25)
-    state = names["tx"].init(params)
-    new, state, value = names["step"](params, state, x, jnp.zeros((3, 2)))
-    assert float(value) == 1
-    assert new["w"].dtype == jnp.float16
+    new, state, loss = names["step"](params, names["tx"].init(params), x, jnp.zeros((3, 2)))
+    assert float(loss) == 1
     assert (new["w"] < 1).all()
     same, state, _ = names["step"](new, state, x * 1e30, jnp.zeros((3, 2)))
     assert_equal(same, new)
     assert (int(state.skipped), float(state.loss_scale)) == (1, 2.0**14)
 
 
-# ---- TPU and GPU -------------------------------------------------------------------------------
-
-
-def test_a_whole_step(capsys):
-    """One step of eight bits, and what a TPU would make of each leaf."""
-    names = run_example(MEMORY, 5, dict(NAMES))
-    assert int(names["state"].inner.step) == 1
-    assert bool((names["params"]["w"] < 0).all())
-    answers = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+@after(MEMORY, 5, slow=True)
+def whole_step(names, printed):
+    """What a TPU would make of each leaf, as the comment has it."""
+    answers = dict(line.split(" ", 1) for line in printed.splitlines())
     assert answers[".inner.mw['w']"] == answers[".inner.vw['w']"] == "one kernel"
     shown = re.search(r"# (\S+) (XLA: .*) \.\.\.$", page(MEMORY), re.MULTILINE)
     assert answers[shown[1]] == shown[2]
 
 
-def test_counting_a_step(capsys):
+@after(MEMORY, 6, 0, slow=True)
+def other_moments_and_back(names, printed):
+    jax.tree.map(assert_equal, unquantized(names["again"]), names["arrays"])
+
+
+@after(MEMORY, 7, 0, slow=True)
+def state_of_flax(names, printed):
+    assert names["new"].opt_state.mw["kernel"].codes[...].dtype == jnp.int8
+    assert not names["account"].zero
+
+
+@after(COMPILED, 0)
+def counting_a_step(names, printed):
     """Without the compilers it says how to install them; with them, what a step costs."""
-    run_example(COMPILED, 0, {})
-    out = capsys.readouterr().out
-    assert 'pip install ".[accelerators]"' in out or out.startswith("28.0")
+    assert 'pip install ".[accelerators]"' in printed or printed.startswith("28.0")
 
 
-def test_figures_of_accelerators():
-    """As the tests of programs for TPU and GPU allow: the largest of all models and both forms."""
-    shown = {row[0]: row[1:] for row in rows(section(COMPILED, "What each recipe costs"))}
-    for name, own in ACCELERATORS.items():
-        for cell, target in zip(shown[name], ("h100", "v5e"), strict=True):
-            figures = [tuple(map(float, x)) for x in re.findall(r"([\d.]+) / ([\d.]+)", cell)]
-            most, temporaries = map(max, zip(*figures, strict=True))
-            for recipe in own:
-                bounds = [
-                    NOT_REACHED.get(
-                        (recipe, target, model, form),
-                        limit(recipe, target, packed=form == "packed"),
-                    )
-                    for model in RECIPES[recipe].models
-                    for form in ("tree", "packed")
-                ]
-                assert most <= max(x.bytes for x in bounds)
-                assert temporaries <= max(x.temporaries for x in bounds) + 0.05
+# ---- runs, and states of others ----------------------------------------------------------------
 
 
-def test_a_change_in_the_middle_of_a_run(standard_promotion, capsys):
-    names = run_example(RUNS, 3, dict(NAMES))
-    assert capsys.readouterr().out == blocks(RUNS, "text")[0]
-    assert (int(names["state"].mini_step), int(names["state"].inner[0].step)) == (2, 1)
-    _, state = names["tx"].update(names["grads"], names["state"], names["params"])
-    assert int(state.mini_step) == 3
-    assert len(page(RUNS).split()) <= 870
-
-
-def test_a_run_that_diverges(standard_promotion):
-    """What the page says is in the report; a NaN is counted and skipped."""
+def of_a_run():
+    """What docs/runs.md leaves to the reader."""
     params = {"embed": {"table": jnp.ones((5, 4))}, "head": jnp.ones((4, 2))}
     grads = jax.tree.map(jnp.ones_like, params)
-    names = run_example(RUNS, 0, NAMES | {"params": params, "grads": grads})
+    return {"params": params, "grads": grads, "norms": [1.0, 2.0, 4.0]}
+
+
+@after(RUNS, 0, names=of_a_run, slow=True)
+def diverging(names, printed):
+    """What the table says is in the report."""
     for name in re.findall(r"^\| `([a-z_/.]+)`", page(RUNS), re.MULTILINE):
         assert any(key.startswith(name.removesuffix("...")) for key in names["numbers"]), name
-    bad = jax.tree.map(lambda g: g.at[0, 0].set(jnp.nan), grads)
-    _, state = names["step"](names["params"], names["state"], bad)
-    numbers = jgrad.report(state)
-    assert (int(numbers["nonfinite"]), int(numbers["skipped"])) == (2, 1)
-    example = run_example(RUNS, 1, NAMES | {"params": params, "grads": grads})
-    assert int(jgrad.report(example["state"])["spikes"]) == 0
-    example = run_example(RUNS, 2, NAMES | {"norms": [1.0, 2.0, 4.0]})
-    example["tx"].update(grads, example["tx"].init(params), params)
+
+
+after(RUNS, 1, names=of_a_run, slow=True)(it_runs)
+after(RUNS, 2, names=of_a_run)(it_runs)
+
+
+@after(RUNS, 3, slow=True)
+def change_in_the_middle(names, printed):
+    assert printed == blocks(RUNS, "text")[0]
+    _, state = names["tx"].update(names["grads"], names["state"], names["params"])
+    assert (int(state.mini_step), int(state.inner[0].step)) == (3, 1)
+
+
+@after(OPTAX, 0, names=lambda: {"opt_state": optax.adam(0.1).init(jnp.ones(3))})
+def state_of_optax(names, printed):
+    assert_equal(names["state"], jgrad.adam(0.1).init(jnp.ones(3)))
+
+
+# `test_from_pytorch.py` has a model and an optimizer of PyTorch's numbers.
+NOTHING = types.SimpleNamespace(named_parameters={}.items)
+after(PYTORCH, 1, names=lambda: {"model": NOTHING, "adam": None, "steps": 3})(it_runs)
+
+
+# ---- the defaults of each method ---------------------------------------------------------------
+
+
+def weights(seed):
+    """Leaves of one size, so that steps of all methods matter."""
+    shapes = {"embed": (50, 8), "block": {"w": (8, 16), "b": (16,)}, "head": (16, 10)}
+    zeros = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    drawn = optax.tree.random_like(jax.random.key(seed), zeros)
+    return jax.tree.map(lambda x: 0.02 * x / jnp.sqrt(jnp.mean(x**2)), drawn)
+
+
+def default_trains(names, printed):
+    """Most of a quadratic loss is gone after its steps; targets have the norms of the weights."""
+    tx, w, target = names["tx"], weights(0), weights(1)
+
+    def loss(w):
+        return optax.tree.norm(jax.tree.map(jnp.subtract, w, target), squared=True) / 2
+
+    def body(carry, _):
+        w, state = carry
+        updates, state = tx.update(jax.grad(loss)(w), state, w)
+        return (optax.apply_updates(w, updates), state), None
+
+    train = jax.jit(lambda carry: jax.lax.scan(body, carry, length=names["steps"])[0])
+    last, state = train((w, tx.init(w)))
+    assert float(loss(optax.tree.get(state, "average", last))) < 0.1 * float(loss(w))
+
+
+for i in range(1, len(blocks(METHODS))):
+    after(METHODS, i, 0, slow=True)(default_trains)
+
+
+def test_each_method_has_a_default():
+    assert len(re.findall(r"^## \w+$", page(METHODS), re.MULTILINE)) + 1 == len(blocks(METHODS))
+
+
+# ---- choose a setup ----------------------------------------------------------------------------
+
+# The blocks, in the order of the page.
+COMMON, FITS, SMALL, STACKED, DEEP_MUON, BF16, LARGE, *OTHERS = range(13)
+JIT, FROZEN, RATES, BATCHES, FP16, MANY = OTHERS
+
+
+def setup(index, *before, cost=None, steps=30):
+    """A block that trains behind the common lines: in `steps`, half of the loss is gone.
+
+    Args:
+      index: of the block.
+      before: other blocks.
+      cost: bytes per parameter, the gradient included, which the page's table says.
+      steps: of training.
+    """
+
+    def enter(check):
+        @after(CHOOSE, index, COMMON, *before, slow=True)
+        def trains(names, printed):
+            params, state = jax.tree.map(jnp.copy, (names["params"], names["state"]))
+            losses = []  # the step donates
+            for _ in range(steps):
+                params, state, loss = names["step"](params, state, names["batch"])
+                losses.append(float(loss))
+            assert losses[-1] < 0.5 * losses[0]
+            if cost:
+                found = (2 * nbytes(params) + nbytes(state)) / size(params)
+                assert found == pytest.approx(cost, rel=0.01)
+            check(names, params, state, losses)
+
+    return enter
+
+
+def it_trains(names, params, state, losses):
+    """What it does is tested elsewhere."""
+
+
+@setup(FITS, cost=16, steps=100)
+def first_rate_is_zero(names, params, state, losses):
+    assert losses[1] == losses[0]
+
+
+setup(SMALL)(it_trains)
+setup(STACKED, cost=16)(it_trains)
+setup(BF16, cost=12)(it_trains)
+setup(RATES)(it_trains)
+setup(FP16, cost=16)(it_trains)
+
+
+@setup(DEEP_MUON, STACKED)
+def no_second_moments(names, params, state, losses):
+    assert state.vw["layers"]["w"] is None
+
+
+@setup(LARGE)
+def too_large(names, params, state, losses):
+    """6.03 bytes per parameter of a large leaf, with the state on the host."""
+    large, adam = params["hidden"]["w"], state.inner.inner
+    found = 2 * large.nbytes + nbytes((adam.mw["hidden"]["w"], adam.vw["hidden"]["w"]))
+    assert found == pytest.approx(6.03 * large.size, rel=0.002)
+    if hasattr(jax, "memory"):
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
+
+
+@setup(JIT)
+def many_devices(names, params, state, losses):
+    """Each has its part of the moments, and all have the parameters."""
+    for x in jax.tree.leaves((state.mw, state.vw)):
+        share = x.addressable_shards[0].data.size
+        assert share == (x.size if x.shape == (1,) else x.size // 8)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+
+
+@setup(FROZEN)
+def frozen_leaves(names, params, state, losses):
+    assert_equal(params["hidden"], names["params"]["hidden"])
+    assert size(state) == 2 * size(params["head"]) + 1
+
+
+@setup(BATCHES, steps=120)
+def large_batches(names, params, state, losses):
+    """Four mini-batches are one update, the first with a rate of 0."""
+    changes = [i for i, (a, b) in enumerate(itertools.pairwise(losses), 1) if a != b]
+    assert changes == list(range(8, 120, 4))
+
+
+@after(CHOOSE, MANY, COMMON, slow=True)
+def many_models_at_once(names, printed):
+    """The round is the mean of clients that have gone apart."""
+    assert_equal(names["params"], jax.tree.map(lambda p: p.mean(0), names["models"]))
+    assert float(jnp.ptp(names["models"]["head"]["b"])) > 1e-3
+
+
+# ---- all of them -------------------------------------------------------------------------------
+
+
+def choice(block):
+    marks = [pytest.mark.slow] if block in SLOW else []
+    name, index = block
+    return pytest.param(block, marks=marks, id=f"{name.rpartition('/')[2]}-{index}")
+
+
+@pytest.mark.parametrize("block", [choice(block) for block in BLOCKS])
+def test_block(block, standard_promotion):
+    earlier, make_names, check = ENTRIES.get(block, ([], dict, it_runs))
+    name, index = (*earlier, block)[0]
+    names = {} if "import jgrad\n" in blocks(name)[index] else dict(IMPORTED)
+    names |= make_names()
+    with jax.numpy_rank_promotion("allow"):  # a bias is added to a batch
+        for other in earlier:
+            run_example(*other, names)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            run_example(*block, names)
+        check(names, printed.getvalue())
+
+
+def test_entries_are_of_blocks():
+    assert ENTRIES.keys() <= set(BLOCKS)
+
+
+def test_blocks_of_contributing():
+    """`test_moments.py` and `test_hand_over.py` run them."""
+    assert len(blocks("CONTRIBUTING.md")) == 2

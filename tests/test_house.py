@@ -1,7 +1,6 @@
 """The house: data flows one way, down the folders of CONTRIBUTING.md, and no file is long."""
 
 import ast
-import fnmatch
 import graphlib
 import io
 import pathlib
@@ -11,31 +10,14 @@ import tokenize
 import pytest
 
 import jgrad
+from tests import rooms
 
 PACKAGE = pathlib.Path(jgrad.__file__).parent
-ROOT = pathlib.Path(__file__).parents[1]
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 ROOMS = [name for name in FILES if not name.endswith("/__init__.py")]
 FOLDERS = sorted({name.partition("/")[0] for name in FILES if "/" in name})
 
 every_file = pytest.mark.parametrize("name", FILES)
-
-
-def table():
-    """(file or pattern, its tests) of each row of the table "Where is what", from the top down."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    section = text.partition("\n## Where is what\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| `(\S+\.py)` \| .* \| `(\S+)` \|$", section, re.MULTILINE)
-
-
-def row(name):
-    """The row of a file: that of its name, or else of a pattern for it."""
-    rows = [pattern for pattern, _ in table()]
-    if name in rows:
-        return rows.index(name)
-    found = [i for i, pattern in enumerate(rows) if fnmatch.fnmatch(name, pattern)]
-    assert len(found) == 1, f"{name} has {len(found)} rows in CONTRIBUTING.md"
-    return found[0]
 
 
 def folder_of(name):
@@ -60,26 +42,15 @@ def imported(name):
             yield from (f"{module}/{alias.name}.py" for alias in node.names)
 
 
-def test_the_table_has_each_file_once():
-    rows = [pattern for pattern, _ in table()]
-    assert len(set(rows)) == len(rows)
-    assert {row(name) for name in ROOMS} == set(range(len(rows)))
-
-
-def floors():
-    """The folders in the order of the table. Inside a folder, the order is for readers."""
-    folders = [folder_of(name) for name, _ in table()]
-    return [a for a, b in zip(folders, [*folders[1:], None], strict=True) if a != b]
-
-
-def test_a_folder_is_one_part_of_the_table():
-    assert sorted(floors()) == sorted(["__init__.py", *FOLDERS])
+def test_every_folder_is_a_floor():
+    """The table of CONTRIBUTING.md has each once; `python -m tests.rooms` prints what is in them."""
+    assert sorted(rooms.floors()) == FOLDERS
 
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_imports_go_down(name):
     """Into folders further down, or to another file of the folder."""
-    order = floors()
+    order = ["__init__.py", *rooms.floors()]
     for other in imported(name):
         assert order.index(folder_of(other)) >= order.index(folder_of(name)), f"imports {other}"
 
@@ -120,17 +91,12 @@ def test_a_folder_imports_what_its_docstring_says(folder):
     assert others <= allowed
 
 
-@pytest.mark.parametrize("tests", sorted({tests for _, tests in table()}))
-def test_the_tests_of_a_file_exist(tests):
-    assert (ROOT / tests).is_file()
-
-
 @every_file
 def test_files_are_short_and_say_what_they_are_for(name):
     """At most 400 lines of code; docstrings and comments do not count."""
     text = FILES[name].read_text()
     tree = ast.parse(text)
-    assert ast.get_docstring(tree)
+    assert rooms.title(FILES[name]).endswith(".")  # one line, since `tests.rooms` prints no more
     docstrings = {
         line
         for node in ast.walk(tree)

@@ -1,6 +1,7 @@
 """Optimizers of optax, and jgrad's of the same meaning; and what is compared of a run."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,6 +11,10 @@ from tests.clients import swap
 
 RATE = 0.01
 SCHEDULE = optax.cosine_decay_schedule(RATE, 50)
+
+# A regression.
+X = jnp.linspace(-1, 1, 32).reshape(16, 2)
+Y = jnp.sin(3 * X.sum(1))
 
 # What a loop is given: (optax's, ours).
 PAIRS = {
@@ -33,8 +38,17 @@ def every_pair(*names):
     return pytest.mark.parametrize("pair", names or PAIRS)
 
 
+def repeated(step, carry, count):
+    """The last carry, and the values of each step; `step` returns both."""
+    values = []
+    for _ in range(count):
+        carry, value = step(carry)
+        values.append(value)
+    return carry, values
+
+
 def both(pair, run, rtol=1e-5):
-    """`run(tx)` of both, with finite results that are the same to rounding."""
+    """`run(tx)` of both, with finite results that are the same to rounding, and equal counts."""
     theirs, ours = (jax.tree.map(np.asarray, run(tx)) for tx in PAIRS[pair]())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=rtol, atol=rtol), theirs, ours)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(theirs))

@@ -11,12 +11,11 @@ import pytest
 
 import jgrad
 from tests.clients import swap
-from tests.clients.pairs import RATE, SCHEDULE, Counted, both, every_pair
+from tests.clients.pairs import RATE, SCHEDULE, Counted, X, Y, both, every_pair, repeated
 
 pytestmark = pytest.mark.clients
 
-X = jnp.linspace(-1, 1, 32).reshape(16, 2)
-Y = jnp.sin(3 * X.sum(1))
+arrays = functools.partial(eqx.filter, filter_spec=eqx.is_inexact_array)
 
 
 def mlp(seed=0):
@@ -36,46 +35,44 @@ class Scaled(eqx.Module):
         return self.scale * y if self.scale > 1 and self.flag else y
 
 
-def losses(tx, model, *, whole, count=20):
-    """As in the documentation, `update` with the filtered model, or with the whole model."""
+def stepped(tx, params_of=arrays):
+    """A step as in the documentation, and its loss; `update` is given `params_of(model)`."""
     loss = Counted(lambda model: jnp.mean((jax.vmap(model)(X) - Y) ** 2))
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
-    @eqx.filter_jit
-    def step(model, state):
+    def step(carry):
+        model, state = carry
         value, grads = eqx.filter_value_and_grad(lambda model: loss(model))(model)
-        params = model if whole else eqx.filter(model, eqx.is_inexact_array)
-        updates, state = tx.update(grads, state, params)
-        return eqx.apply_updates(model, updates), state, value
+        updates, state = tx.update(grads, state, params_of(model))
+        return (eqx.apply_updates(model, updates), state), value
 
-    values = []
-    for _ in range(count):
-        model, state, value = step(model, state)
-        values.append(value)
+    return step, loss
+
+
+def losses(tx, model, params_of=arrays, count=20):
+    """Of each step, how often the loss was traced, and the last model."""
+    step, loss = stepped(tx, params_of)
+    (model, _), values = repeated(eqx.filter_jit(step), (model, tx.init(arrays(model))), count)
     return values, loss.count, model
 
 
 @every_pair("clip, adamw, schedule", "lamb")
 def test_filtered_model(pair):
-    theirs, ours = both(pair, lambda tx: losses(tx, mlp(), whole=False)[:2])
-    assert theirs[1] == ours[1] == 1
+    _, ours = both(pair, lambda tx: losses(tx, mlp())[:2])
+    assert ours[1] == 1
 
 
 @every_pair("clip, adamw, schedule", "pack_small", "all wrappers")
 def test_whole_model(pair):
     """Leaves that are no arrays have no gradient: they stay, and nothing is traced again."""
-    models = []
 
     def run(tx):
-        values, count, model = losses(tx, Scaled(mlp(), jnp.tanh), whole=True)
-        models.append(model)
-        return values, count
-
-    theirs, ours = both(pair, run)
-    assert theirs[1] == ours[1] == 1
-    for model in models:
+        values, count, model = losses(tx, Scaled(mlp(), jnp.tanh), params_of=lambda model: model)
         assert (model.scale, model.flag, model.activation) == (2.0, True, jnp.tanh)
         assert type(model.scale) is float
+        return values, count
+
+    _, ours = both(pair, run)
+    assert ours[1] == 1
 
 
 class Schedule(eqx.Module):
@@ -96,7 +93,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_that_is_a_tree(name):
     make = SCHEDULES[name]
-    found = [losses(f(make()), mlp(), whole=False, count=5)[0] for f in (optax.adam, swap.adam)]
+    found = [losses(adam(make()), mlp(), count=5)[0] for adam in (optax.adam, swap.adam)]
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
@@ -106,28 +103,15 @@ def test_ensemble(pair):
 
     def run(tx):
         models = eqx.filter_vmap(mlp)(jnp.arange(3))
-        state = eqx.filter_vmap(lambda m: tx.init(eqx.filter(m, eqx.is_array)))(models)
-
-        @eqx.filter_jit
-        @functools.partial(eqx.filter_vmap, in_axes=(eqx.if_array(0), eqx.if_array(0)))
-        def step(model, state):
-            loss = lambda model: jnp.mean((jax.vmap(model)(X) - Y) ** 2)
-            value, grads = eqx.filter_value_and_grad(loss)(model)
-            updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_array))
-            return eqx.apply_updates(model, updates), state, value
-
-        values = []
-        for _ in range(5):
-            models, state, value = step(models, state)
-            values.append(value)
-        return values
+        states = eqx.filter_vmap(lambda model: tx.init(arrays(model)))(models)
+        step = eqx.filter_vmap(stepped(tx)[0], in_axes=eqx.if_array(0))
+        return repeated(eqx.filter_jit(step), (models, states), 5)[1]
 
     both(pair, run)
 
 
-@pytest.mark.parametrize("wrap", [jgrad.pack_small])
-def test_files(wrap, tmp_path):
-    tx, params = wrap(swap.adam(RATE)), eqx.filter(mlp(), eqx.is_array)
+def test_files(tmp_path):
+    tx, params = jgrad.pack_small(swap.adam(RATE)), arrays(mlp())
     _, state = tx.update(params, tx.init(params), params)
     eqx.tree_serialise_leaves(tmp_path / "state.eqx", state)
     again = eqx.tree_deserialise_leaves(tmp_path / "state.eqx", tx.init(params))

@@ -14,7 +14,7 @@ from tests.cases import IVY
 from tests.reference import variants as source
 from tests.reference.optimizers import trajectory
 from tests.support.choice import mostly_slow
-from tests.test_docs import rows, section
+from tests.support.pages import rows, section
 
 STEPS = 200
 
@@ -196,6 +196,7 @@ QUICK = [  # one of each rule and of each correction
 ]
 
 
+@pytest.mark.slow(always=["LAMB paper, phi(z) = z"])
 @pytest.mark.parametrize("name", mostly_slow(VARIANTS, *QUICK))
 def test_variant(name, x64):
     """200 steps, in double precision."""

@@ -77,13 +77,9 @@ def test_what_an_example_needs(name):
 @pytest.mark.parametrize(
     ("name", "missing", "message"),
     [
-        ("train_digits", "rich", "rich. Give: pip install 'jgrad[demo]'"),
-        ("train_digits", "matplotlib", "matplotlib. Give: pip install 'jgrad[demo]'"),
         ("train_digits", "sklearn,rich", "sklearn, rich. Give: pip install 'jgrad[demo]'"),
         ("train_distributed", "orbax", "orbax. Give: pip install 'jgrad[distributed]'"),
         ("train_distributed", "rich,orbax", "rich, orbax. Give: pip install 'jgrad[distributed]'"),
-        ("train_language_model", "matplotlib", "matplotlib. Give: pip install 'jgrad[demo]'"),
-        ("train_language_model", "orbax", "orbax. Give: pip install 'jgrad[distributed]'"),
         (
             "train_language_model",
             "orbax,matplotlib",
@@ -97,6 +93,7 @@ def test_it_is_said_first(name, missing, message):
     assert found.stdout == f"Not installed: {message}\n\n", found.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_a_plot_does_without_matplotlib():
     """But not one that measures norms: it ends with a plot of them."""
     refused = "Not trained: --zero shards the state over devices: give --devices=2 or more, too."

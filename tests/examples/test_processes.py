@@ -65,9 +65,7 @@ def test_one_is_killed(ended, program, why):
 def test_one_of_another_machine_is_killed(ended):
     """C++ says it."""
     found, errors = ended(ABORTED)
-    assert errors == ""
-    assert found.lost
-    assert len(found.failed) == 1
+    assert (errors, found.lost, len(found.failed)) == ("", True, 1)
 
 
 def test_an_error_of_ones_own(ended):
@@ -81,14 +79,10 @@ def test_an_error_of_ones_own(ended):
     assert not found.lost
 
 
-def test_asked_to_end(ended):
-    found, _ = ended(*[f"raise SystemExit({processes.ASKED})"] * 2)
-    assert found == processes.Ended([], asked=True, lost=False)
-
-
-def test_done(ended):
-    found, _ = ended("", "")
-    assert found == processes.Ended([], asked=False, lost=False)
+@pytest.mark.parametrize("asked", [True, False])
+def test_done(ended, asked):
+    program = f"raise SystemExit({processes.ASKED})" if asked else ""
+    assert ended(program, program)[0] == processes.Ended([], asked=asked, lost=False)
 
 
 def raised(error, cause):

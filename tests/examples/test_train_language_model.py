@@ -7,14 +7,7 @@ import contextlib
 import functools
 import importlib.util
 import io
-import os
-import pathlib
 import re
-import signal
-import subprocess
-import sys
-import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +26,10 @@ import text
 import watched
 from checkpoints import CheckpointError, Checkpoints
 from language_training import Settings, SettingsError, bytes_on_one_device
+from tests.examples.command import Command
 from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "colabs" / "train_language_model.py"
 TINY = Settings(
     layers=2,
     width=32,
@@ -49,7 +42,7 @@ TINY = Settings(
     ema=0.9,
     skip=True,
 )
-LIMIT = 240  # seconds for a run, of which most is its start
+PLAIN = TINY._replace(accumulate=1, ema=0.0)
 LAYOUTS = {
     "tree": {},
     "packed": {"packed": True},
@@ -60,10 +53,8 @@ STORED = "8bit_bf16_stochastic"  # the recipe with most in its state
 
 
 @pytest.fixture(autouse=True)
-def dtypes():
+def dtypes(standard_promotion):
     """Schedules of optax divide integers by floats, which strict dtypes forbid."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @functools.cache
@@ -72,54 +63,56 @@ def split():
     return text.load()
 
 
-def train(settings, **options):
-    return language_training.train(settings, split(), **options)
+def train(settings, texts=None, **options):
+    return language_training.train(settings, texts or split(), **options)
 
 
-@contextlib.contextmanager
-def opened(folder):
+class Stop(Exception):
+    """Raised after a step in the place of a kill."""
+
+
+def stopped(settings, folder, after):
+    """A run that saves a checkpoint after a step, and is stopped there."""
+
+    def on_step(done, loss, seconds):
+        if done == after:
+            raise Stop
+
+    with pytest.raises(Stop):
+        continued(settings, folder, save_every=after, on_step=on_step)
+
+
+def continued(settings, folder, **options):
+    """A run that goes on after the last checkpoint in a folder."""
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
-        yield checkpoints
+        return train(settings, checkpoints=checkpoints, **options)
+
+
+def assert_refused(kind, message, run, *args, **options):
+    with pytest.raises(kind, match=re.escape(message)):
+        run(*args, **options)
 
 
 # ---- the text, and the bigram model ------------------------------------------------------------
 
 
 def test_no_file_is_in_two_parts():
-    found = text.files()
-    paths = [path for part in found.values() for path in part]
+    """The part of a file is known by its name: the same in every version of Python."""
+    paths = [path for part in text.files().values() for path in part]
     assert len(set(paths)) == len(paths) > 400
-    assert {path.name for path in paths} >= {"argparse.py", "abc.py", "heapq.py"}
     sizes = [len(x.codes) for x in split()]
     assert 0.6 < sizes[0] / sum(sizes) < 0.95
-
-
-def test_the_part_of_a_file_is_known_by_its_name():
-    """The same in every version of Python."""
-    found = {
-        name: text.part_of(name) for name in ("heapq.py", "shutil.py", "json/decoder.py", "dis.py")
-    }
-    assert found == {
-        "heapq.py": "training",
-        "shutil.py": "validation",
-        "json/decoder.py": "training",
-        "dis.py": "test",
-    }
+    names = "heapq.py", "shutil.py", "json/decoder.py", "dis.py"
+    assert [*map(text.part_of, names)] == ["training", "validation", "training", "test"]
 
 
 def test_batches_are_known_by_their_number():
     texts = split().training
     assert_equal(texts.batches(3, seed=1, windows=2)[2], texts.batch(2, seed=1, windows=2))
-    assert not np.array_equal(texts.batch(2, seed=1), texts.batch(3, seed=1))
-    assert not np.array_equal(texts.batch(2, seed=1), texts.batch(2, seed=2))
-
-
-def test_windows_over_a_whole_text():
-    assert text.Text(b"abcdefghi").spread(3, length=3).tolist() == [
-        [97, 98, 99],
-        [100, 101, 102],
-        [103, 104, 105],
-    ]
+    for i, seed in ((3, 1), (2, 2)):
+        assert not np.array_equal(texts.batch(2, seed=1), texts.batch(i, seed=seed))
+    windows = text.Text(b"abcdefghi").spread(3, length=3)
+    assert windows.tobytes() == windows.dtype.type([*b"abcdefghi"]).tobytes()
 
 
 def test_bigram_by_hand():
@@ -146,6 +139,7 @@ def small_model():
     return jax.tree.map(lambda x: 3 * x, jax.jit(init)(jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_a_byte_does_not_see_those_after_it():
     codes = np.arange(12, dtype=np.int32).reshape(2, 6)
     codes[1] = codes[0] + np.array([0, 0, 0, 0, 1, 0])
@@ -154,17 +148,18 @@ def test_a_byte_does_not_see_those_after_it():
     assert jnp.all(jnp.any(found[0, 4:] != found[1, 4:], axis=1))
 
 
+@pytest.mark.slow
 def test_positions_are_relative():
     """Products of one vector, turned at two positions, depend on the distance alone."""
     x = jax.random.normal(jax.random.key(0), (1, 1, 1, 8))
     turned = np.asarray(language_model._rotated(jnp.broadcast_to(x, (1, 9, 1, 8)))[0, :, 0])
-    products = turned @ turned.T
-    for distance in (1, 2):
-        found = np.diagonal(products, distance)
-        np.testing.assert_allclose(found, found[0], rtol=1e-5)
-    assert not np.isclose(products[0, 1], products[0, 2], rtol=1e-2)
+    near, far = (np.diagonal(turned @ turned.T, distance) for distance in (1, 2))
+    np.testing.assert_allclose(near, near[0], rtol=1e-5)
+    np.testing.assert_allclose(far, far[0], rtol=1e-5)
+    assert not np.isclose(near[0], far[0], rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_sample_without_chance():
     """With a temperature near 0, each byte is the likeliest one after the six before it."""
     params, prompt = small_model(), jnp.array([100, 101, 102, 32], jnp.int32)
@@ -173,9 +168,8 @@ def test_a_sample_without_chance():
     )
     assert_equal(found[:4], prompt)
     before = jnp.stack([found[i - 6 : i] for i in range(6, 12)])
-    likeliest = scores(params, before).argmax(axis=2)
-    assert_equal(found[6:], likeliest[:, -1].astype(jnp.int32))
-    assert_equal(found[4:6], likeliest[0, 3:5].astype(jnp.int32))
+    likeliest = scores(params, before).argmax(axis=2).astype(jnp.int32)
+    assert_equal(found[4:], jnp.concatenate([likeliest[0, 3:5], likeliest[:, -1]]))
     assert len(set(found[4:].tolist())) > 2
 
 
@@ -187,12 +181,8 @@ def test_a_sample_without_chance():
 @pytest.mark.parametrize("optimizer", recipes.OPTIMIZERS)
 @pytest.mark.slow
 def test_every_combination(optimizer, recipe, layout):
-    """With clipping, skipping, accumulation and an average around it."""
-    learns(TINY._replace(optimizer=optimizer, recipe=recipe, **LAYOUTS[layout]))
-
-
-def learns(settings):
-    """Two updates lower the loss of the averaged parameters."""
+    """Two updates lower the loss of the averaged parameters, with clipping, skipping and windows."""
+    settings = TINY._replace(optimizer=optimizer, recipe=recipe, **LAYOUTS[layout])
     run = train(settings)
     params, state = language_training.program(settings.checked()).start()
     before = language_training.measured(params, state, settings, split().validation)
@@ -205,8 +195,8 @@ def learns(settings):
 @pytest.mark.slow
 def test_layouts_train_alike():
     """The numbers are those of one device, but for the order of sums, and of one leaf each."""
-    settings = TINY._replace(accumulate=1, ema=0.0, steps=3)
-    trained = {name: train(settings._replace(**own)) for name, own in LAYOUTS.items()}
+    settings = PLAIN._replace(steps=3)
+    trained = {name: train(settings._replace(**layout)) for name, layout in LAYOUTS.items()}
     expected = jax.device_get(trained["tree"].params)
     for name, run in trained.items():
         found = jax.device_get(jgrad.unpack(run.params))
@@ -219,42 +209,26 @@ def test_layouts_train_alike():
 # ---- what is shown -------------------------------------------------------------------------------
 
 
-class Output(io.StringIO):
-    """A terminal, or a file."""
-
-    def __init__(self, is_terminal):
-        super().__init__()
-        self.isatty = lambda: is_terminal
-
-
 def shown_lines(seconds, steps, *, is_terminal=False, done=0, **changed):
     """What is written in a run, each of whose steps takes so long."""
-    output, now = Output(is_terminal), [0.0]
+    output, now = io.StringIO(), [0.0]
     console = Console(file=output, width=120 if is_terminal else 40, force_terminal=is_terminal)
     settings = Settings(steps=steps, batch=2, length=50, **changed)
     progress = shown.Shown(settings, console, clock=lambda: now[0])
     with progress.progress:
-        progress.start(done, np.zeros(2500, np.float32).view(Array))
+        progress.start(done, jnp.zeros(2500))
         for i in range(done + 1, steps + 1):
             now[0] += seconds
             progress.step(i, 2 / shown.BITS, seconds)
     return output.getvalue().splitlines()
 
 
-class Array(np.ndarray):
-    """An array with one shard, as JAX has it on one device."""
-
-    @property
-    def addressable_shards(self):
-        return [types.SimpleNamespace(data=self)]
-
-
 def steps_of(lines):
     return [int(re.match(r"step (\d+) of \d+: ", line)[1]) for line in lines]
 
 
-def test_a_file_gets_a_line_now_and_then():
-    """Each tenth of the steps, where they are short, and each ten seconds, where they are long."""
+def test_what_is_shown_of_a_run():
+    """A file gets a line each tenth of the steps, and each ten seconds; a terminal gets a bar."""
     lines = shown_lines(0.001, 1400)
     assert steps_of(lines) == [1, *range(140, 1401, 140)]
     assert lines[-1] == "step 1400 of 1400: loss 2.00 bits, 100,000 tokens/s, state 0.01 MB"
@@ -265,15 +239,13 @@ def test_a_file_gets_a_line_now_and_then():
     assert resumed[0] == "Going on after step 1000."
     assert steps_of(resumed[1:]) == [1001, 1120, 1260, 1400]
     assert resumed[1].endswith("state 0.01 MB on each device")
+    bar = shown_lines(0.001, 20, is_terminal=True)
+    assert not [line for line in bar if line.startswith("step ")]
+    assert "20/20" in "".join(bar)
 
 
-def test_a_terminal_gets_a_bar():
-    lines = shown_lines(0.001, 20, is_terminal=True)
-    assert not [line for line in lines if line.startswith("step ")]
-    assert "20/20" in "".join(lines)
-
-
-@pytest.mark.parametrize("ema", [TINY.ema, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ema", [TINY.ema, 0.0])
 def test_the_weights_stand_beside_their_average(ema):
     """Each with its own loss, which is that of a model with these parameters."""
     settings = TINY._replace(ema=ema)
@@ -292,6 +264,7 @@ def test_the_weights_stand_beside_their_average(ema):
     assert len(set(losses[0])) == len(names)
 
 
+@pytest.mark.slow
 def test_a_digest_is_of_every_bit():
     """Of the numbers, and not of their layout."""
     params = small_model()
@@ -304,39 +277,25 @@ def test_a_digest_is_of_every_bit():
 # ---- killed, and resumed -------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    """Raised after a step in the place of a kill."""
-
-
-def stop_after(step):
-    def on_step(done, loss, seconds):
-        if done == step:
-            raise Stop
-
-    return on_step
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "recipe", "layout"),
     [
         ("adamw", STORED, "tree"),
-        pytest.param("adamw", STORED, "zero", marks=pytest.mark.slow),
-        pytest.param("muon", STORED, "zero", marks=pytest.mark.slow),
-        pytest.param("lamb", "bf16_master", "packed", marks=pytest.mark.slow),
-        pytest.param("muon", "8bit", "jit", marks=pytest.mark.slow),
+        ("adamw", STORED, "zero"),
+        ("muon", STORED, "zero"),
+        ("lamb", "bf16_master", "packed"),
+        ("muon", "8bit", "jit"),
     ],
 )
 def test_a_run_goes_on_to_the_same_bits(optimizer, recipe, layout, tmp_path):
     """Saved in the midst of a window of `accumulate`, after the first update."""
     settings = TINY._replace(optimizer=optimizer, recipe=recipe, **LAYOUTS[layout])
-    expected = train(settings)
-    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
-        train(settings, checkpoints=checkpoints, save_every=3, on_step=stop_after(3))
-    begun = []
-    with opened(tmp_path) as checkpoints:
-        options = {"checkpoints": checkpoints, "on_start": lambda done, _: begun.append(done)}
-        found = train(settings, **options)
-        again = train(settings, **options)  # there is nothing left to do
+    expected, begun = train(settings), []
+    stopped(settings, tmp_path, after=3)
+    options = {"on_start": lambda done, _: begun.append(done)}
+    found = continued(settings, tmp_path, **options)
+    again = continued(settings, tmp_path, **options)  # there is nothing left to do
     assert begun == [3, 4]
     assert_equal((found.params, found.state), (expected.params, expected.state))
     # A small leaf of a packed tree was float32 in the file: the same numbers, maybe by other scales.
@@ -348,12 +307,9 @@ def test_a_run_goes_on_to_the_same_bits(optimizer, recipe, layout, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(tmp_path):
-    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
-        train(TINY, checkpoints=checkpoints, save_every=2, on_step=stop_after(2))
-    with opened(tmp_path) as checkpoints:
-        run = train(TINY._replace(**LAYOUTS["zero"]), checkpoints=checkpoints)
-    expected = train(TINY)
-    np.testing.assert_allclose(run.history.training, expected.history.training, rtol=1e-4)
+    stopped(TINY, tmp_path, after=2)
+    run = continued(TINY._replace(**LAYOUTS["zero"]), tmp_path)
+    np.testing.assert_allclose(run.history.training, train(TINY).history.training, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -361,105 +317,71 @@ def test_a_killed_process(tmp_path):
     """The command, killed in the midst of its steps, and given again; the last line says so."""
     settings = TINY._replace(recipe=STORED, steps=300)
     flags = [f"--{name}={value}" for name, value in settings._asdict().items() if value is not None]
-    saved, last_line = {}, {}
-    for name in ("whole", "killed"):
-        command = [
-            *(sys.executable, SCRIPT, *flags, "--save_every=20", "--sample=40", "--plot="),
-            f"--checkpoint_folder={tmp_path / name}",
-        ]
-        output = tmp_path / f"{name}.txt"
-        if name == "killed":
-            with output.open("w") as out, started(command, out) as process:
-                deadline = time.monotonic() + LIMIT
-                while not (tmp_path / name / "40").exists():
-                    assert process.poll() is None, output.read_text()
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
-                process.send_signal(signal.SIGKILL)
-                assert process.wait(LIMIT) == -signal.SIGKILL, output.read_text()
-        with output.open("w") as out, started(command, out) as process:
-            assert process.wait(LIMIT) == 0, output.read_text()
-        assert ("Going on after step" in output.read_text()) == (name == "killed")
-        like = language_training.program(settings.checked()).start()
-        with opened(tmp_path / name) as checkpoints:
-            saved[name] = checkpoints.restore(like, settings.steps)
-        last_line[name] = output.read_text().splitlines()[-1]
-        assert last_line[name] == f"parameters {bits.digest(saved[name][0])}"
-    assert_equal(saved["killed"], saved["whole"])
-    assert last_line["killed"] == last_line["whole"]
+    flags += ["--save_every=20", "--sample=40", "--plot="]
 
+    def run(folder, *, killed=False):
+        where = f"--checkpoint_folder={tmp_path / folder}"
+        with Command(tmp_path, "train_language_model", *flags, where) as command:
+            if killed:
+                return command.wait_until((tmp_path / folder / "40").exists)
+            assert command.ended() == 0, command.text
+            return command.text.splitlines()
 
-@contextlib.contextmanager
-def started(command, out):
-    """The process of a command; nothing of it is left."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
-    process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    run("killed", killed=True)
+    lines = {folder: run(folder) for folder in ("whole", "killed")}
+    like = language_training.program(settings.checked()).start()
+    for folder, printed in lines.items():
+        assert any("Going on after step" in x for x in printed) == (folder == "killed")
+        with contextlib.closing(Checkpoints(tmp_path / folder)) as checkpoints:
+            params, _ = checkpoints.restore(like, settings.steps)
+        assert printed[-1] == f"parameters {bits.digest(params)}"
+    assert lines["killed"][-1] == lines["whole"][-1]
 
 
 # ---- under control -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "recipe", "layout"),
-    [
-        pytest.param("muon", STORED, "packed", marks=pytest.mark.slow),
-        pytest.param("lamb", "bf16_master", "zero", marks=pytest.mark.slow),
-        pytest.param("momentum", "float32", "jit", marks=pytest.mark.slow),
-    ],
+    [("muon", STORED, "packed"), ("lamb", "bf16_master", "zero"), ("momentum", "float32", "jit")],
 )
 def test_goes_on_as_another_run(optimizer, recipe, layout, tmp_path):
     """Other moments, dtypes, wrappers and devices; the step is kept, and what is lost is said."""
-    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
-        train(TINY, checkpoints=checkpoints, save_every=2, on_step=stop_after(2))
+    stopped(TINY, tmp_path, after=2)
     settings = TINY._replace(
         optimizer=optimizer, recipe=recipe, skip=False, ema=0.0, watch=1, **LAYOUTS[layout]
     )
     accounts = []
-    with opened(tmp_path) as checkpoints:
-        options = {"checkpoints": checkpoints, "resume_as": True}
-        run = train(settings, on_other_settings=lambda *x: accounts.append(x), **options)
+    options = {"resume_as": True, "on_other_settings": lambda *told: accounts.append(told)}
+    run = continued(settings, tmp_path, **options)
     ((done, account),) = accounts
     assert done == 2
     assert "step" in account.kept
     assert any(name.startswith("ema") for name in account.dropped)
-    params = jax.tree.leaves(run.params)
-    assert {str(x.dtype) for x in params} == {"float32" if recipe == "float32" else "bfloat16"}
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(run.params)}
+    assert dtypes == {"float32" if recipe == "float32" else "bfloat16"}
     states = jax.tree.leaves(run.state, is_leaf=lambda x: isinstance(x, jgrad.OptState))
     assert [int(x.step) for x in states if isinstance(x, jgrad.OptState)] == [2]
     assert len(run.history.training) == 4
     assert np.isfinite(run.history.training).all()
 
 
+@pytest.mark.slow
 def test_the_same_recipe_in_other_wrappers_goes_on(tmp_path):
     """Without `skip_nonfinite` and packed, losses are those of a run that was never stopped."""
-    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
-        train(TINY, checkpoints=checkpoints, save_every=3, on_step=stop_after(3))
-    with opened(tmp_path) as checkpoints:
-        other = TINY._replace(skip=False, packed=True)
-        run = train(other, checkpoints=checkpoints, resume_as=True)
+    stopped(TINY, tmp_path, after=3)
+    run = continued(TINY._replace(skip=False, packed=True), tmp_path, resume_as=True)
     np.testing.assert_allclose(run.history.training, train(TINY).history.training, rtol=1e-6)
-
-
-def test_another_model_is_refused(tmp_path):
-    with opened(tmp_path) as checkpoints, pytest.raises(Stop):
-        train(TINY, checkpoints=checkpoints, save_every=1, on_step=stop_after(1))
-    message = "--layers: 1, expected 2, as until step 1, or another --checkpoint_folder."
-    with opened(tmp_path) as checkpoints:
-        options = {"checkpoints": checkpoints, "resume_as": True}
-        assert_refused(CheckpointError, message, TINY._replace(layers=1), **options)
 
 
 SPIKE = 35
 
 
+@pytest.mark.slow
 def test_a_spike_is_left_out(monkeypatch):
     """Of a batch of strange bytes nothing is learned: what follows has the bits of a run without."""
-    settings = TINY._replace(accumulate=1, ema=0.0, steps=40, spikes=True)
+    settings = PLAIN._replace(steps=40, spikes=True)
     batch = text.Text.batch
 
     def with_spike(self, i, **options):
@@ -479,22 +401,16 @@ def test_a_spike_is_left_out(monkeypatch):
     assert (int(found.state.skipped), int(expected.state.skipped)) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["tree", *(pytest.param(x, marks=pytest.mark.slow) for x in ("packed", "jit", "zero"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_watch(layout, tmp_path):
     """The ratio of each layer, by NumPy from parameters before and after a step; table and plot."""
-    settings = TINY._replace(
-        accumulate=1, ema=0.0, skip=False, steps=1, warmup=0, watch=1, **LAYOUTS[layout]
-    ).checked()
+    settings = PLAIN._replace(skip=False, steps=1, warmup=0, watch=1, **LAYOUTS[layout]).checked()
     before = jax.device_get(jgrad.unpack(language_training.program(settings).start()[0]))
     table = watched.Watched()
-    run = train(settings, on_report=table.add)
-    after = jax.device_get(jgrad.unpack(run.params))
+    after = jax.device_get(jgrad.unpack(train(settings, on_report=table.add).params))
     assert len(table.rows) == 2 + 2 * len(before["layers"])  # two layers, embedding and norm
     for row in table.rows:
-        assert row.step == 1
         keys = row.leaf.split("/")
         w, new = (functools.reduce(lambda x, key: x[key], keys, tree) for tree in (before, after))
         w, new = (np.asarray(x[row.layer] if len(keys) > 1 else x, float) for x in (w, new))
@@ -511,6 +427,7 @@ def test_watch(layout, tmp_path):
         assert (tmp_path / "watch.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_which_calls_are_measured():
     """Those that close a window: there an update is made."""
     seen = []
@@ -526,58 +443,23 @@ def test_which_calls_are_measured():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"optimizer": "sgd"},
-            "--optimizer=sgd is not known: choose adamh, adamw, adamw_cautious, lamb, lars, momentum, muon.",
-        ),
-        (
-            {"recipe": "int4"},
-            "--recipe=int4 is not known: choose float32, bf16_master, bf16_stochastic, 8bit, "
-            "8bit_bf16_stochastic.",
-        ),
-        (
-            {"packed": True, "devices": 2},
-            "--packed with --devices=2 needs --zero, which shards a packed state with the fewest "
-            "bytes moved: add it, or leave out --packed.",
-        ),
+        ({"optimizer": "sgd"}, "--optimizer=sgd is not known: choose adamh, adamw, "),
+        ({"recipe": "int4"}, "--recipe=int4 is not known: choose float32, bf16_master, "),
+        ({"packed": True, "devices": 2}, "--packed with --devices=2 needs --zero, which "),
         ({"zero": True}, "--zero shards the state over devices: give --devices=2 or more, too."),
-        (
-            {"devices": 3},
-            "--batch=4, expected a multiple of 3, of which each of the 3 devices takes an equal "
-            "part.",
-        ),
-        (
-            {"width": 34},
-            "--width=34, expected a multiple of 2 * 2 heads, since each head has pairs of elements.",
-        ),
-        (
-            {"steps": 5},
-            "--steps=5, expected a multiple of --accumulate=2, so that the last step makes an "
-            "update.",
-        ),
-        (
-            {"warmup": 2},
-            "--warmup=2, expected fewer than the 2 updates of the whole run: leave it out for "
-            "--warmup=0, or give --steps=6 or more.",
-        ),
-        (
-            {"warmup": 100, "accumulate": 1, "steps": 50},
-            "--warmup=100, expected fewer than the 50 updates of the whole run: leave it out for "
-            "--warmup=3, or give --steps=101 or more.",
-        ),
-        (
-            {"devices": 64, "batch": 64},
-            "--devices=64, expected at most 8, as many as JAX has here.",
-        ),
+        ({"devices": 3}, "--batch=4, expected a multiple of 3, of which each of the 3 devices "),
+        ({"width": 34}, "--width=34, expected a multiple of 2 * 2 heads, since each head "),
+        ({"steps": 5}, "--steps=5, expected a multiple of --accumulate=2, so that "),
+        ({"warmup": 2}, "--warmup=2, expected fewer than the 2 updates of the whole run: "),
+        ({"devices": 64, "batch": 64}, "--devices=64, expected at most 8, as many as JAX has "),
         (
             {"optimizer": "muon", "devices": 8, "batch": 8, "zero": True},
-            "--layers=2 are too few matrices for --devices=8 with --zero and Muon: give more "
-            "layers or fewer devices, or leave out --zero.",
+            "--layers=2 are too few matrices for --devices=8 with --zero and Muon: give more ",
         ),
     ],
 )
 def test_settings_that_do_not_fit(changed, message):
-    assert_refused(SettingsError, message, TINY._replace(**changed))
+    assert_refused(SettingsError, message, train, TINY._replace(**changed))
 
 
 @pytest.mark.parametrize(
@@ -603,54 +485,32 @@ def test_the_warmup_fits_the_steps(changed, warmup):
     settings._replace(warmup=500, steps=proposed[1]).checked()
 
 
-def assert_refused(kind, message, settings, **options):
-    with pytest.raises(kind) as found:
-        train(settings, **options)
-    assert str(found.value) == message
-
-
-def test_checkpoints_of_other_runs(tmp_path):
-    """Each message names the flag; the text is no flag."""
-    other = TINY._replace(recipe=STORED, **LAYOUTS["zero"])  # compiled already
-    with opened(tmp_path / "own") as checkpoints, pytest.raises(Stop):
-        train(other, checkpoints=checkpoints, save_every=1, on_step=stop_after(1))
-    with opened(tmp_path / "own") as checkpoints:
-        for name, value, before in [
-            ("width", 16, 32),
-            ("layers", 1, 2),
-            ("optimizer", "lamb", "adamw"),
-            ("recipe", "8bit", STORED),
-            ("steps", 8, 4),
-            ("ema", 0.5, 0.9),
-            ("seed", 1, 0),
-        ]:
-            message = (
-                f"--{name}: {value}, expected {before}, as until step 1, or another "
-                "--checkpoint_folder, or --resume_as."
-            )
-            changed = other._replace(**{"rate": 0.01, name: value})
-            if name == "steps":  # of which the warm-up follows, which is not what was changed
-                changed = changed._replace(warmup=None)
-            assert_refused(CheckpointError, message, changed, checkpoints=checkpoints)
-        texts = split()._replace(training=text.Text(b"of another version" * 10))
-        with pytest.raises(CheckpointError) as found:
-            language_training.train(other, texts, checkpoints=checkpoints)
-        assert str(found.value) == (
-            "Until step 1 the sources of another version of Python were learned: go on with that "
-            "one, or give another --checkpoint_folder."
-        )
-    with opened(tmp_path / "others") as checkpoints:
-        checkpoints.save(1, {"w": jnp.zeros(3)}, about={"steps": 3})
-        message = "Step 1 was saved by another program: give another --checkpoint_folder."
-        assert_refused(CheckpointError, message, other, checkpoints=checkpoints)
-
-
 @pytest.mark.slow
-def test_the_command_says_it_in_one_sentence(tmp_path):
-    output = tmp_path / "output"
-    command = [sys.executable, SCRIPT, "--zero", "--plot="]
-    with output.open("w") as out, started(command, out) as process:
-        assert process.wait(LIMIT) == 1
-    assert output.read_text() == (
-        "Not trained: --zero shards the state over devices: give --devices=2 or more, too.\n"
-    )
+def test_checkpoints_of_other_runs(tmp_path):
+    """Each message names the flag; the text is no flag, and another model is another run."""
+    saved = TINY._replace(recipe=STORED, **LAYOUTS["zero"])  # compiled already
+    stopped(saved, tmp_path / "own", after=1)
+    refused = functools.partial(assert_refused, CheckpointError)
+    for name, value, before in [
+        ("width", 16, 32),
+        ("layers", 1, 2),
+        ("optimizer", "lamb", "adamw"),
+        ("recipe", "8bit", STORED),
+        ("steps", 8, 4),
+        ("ema", 0.5, 0.9),
+        ("seed", 1, 0),
+    ]:
+        # Of the steps a warm-up follows, which is not what was changed.
+        warmup = None if name == "steps" else saved.warmup
+        changed = saved._replace(**{"rate": 0.01, "warmup": warmup, name: value})
+        message = f"--{name}: {value}, expected {before}, as until step 1, or another "
+        refused(message, continued, changed, tmp_path / "own")
+        if name == "layers":
+            refused(message, continued, changed, tmp_path / "own", resume_as=True)
+    texts = split()._replace(training=text.Text(b"of another version" * 10))
+    message = "Until step 1 the sources of another version of Python were learned: "
+    refused(message, continued, saved, tmp_path / "own", texts=texts)
+    with contextlib.closing(Checkpoints(tmp_path / "others")) as checkpoints:
+        checkpoints.save(1, {"w": jnp.zeros(3)}, about={"steps": 3})
+    message = "Step 1 was saved by another program: give another --checkpoint_folder."
+    refused(message, continued, saved, tmp_path / "others")
