@@ -362,7 +362,7 @@ def test_under_jit_the_message_is_the_same():
     assert str(caught.value) == FUNCTIONAL[0][1]
 
 
-def test_a_thousand_leaves_make_no_longer_message():
+def test_e03_a_thousand_leaves_make_no_longer_message():
     w = {f"layer_{i}": X for i in range(1000)}
     g = {f"layer_{i}": X for i in range(1000) if i % 100 != 33}
     with pytest.raises(ValueError) as caught:
