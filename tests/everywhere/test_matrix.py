@@ -189,7 +189,7 @@ def test_rate_tree(case, x64):
 
 
 @every_case(())
-def test_override(case):
+def test_e22_one_trace_whatever_the_rate(case):
     """`learning_rate=` in update stands in for the rate of that call, and a sweep compiles once."""
     w, (g,) = params(), gradients(1)
     tx = case.tx(0.7)

@@ -1,8 +1,8 @@
 """Mistakes that other libraries make: a test for each of the edges E1 to E44, named by its number.
 
 Each runs on every optimizer to which the edge applies. Some edges are tested in other files: E3 in
-`test_messages.py`, E5 in `test_low_precision.py`, E8 in `test_meta_gradients.py`, E18, E20 and E29 in
-`test_matrix.py`, E19 in `test_surroundings.py`, E9, E13 and E27 in `optimizers/`, E12, E25 and E26 in
+`test_messages.py`, E5 in `test_low_precision.py`, E8 in `test_meta_gradients.py`, E18, E20,
+E22 and E29 in `test_matrix.py`, E19 in `test_surroundings.py`, E9, E13 and E27 in `optimizers/`, E12, E25 and E26 in
 `multi_device/`, E7, E11, E16, E17 and E24 in `wrappers/`, E30 to E44, moments in 8 bits, in
 `test_eight_bits.py` and `quantized/`. `pytest --all -k e13` runs E13.
 """
@@ -158,7 +158,7 @@ def test_e10_the_state_does_not_depend_on_options(case):
 
 
 @every_case(("lars_masked",))
-def test_e22_one_trace_of_weak_types(case):
+def test_e22_weak_types(case):
     """Weakly typed weights and moments; rates through `learning_rate=` are in `test_matrix.py`."""
     weak = {"w": jnp.full((3,), 0.5)}
     tx = case.without_masks().tx()
