@@ -255,7 +255,7 @@ MUTATIONS = [
     Mutation("Geometry.of_leaf", "blocks straddle layers", "not _", "True", "tests/quantized/test_encoding.py"),
     Mutation("quantized_buffers._order", "scales of stacked layers out of order", "(*_, *_.layers.within)", "None", "tests/packed/test_quantized_buffers.py"),
     Mutation("_encoder", "codes of a skipped step are kept", "jax.tree.map(_, X, _)", "X", "tests/everywhere/test_eight_bits.py"),
-    Mutation("MomentOptions._moment", "a state of another recipe is accepted", "isinstance(_, Blocks) == X", "True", "tests/everywhere/test_forms_in_8_bits.py"),
+    Mutation("MomentOptions._moment", "a state of another recipe is accepted", "isinstance(_, Blocks) == X", "True", MESSAGES),
     # ---- _fused
     Mutation("_on_shards", "a shard counts its elements from 0", "place.index_of(axis) * X", "jnp.zeros((), jnp.int32) * X", "tests/fused/test_places.py"),
     Mutation("_random_bits", "elements of a kernel are counted in other strides", "X[axis + 1:]", "X[axis:]", SAME_NUMBERS),
