@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import jgrad
-from tests.support.choice import mostly_slow
 from tests.support.loops import run
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "from_optax.md").read_text()
@@ -67,14 +66,16 @@ def test_the_table():
     assert len(TABLE) >= 18
 
 
-@pytest.mark.parametrize("name", mostly_slow(ROWS, "optax.adamw(lr, mask=mask)"))
+@pytest.mark.slow(always=["optax.adamw(lr, mask=mask)"])
+@pytest.mark.parametrize("name", ROWS)
 def test_same_numbers(name, standard_promotion):
     theirs, ours = ROWS[name]
     for lr in (0.05, optax.linear_schedule(0.05, 0.0, 20)):
         assert_same(ours, theirs, lr)
 
 
-@pytest.mark.parametrize("name", mostly_slow(ROWS, "optax.adamw(lr, mask=mask)"))
+@pytest.mark.slow(always=["optax.adamw(lr, mask=mask)"])
+@pytest.mark.parametrize("name", ROWS)
 def test_each_option_is_needed(name, standard_promotion):
     """Without an option of our column the numbers are others; but moments are float32 anyway."""
     theirs, ours = ROWS[name]

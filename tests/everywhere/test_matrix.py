@@ -15,7 +15,6 @@ from tests.cases import NUMBERS, ONE_EACH, RATE, every_case, gradients, params
 from tests.support.choice import mostly_slow
 from tests.support.loops import assert_equal, assert_within, norm, run, step_of
 
-slow = pytest.mark.slow
 # Of parameters and of gradients: each once beside the same, a wider and a narrower one.
 PAIRS = [
     ("float16", "float16"),
@@ -51,7 +50,7 @@ def close(found, expected, rtol):
     ]
 )
 @every_case(NUMBERS)
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("complex128", marks=slow)])
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
 def test_reference(case, dtype, x64):
     """50 steps in double precision are the paper's."""
     w, grads = params(dtype), gradients(50, dtype)
@@ -62,7 +61,7 @@ def test_reference(case, dtype, x64):
 
 @pytest.mark.slow
 @every_case(("adamw", "lamb_decayed"))
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=slow), "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
 def test_reference_in_single_precision(case, dtype):
     """A step in single precision is that of double precision to a few digits in the last place."""
     w, grads = params(dtype), gradients(10, dtype)
@@ -71,9 +70,9 @@ def test_reference_in_single_precision(case, dtype):
     close(found[-1], case.trajectory(w, grads)[-1], 4e-5)
 
 
-@pytest.mark.slow(one_in=3)
-@every_case(("adam_moments", "lars_masked", "lamb_ivy"))
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=slow), jnp.bfloat16])
+@pytest.mark.slow(always=["bfloat16-adam_moments"])
+@every_case()
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_reference_in_half_precision(case, dtype):
     """Only what is stored is rounded: one step's update is right to half an ulp of the dtype."""
     w, (g,) = params(dtype), gradients(1, dtype)

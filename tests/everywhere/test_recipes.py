@@ -13,7 +13,6 @@ import pytest
 
 import jgrad
 from benchmarks.recipes import RATE, RECIPES, Recipe, clipped, program
-from tests.support.choice import mostly_slow
 from tests.support.eight_bits import EACH, MAKES
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # schedules of optax promote
@@ -111,7 +110,7 @@ STACKED = {
 
 @pytest.mark.slow
 @of_new_xla
-@pytest.mark.parametrize("name", mostly_slow(RECIPES, "clip + AdamW"))
+@pytest.mark.parametrize("name", RECIPES)
 def test_bytes_of_small_leaves(name, devices):
     """At most half as much again."""
     limit, temporaries = LIMITS[name][0]
@@ -123,7 +122,7 @@ def test_bytes_of_small_leaves(name, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(RECIPES, "skip(clip + AdamW)"))
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_program_grows_with_the_leaves(name):
     """In proportion: a flag that all leaves join and read made it quadratic.
 
@@ -133,8 +132,9 @@ def test_the_program_grows_with_the_leaves(name):
     assert counts[2] - counts[1] <= 2.05 * (counts[1] - counts[0])
 
 
+@pytest.mark.slow(always=["one device-AdamW, schedule", "eight devices-AdamW, schedule"])
 @of_new_xla
-@pytest.mark.parametrize("name", mostly_slow(OPERATIONS, "AdamW, schedule"))
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_of_each_leaf(name, devices):
     """A scalar that many leaves read ends in a division; XLA repeats anything less for each leaf."""
     make, limit = OPERATIONS[name]

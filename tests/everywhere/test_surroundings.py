@@ -431,36 +431,3 @@ def test_e19_e42_as_alone(subject, form, where):
         a, b, w = (x.astype(np.float64) for x in (a, b, w))
         far = np.abs(a - b) > tolerance * np.max(np.abs(b - w)) + 2.5e-7 * np.abs(b)
         assert np.mean(far) <= neighbours_of(subject, where), np.max(np.abs(a - b))
-
-
-def with_slopes():
-    """Moments in 8 bits have none."""
-    for subject, form in itertools.product(subjects(), ("tree", "packed")):
-        if "8bit" not in subject.name and is_there(subject, form, "closed over"):
-            yield pytest.param(subject, form, id=f"{subject.name}-{form}")
-
-
-@pytest.mark.slow(always=["lamb-tree"])
-@pytest.mark.parametrize(("subject", "form"), list(with_slopes()))
-def test_slopes_by_the_rate(subject, form):
-    """Of what is closed over as of arguments: how far along their way the weights are."""
-    given = inputs(subject, form)
-
-    def end(rate, w, gradients):
-        tx = subject.make(rate)
-        state = tx.init(w)
-        for g in gradients:
-            w, state = step_of(tx)(w, state, g)
-        return w
-
-    wide = lambda tree: [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
-    ways = [b - a for a, b in zip(wide(given[0]), wide(jax.jit(end)(RATE, *given)), strict=True)]
-    ways = [x / jnp.maximum(jnp.vdot(x, x), 1e-30) for x in ways]
-
-    def along(rate, w, gradients):
-        new = wide(end(rate, w, gradients))
-        return sum(jnp.vdot(x, y) for x, y in zip(new, ways, strict=True))
-
-    found = jax.jit(jax.grad(lambda rate: along(rate, *given)))(RATE)
-    expected = jax.jit(jax.grad(along))(RATE, *given)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
