@@ -1,7 +1,6 @@
-"""The house: data flows one way, down the folders of CONTRIBUTING.md, and no file is long."""
+"""The house: data flows one way through the folders, and files and functions are short."""
 
 import ast
-import fnmatch
 import graphlib
 import io
 import pathlib
@@ -13,32 +12,13 @@ import pytest
 import jgrad
 
 PACKAGE = pathlib.Path(jgrad.__file__).parent
-ROOT = pathlib.Path(__file__).parents[1]
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 ROOMS = [name for name in FILES if not name.endswith("/__init__.py")]
 FOLDERS = sorted({name.partition("/")[0] for name in FILES if "/" in name})
 
-every_file = pytest.mark.parametrize("name", FILES)
-
-
-def table():
-    """(file or pattern, its tests) of each row of the table "Where is what", from the top down."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    section = text.partition("\n## Where is what\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| `(\S+\.py)` \| .* \| `(\S+)` \|$", section, re.MULTILINE)
-
-
-def row(name):
-    """The row of a file: that of its name, or else of a pattern for it."""
-    rows = [pattern for pattern, _ in table()]
-    if name in rows:
-        return rows.index(name)
-    found = [i for i, pattern in enumerate(rows) if fnmatch.fnmatch(name, pattern)]
-    assert len(found) == 1, f"{name} has {len(found)} rows in CONTRIBUTING.md"
-    return found[0]
-
 
 def folder_of(name):
+    """A name in the folder of the package stands for itself."""
     return name.partition("/")[0]
 
 
@@ -60,28 +40,23 @@ def imported(name):
             yield from (f"{module}/{alias.name}.py" for alias in node.names)
 
 
-def test_the_table_has_each_file_once():
-    rows = [pattern for pattern, _ in table()]
-    assert len(set(rows)) == len(rows)
-    assert {row(name) for name in ROOMS} == set(range(len(rows)))
-
-
 def floors():
-    """The folders in the order of the table. Inside a folder, the order is for readers."""
-    folders = [folder_of(name) for name, _ in table()]
-    return [a for a, b in zip(folders, [*folders[1:], None], strict=True) if a != b]
+    """The folders from the top down, by the table of CONTRIBUTING.md."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    table = text.partition("| folder | what it has |\n")[2].partition("\n\n")[0]
+    cells = (line.split("|")[1] for line in table.splitlines())
+    return [folder for cell in cells for folder in re.findall(r"`(_\w+)`", cell)]
 
 
-def test_a_folder_is_one_part_of_the_table():
-    assert sorted(floors()) == sorted(["__init__.py", *FOLDERS])
-
-
-@pytest.mark.parametrize("name", ROOMS)
-def test_imports_go_down(name):
-    """Into folders further down, or to another file of the folder."""
+def test_imports_go_down():
+    """Into folders further down."""
     order = floors()
-    for other in imported(name):
-        assert order.index(folder_of(other)) >= order.index(folder_of(name)), f"imports {other}"
+    assert sorted(order) == FOLDERS
+    for name in ROOMS:
+        for other in imported(name):
+            pair = folder_of(name), folder_of(other)
+            down = "/" not in name or order.index(pair[1]) >= order.index(pair[0])
+            assert down, f"{name} imports {other}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -120,31 +95,49 @@ def test_a_folder_imports_what_its_docstring_says(folder):
     assert others <= allowed
 
 
-@pytest.mark.parametrize("tests", sorted({tests for _, tests in table()}))
-def test_the_tests_of_a_file_exist(tests):
-    assert (ROOT / tests).is_file()
-
-
-@every_file
-def test_files_are_short_and_say_what_they_are_for(name):
-    """At most 250 lines of code; docstrings and comments do not count."""
-    text = FILES[name].read_text()
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree)
+def lines_of_code(text):
+    """The numbers of the lines that are neither blank, comment nor docstring."""
     docstrings = {
         line
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         for line in range(node.lineno, node.end_lineno + 1)
     }
-    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    others = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     code = {
         line
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in blank | {tokenize.ENDMARKER}
+        if token.type not in others | {tokenize.ENDMARKER}
         for line in range(token.start[0], token.end[0] + 1)
     }
-    assert len(code - docstrings) <= 250
+    return code - docstrings
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_short_and_say_what_they_are_for(name):
+    """By a first line that says what lives there: a newcomer reads these lines first."""
+    text = FILES[name].read_text()
+    first, _, rest = ast.get_docstring(ast.parse(text)).partition("\n")
+    assert first
+    assert not rest.partition("\n")[0]
+    assert len(lines_of_code(text)) <= 400
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_functions_are_short(name):
+    """Those inside of a function are functions of their own."""
+    text = FILES[name].read_text()
+    code = lines_of_code(text)
+    spans = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef)]
+    for outer in spans:
+        of_others = {
+            line
+            for inner in ast.walk(outer)
+            if isinstance(inner, ast.FunctionDef) and inner is not outer
+            for line in range(inner.lineno, inner.end_lineno + 1)
+        }
+        own_lines = {*range(outer.lineno, outer.end_lineno + 1)} & code - of_others
+        assert len(own_lines) <= 70, outer.name
 
 
 @pytest.mark.parametrize("name", [name for name in ROOMS if not name.startswith("_packed/")])
