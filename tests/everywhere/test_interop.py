@@ -201,31 +201,3 @@ def test_equinox_whole_model(standard_promotion):
     pairs = zip(*map(jax.tree.leaves, (eqx.filter(found, eqx.is_array), expected)), strict=True)
     for a, b in pairs:
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-def test_equinox_masks_and_rates():
-    """Trees like the model are callable, as it is, and hold `None` where it has no arrays."""
-    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
-    weights = eqx.filter(model, eqx.is_inexact_array)
-    grads = jax.tree.map(jnp.ones_like, weights)
-
-    def matrices(tree):
-        return jax.tree.map(lambda p: p.ndim > 1, tree)
-
-    def updates(tx):
-        return jax.tree.leaves(jax.jit(tx.update)(grads, tx.init(weights), weights)[0])
-
-    decay = {"weight_decay": 0.1}
-    plain = updates(jgrad.adam(0.1))
-    for mask in (matrices, matrices(weights)):
-        found = updates(jgrad.adam(0.1, **decay, weight_decay_mask=mask))
-        pairs = zip(found, plain, jax.tree.leaves(weights), strict=True)
-        for u, without, p in pairs:
-            close(u, without - 0.01 * p if p.ndim > 1 else without)
-        updates(jgrad.lamb(0.1, **decay, weight_decay_mask=mask, trust_ratio_mask=mask))
-        updates(jgrad.lars(0.1, **decay, weight_decay_mask=mask, trust_ratio_mask=mask))
-    rates = jax.tree.map(lambda p: 0.1 * p.ndim, weights)
-    assert callable(rates)
-    for u, p in zip(updates(jgrad.gradient_descent(rates)), jax.tree.leaves(weights), strict=True):
-        close(u, jnp.full_like(p, -0.1 * p.ndim))
