@@ -1,7 +1,8 @@
 """Every optimizer and wrapper where training steps are: under x64, in loops, on meshes, in `shard_map`.
 
 There types say more than shapes and dtypes, and Python's numbers are other ones. The truth is what
-the same transformation does alone, on one device, one compiled step after the other.
+the same transformation does alone, on one device, one compiled step after the other. Variables of
+flax are in `test_nnx.py`.
 """
 
 import contextlib
@@ -10,13 +11,11 @@ import itertools
 from typing import Any, NamedTuple
 
 import chex
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -29,9 +28,6 @@ from tests.wrappers.test_every_wrapper import WRAPPERS
 # Whole rows of blocks, blocks of several rows, less than 8 bits are for, and one row of blocks.
 SHAPES = {"w": (16, 512), "up": (64, 96), "b": (64,), "v": (8192,)}
 STEPS = 2
-# Variables of flax 0.11 cannot hold None, as the moments of some leaves are.
-WITH_NONE = ("muon", "hyperball")
-HOLDS_NONE = tuple(map(int, flax.__version__.split(".")[:2])) >= (0, 12)
 
 
 class Subject(NamedTuple):
@@ -290,32 +286,6 @@ def injected(subject, form):
     return found[0], found[1].inner_state
 
 
-class Variables(nnx.Module):
-    """A model of flax's nnx."""
-
-    def __init__(self, tree):
-        for name, x in tree.items():
-            setattr(self, name, nnx.Param(x))
-
-
-def in_two_forms(subject, form):
-    """As `nnx.Optimizer` does: `init` of variables, `update` of arrays, and states taken apart."""
-    w, gradients = inputs(subject, form)
-    model = Variables(w)
-    optimizer = nnx.Optimizer(model, subject.make(), wrt=nnx.Param)
-    step = nnx.jit(lambda model, optimizer, g: (optimizer.update(model, g), None)[1])
-    for g in gradients:
-        step(model, optimizer, Variables(g))
-    as_dicts = lambda x: nnx.to_pure_dict(x) if isinstance(x, nnx.State) else x
-    pure = getattr(nnx, "as_pure", None) or nnx.pure  # flax 0.11 has the second one
-    found = nnx.state(model), pure(optimizer.opt_state)
-    w, state = jax.tree.map(as_dicts, found, is_leaf=lambda x: isinstance(x, nnx.State))
-    if subject.name == "pack_small":  # its layout has the paths that `init` saw
-        own = jax.tree.structure(jax.eval_shape(subject.make().init, w))
-        state = own.unflatten(jax.tree.leaves(state))
-    return jax.device_get((w, state))
-
-
 def closed_over(subject, form):
     """Weights, state and gradients are constants of the program, whose one argument is the rate."""
     w, gradients = inputs(subject, form)
@@ -343,7 +313,6 @@ SURROUNDINGS = {
     "vmap of shard_map": functools.partial(under_vmap, where="around"),
     "models in shard_map": functools.partial(under_vmap, where="models"),
     "injected": injected,
-    "nnx": in_two_forms,
     "closed over": closed_over,
 }
 
@@ -354,8 +323,6 @@ SHARDED = ("shard_map, sharded", "vmap in shard_map", "vmap of shard_map")
 def is_there(subject, form, where):
     if form == "packed" and (subject.name == "pack_small" or where == "explicit columns"):
         return False
-    if where == "nnx":  # flax takes packed trees apart
-        return form == "tree" and (HOLDS_NONE or not any(x in subject.name for x in WITH_NONE))
     if where in SHARDED:  # packed, it is `zero`'s
         # Blocks, and the packed leaves of a part of the model, are others in a shard.
         local = where != "shard_map, sharded" and (
