@@ -1,21 +1,21 @@
-"""Optimizers inside the combinators of optax, and in training by flax and equinox."""
+"""Optimizers inside the combinators of optax, and models of equinox.
+
+Training by flax is in `test_nnx.py` and `test_linen.py`, by other libraries in `tests/clients/`.
+"""
 
 import functools
 
 import chex
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import jgrad
 from tests.cases import FEW, RATE, every_case, gradients, params
-from tests.support.choice import mostly_slow
+from tests.support.loops import step_of, told
 
 
 def close(found, expected, rtol=1e-6, atol=1e-6):
@@ -24,18 +24,10 @@ def close(found, expected, rtol=1e-6, atol=1e-6):
 
 def apply(tx, w, grads, **extra):
     """Some jitted steps, in one trace."""
-    traces = []
-
-    @jax.jit
-    def step(w, state, g):
-        traces.append(None)
-        updates, state = tx.update(g, state, w, **extra)
-        return optax.apply_updates(w, updates), state
-
-    state = tx.init(w)
+    step, state = jax.jit(step_of(told(tx, **extra))), tx.init(w)
     for g in grads:
         w, state = step(w, state, g)
-    assert len(traces) == 1
+    assert step._cache_size() == 1
     return w, state
 
 
@@ -179,119 +171,13 @@ def test_tree_map_params(case):
 
 
 @every_case(())
-def test_lookahead_and_schedule_free_take_it(case, standard_promotion):
-    """Wrappers that keep copies of the parameters."""
-    w, grads = params(), gradients(2)
+def test_schedule_free_takes_it(case, standard_promotion):
+    """A wrapper that keeps copies of the parameters."""
     tx = optax.contrib.schedule_free(case.tx(), learning_rate=RATE)
-    chex.assert_tree_all_finite(apply(tx, w, grads)[0])
-    fast_slow = optax.LookaheadParams.init_synced(w)
-    tx = optax.lookahead(case.tx(), sync_period=2, slow_step_size=0.5)
-    updates, _ = tx.update(grads[0], tx.init(fast_slow), fast_slow)
-    chex.assert_tree_all_finite(updates.fast)
-
-
-# ---- flax --------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """Two layers."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(nn.tanh(nn.Dense(8)(x)))
-
-
-def data():
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(32, 4)), jnp.float32)
-    return x, jnp.sum(x, axis=1, keepdims=True)
-
-
-SMALL = {
-    "gradient_descent": jgrad.gradient_descent(0.1),
-    "adam": jgrad.adam(0.05),
-    "lars": jgrad.lars(0.1, trust_coefficient=0.1),
-    "lamb": jgrad.lamb(0.05),
-}
-
-every_method = pytest.mark.parametrize("tx", mostly_slow(SMALL.values(), SMALL["adam"]), ids=SMALL)
-
-
-@pytest.mark.slow
-@every_method
-def test_flax_train_state(tx, standard_promotion):
-    x, y = data()
-    net = Net()
-    state = TrainState.create(
-        apply_fn=net.apply, params=net.init(jax.random.key(0), x)["params"], tx=tx
-    )
-
-    @jax.jit
-    def step(state):
-        loss = lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
-        value, grads = jgrad.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    losses = []
-    for _ in range(40):
-        state, value = step(state)
-        losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    assert int(state.step) == int(state.opt_state.step) == 40
-
-
-@pytest.mark.slow
-@every_method
-def test_nnx_optimizer(tx, standard_promotion):
-    x, y = data()
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first, self.second = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(jnp.tanh(self.first(x)))
-
-    model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
-        optimizer.update(model, grads)
-        return value
-
-    losses = [float(step(model, optimizer)) for _ in range(40)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert isinstance(optimizer.opt_state, jgrad.OptState)
+    chex.assert_tree_all_finite(apply(tx, params(), gradients(2))[0])
 
 
 # ---- equinox -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@every_method
-def test_equinox(tx, standard_promotion):
-    """With a filtered model; what is no array has no gradient and no update."""
-    x, y = data()
-    model = eqx.nn.MLP(4, 1, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    traces = []
-
-    @eqx.filter_jit
-    def step(model, state):
-        traces.append(None)
-        loss = lambda m: jnp.mean((jax.vmap(m)(x) - y) ** 2)
-        value, grads = eqx.filter_value_and_grad(loss)(model)
-        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
-        return eqx.apply_updates(model, updates), state, value
-
-    losses = []
-    for _ in range(40):
-        model, state, value = step(model, state)
-        losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    assert len(traces) == 1
 
 
 def test_equinox_whole_model(standard_promotion):
@@ -315,42 +201,3 @@ def test_equinox_whole_model(standard_promotion):
     pairs = zip(*map(jax.tree.leaves, (eqx.filter(found, eqx.is_array), expected)), strict=True)
     for a, b in pairs:
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-def test_equinox_functional(standard_promotion):
-    """The functional updates on a filtered model, where `None` stands for what is no array."""
-    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
-    weights = eqx.filter(model, eqx.is_inexact_array)
-    grads = jax.tree.map(jnp.ones_like, weights)
-    zeros = jax.tree.map(jnp.zeros_like, weights)
-    w, mw, _ = jgrad.adam_update(weights, grads, 0.1, zeros, zeros, 1)
-    assert jax.tree.structure(w) == jax.tree.structure(mw) == jax.tree.structure(weights)
-
-
-@pytest.mark.slow
-def test_equinox_masks_and_rates():
-    """Trees like the model are callable, as it is, and hold `None` where it has no arrays."""
-    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
-    weights = eqx.filter(model, eqx.is_inexact_array)
-    grads = jax.tree.map(jnp.ones_like, weights)
-
-    def matrices(tree):
-        return jax.tree.map(lambda p: p.ndim > 1, tree)
-
-    def updates(tx):
-        return jax.tree.leaves(jax.jit(tx.update)(grads, tx.init(weights), weights)[0])
-
-    decay = {"weight_decay": 0.1}
-    plain = updates(jgrad.adam(0.1))
-    for mask in (matrices, matrices(weights)):
-        found = updates(jgrad.adam(0.1, **decay, weight_decay_mask=mask))
-        pairs = zip(found, plain, jax.tree.leaves(weights), strict=True)
-        for u, without, p in pairs:
-            close(u, without - 0.01 * p if p.ndim > 1 else without)
-        updates(jgrad.lamb(0.1, **decay, weight_decay_mask=mask, trust_ratio_mask=mask))
-        updates(jgrad.lars(0.1, **decay, weight_decay_mask=mask, trust_ratio_mask=mask))
-    rates = jax.tree.map(lambda p: 0.1 * p.ndim, weights)
-    assert callable(rates)
-    for u, p in zip(updates(jgrad.gradient_descent(rates)), jax.tree.leaves(weights), strict=True):
-        close(u, jnp.full_like(p, -0.1 * p.ndim))

@@ -8,8 +8,7 @@ import pytest
 
 from tests.cases import every_case
 
-slow = pytest.mark.slow
-DTYPES = ["float16", *(pytest.param(x, marks=slow) for x in ("bfloat16", "float32", "float64"))]
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCALES = ["zero", "subnormal", 1e-4, 1.0, 300.0, 1e20, "largest"]
 
 # Slopes are multiplied by this before they are stored as float16: at a gradient of 0, Adam's is

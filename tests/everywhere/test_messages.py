@@ -128,6 +128,21 @@ def update(tx, g=G, w=W, state=None, **kwargs):
     return tx.update(g, tx.init(W) if state is None else state, w, **kwargs)
 
 
+LARGE = {"layer": {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}}
+
+
+def adam8(**options):
+    return jgrad.adam(0.1, moment_dtype="8bit", **options)
+
+
+def with_blocks(field, **parts):
+    """An update whose state has other codes or scales of `w`."""
+    state = adam8().init(LARGE)
+    moment = getattr(state, field)["layer"]
+    moment = {"layer": moment | {"w": moment["w"]._replace(**parts)}}
+    return adam8().update(LARGE, state._replace(**{field: moment}), LARGE)
+
+
 TRANSFORMATIONS = [
     # At construction.
     (ValueError, "lars: `epsilon`: 0.5, expected 0 with `rule='ivy'`.",
@@ -256,6 +271,26 @@ TRANSFORMATIONS = [
     (ValueError, "lars: `weight_decay_mask` does not have the structure of `params`: only `weight_decay_mask` has "
      "['b']; only `params` has ['layer_3'].",
      lambda: update(jgrad.lars(0.1, weight_decay=0.1, weight_decay_mask={"b": False}))),
+    # Moments in 8 bits.
+    (ValueError, "adam: `full_precision`: True of type bool, expected None without `moment_dtype='8bit'`.",
+     lambda: jgrad.adam(0.1, full_precision=True)),
+    (ValueError, "adam: `full_precision` at ['layer']['b']: True, expected the same for all leaves of its buffer, since "
+     "they share an array; leave it unpacked.",
+     lambda: adam8(full_precision={"layer": {"w": False, "b": True}}).init(jgrad.pack(LARGE))),
+    (TypeError, "adam: `state.mw` at ['layer']['w']: an array of float32 and shape (64, 64), expected Blocks, 8 bits; make "
+     "it by `carry_over(state, like=jax.eval_shape(tx.init, params))`.",
+     lambda: adam8().update(LARGE, jgrad.adam(0.1).init(LARGE), LARGE)),
+    (TypeError, "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; make it by "
+     "`carry_over(state, like=jax.eval_shape(tx.init, params))`.",
+     lambda: jgrad.adam(0.1).update(LARGE, adam8().init(LARGE), LARGE)),
+    *((TypeError, f"adam: `state.{field}` at ['layer']['w']: an array of {dtype} and shape (64, 64) as `codes`, expected "
+       f"{expected}.", lambda field=field, dtype=dtype: with_blocks(field, codes=jnp.zeros((64, 64), dtype)))
+      for field, expected, others in (("mw", "int8", ("uint8", "float32")), ("vw", "uint8", ("int8", "float32")))
+      for dtype in others),
+    # 128 elements to a block, or 2048, or one scale for each row of 64.
+    *((ValueError, f"adam: `state.vw` at ['layer']['w']: `scale` of shape {shape}, expected a number for each block of 256 "
+       "elements of `codes`, of shape (64, 64).", lambda shape=shape: with_blocks("vw", scale=jnp.zeros(shape)))
+      for shape in ((32,), (64, 1), (1,), ())),
 ]  # fmt: skip
 
 
@@ -362,7 +397,7 @@ def test_under_jit_the_message_is_the_same():
     assert str(caught.value) == FUNCTIONAL[0][1]
 
 
-def test_a_thousand_leaves_make_no_longer_message():
+def test_e03_a_thousand_leaves_make_no_longer_message():
     w = {f"layer_{i}": X for i in range(1000)}
     g = {f"layer_{i}": X for i in range(1000) if i % 100 != 33}
     with pytest.raises(ValueError) as caught:

@@ -13,7 +13,6 @@ import pytest
 
 import jgrad
 from tests.cases import CASES, RATE, every_case
-from tests.support.choice import mostly_slow
 from tests.support.loops import step_of
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
@@ -96,7 +95,7 @@ def test_e08_slopes_are_those_of_finite_differences(case, x64):
 
 
 @every_case(())
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_e08_slopes_at_zero_gradients_are_finite(case, dtype, x64):
     """A loss that is constant to first order in all weights, from the first step to the last."""
     hyper = {k: jnp.asarray(v, dtype) for k, v in numbers(case).items()}
@@ -240,14 +239,14 @@ def expected_of(subject):
 
 
 SUBJECTS = list(subjects())
-QUICK = "scale_by_trust_ratio", "hyperball"
 
 
-@pytest.mark.parametrize("looped", mostly_slow([False, True], False), ids=["unrolled", "scan"])
-@pytest.mark.parametrize(
-    "closed_over", mostly_slow([True, False], True), ids=["closed over", "arguments"]
+@pytest.mark.slow(
+    always=["scale_by_trust_ratio-closed over-unrolled", "hyperball-closed over-unrolled"]
 )
-@pytest.mark.parametrize("subject", mostly_slow(SUBJECTS, *QUICK), ids=str)
+@pytest.mark.parametrize("looped", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize("closed_over", [True, False], ids=["closed over", "arguments"])
+@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 def test_e08_slopes_of_every_order(subject, closed_over, looped, x64):
     """As by finite differences, for weights that are constants of the program, too."""
     if looped and not may_loop(subject):
@@ -260,28 +259,3 @@ def test_e08_slopes_of_every_order(subject, closed_over, looped, x64):
         found = jax.jit(lambda w, rate: in_every_way(functools.partial(steps, w))(rate))(w, RATE)
     np.testing.assert_allclose(found, [first, first, second], rtol=1e-7, atol=1e-8)
     assert abs(first) > 1e-3 or subject.name == "hyperball"  # which has a rate of its own
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_norm", [0.1, 10.0])
-def test_e08_slopes_through_clipping(max_norm, x64):
-    """Clipped and not clipped; at zero gradients in `wrappers/test_clip.py`."""
-    w, x = start(), inputs()
-
-    def value(rate, bound):
-        tx = optax.chain(jgrad.clip_by_global_norm(bound), jgrad.adam(rate, epsilon=1e-3))
-
-        def body(carry, _):
-            w, state = carry
-            updates, state = tx.update(jax.grad(loss)(w, x), state, w)
-            return (optax.apply_updates(w, updates), state), None
-
-        (end, _), _ = jax.lax.scan(body, (w, tx.init(w)), length=STEPS)
-        return loss(end, x)
-
-    value = jax.jit(value)
-    for i, slope in enumerate(jax.grad(value, argnums=(0, 1))(0.02, max_norm)):
-        at, h = np.array([0.02, max_norm]), np.zeros(2)
-        h[i] = 1e-5
-        expected = (value(*(at + h)) - value(*(at - h))) / 2e-5
-        np.testing.assert_allclose(slope, expected, rtol=1e-5, atol=1e-9)

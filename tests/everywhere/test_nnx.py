@@ -114,6 +114,7 @@ RATES = jgrad.by_path({"a/*": RATE}, rest=1e-3)
 OF_B = jgrad.by_path({"b/*": True}, rest=False)
 RECIPES = {
     "decays by path": lambda: jgrad.adam(RATE, weight_decay=KERNELS, moment_dtype=jnp.bfloat16),
+    "momentum": lambda: jgrad.gradient_descent(RATE, momentum=0.9),
     "8 bits": eight_bits,
     "watch": lambda: jgrad.watch(eight_bits(RATES)),
     "muon": lambda: jgrad.watch(muon(moment_dtype="8bit")),
@@ -135,7 +136,7 @@ RECIPES = {
     ),
 }
 IN_BFLOAT16 = ("master_weights", "six bytes")
-NOT_IN_8_BITS = ("decays by path", "normuon", "lamb")
+NOT_IN_8_BITS = ("decays by path", "momentum", "normuon", "lamb")
 # Up to flax 0.11 no variable can hold None, as a leaf without a moment or without a norm has.
 WITH_NONE = ("muon", "normuon", "hyperball")
 

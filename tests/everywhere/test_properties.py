@@ -5,7 +5,6 @@
 
 import chex
 import hypothesis.extra.numpy as hnp
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,13 +112,3 @@ def test_trusted_steps_do_not_see_the_scale_of_gradients(model, scale):
     for x, u in zip(w, steps(tx, w, [y * jnp.float32(scale) for y in g], count=1), strict=True):
         length = 0.1 * 0.001 * np.linalg.norm(np.ravel(x).astype(np.float64))
         np.testing.assert_allclose(np.linalg.norm(np.ravel(u)), length, rtol=1e-5)
-
-
-@pytest.mark.slow(one_in=2)
-@every_case(("adam_moments", "lamb_ivy"), lambda case: not case.decays)
-@given(model=models())
-def test_zero_gradients_move_nothing(case, model):
-    w, g = model
-    zeros = jax.tree.map(jnp.zeros_like, g)
-    case = case.without_masks()
-    chex.assert_trees_all_equal(steps(case.tx(), w, zeros, count=3), zeros)

@@ -1,22 +1,22 @@
-"""Every optimizer and wrapper where training steps are: under x64, on meshes, in `shard_map` and `vmap`.
+"""Every optimizer and wrapper where training steps are: under x64, in loops, on meshes, in `shard_map`.
 
 There types say more than shapes and dtypes, and Python's numbers are other ones. The truth is what
-the same transformation does alone, on one device.
+the same transformation does alone, on one device, one compiled step after the other. Variables of
+flax are in `test_nnx.py`.
 """
 
-import collections
 import contextlib
 import functools
 import itertools
 from typing import Any, NamedTuple
 
-import flax
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
@@ -28,9 +28,6 @@ from tests.wrappers.test_every_wrapper import WRAPPERS
 # Whole rows of blocks, blocks of several rows, less than 8 bits are for, and one row of blocks.
 SHAPES = {"w": (16, 512), "up": (64, 96), "b": (64,), "v": (8192,)}
 STEPS = 2
-# Variables of flax 0.11 cannot hold None, as the moments of some leaves are.
-WITH_NONE = ("muon", "hyperball")
-HOLDS_NONE = tuple(map(int, flax.__version__.split(".")[:2])) >= (0, 12)
 
 
 class Subject(NamedTuple):
@@ -141,6 +138,57 @@ def under_x64(subject, form):
         return trained(subject.make(), *inputs(subject, form))
 
 
+def with_other_promotion(subject, form):
+    """The suite's own settings are the strict ones."""
+    assert jax.config.jax_numpy_dtype_promotion == "strict"
+    assert jax.config.jax_numpy_rank_promotion == "raise"
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return alone(subject, form)
+
+
+def eager(subject, form):
+    tx = subject.make()
+    w, gradients = inputs(subject, form)
+    return trained(tx, w, gradients, tx.init(w), step_of(tx))
+
+
+def donated(subject, form):
+    """Weights and state, in one trace; both moments of a new state have buffers of their own."""
+    tx = subject.make()
+    w, gradients = inputs(subject, form)
+    before = w, tx.init(w)
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
+    after = trained(tx, w, gradients, before[1], step)
+    assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    return after
+
+
+def exported(subject, form):
+    """The step is lowered for machines that are not at hand, too."""
+    tx = subject.make()
+    w, gradients = inputs(subject, form)
+    state, platforms = jax.jit(tx.init)(w), ("cpu", "cuda", "tpu")
+    step = export.export(jax.jit(step_of(tx)), platforms=platforms)(w, state, gradients[0])
+    assert step.platforms == platforms
+    return trained(tx, w, gradients, state, step.call)
+
+
+def in_a_scan(subject, form):
+    """Dtypes of the state are stable."""
+    w, gradients = inputs(subject, form)
+    return jax.device_get(jax.jit(functools.partial(by_scan, subject.make()))(w, stack(gradients)))
+
+
+def beside_another_model(subject, form):
+    """Under `vmap`, with a model whose numbers are others."""
+    models = inputs(subject, form)
+    others = jax.tree.map(lambda x: (100 * x + 1).astype(x.dtype), models)
+    w, gradients = stack([models, others])
+    run = jax.jit(jax.vmap(functools.partial(by_scan, subject.make()), in_axes=(0, 1)))
+    found = jax.device_get(run(w, stack(gradients)))
+    return jax.tree.map(lambda x: x[0], found)
+
+
 def on_a_mesh(axis_type, spec):
     def run(subject, form):
         mesh = mesh_of(axis_type, d=8)
@@ -230,34 +278,12 @@ def injected(subject, form):
     make, options = subject.injectable
     static = [name for name, x in options.items() if not isinstance(x, float)]
     tx = optax.inject_hyperparams(make, static_args=static)(**options)
-    w, state = trained(tx, *inputs(subject, form))
-    return w, state.inner_state
-
-
-class Variables(nnx.Module):
-    """A model of flax's nnx."""
-
-    def __init__(self, tree):
-        for name, x in tree.items():
-            setattr(self, name, nnx.Param(x))
-
-
-def in_two_forms(subject, form):
-    """As `nnx.Optimizer` does: `init` of variables, `update` of arrays, and states taken apart."""
     w, gradients = inputs(subject, form)
-    model = Variables(w)
-    optimizer = nnx.Optimizer(model, subject.make(), wrt=nnx.Param)
-    step = nnx.jit(lambda model, optimizer, g: (optimizer.update(model, g), None)[1])
-    for g in gradients:
-        step(model, optimizer, Variables(g))
-    as_dicts = lambda x: nnx.to_pure_dict(x) if isinstance(x, nnx.State) else x
-    pure = getattr(nnx, "as_pure", None) or nnx.pure  # flax 0.11 has the second one
-    found = nnx.state(model), pure(optimizer.opt_state)
-    w, state = jax.tree.map(as_dicts, found, is_leaf=lambda x: isinstance(x, nnx.State))
-    if subject.name == "pack_small":  # its layout has the paths that `init` saw
-        own = jax.tree.structure(jax.eval_shape(subject.make().init, w))
-        state = own.unflatten(jax.tree.leaves(state))
-    return jax.device_get((w, state))
+    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1))
+    found = trained(tx, w, gradients, step=step)
+    found[1].hyperparams["learning_rate"] = np.float32(2 * RATE)
+    step(w, found[1], gradients[0])  # another number, and no other trace
+    return found[0], found[1].inner_state
 
 
 def closed_over(subject, form):
@@ -272,6 +298,12 @@ def closed_over(subject, form):
 
 SURROUNDINGS = {
     "x64": under_x64,
+    "other promotion": with_other_promotion,
+    "eager": eager,
+    "donated": donated,
+    "exported": exported,
+    "scan": in_a_scan,
+    "vmap": beside_another_model,
     "auto": on_a_mesh(AxisType.Auto, rows),
     "explicit": on_a_mesh(AxisType.Explicit, rows),
     "explicit columns": on_a_mesh(AxisType.Explicit, columns),
@@ -281,7 +313,6 @@ SURROUNDINGS = {
     "vmap of shard_map": functools.partial(under_vmap, where="around"),
     "models in shard_map": functools.partial(under_vmap, where="models"),
     "injected": injected,
-    "nnx": in_two_forms,
     "closed over": closed_over,
 }
 
@@ -292,8 +323,6 @@ SHARDED = ("shard_map, sharded", "vmap in shard_map", "vmap of shard_map")
 def is_there(subject, form, where):
     if form == "packed" and (subject.name == "pack_small" or where == "explicit columns"):
         return False
-    if where == "nnx":  # flax takes packed trees apart
-        return form == "tree" and (HOLDS_NONE or not any(x in subject.name for x in WITH_NONE))
     if where in SHARDED:  # packed, it is `zero`'s
         # Blocks, and the packed leaves of a part of the model, are others in a shard.
         local = where != "shard_map, sharded" and (
@@ -305,23 +334,11 @@ def is_there(subject, form, where):
     return where != "injected" or subject.injectable is not None
 
 
-def kind(subject):
-    """What types depend on: the form of the moments, or what is around them."""
-    names = [x for x in ("bf16", "8bit") if x in subject.name]
-    return names[0] if names else "wrapper" if subject.injectable is None else "float32"
-
-
 def choices():
-    """All; by default one of each kind in each surrounding, of another optimizer each time."""
-    groups = collections.defaultdict(list)
-    for subject, form, where in itertools.product(subjects(), ("tree", "packed"), SURROUNDINGS):
-        if is_there(subject, form, where):
-            groups[kind(subject), where].append((subject, form, where))
-    for i, group in enumerate(groups.values()):
-        for j, choice in enumerate(group):
-            marks = [] if j == 5 * i % len(group) else [pytest.mark.slow]
+    for choice in itertools.product(subjects(), ("tree", "packed"), SURROUNDINGS):
+        if is_there(*choice):
             subject, form, where = choice
-            yield pytest.param(*choice, id=f"{subject.name}-{form}-{where}", marks=marks)
+            yield pytest.param(*choice, id=f"{subject.name}-{form}-{where}")
 
 
 @functools.lru_cache(maxsize=4)
@@ -354,13 +371,18 @@ def neighbours_of(subject, where):
 @pytest.mark.slow(
     always=[
         "gradient_descent-tree-x64",
+        "adam-8bit-packed-other promotion",
+        "lars_masked-tree-eager",
+        "adam-8bit-packed-donated",
+        "lars_masked-tree-exported",
+        "adam-8bit-tree-injected",
         "lamb_masked-tree-vmap in shard_map",
         "hyperball-tree-vmap of shard_map",
         "accumulate-tree-models in shard_map",
     ]
 )
 @pytest.mark.parametrize(("subject", "form", "where"), list(choices()))
-def test_as_alone(subject, form, where):
+def test_e19_e42_as_alone(subject, form, where):
     """The dtypes, the numbers to a few roundings of weights and steps.
 
     A rounding may turn a code, or the last bit of a weight in bfloat16, into its neighbour: of a few
@@ -376,36 +398,3 @@ def test_as_alone(subject, form, where):
         a, b, w = (x.astype(np.float64) for x in (a, b, w))
         far = np.abs(a - b) > tolerance * np.max(np.abs(b - w)) + 2.5e-7 * np.abs(b)
         assert np.mean(far) <= neighbours_of(subject, where), np.max(np.abs(a - b))
-
-
-def with_slopes():
-    """Moments in 8 bits have none."""
-    for subject, form in itertools.product(subjects(), ("tree", "packed")):
-        if "8bit" not in subject.name and is_there(subject, form, "closed over"):
-            marks = [] if (subject.name, form) == ("lamb", "tree") else [pytest.mark.slow]
-            yield pytest.param(subject, form, id=f"{subject.name}-{form}", marks=marks)
-
-
-@pytest.mark.parametrize(("subject", "form"), list(with_slopes()))
-def test_slopes_by_the_rate(subject, form):
-    """Of what is closed over as of arguments: how far along their way the weights are."""
-    given = inputs(subject, form)
-
-    def end(rate, w, gradients):
-        tx = subject.make(rate)
-        state = tx.init(w)
-        for g in gradients:
-            w, state = step_of(tx)(w, state, g)
-        return w
-
-    wide = lambda tree: [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
-    ways = [b - a for a, b in zip(wide(given[0]), wide(jax.jit(end)(RATE, *given)), strict=True)]
-    ways = [x / jnp.maximum(jnp.vdot(x, x), 1e-30) for x in ways]
-
-    def along(rate, w, gradients):
-        new = wide(end(rate, w, gradients))
-        return sum(jnp.vdot(x, y) for x, y in zip(new, ways, strict=True))
-
-    found = jax.jit(jax.grad(lambda rate: along(rate, *given)))(RATE)
-    expected = jax.jit(jax.grad(along))(RATE, *given)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -13,7 +13,6 @@ import jgrad
 from tests.cases import IVY
 from tests.reference import variants as source
 from tests.reference.optimizers import trajectory
-from tests.support.choice import mostly_slow
 from tests.support.pages import rows, section
 
 STEPS = 200
@@ -186,18 +185,8 @@ def gradients(zeros):
     return found
 
 
-QUICK = [  # one of each rule and of each correction
-    "apex LARC around SGD",
-    "optax LARS",
-    "Ivy LARS, decayed",
-    "LAMB paper, phi(z) = z",
-    "DeepSpeed LAMB, BERT",
-    "Keras AdamW, epsilon near 0",
-]
-
-
 @pytest.mark.slow(always=["LAMB paper, phi(z) = z"])
-@pytest.mark.parametrize("name", mostly_slow(VARIANTS, *QUICK))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_variant(name, x64):
     """200 steps, in double precision."""
     reference, make = VARIANTS[name]

@@ -13,7 +13,6 @@ STUDIES |= {x.parent.name: x for x in sorted((ROOT / "studies").glob("*/__main__
 
 # The tests of studies; no other file of `tests/` may import one, least of all a helper.
 THEIR_TESTS = {
-    "tests/everywhere/test_optax_tests.py": {"clients"},
     "tests/everywhere/test_swap.py": {"clients"},
     "tests/examples/test_endurance.py": {"endurance"},
     "tests/examples/test_lightbench.py": {"lightbench"},

@@ -14,7 +14,6 @@ from jgrad._quantized import encoding
 from jgrad._quantized.geometry import geometry
 from tests.cases import CASES, METHODS, ONE_EACH, RATE
 
-slow = pytest.mark.slow
 _ELEMENTWISE = [case.name for case in CASES if case.elementwise]
 
 
@@ -39,21 +38,15 @@ MAKES = {
 EACH = [name for name in MAKES if name in ONE_EACH or name.startswith("scale_by_")]
 # Of methods whose elements do not know of each other.
 ELEMENTWISE = [name for name in EACH if name.removeprefix("scale_by_") in _ELEMENTWISE]
-FEW = ("adam", "lamb")
+
+
 CONSTANT_FREE = functools.partial(jgrad.adam, RATE, epsilon=0.0, moment_dtype="8bit")
 
 
-def optimizers(names=EACH, quick=("adam",)):
-    """The transformations in 8 bits, those that are not quick marked slow; other options follow."""
-    makes = [
-        pytest.param(
-            functools.partial(MAKES[name], moment_dtype="8bit"),
-            id=name,
-            marks=() if name in quick else slow,
-        )
-        for name in names
-    ]
-    return pytest.mark.parametrize("make", makes)
+def optimizers(names=EACH):
+    """The transformations in 8 bits; other options follow."""
+    makes = [functools.partial(MAKES[name], moment_dtype="8bit") for name in names]
+    return pytest.mark.parametrize("make", makes, ids=names)
 
 
 def in_float32(make):
@@ -64,12 +57,6 @@ def in_float32(make):
 
 FORMS = {"tree": False, "packed": True}
 packed_or_not = pytest.mark.parametrize("packed", FORMS.values(), ids=FORMS)
-
-
-def mostly(quick):
-    """On a tree and packed, of which one is slow."""
-    rows = [pytest.param(x, id=n, marks=() if n == quick else slow) for n, x in FORMS.items()]
-    return pytest.mark.parametrize("packed", rows)
 
 
 def normal(shape, seed=0, *, spread=1.0):
@@ -92,16 +79,12 @@ def gradients(count, seed=10):
 
 def moments(state):
     """Every array in 8 bits of a state."""
-    return [
-        x
-        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
-        if isinstance(x, jgrad.Blocks)
-    ]
+    return [x for x in jax.tree.leaves(state, is_leaf=is_blocks) if is_blocks(x)]
 
 
 def value(x):
     """The numbers of a moment, in whichever form."""
-    return np.asarray(jax.jit(encoding.decoded)(x) if isinstance(x, jgrad.Blocks) else x)
+    return np.asarray(jax.jit(encoding.decoded)(x) if is_blocks(x) else x)
 
 
 def per_element(x, part):
@@ -114,11 +97,7 @@ def per_element(x, part):
 
 def unpacked(moment, part):
     """The same of a moment that may be packed, on the tree."""
-    return jgrad.unpack(
-        jax.tree.map(
-            lambda x: per_element(x, part), moment, is_leaf=lambda x: isinstance(x, jgrad.Blocks)
-        )
-    )
+    return jgrad.unpack(jax.tree.map(lambda x: per_element(x, part), moment, is_leaf=is_blocks))
 
 
 def assert_same_moments(a, b):

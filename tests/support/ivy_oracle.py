@@ -10,6 +10,7 @@ lambda of (xp, x).
 import gzip
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +27,19 @@ def load(*functions: str) -> list[dict[str, Any]]:
 
 def decode(x: Any, *, double: bool = False) -> Any:
     """The value; with `double`, arrays of float32 as float64, which holds the same numbers."""
+    as_jax = lambda flat, dtype: jnp.asarray(
+        flat, "float64" if double and dtype == "float32" else dtype
+    )
+    return _value(x, as_jax)
+
+
+def expected(x: Any) -> Any:
+    """The value with NumPy leaves, in the precision in which they are stored."""
+    return _value(x, lambda flat, dtype: flat)
+
+
+def _value(x: Any, array: Callable[[np.ndarray, str], Any]) -> Any:
+    """What a case encodes; `array` makes one of its numbers and their dtype."""
     if x is None:
         return None
     ((kind, value),) = x.items()
@@ -34,30 +48,11 @@ def decode(x: Any, *, double: bool = False) -> Any:
         flat = np.array(_numbers(data), dtype=float)
         if dtype.startswith("complex"):
             flat = flat[..., 0] + 1j * flat[..., 1]
-        return jnp.asarray(
-            flat.reshape(shape), "float64" if double and dtype == "float32" else dtype
-        )
+        return array(flat.reshape(shape), dtype)
     if kind == "d":
-        return {k: decode(v, double=double) for k, v in value.items()}
+        return {k: _value(v, array) for k, v in value.items()}
     if kind in ("list", "tuple"):
-        items = [decode(v, double=double) for v in value]
-        return items if kind == "list" else tuple(items)
-    return value
-
-
-def expected(x: Any) -> Any:
-    """The value with NumPy leaves, in the precision in which they are stored."""
-    if x is None:
-        return None
-    ((kind, value),) = x.items()
-    if kind == "a":
-        flat = np.array(_numbers(value[2]), dtype=float)
-        flat = flat[..., 0] + 1j * flat[..., 1] if value[0].startswith("complex") else flat
-        return flat.reshape(value[1])
-    if kind == "d":
-        return {k: expected(v) for k, v in value.items()}
-    if kind in ("list", "tuple"):
-        items = [expected(v) for v in value]
+        items = [_value(v, array) for v in value]
         return items if kind == "list" else tuple(items)
     return value
 
