@@ -2,14 +2,14 @@
 
 A state may have two moments of one parameter, three counters, and windows of two labels. Each leaf
 is a field of an owner, a wrapper or an optimizer, and the owners of both states are compared: by
-the parameters that they see, by kind and fields, by what they count, and by their places. A state
-of the same recipe has the same owners in the same places, so each of its leaves finds itself.
+the parameters that they see, by kind and fields, by what they count, and by where they stand. A
+state of the same recipe has the same owners, so each of its leaves is assigned to itself.
 """
 
 import collections
 import functools
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from jgrad._states import parts, units
 from jgrad._states.parts import Keys, Part
@@ -19,54 +19,48 @@ from jgrad._trees import path_rules
 Likeness = tuple[float, ...]
 
 
-class _Owners:
-    """The owners of a state, by their paths.
+class _Owner(NamedTuple):
+    """A wrapper or an optimizer.
 
     Attributes:
-      leaves: the parts of the state.
-      parameters: the paths of the parameters that an owner sees: those in its state and inside of
-        it; where there are none, as of a counter in a chain, those of what it stands in.
+      kind: of it.
       fields: those in which there is something.
-      kinds: of owners.
-      clocks: the number of accumulations around an owner. Inside of one updates are counted, around
-        it mini-batches.
-      depths: the number of owners of the same kind around one.
-      ranks: the number of owners of the same kind before one.
+      parameters: the paths of the parameters that it sees: those in its state and inside of it;
+        where there are none, as of a counter in a chain, those of what it stands in.
+      clock: the number of accumulations around it. Inside of one updates are counted, around it
+        mini-batches.
+      depth: the number of owners of the same kind around it.
+      rank: the number of owners of the same kind before it.
     """
 
-    def __init__(self, leaves: Sequence[Part]) -> None:
-        self.leaves = leaves
-        self.kinds = {x.owner: x.kind for x in leaves}
-        self.fields: dict[Keys, set[str]] = {owner: set() for owner in self.kinds}
-        below: collections.defaultdict[Keys, set[Keys]] = collections.defaultdict(set)
-        for x in leaves:
-            if x.leaf is None:
-                continue
-            self.fields[x.owner].add(x.field)
-            if x.keys and x.field not in parts.WITHOUT_PARAMETERS:
-                for end in range(len(x.owner) + 1):
-                    below[x.owner[:end]].add(x.keys)
+    kind: str
+    fields: Collection[str]
+    parameters: Collection[Keys]
+    clock: int
+    depth: int
+    rank: int
 
-        def seen(path: Keys) -> set[Keys]:
-            while path and path not in below:
-                path = path[:-1]
-            return below[path]
 
-        def around(path: Keys, kind: str) -> int:
-            return sum(self.kinds.get(path[:end]) == kind for end in range(len(path)))
-
-        before: collections.Counter[str] = collections.Counter()
-        self.parameters, self.clocks, self.depths, self.ranks = {}, {}, {}, {}
-        for owner, kind in self.kinds.items():
-            self.parameters[owner] = seen(owner)
-            self.clocks[owner] = around(owner, parts.ACCUMULATE)
-            self.depths[owner] = around(owner, kind)
-            self.ranks[owner] = before[kind]
-            before[kind] += 1
-
-    def clock_of(self, step: Part) -> int:
-        """What a counter counts; that of `optax.MultiSteps` counts what is inside."""
-        return self.clocks[step.owner] + (step.kind == parts.ACCUMULATE)
+def _owners(leaves: Sequence[Part]) -> dict[Keys, _Owner]:
+    """The owners of a state, by their paths."""
+    fields: dict[Keys, set[str]] = {x.owner: set() for x in leaves}
+    parameters: dict[Keys, set[Keys]] = {(): set()}  # at and below a path
+    for x in leaves:
+        if x.leaf is not None:
+            fields[x.owner].add(x.field)
+            for end in range(len(x.owner) + 1) if x.keys else ():
+                parameters.setdefault(x.owner[:end], set()).add(x.keys)
+    owners: dict[Keys, _Owner] = {}
+    kinds = {x.owner: x.kind for x in leaves}
+    before: collections.Counter[str] = collections.Counter()
+    for path, kind in kinds.items():
+        ends = [path[:end] for end in reversed(range(len(path) + 1))]
+        seen = next(parameters[end] for end in ends if end in parameters)
+        around = [kinds.get(end) for end in ends[1:]]
+        clock, depth = around.count(parts.ACCUMULATE), around.count(kind)
+        owners[path] = _Owner(kind, fields[path], seen, clock, depth, before[kind])
+        before[kind] += 1
+    return owners
 
 
 class Owners:
@@ -78,7 +72,8 @@ class Owners:
     """
 
     def __init__(self, old: Sequence[Part], like: Sequence[Part]) -> None:
-        self._old, self._like = _Owners(old), _Owners(like)
+        self._old, self._like = old, like
+        self._old_owners, self._new_owners = _owners(old), _owners(like)
         self._likeness = functools.cache(self._compared)
 
     def assigned(self) -> dict[int, int]:
@@ -86,51 +81,50 @@ class Owners:
 
         For the counters of updates, which may, see `steps`.
         """
-        news, olds = _by_meaning(self._like.leaves), _by_meaning(self._old.leaves)
-        found: dict[int, int] = {}
-        for meaning, own in news.items():
-            pairs = [(i, j) for i in own for j in olds.get(meaning, ()) if self._may_become(i, j)]
-            if len(pairs) > 1:
-                pairs.sort(key=lambda pair: self._of_leaves(*pair), reverse=True)
-            taken: set[int] = set()
-            for i, j in pairs:
-                if i not in found and j not in taken:
-                    found[i] = j
+        olds = parts.by_meaning(self._old)
+        assigned: dict[int, int] = {}
+        taken: set[int] = set()
+        for meaning, news in parts.by_meaning(self._like).items():
+            candidates = [
+                (i, j) for i in news for j in olds.get(meaning, ()) if self._may_become(i, j)
+            ]
+            if len(candidates) > 1:
+                candidates.sort(key=lambda both: self._of_leaves(*both), reverse=True)
+            for i, j in candidates:
+                if i not in assigned and j not in taken:
+                    assigned[i] = j
                     taken.add(j)
-        return found
+        return assigned
 
     def _may_become(self, i: int, j: int) -> bool:
-        """Whether an old leaf has the unit of a new one, or one that becomes it."""
-        return units.may_become(self._old.leaves[j].unit, self._like.leaves[i].unit)
+        """Whether an old leaf has the unit of a new one, or one that becomes it; counters share."""
+        was, now = self._old[j], self._like[i]
+        return now.role != "step" and units.conversion(was.unit, now.unit) is not None
 
-    def steps(self, assigned: dict[int, int]) -> dict[int, int]:
+    def steps(self, assigned: Mapping[int, int]) -> dict[int, int]:
         """For counters of updates the old ones that have counted the same; several may share one.
 
         Moments bring their own, which bias correction needs. For others it is one that counts the
         same, so that schedules go on.
         """
-        olds = [j for j, x in enumerate(self._old.leaves) if x.is_step and x.leaf is not None]
-        brought: collections.defaultdict[Keys, collections.Counter[Keys]]
-        brought = collections.defaultdict(collections.Counter)
+        olds = [j for j, x in enumerate(self._old) if x.role == "step" and x.leaf is not None]
+        news = [i for i, x in enumerate(self._like) if x.role == "step" and x.leaf is not None]
+        brought: dict[Keys, collections.Counter[Keys]] = {
+            self._like[i].owner: collections.Counter() for i in news
+        }
         for i, j in assigned.items():
-            if self._like.leaves[i].is_moment:
-                brought[self._like.leaves[i].owner][self._old.leaves[j].owner] += 1
-        found: dict[int, int] = {}
-        for i, part in enumerate(self._like.leaves):
-            if not (part.is_step and part.leaf is not None and olds):
-                continue
-            before = brought[part.owner]
-            clock = self._like.clock_of(part)
-            if before:
-                clock = self._old.clocks[max(before, key=before.__getitem__)]
+            if self._like[i].role == "moment" and self._like[i].owner in brought:
+                brought[self._like[i].owner][self._old[j].owner] += 1
 
-            def rank(j: int, i: int = i, before: Any = before, clock: int = clock) -> Likeness:
-                step = self._old.leaves[j]
-                same_clock = self._old.clock_of(step) == clock
-                return (before[step.owner], same_clock, *self._of_leaves(i, j))
+        def rank(j: int, i: int) -> Likeness:
+            moments = brought[self._like[i].owner]
+            clock = _clock(self._like[i], self._new_owners)
+            if moments:
+                clock = self._old_owners[max(moments, key=moments.__getitem__)].clock
+            same_clock = self.clock_of_old(j) == clock
+            return (moments[self._old[j].owner], same_clock, *self._of_leaves(i, j))
 
-            found[i] = max(olds, key=rank)
-        return found
+        return {i: max(olds, key=functools.partial(rank, i=i)) for i in news if olds}
 
     def most_alike(self, i: int, candidates: Sequence[int]) -> int | None:
         """Of leaves of the old state the one whose owner is most like that of a new leaf."""
@@ -138,33 +132,30 @@ class Owners:
 
     def clock_of_old(self, j: int) -> int:
         """What a counter of the old state counts."""
-        return self._old.clock_of(self._old.leaves[j])
+        return _clock(self._old[j], self._old_owners)
 
     def _of_leaves(self, i: int, j: int) -> Likeness:
-        return self._likeness(self._like.leaves[i].owner, self._old.leaves[j].owner)
+        return self._likeness(self._like[i].owner, self._old[j].owner)
 
     def _compared(self, new: Keys, old: Keys) -> Likeness:
+        a, b = self._new_owners[new], self._old_owners[old]
         return (
-            _in_common(self._like.parameters[new], self._old.parameters[old]),
-            self._like.kinds[new] == self._old.kinds[old],
-            _in_common(self._like.fields[new], self._old.fields[old]),
-            self._like.clocks[new] == self._old.clocks[old],
-            self._like.depths[new] == self._old.depths[old],
+            _in_common(a.parameters, b.parameters),
+            a.kind == b.kind,
+            _in_common(a.fields, b.fields),
+            a.clock == b.clock,
+            a.depth == b.depth,
             path_rules.common_end(new, old),
-            -abs(self._like.ranks[new] - self._old.ranks[old]),
+            -abs(a.rank - b.rank),
         )
 
 
-def _by_meaning(leaves: Sequence[Part]) -> dict[Any, list[int]]:
-    """Leaves of one role and parameter, without those that are None."""
-    found: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        if x.leaf is not None and not x.is_step:
-            found.setdefault((x.role, x.keys), []).append(i)
-    return found
+def _clock(step: Part, owners: Mapping[Keys, _Owner]) -> int:
+    """What a counter counts; that of `optax.MultiSteps` counts what is inside."""
+    return owners[step.owner].clock + (step.kind == parts.ACCUMULATE)
 
 
-def _in_common(a: Collection[Any], b: Collection[Any]) -> float:
+def _in_common(a: Collection[object], b: Collection[object]) -> float:
     """The share of all that both have."""
-    both = {*a, *b}
-    return len({*a} & {*b}) / len(both) if both else 1.0
+    union = {*a, *b}
+    return len({*a} & {*b}) / len(union) if union else 1.0

@@ -20,25 +20,29 @@ def renamed(
 ) -> list[Part]:
     """The parts of the old state by their new paths; of prefixes of a path the longest counts."""
     is_mapping = isinstance(rename, Mapping)
-    both = [*rename.items()] if is_mapping else []
-    if not (is_mapping and all(isinstance(x, str) for pair in both for x in pair)):
+    if not (is_mapping and all(isinstance(x, str) for both in rename.items() for x in both)):
         expected = "a mapping of old paths to new ones, keys joined by slashes"
         raise TypeError(f"{function}: `rename`: {rename!r}, expected {expected}.")
-    known = [{x.keys for x in state if x.leaf is not None and x.keys} for state in (old, like)]
     rules = {
-        _there(function, "old", a, known[0]): _there(function, "like", b, known[1]) for a, b in both
+        _there(function, "old", was, old): _there(function, "like", now, like)
+        for was, now in rename.items()
     }
-    new = [x._replace(keys=_new_keys(x.keys, rules)) for x in old]
-    new = _aligned(old, new, like)
-    seen: dict[tuple[tuple[str, str], Keys], Part] = {}
-    for was, now in zip(old, new, strict=True):
-        if now.leaf is None or not now.keys:
-            continue
-        other = seen.setdefault((now.role, now.keys), was)
-        if other.keys != was.keys:
-            came = " and ".join("/".join(x.keys) for x in (other, was))
-            expected = f"one leaf for {'/'.join(now.keys)}"
-            raise ValueError(f"{function}: `rename`: {came}, expected {expected}.")
+    olds, likes = _known(old), _known(like)
+    everything = {x.keys for x in like}
+    other = everything, _of_variables(everything)
+    new: list[Part] = []
+    seen: dict[tuple[str, str, Keys], Keys] = {}
+    for part in old:
+        meaning = part.kind, part.field
+        is_variable = part.keys in olds[meaning][1]
+        keys = _aligned(_new_keys(part.keys, rules), is_variable, *likes.get(meaning, other))
+        new.append(part._replace(keys=keys))
+        was = seen.setdefault((*meaning, keys), part.keys) if part.leaf is not None else part.keys
+        if keys and was != part.keys:
+            came = " and ".join(map("/".join, (was, part.keys)))
+            raise ValueError(
+                f"{function}: `rename`: {came}, expected one leaf for {'/'.join(keys)}."
+            )
     return new
 
 
@@ -49,34 +53,27 @@ def _new_keys(keys: Keys, rules: Mapping[Keys, Keys]) -> Keys:
     return keys
 
 
-def _aligned(old: Sequence[Part], new: Sequence[Part], like: Sequence[Part]) -> list[Part]:
-    """The renamed parts by the paths of `like`, whichever of both states has variables.
+def _aligned(
+    keys: Keys, is_variable: bool, known: Collection[Keys], of_variables: Collection[Keys]
+) -> Keys:
+    """The keys of a part by those of `like`, whichever of both states has variables.
 
     In files that were read without a target the array of a variable of flax has the key `value`.
     Models have such keys, too, but not alone in a subtree.
     """
-    variables = {role: _of_variables(known) for role, known in _by_role(old).items()}
-    everything = {x.keys for x in like}
-    likes = {role: (known, _of_variables(known)) for role, known in _by_role(like).items()}
-    other = everything, _of_variables(everything)
-
-    def aligned(was: Part, keys: Keys) -> Keys:
-        known, of_variables = likes.get(was.role, other)
-        if keys in known:
-            return keys
-        if was.keys in variables[was.role] and keys[:-1] in known:
-            return keys[:-1]
-        return (*keys, _VALUE) if (*keys, _VALUE) in of_variables else keys
-
-    pairs = zip(old, new, strict=True)
-    return [x._replace(keys=aligned(was, x.keys)) for was, x in pairs]
+    if keys in known:
+        return keys
+    if is_variable and keys[:-1] in known:
+        return keys[:-1]
+    return (*keys, _VALUE) if (*keys, _VALUE) in of_variables else keys
 
 
-def _by_role(state: Sequence[Part]) -> dict[tuple[str, str], set[Keys]]:
-    found: dict[tuple[str, str], set[Keys]] = {}
+def _known(state: Sequence[Part]) -> dict[tuple[str, str], tuple[set[Keys], set[Keys]]]:
+    """The paths of the leaves of each meaning, and those that are of variables."""
+    known: dict[tuple[str, str], set[Keys]] = {}
     for x in state:
-        found.setdefault(x.role, set()).add(x.keys)
-    return found
+        known.setdefault((x.kind, x.field), set()).add(x.keys)
+    return {meaning: (paths, _of_variables(paths)) for meaning, paths in known.items()}
 
 
 def _of_variables(known: Collection[Keys]) -> set[Keys]:
@@ -85,8 +82,9 @@ def _of_variables(known: Collection[Keys]) -> set[Keys]:
     return {x for x in known if x[-1:] == (_VALUE,) and leaves_below[x[:-1]] == 1}
 
 
-def _there(function: str, name: str, text: str, known: Collection[Keys]) -> Keys:
+def _there(function: str, name: str, text: str, state: Sequence[Part]) -> Keys:
     """The path of one leaf or subtree at least; that of a variable may end in `value`."""
+    known = {x.keys for x in state if x.leaf is not None and x.keys}
     path = tuple(text.split("/"))
     if any(keys[: len(path)] == path for keys in known):
         return path
@@ -120,5 +118,4 @@ def chosen(
     if trees.is_function(reset, tree):
         reset = reset(tree)
     flags = checks.bools(ArgLeaves.from_prefix(function, "reset", reset, "params", tree))
-    leaves = parts.leaves_of(tree)
-    return {keys for (_, keys, _), flag in zip(leaves, flags, strict=True) if flag}
+    return {keys for (keys, _), flag in zip(parts.leaves_of(tree), flags, strict=True) if flag}

@@ -17,6 +17,8 @@ from jgrad._trees.path_rules import shown
 from jgrad._trees.variables import leaves_with_paths, named_leaves
 
 PyTree = Any
+Leaf = Any  # an array or a number, `Blocks`, a shape, None, or what else a model has
+Structure = jax.tree_util.PyTreeDef
 
 
 def is_none(x: Any) -> bool:
