@@ -142,21 +142,20 @@ def carry_over(
     made = _made_by(momentum_decay)
     before = paths.renamed(_NAME, before, after, rename or {})
     chosen = () if reset is None else paths.chosen(_NAME, reset, params, shapes)
-    matched = Matcher(_NAME, before, after, chosen).match()
-    if has_decay and not any(x.how in _BY_DECAY for x in filter(None, matched.sources)):
+    sources, account = Matcher(_NAME, before, after, chosen).match()
+    if has_decay and not any(x.how in _BY_DECAY for x in filter(None, sources)):
         came = f"{momentum_decay}, expected None: no sum of gradients becomes an average here"
         raise ValueError(f"{_NAME}: `momentum_decay`: {came}, nor an average a sum.")
-    account = Account.of_entries(matched.entries, matched.notes)
     if strict and (lines := accounts.lost_or_new(account)):
         raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
-    if _is_change_of_forms(old, like, matched.sources):  # buffers of packed trees stay as they are
+    if _is_change_of_forms(old, like, sources):  # buffers of packed trees stay as they are
         arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
         expected, structure = trees.flatten(like)
         new = [_in_form(arg, i, x, arg.leaves[i]) for i, x in enumerate(expected)]
         state = structure.unflatten(new)
     else:
         leaves = _Leaves(old, before, params, made)
-        both = zip(after, matched.sources, strict=True)
+        both = zip(after, sources, strict=True)
         new = [None if source is None else leaves.of(part, source) for part, source in both]
         state = packing.pack(trees.flatten(shapes)[1].unflatten(new), like=like)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
@@ -170,7 +169,7 @@ def _parts(name: str, state: PyTree, momentum: Momentum | None, has_decay: bool)
     for i, x in enumerate(state_parts):
         if not (x.leaf is None or hasattr(x.leaf, "shape")):
             came = f"{checks.describe(x.leaf)}, expected an array"
-            raise TypeError(f"{_NAME}: `{name}`{checks.at(x.path)}: {came}.")
+            raise TypeError(f"{_NAME}: `{name}`{checks.at(x.at)}: {came}.")
         if x.field != parts.MW or x.unit is None:
             continue
         unit = x.unit
@@ -285,17 +284,17 @@ class _Leaves:
         if not is_of_weights:
             return _in_form(self._arg, source.old[0], like, x)
         x = numerics.strong(jnp.array(_wide(x), copy=True))
-        return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [part.path]), 0, like, x)
+        return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [part.at]), 0, like, x)
 
     def _parameter(self, part: Part) -> Leaf:
         if self._params is None:
-            came = f"None, expected the parameters: `old` has nothing for {part.path} of `like`"
+            came = f"None, expected the parameters: `old` has nothing for {part.at} of `like`"
             raise ValueError(f"{_NAME}: `params`: {came}.")
         x = self._weights.get(part.keys)
         shape = getattr(x, "shape", None)
         if shape != part.leaf.shape or not checks.is_array(x):
             came = f"{checks.describe(x)} at {'/'.join(part.keys)}"
-            expected = f"an array of shape {tuple(part.leaf.shape)}, as `like` has at {part.path}"
+            expected = f"an array of shape {tuple(part.leaf.shape)}, as `like` has at {part.at}"
             raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
         return x
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jgrad._states import account, forms, parts, units
-from jgrad._states.account import Entry
+from jgrad._states.account import Account, Entry
 from jgrad._states.owners import Owners
-from jgrad._states.parts import Keys, Part
+from jgrad._states.parts import Keys, Meaning, Part
 from jgrad._states.units import Unit
 from jgrad._trees import checks
 
@@ -47,14 +47,6 @@ class Source(NamedTuple):
     how: str = ""
 
 
-class Matching(NamedTuple):
-    """The whole: a source for each leaf of the new state, None for None; entries and notes."""
-
-    sources: list[Source | None]
-    entries: list[Entry]
-    notes: list[str]
-
-
 class Matcher:
     """Finds a source for each leaf of the new state.
 
@@ -70,27 +62,27 @@ class Matcher:
     ) -> None:
         self._function, self._old, self._like, self._reset = function, old, like, reset
         self._olds = parts.by_meaning(old)
-        self._units: dict[tuple[str, str, Keys], list[Unit | None]] = {}
+        self._units: dict[Meaning, list[Unit | None]] = {}
         for x in like:
-            self._units.setdefault((x.kind, x.field, x.keys), []).append(x.unit)
+            self._units.setdefault(x.meaning, []).append(x.unit)
         self._owners = Owners(old, like)
         self._assigned = self._owners.assigned()
         self._assigned |= self._owners.steps(self._assigned)
         self._numbers, self._old_numbers = map(_numbers, (like, old))
 
-    def match(self) -> Matching:
-        """All of it."""
+    def match(self) -> tuple[list[Source | None], Account]:
+        """A source for each leaf of the new state, None for None; and the account of all."""
         sources = [None if x.leaf is None else self._source(i, x) for i, x in enumerate(self._like)]
         made = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
-        dropped = [(x, self._lost(x)) for x in self._unused(sources)]
+        dropped = self._unused(made)
         self._check_something_fits(made)
         entries = [
             Entry(source.what, part.shown, part.keys, self._detail(part, source))
             for part, source in made
             if part.role != "measured"
         ]
-        entries += [Entry(account.DROPPED, x.shown, x.keys, why) for x, why in dropped]
-        return Matching(sources, entries, self._notes(made))
+        entries += [Entry(account.DROPPED, x.shown, x.keys, self._lost(x)) for x in dropped]
+        return sources, Account.of_entries(entries, self._notes(made))
 
     def _source(self, i: int, part: Part) -> Source:
         """That of a leaf."""
@@ -154,7 +146,7 @@ class Matcher:
             return Source(account.ZERO)
         problem = "the shape of a part that `old` does not have, and that starts at unknown numbers"
         remedy = "expected arrays: `like=tx.init(params)`"
-        raise ValueError(f"{self._function}: `like`{checks.at(part.path)}: {problem}, {remedy}.")
+        raise ValueError(f"{self._function}: `like`{checks.at(part.at)}: {problem}, {remedy}.")
 
     def _of_weights(self, i: int, part: Part) -> Source:
         """Copies of the float32 copies in the old state, else of the parameters.
@@ -196,7 +188,7 @@ class Matcher:
             return
         came = f"shape {tuple(old.leaf.shape)}, expected {tuple(part.leaf.shape)}"
         raise ValueError(
-            f"{self._function}: `old` does not match `like`{checks.at(old.path)}: {came}."
+            f"{self._function}: `old` does not match `like`{checks.at(old.at)}: {came}."
         )
 
     def _made_by(self, part: Part, old: Part) -> str:
@@ -212,7 +204,7 @@ class Matcher:
 
     def _lost(self, part: Part) -> str:
         """Why, of a moment that `like` has too, but in another unit."""
-        return units.lost(part.unit, self._units.get((part.kind, part.field, part.keys), ()))
+        return units.lost(part.unit, self._units.get(part.meaning, ()))
 
     def _detail(self, part: Part, source: Source) -> str:
         if source.how:
@@ -224,14 +216,13 @@ class Matcher:
         was, now = map(forms.description, (self._old[source.old[0]].leaf, part.leaf))
         return f"{was} to {now}" if was != now else f"{now} in other blocks"
 
-    def _unused(self, sources: Sequence[Source | None]) -> list[Part]:
+    def _unused(self, made: Sequence[tuple[Part, Source]]) -> list[Part]:
         """What the new state has no place for. Of counters of one thing one is enough."""
-        used = {j for source in sources if source is not None for j in source.old}
+        used = {j for _, source in made for j in source.old}
         counted = {self._owners.clock_of_old(j) for j in used if self._old[j].role == "step"}
-        for i, part in enumerate(self._like):
-            source = sources[i]
-            if source is not None and source.what == account.RESET:
-                used.update(self._positions(part.kind, part.field, part.keys))
+        for part, source in made:
+            if source.what == account.RESET:
+                used.update(self._olds.get(part.meaning, ()))
             elif part.name == "acc_grads":  # of optax, which counts once
                 used.update(self._positions(parts.ACCUMULATE, "count"))
         return [

@@ -20,6 +20,7 @@ from jgrad._trees.protocols import STATES, Parts, Role
 from jgrad._trees.trees import Leaf, PyTree
 
 Keys = tuple[str, ...]
+Meaning = tuple[str, str, Keys]  # kind, field and parameter
 
 # Kinds of wrappers and optimizers, as states of jgrad say them.
 MOMENTS, ACCUMULATE, SPIKES, EMA = "moments", "accumulate", "skip_spikes", "ema"
@@ -63,32 +64,6 @@ _OF_0_6 = Parts("stochastic_rounding", {}, {"step": "done"})  # its counter, up 
 _KNOWN = {*_INSIDE, *_TOLD_BY, "count", "step", "mini_step", "done", "notfinite_count"}
 
 
-class Field(NamedTuple):
-    """A field of a wrapper or an optimizer.
-
-    Attributes:
-      kind: of which it is a field; "" outside of everything.
-      meaning: by the names of jgrad.
-      role: what it holds.
-      tree: that it holds.
-      path: in the state.
-      name: as it came.
-      owner: the path of the state of which it is a field.
-      keys: of its parameters, in front of those in the tree.
-      unit: what a moment holds; None for others.
-    """
-
-    kind: str
-    meaning: str
-    role: Role
-    tree: PyTree
-    path: KeyPath
-    name: str
-    owner: Keys
-    keys: Keys = ()
-    unit: Unit | None = None
-
-
 class Part(NamedTuple):
     """One leaf of a state.
 
@@ -98,7 +73,7 @@ class Part(NamedTuple):
       role: what it holds.
       keys: the path of its parameter; () for a number of all.
       leaf: an array, its shape, `Blocks`, or None.
-      path: in the state, for messages.
+      path: of it in the state.
       name: of the field, as it came.
       owner: the path of the state of which it is a field.
       unit: what a moment holds; None for others.
@@ -109,10 +84,20 @@ class Part(NamedTuple):
     role: Role
     keys: Keys
     leaf: Leaf
-    path: str
+    path: KeyPath
     name: str
     owner: Keys
-    unit: Unit | None
+    unit: Unit | None = None
+
+    @property
+    def meaning(self) -> Meaning:
+        """By which leaves of two states are the same thing."""
+        return self.kind, self.field, self.keys
+
+    @property
+    def at(self) -> str:
+        """The path, for messages."""
+        return jax.tree_util.keystr(self.path)
 
     @property
     def shown(self) -> str:
@@ -125,9 +110,9 @@ class Part(NamedTuple):
 def read(state: PyTree) -> list[Part]:
     """The parts of a state, in the order of `trees.flatten`."""
     parts = [
-        Part(x.kind, x.meaning, x.role, (*x.keys, *keys), leaf, path, x.name, x.owner, x.unit)
-        for x in fields(state)
-        for path, keys, leaf in _leaves_below(x.path, x.tree)
+        x._replace(path=(*x.path, *path), keys=(*x.keys, *keys_of(name)), leaf=leaf)
+        for x in _fields(state)
+        for path, name, leaf in variables.named_leaves(x.leaf, trees.is_leaf)
     ]
     shapes: collections.defaultdict[Keys, set[tuple[int, ...]]] = collections.defaultdict(set)
     for x in parts:
@@ -150,31 +135,24 @@ def _is_per_output(part: Part, of_first: set[tuple[int, ...]]) -> bool:
     )
 
 
-def by_meaning(parts: Sequence[Part]) -> dict[tuple[str, str, Keys], list[int]]:
-    """The positions of leaves of one meaning and parameter, without those that are None."""
-    positions: dict[tuple[str, str, Keys], list[int]] = {}
+def by_meaning(parts: Sequence[Part]) -> dict[Meaning, list[int]]:
+    """The positions of leaves of one meaning, without those that are None."""
+    positions: dict[Meaning, list[int]] = {}
     for i, x in enumerate(parts):
         if x.leaf is not None:
-            positions.setdefault((x.kind, x.field, x.keys), []).append(i)
+            positions.setdefault(x.meaning, []).append(i)
     return positions
 
 
 def moments_tree(state: PyTree) -> PyTree:
     """The first tree of moments in a state; None where there is none."""
-    moments = (x.tree for x in fields(state) if x.role == "moment" and jax.tree.leaves(x.tree))
+    moments = (x.leaf for x in _fields(state) if x.role == "moment" and jax.tree.leaves(x.leaf))
     return next(moments, None)
 
 
 def leaves_of(tree: PyTree) -> list[tuple[Keys, Leaf]]:
     """(keys, leaf) of each leaf; the keys of the array of a variable are the variable's."""
-    return [(keys, leaf) for _, keys, leaf in _leaves_below((), tree)]
-
-
-def _leaves_below(begin: KeyPath, tree: PyTree) -> list[tuple[str, Keys, Leaf]]:
-    return [
-        (jax.tree_util.keystr((*begin, *path)), keys_of(name), x)
-        for path, name, x in variables.named_leaves(tree, trees.is_leaf)
-    ]
+    return [(keys_of(name), x) for _, name, x in variables.named_leaves(tree, trees.is_leaf)]
 
 
 def keys_of(path: KeyPath) -> Keys:
@@ -182,10 +160,12 @@ def keys_of(path: KeyPath) -> Keys:
     return tuple(path_rules.keys_of(path))
 
 
-def fields(
+def _fields(
     node: PyTree, path: KeyPath = (), plain: KeyPath = (), chains: tuple[Chain, ...] = ()
-) -> Iterator[Field]:
+) -> Iterator[Part]:
     """The fields of a wrapper, of a chain or a partition, and of all that is inside.
+
+    Parts, whose leaves are trees.
 
     Args:
       node: its state.
@@ -195,7 +175,7 @@ def fields(
     """
     children = trees.children(node)
     if children is None:
-        yield Field(PLAIN, "", "like", node, path, "", keys_of(path), keys_of(plain))
+        yield Part(PLAIN, "", "like", keys_of(plain), node, path, "", keys_of(path))
         return
     names = [path_rules.shown((key,)) for key, _ in children]
     parts = _parts_of(node, names)
@@ -203,7 +183,7 @@ def fields(
         for (key, child), chain in zip(children, units.chains_of(node, children), strict=True):
             is_array = variables.is_box(node) and trees.children(child) is None
             below = plain if is_array else (*plain, key)
-            yield from fields(child, (*path, key), below, (*chains, *chain))
+            yield from _fields(child, (*path, key), below, (*chains, *chain))
         return
     of_moments: dict[str, Unit] = {}
     if parts.kind == MOMENTS:
@@ -216,16 +196,16 @@ def fields(
         )
         if role == "inside":
             for inner, state in _states_in(name, child):
-                yield from fields(state, (*here, *inner), (*plain, *inner), chains)
+                yield from _fields(state, (*here, *inner), (*plain, *inner), chains)
             continue
-        meaning = STEP if role == "step" else parts.names.get(name, name)
-        owner, unit = keys_of(path), of_moments.get(name)
+        field = STEP if role == "step" else parts.names.get(name, name)
+        part = Part(parts.kind, field, role, (), child, here, name, keys_of(path))
         if name not in _BY_NAME:
-            yield Field(parts.kind, meaning, role, child, here, name, owner, unit=unit)
+            yield part._replace(unit=of_moments.get(name))
             continue
         for inner, keys, leaf in variables.named_leaves(child, trees.is_leaf):
-            meaning = "/".join((name, *keys_of(keys)))
-            yield Field(parts.kind, meaning, role, leaf, (*here, *inner), name, owner)
+            field = "/".join((name, *keys_of(keys)))
+            yield part._replace(field=field, leaf=leaf, path=(*here, *inner))
 
 
 def _states_in(field: str, child: PyTree) -> list[tuple[KeyPath, PyTree]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jgrad._packed import packing
 from jgrad._states import parts
-from jgrad._states.parts import Keys, Part
+from jgrad._states.parts import Keys, Meaning, Part
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -27,17 +27,19 @@ def renamed(
         _there(function, "old", was, old): _there(function, "like", now, like)
         for was, now in rename.items()
     }
-    olds, likes = _known(old), _known(like)
-    everything = {x.keys for x in like}
-    other = everything, _of_variables(everything)
+    olds = _plain_by_meaning(old)
+    likes = {meaning: _with_plain(plain) for meaning, plain in _plain_by_meaning(like).items()}
+    of_others = _with_plain(_plain({x.keys for x in like}))
     new: list[Part] = []
-    seen: dict[tuple[str, str, Keys], Keys] = {}
+    seen: dict[Meaning, Keys] = {}
     for part in old:
-        meaning = part.kind, part.field
-        is_variable = part.keys in olds[meaning][1]
-        keys = _aligned(_new_keys(part.keys, rules), is_variable, *likes.get(meaning, other))
-        new.append(part._replace(keys=keys))
-        was = seen.setdefault((*meaning, keys), part.keys) if part.leaf is not None else part.keys
+        keys = _new_keys(part.keys, rules)
+        is_variable = olds[part.kind, part.field][part.keys] != part.keys
+        known = likes.get((part.kind, part.field), of_others)
+        keys = known.get(keys, known.get(keys[:-1] if is_variable else keys, keys))
+        part_of_like = part._replace(keys=keys)
+        new.append(part_of_like)
+        was = part.keys if part.leaf is None else seen.setdefault(part_of_like.meaning, part.keys)
         if keys and was != part.keys:
             came = " and ".join(map("/".join, (was, part.keys)))
             raise ValueError(
@@ -53,33 +55,29 @@ def _new_keys(keys: Keys, rules: Mapping[Keys, Keys]) -> Keys:
     return keys
 
 
-def _aligned(
-    keys: Keys, is_variable: bool, known: Collection[Keys], of_variables: Collection[Keys]
-) -> Keys:
-    """The keys of a part by those of `like`, whichever of both states has variables.
-
-    In files that were read without a target the array of a variable of flax has the key `value`.
-    Models have such keys, too, but not alone in a subtree.
-    """
-    if keys in known:
-        return keys
-    if is_variable and keys[:-1] in known:
-        return keys[:-1]
-    return (*keys, _VALUE) if (*keys, _VALUE) in of_variables else keys
+# In files that were read without a target the array of a variable of flax has the key `value`.
+# Models have such keys, too, but not alone in a subtree. A plain path is without the former.
 
 
-def _known(state: Sequence[Part]) -> dict[tuple[str, str], tuple[set[Keys], set[Keys]]]:
-    """The paths of the leaves of each meaning, and those that are of variables."""
-    known: dict[tuple[str, str], set[Keys]] = {}
+def _plain_by_meaning(state: Sequence[Part]) -> dict[tuple[str, str], dict[Keys, Keys]]:
+    """The plain path of each path of the fields of a meaning."""
+    paths: dict[tuple[str, str], set[Keys]] = {}
     for x in state:
-        known.setdefault((x.kind, x.field), set()).add(x.keys)
-    return {meaning: (paths, _of_variables(paths)) for meaning, paths in known.items()}
+        paths.setdefault((x.kind, x.field), set()).add(x.keys)
+    return {meaning: _plain(known) for meaning, known in paths.items()}
 
 
-def _of_variables(known: Collection[Keys]) -> set[Keys]:
-    """The paths that end in `value`, with no other leaf beside it."""
-    leaves_below = collections.Counter(keys[:end] for keys in known for end in range(len(keys)))
-    return {x for x in known if x[-1:] == (_VALUE,) and leaves_below[x[:-1]] == 1}
+def _plain(paths: Collection[Keys]) -> dict[Keys, Keys]:
+    leaves_below = collections.Counter(keys[:end] for keys in paths for end in range(len(keys)))
+    return {
+        keys: keys[:-1] if keys[-1:] == (_VALUE,) and leaves_below[keys[:-1]] == 1 else keys
+        for keys in paths
+    }
+
+
+def _with_plain(plain: Mapping[Keys, Keys]) -> dict[Keys, Keys]:
+    """Paths by themselves, and by their plain ones where nothing else has that path."""
+    return {name: path for path, name in plain.items()} | {path: path for path in plain}
 
 
 def _there(function: str, name: str, text: str, state: Sequence[Part]) -> Keys:
