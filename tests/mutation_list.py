@@ -286,8 +286,8 @@ MUTATIONS = [
     Mutation("_states_in", "labels may be fields", "X == _LABELED", "False", "tests/states/test_owners.py"),
     Mutation("parts._fields", "a variable is a container", "X and trees.children(child) is None", "False", "tests/states/test_variables.py"),
     Mutation("paths._there", "a last key of a subtree is dropped", "X == [variable]", "X", "tests/states/test_variables.py"),
-    Mutation("paths._plain", "each value is a variable's", "_[_] == 1", "True", "tests/states/test_variables.py"),
-    Mutation("Matcher._check_moments", "a state of which no moment is kept", "not X or _", "True", "tests/states/test_carry_over.py"),
+    Mutation("paths._of_variables", "each value is a variable's", "_[_] == 1", "True", "tests/states/test_variables.py"),
+    Mutation("Matcher._check_something_fits", "a state of which no moment is kept", "not X or all(_)", "True", "tests/states/test_carry_over.py"),
     Mutation("Matcher._check_something_fits", "a moment of another unit excuses all others", "not (made and had)", "not (made and had) or any(map(self._lost, had))", "tests/states/test_units.py"),
     Mutation("_without_shared_arrays", "two leaves are one array", "id(x) in seen", "False", "tests/states/test_carry_over.py"),
     # ---- _wrappers

@@ -74,14 +74,14 @@ class Matcher:
         """A source for each leaf of the new state, None for None; and the account of all."""
         sources = [None if x.leaf is None else self._source(i, x) for i, x in enumerate(self._like)]
         made = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
-        dropped = self._unused(made)
-        self._check_something_fits(made)
+        dropped = [(x, self._lost(x)) for x in self._unused(made)]
+        self._check_something_fits(made, {x.keys for x, why in dropped if why})
         entries = [
             Entry(source.what, part.shown, part.keys, self._detail(part, source))
             for part, source in made
             if part.role != "measured"
         ]
-        entries += [Entry(account.DROPPED, x.shown, x.keys, self._lost(x)) for x in dropped]
+        entries += [Entry(account.DROPPED, x.shown, x.keys, why) for x, why in dropped]
         return sources, Account.of_entries(entries, self._notes(made))
 
     def _source(self, i: int, part: Part) -> Source:
@@ -218,7 +218,7 @@ class Matcher:
 
     def _unused(self, made: Sequence[tuple[Part, Source]]) -> list[Part]:
         """What the new state has no place for. Of counters of one thing one is enough."""
-        used = {j for _, source in made for j in source.old}
+        used = {j for _, source in made if source.what != account.ESTIMATED for j in source.old}
         counted = {self._owners.clock_of_old(j) for j in used if self._old[j].role == "step"}
         for part, source in made:
             if source.what == account.RESET:
@@ -232,27 +232,22 @@ class Matcher:
             and not (x.role == "step" and self._owners.clock_of_old(j) in counted)
         ]
 
-    def _check_something_fits(self, made: Sequence[tuple[Part, Source]]) -> None:
-        had = [x for x in self._old if x.leaf is not None]
-        if not (made and had):
-            return
-        lost = {x.keys for x in had if self._lost(x)}  # the parameter fits, and not the unit
-        if lost or any(source.old or source.what == account.RESET for _, source in made):
-            self._check_moments(made, had, lost)
-            return
-        came = ", ".join(sorted({x.shown or "arrays" for x in had}))
-        raise ValueError(
-            f"{self._function}: `old`: {came}, of which `like` has nothing, expected the state of "
-            "an optimizer for the same parameters."
-        )
-
-    def _check_moments(
-        self, made: Sequence[tuple[Part, Source]], had: Sequence[Part], lost: Collection[Keys]
+    def _check_something_fits(
+        self, made: Sequence[tuple[Part, Source]], lost: Collection[Keys]
     ) -> None:
-        """Some of the moments are kept, where both have some, or all are reset.
+        """Something is kept or reset; some of the moments, where both states have some.
 
         The account says why those of lost parameters are not: their units.
         """
+        had = [x for x in self._old if x.leaf is not None]
+        if not (made and had):
+            return
+        if not (lost or any(source.old or source.what == account.RESET for _, source in made)):
+            came = ", ".join(sorted({x.shown or "arrays" for x in had}))
+            raise ValueError(
+                f"{self._function}: `old`: {came}, of which `like` has nothing, expected the state "
+                "of an optimizer for the same parameters."
+            )
         had = [x for x in had if x.role == "moment" and x.keys not in lost]
         wanted = [(x, s) for x, s in made if x.role == "moment" and x.keys not in lost]
         if not had or all(s.what == account.RESET for _, s in wanted):

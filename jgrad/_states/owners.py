@@ -124,7 +124,9 @@ class Owners:
             same_clock = self.clock_of_old(j) == clock
             return (moments[self._old[j].owner], same_clock, *self._of_leaves(i, j))
 
-        return {i: max(olds, key=functools.partial(rank, i=i)) for i in news if olds}
+        if len(olds) < 2:  # nothing to choose
+            return dict.fromkeys(news, olds[0]) if olds else {}
+        return {i: max(olds, key=functools.partial(rank, i=i)) for i in news}
 
     def most_alike(self, i: int, candidates: Sequence[int]) -> int | None:
         """Of leaves of the old state the one whose owner is most like that of a new leaf."""

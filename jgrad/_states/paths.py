@@ -2,6 +2,7 @@
 
 import collections
 import difflib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jgrad._packed import packing
@@ -27,16 +28,18 @@ def renamed(
         _there(function, "old", was, old): _there(function, "like", now, like)
         for was, now in rename.items()
     }
-    olds = _plain_by_meaning(old)
-    likes = {meaning: _with_plain(plain) for meaning, plain in _plain_by_meaning(like).items()}
-    of_others = _with_plain(_plain({x.keys for x in like}))
+    olds, likes = _by_meaning(old), _by_meaning(like)
+    everything = frozenset(x.keys for x in like)
+    of_variables = functools.cache(_of_variables)
     new: list[Part] = []
     seen: dict[Meaning, Keys] = {}
     for part in old:
         keys = _new_keys(part.keys, rules)
-        is_variable = olds[part.kind, part.field][part.keys] != part.keys
-        known = likes.get((part.kind, part.field), of_others)
-        keys = known.get(keys, known.get(keys[:-1] if is_variable else keys, keys))
+        known = likes.get((part.kind, part.field), everything)
+        if keys not in known:
+            variable = of_variables(olds[part.kind, part.field]).get(part.keys[:-1])
+            plain = keys[:-1] if variable == part.keys else keys
+            keys = plain if plain in known else of_variables(known).get(plain, keys)
         part_of_like = part._replace(keys=keys)
         new.append(part_of_like)
         was = part.keys if part.leaf is None else seen.setdefault(part_of_like.meaning, part.keys)
@@ -55,29 +58,22 @@ def _new_keys(keys: Keys, rules: Mapping[Keys, Keys]) -> Keys:
     return keys
 
 
-# In files that were read without a target the array of a variable of flax has the key `value`.
-# Models have such keys, too, but not alone in a subtree. A plain path is without the former.
-
-
-def _plain_by_meaning(state: Sequence[Part]) -> dict[tuple[str, str], dict[Keys, Keys]]:
-    """The plain path of each path of the fields of a meaning."""
+def _by_meaning(state: Sequence[Part]) -> dict[tuple[str, str], frozenset[Keys]]:
     paths: dict[tuple[str, str], set[Keys]] = {}
     for x in state:
         paths.setdefault((x.kind, x.field), set()).add(x.keys)
-    return {meaning: _plain(known) for meaning, known in paths.items()}
+    return {meaning: frozenset(known) for meaning, known in paths.items()}
 
 
-def _plain(paths: Collection[Keys]) -> dict[Keys, Keys]:
+def _of_variables(paths: Collection[Keys]) -> dict[Keys, Keys]:
+    """By the paths of variables of flax those of their arrays.
+
+    In files that were read without a target the array of a variable has the key `value`. Models
+    have such keys, too, but not alone in a subtree.
+    """
     leaves_below = collections.Counter(keys[:end] for keys in paths for end in range(len(keys)))
-    return {
-        keys: keys[:-1] if keys[-1:] == (_VALUE,) and leaves_below[keys[:-1]] == 1 else keys
-        for keys in paths
-    }
-
-
-def _with_plain(plain: Mapping[Keys, Keys]) -> dict[Keys, Keys]:
-    """Paths by themselves, and by their plain ones where nothing else has that path."""
-    return {name: path for path, name in plain.items()} | {path: path for path in plain}
+    ends = {keys[:-1]: keys for keys in paths if keys[-1:] == (_VALUE,)}
+    return {plain: keys for plain, keys in ends.items() if leaves_below[plain] == 1}
 
 
 def _there(function: str, name: str, text: str, state: Sequence[Part]) -> Keys:

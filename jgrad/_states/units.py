@@ -100,15 +100,11 @@ def of_fields(
       fields: of it, by their names.
       chains: that it is in, the innermost one last.
     """
-    usual = {
-        "mw": _OPEN_SUM if fields.get("vw") is None else _AVERAGE,
-        "vw": _SQUARE,
-        "trace": _of_accumulator(chains, is_mean=False),
-        "ema": _of_accumulator(chains, is_mean=True),
-        "mu": _AVERAGE,
-        "nu": _SQUARE,
-    }
-    return usual | _of_others(state, fields)
+    units = {"mu": _AVERAGE, "nu": _SQUARE, "vw": _SQUARE}
+    units["mw"] = _OPEN_SUM if fields.get("vw") is None else _AVERAGE
+    for name in _ACCUMULATORS & fields.keys():
+        units[name] = _of_accumulator(chains, is_mean=name == "ema")
+    return units | _of_others(state, fields)
 
 
 def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
@@ -229,8 +225,11 @@ def conversion(was: Unit | None, now: Unit | None) -> str | None:
 
 def _taken(was: Unit, now: Unit) -> tuple[str, str]:
     """What both are of, where one that does not say it is taken for what the other one is."""
-    of, to = (STEPS if x.of == UPDATES else x.of for x in (was, now))
-    return was.of or to, now.of or of
+    return was.of or _as_of_jgrad(now.of), now.of or _as_of_jgrad(was.of)
+
+
+def _as_of_jgrad(of: str) -> str:
+    return STEPS if of == UPDATES else of
 
 
 def squares_of(unit: Unit | None) -> str:

@@ -8,7 +8,7 @@ tuple as a key, as of `flax.traverse_util.flatten_dict`, are several keys.
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,16 +19,17 @@ _ANY_KEYS, _WITHIN_KEY = "**", "*"
 _SHOWN = 3  # paths named in a message
 
 
-def keys_of(path: Sequence[Any]) -> list[str]:
+def keys_of(path: Sequence[object]) -> list[str]:
     """The keys of a path, as text."""
-    return [key for entry in path for key in _keys(entry)]
-
-
-def _keys(entry: Any) -> Iterator[str]:
-    names = [getattr(entry, attribute, None) for attribute in ("key", "name", "idx")]
-    name = next((x for x in names if x is not None), entry)
-    for part in name if isinstance(name, tuple) else (name,):
-        yield from str(part).split("/")
+    keys: list[str] = []
+    for entry in path:
+        name = entry
+        for attribute in ("idx", "name", "key"):
+            if (value := getattr(entry, attribute, None)) is not None:
+                name = value
+        for key in name if isinstance(name, tuple) else (name,):
+            keys += str(key).split("/")
+    return keys
 
 
 def common_end(a: Sequence[str], b: Sequence[str]) -> int:

@@ -21,18 +21,18 @@ PyTree = Any
 _SHARDINGS = ("sharding", "sharding_names", "out_sharding", "optimizer_sharding")
 
 
-def is_variable(x: Any) -> bool:
+def is_variable(x: object) -> bool:
     """Whether `x` is a variable of nnx. One that is no node is an array for this library."""
-    return _says(x, "get_metadata", "from_metadata") and _has_value(x)
+    kind = type(x)
+    says_it = hasattr(kind, "get_metadata") and hasattr(kind, "from_metadata")
+    return says_it and _has_value(x)
 
 
-def is_box(x: Any) -> bool:
+def is_box(x: object) -> bool:
     """Whether `x` is a box of linen, such as `nn.Partitioned`, or a variable of nnx."""
-    return is_variable(x) or (_says(x, "unbox", "replace_boxed") and _has_value(x))
-
-
-def _says(x: Any, *attributes: str) -> bool:
-    return all(hasattr(type(x), name) for name in attributes)
+    kind = type(x)
+    says_it = hasattr(kind, "unbox") and hasattr(kind, "replace_boxed")
+    return is_variable(x) or (says_it and _has_value(x))
 
 
 def _has_value(x: Any) -> bool:
