@@ -16,7 +16,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
 from jgrad._quantized import encoding
-from jgrad._states import account as accounts, forms, matching, parts, paths, units
+from jgrad._states import account as accounts, forms, matching, parts, units
 from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Source
 from jgrad._states.parts import Keys, Part
@@ -31,7 +31,6 @@ from jgrad._trees.trees import Leaf, PyTree
 from jgrad._wrappers import parameters
 
 _NAME = "carry_over"
-_BY_DECAY = (units.AVERAGED, units.SUMMED)
 
 
 @explained
@@ -135,15 +134,15 @@ def carry_over(
     old = restored.with_nodes(_NAME, old, like, params)
     form = like
     old, like = map(variables.variables_of_blocks, (old, like))
-    has_decay = momentum_decay is not None
-    before = _parts("old", packing.shapes(old, as_stored=True), old_momentum, has_decay)
+    before = _parts("old", packing.shapes(old, as_stored=True), old_momentum)
     shapes = packing.shapes(like, as_stored=True)
-    after = _parts("like", shapes, like_momentum, has_decay)
+    after = _parts("like", shapes, like_momentum)
     made = _made_by(momentum_decay)
-    before = paths.renamed(_NAME, before, after, rename or {})
-    chosen = () if reset is None else paths.chosen(_NAME, reset, params, shapes)
-    sources, account = Matcher(_NAME, before, after, chosen).match()
-    if has_decay and not any(x.how in _BY_DECAY for x in filter(None, sources)):
+    before = parts.renamed(_NAME, before, after, rename or {})
+    chosen = () if reset is None else parts.chosen(_NAME, reset, params, shapes)
+    has_decay = momentum_decay is not None
+    sources, account = Matcher(_NAME, before, after, chosen, has_decay).match()
+    if has_decay and not any(x.how in units.BY_DECAY for x in filter(None, sources)):
         came = f"{momentum_decay}, expected None: no sum of gradients becomes an average here"
         raise ValueError(f"{_NAME}: `momentum_decay`: {came}, nor an average a sum.")
     if strict and (lines := accounts.lost_or_new(account)):
@@ -161,25 +160,24 @@ def carry_over(
     return variables.in_form_of(form, _without_shared_arrays(state)), account
 
 
-def _parts(name: str, state: PyTree, momentum: Momentum | None, has_decay: bool) -> list[Part]:
+def _parts(name: str, state: PyTree, momentum: Momentum | None) -> list[Part]:
     """The parts of a state, in the units that the user names where the state leaves them open."""
     state_parts = parts.read(state)
-    said = None if momentum is None else units.said(_NAME, f"{name}_momentum", momentum)
-    has_open = False
-    for i, x in enumerate(state_parts):
+    for x in state_parts:
         if not (x.leaf is None or hasattr(x.leaf, "shape")):
             came = f"{checks.describe(x.leaf)}, expected an array"
             raise TypeError(f"{_NAME}: `{name}`{checks.at(x.at)}: {came}.")
-        if x.field != parts.MW or x.unit is None:
-            continue
-        unit = x.unit
-        if said is not None and units.is_open(x.name, unit):
-            unit, has_open = said, True
-        state_parts[i] = x._replace(unit=unit._replace(has_decay=has_decay))
-    if said is not None and not has_open:
+    if momentum is None:
+        return state_parts
+    said = units.said(_NAME, f"{name}_momentum", momentum)
+    is_open = [x.field == parts.MW and units.is_open(x.name, x.unit) for x in state_parts]
+    if not any(is_open):
         came = f"{momentum!r}, expected None: `{name}` has no momentum of which it may be said"
         raise ValueError(f"{_NAME}: `{name}_momentum`: {came}.")
-    return state_parts
+    return [
+        x._replace(unit=said) if is_said else x
+        for x, is_said in zip(state_parts, is_open, strict=True)
+    ]
 
 
 def _made_by(momentum_decay: Scalar | None) -> dict[str, Callable[..., jax.Array]]:

@@ -1,16 +1,23 @@
-"""Which parts of an old state each part of a new one is made of; by shapes alone, so static."""
+"""Which parts of an old state each part of a new one is made of; by shapes alone, so static.
 
-from collections.abc import Collection, Sequence
+A state may have two moments of one parameter, three counters, and windows of two labels. Each leaf
+is a field of an owner, a wrapper or an optimizer, and the owners of both states are compared: by
+the parameters that they see, by kind and fields, by what they count, and by where they stand. A
+state of the same recipe has the same owners, so each of its leaves is assigned to itself.
+"""
+
+import collections
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jgrad._states import account, forms, parts, units
 from jgrad._states.account import Account, Entry
-from jgrad._states.owners import Owners
 from jgrad._states.parts import Keys, Meaning, Part
 from jgrad._states.units import Unit
-from jgrad._trees import checks
+from jgrad._trees import checks, path_rules
 
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
 OF_COUNT = "1 for each mini-batch of the window"
@@ -55,19 +62,25 @@ class Matcher:
       old: the parts of the old state, by their paths in the new one.
       like: the parts of the new state.
       reset: paths of parameters whose moments start at zero.
+      has_decay: whether the decay is known by which sums become averages.
     """
 
     def __init__(
-        self, function: str, old: Sequence[Part], like: Sequence[Part], reset: Collection[Keys]
+        self,
+        function: str,
+        old: Sequence[Part],
+        like: Sequence[Part],
+        reset: Collection[Keys],
+        has_decay: bool,
     ) -> None:
         self._function, self._old, self._like, self._reset = function, old, like, reset
+        self._has_decay = has_decay
         self._olds = parts.by_meaning(old)
         self._units: dict[Meaning, list[Unit | None]] = {}
         for x in like:
             self._units.setdefault(x.meaning, []).append(x.unit)
         self._owners = Owners(old, like)
         self._assigned = self._owners.assigned()
-        self._assigned |= self._owners.steps(self._assigned)
         self._numbers, self._old_numbers = map(_numbers, (like, old))
 
     def match(self) -> tuple[list[Source | None], Account]:
@@ -194,7 +207,8 @@ class Matcher:
     def _made_by(self, part: Part, old: Part) -> str:
         """optax's `MultiSteps` has the mean of a window, ours has the sum; moments have units."""
         if part.role == "moment":
-            return units.conversion(old.unit, part.unit) or ""
+            how = units.conversion(old.unit, part.unit) or ""
+            return how if self._has_decay or how not in units.BY_DECAY else ""
         was, now = old.name, part.name
         if part.kind == parts.SCHEDULE_FREE and part.field == "done" and was != now:
             return ONE_MORE if now == "step_count" else ONE_LESS
@@ -296,3 +310,153 @@ def _listed(leaves: Sequence[Part]) -> str:
     names = [Entry("", x.shown, x.keys).name for x in leaves]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+# ---- owners ------------------------------------------------------------------------------------
+
+# How like two owners are; the first number that differs decides.
+Likeness = tuple[float, ...]
+
+
+class _Owner(NamedTuple):
+    """A wrapper or an optimizer.
+
+    Attributes:
+      kind: of it.
+      fields: those in which there is something.
+      parameters: the paths of the parameters that it sees: those in its state and inside of it;
+        where there are none, as of a counter in a chain, those of what it stands in.
+      clock: the number of accumulations around it. Inside of one updates are counted, around it
+        mini-batches.
+      depth: the number of owners of the same kind around it.
+      rank: the number of owners of the same kind before it.
+    """
+
+    kind: str
+    fields: Collection[str]
+    parameters: Collection[Keys]
+    clock: int
+    depth: int
+    rank: int
+
+
+def _owners(leaves: Sequence[Part]) -> dict[Keys, _Owner]:
+    """The owners of a state, by their paths."""
+    fields: dict[Keys, set[str]] = {x.owner: set() for x in leaves}
+    parameters: dict[Keys, set[Keys]] = {(): set()}  # at and below a path
+    for x in leaves:
+        if x.leaf is not None:
+            fields[x.owner].add(x.field)
+            for end in range(len(x.owner) + 1) if x.keys else ():
+                parameters.setdefault(x.owner[:end], set()).add(x.keys)
+    owners: dict[Keys, _Owner] = {}
+    kinds = {x.owner: x.kind for x in leaves}
+    before: collections.Counter[str] = collections.Counter()
+    for path, kind in kinds.items():
+        ends = [path[:end] for end in reversed(range(len(path) + 1))]
+        seen = next(parameters[end] for end in ends if end in parameters)
+        around = [kinds.get(end) for end in ends[1:]]
+        clock, depth = around.count(parts.ACCUMULATE), around.count(kind)
+        owners[path] = _Owner(kind, fields[path], seen, clock, depth, before[kind])
+        before[kind] += 1
+    return owners
+
+
+class Owners:
+    """The owners of two states, side by side.
+
+    Args:
+      old: the parts of the old state, by their paths in the new one.
+      like: the parts of the new state.
+    """
+
+    def __init__(self, old: Sequence[Part], like: Sequence[Part]) -> None:
+        self._old, self._like = old, like
+        self._old_owners, self._new_owners = _owners(old), _owners(like)
+        self._likeness = functools.cache(self._compared)
+
+    def assigned(self) -> dict[int, int]:
+        """For leaves of the new state those of the old one that they are.
+
+        No two share one, but for the counters of updates.
+        """
+        olds = parts.by_meaning(self._old)
+        assigned: dict[int, int] = {}
+        taken: set[int] = set()
+        for meaning, news in parts.by_meaning(self._like).items():
+            candidates = [
+                (i, j) for i in news for j in olds.get(meaning, ()) if self._may_become(i, j)
+            ]
+            if len(candidates) > 1:
+                candidates.sort(key=lambda both: self._of_leaves(*both), reverse=True)
+            for i, j in candidates:
+                if i not in assigned and j not in taken:
+                    assigned[i] = j
+                    taken.add(j)
+        return assigned | self._steps(assigned)
+
+    def _may_become(self, i: int, j: int) -> bool:
+        """Whether an old leaf has the unit of a new one, or one that becomes it; counters share."""
+        was, now = self._old[j], self._like[i]
+        return now.role != "step" and units.conversion(was.unit, now.unit) is not None
+
+    def _steps(self, assigned: Mapping[int, int]) -> dict[int, int]:
+        """For counters of updates the old ones that have counted the same.
+
+        Moments bring their own, which bias correction needs. For others it is one that counts the
+        same, so that schedules go on.
+        """
+        olds = [j for j, x in enumerate(self._old) if x.role == "step" and x.leaf is not None]
+        news = [i for i, x in enumerate(self._like) if x.role == "step" and x.leaf is not None]
+        brought: dict[Keys, collections.Counter[Keys]] = {
+            self._like[i].owner: collections.Counter() for i in news
+        }
+        for i, j in assigned.items():
+            if self._like[i].role == "moment" and self._like[i].owner in brought:
+                brought[self._like[i].owner][self._old[j].owner] += 1
+
+        def rank(j: int, i: int) -> Likeness:
+            moments = brought[self._like[i].owner]
+            clock = _clock(self._like[i], self._new_owners)
+            if moments:
+                clock = self._old_owners[max(moments, key=moments.__getitem__)].clock
+            same_clock = self.clock_of_old(j) == clock
+            return (moments[self._old[j].owner], same_clock, *self._of_leaves(i, j))
+
+        if len(olds) < 2:  # nothing to choose
+            return dict.fromkeys(news, olds[0]) if olds else {}
+        return {i: max(olds, key=functools.partial(rank, i=i)) for i in news}
+
+    def most_alike(self, i: int, candidates: Sequence[int]) -> int | None:
+        """Of leaves of the old state the one whose owner is most like that of a new leaf."""
+        return max(candidates, key=lambda j: self._of_leaves(i, j), default=None)
+
+    def clock_of_old(self, j: int) -> int:
+        """What a counter of the old state counts."""
+        return _clock(self._old[j], self._old_owners)
+
+    def _of_leaves(self, i: int, j: int) -> Likeness:
+        return self._likeness(self._like[i].owner, self._old[j].owner)
+
+    def _compared(self, new: Keys, old: Keys) -> Likeness:
+        a, b = self._new_owners[new], self._old_owners[old]
+        return (
+            _in_common(a.parameters, b.parameters),
+            a.kind == b.kind,
+            _in_common(a.fields, b.fields),
+            a.clock == b.clock,
+            a.depth == b.depth,
+            path_rules.common_end(new, old),
+            -abs(a.rank - b.rank),
+        )
+
+
+def _clock(step: Part, owners: Mapping[Keys, _Owner]) -> int:
+    """What a counter counts; that of `optax.MultiSteps` counts what is inside."""
+    return owners[step.owner].clock + (step.kind == parts.ACCUMULATE)
+
+
+def _in_common(a: Collection[object], b: Collection[object]) -> float:
+    """The share of all that both have."""
+    union = {*a, *b}
+    return len({*a} & {*b}) / len(union) if union else 1.0

@@ -24,6 +24,7 @@ _ACCUMULATORS = {"trace", "ema"}  # of whatever comes along
 # What an array is made of, as accounts say it.
 NEGATED = "-mw, a sum of updates for one of steps or the reverse"
 AVERAGED, SUMMED = "(1 - momentum_decay) mw", "mw / (1 - momentum_decay)"
+BY_DECAY = (AVERAGED, SUMMED)
 # The mean square of gradients, by an average of them with momentum 0.9 or by such a sum. Of noise
 # with variance v the average has the variance v (1 - 0.9) / (1 + 0.9), and the sum v / (1 - 0.9^2).
 # An element may be near 0 by chance, so none is below the mean of its leaf.
@@ -67,13 +68,11 @@ class Unit(NamedTuple):
       of: what it is a sum or an average of.
       is_mean: an average, in which a new gradient has weight 1 - beta; in a sum it has 1.
       is_certain: the state says it; else it is presumed.
-      has_decay: the decay of sums is known, by which they become averages.
     """
 
     of: str
     is_mean: bool
     is_certain: bool = True
-    has_decay: bool = False
 
     def __str__(self) -> str:
         return f"{'averages' if self.is_mean else 'sums'} of {self.of}"
@@ -190,9 +189,9 @@ def _preconditions(link: PyTree) -> bool:
 # ---- what a user says --------------------------------------------------------------------------
 
 
-def is_open(name: str, unit: Unit) -> bool:
+def is_open(name: str, unit: Unit | None) -> bool:
     """Whether a user may say what a first moment holds, by the name of its field."""
-    return name in _ACCUMULATORS or not unit.is_certain
+    return unit is not None and (name in _ACCUMULATORS or not unit.is_certain)
 
 
 def said(function: str, name: str, momentum: Momentum) -> Unit:
@@ -207,7 +206,7 @@ def said(function: str, name: str, momentum: Momentum) -> Unit:
 def conversion(was: Unit | None, now: Unit | None) -> str | None:
     """How one becomes the other; "" where it stays as it is, None where it cannot.
 
-    What is no moment has no unit, and stays.
+    What is no moment has no unit, and stays. Between sums and averages it takes their decay.
     """
     if was is None or now is None:
         return ""
@@ -217,7 +216,7 @@ def conversion(was: Unit | None, now: Unit | None) -> str | None:
     if of == to and was.is_mean == now.is_mean:
         return ""
     if of == to == GRADIENTS:
-        return (AVERAGED if now.is_mean else SUMMED) if was.has_decay else ""
+        return AVERAGED if now.is_mean else SUMMED
     if {of, to} == {STEPS, UPDATES} and was.is_mean == now.is_mean:
         return NEGATED
     return None
