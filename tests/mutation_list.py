@@ -363,7 +363,7 @@ MUTATIONS = [
     Mutation("zero._sliced", "the rows of the first device", "X.slice", "lambda x: x[: X.num_rows(len(x))]", DEVICES + "/test_zero.py"),
     Mutation("_sharded_further", "buffers are sharded along columns", "X[: 1 if _ else None]", "X[::-1]", DEVICES),
     Mutation("_Shardings._like", "moments of other shapes follow", "X or Y.shape != _.shape", "X", DEVICES),
-    Mutation("_Shardings._of_packed", "unpacked leaves are replicated", "None if _ is None else _._leaves[_]", "None", DEVICES),
+    Mutation("_Shardings._of_packed", "unpacked leaves are replicated", "None if _ is None else _.leaves[_]", "None", DEVICES),
     Mutation("in_dtypes", "states drift to other dtypes", "X.astype(_.dtype) if checks.is_numeric(_) else X", "X", "tests/wrappers"),
     Mutation("skip_nonfinite", "branch: the update runs always", "choices.noted_branch(_, _, X, lambda: (_.zeros(), _.inner))", "X({})", SKIP),
     Mutation("branch", "a branch that keeps what it was given is the last", "jax.lax.switch(X.astype(jnp.int32), (Y, Z))", "jax.lax.cond(X, Z, Y)", "tests/wrappers/test_accumulate.py"),
