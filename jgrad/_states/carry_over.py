@@ -26,8 +26,9 @@ from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.renamed import warn_of_name
-from jgrad._trees.trees import Leaf, PyTree
+from jgrad._trees.trees import PyTree
 from jgrad._wrappers import parameters
 
 _NAME = "carry_over"

@@ -19,9 +19,8 @@ from jgrad._states.units import Chain, Unit
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.path_rules import KeyPath
-from jgrad._trees.protocols import STATES, Parts, Role
-from jgrad._trees.trees import Leaf, PyTree
+from jgrad._trees.protocols import STATES, KeyPath, Leaf, Parts, Role
+from jgrad._trees.trees import PyTree
 
 Keys = tuple[str, ...]
 Meaning = tuple[str, str, Keys]  # kind, field and parameter

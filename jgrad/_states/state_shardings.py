@@ -18,9 +18,9 @@ from jgrad._trees import host_memory, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
-from jgrad._trees.path_rules import KeyPath
+from jgrad._trees.protocols import KeyPath, Leaf
 from jgrad._trees.renamed import renamed
-from jgrad._trees.trees import Leaf, PyTree
+from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 
 _NAME = "state_shardings"

@@ -1,4 +1,4 @@
-"""What objects say of themselves: the `__jgrad_*__` attributes of options, states and layouts.
+"""Types: aliases, and the `__jgrad_*__` protocols by which objects say something of themselves.
 
 Between two wrappers there may be transformations of other libraries, and a state may come from one.
 So nobody asks which type an object has, but whether its type has one of these attributes.
@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import jax
 
 PyTree = Any
+Leaf = Any  # an array or a number, `Blocks`, a shape, None, or what else a model has
+KeyPath = tuple[Any, ...]  # as JAX's tree functions return it
 
 
 class Ruled(Protocol):
