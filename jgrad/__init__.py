@@ -132,8 +132,7 @@ from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
 from jgrad._states.account import Account
-from jgrad._states.carry_over import carry_over
-from jgrad._states.quantized import quantized, unquantized
+from jgrad._states.carry_over import carry_over, quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.other_names import explained_absence as _explained_absence

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
 
 Argnums = int | Sequence[int]
@@ -22,7 +23,7 @@ class Arguments:
       leaves: those leaves, of all chosen arguments, in order.
     """
 
-    def __init__(self, function: str, argnums: Argnums, args: tuple[Any, ...]) -> None:
+    def __init__(self, function: str, argnums: Argnums, args: tuple[PyTree, ...]) -> None:
         self._function, self._args = function, args
         self._bare = not isinstance(argnums, Sequence)
         numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
@@ -43,21 +44,21 @@ class Arguments:
                     f"expected {expected}."
                 )
 
-    def with_leaves(self, leaves: Sequence[Any]) -> list[Any]:
+    def with_leaves(self, leaves: Sequence[Leaf]) -> list[PyTree]:
         """All arguments, with other values for the leaves that are differentiated."""
         args = list(self._args)
         for i, tree in zip(self._chosen, self._unflatten(leaves, self._all), strict=True):
             args[i] = tree
         return args
 
-    def result(self, values: Sequence[Any]) -> Any:
+    def result(self, values: Sequence[Leaf]) -> PyTree:
         """A tree like each chosen argument, `None` for leaves that are not differentiated."""
-        found = self._unflatten(values, [None] * len(self._all))
-        return found[0] if self._bare else tuple(found)
+        results = self._unflatten(values, [None] * len(self._all))
+        return results[0] if self._bare else tuple(results)
 
     def tangents(self, tangents: Sequence[PyTree]) -> list[jax.Array]:
         """The tangents of the leaves that are differentiated."""
-        leaves: list[Any] = []
+        leaves: list[Leaf] = []
         for i, tree in zip(self._chosen, tangents, strict=True):
             names = f"tangents[{i}]", f"primals[{i}]"
             checks.same_structure(self._function, names[0], tree, names[1], self._args[i])
@@ -74,16 +75,15 @@ class Arguments:
         moved = [x for x, floating in zip(leaves, self._floating, strict=True) if floating]
         return [typed_as(primal, x) for primal, x in zip(self.leaves, moved, strict=True)]
 
-    def _leaves(self) -> list[tuple[Any, bool]]:
+    def _leaves(self) -> list[tuple[Leaf, bool]]:
         return list(zip(self._all, self._floating, strict=True))
 
     def _paths(self) -> list[str]:
         return [f"[{i}]{path}" for i in self._chosen for path in trees.paths(self._args[i])]
 
-    def _unflatten(self, values: Sequence[Any], others: Sequence[Any]) -> list[PyTree]:
-        given = iter(values)
-        pairs = zip(others, self._floating, strict=True)
-        leaves = iter([next(given) if floating else other for other, floating in pairs])
+    def _unflatten(self, values: Sequence[Leaf], others: Sequence[Leaf]) -> list[PyTree]:
+        new, both = iter(values), zip(others, self._floating, strict=True)
+        leaves = iter([next(new) if floating else other for other, floating in both])
         return [s.unflatten([next(leaves) for _ in range(s.num_leaves)]) for s in self._structures]
 
     def _index(self, i: int) -> int:
@@ -100,7 +100,7 @@ class Arguments:
         return index % count
 
 
-def scalar(function: str, output: Any) -> jax.Array:
+def scalar(function: str, output: PyTree) -> jax.Array:
     """The output of `func` as a scalar, if it is one."""
     if trees.children(output) is not None:
         what = f"a {type(output).__name__} of {len(jax.tree.leaves(output))} leaves"
@@ -129,17 +129,17 @@ def typed_as(x: jax.Array, tangent: ArrayLike) -> jax.Array:
     return tangent + jnp.broadcast_to(jnp.zeros_like(x), tangent.shape)
 
 
-def is_real_floating(x: Any) -> bool:
+def is_real_floating(x: Leaf) -> bool:
     """Whether an output can be differentiated."""
     return isinstance(x, float) or (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x: Leaf) -> bool:
     """Whether a leaf of an argument is differentiated."""
     return isinstance(x, (float, complex)) or (
         checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
     )
 
 
-def _signature(x: Any) -> tuple[tuple[int, ...], Any]:
+def _signature(x: Leaf) -> tuple[tuple[int, ...], Any]:
     return jnp.shape(x), jnp.result_type(x)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
 from jgrad._trees import checks, values
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
 
 # Set on what `grad` returns, to itself: the gradient of a gradient differentiates the sum of its
@@ -23,8 +24,8 @@ _GRADIENT = "_jgrad_gradient"
 
 
 def grad(
-    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Callable[..., PyTree]:
     """The function that returns the gradient of `func`.
 
         grad(f)(x) = df/dx
@@ -62,7 +63,7 @@ def grad(
     both = _value_and_grad("grad", func, argnums, has_aux=has_aux)
 
     @functools.wraps(func)
-    def gradient(*args: Any, **kwargs: Any) -> Any:
+    def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
@@ -71,8 +72,8 @@ def grad(
 
 
 def value_and_grad(
-    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Callable[..., PyTree]:
     """The function that returns the value of `func` and its gradient, from one evaluation.
 
         value_and_grad(f)(x) = (f(x), df/dx)
@@ -100,16 +101,16 @@ def value_and_grad(
 
 
 def _value_and_grad(
-    name: str, func: Callable[..., Any], argnums: Argnums, *, has_aux: bool
-) -> Callable[..., Any]:
+    name: str, func: Callable[..., PyTree], argnums: Argnums, *, has_aux: bool
+) -> Callable[..., PyTree]:
     """`value_and_grad` under the name that messages give."""
     values.boolean(name, "has_aux", has_aux)
 
     @functools.wraps(func)
-    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+    def value_and_gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arguments = Arguments(name, argnums, args)
 
-        def scalar(leaves: list[Any]) -> tuple[jax.Array, Any]:
+        def scalar(leaves: list[Leaf]) -> tuple[jax.Array, PyTree]:
             output = func(*arguments.with_leaves(leaves), **kwargs)
             value = _first_of_pair(name, output) if has_aux else output
             is_gradient = getattr(func, _GRADIENT, None) is func
@@ -122,7 +123,9 @@ def _value_and_grad(
     return value_and_gradient
 
 
-def hvp(func: Callable[..., Any], primals: Sequence[PyTree], tangents: Sequence[PyTree]) -> PyTree:
+def hvp(
+    func: Callable[..., PyTree], primals: Sequence[PyTree], tangents: Sequence[PyTree]
+) -> PyTree:
     """The product of the Hessian of `func` with a vector, forward over reverse.
 
         hvp(f, (x,), (v,)) = d/de grad f(x + e v) at e = 0
@@ -162,7 +165,7 @@ def hvp(func: Callable[..., Any], primals: Sequence[PyTree], tangents: Sequence[
         raise ValueError("hvp: `primals`: no entries, expected one per argument of `func`.")
     arguments = Arguments("hvp", tuple(range(len(primals))), tuple(primals))
 
-    def scalar(leaves: list[Any]) -> jax.Array:
+    def scalar(leaves: list[Leaf]) -> jax.Array:
         return differentiation.scalar("hvp", func(*arguments.with_leaves(leaves)))
 
     _, products = jax.jvp(jax.grad(scalar), (arguments.leaves,), (arguments.tangents(tangents),))

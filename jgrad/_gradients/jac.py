@@ -13,6 +13,7 @@ from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
 from jgrad._trees import checks, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
 
 Mode = Literal["reverse", "forward"] | None
@@ -22,7 +23,9 @@ Outputs = Callable[[list[jax.Array]], tuple[list[jax.Array], PyTree]]
 Blocks = list[list[jax.Array]]
 
 
-def jac(func: Callable[..., Any], argnums: Argnums = 0, *, mode: Mode = None) -> Callable[..., Any]:
+def jac(
+    func: Callable[..., PyTree], argnums: Argnums = 0, *, mode: Mode = None
+) -> Callable[..., PyTree]:
     """The function that returns the Jacobian of `func`.
 
         jac(f)(x)[i..., j...] = df[i...] / dx[j...]
@@ -57,15 +60,15 @@ def jac(func: Callable[..., Any], argnums: Argnums = 0, *, mode: Mode = None) ->
     both = _value_and_jac("jac", func, argnums, mode)
 
     @functools.wraps(func)
-    def jacobian(*args: Any, **kwargs: Any) -> Any:
+    def jacobian(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return both(*args, **kwargs)[1]
 
     return jacobian
 
 
 def value_and_jac(
-    func: Callable[..., Any], argnums: Argnums = 0, *, mode: Mode = None
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree], argnums: Argnums = 0, *, mode: Mode = None
+) -> Callable[..., PyTree]:
     """The function that returns the value of `func` and its Jacobian, from one evaluation.
 
         value_and_jac(f)(x) = (f(x), df/dx)
@@ -93,16 +96,16 @@ def value_and_jac(
 
 
 def _value_and_jac(
-    name: str, func: Callable[..., Any], argnums: Argnums, mode: Mode
-) -> Callable[..., Any]:
+    name: str, func: Callable[..., PyTree], argnums: Argnums, mode: Mode
+) -> Callable[..., PyTree]:
     """`value_and_jac` under the name that messages give."""
     values.one_of(name, "mode", mode, ("reverse", "forward", None))
 
     @functools.wraps(func)
-    def value_and_jacobian(*args: Any, **kwargs: Any) -> Any:
+    def value_and_jacobian(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arguments = Arguments(name, argnums, args)
 
-        def outputs(leaves: list[Any]) -> tuple[list[jax.Array], PyTree]:
+        def outputs(leaves: list[Leaf]) -> tuple[list[jax.Array], PyTree]:
             value = func(*arguments.with_leaves(leaves), **kwargs)
             return _floating_leaves(name, value), value
 

@@ -14,10 +14,12 @@ from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import state_of
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
 
+@state_of("moments", step="step", mw="moment", vw="moment")
 class OptState(NamedTuple):
     """State of every optimizer; what a method does not use is `None`.
 
@@ -55,9 +57,6 @@ class OptState(NamedTuple):
     def nu(self) -> PyTree:
         """The second moment, by optax's name."""
         return self.vw
-
-
-OptState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 def zeros(

@@ -10,24 +10,25 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._gradients.grad import stop_gradient
 from jgrad._trees import checks, trees, values
+from jgrad._trees.protocols import KeyPath, Leaf
 from jgrad._trees.trees import PyTree
 
 _NAME = "execute_with_gradients"
 _DEFAULT = ((0,),)
 _ABSENT: Any = object()
 
-Path = Sequence[Any]
+Path = Sequence[Any]  # keys, names and positions
 
 
 def execute_with_gradients(
-    func: Callable[[Any], Any],
+    func: Callable[[PyTree], PyTree],
     xs: PyTree,
     /,
     *,
     retain_grads: bool = False,
     xs_grad_idxs: Sequence[Path] | None = _DEFAULT,
     ret_grad_idxs: Sequence[Path] | None = _DEFAULT,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """The value of `func` at `xs`, and gradients of its outputs.
 
         execute_with_gradients(f, x) = (f(x), df/dx)
@@ -78,21 +79,19 @@ def execute_with_gradients(
     inputs = _Inputs(xs, xs_grad_idxs)
     keys: list[str] = []
 
-    def outputs(leaves: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+    def outputs(leaves: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
         ret = func(inputs.with_leaves(leaves))
         chosen = _outputs(ret, ret_grad_idxs)
         keys[:] = [key for key, _ in chosen]
         return [y.reshape(()) for _, y in chosen], ret
 
     ys, pull, ret = jax.vjp(outputs, inputs.leaves, has_aux=True)
-    found = []
+    per_output = []
     for i in range(len(ys)):
-        (leaves,) = pull(
-            [jnp.ones_like(y) if i == j else jnp.zeros_like(y) for j, y in enumerate(ys)]
-        )
-        found.append(inputs.gradients(leaves))
-    bare = trees.children(ret) is None or (ret_grad_idxs is None and len(found) == 1)
-    grads = found[0] if bare else dict(zip(keys, found, strict=True))
+        cotangents = [jnp.ones_like(y) if i == j else jnp.zeros_like(y) for j, y in enumerate(ys)]
+        per_output.append(inputs.gradients(pull(cotangents)[0]))
+    bare = trees.children(ret) is None or (ret_grad_idxs is None and len(per_output) == 1)
+    grads = per_output[0] if bare else dict(zip(keys, per_output, strict=True))
     return ret if retain_grads else stop_gradient(ret), grads
 
 
@@ -113,12 +112,8 @@ class _Inputs:
             floats = [i for i in arrays if jnp.issubdtype(self._all[i].dtype, jnp.inexact)]
             integers = [i for i in arrays if jnp.issubdtype(self._all[i].dtype, jnp.integer)]
             if not (floats or integers):
-                _fail(
-                    "xs_grad_idxs",
-                    place,
-                    self._all,
-                    "floating or integer arrays, as `jgrad.variable` makes them",
-                )
+                expected = "floating or integer arrays, as `jgrad.variable` makes them"
+                _fail("xs_grad_idxs", place, self._all, expected)
             self._chosen.update(floats or integers)
         self.leaves = [numerics.floating(self._all[i]) for i in sorted(self._chosen)]
 
@@ -126,35 +121,32 @@ class _Inputs:
         """`xs` with other values for the leaves that are differentiated."""
         return self._structure.unflatten(self._scattered(leaves, self._all))
 
-    def gradients(self, leaves: Sequence[jax.Array]) -> Any:
+    def gradients(self, leaves: Sequence[jax.Array]) -> PyTree:
         """The tree of what was chosen."""
         grads = _pruned(self._tree, iter(self._scattered(leaves, [_ABSENT] * len(self._all))))
         return grads[0] if isinstance(grads, list) and len(grads) == 1 else grads
 
-    def _scattered(self, leaves: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        given = iter(leaves)
-        return [next(given) if i in self._chosen else other for i, other in enumerate(others)]
+    def _scattered(self, leaves: Sequence[Leaf], others: Sequence[Leaf]) -> list[Leaf]:
+        new = iter(leaves)
+        return [next(new) if i in self._chosen else other for i, other in enumerate(others)]
 
 
-def _pruned(node: PyTree, leaves: Iterator[Any]) -> Any:
+def _pruned(node: PyTree, leaves: Iterator[Leaf]) -> PyTree:
     """The tree of `leaves`, without absent ones in dicts and lists, and with `None` elsewhere."""
     children = trees.children(node)
     if children is None:
         return next(leaves)
-    values = [_pruned(child, leaves) for _, child in children]
-    present = [
-        (key, value)
-        for (key, _), value in zip(children, values, strict=True)
-        if value is not _ABSENT
-    ]
+    values = [(key, _pruned(child, leaves)) for key, child in children]
+    present = [(key, value) for key, value in values if value is not _ABSENT]
     if not present:
         return _ABSENT
     if isinstance(node, dict):
         return {key.key: value for key, value in present}
     if type(node) in (list, tuple):
         return [value for _, value in present]
-    structure: Any = jax.tree.structure(node, is_leaf=lambda x: x is not node)
-    return structure.unflatten([None if value is _ABSENT else value for value in values])
+    structure = jax.tree.structure(node, is_leaf=lambda x: x is not node)
+    with_none = [None if value is _ABSENT else value for _, value in values]
+    return jax.tree.unflatten(structure, with_none)
 
 
 def _outputs(ret: PyTree, idxs: Sequence[Path] | None) -> list[tuple[str, jax.Array]]:
@@ -167,7 +159,7 @@ def _outputs(ret: PyTree, idxs: Sequence[Path] | None) -> list[tuple[str, jax.Ar
         if not fitting:
             _fail("ret_grad_idxs", place, leaves, "a real floating array of one element")
         chosen.update(dict.fromkeys(fitting))
-    paths: dict[str, tuple[Any, ...]] = {}
+    paths: dict[str, KeyPath] = {}
     for i in chosen:
         key = "_".join(map(str, names[i]))
         if key in paths:
@@ -179,7 +171,7 @@ def _outputs(ret: PyTree, idxs: Sequence[Path] | None) -> list[tuple[str, jax.Ar
     return list(zip(paths, (leaves[i] for i in chosen), strict=True))
 
 
-def _is_scalar(y: Any) -> bool:
+def _is_scalar(y: Leaf) -> bool:
     return checks.is_array(y) and y.size == 1 and jnp.issubdtype(y.dtype, jnp.floating)
 
 
@@ -190,7 +182,7 @@ class _Place(NamedTuple):
     leaves: range
 
 
-def _fail(argument: str, place: _Place, leaves: Sequence[Any], expected: str) -> NoReturn:
+def _fail(argument: str, place: _Place, leaves: Sequence[Leaf], expected: str) -> NoReturn:
     only = [leaves[i] for i in place.leaves]
     what = checks.describe(only[0]) if len(only) == 1 else f"{len(only)} leaves"
     raise ValueError(f"{_NAME}: `{argument}`: {place.named}: {what}, expected {expected}.")
@@ -209,7 +201,7 @@ def _places(argument: str, tree: PyTree, idxs: Sequence[Path] | None) -> list[_P
     return [_locate(argument, tree, path) for path in paths]
 
 
-def _paths(argument: str, idxs: Any) -> list[tuple[Any, ...]]:
+def _paths(argument: str, idxs: Any) -> list[KeyPath]:
     """The paths that were given, each as a tuple."""
     expected = "a sequence of paths, such as ((0,), (1, 'a')), or None for all"
     if not isinstance(idxs, (list, tuple)):
@@ -219,38 +211,35 @@ def _paths(argument: str, idxs: Any) -> list[tuple[Any, ...]]:
     return [tuple(path) if isinstance(path, (list, tuple)) else (path,) for path in idxs]
 
 
-def _locate(argument: str, tree: PyTree, path: tuple[Any, ...]) -> _Place:
+def _locate(argument: str, tree: PyTree, path: KeyPath) -> _Place:
     node, start = tree, 0
     for depth, key in enumerate(path):
         children = trees.children(node) or []
         names = [_name(entry) for entry, _ in children]
         if key in names:
             position = names.index(key)
-        elif (
-            isinstance(key, (int, np.integer))
-            and not isinstance(node, dict)
-            and -len(names) <= key < len(names)
-        ):
+        elif _is_position(key, node) and -len(names) <= key < len(names):
             position = int(key) % len(names)
         else:
-            there = (
-                f"expected one of {', '.join(map(repr, names))}"
-                if names
-                else f"there is {checks.describe(node)}"
-            )
-            raise ValueError(
-                f"{_NAME}: `{argument}`: path {path}: no {key!r} at {path[:depth]}; {there}."
-            )
+            there = f"there is {checks.describe(node)}"
+            if names:
+                there = f"expected one of {', '.join(map(repr, names))}"
+            came = f"path {path}: no {key!r} at {path[:depth]}"
+            raise ValueError(f"{_NAME}: `{argument}`: {came}; {there}.")
         start += sum(len(trees.flatten(child)[0]) for _, child in children[:position])
         node = children[position][1]
     return _Place(f"path {path}", range(start, start + len(trees.flatten(node)[0])))
 
 
-def _name(entry: Any) -> Any:
+def _is_position(key: Leaf, node: PyTree) -> bool:
+    return isinstance(key, (int, np.integer)) and not isinstance(node, dict)
+
+
+def _name(entry: Leaf) -> Any:
     """The key, position or attribute name of an entry of a JAX key path."""
     return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
 
 
-def _names(tree: PyTree) -> list[tuple[Any, ...]]:
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=trees.is_none)
-    return [tuple(_name(entry) for entry in path) for path, _ in found]
+def _names(tree: PyTree) -> list[KeyPath]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=trees.is_none)
+    return [tuple(map(_name, path)) for path, _ in leaves]

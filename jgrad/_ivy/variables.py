@@ -16,6 +16,7 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs.functional import lists_as_arrays
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
 
 
@@ -41,7 +42,7 @@ def variable(x: PyTree, /) -> PyTree:
     return trees.map_leaves(numerics.floating, lists_as_arrays("variable", {"x": x})["x"])
 
 
-def is_variable(x: Any, /, exclusive: bool = False) -> bool:
+def is_variable(x: object, /, exclusive: bool = False) -> bool:
     """Whether `x` is an array, which in JAX is all that can be said of a variable.
 
     Args:
@@ -181,7 +182,7 @@ def _combined(
     return structure.unflatten(new)
 
 
-def _expected(a: Any) -> str:
+def _expected(a: Leaf) -> str:
     return "None, as `x` is" if a is None else "an array or a number"
 
 

@@ -1,17 +1,15 @@
 """What `carry_over` did with each part of a state, to read and to ask."""
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
-KEPT, CONVERTED, OF_WEIGHTS, ESTIMATED, FROM_LIKE, ZERO, RESET, DROPPED = (
-    *("kept", "converted", "of weights", "estimated", "from like", "zero", "reset", "dropped"),
-)
-_ORDER = (KEPT, CONVERTED, OF_WEIGHTS, ESTIMATED, FROM_LIKE, ZERO, RESET, DROPPED)
+_ORDER = ("kept", "converted", "of weights", "estimated", "from like", "zero", "reset", "dropped")
+KEPT, CONVERTED, OF_WEIGHTS, ESTIMATED, FROM_LIKE, ZERO, RESET, DROPPED = _ORDER
 _LOST_OR_NEW = (OF_WEIGHTS, ESTIMATED, FROM_LIKE, ZERO, DROPPED)
-_SHOWN = 5  # subtrees of one part that went the same way
 
 
 class Entry(NamedTuple):
@@ -33,20 +31,6 @@ class Entry(NamedTuple):
     def name(self) -> str:
         """As accounts call it: `mw/embed/table`."""
         return "/".join(filter(None, (self.part, *self.keys)))
-
-
-class Source(NamedTuple):
-    """What a leaf of the new state is made of.
-
-    Attributes:
-      what: happens to it, as the account says it.
-      old: the position of the leaf in the old state, or None.
-      how: it is made of that; "" for a change of form, if any.
-    """
-
-    what: str
-    old: int | None = None
-    how: str = ""
 
 
 @jax.tree_util.register_static
@@ -91,22 +75,11 @@ class Account:
     @classmethod
     def of_entries(cls, entries: Sequence[Entry], notes: Sequence[str]) -> "Account":
         """The account of leaves, each with what happened to it."""
-
-        def names(what: str) -> tuple[str, ...]:
-            return tuple(x.name for x in entries if x.what == what)
-
-        return cls(
-            kept=names(KEPT),
-            converted=names(CONVERTED),
-            of_weights=names(OF_WEIGHTS),
-            estimated=names(ESTIMATED),
-            from_like=names(FROM_LIKE),
-            zero=names(ZERO),
-            reset=names(RESET),
-            dropped=names(DROPPED),
-            notes=tuple(notes),
-            _entries=tuple(entries),
-        )
+        ways = {
+            what.replace(" ", "_"): tuple(x.name for x in entries if x.what == what)
+            for what in _ORDER
+        }
+        return cls(**ways, notes=tuple(notes), _entries=tuple(entries))
 
     def __str__(self) -> str:
         return "\n".join((*_lines(self._entries), *(f"{'note':<11}{x}" for x in self.notes)))
@@ -125,47 +98,17 @@ def lost_or_new(account: Account) -> str:
 
 
 def _lines(entries: Sequence[Entry]) -> list[str]:
-    parts: dict[str, list[Entry]] = {}
+    """A line for all leaves of a part that went one way, in the order of the ways."""
+    alike: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
-        parts.setdefault(entry.part, []).append(entry)
-    rows = [row for own in parts.values() for row in _rows(own)]
-    return [line for what in _ORDER for own, line in rows if own == what]
-
-
-def _rows(entries: list[Entry]) -> Iterator[tuple[str, str]]:
-    """The lines of one part, a line for each way that something in it went."""
-    subtrees: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for way, name, count in _uniform(entries, 0):
-        subtrees.setdefault(way, []).append((name, count))
-    for (what, detail), found in subtrees.items():
-        shown, rest = found[:_SHOWN], found[_SHOWN:]
-        if len(rest) == 1:
-            shown, rest = found, []
-        end = f": {detail}" if detail else ""
-        for name, count in shown:
-            yield what, f"{what:<11}{name}{_counted(count)}{end}"
-        if rest:
-            count = sum(n for _, n in rest)
-            yield what, f"{what:<11}and {count} more of {entries[0].part or 'the tree'}{end}"
-
-
-def _counted(count: int) -> str:
-    return "" if count == 1 else f", {count} leaves"
-
-
-def _uniform(entries: list[Entry], depth: int) -> Iterator[tuple[tuple[str, str], str, int]]:
-    """The largest subtrees whose leaves all went the same way."""
-    first = entries[0]
-    if len({(x.what, x.detail) for x in entries}) == 1:
-        keys = first.keys if len(entries) == 1 else first.keys[:depth]
-        name = Entry("", first.part, keys).name or "the tree"
-        yield (first.what, first.detail), name, len(entries)
-        return
-    children: dict[str | None, list[Entry]] = {}
-    for x in entries:
-        children.setdefault(x.keys[depth] if depth < len(x.keys) else None, []).append(x)
-    for key, own in children.items():
-        if key is None:
-            yield from (((x.what, x.detail), x.name, 1) for x in own)
-        else:
-            yield from _uniform(own, depth + 1)
+        alike.setdefault((entry.what, entry.part, entry.detail), []).append(entry)
+    of_part = collections.Counter(x.part for x in entries)
+    lines = []
+    for (what, part, detail), leaves in sorted(alike.items(), key=lambda x: _ORDER.index(x[0][0])):
+        count, name = len(leaves), leaves[0].name or "the tree"
+        if 1 < count == of_part[part]:
+            name = f"{part or name}, {count} leaves"
+        elif count > 1:
+            name = f"{name} and {count - 1} more"
+        lines.append(f"{what:<11}{name}{f': {detail}' if detail else ''}")
+    return lines

@@ -1,8 +1,11 @@
-"""A state in the form of another recipe, and an account of what became of each part."""
+"""`carry_over`: a state in the form of another recipe, and an account of what became of each part.
+
+Its old names, `quantized` and `unquantized`, work for one release.
+"""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +16,9 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
 from jgrad._quantized import encoding
-from jgrad._states import account as accounts, forms, matching, parts, paths, units
-from jgrad._states.account import Account, Source
-from jgrad._states.matching import Matcher
+from jgrad._states import account as accounts, forms, matching, parts, units
+from jgrad._states.account import Account
+from jgrad._states.matching import Matcher, Source
 from jgrad._states.parts import Keys, Part
 from jgrad._states.units import Momentum
 from jgrad._trees import checks, trees, values, variables
@@ -23,11 +26,12 @@ from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import Leaf
+from jgrad._trees.renamed import warn_of_name
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import parameters
 
 _NAME = "carry_over"
-_BY_DECAY = (units.AVERAGED, units.SUMMED)
 
 
 @explained
@@ -102,7 +106,8 @@ def carry_over(
     Returns:
       `(state, account)`. The state has the structure, shapes and dtypes of `like`; no two of its
       leaves are one array. What needs no conversion is the array of `old`. `str(account)` has a
-      line for each subtree that went one way; its attributes are tuples of names. It is static.
+      line for the leaves of a part that went one way; its attributes are tuples of all names. It is
+      static.
 
     Raises:
       ValueError: a leaf has another shape, nothing fits, both states have moments and none is kept,
@@ -126,94 +131,101 @@ def carry_over(
         raise TypeError(f"{_NAME}: `like`: a transformation, {remedy}.")
     values.boolean(_NAME, "strict", strict)
     params = None if params is None else arrays_of(params)
-    old = _with_arrays(restored.with_nodes(_NAME, old, like, params))
+    old = trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, old)
+    old = restored.with_nodes(_NAME, old, like, params)
     form = like
     old, like = map(variables.variables_of_blocks, (old, like))
+    before = _parts("old", packing.shapes(old, as_stored=True), old_momentum)
     shapes = packing.shapes(like, as_stored=True)
+    after = _parts("like", shapes, like_momentum)
+    made = _made_by(momentum_decay)
+    before = parts.renamed(_NAME, before, after, rename or {})
+    chosen = () if reset is None else parts.chosen(_NAME, reset, params, shapes)
     has_decay = momentum_decay is not None
-    before = parts.read(packing.shapes(old, as_stored=True))
-    before = _with_units("old", before, old_momentum, has_decay)
-    after = _with_units("like", parts.read(shapes), like_momentum, has_decay)
-    factors = _factors(momentum_decay)
-    _check("old", before)
-    _check("like", after)
-    named = paths.renamed(_NAME, before, after, rename or {})
-    chosen = () if reset is None else paths.chosen(_NAME, reset, params, shapes)
-    found = Matcher(_NAME, named, after, chosen).match()
-    if has_decay and not any(x.how in _BY_DECAY for x in filter(None, found.sources)):
+    sources, account = Matcher(_NAME, before, after, chosen, has_decay).match()
+    if has_decay and not any(x.how in units.BY_DECAY for x in filter(None, sources)):
         came = f"{momentum_decay}, expected None: no sum of gradients becomes an average here"
         raise ValueError(f"{_NAME}: `momentum_decay`: {came}, nor an average a sum.")
-    account = Account.of_entries(found.entries, found.notes)
     if strict and (lines := accounts.lost_or_new(account)):
         raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
-    if _is_change_of_forms(old, like, found.sources):
-        state = _converted(old, like)
+    if _is_change_of_forms(old, like, sources):  # buffers of packed trees stay as they are
+        arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
+        expected, structure = trees.flatten(like)
+        new = [_in_form(arg, i, x, arg.leaves[i]) for i, x in enumerate(expected)]
+        state = structure.unflatten(new)
     else:
-        leaves = _Leaves(old, named, params, factors).of_sources(after, found.sources)
-        state = packing.pack(trees.flatten(shapes)[1].unflatten(leaves), like=like)
+        leaves = _Leaves(old, before, params, made)
+        both = zip(after, sources, strict=True)
+        new = [None if source is None else leaves.of(part, source) for part, source in both]
+        state = packing.pack(trees.flatten(shapes)[1].unflatten(new), like=like)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
 
 
-def _with_arrays(tree: PyTree) -> PyTree:
-    return trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, tree)
-
-
-def _check(name: str, state: list[Part]) -> None:
-    """Arrays or their shapes, and no other leaves."""
-    for part in state:
-        if not (part.leaf is None or hasattr(part.leaf, "shape")):
-            came = f"{checks.describe(part.leaf)}, expected an array"
-            raise TypeError(f"{_NAME}: `{name}`{checks.at(part.path)}: {came}.")
-
-
-def _with_units(
-    name: str, state: list[Part], momentum: Momentum | None, has_decay: bool
-) -> list[Part]:
-    """With the units of first moments that the user names, where the state leaves them open."""
-    new = units.said(_NAME, f"{name}_momentum", momentum)
-    firsts = [
-        (i, x.unit) for i, x in enumerate(state) if x.field == parts.MW and x.unit is not None
-    ]
-    is_open = {i for i, unit in firsts if new is not None and units.is_open(state[i].name, unit)}
-    if new is not None and not is_open:
+def _parts(name: str, state: PyTree, momentum: Momentum | None) -> list[Part]:
+    """The parts of a state, in the units that the user names where the state leaves them open."""
+    state_parts = parts.read(state)
+    for x in state_parts:
+        if not (x.leaf is None or hasattr(x.leaf, "shape")):
+            came = f"{checks.describe(x.leaf)}, expected an array"
+            raise TypeError(f"{_NAME}: `{name}`{checks.at(x.at)}: {came}.")
+    if momentum is None:
+        return state_parts
+    said = units.said(_NAME, f"{name}_momentum", momentum)
+    is_open = [x.field == parts.MW and units.is_open(x.name, x.unit) for x in state_parts]
+    if not any(is_open):
         came = f"{momentum!r}, expected None: `{name}` has no momentum of which it may be said"
         raise ValueError(f"{_NAME}: `{name}_momentum`: {came}.")
-    state = list(state)
-    for i, unit in firsts:
-        own = new if new is not None and i in is_open else unit
-        state[i] = state[i]._replace(unit=own._replace(has_decay=has_decay))
-    return state
+    return [
+        x._replace(unit=said) if is_said else x
+        for x, is_said in zip(state_parts, is_open, strict=True)
+    ]
 
 
-def _factors(momentum_decay: Scalar | None) -> dict[str, Any]:
-    """By which first moments are multiplied that become others."""
-    if momentum_decay is None:
-        return {units.NEGATED: -1.0}
-    new = numbers.beta(_NAME, "momentum_decay", momentum_decay).complement
-    return {units.NEGATED: -1.0, units.AVERAGED: new, units.SUMMED: 1 / new}
+def _made_by(momentum_decay: Scalar | None) -> dict[str, Callable[..., jax.Array]]:
+    """What makes a new leaf of old ones, by the words of the account."""
+    made: dict[str, Callable[..., jax.Array]] = {
+        matching.OF_COUNT: lambda count: count.astype(jnp.float32),
+        matching.ONE_LESS: lambda x: x - 1,
+        matching.ONE_MORE: lambda x: x + 1,
+        matching.SUM: lambda mean, count: mean * count.astype(mean.dtype),
+        matching.MEAN: lambda total, count: total / jnp.maximum(count, 1).astype(total.dtype),
+        matching.OF_Y_AND_Z: _average,
+        units.NEGATED: operator.neg,
+    }
+    for how, factor in units.SQUARES_OF.items():
+        made[how] = functools.partial(_mean_square, factor)
+    if momentum_decay is not None:
+        new = numbers.beta(_NAME, "momentum_decay", momentum_decay).complement
+        made[units.AVERAGED] = lambda total: total * jnp.asarray(new).astype(total.dtype)
+        made[units.SUMMED] = lambda mean: mean * jnp.asarray(1 / new).astype(mean.dtype)
+    return made
 
 
-def _is_change_of_forms(old: PyTree, like: PyTree, sources: list[Source | None]) -> bool:
-    """Whether each leaf, or each buffer of a packed tree, is that in the same place."""
-    if trees.flatten(old)[1] != trees.flatten(like)[1]:
+def _mean_square(factor: float, x: jax.Array) -> jax.Array:
+    """That of gradients, by their average or sum; finite."""
+    squares = numerics.bounded_square(x)
+    mean = jnp.sum(squares / max(squares.size, 1))
+    return jnp.minimum(factor * jnp.maximum(squares, mean), jnp.finfo(squares.dtype).max)
+
+
+def _average(z: jax.Array, b1: jax.Array, y: jax.Array, *_: jax.Array) -> jax.Array:
+    """x of optax's `schedule_free`, which keeps z and steps y = b1 x + (1 - b1) z."""
+    b1 = b1.astype(z.dtype)
+    return (y - (1 - b1) * z) / b1
+
+
+def _is_change_of_forms(old: PyTree, like: PyTree, sources: Sequence[Source | None]) -> bool:
+    """Whether each leaf, or each buffer of a packed tree, is made of that in the same place."""
+    (olds, old_structure), (likes, structure) = map(trees.flatten, (old, like))
+    if old_structure != structure or any(
+        source is not None and source[1:] != ((i,), "") for i, source in enumerate(sources)
+    ):
         return False
-    same = (x is None or x[1:] == (i, "") for i, x in enumerate(sources))
-    return all(same) and _places(old) == _places(like)
+    return all((a is None) == (b is None) for a, b in zip(olds, likes, strict=True))
 
 
-def _places(tree: PyTree) -> list[bool]:
-    return [x is None for x in trees.flatten(tree)[0]]
-
-
-def _converted(old: PyTree, like: PyTree) -> PyTree:
-    """Leaf by leaf; buffers of packed trees as they are."""
-    arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
-    expected, structure = trees.flatten(like)
-    pairs = enumerate(zip(arg.leaves, expected, strict=True))
-    return structure.unflatten([_in_form(arg, i, own, x) for i, (x, own) in pairs])
-
-
-def _in_form(arg: ArgLeaves, i: int, like: Any, x: Any) -> Any:
+def _in_form(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
+    """What leaf `i` of the argument became, in the form and the memory of another."""
     if like is None:
         return None
     new = where_it_lies(functools.partial(forms.converted, arg, i, like), x)
@@ -227,126 +239,142 @@ class _Leaves:
       old: the old state.
       before: its parts, by their paths in the new one.
       params: the parameters, or None.
-      factors: of moments that become others.
+      made: what makes leaves of others.
     """
 
     def __init__(
-        self, old: PyTree, before: list[Part], params: PyTree, factors: Mapping[str, Any]
+        self,
+        old: PyTree,
+        before: Sequence[Part],
+        params: PyTree,
+        made: Mapping[str, Callable[..., jax.Array]],
     ) -> None:
-        tree = packing.unpack(old)
-        self._arg = ArgLeaves.from_tree(_NAME, "old", tree).with_arrays()
-        self._parts, self._params, self._factors = before, params, factors
-        self._beside: dict[Keys, Any] = {}
+        self._arg = ArgLeaves.from_tree(_NAME, "old", packing.unpack(old)).with_arrays()
+        self._params, self._made = params, made
+        self._beside: dict[Keys, Leaf] = {}
         for part, x in zip(before, self._arg.leaves, strict=True):
             if x is not None and part.keys:
                 self._beside.setdefault(part.keys, x)
 
     @functools.cached_property
-    def _weights(self) -> dict[Keys, Any]:
-        """The parameters by their paths."""
-        tree = packing.unpack(self._params)
-        return {keys: x for _, keys, x in parts.leaves_of(tree)}
+    def _weights(self) -> dict[Keys, Leaf]:
+        """The parameters by their paths; none if there are none."""
+        return dict(parts.leaves_of(packing.unpack(self._params)))
 
-    def of_sources(self, after: list[Part], sources: list[Source | None]) -> list[Any]:
-        """A leaf for each source."""
-        pairs = zip(after, sources, strict=True)
-        return [None if source is None else self._leaf(part, source) for part, source in pairs]
-
-    def _leaf(self, part: Part, source: Source) -> Any:
-        like, i = part.leaf, source.old
-        if source.what == accounts.OF_WEIGHTS:
-            x = self._parameter(part) if i is None else self._arg.leaves[i]
-            if i is not None and source.how:
-                x = where_it_lies(functools.partial(self._average, part, i), x)
-            x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
-            arg = ArgLeaves(_NAME, "params", [x], lambda: [part.path])
-            return _in_form(arg, 0, like, x)
+    def of(self, part: Part, source: Source) -> Leaf:
+        """A leaf of the new state."""
+        like = part.leaf
         if source.what in (accounts.ZERO, accounts.RESET):
+            beside = self._beside.get(part.keys, self._weights.get(part.keys))
+            is_array = isinstance(beside, Blocks) or checks.is_array(beside)
             zeros = functools.partial(forms.zeros, like)
-            return forms.in_memory_of(like, where_it_lies(zeros, self._like_leaf(part)))
+            return forms.in_memory_of(like, where_it_lies(zeros, beside if is_array else None))
         if source.what == accounts.FROM_LIKE:
             one = jnp.ones(like.shape, like.dtype) if source.how else like
             return jnp.array(one, copy=True)
-        assert i is not None
-        x = self._arg.leaves[i]
+        leaves = [self._arg.leaves[i] for i in source.old]
+        is_of_weights = source.what == accounts.OF_WEIGHTS
+        if is_of_weights and len(leaves) < (3 if source.how else 1):  # no copies in `old`
+            leaves.append(self._parameter(part))
+        x = leaves[0]
         if source.how:
-            x = where_it_lies(functools.partial(self._made, source.how, i), x)
-        return _in_form(self._arg, i, like, x)
+            made = self._made[source.how]
+            x = where_it_lies(lambda leaves: made(*map(_wide, leaves)), leaves)
+        if not is_of_weights:
+            return _in_form(self._arg, source.old[0], like, x)
+        x = numerics.strong(jnp.array(_wide(x), copy=True))
+        return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [part.at]), 0, like, x)
 
-    def _like_leaf(self, part: Part) -> Any:
-        """An array of the parameter, from which zeros take their sharding."""
-        found = self._beside.get(part.keys)
-        if found is None and self._params is not None:
-            found = self._weights.get(part.keys)
-        return found if isinstance(found, Blocks) or checks.is_array(found) else None
-
-    def _parameter(self, part: Part) -> Any:
+    def _parameter(self, part: Part) -> Leaf:
         if self._params is None:
-            came = f"None, expected the parameters: `old` has nothing for {part.path} of `like`"
+            came = f"None, expected the parameters: `old` has nothing for {part.at} of `like`"
             raise ValueError(f"{_NAME}: `params`: {came}.")
         x = self._weights.get(part.keys)
         shape = getattr(x, "shape", None)
         if shape != part.leaf.shape or not checks.is_array(x):
             came = f"{checks.describe(x)} at {'/'.join(part.keys)}"
-            expected = f"an array of shape {tuple(part.leaf.shape)}, as `like` has at {part.path}"
+            expected = f"an array of shape {tuple(part.leaf.shape)}, as `like` has at {part.at}"
             raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
         return x
 
-    def _average(self, part: Part, i: int, z: Any) -> Any:
-        """x of optax's `schedule_free`, which keeps z and steps y = b1 x + (1 - b1) z."""
-        master = self._masters.get(part.keys)
-        y = self._parameter(part) if master is None else self._arg.leaves[master]
-        y, z = parameters.wide(y), parameters.wide(z)
-        b1 = self._arg.leaves[self._numbers[self._parts[i].owner, "b1"]].astype(z.dtype)
-        return (y - (1 - b1) * z) / b1
 
-    @functools.cached_property
-    def _numbers(self) -> Mapping[tuple[Keys, str], int]:
-        return matching.numbers(self._parts)
-
-    @functools.cached_property
-    def _masters(self) -> dict[Keys, int]:
-        """Where the first float32 copies are, by the paths of their parameters."""
-        found = [(i, x) for i, x in enumerate(self._parts) if x.role == (parts.MASTER, "master")]
-        return {x.keys: i for i, x in reversed(found) if x.leaf is not None}
-
-    def _made(self, how: str, i: int, x: Any) -> Any:
-        """What is neither the array of before nor another form of it."""
-        if how == matching.OF_COUNT:
-            return x.astype(jnp.float32)
-        if how in (matching.ONE_LESS, matching.ONE_MORE):
-            return x + 1 if how == matching.ONE_MORE else x - 1
-        x = encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
-        if how in units.SQUARES_OF:
-            return _mean_square(x, units.SQUARES_OF[how])
-        if how in self._factors:
-            return x * jnp.asarray(self._factors[how]).astype(x.dtype)
-        count = jnp.asarray(self._arg.leaves[self._counts[self._parts[i].owner]]).astype(x.dtype)
-        return x * count if how == matching.SUM else x / jnp.maximum(count, jnp.ones_like(count))
-
-    @functools.cached_property
-    def _counts(self) -> dict[Keys, int]:
-        """Where the number of mini-batches in an open window is, by the owner of the window."""
-        found = enumerate(self._parts)
-        counts = [(matching.COUNTS.index(x.role), i) for i, x in found if x.role in matching.COUNTS]
-        return {self._parts[i].owner: i for _, i in sorted(counts, reverse=True)}
-
-
-def _mean_square(x: jax.Array, factor: float) -> jax.Array:
-    """That of gradients, by their average or sum; finite."""
-    squares = numerics.bounded_square(x)
-    mean = jnp.sum(squares / max(squares.size, 1))
-    return jnp.minimum(factor * jnp.maximum(squares, mean), jnp.finfo(squares.dtype).max)
+def _wide(x: Leaf) -> jax.Array:
+    """What is computed with: float32 or wider, and no codes; integers as they are."""
+    return encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
 
 
 def _without_shared_arrays(state: PyTree) -> PyTree:
-    """A copy of each array that stands in several places, so that the state can be donated."""
+    """A copy of each array that is the leaf of several fields, so that the state can be donated."""
     seen: set[int] = set()
 
-    def own(x: Any) -> Any:
+    def alone(x: Leaf) -> Leaf:
         if id(x) in seen and checks.is_array(x):
             return where_it_lies(functools.partial(jnp.array, copy=True), x)
         seen.add(id(x))
         return x
 
-    return jax.tree.map(own, state)
+    return jax.tree.map(alone, state)
+
+
+# ---- old names ---------------------------------------------------------------------------------
+
+
+def unquantized(state: PyTree) -> PyTree:
+    """The state with arrays of float32 for `Blocks`. An old name: use `carry_over`.
+
+        array = decode(codes) scale
+
+    Args:
+      state: any tree, such as the state of an optimizer, or its moments alone.
+
+    Returns:
+      The tree.
+
+    Raises:
+      As `carry_over`.
+
+    Example:
+      >>> params = {"w": jnp.ones((64, 256))}
+      >>> state = jgrad.adam(1e-3, moment_dtype="8bit").init(params)
+      >>> shapes = jax.eval_shape(jgrad.adam(1e-3).init, params)
+      >>> arrays, _ = jgrad.carry_over(state, like=shapes)  # in place of `unquantized(state)`
+      >>> arrays.mw["w"].shape, arrays.mw["w"].dtype.name
+      ((64, 256), 'float32')
+    """
+    warn_of_name("unquantized", "carry_over")
+    state = variables.variables_of_blocks(state)
+    return carry_over(state, like=trees.map_leaves(_shape, state), strict=True)[0]
+
+
+def quantized(state: PyTree, *, like: PyTree) -> PyTree:
+    """The state in the form of another. An old name: use `carry_over`.
+
+        codes, scale = encode(array), to the nearest code
+
+    Args:
+      state: a tree of arrays and `Blocks`.
+      like: a tree of the same structure, such as `jax.eval_shape(tx.init, params)`.
+
+    Returns:
+      The tree.
+
+    Raises:
+      As `carry_over`.
+
+    Example:
+      >>> params = {"w": jnp.ones((64, 256))}
+      >>> restored = jgrad.adam(1e-3).init(params)  # float32: a checkpoint of another recipe
+      >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
+      >>> like = jax.eval_shape(tx.init, params)
+      >>> state, _ = jgrad.carry_over(restored, like=like)  # in place of `quantized`
+      >>> state.mw["w"].codes.dtype.name, state.vw["w"].codes.dtype.name
+      ('int8', 'uint8')
+    """
+    warn_of_name("quantized", "carry_over")
+    return carry_over(state, like=like, strict=True)[0]
+
+
+def _shape(x: Leaf) -> Leaf:
+    if isinstance(x, Blocks):
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return x

@@ -1,7 +1,5 @@
 """One leaf of a state in the form of another: a dtype, or 8 bits."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -12,15 +10,17 @@ from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import Leaf
 
 
-def converted(arg: ArgLeaves, i: int, like: Any, x: Any) -> Any:
+def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     """A leaf in the form of another; the same array where it has it already."""
     if isinstance(x, Blocks):
         encoding.check(arg, i, x)
     if isinstance(like, Blocks):
         codec = codec_of(like)
-        same_kind = codec_of(x) == codec if isinstance(x, Blocks) else _is_floating(x)
+        is_floating = checks.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.floating))
+        same_kind = codec_of(x) == codec if isinstance(x, Blocks) else is_floating
         if not same_kind:
             expected = f"a floating array, or Blocks of {codec.kind}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
@@ -35,7 +35,7 @@ def converted(arg: ArgLeaves, i: int, like: Any, x: Any) -> Any:
     return x.astype(like.dtype)
 
 
-def zeros(like: Any, beside: Any) -> Any:
+def zeros(like: Leaf, beside: Leaf) -> Leaf:
     """Zeros in the form of a leaf, sharded as an array of its shape, if there is one."""
     array = beside if getattr(beside, "shape", None) == like.shape else None
     if isinstance(array, Blocks):
@@ -44,24 +44,24 @@ def zeros(like: Any, beside: Any) -> Any:
     zero = jnp.zeros(like.shape, dtype) if array is None else numerics.zeros_like(array, dtype)
     if not isinstance(like, Blocks):
         return zero
-    own = geometry(like)
-    return encoding.zeros(zero, own.stacked, own.form(codec_of(like)))
+    blocks = geometry(like)
+    return encoding.zeros(zero, blocks.stacked, blocks.form(codec_of(like)))
 
 
-def description(x: Any) -> str:
+def description(x: Leaf) -> str:
     """The form of a leaf, in few words."""
     return "8 bits" if isinstance(x, Blocks) else str(x.dtype)
 
 
-def is_form_of(x: Any, like: Any) -> bool:
+def is_form_of(x: Leaf, like: Leaf) -> bool:
     """Whether a leaf has the form of another."""
-    if isinstance(x, Blocks) and isinstance(like, Blocks):
-        return geometry(x) == geometry(like) and codec_of(x) == codec_of(like)
-    same_node = not isinstance(x, Blocks) and not isinstance(like, Blocks)
-    return same_node and bool(x.dtype == like.dtype)
+    if not isinstance(x, Blocks):
+        return not isinstance(like, Blocks) and bool(x.dtype == like.dtype)
+    is_blocks = isinstance(like, Blocks)
+    return is_blocks and geometry(x) == geometry(like) and codec_of(x) == codec_of(like)
 
 
-def in_memory_of(like: Any, x: Any) -> Any:
+def in_memory_of(like: Leaf, x: Leaf) -> Leaf:
     """A leaf in the memory, host's or device's, of another that is an array."""
     concrete = [y for y in jax.tree.leaves((like, x)) if isinstance(y, jax.Array)]
     if len(concrete) < 2 or any(isinstance(y, jax.core.Tracer) for y in concrete):
@@ -72,11 +72,7 @@ def in_memory_of(like: Any, x: Any) -> Any:
     return host_memory.to_host(x) if is_wanted else host_memory.to_device(x)
 
 
-def _is_floating(x: Any) -> bool:
-    return checks.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
-def _is_alike(x: Any, like: Any) -> bool:
+def _is_alike(x: Leaf, like: Leaf) -> bool:
     """Both real, both complex, or both integers."""
     kinds = (jnp.floating, jnp.complexfloating, jnp.integer)
     return checks.is_array(x) and any(

@@ -4,8 +4,8 @@ A state of jgrad says it by its second moments: beside some there are averages. 
 by what stands before and behind it in its chain: `trace` behind the learning rate sums updates.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ _ACCUMULATORS = {"trace", "ema"}  # of whatever comes along
 # What an array is made of, as accounts say it.
 NEGATED = "-mw, a sum of updates for one of steps or the reverse"
 AVERAGED, SUMMED = "(1 - momentum_decay) mw", "mw / (1 - momentum_decay)"
+BY_DECAY = (AVERAGED, SUMMED)
 # The mean square of gradients, by an average of them with momentum 0.9 or by such a sum. Of noise
 # with variance v the average has the variance v (1 - 0.9) / (1 + 0.9), and the sum v / (1 - 0.9^2).
 # An element may be near 0 by chance, so none is below the mean of its leaf.
@@ -51,12 +52,12 @@ class Chain(NamedTuple):
 
     Attributes:
       links: the states in it; () where their order is not known.
-      place: which of them it is.
+      position: which of them it is.
       is_whole: whether the last links are known.
     """
 
     links: Sequence[PyTree]
-    place: int
+    position: int
     is_whole: bool
 
 
@@ -67,13 +68,11 @@ class Unit(NamedTuple):
       of: what it is a sum or an average of.
       is_mean: an average, in which a new gradient has weight 1 - beta; in a sum it has 1.
       is_certain: the state says it; else it is presumed.
-      has_decay: the decay of sums is known, by which they become averages.
     """
 
     of: str
     is_mean: bool
     is_certain: bool = True
-    has_decay: bool = False
 
     def __str__(self) -> str:
         return f"{'averages' if self.is_mean else 'sums'} of {self.of}"
@@ -87,6 +86,9 @@ _SAID = {
 }
 
 
+# ---- what a state says -------------------------------------------------------------------------
+
+
 def of_fields(
     state: PyTree, fields: Mapping[str, PyTree], chains: Sequence[Chain]
 ) -> dict[str, Unit]:
@@ -97,15 +99,11 @@ def of_fields(
       fields: of it, by their names.
       chains: that it is in, the innermost one last.
     """
-    found = {
-        "mw": _OPEN_SUM if fields.get("vw") is None else _AVERAGE,
-        "vw": _SQUARE,
-        "trace": _of_accumulator(chains, is_mean=False),
-        "ema": _of_accumulator(chains, is_mean=True),
-        "mu": _AVERAGE,
-        "nu": _SQUARE,
-    }
-    return found | _of_others(state, fields)
+    units = {"mu": _AVERAGE, "nu": _SQUARE, "vw": _SQUARE}
+    units["mw"] = _OPEN_SUM if fields.get("vw") is None else _AVERAGE
+    for name in _ACCUMULATORS & fields.keys():
+        units[name] = _of_accumulator(chains, is_mean=name == "ema")
+    return units | _of_others(state, fields)
 
 
 def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
@@ -113,35 +111,31 @@ def _of_others(state: PyTree, fields: Mapping[str, PyTree]) -> dict[str, Unit]:
     mu, nu = fields.get("mu"), fields.get("nu")
     if "hessian_fn_state" in fields:
         return {"nu": Unit("a Hessian", True)}
+    if mu is not None and nu is not None:
+        if trees.flatten(mu)[1] != trees.flatten(nu)[1]:  # SM3, whose `nu` is its momentum
+            return {"mu": Unit("largest squares", False), "nu": Unit(PRECONDITIONED, True)}
+        both = zip(jax.tree.leaves(mu), jax.tree.leaves(nu), strict=True)
+        if any(len(m.shape) > len(n.shape) for m, n in both):  # NovoGrad, a number per leaf
+            return {"mu": Unit(PRECONDITIONED, False), "nu": Unit("squares of norms", True)}
     if isinstance(state, Mapping):  # of a file, which has no types
-        found = {"nu": Unit(_ANY, True, False)}
-    elif type(state).__name__ == "ScaleByBeliefState":
-        found = {"nu": Unit("squares of deviations", True)}
-    else:
-        found = {}
-    if mu is None or nu is None:
-        return found
-    if trees.flatten(mu)[1] != trees.flatten(nu)[1]:  # SM3, whose `nu` is its momentum
-        return {"mu": Unit("largest squares", False), "nu": Unit(PRECONDITIONED, True)}
-    pairs = zip(jax.tree.leaves(mu), jax.tree.leaves(nu), strict=True)
-    if any(len(m.shape) > len(n.shape) for m, n in pairs):  # NovoGrad, a number per leaf
-        return {"mu": Unit(PRECONDITIONED, False), "nu": Unit("squares of norms", True)}
-    return found
+        return {"nu": Unit(_ANY, True, False)}
+    is_belief = type(state).__name__ == "ScaleByBeliefState"
+    return {"nu": Unit("squares of deviations", True)} if is_belief else {}
 
 
-def places(node: PyTree, pairs: Sequence[tuple[Any, PyTree]]) -> list[tuple[Chain, ...]]:
-    """The place of each child in a chain, if the node is one.
+def chains_of(node: PyTree, children: Sequence[tuple[object, PyTree]]) -> list[tuple[Chain, ...]]:
+    """The chain of each child, if the node is one.
 
     A pure dictionary of flax's nnx has numbers as keys, and no links that hold nothing. That of
     `optax.named_chain` has names, which JAX sorts.
     """
-    names = [keys_of((key,))[0] for key, _ in pairs]
+    names = [keys_of((key,))[0] for key, _ in children]
     is_whole = isinstance(node, tuple | list)
     if not is_whole and not all(map(str.isdecimal, names)):
-        return [(Chain((), 0, False),) if len(pairs) > 1 else ()] * len(pairs)
-    numbers = [*range(len(pairs))] if is_whole else [*map(int, names)]
+        return [(Chain((), 0, False),) if len(children) > 1 else ()] * len(children)
+    numbers = [*range(len(children))] if is_whole else [*map(int, names)]
     links: list[PyTree] = [()] * (max(numbers, default=-1) + 1)
-    for i, (_, child) in zip(numbers, pairs, strict=True):
+    for i, (_, child) in zip(numbers, children, strict=True):
         links[i] = child
     return [(Chain(links, i, is_whole),) for i in numbers]
 
@@ -153,14 +147,15 @@ def _of_accumulator(chains: Sequence[Chain], *, is_mean: bool) -> Unit:
     schedule is before it and none behind. Most links have no state, and the rate may be outside of
     the chain: then this is a presumption.
     """
-    parts = [_without_averages(x.links, x.place) for x in chains]
-    before = [x for own, _ in parts for x in own]
-    behind = [x for _, own in parts for x in own] or not all(x.is_whole for x in chains)
-    own = next((x for x in reversed(parts) if any(x)), ([], []))
-    by_schedule = any(map(_is_rate, own[0])) and not any(map(_is_rate, own[1]))
+    sides = [_without_averages(chain.links, chain.position) for chain in chains]
+    before = [link for links, _ in sides for link in links]
+    behind = [link for _, links in sides for link in links] or not all(x.is_whole for x in chains)
+    # Of the innermost chain in which there is something else.
+    near_before, near_behind = next((x for x in reversed(sides) if any(x)), ([], []))
+    by_schedule = any(map(_is_rate, near_before)) and not any(map(_is_rate, near_behind))
     # Of a chain inside a chain one link before is more often a clipping than the rate.
-    is_last = not own[1] and (not behind or len(own[0]) > 1)
-    if own[0] and (is_last or by_schedule):
+    is_last = not near_behind and (not behind or len(near_before) > 1)
+    if near_before and (is_last or by_schedule):
         return Unit(UPDATES, is_mean, not behind and bool(jax.tree.leaves(before)))
     if any(map(_preconditions, before)):
         return Unit(PRECONDITIONED, is_mean, False)
@@ -191,36 +186,40 @@ def _preconditions(link: PyTree) -> bool:
     )
 
 
-def is_open(name: str, unit: Unit) -> bool:
+# ---- what a user says --------------------------------------------------------------------------
+
+
+def is_open(name: str, unit: Unit | None) -> bool:
     """Whether a user may say what a first moment holds, by the name of its field."""
-    return name in _ACCUMULATORS or not unit.is_certain
+    return unit is not None and (name in _ACCUMULATORS or not unit.is_certain)
 
 
-def said(function: str, name: str, momentum: Momentum | None) -> Unit | None:
-    """The unit that a user names, if any."""
-    if momentum is None:
-        return None
+def said(function: str, name: str, momentum: Momentum) -> Unit:
+    """The unit that a user names."""
     values.one_of(function, name, momentum, tuple(_SAID))
     return _SAID[momentum]
 
 
+# ---- from one to the other ---------------------------------------------------------------------
+
+
 def conversion(was: Unit | None, now: Unit | None) -> str | None:
-    """How one becomes the other; "" where it stays as it is, None where it cannot."""
-    if was is None or now is None or {was.of, now.of} == {PRECONDITIONED, _ANY}:
+    """How one becomes the other; "" where it stays as it is, None where it cannot.
+
+    What is no moment has no unit, and stays. Between sums and averages it takes their decay.
+    """
+    if was is None or now is None:
+        return ""
+    if {was.of, now.of} == {PRECONDITIONED, _ANY}:
         return None
     of, to = _taken(was, now)
     if of == to and was.is_mean == now.is_mean:
         return ""
     if of == to == GRADIENTS:
-        return (AVERAGED if now.is_mean else SUMMED) if was.has_decay else ""
+        return AVERAGED if now.is_mean else SUMMED
     if {of, to} == {STEPS, UPDATES} and was.is_mean == now.is_mean:
         return NEGATED
     return None
-
-
-def may_become(was: Unit | None, now: Unit | None) -> bool:
-    """Whether there is a conversion; for what is no moment there always is."""
-    return was is None or now is None or conversion(was, now) is not None
 
 
 def _taken(was: Unit, now: Unit) -> tuple[str, str]:
@@ -241,22 +240,15 @@ def squares_of(unit: Unit | None) -> str:
 
 def lost(was: Unit | None, now: Sequence[Unit | None]) -> str:
     """Why a moment is dropped, for its line in an account; "" where its unit is not the reason."""
-    if not now or was is None:
-        return ""
-    if any(may_become(was, x) for x in now):
+    if not now or any(conversion(was, unit) is not None for unit in now):
         return ""
     return f"{was}, where `like` has {' and '.join(dict.fromkeys(map(str, now)))}"
 
 
-def notes(became: Iterable[tuple[Unit | None, Unit | None, str]]) -> list[str]:
-    """What is said of first moments that are kept, each with its new unit and how it was made."""
-    pairs = [(was, now, how) for was, now, how in became if was is not None and now is not None]
-    return [*dict.fromkeys(text for own in pairs for text in _notes(*own))]
-
-
-def _notes(was: Unit, now: Unit, how: str) -> Iterator[str]:
+def notes(was: Unit, now: Unit, how: str) -> Iterator[str]:
+    """What is said of a first moment that is kept, with its new unit and how it was made."""
     sides = zip(("old", "like"), (was, now), _taken(was, now), strict=True)
-    presumed = [(name, x.is_mean, of) for name, x, of in sides if not x.is_certain]
+    presumed = [(name, unit.is_mean, of) for name, unit, of in sides if not unit.is_certain]
     for is_mean in dict.fromkeys(x for _, x, _ in presumed):
         names = [name for name, x, _ in presumed if x == is_mean]
         of = next(of for _, x, of in presumed if x == is_mean)

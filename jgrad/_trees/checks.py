@@ -8,8 +8,8 @@ A `ValueError` is about structure, shape or value; a `TypeError` is about the ki
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, NoReturn
 
 import chex
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jgrad._trees import trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.path_rules import PathRules
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
 
 # The remedy where a number of Python is needed, and an array came.
@@ -44,13 +45,10 @@ def same_structure(
     same = trees.flatten(tree)[1] == trees.flatten(reference)[1]
     if same or (prefix and trees.is_prefix(tree, reference)):
         return
-    places = list(
-        trees.differences(
-            tree, reference, f"`{name}`", f"`{reference_name}`", a_may_be_prefix=prefix
-        )
-    )
-    more = f" (and {len(places) - _SHOWN} more)" if len(places) > _SHOWN else ""
-    what = "; ".join(places[:_SHOWN]) + more if places else "static data of nodes differ"
+    names = f"`{name}`", f"`{reference_name}`"
+    differing = list(trees.differences(tree, reference, *names, a_may_be_prefix=prefix))
+    more = f" (and {len(differing) - _SHOWN} more)" if len(differing) > _SHOWN else ""
+    what = "; ".join(differing[:_SHOWN]) + more if differing else "static data of nodes differ"
     end = f"; {remedy}" if remedy else ""
     raise ValueError(
         f"{function}: `{name}` does not have the structure of `{reference_name}`: {what}{end}."
@@ -83,7 +81,7 @@ class ArgLeaves(NamedTuple):
 
     function: str
     name: str
-    leaves: Sequence[Any]
+    leaves: Sequence[Leaf]
     paths: Callable[[], Sequence[str]]
 
     @classmethod
@@ -102,8 +100,8 @@ class ArgLeaves(NamedTuple):
         tree = trees.opened(tree)
         leaves, structure = trees.flatten(tree)
         if isinstance(tree, PathRules):
-            pairs = jax.tree_util.tree_leaves_with_path(reference, trees.is_leaf)
-            paths = [None if x is None else path for path, x in pairs]
+            known = jax.tree_util.tree_leaves_with_path(reference, trees.is_leaf)
+            paths = [None if x is None else path for path, x in known]
             rules = tree.rules_of(
                 paths,
                 f"{function}: `{name}`: ",
@@ -124,11 +122,17 @@ class ArgLeaves(NamedTuple):
 
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
         """Raises `function: argument relation at path: problem.`"""
-        place = f"{relation}{at(self.paths()[i])}"
-        raise error(f"{self.function}: `{self.name}`{place}: {problem}.") from None  # not chex's
+        where = f"{relation}{at(self.paths()[i])}"
+        raise error(f"{self.function}: `{self.name}`{where}: {problem}.") from None  # not chex's
+
+    def beside(self, reference: "ArgLeaves") -> Iterator[tuple[int, Leaf, Leaf]]:
+        """(position, leaf, that of the reference), but where one of both is None."""
+        for i, (x, r) in enumerate(zip(self.leaves, reference.leaves, strict=True)):
+            if x is not None and r is not None:
+                yield i, x, r
 
 
-def _as_jax_array(x: Any) -> Any:
+def _as_jax_array(x: Leaf) -> Leaf:
     if isinstance(x, jax.Array):
         return x  # the short way, taken by thousands of leaves
     return jnp.asarray(x) if is_number(x) or is_numeric(x) else x
@@ -139,7 +143,7 @@ def at(path: str) -> str:
     return f" at {path}" if path else ""
 
 
-def describe(x: Any) -> str:
+def describe(x: Leaf) -> str:
     """What came, in a few words."""
     if x is None:
         return "None"
@@ -153,17 +157,17 @@ def describe(x: Any) -> str:
     return f"{text if len(text) <= 40 else text[:37] + '...'} of type {type(x).__name__}"
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: Leaf) -> bool:
     """A concrete real number: not an array, not traced, not a bool."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: Leaf) -> bool:
     """An array of JAX or NumPy, traced or not, or a NumPy scalar; keys and strings too."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
-def is_nothing(x: Any, shape: tuple[int, ...] | None = None) -> bool:
+def is_nothing(x: Leaf, shape: tuple[int, ...] | None = None) -> bool:
     """Whether a place in a state is empty: None, or what stood there in states of 0.5 and before.
 
     That was an array of shape (0,), where an array of `shape` could have been.
@@ -171,17 +175,17 @@ def is_nothing(x: Any, shape: tuple[int, ...] | None = None) -> bool:
     return x is None or getattr(x, "shape", None) == (0,) != shape
 
 
-def is_numeric(x: Any) -> bool:
+def is_numeric(x: Leaf) -> bool:
     """An array of numbers or bools."""
     return is_array(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Leaf) -> bool:
     """An array of floating or complex numbers, as `jnp.inexact` is."""
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def is_no_parameter(x: Any) -> bool:
+def is_no_parameter(x: Leaf) -> bool:
     """What a model may hold beside arrays: an activation, a string, a bool, a key; not `None`.
 
     What has a shape and a dtype and is no array was meant as a parameter.
@@ -191,7 +195,7 @@ def is_no_parameter(x: Any) -> bool:
     return is_array(x) or not (hasattr(x, "shape") and hasattr(x, "dtype"))
 
 
-def value_of(x: Any) -> Any:
+def value_of(x: Leaf) -> Leaf:
     """The array of a variable, such as those of flax's nnx; anything else as it is."""
     if is_array(x) or not hasattr(x, "__jax_array__"):
         return x
@@ -200,11 +204,10 @@ def value_of(x: Any) -> Any:
 
 def values_of(tree: PyTree) -> PyTree:
     """The tree with arrays for variables that are leaves."""
-    leaves: list[Any]
-    structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=trees.is_none)
     values = list(map(value_of, leaves))
-    return tree if all(map(operator.is_, values, leaves)) else structure.unflatten(values)
+    is_same = all(map(operator.is_, values, leaves))
+    return tree if is_same else jax.tree.unflatten(structure, values)
 
 
 def arrays_or_numbers(function: str, name: str, tree: PyTree) -> None:
@@ -215,7 +218,7 @@ def arrays_or_numbers(function: str, name: str, tree: PyTree) -> None:
             arg.fail(i, TypeError, f"{describe(x)}, expected an array or a number")
 
 
-def parameters(arg: ArgLeaves) -> list[Any]:
+def parameters(arg: ArgLeaves) -> list[Leaf]:
     """Parameters are arrays of any numbers or bools; `None` may be."""
     for i, x in enumerate(arg.leaves):
         if x is None:
@@ -239,11 +242,7 @@ def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgL
 
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
-    both = [
-        (i, _as_array(x), _as_array(r))
-        for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True))
-        if x is not None and r is not None
-    ]
+    both = [(i, _as_array(x), _as_array(r)) for i, x, r in arg.beside(reference)]
     try:
         chex.assert_trees_all_equal_shapes([x for _, x, _ in both], [r for _, _, r in both])
     except AssertionError:
@@ -252,7 +251,7 @@ def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
         arg.fail(i, ValueError, problem, f" does not match `{reference.name}`")
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: Leaf) -> Leaf:
     """What has the shape of an array in 8 bits, and no parts; any other as it is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Blocks) else x
 
@@ -267,10 +266,8 @@ def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool =
             return False
         return result == to or (rank_may_grow and math.prod(result) == math.prod(to))
 
-    for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True)):
-        if x is None or r is None or x.ndim == 0 or x.shape == r.shape:
-            continue
-        if not fits(x.shape, r.shape):
+    for i, x, r in arg.beside(reference):
+        if x.ndim > 0 and x.shape != r.shape and not fits(x.shape, r.shape):
             problem = f"shape {x.shape}, expected {r.shape} or one that broadcasts to it"
             arg.fail(i, ValueError, problem, f" does not broadcast to `{reference.name}`")
 
@@ -287,22 +284,22 @@ def bools(arg: ArgLeaves) -> list[bool]:
     return [bool(np.asarray(x).all()) for x in arg.leaves]
 
 
-def shape_and_dtype(x: Any) -> jax.ShapeDtypeStruct:
+def shape_and_dtype(x: Leaf) -> jax.ShapeDtypeStruct:
     """What a function of the parameters' shapes is given for a leaf."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def is_of_kind(x: Any, reference: Any) -> bool:
+def is_of_kind(x: Leaf, reference: Leaf) -> bool:
     """Complex exactly where the reference is."""
     return bool(jnp.iscomplexobj(x) == jnp.iscomplexobj(reference))
 
 
 def same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Complex exactly where the reference is; `None` matches everything."""
-    for i, (x, r) in enumerate(zip(arg.leaves, reference.leaves, strict=True)):
-        if x is not None and r is not None and not is_of_kind(x, r):
+    for i, x, r in arg.beside(reference):
+        if not is_of_kind(x, r):
             expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
             problem = f"{describe(x)}, expected {expected} beside {r.dtype}"
             arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")

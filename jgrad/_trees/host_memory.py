@@ -43,16 +43,14 @@ def to_device(tree: PyTree) -> PyTree:
 
 
 def _moved(tree: PyTree, space: Any) -> PyTree:
-    leaves: list[Any]
-    structure: Any
-    leaves, structure = jax.tree.flatten(tree)
-    flags = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
-    arrays = [x for x, flag in zip(leaves, flags, strict=True) if flag]
+    def is_array(x: object) -> bool:
+        return isinstance(x, (jax.Array, np.ndarray))
+
+    arrays = list(filter(is_array, jax.tree.leaves(tree)))
     # JAX takes derivatives back to the source, and to the host where none is named.
     sources = [jax.typeof(x).memory_space for x in arrays]
     moved = iter(jax.device_put(arrays, space, src=sources))
-    new = [next(moved) if flag else x for x, flag in zip(leaves, flags, strict=True)]
-    return structure.unflatten(new)
+    return jax.tree.map(lambda x: next(moved) if is_array(x) else x, tree)
 
 
 def place_on_host(tree: PyTree) -> str | None:
@@ -65,7 +63,7 @@ def place_on_host(tree: PyTree) -> str | None:
     return None
 
 
-def where_it_lies(f: Callable[[Any], Any], tree: PyTree) -> Any:
+def where_it_lies(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """`f(tree)`, computed on the device; in host memory if arrays of the tree lie there."""
     if place_on_host(tree) is None:
         return f(tree)

@@ -94,8 +94,8 @@ def meant(name: str, known: tuple[str, ...]) -> str:
     ways = [name, *OPTIONS.get(name, ()), *(f"{prefix}{link}{x}" for x in OPTIONS.get(last, ()))]
     if same := [x for x in known if x in ways]:
         return _in_words(same, "and")
-    if found := _ending(known, ways):
-        return _in_words(found, "or")
+    if longer := _ending(known, ways):
+        return _in_words(longer, "or")
     near = (difflib.get_close_matches(x, known, 1, _LIKENESS) for x in ways)
     return _in_words(next(filter(None, near), []), "or")
 
@@ -125,9 +125,9 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             expected = f"at most {most}" if most else "none"
             rest = ", and all others by name too" if len(named) > 1 else ""
             raise TypeError(f"{name}: {came}, expected {expected}; write `{first}=`{rest}.")
-        for given in kwargs:
-            if given not in known and (expected := meant(given, known)):
-                raise TypeError(f"{name}: `{given}`: an unknown argument, expected {expected}.")
+        for keyword in kwargs:
+            if keyword not in known and (expected := meant(keyword, known)):
+                raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
         return kwargs
 
     return with_arguments(function, read)
@@ -139,19 +139,19 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
 def keywords_of(update: Callable[..., Any], handed_on: Sequence[str] = ()) -> tuple[str, ...]:
     """The keywords that an `update` takes itself; `handed_on` are those of its extra arguments."""
     parameters = inspect.signature(update).parameters.values()
-    own = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
-    return tuple(x for x in KEYWORDS if x in own or x in handed_on)
+    named = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
+    return tuple(x for x in KEYWORDS if x in named or x in handed_on)
 
 
-def check_keywords(function: str, given: Iterable[str], own: tuple[str, ...]) -> None:
+def check_keywords(function: str, keywords: Iterable[str], taken: tuple[str, ...]) -> None:
     """No keyword of a call is a misspelt one of ours. Others are for the rest of a chain."""
-    for name in given:
+    for name in keywords:
         if name not in KEYWORDS and name not in _BETWEEN_WRAPPERS:
-            refuse_keyword(function, name, meant_keyword(name, own))
+            refuse_keyword(function, name, meant_keyword(name, taken))
 
 
 @functools.cache
-def meant_keyword(name: str, own: tuple[str, ...]) -> str:
+def meant_keyword(name: str, taken: tuple[str, ...]) -> str:
     """Which keyword is meant by another one, in words; "" for none.
 
     It may be an argument of somebody's loss, which optax's line searches hand on, or a number of
@@ -161,13 +161,13 @@ def meant_keyword(name: str, own: tuple[str, ...]) -> str:
 
     Args:
       name: it is not taken.
-      own: the keywords that the transformation takes.
+      taken: the keywords that the transformation takes.
     """
     if name in KEYWORDS or name in OPTIONS:
         ways = [name, *OPTIONS.get(name, ())]
-        same = [x for x in own if x in ways]
-        return _in_words(same, "and") or _in_words(_ending(own, ways), "or")
-    known = (*own, *(x for x in _OF_SEVERAL_WORDS if x not in own))
+        same = [x for x in taken if x in ways]
+        return _in_words(same, "and") or _in_words(_ending(taken, ways), "or")
+    known = (*taken, *(x for x in _OF_SEVERAL_WORDS if x not in taken))
     prefix, _, rest = name.partition("_")
     if rest and prefix in _PREFIXES:
         begin = "" if prefix == "muon" else f"{prefix}_"
@@ -209,9 +209,9 @@ def _instead(name: str, public: Sequence[str]) -> str:
     if plain in FUNCTIONS:
         ours, rest = FUNCTIONS[plain]
         return f"`jgrad.{ours}`{rest}"
-    for own in public:
-        if _plain(own) == plain:
-            return f"`jgrad.{own}`"
+    for ours in public:
+        if _plain(ours) == plain:
+            return f"`jgrad.{ours}`"
     for module, prefix in (optax, "optax"), (optax.contrib, "optax.contrib"):
         for other, x in vars(module).items():
             if _plain(other) == plain and callable(x):

@@ -8,44 +8,45 @@ tuple as a key, as of `flax.traverse_util.flatten_dict`, are several keys.
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-KeyPath = tuple[Any, ...]  # as JAX's tree functions return it
+from jgrad._trees.protocols import KeyPath
 
 _ANY_KEYS, _WITHIN_KEY = "**", "*"
 _SHOWN = 3  # paths named in a message
 
 
-def keys_of(path: Sequence[Any]) -> list[str]:
+def keys_of(path: Sequence[object]) -> list[str]:
     """The keys of a path, as text."""
-    return [key for entry in path for key in _keys(entry)]
-
-
-def _keys(entry: Any) -> Iterator[str]:
-    names = [getattr(entry, attribute, None) for attribute in ("key", "name", "idx")]
-    name = next((x for x in names if x is not None), entry)
-    for part in name if isinstance(name, tuple) else (name,):
-        yield from str(part).split("/")
+    keys: list[str] = []
+    for entry in path:
+        name = entry
+        for attribute in ("idx", "name", "key"):
+            if (value := getattr(entry, attribute, None)) is not None:
+                name = value
+        for key in name if isinstance(name, tuple) else (name,):
+            keys += str(key).split("/")
+    return keys
 
 
 def common_end(a: Sequence[str], b: Sequence[str]) -> int:
     """The number of last keys that are the same."""
-    pairs = list(zip(reversed(a), reversed(b), strict=False))
-    return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
+    ends = list(zip(reversed(a), reversed(b), strict=False))
+    return next((n for n, (x, y) in enumerate(ends) if x != y), len(ends))
 
 
-def shown(path: Sequence[Any]) -> str:
+def shown(path: Sequence[object]) -> str:
     """A path as rules are written."""
     return "/".join(keys_of(path))
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A line for each row, with columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of a text, with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def _of_key(key: str) -> str:
     return "[^/]*".join(map(re.escape, key.split(_WITHIN_KEY))) + "/"
 
 
-def problem_of(pattern: Any) -> str | None:
+def problem_of(pattern: object) -> str | None:
     """What a pattern should have been; None if it is one."""
     if not isinstance(pattern, str):
         return "a text, keys joined by `/`"
@@ -155,9 +156,9 @@ class PathRules:
         return [rules.get(i) for i in range(len(paths))]
 
     def _rule_of(self, path: KeyPath) -> int | None:
-        texts, pairs = _texts(path), enumerate(self.patterns)
-        rest = len(self.patterns) if self.has_rest else None
-        return next((i for i, pattern in pairs if _matches(pattern, texts)), rest)
+        texts, rest = _texts(path), len(self.patterns) if self.has_rest else None
+        rules = (i for i, pattern in enumerate(self.patterns) if _matches(pattern, texts))
+        return next(rules, rest)
 
     def _check_each_is_used(
         self,
@@ -198,7 +199,8 @@ def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:
     """Paths that are most like a pattern, by their last keys and as a whole."""
 
     def likeness(path: str) -> float:
-        pairs = (pattern, path), (pattern.split("/")[-1], path.split("/")[-1])
-        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        last_keys = pattern.split("/")[-1], path.split("/")[-1]
+        both = (pattern, path), last_keys
+        return sum(difflib.SequenceMatcher(None, *texts).ratio() for texts in both)
 
     return sorted(paths, key=likeness, reverse=True)[:_SHOWN]

@@ -37,22 +37,20 @@ def renamed(
             """The keyword arguments under their new names."""
             if names.keys().isdisjoint(kwargs):
                 return kwargs
-            given = {*positional[: len(args)], *kwargs}
-            found = {name: value for name, value in kwargs.items() if name not in names}
+            taken = {*positional[: len(args)], *kwargs}
+            renamed_kwargs = {name: x for name, x in kwargs.items() if name not in names}
             for old in filter(names.__contains__, kwargs):
                 renamed_to = names[old]
                 new_ones = renamed_to if isinstance(renamed_to, tuple) else (renamed_to,)
                 for new in new_ones:
-                    if new in given:
+                    if new in taken:
                         problem = f"expected `{new}` alone, which is its new name"
                         raise TypeError(f"{function.__name__}: `{old}`: beside `{new}`, {problem}.")
-                    given.add(new)
-                    found[new] = kwargs[old]
-                _warn(
-                    f"{function.__name__}: `{old}`: an old name",
-                    " and ".join(map("`{}`".format, new_ones)),
-                )
-            return found
+                    taken.add(new)
+                    renamed_kwargs[new] = kwargs[old]
+                expected = " and ".join(map("`{}`".format, new_ones))
+                _warn(f"{function.__name__}: `{old}`: an old name", expected)
+            return renamed_kwargs
 
         return with_arguments(function, new_names)
 
@@ -82,10 +80,9 @@ def with_arguments(
         def bind_partial(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
             return super().bind_partial(*args, **read(args, kwargs))
 
-    own = Signature(
-        list(signature.parameters.values()), return_annotation=signature.return_annotation
-    )
-    call.__signature__ = own  # type: ignore[attr-defined]  # what `inspect` reads
+    parameters = list(signature.parameters.values())
+    what_binds = Signature(parameters, return_annotation=signature.return_annotation)
+    call.__signature__ = what_binds  # type: ignore[attr-defined]  # what `inspect` reads
     return call
 
 

@@ -37,11 +37,11 @@ def automatic_mesh(x: jax.Array) -> Any:
 
 def places(x: jax.Array) -> tuple[tuple[str, ...], ...] | None:
     """For each axis the mesh axes over which it is sharded, if the type of `x` says all of them."""
-    own = jax.typeof(x).sharding
-    kinds = own.mesh.axis_types
+    sharding = jax.typeof(x).sharding
+    kinds = sharding.mesh.axis_types
     if not kinds or any(kind != AxisType.Explicit for kind in kinds):
         return None
-    return tuple(() if p is None else p if isinstance(p, tuple) else (p,) for p in own.spec)
+    return tuple(() if p is None else p if isinstance(p, tuple) else (p,) for p in sharding.spec)
 
 
 def is_on_mesh(x: jax.Array) -> bool:
@@ -123,14 +123,14 @@ def varying_axes(*arrays: Any) -> tuple[str, ...]:
 
     Also of a `jax.ShapeDtypeStruct`.
     """
-    found: set[str] = set()
+    varying: set[str] = set()
     for x in arrays:  # what types say of it is not documented, checked in JAX 0.7 to 0.12
         kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
         if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
-            found.update(() if kind.manual_axis_type is None else kind.manual_axis_type.varying)
+            varying.update(() if kind.manual_axis_type is None else kind.manual_axis_type.varying)
         else:
-            found.update(kind.vma or ())  # JAX 0.7
-    return tuple(sorted(found))
+            varying.update(kind.vma or ())  # JAX 0.7
+    return tuple(sorted(varying))
 
 
 def varying_over(tree: PyTree, names: Sequence[str]) -> PyTree:
@@ -169,17 +169,15 @@ def barrier(tree: PyTree) -> PyTree:
 
     Joined, all results would be typed as varying over the mesh axes over which one does.
     """
-    leaves: list[Any]
-    structure: Any
     leaves, structure = jax.tree.flatten(tree)
     alike: dict[tuple[str, ...], list[int]] = {}
     for i, x in enumerate(leaves):
         alike.setdefault(unknown_axes(x), []).append(i)
-    for own in alike.values():
-        new = jax.lax.optimization_barrier([leaves[i] for i in own])
-        for i, x in zip(own, new, strict=True):
+    for positions in alike.values():
+        new = jax.lax.optimization_barrier([leaves[i] for i in positions])
+        for i, x in zip(positions, new, strict=True):
             leaves[i] = x
-    return structure.unflatten(leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _manual_axes() -> list[str]:

@@ -14,22 +14,24 @@ import optax
 
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.path_rules import shown
+from jgrad._trees.protocols import KeyPath, Leaf
 from jgrad._trees.variables import leaves_with_paths, named_leaves
 
 PyTree = Any
+Structure = Any  # `jax.tree_util.PyTreeDef`, whose methods have no types
 
 
-def is_none(x: Any) -> bool:
+def is_none(x: PyTree) -> bool:
     """What makes `None` a leaf, for JAX's tree functions."""
     return x is None
 
 
-def is_leaf(x: Any) -> bool:
+def is_leaf(x: PyTree) -> bool:
     """What makes `None` and an array in 8 bits leaves, for JAX's tree functions."""
     return x is None or isinstance(x, Blocks)
 
 
-def may_be_function(x: Any) -> bool:
+def may_be_function(x: object) -> bool:
     """Whether `x` can be called. Without parameters nobody knows whether to call it.
 
     No arrays, as variables of flax are, and no rules by path.
@@ -45,7 +47,7 @@ def opened(x: PyTree) -> PyTree:
     return getattr(x, "__jgrad_rules__", x)
 
 
-def is_function(x: Any, params: PyTree) -> bool:
+def is_function(x: PyTree, params: PyTree) -> bool:
     """Whether to call `x`, an option beside `params`: it is callable, and no prefix of them.
 
     Functions may be trees: modules, registered dataclasses, and closures of optimistix. Trees may
@@ -55,12 +57,12 @@ def is_function(x: Any, params: PyTree) -> bool:
     return may_be_function(x) and not (is_tree and is_prefix(x, params))
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:
     """Leaves, `None` and arrays in 8 bits among them, and structure."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
-def map_leaves(f: Callable[[Any], Any], tree: PyTree) -> PyTree:
+def map_leaves(f: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
     """`f` of every leaf but `None`, which stays."""
     leaves, structure = flatten(tree)
     return structure.unflatten([None if x is None else f(x) for x in leaves])
@@ -72,10 +74,10 @@ def paths(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
-def masked_paths(tree: PyTree) -> list[tuple[Any, ...]]:
+def masked_paths(tree: PyTree) -> list[KeyPath]:
     """The paths of leaves and nodes that `optax.masked` or `optax.partition` has taken away."""
 
-    def is_masked(x: Any) -> bool:
+    def is_masked(x: PyTree) -> bool:
         return isinstance(x, optax.MaskedNode)
 
     return [name for _, name, x in named_leaves(tree, is_masked) if is_masked(x)]
@@ -93,22 +95,22 @@ def names(tree: PyTree) -> list[str]:
     leaf is called `params`. Leaves in boxes of linen are called `value` as in files of 1.0, which
     states of `watch` hold.
     """
-    found: dict[str, int] = {}
+    others: dict[str, int] = {}  # how many have taken a name since the first one
     for path, _ in leaves_with_paths(tree, is_leaf, boxes=False):
-        name = own = shown(path) or "params"
-        while own in found:
-            found[name] += 1
-            own = f"{name}#{found[name]}"
-        found[own] = 0
-    return list(found)
+        name = unique = shown(path) or "params"
+        while unique in others:
+            others[name] += 1
+            unique = f"{name}#{others[name]}"
+        others[unique] = 0
+    return list(others)
 
 
 def children(node: PyTree) -> list[tuple[Any, PyTree]] | None:
     """The (key, child) pairs one level below `node`; None for a leaf."""
     if is_leaf(node) or jax.tree_util.all_leaves([node]):
         return None
-    pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    return [(path[0], child) for path, child in pairs]
+    below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+    return [(path[0], child) for path, child in below]
 
 
 def is_prefix(prefix: PyTree, tree: PyTree) -> bool:
@@ -120,7 +122,7 @@ def is_prefix(prefix: PyTree, tree: PyTree) -> bool:
     return True
 
 
-def broadcast(prefix: PyTree, tree: PyTree) -> list[Any]:
+def broadcast(prefix: PyTree, tree: PyTree) -> list[Leaf]:
     """For each leaf of `tree`, the leaf of `prefix` that stands for it."""
     leaves, structure = flatten(prefix)
     return repeat(leaves, _counts(structure, tree))
@@ -136,7 +138,7 @@ class Aligned(NamedTuple):
     """
 
     counts: list[list[int]]
-    structure: Any
+    structure: Structure
     finest: int
 
 
@@ -145,19 +147,22 @@ def align(*trees: PyTree) -> Aligned | None:
     structures = [flatten(tree)[1] for tree in trees]
     for finest in sorted(range(len(trees)), key=lambda i: -structures[i].num_nodes):
         tree, structure = trees[finest], structures[finest]
-        pairs = list(zip(trees, structures, strict=True))
-        if all(s == structure or is_prefix(t, tree) for t, s in pairs):
-            counts = [[1] * s.num_leaves if s == structure else _counts(s, tree) for _, s in pairs]
+        both = zip(trees, structures, strict=True)
+        if all(other == structure or is_prefix(prefix, tree) for prefix, other in both):
+            counts = [
+                [1] * other.num_leaves if other == structure else _counts(other, tree)
+                for other in structures
+            ]
             return Aligned(counts, structure, finest)
     return None
 
 
-def repeat(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+def repeat(leaves: Sequence[Leaf], counts: Sequence[int]) -> list[Leaf]:
     """Each leaf as often as it has leaves of a finer tree below it."""
     return [leaf for leaf, count in zip(leaves, counts, strict=True) for _ in range(count)]
 
 
-def _counts(prefix: Any, tree: PyTree) -> list[int]:
+def _counts(prefix: Structure, tree: PyTree) -> list[int]:
     return [flatten(subtree)[1].num_leaves for subtree in prefix.flatten_up_to(tree)]
 
 
@@ -166,7 +171,7 @@ def differences(
 ) -> Iterator[str]:
     """Where two trees differ in structure: a phrase per place, each naming a path."""
 
-    def compare(a: PyTree, b: PyTree, path: tuple[Any, ...]) -> Iterator[str]:
+    def compare(a: PyTree, b: PyTree, path: KeyPath) -> Iterator[str]:
         inner_a, inner_b = children(a), children(b)
         if inner_a is None and (inner_b is None or a_may_be_prefix):
             return
@@ -193,7 +198,7 @@ def differences(
 
 def _static(node: PyTree) -> Any:
     """What a node holds beside its children, as the layout of a `Packed`."""
-    structure: Any = jax.tree.structure(node, is_leaf=lambda x: x is not node)
+    structure: Structure = jax.tree.structure(node, is_leaf=lambda x: x is not node)
     return structure.node_data()[1]
 
 

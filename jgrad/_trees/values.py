@@ -4,7 +4,6 @@ As in `checks`, a `ValueError` is about the value, a `TypeError` about the kind 
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,7 @@ def no_out(function: str, out: object) -> None:
         )
 
 
-def count(function: str, name: str, value: Any, low: int = 1) -> None:
+def count(function: str, name: str, value: object, low: int = 1) -> None:
     """An int of at least `low`."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise TypeError(f"{function}: `{name}`: {describe(value)}, expected an int.")
@@ -45,14 +44,14 @@ def boolean(function: str, name: str, value: object) -> None:
         raise TypeError(f"{function}: `{name}`: {describe(value)}, expected True or False.")
 
 
-def flag(function: str, name: str, x: Any) -> None:
+def flag(function: str, name: str, x: object) -> None:
     """None, or one bool, which may be traced."""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())
     if not (x is None or isinstance(x, bool) or (dtype == jnp.bool_ and shape == ())):
         raise TypeError(f"{function}: `{name}`: {describe(x)}, expected None or one bool.")
 
 
-def axis_names(function: str, name: str, value: Any) -> tuple[str, ...]:
+def axis_names(function: str, name: str, value: object) -> tuple[str, ...]:
     """The name of a mesh axis, or a tuple of different ones, as a tuple."""
     names = value if isinstance(value, tuple) else (value,)
     if not (names and all(isinstance(axis, str) for axis in names)):

@@ -8,41 +8,39 @@ the scales; inside of an update it is one variable, where the parameter has one.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._trees.blocks import Blocks
-
-PyTree = Any
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 # Where variables of nnx name the mesh axes of each axis: the first two up to flax 0.11.
 _SHARDINGS = ("sharding", "sharding_names", "out_sharding", "optimizer_sharding")
 
 
-def is_variable(x: Any) -> bool:
+def is_variable(x: object) -> bool:
     """Whether `x` is a variable of nnx. One that is no node is an array for this library."""
-    return _says(x, "get_metadata", "from_metadata") and _has_value(x)
+    kind = type(x)
+    says_it = hasattr(kind, "get_metadata") and hasattr(kind, "from_metadata")
+    return says_it and _has_value(x)
 
 
-def is_box(x: Any) -> bool:
+def is_box(x: object) -> bool:
     """Whether `x` is a box of linen, such as `nn.Partitioned`, or a variable of nnx."""
-    return is_variable(x) or (_says(x, "unbox", "replace_boxed") and _has_value(x))
+    kind = type(x)
+    says_it = hasattr(kind, "unbox") and hasattr(kind, "replace_boxed")
+    return is_variable(x) or (says_it and _has_value(x))
 
 
-def _says(x: Any, *attributes: str) -> bool:
-    return all(hasattr(type(x), name) for name in attributes)
-
-
-def _has_value(x: Any) -> bool:
-    pairs = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
-    return [[getattr(key, "name", None) for key in path] for path, _ in pairs] == [["value"]]
+def _has_value(x: PyTree) -> bool:
+    children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
+    return [[getattr(key, "name", None) for key in path] for path, _ in children] == [["value"]]
 
 
 def leaves_with_paths(
-    tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False, *, boxes: bool = True
-) -> list[tuple[tuple[Any, ...], Any]]:
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] = lambda x: False, *, boxes: bool = True
+) -> list[tuple[KeyPath, Leaf]]:
     """As JAX's function has them, but what a variable holds has the path of the variable.
 
     Args:
@@ -51,27 +49,27 @@ def leaves_with_paths(
       boxes: whether so has what is in boxes of linen.
     """
     is_node = is_box if boxes else is_variable
-    found = []
+    leaves: list[tuple[KeyPath, Leaf]] = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, lambda x: is_leaf(x) or is_node(x)):
         if is_leaf(x) or not is_node(x):
-            found.append((path, x))
+            leaves.append((path, x))
         else:
             inside = jax.tree_util.tree_leaves_with_path(x, is_leaf)
-            found += [((*path, *inner[1:]), leaf) for inner, leaf in inside]
-    return found
+            leaves += [((*path, *inner[1:]), leaf) for inner, leaf in inside]
+    return leaves
 
 
 def named_leaves(
-    tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False
-) -> list[tuple[tuple[Any, ...], tuple[Any, ...], Any]]:
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] = lambda x: False
+) -> list[tuple[KeyPath, KeyPath, Leaf]]:
     """(path, name, leaf) of each leaf: the name of the array of a variable is the variable's path.
 
     An attribute `value` of any other node is a name of a model. What a tree in a variable holds has
     all of its path, as in files.
     """
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    both = zip(pairs, leaves_with_paths(tree, is_leaf), strict=True)
-    return [(path, own if own == path[:-1] else path, x) for (path, x), (own, _) in both]
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    both = zip(leaves, leaves_with_paths(tree, is_leaf), strict=True)
+    return [(path, name if name == path[:-1] else path, x) for (path, x), (name, _) in both]
 
 
 # ---- arrays in 8 bits --------------------------------------------------------------------------
@@ -80,10 +78,10 @@ def named_leaves(
 def blocks_of_variables(tree: PyTree) -> PyTree:
     """The tree with `Blocks` of variables for variables of `Blocks`, as users see it."""
 
-    def holds_blocks(x: Any) -> bool:
+    def holds_blocks(x: PyTree) -> bool:
         return is_box(x) and isinstance(_value(x), Blocks)
 
-    def turned(x: Any) -> Any:
+    def turned(x: PyTree) -> PyTree:
         if not holds_blocks(x):
             return x
         blocks = _value(x)
@@ -96,60 +94,55 @@ def blocks_of_variables(tree: PyTree) -> PyTree:
 def variables_of_blocks(tree: PyTree) -> PyTree:
     """The tree with variables of `Blocks` for `Blocks` of variables; the same if there are none."""
 
-    def turned(x: Any) -> Any:
+    def turned(x: PyTree) -> PyTree:
         if not _has_variables(x):
             return x
         scale = _value(x.scale) if is_box(x.scale) else x.scale
         return _with_value(x.codes, x._replace(codes=_value(x.codes), scale=scale))
 
-    nodes = jax.tree.leaves(tree, is_leaf=_has_variables)
-    if not any(map(_has_variables, nodes)):
+    if not any(map(_has_variables, jax.tree.leaves(tree, is_leaf=_has_variables))):
         return tree
     return jax.tree.map(turned, tree, is_leaf=_has_variables)
 
 
 def in_form_of(tree: PyTree, turned: PyTree) -> PyTree:
     """What was made of `variables_of_blocks(tree)`, in the form of `tree`; both have one order."""
-    structure: Any = jax.tree.structure(tree)
-    return structure.unflatten(jax.tree.leaves(turned))
+    return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(turned))
 
 
-def _has_variables(x: Any) -> bool:
+def _has_variables(x: PyTree) -> bool:
     return isinstance(x, Blocks) and is_box(x.codes)
 
 
-def _structure(box: Any) -> Any:
-    return jax.tree.structure(box, is_leaf=lambda x: x is not box)
-
-
-def _value(box: Any) -> Any:
+def _value(box: PyTree) -> Leaf:
     return jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
 
 
-def _with_value(box: Any, x: Any) -> Any:
-    """The same box of something else; nothing is done to that, as a factory of flax might."""
-    return _structure(box).unflatten([x])
+def _with_value(box: PyTree, x: PyTree) -> PyTree:
+    """A box like another, of something else; nothing is done to that, as flax might."""
+    return jax.tree.map(lambda _: x, box, is_leaf=lambda y: y is not box)
 
 
-def _of_scale(box: Any, blocks: Blocks) -> Any:
+def _of_scale(box: PyTree, blocks: Blocks) -> PyTree:
     """The box of the scales, from that of the codes: sharded along the axes that both have."""
 
-    def own(names: Any) -> Any:
+    def of_scale(names: object) -> object:
         if isinstance(names, NamedSharding):
-            return NamedSharding(names.mesh, own(names.spec), memory_kind=names.memory_kind)
+            spec = PartitionSpec(*_names_of_scale(tuple(names.spec), blocks))
+            return NamedSharding(names.mesh, spec, memory_kind=names.memory_kind)
         if isinstance(names, PartitionSpec):
-            return PartitionSpec(*own(tuple(names)))
+            return PartitionSpec(*_names_of_scale(tuple(names), blocks))
         return _names_of_scale(names, blocks) if isinstance(names, (tuple, list)) else names
 
     if not is_variable(box):
         changed = _with_value(box, blocks.scale)
-        return changed.replace(names=own(box.names)) if hasattr(box, "names") else changed
+        return changed.replace(names=of_scale(box.names)) if hasattr(box, "names") else changed
     metadata = dict(box.get_metadata())
-    named = {key: own(metadata[key]) for key in _SHARDINGS if key in metadata}
+    named = {key: of_scale(metadata[key]) for key in _SHARDINGS if key in metadata}
     return type(box).from_metadata(blocks.scale, metadata | named)
 
 
-def _names_of_scale(names: Sequence[Any], blocks: Blocks) -> tuple[Any, ...]:
+def _names_of_scale(names: Sequence[object], blocks: Blocks) -> tuple[object, ...]:
     """None for an axis along which blocks lie, and where the array was flattened."""
     codes, scale = blocks.codes.shape, blocks.scale.shape
     known = zip(names, codes, scale, strict=False) if len(scale) >= len(codes) else ()

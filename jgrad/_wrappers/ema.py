@@ -17,6 +17,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
@@ -24,6 +25,7 @@ from jgrad._wrappers.inside import WrapperInputs
 _NAME = "ema"
 
 
+@state_of("ema", average="weights")
 class EmaState(NamedTuple):
     """State of `ema`. The field names are a file format: checkpoints hold them.
 
@@ -39,9 +41,6 @@ class EmaState(NamedTuple):
 
     done: jax.Array
     average: PyTree
-
-
-EmaState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 @explained

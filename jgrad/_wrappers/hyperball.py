@@ -23,6 +23,7 @@ from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.inside import WrapperInputs
@@ -30,6 +31,7 @@ from jgrad._wrappers.inside import WrapperInputs
 _NAME = "hyperball"
 
 
+@state_of("hyperball", done="step", radius="like")
 class HyperballState(NamedTuple):
     """State of `hyperball`. The field names are a file format: checkpoints hold them.
 
@@ -57,9 +59,6 @@ class HyperballState(NamedTuple):
         """A line for each leaf that keeps its norm: its path, its matrices, and their norms."""
         pairs = variables.leaves_with_paths(self.radius)
         return path_rules.table([_row(path_rules.shown(path), np.asarray(r)) for path, r in pairs])
-
-
-HyperballState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 def _row(name: str, radius: np.ndarray) -> tuple[str, ...]:

@@ -3,14 +3,8 @@
 Between two wrappers there may be transformations of other libraries. They hold the state of what is
 inside, as a part of their own, and most of them hand extra arguments on. So a wrapper never asks
 which transformation is inside. It tells what it knows in extra arguments, and is right where they
-do not arrive. And it asks the state, whose parts may say three things by attributes of their types:
-
-- `__jgrad_unrounded__`, any: gradients are wanted in float32, before they are rounded.
-- `__jgrad_rejected__(new, finite)`: gradients that are not finite are left out by the wrapper whose
-  state this is. The method returns what stays of both states if the update is rejected as a whole;
-  `finite` says whether the gradients are, and is None where all of the state is this part. Such a
-  state has a field `total`, their sum.
-- `__jgrad_report__()`: the method returns arrays by name, for `report`.
+do not arrive. And it asks the state, whose parts may say things by attributes of their types: which
+they are, and what they promise, is in `jgrad/_trees/protocols.py`.
 """
 
 import types

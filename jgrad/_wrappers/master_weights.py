@@ -15,6 +15,7 @@ from jgrad._kernels.moment import kept
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
@@ -22,6 +23,7 @@ from jgrad._wrappers.inside import WrapperInputs
 _NAME = "master_weights"
 
 
+@state_of("master_weights", master="weights")
 class MasterState(NamedTuple):
     """State of `master_weights`. The field names are a file format: checkpoints hold them.
 
@@ -45,9 +47,6 @@ class MasterState(NamedTuple):
     def __jgrad_unrounded__(self) -> bool:
         """Says that `accumulate` is to hand on means in float32."""
         return True
-
-
-MasterState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 @explained

@@ -19,6 +19,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import devices, inside, parameters
 from jgrad._wrappers.inside import WrapperInputs
@@ -28,6 +29,7 @@ _LARGEST = 2.0**96  # of a weight; 2^31 of them can be added in float32
 _POWERS = 4.0  # to which 2^24 steps have no larger weight
 
 
+@state_of("schedule_free", z="weights", average="weights")
 class ScheduleFreeState(NamedTuple):
     """State of `schedule_free`. The field names are a file format: checkpoints hold them.
 
@@ -54,9 +56,6 @@ class ScheduleFreeState(NamedTuple):
     z: PyTree
     average: PyTree
     inner: PyTree
-
-
-ScheduleFreeState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 @explained

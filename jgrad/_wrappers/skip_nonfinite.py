@@ -19,6 +19,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside, parameters, rejecting
@@ -28,6 +29,7 @@ _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
 
 
+@state_of("skip_nonfinite", loss_scale="like")
 class SkipState(NamedTuple):
     """State of `skip_nonfinite`. The field names are a file format: checkpoints hold them.
 
@@ -55,9 +57,6 @@ class SkipState(NamedTuple):
     def __jgrad_report__(self) -> dict[str, jax.Array]:
         """What `report` reads."""
         return {"skipped": self.skipped, "loss_scale": self.loss_scale}
-
-
-SkipState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 @renamed(norm_axes="mesh_axes")

@@ -16,6 +16,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, trees, values
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import devices, inside, rejecting
 from jgrad._wrappers.finite import computed_once
@@ -25,6 +26,7 @@ _DEVIATION = 1.4826  # standard deviations of a normal distribution in its MAD
 _LEAST = 4  # losses in a window: one loss is a quarter of it
 
 
+@state_of("skip_spikes")
 class SpikeState(NamedTuple):
     """State of `skip_spikes`. The field names are a file format: checkpoints hold them.
 
@@ -54,9 +56,6 @@ class SpikeState(NamedTuple):
     def __jgrad_report__(self) -> dict[str, jax.Array]:
         """Counts for `report`."""
         return {"spikes": self.skipped, "spike_restarts": self.restarts}
-
-
-SpikeState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 @explained

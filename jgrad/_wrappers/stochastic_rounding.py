@@ -20,6 +20,7 @@ from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import by_old_name
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
@@ -29,6 +30,7 @@ _NAME = "stochastic_rounding"
 _PURPOSE = 2  # weights; moments are rounded with other bits
 
 
+@state_of("stochastic_rounding")
 class StochasticState(NamedTuple):
     """State of `stochastic_rounding`. The field names are a file format: checkpoints hold them.
 
@@ -55,9 +57,6 @@ class StochasticState(NamedTuple):
     def __jgrad_unrounded__(self) -> bool:
         """Says that `accumulate` is to hand on means in float32."""
         return True
-
-
-StochasticState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 @explained

@@ -16,6 +16,7 @@ from jgrad._layers.layer_axes import axis_exists, read_mesh_axes
 from jgrad._packed import packing
 from jgrad._trees import shardings, trees, values
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import choices, devices, inside, measures
 from jgrad._wrappers.inside import WrapperInputs
@@ -26,6 +27,7 @@ _CALLS, _MEASURED = "calls", "measured"
 _VALUE = re.compile(r"(?P<kind>[^/]*)/(?P<path>(?P<leaf>.*)/value)(?P<count>(#\d+)?)")
 
 
+@state_of("watch", report="measured")
 class WatchState(NamedTuple):
     """State of `watch`. The field names are a file format: checkpoints hold them.
 
@@ -47,9 +49,6 @@ class WatchState(NamedTuple):
     def __jgrad_report__(self) -> dict[str, jax.Array]:
         """What `report` reads."""
         return self.report
-
-
-WatchState.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
 @explained

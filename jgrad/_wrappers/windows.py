@@ -9,10 +9,12 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._trees import checks, trees, values
+from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 
 
+@state_of("accumulate", total="sum")
 class AccumulateState(NamedTuple):
     """State of `accumulate`. The field names are a file format: checkpoints hold them.
 
@@ -65,6 +67,7 @@ class AccumulateState(NamedTuple):
         return without_window(self, new, finite)
 
 
+@state_of("accumulate", total="sum")
 class WeightedAccumulateState(NamedTuple):
     """State of `accumulate(..., weighted=True)`. The field names are a file format.
 
@@ -90,8 +93,6 @@ class WeightedAccumulateState(NamedTuple):
     weight: jax.Array
 
 
-for _kind in (AccumulateState, WeightedAccumulateState):
-    _kind.__module__ = "jgrad"  # where users import it from, and what a pickle names
 for _name in ("gradient_step", "has_updated", inside.REPORT, inside.REJECTED):
     # A `NamedTuple` inherits from no other.
     setattr(WeightedAccumulateState, _name, vars(AccumulateState)[_name])

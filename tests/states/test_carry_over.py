@@ -578,21 +578,18 @@ def test_offloaded():
 
 
 def test_the_account_is_short():
-    """A line for what went one way, and few for what is scattered."""
+    """A line for the leaves of a part that went one way: one of them and a count, or the part."""
     w = {f"layer_{i}": {"w": jnp.ones((4, 3)), "b": jnp.ones(3)} for i in range(150)}
     masks = {name: {"w": True, "b": False} for name in w}
     muon = jgrad.muon(1e-2, matrices=masks, adam_learning_rate=1e-3)
     _, account = carried(make().init(w), muon, w)
-    lines = str(account).splitlines()
     assert len(account.kept) == 451
-    assert len(lines) == 14
-    assert lines[:4] == [
+    assert str(account).splitlines() == [
         "kept       step",
         "kept       mw, 300 leaves",
-        "kept       vw/layer_0/b",
-        "kept       vw/layer_1/b",
+        "kept       vw/layer_0/b and 149 more",
+        "dropped    vw/layer_0/w and 149 more",
     ]
-    assert lines[-1] == "dropped    and 145 more of vw"
     assert str(carried(make().init(w), make(), w)[1]) == (
         "kept       step\nkept       mw, 300 leaves\nkept       vw, 300 leaves"
     )
@@ -606,8 +603,7 @@ def test_strict():
         "from like  skip_nonfinite.loss_scale: 1; `like=tx.init(params)` has others\n"
         "zero       skip_nonfinite.skipped\n"
         "zero       skip_nonfinite.streak\n"
-        "dropped    vw/layers/0/w\n"
-        "dropped    vw/layers/1/w",
+        "dropped    vw/layers/0/w and 1 more",
         lambda: carried(make().init(W), tx, strict=True),
     )
     scaled = jgrad.skip_nonfinite(make(), loss_scale=2.0**15)

@@ -479,7 +479,9 @@ def test_one_moment_of_another_unit_excuses_no_other():
     for names in "h", "hxyz", "hpqrxyz":  # a part of it, all of it, and more
         _, account = jgrad.carry_over(old, like=adam.init(of_leaves(names)))
         assert {*account.dropped} == {"mw/h", "mw/x", "mw/y", "mw/z"}
-        assert "mw/h: sums of updates, where `like` has averages of gradients" in str(account)
+        leaves = "mw/h" if names == "h" else "mw/h and 3 more"
+        why = "sums of updates, where `like` has averages of gradients"
+        assert f"dropped    {leaves}: {why}" in str(account).splitlines()
     belief = optax.adabelief(0.1).init(of_leaves("hx"))
     _, account = jgrad.carry_over(belief, like=adam.init(of_leaves("hp")))
     assert "mw/h" in account.kept  # beside a second moment of another unit
@@ -505,11 +507,9 @@ def test_what_the_account_says():
     )
     assert str(jgrad.carry_over(descent, like=adam, old_momentum="steps")[1]) == (
         "kept       step\n"
-        "zero       mw/b\n"
-        "zero       mw/w\n"
+        "zero       mw/b and 1 more\n"
         "zero       vw, 2 leaves\n"
-        "dropped    mw/b: sums of steps, where `like` has averages of gradients\n"
-        "dropped    mw/w: sums of steps, where `like` has averages of gradients\n"
+        "dropped    mw/b and 1 more: sums of steps, where `like` has averages of gradients\n"
         "note       vw of 2 leaves: zero beside a step that is kept, which schedules and bias "
         "correction count: Adam's first 100 steps there are up to 6.6 times too long (betas 0.9, "
         "0.999). Warm up their rate, or set `step` to 0."

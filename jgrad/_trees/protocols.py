@@ -1,0 +1,112 @@
+"""Types: aliases, and the `__jgrad_*__` protocols by which objects say something of themselves.
+
+Between two wrappers there may be transformations of other libraries, and a state may come from one.
+So nobody asks which type an object has, but whether its type has one of these attributes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import jax
+
+PyTree = Any
+Leaf = Any  # an array or a number, `Blocks`, a shape, None, or what else a model has
+KeyPath = tuple[Any, ...]  # as JAX's tree functions return it
+
+
+class Ruled(Protocol):
+    """What `by_path` returns: a function to optax, and a tree of rules to jgrad's options."""
+
+    __jgrad_rules__: PyTree
+
+
+class Differing(Protocol):
+    """Static data of a node, such as the layout of packed parameters."""
+
+    def __jgrad_differences__(self, other: Any, name: str, other_name: str) -> Iterator[str]:
+        """Where it differs from another, in phrases for messages."""
+
+
+class Unrounded(Protocol):
+    """A state whose wrapper wants gradients in float32, before they are rounded."""
+
+    @property
+    def __jgrad_unrounded__(self) -> bool: ...
+
+
+class Rejecting(Protocol):
+    """A state whose wrapper leaves out gradients that are not finite.
+
+    It has a field `total`, the sum of the others.
+    """
+
+    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
+        """What stays of this state and the new one if the update is rejected as a whole.
+
+        `finite` says whether the gradients are; None where all of the state is this part.
+        """
+
+
+class Reporting(Protocol):
+    """A state that has something to say to `report`."""
+
+    def __jgrad_report__(self) -> Mapping[str, jax.Array]:
+        """Arrays by name."""
+
+
+# What a field of a state holds, for `carry_over`, where an old state does not have it:
+# - step: the updates that an optimizer counts; moment: of the gradients
+# - weights: a copy or an average of the parameters, which starts as these are
+# - sum, zero: gradients of a window, or a number; both start at zero
+# - like: what starts as `init` makes it; measured: what the next update measures again
+# - inside: the state of what is inside
+Role = Literal["step", "moment", "weights", "sum", "zero", "like", "measured", "inside"]
+
+
+class Parts(NamedTuple):
+    """What the fields of a state are.
+
+    Attributes:
+      kind: of wrapper or optimizer.
+      roles: of fields, by their names.
+      names: jgrad's names of fields that are called otherwise, as optax's or those of old versions.
+      others: the role of fields that are not named.
+    """
+
+    kind: str
+    roles: Mapping[str, Role]
+    names: Mapping[str, str] = {}
+    others: Role = "zero"
+
+
+class Declared(Protocol):
+    """A state that says what its fields are."""
+
+    __jgrad_parts__: Parts
+
+
+_State = TypeVar("_State")
+STATES: list[Parts] = []  # all that are declared, by which `carry_over` reads files
+
+
+def state_of(kind: str, **roles: Role) -> Callable[[type[_State]], type[_State]]:
+    """A state type of jgrad, a `NamedTuple`, which says what its fields are.
+
+    Its module becomes the one that users import it from, and that a pickle names.
+
+    Args:
+      kind: the name of the wrapper, or "moments".
+      roles: of the fields. One that is not named is a number that starts at zero, and `inner` is
+        the state of what is inside.
+    """
+
+    def declared(state: type[_State]) -> type[_State]:
+        names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
+        others: dict[str, Role] = {x: "inside" if x == "inner" else "zero" for x in names}
+        parts = Parts(kind, others | roles)
+        STATES.append(parts)
+        state.__module__ = "jgrad"
+        state.__jgrad_parts__ = parts  # type: ignore[attr-defined]  # as `Declared` has it
+        return state
+
+    return declared
