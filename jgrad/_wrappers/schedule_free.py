@@ -20,8 +20,8 @@ from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import devices, inside, parameters
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers import decisions, inside, parameters
+from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "schedule_free"
 _LARGEST = 2.0**96  # of a weight; 2^31 of them can be added in float32
@@ -135,7 +135,7 @@ def schedule_free(
         inner = tx.init(_with(copies(), params))
         scalars = counter(params), zero, jnp.array(zero)
         state = ScheduleFreeState(*scalars, copies(), copies(), inner)
-        return devices.as_updated(_NAME, state, update, params)  # a rate of each device's own
+        return decisions.as_updated(_NAME, state, update, params)  # a rate of each device's own
 
     def update(
         updates: PyTree,

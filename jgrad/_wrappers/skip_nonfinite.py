@@ -20,8 +20,9 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, devices, inside, parameters, rejecting
-from jgrad._wrappers.finite import all_finite, stays_finite
+from jgrad._wrappers import decisions, inside, parameters, rejecting
+from jgrad._wrappers.decisions import all_finite, stays_finite
+from jgrad._wrappers.rejecting import Rejecting
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -128,60 +129,30 @@ def skip_nonfinite(
         one = counter(params, 1).astype(jnp.float32)
         scale = one * jnp.asarray(scale, jnp.float32)
         state = SkipState(counter(params), tx.init(params), counter(params), scale)
-        return devices.as_updated(_NAME, state, update, params, mesh_axes)
+        return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
         inside.check_state(_NAME, state, SkipState)
         inputs = Inputs(_NAME, updates, params)
-        sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
+        sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
         unscaled = updates
         if loss_scale is not None:
             unscaled = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
-        finite = all_finite(inputs.g, sharded_over)
-        leaves_out = rejecting.leaves_out(state.inner)
-        outer = rejecting.outer_commit(extra_args, state.inner)
-        if leaves_out:
-            if branch:
-                raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
-            known = extra_args.get("finite")
-            values.flag(_NAME, "finite", known)
-            finite = finite if known is None else finite & known
-        if branch:
-            if outer is not None:
-                finite = devices.agreed(finite & outer.flag, sharded_over)
-
-            def take(noting: dict[str, Any]) -> tuple[PyTree, PyTree]:
-                steps, inner = tx.update(unscaled, state.inner, params, **extra_args, **noting)
-                steps = inputs.directions(trees.flatten(steps)[0])
-                return steps, choices.in_dtypes(inner, state.inner)
-
-            steps, inner = choices.noted_branch(
-                extra_args.pop("notes", None), finite, take, lambda: (inputs.zeros(), state.inner)
-            )
-        else:
-            agreed = functools.partial(devices.agreed, mesh_axes=sharded_over)
-            commit = Commit(unscaled, finite, agreed, outer)
-            extra_args["commit"] = commit.for_windows() if leaves_out else commit
-            if leaves_out:
-                extra_args["finite"] = commit.flag
-            steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
-            if leaves_out:
-                state = state._replace(inner=inside.with_sums(state.inner, inner))
-            finite, steps, inner = _chosen(
-                commit, inputs, steps, inner, state.inner, sharded_over, leaves_out
-            )
+        around = Rejecting.of(inputs, state.inner, extra_args)
+        take = _in_branch if branch else _committed
+        finite, steps, inner, old = take(around, tx, unscaled, state.inner, params, sharded_over)
         skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
         if loss_scale is not None:
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
-        old = state.skipped, state.streak, state.loss_scale
-        skipped, streak, scale = rejecting.counted(outer, (skipped, streak, scale), old)
+        before = state.skipped, state.streak, state.loss_scale
+        skipped, streak, scale = around.counted((skipped, streak, scale), before)
         new = SkipState(skipped, inner, streak, scale)
-        if outer is not None and not (branch and outer.clips):
-            rejecting.tell(outer, steps, new, state)
+        if around.outer is not None and not (branch and around.outer.clips):
+            around.tell(steps, new, state._replace(inner=old))
         return steps, new
 
     return pair(init, update, _NAME)
@@ -195,47 +166,81 @@ def _check_scale(loss_scale: Scalar) -> None:
     numbers.scalar(_NAME, "loss_scale", loss_scale)
 
 
-def _chosen(
-    commit: Commit,
-    inputs: Inputs,
-    steps: PyTree,
-    new: PyTree,
+def _in_branch(
+    around: Rejecting,
+    tx: optax.GradientTransformationExtraArgs,
+    gradients: PyTree,
     old: PyTree,
+    params: PyTree,
     mesh_axes: tuple[str, ...],
-    leaves_out: bool,
-) -> tuple[jax.Array, PyTree, PyTree]:
-    """Whether the step is finite; and then it and the new state, else zeros and the old state.
+) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
+    """Whether gradients are finite, alone; and updates, new and old state from a branch by that."""
+    if around.leaves_out:
+        raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
+    inputs, extra_args = around.inputs, around.extra_args
+    finite = all_finite(inputs.g, mesh_axes)
+    if around.outer is not None:
+        finite = decisions.agreed(finite & around.outer.flag, mesh_axes)
+    notes = extra_args.pop("notes", None)
+
+    def take(noting: dict[str, Any]) -> tuple[tuple[PyTree, PyTree], None]:
+        steps, new = tx.update(gradients, old, params, **extra_args, **noting)
+        steps = inputs.directions(trees.flatten(steps)[0])
+        return (steps, decisions.in_dtypes(new, old)), None
+
+    results, _ = decisions.noted_branch(notes, finite, take, lambda: (inputs.zeros(), old))
+    return finite, *results, old
+
+
+def _committed(
+    around: Rejecting,
+    tx: optax.GradientTransformationExtraArgs,
+    gradients: PyTree,
+    old: PyTree,
+    params: PyTree,
+    mesh_axes: tuple[str, ...],
+) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
+    """Whether gradients and results are finite; and updates, new and old state chosen by that.
 
     Only what is not settled is looked at. If something inside leaves out gradients that are not
     finite, a call with such gradients is taken, too, as long as its results are finite.
     """
-    if not commit.has_settled(steps):
-        steps = inputs.directions(trees.flatten(steps)[0])
+    finite = all_finite(around.inputs.g, mesh_axes)
+    if around.finite is not None:
+        finite &= around.finite
+    agreed = functools.partial(decisions.agreed, mesh_axes=mesh_axes)
+    commit = Commit(gradients, finite, agreed, around.outer)
+    extra = {"finite": commit.flag} if around.leaves_out else {}
+    steps, new, old = around.hand_over(tx, commit, gradients, old, params, **extra)
     unknown = [None if commit.has_settled(u) else u for u in trees.flatten(steps)[0]]
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    states = [(n, o) for n, o in pairs if not commit.has_kept(n, o)]
+    states = [
+        (n, o)
+        for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if not commit.has_kept(n, o)
+    ]
     works: Any = True
     if states or any(u is not None for u in unknown):
-        works = _works(inputs, unknown, states, mesh_axes)
-    finite = use = commit.flag & works
-    if leaves_out:
-        use, old = works, inside.rejected(old, new, commit.flag)
-    pair_of = (steps, new), (inputs.zeros(), old)
-    return finite, *rejecting.chosen(commit, use, *pair_of, settles=works is True)
+        works = _works(around.inputs, unknown, states, mesh_axes)
+    finite = commit.flag & works
+    use, kept = finite, old
+    if around.leaves_out:
+        use, kept = works, rejecting.rejected(old, new, commit.flag)
+    steps, new = around.chosen(commit, use, (steps, new), kept, settles=works is True)
+    return finite, steps, new, old
 
 
 def _works(
     inputs: Inputs,
-    steps: list[Any],
-    states: list[tuple[Any, Any]],
+    steps: list[jax.Array | None],
+    states: list[tuple[jax.Array, jax.Array]],
     mesh_axes: tuple[str, ...],
 ) -> jax.Array:
     """Whether steps are finite, and states and parameters stay so; settled steps are None."""
     works = all_finite(steps, mesh_axes)
     works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
     if inputs.w is not None:
-        pairs = zip(steps, inputs.reference.leaves, strict=True)
-        params = [None if u is None else p for u, p in pairs]
+        stepped = zip(steps, inputs.reference.leaves, strict=True)
+        params = [None if u is None else p for u, p in stepped]
         works &= stays_finite(parameters.applied(params, steps), params, mesh_axes)
     return works
 

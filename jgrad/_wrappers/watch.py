@@ -18,8 +18,8 @@ from jgrad._packed import packing
 from jgrad._trees import shardings, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, devices, inside, measures
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers import decisions, inside, measures
+from jgrad._wrappers.hand_over import WrapperInputs
 from jgrad._wrappers.measures import Numbers
 
 _NAME = "watch"
@@ -149,7 +149,7 @@ def watch(
         report = {key: counter(params) for key in (_CALLS, _MEASURED)}
         zero = counter(params)
         # Rates and the like may be those of each model, too.
-        names = devices.axes_of_models(_NAME, params, mesh_axes)
+        names = decisions.axes_of_models(_NAME, params, mesh_axes)
         for key, x in form.items():
             number = numerics.zeros_like(jnp.broadcast_to(zero, x.shape), x.dtype)
             own = names + shardings.varying_axes(x)
@@ -201,7 +201,7 @@ def watch(
         else:
             others = {key: x for key, x in extra_args.items() if key != "commit"}
             is_next = (calls == 1) | (calls % every == 0)
-            report = choices.branch(is_next, lambda: measured(others)[1], lambda: old)
+            report = decisions.branch(is_next, lambda: measured(others)[1], lambda: old)
             inputs = WrapperInputs(_NAME, updates, params, extra_args)
             later = inputs.gradients(_after(report[_MEASURED], inputs.g))
             steps, inner = inputs.hand_over(tx, later, state.inner, params, stay_finite=True)
