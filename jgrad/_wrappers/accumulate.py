@@ -1,6 +1,5 @@
 """Gradients of several mini-batches for one update: `accumulate`, and its states."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -216,45 +215,18 @@ def accumulate(
     values.boolean(_NAME, "weighted", weighted)
     values.boolean(_NAME, "mean", mean)
     read_mesh_axes(_NAME, mesh_axes)
-    options = _Accumulate(tx, every, check_finite, weighted, mesh_axes, mean)
-    return pair(options.init, options.update, _NAME)
+    kind: Any = WeightedAccumulateState if weighted else AccumulateState
+    has_windows = callable(every) or every > 1
 
-
-# ---- one call ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Accumulate:
-    """The pair of functions, of the options of `accumulate`."""
-
-    tx: optax.GradientTransformationExtraArgs
-    every: Every
-    check_finite: bool
-    weighted: bool
-    mesh_axes: PyTree
-    mean: bool
-
-    @property
-    def kind(self) -> Any:
-        """The type of the state."""
-        return WeightedAccumulateState if self.weighted else AccumulateState
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether there are windows of several mini-batches in a training without `emit`."""
-        return callable(self.every) or self.every > 1
-
-    def init(self, params: PyTree) -> Any:
-        """The state before the first mini-batch."""
-        weight = [counter(params).astype(jnp.float32)] if self.weighted else []
+    def init(params: PyTree) -> Any:
+        weight = [counter(params).astype(jnp.float32)] if weighted else []
         counters = (counter(params) for _ in range(3))
-        total = zeros(_NAME, params) if self.has_windows else None
-        state = self.kind(*counters, total, self.tx.init(params), *weight)
-        _length(self.every, state.inner)
-        return decisions.as_updated(_NAME, state, self.update, params, self.mesh_axes)
+        total = zeros(_NAME, params) if has_windows else None
+        state = kind(*counters, total, tx.init(params), *weight)
+        _length(every, state.inner)
+        return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
-        self,
         updates: PyTree,
         state: Any,
         params: PyTree = None,
@@ -266,279 +238,253 @@ class _Accumulate:
         notes: Notes | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        """A mini-batch is added to its window, which may close and update."""
-        inside.check_state(_NAME, state, self.kind)
-        if weight is not None and not self.weighted:
+        inside.check_state(_NAME, state, kind)
+        if weight is not None and not weighted:
             came = checks.describe(weight)
             raise ValueError(f"{_NAME}: `weight`: {came}, expected None without `weighted=True`.")
         inputs = Inputs(_NAME, updates, params)
-        if state.total is None and (self.has_windows or not (emit is None or emit is True)):
+        if state.total is None and (has_windows or not (emit is None or emit is True)):
             state = state._replace(total=zeros(_NAME, inputs.tree))
-        before = state
-        if state.total is None:  # nor a window that was open in the state of another `every`
-            state = without_window(state, state, None)
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
-        mesh_axes = self._sharded_over(inputs, state.inner)
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
-        emit, finite = (decisions.agreed(flag, mesh_axes) for flag in (emit, finite))
-        use, outer = self._use(inputs, updates, finite, commit, mesh_axes)
-        if weight is None and self.weighted and getattr(notes, "is_dry", False):
-            weight = decisions.of_models(_NAME, inputs.tree, 1.0)
-        if self.weighted:
-            weight, use = _summed(weight, use, mesh_axes)
+        devices = _sharded_over(inputs, state.inner, mesh_axes)
+        emit, finite = decisions.agreed(emit, devices), decisions.agreed(finite, devices)
+        use, outer = _use(inputs, updates, finite, commit, check_finite, devices)
+        if weighted:
+            weight, use = _summed(weight, use, inputs, notes, devices)
+        window = _Window(inputs, state, use, weight)
         if emit is None:
-            emit = state.mini_step + 1 >= _length(self.every, state.inner)
-        window = _Window.of(inputs, state, use, weight, emit)
+            emit = window.mini_step >= _length(every, state.inner)
         if isinstance(emit, (bool, np.bool_)) and not emit:
             steps, total, inner, settled = inputs.zeros(), window.total(), state.inner, None
         else:
-            steps, total, inner, settled = self._branches(
-                inputs, window, state.inner, params, outer, notes, extra_args
-            )
-        new = window.next_state(self.kind, inputs, total, inner)
+            closes = window.closes(emit)
+            call = state.inner, params, outer, notes, extra_args
+            steps, total, inner, settled = _branches(window, tx, closes, mean, *call)
+        new = window.next_state(jnp.asarray(emit), total, inner)
         if outer is not None:
-            _tell(outer, steps, new, before, settled)
+            _tell(outer, steps, new, state, settled)
         return steps, new
 
-    def _sharded_over(self, inputs: Inputs, inner: PyTree) -> tuple[str, ...]:
-        """The mesh axes whose devices act alike."""
-        mesh_axes = decisions.mesh_axes_of(inputs, self.mesh_axes)
-        if not mesh_axes and decisions.holds_shards(inner, inputs):
-            remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
-            raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
-        return mesh_axes
-
-    def _use(
-        self,
-        inputs: Inputs,
-        updates: PyTree,
-        finite: Flag | None,
-        commit: Commit | None,
-        mesh_axes: tuple[str, ...],
-    ) -> tuple[Flag, Commit | None]:
-        """Whether the mini-batch is used; and the decision of a wrapper around that says so."""
-        outer = None if commit is None else commit.of_windows
-        accepted: Flag = True
-        if outer is not None:
-            outer.leave_out()
-            if not outer.is_finite(updates):
-                # It says nothing of these gradients, unless they are left out whatever they are.
-                accepted = True if outer.clips else decisions.agreed(outer.flag, mesh_axes)
-                outer = None
-        if finite is None and outer is not None:
-            finite = outer.flag
-        elif finite is None:
-            is_known = not self.check_finite
-            finite = True if is_known else decisions.all_finite(inputs.g, mesh_axes)
-        return (finite if accepted is True else finite & accepted), outer
-
-    def _branches(
-        self,
-        inputs: Inputs,
-        window: "_Window",
-        inner: PyTree,
-        params: PyTree,
-        outer: Commit | None,
-        notes: Notes | None,
-        extra_args: dict[str, Any],
-    ) -> tuple[PyTree, Leaves, PyTree, Settled | None]:
-        """Updates, sums and state of `tx` where the window may close; and what `tx` has settled.
-
-        One array for each leaf goes through two branches, in the place of the sum. If the window
-        closes it becomes the mean, and then the step; else it stays as it is, and the pass that
-        applies the updates adds the gradient. Then nothing is written elsewhere.
-        """
-        sums, close = window.sums, window.close
-        fits = list(map(_fits, inputs.reference.leaves, sums))
-        divided = sums
-        if window.has_sum:
-            divided = decisions.branch(close, lambda: window.means(self.mean), window.widened)
-        # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
-        names = shardings.varying_axes(close)
-        params, extra_args = shardings.varying_over((params, extra_args), names)
-
-        def run(noting: dict[str, Any]) -> tuple[tuple[Leaves, PyTree], Settled | None]:
-            means = divided if window.has_sum else window.means(self.mean)
-            steps, new, settled = self._run(
-                inputs, means, inner, params, outer, extra_args | noting
-            )
-            stored = zip(steps, sums, fits, strict=True)
-            return ([u.astype(x.dtype) if fit else u for u, x, fit in stored], new), settled
-
-        def hold() -> tuple[Leaves, PyTree]:
-            stored = zip(divided, sums, inputs.reference.leaves, fits, strict=True)
-            return [
-                x.astype(old.dtype) if fit else None if p is None else numerics.zeros_like(p)
-                for x, old, p, fit in stored
-            ], inner
-
-        (held, new), settled = decisions.noted_branch(notes, close, run, hold)
-        is_open = jnp.logical_not(close)
-        steps = leafwise.run(
-            [
-                (_zero_if, (x, is_open)) if fit else (leafwise.identity, (x,))
-                for x, fit in zip(held, fits, strict=True)
-            ]
-        )
-        stored = zip(held, sums, fits, strict=True)
-        total = window.next_total([x if fit else old for x, old, fit in stored])
-        return inputs.directions(steps), total, new, settled
-
-    def _run(
-        self,
-        inputs: Inputs,
-        means: Leaves,
-        inner: PyTree,
-        params: PyTree,
-        outer: Commit | None,
-        extra_args: dict[str, Any],
-    ) -> tuple[Leaves, PyTree, Settled | None]:
-        """What `tx` makes of the means: updates and its new state, and what of both is settled."""
-        is_rounded = not inside.parts(inner, inside.UNROUNDED)
-        gradients = inputs.gradients(
-            [
-                None if g is None else self._as_gradient(x, g) if is_rounded else x
-                for x, g in zip(means, inputs.g, strict=True)
-            ]
-        )
-        if outer is None:
-            steps, new = self.tx.update(gradients, inner, params, **extra_args)
-            steps = inputs.directions(trees.flatten(steps)[0])
-            return trees.flatten(steps)[0], decisions.in_dtypes(new, inner), None
-        # Means of finite gradients are finite, so that a window is committed always.
-        commit = Commit.always(gradients)
-        steps, new = self.tx.update(gradients, inner, params, commit=commit, **extra_args)
-        if not commit.has_settled(steps):
-            steps = inputs.directions(trees.flatten(steps)[0])
-        new = decisions.in_dtypes(new, inner)
-        states = zip(jax.tree.leaves(new), jax.tree.leaves(inner), strict=True)
-        settled = [commit.has_settled(u) for u in jax.tree.leaves(steps)]
-        return trees.flatten(steps)[0], new, (settled, [commit.has_kept(*both) for both in states])
-
-    def _as_gradient(self, x: jax.Array, g: jax.Array) -> jax.Array:
-        """A mean, or a sum, in the dtype of the gradients."""
-        rounded = x.astype(g.dtype)
-        return rounded if self.mean else numerics.saturated(rounded, x)
+    return pair(init, update, _NAME)
 
 
-def _tell(outer: Commit, steps: PyTree, new: Any, before: Any, settled: Settled | None) -> None:
-    """Says to a wrapper around what is right whatever it decides; all where `tx` did not run."""
-    of_steps, of_inner = settled or (itertools.repeat(True), itertools.repeat(True))
-    outer.settle(list(itertools.compress(jax.tree.leaves(steps), of_steps)))
-    states = zip(jax.tree.leaves(new.inner), jax.tree.leaves(before.inner), strict=True)
-    for n, o in itertools.compress(states, of_inner):
-        outer.keep([n], [o])
-    outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, before)))
+# ---- one call ----------------------------------------------------------------------------------
 
 
-class _Window(NamedTuple):
-    """The window of a call: its mini-batch beside the sum of those before.
+def _sharded_over(inputs: Inputs, inner: PyTree, mesh_axes: PyTree) -> tuple[str, ...]:
+    """The mesh axes whose devices act alike."""
+    names = decisions.mesh_axes_of(inputs, mesh_axes)
+    if not names and decisions.holds_shards(inner, inputs):
+        remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
+        raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
+    return names
+
+
+def _use(
+    inputs: Inputs,
+    updates: PyTree,
+    finite: Flag | None,
+    commit: Commit | None,
+    check_finite: bool,
+    devices: tuple[str, ...],
+) -> tuple[Flag, Commit | None]:
+    """Whether the gradients are added; and the decision of a wrapper around, if it is on them."""
+    outer = None if commit is None else commit.of_windows
+    accepted: Flag = True
+    if outer is not None:
+        outer.leave_out()
+        if not outer.is_finite(updates):
+            # It says nothing of these gradients, unless they are left out whatever they are.
+            accepted = True if outer.clips else decisions.agreed(outer.flag, devices)
+            outer = None
+    if finite is None and outer is not None:
+        finite = outer.flag
+    elif finite is None:
+        finite = decisions.all_finite(inputs.g, devices) if check_finite else True
+    return (finite if accepted is True else finite & accepted), outer
+
+
+def _summed(
+    weight: Any, use: Flag, inputs: Inputs, notes: Notes | None, devices: tuple[str, ...]
+) -> tuple[jax.Array, Flag]:
+    """The weight of a mini-batch that is used, over all devices, and whether it is used."""
+    if weight is None and notes is not None and notes.is_dry:
+        weight = decisions.of_models(_NAME, inputs.tree, 1.0)
+    if weight is None:
+        remedy = "call `update(updates, state, params, weight=tokens)`"
+        raise TypeError(f"{_NAME}: `weight`: missing, expected one with `weighted=True`; {remedy}.")
+    weight = jnp.asarray(numbers.scalar(_NAME, "weight", weight), jnp.float32)
+    weight = jax.lax.psum(weight, devices) if devices else weight
+    use &= (weight >= 0) & (weight < jnp.inf)
+    return jnp.where(use, weight, 0.0), use
+
+
+class _Window:
+    """The window of a call: a mini-batch beside the sum of those before.
 
     Attributes:
-      g: the gradients, an entry per leaf.
-      sums: those of before, an entry per leaf; None for all where the window is one mini-batch.
-      has_sum: whether there are sums.
-      use: whether the gradients are added.
-      weights: the weight of the mini-batch; empty where mini-batches have none.
-      mini_step: calls in the window, this one included.
-      count: those among them whose gradients are used.
-      skipped: mini-batches left out since the start.
-      divisor: the sum of the weights in the window, or the count.
-      emit: whether this call closes the window.
-      close: whether it also updates.
+      inputs: of the call.
+      sums: what was added up before, an entry per leaf; without a sum, None for each.
+      has_sum: whether there is a sum; a window of one mini-batch needs none.
+      weights: the weight of the mini-batch; empty where none has one.
+      mini_step: calls in the window, with this one.
+      divisor: the weights of the gradients in the sum, or how many these are.
+      use: whether those of the mini-batch are added.
     """
 
-    g: Leaves
-    sums: Leaves
-    has_sum: bool
-    use: jax.Array
-    weights: list[jax.Array]
-    mini_step: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
-    skipped: jax.Array
-    divisor: jax.Array
-    emit: jax.Array
-    close: Flag
-
-    @classmethod
-    def of(
-        cls, inputs: Inputs, state: Any, use: Flag, weight: jax.Array | None, emit: Flag
-    ) -> "_Window":
-        """The window that is open in a state, with a mini-batch, which is used or not."""
-        has_sum = state.total is not None
-        sums = inputs.moment("state.total", state.total) if has_sum else [None] * len(inputs.g)
-        is_full = use is True and not has_sum
-        use, emit = jnp.asarray(use), jnp.asarray(emit)
-        count = state.count + use.astype(jnp.int32)
-        skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
-        divisor = count
+    def __init__(self, inputs: Inputs, state: Any, use: Flag, weight: jax.Array | None) -> None:
+        self.inputs, self.has_sum, self._state = inputs, state.total is not None, state
+        self.sums: Leaves = [None] * len(inputs.g)
+        if self.has_sum:
+            self.sums = inputs.moment("state.total", state.total)
+        else:  # nor a window that was open in the state of another `every`
+            state = without_window(state, state, None)
+        self._is_full = use is True and not self.has_sum
+        self.use = jnp.asarray(use)
+        self.mini_step = state.mini_step + 1
+        self._count = state.count + self.use.astype(jnp.int32)
+        self._skipped = jnp.where(self.use, state.skipped, optax.safe_increment(state.skipped))
+        self.divisor, self.weights = self._count, []
         if weight is not None:
-            divisor = numerics.clipped(state.weight + weight, _LARGEST_SUM)
-            use &= weight > 0
+            self.divisor = numerics.clipped(state.weight + weight, _LARGEST_SUM)
+            self.weights = [weight]
+            self.use &= weight > 0
+
+    def closes(self, emit: Flag) -> Flag:
+        """Whether there is an update; the bool of Python where there is no choice."""
         # Without a finite mini-batch there is no mean, and the total is still zero.
-        close = True if is_full else emit & (divisor > 0)
-        weights = [] if weight is None else [weight]
-        counters = state.mini_step + 1, count, skipped
-        return cls(inputs.g, sums, has_sum, use, weights, *counters, divisor, emit, close)
+        return True if self._is_full else jnp.asarray(emit) & (self.divisor > 0)
 
     def means(self, mean: bool) -> Leaves:
-        """The means, or sums, at the end of the window; the sum of a leaf without a gradient."""
+        """The means of all gradients in the window, or the sums; old sums without a gradient."""
         divisor = jnp.maximum(self.divisor, 1)
         if self.weights:
             divisor = jnp.where(self.divisor > 0, self.divisor, 1.0)
         divisor = divisor if mean else jnp.ones_like(divisor)
         # Without a sum, zeros in the branch are constants, and take no memory.
-        sums = self.sums
-        if not self.has_sum:
-            sums = [g if g is None else jnp.zeros_like(g) for g in self.g]
-        means = apply(_mean, sums, self.g, self.use, divisor.astype(float), *self.weights)
+        g, sums = self.inputs.g, self.sums
+        sums = sums if self.has_sum else [x if x is None else jnp.zeros_like(x) for x in g]
+        means = apply(_mean, sums, g, self.use, divisor.astype(float), *self.weights)
         return [old if x is None else x for x, old in zip(means, self.sums, strict=True)]
 
     def widened(self) -> Leaves:
-        """The sums in the dtypes of the means."""
+        """The old sums, in the dtypes of the means."""
         return [
             x if g is None else numerics.widen(x, numerics.real_dtype(x, g))
-            for x, g in zip(self.sums, self.g, strict=True)
+            for x, g in zip(self.sums, self.inputs.g, strict=True)
         ]
 
     def total(self) -> Leaves:
-        """The sums with the mini-batch, in a window that stays open."""
-        return apply(_sum, self.sums, self.g, self.use, *self.weights)
+        """The sums with this mini-batch, in a window that stays open."""
+        return apply(_sum, self.sums, self.inputs.g, self.use, *self.weights)
 
-    def next_total(self, sums: Leaves) -> Leaves:
-        """The sums with the mini-batch, or zeros where the window closes."""
+    def next_total(self, sums: Leaves, close: Flag) -> Leaves:
+        """The sums with this mini-batch, and zeros where the window is closed."""
 
         def of_leaf(x: jax.Array | None, g: jax.Array | None) -> Call | None:
             if x is None:
                 return None
             if g is None:
-                return _zero_if, (x, self.close)
-            return _next_sum, (x, g, self.use, self.close, *self.weights)
+                return _zero_if, (x, close)
+            return _next_sum, (x, g, self.use, close, *self.weights)
 
-        return leafwise.run(list(map(of_leaf, sums, self.g)))
+        return leafwise.run(list(map(of_leaf, sums, self.inputs.g)))
 
-    def next_state(self, kind: Any, inputs: Inputs, total: Leaves, inner: PyTree) -> Any:
+    def next_state(self, emit: jax.Array, total: Leaves, inner: PyTree) -> Any:
         """The state after the call."""
-        return kind(
-            jnp.where(self.emit, 0, self.mini_step),
-            jnp.where(self.emit, 0, self.count),
-            self.skipped,
-            inputs.moments(total, self.sums) if self.has_sum else None,
+        return type(self._state)(
+            jnp.where(emit, 0, self.mini_step),
+            jnp.where(emit, 0, self._count),
+            self._skipped,
+            self.inputs.moments(total, self.sums) if self.has_sum else None,
             inner,
-            *(jnp.where(self.emit, 0.0, self.divisor) for _ in self.weights),
+            *(jnp.where(emit, 0.0, self.divisor) for _ in self.weights),
         )
 
 
-def _summed(weight: Any, use: Flag, mesh_axes: tuple[str, ...]) -> tuple[jax.Array, Flag]:
-    """The weight of a mini-batch that is used, over all devices, and whether it is used."""
-    if weight is None:
-        remedy = "call `update(updates, state, params, weight=tokens)`"
-        raise TypeError(f"{_NAME}: `weight`: missing, expected one with `weighted=True`; {remedy}.")
-    weight = jnp.asarray(numbers.scalar(_NAME, "weight", weight), jnp.float32)
-    weight = jax.lax.psum(weight, mesh_axes) if mesh_axes else weight
-    use &= (weight >= 0) & (weight < jnp.inf)
-    return jnp.where(use, weight, 0.0), use
+def _branches(
+    window: _Window,
+    tx: optax.GradientTransformationExtraArgs,
+    close: Flag,
+    mean: bool,
+    state: PyTree,
+    params: PyTree,
+    outer: Commit | None,
+    notes: Notes | None,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, Leaves, PyTree, Settled | None]:
+    """Updates, sums and the state of `tx` where the window may close; and what `tx` has settled.
+
+    One array for each leaf goes through two branches, in the place of the sum. If the window closes
+    it becomes the mean, and then the step; else it stays as it is, and the pass that applies the
+    updates adds the gradient. Then nothing is written elsewhere.
+    """
+    inputs, sums = window.inputs, window.sums
+    fits = list(map(_fits, inputs.reference.leaves, sums))
+    divided = sums
+    if window.has_sum:
+        divided = decisions.branch(close, lambda: window.means(mean), window.widened)
+    # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
+    names = shardings.varying_axes(close)
+    params, extra_args = shardings.varying_over((params, extra_args), names)
+    is_rounded = not inside.parts(state, inside.UNROUNDED)
+
+    def gradient(x: jax.Array, g: jax.Array | None) -> jax.Array | None:
+        if g is None or not is_rounded:
+            return None if g is None else x
+        return x.astype(g.dtype) if mean else numerics.saturated(x.astype(g.dtype), x)
+
+    def run(noting: dict[str, Any]) -> tuple[tuple[Leaves, PyTree], Settled | None]:
+        means = divided if window.has_sum else window.means(mean)
+        gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
+        # Means of finite gradients are finite, so that a window is committed always.
+        commit = None if outer is None else Commit.always(gradients)
+        known = {} if commit is None else {"commit": commit}
+        steps, new = tx.update(gradients, state, params, **known, **noting, **extra_args)
+        if commit is None or not commit.has_settled(steps):
+            steps = inputs.directions(trees.flatten(steps)[0])
+        new = decisions.in_dtypes(new, state)
+        settled = None if commit is None else _settled(commit, steps, new, state)
+        stored = zip(trees.flatten(steps)[0], sums, fits, strict=True)
+        return ([u.astype(x.dtype) if fit else u for u, x, fit in stored], new), settled
+
+    def hold() -> tuple[Leaves, PyTree]:
+        stored = zip(divided, sums, inputs.reference.leaves, fits, strict=True)
+        return [
+            x.astype(old.dtype) if fit else None if p is None else numerics.zeros_like(p)
+            for x, old, p, fit in stored
+        ], state
+
+    (held, new), settled = decisions.noted_branch(notes, close, run, hold)
+    is_open = jnp.logical_not(close)
+    moved = [
+        (_zero_if, (x, is_open)) if fit else (leafwise.identity, (x,))
+        for x, fit in zip(held, fits, strict=True)
+    ]
+    steps = inputs.directions(leafwise.run(moved))
+    stored = zip(held, sums, fits, strict=True)
+    return steps, window.next_total([x if fit else o for x, o, fit in stored], close), new, settled
+
+
+def _settled(commit: Commit, steps: PyTree, new: PyTree, old: PyTree) -> Settled:
+    """Which updates, and which arrays of a state, a transformation has settled."""
+    states = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return (
+        [commit.has_settled(u) for u in jax.tree.leaves(steps)],
+        [commit.has_kept(n, o) for n, o in states],
+    )
+
+
+def _tell(outer: Commit, steps: PyTree, new: Any, old: Any, settled: Settled | None) -> None:
+    """Says to a wrapper around what is right whatever it decides: all, where `tx` did not run."""
+    of_steps, of_inner = settled or (itertools.repeat(True), itertools.repeat(True))
+    outer.settle(list(itertools.compress(jax.tree.leaves(steps), of_steps)))
+    states = zip(jax.tree.leaves(new.inner), jax.tree.leaves(old.inner), strict=True)
+    for n, o in itertools.compress(states, of_inner):
+        outer.keep([n], [o])
+    outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, old)))
 
 
 def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:

@@ -6,7 +6,7 @@ Inside `shard_map`, all that is chosen varies along the mesh axes along which th
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -232,46 +232,30 @@ def noted_branch(
     Returns:
       Arrays, and what is known; None for that where `then` was not called.
     """
-    run = _Then(then, notes if notes is not None and notes.is_here else None)
-    arrays, new = branch(use, run, lambda: (otherwise(), run.old))
-    if run.notes is not None:
-        run.notes.new |= {key: new[key] for key in run.made if key in new}
-    return arrays, run.static
+    if notes is not None and not notes.is_here:
+        notes = None
+    static: Static | None = None
+    made: dict[str, jax.Array] = {}
+    old = {} if notes is None else dict(notes.old or {})
 
-
-class _Then(Generic[T, Static]):
-    """A function for a branch, and what comes of it beside its results, once it was traced.
-
-    Attributes:
-      notes: where notes are to come out; None where none are made.
-      old: the notes of the update before, which are those of the other branch.
-      made: the names of its notes.
-      static: what it returned beside arrays.
-    """
-
-    def __init__(
-        self, then: Callable[[dict[str, Any]], tuple[T, Static]], notes: Notes | None
-    ) -> None:
-        self._then, self.notes = then, notes
-        self.made: tuple[str, ...] = ()
-        self.static: Static | None = None
-        self.old: dict[str, jax.Array] = {}
-        if notes is not None and notes.is_dry:
-            form = jax.eval_shape(lambda: self()[1])
-            self.old = {key: _zeros(x) for key, x in form.items()}
-        elif notes is not None:
-            self.old = dict(notes.old or {})
-
-    def __call__(self) -> tuple[T, dict[str, jax.Array]]:
-        if self.notes is None:
-            arrays, self.static = self._then({})
+    # A branch returns arrays alone, and is traced once: here it leaves what else it knows.
+    def run() -> tuple[T, dict[str, jax.Array]]:
+        nonlocal static, made
+        if notes is None:
+            arrays, static = then({})
             return arrays, {}
-        inside = Notes(self.notes.old, taken=self.notes.names)
-        arrays, self.static = self._then({"notes": inside})
-        self.made = tuple(inside.new)
-        # Without an update before, all are in the form that is asked for.
-        known = inside.new.keys() if self.notes.is_dry else self.old.keys()
-        return arrays, self.old | {key: x for key, x in inside.new.items() if key in known}
+        inside = Notes(notes.old, taken=notes.names)
+        arrays, static = then({"notes": inside})
+        made = inside.new
+        return arrays, old | {k: x for k, x in made.items() if k in old or notes.is_dry}
+
+    if notes is not None and notes.is_dry:
+        form = jax.eval_shape(lambda: run()[1])
+        old = {key: _zeros(x) for key, x in form.items()}
+    arrays, new = branch(use, run, lambda: (otherwise(), old))
+    if notes is not None:
+        notes.new |= {key: new[key] for key in made if key in new}
+    return arrays, static
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:

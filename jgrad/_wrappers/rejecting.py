@@ -4,9 +4,7 @@ A decision goes inwards as a `Commit`. What comes back unsettled is chosen after
 around, which has a decision of its own, is told that nothing is left to choose.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,62 +19,62 @@ from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
 
 
-class Rejecting(NamedTuple):
-    """What is around the update of a wrapper that may reject it, and inside.
+class RejectingInputs(Inputs):
+    """The input of an update that may be rejected, what is around it and what is inside.
+
+    Args:
+      function: the name of the wrapper, for messages.
+      updates: gradients, or updates of a transformation before.
+      params: parameters, or None.
+      state: of the transformation inside.
+      extra_args: the other arguments of the call.
 
     Attributes:
-      inputs: of this update.
-      extra_args: the arguments of the call, without the decision of a wrapper around.
+      params: see above.
+      state: see above; once the update was handed over, with zeros for the sums that it made.
+      extra_args: what is handed on.
       leaves_out: whether something inside leaves out gradients by itself, so that its window goes
         on.
-      outer: the decision of a wrapper around; None without one. Where something inside leaves
-        gradients out, it is the decision about these.
-      finite: `finite` of the call, where it is for what leaves gradients out; else None.
+      outer: the decision of a wrapper around, or None. Where something inside leaves gradients out,
+        it is the decision about these.
+      finite: the argument `finite`, which is for what leaves gradients out.
     """
 
-    inputs: Inputs
-    extra_args: dict[str, Any]
-    leaves_out: bool
-    outer: Commit | None
-    finite: Flag | None
-
-    @classmethod
-    def of(cls, inputs: Inputs, inner: PyTree, extra_args: dict[str, Any]) -> "Rejecting":
-        """From the arguments of a call, and the state inside."""
-        outer: Commit | None = extra_args.pop("commit", None)
-        if not inside.parts(inner, inside.REJECTED):
-            return cls(inputs, extra_args, False, outer, None)
-        finite = extra_args.get("finite")
-        values.flag(inputs.function, "finite", finite)
-        outer = None if outer is None else outer.of_windows
-        return cls(inputs, extra_args, True, outer, finite)
+    def __init__(
+        self,
+        function: str,
+        updates: PyTree,
+        params: PyTree,
+        state: PyTree,
+        extra_args: dict[str, Any],
+    ) -> None:
+        super().__init__(function, updates, params)
+        self.state, self.extra_args, self.params = state, extra_args, params
+        self.leaves_out = bool(inside.parts(state, inside.REJECTED))
+        self.outer: Commit | None = extra_args.pop("commit", None)
+        self.finite: Flag | None = None
+        if self.leaves_out:
+            self.outer = None if self.outer is None else self.outer.of_windows
+            self.finite = extra_args.get("finite")
+            values.flag(function, "finite", self.finite)
 
     def hand_over(
         self,
         tx: optax.GradientTransformationExtraArgs,
         commit: Commit,
         gradients: PyTree,
-        inner: PyTree,
-        params: PyTree,
         **extra: Any,
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Updates and the new state from inside, and the old state beside it.
-
-        Args:
-          tx: the transformation inside.
-          commit: the decision.
-          gradients: what it is to see.
-          inner: its state.
-          params: parameters.
-          extra: arguments in the place of those of the call.
-        """
+    ) -> tuple[PyTree, PyTree]:
+        """Updates and the new state from inside, where the decision and `extra` are known, too."""
         known = {"commit": commit.for_windows() if self.leaves_out else commit}
-        steps, new = tx.update(gradients, inner, params, **self.extra_args | known | extra)
+        steps, new = tx.update(
+            gradients, self.state, self.params, **self.extra_args | known | extra
+        )
         if self.leaves_out:
-            inner = _of_windows(_with_sum, inner, new)
+            self.state = _with_sums(self.state, new)
         if not commit.has_settled(steps):
-            steps = self.inputs.directions(trees.flatten(steps)[0])
-        return steps, new, inner
+            steps = self.directions(trees.flatten(steps)[0])
+        return steps, new
 
     def chosen(
         self, commit: Commit, use: Flag, new: tuple[PyTree, PyTree], old: PyTree, *, settles: bool
@@ -90,17 +88,15 @@ class Rejecting(NamedTuple):
           old: the old state.
           settles: whether what is settled by `commit` needs no choice.
         """
-        zeros = self.inputs.zeros()
         if not settles:
-            chosen: tuple[PyTree, PyTree] = decisions.choose(use, new, (zeros, old))
-            return chosen
+            return decisions.choose(use, new, (self.zeros(), old))
 
         def is_settled(u: Any, zero: Any) -> bool:
             is_kept = commit.is_old_or_new(u, zero)
             return is_kept or (checks.is_inexact(u) and commit.has_settled(u))
 
         return (
-            decisions.choose(use, new[0], zeros, is_settled),
+            decisions.choose(use, new[0], self.zeros(), is_settled),
             decisions.choose(use, new[1], old, commit.is_old_or_new),
         )
 
@@ -110,29 +106,37 @@ class Rejecting(NamedTuple):
             return new
         return tuple(jnp.where(self.outer.flag, n, o) for n, o in zip(new, old, strict=True))
 
-    def tell(self, updates: PyTree, new: PyTree, old: PyTree, of: Commit | None = None) -> None:
-        """Says to a wrapper around what is right whatever it decides: all, or what `of` settled."""
-        if self.outer is None:
-            return
-        self.outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
-        for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-            if of is None or of.is_old_or_new(n, o):
-                self.outer.keep([n], [o])
+
+def tell(
+    outer: Commit, updates: PyTree, new: PyTree, old: PyTree, of: Commit | None = None
+) -> None:
+    """Says to a wrapper around what is right whatever it decides: all, or what `of` has settled."""
+    outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
+    for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        if of is None or of.is_old_or_new(n, o):
+            outer.keep([n], [o])
 
 
 def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
     """What stays of an update that is rejected: the old state, or what its parts say."""
-    return _of_windows(lambda o, n: o.__jgrad_rejected__(n, None if o is old else finite), old, new)
+
+    def of_part(o: Any, n: Any) -> Any:
+        return o.__jgrad_rejected__(n, None if o is old else finite) if _is_window(o) else o
+
+    return jax.tree.map(of_part, old, new, is_leaf=_is_window)
 
 
-def _with_sum(old: Any, new: Any) -> Any:
-    """The state of a window with zeros for a sum of gradients that an update has made for it."""
-    if old.total is not None or new.total is None:
-        return old
-    return old._replace(total=jax.tree.map(numerics.zeros_like, new.total))
+def _with_sums(old: PyTree, new: PyTree) -> PyTree:
+    """The old state with zeros for each sum of gradients that an update has made for its window."""
+
+    def of_part(o: Any, n: Any) -> Any:
+        if not _is_window(o) or o.total is not None or n.total is None:
+            return o
+        return o._replace(total=jax.tree.map(numerics.zeros_like, n.total))
+
+    return jax.tree.map(of_part, old, new, is_leaf=_is_window)
 
 
-def _of_windows(f: Callable[[Any, Any], Any], old: PyTree, new: PyTree) -> PyTree:
-    """The old state, but what `f` makes of the old and the new one where gradients are left out."""
-    is_window = functools.partial(inside.says, attribute=inside.REJECTED)
-    return jax.tree.map(lambda o, n: f(o, n) if is_window(o) else o, old, new, is_leaf=is_window)
+def _is_window(x: Any) -> bool:
+    """Whether a part of a state is that of a wrapper which leaves gradients out."""
+    return inside.says(x, inside.REJECTED)

@@ -20,9 +20,9 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import decisions, inside, parameters, rejecting
+from jgrad._wrappers import decisions, inside, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite
-from jgrad._wrappers.rejecting import Rejecting
+from jgrad._wrappers.rejecting import RejectingInputs, rejected, tell
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -135,24 +135,23 @@ def skip_nonfinite(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
         inside.check_state(_NAME, state, SkipState)
-        inputs = Inputs(_NAME, updates, params)
+        inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
         unscaled = updates
         if loss_scale is not None:
             unscaled = inputs.gradients(apply(rules.divide, inputs.g, state.loss_scale))
-        around = Rejecting.of(inputs, state.inner, extra_args)
         take = _in_branch if branch else _committed
-        finite, steps, inner, old = take(around, tx, unscaled, state.inner, params, sharded_over)
+        finite, steps, inner = take(inputs, tx, unscaled, sharded_over)
         skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
         if loss_scale is not None:
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
-        before = state.skipped, state.streak, state.loss_scale
-        skipped, streak, scale = around.counted((skipped, streak, scale), before)
+        old = state.skipped, state.streak, state.loss_scale
+        skipped, streak, scale = inputs.counted((skipped, streak, scale), old)
         new = SkipState(skipped, inner, streak, scale)
-        if around.outer is not None and not (branch and around.outer.clips):
-            around.tell(steps, new, state._replace(inner=old))
+        if inputs.outer is not None and not (branch and inputs.outer.clips):
+            tell(inputs.outer, steps, new, state._replace(inner=inputs.state))
         return steps, new
 
     return pair(init, update, _NAME)
@@ -167,66 +166,57 @@ def _check_scale(loss_scale: Scalar) -> None:
 
 
 def _in_branch(
-    around: Rejecting,
+    inputs: RejectingInputs,
     tx: optax.GradientTransformationExtraArgs,
     gradients: PyTree,
-    old: PyTree,
-    params: PyTree,
     mesh_axes: tuple[str, ...],
-) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
-    """Whether gradients are finite, alone; and updates, new and old state from a branch by that."""
-    if around.leaves_out:
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Whether gradients are finite; the update and the new state in a branch, else the old one."""
+    if inputs.leaves_out:
         raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
-    inputs, extra_args = around.inputs, around.extra_args
     finite = all_finite(inputs.g, mesh_axes)
-    if around.outer is not None:
-        finite = decisions.agreed(finite & around.outer.flag, mesh_axes)
-    notes = extra_args.pop("notes", None)
+    if inputs.outer is not None:
+        finite = decisions.agreed(finite & inputs.outer.flag, mesh_axes)
+    notes, old = inputs.extra_args.pop("notes", None), inputs.state
 
     def take(noting: dict[str, Any]) -> tuple[tuple[PyTree, PyTree], None]:
-        steps, new = tx.update(gradients, old, params, **extra_args, **noting)
+        steps, new = tx.update(gradients, old, inputs.params, **inputs.extra_args, **noting)
         steps = inputs.directions(trees.flatten(steps)[0])
         return (steps, decisions.in_dtypes(new, old)), None
 
     results, _ = decisions.noted_branch(notes, finite, take, lambda: (inputs.zeros(), old))
-    return finite, *results, old
+    return finite, *results
 
 
 def _committed(
-    around: Rejecting,
+    inputs: RejectingInputs,
     tx: optax.GradientTransformationExtraArgs,
     gradients: PyTree,
-    old: PyTree,
-    params: PyTree,
     mesh_axes: tuple[str, ...],
-) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
-    """Whether gradients and results are finite; and updates, new and old state chosen by that.
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Whether the step is finite; and then it and the new state, else zeros and the old state.
 
     Only what is not settled is looked at. If something inside leaves out gradients that are not
     finite, a call with such gradients is taken, too, as long as its results are finite.
     """
-    finite = all_finite(around.inputs.g, mesh_axes)
-    if around.finite is not None:
-        finite &= around.finite
+    finite = all_finite(inputs.g, mesh_axes)
+    if inputs.finite is not None:
+        finite &= inputs.finite
     agreed = functools.partial(decisions.agreed, mesh_axes=mesh_axes)
-    commit = Commit(gradients, finite, agreed, around.outer)
-    extra = {"finite": commit.flag} if around.leaves_out else {}
-    steps, new, old = around.hand_over(tx, commit, gradients, old, params, **extra)
+    commit = Commit(gradients, finite, agreed, inputs.outer)
+    extra = {"finite": commit.flag} if inputs.leaves_out else {}
+    steps, new = inputs.hand_over(tx, commit, gradients, **extra)
     unknown = [None if commit.has_settled(u) else u for u in trees.flatten(steps)[0]]
-    states = [
-        (n, o)
-        for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-        if not commit.has_kept(n, o)
-    ]
+    states = zip(jax.tree.leaves(new), jax.tree.leaves(inputs.state), strict=True)
+    changed = [(n, o) for n, o in states if not commit.has_kept(n, o)]
     works: Any = True
-    if states or any(u is not None for u in unknown):
-        works = _works(around.inputs, unknown, states, mesh_axes)
+    if changed or any(u is not None for u in unknown):
+        works = _works(inputs, unknown, changed, mesh_axes)
     finite = commit.flag & works
-    use, kept = finite, old
-    if around.leaves_out:
-        use, kept = works, rejecting.rejected(old, new, commit.flag)
-    steps, new = around.chosen(commit, use, (steps, new), kept, settles=works is True)
-    return finite, steps, new, old
+    use, old = finite, inputs.state
+    if inputs.leaves_out:
+        use, old = works, rejected(old, new, commit.flag)
+    return finite, *inputs.chosen(commit, use, (steps, new), old, settles=works is True)
 
 
 def _works(

@@ -9,7 +9,6 @@ import optax
 
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
@@ -19,7 +18,7 @@ from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import computed_once
-from jgrad._wrappers.rejecting import Rejecting
+from jgrad._wrappers.rejecting import RejectingInputs, tell
 
 _NAME = "skip_spikes"
 _DEVIATION = 1.4826  # standard deviations of a normal distribution in its MAD
@@ -145,7 +144,7 @@ def skip_spikes(
         if state.losses.shape != (window,):
             problem = f"shape {state.losses.shape}, expected {(window,)}, as `window` says"
             raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
-        inputs = Inputs(_NAME, updates, params)
+        inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
         if loss is None and getattr(extra_args.get("notes"), "is_dry", False):
             loss = decisions.of_models(_NAME, inputs.tree, 0.0)
@@ -157,28 +156,24 @@ def skip_spikes(
         spreads = numbers.scalar(_NAME, "deviations", deviations).astype(jnp.float32)
         accepted = _is_accepted(value, state, spreads, epsilon)
         # ---- the update
-        around = Rejecting.of(inputs, state.inner, extra_args)
-        commit = Commit.by_loss(updates, accepted, around.outer)
-        extra = {} if around.finite is None else {"finite": around.finite & accepted}
-        steps, inner, old = around.hand_over(
-            tx, commit, updates, state.inner, params, loss=loss, **extra
-        )
-        use = True if commit.is_left_out else accepted if around.leaves_out else commit.flag
-        steps, inner = around.chosen(
-            commit, use, (steps, inner), old, settles=not around.leaves_out
-        )
+        commit = Commit.by_loss(updates, accepted, inputs.outer)
+        extra = {} if inputs.finite is None else {"finite": inputs.finite & accepted}
+        new = inputs.hand_over(tx, commit, updates, loss=loss, **extra)
+        use = True if commit.is_left_out else accepted if inputs.leaves_out else commit.flag
+        settles = not inputs.leaves_out
+        steps, inner = inputs.chosen(commit, use, new, inputs.state, settles=settles)
         # ---- the window
-        before = _counts(state)
+        old = _counts(state)
         counts = _next_counts(state, value, accepted, restart)
-        if around.finite is not None:
-            counts = decisions.choose(around.finite, counts, before)
-        counts = around.counted(counts, before)
-        new = SpikeState(counts[0], inner, *counts[1:])
-        if around.outer is not None and (commit.clips or not around.outer.clips):
-            commit.keep(counts, before)
-            of = commit if around.leaves_out else None
-            around.tell(steps, new, state._replace(inner=old), of)
-        return steps, new
+        if inputs.finite is not None:
+            counts = decisions.choose(inputs.finite, counts, old)
+        counts = inputs.counted(counts, old)
+        new_state = SpikeState(counts[0], inner, *counts[1:])
+        if inputs.outer is not None and (commit.clips or not inputs.outer.clips):
+            commit.keep(counts, old)
+            of = None if settles else commit
+            tell(inputs.outer, steps, new_state, state._replace(inner=inputs.state), of)
+        return steps, new_state
 
     return pair(init, update, _NAME)
 
