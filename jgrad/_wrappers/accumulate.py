@@ -219,9 +219,9 @@ def accumulate(
     has_windows = callable(every) or every > 1
 
     def init(params: PyTree) -> Any:
-        weight = [counter(params).astype(jnp.float32)] if weighted else []
-        counters = (counter(params) for _ in range(3))
+        counters = counter(params), counter(params), counter(params)
         total = zeros(_NAME, params) if has_windows else None
+        weight = [counter(params).astype(jnp.float32)] if weighted else []
         state = kind(*counters, total, tx.init(params), *weight)
         _length(every, state.inner)
         return decisions.as_updated(_NAME, state, update, params, mesh_axes)
@@ -253,18 +253,19 @@ def accumulate(
         use, outer = _use(inputs, updates, finite, commit, check_finite, devices)
         if weighted:
             weight, use = _summed(weight, use, inputs, notes, devices)
-        window = _Window(inputs, state, use, weight)
+        before = state
+        if state.total is None:  # nor a window that was open in the state of another `every`
+            state = without_window(state, state, None)
         if emit is None:
-            emit = window.mini_step >= _length(every, state.inner)
+            emit = state.mini_step + 1 >= _length(every, state.inner)
+        window = _Window(inputs, state, use, weight, emit)
         if isinstance(emit, (bool, np.bool_)) and not emit:
             steps, total, inner, settled = inputs.zeros(), window.total(), state.inner, None
         else:
-            closes = window.closes(emit)
             call = state.inner, params, outer, notes, extra_args
-            steps, total, inner, settled = _branches(window, tx, closes, mean, *call)
-        new = window.next_state(jnp.asarray(emit), total, inner)
-        if outer is not None:
-            _tell(outer, steps, new, state, settled)
+            steps, total, inner, settled = _branches(window, tx, mean, *call)
+        new = window.next_state(kind, total, inner)
+        _tell(outer, steps, new, before, settled)
         return steps, new
 
     return pair(init, update, _NAME)
@@ -329,21 +330,20 @@ class _Window:
       sums: what was added up before, an entry per leaf; without a sum, None for each.
       has_sum: whether there is a sum; a window of one mini-batch needs none.
       weights: the weight of the mini-batch; empty where none has one.
-      mini_step: calls in the window, with this one.
       divisor: the weights of the gradients in the sum, or how many these are.
       use: whether those of the mini-batch are added.
+      close: whether there is an update; the bool of Python where there is no choice.
     """
 
-    def __init__(self, inputs: Inputs, state: Any, use: Flag, weight: jax.Array | None) -> None:
-        self.inputs, self.has_sum, self._state = inputs, state.total is not None, state
-        self.sums: Leaves = [None] * len(inputs.g)
-        if self.has_sum:
-            self.sums = inputs.moment("state.total", state.total)
-        else:  # nor a window that was open in the state of another `every`
-            state = without_window(state, state, None)
-        self._is_full = use is True and not self.has_sum
-        self.use = jnp.asarray(use)
-        self.mini_step = state.mini_step + 1
+    def __init__(
+        self, inputs: Inputs, state: Any, use: Flag, weight: jax.Array | None, emit: Flag
+    ) -> None:
+        self.inputs, self.has_sum = inputs, state.total is not None
+        sums = inputs.moment("state.total", state.total) if self.has_sum else None
+        self.sums: Leaves = sums or [None] * len(inputs.g)
+        is_full = use is True and not self.has_sum
+        self.use, self._emit = jnp.asarray(use), jnp.asarray(emit)
+        self._mini_step = state.mini_step + 1
         self._count = state.count + self.use.astype(jnp.int32)
         self._skipped = jnp.where(self.use, state.skipped, optax.safe_increment(state.skipped))
         self.divisor, self.weights = self._count, []
@@ -351,11 +351,8 @@ class _Window:
             self.divisor = numerics.clipped(state.weight + weight, _LARGEST_SUM)
             self.weights = [weight]
             self.use &= weight > 0
-
-    def closes(self, emit: Flag) -> Flag:
-        """Whether there is an update; the bool of Python where there is no choice."""
         # Without a finite mini-batch there is no mean, and the total is still zero.
-        return True if self._is_full else jnp.asarray(emit) & (self.divisor > 0)
+        self.close: Flag = True if is_full else self._emit & (self.divisor > 0)
 
     def means(self, mean: bool) -> Leaves:
         """The means of all gradients in the window, or the sums; old sums without a gradient."""
@@ -380,34 +377,33 @@ class _Window:
         """The sums with this mini-batch, in a window that stays open."""
         return apply(_sum, self.sums, self.inputs.g, self.use, *self.weights)
 
-    def next_total(self, sums: Leaves, close: Flag) -> Leaves:
+    def next_total(self, sums: Leaves) -> Leaves:
         """The sums with this mini-batch, and zeros where the window is closed."""
 
         def of_leaf(x: jax.Array | None, g: jax.Array | None) -> Call | None:
             if x is None:
                 return None
             if g is None:
-                return _zero_if, (x, close)
-            return _next_sum, (x, g, self.use, close, *self.weights)
+                return _zero_if, (x, self.close)
+            return _next_sum, (x, g, self.use, self.close, *self.weights)
 
         return leafwise.run(list(map(of_leaf, sums, self.inputs.g)))
 
-    def next_state(self, emit: jax.Array, total: Leaves, inner: PyTree) -> Any:
+    def next_state(self, kind: Any, total: Leaves, inner: PyTree) -> Any:
         """The state after the call."""
-        return type(self._state)(
-            jnp.where(emit, 0, self.mini_step),
-            jnp.where(emit, 0, self._count),
+        return kind(
+            jnp.where(self._emit, 0, self._mini_step),
+            jnp.where(self._emit, 0, self._count),
             self._skipped,
             self.inputs.moments(total, self.sums) if self.has_sum else None,
             inner,
-            *(jnp.where(emit, 0.0, self.divisor) for _ in self.weights),
+            *([jnp.where(self._emit, 0.0, self.divisor)] if self.weights else []),
         )
 
 
 def _branches(
     window: _Window,
     tx: optax.GradientTransformationExtraArgs,
-    close: Flag,
     mean: bool,
     state: PyTree,
     params: PyTree,
@@ -421,7 +417,7 @@ def _branches(
     it becomes the mean, and then the step; else it stays as it is, and the pass that applies the
     updates adds the gradient. Then nothing is written elsewhere.
     """
-    inputs, sums = window.inputs, window.sums
+    inputs, sums, close = window.inputs, window.sums, window.close
     fits = list(map(_fits, inputs.reference.leaves, sums))
     divided = sums
     if window.has_sum:
@@ -465,7 +461,7 @@ def _branches(
     ]
     steps = inputs.directions(leafwise.run(moved))
     stored = zip(held, sums, fits, strict=True)
-    return steps, window.next_total([x if fit else o for x, o, fit in stored], close), new, settled
+    return steps, window.next_total([x if fit else o for x, o, fit in stored]), new, settled
 
 
 def _settled(commit: Commit, steps: PyTree, new: PyTree, old: PyTree) -> Settled:
@@ -477,14 +473,16 @@ def _settled(commit: Commit, steps: PyTree, new: PyTree, old: PyTree) -> Settled
     )
 
 
-def _tell(outer: Commit, steps: PyTree, new: Any, old: Any, settled: Settled | None) -> None:
+def _tell(outer: Commit | None, steps: PyTree, new: Any, old: Any, settled: Settled | None) -> None:
     """Says to a wrapper around what is right whatever it decides: all, where `tx` did not run."""
+    if outer is None:
+        return
     of_steps, of_inner = settled or (itertools.repeat(True), itertools.repeat(True))
     outer.settle(list(itertools.compress(jax.tree.leaves(steps), of_steps)))
     states = zip(jax.tree.leaves(new.inner), jax.tree.leaves(old.inner), strict=True)
     for n, o in itertools.compress(states, of_inner):
         outer.keep([n], [o])
-    outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, old)))
+    outer.keep(jax.tree.leaves((new.total, new[5:])), jax.tree.leaves((old.total, old[5:])))
 
 
 def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:

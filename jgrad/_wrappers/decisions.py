@@ -142,8 +142,11 @@ def of_models(function: str, params: PyTree, value: float) -> jax.Array:
 
 def _varying_axes(params: PyTree) -> list[set[str]]:
     """The mesh axes along which each parameter varies, as its type says."""
-    arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
-    return [set(shardings.varying_axes(x)) for x in arrays if checks.is_inexact(x)]
+    return [
+        set(shardings.varying_axes(x))
+        for x in jax.tree.leaves(params)
+        if isinstance(x, jax.Array) and checks.is_inexact(x)
+    ]
 
 
 def as_updated(
@@ -200,17 +203,17 @@ def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
     `otherwise` may return what is there already: of donated arrays nothing is copied.
     """
     if isinstance(use, jax.core.Tracer):
-        names = shardings.varying_axes(use)
-        varying = [functools.partial(_varying, f, names) for f in (otherwise, then)]
+        varying = functools.partial(_varying, shardings.varying_axes(use))
+        branches = functools.partial(varying, otherwise), functools.partial(varying, then)
         # XLA copies what a branch returns as it was, unless it is the first one. For a GPU it turns
         # the branches of a bool around, but not those of a number.
-        results = jax.lax.switch(use.astype(jnp.int32), varying)
+        results = jax.lax.switch(use.astype(jnp.int32), branches)
         # For a TPU it moves part of what follows into the branches, and writes that, too.
         return shardings.barrier(results)
     return then() if use else otherwise()
 
 
-def _varying(f: Callable[[], PyTree], names: tuple[str, ...]) -> PyTree:
+def _varying(names: tuple[str, ...], f: Callable[[], PyTree]) -> PyTree:
     return shardings.varying_over(f(), names)
 
 

@@ -16,7 +16,7 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inside
+from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "pack_small"
@@ -71,7 +71,7 @@ def pack_small(
 
     def init(params: PyTree) -> Any:
         packing.check_unpacked(_NAME, "params", params)
-        checks.parameters(ArgLeaves.from_tree(_NAME, "params", params).with_arrays())
+        parameters.checked(_NAME, params)
         layout, leaves = small_packed(params)
         # `optax.tree.map_params` calls `init` with a node in place of the parameters.
         return tx.init(packing.fill(layout, leaves) if layout.shapes else params)
