@@ -103,6 +103,12 @@ def mesh_axes_of(inputs: Inputs, mesh_axes: PyTree) -> tuple[str, ...]:
     return tuple(sorted({*existing_mesh_axes(named), *_axes_of_shards(inputs)}))
 
 
+def named_axes(function: str, mesh_axes: PyTree) -> set[str]:
+    """All mesh axes that the option names, whether they are here or not."""
+    axes = trees.flatten(read_mesh_axes(function, mesh_axes))[0]
+    return {name for x in axes for name in x.values}
+
+
 def _axes_of_shards(inputs: Parameters) -> set[str]:
     """The mesh axes over which `zero` has sharded the rows of buffers."""
     return {axis for spec in inputs.specs if spec.shard is not None for axis in spec.shard.axes}
@@ -123,12 +129,7 @@ def axes_of_models(function: str, params: PyTree, mesh_axes: PyTree = None) -> t
     varying = _varying_axes(params)
     if not any(varying):
         return ()
-    named = {
-        name
-        for axes in trees.flatten(read_mesh_axes(function, mesh_axes))[0]
-        for name in axes.values
-    }
-    named |= _axes_of_shards(Parameters(function, params))
+    named = named_axes(function, mesh_axes) | _axes_of_shards(Parameters(function, params))
     return tuple(sorted(set.intersection(*varying) - named))
 
 
