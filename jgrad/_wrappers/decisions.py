@@ -239,10 +239,11 @@ def noted_branch(
     if notes is not None and not notes.is_here:
         notes = None
     static: Static | None = None
-    made: dict[str, jax.Array] = {}
+    made: list[str] = []
     old = {} if notes is None else dict(notes.old or {})
 
-    # A branch returns arrays alone, and is traced once: here it leaves what else it knows.
+    # A branch returns arrays alone, and is traced once: here it leaves what else it knows, and no
+    # array, which would be one of that trace.
     def run() -> tuple[T, dict[str, jax.Array]]:
         nonlocal static, made
         if notes is None:
@@ -250,8 +251,8 @@ def noted_branch(
             return arrays, {}
         inside = Notes(notes.old, taken=notes.names)
         arrays, static = then({"notes": inside})
-        made = inside.new
-        return arrays, old | {k: x for k, x in made.items() if k in old or notes.is_dry}
+        made = list(inside.new)
+        return arrays, old | {k: inside.new[k] for k in made if k in old or notes.is_dry}
 
     if notes is not None and notes.is_dry:
         form = jax.eval_shape(lambda: run()[1])
