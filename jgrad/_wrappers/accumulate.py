@@ -258,12 +258,12 @@ def accumulate(
             state = without_window(state, state, None)
         if emit is None:
             emit = state.mini_step + 1 >= _length(every, state.inner)
-        window = _Window(inputs, state, use, weight, emit)
+        window = _Window(inputs, state, use, weight, emit, mean)
         if isinstance(emit, (bool, np.bool_)) and not emit:
             steps, total, inner, settled = inputs.zeros(), window.total(), state.inner, None
         else:
             call = state.inner, params, outer, notes, extra_args
-            steps, total, inner, settled = _branches(window, tx, mean, *call)
+            steps, total, inner, settled = _branches(window, tx, *call)
         new = window.next_state(kind, total, inner)
         _tell(outer, steps, new, before, settled)
         return steps, new
@@ -333,12 +333,19 @@ class _Window:
       divisor: the weights of the gradients in the sum, or how many these are.
       use: whether those of the mini-batch are added.
       close: whether there is an update; the bool of Python where there is no choice.
+      mean: whether the update is that of the mean, and not of the sum.
     """
 
     def __init__(
-        self, inputs: Inputs, state: Any, use: Flag, weight: jax.Array | None, emit: Flag
+        self,
+        inputs: Inputs,
+        state: Any,
+        use: Flag,
+        weight: jax.Array | None,
+        emit: Flag,
+        mean: bool,
     ) -> None:
-        self.inputs, self.has_sum = inputs, state.total is not None
+        self.inputs, self.mean, self.has_sum = inputs, mean, state.total is not None
         sums = inputs.moment("state.total", state.total) if self.has_sum else None
         self.sums: Leaves = sums or [None] * len(inputs.g)
         is_full = use is True and not self.has_sum
@@ -354,12 +361,12 @@ class _Window:
         # Without a finite mini-batch there is no mean, and the total is still zero.
         self.close: Flag = True if is_full else self._emit & (self.divisor > 0)
 
-    def means(self, mean: bool) -> Leaves:
+    def means(self) -> Leaves:
         """The means of all gradients in the window, or the sums; old sums without a gradient."""
         divisor = jnp.maximum(self.divisor, 1)
         if self.weights:
             divisor = jnp.where(self.divisor > 0, self.divisor, 1.0)
-        divisor = divisor if mean else jnp.ones_like(divisor)
+        divisor = divisor if self.mean else jnp.ones_like(divisor)
         # Without a sum, zeros in the branch are constants, and take no memory.
         g, sums = self.inputs.g, self.sums
         sums = sums if self.has_sum else [x if x is None else jnp.zeros_like(x) for x in g]
@@ -404,7 +411,6 @@ class _Window:
 def _branches(
     window: _Window,
     tx: optax.GradientTransformationExtraArgs,
-    mean: bool,
     state: PyTree,
     params: PyTree,
     outer: Commit | None,
@@ -421,7 +427,7 @@ def _branches(
     fits = list(map(_fits, inputs.reference.leaves, sums))
     divided = sums
     if window.has_sum:
-        divided = decisions.branch(close, lambda: window.means(mean), window.widened)
+        divided = decisions.branch(close, window.means, window.widened)
     # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
     names = shardings.varying_axes(close)
     params, extra_args = shardings.varying_over((params, extra_args), names)
@@ -430,10 +436,10 @@ def _branches(
     def gradient(x: jax.Array, g: jax.Array | None) -> jax.Array | None:
         if g is None or not is_rounded:
             return None if g is None else x
-        return x.astype(g.dtype) if mean else numerics.saturated(x.astype(g.dtype), x)
+        return x.astype(g.dtype) if window.mean else numerics.saturated(x.astype(g.dtype), x)
 
     def run(noting: dict[str, Any]) -> tuple[tuple[Leaves, PyTree], Settled | None]:
-        means = divided if window.has_sum else window.means(mean)
+        means = divided if window.has_sum else window.means()
         gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
         # Means of finite gradients are finite, so that a window is committed always.
         commit = None if outer is None else Commit.always(gradients)
@@ -442,7 +448,11 @@ def _branches(
         if commit is None or not commit.has_settled(steps):
             steps = inputs.directions(trees.flatten(steps)[0])
         new = decisions.in_dtypes(new, state)
-        settled = None if commit is None else _settled(commit, steps, new, state)
+        settled = None
+        if commit is not None:
+            states = map(jax.tree.leaves, (new, state))
+            of_steps = list(map(commit.has_settled, jax.tree.leaves(steps)))
+            settled = of_steps, list(map(commit.has_kept, *states))
         stored = zip(trees.flatten(steps)[0], sums, fits, strict=True)
         return ([u.astype(x.dtype) if fit else u for u, x, fit in stored], new), settled
 
@@ -462,15 +472,6 @@ def _branches(
     steps = inputs.directions(leafwise.run(moved))
     stored = zip(held, sums, fits, strict=True)
     return steps, window.next_total([x if fit else o for x, o, fit in stored]), new, settled
-
-
-def _settled(commit: Commit, steps: PyTree, new: PyTree, old: PyTree) -> Settled:
-    """Which updates, and which arrays of a state, a transformation has settled."""
-    states = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    return (
-        [commit.has_settled(u) for u in jax.tree.leaves(steps)],
-        [commit.has_kept(n, o) for n, o in states],
-    )
 
 
 def _tell(outer: Commit | None, steps: PyTree, new: Any, old: Any, settled: Settled | None) -> None:

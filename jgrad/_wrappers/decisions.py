@@ -186,6 +186,8 @@ def as_updated(
 
 def holds_shards(state: PyTree, inputs: Inputs) -> bool:
     """Whether a state has shards of buffers that the parameters have whole: that of `zero`."""
+    if not inputs.has_buffers:
+        return False
     buffers = zip(inputs.reference.leaves, inputs.specs, strict=True)
     shapes = {x.shape for x, spec in buffers if spec.is_buffer}
     return any(

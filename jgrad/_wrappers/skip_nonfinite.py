@@ -210,7 +210,7 @@ def _committed(
     states = zip(jax.tree.leaves(new), jax.tree.leaves(inputs.state), strict=True)
     changed = [(n, o) for n, o in states if not commit.has_kept(n, o)]
     works: Any = True
-    if changed or any(u is not None for u in unknown):
+    if changed or jax.tree.leaves(unknown):
         works = _works(inputs, unknown, changed, mesh_axes)
     finite = commit.flag & works
     use, old = finite, inputs.state
