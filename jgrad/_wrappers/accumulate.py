@@ -83,7 +83,7 @@ class AccumulateState(NamedTuple):
         """What `report` reads."""
         return {"skipped_mini_batches": self.skipped}
 
-    def __jgrad_rejected__(self, new: "AccumulateState", finite: jax.Array | None) -> Any:
+    def __jgrad_rejected__(self, new: "AccumulateState", finite: jax.Array | None) -> PyTree:
         """What stays of an update that is rejected as a whole."""
         return without_window(self, new, finite)
 
@@ -120,7 +120,7 @@ for _name in ("gradient_step", "has_updated", inside.REPORT, inside.REJECTED):
     setattr(WeightedAccumulateState, _name, vars(AccumulateState)[_name])
 
 
-def without_window(old: Any, new: Any, finite: jax.Array | None) -> Any:
+def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree:
     """A state without the window, if its update was rejected: kept, it would make the next so."""
     zero = jnp.zeros_like(old.count)
     nothing = trees.map_leaves(numerics.zeros_like, old.total)
@@ -215,10 +215,10 @@ def accumulate(
     values.boolean(_NAME, "weighted", weighted)
     values.boolean(_NAME, "mean", mean)
     read_mesh_axes(_NAME, mesh_axes)
-    kind: Any = WeightedAccumulateState if weighted else AccumulateState
+    kind: type[PyTree] = WeightedAccumulateState if weighted else AccumulateState
     has_windows = callable(every) or every > 1
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         counters = counter(params), counter(params), counter(params)
         total = zeros(_NAME, params) if has_windows else None
         weight = [counter(params).astype(jnp.float32)] if weighted else []
@@ -228,7 +228,7 @@ def accumulate(
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree = None,
         *,
         emit: Flag | None = None,
@@ -237,7 +237,7 @@ def accumulate(
         commit: Commit | None = None,
         notes: Notes | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, PyTree]:
         inside.check_state(_NAME, state, kind)
         if weight is not None and not weighted:
             came = checks.describe(weight)
@@ -339,7 +339,7 @@ class _Window:
     def __init__(
         self,
         inputs: Inputs,
-        state: Any,
+        state: PyTree,
         use: Flag,
         weight: jax.Array | None,
         emit: Flag,
@@ -396,7 +396,7 @@ class _Window:
 
         return leafwise.run(list(map(of_leaf, sums, self.inputs.g)))
 
-    def next_state(self, kind: Any, total: Leaves, inner: PyTree) -> Any:
+    def next_state(self, kind: type[PyTree], total: Leaves, inner: PyTree) -> PyTree:
         """The state after the call."""
         return kind(
             jnp.where(self._emit, 0, self._mini_step),
@@ -474,7 +474,9 @@ def _branches(
     return steps, window.next_total([x if fit else o for x, o, fit in stored]), new, settled
 
 
-def _tell(outer: Commit | None, steps: PyTree, new: Any, old: Any, settled: Settled | None) -> None:
+def _tell(
+    outer: Commit | None, steps: PyTree, new: PyTree, old: PyTree, settled: Settled | None
+) -> None:
     """Says to a wrapper around what is right whatever it decides: all, where `tx` did not run."""
     if outer is None:
         return

@@ -172,7 +172,7 @@ def as_updated(
         with step.inside():  # so that notes are made in this trace
             return update(params, state, params, notes=Notes(None))[1]
 
-    def vary(x: Any, new: Any) -> Any:
+    def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:
         return shardings.varying_over(x, shardings.varying_axes(new))
 
     try:
@@ -274,11 +274,14 @@ def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def choose(
-    use_new: Flag, new: PyTree, old: PyTree, is_settled: Callable[[Any, Any], bool] | None = None
+    use_new: Flag,
+    new: PyTree,
+    old: PyTree,
+    is_settled: Callable[[jax.Array, jax.Array], bool] | None = None,
 ) -> PyTree:
     """`new` or `old`, in the dtypes of `old`; `new` where this is settled, as asked of both."""
 
-    def choice(n: Any, o: Any) -> Any:
+    def choice(n: jax.Array, o: jax.Array) -> jax.Array:
         typed = _in_dtype(n, o)
         if n is o or use_new is True or (is_settled is not None and is_settled(n, o)):
             return typed
@@ -292,5 +295,5 @@ def in_dtypes(new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(_in_dtype, new, old)
 
 
-def _in_dtype(new: Any, old: Any) -> Any:
+def _in_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
     return new.astype(old.dtype) if checks.is_numeric(old) else new

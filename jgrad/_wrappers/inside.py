@@ -46,7 +46,7 @@ def transformation(
     if isinstance(tx, Offloaded):
         raise ValueError(f"{function}: `tx`: an `offload`, {remedy}.")
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         state = tx.init(params)
         place = host_memory.place_on_host(state)
         if place is not None and host_memory.place_on_host(params) is None:
@@ -57,7 +57,7 @@ def transformation(
     return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
-def check_state(function: str, state: Any, kind: type) -> None:
+def check_state(function: str, state: PyTree, kind: type) -> None:
     """The state is one that this wrapper made."""
     if not isinstance(state, kind):
         raise TypeError(
@@ -70,13 +70,13 @@ UNROUNDED, REJECTED = "__jgrad_unrounded__", "__jgrad_rejected__"
 REPORT = "__jgrad_report__"
 
 
-def parts(state: PyTree, attribute: str) -> list[Any]:
+def parts(state: PyTree, attribute: str) -> list[PyTree]:
     """The parts of a state, however deep, whose types have an attribute; none inside of another."""
     has_it = functools.partial(says, attribute=attribute)
     return list(filter(has_it, jax.tree.leaves(state, is_leaf=has_it)))
 
 
-def says(x: Any, attribute: str) -> bool:
+def says(x: PyTree, attribute: str) -> bool:
     """Whether the type of a part of a state has an attribute."""
     return hasattr(type(x), attribute)
 
@@ -91,7 +91,7 @@ def reports(state: PyTree) -> list[dict[str, jax.Array]]:
     return numbers
 
 
-def updates_done(state: PyTree) -> Any:
+def updates_done(state: PyTree) -> jax.Array | None:
     """How many updates a state counts, as its schedules are told; None where it counts none.
 
     The first `step` of jgrad's methods; without one, `gradient_step` of `optax.MultiSteps`, or the
@@ -103,14 +103,14 @@ def updates_done(state: PyTree) -> Any:
     return None
 
 
-def _counts_updates(x: Any) -> bool:
+def _counts_updates(x: PyTree) -> bool:
     """Whether a state is one of optax that counts updates: `reduce_on_plateau` counts losses."""
     fields = getattr(x, "_fields", ())
     is_plateau = "plateau_count" in fields
     return "count" in fields and not is_plateau and type(x).__module__.startswith("optax.")
 
 
-_COUNTERS: dict[str, Callable[[Any], bool]] = {
+_COUNTERS: dict[str, Callable[[PyTree], bool]] = {
     "step": lambda x: isinstance(x, OptState),
     "gradient_step": lambda x: isinstance(x, optax.MultiStepsState),
     "count": _counts_updates,

@@ -69,7 +69,7 @@ def pack_small(
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
         return layout_of(_NAME, tree, max_size=max_size, small_apart=small_apart, others=True)
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         packing.check_unpacked(_NAME, "params", params)
         parameters.checked(_NAME, params)
         layout, leaves = small_packed(params)
@@ -78,10 +78,10 @@ def pack_small(
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, PyTree]:
         packing.check_unpacked(_NAME, "updates", updates)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         old = packing.layout_in(state)

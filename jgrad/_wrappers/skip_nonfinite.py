@@ -22,7 +22,7 @@ from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite
-from jgrad._wrappers.rejecting import RejectingInputs, rejected, tell
+from jgrad._wrappers.hand_over import RejectingInputs, rejected, tell
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32

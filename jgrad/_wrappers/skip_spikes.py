@@ -18,7 +18,7 @@ from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import computed_once
-from jgrad._wrappers.rejecting import RejectingInputs, tell
+from jgrad._wrappers.hand_over import RejectingInputs, tell
 
 _NAME = "skip_spikes"
 _DEVIATION = 1.4826  # standard deviations of a normal distribution in its MAD

@@ -170,7 +170,7 @@ def watch(
         old = {name: state.report[key] for name, key in keys.items()}
         calls = optax.safe_increment(old[_CALLS])
 
-        def measured(extra_args: dict[str, Any]) -> tuple[Any, Numbers]:
+        def measured(extra_args: dict[str, Any]) -> tuple[PyTree, Numbers]:
             notes = Notes({key: x for key, x in old.items() if not _is_own(key)})
             results, new = update_of(updates, params, state.inner, extra_args, notes)
             return results, _in_form(old, new | {_MEASURED: calls})

@@ -79,7 +79,7 @@ def zero(
     tx = inside.transformation(_NAME, tx)
     axes = values.axis_names(_NAME, "axis_name", axis_name)
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         local = shard.shard_over(axes)
         _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, local)
         if local is None:
@@ -87,8 +87,8 @@ def zero(
         return _with_shard(tx.init(_sliced(params, local)), None)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         local = shard.shard_over(axes)
         if local is None:
             remedy = "call `update` inside `shard_map` or `pmap`; under `jit`, use `tx` alone"
@@ -152,7 +152,7 @@ def _check_packed(params: ArgLeaves, tree: PyTree, local: Shard | None) -> None:
             params.fail(i, ValueError, f"{problem}: {remedy}")
 
 
-def _check_state(state: Any, local: Shard) -> None:
+def _check_state(state: PyTree, local: Shard) -> None:
     """Each buffer is this device's shard; of one that cannot be divided `tx` knows the reason."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
     for i, (x, spec) in enumerate(zip(arg.leaves, array_spec.specs(state), strict=True)):
