@@ -431,12 +431,15 @@ def _branches(
     # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
     names = shardings.varying_axes(close)
     params, extra_args = shardings.varying_over((params, extra_args), names)
-    is_rounded = not inside.parts(state, inside.UNROUNDED)
+    is_unrounded = inside.parts(state, inside.UNROUNDED)
 
     def gradient(x: jax.Array, g: jax.Array | None) -> jax.Array | None:
-        if g is None or not is_rounded:
-            return None if g is None else x
-        return x.astype(g.dtype) if window.mean else numerics.saturated(x.astype(g.dtype), x)
+        if g is None:
+            return None
+        if is_unrounded:
+            return x
+        rounded = x.astype(g.dtype)
+        return rounded if window.mean else numerics.saturated(rounded, x)
 
     def run(noting: dict[str, Any]) -> tuple[tuple[Leaves, PyTree], Settled | None]:
         means = divided if window.has_sum else window.means()

@@ -56,7 +56,7 @@ def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
 
 @jit_static_kwargs
 def computed_once(flag: jax.Array) -> jax.Array:
-    """The same flag. XLA fuses no sort, so no kernel that reads the flag computes it again."""
+    """A flag, unchanged. XLA fuses no sort, so no kernel that reads the flag computes it again."""
     return jnp.sort(jnp.stack([flag, jnp.ones_like(flag)]))[0]
 
 

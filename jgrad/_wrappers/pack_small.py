@@ -121,7 +121,7 @@ def pack_small(
 
 
 def _with_structure(state: PyTree, structure: Any) -> PyTree:
-    """The same state for another tree with the same leaves."""
+    """A state with the layouts of another tree that has the same leaves."""
     return packing.with_layouts(state, lambda layout: layouts.with_structure(layout, structure))
 
 

@@ -121,7 +121,7 @@ _SUMMED = (
 
 
 def _with_shard(tree: PyTree, local: Shard | None) -> PyTree:
-    """The same arrays under layouts that say which rows they are; None for all rows.
+    """A tree whose layouts say which rows its arrays are; None for all rows.
 
     Outside of `tx` each array is whole, or sharded as its sharding says, and layouts do not say it.
     """
