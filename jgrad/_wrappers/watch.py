@@ -278,7 +278,7 @@ def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
 def _kept(
     inputs: WrapperInputs, new: dict[str, jax.Array], old: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """The numbers of a report as they are stored; the old ones where the update is not committed."""
+    """The numbers of a report as they are stored: old ones where an update is not committed."""
     keys = [key for key, x in old.items() if jnp.issubdtype(x.dtype, jnp.floating)]
     kept = inputs.kept([new[key] for key in keys], [old[key] for key in keys])
     return new | dict(zip(keys, kept, strict=True))
