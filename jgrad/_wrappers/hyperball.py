@@ -55,8 +55,8 @@ class HyperballState(NamedTuple):
 
     def describe(self) -> str:
         """A line for each leaf that keeps its norm: its path, its matrices, and their norms."""
-        pairs = variables.leaves_with_paths(self.radius)
-        return path_rules.table([_row(path_rules.shown(path), np.asarray(r)) for path, r in pairs])
+        radii = variables.leaves_with_paths(self.radius)
+        return path_rules.table([_row(path_rules.shown(path), np.asarray(r)) for path, r in radii])
 
 
 HyperballState.__module__ = "jgrad"  # where users import it from, and what a pickle names
