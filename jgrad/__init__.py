@@ -136,7 +136,7 @@ from jgrad._states.carry_over import carry_over, quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.other_names import explained_absence as _explained_absence
-from jgrad._wrappers.accumulate import accumulate
+from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.clip import clip_by_global_norm, global_norm
 from jgrad._wrappers.ema import EmaState, ema
@@ -150,7 +150,6 @@ from jgrad._wrappers.skip_nonfinite import SkipState, skip_nonfinite
 from jgrad._wrappers.skip_spikes import SpikeState, skip_spikes
 from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_rounding
 from jgrad._wrappers.watch import WatchState, report, watch
-from jgrad._wrappers.windows import AccumulateState, WeightedAccumulateState
 from jgrad._wrappers.zero import zero
 
 __version__ = "1.0.0"

@@ -113,6 +113,37 @@ def test_files_are_short_and_say_what_they_are_for(name):
     assert len(code - docstrings) <= 400
 
 
+def lines_of(function):
+    """How long a function is, with those inside of it, and without its docstring."""
+    first = function.body[0]
+    is_docstring = ast.get_docstring(function) is not None
+    docstring = first.end_lineno - first.lineno + 1 if is_docstring else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+@every_file
+def test_no_function_is_long(name):
+    """At most 70 lines without the docstring, those of a factory's inner functions among them."""
+    nodes = ast.walk(ast.parse(FILES[name].read_text()))
+    functions = [x for x in nodes if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    assert not {x.name: lines_of(x) for x in functions if lines_of(x) > 70}
+
+
+def test_lines_of_a_function_are_counted():
+    text = '''
+def outer(a):
+    """Two lines
+    of a docstring."""
+    def inner():
+        return a
+
+    return inner
+'''
+    outer = ast.parse(text).body[0]
+    assert lines_of(outer) == 5
+    assert lines_of(outer.body[1]) == 2
+
+
 @pytest.mark.parametrize("name", [name for name in ROOMS if not name.startswith("_packed/")])
 def test_nobody_else_looks_into_packed_trees(name):
     """Other folders ask a layout, an `ArraySpec` or `LayerAxes`: no type is tested, no name read."""

@@ -7,7 +7,7 @@ does not know `notes` ignores it.
 
 A note belongs to the trace in which its `Notes` was made. One from inside a branch or a loop that
 knows nothing of notes is left out, so that no traced value leaves it. A wrapper of this library
-that runs what is inside in a branch hands out the notes as results: `choices.noted_branch`.
+that runs what is inside in a branch hands out the notes as results: `decisions.noted_branch`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Gradients of several mini-batches for one update."""
+"""Gradients of several mini-batches for one update: `accumulate`, and its states."""
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,70 +20,118 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, trees, values
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, devices, inside, windows
-from jgrad._wrappers.finite import all_finite
-from jgrad._wrappers.windows import AccumulateState, WeightedAccumulateState
+from jgrad._wrappers import decisions, inside
+from jgrad._wrappers.decisions import Flag
 
 _NAME = "accumulate"
 _LARGEST_SUM = 2.0**125  # of weights; its reciprocal is an ordinary float32
 
-
-# With a weight, the term of a gradient is w g; the last argument, if it is there.
-
-
-@on_leaf(arrays=2)
-def _sum(total: jax.Array, g: jax.Array, use: jax.Array, *weight: jax.Array) -> jax.Array:
-    """t + g where `use`, else t; saturated"""
-    term = weight[0].astype(g.dtype) * g if weight else g
-    return jnp.where(use, numerics.saturated(total + term, total, g), total)
+Every = int | Callable[[jax.Array], Any]
+Leaves = list[Any]
+# For the leaves of the updates, and of the state inside: whether a wrapper around can take them
+# whatever it decides.
+Settled = tuple[list[bool], list[bool]]
 
 
-@on_leaf(arrays=2)
-def _mean(
-    total: jax.Array, g: jax.Array, use: jax.Array, count: jax.Array, *weight: jax.Array
-) -> jax.Array:
-    total = _sum(total, g, use, *weight)
-    mean = total / count.astype(total.dtype)  # which may be complex
-    return numerics.saturated(mean, total) if weight else mean  # the sum of weights may be below 1
+@state_of("accumulate", total="sum")
+class AccumulateState(NamedTuple):
+    """State of `accumulate`. The field names are a file format: checkpoints hold them.
+
+    `gradient_step` and `has_updated` are those of `optax.MultiSteps`, read from the state inside.
+
+    Attributes:
+      mini_step: calls since the last window was closed, an int32 scalar.
+      count: those among them whose gradients were finite.
+      skipped: mini-batches left out since the start; it saturates.
+      total: sum of the gradients of this window; a tree like the parameters, in float32 or wider.
+        None where each window is one mini-batch: `every=1`.
+      inner: state of the transformation inside.
+
+    Example:
+      >>> state = jgrad.accumulate(jgrad.adam(1e-3), every=4).init({"w": jnp.ones((3, 2))})
+      >>> int(state.mini_step), int(state.skipped), state.total["w"].shape
+      (0, 0, (3, 2))
+      >>> int(state.inner.step), int(state.gradient_step), bool(state.has_updated)
+      (0, 0, False)
+    """
+
+    mini_step: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
+    skipped: jax.Array
+    total: PyTree
+    inner: PyTree
+
+    @property
+    def gradient_step(self) -> jax.Array:
+        """Updates done, by optax's name: as the transformation inside counts them."""
+        done: jax.Array | None = inside.updates_done(self.inner)
+        if done is None:
+            came = f"{type(self).__name__}: `gradient_step`: no state inside counts its updates"
+            raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
+        return done
+
+    @property
+    def has_updated(self) -> jax.Array:
+        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
+
+        Also after a window that updated nothing, since no mini-batch of it was finite.
+        """
+        return (self.mini_step == 0) & (self.gradient_step > 0)
+
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return {"skipped_mini_batches": self.skipped}
+
+    def __jgrad_rejected__(self, new: "AccumulateState", finite: jax.Array | None) -> PyTree:
+        """What stays of an update that is rejected as a whole."""
+        return without_window(self, new, finite)
 
 
-@on_leaf(arrays=2)
-def _next_sum(
-    total: jax.Array, g: jax.Array, use: jax.Array, close: jax.Array, *weight: jax.Array
-) -> jax.Array:
-    return _zero_if(_sum(total, g, use, *weight), close)
+@state_of("accumulate", total="sum")
+class WeightedAccumulateState(NamedTuple):
+    """State of `accumulate(..., weighted=True)`. The field names are a file format.
+
+    Attributes:
+      mini_step: calls since the last window was closed, an int32 scalar.
+      count: those among them whose gradients were finite, and whose weights were not negative.
+      skipped: mini-batches left out since the start; it saturates.
+      total: sum of weight times gradient, of this window.
+      inner: state of the transformation inside.
+      weight: sum of the weights of those in `count`, a float32 scalar.
+
+    Example:
+      >>> tx = jgrad.accumulate(jgrad.adam(1e-3), every=4, weighted=True)
+      >>> float(tx.init({"w": jnp.ones((3, 2))}).weight)
+      0.0
+    """
+
+    mini_step: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
+    skipped: jax.Array
+    total: PyTree
+    inner: PyTree
+    weight: jax.Array
 
 
-@on_leaf(arrays=1)
-def _zero_if(x: jax.Array, zero: jax.Array) -> jax.Array:
-    return jnp.where(zero, jnp.zeros_like(x), x)
+for _name in ("gradient_step", "has_updated", inside.REPORT, inside.REJECTED):
+    # A `NamedTuple` inherits from no other.
+    setattr(WeightedAccumulateState, _name, vars(AccumulateState)[_name])
 
 
-def _next_total(x: Any, g: Any, use: jax.Array, close: jax.Array, *weight: Any) -> Call | None:
-    if x is None:
-        return None
-    return (_zero_if, (x, close)) if g is None else (_next_sum, (x, g, use, close, *weight))
-
-
-def _summed(weight: Any, use: jax.Array, mesh_axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """The weight of a mini-batch that is used, over all devices, and whether it is used."""
-    if weight is None:
-        remedy = "call `update(updates, state, params, weight=tokens)`"
-        raise TypeError(f"{_NAME}: `weight`: missing, expected one with `weighted=True`; {remedy}.")
-    weight = jnp.asarray(numbers.scalar(_NAME, "weight", weight), jnp.float32)
-    weight = jax.lax.psum(weight, mesh_axes) if mesh_axes else weight
-    use &= (weight >= 0) & (weight < jnp.inf)
-    return jnp.where(use, weight, 0.0), use
-
-
-def _fits(step: Any, total: Any) -> bool:
-    """Whether an array like the first can be kept in one like the second, bit for bit."""
-    if step is None or total is None or not jnp.issubdtype(step.dtype, jnp.inexact):
-        return False
-    is_alike = jnp.iscomplexobj(step) == jnp.iscomplexobj(total)
-    return bool(is_alike and jnp.finfo(step.dtype).bits <= jnp.finfo(total.dtype).bits)
+def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree:
+    """A state without the window, if its update was rejected: kept, it would make the next so."""
+    zero = jnp.zeros_like(old.count)
+    nothing = trees.map_leaves(numerics.zeros_like, old.total)
+    weight = map(jnp.zeros_like, old[5:])
+    state = type(old)(zero, zero, new.skipped, nothing, old.inner, *weight)
+    if finite is None:
+        return state
+    closed = finite & (new.mini_step == 0)
+    old = old._replace(skipped=new.skipped)
+    return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
 
 
 @renamed(norm_axes="mesh_axes")
@@ -168,30 +216,29 @@ def accumulate(
     values.boolean(_NAME, "weighted", weighted)
     values.boolean(_NAME, "mean", mean)
     read_mesh_axes(_NAME, mesh_axes)
-
-    kind: Any = WeightedAccumulateState if weighted else AccumulateState
+    kind: type[PyTree] = WeightedAccumulateState if weighted else AccumulateState
     has_windows = callable(every) or every > 1
 
-    def init(params: PyTree) -> Any:
-        weight = [counter(params).astype(jnp.float32)] if weighted else []
-        counters = (counter(params) for _ in range(3))
+    def init(params: PyTree) -> PyTree:
+        counters = counter(params), counter(params), counter(params)
         total = zeros(_NAME, params) if has_windows else None
+        weight = [counter(params).astype(jnp.float32)] if weighted else []
         state = kind(*counters, total, tx.init(params), *weight)
-        windows.length(_NAME, every, state.inner)
-        return devices.as_updated(_NAME, state, update, params, mesh_axes)
+        _length(every, state.inner)
+        return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree = None,
         *,
-        emit: Any = None,
-        finite: Any = None,
+        emit: Flag | None = None,
+        finite: Flag | None = None,
         weight: Any = None,
         commit: Commit | None = None,
         notes: Notes | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, PyTree]:
         inside.check_state(_NAME, state, kind)
         if weight is not None and not weighted:
             came = checks.describe(weight)
@@ -199,141 +246,306 @@ def accumulate(
         inputs = Inputs(_NAME, updates, params)
         if state.total is None and (has_windows or not (emit is None or emit is True)):
             state = state._replace(total=zeros(_NAME, inputs.tree))
-        has_sum, before = state.total is not None, state
-        if not has_sum:  # nor a window that was open in the state of another `every`
-            state = windows.without_window(state, state, None)
-        outer = None if commit is None else commit.of_windows
-        accepted: Any = True
-        if outer is not None:
-            outer.leave_out()
-        if outer is not None and not outer.is_finite(updates):
-            # It says nothing of these gradients, unless they are left out whatever they are.
-            accepted = True if outer.clips else outer.flag
-            outer = None
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
-        sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
-        if not sharded_over and devices.holds_shards(state.inner, inputs):
-            remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
-            raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
-        emit, finite = devices.agreed(emit, sharded_over), devices.agreed(finite, sharded_over)
-        accepted = devices.agreed(accepted, sharded_over)
-        old = inputs.moment("state.total", state.total) if has_sum else [None] * len(inputs.g)
-        if finite is None and outer is not None:
-            finite = outer.flag
-        elif finite is None:
-            finite = all_finite(inputs.g, sharded_over) if check_finite else True
-        use = jnp.asarray(finite if accepted is True else finite & accepted)
-        own: tuple[jax.Array, ...] = ()  # the weight
+        devices = _sharded_over(inputs, state.inner, mesh_axes)
+        emit, finite = decisions.agreed(emit, devices), decisions.agreed(finite, devices)
+        use, outer = _use(inputs, updates, finite, commit, check_finite, devices)
         if weighted:
-            if weight is None and getattr(notes, "is_dry", False):  # it may be that of each model
-                names = devices.axes_of_models(_NAME, inputs.tree)
-                weight = shardings.varying_over(jnp.ones((), jnp.float32), names)
-            weight, use = _summed(weight, use, sharded_over)
-            own = (weight,)
-        mini_step = state.mini_step + 1
-        count = state.count + use.astype(jnp.int32)
-        skipped = jnp.where(use, state.skipped, optax.safe_increment(state.skipped))
+            weight, use = _summed(weight, use, inputs, notes, devices)
+        before = state
+        if state.total is None:  # nor a window that was open in the state of another `every`
+            state = without_window(state, state, None)
         if emit is None:
-            emit = mini_step >= windows.length(_NAME, every, state.inner)
-        never = isinstance(emit, (bool, np.bool_)) and not emit
-        emit = jnp.asarray(emit)
-        divisor = count
-        if weighted:
-            divisor = numerics.clipped(state.weight + weight, _LARGEST_SUM)
-            use &= weight > 0
-        # Without a finite mini-batch there is no mean, and the total is still zero.
-        close = emit & (divisor > 0)
-        if not has_sum and not weighted and finite is True and accepted is True:
-            close = True  # and no branch
-        # One array for each leaf goes through two branches, in the place of the sum. If the window
-        # closes it becomes the mean, and then the step; else it stays as it is, and the pass that
-        # applies the updates adds the gradient. Then nothing is written elsewhere.
-        fits = list(map(_fits, inputs.reference.leaves, old))
-
-        def divide() -> list[Any]:
-            nonzero = jnp.where(divisor > 0, divisor, 1.0) if weighted else jnp.maximum(count, 1)
-            nonzero = nonzero if mean else jnp.ones_like(nonzero)
-            # Without a sum, zeros in the branch are constants, and take no memory.
-            sums = old if has_sum else [g if g is None else jnp.zeros_like(g) for g in inputs.g]
-            means = apply(_mean, sums, inputs.g, use, nonzero.astype(float), *own)
-            return [o if x is None else x for x, o in zip(means, old, strict=True)]
-
-        def keep() -> list[Any]:
-            pairs = zip(old, inputs.g, strict=True)
-            return [
-                o if g is None else numerics.widen(o, numerics.real_dtype(o, g)) for o, g in pairs
-            ]
-
-        def hold() -> tuple[list[Any], PyTree]:
-            rows = zip(divided, old, inputs.reference.leaves, fits, strict=True)
-            sums = [
-                x.astype(o.dtype) if f else None if p is None else numerics.zeros_like(p)
-                for x, o, p, f in rows
-            ]
-            return sums, state.inner
-
-        # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
-        names = shardings.varying_axes(close)
-        params, extra_args = shardings.varying_over((params, extra_args), names)
-        settled: list[bool] = []  # of the leaves of the updates, and of the state inside
-        kept: list[bool] = []
-
-        def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-            return x.astype(dtype) if mean else numerics.saturated(x.astype(dtype), x)
-
-        def run(noting: dict[str, Any]) -> tuple[list[Any], PyTree]:
-            pairs = zip(divided if has_sum else divide(), inputs.g, strict=True)
-            means = [None if g is None else x for x, g in pairs]
-            if not inside.any_says(state.inner, inside.UNROUNDED):
-                pairs = zip(means, inputs.g, strict=True)
-                means = [None if g is None else rounded(x, g.dtype) for x, g in pairs]
-            given = inputs.gradients(means)
-            # Means of finite gradients are finite, so that a window is committed always.
-            inner_commit = None if outer is None else Commit.always(given)
-            known = {} if inner_commit is None else {"commit": inner_commit}
-            steps, new = tx.update(given, state.inner, params, **known, **noting, **extra_args)
-            if inner_commit is None or not inner_commit.has_settled(steps):
-                steps = inputs.directions(trees.flatten(steps)[0])
-            new = choices.in_dtypes(new, state.inner)
-            if inner_commit is not None:
-                pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state.inner), strict=True)
-                settled[:] = map(inner_commit.has_settled, jax.tree.leaves(steps))
-                kept[:] = [inner_commit.has_kept(*pair) for pair in pairs]
-            rows = zip(trees.flatten(steps)[0], old, fits, strict=True)
-            return [u.astype(o.dtype) if f else u for u, o, f in rows], new
-
-        if never:
-            steps, inner = inputs.zeros(), state.inner
-            total = apply(_sum, old, inputs.g, use, *own)
+            emit = state.mini_step + 1 >= _length(every, state.inner)
+        window = _Window(inputs, state, use, weight, emit, mean)
+        if isinstance(emit, (bool, np.bool_)) and not emit:
+            steps, total, inner, settled = inputs.zeros(), window.total(), state.inner, None
         else:
-            divided = choices.branch(close, divide, keep) if has_sum else old
-            held, inner = choices.noted_branch(notes, close, run, hold)
-            rows = list(zip(held, old, inputs.g, fits, strict=True))
-            is_open = jnp.logical_not(close)
-            moved = [
-                (_zero_if, (x, is_open)) if f else (leafwise.identity, (x,)) for x, _, _, f in rows
-            ]
-            steps = inputs.directions(leafwise.run(moved))
-            sums = [(x if f else o, g) for x, o, g, f in rows]
-            total = leafwise.run([_next_total(*row, use, close, *own) for row in sums])
-        new = kind(
-            jnp.where(emit, 0, mini_step),
-            jnp.where(emit, 0, count),
-            skipped,
-            inputs.moments(total, old) if has_sum else None,
-            inner,
-            *([jnp.where(emit, 0.0, divisor)] if weighted else []),
-        )
-        if outer is not None:
-            # Where `run` was not traced nothing is new.
-            leaves = jax.tree.leaves(steps)
-            outer.settle(list(itertools.compress(leaves, settled or [True] * len(leaves))))
-            pairs = list(zip(jax.tree.leaves(inner), jax.tree.leaves(state.inner), strict=True))
-            for n, o in itertools.compress(pairs, kept or [True] * len(pairs)):
-                outer.keep([n], [o])
-            outer.keep(*(jax.tree.leaves((x.total, *x[5:])) for x in (new, before)))
+            call = state.inner, params, outer, notes, extra_args
+            steps, total, inner, settled = _branches(window, tx, *call)
+        new = window.next_state(kind, total, inner)
+        _tell(outer, steps, new, before, settled)
         return steps, new
 
     return pair(init, update, _NAME)
+
+
+# ---- one call ----------------------------------------------------------------------------------
+
+
+def _sharded_over(inputs: Inputs, inner: PyTree, mesh_axes: PyTree) -> tuple[str, ...]:
+    """The mesh axes whose devices act alike."""
+    names = decisions.mesh_axes_of(inputs, mesh_axes)
+    if not names and decisions.holds_shards(inner, inputs):
+        remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
+        raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
+    return names
+
+
+def _use(
+    inputs: Inputs,
+    updates: PyTree,
+    finite: Flag | None,
+    commit: Commit | None,
+    check_finite: bool,
+    devices: tuple[str, ...],
+) -> tuple[Flag, Commit | None]:
+    """Whether the gradients are added; and the decision of a wrapper around, if it is on them."""
+    outer = None if commit is None else commit.of_windows
+    accepted: Flag = True
+    if outer is not None:
+        outer.leave_out()
+        if not outer.is_finite(updates):
+            # It says nothing of these gradients, unless they are left out whatever they are.
+            accepted = True if outer.clips else decisions.agreed(outer.flag, devices)
+            outer = None
+    if finite is None and outer is not None:
+        finite = outer.flag
+    elif finite is None:
+        finite = decisions.all_finite(inputs.g, devices) if check_finite else True
+    return (finite if accepted is True else finite & accepted), outer
+
+
+def _summed(
+    weight: Any, use: Flag, inputs: Inputs, notes: Notes | None, devices: tuple[str, ...]
+) -> tuple[jax.Array, Flag]:
+    """The weight of a mini-batch that is used, over all devices, and whether it is used."""
+    if weight is None and notes is not None and notes.is_dry:
+        weight = decisions.of_models(_NAME, inputs.tree, 1.0)
+    if weight is None:
+        remedy = "call `update(updates, state, params, weight=tokens)`"
+        raise TypeError(f"{_NAME}: `weight`: missing, expected one with `weighted=True`; {remedy}.")
+    weight = jnp.asarray(numbers.scalar(_NAME, "weight", weight), jnp.float32)
+    weight = jax.lax.psum(weight, devices) if devices else weight
+    use &= (weight >= 0) & (weight < jnp.inf)
+    return jnp.where(use, weight, 0.0), use
+
+
+class _Window:
+    """The window of a call: a mini-batch beside the sum of those before.
+
+    Attributes:
+      inputs: of the call.
+      sums: what was added up before, an entry per leaf; without a sum, None for each.
+      has_sum: whether there is a sum; a window of one mini-batch needs none.
+      weights: the weight of the mini-batch; empty where none has one.
+      divisor: the weights of the gradients in the sum, or how many these are.
+      use: whether those of the mini-batch are added.
+      close: whether there is an update; the bool of Python where there is no choice.
+      mean: whether the update is that of the mean, and not of the sum.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        state: PyTree,
+        use: Flag,
+        weight: jax.Array | None,
+        emit: Flag,
+        mean: bool,
+    ) -> None:
+        self.inputs, self.mean, self.has_sum = inputs, mean, state.total is not None
+        sums = inputs.moment("state.total", state.total) if self.has_sum else None
+        self.sums: Leaves = sums or [None] * len(inputs.g)
+        is_full = use is True and not self.has_sum
+        self.use, self._emit = jnp.asarray(use), jnp.asarray(emit)
+        self._mini_step = state.mini_step + 1
+        self._count = state.count + self.use.astype(jnp.int32)
+        self._skipped = jnp.where(self.use, state.skipped, optax.safe_increment(state.skipped))
+        self.divisor, self.weights = self._count, []
+        if weight is not None:
+            self.divisor = numerics.clipped(state.weight + weight, _LARGEST_SUM)
+            self.weights = [weight]
+            self.use &= weight > 0
+        # Without a finite mini-batch there is no mean, and the total is still zero.
+        self.close: Flag = True if is_full else self._emit & (self.divisor > 0)
+
+    def means(self) -> Leaves:
+        """The means of all gradients in the window, or the sums; old sums without a gradient."""
+        divisor = jnp.maximum(self.divisor, 1)
+        if self.weights:
+            divisor = jnp.where(self.divisor > 0, self.divisor, 1.0)
+        divisor = divisor if self.mean else jnp.ones_like(divisor)
+        # Without a sum, zeros in the branch are constants, and take no memory.
+        g, sums = self.inputs.g, self.sums
+        sums = sums if self.has_sum else [x if x is None else jnp.zeros_like(x) for x in g]
+        means = apply(_mean, sums, g, self.use, divisor.astype(float), *self.weights)
+        return [old if x is None else x for x, old in zip(means, self.sums, strict=True)]
+
+    def widened(self) -> Leaves:
+        """The old sums, in the dtypes of the means."""
+        return [
+            x if g is None else numerics.widen(x, numerics.real_dtype(x, g))
+            for x, g in zip(self.sums, self.inputs.g, strict=True)
+        ]
+
+    def total(self) -> Leaves:
+        """The sums with this mini-batch, in a window that stays open."""
+        return apply(_sum, self.sums, self.inputs.g, self.use, *self.weights)
+
+    def next_total(self, sums: Leaves) -> Leaves:
+        """The sums with this mini-batch, and zeros where the window is closed."""
+
+        def of_leaf(x: jax.Array | None, g: jax.Array | None) -> Call | None:
+            if x is None:
+                return None
+            if g is None:
+                return _zero_if, (x, self.close)
+            return _next_sum, (x, g, self.use, self.close, *self.weights)
+
+        return leafwise.run(list(map(of_leaf, sums, self.inputs.g)))
+
+    def next_state(self, kind: type[PyTree], total: Leaves, inner: PyTree) -> PyTree:
+        """The state after the call."""
+        return kind(
+            jnp.where(self._emit, 0, self._mini_step),
+            jnp.where(self._emit, 0, self._count),
+            self._skipped,
+            self.inputs.moments(total, self.sums) if self.has_sum else None,
+            inner,
+            *([jnp.where(self._emit, 0.0, self.divisor)] if self.weights else []),
+        )
+
+
+def _branches(
+    window: _Window,
+    tx: optax.GradientTransformationExtraArgs,
+    state: PyTree,
+    params: PyTree,
+    outer: Commit | None,
+    notes: Notes | None,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, Leaves, PyTree, Settled | None]:
+    """Updates, sums and the state of `tx` where the window may close; and what `tx` has settled.
+
+    One array for each leaf goes through two branches, in the place of the sum. If the window closes
+    it becomes the mean, and then the step; else it stays as it is, and the pass that applies the
+    updates adds the gradient. Then nothing is written elsewhere.
+    """
+    inputs, sums, close = window.inputs, window.sums, window.close
+    fits = list(map(_fits, inputs.reference.leaves, sums))
+    divided = sums
+    if window.has_sum:
+        divided = decisions.branch(close, window.means, window.widened)
+    # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
+    names = shardings.varying_axes(close)
+    params, extra_args = shardings.varying_over((params, extra_args), names)
+    is_unrounded = inside.parts(state, inside.UNROUNDED)
+
+    def gradient(x: jax.Array, g: jax.Array | None) -> jax.Array | None:
+        if g is None:
+            return None
+        if is_unrounded:
+            return x
+        rounded = x.astype(g.dtype)
+        return rounded if window.mean else numerics.saturated(rounded, x)
+
+    def run(noting: dict[str, Any]) -> tuple[tuple[Leaves, PyTree], Settled | None]:
+        means = divided if window.has_sum else window.means()
+        gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
+        # Means of finite gradients are finite, so that a window is committed always.
+        commit = None if outer is None else Commit.always(gradients)
+        known = {} if commit is None else {"commit": commit}
+        steps, new = tx.update(gradients, state, params, **known, **noting, **extra_args)
+        if commit is None or not commit.has_settled(steps):
+            steps = inputs.directions(trees.flatten(steps)[0])
+        new = decisions.in_dtypes(new, state)
+        settled = None
+        if commit is not None:
+            states = map(jax.tree.leaves, (new, state))
+            of_steps = list(map(commit.has_settled, jax.tree.leaves(steps)))
+            settled = of_steps, list(map(commit.has_kept, *states))
+        stored = zip(trees.flatten(steps)[0], sums, fits, strict=True)
+        return ([u.astype(x.dtype) if fit else u for u, x, fit in stored], new), settled
+
+    def hold() -> tuple[Leaves, PyTree]:
+        stored = zip(divided, sums, inputs.reference.leaves, fits, strict=True)
+        return [
+            x.astype(old.dtype) if fit else None if p is None else numerics.zeros_like(p)
+            for x, old, p, fit in stored
+        ], state
+
+    (held, new), settled = decisions.noted_branch(notes, close, run, hold)
+    is_open = jnp.logical_not(close)
+    moved = [
+        (_zero_if, (x, is_open)) if fit else (leafwise.identity, (x,))
+        for x, fit in zip(held, fits, strict=True)
+    ]
+    steps = inputs.directions(leafwise.run(moved))
+    stored = zip(held, sums, fits, strict=True)
+    return steps, window.next_total([x if fit else o for x, o, fit in stored]), new, settled
+
+
+def _tell(
+    outer: Commit | None, steps: PyTree, new: PyTree, old: PyTree, settled: Settled | None
+) -> None:
+    """Says to a wrapper around what is right whatever it decides: all, where `tx` did not run."""
+    if outer is None:
+        return
+    of_steps, of_inner = settled or (itertools.repeat(True), itertools.repeat(True))
+    outer.settle(list(itertools.compress(jax.tree.leaves(steps), of_steps)))
+    states = zip(jax.tree.leaves(new.inner), jax.tree.leaves(old.inner), strict=True)
+    for n, o in itertools.compress(states, of_inner):
+        outer.keep([n], [o])
+    outer.keep(jax.tree.leaves((new.total, new[5:])), jax.tree.leaves((old.total, old[5:])))
+
+
+def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:
+    """Whether an array like the first can be kept in one like the second, bit for bit."""
+    if step is None or total is None or not jnp.issubdtype(step.dtype, jnp.inexact):
+        return False
+    is_alike = jnp.iscomplexobj(step) == jnp.iscomplexobj(total)
+    return bool(is_alike and jnp.finfo(step.dtype).bits <= jnp.finfo(total.dtype).bits)
+
+
+def _length(every: Every, state: PyTree) -> int | jax.Array:
+    """The mini-batches of the window that is open, by the number of updates that a state counts."""
+    if not callable(every):
+        return int(every)
+    done = inside.updates_done(state)
+    if done is None:
+        expected = "an int where no state inside counts its updates, as those of jgrad's methods do"
+        raise ValueError(f"{_NAME}: `every`: a function, expected {expected}.")
+    x = every(done)
+    if isinstance(x, (jax.Array, np.ndarray)) and x.shape == () and x.dtype.kind in "iu":
+        return jnp.asarray(x, jnp.int32)
+    if checks.is_array(x) and not isinstance(x, np.integer):
+        came = checks.describe(x)
+        raise TypeError(f"{_NAME}: `every`: a function that returns {came}, expected an int.")
+    values.count(_NAME, "every", x)
+    return int(x)
+
+
+# ---- one leaf ----------------------------------------------------------------------------------
+
+# With a weight, the term of a gradient is w g; the last argument, if it is there.
+
+
+@on_leaf(arrays=2)
+def _sum(total: jax.Array, g: jax.Array, use: jax.Array, *weight: jax.Array) -> jax.Array:
+    """t + g where `use`, else t; saturated"""
+    term = weight[0].astype(g.dtype) * g if weight else g
+    return jnp.where(use, numerics.saturated(total + term, total, g), total)
+
+
+@on_leaf(arrays=2)
+def _mean(
+    total: jax.Array, g: jax.Array, use: jax.Array, count: jax.Array, *weight: jax.Array
+) -> jax.Array:
+    total = _sum(total, g, use, *weight)
+    mean = total / count.astype(total.dtype)  # which may be complex
+    return numerics.saturated(mean, total) if weight else mean  # the sum of weights may be below 1
+
+
+@on_leaf(arrays=2)
+def _next_sum(
+    total: jax.Array, g: jax.Array, use: jax.Array, close: jax.Array, *weight: jax.Array
+) -> jax.Array:
+    return _zero_if(_sum(total, g, use, *weight), close)
+
+
+@on_leaf(arrays=1)
+def _zero_if(x: jax.Array, zero: jax.Array) -> jax.Array:
+    return jnp.where(zero, jnp.zeros_like(x), x)

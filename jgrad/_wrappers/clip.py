@@ -11,12 +11,13 @@ from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.around import narrow, offer
 from jgrad._inputs.commit import Commit
+from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
-from jgrad._packed import array_spec, packing
+from jgrad._packed import array_spec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
@@ -93,16 +94,14 @@ def clip_by_global_norm(
         notes: Notes | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
-        arg, inexact = _inexact(name, "updates", updates)
-        layers = _layers(arg, updates, mesh_axes, params)
+        inputs, inexact = _inexact(name, "updates", updates)
+        layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
         factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
-        clipped = apply(rules.scale_by, inexact, *factors)
-        leaves = []
-        for x, new in zip(arg.leaves, clipped, strict=True):
-            leaves.append(x if new is None else new.astype(x.dtype))
-            if new is not None:
-                offer(leaves[-1], _clipped, x, *factors)
+        leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inputs.reference.leaves)
+        for x, new in zip(inexact, leaves, strict=True):
+            if x is not None:
+                offer(new, _clipped, x, *factors)
         if notes is not None:
             notes.add("clip_factor", factors[0] * factors[1])
         if commit is not None:
@@ -145,38 +144,36 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
       >>> norm.shape, bool(jnp.isfinite(norm))
       ((), True)
     """
-    arg, inexact = _inexact("global_norm", "tree", tree)
-    norm = norms.global_norm(inexact, _layers(arg, tree, mesh_axes))
+    inputs, inexact = _inexact("global_norm", "tree", tree)
+    norm = norms.global_norm(inexact, _layers(inputs, mesh_axes))
     return norm.mantissa * norm.scale
 
 
-def _inexact(function: str, name: str, tree: PyTree) -> tuple[ArgLeaves, list[Any]]:
-    """The leaves, and those that count, with `None` for the others."""
+def _inexact(function: str, name: str, tree: PyTree) -> tuple[Parameters, list[jax.Array | None]]:
+    """What is known of the leaves; and those that count, with `None` for the others."""
     tree = checks.values_of(tree)
     without = trees.map_leaves(lambda x: None if _is_float0(x) else x, tree)
     checks.arrays_or_numbers(function, name, without)
-    arg = ArgLeaves.from_tree(function, name, tree).with_arrays()
-    return arg, [x if checks.is_inexact(x) else None for x in arg.leaves]
+    inputs = Parameters(function, tree, name)
+    return inputs, [x if checks.is_inexact(x) else None for x in inputs.reference.leaves]
 
 
-def _is_float0(x: Any) -> bool:
+def _is_float0(x: object) -> bool:
     return bool(getattr(x, "dtype", None) == jax.dtypes.float0)
 
 
-def _layers(
-    arg: ArgLeaves, tree: PyTree, mesh_axes: PyTree, params: PyTree = None
-) -> list[LayerAxes]:
+def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> list[LayerAxes]:
     """One layer for each array, since only the norm of all is asked for.
 
     A gradient may be the same on all devices where its parameter, if it is there, is not.
     """
-    names, shapes = read_mesh_axes(arg.function, mesh_axes), packing.shapes(tree)
-    sharded = ArgLeaves.from_prefix(arg.function, "mesh_axes", names, arg.name, shapes)
+    function, arg = inputs.function, inputs.reference
+    sharded = inputs.option("mesh_axes", read_mesh_axes(function, mesh_axes))
     stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
-    reference = ArgLeaves.from_tree(arg.function, arg.name, shapes).with_arrays()
-    layers = array_spec.layer_axes_per_array(array_spec.specs(tree), sharded, stacked, reference)
+    leaves = ArgLeaves.from_tree(function, arg.name, inputs.shapes).with_arrays()
+    layers = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, leaves)
     whole = (LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers)
     beside, structure = trees.flatten(params)
-    fits = structure == trees.flatten(tree)[1]
+    fits = structure == trees.flatten(inputs.tree)[1]
     typed = [x if isinstance(x, jax.Array) else None for x in beside] if fits else arg.leaves
     return as_typed(whole, sharded, zip(arg.leaves, typed, strict=True))

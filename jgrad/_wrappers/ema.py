@@ -15,12 +15,11 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees, values
-from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "ema"
 
@@ -101,13 +100,7 @@ def ema(
         raise ValueError(f"{_NAME}: `debias`: True, expected {expected}.")
 
     def init(params: PyTree) -> EmaState:
-        arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
-        # Copies, so that parameters and state can be donated together.
-        leaves = [
-            None if p is None else numerics.strong(jnp.array(parameters.wide(p), copy=True))
-            for p in checks.parameters(arg)
-        ]
-        return EmaState(counter(params), trees.flatten(params)[1].unflatten(leaves))
+        return EmaState(counter(params), parameters.copies(parameters.checked(_NAME, params)))
 
     def update(
         updates: PyTree,
@@ -122,17 +115,17 @@ def ema(
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
         # Where the average has None, `init` saw no parameter: of a model it may be given a part.
-        pairs = zip(trees.flatten(parameters.applied(params, updates))[0], old.leaves, strict=True)
-        new = [None if o is None else x for x, o in pairs]
-        given = options.called(inputs, "decay", decay, lambda: state.done)
-        beta = _at(numbers.beta(_NAME, "decay", given), state.done, start, debias=debias)
-        averaged = apply(
-            rules.average,
-            [x if checks.is_inexact(o) else None for x, o in zip(new, old.leaves, strict=True)],
-            list(old.leaves),
-            beta.value,
-            beta.complement,
+        stepped = zip(
+            trees.flatten(parameters.applied(params, updates))[0], old.leaves, strict=True
         )
+        new = [None if o is None else x for x, o in stepped]
+        decay_now = options.called(inputs, "decay", decay, lambda: state.done)
+        beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)
+        # Integers are copied.
+        floating = [
+            x if checks.is_inexact(o) else None for x, o in zip(new, old.leaves, strict=True)
+        ]
+        averaged = apply(rules.average, floating, list(old.leaves), beta.value, beta.complement)
         averaged = inputs.kept(averaged, old.leaves)
         average = inputs.moments(
             [x if a is None else a for a, x in zip(averaged, new, strict=True)], old.leaves

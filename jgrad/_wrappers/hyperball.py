@@ -1,6 +1,7 @@
 """Weights that keep their norm: each step moves along a sphere."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,16 +18,15 @@ from jgrad._inputs.moment import Step
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
-from jgrad._layers import hypersphere, norms
-from jgrad._layers.layer_axes import LayerAxes, axis_exists, read_mesh_axes
+from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inside
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers import decisions, hypersphere, inside, measures
+from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "hyperball"
 
@@ -57,8 +57,8 @@ class HyperballState(NamedTuple):
 
     def describe(self) -> str:
         """A line for each leaf that keeps its norm: its path, its matrices, and their norms."""
-        pairs = variables.leaves_with_paths(self.radius)
-        return path_rules.table([_row(path_rules.shown(path), np.asarray(r)) for path, r in pairs])
+        radii = variables.leaves_with_paths(self.radius)
+        return path_rules.table([_row(path_rules.shown(path), np.asarray(r)) for path, r in radii])
 
 
 def _row(name: str, radius: np.ndarray) -> tuple[str, ...]:
@@ -155,13 +155,14 @@ def hyperball(
         checks.parameters(inputs.reference)
         chosen = _keeping(inputs, leaves)
         # Outside of `shard_map` leaves are whole.
-        axes = options.layers(inputs, _existing(mesh_axes), layer_axes)
+        is_sharded = any(map(axis_exists, decisions.named_axes(_NAME, mesh_axes)))
+        axes = options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
         if radius is None:
-            found = _measured(inputs, axes, chosen)
+            radii = _measured(inputs, axes, chosen)
         else:
-            found = _given(inputs, axes, chosen, radius)
-        radii = trees.flatten(inputs.shapes)[1].unflatten(found)
-        return HyperballState(counter(params), radii, tx.init(params))
+            radii = _of_option(inputs, axes, chosen, radius)
+        tree = trees.flatten(inputs.shapes)[1].unflatten(radii)
+        return HyperballState(counter(params), tree, tx.init(params))
 
     def update(
         updates: PyTree,
@@ -178,21 +179,20 @@ def hyperball(
         chosen = _keeping(inputs, leaves)
         axes = options.layers(inputs, mesh_axes, layer_axes)
         radii = _of_state(inputs, axes, chosen, state.radius)
-        own = {x for x, use in zip(trees.names(inputs.shapes), chosen, strict=True) if use}
-        extra = {"undecayed": undecayed | own}
+        undecayed |= set(itertools.compress(trees.names(inputs.shapes), chosen))
+        extra = {"undecayed": undecayed}
         steps, inner = inputs.hand_over(tx, updates, state.inner, params, extra=extra)
         done = jnp.asarray(state.done)
-        given = "learning_rate", learning_rate
+        option = "learning_rate", learning_rate
         if hyperball_learning_rate is not None:
-            given = "hyperball_learning_rate", hyperball_learning_rate
-        rates = options.number_per_array(inputs, Step.of_count(done), *given)
+            option = "hyperball_learning_rate", hyperball_learning_rate
+        rates = options.number_per_array(inputs, Step.of_count(done), *option)
         if (notes := extra_args.get("notes")) is not None and not isinstance(rates, list):
             notes.add("hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
         new = hypersphere.steps(w, u, radii, leafwise.per_leaf(rates, len(u)), axes)
-        return inputs.directions(new), HyperballState(
-            optax.safe_increment(done), state.radius, inner
-        )
+        done = optax.safe_increment(done)
+        return inputs.directions(new), HyperballState(done, state.radius, inner)
 
     return pair(init, update, _NAME)
 
@@ -200,77 +200,65 @@ def hyperball(
 def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:
     """Whether each leaf keeps its norm; those that have none, None and integers, do not."""
     shapes = trees.flatten(inputs.shapes)[0]
-    pairs = zip(options.mask(inputs, "leaves", leaves), shapes, strict=True)
     return [
         use and x is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        for use, x in pairs
+        for use, x in zip(options.mask(inputs, "leaves", leaves), shapes, strict=True)
     ]
-
-
-def _existing(mesh_axes: PyTree) -> PyTree:
-    """The option where some axis of it is here, else None."""
-    axes = trees.flatten(read_mesh_axes(_NAME, mesh_axes))[0]
-    return mesh_axes if any(axis_exists(name) for x in axes for name in x.values) else None
 
 
 # ---- radii, with an entry per leaf of the unpacked tree ----------------------------------------
 
 
-def _shape(layers: LayerAxes) -> tuple[int, ...]:
-    """That of the radii of a leaf."""
-    return tuple(n if axis in layers.stacked else 1 for axis, n in enumerate(layers.shape))
-
-
-def _per_leaf(inputs: Parameters, axes: Sequence[LayerAxes]) -> list[LayerAxes]:
+def _matrices(inputs: Parameters, axes: Sequence[LayerAxes]) -> list[LayerAxes]:
     """Where the matrices of each leaf are."""
-    found: dict[int, LayerAxes] = {}
-    for spec, layers in zip(inputs.specs, axes, strict=True):
-        found |= zip(spec.positions, spec.layers_of_leaves(layers), strict=True)
-    return [found[i] for i in range(len(found))]
+    per_leaf = {
+        i: of_leaf
+        for spec, of_array in zip(inputs.specs, axes, strict=True)
+        for i, of_leaf in zip(spec.positions, spec.layers_of_leaves(of_array), strict=True)
+    }
+    return [per_leaf[i] for i in range(len(per_leaf))]
+
+
+def _shape(matrices: LayerAxes) -> tuple[int, ...]:
+    """The shape of the radii of a leaf."""
+    return tuple(n if axis in matrices.stacked else 1 for axis, n in enumerate(matrices.shape))
 
 
 def _measured(
     inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool]
 ) -> list[jax.Array | None]:
     """The norms of the parameters."""
+    arrays = [
+        x if any(chosen[i] for i in spec.positions) else None
+        for x, spec in zip(inputs.reference.leaves, inputs.specs, strict=True)
+    ]
+    _, per_array = measures.norms_per_array(arrays, axes)
+    matrices, shapes = _matrices(inputs, axes), inputs.updated_shapes().leaves
     radii: list[jax.Array | None] = [None] * len(chosen)
-    arrays = [i for i, spec in enumerate(inputs.specs) if any(chosen[j] for j in spec.positions)]
-    arrays.sort(key=lambda i: axes[i].sort_key)
-    if not arrays:
-        return radii
-    own = [axes[i] for i in arrays]
-    (batches,) = norms.layer_norms(
-        own, [(leafwise.identity, (inputs.reference.leaves[i],)) for i in arrays]
-    )
-    shapes = inputs.updated_shapes().leaves
-    for i, x in zip(arrays, norms.split(own, batches, as_elements=False), strict=True):
+    for i, norms in per_array.items():
         spec = inputs.specs[i]
-        rows = zip(
-            spec.positions, spec.per_leaf(x, axes[i]), spec.layers_of_leaves(axes[i]), strict=True
-        )
-        for j, norm, layers in rows:
+        for j, norm in zip(spec.positions, spec.per_leaf(norms, axes[i]), strict=True):
             if chosen[j]:
                 # A batch of norms has the widest dtype among them.
                 real = numerics.real_dtype(shapes[j])
-                radii[j] = norm.reshape(_shape(layers)).astype(real)
+                radii[j] = norm.reshape(_shape(matrices[j])).astype(real)
     return radii
 
 
-def _given(
-    inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool], radius: Any
+def _of_option(
+    inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool], radius: PyTree
 ) -> list[jax.Array | None]:
-    """Those that a user gave."""
+    """The norms that a user wants, by `radius`."""
     is_function = trees.may_be_function(radius) and trees.is_function(radius, inputs.shapes)
     arg = inputs.option("radius", True if is_function else radius)
     shapes = inputs.updated_shapes().leaves
     radii: list[jax.Array | None] = [None] * len(chosen)
-    for i, (layers, x, use) in enumerate(zip(_per_leaf(inputs, axes), shapes, chosen, strict=True)):
-        if not use:
-            continue
-        given = radius if is_function else arg.leaves[i]
-        if callable(given):
-            given = given(tuple(layers.shape[axis] for axis in layers.within))
-        radii[i] = jnp.full(_shape(layers), _positive(arg, i, given), numerics.real_dtype(x))
+    for i, matrices in itertools.compress(enumerate(_matrices(inputs, axes)), chosen):
+        norm = radius if is_function else arg.leaves[i]
+        if callable(norm):
+            norm = norm(tuple(matrices.shape[axis] for axis in matrices.within))
+        real = numerics.real_dtype(shapes[i])
+        radii[i] = jnp.full(_shape(matrices), _positive(arg, i, norm), real)
     return radii
 
 
@@ -292,24 +280,25 @@ def _of_state(
     name = "state.radius"
     checks.same_structure(_NAME, name, tree, "params", inputs.shapes, remedy=remedy)
     arg = ArgLeaves.from_tree(_NAME, name, tree).with_arrays()
-    for i, layers in enumerate(_per_leaf(inputs, axes)):
-        expected = _shape(layers) if chosen[i] else None
-        if getattr(arg.leaves[i], "shape", None) != expected:
-            came = checks.describe(arg.leaves[i])
-            arg.fail(i, ValueError, f"{came}, expected {_words(expected)}; {remedy}")
+    matrices = _matrices(inputs, axes)
+    for i, (r, use) in enumerate(zip(arg.leaves, chosen, strict=True)):
+        shape = _shape(matrices[i]) if use else None
+        if getattr(r, "shape", None) != shape:
+            expected = f"an array of shape {shape}" if use else "None for a leaf that is not chosen"
+            arg.fail(i, ValueError, f"{checks.describe(r)}, expected {expected}; {remedy}")
 
-    def of_array(spec: ArraySpec, layers: LayerAxes) -> jax.Array | None:
-        if not any(chosen[i] for i in spec.positions):
+    def of_array(spec: ArraySpec) -> jax.Array | None:
+        kept = [arg.leaves[i] for i in spec.positions]
+        dtypes = {r.dtype for r in kept if r is not None}
+        if not dtypes:
             return None
-        pairs = zip(spec.positions, spec.layers_of_leaves(layers), strict=True)
-        own = [(arg.leaves[i], x.num_layers) for i, x in pairs]
-        (real,) = {r.dtype for r, _ in own if r is not None}
+        (real,) = dtypes
         return jax.lax.concatenate(
-            [jnp.zeros(n, real) if r is None else r.reshape(-1) for r, n in own], 0
+            [
+                jnp.zeros(matrices[i].num_layers, real) if r is None else r.reshape(-1)
+                for i, r in zip(spec.positions, kept, strict=True)
+            ],
+            0,
         )
 
-    return [of_array(*row) for row in zip(inputs.specs, axes, strict=True)]
-
-
-def _words(shape: tuple[int, ...] | None) -> str:
-    return "None for a leaf that is not chosen" if shape is None else f"an array of shape {shape}"
+    return list(map(of_array, inputs.specs))

@@ -18,7 +18,7 @@ from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "master_weights"
 

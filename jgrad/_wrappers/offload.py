@@ -73,15 +73,15 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     """
     tx = inside.transformation(_NAME, tx)
 
-    def to_host(state: Any) -> Any:
+    def to_host(state: PyTree) -> PyTree:
         return host_memory.to_host(state) if host_memory.is_there(_NAME) else state
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         return to_host(tx.init(params))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         if host_memory.is_there(_NAME):
             state = host_memory.to_device(state)
         steps, new = tx.update(updates, state, params, **extra_args)

@@ -16,8 +16,8 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inside
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers import inside, parameters
+from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "pack_small"
 
@@ -69,19 +69,19 @@ def pack_small(
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
         return layout_of(_NAME, tree, max_size=max_size, small_apart=small_apart, others=True)
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         packing.check_unpacked(_NAME, "params", params)
-        checks.parameters(ArgLeaves.from_tree(_NAME, "params", params).with_arrays())
+        parameters.checked(_NAME, params)
         layout, leaves = small_packed(params)
         # `optax.tree.map_params` calls `init` with a node in place of the parameters.
         return tx.init(packing.fill(layout, leaves) if layout.shapes else params)
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, PyTree]:
         packing.check_unpacked(_NAME, "updates", updates)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         old = packing.layout_in(state)
@@ -121,7 +121,7 @@ def pack_small(
 
 
 def _with_structure(state: PyTree, structure: Any) -> PyTree:
-    """The same state for another tree with the same leaves."""
+    """A state with the layouts of another tree that has the same leaves."""
     return packing.with_layouts(state, lambda layout: layouts.with_structure(layout, structure))
 
 

@@ -1,21 +1,29 @@
-"""Parameters in float32, and after updates."""
+"""Parameters of a wrapper: checked, in float32, copied, and after updates."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jgrad._arithmetic import numerics
 from jgrad._inputs.around import in_float32, offer
 from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
+
+
+def checked(function: str, params: PyTree) -> PyTree:
+    """The parameters of an `init`, with arrays for numbers."""
+    arg = ArgLeaves.from_tree(function, "params", params).with_arrays()
+    return trees.flatten(params)[1].unflatten(checks.parameters(arg))
 
 
 def applied(params: PyTree, updates: PyTree) -> PyTree:
     """The parameters after the updates, as `optax.apply_updates` has them; None changes nothing."""
 
-    def add(p: Any, u: Any) -> Any:
+    def add(p: jax.Array | None, u: jax.Array | None) -> jax.Array | None:
         if p is None:
             return None
         if u is None or getattr(u, "dtype", None) == jax.dtypes.float0:
@@ -38,7 +46,17 @@ def wide_gradients(grads: PyTree, params: PyTree, is_wide: Callable[[Any], bool]
     return jax.tree.map(wide_one, grads, params, is_leaf=trees.is_none)
 
 
-def wide(x: Any) -> jax.Array:
+def copies(params: PyTree, where: Callable[[jax.Array], bool] = lambda p: True) -> PyTree:
+    """Copies in float32 or wider, which share no buffer with parameters: both can be donated.
+
+    None where `where` is False.
+    """
+    return trees.map_leaves(
+        lambda p: numerics.strong(jnp.array(wide(p), copy=True)) if where(p) else None, params
+    )
+
+
+def wide(x: ArrayLike) -> jax.Array:
     """An inexact array in float32 or wider, any other as it is."""
     x = jnp.asarray(x)
     return numerics.widen(x, numerics.real_dtype(x)) if checks.is_inexact(x) else x

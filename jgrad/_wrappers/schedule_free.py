@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
@@ -17,12 +18,11 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
-from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import devices, inside, parameters
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers import decisions, inside, parameters
+from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "schedule_free"
 _LARGEST = 2.0**96  # of a weight; 2^31 of them can be added in float32
@@ -37,10 +37,10 @@ class ScheduleFreeState(NamedTuple):
       done: number of updates, an int32 scalar; it saturates.
       weight_sum: the sum of the weights in the average, a scalar: float64 if a parameter is, else
         float32. A float32 one, as versions before 1.1 made beside float64 parameters, stays that.
-      largest_rate: the largest learning rate so far, likewise.
+      largest_rate: the largest learning rate so far, a scalar of that dtype.
       z: what the transformation inside steps, a tree like the parameters, float32 for
         half-precision ones.
-      average: the average of z, likewise: what to evaluate.
+      average: the average of z, a tree like it: what to evaluate.
       inner: state of the transformation inside.
 
     Example:
@@ -122,19 +122,13 @@ def schedule_free(
         numbers.scalar(_NAME, "learning_rate", cast(Scalar, learning_rate))
 
     def init(params: PyTree) -> ScheduleFreeState:
-        arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
-        leaves, structure = checks.parameters(arg), trees.flatten(params)[1]
-
-        def copies() -> PyTree:  # so that nothing shares a buffer, for donation
-            wide = [jnp.array(parameters.wide(p), copy=True) if _moves(p) else None for p in leaves]
-            return structure.unflatten([None if x is None else numerics.strong(x) for x in wide])
-
-        real = numerics.real_dtype(*(jnp.asarray(p) for p in leaves if _moves(p)))
+        arrays = parameters.checked(_NAME, params)
+        z, average, seen = (parameters.copies(arrays, checks.is_inexact) for _ in range(3))
+        real = numerics.real_dtype(*filter(checks.is_inexact, trees.flatten(arrays)[0]))
         zero = counter(params).astype(real)
-        inner = tx.init(_with(copies(), params))
-        scalars = counter(params), zero, jnp.array(zero)
-        state = ScheduleFreeState(*scalars, copies(), copies(), inner)
-        return devices.as_updated(_NAME, state, update, params)  # a rate of each device's own
+        inner = tx.init(_with(seen, params))
+        state = ScheduleFreeState(counter(params), zero, jnp.array(zero), z, average, inner)
+        return decisions.as_updated(_NAME, state, update, params)  # a rate of each device's own
 
     def update(
         updates: PyTree,
@@ -147,29 +141,16 @@ def schedule_free(
         inputs.require_params("the average")
         z = _copies(inputs, "state.z", state.z)
         average = _copies(inputs, "state.average", state.average)
-        own = numbers.beta(_NAME, "beta", beta)
-
-        def between(a: list[Any], b: list[Any]) -> list[Any]:
-            """beta a + (1 - beta) b"""
-            return apply(rules.average, b, a, own.value, own.complement)
-
-        y = between(average, z)
+        value, complement, _ = numbers.beta(_NAME, "beta", beta)
+        y = apply(rules.average, z, average, value, complement)
         at = _with(trees.flatten(params)[1].unflatten(y), params)
         steps, inner = inputs.hand_over(tx, updates, state.inner, at)
-        pairs = zip(trees.flatten(steps)[0], inputs.g, strict=True)
-        steps = [None if g is None else u for u, g in pairs]
-
-        given = extra_args.get("learning_rate")
-        if given is None:
-            rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
-            rate = numbers.scalar(_NAME, "learning_rate", rate)
-        else:
-            step = Step.of_count(state.done)
-            rates = options.rate_of_leaves(inputs, "learning_rate", given, step)
-            rate = _largest(rates, numerics.floating(state.largest_rate).dtype)
+        moved = [
+            None if g is None else u for u, g in zip(trees.flatten(steps)[0], inputs.g, strict=True)
+        ]
         done = optax.safe_increment(state.done)
         largest, weight = _weight(
-            rate,
+            _rate(inputs, learning_rate, extra_args.get("learning_rate"), state),
             numerics.floating(state.largest_rate),
             done,
             numbers.scalar(_NAME, "weight_power", weight_power),
@@ -178,25 +159,34 @@ def schedule_free(
         total = numerics.floating(state.weight_sum)
         total = total + weight.astype(total.dtype)
         part = numerics.once(numerics.safe_divide(weight, total))
-        new_z = inputs.kept(apply(rules.add, z, steps), z)
+        new_z = inputs.kept(apply(rules.add, z, moved), z)
         averaged = apply(rules.average, new_z, average, numerics.once(1 - part), part)
         averaged = inputs.kept(averaged, average)
-        new_y = between(averaged, new_z)
+        new_y = apply(rules.average, new_z, averaged, value, complement)
         w = [None if x is None else p for x, p in zip(new_y, inputs.reference.leaves, strict=True)]
-        new = ScheduleFreeState(
-            done,
-            total,
-            largest,
-            inputs.moments(new_z, z),
-            inputs.moments(averaged, average),
-            inner,
-        )
+        kept = inputs.moments(new_z, z), inputs.moments(averaged, average)
+        new = ScheduleFreeState(done, total, largest, *kept, inner)
         return inputs.directions(apply(_difference, new_y, w)), new
 
     return pair(init, update, _NAME, handed_on=("learning_rate",))
 
 
-def _largest(rates: Sequence[Any], dtype: Any) -> jax.Array:
+def _rate(
+    inputs: Inputs,
+    learning_rate: Scalar | Callable[[jax.Array], Any],
+    of_call: PyTree,
+    state: ScheduleFreeState,
+) -> jax.Array:
+    """The learning rate of this update: the option, or the largest of those of the call."""
+    if of_call is None:
+        rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
+        return numbers.scalar(_NAME, "learning_rate", rate)
+    step = Step.of_count(state.done)
+    rates = options.rate_of_leaves(inputs, "learning_rate", of_call, step)
+    return _largest(rates, numerics.floating(state.largest_rate).dtype)
+
+
+def _largest(rates: Sequence[Any], dtype: DTypeLike) -> jax.Array:
     """Of all leaves: where rates are in proportion, the weights of the steps are those of each."""
     different = {id(x): jnp.max(x).astype(dtype) for x in rates if x is not None}
     return functools.reduce(jnp.maximum, different.values(), jnp.zeros((), dtype))
@@ -226,10 +216,6 @@ def _weight(
     return largest, jnp.where((largest == 0) & (by_rate != 0), 0, weight)
 
 
-def _moves(p: Any) -> bool:
-    return checks.is_inexact(p)
-
-
 def _with(copies: PyTree, params: PyTree) -> PyTree:
     """What the transformation inside sees: the wide copy where there is one, else the parameter."""
     return jax.tree.map(lambda x, p: p if x is None else x, copies, params, is_leaf=trees.is_none)
@@ -238,6 +224,6 @@ def _with(copies: PyTree, params: PyTree) -> PyTree:
 def _copies(inputs: Inputs, name: str, tree: PyTree) -> list[Any]:
     """The leaves of a part of the state, shaped as what is updated; None for the others."""
     arg = inputs.like_reference(name, tree)
-    moved = [p if _moves(p) else None for p in inputs.reference.leaves]
+    moved = [p if checks.is_inexact(p) else None for p in inputs.reference.leaves]
     checks.same_shapes(arg, inputs.reference._replace(leaves=moved))
     return list(arg.leaves)

@@ -22,8 +22,9 @@ from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, devices, inside, parameters, rejecting
-from jgrad._wrappers.finite import all_finite, stays_finite
+from jgrad._wrappers import decisions, inside, parameters
+from jgrad._wrappers.decisions import all_finite, stays_finite
+from jgrad._wrappers.hand_over import RejectingInputs, rejected, tell
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -128,63 +129,32 @@ def skip_nonfinite(
         one = counter(params, 1).astype(jnp.float32)
         scale = one * jnp.asarray(scale, jnp.float32)
         state = SkipState(counter(params), tx.init(params), counter(params), scale)
-        return devices.as_updated(_NAME, state, update, params, mesh_axes)
+        return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
         inside.check_state(_NAME, state, SkipState)
-        inputs = Inputs(_NAME, updates, params)
-        sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
+        inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
+        sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
         unscaled = updates
         if loss_scale is not None:
             divided = apply(rules.divide, inputs.g, state.loss_scale)
             for x, g in zip(divided, inputs.g, strict=True):
                 offer(x, rules.divide, g, state.loss_scale)
             unscaled = inputs.gradients(divided)
-        finite = all_finite(inputs.g, sharded_over)
-        leaves_out = rejecting.leaves_out(state.inner)
-        outer = rejecting.outer_commit(extra_args, state.inner)
-        if leaves_out:
-            if branch:
-                raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
-            known = extra_args.get("finite")
-            values.flag(_NAME, "finite", known)
-            finite = finite if known is None else finite & known
-        if branch:
-            if outer is not None:
-                finite = devices.agreed(finite & outer.flag, sharded_over)
-
-            def take(noting: dict[str, Any]) -> tuple[PyTree, PyTree]:
-                steps, inner = tx.update(unscaled, state.inner, params, **extra_args, **noting)
-                steps = inputs.directions(trees.flatten(steps)[0])
-                return steps, choices.in_dtypes(inner, state.inner)
-
-            steps, inner = choices.noted_branch(
-                extra_args.pop("notes", None), finite, take, lambda: (inputs.zeros(), state.inner)
-            )
-        else:
-            agreed = functools.partial(devices.agreed, mesh_axes=sharded_over)
-            commit = Commit(unscaled, finite, agreed, outer)
-            extra_args["commit"] = commit.for_windows() if leaves_out else commit
-            if leaves_out:
-                extra_args["finite"] = commit.flag
-            steps, inner = tx.update(unscaled, state.inner, params, **extra_args)
-            if leaves_out:
-                state = state._replace(inner=inside.with_sums(state.inner, inner))
-            finite, steps, inner = _chosen(
-                commit, inputs, steps, inner, state.inner, sharded_over, leaves_out
-            )
+        take = _in_branch if branch else _committed
+        finite, steps, inner = take(inputs, tx, unscaled, sharded_over)
         skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
         if loss_scale is not None:
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
         old = state.skipped, state.streak, state.loss_scale
-        skipped, streak, scale = rejecting.counted(outer, (skipped, streak, scale), old)
+        skipped, streak, scale = inputs.counted((skipped, streak, scale), old)
         new = SkipState(skipped, inner, streak, scale)
-        if outer is not None and not (branch and outer.clips):
-            rejecting.tell(outer, steps, new, state)
+        if inputs.outer is not None and not (branch and inputs.outer.clips):
+            tell(inputs.outer, steps, new, state._replace(inner=inputs.state))
         return steps, new
 
     return pair(init, update, _NAME)
@@ -198,47 +168,72 @@ def _check_scale(loss_scale: Scalar) -> None:
     numbers.scalar(_NAME, "loss_scale", loss_scale)
 
 
-def _chosen(
-    commit: Commit,
-    inputs: Inputs,
-    steps: PyTree,
-    new: PyTree,
-    old: PyTree,
+def _in_branch(
+    inputs: RejectingInputs,
+    tx: optax.GradientTransformationExtraArgs,
+    gradients: PyTree,
     mesh_axes: tuple[str, ...],
-    leaves_out: bool,
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Whether gradients are finite; the update and the new state in a branch, else the old one."""
+    if inputs.leaves_out:
+        raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
+    finite = all_finite(inputs.g, mesh_axes)
+    if inputs.outer is not None:
+        finite = decisions.agreed(finite & inputs.outer.flag, mesh_axes)
+    notes, old = inputs.extra_args.pop("notes", None), inputs.state
+
+    def take(noting: dict[str, Any]) -> tuple[tuple[PyTree, PyTree], None]:
+        steps, new = tx.update(gradients, old, inputs.params, **inputs.extra_args, **noting)
+        steps = inputs.directions(trees.flatten(steps)[0])
+        return (steps, decisions.in_dtypes(new, old)), None
+
+    results, _ = decisions.noted_branch(notes, finite, take, lambda: (inputs.zeros(), old))
+    return finite, *results
+
+
+def _committed(
+    inputs: RejectingInputs,
+    tx: optax.GradientTransformationExtraArgs,
+    gradients: PyTree,
+    mesh_axes: tuple[str, ...],
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Whether the step is finite; and then it and the new state, else zeros and the old state.
 
     Only what is not settled is looked at. If something inside leaves out gradients that are not
     finite, a call with such gradients is taken, too, as long as its results are finite.
     """
-    if not commit.has_settled(steps):
-        steps = inputs.directions(trees.flatten(steps)[0])
+    finite = all_finite(inputs.g, mesh_axes)
+    if inputs.finite is not None:
+        finite &= inputs.finite
+    agreed = functools.partial(decisions.agreed, mesh_axes=mesh_axes)
+    commit = Commit(gradients, finite, agreed, inputs.outer)
+    extra = {"finite": commit.flag} if inputs.leaves_out else {}
+    steps, new = inputs.hand_over(tx, commit, gradients, **extra)
     unknown = [None if commit.has_settled(u) else u for u in trees.flatten(steps)[0]]
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    states = [(n, o) for n, o in pairs if not commit.has_kept(n, o)]
+    states = zip(jax.tree.leaves(new), jax.tree.leaves(inputs.state), strict=True)
+    changed = [(n, o) for n, o in states if not commit.has_kept(n, o)]
     works: Any = True
-    if states or any(u is not None for u in unknown):
-        works = _works(inputs, unknown, states, mesh_axes)
-    finite = use = commit.flag & works
-    if leaves_out:
-        use, old = works, inside.rejected(old, new, commit.flag)
-    pair_of = (steps, new), (inputs.zeros(), old)
-    return finite, *rejecting.chosen(commit, use, *pair_of, settles=works is True)
+    if changed or jax.tree.leaves(unknown):
+        works = _works(inputs, unknown, changed, mesh_axes)
+    finite = commit.flag & works
+    use, old = finite, inputs.state
+    if inputs.leaves_out:
+        use, old = works, rejected(old, new, commit.flag)
+    return finite, *inputs.chosen(commit, use, (steps, new), old, settles=works is True)
 
 
 def _works(
     inputs: Inputs,
-    steps: list[Any],
-    states: list[tuple[Any, Any]],
+    steps: list[jax.Array | None],
+    states: list[tuple[jax.Array, jax.Array]],
     mesh_axes: tuple[str, ...],
 ) -> jax.Array:
     """Whether steps are finite, and states and parameters stay so; settled steps are None."""
     works = all_finite(steps, mesh_axes)
     works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
     if inputs.w is not None:
-        pairs = zip(steps, inputs.reference.leaves, strict=True)
-        params = [None if u is None else p for u, p in pairs]
+        stepped = zip(steps, inputs.reference.leaves, strict=True)
+        params = [None if u is None else p for u, p in stepped]
         works &= stays_finite(parameters.applied(params, steps), params, mesh_axes)
     return works
 

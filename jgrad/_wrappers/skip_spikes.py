@@ -9,17 +9,17 @@ import optax
 
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, shardings, trees, values
+from jgrad._trees import checks, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import devices, inside, rejecting
-from jgrad._wrappers.finite import computed_once
+from jgrad._wrappers import decisions, inside
+from jgrad._wrappers.decisions import computed_once
+from jgrad._wrappers.hand_over import RejectingInputs, tell
 
 _NAME = "skip_spikes"
 _DEVIATION = 1.4826  # standard deviations of a normal distribution in its MAD
@@ -129,7 +129,7 @@ def skip_spikes(
         losses = jnp.zeros(window, jnp.float32) + zero.astype(jnp.float32)
         counters = (counter(params) for _ in range(3))
         state = SpikeState(zero, tx.init(params), losses, *counters)
-        return devices.as_updated(_NAME, state, update, params, mesh_axes)
+        return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
         updates: PyTree,
@@ -143,12 +143,10 @@ def skip_spikes(
         if state.losses.shape != (window,):
             problem = f"shape {state.losses.shape}, expected {(window,)}, as `window` says"
             raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
-        inputs = Inputs(_NAME, updates, params)
-        sharded_over = devices.mesh_axes_of(inputs, mesh_axes)
-        is_dry = getattr(extra_args.get("notes"), "is_dry", False)
-        if loss is None and is_dry:
-            names = devices.axes_of_models(_NAME, inputs.tree)
-            loss = shardings.varying_over(jnp.zeros((), jnp.float32), names)
+        inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
+        sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
+        if loss is None and getattr(extra_args.get("notes"), "is_dry", False):
+            loss = decisions.of_models(_NAME, inputs.tree, 0.0)
         loss = _read(loss)
         value = loss.astype(jnp.float32)
         if sharded_over:
@@ -157,32 +155,24 @@ def skip_spikes(
         spreads = numbers.scalar(_NAME, "deviations", deviations).astype(jnp.float32)
         accepted = _is_accepted(value, state, spreads, epsilon)
         # ---- the update
-        outer = rejecting.outer_commit(extra_args, state.inner)
-        commit = Commit.by_loss(updates, accepted, outer)
-        leaves_out = rejecting.leaves_out(state.inner)
-        extra_args |= {"commit": commit.for_windows() if leaves_out else commit, "loss": loss}
-        known = extra_args.get("finite") if leaves_out else None
-        values.flag(_NAME, "finite", known)
-        if known is not None:
-            extra_args["finite"] = known & accepted
-        steps, inner = tx.update(updates, state.inner, params, **extra_args)
-        if leaves_out:
-            state = state._replace(inner=inside.with_sums(state.inner, inner))
-        if not commit.has_settled(steps):
-            steps = inputs.directions(trees.flatten(steps)[0])
-        use = True if commit.is_left_out else accepted if leaves_out else commit.flag
-        pairs = (steps, inner), (inputs.zeros(), state.inner)
-        steps, inner = rejecting.chosen(commit, use, *pairs, settles=not leaves_out)
+        commit = Commit.by_loss(updates, accepted, inputs.outer)
+        extra = {} if inputs.finite is None else {"finite": inputs.finite & accepted}
+        new = inputs.hand_over(tx, commit, updates, loss=loss, **extra)
+        use = True if commit.is_left_out else accepted if inputs.leaves_out else commit.flag
+        settles = not inputs.leaves_out
+        steps, inner = inputs.chosen(commit, use, new, inputs.state, settles=settles)
         # ---- the window
-        own = _next_counts(state, value, accepted, restart)
-        if known is not None:
-            own = tuple(jnp.where(known, n, o) for n, o in zip(own, _own(state), strict=True))
-        own = rejecting.counted(outer, own, _own(state))
-        new = SpikeState(own[0], inner, *own[1:])
-        if outer is not None and (commit.clips or not outer.clips):
-            commit.keep(own, _own(state))
-            rejecting.tell(outer, steps, new, state, of=commit if leaves_out else None)
-        return steps, new
+        old = _counts(state)
+        counts = _next_counts(state, value, accepted, restart)
+        if inputs.finite is not None:
+            counts = decisions.choose(inputs.finite, counts, old)
+        counts = inputs.counted(counts, old)
+        new_state = SpikeState(counts[0], inner, *counts[1:])
+        if inputs.outer is not None and (commit.clips or not inputs.outer.clips):
+            commit.keep(counts, old)
+            of = None if settles else commit
+            tell(inputs.outer, steps, new_state, state._replace(inner=inputs.state), of)
+        return steps, new_state
 
     return pair(init, update, _NAME)
 
@@ -225,7 +215,7 @@ def _median(x: jax.Array, is_there: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(count > 0, pair_of, 0.0)
 
 
-def _own(state: SpikeState) -> tuple[jax.Array, ...]:
+def _counts(state: SpikeState) -> tuple[jax.Array, ...]:
     """What belongs to the wrapper itself."""
     return state.skipped, *state[2:]
 
@@ -233,7 +223,7 @@ def _own(state: SpikeState) -> tuple[jax.Array, ...]:
 def _next_counts(
     state: SpikeState, loss: jax.Array, accepted: jax.Array, restart: bool
 ) -> tuple[jax.Array, ...]:
-    """The same after this loss."""
+    """What belongs to the wrapper itself, after this loss."""
     size = state.losses.shape[0]
     losses = jnp.concatenate([state.losses[1:], loss[None]])
     skipped = jnp.where(accepted, state.skipped, optax.safe_increment(state.skipped))

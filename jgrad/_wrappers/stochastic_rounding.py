@@ -24,7 +24,7 @@ from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import by_old_name
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "stochastic_rounding"
 _PURPOSE = 2  # weights; moments are rounded with other bits

@@ -1,6 +1,7 @@
 """What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +13,14 @@ from jgrad._inputs import options
 from jgrad._inputs.notes import Notes, unique
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
-from jgrad._layers.layer_axes import axis_exists, read_mesh_axes
+from jgrad._layers.layer_axes import axis_exists
 from jgrad._packed import packing
 from jgrad._trees import shardings, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import choices, devices, inside, measures
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers import decisions, inside, measures
+from jgrad._wrappers.hand_over import WrapperInputs
 from jgrad._wrappers.measures import Numbers
 
 _NAME = "watch"
@@ -136,48 +137,26 @@ def watch(
             return update_of(params, params, inner, {}, Notes(None))[1]
 
         def without_notes(params: PyTree, inner: PyTree) -> Numbers:
-            return update_of(params, params, inner, None, None)[1]
+            inputs = WrapperInputs(_NAME, params, params, {})
+            layers = options.layers(inputs, mesh_axes, layer_axes)
+            return measures.norms_of_update(inputs, layers, inputs.g, inputs.g)
 
-        names = _missing(mesh_axes)
         try:
-            form = _form(dry, names, params, inner)
+            form = _form(dry, mesh_axes, params, inner)
         except Exception:  # an update may need arguments of its own, or axes that nobody named
-            form = _form(without_notes, names, params, inner)
-        report = {key: counter(params) for key in (_CALLS, _MEASURED)}
-        zero = counter(params)
-        # Rates and the like may be those of each model, too.
-        names = devices.axes_of_models(_NAME, params, mesh_axes)
-        for key, x in form.items():
-            number = numerics.zeros_like(jnp.broadcast_to(zero, x.shape), x.dtype)
-            own = names + shardings.varying_axes(x)
-            report[key] = shardings.varying_over(number, own)
-        return WatchState(report, inner)
+            form = _form(without_notes, mesh_axes, params, inner)
+        return WatchState(_report(form, params, mesh_axes), inner)
 
     def update_of(
-        updates: PyTree,
-        params: PyTree,
-        state: PyTree,
-        extra_args: dict[str, Any] | None,
-        notes: Notes | None,
+        updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], notes: Notes
     ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Numbers]:
-        """The update of what is inside, and what is measured of it.
-
-        Without extra arguments, gradients in the place of the updates.
-        """
-        known = {} if extra_args is None or notes is None else extra_args | {"notes": notes}
-        inputs = WrapperInputs(_NAME, updates, params, known)
+        """The update of what is inside, and what is measured of it."""
+        inputs = WrapperInputs(_NAME, updates, params, extra_args | {"notes": notes})
         w = inputs.require_params("the norm of the parameters")
-        layers = options.trust_layers(inputs, None, mesh_axes, layer_axes).axes
-        found = measures.norms_of(measures.GRADIENTS, inputs, inputs.g, layers)
-        found |= measures.norms_of(measures.PARAMS, inputs, w, layers)
-        if extra_args is None:
-            steps, inner = updates, state
-        else:
-            steps, inner = inputs.hand_over(tx, updates, state, params)
-        u = trees.flatten(steps)[0]
-        found |= measures.norms_of(measures.UPDATES, inputs, u, layers)
-        found |= measures.ratios(found)
-        return (inputs, steps, inner), found | ({} if notes is None else notes.new)
+        layers = options.layers(inputs, mesh_axes, layer_axes)
+        steps, inner = inputs.hand_over(tx, updates, state, params)
+        numbers = measures.norms_of_update(inputs, layers, w, trees.flatten(steps)[0])
+        return (inputs, steps, inner), numbers | notes.new
 
     def update(
         updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
@@ -188,7 +167,7 @@ def watch(
         old = {name: state.report[key] for name, key in keys.items()}
         calls = optax.safe_increment(old[_CALLS])
 
-        def measured(extra_args: dict[str, Any]) -> tuple[Any, Numbers]:
+        def measured(extra_args: dict[str, Any]) -> tuple[PyTree, Numbers]:
             notes = Notes({key: x for key, x in old.items() if not _is_own(key)})
             results, new = update_of(updates, params, state.inner, extra_args, notes)
             return results, _in_form(old, new | {_MEASURED: calls})
@@ -198,7 +177,7 @@ def watch(
         else:
             others = {key: x for key, x in extra_args.items() if key != "commit"}
             is_next = (calls == 1) | (calls % every == 0)
-            report = choices.branch(is_next, lambda: measured(others)[1], lambda: old)
+            report = decisions.branch(is_next, lambda: measured(others)[1], lambda: old)
             inputs = WrapperInputs(_NAME, updates, params, extra_args)
             later = inputs.gradients(_after(report[_MEASURED], inputs.g))
             steps, inner = inputs.hand_over(tx, later, state.inner, params, stay_finite=True)
@@ -242,10 +221,10 @@ def report(state: PyTree) -> dict[str, jax.Array]:
         came = f"{type(state).__name__}, in which nothing reports"
         expected = "the state of a `watch`, or of a wrapper that counts, at some place in it"
         raise TypeError(f"report: `state`: {came}, expected {expected}.")
-    found: dict[str, jax.Array] = {}
+    named: dict[str, jax.Array] = {}
     for numbers in parts:
-        found |= {unique(key, found): x for key, x in numbers.items()}
-    return found
+        named |= {unique(key, named): x for key, x in numbers.items()}
+    return named
 
 
 # ---- the form of a report ----------------------------------------------------------------------
@@ -286,17 +265,17 @@ def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
                 f"{_NAME}: `state.report` at [{key!r}]: {came}, expected shape {x.shape}: a state "
                 "fits the parameters and the options with which `init` made it."
             )
-    found = dict(old)
+    numbers = dict(old)
     for key, x in old.items():
         if key in new and new[key].shape == jnp.shape(x):
-            found[key] = shardings.varying_over(new[key], shardings.varying_axes(x))
-    return found
+            numbers[key] = shardings.varying_over(new[key], shardings.varying_axes(x))
+    return numbers
 
 
 def _kept(
     inputs: WrapperInputs, new: dict[str, jax.Array], old: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """As they are stored; the old ones where the update is not committed."""
+    """The numbers of a report as they are stored: old ones where an update is not committed."""
     keys = [key for key, x in old.items() if jnp.issubdtype(x.dtype, jnp.floating)]
     kept = inputs.kept([new[key] for key in keys], [old[key] for key in keys])
     return new | dict(zip(keys, kept, strict=True))
@@ -315,18 +294,27 @@ def _after(first: jax.Array, arrays: list[Any]) -> list[Any]:
     return jax.lax.platform_dependent(first, arrays, cpu=of_cpu, default=lambda _, xs: xs)
 
 
-def _missing(mesh_axes: PyTree) -> tuple[str, ...]:
-    """The mesh axes that are named and do not exist here."""
-    named = {x for axes in trees.flatten(read_mesh_axes(_NAME, mesh_axes))[0] for x in axes.values}
-    return tuple(sorted(name for name in named if not axis_exists(name)))
+def _report(
+    form: dict[str, jax.ShapeDtypeStruct], params: PyTree, mesh_axes: PyTree
+) -> dict[str, jax.Array]:
+    """Counters, and zeros in the form of the numbers."""
+    names = decisions.axes_of_models(_NAME, params, mesh_axes)  # rates may be those of each model
+    report = {key: counter(params) for key in (_CALLS, _MEASURED)}
+    zero = counter(params)
+    for key, x in form.items():
+        number = numerics.zeros_like(jnp.broadcast_to(zero, x.shape), x.dtype)
+        report[key] = shardings.varying_over(number, names + shardings.varying_axes(x))
+    return report
 
 
-def _form(f: Any, names: tuple[str, ...], *args: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
-    """The types of `f(*args)`, on one device along axes of these names."""
+def _form(
+    f: Callable[..., Numbers], mesh_axes: PyTree, *args: PyTree
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of `f(*args)`; on one device along the mesh axes that do not exist here."""
+    names = [x for x in sorted(decisions.named_axes(_NAME, mesh_axes)) if not axis_exists(x)]
     for name in names:
         f = jax.vmap(f, in_axes=None, axis_name=name, axis_size=1)
-    shapes = jax.eval_shape(f, *args)
     return {
         key: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype, **shardings.varying_as([x]))
-        for key, x in shapes.items()
+        for key, x in jax.eval_shape(f, *args).items()
     }

@@ -12,7 +12,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "zero"
 
@@ -79,7 +79,7 @@ def zero(
     tx = inside.transformation(_NAME, tx)
     axes = values.axis_names(_NAME, "axis_name", axis_name)
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         local = Shard.over(axes)
         _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, local)
         if local is None:
@@ -87,8 +87,8 @@ def zero(
         return _with_shard(tx.init(_sliced(params, local)), None)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         local = Shard.over(axes)
         if local is None:
             remedy = "call `update` inside `shard_map` or `pmap`; under `jit`, use `tx` alone"
@@ -121,7 +121,7 @@ _SUMMED = (
 
 
 def _with_shard(tree: PyTree, local: Shard | None) -> PyTree:
-    """The same arrays under layouts that say which rows they are; None for all rows.
+    """A tree whose layouts say which rows its arrays are; None for all rows.
 
     Outside of `tx` each array is whole, or sharded as its sharding says, and layouts do not say it.
     """
@@ -152,7 +152,7 @@ def _check_packed(params: ArgLeaves, tree: PyTree, local: Shard | None) -> None:
             params.fail(i, ValueError, f"{problem}: {remedy}")
 
 
-def _check_state(state: Any, local: Shard) -> None:
+def _check_state(state: PyTree, local: Shard) -> None:
     """Each buffer is this device's shard; of one that cannot be divided `tx` knows the reason."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
     for i, (x, spec) in enumerate(zip(arg.leaves, array_spec.specs(state), strict=True)):

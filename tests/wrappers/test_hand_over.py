@@ -22,7 +22,7 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.transformation import pair
 from jgrad._trees import trees
 from jgrad._wrappers import inside, parameters
-from jgrad._wrappers.inside import WrapperInputs
+from jgrad._wrappers.hand_over import WrapperInputs
 from tests.cases import gradients, params
 from tests.support.loops import assert_equal, compiled, every_step, step_of, train
 

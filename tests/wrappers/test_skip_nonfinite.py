@@ -12,7 +12,7 @@ import pytest
 import jgrad
 from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.transformation import transformation
-from jgrad._wrappers import finite
+from jgrad._wrappers import decisions
 from tests.cases import CASES, every_case, gradients, params
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, compiled, stack, step_of
@@ -627,10 +627,10 @@ def test_faults_among_many_leaves(fault):
     leaves = [jnp.ones(2)] * 600
     if fault is not None:
         leaves[fault] = jnp.array([1.0, jnp.nan])
-    assert bool(finite.all_finite(leaves)) == (fault is None)
+    assert bool(decisions.all_finite(leaves)) == (fault is None)
 
 
 def test_many_leaves_make_no_program_of_as_many_arguments():
     """An eager call compiles each: 18 s for one of 5,000 arguments, and no time for 20 of 256."""
-    jaxpr = jax.make_jaxpr(finite.all_finite)([jnp.ones(2)] * 600)
+    jaxpr = jax.make_jaxpr(decisions.all_finite)([jnp.ones(2)] * 600)
     assert max(len(equation.invars) for equation in jaxpr.eqns) <= 256

@@ -11,11 +11,13 @@ that they neither overflow nor vanish.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
@@ -30,6 +32,8 @@ from jgrad._trees.shardings import varying_axes, varying_over
 # times as large.
 _LOW, _HIGH = -40, 40
 _UNITS = (-76, 0, 86)
+
+Factor = jax.Array | None  # by which an array is multiplied, layer by layer; None for 1
 
 
 class _Sums(NamedTuple):
@@ -47,14 +51,19 @@ class _Sums(NamedTuple):
     uu: jax.Array
     unit: jax.Array
 
+    @classmethod
+    def of(cls, stacked: jax.Array, unit: jax.Array) -> "_Sums":
+        """From all three in one array."""
+        return cls(stacked[0], stacked[1], stacked[2], unit)
+
 
 def steps(
     w: Sequence[Any],
     u: Sequence[Any],
     radii: Sequence[jax.Array | None],
-    rates: Sequence[Any],
+    rates: Sequence[ArrayLike],
     layers: Sequence[LayerAxes],
-) -> list[Any]:
+) -> list[jax.Array | None]:
     """What is added to each array.
 
     Args:
@@ -70,39 +79,35 @@ def steps(
     results = list(u)
     # Batches are of one precision: units in float64 say nothing of squares in float32. And they
     # vary alike, since there is one condition for all of them: see `layer_norms`.
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[np.dtype, tuple[str, ...]], list[int]] = {}
     for i in chosen:
         key = numerics.real_dtype(w[i], u[i]), layers[i].varying
         groups.setdefault(key, []).append(i)
-    for (real, _), members in groups.items():
-        new = _steps(
-            [w[i] for i in members],
-            [u[i] for i in members],
-            [r.astype(real) for i in members if (r := radii[i]) is not None],
-            [rates[i] for i in members],
-            [layers[i] for i in members],
-        )
-        for i, x in zip(members, new, strict=True):
-            results[i] = x
+    for members in groups.values():
+        columns: list[Any] = [[x[i] for i in members] for x in (w, u, radii, rates, layers)]
+        for i, step in zip(members, _steps_alike(*columns), strict=True):
+            results[i] = step
     return results
 
 
-def _steps(
+def _steps_alike(
     w: Sequence[jax.Array],
     u: Sequence[jax.Array],
     radii: Sequence[jax.Array],
-    rates: Sequence[Any],
+    rates: Sequence[ArrayLike],
     layers: Sequence[LayerAxes],
 ) -> list[jax.Array]:
-    """Likewise, of arrays of one precision, each with radii."""
-    radius = list(map(sums.concatenate, norms.in_batches(layers, radii)))
+    """What is added to arrays of one precision, which vary alike and all have radii."""
+    real = numerics.real_dtype(w[0], u[0])
+    radius = list(map(sums.concatenate, norms.in_batches(layers, [r.astype(real) for r in radii])))
     arrays = list(zip(w, u, strict=True))
-    found = _over_devices(layers, _all_sums(arrays, radius, layers=tuple(layers)))
-    per_layer = norms.join(layers, rates)
-    rows = zip(found, radius, per_layer, strict=True)
-    factors = [_factors(*own, _unit(r), r, rate) for own, r, rate in rows]
-    per_factor = [norms.split(layers, batch) for batch in zip(*factors, strict=True)]
-    return leafwise.run([(_moved, row) for row in zip(w, u, *per_factor, strict=True)])
+    batches = _over_devices(layers, _all_sums(arrays, radius, layers=tuple(layers)))
+    factors = [
+        _factors(*batch, _unit(r), r, rate)
+        for batch, r, rate in zip(batches, radius, norms.join(layers, rates), strict=True)
+    ]
+    per_factor = [norms.split(layers, vectors) for vectors in zip(*factors, strict=True)]
+    return leafwise.run([(_moved, args) for args in zip(w, u, *per_factor, strict=True)])
 
 
 @on_leaf(arrays=2)
@@ -154,40 +159,34 @@ def _all_sums(
     *,
     layers: tuple[LayerAxes, ...],
 ) -> list[_Sums]:
-    """Those of each batch on this device; `arrays` has w and u."""
+    """The sums of each batch on this device; `arrays` has w and u."""
 
-    def products(by_w: Sequence[Any], by_u: Sequence[Any]) -> list[jax.Array]:
-        rows = zip(layers, arrays, by_w, by_u, strict=True)
-        calls: list[Call] = [(_products_of(own), (*both, *by)) for own, both, *by in rows]
+    def products(factors: Iterable[tuple[Factor, Factor]]) -> list[jax.Array]:
+        calls: list[Call] = [
+            (_products_of(axes), (*both, *by))
+            for axes, both, by in zip(layers, arrays, factors, strict=True)
+        ]
         return [jax.lax.concatenate(x, 1) for x in norms.in_batches(layers, leafwise.run(calls))]
 
     # Norms of whole layers, beside parts of them.
     arrays, radius = varying_over((arrays, radius), varying_axes(*jax.tree.leaves(arrays)))
-    none = [None] * len(arrays)
-    plain = products(none, none)
+    plain = products([(None, None)] * len(arrays))
     units = [(_unit(r), _unit(x[2], squared=True)) for r, x in zip(radius, plain, strict=True)]
-    nonempty = [
-        jnp.concatenate([x.nonempty for x in batch]) for batch in norms.in_batches(layers, layers)
-    ]
-    rows = zip(units, radius, nonempty, strict=True)
-    unusual = [jnp.any(((of_w != 1) | (of_u != 1)) & (r > 0) & x) for (of_w, of_u), r, x in rows]
+    unusual = []
+    for (of_w, of_u), r, batch in zip(units, radius, norms.in_batches(layers, layers), strict=True):
+        nonempty = jnp.concatenate([axes.nonempty for axes in batch])
+        unusual.append(jnp.any(((of_w != 1) | (of_u != 1)) & (r > 0) & nonempty))
 
     def rescaled() -> list[_Sums]:
         # XLA for GPUs computes both branches at each step, unless one has such a barrier.
-        own = [jax.lax.optimization_barrier(pair) for pair in units]
-        by = [
-            norms.split(layers, [1 / x for x in column], as_elements=False)
-            for column in zip(*own, strict=True)
-        ]
-        return [
-            _Sums(x[0], x[1], x[2], of_u) for x, (_, of_u) in zip(products(*by), own, strict=True)
-        ]
+        of_w, of_u = zip(*map(jax.lax.optimization_barrier, units), strict=True)
+        factors = (
+            norms.split(layers, [1 / x for x in unit], as_elements=False) for unit in (of_w, of_u)
+        )
+        return list(map(_Sums.of, products(zip(*factors, strict=True)), of_u))
 
     def as_they_are() -> list[_Sums]:
-        return [
-            _Sums(x[0], x[1], x[2], jnp.ones_like(of_u))
-            for x, (_, of_u) in zip(plain, units, strict=True)
-        ]
+        return [_Sums.of(x, jnp.ones_like(of_u)) for x, (_, of_u) in zip(plain, units, strict=True)]
 
     return jax.lax.cond(jnp.any(jnp.stack(unusual)), rescaled, as_they_are)
 
@@ -197,25 +196,23 @@ def _products_of(layers: LayerAxes) -> Function:
     """(w, u, by_w, by_u) -> |w|^2, <w, u> and |u|^2 of each layer, with w and u scaled first."""
 
     @jit_static_kwargs
-    def products(
-        w: jax.Array, u: jax.Array, by_w: jax.Array | None, by_u: jax.Array | None
-    ) -> jax.Array:
+    def products(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
         real = numerics.real_dtype(w, u)
         if by_w is not None:
             w, u = sums.opaque((w, u))
 
-        def wide(x: jax.Array, by: jax.Array | None) -> jax.Array:
+        def wide(x: jax.Array, by: Factor) -> jax.Array:
             x = numerics.widen(x, real)
             return x if by is None else numerics.scaled(x, by)
 
-        def ww(w: jax.Array, u: jax.Array, by_w: Any, by_u: Any) -> jax.Array:
+        def ww(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
             return numerics.abs_squared(wide(w, by_w))
 
-        def wu(w: jax.Array, u: jax.Array, by_w: Any, by_u: Any) -> jax.Array:
+        def wu(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
             x, y = wide(w, by_w), wide(u, by_u)
             return x.real * y.real + x.imag * y.imag if jnp.iscomplexobj(x) else x * y
 
-        def uu(w: jax.Array, u: jax.Array, by_w: Any, by_u: Any) -> jax.Array:
+        def uu(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
             return numerics.abs_squared(wide(u, by_u))
 
         by = [None if x is None else layers.to_elements(x) for x in (by_w, by_u)]
@@ -237,22 +234,21 @@ def _unit(norm: jax.Array, *, squared: bool = False) -> jax.Array:
     return jnp.where(x < low, small, jnp.where(x > high, large, plain))
 
 
-def _over_devices(layers: Sequence[LayerAxes], found: list[_Sums]) -> list[_Sums]:
+def _over_devices(layers: Sequence[LayerAxes], batches: list[_Sums]) -> list[_Sums]:
     """Sums over whole layers, from those over their shards: one all-reduce for each set of axes.
 
     A device may have other units than the next. So the sums of each unit are added apart.
     """
-    groups: dict[Any, list[int]] = {}
-    for i, batch in enumerate(norms.in_batches(layers, layers)):
-        if mesh_axes := batch[0].mesh_axes:
-            groups.setdefault((mesh_axes, found[i].uu.dtype), []).append(i)
-    results = list(found)
+    groups: dict[tuple[tuple[str, ...], np.dtype], list[int]] = {}
+    for i, axes in enumerate(norms.in_batches(layers, layers)):
+        if mesh_axes := axes[0].mesh_axes:
+            groups.setdefault((mesh_axes, batches[i].uu.dtype), []).append(i)
+    results = list(batches)
     for (mesh_axes, _), members in groups.items():
-        rows = jax.lax.concatenate([_by_unit(found[i]) for i in members], 1)
-        parts = jax.lax.split(
-            jax.lax.psum(rows, mesh_axes), [found[i].uu.size for i in members], axis=1
-        )
-        for i, part in zip(members, parts, strict=True):
+        columns = jax.lax.concatenate([_by_unit(batches[i]) for i in members], 1)
+        sizes = [batches[i].uu.size for i in members]
+        whole = jax.lax.split(jax.lax.psum(columns, mesh_axes), sizes, axis=1)
+        for i, part in zip(members, whole, strict=True):
             results[i] = _joined(part)
     return results
 
@@ -264,14 +260,14 @@ def _units_of(like: jax.Array) -> jax.Array:
 
 def _by_unit(x: _Sums) -> jax.Array:
     """A row of |w|^2, and for each unit one of <w, u> and one of |u|^2."""
-    own = x.unit[None] == _units_of(x.unit)
-    wu, uu = (jnp.where(own, y[None], jnp.zeros_like(y)[None]) for y in (x.wu, x.uu))
+    is_unit = x.unit[None] == _units_of(x.unit)
+    wu, uu = (jnp.where(is_unit, y[None], jnp.zeros_like(y)[None]) for y in (x.wu, x.uu))
     return jax.lax.concatenate([x.ww[None], wu, uu], 0)
 
 
-def _joined(rows: jax.Array) -> _Sums:
+def _joined(by_unit: jax.Array) -> _Sums:
     """In the largest unit in which something was measured."""
-    ww, wu, uu = jax.lax.split(rows, (1, len(_UNITS), len(_UNITS)))
+    ww, wu, uu = jax.lax.split(by_unit, (1, len(_UNITS), len(_UNITS)))
     units = _units_of(uu)
     unit = jnp.max(jnp.where(uu != 0, units, units[:1]), axis=0)
     by = jnp.where(units > unit[None], jnp.zeros_like(units), units / unit[None])

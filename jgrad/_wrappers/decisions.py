@@ -1,0 +1,297 @@
+"""What an update decides: whether arrays are finite, on all devices; one of two results.
+
+Inside `shard_map`, all that is chosen varies along the mesh axes along which the decision does.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
+from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._inputs.notes import Notes
+from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
+from jgrad._packed import array_spec
+from jgrad._trees import checks, shardings, trees
+from jgrad._trees.trees import PyTree
+
+T = TypeVar("T")
+Static = TypeVar("Static")
+
+# One bool: of Python, or an array, which may be traced.
+Flag = bool | jax.Array
+
+# Leaves per stack of flags. An eager call compiles a program of so many arguments once: in 0.4 s,
+# and one of 5,000 in 18 s.
+_TOGETHER = 256
+
+# ---- whether arrays are finite -----------------------------------------------------------------
+
+
+def all_finite(tree: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
+    """Whether each element of the inexact leaves is finite, on all devices of the mesh axes."""
+    leaves = filter(checks.is_inexact, jax.tree.leaves(tree))
+    return _all([(_is_finite, (x,)) for x in leaves], mesh_axes)
+
+
+def stays_finite(new: PyTree, old: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
+    """Whether nothing became non-finite: some states and masks hold an infinity from the start."""
+    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    calls = [(_stays_finite, (n, jnp.asarray(o))) for n, o in leaves if checks.is_inexact(n)]
+    return _all(calls, mesh_axes)
+
+
+def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
+    """Whether all calls, of which each is 0 or NaN, are 0."""
+    faults = leafwise.run(calls)
+    stacks = [_stacked(faults[i : i + _TOGETHER]) for i in range(0, len(faults), _TOGETHER)]
+    return agreed(_none_of(stacks) if stacks else jnp.asarray(True), mesh_axes)
+
+
+@jit_static_kwargs
+def computed_once(flag: jax.Array) -> jax.Array:
+    """A flag, unchanged. XLA fuses no sort, so no kernel that reads the flag computes it again."""
+    return jnp.sort(jnp.stack([flag, jnp.ones_like(flag)]))[0]
+
+
+@jit_static_kwargs
+def _stacked(faults: list[jax.Array]) -> jax.Array:
+    return jnp.stack(faults)
+
+
+@jit_static_kwargs
+def _none_of(stacks: list[jax.Array]) -> jax.Array:
+    # By a sort, which puts NaN last. XLA would fuse a chain of `and`s over all leaves into each
+    # kernel that reads the result, for every leaf: compile time would be quadratic in the leaves.
+    # A sort is not fused, and unlike a loop or a branch it does not make an accelerator wait.
+    faults = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
+    return jnp.sort(faults)[-1] == 0
+
+
+@jit_static_kwargs
+def _is_finite(x: jax.Array) -> jax.Array:
+    """0, or NaN."""
+    # x - x is 0, or NaN. For `jnp.all(jnp.isfinite(x))` XLA's CPU backend writes an array of bools,
+    # its maximum of many numbers does not see a NaN among them, and for 0 x it writes an array of
+    # zeros that all leaves of a shape then read.
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    if jnp.finfo(x.dtype).bits < 32:
+        # Else XLA writes out the float32 form of x, which this sum and the update both read.
+        parts = jax.lax.optimization_barrier(parts)
+    return jnp.sum(jnp.stack([jnp.sum(x - x).astype(jnp.float32) for x in parts]))
+
+
+@jit_static_kwargs
+def _stays_finite(new: jax.Array, old: jax.Array) -> jax.Array:
+    """0, or NaN."""
+    fine = jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+    return jnp.where(fine, 0.0, jnp.nan).astype(jnp.float32)
+
+
+# ---- what all devices agree upon ---------------------------------------------------------------
+
+
+def mesh_axes_of(inputs: Inputs, mesh_axes: PyTree) -> tuple[str, ...]:
+    """All mesh axes over which some leaf is sharded."""
+    named = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
+    return tuple(sorted({*existing_mesh_axes(named), *_axes_of_shards(inputs)}))
+
+
+def named_axes(function: str, mesh_axes: PyTree) -> set[str]:
+    """All mesh axes that the option names, whether they are here or not."""
+    axes = trees.flatten(read_mesh_axes(function, mesh_axes))[0]
+    return {name for x in axes for name in x.values}
+
+
+def _axes_of_shards(inputs: Parameters) -> set[str]:
+    """The mesh axes over which `zero` has sharded the rows of buffers."""
+    return {axis for spec in inputs.specs if spec.shard is not None for axis in spec.shard.axes}
+
+
+def agreed(flag: Any, mesh_axes: tuple[str, ...]) -> Any:
+    """True where the flag is True on all devices of the mesh axes, so that they act alike."""
+    if not (mesh_axes and checks.is_array(flag)):
+        return flag
+    return jax.lax.pmin(flag.astype(jnp.int32), mesh_axes) == 1
+
+
+def axes_of_models(function: str, params: PyTree, mesh_axes: PyTree = None) -> tuple[str, ...]:
+    """The mesh axes along which each device has a model of its own, as far as types say it.
+
+    All parameters vary along them, and none is said to be sharded over them.
+    """
+    varying = _varying_axes(params)
+    if not any(varying):
+        return ()
+    named = named_axes(function, mesh_axes) | _axes_of_shards(Parameters(function, params))
+    return tuple(sorted(set.intersection(*varying) - named))
+
+
+def of_models(function: str, params: PyTree, value: float) -> jax.Array:
+    """A scalar for an argument of `update` that is not there yet: it may be that of each model."""
+    x: jax.Array = shardings.varying_over(
+        jnp.full((), value, jnp.float32), axes_of_models(function, params)
+    )
+    return x
+
+
+def _varying_axes(params: PyTree) -> list[set[str]]:
+    """The mesh axes along which each parameter varies, as its type says."""
+    return [
+        set(shardings.varying_axes(x))
+        for x in jax.tree.leaves(params)
+        if isinstance(x, jax.Array) and checks.is_inexact(x)
+    ]
+
+
+def as_updated(
+    function: str,
+    state: T,
+    update: Callable[..., tuple[PyTree, T]],
+    params: PyTree,
+    mesh_axes: PyTree = None,
+) -> T:
+    """A state before the first update, typed as updates return it: `lax.scan` takes no other.
+
+    Inside `shard_map`, where devices decide each for itself, all varies along the axes of the mesh
+    along which the decision does: counters, too, of all that is inside. What decides may be inside,
+    and what devices agree upon is the same on all of them. So updates are traced, where parameters
+    vary, until one changes no type: one counter may decide about another. If that needs arguments
+    of its own, all varies along the `axes_of_models`.
+    """
+    if not any(_varying_axes(params)):
+        return state
+
+    def dry(params: PyTree, state: T) -> T:
+        return update(params, state, params, notes=Notes(None))[1]
+
+    def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:
+        return shardings.varying_over(x, shardings.varying_axes(new))
+
+    try:
+        typed: T = jax.tree.map(vary, state, jax.eval_shape(dry, params, state))
+    except Exception:
+        return shardings.varying_over(state, axes_of_models(function, params, mesh_axes))
+    if all(map(operator.is_, *map(jax.tree.leaves, (typed, state)))):
+        return typed
+    return as_updated(function, typed, update, params, mesh_axes)
+
+
+def holds_shards(state: PyTree, inputs: Inputs) -> bool:
+    """Whether a state has shards of buffers that the parameters have whole: that of `zero`."""
+    if not inputs.has_buffers:
+        return False
+    buffers = zip(inputs.reference.leaves, inputs.specs, strict=True)
+    shapes = {x.shape for x, spec in buffers if spec.is_buffer}
+    return any(
+        spec.shape in shapes and not checks.is_nothing(x) and x.shape != spec.shape
+        for x, spec in zip(trees.flatten(state)[0], array_spec.specs(state), strict=True)
+        if spec.is_buffer and not spec.is_unpacked
+    )
+
+
+# ---- one of two results ------------------------------------------------------------------------
+
+
+def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """A `jax.lax.cond`; Python's `if` in an eager call, where a `cond` is compiled at each call.
+
+    `otherwise` may return what is there already: of donated arrays nothing is copied.
+    """
+    if isinstance(use, jax.core.Tracer):
+        varying = functools.partial(_varying, shardings.varying_axes(use))
+        branches = functools.partial(varying, otherwise), functools.partial(varying, then)
+        # XLA copies what a branch returns as it was, unless it is the first one. For a GPU it turns
+        # the branches of a bool around, but not those of a number.
+        results = jax.lax.switch(use.astype(jnp.int32), branches)
+        # For a TPU it moves part of what follows into the branches, and writes that, too.
+        return shardings.barrier(results)
+    return then() if use else otherwise()
+
+
+def _varying(names: tuple[str, ...], f: Callable[[], PyTree]) -> PyTree:
+    return shardings.varying_over(f(), names)
+
+
+def noted_branch(
+    notes: Notes | None,
+    use: Flag,
+    then: Callable[[dict[str, Any]], tuple[T, Static]],
+    otherwise: Callable[[], T],
+) -> tuple[T, Static | None]:
+    """`branch`, of a `then` with more to say than arrays: what is static, and notes.
+
+    Args:
+      notes: where notes come out: those that `then` makes, or else the old ones.
+      use: whether to take `then`.
+      then: called with the extra arguments of an update in which to make notes, if any. It returns
+        arrays, and what is known once it is traced.
+      otherwise: returns the arrays of the other branch.
+
+    Returns:
+      Arrays, and what is known; None for that where `then` was not called.
+    """
+    if notes is not None and not notes.is_here:
+        notes = None
+    static: Static | None = None
+    made: list[str] = []
+    old = {} if notes is None else dict(notes.old or {})
+
+    # A branch returns arrays alone, and is traced once: here it leaves what else it knows, and no
+    # array, which would be one of that trace.
+    def run() -> tuple[T, dict[str, jax.Array]]:
+        nonlocal static, made
+        if notes is None:
+            arrays, static = then({})
+            return arrays, {}
+        inside = Notes(notes.old, taken=notes.names)
+        arrays, static = then({"notes": inside})
+        made = list(inside.new)
+        return arrays, old | {k: inside.new[k] for k in made if k in old or notes.is_dry}
+
+    if notes is not None and notes.is_dry:
+        form = jax.eval_shape(lambda: run()[1])
+        old = {key: _zeros(x) for key, x in form.items()}
+    arrays, new = branch(use, run, lambda: (otherwise(), old))
+    if notes is not None:
+        notes.new |= {key: new[key] for key in made if key in new}
+    return arrays, static
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of a shape and a dtype, which vary along the same mesh axes."""
+    zeros: jax.Array = shardings.varying_over(
+        jnp.zeros(x.shape, x.dtype), shardings.varying_axes(x)
+    )
+    return zeros
+
+
+def choose(
+    use_new: Flag,
+    new: PyTree,
+    old: PyTree,
+    is_settled: Callable[[jax.Array, jax.Array], bool] | None = None,
+) -> PyTree:
+    """`new` or `old`, in the dtypes of `old`; `new` where this is settled, as asked of both."""
+
+    def choice(n: jax.Array, o: jax.Array) -> jax.Array:
+        typed = _in_dtype(n, o)
+        if n is o or use_new is True or (is_settled is not None and is_settled(n, o)):
+            return typed
+        return jnp.where(use_new, typed, o)
+
+    return jax.tree.map(choice, new, old)
+
+
+def in_dtypes(new: PyTree, old: PyTree) -> PyTree:
+    """`new` in the dtypes of `old`, which some transformations let drift."""
+    return jax.tree.map(_in_dtype, new, old)
+
+
+def _in_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
+    return new.astype(old.dtype) if checks.is_numeric(old) else new

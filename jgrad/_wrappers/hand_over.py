@@ -1,0 +1,210 @@
+"""The input of a wrapper's update, and the hand-over to the transformation inside.
+
+`WrapperInputs` is for wrappers that change gradients, parameters or updates, `RejectingInputs` for
+those that reject updates. Their decision goes inwards as a `Commit`. What comes back unsettled is
+chosen afterwards, and a wrapper around, which has a decision of its own, is told that nothing is
+left to choose.
+"""
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad._arithmetic import numerics
+from jgrad._inputs.commit import Commit
+from jgrad._inputs.inputs import Inputs
+from jgrad._trees import checks, trees, values
+from jgrad._trees.trees import PyTree
+from jgrad._wrappers import decisions, inside
+from jgrad._wrappers.decisions import Flag
+
+Arrays = tuple[jax.Array, ...]
+
+
+class WrapperInputs(Inputs):
+    """The input of one update of a wrapper, and the hand-over to the transformation inside.
+
+    Args:
+      function: the name of the wrapper, for messages.
+      updates: gradients, or updates of a transformation before.
+      params: parameters, or None.
+      extra_args: the other arguments of the call; all are handed on.
+    """
+
+    def __init__(
+        self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
+    ) -> None:
+        self._extra_args, self._updates = extra_args, updates
+        self._outer: Commit | None = extra_args.get("commit")
+        super().__init__(function, updates, params, self._outer)
+
+    def hand_over(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree,
+        *,
+        stay_finite: bool = False,
+        extra: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> tuple[PyTree, PyTree]:
+        """Updates and the new state of the transformation inside; see `follow`.
+
+        Args:
+          tx: the transformation.
+          gradients: what it is to see.
+          state: its state.
+          params: what it is to optimize.
+          stay_finite: True where nothing non-finite is made of finite gradients on the way to
+            these; without it `skip_nonfinite` around both looks at all results.
+          extra: more arguments for it.
+        """
+        if stay_finite and self._outer is not None:
+            self._outer.add_finite(gradients, of=self._updates)
+        steps, new = tx.update(gradients, state, params, **self._extra_args, **extra)
+        self.follow(steps)
+        return steps, new
+
+    def follow(self, steps: PyTree) -> None:
+        """What is made from here on, by `kept` and `directions`, is made of these updates.
+
+        In an update that is not committed they are zero, or somebody looks at all results.
+        """
+        outer = self._outer
+        self.commit = outer if outer is not None and outer.has_settled(steps) else None
+
+    def moved(self, new: PyTree, of: PyTree) -> PyTree:
+        """Updates that have the elements of others in other shapes: zero, where these are."""
+        if self._outer is not None:
+            self._outer.settle_moved(new, of)
+        return new
+
+
+# ---- rejected updates ----------------------------------------------------------------------------
+
+
+class RejectingInputs(Inputs):
+    """The input of an update that may be rejected, what is around it and what is inside.
+
+    Args:
+      function: the name of the wrapper, for messages.
+      updates: gradients, or updates of a transformation before.
+      params: parameters, or None.
+      state: of the transformation inside.
+      extra_args: the other arguments of the call.
+
+    Attributes:
+      params: see above.
+      state: see above; once the update was handed over, with zeros for the sums that it made.
+      extra_args: what is handed on.
+      leaves_out: whether something inside leaves out gradients by itself, so that its window goes
+        on.
+      outer: the decision of a wrapper around, or None. Where something inside leaves gradients out,
+        it is the decision about these.
+      finite: the argument `finite`, which is for what leaves gradients out.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        updates: PyTree,
+        params: PyTree,
+        state: PyTree,
+        extra_args: dict[str, Any],
+    ) -> None:
+        super().__init__(function, updates, params)
+        self.state, self.extra_args, self.params = state, extra_args, params
+        self.leaves_out = bool(inside.parts(state, inside.REJECTED))
+        self.outer: Commit | None = extra_args.pop("commit", None)
+        self.finite: Flag | None = None
+        if self.leaves_out:
+            self.outer = None if self.outer is None else self.outer.of_windows
+            self.finite = extra_args.get("finite")
+            values.flag(function, "finite", self.finite)
+
+    def hand_over(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        commit: Commit,
+        gradients: PyTree,
+        **extra: Any,
+    ) -> tuple[PyTree, PyTree]:
+        """Updates and the new state from inside, where the decision and `extra` are known, too."""
+        known = {"commit": commit.for_windows() if self.leaves_out else commit}
+        steps, new = tx.update(
+            gradients, self.state, self.params, **self.extra_args | known | extra
+        )
+        if self.leaves_out:
+            self.state = _with_sums(self.state, new)
+        if not commit.has_settled(steps):
+            steps = self.directions(trees.flatten(steps)[0])
+        return steps, new
+
+    def chosen(
+        self, commit: Commit, use: Flag, new: tuple[PyTree, PyTree], old: PyTree, *, settles: bool
+    ) -> tuple[PyTree, PyTree]:
+        """Updates and state where `use` is True, else zeros and the old state.
+
+        Args:
+          commit: the decision, as it was handed inwards.
+          use: one bool, which may be traced.
+          new: updates and state, as they came from inside.
+          old: the old state.
+          settles: whether what is settled by `commit` needs no choice.
+        """
+        if not settles:
+            return decisions.choose(use, new, (self.zeros(), old))
+
+        def is_settled(u: jax.Array, zero: jax.Array) -> bool:
+            is_kept = commit.is_old_or_new(u, zero)
+            return is_kept or (checks.is_inexact(u) and commit.has_settled(u))
+
+        return (
+            decisions.choose(use, new[0], self.zeros(), is_settled),
+            decisions.choose(use, new[1], old, commit.is_old_or_new),
+        )
+
+    def counted(self, new: Arrays, old: Arrays) -> Arrays:
+        """The wrapper's own counters, which stay where a wrapper around rejects the update."""
+        if self.outer is None:
+            return new
+        return tuple(jnp.where(self.outer.flag, n, o) for n, o in zip(new, old, strict=True))
+
+
+def tell(
+    outer: Commit, updates: PyTree, new: PyTree, old: PyTree, of: Commit | None = None
+) -> None:
+    """Says to a wrapper around what is right whatever it decides: all, or what `of` has settled."""
+    outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
+    for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        if of is None or of.is_old_or_new(n, o):
+            outer.keep([n], [o])
+
+
+def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
+    """What stays of an update that is rejected: the old state, or what its parts say."""
+
+    def of_part(o: PyTree, n: PyTree) -> PyTree:
+        return o.__jgrad_rejected__(n, None if o is old else finite) if _is_window(o) else o
+
+    return jax.tree.map(of_part, old, new, is_leaf=_is_window)
+
+
+def _with_sums(old: PyTree, new: PyTree) -> PyTree:
+    """The old state with zeros for each sum of gradients that an update has made for its window."""
+
+    def of_part(o: PyTree, n: PyTree) -> PyTree:
+        if not _is_window(o) or o.total is not None or n.total is None:
+            return o
+        return o._replace(total=jax.tree.map(numerics.zeros_like, n.total))
+
+    return jax.tree.map(of_part, old, new, is_leaf=_is_window)
+
+
+def _is_window(x: PyTree) -> bool:
+    """Whether a part of a state is that of a wrapper which leaves gradients out."""
+    return inside.says(x, inside.REJECTED)
