@@ -1,4 +1,4 @@
-"""The arithmetic that several methods share, on the arrays of one leaf, and on lists of leaves.
+"""The arithmetic that several methods share, on the arrays of one leaf.
 
 An *update* is what is added to the weights: w' = w + update.
 
@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad._arithmetic import leafwise, numerics
-from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf
+from jgrad._arithmetic import numerics
+from jgrad._arithmetic.leafwise import PerLeaf, on_leaf
 from jgrad._arithmetic.numerics import scaled
 
 
@@ -93,36 +93,15 @@ def add(w: jax.Array, update: jax.Array) -> jax.Array:
     return w + update
 
 
-# ---- on lists with an entry per leaf -----------------------------------------------------------
-
-
-def decay_call(
-    direction: jax.Array | None,
-    w: jax.Array | None,
-    decay: Any,
-    like: jax.Array | None = None,
-    *rates: Any,
-    rule: str = "decoupled",
-) -> Call | None:
-    """The call of direction + decay w; a decay that is the Python number 0 compiles to nothing.
-
-    With the rule "cautious" only where both have one sign. `like` has the signs of the direction,
-    and is the direction itself for None. Rates multiply the decay.
-    """
-    if direction is None:
-        return None
-    if is_zero(decay):
-        return (leafwise.identity, (direction,))
-    if rule == "cautious":
-        like = direction if like is None else like
-        return (add_cautiously, (direction, w, like, decay, *rates))
-    return (add_scaled, (direction, w, decay, *rates))
+# ---- weight decay, on the arrays of one leaf ---------------------------------------------------
 
 
 def optional(decay: PerLeaf, rule: str = "") -> Any:
     """Decays of leaves with None for the Python number 0, as `update_of_leaf` takes them.
 
-    With the rule "independent", beside others a decay of 0 is an array: see `updates`.
+    With the rule "independent", beside others a decay of 0 is an array: a CPU that joins the
+    product with the rate to a sum joins it to that with the decay, in each leaf as in a buffer of
+    all.
     """
     if not isinstance(decay, list):
         return None if is_zero(decay) else decay
@@ -163,37 +142,7 @@ def update_of_leaf(
     return descent(decayed(direction, w, decay, like=like, rule=rule), rate)
 
 
-def add_decay(
-    direction: list[Any],
-    w: list[Any] | None,
-    decay: PerLeaf,
-    like: list[Any] | None = None,
-    *rates: PerLeaf,
-    rule: str = "decoupled",
-) -> list[Any]:
-    """direction + decay w, as `decay_call`; without weights no decay but the number 0"""
-    rows = leafwise.zip_leaves(direction, w, decay, like, *rates)
-    return leafwise.run([decay_call(*row, rule=rule) for row in rows])
-
-
-def updates(
-    direction: list[Any],
-    w: list[Any] | None,
-    decay: PerLeaf,
-    rates: PerLeaf,
-    like: list[Any] | None = None,
-    *,
-    rule: str,
-) -> list[Any]:
-    """-rate (direction + decay w); with the rule "independent" -(rate direction + decay w)"""
-    if rule == "independent":
-        # Beside others a decay of 0 is an array: a CPU that joins the product with the rate to a
-        # sum joins it to that with the decay, in each leaf as in a buffer of all.
-        if isinstance(decay, list) and not all(map(is_zero, decay)):
-            zero = jnp.zeros(())
-            decay = [zero if is_zero(x) else x for x in decay]
-        return apply(negative, add_decay(apply(scale_by, direction, rates), w, decay))
-    return apply(descent, add_decay(direction, w, decay, like, rule=rule), rates)
+# ---- on lists with an entry per leaf -----------------------------------------------------------
 
 
 def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

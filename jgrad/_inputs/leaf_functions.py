@@ -44,6 +44,13 @@ class Descent(NamedTuple):
         """(direction, what has its signs, w, decay, rate) -> update."""
         return _of_leaf(self.rule, self.has_rate)
 
+    def updates(
+        self, directions: list[Any], w: list[Any] | None, like: list[Any] | None = None
+    ) -> list[Any]:
+        """The update of each leaf, from a direction that no function of one leaf returned."""
+        columns = leafwise.zip_leaves(directions, like, w, self.decay, self.rate)
+        return leafwise.run([None if x[0] is None else (self.of_leaf, x) for x in columns])
+
     def is_cheap_after_kernel(self, w: Any) -> bool:
         """Whether a kernel had better write the direction.
 

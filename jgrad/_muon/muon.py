@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jgrad._arithmetic import rules
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
@@ -181,9 +182,10 @@ def muon(
             given = "adam_weight_decay", adam_weight_decay
             others = options.decay_of_leaves(inputs, *given, use, step, weight_decay_rule)
             decays = _of_both_kinds(decays, others, step.found)
-        both = inputs.per_array(decays), inputs.per_array(rates(inputs, step))
+        decay = rules.optional(inputs.per_array(decays), weight_decay_rule)
+        descent = Descent(decay, inputs.per_array(rates(inputs, step)), weight_decay_rule)
         like = _signs(inputs, mw, step.found) if weight_decay_rule == "cautious" else None
-        return rules.updates(direction, inputs.w, *both, like, rule=weight_decay_rule), mw, vw
+        return descent.updates(direction, inputs.w, like), mw, vw
 
     def rates(inputs: Inputs, step: Step) -> list[Any]:
         """The rate of each leaf."""

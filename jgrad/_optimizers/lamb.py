@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, rules
-from jgrad._arithmetic.leafwise import Call, PerLeaf, apply, on_leaf, zip_leaves
+from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Options, one_of
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import of_one_leaf
+from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Moment, NewMoments, Step
 from jgrad._inputs.moments import MomentDType
 from jgrad._inputs.numbers import Scalar
@@ -140,7 +140,8 @@ def _updates(
         scale=rules.scale_by if independent else rules.descent,
     )
     if independent:
-        steps = apply(rules.negative, rules.add_decay(steps, w, lamb.weight_decay))
+        decay = rules.optional(lamb.weight_decay, "independent")
+        steps = Descent(decay, None, "independent", has_rate=True).updates(steps, w)
     return steps, *new
 
 

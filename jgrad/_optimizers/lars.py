@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
-from jgrad._arithmetic.rules import decay_call
+from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
@@ -97,7 +96,11 @@ def _scaled(
             rates=rates,
             scale=scale,
         )
-    directions = [decay_call(*row) for row in zip_leaves(g, w, lars.weight_decay)]
+    columns = zip_leaves(gradients, rules.optional(lars.weight_decay), w)
+    directions = [
+        call if call is None or decay is None else (rules.add_scaled, (*call[1], x, decay))
+        for call, decay, x in columns
+    ]
     decayed = rule == "decayed_gradient"
     return scaled_by_trust_ratio(
         w,
