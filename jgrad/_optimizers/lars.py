@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf
+from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
