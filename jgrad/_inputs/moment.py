@@ -169,12 +169,12 @@ class MomentShapes(NamedTuple):
     Attributes:
       mw: a tree like the parameters with the shape of each first moment; None for no moment.
       vw: likewise of second moments.
-      found: what the method found out about the parameters, for its update.
+      matrices: of Muon, where those of each leaf are; None for a leaf that is none.
     """
 
     mw: PyTree
     vw: PyTree
-    found: Any = None
+    matrices: list[Any] | None = None
 
 
 class Step(NamedTuple):
@@ -185,7 +185,7 @@ class Step(NamedTuple):
       done: updates done before, as the state has it.
       mw: first moment, of nothing where the method has none.
       vw: second moment; likewise.
-      found: of `MomentShapes`.
+      matrices: of `MomentShapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
     """
 
@@ -193,14 +193,14 @@ class Step(NamedTuple):
     done: jax.Array
     mw: Moment
     vw: Moment
-    found: Any
+    matrices: list[Any]
     numbers: OfCall
 
     @classmethod
     def of_count(cls, done: jax.Array) -> "Step":
         """Of a wrapper, for options: they ask a step for its number alone."""
         nothing = Moment([], [])
-        return cls(done, done, nothing, nothing, None, OfCall({}))
+        return cls(done, done, nothing, nothing, [], OfCall({}))
 
 
 def in_full_precision(moments: Sequence[Any]) -> list[Any]:

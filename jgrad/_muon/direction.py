@@ -1,45 +1,61 @@
 """Muon's direction: momentum, orthogonalized matrix by matrix; Adam's for all other elements."""
 
 import functools
-from collections.abc import Sequence
+import inspect
+import itertools
+import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function, apply, jit_static_kwargs
+from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.each import of_one_leaf
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import (
-    LeafMoment,
-    Moment,
-    MomentShapes,
-    NewMoments,
-    Step,
-    in_full_precision,
-)
+from jgrad._inputs.moment import LeafMoment, Moment, MomentShapes, NewMoments, Step
+from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask, Number
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._muon import batches, matrix_axes, packed_parts, residual, split_leaves
-from jgrad._muon.matrix_axes import MatrixAxes, Part, read_output_axes, read_shardings, second_shape
+from jgrad._muon import matrix_axes, matrix_options, orthogonalize
+from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
-from jgrad._muon.scales import factors_of, read_scale
-from jgrad._muon.second_moments import second_shapes
+from jgrad._muon.parts import (
+    Array,
+    Matrices,
+    Parts,
+    PerArray,
+    PerLeaf,
+    PerPart,
+    check_whole,
+    second_shapes,
+)
 from jgrad._optimizers import adam as adam_of
-from jgrad._optimizers.adam import Adam
-from jgrad._packed.array_spec import ArraySpec
+from jgrad._optimizers.adam import Adam, Numbers
+from jgrad._packed import packing
 from jgrad._trees import trees, values
+from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]
+ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
+Scale = str | ScaleFunction | None
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)
 # NorMuon's: added to the root of the mean square of each output, which is 1 / sqrt(inputs) or so.
 _NORMUON_EPSILON = 1e-8
+
+_SCALES: dict[Any, ScaleFunction] = {
+    "original": lambda out, into: math.sqrt(max(1.0, out / max(1, into))),
+    "match_rms_adamw": lambda out, into: 0.2 * math.sqrt(max(out, into)),
+    "spectral": lambda out, into: math.sqrt(out / max(1, into)),
+    None: lambda out, into: 1.0,
+}
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -68,22 +84,22 @@ class Muon(NamedTuple):
     @classmethod
     def of_arguments(cls, name: str, arguments: dict[str, Any]) -> "Muon":
         """Those among the arguments of a factory; names as what they stand for, and checked."""
-        given = cls(**{field: arguments[field] for field in cls._fields})
-        _check_matrices(name, given.matrices)
-        values.one_of(name, "rule", given.rule, ("muon", "normuon"))
-        values.boolean(name, "nesterov", given.nesterov)
-        options.check(name, numbers.scalar_betas, momentum=given.momentum)
-        read_output_axes(name, given.output_axes)
-        split_leaves.read_split(name, given.split)
-        read_layer_axes(name, given.layer_axes)
-        read_shardings(name, given.mesh_axes)
-        numbers.beta(name, "normuon_beta", given.normuon_beta)
-        given.adam.check(name, prefix="adam_")
-        over = given.shard_over
-        return given._replace(
-            scale=read_scale(name, given.scale),
-            coefficients=read_coefficients(name, given.coefficients),
-            compute_dtype=check_compute_dtype(name, given.compute_dtype),
+        muon = cls(**{field: arguments[field] for field in cls._fields})
+        _check_matrices(name, muon.matrices)
+        values.one_of(name, "rule", muon.rule, ("muon", "normuon"))
+        values.boolean(name, "nesterov", muon.nesterov)
+        options.check(name, numbers.scalar_betas, momentum=muon.momentum)
+        matrix_options.read_output_axes(name, muon.output_axes)
+        matrix_options.read_split(name, muon.split)
+        read_layer_axes(name, muon.layer_axes)
+        matrix_options.read_shardings(name, muon.mesh_axes)
+        numbers.beta(name, "normuon_beta", muon.normuon_beta)
+        muon.adam.check(name, prefix="adam_")
+        over = muon.shard_over
+        return muon._replace(
+            scale=read_scale(name, muon.scale),
+            coefficients=read_coefficients(name, muon.coefficients),
+            compute_dtype=check_compute_dtype(name, muon.compute_dtype),
             shard_over=() if over is None else values.axis_names(name, "shard_over", over),
         )
 
@@ -92,21 +108,19 @@ class Muon(NamedTuple):
         """The numbers of Adam, of all other leaves."""
         return Adam(self.adam_beta1, self.adam_beta2, self.adam_epsilon, "moments")
 
+    @property
+    def is_normuon(self) -> bool:
+        """Whether matrices have second moments: one number per output."""
+        return self.rule == "normuon"
+
     def shapes_of(self, inputs: Parameters) -> MomentShapes:
         """The shapes of the moments; and where the matrices of each leaf are."""
-        axes = matrix_axes.find(
-            inputs, self.matrices, self.output_axes, self.layer_axes, self.mesh_axes
-        )
-        axes = split_leaves.with_blocks(inputs, axes, self.split)
-        per_output = self.rule == "normuon"
+        axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
+        matrices = matrix_options.find(inputs, self.matrices, *axes)
         if inputs.has_buffers:
-            packed_parts.check_whole(inputs, axes)
-            vw = second_shapes(inputs.tree, axes, per_output=per_output)
-        else:
-            structure = trees.flatten(inputs.tree)[1]
-            shape = functools.partial(second_shape, per_output=per_output)
-            vw = structure.unflatten(map(shape, inputs.reference.leaves, axes))
-        return MomentShapes(inputs.tree, vw, found=axes)
+            check_whole(inputs, matrices)
+        vw = second_shapes(inputs, matrices, per_output=self.is_normuon)
+        return MomentShapes(inputs.tree, vw, matrices)
 
 
 def _check_matrices(name: str, matrices: Mask) -> None:
@@ -121,78 +135,25 @@ def _check_matrices(name: str, matrices: Mask) -> None:
         raise TypeError(f"{name}: `matrices`: an array, expected {expected}; {remedy}.")
 
 
+def read_scale(function: str, scale: Scale) -> ScaleFunction:
+    """The function of (outputs, inputs)."""
+    if not callable(scale):
+        values.one_of(function, "scale", scale, _SCALES)
+        return _SCALES[scale]
+    try:
+        signature = inspect.signature(scale)
+    except ValueError:  # of a function in C
+        return scale
+    try:
+        signature.bind(1, 1)
+    except TypeError:
+        came = f"{getattr(scale, '__name__', type(scale).__name__)}{signature}"
+        expected = "a function of the numbers of outputs and inputs of a matrix"
+        raise TypeError(f"{function}: `scale`: {came}, expected {expected}.") from None
+    return scale
+
+
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
-
-
-@jit_static_kwargs
-def _mean_square(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
-    """The mean of |x|^2 over the inputs, for each output of each matrix."""
-    return jnp.mean(numerics.abs_squared(x), axis=axes.inputs, keepdims=True)
-
-
-@jit_static_kwargs
-def _normalized(x: jax.Array, vw: jax.Array, *, axes: MatrixAxes) -> jax.Array:
-    """O' = O / (sqrt(v) + epsilon), rescaled to |O' |= |O|; 0 where O is"""
-
-    def norm(x: jax.Array) -> jax.Array:
-        return numerics.safe_sqrt(split_leaves.sums(numerics.abs_squared(x), axes))
-
-    root = numerics.safe_sqrt(numerics.widen(vw, numerics.real_dtype(x)))
-    new = x / (root + _NORMUON_EPSILON).astype(x.dtype)
-    return numerics.scaled(new, numerics.safe_divide(norm(x), norm(new)))
-
-
-# ---- the method, on lists of parts -------------------------------------------------------------
-
-
-class _Parts:
-    """The arrays of an update, taken apart where packed buffers hold matrices and others."""
-
-    def __init__(self, inputs: Inputs, axes: Sequence[MatrixAxes | None], per_output: bool) -> None:
-        """`axes` says where the matrices of each leaf are, and `per_output` what `vw` has."""
-        self.inputs = inputs
-        if inputs.has_buffers:
-            self.parts = packed_parts.of_arrays(inputs.specs, axes, per_output=per_output)
-        else:
-            self.parts = list(map(Part, range(len(axes)), axes))
-
-    def split(self, specs: Sequence[ArraySpec], arrays: list[Any], second: bool) -> list[Any]:
-        """The parts of arrays, or of their second moments."""
-        if not self.inputs.has_buffers:
-            return arrays
-        return packed_parts.split(self.parts, specs, arrays, second=second)
-
-    def numbers_of_parts(self, x: Any) -> Any:
-        """Numbers of each array as those of each part; or a tuple of them."""
-        if isinstance(x, tuple):
-            return type(x)(*map(self.numbers_of_parts, x))
-        if not (self.inputs.has_buffers and isinstance(x, list)):
-            return x
-        return packed_parts.split_numbers(self.parts, self.inputs.specs, x)
-
-    def join(
-        self, specs: Sequence[ArraySpec], values: list[Any], like: list[Any], second: bool
-    ) -> list[Any]:
-        """The arrays from their parts."""
-        if not self.inputs.has_buffers:
-            return values
-        return packed_parts.join(self.parts, specs, values, like, second=second)
-
-
-class _MomentInParts:
-    """A moment as a method sees it that computes with parts of arrays: one for each part."""
-
-    def __init__(self, parts: _Parts, moment: Moment, *, second: bool = False) -> None:
-        self._parts, self._moment, self._second = parts, moment, second
-        old = parts.split(moment.specs, in_full_precision(moment.old), second)
-        self.of_parts = Moment(old, commit=parts.inputs.commit, has_form=True)
-
-    def joined(self, *new: NewMoments) -> NewMoments:
-        """Arrays as they are stored, from the new moments of both kinds of parts."""
-        exact = [y if x is None else x for x, y in zip(*(x.stored for x in new), strict=True)]
-        moment = self._moment
-        arrays = self._parts.join(moment.specs, exact, moment.old, self._second)
-        return NewMoments(moment.rounded(arrays), exact)
 
 
 @of_one_leaf
@@ -206,83 +167,178 @@ def _look_ahead(g: Any, mw: LeafMoment, beta: BetaForms) -> jax.Array:
     return rules.average(g, m, beta.value, beta.complement)
 
 
-def directions(inputs: Inputs, step: Step, muon: Muon) -> tuple[list[Any], NewMoments, NewMoments]:
-    """The direction of each array, and the new moments."""
-    name, is_normuon = inputs.function, muon.rule == "normuon"
+@of_one_leaf
+def _adam_and_signs(g: Any, mw: LeafMoment, vw: LeafMoment, n: Numbers) -> tuple[Any, Any]:
+    """Adam's direction, and the first moment, which has its signs.
+
+    XLA would write out the direction for a second reader; the moment is written in any case.
+    """
+    return adam_of.direction(g, mw, vw, n)[:2]
+
+
+@jit_static_kwargs
+def _mean_square(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    """The mean of |x|^2 over the inputs, for each output of each matrix."""
+    return jnp.mean(numerics.abs_squared(x), axis=axes.inputs, keepdims=True)
+
+
+@jit_static_kwargs
+def _normalized(x: jax.Array, vw: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    """O' = O / (sqrt(v) + epsilon), rescaled to |O' |= |O|; 0 where O is"""
+
+    def norm(x: jax.Array) -> jax.Array:
+        return numerics.safe_sqrt(matrix_axes.sums(numerics.abs_squared(x), axes))
+
+    root = numerics.safe_sqrt(numerics.widen(vw, numerics.real_dtype(x)))
+    new = x / (root + _NORMUON_EPSILON).astype(x.dtype)
+    return numerics.scaled(new, numerics.safe_divide(norm(x), norm(new)))
+
+
+# ---- the method, on parts of arrays ------------------------------------------------------------
+
+
+class Directions(NamedTuple):
+    """What one update makes.
+
+    Attributes:
+      direction: of each array.
+      mw: new first moments.
+      vw: new second moments.
+      signs: of each array one that has the signs of Adam's direction; None where there is none.
+    """
+
+    direction: PerArray[Array]
+    mw: NewMoments
+    vw: NewMoments
+    signs: PerArray[Array] | None = None
+
+
+def directions(inputs: Inputs, step: Step, muon: Muon, *, signs: bool = False) -> Directions:
+    """The direction of each array, and the new moments; and `signs`, if they are asked for."""
     inputs.check_buffers()
-    all_parts = _Parts(inputs, step.found, per_output=is_normuon)
-    b = all_parts.numbers_of_parts(options.beta_per_array(inputs, step, "momentum", muon.momentum))
-    adam = all_parts.numbers_of_parts(muon.adam.read(inputs, step, prefix="adam_"))
-    parts = all_parts.parts
-    g = all_parts.split(inputs.specs, inputs.g, False)
-    is_matrix = [part.matrices is not None for part in parts]
-    g_of_matrices = [x if own else None for x, own in zip(g, is_matrix, strict=True)]
-    g_of_others = [None if own else x for x, own in zip(g, is_matrix, strict=True)]
-    mw, vw = _MomentInParts(all_parts, step.mw), _MomentInParts(all_parts, step.vw, second=True)
+    parts = Parts(inputs, step.matrices, per_output=muon.is_normuon)
+    g, mw, vw = parts.split(inputs.g), parts.moment(step.mw), parts.moment(step.vw, second=True)
 
-    rule = _look_ahead if muon.nesterov else _momentum
-    ahead, mw_of_matrices = rule(g_of_matrices, mw.of_parts, b)
-    direction, mw_of_others, vw_of_others = adam_of.deltas(
-        g_of_others, mw.of_parts, vw.of_parts, adam
-    )
-    new_mw = mw.joined(mw_of_matrices, mw_of_others)
-    own = [i for i, x in enumerate(ahead) if x is not None]
-    chosen = [parts[i] for i in own]
-    found = _orthogonalized(name, chosen, [ahead[i] for i in own], muon)
-    if inputs.notes is not None:
-        join = functools.partial(all_parts.join, inputs.specs, like=inputs.g, second=False)
-        whole = dict(zip(own, found, strict=True))
-        residual.note(inputs, inputs.notes, step.found, parts, whole, g, join)
-
-    means: list[Any] = [None] * len(parts)
-    if is_normuon:
-        for i, mean in zip(own, _mean_squares(chosen, found), strict=True):
-            means[i] = parts[i].from_matrices(mean, vw.of_parts.old[i], per_output=True)
-    bn = numbers.beta(name, "normuon_beta", muon.normuon_beta)
-    averages, vw_of_matrices = _momentum(means, vw.of_parts, bn)
-    new_vw = vw.joined(vw_of_matrices, vw_of_others)
-    if is_normuon:
-        found = _normalized_outputs(chosen, found, [averages[i] for i in own])
-
-    factors = factors_of(name, muon.scale, [part.whole for part in chosen])
-    for i, o in zip(own, apply(rules.scale_by, found, factors), strict=True):
-        direction[i] = parts[i].from_matrices(o, g[i])
-    return all_parts.join(inputs.specs, direction, inputs.g, False), new_mw, new_vw
-
-
-def _orthogonalized(
-    name: str, chosen: Sequence[Part], values: Sequence[Any], muon: Muon
-) -> list[jax.Array]:
-    return batches.orthogonalized(
-        name,
-        [part.to_matrices(x) for part, x in zip(chosen, values, strict=True)],
-        [part.whole for part in chosen],
+    beta = parts.numbers(options.beta_per_array(inputs, step, "momentum", muon.momentum))
+    momentum = _look_ahead if muon.nesterov else _momentum
+    m, mw_of_matrices = momentum(parts.matrices_of(g), mw, beta)
+    axes = [None if x is None else part.axes.whole for part, x in zip(parts.all, m, strict=True)]
+    x = orthogonalize.orthogonalized(
+        inputs.function,
+        parts.to_matrices(m),
+        axes,
         coefficients=muon.coefficients,
         compute_dtype=muon.compute_dtype,
         shard_over=muon.shard_over,
     )
+    if inputs.notes is not None:
+        _note_residuals(inputs, inputs.notes, step.matrices, parts, x)
+    vw_of_matrices = []
+    if muon.is_normuon:
+        beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
+        x, new = _with_equal_outputs(parts, x, axes, vw, beta)
+        vw_of_matrices.append(new)
+    x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
 
-
-def _mean_squares(chosen: Sequence[Part], found: Sequence[jax.Array]) -> list[Any]:
-    """The mean of |x|^2 over the inputs, for each output of each matrix."""
-    pairs = zip(chosen, found, strict=True)
-    return leafwise.run([(_of_axes(_mean_square, part.whole), (o,)) for part, o in pairs])
-
-
-def _normalized_outputs(
-    chosen: Sequence[Part], found: Sequence[jax.Array], vw: Sequence[Any]
-) -> list[Any]:
-    """Each output divided by the root of its mean square, averaged over steps."""
-    rows = zip(chosen, found, vw, strict=True)
-    return leafwise.run(
-        [
-            (_of_axes(_normalized, part.whole), (o, part.to_matrices(v, per_output=True)))
-            for part, o, v in rows
-        ]
+    n = parts.numbers(muon.adam.read(inputs, step, prefix="adam_"))
+    others, like, mw_of_others, vw_of_others = _adam(parts.others_of(g), mw, vw, n, signs=signs)
+    direction = [y if x is None else x for x, y in zip(parts.from_matrices(x), others, strict=True)]
+    return Directions(
+        parts.join(direction, inputs.g),
+        parts.stored(step.mw, mw_of_matrices, mw_of_others),
+        parts.stored(step.vw, *vw_of_matrices, vw_of_others, second=True),
+        like if len(parts.all) == len(inputs.specs) else None,
     )
+
+
+def _adam(
+    g: PerPart[Array], mw: Moment, vw: Moment, n: Numbers, *, signs: bool
+) -> tuple[PerPart[Array], PerPart[Array] | None, NewMoments, NewMoments]:
+    """Adam's directions, arrays with their signs if they are asked for, and the new moments."""
+    if not signs:
+        direction, new_mw, new_vw = adam_of.deltas(g, mw, vw, n)
+        return direction, None, new_mw, new_vw
+    both, new_mw, new_vw = _adam_and_signs(g, mw, vw, n)
+    direction, like = ([None if pair is None else pair[k] for pair in both] for k in (0, 1))
+    return direction, like, new_mw, new_vw
+
+
+def _with_equal_outputs(
+    parts: Parts, x: PerPart[Array], axes: PerPart[MatrixAxes | None], vw: Moment, beta: BetaForms
+) -> tuple[PerPart[Array], NewMoments]:
+    """NorMuon: outputs divided by the root of their mean squares, averaged over updates."""
+    mean_squares = parts.from_matrices(_apply(_mean_square, axes, x), per_output=True)
+    averages, new = _momentum(mean_squares, vw, beta)
+    return _apply(_normalized, axes, x, parts.to_matrices(averages, per_output=True)), new
+
+
+def _apply(
+    rule: Function, axes: PerPart[MatrixAxes | None], *columns: PerPart[Array]
+) -> PerPart[Array]:
+    """The rule of the entries of each part that has matrices."""
+    rows = zip(axes, zip(*columns, strict=True), strict=True)
+    return leafwise.run([None if of is None else (_of_axes(rule, of), row) for of, row in rows])
 
 
 @functools.cache
 def _of_axes(rule: Function, axes: MatrixAxes) -> Function:
     """One function object for each place of matrices, so that JAX's caches find it again."""
     return functools.partial(rule, axes=axes)
+
+
+def factors_of(
+    function: str, scale: ScaleFunction, axes: PerPart[MatrixAxes | None]
+) -> PerPart[Array]:
+    """For each array a scalar, or one number per output where it has blocks of several sizes.
+
+    Matrices with equal sizes share one in the program.
+    """
+    sizes = [[piece.sizes for piece in matrix_axes.pieces(x)] if x else [] for x in axes]
+    different = dict.fromkeys(itertools.chain(*sizes))
+    factors = {size: numbers.scalar(function, f"scale{size}", scale(*size)) for size in different}
+
+    def of_part(of: MatrixAxes | None, sizes: list[tuple[int, int]]) -> Array:
+        if of is None or len(set(sizes)) == 1:
+            return None if of is None else factors[sizes[0]]
+        return matrix_axes.per_output([factors[size] for size in sizes], of)
+
+    return list(map(of_part, axes, sizes))
+
+
+# ---- how far results of Newton-Schulz are from orthogonal matrices -----------------------------
+
+
+def _note_residuals(
+    inputs: Inputs, notes: Notes, matrices: Matrices, parts: Parts, x: PerPart[Array]
+) -> None:
+    """Notes the largest |X X^T - I| / sqrt(rows) of the matrices of each leaf, X wide.
+
+    NaN inside `zero`, where a device has some of the matrices of a leaf.
+    """
+    leaves: PerLeaf[Array] = x
+    is_shard = any(spec.shard is not None for spec in inputs.specs)
+    if inputs.has_buffers and not is_shard:
+        arrays = parts.join(parts.from_matrices(x), inputs.g)
+        tree = trees.flatten(inputs.tree)[1].unflatten(arrays)
+        leaves = trees.flatten(packing.unpack(tree))[0]
+    for i, (name, axes) in enumerate(zip(trees.names(inputs.shapes), matrices, strict=True)):
+        if axes is not None and is_shard:
+            notes.add(f"muon_residual/{name}", jnp.nan)
+        elif axes is not None and (leaf := leaves[i]) is not None:
+            notes.add(f"muon_residual/{name}", _residual(replicated(leaf), axes=axes.whole))
+
+
+@jit_static_kwargs
+def _residual(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    runs = zip(matrix_axes.cut(x, axes), matrix_axes.pieces(axes), strict=True)
+    return functools.reduce(jnp.maximum, [_residual_of_run(y, of) for y, of in runs])
+
+
+def _residual_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
+    x = axes.as_wide.of(x)
+    rows = x.shape[1]
+    stacked, over = ((0,), (0,)), ((2,), (2,))
+    product = jax.lax.dot_general(x, x.conj(), (over, stacked))
+    apart = product - jnp.eye(rows, dtype=x.dtype)[None]
+    squares = jnp.sum(numerics.abs_squared(apart), axis=(1, 2))
+    return jnp.max(jnp.sqrt(squares / np.float32(max(1, rows)).astype(squares.dtype)), initial=0.0)

@@ -1,30 +1,33 @@
-"""Which axes of an array make up a matrix: Muon orthogonalizes one matrix at a time.
+"""Where the matrices of an array are, and how to see them: Muon orthogonalizes one at a time.
 
-An axis of a leaf counts matrices, is an output, or is an input. `layer_axes` says over which axes
-matrices are stacked: layers for `lax.scan`, experts, heads. `output_axes` says which of the others
-are outputs. What is left is input, so that the kernel of a convolution is one matrix.
+An axis counts matrices, is an output, or is an input. Of the kernel of a convolution all axes but
+one are inputs, so that it is one matrix. Queries, keys and values may be one kernel, and all heads
+of each. Such an array is cut along its outputs into runs of blocks of one size; a run is one array,
+with an axis that counts its blocks. So heads are one reshape, and what is computed for matrices
+knows of no blocks.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jgrad._inputs import options
-from jgrad._inputs.inputs import Parameters
-from jgrad._inputs.options import Mask
-from jgrad._layers import layer_axes as layer_axes_of
-from jgrad._layers.layer_axes import Axes, LayerAxes, check_names, read_indices, read_layer_axes
-from jgrad._packed.array_spec import ArraySpec
-from jgrad._trees import checks, trees
-from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.shardings import all_gather, automatic_mesh, unknown_axes
-from jgrad._trees.trees import PyTree
+from jgrad._muon.view import View
+from jgrad._trees.shardings import all_gather, replicated
+
+# For each axis of an array the mesh axes over which it is sharded.
+MeshAxesPerAxis: TypeAlias = tuple[tuple[str, ...], ...]
+
+
+def partition_spec(mesh_axes: MeshAxesPerAxis) -> PartitionSpec:
+    """The same as JAX writes it."""
+    return PartitionSpec(*(names or None for names in mesh_axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +41,7 @@ class MatrixAxes:
       blocks: (number, size) of runs of blocks along the outputs of whole matrices, which are
         matrices of their own; none where the array has whole matrices alone.
       sharded_axes: (axis, names of mesh axes) of each axis of which a device has a part.
-      places: under `jit`, for each axis the names of the mesh axes over which it is sharded; None
-        where nothing says it.
+      mesh_axes: under `jit`, how the array is sharded; None where nothing says it.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +49,7 @@ class MatrixAxes:
     outputs: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...] = ()
     sharded_axes: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    places: tuple[tuple[str, ...], ...] | None = None
+    mesh_axes: MeshAxesPerAxis | None = None
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -75,48 +77,12 @@ class MatrixAxes:
         """The shape of one number per output and matrix, which broadcasts to the array."""
         return tuple(1 if axis in self.inputs else n for axis, n in enumerate(self.shape))
 
-    @property
-    def whole(self) -> "MatrixAxes":
-        """Those of the array after `gathered`; inside `shard_map` alone."""
-        shape = list(self.shape)
-        for axis, names in self._gathered_axes:
-            shape[axis] *= jax.lax.psum(1, names)
-        return dataclasses.replace(self, shape=tuple(shape), sharded_axes=())
-
-    def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
-        """Whole matrices, of parts of them; or whole outputs, of one number per output."""
-        for axis, names in self._gathered_axes_of(per_output):
-            x = all_gather(x, names, axis)
-        return x
-
-    def local_part(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
-        """This device's part, of what `gathered` returned."""
-        for axis, names in self._gathered_axes_of(per_output):
-            first = jax.lax.axis_index(names) * self.shape[axis]
-            x = jax.lax.dynamic_slice_in_dim(x, first, self.shape[axis], axis)
-        return x
-
-    def _gathered_axes_of(self, per_output: bool) -> list[tuple[int, tuple[str, ...]]]:
-        axes = self._gathered_axes
-        return [(i, names) for i, names in axes if not (per_output and i in self.inputs)]
+    # ---- all matrices as one stack -------------------------------------------------------------
 
     @property
-    def _gathered_axes(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Where layers are sharded, each device has whole matrices."""
-        return [(axis, names) for axis, names in self.sharded_axes if axis not in self.stacked]
-
-    def to_wide(self, x: jax.Array) -> jax.Array:
-        """The matrices, of shape (count, *wide)."""
-        axes = self.in_order
-        if axes != tuple(range(len(axes))):
-            x = jax.lax.transpose(x, axes)
-        return jax.lax.reshape(x, (self.count, *self.wide))
-
-    def from_wide(self, x: jax.Array) -> jax.Array:
-        """The array, from what `to_wide` made of it."""
-        axes = self.in_order
-        x = jax.lax.reshape(x, [self.shape[axis] for axis in axes])
-        return x if axes == tuple(range(len(axes))) else jax.lax.transpose(x, np.argsort(axes))
+    def as_wide(self) -> View:
+        """The matrices of the array, as (count, *wide)."""
+        return View(self.shape).transpose(self.in_order).reshape(self.count, *self.wide)
 
     @property
     def in_order(self) -> tuple[int, ...]:
@@ -132,215 +98,144 @@ class MatrixAxes:
     def _size(self, axes: tuple[int, ...]) -> int:
         return math.prod(self.shape[axis] for axis in axes)
 
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """What a method computes with at once: an array; of a packed buffer, some rows.
-
-    Attributes:
-      array: which array.
-      matrices: where the matrices are; None for other elements.
-    """
-
-    array: int
-    matrices: MatrixAxes | None
+    # ---- whole matrices, of parts on devices ---------------------------------------------------
 
     @property
-    def whole(self) -> MatrixAxes:
-        """Where the matrices are in the array that `to_matrices` returns."""
-        assert self.matrices is not None
-        return self.matrices.whole
+    def whole(self) -> "MatrixAxes":
+        """Those of the array after `gathered`; inside `shard_map` alone."""
+        shape = list(self.shape)
+        for axis, names in self._gathered_axes():
+            shape[axis] *= jax.lax.psum(1, names)
+        return dataclasses.replace(self, shape=tuple(shape), sharded_axes=())
 
-    def to_matrices(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
-        """An array of whole matrices from this part, or from its numbers per output."""
-        assert self.matrices is not None
-        return self.matrices.gathered(x, per_output=per_output)
+    def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """Whole matrices, of parts of them; or whole outputs, of one number per output."""
+        for axis, names in self._gathered_axes(per_output):
+            x = all_gather(x, names, axis)
+        return x
 
-    def from_matrices(
-        self, x: jax.Array, like: jax.Array, *, per_output: bool = False
-    ) -> jax.Array:
-        """This part, in the shape of `like`, from what `to_matrices` made of it."""
-        assert self.matrices is not None
-        return self.matrices.local_part(x, per_output=per_output)
+    def local_part(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """This device's part, of what `gathered` returned."""
+        for axis, names in self._gathered_axes(per_output):
+            first = jax.lax.axis_index(names) * self.shape[axis]
+            x = jax.lax.dynamic_slice_in_dim(x, first, self.shape[axis], axis)
+        return x
 
-
-def find(
-    inputs: Parameters, matrices: Mask, output_axes: PyTree, layer_axes: PyTree, mesh_axes: PyTree
-) -> list[MatrixAxes | None]:
-    """Where the matrices of each leaf of the unpacked tree are; None for a leaf that is none."""
-    if not inputs.specs:
-        return []
-    function = inputs.function
-    reference = ArgLeaves.from_tree(function, "params", inputs.shapes).with_arrays()
-    pairs = zip(options.mask(inputs, "matrices", matrices), reference.leaves, strict=True)
-    use = [use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for use, x in pairs]
-    chosen = reference._replace(name="matrices", leaves=use)
-    stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
-    outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
-    layers = layers_of(chosen, stacked, reference)
-    if inputs.has_buffers:
-        _as_packed(inputs.specs, layers, chosen, stacked)
-    axes = of_leaves(layers, outputs, chosen)
-    sharded_axes = ArgLeaves.from_prefix(
-        function,
-        "mesh_axes",
-        read_shardings(function, mesh_axes),
-        inputs.reference.name,
-        inputs.shapes,
-    )
-    return _with_shardings(inputs.specs, axes, sharded_axes, inputs.reference.leaves)
+    def _gathered_axes(self, per_output: bool = False) -> list[tuple[int, tuple[str, ...]]]:
+        """No stacked ones: where layers are sharded, each device has whole matrices."""
+        others = {*self.stacked, *(self.inputs if per_output else ())}
+        return [(axis, names) for axis, names in self.sharded_axes if axis not in others]
 
 
-def _as_packed(
-    specs: Sequence[ArraySpec], layers: list[LayerAxes], chosen: ArgLeaves, layer_axes: ArgLeaves
-) -> None:
-    """Puts the layers of leaves that were packed with `layer_axes` in the place of those given."""
-    packed = [pair for spec in specs for pair in zip(spec.positions, spec.spans, strict=False)]
-    for i, span in packed:
-        stacked = span.layers.stacked
-        if chosen.leaves[i] and stacked:
-            if layers[i].stacked not in ((), stacked):
-                expected = f"the axes with which it was packed, {stacked}"
-                layer_axes.fail(i, ValueError, f"{layers[i].stacked}, expected {expected}")
-            layers[i] = span.layers
+# ---- runs of blocks ----------------------------------------------------------------------------
 
 
-def second_shape(x: Any, axes: MatrixAxes | None, *, per_output: bool) -> Any:
-    """The shape of the second moments of an array; None where it has none."""
-    if not checks.is_inexact(x) or (axes is not None and not per_output):
-        return None
-    return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
-
-
-def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
-    """A tree of `Axes` with indices of array axes."""
-    return read_indices(function, "output_axes", output_axes)
-
-
-def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
-    """A tree of `Axes`, of which each value is a tuple of names; None stays."""
-
-    def read(x: Any) -> Axes | None:
-        if not isinstance(x, PartitionSpec):
-            return None
-        parts = [part if isinstance(part, tuple) else (part,) for part in x]
-        return Axes(tuple(tuple(name for name in part if name is not None) for part in parts))
-
-    leaves, structure = trees.flatten(mesh_axes)
-    arg = ArgLeaves.from_tree(function, "mesh_axes", mesh_axes)
-    axes = [None if x is None else read(x) for x in leaves]
-    for i, (x, own) in enumerate(zip(leaves, axes, strict=True)):
-        if x is not None and own is None:
-            expected = "None, or a PartitionSpec, which says which axes are sharded"
-            arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
-    return structure.unflatten(axes)
-
-
-def _with_shardings(
-    specs: Sequence[ArraySpec],
-    axes: Sequence[MatrixAxes | None],
-    mesh_axes: ArgLeaves,
-    arrays: Sequence[Any],
-) -> list[MatrixAxes | None]:
-    """The same, with what a device has of each leaf inside of `shard_map`."""
-    found = list(axes)
-    pairs = zip(specs, arrays, strict=True)
-    array_of = {i: (spec, x) for spec, x in pairs for i in spec.positions}
-    for i, matrices in enumerate(axes):
-        if matrices is None:  # as where there is no parameter, and so no array
-            continue
-        (spec, x), sharded_axes = array_of[i], mesh_axes.leaves[i]
-        if spec.spans:
-            if sharded_axes is not None and any(sharded_axes.values):
-                expected = "expected None: `zero` knows its rows"
-                mesh_axes.fail(i, ValueError, f"a PartitionSpec of a packed leaf, {expected}")
-        elif sharded_axes is None:
-            _check_whole(mesh_axes, i, x)
-        elif len(sharded_axes.values) > len(matrices.shape):
-            count, shape = len(sharded_axes.values), matrices.shape
-            expected = f"at most {len(shape)}, one for each axis of shape {shape}"
-            mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
-        else:
-            _check_mesh(mesh_axes, i, x)
-            found[i] = _sharded(matrices, sharded_axes.values, x)
-    return found
-
-
-def _sharded(matrices: MatrixAxes, values: tuple[tuple[str, ...], ...], x: Any) -> MatrixAxes:
-    """With the place of an array under `jit`, or of what a device has inside of `shard_map`."""
-    if isinstance(x, jax.Array) and automatic_mesh(x) is not None:
-        missing = len(matrices.shape) - len(values)
-        return dataclasses.replace(matrices, places=values + ((),) * missing)
-    named = tuple((axis, names) for axis, names in enumerate(values) if names)
-    return dataclasses.replace(matrices, sharded_axes=named)
-
-
-def _check_mesh(mesh_axes: ArgLeaves, i: int, x: Any) -> None:
-    """Under `jit`, each part of a leaf has whole elements of mesh axes that there are."""
-    mesh = automatic_mesh(x) if isinstance(x, jax.Array) else None
-    if mesh is None:
-        return
-    for axis, names in enumerate(mesh_axes.leaves[i].values):
-        check_names(mesh_axes, i, names, mesh)
-        count = math.prod(mesh.shape[name] for name in names)
-        if x.shape[axis] % count:
-            problem = f"{names} for axis {axis} of shape {x.shape}, expected a multiple of {count}"
-            mesh_axes.fail(i, ValueError, problem)
-
-
-def _check_whole(mesh_axes: ArgLeaves, i: int, x: Any) -> None:
-    """Inside `shard_map` a leaf may be a part of a matrix, unless JAX knows that it is whole.
-
-    To JAX 0.10, `pmap` is a `shard_map` that checks nothing.
-    """
-    if unknown := unknown_axes(x):
-        which = ", ".join(map(repr, unknown))
-        problem = (
-            f"None inside `shard_map` or `pmap`, where a device may have a part of a matrix along "
-            f"{which}, expected the PartitionSpec of the leaf; where each device has whole "
-            "matrices, `mesh_axes=PartitionSpec()`"
+def pieces(axes: MatrixAxes) -> list[MatrixAxes]:
+    """Where the matrices are in each array that `cut` returns."""
+    if not axes.blocks:
+        return [axes]
+    first, others = axes.outputs[0], _all_but_outputs(axes)
+    matrices = []
+    for count, size in axes.blocks:
+        # The old axes, with the outputs as one in the place of their first; -1 counts blocks.
+        order = others[:first] + [-1] * (count > 1) + [first] + others[first:]
+        lengths = dict(enumerate(axes.shape)) | {-1: count, first: size}
+        names: dict[int, Any] = {}
+        if axes.mesh_axes is not None:
+            names = dict(enumerate(axes.mesh_axes)) | {-1: axes.mesh_axes[first]}
+            names |= {first: ()} if count > 1 else {}
+        matrices.append(
+            MatrixAxes(
+                tuple(lengths[axis] for axis in order),
+                tuple(i for i, axis in enumerate(order) if axis == -1 or axis in axes.stacked),
+                (order.index(first),),
+                mesh_axes=tuple(names[axis] for axis in order) if names else None,
+            )
         )
-        mesh_axes.fail(i, ValueError, problem)
+    return matrices
 
 
-def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
-    """The layers of each leaf with True in `chosen`; the others may have any `layer_axes`."""
-    given = [x if use else Axes() for x, use in zip(layer_axes.leaves, chosen.leaves, strict=True)]
-    not_sharded = layer_axes._replace(name="mesh_axes", leaves=[Axes()] * len(given))
-    return layer_axes_of.of_leaves(not_sharded, layer_axes._replace(leaves=given), reference)
+def cut(x: jax.Array, axes: MatrixAxes) -> list[jax.Array]:
+    """An array for each run of blocks, of the whole array or of one number per output."""
+    if not axes.blocks:
+        return [x]
+    whole, runs = _views(axes, x.shape)
+    x, axis = whole.of(x), axes.outputs[0]
+    ends = list(itertools.accumulate(run.start[axis] for run in runs))
+    bounds = zip([0, *ends], ends, strict=False)
+    slices = [jax.lax.slice_in_dim(x, *bound, axis=axis) for bound in bounds]
+    return [run.of(y) for run, y in zip(runs, slices, strict=True)]
 
 
-def of_leaves(
-    layers: Sequence[LayerAxes], output_axes: ArgLeaves, matrices: ArgLeaves
-) -> list[MatrixAxes | None]:
-    """The matrices of each leaf with True in `matrices`; None for the others."""
-    pairs = enumerate(zip(layers, matrices.leaves, strict=True))
-    return [_of_leaf(i, own, output_axes, matrices) if use else None for i, (own, use) in pairs]
+def joined(blocks: Sequence[jax.Array], axes: MatrixAxes, shape: Sequence[int]) -> jax.Array:
+    """The array of a shape from what `cut` made of it."""
+    if not axes.blocks:
+        return blocks[0]
+    whole, runs = _views(axes, shape)
+    flat = [run.back(x) for run, x in zip(runs, blocks, strict=True)]
+    return whole.back(jax.lax.concatenate(flat, axes.outputs[0]))
 
 
-def check_is_matrix(
-    arg: ArgLeaves, i: int, layers: LayerAxes, before: str = "", remedy: str = ""
-) -> None:
-    """A layer has two axes or more; `before` and `remedy` say what else a message says."""
-    if len(layers.within) < 2:
-        expected = "at least an output and an input axis in each layer"
-        arg.fail(i, ValueError, f"{before}{_described(layers)}, expected {expected}{remedy}")
+def _views(axes: MatrixAxes, shape: Sequence[int]) -> tuple[View, list[View]]:
+    """Of an array with all outputs in the place of the first of them; of each run of blocks."""
+    first, others = axes.outputs[0], _all_but_outputs(axes)
+    order = (*others[:first], *axes.outputs, *others[first:])
+    before, behind = ([shape[i] for i in part] for part in (others[:first], others[first:]))
+    whole = View(shape).transpose(order).reshape(*before, axes.sizes[0], *behind)
+    runs = []
+    for count, size in axes.blocks:
+        run = View((*before, count * size, *behind))
+        runs.append(run.reshape(*before, count, size, *behind) if count > 1 else run)
+    return whole, runs
 
 
-def _described(layers: LayerAxes) -> str:
-    over = f" with layers over the axes {layers.stacked}" if layers.stacked else ""
-    return f"an array of shape {layers.shape}{over}"
+def _all_but_outputs(axes: MatrixAxes) -> list[int]:
+    return [axis for axis in range(len(axes.shape)) if axis not in axes.outputs]
 
 
-def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
-    shape, axes = layers.shape, output_axes.leaves[i].values
-    remedy = "; without them a leaf is no matrix, and belongs to Adam: False"
-    check_is_matrix(matrices, i, layers, "True for ", remedy)
-    inside = all(-len(shape) <= axis < len(shape) for axis in axes)
-    outputs = tuple(sorted({axis % len(shape) for axis in axes})) if inside else ()
-    if not outputs or len(outputs) < len(axes) or not set(outputs) < set(layers.within):
-        shown = axes[0] if len(axes) == 1 else axes
-        expected = f"some of the axes {layers.within} of {_described(layers)}"
-        problem = f"{shown}, expected {expected}, and another left as input"
-        output_axes.fail(i, ValueError, problem)
-    return MatrixAxes(shape, layers.stacked, outputs)
+def mesh_axes_to_cut(axes: MatrixAxes, sizes: dict[str, int]) -> MeshAxesPerAxis:
+    """How to shard an array, so that a device cuts its part by itself.
+
+    Along outputs where it has whole blocks there; else along another axis: one all-to-all.
+
+    Args:
+      axes: of the array, with `mesh_axes`.
+      sizes: of mesh axes.
+    """
+    assert axes.mesh_axes is not None
+    names = [axes.mesh_axes[axis] for axis in axes.outputs]
+    together = tuple(itertools.chain(*names))
+    devices = math.prod(sizes[name] for name in together)
+    is_first = names[0] == together
+    if not together or (is_first and len(axes.blocks) == 1 and axes.blocks[0][0] % devices == 0):
+        return axes.mesh_axes
+    new = [() if axis in axes.outputs else names for axis, names in enumerate(axes.mesh_axes)]
+    for axis in (*axes.inputs, *axes.stacked):
+        if not new[axis] and axes.shape[axis] % devices == 0:
+            new[axis] = together
+            break
+    return tuple(new)
+
+
+# ---- numbers of matrices -----------------------------------------------------------------------
+
+
+def sums(x: jax.Array, axes: MatrixAxes) -> jax.Array:
+    """The sum over each matrix, of a shape that broadcasts to the array."""
+    if not axes.blocks:
+        return jnp.sum(x, axis=(*axes.outputs, *axes.inputs), keepdims=True)
+    per_output = jnp.sum(x, axis=axes.inputs, keepdims=True)
+    totals = [
+        jnp.broadcast_to(jnp.sum(y, axis=run.outputs, keepdims=True), y.shape)
+        for y, run in zip(cut(replicated(per_output), axes), pieces(axes), strict=True)
+    ]
+    return joined(totals, axes, per_output.shape)
+
+
+def per_output(numbers: Sequence[jax.Array], axes: MatrixAxes) -> jax.Array:
+    """One scalar for each run as one number per output, of a shape that broadcasts to the array."""
+    sizes = [count * size for count, size in axes.blocks]
+    real = np.result_type(*(x.dtype for x in numbers))
+    repeated = map(jnp.broadcast_to, (x.astype(real) for x in numbers), ((n,) for n in sizes))
+    x = jax.lax.concatenate(list(repeated), 0)
+    return x.reshape([n if axis in axes.outputs else 1 for axis, n in enumerate(axes.shape)])

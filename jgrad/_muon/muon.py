@@ -1,5 +1,6 @@
 """Muon: momentum, orthogonalized matrix by matrix; all other leaves are AdamW's."""
 
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -13,9 +14,8 @@ from jgrad._inputs.moments import MomentDType, MomentOptions
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
-from jgrad._muon.direction import LAST, Muon, MuonRule, directions
-from jgrad._muon.matrix_axes import MatrixAxes
-from jgrad._muon.scales import Scale
+from jgrad._muon.direction import LAST, Muon, MuonRule, Scale, directions
+from jgrad._muon.parts import Array, PerArray, PerLeaf
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -148,15 +148,14 @@ def muon(
     """
     name, arguments = "muon", locals()
     options.check(name, numbers.number, learning_rate=learning_rate)
-    own = Muon.of_arguments(name, arguments)
-    given = (
-        *(learning_rate, momentum, weight_decay),
-        *(normuon_beta, adam_learning_rate, adam_beta1, adam_beta2, adam_epsilon),
-        adam_weight_decay,
+    method = Muon.of_arguments(name, arguments)
+    of_numbers = (
+        *(learning_rate, momentum, weight_decay, normuon_beta, adam_learning_rate),
+        *(adam_beta1, adam_beta2, adam_epsilon, adam_weight_decay),
     )
     options.check_masks(
         name,
-        given,
+        of_numbers,
         matrices=matrices,
         weight_decay_mask=weight_decay_mask,
         full_precision=full_precision,
@@ -164,61 +163,64 @@ def muon(
     options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
     if adam_weight_decay is not None:
         options.check_decays(name, weight_decay_rule, adam_weight_decay=adam_weight_decay)
-    if adam_learning_rate is not None:
-        options.check(name, numbers.number, adam_learning_rate=adam_learning_rate)
+    _check_adam_learning_rate(name, adam_learning_rate, scale)
+
+    def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:
+        is_cautious = weight_decay_rule == "cautious"
+        new = directions(inputs, step, method, signs=is_cautious)
+        use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
+        decays = _of_both_kinds(
+            "weight_decay",
+            (weight_decay, adam_weight_decay),
+            lambda name, x: options.decay_of_leaves(inputs, name, x, use, step, weight_decay_rule),
+            step,
+        )
+        rates = _of_both_kinds(
+            "learning_rate",
+            (learning_rate, adam_learning_rate),
+            lambda name, x: options.rate_of_leaves(inputs, name, x, step),
+            step,
+        )
+        numbers = inputs.per_array(decays), inputs.per_array(rates)
+        updates = rules.updates(
+            new.direction, inputs.w, *numbers, new.signs, rule=weight_decay_rule
+        )
+        return updates, new.mw, new.vw
+
+    moments = MomentOptions(moment_dtype, full_precision, layer_axes)
+    return transformation(name, compute, shapes_of=method.shapes_of, moments=moments)
+
+
+def _check_adam_learning_rate(name: str, rate: LearningRate, scale: Scale) -> None:
+    """A rate for Adam, unless one fits both."""
+    if rate is not None:
+        options.check(name, numbers.number, adam_learning_rate=rate)
     elif scale != "match_rms_adamw":
         expected = "a rate for the leaves that are not in `matrices`, such as 3e-4"
         remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        direction, mw, vw = directions(inputs, step, own)
-        use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
-        decays = options.decay_of_leaves(
-            inputs, "weight_decay", weight_decay, use, step, weight_decay_rule
-        )
-        if adam_weight_decay is not None or step.numbers.get("adam_weight_decay") is not None:
-            given = "adam_weight_decay", adam_weight_decay
-            others = options.decay_of_leaves(inputs, *given, use, step, weight_decay_rule)
-            decays = _of_both_kinds(decays, others, step.found)
-        both = inputs.per_array(decays), inputs.per_array(rates(inputs, step))
-        like = _signs(inputs, mw, step.found) if weight_decay_rule == "cautious" else None
-        return rules.updates(direction, inputs.w, *both, like, rule=weight_decay_rule), mw, vw
-
-    def rates(inputs: Inputs, step: Step) -> list[Any]:
-        """The rate of each leaf."""
-        of_matrices = options.rate_of_leaves(inputs, "learning_rate", learning_rate, step)
-        if adam_learning_rate is None and step.numbers.get("adam_learning_rate") is None:
-            return of_matrices
-        others = options.rate_of_leaves(inputs, "adam_learning_rate", adam_learning_rate, step)
-        return _of_both_kinds(of_matrices, others, step.found)
-
-    return transformation(
-        name,
-        compute,
-        shapes_of=own.shapes_of,
-        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
-    )
-
-
-def _signs(inputs: Inputs, mw: NewMoments, axes: list[MatrixAxes | None]) -> list[Any] | None:
-    """Adam's first moments, which have the signs of its directions; None for those of matrices.
-
-    XLA would write out Adam's direction for a second reader. Others are written in any case, and so
-    are buffers that were taken apart.
-    """
-    if len(mw.exact) > len(inputs.specs):
-        return None
-    pairs = zip(mw.exact, inputs.specs, strict=True)
-    return [m if all(axes[i] is None for i in spec.positions) else None for m, spec in pairs]
-
 
 def _of_both_kinds(
-    matrices: list[Any], others: list[Any], axes: list[MatrixAxes | None]
-) -> list[Any]:
-    """For each leaf the entry of its kind."""
-    rows = zip(matrices, others, axes, strict=True)
-    return [y if own is None else x for x, y, own in rows]
+    name: str,
+    options_of: tuple[PyTree, PyTree],
+    read: Callable[[str, PyTree], PerLeaf[Any]],
+    step: Step,
+) -> PerLeaf[Any]:
+    """An option for each leaf: that of matrices, or Adam's, which is the same unless it is given.
+
+    Args:
+      name: of that of matrices.
+      options_of: of matrices, and of Adam.
+      read: (name, option) -> an entry for each leaf.
+      step: of the update, which may have another option of Adam.
+    """
+    of_matrices = read(name, options_of[0])
+    if options_of[1] is None and step.numbers.get(f"adam_{name}") is None:
+        return of_matrices
+    of_adam = read(f"adam_{name}", options_of[1])
+    columns = zip(of_matrices, of_adam, step.matrices, strict=True)
+    return [y if axes is None else x for x, y, axes in columns]
 
 
 @renamed(
@@ -292,17 +294,14 @@ def scale_by_muon(
     Source: as `muon`.
     """
     name, arguments = "scale_by_muon", locals()
-    own = Muon.of_arguments(name, arguments)
-    given = (momentum, normuon_beta, adam_beta1, adam_beta2, adam_epsilon)
+    method = Muon.of_arguments(name, arguments)
+    of_numbers = momentum, normuon_beta, adam_beta1, adam_beta2, adam_epsilon
     masks = {"matrices": matrices, "full_precision": full_precision}
-    options.check_masks(name, given, **masks)
+    options.check_masks(name, of_numbers, **masks)
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        return directions(inputs, step, own)
+    def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:
+        new = directions(inputs, step, method)
+        return new.direction, new.mw, new.vw
 
-    return transformation(
-        name,
-        compute,
-        shapes_of=own.shapes_of,
-        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
-    )
+    moments = MomentOptions(moment_dtype, full_precision, layer_axes)
+    return transformation(name, compute, shapes_of=method.shapes_of, moments=moments)
