@@ -183,7 +183,7 @@ def _of_whole_matrices(
     }
     # JAX loses track of replication when replicated and sharded arrays are concatenated, so they
     # are grouped apart.
-    for members in _groups(stacks, lambda i: (_kind(stacks[i], axes[i]), unknown_axes(stacks[i]))):
+    for members in _grouped(stacks, lambda i: (_kind(stacks[i], axes[i]), unknown_axes(stacks[i]))):
         counts, alike = [axes[i].count for i in members], [stacks[i] for i in members]
         if shard_over:
             parts = jax.lax.split(_shared(steps, _concatenated(alike), mesh, shard_over), counts)
@@ -198,7 +198,7 @@ def _kind(x: jax.Array, axes: MatrixAxes) -> tuple[object, ...]:
     return axes.wide, numerics.real_dtype(x), np.iscomplexobj(x)
 
 
-def _groups(indices: Iterable[int], kind: Callable[[int], object]) -> list[list[int]]:
+def _grouped(indices: Iterable[int], kind: Callable[[int], object]) -> list[list[int]]:
     """The indices of one kind together."""
     groups: dict[object, list[int]] = collections.defaultdict(list)
     for i in indices:
@@ -219,7 +219,7 @@ def _exchanged(
         if x.size and (names := of.mesh_axes or places(x)) is not None:
             known[i] = names
     new: dict[int, jax.Array] = {}
-    for members in _groups(known, lambda i: _kind(arrays[i], axes[i])):
+    for members in _grouped(known, lambda i: _kind(arrays[i], axes[i])):
         orthogonal = all_to_all.orthogonalized(
             steps,
             [arrays[i] for i in members],
