@@ -18,8 +18,7 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
-from jgrad._muon.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
-from jgrad._muon.view import View
+from jgrad._muon.matrix_axes import MatrixAxes, MeshAxesPerAxis, View, partition_spec
 
 
 def orthogonalized(
@@ -141,26 +140,28 @@ class _Exchange:
     def _tiles(self, kind: _Kind, count: int) -> View:
         """Blocks as (count, tiles, *tile)."""
         grid = self._grid(kind, whole=False)
-        view = _in_tiles(View((count, *kind.shape)), grid, self._tile)
-        return view.reshape(count, math.prod(grid), *self._tile)
+        shape = (count, math.prod(grid), *self._tile)
+        return _in_tiles((count, *kind.shape), grid, self._tile)._replace(shape=shape)
 
     def _grids(self, kind: _Kind, count: int) -> View:
         """What devices send, (devices, count, tiles, *tile), as matrices, (count, *grid, *tile)."""
         names, ndim = list(self.over), len(kind.shape)
         grid, sizes = self._grid(kind, whole=False), self.over.values()
-        view = View((math.prod(sizes), count, math.prod(grid), *self._tile))
-        view.reshape(*sizes, count, *grid, *self._tile)
         order = [len(names)]
         for axis, sharded_over in enumerate(kind.mesh_axes):
             order += [*map(names.index, sharded_over), len(names) + 1 + axis]
         first = len(names) + 1 + ndim
-        view.transpose([*order, *range(first, first + ndim)])
-        return view.reshape(count, *self._grid(kind, whole=True), *self._tile)
+        return View(
+            (math.prod(sizes), count, math.prod(grid), *self._tile),
+            (*sizes, count, *grid, *self._tile),
+            (*order, *range(first, first + ndim)),
+            (count, *self._grid(kind, whole=True), *self._tile),
+        )
 
     def _grids_of_wide(self, count: int) -> View:
         """Wide matrices as (count, *grid, *tile), which is the same for all kinds."""
         grid = self._grid(next(iter(self.kinds)), whole=True)
-        return _in_tiles(View((count, *self.wide)), grid, self._tile)
+        return _in_tiles((count, *self.wide), grid, self._tile)
 
     def _exchanged(self, x: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(x, tuple(self.over), 0, 0, tiled=True) if self.over else x
@@ -179,11 +180,12 @@ class _Exchange:
         return x
 
 
-def _in_tiles(view: View, grid: tuple[int, ...], tile: tuple[int, ...]) -> View:
-    """(count, *grid, *tile) of a view of matrices or blocks, of which `count` is the first axis."""
-    view.reshape(view.shape[0], *itertools.chain(*zip(grid, tile, strict=True)))
-    ndim = len(view.shape)
-    return view.transpose([0, *range(1, ndim, 2), *range(2, ndim, 2)])
+def _in_tiles(start: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, ...]) -> View:
+    """Matrices or blocks, of which the first axis is the count, as (count, *grid, *tile)."""
+    count, ndim = start[0], 1 + 2 * len(grid)
+    split = (count, *itertools.chain(*zip(grid, tile, strict=True)))
+    order = (0, *range(1, ndim, 2), *range(2, ndim, 2))
+    return View(start, split, order, (count, *grid, *tile))
 
 
 def _exchanges(
@@ -234,7 +236,7 @@ def _divided(
         else:
             lengths[-1] *= shape[axis]
     count = math.prod(shape[axis] for axis in axes.stacked)
-    view = View(shape).transpose(order).reshape(count, *lengths)
+    view = View(shape, shape, order, (count, *lengths))
     return _Kind(tuple(lengths), tuple(names)), view
 
 

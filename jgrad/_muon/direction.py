@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -28,6 +27,7 @@ from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.parts import (
     Array,
     Matrices,
+    Part,
     Parts,
     PerArray,
     PerLeaf,
@@ -217,15 +217,18 @@ def directions(inputs: Inputs, step: Step, muon: Muon, *, signs: bool = False) -
     """The direction of each array, and the new moments; and `signs`, if they are asked for."""
     inputs.check_buffers()
     parts = Parts(inputs, step.matrices, per_output=muon.is_normuon)
-    g, mw, vw = parts.split(inputs.g), parts.moment(step.mw), parts.moment(step.vw, second=True)
+    mw, vw = parts.moment(step.mw), parts.moment(step.vw, second=True)
+    g = list(zip(parts.split(inputs.g), parts.all, strict=True))
+    g_of_matrices = [x if part.matrices else None for x, part in g]
+    g_of_others = [None if part.matrices else x for x, part in g]
 
     beta = parts.numbers(options.beta_per_array(inputs, step, "momentum", muon.momentum))
     momentum = _look_ahead if muon.nesterov else _momentum
-    m, mw_of_matrices = momentum(parts.matrices_of(g), mw, beta)
+    m, mw_of_matrices = momentum(g_of_matrices, mw, beta)
     axes = [None if x is None else part.axes.whole for part, x in zip(parts.all, m, strict=True)]
     x = orthogonalize.orthogonalized(
         inputs.function,
-        parts.to_matrices(m),
+        parts.map(Part.to_matrices, m),
         axes,
         coefficients=muon.coefficients,
         compute_dtype=muon.compute_dtype,
@@ -241,8 +244,9 @@ def directions(inputs: Inputs, step: Step, muon: Muon, *, signs: bool = False) -
     x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
 
     n = parts.numbers(muon.adam.read(inputs, step, prefix="adam_"))
-    others, like, mw_of_others, vw_of_others = _adam(parts.others_of(g), mw, vw, n, signs=signs)
-    direction = [y if x is None else x for x, y in zip(parts.from_matrices(x), others, strict=True)]
+    others, like, mw_of_others, vw_of_others = _adam(g_of_others, mw, vw, n, signs=signs)
+    x = parts.map(Part.from_matrices, x)
+    direction = [other if o is None else o for o, other in zip(x, others, strict=True)]
     return Directions(
         parts.join(direction, inputs.g),
         parts.stored(step.mw, mw_of_matrices, mw_of_others),
@@ -267,9 +271,11 @@ def _with_equal_outputs(
     parts: Parts, x: PerPart[Array], axes: PerPart[MatrixAxes | None], vw: Moment, beta: BetaForms
 ) -> tuple[PerPart[Array], NewMoments]:
     """NorMuon: outputs divided by the root of their mean squares, averaged over updates."""
-    mean_squares = parts.from_matrices(_apply(_mean_square, axes, x), per_output=True)
+    mean_squares = _apply(_mean_square, axes, x)
+    mean_squares = parts.map(Part.from_matrices, mean_squares, per_output=True)
     averages, new = _momentum(mean_squares, vw, beta)
-    return _apply(_normalized, axes, x, parts.to_matrices(averages, per_output=True)), new
+    averages = parts.map(Part.to_matrices, averages, per_output=True)
+    return _apply(_normalized, axes, x, averages), new
 
 
 def _apply(
@@ -293,16 +299,18 @@ def factors_of(
 
     Matrices with equal sizes share one in the program.
     """
-    sizes = [[piece.sizes for piece in matrix_axes.pieces(x)] if x else [] for x in axes]
-    different = dict.fromkeys(itertools.chain(*sizes))
-    factors = {size: numbers.scalar(function, f"scale{size}", scale(*size)) for size in different}
-
-    def of_part(of: MatrixAxes | None, sizes: list[tuple[int, int]]) -> Array:
-        if of is None or len(set(sizes)) == 1:
-            return None if of is None else factors[sizes[0]]
-        return matrix_axes.per_output([factors[size] for size in sizes], of)
-
-    return list(map(of_part, axes, sizes))
+    factors: dict[tuple[int, int], jax.Array] = {}
+    of_parts: PerPart[Array] = [None] * len(axes)
+    for i, of in enumerate(axes):
+        sizes = [] if of is None else [piece.sizes for piece in matrix_axes.pieces(of)]
+        for size in sizes:
+            if size not in factors:
+                factors[size] = numbers.scalar(function, f"scale{size}", scale(*size))
+        if of is not None and len(set(sizes)) > 1:
+            of_parts[i] = matrix_axes.per_output([factors[size] for size in sizes], of)
+        elif of is not None:
+            of_parts[i] = factors[sizes[0]]
+    return of_parts
 
 
 # ---- how far results of Newton-Schulz are from orthogonal matrices -----------------------------
@@ -318,7 +326,7 @@ def _note_residuals(
     leaves: PerLeaf[Array] = x
     is_shard = any(spec.shard is not None for spec in inputs.specs)
     if inputs.has_buffers and not is_shard:
-        arrays = parts.join(parts.from_matrices(x), inputs.g)
+        arrays = parts.join(parts.map(Part.from_matrices, x), inputs.g)
         tree = trees.flatten(inputs.tree)[1].unflatten(arrays)
         leaves = trees.flatten(packing.unpack(tree))[0]
     for i, (name, axes) in enumerate(zip(trees.names(inputs.shapes), matrices, strict=True)):

@@ -11,15 +11,55 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jgrad._muon.view import View
 from jgrad._trees.shardings import all_gather, replicated
+
+
+class View(NamedTuple):
+    """The elements of an array with axes split, put in order and merged; and the way back.
+
+    One description of both. `jax.linear_transpose` would trace each view of each leaf once more;
+    and all is by operations of `lax`, which are a fraction of those of `jnp` to trace, and which
+    return the array itself where there is nothing to do.
+
+    Attributes:
+      start: the shape of the array.
+      split: its shape with more axes, or with fewer.
+      order: of the axes of `split`.
+      shape: that of the view.
+      padding: elements behind each item along the last axis of `split`, which the view leaves out;
+        back come zeros.
+    """
+
+    start: tuple[int, ...]
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    padding: int = 0
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """The array in this view."""
+        x = jax.lax.reshape(x, self.split)
+        if self.padding:
+            x = jax.lax.slice(x, [0] * x.ndim, [*x.shape[:-1], x.shape[-1] - self.padding])
+        return jax.lax.reshape(jax.lax.transpose(x, self.order), self.shape)
+
+    def back(self, x: jax.Array) -> jax.Array:
+        """The array of which `x` is the view."""
+        split = (*self.split[:-1], self.split[-1] - self.padding)
+        x = jax.lax.reshape(x, [split[axis] for axis in self.order])
+        x = jax.lax.transpose(x, np.argsort(self.order))
+        if self.padding:
+            widths = [(0, 0, 0)] * (x.ndim - 1) + [(0, self.padding, 0)]
+            x = jax.lax.pad(x, np.zeros((), x.dtype), widths)
+        return jax.lax.reshape(x, self.start)
+
 
 # For each axis of an array the mesh axes over which it is sharded.
 MeshAxesPerAxis: TypeAlias = tuple[tuple[str, ...], ...]
@@ -54,8 +94,7 @@ class MatrixAxes:
     @property
     def inputs(self) -> tuple[int, ...]:
         """The axes that are inputs."""
-        others = {*self.stacked, *self.outputs}
-        return tuple(axis for axis in range(len(self.shape)) if axis not in others)
+        return tuple(sorted({*range(len(self.shape))} - {*self.stacked, *self.outputs}))
 
     @property
     def count(self) -> int:
@@ -82,7 +121,7 @@ class MatrixAxes:
     @property
     def as_wide(self) -> View:
         """The matrices of the array, as (count, *wide)."""
-        return View(self.shape).transpose(self.in_order).reshape(self.count, *self.wide)
+        return View(self.shape, self.shape, self.in_order, (self.count, *self.wide))
 
     @property
     def in_order(self) -> tuple[int, ...]:
@@ -96,7 +135,7 @@ class MatrixAxes:
         return (*self.stacked, *pair[0], *pair[1])
 
     def _size(self, axes: tuple[int, ...]) -> int:
-        return math.prod(self.shape[axis] for axis in axes)
+        return math.prod(map(self.shape.__getitem__, axes))
 
     # ---- whole matrices, of parts on devices ---------------------------------------------------
 
@@ -181,11 +220,13 @@ def _views(axes: MatrixAxes, shape: Sequence[int]) -> tuple[View, list[View]]:
     first, others = axes.outputs[0], _all_but_outputs(axes)
     order = (*others[:first], *axes.outputs, *others[first:])
     before, behind = ([shape[i] for i in part] for part in (others[:first], others[first:]))
-    whole = View(shape).transpose(order).reshape(*before, axes.sizes[0], *behind)
+    shape = tuple(shape)
+    whole = View(shape, shape, order, (*before, axes.sizes[0], *behind))
     runs = []
     for count, size in axes.blocks:
-        run = View((*before, count * size, *behind))
-        runs.append(run.reshape(*before, count, size, *behind) if count > 1 else run)
+        start, counted = (*before, count * size, *behind), (count,) if count > 1 else ()
+        run = (*before, *counted, size, *behind)
+        runs.append(View(start, run, tuple(range(len(run))), run))
     return whole, runs
 
 

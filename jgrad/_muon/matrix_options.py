@@ -119,6 +119,8 @@ def find(
         function, "mesh_axes", shardings, inputs.reference.name, inputs.shapes
     )
     axes = _with_shardings(inputs, axes, sharded_axes)
+    if split is None:
+        return axes
     return _with_blocks(inputs, axes, inputs.option("split", read_split(function, split)))
 
 

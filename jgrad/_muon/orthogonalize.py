@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -181,12 +181,16 @@ def _of_whole_matrices(
         for i, (x, of) in enumerate(zip(arrays, axes, strict=True))
         if i not in new
     }
-    # JAX loses track of replication when replicated and sharded arrays are concatenated, so they
-    # are grouped apart.
-    for members in _grouped(stacks, lambda i: (_kind(stacks[i], axes[i]), unknown_axes(stacks[i]))):
+    groups: dict[object, list[int]] = collections.defaultdict(list)
+    for i, x in stacks.items():
+        # JAX loses track of replication when replicated and sharded arrays are concatenated, so
+        # they are grouped apart.
+        groups[*_kind(x, axes[i]), unknown_axes(x)].append(i)
+    for members in groups.values():
         counts, alike = [axes[i].count for i in members], [stacks[i] for i in members]
         if shard_over:
-            parts = jax.lax.split(_shared(steps, _concatenated(alike), mesh, shard_over), counts)
+            stack = jax.lax.concatenate(_alike(alike), 0)
+            parts = jax.lax.split(_shared(steps, stack, mesh, shard_over), counts)
         else:
             parts = _split(steps(_joined(alike)), counts)
         new |= {i: axes[i].as_wide.back(x) for i, x in zip(members, parts, strict=True)}
@@ -198,14 +202,6 @@ def _kind(x: jax.Array, axes: MatrixAxes) -> tuple[object, ...]:
     return axes.wide, numerics.real_dtype(x), np.iscomplexobj(x)
 
 
-def _grouped(indices: Iterable[int], kind: Callable[[int], object]) -> list[list[int]]:
-    """The indices of one kind together."""
-    groups: dict[object, list[int]] = collections.defaultdict(list)
-    for i in indices:
-        groups[kind(i)].append(i)
-    return list(groups.values())
-
-
 def _exchanged(
     steps: Function,
     arrays: Sequence[jax.Array],
@@ -215,11 +211,13 @@ def _exchanged(
 ) -> dict[int, jax.Array]:
     """Those of which it is known how they are sharded, by number."""
     known: dict[int, MeshAxesPerAxis] = {}
+    groups: dict[object, list[int]] = collections.defaultdict(list)
     for i, (x, of) in enumerate(zip(arrays, axes, strict=True)):
         if x.size and (names := of.mesh_axes or places(x)) is not None:
             known[i] = names
+            groups[_kind(x, of)].append(i)
     new: dict[int, jax.Array] = {}
-    for members in _grouped(known, lambda i: _kind(arrays[i], axes[i])):
+    for members in groups.values():
         orthogonal = all_to_all.orthogonalized(
             steps,
             [arrays[i] for i in members],
@@ -265,20 +263,16 @@ def _mesh(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...
     )
 
 
-def _concatenated(stacks: list[jax.Array]) -> jax.Array:
-    return jax.lax.concatenate(_alike(stacks), 0)
+def _joined(stacks: list[jax.Array]) -> jax.Array:
+    if len(stacks) == 1:
+        return stacks[0]
+    vectors = [x.reshape(-1) for x in _alike(stacks)]
+    return splitting.join(vectors).reshape(-1, *stacks[0].shape[1:])
 
 
 def _alike(stacks: list[jax.Array]) -> list[jax.Array]:
     real = numerics.real_dtype(*stacks)
     return [numerics.widen(x, real) for x in stacks]
-
-
-def _joined(stacks: list[jax.Array]) -> jax.Array:
-    if len(stacks) == 1:
-        return stacks[0]
-    shape = stacks[0].shape[1:]
-    return splitting.join([x.reshape(-1) for x in _alike(stacks)]).reshape(-1, *shape)
 
 
 def _split(x: jax.Array, counts: list[int]) -> list[jax.Array]:

@@ -8,7 +8,7 @@ so that the buffer of second moments has other rows: those of all other leaves, 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -18,8 +18,7 @@ import numpy as np
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, NewMoments, in_full_precision
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._muon.matrix_axes import MatrixAxes
-from jgrad._muon.view import View
+from jgrad._muon.matrix_axes import MatrixAxes, View
 from jgrad._packed import layouts, packing
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._packed.packing import Packed
@@ -81,10 +80,11 @@ class Part:
 
     def _items(self, per_output: bool) -> View:
         """Rows as the items in them, without the padding behind each."""
-        count, *shape = self.axes.per_output if per_output else self.axes.shape
+        shape = self.axes.per_output if per_output else self.axes.shape
         rows = _length(self.second_rows if per_output else self.rows)
-        view = View((rows, self.width)).reshape(count, rows * self.width // count)
-        return view.trim(math.prod(shape)).reshape(count, *shape)
+        padded = rows * self.width // shape[0]
+        padding = padded - math.prod(shape[1:])
+        return View((rows, self.width), (shape[0], padded), (0, 1), shape, padding)
 
 
 class Parts:
@@ -101,23 +101,12 @@ class Parts:
             else:
                 self.all += _of_buffer(i, spec, axes, per_output)
 
-    def matrices_of(self, values: PerPart[Array]) -> PerPart[Array]:
-        """The values of parts that hold matrices; None for the others."""
-        return [x if p.matrices else None for p, x in zip(self.all, values, strict=True)]
-
-    def others_of(self, values: PerPart[Array]) -> PerPart[Array]:
-        """The values of parts that hold no matrices; None for those that do."""
-        return [None if p.matrices else x for p, x in zip(self.all, values, strict=True)]
-
-    def to_matrices(self, values: PerPart[Array], *, per_output: bool = False) -> PerPart[Array]:
-        """Arrays of whole matrices; None where there are none."""
+    def map(
+        self, f: Callable[..., jax.Array], values: PerPart[Array], *, per_output: bool = False
+    ) -> PerPart[Array]:
+        """`Part.to_matrices` of each value, or `Part.from_matrices`; None for None."""
         pairs = zip(self.all, values, strict=True)
-        return [x if x is None else p.to_matrices(x, per_output=per_output) for p, x in pairs]
-
-    def from_matrices(self, values: PerPart[Array], *, per_output: bool = False) -> PerPart[Array]:
-        """The parts, from what `to_matrices` made of them."""
-        pairs = zip(self.all, values, strict=True)
-        return [x if x is None else p.from_matrices(x, per_output=per_output) for p, x in pairs]
+        return [None if x is None else f(part, x, per_output=per_output) for part, x in pairs]
 
     def split(
         self,
@@ -131,6 +120,8 @@ class Parts:
         Buffers are cut into parts, so that those whose types say that rows are sharded are
         gathered.
         """
+        if not self._inputs.has_buffers:
+            return arrays
         pairs = zip(specs or self._inputs.specs, arrays, strict=True)
         ordered = [_by_segment(spec, x) for spec, x in pairs]
         return [_of_part(part, ordered[part.array], second=second) for part in self.all]
@@ -144,6 +135,8 @@ class Parts:
         second: bool = False,
     ) -> PerArray[Array]:
         """The arrays from their parts, sharded as those that they stand for."""
+        if not self._inputs.has_buffers:
+            return values
         arrays = _joined(self.all, values, second=second)
         columns = zip(specs or self._inputs.specs, arrays, like, strict=True)
         return [_by_share(spec, x, old) for spec, x, old in columns]
@@ -173,8 +166,9 @@ class Parts:
 
     def stored(self, moment: Moment, *new: NewMoments, second: bool = False) -> NewMoments:
         """The new moment as the state has it, from those that were written of some parts each."""
-        columns = zip(*(moments.stored for moments in new), strict=True)
-        written = [next((x for x in column if x is not None), None) for column in columns]
+        written = new[0].stored
+        for moments in new[1:]:
+            written = [y if x is None else x for x, y in zip(written, moments.stored, strict=True)]
         if self._inputs.has_buffers:
             written = self.join(written, moment.old, moment.specs, second=second)
             written = moment.rounded(written)
