@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,30 +20,34 @@ from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
 from jgrad._muon.matrix_axes import MatrixAxes, MeshAxesPerAxis, View, partition_spec
 
+Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+class Sharing(NamedTuple):
+    """The mesh of arrays, and the axes over which their matrices are dealt out."""
+
+    mesh: Mesh
+    over: tuple[str, ...]
+
 
 def orthogonalized(
     steps: Function,
     arrays: Sequence[jax.Array],
     axes: Sequence[MatrixAxes],
-    mesh_axes: Sequence[MeshAxesPerAxis],
-    mesh: Any,
-    shard_over: tuple[str, ...],
+    sharing: Sharing,
 ) -> list[jax.Array]:
     """Each matrix of each array, all of one shape.
 
     Args:
       steps: of Newton-Schulz, on a stack of wide matrices.
       arrays: in which the matrices are.
-      axes: where they are.
-      mesh_axes: those over which each axis of each array is sharded.
-      mesh: of the arrays.
-      shard_over: mesh axes over which matrices are dealt out, beside those over which they are
-        sharded.
+      axes: where they are, with `mesh_axes`.
+      sharing: over which mesh axes, beside those over which they are sharded.
     """
     real = numerics.real_dtype(*arrays)
     arrays = [numerics.widen(x, real) for x in arrays]
-    specs = tuple(partition_spec(names) for names in mesh_axes)
-    exchanges = _exchanges(axes, mesh_axes, mesh, shard_over)
+    specs = tuple(partition_spec(of.mesh_axes or ()) for of in axes)
+    exchanges = _exchanges(axes, sharing)
 
     def on_each(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         dealt = [exchange.deal(blocks) for exchange in exchanges]
@@ -53,7 +57,9 @@ def orthogonalized(
             collected |= exchange.collect(x)
         return tuple(collected[i] for i in range(len(blocks)))
 
-    shared = jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    shared = jax.shard_map(
+        on_each, mesh=sharing.mesh, in_specs=specs, out_specs=specs, check_vma=False
+    )
     return list(shared(*arrays))
 
 
@@ -188,21 +194,16 @@ def _in_tiles(start: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, ..
     return View(start, split, order, (count, *grid, *tile))
 
 
-def _exchanges(
-    axes: Sequence[MatrixAxes],
-    mesh_axes: Sequence[MeshAxesPerAxis],
-    mesh: Any,
-    shard_over: tuple[str, ...],
-) -> list[_Exchange]:
+def _exchanges(axes: Sequence[MatrixAxes], sharing: Sharing) -> list[_Exchange]:
     """Kinds are dealt out together where devices would have more matrices otherwise."""
-    sizes = dict(mesh.shape)
-    groups: dict[Any, dict[_Kind, _Members]] = collections.defaultdict(dict)
-    for i, (matrices, names) in enumerate(zip(axes, mesh_axes, strict=True)):
-        kind, view = _divided(matrices, names, sizes)
+    sizes = dict(sharing.mesh.shape)
+    groups: dict[tuple[tuple[str, ...], ...], dict[_Kind, _Members]] = collections.defaultdict(dict)
+    for i, of in enumerate(axes):
+        kind, view = _divided(of, of.mesh_axes or (), sizes)
         within = {*itertools.chain(*kind.mesh_axes)}
-        known = {*itertools.chain(*names)}
+        known = {*itertools.chain(*(of.mesh_axes or ()))}
         over = tuple(name for name in sizes if name in within)
-        among = tuple(name for name in sizes if name in shard_over and name not in known)
+        among = tuple(name for name in sizes if name in sharing.over and name not in known)
         groups[over, among].setdefault(kind, {})[i] = view
     exchanges = []
     for (over, among), kinds in groups.items():

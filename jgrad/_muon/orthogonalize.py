@@ -20,7 +20,8 @@ from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._muon import all_to_all, matrix_options, newton_schulz
+from jgrad._muon import all_to_all, matrix_axes, newton_schulz
+from jgrad._muon.all_to_all import Mesh, Sharing
 from jgrad._muon.matrix_axes import (
     MatrixAxes,
     MeshAxesPerAxis,
@@ -91,17 +92,17 @@ def orthogonalize(
             arg.fail(i, TypeError, f"{checks.describe(leaf)}, expected a floating array")
     stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", read_layer_axes(_NAME, layer_axes), "x", x)
     outputs = ArgLeaves.from_prefix(
-        _NAME, "output_axes", matrix_options.read_output_axes(_NAME, output_axes), "x", x
+        _NAME, "output_axes", matrix_axes.read_output_axes(_NAME, output_axes), "x", x
     )
     chosen = arg._replace(leaves=[x is not None for x in arg.leaves])
-    layers = matrix_options.layers_of(chosen, stacked, arg)
+    layers = matrix_axes.layers_of(chosen, stacked, arg)
     for i, of in enumerate(layers):
         if chosen.leaves[i]:
-            matrix_options.check_is_matrix(arg, i, of)
+            matrix_axes.check_is_matrix(arg, i, of)
     new = orthogonalized(
         _NAME,
         arg.leaves,
-        matrix_options.of_leaves(layers, outputs, chosen),
+        matrix_axes.of_leaves(layers, outputs, chosen),
         coefficients=read_coefficients(_NAME, coefficients),
         compute_dtype=check_compute_dtype(_NAME, compute_dtype),
     )
@@ -131,35 +132,37 @@ def orthogonalized(
         newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
     )
     pairs = [(x, of) for x, of in zip(arrays, axes, strict=True) if x is not None and of]
-    mesh = _mesh(function, [x for x, _ in pairs], shard_over) if shard_over else None
-    ready = [_ready_to_cut(x, of, mesh) for x, of in pairs]
+    sharing = _sharing(function, [x for x, _ in pairs], shard_over) if shard_over else None
+    ready = [_ready_to_cut(x, of, sharing) for x, of in pairs]
     runs = [y for x, of in ready for y in cut(x, of)]
     of_runs = [piece for _, of in ready for piece in pieces(of)]
-    remaining = iter(_of_whole_matrices(steps, runs, of_runs, mesh, shard_over))
+    remaining = iter(_of_whole_matrices(steps, runs, of_runs, sharing))
     new = []
     for (x, of), (_, moved) in zip(pairs, ready, strict=True):
         o = joined([next(remaining) for _ in pieces(of)], of, of.shape)
-        if of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
-            o = _moved(o, mesh, moved.mesh_axes, of.mesh_axes)
+        if sharing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
+            o = _moved(o, sharing.mesh, moved.mesh_axes, of.mesh_axes)
         new.append(sharded_as(o, x))
     in_order = iter(new)
     return [None if x is None else next(in_order) for x in arrays]
 
 
-def _ready_to_cut(x: jax.Array, axes: MatrixAxes, mesh: Any) -> tuple[jax.Array, MatrixAxes]:
+def _ready_to_cut(
+    x: jax.Array, axes: MatrixAxes, sharing: Sharing | None
+) -> tuple[jax.Array, MatrixAxes]:
     """An array that is to be cut in blocks, sharded so that each device cuts its part by itself."""
     if not axes.blocks:
         return x, axes
-    known = None if mesh is None or not x.size else axes.mesh_axes or places(x)
-    if known is None:
+    known = None if sharing is None or not x.size else axes.mesh_axes or places(x)
+    if sharing is None or known is None:
         return replicated(x), dataclasses.replace(axes, mesh_axes=None)
-    to = mesh_axes_to_cut(dataclasses.replace(axes, mesh_axes=known), dict(mesh.shape))
+    to = mesh_axes_to_cut(dataclasses.replace(axes, mesh_axes=known), dict(sharing.mesh.shape))
     if to != known:
-        x = _moved(x, mesh, known, to)
+        x = _moved(x, sharing.mesh, known, to)
     return x, dataclasses.replace(axes, mesh_axes=to)
 
 
-def _moved(x: jax.Array, mesh: Any, start: MeshAxesPerAxis, to: MeshAxesPerAxis) -> jax.Array:
+def _moved(x: jax.Array, mesh: Mesh, start: MeshAxesPerAxis, to: MeshAxesPerAxis) -> jax.Array:
     """`x`, sharded over some mesh axes, sharded over others: here, and nowhere before or behind."""
     shard = jax.lax.with_sharding_constraint if places(x) is None else jax.sharding.reshard
     for names in (start, to):
@@ -171,11 +174,10 @@ def _of_whole_matrices(
     steps: Function,
     arrays: Sequence[jax.Array],
     axes: Sequence[MatrixAxes],
-    mesh: Any,
-    shard_over: tuple[str, ...],
+    sharing: Sharing | None,
 ) -> list[jax.Array]:
     """Each matrix of each array, of arrays without blocks."""
-    new = _exchanged(steps, arrays, axes, mesh, shard_over) if shard_over else {}
+    new = {} if sharing is None else _exchanged(steps, arrays, axes, sharing)
     stacks = {
         i: of.as_wide.of(replicated(x))
         for i, (x, of) in enumerate(zip(arrays, axes, strict=True))
@@ -188,9 +190,9 @@ def _of_whole_matrices(
         groups[*_kind(x, axes[i]), unknown_axes(x)].append(i)
     for members in groups.values():
         counts, alike = [axes[i].count for i in members], [stacks[i] for i in members]
-        if shard_over:
+        if sharing is not None:
             stack = jax.lax.concatenate(_alike(alike), 0)
-            parts = jax.lax.split(_shared(steps, stack, mesh, shard_over), counts)
+            parts = jax.lax.split(_shared(steps, stack, sharing), counts)
         else:
             parts = _split(steps(_joined(alike)), counts)
         new |= {i: axes[i].as_wide.back(x) for i, x in zip(members, parts, strict=True)}
@@ -203,39 +205,30 @@ def _kind(x: jax.Array, axes: MatrixAxes) -> tuple[object, ...]:
 
 
 def _exchanged(
-    steps: Function,
-    arrays: Sequence[jax.Array],
-    axes: Sequence[MatrixAxes],
-    mesh: Any,
-    shard_over: tuple[str, ...],
+    steps: Function, arrays: Sequence[jax.Array], axes: Sequence[MatrixAxes], sharing: Sharing
 ) -> dict[int, jax.Array]:
     """Those of which it is known how they are sharded, by number."""
-    known: dict[int, MeshAxesPerAxis] = {}
+    known: dict[int, MatrixAxes] = {}
     groups: dict[object, list[int]] = collections.defaultdict(list)
     for i, (x, of) in enumerate(zip(arrays, axes, strict=True)):
         if x.size and (names := of.mesh_axes or places(x)) is not None:
-            known[i] = names
+            known[i] = dataclasses.replace(of, mesh_axes=names)
             groups[_kind(x, of)].append(i)
     new: dict[int, jax.Array] = {}
     for members in groups.values():
-        orthogonal = all_to_all.orthogonalized(
-            steps,
-            [arrays[i] for i in members],
-            [axes[i] for i in members],
-            [known[i] for i in members],
-            mesh,
-            shard_over,
-        )
+        alike = [arrays[i] for i in members], [known[i] for i in members]
+        orthogonal = all_to_all.orthogonalized(steps, *alike, sharing)
         new |= zip(members, orthogonal, strict=True)
     return new
 
 
-def _shared(steps: Function, x: jax.Array, mesh: Any, shard_over: tuple[str, ...]) -> jax.Array:
+def _shared(steps: Function, x: jax.Array, sharing: Sharing) -> jax.Array:
     """The steps, of which each device along the mesh axes takes some matrices.
 
     Two all-to-alls where matrices are sharded, one all-gather where they are replicated: the stack
     is not sharded over its count before and after, which the partitioner does not find by itself.
     """
+    mesh, shard_over = sharing
     count, devices = len(x), math.prod(mesh.shape[name] for name in shard_over)
     missing = -count % devices
     x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, missing, 0), (0, 0, 0), (0, 0, 0)))
@@ -249,12 +242,12 @@ def _shared(steps: Function, x: jax.Array, mesh: Any, shard_over: tuple[str, ...
     return x[:count]
 
 
-def _mesh(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]) -> Any:
-    """The mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
+def _sharing(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]) -> Sharing:
+    """The axes on the mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if set(shard_over) <= set(mesh.axis_names):
-            return mesh
+            return Sharing(mesh, shard_over)
     names = ", ".join(map(repr, shard_over))
     raise ValueError(
         f"{function}: `shard_over`: no mesh with {names} here, expected leaves with a "

@@ -18,7 +18,7 @@ import numpy as np
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, NewMoments, in_full_precision
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._muon.matrix_axes import MatrixAxes, View
+from jgrad._muon.matrix_axes import Array, MatrixAxes, View
 from jgrad._packed import layouts, packing
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._packed.packing import Packed
@@ -36,7 +36,6 @@ T = TypeVar("T")
 PerLeaf: TypeAlias = list[T]
 PerArray: TypeAlias = list[T]
 PerPart: TypeAlias = list[T]
-Array = jax.Array | None
 Matrices = PerLeaf[MatrixAxes | None]  # where those of each leaf are
 
 
@@ -129,7 +128,7 @@ class Parts:
     def join(
         self,
         values: PerPart[Array],
-        like: PerArray[Any],
+        like: PerArray[jax.Array | Blocks],
         specs: Sequence[ArraySpec] | None = None,
         *,
         second: bool = False,
@@ -178,14 +177,14 @@ class Parts:
 # ---- arrays as parts, and back -----------------------------------------------------------------
 
 
-def _by_segment(spec: ArraySpec, x: Any) -> Any:
+def _by_segment(spec: ArraySpec, x: Array) -> Array:
     """An array with rows in the order in which parts count them: matrices of a shape together."""
     if x is None or spec.is_unpacked:
         return x
     return replicated(x) if spec.local_row_order is None else spec.local_row_order.to_leaf_order(x)
 
 
-def _by_share(spec: ArraySpec, x: Any, old: Any) -> Any:
+def _by_share(spec: ArraySpec, x: Array, old: jax.Array | Blocks) -> Array:
     """The array with rows in the order of the buffer."""
     if x is None or spec.is_unpacked:
         return x
@@ -193,7 +192,7 @@ def _by_share(spec: ArraySpec, x: Any, old: Any) -> Any:
     return sharded_as(x, old.codes if isinstance(old, Blocks) else old)
 
 
-def _of_part(part: Part, x: Any, *, second: bool) -> Any:
+def _of_part(part: Part, x: Array, *, second: bool) -> Array:
     if x is None or part.rows is None:
         return x
     rows = part.second_rows if second else part.rows
@@ -300,7 +299,7 @@ def _of_items(axes: MatrixAxes | None, layers: LayerAxes, count: int) -> MatrixA
 # ---- buffers that cannot be taken apart --------------------------------------------------------
 
 
-def check_whole(inputs: Parameters, axes: Matrices) -> None:
+def _check_whole(inputs: Parameters, axes: Matrices) -> None:
     """No matrix is in the rows of two devices; and leaves that were packed as equals are equal."""
     chosen = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
     for spec in inputs.specs:
@@ -352,9 +351,10 @@ def second_shapes(inputs: Parameters, axes: Matrices, *, per_output: bool) -> Py
         leaves, structure = inputs.reference.leaves, trees.flatten(inputs.tree)[1]
         pairs = zip(leaves, axes, strict=True)
         return structure.unflatten([_second_shape(x, of, per_output) for x, of in pairs])
+    _check_whole(inputs, axes)
     remaining = iter(axes)
 
-    def of_node(x: Any) -> Any:
+    def of_node(x: PyTree) -> PyTree:
         if not packing.is_packed(x):
             return _second_shape(x, next(remaining), per_output)
         return _second_packed(
@@ -364,8 +364,10 @@ def second_shapes(inputs: Parameters, axes: Matrices, *, per_output: bool) -> Py
     return jax.tree.map(of_node, inputs.tree, is_leaf=lambda x: x is None or packing.is_packed(x))
 
 
-def _second_shape(x: Any, axes: MatrixAxes | None, per_output: bool) -> Any:
-    if not checks.is_inexact(x) or (axes is not None and not per_output):
+def _second_shape(
+    x: Array, axes: MatrixAxes | None, per_output: bool
+) -> jax.ShapeDtypeStruct | None:
+    if x is None or not checks.is_inexact(x) or (axes is not None and not per_output):
         return None
     return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
 
@@ -375,7 +377,7 @@ def _second_packed(x: Packed, axes: Matrices, per_output: bool) -> Packed:
     spans, buffers, shapes = list(layouts.spans(layout)), dict(x.buffers), dict(layout.shapes)
     row_orders: dict[str, RowOrder] = {}
 
-    def place(leaves: Sequence[tuple[int, Span]], row: int) -> tuple[int, int]:
+    def put(leaves: Sequence[tuple[int, Span]], row: int) -> tuple[int, int]:
         """Puts leaves one behind the other; the row behind them, and the rows of one item."""
         blocks = 0
         for i, span in leaves:
@@ -394,16 +396,16 @@ def _second_packed(x: Packed, axes: Matrices, per_output: bool) -> Packed:
             buffers[name] = None
             continue
         if leaves[0][1].is_unpacked:
-            place(leaves, 0)
+            put(leaves, 0)
             span = spans[leaves[0][0]]
             assert span is not None
             shapes[name] = span.layers.shape
         elif (row_order := layouts.row_order(layout, name)) is None:
-            shapes[name] = (place(leaves, 0)[0], layout.width)
+            shapes[name] = (put(leaves, 0)[0], layout.width)
         else:
             start, segments = 0, []
             for segment, members in _members(row_order, [span for _, span in leaves]):
-                blocks = place([leaves[j] for j in members], start)[1]
+                blocks = put([leaves[j] for j in members], start)[1]
                 rows = segment.capacity * blocks if segment.capacity else segment.rows
                 segments += [Segment(rows, segment.capacity)] if rows else []
                 start += row_order.shards * rows
