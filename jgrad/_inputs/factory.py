@@ -22,6 +22,16 @@ from jgrad._trees import values
 Arguments = Mapping[str, Any]
 
 
+def checked(read: Callable[[str, str, Any], Any], *, optional: bool = False) -> Callable[..., None]:
+    """The kind of numbers that a factory checks as others, and reads in its own way."""
+
+    def check(function: str, name: str, x: Any) -> None:
+        if not (optional and x is None):
+            options.check(function, read, **{name: x})
+
+    return check
+
+
 def one_of(*choices: Any) -> Callable[[str, str, Any], None]:
     """The kind of an option that is one of some values."""
     return lambda function, name, x: values.one_of(function, name, x, choices)
@@ -74,10 +84,14 @@ class Options:
 
 
 class Given:
-    """The options of one transformation, as a user gave them."""
+    """The options of one transformation.
+
+    Attributes:
+      arguments: as a user gave them.
+    """
 
     def __init__(self, kinds: Mapping[str, Kind], arguments: Arguments) -> None:
-        self._kinds, self._arguments = kinds, arguments
+        self._kinds, self.arguments = kinds, arguments
 
     def read(self, inputs: Inputs, step: Step) -> Any:
         """The numbers of one update: an attribute for each option that is one.
@@ -87,17 +101,17 @@ class Given:
         of_update = SimpleNamespace()
         for name, kind in self._kinds.items():
             if isinstance(kind, Role) and kind in _READS:
-                x = _READS[kind](inputs, step, name, self._arguments[name], self._arguments)
+                x = _READS[kind](inputs, step, name, self.arguments[name], self.arguments)
                 setattr(of_update, name, x)
         if "weight_decay" in self._kinds and "learning_rate" in self._kinds:
-            rule = self._arguments["weight_decay_rule"]
+            rule = self.arguments["weight_decay_rule"]
             decay = rules.optional(of_update.weight_decay, rule)
             of_update.descent = Descent(decay, of_update.learning_rate, rule)
         return of_update
 
     def moments(self, **axes: Any) -> MomentOptions:
         """In which form the moments are stored; `axes` are further options of `MomentOptions`."""
-        form = self._arguments["moment_dtype"], self._arguments["full_precision"]
+        form = self.arguments["moment_dtype"], self.arguments["full_precision"]
         return MomentOptions(*form, **axes)
 
 
@@ -105,7 +119,7 @@ class Given:
 
 
 def _checked(read: Callable[[str, str, Any], Any]) -> Callable[..., None]:
-    return lambda function, name, x, _: options.check(function, read, **{name: x})
+    return lambda function, name, x, _: checked(read)(function, name, x)
 
 
 def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:

@@ -19,7 +19,7 @@ from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
 from jgrad._kernels.leaf_step import Place, has_kernel
-from jgrad._kernels.moment import LeafMoment, written
+from jgrad._kernels.moment import LeafMoment, Moments, is_rounded, written
 
 Function = Callable[..., Any]
 
@@ -139,6 +139,18 @@ class LeafFunction:
 def of_one_leaf(function: Function) -> LeafFunction:
     """Makes a function of one leaf one of all leaves; see `LeafFunction`."""
     return LeafFunction(function)
+
+
+@of_one_leaf
+def _rounded(x: jax.Array, moment: Moments) -> jax.Array:
+    return moment.write(leafwise.identity, x)
+
+
+def rounded(moment: Moment, values: list[Any]) -> list[Any]:
+    """Arrays of full precision as a moment has them; those that need no rounding as they are."""
+    pairs = zip(values, moment.old, strict=True)
+    _, new = _rounded([x if is_rounded(old) else None for x, old in pairs], moment)
+    return [x if y is None else y for x, y in zip(values, new.stored, strict=True)]
 
 
 class _Leaf(NamedTuple):

@@ -101,27 +101,11 @@ class Moment:
         """Whether the leaf is one kernel on accelerators."""
         return isinstance(self.old[i], Blocks) and in_rows(self.old[i])
 
-    def rounded(self, values: list[Any]) -> list[Any]:
-        """Arrays of full precision as they are stored; those that need no rounding as they are."""
-        new = leafwise.run(
-            [
-                None if x is None or not is_rounded(old) else (_rounded, (x, self.of_leaf(i)))
-                for i, (x, old) in enumerate(zip(values, self.old, strict=True))
-            ]
-        )
-        self.written(new)
-        return [x if n is None else n for x, n in zip(values, new, strict=True)]
-
     def written(self, new: list[Any]) -> NewMoments:
         """New moments that were written leaf by leaf."""
         if self._has_form and self._commit is not None:
             self._commit.keep(new, self.old)
         return NewMoments(new, new)
-
-
-def _rounded(x: jax.Array, moment: LeafMoment) -> Any:
-    moment.write(leafwise.identity, x)
-    return moment.new
 
 
 class MomentShapes(NamedTuple):
@@ -130,12 +114,12 @@ class MomentShapes(NamedTuple):
     Attributes:
       mw: a tree like the parameters with the shape of each first moment; None for no moment.
       vw: likewise of second moments.
-      found: what the method found out about the parameters, for its update.
+      matrices: of Muon, where those of each leaf are; None for a leaf that is none.
     """
 
     mw: PyTree
     vw: PyTree
-    found: Any = None
+    matrices: list[Any] | None = None
 
 
 class Step(NamedTuple):
@@ -146,7 +130,7 @@ class Step(NamedTuple):
       done: updates done before, as the state has it.
       mw: first moment, of nothing where the method has none.
       vw: second moment; likewise.
-      found: of `MomentShapes`.
+      matrices: of `MomentShapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
     """
 
@@ -154,7 +138,7 @@ class Step(NamedTuple):
     done: jax.Array
     mw: Moment
     vw: Moment
-    found: Any
+    matrices: list[Any]
     numbers: OfCall
 
     @property
@@ -166,7 +150,7 @@ class Step(NamedTuple):
     def of_count(cls, done: jax.Array) -> "Step":
         """Of a wrapper, for options: they ask a step for its number alone."""
         nothing = Moment([], [])
-        return cls(done, done, nothing, nothing, None, OfCall({}))
+        return cls(done, done, nothing, nothing, [], OfCall({}))
 
 
 def in_full_precision(moments: Sequence[Any]) -> list[Any]:

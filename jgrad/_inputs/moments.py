@@ -123,7 +123,7 @@ class MomentOptions(NamedTuple):
         keys = RandomKeys(step)
         mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
         vw = self._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
-        return Step(step, state.step, mw, vw, shapes.found, numbers)
+        return Step(step, state.step, mw, vw, shapes.matrices or [], numbers)
 
     def _moment(
         self,

@@ -68,12 +68,12 @@ class HiddenMatrices:
         rows = self._rows(params)
         tree = packing.shapes(checks.values_of(params))
         axes = read_layer_axes(_NAME, output_axes, "output_axes")
-        outputs = ArgLeaves.from_prefix(_NAME, "output_axes", axes, "params", tree)
+        named_axes = ArgLeaves.from_prefix(_NAME, "output_axes", axes, "params", tree)
         named = [
-            shape is not None and not reason and own.values != ()
-            for (_, shape, reason), own in zip(rows, outputs.leaves, strict=True)
+            shape is not None and not reason and outputs.values != ()
+            for (_, shape, reason), outputs in zip(rows, named_axes.leaves, strict=True)
         ]
-        matrices = self._matrices(tree, [shape for _, shape, _ in rows], outputs, named)
+        matrices = self._matrices(tree, [shape for _, shape, _ in rows], named_axes, named)
         table = [
             ("Adam", path, str(shape), f"by {reason}")
             if reason
@@ -87,8 +87,8 @@ class HiddenMatrices:
         self, tree: PyTree, shapes: Sequence[Any], outputs: ArgLeaves, named: Sequence[bool]
     ) -> list[MatrixAxes | None]:
         """Those of the leaves whose output axes are named; an error where `muon` would raise it."""
-        own = zip(shapes, named, strict=True)
-        leaves = [jax.ShapeDtypeStruct(shape, float) if use else None for shape, use in own]
+        pairs = zip(shapes, named, strict=True)
+        leaves = [jax.ShapeDtypeStruct(shape, float) if use else None for shape, use in pairs]
         reference = outputs._replace(name="params", leaves=leaves)
         chosen = reference._replace(leaves=named)
         layers = matrix_axes.layers_of(chosen, self._stacked(tree), reference)

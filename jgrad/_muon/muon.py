@@ -1,33 +1,358 @@
-"""Muon: momentum, orthogonalized matrix by matrix; all other leaves are AdamW's."""
+"""Muon: momentum, orthogonalized matrix by matrix; all other elements are AdamW's."""
 
-from typing import Any
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jgrad._arithmetic import rules
+from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
+from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
-from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import Descent
-from jgrad._inputs.moment import NewMoments, Step
-from jgrad._inputs.moments import MomentDType, MomentOptions
+from jgrad._inputs.aligned import Role
+from jgrad._inputs.factory import FORM, Given, Options, checked, one_of
+from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step
+from jgrad._inputs.moments import MomentDType
+from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
-from jgrad._muon.direction import LAST, Muon, MuonRule, directions
-from jgrad._muon.matrix_axes import MatrixAxes
-from jgrad._muon.scales import Scale
+from jgrad._kernels.moment import Moments
+from jgrad._muon import matrix_axes, orthogonalize
+from jgrad._muon.matrix_axes import Array, MatrixAxes
+from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
+from jgrad._muon.parts import Matrices, Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
+from jgrad._optimizers import adam as adam_of
+from jgrad._packed import packing
+from jgrad._trees import trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
+from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
+MuonRule = Literal["muon", "normuon"]
+ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
+Scale = str | ScaleFunction | None
+# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
+LAST = (-1,)
+# NorMuon's: added to the root of the mean square of each output, which is 1 / sqrt(inputs) or so.
+_NORMUON_EPSILON = 1e-8
 
-@renamed(
+_SCALES: dict[str | None, ScaleFunction] = {
+    "original": lambda out, into: math.sqrt(max(1.0, out / max(1, into))),
+    "match_rms_adamw": lambda out, into: 0.2 * math.sqrt(max(out, into)),
+    "spectral": lambda out, into: math.sqrt(out / max(1, into)),
+    None: lambda out, into: 1.0,
+}
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+class Muon(NamedTuple):
+    """The options of Muon's direction; `muon` explains each of them.
+
+    Attributes:
+      given: those that are numbers are read from here in each update.
+    """
+
+    given: Given
+    matrices: Mask
+    nesterov: bool
+    scale: ScaleFunction
+    coefficients: Coefficients
+    rule: MuonRule
+    output_axes: PyTree
+    split: PyTree
+    mesh_axes: PyTree
+    layer_axes: PyTree
+    shard_over: tuple[str, ...]
+    compute_dtype: np.dtype | None
+    normuon_beta: Scalar
+
+    @classmethod
+    def of(cls, name: str, given: Given) -> "Muon":
+        """What a factory was given, with names as what they stand for."""
+        arguments = given.arguments
+        muon = cls(given, *(arguments[field] for field in cls._fields[1:]))
+        _check_matrices(name, muon.matrices)
+        over = muon.shard_over
+        return muon._replace(
+            scale=read_scale(name, muon.scale),
+            coefficients=read_coefficients(name, muon.coefficients),
+            compute_dtype=check_compute_dtype(name, muon.compute_dtype),
+            shard_over=() if over is None else values.axis_names(name, "shard_over", over),
+        )
+
+    @property
+    def is_normuon(self) -> bool:
+        """Whether matrices have second moments: one number per output."""
+        return self.rule == "normuon"
+
+    def shapes_of(self, inputs: Parameters) -> MomentShapes:
+        """The shapes of the moments; and where the matrices of each leaf are."""
+        axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
+        matrices = matrix_axes.find(inputs, self.matrices, *axes)
+        vw = second_shapes(inputs, matrices, per_output=self.is_normuon)
+        return MomentShapes(inputs.tree, vw, matrices)
+
+
+# What a factory checks, and reads in its own way.
+_DIRECTION = Options(
+    matrices=Role.MASK,
+    rule=one_of("muon", "normuon"),
+    nesterov=Role.FLAG,
+    momentum=Role.BETA,
+    output_axes=lambda function, _, x: matrix_axes.read_output_axes(function, x),
+    split=lambda function, _, x: matrix_axes.read_split(function, x),
+    layer_axes=Role.LAYER_AXES,
+    mesh_axes=lambda function, _, x: matrix_axes.read_shardings(function, x),
+    normuon_beta=numbers.beta,
+    **{f"adam_{name}": role for name, role in adam_of.NUMBERS.items()},
+    **dict.fromkeys(("scale", "coefficients", "shard_over", "compute_dtype")),
+    **FORM,
+)
+_OPTIONS = Options(
+    **_DIRECTION.kinds,
+    learning_rate=checked(numbers.number),
+    adam_learning_rate=checked(numbers.number, optional=True),
+    **dict.fromkeys(("weight_decay", "adam_weight_decay", "weight_decay_rule")),
+    weight_decay_mask=Role.MASK,
+)
+
+
+def _check_matrices(name: str, matrices: Mask) -> None:
+    """A choice of leaves, which has to be made."""
+    if matrices is None:
+        expected = "a prefix tree of bools, or a function of the parameters' shapes"
+        remedy = "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell"
+        raise TypeError(f"{name}: `matrices`: None, expected {expected}; {remedy}.")
+    if isinstance(matrices, jax.Array):
+        expected = "a tree of Python's bools, or a function of the parameters' shapes"
+        remedy = '`optax.inject_hyperparams` needs `static_args=("matrices",)`'
+        raise TypeError(f"{name}: `matrices`: an array, expected {expected}; {remedy}.")
+
+
+def read_scale(function: str, scale: Scale) -> ScaleFunction:
+    """The function of (outputs, inputs)."""
+    if not callable(scale):
+        values.one_of(function, "scale", scale, _SCALES)
+        return _SCALES[scale]
+    try:
+        signature = inspect.signature(scale)
+    except ValueError:  # of a function in C
+        return scale
+    try:
+        signature.bind(1, 1)
+    except TypeError:
+        came = f"{getattr(scale, '__name__', type(scale).__name__)}{signature}"
+        expected = "a function of the numbers of outputs and inputs of a matrix"
+        raise TypeError(f"{function}: `scale`: {came}, expected {expected}.") from None
+    return scale
+
+
+# ---- the method, on the arrays of one leaf -----------------------------------------------------
+
+
+@of_one_leaf
+def _momentum(g: jax.Array, mw: Moments, beta: BetaForms) -> jax.Array:
+    return mw.write(rules.average, g, mw.old, beta.value, beta.complement)
+
+
+@of_one_leaf
+def _look_ahead(g: jax.Array, mw: Moments, beta: BetaForms) -> jax.Array:
+    m = mw.write(rules.average, g, mw.old, beta.value, beta.complement)
+    return rules.average(g, m, beta.value, beta.complement)
+
+
+@jit_static_kwargs
+def _mean_square(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    """The mean of |x|^2 over the inputs, for each output of each matrix."""
+    return jnp.mean(numerics.abs_squared(x), axis=axes.inputs, keepdims=True)
+
+
+@jit_static_kwargs
+def _normalized(x: jax.Array, vw: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    """O' = O / (sqrt(v) + epsilon), rescaled to |O' |= |O|; 0 where O is"""
+
+    def norm(x: jax.Array) -> jax.Array:
+        return numerics.safe_sqrt(matrix_axes.sums(numerics.abs_squared(x), axes))
+
+    root = numerics.safe_sqrt(numerics.widen(vw, numerics.real_dtype(x)))
+    new = x / (root + _NORMUON_EPSILON).astype(x.dtype)
+    return numerics.scaled(new, numerics.safe_divide(norm(x), norm(new)))
+
+
+# ---- the method, on parts of arrays ------------------------------------------------------------
+
+
+class Directions(NamedTuple):
+    """What one update makes.
+
+    Attributes:
+      direction: of each array.
+      mw: new first moments.
+      vw: new second moments.
+      signs: of each array one that has the signs of Adam's direction; None where there is none.
+    """
+
+    direction: PerArray[Array]
+    mw: NewMoments
+    vw: NewMoments
+    signs: PerArray[Array] | None = None
+
+
+def directions(inputs: Inputs, step: Step, muon: Muon) -> Directions:
+    """The direction of each array, and the new moments."""
+    inputs.check_buffers()
+    parts = Parts(inputs, step.matrices, per_output=muon.is_normuon)
+    mw, vw = parts.moment(step.mw), parts.moment(step.vw, second=True)
+    g = list(zip(parts.split(inputs.g), parts.all, strict=True))
+    g_of_matrices = [x if part.matrices else None for x, part in g]
+    g_of_others = [None if part.matrices else x for x, part in g]
+
+    of_update = muon.given.read(inputs, step)
+    beta = parts.numbers(of_update.momentum)
+    momentum = _look_ahead if muon.nesterov else _momentum
+    m, mw_of_matrices = momentum(g_of_matrices, mw, beta)
+    axes = [None if x is None else part.axes.whole for part, x in zip(parts.all, m, strict=True)]
+    x = orthogonalize.orthogonalized(
+        inputs.function,
+        parts.map(Part.to_matrices, m),
+        axes,
+        coefficients=muon.coefficients,
+        compute_dtype=muon.compute_dtype,
+        shard_over=muon.shard_over,
+    )
+    if inputs.notes is not None:
+        _note_residuals(inputs, inputs.notes, step.matrices, parts, x)
+    vw_of_matrices = []
+    if muon.is_normuon:
+        beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
+        x, new = _with_equal_outputs(parts, x, axes, vw, beta)
+        vw_of_matrices.append(new)
+    x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
+
+    n = of_update.adam_beta1, of_update.adam_beta2, of_update.adam_epsilon
+    n = parts.numbers(adam_of.numbers_of(*n, "moments", step.as_float))
+    both, mw_of_others, vw_of_others = adam_of.adam_of_leaf(g_of_others, mw, vw, n)
+    others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
+    x = parts.map(Part.from_matrices, x)
+    direction = [other if o is None else o for o, other in zip(x, others, strict=True)]
+    return Directions(
+        parts.join(direction, inputs.g),
+        parts.stored(step.mw, mw_of_matrices, mw_of_others),
+        parts.stored(step.vw, *vw_of_matrices, vw_of_others, second=True),
+        like if len(parts.all) == len(inputs.specs) else None,
+    )
+
+
+def _with_equal_outputs(
+    parts: Parts, x: PerPart[Array], axes: PerPart[MatrixAxes | None], vw: Moment, beta: BetaForms
+) -> tuple[PerPart[Array], NewMoments]:
+    """NorMuon: outputs divided by the root of their mean squares, averaged over updates."""
+    mean_squares = _apply(_mean_square, axes, x)
+    mean_squares = parts.map(Part.from_matrices, mean_squares, per_output=True)
+    averages, new = _momentum(mean_squares, vw, beta)
+    averages = parts.map(Part.to_matrices, averages, per_output=True)
+    return _apply(_normalized, axes, x, averages), new
+
+
+def _apply(
+    rule: Function, axes: PerPart[MatrixAxes | None], *columns: PerPart[Array]
+) -> PerPart[Array]:
+    """The rule of the entries of each part that has matrices."""
+    rows = zip(axes, zip(*columns, strict=True), strict=True)
+    return leafwise.run([None if of is None else (_of_axes(rule, of), row) for of, row in rows])
+
+
+@functools.cache
+def _of_axes(rule: Function, axes: MatrixAxes) -> Function:
+    """One function object for all arrays with such matrices, so that JAX's caches find it again."""
+    return functools.partial(rule, axes=axes)
+
+
+def factors_of(
+    function: str, scale: ScaleFunction, axes: PerPart[MatrixAxes | None]
+) -> PerPart[Array]:
+    """For each array a scalar, or one number per output where it has blocks of several sizes.
+
+    Matrices with equal sizes share one in the program.
+    """
+    factors: dict[tuple[int, int], jax.Array] = {}
+    of_parts: PerPart[Array] = [None] * len(axes)
+    for i, of in enumerate(axes):
+        sizes = [] if of is None else [piece.sizes for piece in matrix_axes.pieces(of)]
+        for size in sizes:
+            if size not in factors:
+                factors[size] = numbers.scalar(function, f"scale{size}", scale(*size))
+        if of is not None and len(set(sizes)) > 1:
+            of_parts[i] = matrix_axes.per_output([factors[size] for size in sizes], of)
+        elif of is not None:
+            of_parts[i] = factors[sizes[0]]
+    return of_parts
+
+
+# ---- how far results of Newton-Schulz are from orthogonal matrices -----------------------------
+
+
+def _note_residuals(
+    inputs: Inputs, notes: Notes, matrices: Matrices, parts: Parts, x: PerPart[Array]
+) -> None:
+    """Notes the largest |X X^T - I| / sqrt(rows) of the matrices of each leaf, X wide.
+
+    NaN inside `zero`, where a device has some of the matrices of a leaf.
+    """
+    leaves: PerLeaf[Array] = x
+    is_shard = any(spec.shard is not None for spec in inputs.specs)
+    if inputs.has_buffers and not is_shard:
+        arrays = parts.join(parts.map(Part.from_matrices, x), inputs.g)
+        tree = trees.flatten(inputs.tree)[1].unflatten(arrays)
+        leaves = trees.flatten(packing.unpack(tree))[0]
+    for i, (name, axes) in enumerate(zip(trees.names(inputs.shapes), matrices, strict=True)):
+        if axes is not None and is_shard:
+            notes.add(f"muon_residual/{name}", jnp.nan)
+        elif axes is not None and (leaf := leaves[i]) is not None:
+            notes.add(f"muon_residual/{name}", _residual(replicated(leaf), axes=axes.whole))
+
+
+@jit_static_kwargs
+def _residual(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
+    runs = zip(matrix_axes.cut(x, axes), matrix_axes.pieces(axes), strict=True)
+    return functools.reduce(jnp.maximum, [_residual_of_run(y, of) for y, of in runs])
+
+
+def _residual_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
+    x = axes.as_wide.of(x)
+    rows = x.shape[1]
+    stacked, over = ((0,), (0,)), ((2,), (2,))
+    product = jax.lax.dot_general(x, x.conj(), (over, stacked))
+    apart = product - jnp.eye(rows, dtype=x.dtype)[None]
+    squares = jnp.sum(numerics.abs_squared(apart), axis=(1, 2))
+    return jnp.max(jnp.sqrt(squares / np.float32(max(1, rows)).astype(squares.dtype)), initial=0.0)
+
+
+# ---- transformations ----------------------------------------------------------------------------
+
+
+_renamed = renamed(
     norm_axes="mesh_axes",
     share_over="shard_over",
     beta1="adam_beta1",
     beta2=("adam_beta2", "normuon_beta"),
 )
+
+
+@_renamed
 @explained
 def muon(
     learning_rate: LearningRate,
@@ -147,88 +472,63 @@ def muon(
       (2025), algorithm 1; heads apart: "GLM-5" (2026, arXiv 2602.15763), "Muon Split"; sizes:
       `split_sizes` of `dion`.
     """
-    name, arguments = "muon", locals()
-    options.check(name, numbers.number, learning_rate=learning_rate)
-    own = Muon.of_arguments(name, arguments)
-    given = (
-        *(learning_rate, momentum, weight_decay),
-        *(normuon_beta, adam_learning_rate, adam_beta1, adam_beta2, adam_epsilon),
-        adam_weight_decay,
-    )
-    options.check_masks(
-        name,
-        given,
-        matrices=matrices,
-        weight_decay_mask=weight_decay_mask,
-        full_precision=full_precision,
-    )
+    name, given = "muon", _OPTIONS.check("muon", locals())
+    method = Muon.of(name, given)
     options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
     if adam_weight_decay is not None:
         options.check_decays(name, weight_decay_rule, adam_weight_decay=adam_weight_decay)
-    if adam_learning_rate is not None:
-        options.check(name, numbers.number, adam_learning_rate=adam_learning_rate)
-    elif scale != "match_rms_adamw":
+    if adam_learning_rate is None and scale != "match_rms_adamw":
         expected = "a rate for the leaves that are not in `matrices`, such as 3e-4"
         remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        direction, mw, vw = directions(inputs, step, own)
+    def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:
+        new = directions(inputs, step, method)
         use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
-        decays = options.decay_of_leaves(
-            inputs, "weight_decay", weight_decay, use, step, weight_decay_rule
+        decays = _of_both_kinds(
+            "weight_decay",
+            (weight_decay, adam_weight_decay),
+            lambda name, x: options.decay_of_leaves(inputs, name, x, use, step, weight_decay_rule),
+            step,
         )
-        if adam_weight_decay is not None or step.numbers.get("adam_weight_decay") is not None:
-            given = "adam_weight_decay", adam_weight_decay
-            others = options.decay_of_leaves(inputs, *given, use, step, weight_decay_rule)
-            decays = _of_both_kinds(decays, others, step.found)
+        rates = _of_both_kinds(
+            "learning_rate",
+            (learning_rate, adam_learning_rate),
+            lambda name, x: options.rate_of_leaves(inputs, name, x, step),
+            step,
+        )
         decay = rules.optional(inputs.per_array(decays), weight_decay_rule)
-        descent = Descent(decay, inputs.per_array(rates(inputs, step)), weight_decay_rule)
-        like = _signs(inputs, mw, step.found) if weight_decay_rule == "cautious" else None
-        return descent.updates(direction, inputs.w, like), mw, vw
+        descent = Descent(decay, inputs.per_array(rates), weight_decay_rule)
+        signs = new.signs if weight_decay_rule == "cautious" else None
+        return descent.updates(new.direction, inputs.w, signs), new.mw, new.vw
 
-    def rates(inputs: Inputs, step: Step) -> list[Any]:
-        """The rate of each leaf."""
-        of_matrices = options.rate_of_leaves(inputs, "learning_rate", learning_rate, step)
-        if adam_learning_rate is None and step.numbers.get("adam_learning_rate") is None:
-            return of_matrices
-        others = options.rate_of_leaves(inputs, "adam_learning_rate", adam_learning_rate, step)
-        return _of_both_kinds(of_matrices, others, step.found)
-
-    return transformation(
-        name,
-        compute,
-        shapes_of=own.shapes_of,
-        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
-    )
-
-
-def _signs(inputs: Inputs, mw: NewMoments, axes: list[MatrixAxes | None]) -> list[Any] | None:
-    """Adam's first moments, which have the signs of its directions; None for those of matrices.
-
-    XLA would write out Adam's direction for a second reader. Others are written in any case, and so
-    are buffers that were taken apart.
-    """
-    if len(mw.exact) > len(inputs.specs):
-        return None
-    pairs = zip(mw.exact, inputs.specs, strict=True)
-    return [m if all(axes[i] is None for i in spec.positions) else None for m, spec in pairs]
+    moments = given.moments(layer_axes=layer_axes)
+    return transformation(name, compute, shapes_of=method.shapes_of, moments=moments)
 
 
 def _of_both_kinds(
-    matrices: list[Any], others: list[Any], axes: list[MatrixAxes | None]
-) -> list[Any]:
-    """For each leaf the entry of its kind."""
-    rows = zip(matrices, others, axes, strict=True)
-    return [y if own is None else x for x, y, own in rows]
+    name: str,
+    options_of: tuple[PyTree, PyTree],
+    read: Callable[[str, PyTree], PerLeaf[Any]],
+    step: Step,
+) -> PerLeaf[Any]:
+    """An option for each leaf: that of matrices, or Adam's, which is the same unless it is given.
+
+    Args:
+      name: of that of matrices.
+      options_of: of matrices, and of Adam.
+      read: (name, option) -> an entry for each leaf.
+      step: of the update, which may have another option of Adam.
+    """
+    of_matrices = read(name, options_of[0])
+    if options_of[1] is None and step.numbers.get(f"adam_{name}") is None:
+        return of_matrices
+    of_adam = read(f"adam_{name}", options_of[1])
+    columns = zip(of_matrices, of_adam, step.matrices, strict=True)
+    return [y if axes is None else x for x, y, axes in columns]
 
 
-@renamed(
-    norm_axes="mesh_axes",
-    share_over="shard_over",
-    beta1="adam_beta1",
-    beta2=("adam_beta2", "normuon_beta"),
-)
+@_renamed
 @explained
 def scale_by_muon(
     *,
@@ -293,18 +593,12 @@ def scale_by_muon(
 
     Source: as `muon`.
     """
-    name, arguments = "scale_by_muon", locals()
-    own = Muon.of_arguments(name, arguments)
-    given = (momentum, normuon_beta, adam_beta1, adam_beta2, adam_epsilon)
-    masks = {"matrices": matrices, "full_precision": full_precision}
-    options.check_masks(name, given, **masks)
+    name, given = "scale_by_muon", _DIRECTION.check("scale_by_muon", locals())
+    method = Muon.of(name, given)
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        return directions(inputs, step, own)
+    def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:
+        new = directions(inputs, step, method)
+        return new.direction, new.mw, new.vw
 
-    return transformation(
-        name,
-        compute,
-        shapes_of=own.shapes_of,
-        moments=MomentOptions(moment_dtype, full_precision, layer_axes),
-    )
+    moments = given.moments(layer_axes=layer_axes)
+    return transformation(name, compute, shapes_of=method.shapes_of, moments=moments)

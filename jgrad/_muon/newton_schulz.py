@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
-from jgrad._arithmetic.leafwise import jit_static_kwargs
+from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
 from jgrad._trees import checks, values
 
 # Bytes of a chunk. On CPUs a chunk with its two squares should stay in the second-level cache: 300
@@ -118,7 +118,7 @@ def orthogonalized(
     )
 
 
-def _in_chunks(f: Any, x: jax.Array, size: int) -> jax.Array:
+def _in_chunks(f: Function, x: jax.Array, size: int) -> jax.Array:
     """`f` of the stack, some matrices at a time: as many as `size` bytes hold, and one at least.
 
     Each chunk is written where it was read, so that results need no stack of their own.
@@ -129,15 +129,15 @@ def _in_chunks(f: Any, x: jax.Array, size: int) -> jax.Array:
         return f(x)
     chunks = -(-count // most)
     # So few chunks, of a size that divides the count if there is one that is not much smaller.
-    each = next((k for k in range(most, most // 2, -1) if count % k == 0), -(-count // chunks))
-    chunks = -(-count // each)
-    missing = chunks * each - count
+    length = next((k for k in range(most, most // 2, -1) if count % k == 0), -(-count // chunks))
+    chunks = -(-count // length)
+    missing = chunks * length - count
     if missing:
         x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, missing, 0), (0, 0, 0), (0, 0, 0)))
 
     def body(i: jax.Array, x: jax.Array) -> jax.Array:
-        new = f(jax.lax.dynamic_slice_in_dim(x, i * each, each))
-        return jax.lax.dynamic_update_slice_in_dim(x, new, i * each, 0)
+        new = f(jax.lax.dynamic_slice_in_dim(x, i * length, length))
+        return jax.lax.dynamic_update_slice_in_dim(x, new, i * length, 0)
 
     x = jax.lax.fori_loop(0, chunks, body, x)
     return x[:count] if missing else x

@@ -1,19 +1,42 @@
-"""Newton-Schulz on its own: the nearest orthogonal matrix of each matrix in a tree."""
+"""Newton-Schulz of many arrays together, one iteration for each shape; and on its own for a tree.
 
+A thousand leaves have a few shapes. Tall matrices are transposed, so that projections up and down
+share an iteration.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jgrad._arithmetic import numerics
+from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._muon import batches, matrix_axes
-from jgrad._muon.matrix_axes import read_output_axes
-from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
-from jgrad._packed import packing
+from jgrad._muon import all_to_all, matrix_axes, newton_schulz
+from jgrad._muon.all_to_all import Mesh, Sharing
+from jgrad._muon.matrix_axes import (
+    MatrixAxes,
+    MeshAxesPerAxis,
+    cut,
+    joined,
+    mesh_axes_to_cut,
+    partition_spec,
+    pieces,
+)
+from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
+from jgrad._packed import packing, splitting
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
+from jgrad._trees.shardings import places, replicated, sharded_as, unknown_axes
 from jgrad._trees.trees import PyTree
 
 _NAME = "orthogonalize"
@@ -69,22 +92,185 @@ def orthogonalize(
             arg.fail(i, TypeError, f"{checks.describe(leaf)}, expected a floating array")
     stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", read_layer_axes(_NAME, layer_axes), "x", x)
     outputs = ArgLeaves.from_prefix(
-        _NAME, "output_axes", read_output_axes(_NAME, output_axes), "x", x
+        _NAME, "output_axes", matrix_axes.read_output_axes(_NAME, output_axes), "x", x
     )
-    given = arg._replace(leaves=[x is not None for x in arg.leaves])
-    layers = matrix_axes.layers_of(given, stacked, arg)
-    for i, own in enumerate(layers):
-        if given.leaves[i]:
-            matrix_axes.check_is_matrix(arg, i, own)
-    axes = [own for own in matrix_axes.of_leaves(layers, outputs, given) if own is not None]
-    found = iter(
-        batches.orthogonalized(
-            _NAME,
-            [leaf for leaf in arg.leaves if leaf is not None],
-            axes,
-            coefficients=read_coefficients(_NAME, coefficients),
-            compute_dtype=check_compute_dtype(_NAME, compute_dtype),
-        )
+    chosen = arg._replace(leaves=[x is not None for x in arg.leaves])
+    layers = matrix_axes.layers_of(chosen, stacked, arg)
+    for i, of in enumerate(layers):
+        if chosen.leaves[i]:
+            matrix_axes.check_is_matrix(arg, i, of)
+    new = orthogonalized(
+        _NAME,
+        arg.leaves,
+        matrix_axes.of_leaves(layers, outputs, chosen),
+        coefficients=read_coefficients(_NAME, coefficients),
+        compute_dtype=check_compute_dtype(_NAME, compute_dtype),
     )
-    new: list[jax.Array | None] = [None if leaf is None else next(found) for leaf in arg.leaves]
     return trees.flatten(x)[1].unflatten(cast_back(new, arg.leaves))
+
+
+def orthogonalized(
+    function: str,
+    arrays: Sequence[jax.Array | None],
+    axes: Sequence[MatrixAxes | None],
+    *,
+    coefficients: Coefficients,
+    compute_dtype: np.dtype | None,
+    shard_over: tuple[str, ...] = (),
+) -> list[jax.Array | None]:
+    """Each matrix of each array, in float32 or wider; None for None.
+
+    Args:
+      function: whose errors they are.
+      arrays: in which the matrices are.
+      axes: where they are.
+      coefficients: of Newton-Schulz.
+      compute_dtype: of what its products read.
+      shard_over: mesh axes over which the matrices of a shape are dealt out, under `jit`.
+    """
+    steps = functools.partial(
+        newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
+    )
+    pairs = [(x, of) for x, of in zip(arrays, axes, strict=True) if x is not None and of]
+    sharing = _sharing(function, [x for x, _ in pairs], shard_over) if shard_over else None
+    ready = [_ready_to_cut(x, of, sharing) for x, of in pairs]
+    runs = [y for x, of in ready for y in cut(x, of)]
+    of_runs = [piece for _, of in ready for piece in pieces(of)]
+    remaining = iter(_of_whole_matrices(steps, runs, of_runs, sharing))
+    new = []
+    for (x, of), (_, moved) in zip(pairs, ready, strict=True):
+        o = joined([next(remaining) for _ in pieces(of)], of, of.shape)
+        if sharing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
+            o = _moved(o, sharing.mesh, moved.mesh_axes, of.mesh_axes)
+        new.append(sharded_as(o, x))
+    in_order = iter(new)
+    return [None if x is None else next(in_order) for x in arrays]
+
+
+def _ready_to_cut(
+    x: jax.Array, axes: MatrixAxes, sharing: Sharing | None
+) -> tuple[jax.Array, MatrixAxes]:
+    """An array that is to be cut in blocks, sharded so that each device cuts its part by itself."""
+    if not axes.blocks:
+        return x, axes
+    known = None if sharing is None or not x.size else axes.mesh_axes or places(x)
+    if sharing is None or known is None:
+        return replicated(x), dataclasses.replace(axes, mesh_axes=None)
+    to = mesh_axes_to_cut(dataclasses.replace(axes, mesh_axes=known), dict(sharing.mesh.shape))
+    if to != known:
+        x = _moved(x, sharing.mesh, known, to)
+    return x, dataclasses.replace(axes, mesh_axes=to)
+
+
+def _moved(x: jax.Array, mesh: Mesh, start: MeshAxesPerAxis, to: MeshAxesPerAxis) -> jax.Array:
+    """`x`, sharded over some mesh axes, sharded over others: here, and nowhere before or behind."""
+    shard = jax.lax.with_sharding_constraint if places(x) is None else jax.sharding.reshard
+    for names in (start, to):
+        x = shard(x, NamedSharding(mesh, partition_spec(names)))
+    return x
+
+
+def _of_whole_matrices(
+    steps: Function,
+    arrays: Sequence[jax.Array],
+    axes: Sequence[MatrixAxes],
+    sharing: Sharing | None,
+) -> list[jax.Array]:
+    """Each matrix of each array, of arrays without blocks."""
+    new = {} if sharing is None else _exchanged(steps, arrays, axes, sharing)
+    stacks = {
+        i: of.as_wide.of(replicated(x))
+        for i, (x, of) in enumerate(zip(arrays, axes, strict=True))
+        if i not in new
+    }
+    groups: dict[object, list[int]] = collections.defaultdict(list)
+    for i, x in stacks.items():
+        # JAX loses track of replication when replicated and sharded arrays are concatenated, so
+        # they are grouped apart.
+        groups[*_kind(x, axes[i]), unknown_axes(x)].append(i)
+    for members in groups.values():
+        counts, alike = [axes[i].count for i in members], [stacks[i] for i in members]
+        if sharing is not None:
+            stack = jax.lax.concatenate(_alike(alike), 0)
+            parts = jax.lax.split(_shared(steps, stack, sharing), counts)
+        else:
+            parts = _split(steps(_joined(alike)), counts)
+        new |= {i: axes[i].as_wide.back(x) for i, x in zip(members, parts, strict=True)}
+    return [new[i] for i in range(len(arrays))]
+
+
+def _kind(x: jax.Array, axes: MatrixAxes) -> tuple[object, ...]:
+    """What matrices have in common that share an iteration."""
+    return axes.wide, numerics.real_dtype(x), np.iscomplexobj(x)
+
+
+def _exchanged(
+    steps: Function, arrays: Sequence[jax.Array], axes: Sequence[MatrixAxes], sharing: Sharing
+) -> dict[int, jax.Array]:
+    """Those of which it is known how they are sharded, by number."""
+    known: dict[int, MatrixAxes] = {}
+    groups: dict[object, list[int]] = collections.defaultdict(list)
+    for i, (x, of) in enumerate(zip(arrays, axes, strict=True)):
+        if x.size and (names := of.mesh_axes or places(x)) is not None:
+            known[i] = dataclasses.replace(of, mesh_axes=names)
+            groups[_kind(x, of)].append(i)
+    new: dict[int, jax.Array] = {}
+    for members in groups.values():
+        alike = [arrays[i] for i in members], [known[i] for i in members]
+        orthogonal = all_to_all.orthogonalized(steps, *alike, sharing)
+        new |= zip(members, orthogonal, strict=True)
+    return new
+
+
+def _shared(steps: Function, x: jax.Array, sharing: Sharing) -> jax.Array:
+    """The steps, of which each device along the mesh axes takes some matrices.
+
+    Two all-to-alls where matrices are sharded, one all-gather where they are replicated: the stack
+    is not sharded over its count before and after, which the partitioner does not find by itself.
+    """
+    mesh, shard_over = sharing
+    count, devices = len(x), math.prod(mesh.shape[name] for name in shard_over)
+    missing = -count % devices
+    x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, missing, 0), (0, 0, 0), (0, 0, 0)))
+    is_auto = all(mesh.axis_types[mesh.axis_names.index(x)] == AxisType.Auto for x in shard_over)
+    free = PartitionSpec.UNCONSTRAINED if is_auto else None
+    whole = NamedSharding(mesh, PartitionSpec(None, free, free))
+    shard = jax.lax.with_sharding_constraint if is_auto else jax.sharding.reshard
+    dealt = PartitionSpec(shard_over)
+    shared = jax.shard_map(steps, mesh=mesh, in_specs=dealt, out_specs=dealt, check_vma=False)
+    x = shard(shared(shard(x, whole if is_auto else NamedSharding(mesh, dealt))), whole)
+    return x[:count]
+
+
+def _sharing(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]) -> Sharing:
+    """The axes on the mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if set(shard_over) <= set(mesh.axis_names):
+            return Sharing(mesh, shard_over)
+    names = ", ".join(map(repr, shard_over))
+    raise ValueError(
+        f"{function}: `shard_over`: no mesh with {names} here, expected leaves with a "
+        "NamedSharding on such a mesh, or a call of the compiled function under "
+        "`jax.set_mesh(mesh)`."
+    )
+
+
+def _joined(stacks: list[jax.Array]) -> jax.Array:
+    if len(stacks) == 1:
+        return stacks[0]
+    vectors = [x.reshape(-1) for x in _alike(stacks)]
+    return splitting.join(vectors).reshape(-1, *stacks[0].shape[1:])
+
+
+def _alike(stacks: list[jax.Array]) -> list[jax.Array]:
+    real = numerics.real_dtype(*stacks)
+    return [numerics.widen(x, real) for x in stacks]
+
+
+def _split(x: jax.Array, counts: list[int]) -> list[jax.Array]:
+    if len(counts) == 1:
+        return [x]
+    shape = x.shape[1:]
+    sizes = tuple(count * math.prod(shape) for count in counts)
+    return [part.reshape(-1, *shape) for part in splitting.split(x.reshape(-1), sizes)]

@@ -26,7 +26,7 @@ def test_wide_matrices(shape):
         axes = MatrixAxes(shape, stacked, outputs)
         expected = as_matrices(x, outputs, stacked)
         assert (axes.count, *axes.sizes) == expected.shape
-        found = axes.to_wide(jnp.asarray(x))
+        found = axes.as_wide.of(jnp.asarray(x))
         assert found.shape == (axes.count, *sorted(axes.sizes))
         if axes.sizes[0] == axes.sizes[1]:  # either way
             as_is = np.array_equal(found, expected)
@@ -34,6 +34,6 @@ def test_wide_matrices(shape):
         else:
             tall = axes.sizes[0] > axes.sizes[1]
             np.testing.assert_array_equal(found, expected.transpose(0, 2, 1) if tall else expected)
-        np.testing.assert_array_equal(axes.from_wide(found), x)
+        np.testing.assert_array_equal(axes.as_wide.back(found), x)
         assert np.broadcast_shapes(axes.per_output, shape) == shape
         assert np.prod(axes.per_output) == axes.count * axes.sizes[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._muon import split_leaves
+from jgrad._muon import matrix_axes
 from jgrad._muon.matrix_axes import MatrixAxes
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
@@ -372,11 +372,11 @@ def test_there_and_back(shape):
                 for y in np.split(flat, bounds, axis=-1)
                 for m in y.reshape(int(np.prod([shape[a] for a in stacked])), -1)
             }
-            runs, pieces = split_leaves.cut(jnp.asarray(x), axes), split_leaves.pieces(axes)
+            runs, pieces = matrix_axes.cut(jnp.asarray(x), axes), matrix_axes.pieces(axes)
             assert [y.shape for y in runs] == [own.shape for own in pieces]
-            found = [m for y, own in zip(runs, pieces, strict=True) for m in own.to_wide(y)]
+            found = [m for y, own in zip(runs, pieces, strict=True) for m in own.as_wide.of(y)]
             assert {tuple(sorted(map(int, np.ravel(m)))) for m in found} == expected
-            np.testing.assert_array_equal(split_leaves.joined(runs, axes), x)
+            np.testing.assert_array_equal(matrix_axes.joined(runs, axes, shape), x)
 
 
 # ---- what users give ---------------------------------------------------------------------------
