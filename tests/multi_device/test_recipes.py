@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, place, shardings_of, specs_of
 
 DEVICES = 8
 GRID = {"data": 4, "model": 2}
@@ -24,7 +24,6 @@ ROWS = P("data")  # where a batch lies
 EXACT = 5e-5  # of the largest element of a leaf: sums over devices are in another order
 
 mean = functools.partial(jax.lax.pmean, axis_name="data")
-on_mesh = lambda mesh, specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def training_step(tx, gradient):
@@ -38,7 +37,7 @@ def training_step(tx, gradient):
 
 def under_jit(tx, gradient, w, mesh, specs):
     """A step, parameters that lie as `specs` say, and a state that lies as they do."""
-    own, batch = on_mesh(mesh, (specs, ROWS))
+    own, batch = shardings_of(mesh, (specs, ROWS))
     w = jax.device_put(w, own)
     own = own, jgrad.state_shardings(tx, w)
     state = jax.jit(tx.init, out_shardings=own[1])(w)
@@ -49,10 +48,10 @@ def under_jit(tx, gradient, w, mesh, specs):
 
 def in_shard_map(tx, gradient, w, mesh, specs, *, shard_over=None, batch=ROWS, check_vma=True):
     """The same in `shard_map`, where `zero` wants a state that is cut over an axis."""
-    w = jax.device_put(w, on_mesh(mesh, specs))
+    w = place(w, mesh, specs)
     states = jgrad.state_shardings(tx, w, shard_over=shard_over)
     state = jax.jit(tx.init, out_shardings=states)(w)
-    own = specs, jax.tree.map(lambda sharding: sharding.spec, states)
+    own = specs, specs_of(states)
     step = training_step(tx, gradient)
     step = jax.shard_map(
         step, mesh=mesh, in_specs=(*own, batch), out_specs=own, check_vma=check_vma
@@ -135,7 +134,7 @@ def test_data_parallel_under_pmap():
     mesh, (w, batches) = mesh_of(data=8), problem()
     step = training_step(descent(), mean_gradient)
     step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
-    start = jax.device_put((w, descent().init(w)), NamedSharding(mesh, P()))
+    start = place((w, descent().init(w)), mesh, P())
     found = train(step, *start, [x.reshape(DEVICES, -1, 4) for x in batches])
     assert_close(found, on_one_device(descent(), loss, w, batches))
 
