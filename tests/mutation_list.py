@@ -399,7 +399,7 @@ MUTATIONS = [
     Mutation("HiddenMatrices.describe", "muon: axes that are named are not looked at", "_.values != ()", "False", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices._reason", "muon: flat keys are one part", "_BETWEEN.split(X)", "[X]", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices._rows", "muon: a count is a model", "check_parameters(_, _)", "pass", "tests/inputs/test_injected.py"),
-    Mutation("RowOrder.to_shard_order", "muon: shards in the order of segments", "_._is_plain", "True", "tests/packed/test_row_order.py"),
+    Mutation("RowOrder.to_shard_order", "muon: shards in the order of segments", "_._is_plain", "True", "tests/packed/test_muon.py"),
     Mutation("packed_parts.check_whole", "muon: a buffer cuts matrices", "_ > 1 and (_.row_order is None or _.row_order.shards % _)", "False", DEVICES + "/test_muon.py"),
     Mutation("second_shape", "muon: second moments of matrices", "_ is not None and (not _)", "False", "tests/muon/test_muon.py"),
     Mutation("batches._orthogonalized", "muon: an iteration for each leaf", "unknown_axes(X)", "(unknown_axes(X), i)", "tests/muon/test_muon_edges.py"),
