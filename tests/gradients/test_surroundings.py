@@ -105,7 +105,14 @@ def assert_alike(name, run):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(
+    always=[
+        "unchecked-auto-grad",
+        "w on all devices-auto-value_and_grad",
+        "w of each device-auto-with aux",
+        "w on all devices-auto-jac",
+    ]
+)
 @every_function
 @every_mesh
 @pytest.mark.parametrize("kind", ["unchecked", "w on all devices", "w of each device"])
@@ -137,7 +144,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=32)
 @every_function
 @every_mesh
 @pytest.mark.parametrize("where", SHARDED)
@@ -150,7 +157,7 @@ def test_jit(name, axis_type, where):
     assert_alike(name, lambda f: jax.jit(f)(*args))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @every_function
 def test_pmap_and_vmap(name):
     """With the mean over the axis inside of the loss, and the batch of each device."""
@@ -159,7 +166,7 @@ def test_pmap_and_vmap(name):
         assert_alike(name, lambda f, over=over: over(lambda x: f(W, x), axis_name="data")(parts))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=12)
 @every_function
 def test_scan_and_checkpoint(name):
     step = lambda f: lambda w, x: (w, f(w, x))
@@ -167,7 +174,7 @@ def test_scan_and_checkpoint(name):
     assert_alike(name, lambda f: jax.jit(jax.checkpoint(f))(W, X))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=12)
 @every_function
 def test_a_derivative_of_it(name):
     """As in learning an option: reverse mode through what was found."""
@@ -230,6 +237,7 @@ def by_jax(loss, means, w):
     return (value, output, value), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @every_mesh
 @pytest.mark.parametrize("name", MODELS)

@@ -153,6 +153,7 @@ def rows():
             yield f"{make.__name__}-{where}", tx, functools.partial(stacked, spec), NORMS, True
 
 
+@pytest.mark.slow(always=["lars-mixed", "lars-mixed-untyped", "lamb-layers"])
 @pytest.mark.parametrize(
     ("tx", "w", "limit", "typed"), [pytest.param(*row, id=name) for name, *row in rows()]
 )
@@ -194,6 +195,7 @@ def optimizers(form, *, elementwise):
                 yield f"{case}-8bit", case.tx(moment_dtype="8bit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_elementwise_in_one_program(form, axis_type):
@@ -205,6 +207,7 @@ def test_elementwise_in_one_program(form, axis_type):
     assert moved(together(txs), model(form, axis_type=axis_type)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_norms_in_one_program(form):
     """All that have norms or flags: sums of squares, which XLA joins, and nothing else."""
@@ -231,6 +234,7 @@ PEERS = {
 }
 
 
+@pytest.mark.slow(always=["lars-packed", "clip-packed"])
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("name", "form"),

@@ -43,6 +43,7 @@ def single(tx, w, data):
     return w, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["tree", "packed"])
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_pmap(case, form):

@@ -21,6 +21,8 @@ from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack
 from tests.support.packed_model import assert_close
 
+pytestmark = pytest.mark.slow
+
 DEVICES = 8
 SHAPES = {
     "stack": (6, 16, 16),
@@ -133,6 +135,7 @@ def test_collectives(rule):
     assert not in_loops(text)
 
 
+@pytest.mark.slow(always=True)
 def test_bytes_of_each_device():
     """An eighth of the momentum with its padding, and of the second moments of other leaves."""
     packed = packed_model()
@@ -162,6 +165,7 @@ def test_a_checkpoint_fits_any_number_of_devices():
     assert_close(jgrad.unpack(found), expected, 1e-5)
 
 
+@pytest.mark.slow(always=True)
 def test_buffers_that_would_cut_a_matrix():
     """An error when `update` is traced, and never a part of a matrix by itself."""
     packed = jgrad.pack(normal(0), layer_axes=LAYERS, multiple_of=DEVICES)
@@ -309,6 +313,7 @@ def on_one_device(arrangement, rule):
     return jax.device_get((steps, state))
 
 
+@pytest.mark.slow(always=["muon-known-blocks, three"])
 @pytest.mark.parametrize(("kind", "arrangement"), [(k, a) for k in KINDS for a in KINDS[k]])
 @both_rules
 def test_under_jit(kind, arrangement, rule):
@@ -360,6 +365,7 @@ def test_under_jit(kind, arrangement, rule):
     assert_close(jax.device_get(state.vw), expected.vw, 1e-4)
 
 
+@pytest.mark.slow(always=["muon-True-blocks, columns"])
 @pytest.mark.parametrize("arrangement", [*OF_BLOCKS, "fsdp", "experts", "convolutions", "tensor"])
 @pytest.mark.parametrize("check", [False, True])
 @both_rules
@@ -379,6 +385,7 @@ def test_in_shard_map(arrangement, check, rule):
     assert_close(state.vw, expected.vw, 1e-4)
 
 
+@pytest.mark.slow(always=True)
 def test_a_device_has_no_matrix_more_than_it_must():
     """Ten up and ten down are 20 for 8 devices: 3 each, which are 4 if both are dealt out apart."""
     w = {f"up{i}": jnp.ones((16, 64)) for i in range(10)}
@@ -413,6 +420,7 @@ def test_residuals(kind, split):
 # ---- parameters that each device has ---------------------------------------------------------------
 
 
+@pytest.mark.slow(always=True)
 def test_replicated_parameters_need_no_spec():
     """JAX knows that they are whole, unless it is told not to look; then `PartitionSpec()` says it."""
     mesh, w, g = mesh_of(data=DEVICES), normal(0), normal(1)
@@ -446,6 +454,7 @@ def test_pmap():
     assert_close(named(muon(mesh_axes=P())), expected)
 
 
+@pytest.mark.slow(always=True)
 def test_pmap_without_a_spec():
     """Traced only: without a name no device has a part of a model."""
     models, tx = stack([normal(seed) for seed in range(DEVICES)]), muon()
@@ -460,6 +469,7 @@ def test_pmap_without_a_spec():
     )
 
 
+@pytest.mark.slow(always=True)
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
@@ -485,6 +495,7 @@ def test_messages_of_mesh_axes(error, message, call):
     assert_error(error, name + message, call)
 
 
+@pytest.mark.slow(always=["muon"])
 @pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
 def test_no_mesh(name):
     w = {"w": jnp.ones((8, 16))}

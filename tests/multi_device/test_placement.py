@@ -106,6 +106,7 @@ def test_e26_state_follows_parameters(name, axis_type, init):
     chex.assert_trees_all_equal(state, tx.init(jax.tree.map(jnp.ones_like, jax.device_get(w))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "momentum", *WRAPPED])
 @every_init
 def test_e26_bytes_per_device(name, init):
@@ -135,6 +136,7 @@ TYPED = (
 )
 
 
+@pytest.mark.slow(always=["adamw-tree", "accumulate-packed", "8 bits-tree"])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("name", TYPED)
 def test_types_of_new_arrays(name, is_packed):
@@ -179,6 +181,7 @@ def train(tx, w, state, steps=3):
     return w, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [(name, None) for name in (*ONE_EACH, *WRAPPED) if name in STATEFUL | WRAPPED]
@@ -218,6 +221,7 @@ def test_e26_state_shardings_without_arrays():
     assert specs_of(found) == jgrad.OptState(P(), everywhere, everywhere)
 
 
+@pytest.mark.slow
 def test_e26_state_shardings_of_optax():
     """Any transformation will do; factored moments have other shapes, and are everywhere."""
     w = parameters()
@@ -343,6 +347,7 @@ def mapped(way, f):
 WAYS = ("shard_map", "shard_map without check_vma", "pmap", "vmap")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_e25_mean_on_both_sides(way):
     """The gradient of the mean is the mean gradient everywhere, with a mean on both sides."""
@@ -350,6 +355,7 @@ def test_e25_mean_on_both_sides(way):
     np.testing.assert_array_equal(found, np.full(8, 3.5))
 
 
+@pytest.mark.slow(always=["shard_map"])
 @pytest.mark.parametrize("way", WAYS)
 def test_e25_mean_on_one_side(way):
     """What the docs warn of: either half of the recipe is wrong somewhere.
@@ -364,6 +370,7 @@ def test_e25_mean_on_one_side(way):
     np.testing.assert_array_equal(mapped(way, inner)(w, x), np.full(8, 3.5) if checked else x)
 
 
+@pytest.mark.slow
 def test_empty_leaves_on_explicit_axes():
     """Eagerly, too: their moments are empty, and lie where they do."""
     mesh = mesh_of(AxisType.Explicit, d=8)

@@ -17,6 +17,8 @@ from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack
 from tests.support.packed_model import DECAYS, PER_ELEMENT, RATES, assert_close, normal
 
+pytestmark = pytest.mark.slow
+
 DEVICES = 8
 apply_updates = jax.jit(optax.apply_updates)
 
@@ -102,6 +104,7 @@ def assert_same(tx, *, exact, packed=None, grads=None, **options):
 # ---- the numbers of the whole --------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["adamw"])
 @pytest.mark.bits
 @pytest.mark.parametrize("case", [x for x in CASES if x.make is not jgrad.muon], ids=str)
 def test_every_optimizer(case):
@@ -181,6 +184,7 @@ def test_surroundings(name):
 # ---- around and inside ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=True)
 def test_a_step_that_is_not_finite_on_one_device_is_skipped_on_all():
     packed = packed_model()
     grads = gradients(packed, 2)
@@ -468,11 +472,13 @@ WRONG = {
 }
 
 
+@pytest.mark.slow(always=True)
 @pytest.mark.parametrize(("error", "message", "call"), WRONG.values(), ids=WRONG)
 def test_message(error, message, call):
     assert_error(error, message, call)
 
 
+@pytest.mark.slow(always=True)
 def test_an_axis_of_several_that_is_not_there():
     """`init` does not take the inside of `shard_map` for the outside."""
     tx = jgrad.zero(jgrad.adam(0.1), ("data", "date"))

@@ -54,6 +54,7 @@ def test_the_form_of_the_state():
     assert per_output["up"].dtype == jnp.float32
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("form", ["tree", "packed"])
 def test_numbers_per_output_are_no_codes(form):
     """NorMuon's stay in float32 where there are 4096 of them, too, and all else in their buffer."""
@@ -76,6 +77,7 @@ def test_a_leaf_alone_has_a_state():
     assert state.mw.codes.dtype == jnp.int8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", mostly_slow([False, True], False))
 def test_leaves_of_adam_are_those_of_adam(skip):
     """Weights, codes and scales of an embedding, bit for bit."""
@@ -92,6 +94,7 @@ def test_leaves_of_adam_are_those_of_adam(skip):
         assert_equal(state.vw[name], expected.vw[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "matrices"))
 def test_packed(packing):
     """The codes of the tree; small leaves are in 8 bits as their buffer is, so they differ."""

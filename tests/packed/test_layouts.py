@@ -130,6 +130,7 @@ STACK = {"a": np.ones((2, 3), np.float32)}
 COPIED = {"tree": (tree(), None), "node": (Pair(jnp.ones(3), None), None), "stack": (STACK, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tree", "axes"), COPIED.values(), ids=COPIED)
 def test_copies(tree, axes):
     """Equal to the layout, axes of stacks included, and of use."""
@@ -225,6 +226,7 @@ def test_what_is_public():
     }
 
 
+@pytest.mark.slow
 def test_pickles_of_another_process():
     """Where strings have other hashes."""
     program = (

@@ -97,6 +97,7 @@ def assert_near(found, expected, tolerance=1e-5):
 # ---- the numbers of the tree -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(PACKINGS, "in part"))
 @pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
 def test_numbers_of_the_tree(name, rule):
@@ -122,6 +123,7 @@ W, GRADS = normal(0), [normal(1), normal(2), normal(3)]
 ALONE = jgrad.muon(0.1, **OPTIONS, adam_learning_rate=0.01, weight_decay=0.1)
 
 
+@pytest.mark.slow
 def test_pack_small():
     small = jgrad.pack_small(ALONE, max_size=300)
     found, state = train(small, W, GRADS)
@@ -130,6 +132,7 @@ def test_pack_small():
     chex.assert_trees_all_equal_shapes_and_dtypes(jgrad.unpack(state), of_tree)
 
 
+@pytest.mark.slow
 def test_none_among_the_leaves():
     """As packed models have it in the place of functions, behind leaves that are matrices or not."""
     tree = lambda x: {"activation": None, "b": x["a"]["b"], "name": None, "w": x["a"]["w"]}
@@ -162,6 +165,7 @@ def test_a_missing_gradient():
     assert np.any(updates.buffers["bfloat16"])
 
 
+@pytest.mark.slow
 def test_bytes_of_the_state():
     """Momentum for each element, padded as the parameters are; second moments of Adam's rows alone."""
     packed = jgrad.pack(W, layer_axes=LAYERS)
@@ -176,6 +180,7 @@ def test_bytes_of_the_state():
     assert state.vw.buffers == {"float32": None}
 
 
+@pytest.mark.slow
 def test_layer_axes_have_to_agree():
     packed = jgrad.pack(W, layer_axes=LAYERS)
     of = lambda axes: jgrad.muon(0.1, matrices=MATRICES, layer_axes=axes, adam_learning_rate=0.01)
@@ -276,6 +281,7 @@ def other_methods():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(other_methods(), "lamb"))
 def test_other_methods(name):
     tx, w, g = other_methods()[name], models(0), models(1)

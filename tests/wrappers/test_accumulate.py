@@ -46,6 +46,7 @@ def poisoned(g, bad):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(FEW)
 @pytest.mark.parametrize("every", mostly_slow([1, 3], 3))
 def test_a_window_is_one_update_with_the_mean(case, every, x64):
@@ -60,6 +61,7 @@ def test_a_window_is_one_update_with_the_mean(case, every, x64):
     assert not any(x.any() for x in jax.tree.leaves(state.total))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", ["complex64", "bfloat16", "float16"])
 def test_the_mean_of_other_dtypes(dtype):
     """Of complex numbers, part by part, also where their sum overflows."""
@@ -101,6 +103,7 @@ def test_the_inner_optimizer_waits(jit):
             assert int(state.mini_step) == int(state.count) == i % 4
 
 
+@pytest.mark.slow
 @every_case(("adamw",))
 def test_the_inner_state_waits_bit_for_bit(case):
     w, grads = params(), gradients(5)
@@ -258,6 +261,7 @@ def test_the_sum_of_weighted_gradients():
 # ---- mini-batches that are not finite ----------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("bad", mostly_slow([NAN, INF, -INF], NAN, INF))
 @pytest.mark.parametrize("at", mostly_slow([(0,), (2,), (0, 1)], (2,), (0, 1)))
 def test_a_mini_batch_that_is_not_finite_is_left_out(bad, at, x64):
@@ -273,6 +277,7 @@ def test_a_mini_batch_that_is_not_finite_is_left_out(bad, at, x64):
     assert (int(state.skipped), int(state.mini_step), int(state.count)) == (len(at), 0, 0)
 
 
+@pytest.mark.slow
 def test_e11_one_nan_and_optax_never_recovers(standard_promotion):
     w, grads = params(), gradients(6)
     grads[1] = poisoned(grads[1], NAN)
@@ -282,6 +287,7 @@ def test_e11_one_nan_and_optax_never_recovers(standard_promotion):
     chex.assert_tree_all_finite((found, state))
 
 
+@pytest.mark.slow(always=["full"])
 @pytest.mark.parametrize("how", mostly_slow(["full", "emit"], "full"))
 def test_a_window_without_any_finite_mini_batch(how):
     """It updates nothing, closes, and the next window is as if it had not been."""
@@ -296,6 +302,7 @@ def test_a_window_without_any_finite_mini_batch(how):
     assert_equal(state, old._replace(skipped=jnp.int32(count)))
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_unchecked_gradients_are_added_as_they_are():
     w, grads = params(), gradients(2)
@@ -316,7 +323,7 @@ def test_skipped_saturates():
 # ---- emit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("emit", [True, np.True_, jnp.array(True)], ids=["bool", "numpy", "traced"])
 def test_emit_closes_a_partial_window(emit, x64):
     """With the mean of the mini-batches that there were; the next window starts anew."""
@@ -395,6 +402,7 @@ def test_finite_as_the_caller_knows_it(flag, check_finite):
 # ---- under JAX's transformations ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_schedule_of_windows_under_scan(x64):
     """Traced ends of windows, one of them early, in one scan."""
     w, grads = params("float64"), gradients(8, "float64")
@@ -430,6 +438,7 @@ def test_vmap_over_models_that_skip_apart():
     assert state.inner.step.tolist() == [2, 2, 1]
 
 
+@pytest.mark.slow
 def test_jit_with_donation_in_one_trace():
     """Seven calls with two ends of windows, NaN among them; buffers are given away each time."""
     tx, w, grads = jgrad.accumulate(jgrad.adam(0.1), 3), params(), gradients(7)
@@ -444,6 +453,7 @@ def test_jit_with_donation_in_one_trace():
     chex.assert_trees_all_close(w, expected[-1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_devices_of_a_mesh_axis_leave_out_the_same():
     """With `mesh_axes`, a NaN in one part of a cut leaf is seen by all parts."""
     x = jnp.array([[1.0, NAN], [1.0, 1.0]])
@@ -458,7 +468,7 @@ def test_devices_of_a_mesh_axis_leave_out_the_same():
 # ---- leaves and dtypes -------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize(
     ("dtype", "values", "expected"),
     [
@@ -485,7 +495,7 @@ def test_half_precision_is_summed_in_float32(dtype, values, expected, params_dty
     np.testing.assert_array_equal(state.inner, jnp.full(2, expected, dtype), strict=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("count", [None, "float0", "int"])
 def test_leaves_that_are_not_updated(count):
     """Integers and None pass through the sum; a missing gradient stays missing inside."""
@@ -574,6 +584,7 @@ def test_extra_arguments_reach_the_inner_transformation():
 LOOK = 1 if jax.__version_info__ >= (0, 10) else 4.1
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(("check_finite", "limit"), [(False, 3), (True, 3 + LOOK)])
 @pytest.mark.parametrize("make", [jgrad.adam, optax.adam], ids=["jgrad", "optax"])
 def test_e11_bytes_moved_by_a_mini_step(make, check_finite, limit):
@@ -596,6 +607,7 @@ def conditionals(jaxpr):
     return [e for e in jaxpr.eqns if e.primitive.name == "cond"]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 def test_an_open_window_writes_nothing_for_the_branch(dtype, packed):

@@ -40,7 +40,7 @@ def assert_reference(states, trees, decay, rtol):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=16)
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
     [
@@ -76,6 +76,7 @@ DECAYS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("decay", "same"), DECAYS.values(), ids=DECAYS)
 def test_decay_as_a_function(decay, same, standard_promotion):
     """Of the number of updates done, 0 at the first, in one trace."""
@@ -123,6 +124,7 @@ def test_half_precision_moves(dtype):
 # ---- leaves, and what passes -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_updates_pass():
     """As the very objects that they are."""
     w, (g,) = params(), gradients(1)
@@ -168,6 +170,7 @@ def test_the_counter_saturates():
 # ---- beside others -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_read_from_a_chain():
     """By name, whatever stands around it, and the weights are those without the average."""
     w, grads = params(), gradients(5)
@@ -331,6 +334,7 @@ def test_an_injected_start():
 OPTIONS = [{"start": 2}, {"debias": True}, {"start": 1, "debias": True}]
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("surroundings", ["shard_map", "shard_map unchecked", "jit"])
 def test_start_and_debias_of_sharded_leaves(surroundings, options):

@@ -180,6 +180,7 @@ def close(found, expected, dtype=jnp.float32):
 # ---- beside and inside of others ---------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @few_wrappers
 def test_it_trains(wrapper):
     """It does something: the weights move once the optimizer has run, and not before."""
@@ -189,6 +190,7 @@ def test_it_trains(wrapper):
         assert jnp.array_equal(found["layer"]["w"], w["layer"]["w"]) == (count < wrapper.calls)
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_chain(wrapper):
     """After another transformation it is itself on what that makes of gradients."""
@@ -201,6 +203,7 @@ def test_chain(wrapper):
     )
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_masked(wrapper):
     """Leaves outside of the mask pass; the others are trained as if alone."""
@@ -227,6 +230,7 @@ def test_partition(wrapper):
         close(found[key], expected, wrapper.dtype)
 
 
+@pytest.mark.slow(one_in=2)
 @few_wrappers
 def test_inject_hyperparams(wrapper):
     """The optimizer's numbers may be traced."""
@@ -257,6 +261,7 @@ OWN_NUMBERS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("make", "value"), OWN_NUMBERS.values(), ids=OWN_NUMBERS)
 def test_inject_their_own_numbers(make, value):
     (name,) = make.__code__.co_varnames
@@ -314,6 +319,7 @@ def test_empty_tree(wrapper):
     assert optax.tree.get(state, "mw") == {}
 
 
+@pytest.mark.slow(one_in=2)
 @every_wrapper
 def test_eval_shape_and_jit_of_init(wrapper):
     tx, w, _ = setup(wrapper)
@@ -333,6 +339,7 @@ def test_init_of_numpy(wrapper):
     chex.assert_trees_all_equal_shapes_and_dtypes(tx.init(own), expected)
 
 
+@pytest.mark.slow(one_in=2)
 @few_wrappers
 def test_one_trace_with_donation(wrapper):
     """Buffers of parameters and state are given away at each of five steps."""
@@ -347,6 +354,7 @@ def test_one_trace_with_donation(wrapper):
     close(w, expected, wrapper.dtype)
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_scan(wrapper):
     """A scan over the gradients is the loop: dtypes of the state are stable."""
@@ -356,6 +364,7 @@ def test_scan(wrapper):
     close(found, train(tx, w, grads), wrapper.dtype)
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_vmap(wrapper):
     """A batch of models is trained as each model would be."""

@@ -77,6 +77,7 @@ def assert_close(found, expected, rtol):
 # ---- the step ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "dtype", mostly_slow(["float32", "float64", "complex128"], "float32", "float64")
@@ -102,6 +103,7 @@ def test_definition(dtype, packed, x64):
     assert int(state.done) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", mostly_slow([1e-3, 7.0], 7.0))
 @pytest.mark.parametrize("method", mostly_slow(["adam", "muon"], "adam"))
 def test_the_rate_of_the_optimizer_cancels(method, rate):
@@ -117,6 +119,7 @@ def test_the_rate_of_the_optimizer_cancels(method, rate):
     assert_close(found, {name: np.asarray(same[name]) for name in ("layers", "w")}, 2e-6)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("packed", [False, True])
 def test_each_leaf_in_its_precision(packed, x64):
     """Neighbours of float32 and float64 share no sums, and radii have the precision of a leaf."""
@@ -152,6 +155,7 @@ def test_the_sign_counts():
     assert_close(up, expected, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", mostly_slow([False, True], True))
 def test_the_norm_after_1000_steps(packed):
     """It is that of the start to 1e-6: no copy of this method that was seen keeps it."""
@@ -205,6 +209,7 @@ def test_every_expert_has_its_norm():
     np.testing.assert_allclose(norms(found["layers"]), norms(w["layers"]), rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("size", [1e25, 1e-25])
 @pytest.mark.parametrize("of_gradient", [1e25, 1e-25, 1.0])
@@ -318,6 +323,7 @@ def test_a_radius_is_the_norm_from_the_first_step(size, rate):
         np.testing.assert_allclose(norms(found[name]), 2.0, rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("rate", [0.0, 0.02])
 def test_zeros_without_a_direction(rate):
     """Matrices of zeros that are to have a norm stay where the rate is 0 or no gradient came."""
@@ -457,6 +463,7 @@ def test_messages():
 # ---- in its surroundings -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["master_weights", "stochastic_rounding"])
 def test_bfloat16_weights(name):
     """Norms are in float32: weights have theirs to a rounding."""
@@ -469,6 +476,7 @@ def test_bfloat16_weights(name):
         np.testing.assert_allclose(norms(state.master["w"]), norms(w["w"]), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_accumulate():
     w, grads = params(), gradients(4, params())
     found, _ = train(jgrad.accumulate(ADAMH, 2), w, grads)
@@ -477,6 +485,7 @@ def test_accumulate():
     assert_close(found, {k: np.asarray(same[k]) for k in ("layers", "w")}, 1e-6)
 
 
+@pytest.mark.slow
 def test_pack_small():
     w, grads = params(), gradients(4, params())
     plain = jgrad.hyperball(jgrad.adam(1e-3), RATE, leaves={**LEAVES, "layers": False})
@@ -485,6 +494,7 @@ def test_pack_small():
     np.testing.assert_allclose(found["w"], same["w"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_zero():
     """Each device has its rows of each matrix; one state for all devices."""
     devices = jax.device_count()
@@ -512,6 +522,7 @@ def test_zero():
     assert_close(jgrad.unpack(whole), {k: np.asarray(same[k]) for k in ("layers", "w")}, 2e-6)
 
 
+@pytest.mark.slow(always=["1.0-True-of_w1", "1e-25-True-of_w2"])
 @pytest.mark.parametrize(
     ("scale", "check", "of_w"),
     [
@@ -593,6 +604,7 @@ def test_sharded_leaves_under_jit():
     assert shardings.radius["layers"].spec == P()
 
 
+@pytest.mark.slow
 def test_scan_and_vmap():
     w, grads = params(), gradients(3, params())
     tx = ADAMH
@@ -604,6 +616,7 @@ def test_scan_and_vmap():
     np.testing.assert_allclose(updates["w"][1], 2 * one["w"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_slopes():
     """By the rate of the method, through a step."""
     w, (g,) = params(), gradients(1, params())
@@ -619,6 +632,7 @@ def test_slopes():
     np.testing.assert_allclose(slope, differences, rtol=1e-2)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("packed", [False, True])
 def test_slopes_where_no_norm_is_kept(packed):
     """Of a matrix of zeros, and of a buffer that has both: those of plain steps, and finite."""
@@ -638,6 +652,7 @@ def test_slopes_where_no_norm_is_kept(packed):
         np.testing.assert_allclose(slopes[name], 2 * (w[name] - 0.1 * g[name]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_trace_and_few_bytes():
     """A step reads weights and directions twice: once for the sums."""
     w, grads = params(), gradients(3, params())

@@ -67,7 +67,7 @@ def ulp(x, dtype):
     return 2.0**exponent * float(info.eps)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=10)
 @every_dtype_of_bits
 @every_method
 def test_e07_a_weight_of_one(method, tx, dtype, standard_promotion):
@@ -84,7 +84,7 @@ def test_e07_a_weight_of_one(method, tx, dtype, standard_promotion):
     np.testing.assert_allclose(state.master, exact, rtol=1e-3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=10)
 @every_dtype
 @every_method
 def test_e07_a_linear_regression(method, tx, dtype, standard_promotion):
@@ -121,7 +121,7 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=8)
 @every_dtype
 @every_case
 def test_the_copy_is_the_papers(case, dtype):
@@ -165,6 +165,7 @@ def follow(old, new, dtype):
     return first, optax.apply_updates(first, updates)
 
 
+@pytest.mark.slow(one_in=4)
 @every_dtype
 @pytest.mark.parametrize("shift", [0.0, 0.3])
 def test_parameters_are_the_rounded_copy(dtype, shift):
@@ -200,7 +201,7 @@ def test_a_sign_changed_at_the_top_of_float16():
 # ---- mixed trees, and dtypes -------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=8)
 @every_dtype_of_bits
 @every_case
 def test_other_leaves_are_those_of_the_plain_transformation(case, dtype):
@@ -229,6 +230,7 @@ def test_other_leaves_are_those_of_the_plain_transformation(case, dtype):
     np.testing.assert_allclose(b, master, atol=float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.slow(one_in=12)
 @pytest.mark.parametrize("grads_dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("make", [jgrad.lamb, optax.adam], ids=["lamb", "optax.adam"])
@@ -247,6 +249,7 @@ def test_dtypes_do_not_drift(make, dtype, grads_dtype, x64, standard_promotion):
     assert all(x.dtype == wide for x in jax.tree.leaves(moments) if x.size and x.ndim)
 
 
+@pytest.mark.slow(one_in=2)
 @every_dtype
 @pytest.mark.parametrize("grads_dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_what_the_inner_transformation_sees(dtype, grads_dtype, x64):
@@ -270,6 +273,7 @@ def test_a_rate_for_one_call():
     np.testing.assert_allclose(state.master, 0.999, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_trace_with_donation():
     """The copy has a buffer of its own, also where the parameters are float32 already."""
     for dtype in ("bfloat16", "float32"):

@@ -120,6 +120,7 @@ def test_e46_the_largest_number_does_not_become_infinite():
         assert jnp.all(jnp.abs(found[:6].astype(jnp.float32)) >= 3e38)
 
 
+@pytest.mark.slow
 def test_e46_decay_and_step_are_rounded_once():
     """As the sum of both is, in float32: bit for bit the weights of a transformation that adds it."""
     w, (g,) = params(BF16), gradients(1, BF16)
@@ -134,6 +135,7 @@ def test_e46_decay_and_step_are_rounded_once():
     assert min(same) > 0.9  # XLA may contract products and sums in one program only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", mostly_slow(["tree", "packed"], "packed"))
 def test_e46_replicas_have_the_same_bits(form):
     """On eight devices: replicated and sharded under jit, and inside shard_map, as on one."""
@@ -208,6 +210,7 @@ def test_moments_are_rounded_with_other_bits():
 # ---- edge 11: tree = packed = resumed ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("form", ["packed", "pack_small", "pack_small inside", "in part packed"])
 def test_e40_weights_packed_is_the_tree(form):
@@ -226,6 +229,7 @@ def test_e40_weights_packed_is_the_tree(form):
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_e40_weights_a_resumed_training():
     """From the state and the weights as NumPy arrays."""
     w, grads = params(BF16), gradients(4, BF16)
@@ -288,6 +292,7 @@ def test_a_weight_that_jumps():
     assert abs(np.mean(error)) < 0.02
 
 
+@pytest.mark.slow
 def test_other_leaves_are_those_of_the_plain_transformation():
     """Float32 beside bfloat16, bit for bit; integers, None and missing gradients stay."""
     w = {"a": jnp.ones((4, 3)), "b": jnp.ones((4, 3), BF16), "n": jnp.arange(3), "none": None}
@@ -331,6 +336,7 @@ def test_the_mean_is_not_rounded_inside_accumulate():
     np.testing.assert_allclose(seen, [mean], rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("inner", [ADAMW, optax.adam(1e-3)], ids=["adamw", "optax.adam"])
 def test_a_skipped_step_moves_nothing(inner, standard_promotion):
     """Weights, state and counter are as if the step had not been."""
@@ -359,6 +365,7 @@ def test_the_average_inside_is_of_unrounded_weights():
     assert updates.dtype == BF16
 
 
+@pytest.mark.slow
 def test_zero_on_eight_devices():
     """Each device rounds its rows as one device would."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -387,6 +394,7 @@ def test_zero_on_eight_devices():
 # ---- under JAX's transformations ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scan_and_vmap():
     """A scan is the loop bit for bit, and a batch of models each model."""
     w, grads = params(BF16), gradients(3, BF16)
@@ -416,6 +424,7 @@ def step_program(tx, w):
     return step.lower(w, jax.eval_shape(tx.init, w), w).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
 )
@@ -442,6 +451,7 @@ def test_memory_of_a_step(form):
     assert "gather" not in text
 
 
+@pytest.mark.slow
 def test_donation():
     tx, w = jgrad.stochastic_rounding(ADAMW), params(BF16)
     step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))

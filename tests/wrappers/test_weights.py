@@ -71,6 +71,7 @@ def wide(tree):
 # ---- any way of splitting ----------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=16)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("form", ["tree", "packed", "skip", "spikes", "skip and spikes"])
 def test_the_mean_of_all_tokens(split, form):
@@ -90,6 +91,7 @@ def test_the_mean_of_all_tokens(split, form):
     assert float(optax.tree.get(state, "weight")) == 0
 
 
+@pytest.mark.slow(one_in=24)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("emit", ["last", "traced", "python"])
@@ -103,6 +105,7 @@ def test_double_precision(split, dtype, emit, x64):
     assert state.weight.dtype == jnp.float32
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_half_precision_gradients(split):
     """Each is rounded once, before it is weighted; sums and means in float32."""
@@ -114,6 +117,7 @@ def test_half_precision_gradients(split):
     chex.assert_trees_all_close(wide(state.inner.master), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     "inner",
     [
@@ -140,6 +144,7 @@ def test_inside(inner, standard_promotion):
     assert (int(state.mini_step), float(state.weight)) == (0, 0)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("alike", [True, False], ids=["all tokens", "own tokens"])
 def test_on_devices(alike, check_vma):
@@ -270,6 +275,7 @@ def test_skip_nonfinite_drops_a_window_with_its_weight():
 # ---- the program, and messages -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
 )
