@@ -270,16 +270,3 @@ def test_models_on_a_mesh(name, axis_type, check_vma):
     found = jax.jit(step)(place(W, mesh, specs), place(X, mesh, P("data")))
     chex.assert_trees_all_equal_structs(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_the_mean_is_taken_once():
-    """The recipe of E25 under `check_vma=True`: the gradient of the mean needs no second mean."""
-    mesh = mesh_of(data=8)
-    step = jax.shard_map(
-        lambda w, x: jgrad.grad(lambda w: jax.lax.pmean(loss(w, x), "data"))(w),
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-    )
-    found = jax.jit(step)(W, X)
-    chex.assert_trees_all_close(found, jax.grad(loss)(W, X), rtol=1e-5, atol=1e-7)

@@ -108,14 +108,6 @@ def test_zeros(shape, stacked):
         assert not any(np.any(y) for y in found)
 
 
-def test_bytes_of_any_leaf():
-    """At most 2 + 8 / 256 + 8 / size per element for both moments; no code for padding."""
-    for shape in (s for s, axes in SHAPES if not axes):
-        size = int(np.prod(shape))
-        scale = np.prod(Geometry.of_leaf(shape).scales)
-        assert 2 * size + 8 * scale <= 2 * size + 8 * size / 256 + 8
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 def test_bytes_of_states(packed):
     """Of leaves of 4096 elements or more: 2.04 per parameter, of momentum 1.02; 4 below on a tree."""
