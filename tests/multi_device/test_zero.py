@@ -134,20 +134,6 @@ def test_options(name):
         assert_same(OPTIONS[name], exact=not norms)
 
 
-def test_layers_of_a_stacked_leaf():
-    """Each has its own norm, wherever it begins and ends."""
-    w = {"stack": normal(0)["layer"]["w"].reshape(5, 96) * jnp.arange(1.0, 6.0)[:, None]}
-    packed = jgrad.pack(w, layer_axes=0, multiple_of=DEVICES)
-    assert packed.buffers["float32"].shape == (8, 256)  # five layers, and three devices with none
-    each = [jax.tree.map(lambda x, i=i: jnp.cos(i * x), w) for i in range(DEVICES)]
-    grads = [stack([jgrad.pack(g, like=packed) for g in each])]
-    found, _ = assert_same(jgrad.lamb(0.1), exact=False, packed=packed, grads=grads)
-    tx = jgrad.lamb(0.1, layer_axes=0)
-    mean = jax.tree.map(lambda *xs: sum(xs) / DEVICES, *each)
-    updates, _ = tx.update(mean, tx.init(w), w)
-    assert_close(jgrad.unpack(found), optax.apply_updates(w, updates), 1e-5)
-
-
 def mixed():
     """A buffer for each dtype."""
     w = normal(0)
@@ -321,26 +307,6 @@ def test_around_it():
             assert_close(jax.tree.map(lambda x: x[5], updates), expected)
     assert state.skipped.tolist() == [1] * DEVICES
     assert state.count.tolist() == [1] * DEVICES
-
-
-def test_init_inside_is_a_share_of_init_outside():
-    packed = packed_model(jnp.bfloat16)
-    run = Sharded(jgrad.master_weights(jgrad.adam(0.1)), packed)
-    inside = jax.shard_map(
-        run.tx.init, mesh=run.mesh, in_specs=P(), out_specs=run.specs, check_vma=False
-    )
-    assert_equal(inside(packed), run.state)
-
-
-def test_a_checkpoint_fits_the_tree():
-    """The state as a tree is that of `tx` alone, and can be packed for another number of devices."""
-    packed, w = packed_model(), normal(0)
-    tx = jgrad.adam(0.1)
-    found = jgrad.unpack(train(Sharded(tx, packed), packed, gradients(packed)))
-    assert jax.tree.structure(found) == jax.tree.structure((w, tx.init(w)))
-    fewer = jgrad.pack(w, multiple_of=3)
-    again = jgrad.pack(found, like=(fewer, tx.init(fewer)))
-    assert_equal(jgrad.unpack(again), found)
 
 
 # ---- what it costs -------------------------------------------------------------------------------

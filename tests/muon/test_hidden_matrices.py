@@ -224,13 +224,6 @@ def test_a_whole_model():
         assert state.vw.embed.weight.shape == (9, 4)
 
 
-def test_as_matrices_of_muon():
-    params = {"embed": MATRIX, "dense": {"b": jnp.ones(6), "w": MATRIX}}
-    tx = jgrad.muon(0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.1)
-    shapes = jax.tree.map(jnp.shape, tx.init(params).vw)
-    assert shapes == {"embed": (4, 6), "dense": {"b": (6,), "w": None}}
-
-
 def test_messages():
     assert_error(
         TypeError,

@@ -1,6 +1,5 @@
 """Muon against its author's code, and against steps of torch."""
 
-import functools
 import pathlib
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 import jgrad
 from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
-from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal, run, train
 from tests.support.packed_model import assert_close
 
@@ -245,20 +243,6 @@ def test_second_moments_of_some_leaves_alone(rule):
     }  # fmt: skip
 
 
-@pytest.mark.slow(always=True)
-def test_the_tree_of_the_state_depends_on_the_matrices_and_the_rule_alone():
-    w = model(dtype=np.float32)
-    make = functools.partial(jgrad.muon, matrices=OF_MODEL, output_axes=places(1))
-    first = make(0.1, adam_learning_rate=0.1).init(w)
-    others = [
-        make(lambda t: 0.1, adam_learning_rate=lambda t: 0.1, momentum=lambda t: 0.9),
-        make({"matrices": 0.1, "others": 0.2}, scale="match_rms_adamw", weight_decay=0.1),
-        make(0.1, adam_learning_rate=0.1, coefficients="you", nesterov=False, momentum=0.5),
-    ]
-    for tx in others:
-        assert_equal(tx.init(w), first)
-
-
 def test_bfloat16_momentum():
     """The step is computed from the momentum before it is rounded, to a neighbour in bfloat16."""
     w, grads = jnp.zeros((4, 6)), [model(s, np.float32)["matrices"]["wide"][:, :6] for s in (1, 2)]
@@ -271,27 +255,3 @@ def test_bfloat16_momentum():
     m = jnp.float32(0.95) * state.mw.astype(jnp.float32) + jnp.float32(0.05) * grads[1]
     np.testing.assert_allclose(before - found, jgrad.orthogonalize(m) * np.sqrt(6 / 4), atol=1e-6)
     np.testing.assert_allclose(new.mw.astype(jnp.float32), m, rtol=2**-7)
-
-
-@pytest.mark.parametrize("rule", mostly_slow({"muon": "muon", "normuon": "normuon"}, "muon"))
-def test_full_precision_beside_8_bits(rule):
-    """Leaves that are kept train as in float32, whatever their neighbours are stored in."""
-    draw = lambda seed: jax.random.normal(jax.random.key(seed), (16, 256))
-    w = {"kept": draw(0), "coded": draw(1), "embed": draw(2)}
-    matrices = {"kept": True, "coded": True, "embed": False}
-    grads = [jax.tree.map(lambda x, i=i: jnp.sin(3 * x + i), w) for i in range(3)]
-    make = functools.partial(jgrad.muon, 0.1, matrices=matrices, adam_learning_rate=0.1, rule=rule)
-    kept = {"kept": True, "coded": False, "embed": False}
-    found, state = train(make(moment_dtype="8bit", full_precision=kept), w, grads)
-    expected, exact = train(make(), w, grads)
-    assert {name: x.dtype for name, x in state.mw.items()} == {
-        "kept": "float32", "coded": "int8", "embed": "int8"
-    }  # fmt: skip
-    assert state.vw["embed"].dtype == "uint8"
-    full = make(moment_dtype="8bit", full_precision=True).init(w)
-    assert not any(isinstance(x, jgrad.Blocks) for x in (*full.mw.values(), *full.vw.values()))
-    assert_close(found["kept"], expected["kept"])
-    for name in ("coded", "embed"):
-        far = jnp.linalg.norm(found[name] - expected[name])
-        assert 0 < far < 0.1 * jnp.linalg.norm(expected[name] - w[name])
-    assert jax.tree.structure(unquantized(state)) == jax.tree.structure(exact)

@@ -12,7 +12,7 @@ from jgrad._muon import split_leaves
 from jgrad._muon.matrix_axes import MatrixAxes
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, train
+from tests.support.loops import train
 from tests.support.packed_model import assert_close
 
 pytestmark = pytest.mark.slow
@@ -295,16 +295,6 @@ def test_there_and_back(shape):
 
 W = {"qkv": jnp.ones((8, 16)), "mlp": {"w": jnp.ones((8, 12)), "b": jnp.ones(12)}, "none": None}
 MATRICES = {"qkv": True, "mlp": {"w": True, "b": False}, "none": True}
-
-
-@pytest.mark.slow(always=True)
-def test_by_path():
-    w = {name: x for name, x in W.items() if name != "none"}
-    own = {"matrices": {name: MATRICES[name] for name in w}}
-    by_path = muon(split=jgrad.by_path({"qkv": (8, 4, 4), "mlp/w": 6}, rest=None), **own)
-    tree = muon(split={"qkv": (8, 4, 4), "mlp": {"w": 6, "b": None}}, **own)
-    found, expected = (jax.jit(tx.update)(w, tx.init(w), w) for tx in (by_path, tree))
-    assert_equal(found, expected)
 
 
 EXPECTED = "expected None, a head size (an int), or a tuple of sizes"

@@ -18,7 +18,7 @@ from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
-from jgrad._trees.blocks import Blocks, Form
+from jgrad._trees.blocks import Form
 from tests.reference import eight_bits
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
@@ -272,17 +272,3 @@ def test_scales_are_sharded_as_codes(shape, axis, spec, expected):
     """Along the axis of blocks only where a shard has whole ones."""
     place = NamedSharding(AbstractMesh((4, 2), ("a", "b")), spec)
     assert Geometry.of_leaf(shape, axis=axis).sharding_of_scale(place).spec == expected
-
-
-@pytest.mark.slow
-def test_zeros():
-    """Code 0 and scale 0, in the shapes that the first step writes."""
-    for shape, axis in ALONG:
-        for which in (SIGNED, FOUR):
-            zeros = encoding.zeros(jnp.zeros(shape), (), Form(which, axis))
-            first = encoded(numbers(shape), Geometry.of_leaf(shape, axis=axis), which)
-            assert jax.tree.structure(zeros) == jax.tree.structure(first)
-            assert jax.tree.map(jnp.shape, zeros) == jax.tree.map(jnp.shape, first)
-            assert not any(np.any(x) for x in zeros)
-            np.testing.assert_array_equal(decoded(zeros), np.zeros(shape))
-    assert isinstance(zeros, Blocks)

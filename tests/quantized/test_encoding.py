@@ -123,27 +123,3 @@ def test_bytes_of_states(packed):
         state = jax.eval_shape(make().init, params)
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.mw, state.vw)))
         assert held <= limit * count
-
-
-@pytest.mark.parametrize(
-    ("shape", "stacked"), [((4, 512), ()), ((5, 300), ()), ((300, 5), (1,))], ids=str
-)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_not_finite_in_every_place(shape, stacked, bad):
-    """The scale of that block, and no other, says so; the other blocks keep their codes."""
-    x = numbers(shape, second=True)
-    blocks = eight_bits.blocks_of(shape, stacked)
-    clean = encoded(x, stacked, second=True)
-    places = np.random.default_rng(0).choice(x.size, 20, replace=False)
-    for place in (0, x.size - 1, *places):
-        y = x.copy()
-        y.flat[place] = bad
-        found = encoded(y, stacked, second=True)
-        block = blocks.flat[place]
-        finite = np.isfinite(np.ravel(found.scale))
-        np.testing.assert_array_equal(np.flatnonzero(~finite), [block])
-        other = blocks != block
-        np.testing.assert_array_equal(
-            np.asarray(found.codes)[other], np.asarray(clean.codes)[other]
-        )
-        assert not np.any(np.isfinite(np.asarray(decoded(found))[~other]))
