@@ -117,28 +117,23 @@ lamb = functools.partial(
 )
 
 
-def test_data_parallel_under_jit():
+@pytest.mark.parametrize("way", ["jit", "shard_map", "shard_map, unchecked", "pmap"])
+def test_data_parallel(way):
     """The loss is that of the whole batch, and so is its gradient."""
     mesh, (w, batches) = mesh_of(data=8), problem()
-    step, *start = under_jit(descent(), jax.grad(loss), w, mesh, P())
-    assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_data_parallel_in_shard_map(check_vma):
-    mesh, (w, batches) = mesh_of(data=8), problem()
-    step, *start = in_shard_map(descent(), mean_gradient, w, mesh, P(), check_vma=check_vma)
-    assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
-
-
-def test_data_parallel_under_pmap():
-    """Put on a mesh with the name of the axis; from elsewhere, JAX 0.10 would trace twice."""
-    mesh, (w, batches) = mesh_of(data=8), problem()
-    step = training_step(descent(), mean_gradient)
-    step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
-    start = place((w, descent().init(w)), mesh, P())
-    found = train(step, *start, [x.reshape(DEVICES, -1, 4) for x in batches])
-    assert_close(found, on_one_device(descent(), loss, w, batches))
+    expected = on_one_device(descent(), loss, w, batches)
+    if way == "jit":
+        step, *start = under_jit(descent(), jax.grad(loss), w, mesh, P())
+    elif way == "pmap":
+        step = training_step(descent(), mean_gradient)
+        step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
+        # On a mesh with the name of the axis; from elsewhere, JAX 0.10 would trace twice.
+        start = place((w, descent().init(w)), mesh, P())
+        batches = [x.reshape(DEVICES, -1, 4) for x in batches]
+    else:
+        check = {"check_vma": way == "shard_map"}
+        step, *start = in_shard_map(descent(), mean_gradient, w, mesh, P(), **check)
+    assert_close(train(step, *start, batches), expected)
 
 
 # ---- tensor parallel -----------------------------------------------------------------------------
