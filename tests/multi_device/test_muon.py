@@ -313,7 +313,7 @@ def on_one_device(arrangement, rule):
     return jax.device_get((steps, state))
 
 
-@pytest.mark.slow(always=["muon-known-blocks, three"])
+@pytest.mark.slow(always=["normuon-known-blocks, three"])
 @pytest.mark.parametrize(("kind", "arrangement"), [(k, a) for k in KINDS for a in KINDS[k]])
 @both_rules
 def test_under_jit(kind, arrangement, rule):
@@ -365,7 +365,7 @@ def test_under_jit(kind, arrangement, rule):
     assert_close(jax.device_get(state.vw), expected.vw, 1e-4)
 
 
-@pytest.mark.slow(always=["muon-True-blocks, columns"])
+@pytest.mark.slow(always=["normuon-True-blocks, columns"])
 @pytest.mark.parametrize("arrangement", [*OF_BLOCKS, "fsdp", "experts", "convolutions", "tensor"])
 @pytest.mark.parametrize("check", [False, True])
 @both_rules

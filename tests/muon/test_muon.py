@@ -221,7 +221,7 @@ def test_a_rate_for_one_call():
 # ---- the state ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(always=["muon"])
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_second_moments_of_some_leaves_alone(rule):
     """None for matrices, or a number per output of each; for Adam's leaves as ever."""

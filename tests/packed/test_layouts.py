@@ -130,7 +130,7 @@ STACK = {"a": np.ones((2, 3), np.float32)}
 COPIED = {"tree": (tree(), None), "node": (Pair(jnp.ones(3), None), None), "stack": (STACK, 0)}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(always=["stack"])
 @pytest.mark.parametrize(("tree", "axes"), COPIED.values(), ids=COPIED)
 def test_copies(tree, axes):
     """Equal to the layout, axes of stacks included, and of use."""

@@ -70,7 +70,6 @@ def assert_same(found, expected):
 packings = pytest.mark.parametrize("name", mostly_slow(PACKINGS, "stacked"))
 
 
-@pytest.mark.slow
 @packings
 def test_numbers_of_an_unpacked_state(name):
     """They are packed again; small leaves as numbers, for which there may be several codes."""
