@@ -313,7 +313,7 @@ def on_one_device(arrangement, rule):
     return jax.device_get((steps, state))
 
 
-@pytest.mark.slow(always=["normuon-known-blocks, three"])
+@pytest.mark.slow(always=["normuon-known-blocks, three", "muon-known-qkv (None, 'data')"])
 @pytest.mark.parametrize(("kind", "arrangement"), [(k, a) for k in KINDS for a in KINDS[k]])
 @both_rules
 def test_under_jit(kind, arrangement, rule):
