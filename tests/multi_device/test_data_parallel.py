@@ -74,6 +74,7 @@ def test_pmap(case, form):
     chex.assert_trees_all_close(first, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in KINDS if case.step], ids=str)
 def test_functional_update(case):
     """The first step on each device, beside the reference."""

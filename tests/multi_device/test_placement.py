@@ -89,6 +89,13 @@ SIZES = {
 }
 
 
+@pytest.mark.slow(
+    always=[
+        "eager-AxisType.Explicit-adamw",
+        "jit with out_shardings-AxisType.Auto-momentum",
+        "eager-AxisType.Auto-accumulate",
+    ]
+)
 @pytest.mark.parametrize("name", [*STATEFUL, *WRAPPED])
 @every_axis_type
 @every_init
