@@ -111,6 +111,18 @@ def test_a_matrix_that_is_not_finite_spoils_no_other():
     assert not np.any(np.isfinite(found[3]))
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
+)
+@pytest.mark.parametrize("count", [8, 64])
+def test_temporaries_are_bounded_in_bytes(count):
+    """At most 2.5 chunks beside the stack and the result: results are written where they were read."""
+    x = jax.ShapeDtypeStruct((count, 256, 1024), jnp.float32)
+    used = jax.jit(stacked).lower(x).compile().memory_analysis().temp_size_in_bytes
+    matrix = 256 * 1024 * 4
+    assert used <= 2.5 * matrix  # a chunk is one matrix
+
+
 def test_messages():
     """Of options of Newton-Schulz, word for word."""
     names = "one of 'jordan', 'you', 'polar_express', 'deepseek_v4', or a sequence of triples"

@@ -217,6 +217,7 @@ def test_programs_do_not_grow_with_the_leaves():
 # ---- whole matrices for each shard ---------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_segments_there_and_back(shards):
     """Of NumPy's arrays and of JAX's, with a number per row or more."""
@@ -233,6 +234,7 @@ def test_segments_there_and_back(shards):
         np.testing.assert_array_equal(row_order.to_leaf_order(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", mostly_slow([1, 2, 3, 8], 3))
 def test_unpack_is_the_tree(shards):
     """Bit for bit, and packed again like itself; and copies and pickles of its layout are equal."""
@@ -249,6 +251,7 @@ def test_unpack_is_the_tree(shards):
     assert "padding" in repr(packed)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("shards", [2, 8])
 def test_each_shard_has_whole_matrices(shards):
     """As many of each shape in the same rows of each shard; the others are zeros."""
@@ -268,6 +271,9 @@ def test_each_shard_has_whole_matrices(shards):
             np.testing.assert_array_equal(items[full > 0][:, : int(full.max())], 1)
 
 
+OTHERS = ("lars", "lamb", "clip_by_global_norm", "a rate for each element")
+
+
 def other_methods():
     """Of which rows in another order have norms of layers, rates of leaves, and rates of elements."""
     w = models(0)
@@ -282,7 +288,7 @@ def other_methods():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(other_methods(), "lamb"))
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_methods(name):
     tx, w, g = other_methods()[name], models(0), models(1)
     expected, _ = jax.jit(tx.update)(g, tx.init(w), w)
@@ -361,6 +367,7 @@ def test_messages(error, message, call):
     assert_error(error, message, call)
 
 
+@pytest.mark.slow
 def test_a_whole_model():
     """Of equinox: the leaf that is no array is named, whatever chooses the matrices."""
     model = eqx.nn.MLP(3, 3, 8, 2, key=jax.random.key(0))
