@@ -103,7 +103,7 @@ class Given:
             if isinstance(kind, Role) and kind in _READS:
                 x = _READS[kind](inputs, step, name, self.arguments[name], self.arguments)
                 setattr(of_update, name, x)
-        if "weight_decay" in self._kinds and "learning_rate" in self._kinds:
+        if self._kinds.get("weight_decay") is Role.DECAY:
             rule = self.arguments["weight_decay_rule"]
             decay = rules.optional(of_update.weight_decay, rule)
             of_update.descent = Descent(decay, of_update.learning_rate, rule)

@@ -71,22 +71,6 @@ def test_hessian(mode, x64):
     )
 
 
-@every_mode
-def test_func_is_called_once(mode):
-    calls = []
-    jgrad.jac(lambda x: (calls.append(x), wide(x))[1], mode=mode)(X)
-    assert len(calls) == 1
-
-
-@pytest.mark.slow
-@every_mode
-@pytest.mark.parametrize("func", [wide, narrow])
-def test_under_jit_and_vmap(func, mode):
-    x = jnp.stack([X, 2 * X])
-    found = jax.jit(jax.vmap(jgrad.jac(func, mode=mode)))(x)
-    chex.assert_trees_all_close(found, jax.vmap(jax.jacrev(func))(x), atol=1e-6)
-
-
 def passes(func, x, mode):
     """Which way a Jacobian went: the width of the batch of passes."""
     jaxpr = str(jax.make_jaxpr(jgrad.jac(func, mode=mode))(x))

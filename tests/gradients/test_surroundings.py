@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, place, varying
 
 W = {"w": jnp.linspace(-1.0, 1.0, 24).reshape(3, 8), "b": jnp.linspace(0.0, 1.0, 8)}
 X = jnp.sin(jnp.arange(48.0)).reshape(16, 3)
@@ -105,10 +105,6 @@ def assert_alike(name, run):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
 
 
-def placed(tree, mesh, specs):
-    return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-
-
 @pytest.mark.slow(
     always=[
         "unchecked-auto-grad",
@@ -137,15 +133,9 @@ def test_shard_map(name, axis_type, kind):
             out_specs=P("data"),
             check_vma=kind != "unchecked",
         )
-        return jax.jit(inside)(placed(W, mesh, dict.fromkeys(W, P())), placed(X, mesh, P("data")))
+        return jax.jit(inside)(place(W, mesh, dict.fromkeys(W, P())), place(X, mesh, P("data")))
 
     assert_alike(name, run)
-
-
-def varying(x, axis):
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, axis, to="varying")
-    return jax.lax.pvary(x, axis)  # JAX 0.7
 
 
 SHARDED = {
@@ -162,7 +152,7 @@ def test_jit(name, axis_type, where):
     """On sharded arrays."""
     mesh = mesh_of(axis_type, data=8)
     args = tuple(
-        placed(tree, mesh, specs) for tree, specs in zip((W, X), SHARDED[where], strict=True)
+        place(tree, mesh, specs) for tree, specs in zip((W, X), SHARDED[where], strict=True)
     )
     assert_alike(name, lambda f: jax.jit(f)(*args))
 
@@ -277,19 +267,6 @@ def test_models_on_a_mesh(name, axis_type, check_vma):
         out_specs=(P(), jax.tree.map(lambda y: P(*[None] * (y.ndim - 1), own), expected[1])),
         check_vma=check_vma,
     )
-    found = jax.jit(step)(placed(W, mesh, specs), placed(X, mesh, P("data")))
+    found = jax.jit(step)(place(W, mesh, specs), place(X, mesh, P("data")))
     chex.assert_trees_all_equal_structs(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_the_mean_is_taken_once():
-    """The recipe of E25 under `check_vma=True`: the gradient of the mean needs no second mean."""
-    mesh = mesh_of(data=8)
-    step = jax.shard_map(
-        lambda w, x: jgrad.grad(lambda w: jax.lax.pmean(loss(w, x), "data"))(w),
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-    )
-    found = jax.jit(step)(W, X)
-    chex.assert_trees_all_close(found, jax.grad(loss)(W, X), rtol=1e-5, atol=1e-7)

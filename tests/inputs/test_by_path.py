@@ -1,6 +1,7 @@
 """`by_path`: which leaf has which value, and every option that takes it."""
 
 import collections
+import inspect
 
 import chex
 import equinox as eqx
@@ -14,9 +15,10 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from tests.cases import every_case
+from tests.cases import every_case, gradients, params
+from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, every_step, run, train
+from tests.support.loops import assert_equal, run, train
 
 Pair = collections.namedtuple("Pair", "kernel bias")
 
@@ -257,8 +259,6 @@ def options_of(case, tree):
         case.of_adam(name) if name[:4] in ("beta", "epsi") else name: values
         for name, values in OPTIONS.items()
     }
-    import inspect
-
     names = inspect.signature(case.make).parameters
     own = {name: values for name, values in known.items() if name in names}
     if case.options.get("momentum", 0) is None or case.name == "gradient_descent":
@@ -275,8 +275,6 @@ def options_of(case, tree):
 )
 def test_rules_are_trees(case, form):
     """Rules and the tree of their values are one program; packed, leaves have the same bits."""
-    from tests.cases import gradients, params
-
     w, grads = params(), gradients(3)
     rules, tree = options_of(case, w)
     others = {k: v for k, v in case.options.items() if k not in rules}
@@ -356,52 +354,20 @@ def test_leaves_with_one_rule_share_a_number():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["shard_map", "jit"])
-def test_on_many_devices(where, x64):
-    """With sharded leaves as on one device."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+def test_in_shard_map(x64):
+    """With sharded leaves as on one device: `mesh_axes` by rules, beside others."""
     w = {"a": jnp.sin(jnp.arange(32.0)).reshape(16, 2), "b": {"c": jnp.arange(8.0)}}
+    options = {
+        "learning_rate": jgrad.by_path({"a": 0.1}, rest=falling),
+        "beta2": jgrad.by_path({"**/c": 0.9}, rest=0.99),
+        "weight_decay": jgrad.by_path({"a": 0.1}, rest=0.0),
+    }
+    axes = jgrad.by_path({"a": P("x"), "**/c": "x"})
+    first = lambda tx: lambda g, w: tx.update(g, tx.init(w), w)[0]
+    cut = first(jgrad.lamb(**options, mesh_axes=axes))
+    cut = jax.shard_map(cut, mesh=mesh_of(x=8), in_specs=P("x"), out_specs=P("x"))
     g = jax.tree.map(jnp.cos, w)
-    tx = jgrad.lamb(
-        jgrad.by_path({"a": 0.1}, rest=falling),
-        beta2=jgrad.by_path({"**/c": 0.9}, rest=0.99),
-        weight_decay=jgrad.by_path({"a": 0.1}, rest=0.0),
-        mesh_axes=jgrad.by_path({"a": P("x"), "**/c": "x"}) if where == "shard_map" else None,
-    )
-    alone = jgrad.lamb(
-        jgrad.by_path({"a": 0.1}, rest=falling),
-        beta2=jgrad.by_path({"**/c": 0.9}, rest=0.99),
-        weight_decay=jgrad.by_path({"a": 0.1}, rest=0.0),
-    )
-    expected = alone.update(g, alone.init(w), w)[0]
-
-    def step(g, w):
-        return tx.update(g, tx.init(w), w)[0]
-
-    if where == "shard_map":
-        step = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    else:
-        g, w = jax.device_put((g, w), jax.sharding.NamedSharding(mesh, P("x")))
-    assert_near(jax.jit(step)(g, w), expected, 1e-12)
-
-
-@pytest.mark.slow
-def test_under_scan_and_vmap():
-    tx = jgrad.adam(grouped(RATE), beta2=grouped(BETA2))
-    expected = every_step(tx, W, GRADS)[-1]
-
-    def body(carry, g):
-        w, state = carry
-        updates, state = tx.update(g, state, w)
-        return (optax.apply_updates(w, updates), state), None
-
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *GRADS)
-    found = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stacked)[0])(W)
-    chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    two = jax.tree.map(lambda x: jnp.stack([x, x]), W)
-    updates = jax.vmap(lambda w, g: tx.update(g, tx.init(w), w)[0])(two, two)
-    alone = tx.update(W, tx.init(W), W)[0]
-    chex.assert_trees_all_close(jax.tree.map(lambda x: x[1], updates), alone, rtol=1e-6)
+    assert_near(jax.jit(cut)(g, w), first(jgrad.lamb(**options))(g, w), 1e-12)
 
 
 # ---- bad input ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import jgrad
-from tests.support.choice import mostly_slow
 
 W = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 G = jax.tree.map(lambda x: 0.5 * x, W)
@@ -96,13 +95,6 @@ def test_a_schedule_that_is_a_tree_is_called(schedule, params):
     for step, rate in enumerate((0.2, 0.1)):
         updates, _ = tx.update(params, state._replace(step=jnp.int32(step)), params)
         assert_same(updates, jax.tree.map(lambda x, rate=rate: -rate * x, params))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", mostly_slow(["adam", "lars", "lamb"], "lamb"))
-def test_by_every_method_and_inside_of_wrappers(make):
-    around = lambda rate: jgrad.skip_nonfinite(jgrad.pack_small(getattr(jgrad, make)(rate)))
-    assert_same(trained(around(Closure(Schedule(0.2)))), trained(around(plain)))
 
 
 def test_a_schedule_for_one_call():

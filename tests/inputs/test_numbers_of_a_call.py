@@ -133,16 +133,6 @@ def test_schedules_of_decay_and_betas():
     chex.assert_trees_all_close(found, other, rtol=1e-5, atol=1e-7)
 
 
-def test_through_a_chain():
-    """Each transformation of a chain takes what it knows; what others take passes."""
-    w, g = params(), gradients(1)[0]
-    tx = optax.chain(jgrad.scale_by_adam(), jgrad.gradient_descent(0.1, momentum=0.9))
-    state = tx.init(w)
-    found = tx.update(g, state, w, beta1=0.5, momentum=0.1, learning_rate=0.3, value=1.0)
-    other = optax.chain(jgrad.scale_by_adam(beta1=0.5), jgrad.gradient_descent(0.3, momentum=0.1))
-    chex.assert_trees_all_close(found, other.update(g, state, w), rtol=1e-6)
-
-
 def update(tx, **numbers):
     w, g = params(), gradients(1)[0]
     return tx.update(g, tx.init(w), w, **numbers)
@@ -156,12 +146,6 @@ MESSAGES = [
      lambda: update(jgrad.adam(0.1), epsilon=jnp.ones(2))),
     (ValueError, "adam: `beta2` does not have the structure of `params`: only `beta2` has ['x'].",
      lambda: update(jgrad.adam(0.1), beta2={"layer": 0.9, "rest": 0.9, "x": 0.9})),
-    (TypeError, "adam: `update` has the keyword `lr`, expected `learning_rate`.",
-     lambda: update(jgrad.adam(0.1), lr=0.2)),
-    (TypeError, "skip_nonfinite: `update` has the keyword `learning_rates`, expected `learning_rate`.",
-     lambda: update(jgrad.skip_nonfinite(jgrad.adam(0.1)), learning_rates=0.2)),
-    (TypeError, "muon: `update` has the keyword `beta1`, expected `adam_beta1`.",
-     lambda: update(jgrad.muon(0.1, **MUON), beta1=0.2)),
     (TypeError, "gradient_descent: `momentum`: 0.9 of type float, expected None, since the factory had none, and the "
      "state has no buffer.", lambda: update(jgrad.gradient_descent(0.1), momentum=0.9)),
     (ValueError, "lars: `momentum`: 1.5, expected a number in [0, 1).", lambda: update(jgrad.lars(0.1), momentum=1.5)),

@@ -203,21 +203,6 @@ def test_a_path_above_several_outputs():
     chex.assert_trees_all_equal(grads, {"1_a": jnp.full(2, 2.0)})
 
 
-def test_under_jit_and_vmap():
-    f = lambda x: run(lambda x: jnp.sum(x**2), x)
-    x = jnp.stack([X, Y])
-    value, grads = jax.jit(jax.vmap(f))(x)
-    np.testing.assert_allclose(value, jnp.sum(x**2, axis=1))
-    chex.assert_trees_all_equal(grads, 2 * x)
-
-
-def test_the_gradient_of_the_sum_costs_one_pass():
-    """The documented fast way."""
-    f = lambda x: jnp.sum(x**2) + jnp.sum(x**3)
-    _, grads = run(f, X)
-    chex.assert_trees_all_close(grads, 2 * X + 3 * X**2)
-
-
 @pytest.mark.parametrize(
     ("message", "call"),
     [

@@ -53,16 +53,17 @@ def test_constants(scale, norm):
     np.testing.assert_allclose(np.ravel(found), [float(true_norm(x)) for x in arrays], rtol=1e-6)
 
 
-@pytest.mark.slow(one_in=3)
 @pytest.mark.bits
-@pytest.mark.parametrize("shape", [(123,), (40, 30), (7, 5, 11)])
-def test_layers_of_another_scale_change_no_bit(shape):
+@pytest.mark.slow(one_in=3)
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+@pytest.mark.parametrize("shape", [(123,), (40, 30), (7, 5, 11), (33, 31)])
+def test_layers_of_another_scale_change_no_bit(shape, scale):
     """A layer beside one that is rescaled keeps its plain sum: replicas on devices stay equal."""
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(16)]
     usual = jax.jit(found_norms)(*arrays)
-    beside = jax.jit(found_norms)(*arrays[:-1], arrays[-1] * 1e-25)
-    assert [float(x) for x in usual[:-1]] == [float(x) for x in beside[:-1]]
+    rescaled = jax.jit(found_norms)(*(scale * x if i == 4 else x for i, x in enumerate(arrays)))
+    assert [a == b for a, b in zip(usual, rescaled, strict=True)] == [i != 4 for i in range(16)]
 
 
 @pytest.mark.slow(one_in=4)
@@ -100,15 +101,6 @@ def test_large_layers_are_rescaled_one_by_one():
     np.testing.assert_allclose(
         found_norms(*arrays), [float(true_norm(x)) for x in arrays], rtol=1e-5
     )
-
-
-def test_the_scale_of_one_layer_changes_no_other():
-    """Bit for bit: each device takes the branch of its own, and copies are to stay equal."""
-    arrays = [jax.random.normal(jax.random.key(i), (33, 31)) for i in range(9)]
-    usual = jax.jit(found_norms)(*arrays)
-    rescaled = jax.jit(found_norms)(*(1e25 * x if i == 4 else x for i, x in enumerate(arrays)))
-    assert rescaled[4] > 1e25
-    assert [a == b for a, b in zip(usual, rescaled, strict=True)] == [i != 4 for i in range(9)]
 
 
 def test_functions_of_shared_scalars():
@@ -179,21 +171,13 @@ def test_empty():
     assert norms.layer_norms([], [], []) == [[], []]
 
 
-@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
-def test_derivative(scale):
-    """x / |x|, at every scale; zero at zero."""
-    x = jnp.asarray([3 * scale, -4 * scale], jnp.float32)
-    f = lambda x: found_norms(x)[0]
-    np.testing.assert_allclose(jax.grad(f)(x), [0.6, -0.8], rtol=1e-6)
-    np.testing.assert_array_equal(jax.grad(f)(jnp.zeros(2)), [0, 0])
-
-
 @pytest.mark.slow(one_in=20)
 @pytest.mark.parametrize("exponent", range(-120, 121, 4))
 def test_slopes_at_every_scale(exponent):
-    """The slope of a norm is the direction of the layer, forward and reverse."""
+    """The slope of a norm is the direction of the layer, forward and reverse; zero at zero."""
     x = jnp.ldexp(jnp.asarray([3.0, -4.0]), exponent)
     norm = lambda x: found_norms(x)[0]
+    np.testing.assert_array_equal(jax.grad(norm)(jnp.zeros(2)), [0, 0])
     for slope in (jax.jacrev(norm), jax.jacfwd(norm)):
         np.testing.assert_allclose(slope(x), [0.6, -0.8], rtol=1e-5)
 

@@ -4,13 +4,13 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jgrad
 from checkpoints import CheckpointError, Checkpoints, whole_steps
+from tests.multi_device.meshes import mesh_of, place
 from tests.support.errors import assert_error
 from tests.support.harm import data_file, flip_a_bit
 from tests.support.loops import assert_equal
@@ -32,10 +32,10 @@ def transformation():
 
 def packed(devices, w=None, tx=None):
     """Parameters on each of some devices, and the state cut over them."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    mesh = mesh_of(data=devices)
     tx = jgrad.zero(transformation() if tx is None else tx, "data")
     w = jgrad.pack(weights() if w is None else w, multiple_of=devices)
-    w = jax.device_put(w, NamedSharding(mesh, P()))
+    w = place(w, mesh, P())
     shardings = jgrad.state_shardings(tx, w, shard_over="data")
     return w, jax.jit(tx.init, out_shardings=shardings)(w)
 
@@ -65,9 +65,7 @@ def opened(folder):
 
 
 def assert_refused(message, checkpoints, like, step=None):
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.restore(like, step)
-    assert str(caught.value) == message
+    assert_error(CheckpointError, message, lambda: checkpoints.restore(like, step))
 
 
 # ---- what comes back -----------------------------------------------------------------------------
@@ -130,25 +128,25 @@ def test_one_flipped_bit(opened, folder):
     assert_equal(opened.restore(packed(2), 1), packed(2))
 
 
-@pytest.mark.parametrize("harm", ["gone", "cut"])
+ALTERED = "altered or missing since step 1 was saved; there is no older step."
+HARMED = {
+    "gone": (lambda file: file.unlink(), ALTERED),
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-1]), ALTERED),
+}
+HARMED |= {
+    text: (lambda file, text=text: file.write_text(text), "altered since it was written.")
+    for text in ("{", '{"files": {}}', '{"files": {}, "arrays": 3}')  # manifests
+}
+
+
+@pytest.mark.parametrize("harm", HARMED)
 def test_a_file_that_is_not_whole(opened, folder, harm):
     opened.save(1, packed(2))
-    file = data_file(folder / "1")
-    if harm == "gone":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:-1])
-    message = f"{file}: altered or missing since step 1 was saved; there is no older step."
-    assert_refused(message, opened, packed(2))
-
-
-@pytest.mark.parametrize("text", ["{", '{"files": {}}', '{"files": {}, "arrays": 3}'])
-def test_a_manifest_that_was_altered(opened, folder, text):
-    opened.save(1, packed(2))
-    file = folder / "1" / "default" / "manifest.json"
-    file.write_text(text)
-    message = f"{file}: altered since it was written."
-    assert_refused(message, opened, packed(2))
+    manifest = folder / "1" / "default" / "manifest.json"
+    file = manifest if harm.startswith("{") else data_file(folder / "1")
+    do, message = HARMED[harm]
+    do(file)
+    assert_refused(f"{file}: {message}", opened, packed(2))
 
 
 def test_no_step(opened, folder):
@@ -208,39 +206,43 @@ def test_how_many_stay(folder):
     assert {x.name for x in folder.iterdir()} == {"2"}
 
 
-def test_another_dtype(opened):
-    """orbax would cast."""
-    opened.save(1, packed(2))
+def of_shape(dtype, size):
+    """The model with another bias."""
     w = weights()
-    w["layer"]["b"] = w["layer"]["b"].astype(jnp.bfloat16)
-    message = (
-        f"{opened._folder}: step 1 does not fit: [0]['layer']['b']: float32 of shape (64,) in the "
-        "checkpoint, expected bfloat16 of shape (64,); [1].inner.master['layer']['b']: nothing in "
-        "the checkpoint, expected float32 of shape (64,)."
-    )
-    assert_refused(message, opened, packed(2, w))
+    w["layer"]["b"] = jnp.zeros(size, dtype)
+    return w
 
 
-def test_another_shape(opened):
-    opened.save(1, packed(2, tx=jgrad.gradient_descent(0.1)))
-    w = weights()
-    w["layer"]["b"] = jnp.zeros(65)
-    message = (
-        f"{opened._folder}: step 1 does not fit: [0]['layer']['b']: float32 of shape (64,) in the "
-        "checkpoint, expected float32 of shape (65,)."
-    )
-    assert_refused(message, opened, packed(2, w, jgrad.gradient_descent(0.1)))
+SGD, MOMENTUM = jgrad.gradient_descent(0.1), jgrad.gradient_descent(0.1, momentum=0.9)
+OTHERS = {
+    # orbax would cast
+    "another dtype": (
+        None,
+        lambda: packed(2, of_shape(jnp.bfloat16, 64)),
+        "[0]['layer']['b']: float32 of shape (64,) in the checkpoint, expected bfloat16 of shape "
+        "(64,); [1].inner.master['layer']['b']: nothing in the checkpoint, expected float32 of shape "
+        "(64,).",
+    ),
+    "another shape": (
+        SGD,
+        lambda: packed(2, of_shape(jnp.float32, 65), SGD),
+        "[0]['layer']['b']: float32 of shape (64,) in the checkpoint, expected float32 of shape (65,).",
+    ),
+    "another method": (
+        MOMENTUM,
+        lambda: packed(2, tx=jgrad.adam(0.1)),
+        "[1].vw['layer']['b']: nothing in the checkpoint, expected float32 of shape (64,); "
+        "[1].vw['layer']['w']: nothing in the checkpoint, expected float32 of shape (24, 20); "
+        "[1].vw['rest'][0]: nothing in the checkpoint, expected float32 of shape (3, 16, 10) (and 2 "
+        "more).",
+    ),
+}
 
 
-def test_another_method(opened):
-    opened.save(1, packed(2, tx=jgrad.gradient_descent(0.1, momentum=0.9)))
-    message = (
-        f"{opened._folder}: step 1 does not fit: [1].vw['layer']['b']: nothing in the checkpoint, "
-        "expected float32 of shape (64,); [1].vw['layer']['w']: nothing in the checkpoint, expected "
-        "float32 of shape (24, 20); [1].vw['rest'][0]: nothing in the checkpoint, expected float32 "
-        "of shape (3, 16, 10) (and 2 more)."
-    )
-    assert_refused(message, opened, packed(2, tx=jgrad.adam(0.1)))
+@pytest.mark.parametrize(("tx", "like", "message"), OTHERS.values(), ids=OTHERS)
+def test_what_does_not_fit(opened, folder, tx, like, message):
+    opened.save(1, packed(2, tx=tx))
+    assert_refused(f"{folder}: step 1 does not fit: {message}", opened, like())
 
 
 def test_arrays_that_are_nowhere(opened):

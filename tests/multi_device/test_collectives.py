@@ -6,6 +6,7 @@ together.
 """
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
-from tests.cases import CASES, DECAYED, ONE_EACH, RATE
+from tests.cases import CASES, RATE
 from tests.multi_device.meshes import mesh_of
 from tests.support.loops import step_of
 from tests.wrappers.test_every_wrapper import WRAPPERS
@@ -93,47 +94,72 @@ def assert_at_most(found, limit):
     assert all(found[kind] <= limit[kind] for kind in found), found
 
 
-def rows():
-    """Each optimizer, in each form; in 8 bits where each shard of a leaf has whole blocks."""
-    for case in (case.without_masks() for case in CASES):
-        limit = NOTHING if case.elementwise else NORMS
-        if case.make is jgrad.muon:
-            continue  # see `test_at_most_as_many_as_optax`
-        for form in FORMS:
-            yield f"{case}-{form}", case.tx(), form, NORMS_OF_TWO if form == "mixed" else limit
-            if case.state and form in ("rows", "packed"):
-                tx = case.tx(moment_dtype="8bit")
-                yield f"{case}-8bit-{form}", tx, form, limit
-
-
-def names_first(rows):
-    return [pytest.param(*row, id=name) for name, *row in rows]
-
-
-@pytest.mark.slow(always=["lars_masked-mixed"])
-@pytest.mark.parametrize(("tx", "form", "limit"), names_first(rows()))
-def test_optimizers(tx, form, limit):
-    """Nothing where elements do not know of each other, else what norms need."""
-    assert_at_most(moved(tx, model(form)), limit)
-
-
 # On CPUs, sums over the rows of a buffer are loops over them, for which rows are gathered where the
 # type does not say that they may be sharded. For TPUs and GPUs they are no loops.
-UNTYPED = {
+WITH_NORMS = {
     "lamb": (jgrad.lamb(RATE, weight_decay=0.1), {"all-gather": 8}),
     "lars": (jgrad.lars(RATE, weight_decay=0.1), {"all-gather": 4}),
     "clip": (optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(RATE)), NORMS),
 }
+OF_WRAPPERS = {
+    "clip_by_global_norm": NORMS,
+    "accumulate": {"all-reduce": 1},
+    "skip_nonfinite": {"all-reduce": 1},
+    "hyperball": NORMS,
+    "watch": {"all-reduce": 3 * NORMS["all-reduce"]},
+}
+# Axes over which a stack of layers is sharded: experts, or a part of each layer.
+STACKS = {"layers": P("d"), "within": P(None, "d")}
 
 
-@pytest.mark.slow(always=["lars-mixed"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", UNTYPED)
-def test_arrays_that_only_in_shardings_shards(name, form):
-    """Where no type says that leaves may be sharded, they are not stacked either."""
-    tx, packed = UNTYPED[name]
-    limit = {"packed": packed, "mixed": NORMS_OF_TWO}.get(form, NORMS)
-    assert_at_most(moved(tx, model(form), typed=False), limit)
+def recipe():
+    inner = optax.chain(
+        jgrad.clip_by_global_norm(1.0), jgrad.lamb(RATE, weight_decay=0.1), jgrad.ema(0.9)
+    )
+    return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(inner), 4))
+
+
+def stacked(spec):
+    """Shapes of stacks of 16 layers."""
+    sharding = NamedSharding(mesh_of(d=8), spec)
+    shapes = {f"w{i}": (16, 64, 32) for i in range(LAYERS)}
+    shapes |= {f"b{i}": (16, 64) for i in range(LAYERS)}
+    shape = lambda s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding)
+    return {name: shape(s) for name, s in shapes.items()}
+
+
+def rows():
+    """What is alone in a program: a name, the transformation, its model, a limit, and whether types
+    say how leaves are sharded. Where none does, leaves are not stacked either."""
+    of = functools.partial(functools.partial, model)  # made when the test runs
+    for name, (tx, packed) in WITH_NORMS.items():
+        for form in FORMS:
+            limit = NORMS_OF_TWO if form == "mixed" else NORMS
+            yield f"{name}-{form}", tx, of(form), limit, True
+            limit = packed if form == "packed" else limit
+            yield f"{name}-{form}-untyped", tx, of(form), limit, False
+        for form, limit in (("rows", NORMS), ("mixed", NORMS_OF_TWO)):
+            w = of(form, axis_type=AxisType.Explicit)
+            yield f"{name}-{form}-explicit", tx, w, limit, True
+    for form in ("rows", "columns", "packed"):
+        for i, wrapper in enumerate(WRAPPERS):
+            tx, limit = wrapper.around(jgrad.adam(RATE)), OF_WRAPPERS.get(wrapper.name, NOTHING)
+            yield f"{wrapper}-{i}-{form}", tx, of(form, wrapper.dtype), limit, True
+        # The flag of the gradients, and two norms, each once more where it is rescaled.
+        yield f"recipe-{form}", recipe(), of(form, jnp.bfloat16), {"all-reduce": 5}, True
+    for where, spec in STACKS.items():
+        for make in (jgrad.lars, jgrad.lamb):
+            tx = make(RATE, weight_decay=0.1, layer_axes=0)
+            yield f"{make.__name__}-{where}", tx, functools.partial(stacked, spec), NORMS, True
+
+
+@pytest.mark.slow(always=["lars-mixed", "lars-mixed-untyped", "lamb-layers"])
+@pytest.mark.parametrize(
+    ("tx", "w", "limit", "typed"), [pytest.param(*row, id=name) for name, *row in rows()]
+)
+def test_at_most(tx, w, limit, typed):
+    """Nothing where elements do not know of each other, else what norms and flags need."""
+    assert_at_most(moved(tx, w(), typed=typed), limit)
 
 
 def together(txs):
@@ -160,17 +186,24 @@ def with_weights_in(dtype, tx):
     return optax.GradientTransformation(lambda w: tx.init(cast(w)), update)
 
 
+def optimizers(form, *, elementwise):
+    """In 8 bits, too, where each shard of a leaf has whole blocks."""
+    for case in (case.without_masks() for case in CASES):
+        if case.elementwise == elementwise and case.make is not jgrad.muon:
+            yield str(case), case.tx()
+            if case.state and form in ("rows", "packed"):
+                yield f"{case}-8bit", case.tx(moment_dtype="8bit")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_elementwise_in_one_program(form, axis_type):
     """Optimizers and wrappers whose elements do not know of each other need none."""
-    names = {*ONE_EACH, *DECAYED}
-    cases = [case.without_masks() for case in CASES if case.elementwise and case.name in names]
-    txs = {str(case): case.tx() for case in cases}
+    txs = dict(optimizers(form, elementwise=True))
     wrappers = [w for w in WRAPPERS if not w.shares]
     txs |= {w.name: with_weights_in(w.dtype, w.around(jgrad.adam(RATE))) for w in wrappers}
-    assert len(txs) > 8
+    assert len(txs) > 15
     assert moved(together(txs), model(form, axis_type=axis_type)) == {}
 
 
@@ -178,65 +211,12 @@ def test_elementwise_in_one_program(form, axis_type):
 @pytest.mark.parametrize("form", FORMS)
 def test_norms_in_one_program(form):
     """All that have norms or flags: sums of squares, which XLA joins, and nothing else."""
+    of_one = (NORMS_OF_TWO if form == "mixed" else NORMS)["all-reduce"]
     txs = {name: tx for name, (_, tx) in PEERS.items() if name not in ("adamw", "muon")}
     txs["accumulate"] = jgrad.accumulate(jgrad.adam(RATE), 2)
-    each = NORMS_OF_TWO if form == "mixed" else NORMS
-    assert_at_most(moved(together(txs), model(form)), {"all-reduce": 2 * each["all-reduce"]})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["rows", "mixed"])
-@pytest.mark.parametrize("name", UNTYPED)
-def test_norms_on_explicit_axes(name, form):
-    """As on automatic ones: types say how each leaf is sharded."""
-    limit = NORMS_OF_TWO if form == "mixed" else NORMS
-    assert_at_most(moved(UNTYPED[name][0], model(form, axis_type=AxisType.Explicit)), limit)
-
-
-OF_WRAPPERS = {
-    "clip_by_global_norm": NORMS,
-    "accumulate": {"all-reduce": 1},
-    "skip_nonfinite": {"all-reduce": 1},
-    "hyperball": NORMS,
-    "watch": {"all-reduce": 3 * NORMS["all-reduce"]},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["rows", "columns", "packed"])
-@pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)
-def test_wrappers(wrapper, form):
-    found = moved(wrapper.around(jgrad.adam(RATE)), model(form, wrapper.dtype))
-    assert_at_most(found, OF_WRAPPERS.get(wrapper.name, NOTHING))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["rows", "columns", "packed"])
-def test_all_together(form):
-    """The flag of the gradients, and two norms, each once more where it is rescaled."""
-    inner = optax.chain(
-        jgrad.clip_by_global_norm(1.0), jgrad.lamb(RATE, weight_decay=0.1), jgrad.ema(0.9)
-    )
-    tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(inner), 4))
-    assert_at_most(moved(tx, model(form, jnp.bfloat16)), {"all-reduce": 5})
-
-
-# Axes over which a stack of layers is sharded: experts, or a part of each layer.
-STACKS = {"layers": P("d"), "within": P(None, "d")}
-
-
-@pytest.mark.slow(always=["lamb-layers"])
-@pytest.mark.parametrize("where", STACKS)
-@pytest.mark.parametrize("make", [jgrad.lars, jgrad.lamb], ids=["lars", "lamb"])
-def test_stacked_layers(make, where):
-    shapes = {f"w{i}": (16, 64, 32) for i in range(LAYERS)}
-    shapes |= {f"b{i}": (16, 64) for i in range(LAYERS)}
-    sharding = NamedSharding(mesh_of(d=8), STACKS[where])
-    w = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-        for name, shape in shapes.items()
-    }
-    assert_at_most(moved(make(RATE, weight_decay=0.1, layer_axes=0), w), NORMS)
+    assert_at_most(moved(together(txs), model(form)), {"all-reduce": 2 * of_one})
+    txs = dict(optimizers(form, elementwise=False))
+    assert_at_most(moved(together(txs), model(form)), {"all-reduce": len(txs) * of_one})
 
 
 PEERS = {

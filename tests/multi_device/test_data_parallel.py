@@ -1,4 +1,4 @@
-"""Training on eight devices: pmap, and jit with sharded parameters."""
+"""Training on eight devices under pmap; `tests/everywhere/test_surroundings.py` has jit and shard_map."""
 
 import functools
 
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
-from tests.cases import CASES, CORE, params
+import jgrad
+from tests.cases import CASES, CORE, DECAYED, ONE_EACH, RATE, gradients, params
 
-# `test_variants.py` has each case under pmap.
-every_case = pytest.mark.parametrize("case", [c for c in CASES if c.name in CORE], ids=str)
+KINDS = [case for case in CASES if case.name in {*CORE, *ONE_EACH, *DECAYED}]
 
 
 def loss(w, x):
@@ -44,59 +44,44 @@ def single(tx, w, data):
 
 
 @pytest.mark.slow
-@every_case
-def test_pmap(case):
+@pytest.mark.parametrize("form", ["tree", "packed"])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_pmap(case, form):
     """Eight replicas stay identical, bit for bit, and train as one device does."""
     assert jax.device_count() == 8
-    tx, w, data = case.tx(0.01), params(), batches(5)
+    # Of matrices in `pmap`, which may have parts of them, Muon wants to know that they are whole.
+    options = {"mesh_axes": P()} if case.make is jgrad.muon and form == "tree" else {}
+    tx, w, data = case.tx(0.01, **options), params(), batches(5)
+    pack = jgrad.pack if form == "packed" else lambda tree: tree
 
     @functools.partial(jax.pmap, axis_name="data", donate_argnums=(0, 1))
     def step(w, state, x):
         # The mean on both sides of the gradient is right under pmap, vmap and shard_map alike.
-        mean = lambda w: jax.lax.pmean(loss(w, x), "data")
+        mean = lambda w: jax.lax.pmean(loss(jgrad.unpack(w), x), "data")
         grads = jax.lax.pmean(jax.grad(mean)(w), "data")
         updates, state = tx.update(grads, state, w)
         return optax.apply_updates(w, updates), state
 
     replicate = lambda tree: jax.tree.map(lambda p: jnp.stack([p] * 8), tree)
-    found, state = replicate(w), replicate(tx.init(w))
+    found, state = replicate(pack(w)), replicate(tx.init(pack(w)))
     for x in data:
         found, state = step(found, state, x.reshape(8, 4, 4))
         jax.block_until_ready(found)
     for leaf in jax.tree.leaves((found, state)):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
-    first = jax.tree.map(lambda x: x[0], (found, state))
-    chex.assert_trees_all_close(first, single(tx, w, data), rtol=1e-4, atol=1e-4)
+    first = jgrad.unpack(jax.tree.map(lambda x: x[0], (found, state)))
+    expected = single(case.tx(0.01), w, data)
+    chex.assert_trees_all_close(first, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
-@every_case
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_jit_with_sharded_leaves(case, axis_type):
-    """Under jit a norm is that of the whole leaf, wherever its parts live."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type,) * 2)
-    tx = case.without_masks().tx(0.01)
-    rng = np.random.default_rng(0)
-    w = {"w": jnp.asarray(rng.normal(size=(4, 8)), jnp.float32), "b": jnp.ones(8)}
-    grads = [jax.tree.map(lambda p, s=s: jnp.sin(s + 10 * p), w) for s in range(3)]
-    specs = {"w": PartitionSpec("a", "b"), "b": PartitionSpec("b")}
-    place = lambda tree: jax.device_put(tree, {k: NamedSharding(mesh, specs[k]) for k in specs})
-
-    def run(w, grads):
-        @jax.jit
-        def step(w, state, g):
-            updates, state = tx.update(g, state, w)
-            return optax.apply_updates(w, updates), state
-
-        state = tx.init(w)
-        for g in grads:
-            w, state = step(w, state, g)
-            jax.block_until_ready(w)
-        return w, state
-
-    found, state = run(place(w), [place(g) for g in grads])
-    expected, _ = run(w, grads)
-    chex.assert_trees_all_close(jax.device_get(found), expected, rtol=1e-5, atol=1e-6)
-    for name in case.state:
-        for key, moment in getattr(state, name).items():
-            assert moment.sharding.is_equivalent_to(NamedSharding(mesh, specs[key]), moment.ndim)
+@pytest.mark.parametrize("case", [case for case in KINDS if case.step], ids=str)
+def test_functional_update(case):
+    """The first step on each device, beside the reference."""
+    w, (g,) = params(), gradients(1)
+    m = jax.tree.map(lambda x: 0 * x, w)
+    replicate = lambda tree: jax.tree.map(lambda p: jnp.stack([p] * 8), tree)
+    found = jax.pmap(lambda w, g: case.step(w, g, RATE, m, m, 1)[0])(replicate(w), replicate(g))
+    (expected,) = case.trajectory(w, [g])
+    for a, b in zip(jax.tree.leaves(found), expected, strict=True):
+        np.testing.assert_allclose(a[7], b, rtol=1e-5, atol=1e-5 * np.max(np.abs(b), initial=0))

@@ -14,11 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import (
+    mesh_of,
+    place,
+    shardings_of,
+    specs_of as specs_of_arrays,
+    varying,
+)
 from tests.support.loops import step_of, told, with_loss
 from tests.wrappers.test_every_wrapper import WRAPPERS, Wrapper
 
@@ -123,7 +129,7 @@ def fully_sharded(w, x):
         return jgrad.grad(lambda w: loss(jax.tree.map(whole, jgrad.unpack(w)), x) / DEVICES)(
             wide(w)
         )
-    own = wide(w) | {"scale": varying(wide(w["scale"]))}
+    own = wide(w) | {"scale": varying(wide(w["scale"]), "d")}
     cut = lambda w: {k: p if k == "scale" else whole(p) for k, p in w.items()}
     g = jgrad.grad(lambda w: loss(cut(w), x) / DEVICES)(own)
     return g | {"scale": jax.lax.psum(g["scale"], "d")}
@@ -131,20 +137,12 @@ def fully_sharded(w, x):
 
 def of_each_device(w, x):
     """`zero` takes the mean."""
-    return jgrad.grad(loss)(jax.tree.map(varying, wide(w)), x)
-
-
-def varying(x):
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, "d", to="varying")
-    return jax.lax.pvary(x, "d")  # JAX 0.7
+    return jgrad.grad(loss)(jax.tree.map(lambda p: varying(p, "d"), wide(w)), x)
 
 
 def train(tx, gradient, w, xs):
     def step(carry, x):
-        w, state = carry
-        updates, state = tx.update(gradient(w, x), state, w)
-        return (optax.apply_updates(w, updates), state), None
+        return step_of(tx)(*carry, gradient(carry[0], x)), None
 
     return jax.lax.scan(step, (w, tx.init(w)), xs)[0]
 
@@ -202,9 +200,9 @@ def specs_of_zero(optimizer, mesh):
     """As users ask for them, of each subject."""
     specs = {}
     for name, wrapper, tx in subjects(optimizer, "packed", WAYS["zero"]):
-        w = jax.device_put(pack(parameters(wrapper.dtype)), NamedSharding(mesh, P()))
+        w = place(pack(parameters(wrapper.dtype)), mesh, P())
         shardings = jgrad.state_shardings(jgrad.zero(tx, "d"), w, shard_over="d")
-        specs[name] = P(), jax.tree.map(lambda x: x.spec, shardings)
+        specs[name] = P(), specs_of_arrays(shardings)
     return specs
 
 
@@ -227,8 +225,7 @@ def on_a_mesh(optimizer, form, way, axis_type, check_vma):
     own = dict.fromkeys(DTYPES, way.specs(form)), P(None, "d")
     run = program(optimizer, form, way)
     run = jax.shard_map(run, mesh=mesh, in_specs=own, out_specs=out, check_vma=check_vma)
-    args = jax.device_put(inputs(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), own))
-    return jax.device_get(jgrad.unpack(jax.jit(run)(*args)))
+    return jax.device_get(jgrad.unpack(jax.jit(run)(*place(inputs(), mesh, own))))
 
 
 def assert_close(found, expected, start, tolerance, ulps):
@@ -385,9 +382,8 @@ def test_results_vary_as_what_they_replace(moment_dtype):
             options = {} if moment_dtype is None else {"moment_dtype": moment_dtype}
             tx = case.tx(**options, **({} if case.elementwise else {"mesh_axes": specs}))
             state = jax.eval_shape(tx.init, w)
-            shardings = {k: NamedSharding(mesh_of(d=8), spec) for k, spec in specs.items()}
-            states = jax.tree.map(lambda x: x.spec, jgrad.state_shardings(tx, w, shardings))
-            own = specs, states
+            shardings = shardings_of(mesh_of(d=8), specs)
+            own = specs, specs_of_arrays(jgrad.state_shardings(tx, w, shardings))
             step = jax.shard_map(
                 step_of(tx), mesh=mesh_of(d=8), in_specs=(*own, specs), out_specs=own
             )

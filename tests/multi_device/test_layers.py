@@ -13,18 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from jgrad._trees import shardings
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, place, shardings_of
+from tests.support.loops import step_of
 
 pytestmark = pytest.mark.slow
 
 RATE = 0.1
 EXACT = 3e-6  # a few roundings of float32
-GRID = ((4, 2), ("data", "model"))
-LINE = ((8,), ("data",))
+GRID, LINE = "2-D", "1-D"
+MESHES = {GRID: {"data": 4, "model": 2}, LINE: {"data": 8}}
 LAYOUTS = {
     GRID: {
         "tiles": P("data", "model"),
@@ -48,12 +49,7 @@ def from_transformation(make):
 
     def method(**axes):
         tx = make(**axes)
-
-        def step(w, state, g):
-            updates, state = tx.update(g, state, w)
-            return optax.apply_updates(w, updates), state
-
-        return tx.init, step
+        return tx.init, step_of(tx)
 
     return method
 
@@ -104,9 +100,8 @@ METHODS = {
 # ---- running them --------------------------------------------------------------------------------
 
 
-def make_mesh(mesh, axis_type=AxisType.Auto):
-    shape, names = mesh
-    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
+def make_mesh(name, axis_type=AxisType.Auto):
+    return mesh_of(axis_type, **MESHES[name])
 
 
 def specs_like(tree, specs):
@@ -125,7 +120,7 @@ def compiled(method, w, mesh, specs, *, check_vma):
     own = specs, specs_like(jax.eval_shape(init, w), specs), specs
     mesh = make_mesh(mesh)
     run = jax.shard_map(step, mesh=mesh, in_specs=own, out_specs=own[:2], check_vma=check_vma)
-    return jax.jit(run), jax.tree.map(lambda spec: NamedSharding(mesh, spec), own)
+    return jax.jit(run), shardings_of(mesh, own)
 
 
 def in_shard_map(method, w, mesh, specs, *, check_vma):
@@ -193,32 +188,30 @@ def five_layouts(name, mesh, check_vma, own_axes):
     return in_shard_map(method, uneven(specs, 0), mesh, specs, check_vma=check_vma)
 
 
+def off_by(name, w, gradients, mesh=GRID, *, check_vma, own_axes=True):
+    """The errors of leaves that are cut, beside whole ones."""
+    method = METHODS[name]()
+    found = train(method, five_layouts(name, mesh, check_vma, own_axes), w, gradients)
+    return errors(found, train(method, plain(name), w, gradients), w)
+
+
 @pytest.mark.slow(always=["2-D-lamb-True"])
 @pytest.mark.parametrize(
     ("mesh", "name", "check_vma"),
     [(GRID, name, True) for name in METHODS]
     + [(GRID, name, False) for name in ("lamb", "lars", "clip_by_global_norm")]
     + [(LINE, "lamb_update", True), (LINE, "lars_update", False)],
-    ids=lambda x: f"{len(x[0])}-D" if isinstance(x, tuple) else str(x),
 )
 def test_e12_cut_leaves_as_whole_ones(mesh, name, check_vma):
     """Five layouts in one model, on a 2-D mesh and those there are on a 1-D mesh, step by step."""
-    assert jax.device_count() == 8
-    w, gradients = problem(LAYOUTS[mesh])
-    method = METHODS[name]()
-    found = train(method, five_layouts(name, mesh, check_vma, True), w, gradients)
-    expected = train(method, plain(name), w, gradients)
-    assert max(errors(found, expected, w).values()) < EXACT
+    off = off_by(name, *problem(LAYOUTS[mesh]), mesh, check_vma=check_vma)
+    assert max(off.values()) < EXACT
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_e12_wrong_without_mesh_axes(name):
     """The test above could tell: each leaf that is cut is off by more than a tenth."""
-    w, gradients = problem(LAYOUTS[GRID], steps=1)
-    method = METHODS[name]()
-    found = train(method, five_layouts(name, GRID, False, False), w, gradients)
-    expected = train(method, plain(name), w, gradients)
-    off = errors(found, expected, w)
+    off = off_by(name, *problem(LAYOUTS[GRID], steps=1), check_vma=False, own_axes=False)
     assert min(off[name] for name in CUT) > 0.1, off
 
 
@@ -234,60 +227,7 @@ def test_e12_scales_in_one_shard(name, scale, others, check_vma):
     w, gradients = draw(0), [draw(1), draw(2)]
     if name == "clip_by_global_norm":  # of which the smallest steps are to be seen
         w = jax.tree.map(np.zeros_like, w)
-    method = METHODS[name]()
-    found = train(method, five_layouts(name, GRID, check_vma, True), w, gradients)
-    expected = train(method, plain(name), w, gradients)
-    assert max(errors(found, expected, w).values()) < EXACT
-
-
-def test_e12_replicas_stay_identical():
-    """Bit for bit, where only one device has a shard whose squares overflow."""
-    specs = {"cut": P("data")} | {f"whole_{i}": P() for i in range(15)}
-    w, gradients = problem(specs, steps=1)
-    w["cut"][:2] *= 1e25
-    method = from_lars_update(mesh_axes=specs)
-    step = in_shard_map(method, w, LINE, specs, check_vma=True)
-    found, _ = jax.block_until_ready(step(w, (), gradients[0]))
-    for i in range(15):
-        first, *others = (shard.data for shard in found[f"whole_{i}"].addressable_shards)
-        for copy in others:
-            np.testing.assert_array_equal(copy, first)
-
-
-@pytest.mark.parametrize(
-    ("specs", "mesh_axes"),
-    [
-        ({"a": P("data"), "b": P(None, "data")}, "data"),
-        ({"a": P("data", "model"), "b": P(("data", "model"))}, ("data", "model")),
-        ({"a": P(("model", "data")), "b": P("data", "model")}, P("model", "data")),
-        ({"a": P("data", "model"), "b": P("model")}, {"a": P("data", "model"), "b": P("model")}),
-        ({"a": P("data", "model"), "b": P()}, {"a": ("model", "data"), "b": None}),
-        ({"a": P(None, "model"), "b": P()}, {"a": "model", "b": ()}),
-    ],
-    ids=["name", "names", "one spec", "specs", "names and None", "name and none"],
-)
-def test_e12_forms_of_mesh_axes(specs, mesh_axes):
-    """For all leaves at once, or a prefix of a tree of layers."""
-    tree = lambda seed, **more: {k: uneven("wu", seed, **more) for k in specs}
-    w, g = tree(0), tree(1, reverse=True)
-
-    def both(w, g, mesh_axes=None):
-        new = jgrad.lars_update(w, g, RATE, mesh_axes=mesh_axes)
-        return new, jgrad.global_norm(g, mesh_axes=mesh_axes)
-
-    run = jax.shard_map(
-        functools.partial(both, mesh_axes=mesh_axes),
-        mesh=make_mesh(GRID),
-        in_specs=(specs, specs),
-        out_specs=(specs, P()),
-        check_vma=True,
-    )
-    found, norm = jax.block_until_ready(jax.jit(run)(w, g))
-    expected, expected_norm = both(w, g)
-    np.testing.assert_allclose(norm, expected_norm, rtol=1e-6)
-    for k in specs:
-        off = errors([jax.device_get(found[k])], [jax.device_get(expected[k])], w[k])
-        assert max(off.values()) < EXACT
+    assert max(off_by(name, w, gradients, check_vma=check_vma).values()) < EXACT
 
 
 def everything_with_norms(w, **axes):
@@ -424,26 +364,6 @@ def test_e12_replicas_beside_experts():
     assert max(off.values()) < EXACT, off
 
 
-@pytest.mark.parametrize("mesh", [GRID, LINE], ids=["2-D", "1-D"])
-@check_or_not
-def test_e12_global_norm(mesh, check_vma):
-    """One number for all layouts; without axes, each device has its own, and a wrong one."""
-    specs = LAYOUTS[mesh]
-    mapped = functools.partial(
-        jax.shard_map, mesh=make_mesh(mesh), in_specs=(specs,), check_vma=check_vma
-    )
-    whole = jax.jit(mapped(lambda x: jgrad.global_norm(x, mesh_axes=specs), out_specs=P()))
-    own = lambda x: jgrad.global_norm(x).reshape((1,) * len(mesh[1]))
-    parts = jax.jit(mapped(own, out_specs=P(*mesh[1])))
-    for scale in (1.0, 1e25, 1e-25):
-        tree = uneven(specs, 0)
-        tree["rows"] *= np.float32(scale)
-        expected = np.sqrt(sum(np.sum(np.square(x, dtype=float)) for x in tree.values()))
-        np.testing.assert_allclose(jax.block_until_ready(whole(tree)), expected, rtol=1e-6)
-        wrong = np.asarray(jax.block_until_ready(parts(tree)))
-        assert np.max(np.abs(wrong / expected - 1)) > 0.1
-
-
 @pytest.mark.parametrize(
     ("name", "own_axes"),
     [("lamb", True), ("clip_by_global_norm", True), ("lars_update", True), ("lars_update", False)],
@@ -558,96 +478,82 @@ def one_by_one(name):
     return train((jax.vmap(init), None), jax.jit(jax.vmap(step)), w, gradients)
 
 
-@pytest.mark.parametrize(
-    ("name", "check_vma"),
-    [("lamb", True), ("lamb", False), ("scale_by_trust_ratio", True), ("lars_update", True)],
-)
-def test_e14_stacked_and_cut(name, check_vma):
-    """Layers that are stacked for scan and cut, or stacked and divided, as each by itself."""
-    w, gradients = stacked_problem()
-    method = METHODS[name](mesh_axes=STACKED_AXES, layer_axes=0)
-    step = in_shard_map(method, w, GRID, STACKED, check_vma=check_vma)
-    off = errors(train(method, step, w, gradients), one_by_one(name), w)
-    assert max(off.values()) < EXACT, off
+BOTH = {"mesh_axes": STACKED_AXES, "layer_axes": 0}
+EITHER = {
+    "no layer_axes": ({"mesh_axes": STACKED_AXES}, ["scan", "grid"]),
+    "no mesh_axes": ({"layer_axes": 0}, ["scan", "grid"]),
+    "one name": ({"mesh_axes": "data", "layer_axes": 0}, ["scan", "pipeline"]),
+}
 
 
 @pytest.mark.parametrize(
-    ("axes", "wrong"),
+    ("name", "check_vma", "axes", "wrong"),
     [
-        ({"mesh_axes": STACKED_AXES}, ["scan", "grid"]),
-        ({"layer_axes": 0}, ["scan", "grid"]),
-        ({"mesh_axes": "data", "layer_axes": 0}, ["scan", "pipeline"]),
+        ("lamb", True, BOTH, []),
+        ("lamb", False, BOTH, []),
+        ("scale_by_trust_ratio", True, BOTH, []),
+        ("lars_update", True, BOTH, []),
+        *(pytest.param("lars_update", False, *x, id=name) for name, x in EITHER.items()),
     ],
-    ids=["no layer_axes", "no mesh_axes", "one name"],
 )
-def test_e14_wrong_without_either(axes, wrong):
-    """The test above could tell: one of the two does not do the work of both."""
+def test_e14_stacked_and_cut(name, check_vma, axes, wrong):
+    """Layers that are stacked for scan and cut, or stacked and divided, as each by itself.
+
+    One of the two options does not do the work of both.
+    """
     w, gradients = stacked_problem()
-    method = from_lars_update(**axes)
-    step = in_shard_map(method, w, GRID, STACKED, check_vma=False)
-    off = errors(train(method, step, w, gradients), one_by_one("lars_update"), w)
+    step = in_shard_map(METHODS[name](**axes), w, GRID, STACKED, check_vma=check_vma)
+    off = errors(train(METHODS[name](), step, w, gradients), one_by_one(name), w)
     assert {k for k in off if off[k] > 0.1} == set(wrong), off
+    assert wrong or max(off.values()) < EXACT, off
 
 
 # ---- under jit nothing has to be said ------------------------------------------------------------
 
-# The last is so large that it is never stacked.
-PLACED = {
+# Of two shapes, of one that is never stacked, as it is so large, and of one alone.
+DIFFERENT = {
     **dict.fromkeys(["tiles_1", "tiles_2"], (P("data", "model"), (16, 8))),
     "columns": (P(None, "model"), (16, 4)),
     "whole": (P(), (4, 4)),
     "large": (P(("data", "model")), (128, 130)),
 }
+# Leaves of one shape, which are measured together.
 EQUAL = {
     "tiles": [P("data", "model")] * 3,
     "turned": [P("model", "data")] * 2,
     "cut, whole": [P("data", "model"), P()],
     "whole, cut": [P(), P("data", "model")],
 }
-
-
-def placed(tree, axis_type, specs):
-    mesh = make_mesh(GRID, axis_type)
-    return jax.device_put(tree, {k: NamedSharding(mesh, specs[k]) for k in tree})
-
-
-@pytest.mark.parametrize("name", ["lamb", "clip_by_global_norm"])
-def test_e12_sharded_under_jit(name):
-    """On Auto and Explicit meshes, in usual steps and in one with squares that overflow."""
-    draw = lambda seed, reverse: {
-        k: uneven([k], seed + i, reverse=reverse, shape=shape)[k]
-        for i, (k, (_, shape)) in enumerate(PLACED.items())
-    }
-    w, gradients = draw(0, False), [draw(100 * t, True) for t in (1, 2, 3)]
-    gradients[1] = jax.tree.map(lambda x: np.float32(1e25) * x, gradients[1])
-    method = METHODS[name]()
-    expected = train(method, plain(name), w, gradients)
-    specs = {k: spec for k, (spec, _) in PLACED.items()}
-    for axis_type in (AxisType.Auto, AxisType.Explicit):
-        own = placed(w, axis_type, specs)
-        found = train(
-            method, jax.jit(method[1]), own, [placed(g, axis_type, specs) for g in gradients]
-        )
-        off = errors(found, expected, w)
-        assert max(off.values()) < EXACT, (axis_type, off)
+PLACED = {"different": DIFFERENT} | {
+    name: {f"layer_{i}": (spec, (16, 8)) for i, spec in enumerate(specs)}
+    for name, specs in EQUAL.items()
+}
 
 
 @pytest.mark.parametrize(
-    ("axis_type", "layer_axes"),
-    [(AxisType.Auto, None), (AxisType.Explicit, None), (AxisType.Explicit, 0)],
+    ("layouts", "name", "axes"),
+    [("different", name, {}) for name in ("lamb", "clip_by_global_norm")]
+    + [(layouts, "lars_update", axes) for layouts in EQUAL for axes in ({}, {"layer_axes": 0})],
     ids=str,
 )
-@pytest.mark.parametrize("layouts", EQUAL)
-def test_e12_equal_leaves_under_jit(layouts, layer_axes, axis_type):
-    """Leaves of one shape, which are measured together, in a usual step and a rescaled one."""
-    specs = {f"layer_{i}": spec for i, spec in enumerate(EQUAL[layouts])}
-    w, gradients = problem(specs, steps=2)
+def test_e12_sharded_under_jit(layouts, name, axes):
+    """On Auto and Explicit meshes, in usual steps and in one with squares that overflow."""
+    shapes = {k: shape for k, (_, shape) in PLACED[layouts].items()}
+    specs = {k: spec for k, (spec, _) in PLACED[layouts].items()}
+    draw = lambda seed, reverse: {
+        k: uneven([k], seed + i, reverse=reverse, shape=shape)[k]
+        for i, (k, shape) in enumerate(shapes.items())
+    }
+    w, gradients = draw(0, False), [draw(100 * t, True) for t in (1, 2, 3)]
     gradients[1] = jax.tree.map(lambda x: np.float32(1e25) * x, gradients[1])
-    method = from_lars_update(layer_axes=layer_axes)
-    expected = train(method, jax.jit(method[1]), w, gradients)
-    own, *given = (placed(tree, axis_type, specs) for tree in (w, *gradients))
-    found = train(method, jax.jit(method[1]), own, given)
-    assert max(errors(found, expected, w).values()) < EXACT
+    method = METHODS[name](**axes)
+    step = jax.jit(method[1])
+    expected = train(method, step, w, gradients)
+    # Stacked leaves of which nothing is said are on Auto axes what they are on Explicit ones.
+    for axis_type in (AxisType.Auto, AxisType.Explicit)[1 if axes else 0 :]:
+        own, *given = (place(tree, make_mesh(GRID, axis_type), specs) for tree in (w, *gradients))
+        off = errors(train(method, step, own, given), expected, w)
+        assert max(off.values()) < EXACT, (axis_type, off)
 
 
 # ---- gradients through an update ---------------------------------------------------------------
@@ -676,36 +582,27 @@ def assert_slopes(found, expected):
 
 
 @check_or_not
-def test_e12_slopes_around_shard_map(check_vma):
-    """The derivatives of norms that are put together from parts are those of whole norms."""
-    specs = {k: LAYOUTS[GRID][k] for k in ("columns", "whole")}
-    pair = uneven(specs, 0), uneven(specs, 1, reverse=True)
-    run = jax.shard_map(
-        functools.partial(lars_weights, mesh_axes=specs),
-        mesh=make_mesh(GRID),
-        in_specs=(specs, specs),
-        out_specs=specs,
-        check_vma=check_vma,
-    )
-    found = jax.jit(jax.grad(lambda pair: objective(run(*pair))))(pair)
-    assert_slopes(found, jax.grad(lambda pair: objective(lars_weights(*pair)))(pair))
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_e12_slopes(where, check_vma):
+    """The derivatives of norms that are put together from parts are those of whole norms.
 
-
-@check_or_not
-def test_e12_slopes_inside_shard_map(check_vma):
-    """The same of the sum of what the devices compute, for leaves that are cut over all axes.
-
-    For leaves of which there are copies, what the sum of the devices means depends on `check_vma`:
-    with it each copy counts, without it each device has the slope of its own.
+    Around `shard_map`, or inside of it, of the sum of what the devices compute. For leaves of which
+    there are copies, what that sum means depends on `check_vma`: with it each copy counts, without
+    it each device has the slope of its own. So all leaves are cut over all axes there.
     """
-    specs = {"tiles": LAYOUTS[GRID]["tiles"]}
+    names, weights = {
+        "around": (("columns", "whole"), lars_weights),
+        "inside": (("tiles",), lamb_weights),
+    }[where]
+    specs = {k: LAYOUTS[GRID][k] for k in names}
     pair = uneven(specs, 0), uneven(specs, 1, reverse=True)
-    slopes = jax.shard_map(
-        jax.grad(lambda pair: objective(lamb_weights(*pair, specs))),
-        mesh=make_mesh(GRID),
-        in_specs=((specs, specs),),
-        out_specs=(specs, specs),
-        check_vma=check_vma,
-    )
+    of = functools.partial(jax.shard_map, mesh=make_mesh(GRID), check_vma=check_vma)
+    if where == "around":
+        run = lambda w, g: weights(w, g, specs)
+        run = of(run, in_specs=(specs, specs), out_specs=specs)
+        slopes = jax.grad(lambda pair: objective(run(*pair)))
+    else:
+        slopes = jax.grad(lambda pair: objective(weights(*pair, specs)))
+        slopes = of(slopes, in_specs=((specs, specs),), out_specs=(specs, specs))
     found = jax.block_until_ready(jax.jit(slopes)(pair))
-    assert_slopes(found, jax.grad(lambda pair: objective(lamb_weights(*pair)))(pair))
+    assert_slopes(found, jax.grad(lambda pair: objective(weights(*pair)))(pair))

@@ -1,20 +1,22 @@
-"""Muon on several devices: whole matrices on each, and no collective inside its iterations."""
+"""Muon on several devices: whole matrices, or whole blocks of them, on each; no collective in a loop."""
 
 import collections as counting
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
 from jgrad._packed import layouts
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, place, update_in_shard_map
 from tests.multi_device.test_zero import Sharded, train
+from tests.support import loops
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack
 from tests.support.packed_model import assert_close
@@ -22,15 +24,19 @@ from tests.support.packed_model import assert_close
 pytestmark = pytest.mark.slow
 
 DEVICES = 8
-LAYERS = {"stack": 0, "up": None, "down": None, "b": None, "embed": None}
-MATRICES = {"stack": True, "up": True, "down": True, "b": False, "embed": False}
 SHAPES = {
     "stack": (6, 16, 16),
     "up": [(8, 64)] * 5,
     "down": [(64, 8)] * 5,
+    "qkv": [(16, 32)] * 5,
     "b": [(16,), (300,)],
     "embed": (50, 8),
 }
+LAYERS = dict.fromkeys(SHAPES) | {"stack": 0}
+MATRICES = dict.fromkeys(SHAPES, True) | {"b": False, "embed": False}
+SPLIT = dict.fromkeys(SHAPES) | {"qkv": (16, 8, 8)}
+
+both_rules = pytest.mark.parametrize("rule", ["muon", "normuon"])
 
 
 def normal(seed):
@@ -40,8 +46,12 @@ def normal(seed):
 
 
 def muon(rate=0.1, **options):
-    options = {"matrices": MATRICES, "layer_axes": LAYERS, "weight_decay": 0.1} | options
-    return jgrad.muon(rate, adam_learning_rate=0.01, **options)
+    usual = {"matrices": MATRICES, "layer_axes": LAYERS, "split": SPLIT, "weight_decay": 0.1}
+    return jgrad.muon(rate, adam_learning_rate=0.01, **usual | options)
+
+
+def muon_of_matrices(**options):
+    return jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1, **options)
 
 
 def packed_model(tree=None, **options):
@@ -51,12 +61,12 @@ def packed_model(tree=None, **options):
 
 def of_devices(packed, devices, steps=3):
     """For each step the gradients of each device, and their mean."""
-    found, means = [], []
+    stacks, means = [], []
     for step in range(steps):
-        each = [normal(1 + step * devices + i) for i in range(devices)]
-        found.append(stack([jgrad.pack(g, like=packed) for g in each]))
-        means.append(jax.tree.map(lambda *xs: sum(xs) / devices, *each))
-    return found, means
+        trees = [normal(1 + step * devices + i) for i in range(devices)]
+        stacks.append(stack([jgrad.pack(g, like=packed) for g in trees]))
+        means.append(jax.tree.map(lambda *xs: sum(xs) / devices, *trees))
+    return stacks, means
 
 
 def in_loops(text):
@@ -77,18 +87,16 @@ def in_loops(text):
 
 
 @pytest.mark.parametrize("devices", [8, 4, 2])
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
+@both_rules
 def test_numbers_of_the_tree(devices, rule):
-    """Packed for eight shards, on any number of devices that divides eight."""
+    """Packed for eight shards, on any number that divides eight; rates and masks are of leaves."""
+    rates = dict.fromkeys(SHAPES, 0.2) | {"up": [0.1, 0.2, 0.3, 0.4, 0.5], "b": 0.3}
+    mask = jax.tree.map(lambda x: x.size % 3 == 0, normal(0))
+    tx = muon(rates, rule=rule, weight_decay_mask=mask)
     packed = packed_model()
     grads, means = of_devices(packed, devices)
-    tx = muon(rule=rule)
     found, state = train(Sharded(tx, packed, mesh=mesh_of(data=devices)), packed, grads)
-    w = normal(0)
-    expected = tx.init(w)
-    for g in means:
-        updates, expected = jax.jit(tx.update)(g, expected, w)
-        w = optax.apply_updates(w, updates)
+    w, expected = loops.train(tx, normal(0), means)
     assert_close(jgrad.unpack(found), w, 1e-5)
     unpacked = jgrad.unpack(state)
     assert jax.tree.map(jnp.shape, unpacked) == jax.tree.map(jnp.shape, expected)
@@ -108,32 +116,15 @@ def test_8_bits():
     packed = jgrad.pack(tree(0), matrices=matrices, multiple_of=DEVICES)
     g = tree(1)  # integers: their mean over devices is exact
     tx = jgrad.muon(0.1, matrices=matrices, adam_learning_rate=0.01, moment_dtype="8bit")
-    each = stack([jgrad.pack(g, like=packed)] * DEVICES)
-    _, state = train(Sharded(tx, packed), packed, [each] * 2)
-    w = tree(0)
-    expected = tx.init(w)
-    for _ in range(2):
-        updates, expected = jax.jit(tx.update)(g, expected, w)
-        w = optax.apply_updates(w, updates)
+    _, state = train(Sharded(tx, packed), packed, [stack([jgrad.pack(g, like=packed)] * 8)] * 2)
+    _, expected = loops.train(tx, tree(0), [g, g])
     found = jgrad.unpack(jax.device_get(state))
     assert found.vw["embed"].codes.dtype == jnp.uint8
     assert_equal(found.vw["embed"], expected.vw["embed"])
     assert_equal(found.mw["embed"], expected.mw["embed"])
 
 
-def test_rates_and_masks_of_leaves():
-    rates = {"stack": 0.1, "up": [0.1, 0.2, 0.3, 0.4, 0.5], "down": 0.2, "b": 0.3, "embed": 0.4}
-    mask = jax.tree.map(lambda x: x.size % 3 == 0, normal(0))
-    tx = muon(rates, weight_decay_mask=mask)
-    packed = packed_model()
-    grads, (mean,) = of_devices(packed, DEVICES, 1)
-    found, _ = train(Sharded(tx, packed), packed, grads)
-    w = normal(0)
-    updates, _ = jax.jit(tx.update)(mean, tx.init(w), w)
-    assert_close(jgrad.unpack(found), optax.apply_updates(w, updates), 1e-5)
-
-
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
+@both_rules
 def test_collectives(rule):
     """One reduce-scatter and one all-gather, outside of loops: as for any method."""
     packed = packed_model()
@@ -163,39 +154,22 @@ def test_a_checkpoint_fits_any_number_of_devices():
     packed = packed_model()
     grads, means = of_devices(packed, DEVICES, 2)
     tx = muon()
-    w, state = train(Sharded(tx, packed), packed, grads[:1])
-    saved = jgrad.unpack((w, state))
-    other = packed_model(saved[0], multiple_of=2)
+    w, state = jgrad.unpack(train(Sharded(tx, packed), packed, grads[:1]))
+    other = packed_model(w, multiple_of=2)
     run = Sharded(tx, other, mesh=mesh_of(data=2))
-    placed = jgrad.pack(saved[1], like=jax.eval_shape(tx.init, other))
-    shardings = jgrad.state_shardings(
-        run.tx, jax.device_put(other, NamedSharding(run.mesh, P())), shard_over="data"
-    )
-    run.state = jax.device_put(jax.device_get(placed), shardings)
-    g = stack([jgrad.pack(means[1], like=other)] * 2)
-    found, _ = train(run, other, [g])
-    updates, _ = jax.jit(tx.update)(means[1], saved[1], saved[0])
-    expected = optax.apply_updates(jax.device_get(saved[0]), jax.device_get(updates))
+    again = jgrad.pack(state, like=jax.eval_shape(tx.init, other))
+    run.state = jax.device_put(jax.device_get(again), jax.tree.map(lambda x: x.sharding, run.state))
+    found, _ = train(run, other, [stack([jgrad.pack(means[1], like=other)] * 2)])
+    updates, _ = jax.jit(tx.update)(means[1], state, w)
+    expected = optax.apply_updates(jax.device_get(w), jax.device_get(updates))
     assert_close(jgrad.unpack(found), expected, 1e-5)
-
-
-def test_a_nan_on_one_device_is_skipped_on_all():
-    packed = packed_model()
-    (g, bad), _ = of_devices(packed, DEVICES, 2)
-    bad.buffers["float32"] = bad.buffers["float32"].at[3, 2, 1].set(jnp.nan)
-    tx = jgrad.skip_nonfinite(muon())
-    found, state = train(Sharded(tx, packed), packed, [g, bad])
-    expected, without = train(Sharded(tx, packed), packed, [g])
-    assert_equal((found, state.inner), (expected, without.inner))
-    assert int(state.skipped) == 1
 
 
 @pytest.mark.slow(always=True)
 def test_buffers_that_would_cut_a_matrix():
     """An error when `update` is traced, and never a part of a matrix by itself."""
     packed = jgrad.pack(normal(0), layer_axes=LAYERS, multiple_of=DEVICES)
-    tx = muon()
-    run = Sharded(tx, packed)
+    run = Sharded(muon(), packed)
     (g,), _ = of_devices(packed, DEVICES, 1)
     assert_error(
         ValueError,
@@ -205,85 +179,245 @@ def test_buffers_that_would_cut_a_matrix():
     )
 
 
-# ---- shard_map -----------------------------------------------------------------------------------
+# ---- leaves that are sharded -----------------------------------------------------------------------
 
-SPECS = {
-    "stack": P("data"),
-    "up": [P(None, "data"), P("data", None), P(), P(("data",)), P("data")],
-    "down": [P("data"), P(None, "data"), P(), P(), P()],
-    "b": P(),
-    "embed": P(),
+
+class Leaf(NamedTuple):
+    """A shape, the axis of layers, the axes of outputs, and blocks."""
+
+    shape: tuple[int, ...]
+    layers: Any = None
+    outputs: Any = -1
+    split: Any = None
+
+
+# Three of each, for which one iteration of two shapes is enough.
+PLAIN = {}
+for _i in range(3):
+    PLAIN |= {f"up{_i}": Leaf((16, 64)), f"down{_i}": Leaf((64, 16)), f"square{_i}": Leaf((16, 16))}
+EXPERTS = PLAIN | {
+    "expert_up": Leaf((6, 8, 32), 0),
+    "expert_down": Leaf((6, 32, 8), 0),
+}
+CONVOLUTIONS = PLAIN | {f"conv{i}": Leaf((8, 3, 4, 16)) for i in range(3)}
+# Eight heads, queries wider than keys and values, equal blocks.
+BLOCKS = {
+    "heads": Leaf((16, 64), split=8),
+    "dense": Leaf((16, 8, 8), None, (1, 2), 8),
+    "qkv": Leaf((16, 64), split=(32, 16, 16)),
+    "gate_up": Leaf((16, 32), split=(16, 16)),
+    "stack": Leaf((8, 16, 32), 0, split=(16, 8, 8)),
+    "out": Leaf((16, 16)),
 }
 
 
-def of_eight_layers(tree):
-    return tree | {"stack": jnp.concatenate([tree["stack"], tree["stack"][:2]])}
+class Arrangement(NamedTuple):
+    """A mesh, leaves on it, and what an update of them moves.
+
+    Attributes:
+      axes: of the mesh.
+      specs: by the name of a leaf, or its first letter; that of "" for the others.
+      leaves: by name.
+      moves: how many collectives of each kind, where shardings are known; None where that is not
+        promised. Each shape is dealt out there and back, at once or its two kinds apart: where
+        both together are fewer matrices for a device, by tiles of both.
+    """
+
+    axes: dict[str, int]
+    specs: dict[str, P]
+    leaves: dict[str, Leaf] = PLAIN
+    moves: dict[str, int] | None = None
+
+    def specs_of_leaves(self):
+        return {x: self.specs.get(x, self.specs.get(x[0], self.specs[""])) for x in self.leaves}
+
+    def weights(self, seed=0):
+        rng = np.random.default_rng(seed)
+        draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        return {name: draw(leaf.shape) for name, leaf in self.leaves.items()}
+
+    def options(self):
+        names = {"layer_axes": "layers", "output_axes": "outputs", "split": "split"}
+        of_leaves = self.leaves.items()
+        return {
+            name: {k: getattr(leaf, field) for k, leaf in of_leaves}
+            for name, field in names.items()
+        }
 
 
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
+LINE, WIDE, TALL = {"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "tensor": 4}
+ARRANGEMENTS = {
+    "fsdp": Arrangement(LINE, {"": P("data")}, moves={"all-to-all": 4}),
+    "columns": Arrangement(LINE, {"": P(None, "data")}, moves={"all-to-all": 4}),
+    "tensor": Arrangement(WIDE, {"": P("data", "tensor")}, moves={"all-to-all": 4}),
+    "turned": Arrangement(TALL, {"": P("tensor", "data")}, moves={"all-to-all": 4}),
+    "both": Arrangement(WIDE, {"": P(("tensor", "data"))}, moves={"all-to-all": 4}),
+    "whole": Arrangement(WIDE, {"": P()}, moves={"all-gather": 2}),
+    "tensor alone": Arrangement(
+        WIDE, {"": P(None, "tensor")}, moves={"all-to-all": 4, "all-gather": 2}
+    ),
+    "experts": Arrangement(
+        {"data": 4, "expert": 2},
+        {"": P("data"), "e": P("expert", "data")},
+        EXPERTS,
+        {"all-to-all": 10},
+    ),
+    "convolutions": Arrangement(
+        TALL, {"": P("data"), "c": P("tensor", None, "data")}, CONVOLUTIONS, {"all-to-all": 6}
+    ),
+    # Blocks: "rows" are inputs, "columns" outputs.
+    "blocks, rows": Arrangement(LINE, {"": P("data"), "stack": P(None, "data")}, BLOCKS),
+    "blocks, columns": Arrangement(
+        LINE, {"": P(None, "data"), "stack": P(None, None, "data")}, BLOCKS
+    ),
+    "blocks, layers": Arrangement(LINE, {"": P(), "stack": P("data")}, BLOCKS),
+    "blocks, both": Arrangement(
+        TALL, {"": P("data", "tensor"), "stack": P(None, "data", "tensor")}, BLOCKS
+    ),
+    "blocks, three": Arrangement(
+        TALL,
+        {
+            "": P(None, ("tensor", "data")),
+            "dense": P(None, "data", "tensor"),
+            "stack": P("data", None, "tensor"),
+        },
+        BLOCKS,
+    ),
+}
+# Nothing moves where devices have whole heads; blocks of sharded outputs take an all-to-all more.
+for _name, _spec, _count in [
+    ("heads", P(None, "data"), 0),
+    ("dense", P(None, "data"), 0),
+    ("heads", P("data"), 2),
+    ("qkv", P("data"), 4),
+    ("qkv", P(None, "data"), 6),
+    ("gate_up", P(None, "data"), 4),
+]:
+    ARRANGEMENTS[f"{_name} {tuple(_spec)}"] = Arrangement(
+        LINE, {"": _spec}, {_name: BLOCKS[_name]}, {"all-to-all": _count} if _count else {}
+    )
+OF_BLOCKS = [name for name in ARRANGEMENTS if name.startswith("blocks")]
+KINDS = {"known": ARRANGEMENTS, "explicit": ARRANGEMENTS}
+KINDS["unknown"] = ["fsdp", "columns", "whole", *OF_BLOCKS]
+KINDS["some"] = KINDS["alone"] = KINDS["alone, typed"] = ["fsdp", "blocks, columns"]
+
+
+def on_one_device(arrangement, rule):
+    """Updates of two gradients, and the last state."""
+    tx = muon_of_matrices(rule=rule, **arrangement.options())
+    w = arrangement.weights()
+    state, steps = tx.init(w), []
+    for seed in (1, 2):
+        updates, state = jax.jit(tx.update)(arrangement.weights(seed), state, w)
+        steps.append(updates)
+    return jax.device_get((steps, state))
+
+
+@pytest.mark.slow(always=["normuon-known-blocks, three", "muon-known-qkv (None, 'data')"])
+@pytest.mark.parametrize(("kind", "arrangement"), [(k, a) for k in KINDS for a in KINDS[k]])
+@both_rules
+def test_under_jit(kind, arrangement, rule):
+    """The numbers of one device, whatever says how leaves are sharded; and no collective in a loop.
+
+    `mesh_axes` or types say it, of all leaves or of some, or nothing does. "alone" is without
+    `shard_over`: nothing is dealt out, and whole matrices are the partitioner's.
+    """
+    arrangement = ARRANGEMENTS[arrangement]
+    specs, options = arrangement.specs_of_leaves(), {"rule": rule} | arrangement.options()
+    is_typed = kind in ("explicit", "alone, typed")
+    mesh = mesh_of(AxisType.Explicit if is_typed else AxisType.Auto, **arrangement.axes)
+    if kind == "known":
+        options["mesh_axes"] = specs
+    if kind == "some":
+        options["mesh_axes"] = {
+            name: s if i % 2 else None for i, (name, s) in enumerate(specs.items())
+        }
+    if not kind.startswith("alone"):
+        options["shard_over"] = "data"
+    tx = muon_of_matrices(**options)
+    w = place(arrangement.weights(), mesh, specs)
+    state = jax.device_put(jax.jit(tx.init)(w), jgrad.state_shardings(tx, w))
+    if is_typed:
+        updates, new = jax.eval_shape(tx.update, w, state, w)
+        assert jax.tree.map(jax.typeof, (updates, new.mw)) == jax.tree.map(
+            jax.typeof, (w, state.mw)
+        )
+    shardings = jax.tree.map(lambda x: x.sharding, (w, state))
+    program = jax.jit(tx.update, out_shardings=shardings).lower(w, state, w).compile()
+    if not kind.startswith("alone"):
+        text = program.as_text()
+        assert not in_loops(text)
+        moved = counting.Counter(x.kind for x in collectives.of(text, DEVICES))
+        # NorMuon adds up squares of outputs.
+        if kind in ("known", "explicit") and rule == "muon" and arrangement.moves is not None:
+            assert moved == arrangement.moves
+        if (kind, rule, arrangement.axes) == (
+            "unknown",
+            "muon",
+            LINE,
+        ) and arrangement.leaves is PLAIN:
+            assert moved.keys() == {"all-to-all"}
+            assert moved.total() <= 3 * 2  # of each shape, up and down being one
+    steps, expected = on_one_device(arrangement, rule)
+    for seed, updates in enumerate(steps, start=1):
+        found, state = program(place(arrangement.weights(seed), mesh, specs), state, w)
+        assert_close(jax.device_get(found), updates, 1e-4)
+    assert_close(jax.device_get(state.vw), expected.vw, 1e-4)
+
+
+@pytest.mark.slow(always=["normuon-True-blocks, columns"])
+@pytest.mark.parametrize("arrangement", [*OF_BLOCKS, "fsdp", "experts", "convolutions", "tensor"])
 @pytest.mark.parametrize("check", [False, True])
-def test_cut_matrices(rule, check):
-    """Rows, columns, or layers cut: gathered where need be, and each device keeps its part."""
-    mesh, w, g = mesh_of(data=DEVICES), of_eight_layers(normal(0)), of_eight_layers(normal(1))
-    tx = muon(rule=rule, mesh_axes=SPECS)
-    specs = jax.tree.map(lambda x, s: s, w, _full(SPECS, w))
-    placed = jax.device_put(w, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
-    state = tx.init(placed)
-    shardings = jgrad.state_shardings(tx, placed)
-    state_specs = jax.tree.map(lambda s: s.spec, shardings)
-    update = jax.jit(
-        jax.shard_map(
-            tx.update,
-            mesh=mesh,
-            in_specs=(specs, state_specs, specs),
-            out_specs=(specs, state_specs),
-            check_vma=check,
-        )
-    )
-    whole = muon(rule=rule)
-    expected = whole.init(w)
-    for _ in range(2):
-        found, state = update(g, state, placed)
-        updates, expected = jax.jit(whole.update)(g, expected, w)
-        assert_close(found, updates, 1e-5)
+@both_rules
+def test_in_shard_map(arrangement, check, rule):
+    """Rows, columns or layers of which devices have parts: gathered, cut in blocks, and cut again."""
+    arrangement = ARRANGEMENTS[arrangement]
+    specs = arrangement.specs_of_leaves()
+    mesh, w = mesh_of(**arrangement.axes), arrangement.weights()
+    tx = muon_of_matrices(mesh_axes=specs, rule=rule, **arrangement.options())
+    w = place(w, mesh, specs)
+    update, state = update_in_shard_map(tx, w, mesh, specs, check_vma=check)
+    steps, expected = on_one_device(arrangement, rule)
+    for seed, updates in enumerate(steps, start=1):
+        found, state = update(arrangement.weights(seed), state, w)
+        assert_close(found, updates, 1e-4)
     assert_close(state.mw, expected.mw)
-    assert_close(state.vw, expected.vw, 1e-5)
+    assert_close(state.vw, expected.vw, 1e-4)
 
 
-def _full(specs, tree):
-    """A spec for each leaf."""
-    is_spec = lambda x: isinstance(x, P)
-    return jax.tree.map(lambda s, t: jax.tree.map(lambda _: s, t), specs, tree, is_leaf=is_spec)
+@pytest.mark.slow(always=True)
+def test_a_device_has_no_matrix_more_than_it_must():
+    """Ten up and ten down are 20 for 8 devices: 3 each, which are 4 if both are dealt out apart."""
+    w = {f"up{i}": jnp.ones((16, 64)) for i in range(10)}
+    w |= {f"down{i}": jnp.ones((64, 16)) for i in range(10)}
+    w = place(w, mesh_of(data=DEVICES), P("data"))
+    tx = muon_of_matrices(mesh_axes=P("data"), shard_over="data")
+    text = jax.jit(tx.update).lower(w, tx.init(w), w).as_text()
+    stacks = re.findall(r"call @orthogonalized\w*\(.*tensor<(\d+)x16x64xf32>\)", text)
+    assert stacks == ["3"]
 
 
-def test_cut_matrices_in_optax_are_several(standard_promotion):
-    """D13: each part is orthogonalized by itself, silently; here it is an error to say nothing."""
-    mesh, w, g = mesh_of(data=4), {"w": jnp.zeros((64, 32))}, {"w": normal_of(64, 32)}
-
-    def step(tx):
-        update = lambda g, w: tx.update(g, tx.init(w), w)[0]
-        cut = jax.shard_map(
-            update, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=False
-        )
-        return update, cut
-
-    update, cut = step(optax.contrib.muon(1.0))
-    whole, parts = update(g, w)["w"], cut(g, w)["w"]
-    assert np.linalg.norm(whole - parts) > np.linalg.norm(whole)
-    _, cut = step(jgrad.muon(1.0, matrices=True, adam_learning_rate=1.0))
-    with pytest.raises(
-        ValueError, match=r"muon: `mesh_axes` at \['w'\]: None inside `shard_map` or `pmap`, "
-    ):
-        cut(g, w)
-    update, cut = step(
-        jgrad.muon(1.0, matrices=True, adam_learning_rate=1.0, mesh_axes={"w": P("data")})
-    )
-    plain = jgrad.muon(1.0, matrices=True, adam_learning_rate=1.0)
-    assert_close(cut(g, w), plain.update(g, plain.init(w), w)[0], 1e-5)
+def test_flops_of_each_device():
+    """An eighth of the products."""
+    w = place({f"{i}": jnp.ones((64, 64)) for i in range(8)}, mesh_of(data=DEVICES), P("data"))
+    tx = muon_of_matrices(shard_over="data")
+    text = jax.jit(tx.update).lower(w, tx.init(w), w).compile().as_text()
+    shapes = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)
+    assert max(int(s.split(",")[0]) if s.count(",") == 2 else 1 for s in shapes) == 1
 
 
-def normal_of(*shape):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+@pytest.mark.parametrize("split", [None, (32, 16, 16)], ids=["whole", "split"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_residuals(kind, split):
+    """What `watch` notes of sharded leaves is what it notes of whole ones."""
+    w = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)}
+    sharded = place(w, mesh_of(kind, data=DEVICES), P(None, "data"))
+    tx = jgrad.watch(muon_of_matrices(split=split))
+    of = lambda w: jgrad.report(jax.jit(tx.update)(w, jax.jit(tx.init)(w), w)[1])
+    np.testing.assert_allclose(of(sharded)["muon_residual/w"], of(w)["muon_residual/w"], rtol=1e-4)
+
+
+# ---- parameters that each device has ---------------------------------------------------------------
 
 
 @pytest.mark.slow(always=True)
@@ -293,8 +427,8 @@ def test_replicated_parameters_need_no_spec():
 
     def updates(tx, check):
         def update(g, w):
-            own = 1 + jax.lax.axis_index("data").astype(float)
-            g = jax.tree.map(lambda x: jax.lax.pmean(x * own, "data"), g)
+            factor = 1 + jax.lax.axis_index("data").astype(float)
+            g = jax.tree.map(lambda x: jax.lax.pmean(x * factor, "data"), g)
             return tx.update(g, tx.init(w), w)[0]
 
         f = jax.shard_map(update, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=check)
@@ -326,230 +460,49 @@ def test_pmap_without_a_spec():
     models, tx = stack([normal(seed) for seed in range(DEVICES)]), muon()
     update = lambda w: tx.update(w, tx.init(w), w)[0]
     jax.eval_shape(jax.pmap(update), models)
-    with pytest.raises(ValueError) as caught:
-        jax.eval_shape(jax.pmap(update, axis_name="data"), models)
-    assert str(caught.value) == (
+    assert_error(
+        ValueError,
         "muon: `mesh_axes` at ['down'][0]: None inside `shard_map` or `pmap`, where a device may have a part of a matrix "
         "along 'data', expected the PartitionSpec of the leaf; where each device has whole matrices, "
-        "`mesh_axes=PartitionSpec()`."
+        "`mesh_axes=PartitionSpec()`.",
+        lambda: jax.eval_shape(jax.pmap(update, axis_name="data"), models),
     )
 
 
 @pytest.mark.slow(always=True)
-def test_messages_of_mesh_axes():
-    assert_error(
-        TypeError,
-        "muon: `mesh_axes`: 'data' of type str, expected None, or a PartitionSpec, which says "
-        "which axes are sharded.",
-        lambda: muon(mesh_axes="data"),
-    )
-    assert_error(
-        ValueError,
-        "muon: `mesh_axes` at ['down'][0]: 3 entries, expected at most 2, one for each axis of "
-        "shape (64, 8).",
-        lambda: muon(mesh_axes=P(None, None, "data")).init(normal(0)),
-    )
-    assert_error(
-        ValueError,
-        "muon: `mesh_axes` at ['down'][0]: a PartitionSpec of a packed leaf, expected None: `zero` "
-        "knows its rows.",
-        lambda: muon(mesh_axes=P("data")).init(jgrad.pack(normal(0))),
-    )
-
-
-# ---- jit -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [6, 8, 12])
 @pytest.mark.parametrize(
-    "spec", [P("data"), P(None, "data"), P()], ids=["rows", "columns", "whole"]
+    ("error", "message", "call"),
+    [
+        (
+            TypeError,
+            "'data' of type str, expected None, or a PartitionSpec, which says which axes are sharded.",
+            lambda: muon(mesh_axes="data"),
+        ),
+        (
+            ValueError,
+            "at ['down'][0]: 3 entries, expected at most 2, one for each axis of shape (64, 8).",
+            lambda: muon(mesh_axes=P(None, None, "data")).init(normal(0)),
+        ),
+        (
+            ValueError,
+            "at ['down'][0]: a PartitionSpec of a packed leaf, expected None: `zero` knows its rows.",
+            lambda: muon(mesh_axes=P("data")).init(jgrad.pack(normal(0))),
+        ),
+    ],
 )
-def test_shard_over(count, spec):
-    """At most three all-to-alls for a shape, none in a loop, whatever the count; the same numbers."""
-    mesh = mesh_of(data=DEVICES)
-    draws = np.random.default_rng(0)
-    w = {f"{i}": jnp.asarray(draws.normal(size=(32, 64)), jnp.float32) for i in range(count)}
-    w["stack"] = jnp.asarray(draws.normal(size=(2, 32, 64)), jnp.float32)
-    layers = {name: 0 if name == "stack" else None for name in w}
-    options = {"matrices": True, "layer_axes": layers, "adam_learning_rate": 0.1}
-    tx = jgrad.muon(0.1, shard_over=("data",), **options)
-    specs = {name: P(None, *spec) if name == "stack" else spec for name in w}
-    placed = jax.device_put(w, {name: NamedSharding(mesh, s) for name, s in specs.items()})
-    state = tx.init(placed)
-    shardings = jax.tree.map(lambda x: x.sharding, (placed, state))
-    program = jax.jit(tx.update, out_shardings=shardings).lower(placed, state, placed).compile()
-    text = program.as_text()
-    kinds = [x.kind for x in collectives.of(text, DEVICES)]
-    assert len(kinds) <= 3
-    assert set(kinds) <= ({"all-gather"} if spec == P() else {"all-to-all"})
-    assert not in_loops(text)
-    found, _ = program(placed, state, placed)
-    plain = jgrad.muon(0.1, **options)
-    expected, _ = jax.jit(plain.update)(w, plain.init(w), w)
-    assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"shard_over": "data"}], ids=["alone", "shared"])
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
-def test_explicit_axes(options, rule):
-    """Types that say how leaves are sharded: matrices are gathered, and sharded again."""
-    mesh = mesh_of(AxisType.Explicit, data=DEVICES)
-    w = {"a": normal_of(32, 64), "b": normal_of(64, 32), "c": normal_of(16)}
-    specs = {"a": P("data"), "b": P(None, "data"), "c": P("data")}
-    placed = jax.device_put(w, {name: NamedSharding(mesh, s) for name, s in specs.items()})
-    chosen = {"a": True, "b": True, "c": False}
-    tx = jgrad.muon(0.1, matrices=chosen, adam_learning_rate=0.1, rule=rule, **options)
-    state = jax.jit(tx.init)(placed)
-    found, state = jax.jit(tx.update)(placed, state, placed)
-    assert {name: x.sharding.spec for name, x in found.items()}["a"] == P("data", None)
-    plain = jgrad.muon(0.1, matrices=chosen, adam_learning_rate=0.1, rule=rule)
-    expected, of_whole = jax.jit(plain.update)(w, plain.init(w), w)
-    assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
-    assert_close(jax.device_get(state.vw), jax.device_get(of_whole.vw), 1e-5)
-
-
-# For a mesh, specs by the first letter of a name, and layers; how many collectives of each kind.
-# Each shape is dealt out there and back, at once or its two kinds apart: where both together are
-# fewer matrices for a device, by tiles of both.
-KNOWN = {
-    "fsdp": ({"data": 8}, {"": P("data")}, {"all-to-all": 4}),
-    "columns": ({"data": 8}, {"": P(None, "data")}, {"all-to-all": 4}),
-    "tensor": ({"data": 4, "tensor": 2}, {"": P("data", "tensor")}, {"all-to-all": 4}),
-    "turned": ({"data": 2, "tensor": 4}, {"": P("tensor", "data")}, {"all-to-all": 4}),
-    "both": ({"data": 4, "tensor": 2}, {"": P(("tensor", "data"))}, {"all-to-all": 4}),
-    "experts": (
-        {"data": 4, "expert": 2},
-        {"": P("data"), "e": P("expert", "data")},
-        {"all-to-all": 10},
-    ),
-    "whole": ({"data": 4, "tensor": 2}, {"": P()}, {"all-gather": 2}),
-    "tensor alone": (
-        {"data": 4, "tensor": 2},
-        {"": P(None, "tensor")},
-        {"all-to-all": 4, "all-gather": 2},
-    ),
-    "convolutions": (
-        {"data": 2, "tensor": 4},
-        {"": P("data"), "c": P("tensor", None, "data")},
-        {"all-to-all": 6},
-    ),
-}
-
-
-def of_layers(arrangement, layers=3):
-    """Leaves, their specs, and axes of layers: two shapes, one of them up and down."""
-    _, specs, _ = KNOWN[arrangement]
-    shapes = {}
-    for i in range(layers):
-        shapes |= {f"up{i}": (16, 64), f"down{i}": (64, 16), f"square{i}": (16, 16)}
-        if arrangement == "experts":
-            shapes |= {f"expert_up{i}": (2, 8, 32), f"expert_down{i}": (2, 32, 8)}
-        if arrangement == "convolutions":
-            shapes |= {f"conv{i}": (8, 3, 4, 16)}
-    draws = np.random.default_rng(0)
-    w = {name: jnp.asarray(draws.normal(size=s), jnp.float32) for name, s in shapes.items()}
-    own = {name: specs.get(name[0], specs[""]) for name in w}
-    return w, own, {name: 0 if "expert" in name else None for name in w}
-
-
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("arrangement", KNOWN)
-def test_shard_over_where_shardings_are_known(arrangement, kind, rule):
-    """By `mesh_axes` or by types: all-to-alls alone, whatever the mesh axes; the same numbers."""
-    axes, _, expected = KNOWN[arrangement]
-    w, specs, layers = of_layers(arrangement)
-    mesh = mesh_of(kind, **axes)
-    options = {"matrices": True, "layer_axes": layers, "adam_learning_rate": 0.1, "rule": rule}
-    known = {"mesh_axes": specs} if kind == AxisType.Auto else {}
-    tx = jgrad.muon(0.1, shard_over="data", **options, **known)
-    placed = {name: jax.device_put(w[name], NamedSharding(mesh, specs[name])) for name in w}
-    state = jax.jit(tx.init)(placed)
-    state = jax.device_put(state, jgrad.state_shardings(tx, placed))
-    shardings = jax.tree.map(lambda x: x.sharding, (placed, state))
-    program = jax.jit(tx.update, out_shardings=shardings).lower(placed, state, placed).compile()
-    text = program.as_text()
-    if rule == "muon":  # the other adds up squares of outputs
-        assert counting.Counter(x.kind for x in collectives.of(text, DEVICES)) == expected
-    assert not in_loops(text)
-    found, state = program(placed, state, placed)
-    plain = jgrad.muon(0.1, **options)
-    expected, of_whole = jax.jit(plain.update)(w, plain.init(w), w)
-    assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
-    assert_close(jax.device_get(state.vw), jax.device_get(of_whole.vw), 1e-5)
-
-
-@pytest.mark.slow(always=True)
-def test_a_device_has_no_matrix_more_than_it_must():
-    """Ten up and ten down are 20 for 8 devices: 3 each, which are 4 if both are dealt out apart."""
-    w = {f"up{i}": normal_of(16, 64) for i in range(10)}
-    w |= {f"down{i}": normal_of(64, 16) for i in range(10)}
-    placed = jax.device_put(w, NamedSharding(mesh_of(data=DEVICES), P("data")))
-    tx = jgrad.muon(
-        0.1, matrices=True, adam_learning_rate=0.1, mesh_axes=P("data"), shard_over="data"
-    )
-    text = jax.jit(tx.update).lower(placed, tx.init(placed), placed).as_text()
-    stacks = re.findall(r"call @orthogonalized\w*\(.*tensor<(\d+)x16x64xf32>\)", text)
-    assert stacks == ["3"]
-
-
-def test_mesh_axes_of_some():
-    """Matrices of which nothing says how they are sharded are dealt out as well."""
-    w = {"a": normal_of(8, 16), "b": normal_of(16, 8)}
-    placed = jax.device_put(w, NamedSharding(mesh_of(data=DEVICES), P("data")))
-    options = {"matrices": True, "adam_learning_rate": 0.1}
-    tx = jgrad.muon(0.1, mesh_axes={"a": P("data"), "b": None}, shard_over="data", **options)
-    found, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
-    plain = jgrad.muon(0.1, **options)
-    expected, _ = jax.jit(plain.update)(w, plain.init(w), w)
-    assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
-
-
-def test_mesh_axes_under_jit_alone():
-    """Nothing is dealt out without `shard_over`, and whole matrices are the partitioner's."""
-    w = {"a": normal_of(8, 16)}
-    placed = jax.device_put(w, NamedSharding(mesh_of(data=DEVICES), P("data")))
-    options = {"matrices": True, "adam_learning_rate": 0.1}
-    tx = jgrad.muon(0.1, mesh_axes=P("data"), **options)
-    found, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
-    plain = jgrad.muon(0.1, **options)
-    expected, _ = jax.jit(plain.update)(w, plain.init(w), w)
-    assert_close(jax.device_get(found), jax.device_get(expected), 1e-5)
-
-
-def test_optax_has_collectives_in_its_iterations(standard_promotion):
-    """D7: two for each product of a sharded matrix."""
-    mesh = mesh_of(data=DEVICES)
-    tx, sharding = optax.contrib.muon(0.1), NamedSharding(mesh, P("data"))
-    w = {f"{i}": jax.device_put(jnp.ones((32, 64)), sharding) for i in range(8)}
-    text = jax.jit(tx.update).lower(w, tx.init(w), w).compile().as_text()
-    assert len(collectives.of(text, DEVICES)) >= 40
-
-
-def test_flops_of_each_device():
-    """An eighth of the products."""
-    mesh = mesh_of(data=DEVICES)
-    w = {
-        f"{i}": jax.device_put(normal_of(64, 64), NamedSharding(mesh, P("data"))) for i in range(8)
-    }
-
-    def flops(**options):
-        tx = jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1, **options)
-        text = jax.jit(tx.update).lower(w, tx.init(w), w).compile().as_text()
-        shapes = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)
-        return max(int(s.split(",")[0]) if s.count(",") == 2 else 1 for s in shapes)
-
-    assert flops(shard_over="data") == 1
+def test_messages_of_mesh_axes(error, message, call):
+    name = "muon: `mesh_axes`" + (" " if message.startswith("at") else ": ")
+    assert_error(error, name + message, call)
 
 
 @pytest.mark.slow(always=["muon"])
 @pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
 def test_no_mesh(name):
-    w, options = {"w": normal_of(8, 16)}, {"matrices": True, "shard_over": "data"}
-    if name == "muon":
-        tx = jgrad.muon(0.1, adam_learning_rate=0.1, **options)
-    else:
-        tx = optax.chain(jgrad.scale_by_muon(**options), optax.scale(-0.1))
+    w = {"w": jnp.ones((8, 16))}
+    tx = muon_of_matrices(shard_over="data")
+    if name == "scale_by_muon":
+        piece = jgrad.scale_by_muon(matrices=True, shard_over="data")
+        tx = optax.chain(piece, optax.scale(-0.1))
     assert_error(
         ValueError,
         f"{name}: `shard_over`: no mesh with 'data' here, expected leaves with a NamedSharding on such "
@@ -560,5 +513,36 @@ def test_no_mesh(name):
         return
     with jax.set_mesh(mesh_of(data=DEVICES)):
         found, _ = jax.jit(tx.update)(w, tx.init(w), w)
-    plain = jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1)
+    plain = muon_of_matrices()
     assert_close(found, plain.update(w, plain.init(w), w)[0], 1e-5)
+
+
+# ---- beside optax ----------------------------------------------------------------------------------
+
+
+def test_cut_matrices_in_optax_are_several(standard_promotion):
+    """D13: each part is orthogonalized by itself, silently; here it is an error to say nothing."""
+    mesh, w = mesh_of(data=4), {"w": jnp.zeros((64, 32))}
+    g = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 32)), jnp.float32)}
+
+    def updates(tx, *, cut):
+        update = lambda g, w: tx.update(g, tx.init(w), w)[0]
+        rows = {"in_specs": (P("data"), P("data")), "out_specs": P("data"), "check_vma": False}
+        return (jax.shard_map(update, mesh=mesh, **rows) if cut else update)(g, w)
+
+    whole, parts = (updates(optax.contrib.muon(1.0), cut=cut)["w"] for cut in (False, True))
+    assert np.linalg.norm(whole - parts) > np.linalg.norm(whole)
+    with pytest.raises(
+        ValueError, match=r"muon: `mesh_axes` at \['w'\]: None inside `shard_map` or `pmap`, "
+    ):
+        updates(muon_of_matrices(), cut=True)
+    found = updates(muon_of_matrices(mesh_axes={"w": P("data")}), cut=True)
+    assert_close(found, updates(muon_of_matrices(), cut=False), 1e-5)
+
+
+def test_optax_has_collectives_in_its_iterations(standard_promotion):
+    """D7: two for each product of a sharded matrix."""
+    tx, w = optax.contrib.muon(0.1), {f"{i}": jnp.ones((32, 64)) for i in range(8)}
+    w = place(w, mesh_of(data=DEVICES), P("data"))
+    text = jax.jit(tx.update).lower(w, tx.init(w), w).compile().as_text()
+    assert len(collectives.of(text, DEVICES)) >= 40

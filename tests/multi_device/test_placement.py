@@ -1,7 +1,6 @@
 """Shardings of the state: moments are sharded as their parameters, counters are replicated."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -13,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES, ONE_EACH
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, place, specs_of
+from tests.support.errors import assert_error
 from tests.support.loops import told
 
 SPECS = {"tiles": P("a", "b"), "flat": P(("a", "b")), "columns": P(None, "b"), "whole": P()}
@@ -42,14 +42,13 @@ every_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.
 every_init = pytest.mark.parametrize("init", INITS.values(), ids=INITS)
 
 
-def make_mesh(axis_type=AxisType.Auto):
-    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type,) * 2)
+make_mesh = functools.partial(mesh_of, a=2, b=4)
 
 
 def parameters(axis_type=AxisType.Auto, names=tuple(SPECS), dtype=jnp.float32):
     mesh = make_mesh(axis_type)
-    own = {k: jnp.ones(SHAPES[k], dtype) for k in names}
-    return jax.device_put(own, {k: NamedSharding(mesh, SPECS[k]) for k in names})
+    ones = {k: jnp.ones(SHAPES[k], dtype) for k in names}
+    return place(ones, mesh, {k: SPECS[k] for k in names})
 
 
 def parameters_for(name, axis_type, **options):
@@ -81,55 +80,36 @@ def assert_follows(state, w):
 # ---- init --------------------------------------------------------------------------------------
 
 
+# How many arrays of a wrapped state are as large as each parameter, and how many counters it has.
+SIZES = {
+    "accumulate": (3, 4),  # total, mw, vw; mini_step, count, skipped, step
+    "skip_nonfinite": (2, 4),  # mw, vw; skipped, streak, loss_scale, step
+    "master_weights": (3, 1),  # master, mw, vw; step
+    "ema": (3, 2),  # average, mw, vw; two steps
+}
+
+
 @pytest.mark.slow(
-    always=["eager-AxisType.Explicit-adamw", "jit with out_shardings-AxisType.Auto-momentum"]
+    always=[
+        "eager-AxisType.Explicit-adamw",
+        "jit with out_shardings-AxisType.Auto-momentum",
+        "eager-AxisType.Auto-accumulate",
+    ]
 )
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", [*STATEFUL, *WRAPPED])
 @every_axis_type
 @every_init
 def test_e26_state_follows_parameters(name, axis_type, init):
-    """Of each optimizer that has state, as of every wrapper below."""
+    """Of each optimizer that has state; totals, copies and averages are as large as moments."""
     assert jax.device_count() == 8
-    tx, w = STATEFUL[name](), parameters(axis_type)
+    tx = (STATEFUL.get(name) or WRAPPED[name])()
+    w = parameters_for(name, axis_type)
     state = init(tx, w)
-    assert assert_follows(state, w) == len(jax.tree.leaves((state.mw, state.vw))) > 0
+    large = assert_follows(state, w)
+    trees, counters = SIZES.get(name, (0, 1))
+    assert len(jax.tree.leaves(state)) == large + counters
+    assert large == trees * len(w) if trees else large > 0
     chex.assert_trees_all_equal(state, tx.init(jax.tree.map(jnp.ones_like, jax.device_get(w))))
-
-
-@pytest.mark.slow(always=["eager-AxisType.Auto-accumulate-3-4"])
-@pytest.mark.parametrize(
-    ("name", "trees", "counters"),
-    [
-        ("accumulate", 3, 4),  # total, mw, vw; mini_step, count, skipped, step
-        ("skip_nonfinite", 2, 4),  # mw, vw; skipped, streak, loss_scale, step
-        ("master_weights", 3, 1),  # master, mw, vw; step
-        ("ema", 3, 2),  # average, mw, vw; two steps
-    ],
-)
-@every_axis_type
-@every_init
-def test_e26_wrapped_state_follows_parameters(name, trees, counters, axis_type, init):
-    """Totals, copies and averages are as large as moments; counters are small, and everywhere."""
-    tx, w = WRAPPED[name](), parameters_for(name, axis_type)
-    state = init(tx, w)
-    assert assert_follows(state, w) == trees * len(w)
-    assert len(jax.tree.leaves(state)) == trees * len(w) + counters
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lamb", "momentum", *WRAPPED])
-@every_init
-def test_e26_bytes_per_device(name, init):
-    """An eighth of what is sharded eight ways is on each device: one copy in all."""
-    make = STATEFUL.get(name) or WRAPPED[name]
-    state = init(make(), parameters_for(name, AxisType.Auto, names=EIGHTHS))
-    moments = [x for x, parameter in by_parameter(state) if parameter is not None]
-    on_device = dict.fromkeys(jax.devices(), 0)
-    for shard in itertools.chain.from_iterable(x.addressable_shards for x in moments):
-        on_device[shard.device] += shard.data.nbytes
-    whole = sum(x.nbytes for x in moments)
-    assert whole > 0
-    assert set(on_device.values()) == {whole // 8}
 
 
 TYPED = (
@@ -160,7 +140,7 @@ def test_types_of_new_arrays(name, is_packed):
         w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
     mesh, spec = make_mesh(AxisType.Explicit), P(("a", "b"))
     w = jgrad.pack(w, multiple_of=8) if is_packed else w
-    w = jax.device_put(w, NamedSharding(mesh, spec))
+    w = place(w, mesh, spec)
     specs = {x.shape: jax.typeof(x).sharding.spec for x in jax.tree.leaves(w)}
 
     def both(w):
@@ -192,40 +172,28 @@ def train(tx, w, state, steps=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*(n for n in ONE_EACH if n in STATEFUL), *WRAPPED])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [(name, None) for name in (*ONE_EACH, *WRAPPED) if name in STATEFUL | WRAPPED]
+    # Leaves without moments, or without a master copy, have a place in the state all the same.
+    + [("lamb", jnp.int32), ("master_weights", jnp.float32)],
+)
 @every_axis_type
-def test_e26_one_trace(name, axis_type):
+def test_e26_one_trace(name, more, axis_type):
     """From an eager init on, three steps are one program, and leave everything where it was."""
     tx = (STATEFUL.get(name) or WRAPPED[name])()
     start = parameters_for(name, axis_type, names=("tiles", "whole"))
+    if more is not None:
+        start |= parameters(axis_type, names=("flat",), dtype=more)
     own = jax.tree.map(lambda p: p + 0, start)
     w, state = train(tx, own, tx.init(own))
     for k, p in w.items():
         assert p.sharding.is_equivalent_to(start[k].sharding, p.ndim)
-        assert np.all(np.asarray(p != start[k]))
-    assert assert_follows(state, w) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "dtype"),
-    [(lambda: jgrad.lamb(0.1), jnp.int32), (WRAPPED["master_weights"], jnp.float32)],
-    ids=["integers", "master_weights of float32"],
-)
-@every_axis_type
-def test_e26_one_trace_beside_leaves_without_moments(make, dtype, axis_type):
-    """Leaves without moments, or without a master copy, have a place in the state all the same."""
-    tx = make()
-    w = parameters(axis_type, names=("tiles",))
-    w |= parameters(axis_type, names=("flat",), dtype=dtype)
-    train(tx, w, tx.init(w))
+        assert p.dtype == jnp.int32 or np.all(np.asarray(p != start[k]))
+    assert more is not None or assert_follows(state, w) > 0
 
 
 # ---- state_shardings -----------------------------------------------------------------------------
-
-
-def specs_of(shardings):
-    return jax.tree.map(lambda s: s.spec, shardings)
 
 
 def test_e26_state_shardings_without_arrays():
@@ -241,28 +209,6 @@ def test_e26_state_shardings_without_arrays():
     everywhere = dict.fromkeys(SPECS, P())
     found = jgrad.state_shardings(tx, w, NamedSharding(make_mesh(), P()))
     assert specs_of(found) == jgrad.OptState(P(), everywhere, everywhere)
-
-
-@pytest.mark.slow
-@every_axis_type
-def test_e26_state_shardings_of_a_train_step(axis_type):
-    """As `out_shardings` they keep the state apart that otherwise follows replicated parameters."""
-    tx, mesh = jgrad.adam(0.1), make_mesh(axis_type)
-    w = jax.device_put({"w": jnp.ones((8, 4))}, NamedSharding(mesh, P()))
-    everywhere = {"w": NamedSharding(mesh, P())}
-    states = jgrad.state_shardings(tx, w, {"w": NamedSharding(mesh, P(("a", "b")))})
-
-    @functools.partial(jax.jit, out_shardings=(everywhere, states))
-    @chex.assert_max_traces(n=1)
-    def step(w, state):
-        updates, state = tx.update(w, state, w)
-        return optax.apply_updates(w, updates), state
-
-    state = jax.jit(tx.init, out_shardings=states)(w)
-    for _ in range(3):
-        w, state = jax.block_until_ready(step(w, state))
-        assert {s.data.shape for s in state.mw["w"].addressable_shards} == {(1, 4)}
-        assert {s.data.shape for s in w["w"].addressable_shards} == {(8, 4)}
 
 
 @pytest.mark.slow
@@ -306,37 +252,35 @@ def test_e26_state_shardings_beside_none():
     assert found.mw["missing"] is None
 
 
-def raises(error, text, *args):
-    with pytest.raises(error) as caught:
-        jgrad.state_shardings(*args)
-    assert str(caught.value) == text
-
-
 def test_e26_state_shardings_errors():
     """What is wrong, and where."""
     tx, w, mesh = jgrad.lamb(0.1), parameters(names=EIGHTHS), make_mesh()
-    own = {k: p.sharding for k, p in w.items()}
-    begin, end = "state_shardings: `params", "expected a NamedSharding."
-    on_host = w | {"flat": np.ones(16, np.float32)}
-    raises(TypeError, f"{begin}` at ['flat']: sharding None, {end}", tx, on_host)
-    shapes = w | {"flat": jax.ShapeDtypeStruct((16,), jnp.float32)}
-    raises(TypeError, f"{begin}` at ['flat']: sharding None, {end}", tx, shapes)
-    single = jnp.ones(16)
-    text = f"{begin}` at ['flat']: sharding {single.sharding!r}, {end}"
-    raises(TypeError, text, tx, w | {"flat": single})
-    text = f"{begin}_shardings` at ['tiles']: sharding {P('a')!r}, {end}"
-    raises(TypeError, text, tx, w, own | {"tiles": P("a")})
-    text = (
-        f"{begin}_shardings` does not have the structure of `params`: only `params` has ['flat']."
-    )
-    raises(ValueError, text, tx, w, {"tiles": own["tiles"]})
-    raises(ValueError, f"{begin}`: no array, expected at least one.", tx, {})
-    raises(ValueError, f"{begin}`: no array, expected at least one.", tx, {"w": None})
-    expected = "expected a transformation with `init` and `update`"
-    raises(TypeError, f"state_shardings: `tx`: 3 of type int, {expected}.", 3, w)
-    raises(
-        TypeError, f"state_shardings: `tx`: None, {expected}.", None, w, NamedSharding(mesh, P())
-    )
+    own, single = {k: p.sharding for k, p in w.items()}, jnp.ones(16)
+    host, shape = np.ones(16, np.float32), jax.ShapeDtypeStruct((16,), jnp.float32)
+    at_flat = "params` at ['flat']: sharding {}, expected a NamedSharding."
+    no_tx = "expected a transformation with `init` and `update`."
+    wrong = [
+        (TypeError, at_flat.format(None), tx, w | {"flat": host}),
+        (TypeError, at_flat.format(None), tx, w | {"flat": shape}),
+        (TypeError, at_flat.format(repr(single.sharding)), tx, w | {"flat": single}),
+        (
+            TypeError,
+            f"params_shardings` at ['tiles']: sharding {P('a')!r}, expected a NamedSharding.",
+            *(tx, w, own | {"tiles": P("a")}),
+        ),
+        (
+            ValueError,
+            "params_shardings` does not have the structure of `params`: only `params` has ['flat'].",
+            *(tx, w, {"tiles": own["tiles"]}),
+        ),
+        (ValueError, "params`: no array, expected at least one.", tx, {}),
+        (ValueError, "params`: no array, expected at least one.", tx, {"w": None}),
+        (TypeError, f"tx`: 3 of type int, {no_tx}", 3, w),
+        (TypeError, f"tx`: None, {no_tx}", None, w, NamedSharding(mesh, P())),
+    ]
+    for error, text, *args in wrong:
+        call = functools.partial(jgrad.state_shardings, *args)
+        assert_error(error, f"state_shardings: `{text}", call)
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b")], ids=str)
@@ -382,7 +326,7 @@ def mapped(way, f):
         return jax.vmap(f, **axes)
     run = jax.shard_map(
         lambda w, x: f(w, x).reshape(1),
-        mesh=jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)),
+        mesh=mesh_of(data=8),
         in_specs=(P(), P("data")),
         out_specs=P("data"),
         check_vma=way == "shard_map",

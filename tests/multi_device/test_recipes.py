@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, place, shardings_of, specs_of
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,6 @@ ROWS = P("data")  # where a batch lies
 EXACT = 5e-5  # of the largest element of a leaf: sums over devices are in another order
 
 mean = functools.partial(jax.lax.pmean, axis_name="data")
-on_mesh = lambda mesh, specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def training_step(tx, gradient):
@@ -40,7 +39,7 @@ def training_step(tx, gradient):
 
 def under_jit(tx, gradient, w, mesh, specs):
     """A step, parameters that lie as `specs` say, and a state that lies as they do."""
-    own, batch = on_mesh(mesh, (specs, ROWS))
+    own, batch = shardings_of(mesh, (specs, ROWS))
     w = jax.device_put(w, own)
     own = own, jgrad.state_shardings(tx, w)
     state = jax.jit(tx.init, out_shardings=own[1])(w)
@@ -51,10 +50,10 @@ def under_jit(tx, gradient, w, mesh, specs):
 
 def in_shard_map(tx, gradient, w, mesh, specs, *, shard_over=None, batch=ROWS, check_vma=True):
     """The same in `shard_map`, where `zero` wants a state that is cut over an axis."""
-    w = jax.device_put(w, on_mesh(mesh, specs))
+    w = place(w, mesh, specs)
     states = jgrad.state_shardings(tx, w, shard_over=shard_over)
     state = jax.jit(tx.init, out_shardings=states)(w)
-    own = specs, jax.tree.map(lambda sharding: sharding.spec, states)
+    own = specs, specs_of(states)
     step = training_step(tx, gradient)
     step = jax.shard_map(
         step, mesh=mesh, in_specs=(*own, batch), out_specs=own, check_vma=check_vma
@@ -118,28 +117,23 @@ lamb = functools.partial(
 )
 
 
-def test_data_parallel_under_jit():
+@pytest.mark.parametrize("way", ["jit", "shard_map", "shard_map, unchecked", "pmap"])
+def test_data_parallel(way):
     """The loss is that of the whole batch, and so is its gradient."""
     mesh, (w, batches) = mesh_of(data=8), problem()
-    step, *start = under_jit(descent(), jax.grad(loss), w, mesh, P())
-    assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_data_parallel_in_shard_map(check_vma):
-    mesh, (w, batches) = mesh_of(data=8), problem()
-    step, *start = in_shard_map(descent(), mean_gradient, w, mesh, P(), check_vma=check_vma)
-    assert_close(train(step, *start, batches), on_one_device(descent(), loss, w, batches))
-
-
-def test_data_parallel_under_pmap():
-    """Put on a mesh with the name of the axis; from elsewhere, JAX 0.10 would trace twice."""
-    mesh, (w, batches) = mesh_of(data=8), problem()
-    step = training_step(descent(), mean_gradient)
-    step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
-    start = jax.device_put((w, descent().init(w)), NamedSharding(mesh, P()))
-    found = train(step, *start, [x.reshape(DEVICES, -1, 4) for x in batches])
-    assert_close(found, on_one_device(descent(), loss, w, batches))
+    expected = on_one_device(descent(), loss, w, batches)
+    if way == "jit":
+        step, *start = under_jit(descent(), jax.grad(loss), w, mesh, P())
+    elif way == "pmap":
+        step = training_step(descent(), mean_gradient)
+        step = jax.pmap(step, "data", in_axes=(None, None, 0), out_axes=None)
+        # On a mesh with the name of the axis; from elsewhere, JAX 0.10 would trace twice.
+        start = place((w, descent().init(w)), mesh, P())
+        batches = [x.reshape(DEVICES, -1, 4) for x in batches]
+    else:
+        check = {"check_vma": way == "shard_map"}
+        step, *start = in_shard_map(descent(), mean_gradient, w, mesh, P(), **check)
+    assert_close(train(step, *start, batches), expected)
 
 
 # ---- tensor parallel -----------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, place
 from tests.support.errors import assert_error
+from tests.support.loops import step_of
 from tests.support.packed_model import assert_close
 
 # Shape, spec of the parameter, spec of its moments when cut over "a" (4 devices) too.
@@ -127,17 +127,18 @@ def test_numbers():
     assert_error(ValueError, message, lambda: jgrad.state_shardings(jgrad.adam(0.1), w, wrong))
 
 
-def test_an_axis_that_is_not_there():
+@pytest.mark.parametrize(
+    ("error", "axes", "text"),
+    [
+        (ValueError, "data", "'data', expected one of the axes of the mesh, 'a', 'b'."),
+        (ValueError, ("a", "a"), "('a', 'a'), expected different names."),
+        (TypeError, (), "(), expected an axis name or a tuple of names."),
+    ],
+)
+def test_an_axis_that_is_not_there(error, axes, text):
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(grid(), P()))
-    message = (
-        "state_shardings: `shard_over`: 'data', expected one of the axes of the mesh, 'a', 'b'."
-    )
-    tx = jgrad.adam(0.1)
-    assert_error(ValueError, message, lambda: jgrad.state_shardings(tx, w, shard_over="data"))
-    message = "state_shardings: `shard_over`: ('a', 'a'), expected different names."
-    assert_error(ValueError, message, lambda: jgrad.state_shardings(tx, w, shard_over=("a", "a")))
-    message = "state_shardings: `shard_over`: (), expected an axis name or a tuple of names."
-    assert_error(TypeError, message, lambda: jgrad.state_shardings(tx, w, shard_over=()))
+    call = lambda: jgrad.state_shardings(jgrad.adam(0.1), w, shard_over=axes)
+    assert_error(error, f"state_shardings: `shard_over`: {text}", call)
 
 
 @pytest.mark.slow
@@ -149,15 +150,14 @@ def test_training(method, axis_type):
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     alone = {"w": draw(16, 12), "b": draw(12), "odd": draw(3, 5)}
-    w = jax.device_put(alone, NamedSharding(mesh, P()))
+    w = place(alone, mesh, P())
     own = jax.tree.map(lambda x: x.sharding, w)
     shardings = jgrad.state_shardings(tx, w, shard_over=("a", "b"))
     state = jax.jit(tx.init, out_shardings=shardings)(w)
     other = tx.init(alone)
 
     def step(w, state):
-        updates, state = tx.update(jax.tree.map(jnp.cos, w), state, w)
-        return optax.apply_updates(w, updates), state
+        return step_of(tx)(w, state, jax.tree.map(jnp.cos, w))
 
     once = chex.assert_max_traces(step, n=1)
     sharded = functools.partial(jax.jit, out_shardings=(own, shardings))(once)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
 from tests.cases import CASES, MASK, ONE_EACH
-from tests.multi_device.meshes import mesh_of
+from tests.multi_device.meshes import mesh_of, place, specs_of
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack
 from tests.support.packed_model import DECAYS, PER_ELEMENT, RATES, assert_close, normal
@@ -42,15 +42,22 @@ def gradients(packed, steps=3):
     return found
 
 
-class Sharded:
-    """`zero(tx)` in `shard_map`: the state of each device is a shard."""
+def averaged(tx, axes):
+    """What `zero` stands for: on each device the mean, and all of the state."""
+    update = lambda g, state, w: tx.update(jax.lax.pmean(g, axes), state, w)
+    return optax.GradientTransformation(tx.init, update)
 
-    def __init__(self, tx, packed, axes="data", mesh=None, check=False):
+
+class Sharded:
+    """`zero(tx)` in `shard_map`: the state of each device is a shard; or `averaged(tx)`, whole."""
+
+    def __init__(self, tx, packed, axes="data", mesh=None, check=False, *, whole=False):
         self.mesh = mesh_of(data=DEVICES) if mesh is None else mesh
-        self.tx = jgrad.zero(tx, axes)
-        packed = jax.device_put(packed, NamedSharding(self.mesh, P()))
-        shardings = jgrad.state_shardings(self.tx, packed, shard_over=axes)
-        self.specs = jax.tree.map(lambda s: s.spec, shardings)
+        self.tx = averaged(tx, axes) if whole else jgrad.zero(tx, axes)
+        packed = place(packed, self.mesh, P())
+        over = None if whole else axes
+        shardings = jgrad.state_shardings(self.tx, packed, shard_over=over)
+        self.specs = specs_of(shardings)
         self.state = jax.jit(self.tx.init, out_shardings=shardings)(packed)
         self.traces = 0
 
@@ -69,36 +76,13 @@ class Sharded:
         )
 
 
-class Replicated:
-    """`tx` in `shard_map`, on each device the mean and all of the state."""
-
-    def __init__(self, tx, packed, axes="data", mesh=None):
-        self.mesh = mesh_of(data=DEVICES) if mesh is None else mesh
-        self.state = jax.device_put(tx.init(packed), NamedSharding(self.mesh, P()))
-
-        def update(w, state, g):
-            mean = jax.lax.pmean(jax.tree.map(lambda x: x[0], g), axes)
-            return tx.update(mean, state, w)
-
-        self.update = jax.jit(
-            jax.shard_map(
-                update,
-                mesh=self.mesh,
-                in_specs=(P(), P(), P(axes)),
-                out_specs=P(),
-                check_vma=False,
-            )
-        )
-
-
 def train(run, w, grads):
     """Parameters and state after each step.
 
     Parameters are updated in a program of its own: in one with the update, XLA rounds the product
     of rate and direction and its sum with the weight at once, unless there is a gather between.
     """
-    w = jax.device_put(w, NamedSharding(run.mesh, P()))
-    state = run.state
+    w, state = place(w, run.mesh, P()), run.state
     for g in grads:
         updates, state = run.update(w, state, g)
         w = jax.block_until_ready(apply_updates(w, updates))
@@ -111,7 +95,7 @@ def assert_same(tx, *, exact, packed=None, grads=None, **options):
     sharded = Sharded(tx, packed, **options)
     found = train(sharded, packed, grads)
     options.pop("check", None)
-    expected = train(Replicated(tx, packed, **options), packed, grads)
+    expected = train(Sharded(tx, packed, **options, whole=True), packed, grads)
     (assert_equal if exact else assert_close)(found, expected)
     assert sharded.traces == 1
     return found
@@ -150,6 +134,13 @@ def test_options(name):
         assert_same(OPTIONS[name], exact=not norms)
 
 
+def mixed():
+    """A buffer for each dtype."""
+    w = normal(0)
+    w["rest"] = [x.astype(jnp.bfloat16) for x in w["rest"]]
+    return jgrad.pack(w, multiple_of=DEVICES)
+
+
 @pytest.mark.parametrize("scale", [1e-25, 1e20])
 def test_norms_at_every_scale(scale):
     """The way of rescaled sums, on devices that have a part of a layer, or none of it."""
@@ -157,49 +148,26 @@ def test_norms_at_every_scale(scale):
     assert_same(jgrad.lamb(0.1), exact=False, packed=packed, grads=gradients(packed, 2))
 
 
-def test_layers_of_a_stacked_leaf():
-    """Each has its own norm, wherever it begins and ends."""
-    w = {"stack": normal(0)["layer"]["w"].reshape(5, 96) * jnp.arange(1.0, 6.0)[:, None]}
-    packed = jgrad.pack(w, layer_axes=0, multiple_of=DEVICES)
-    assert packed.buffers["float32"].shape == (8, 256)  # five layers, and three devices with none
-    each = [jax.tree.map(lambda x, i=i: jnp.cos(i * x), w) for i in range(DEVICES)]
-    grads = [stack([jgrad.pack(g, like=packed) for g in each])]
-    found, _ = assert_same(jgrad.lamb(0.1), exact=False, packed=packed, grads=grads)
-    tx = jgrad.lamb(0.1, layer_axes=0)
-    mean = jax.tree.map(lambda *xs: sum(xs) / DEVICES, *each)
-    updates, _ = tx.update(mean, tx.init(w), w)
-    assert_close(jgrad.unpack(found), optax.apply_updates(w, updates), 1e-5)
+SURROUNDINGS = {
+    # float32 copies in the state
+    "mixed dtypes": lambda: assert_same(
+        jgrad.master_weights(jgrad.adam(0.1)), exact=True, packed=mixed()
+    ),
+    # `shard_map` checks what is the same on all devices, unless it is told not to.
+    "known types": lambda: assert_same(jgrad.lamb(0.1), exact=False, check=True),
+    # Rows are divided over both, in their order.
+    "two axes": lambda: assert_same(
+        jgrad.lamb(0.1), exact=False, mesh=mesh_of(a=2, b=4), axes=("a", "b")
+    ),
+}
 
 
-def test_mixed_dtypes():
-    """A buffer for each, and float32 copies in the state."""
-    w = normal(0)
-    w["rest"] = [x.astype(jnp.bfloat16) for x in w["rest"]]
-    packed = jgrad.pack(w, multiple_of=DEVICES)
-    assert_same(jgrad.master_weights(jgrad.adam(0.1)), exact=True, packed=packed)
-
-
-def test_known_types():
-    """`shard_map` checks what is the same on all devices, unless it is told not to."""
-    assert_same(jgrad.lamb(0.1, weight_decay=0.1), exact=False, check=True)
-
-
-def test_two_axes():
-    """Rows are divided over both, in their order."""
-    mesh = mesh_of(a=2, b=4)
-    assert_same(jgrad.lamb(0.1), exact=False, mesh=mesh, axes=("a", "b"))
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_surroundings(name):
+    SURROUNDINGS[name]()
 
 
 # ---- around and inside ---------------------------------------------------------------------------
-
-
-def test_accumulation_of_shares():
-    """A window is sharded, too."""
-    packed = packed_model()
-    tx = optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1))
-    _, state = assert_same(jgrad.accumulate(tx, 2), exact=False, packed=packed)
-    assert state.mini_step == 1
-    assert state.total.buffers["float32"].addressable_shards[0].data.shape == (1, 256)
 
 
 @pytest.mark.slow(always=True)
@@ -256,7 +224,7 @@ def test_pmap():
     for g in gradients(packed):
         updates, state = update(g, state, w)
         w = jax.block_until_ready(optax.apply_updates(w, updates))
-    expected, other = train(Replicated(tx, packed), packed, gradients(packed))
+    expected, other = train(Sharded(tx, packed, whole=True), packed, gradients(packed))
     for i in range(DEVICES):
         assert_close(jax.tree.map(lambda x, i=i: x[i], w), expected)
     moments = jax.tree.map(lambda x: x.reshape(-1, 256), state.inner.mw)
@@ -341,26 +309,6 @@ def test_around_it():
     assert state.count.tolist() == [1] * DEVICES
 
 
-def test_init_inside_is_a_share_of_init_outside():
-    packed = packed_model(jnp.bfloat16)
-    run = Sharded(jgrad.master_weights(jgrad.adam(0.1)), packed)
-    inside = jax.shard_map(
-        run.tx.init, mesh=run.mesh, in_specs=P(), out_specs=run.specs, check_vma=False
-    )
-    assert_equal(inside(packed), run.state)
-
-
-def test_a_checkpoint_fits_the_tree():
-    """The state as a tree is that of `tx` alone, and can be packed for another number of devices."""
-    packed, w = packed_model(), normal(0)
-    tx = jgrad.adam(0.1)
-    found = jgrad.unpack(train(Sharded(tx, packed), packed, gradients(packed)))
-    assert jax.tree.structure(found) == jax.tree.structure((w, tx.init(w)))
-    fewer = jgrad.pack(w, multiple_of=3)
-    again = jgrad.pack(found, like=(fewer, tx.init(fewer)))
-    assert_equal(jgrad.unpack(again), found)
-
-
 # ---- what it costs -------------------------------------------------------------------------------
 
 
@@ -372,75 +320,128 @@ def test_a_checkpoint_fits_the_tree():
 )
 def test_one_reduce_scatter_and_one_all_gather_per_dtype(case, dtypes):
     """Norms are all-reduced, which are a few numbers for each layer."""
-    w = normal(0)
-    if dtypes == 2:
-        w["rest"] = [x.astype(jnp.bfloat16) for x in w["rest"]]
-    packed = jgrad.pack(w, multiple_of=DEVICES)
+    packed = packed_model() if dtypes == 1 else mixed()
     run = Sharded(jgrad.master_weights(case.tx()), packed)
     compiled = run.update.lower(packed, run.state, gradients(packed, 1)[0]).compile()
     found = collectives.of(compiled.as_text(), DEVICES)
     kinds = Counter(x.kind for x in found)
     assert (kinds.pop("reduce-scatter"), kinds.pop("all-gather")) == (dtypes, dtypes)
     assert set(kinds) == (set() if case.elementwise else {"all-reduce"})
-    both_norms = 2 * len(jax.tree.leaves(w)) * 4
+    both_norms = 2 * len(jax.tree.leaves(normal(0))) * 4
     assert max([x.whole for x in found if x.kind == "all-reduce"], default=0) <= both_norms
-
-
-def test_bytes_of_the_state():
-    packed = packed_model()
-    tx = jgrad.adam(0.1)
-    run, whole = Sharded(tx, packed), tx.init(packed)
-    _, state = train(run, packed, gradients(packed))
-    for x, y in zip(jax.tree.leaves((state.mw, state.vw)), jax.tree.leaves(whole[1:]), strict=True):
-        assert {s.data.nbytes for s in x.addressable_shards} == {y.nbytes // DEVICES}
-    assert state.step.sharding.is_fully_replicated
 
 
 # ---- what is wrong -------------------------------------------------------------------------------
 
 
-def assert_fails(message, kind, f, params, *, check=False, cut=False):
-    """Inside `shard_map`."""
+def inside(f, params=packed_model, *, check=False, cut=False):
+    """A call in `shard_map` of the parameters that `params` makes, traced only."""
     mesh, specs = mesh_of(data=DEVICES), P("data") if cut else P()
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check)
-    assert_error(kind, message, lambda: jax.eval_shape(mapped, params))
+    return lambda: jax.eval_shape(mapped, params())
 
 
-def step(tx=None, axis="data"):
-    tx = jgrad.zero(jgrad.adam(0.1) if tx is None else tx, axis)
+def step(tx):
     return lambda w: tx.update(w, tx.init(w), w)[0]
 
 
-SUMMED = (
-    "zero: `updates` at .buffers['float32']: the same on all devices along 'data', so that they are "
-    "summed or averaged already, expected those of each device's own loss: differentiate by "
-    '`jax.lax.pcast(params, axis_name, to="varying")` without a mean, or choose `check_vma=False`.'
-)
-
-
-@pytest.mark.slow(always=True)
-def test_no_such_axis():
-    message = (
+ZERO = jgrad.zero(jgrad.adam(0.1), "data")
+OF_NAME = "expected an axis name or a tuple of names"
+WRONG = {
+    "no such axis": (
+        ValueError,
         "zero: `axis_name`: no axis 'data' here; call `update` inside `shard_map` or `pmap`; under "
-        "`jit`, use `tx` alone."
-    )
-    assert_error(ValueError, message, lambda: step()(packed_model()))
+        "`jit`, use `tx` alone.",
+        lambda: step(ZERO)(packed_model()),
+    ),
+    **{
+        f"the name {shown}": (
+            TypeError,
+            f"zero: `axis_name`: {shown}, {OF_NAME}.",
+            lambda name=name: jgrad.zero(jgrad.adam(0.1), name),
+        )
+        for name, shown in (
+            (3, "3 of type int"),
+            ((), "()"),
+            (("data", 3), "('data', 3)"),
+            (None, "None"),
+        )
+    },
+    "an axis twice": (
+        ValueError,
+        "zero: `axis_name`: ('data', 'data'), expected different names.",
+        lambda: jgrad.zero(jgrad.adam(0.1), ("data", "data")),
+    ),
+    # Devices would wait for each other for ever where one has no finite gradient.
+    "accumulation around it": (
+        ValueError,
+        "accumulate: `tx`: a `zero`, expected it outside: `zero(accumulate(tx, every), axis_name)`, "
+        "or give its axis as `mesh_axes`.",
+        inside(step(jgrad.accumulate(ZERO, 2))),
+    ),
+    "small leaves inside it": (
+        TypeError,
+        "pack_small: `params`: packed already, expected a tree of arrays; `unpack` it first.",
+        inside(step(jgrad.zero(jgrad.pack_small(jgrad.adam(0.1)), "data"))),
+    ),
+    "no transformation": (
+        TypeError,
+        "zero: `tx`: 3 of type int, expected a transformation with `init` and `update`.",
+        lambda: jgrad.zero(3, "data"),
+    ),
+    # The trap of `shard_map`: they would be too large by the number of devices.
+    "gradients that are summed already": (
+        ValueError,
+        "zero: `updates` at .buffers['float32']: the same on all devices along 'data', so that they are "
+        "summed or averaged already, expected those of each device's own loss: differentiate by "
+        '`jax.lax.pcast(params, axis_name, to="varying")` without a mean, or choose `check_vma=False`.',
+        inside(step(ZERO), check=True),
+    ),
+    "leaves that are not packed": (
+        TypeError,
+        "zero: `params` at ['layer']['b']: an array of float32 and shape (64,), expected a buffer of a "
+        "`Packed`: `pack(params, multiple_of=devices)`.",
+        inside(step(ZERO), lambda: normal(0)),
+    ),
+    "leaves that stay as they are": (
+        TypeError,
+        "zero: `params` at .buffers['leaf 1']: an unpacked leaf, expected a packed one: no "
+        "`max_size`.",
+        inside(step(ZERO), lambda: packed_model(max_size=300)),
+    ),
+    "rows that cannot be dealt out": (
+        ValueError,
+        "zero: `params` at .buffers['float32']: 5 rows, expected a multiple of 8 devices: "
+        "`pack(params, multiple_of=8)`.",
+        inside(step(ZERO), lambda: jgrad.pack(normal(0)["rest"])),
+    ),
+    "parameters that are cut": (
+        ValueError,
+        "zero: `params` at .buffers['float32']: shape (1, 256), expected (8, 256): whole "
+        "parameters on each device.",
+        inside(step(ZERO), cut=True),
+    ),
+    "a state that is whole": (
+        ValueError,
+        "zero: `state` at .mw.buffers['float32']: shape (8, 256), expected (1, 256), this "
+        "device's; shard it as `state_shardings` says, or call `init` here.",
+        inside(lambda w: ZERO.update(w, jgrad.adam(0.1).init(w), w)[0]),
+    ),
+    # Without `zero`, nothing says which rows a device has.
+    "rows that lie elsewhere": (
+        ValueError,
+        "lamb: `params` at .buffers['float32']: shape (1, 256), expected (8, 256) as in its "
+        "layout; inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
+        "`zero` knows which rows are whose.",
+        inside(step(jgrad.lamb(0.1)), cut=True),
+    ),
+}
 
 
 @pytest.mark.slow(always=True)
-@pytest.mark.parametrize(
-    ("axis_name", "came"),
-    [(3, "3 of type int"), ((), "()"), (("data", 3), "('data', 3)"), (None, "None")],
-)
-def test_no_axis_name(axis_name, came):
-    message = f"zero: `axis_name`: {came}, expected an axis name or a tuple of names."
-    assert_error(TypeError, message, lambda: jgrad.zero(jgrad.adam(0.1), axis_name))
-
-
-@pytest.mark.slow(always=True)
-def test_an_axis_twice():
-    message = "zero: `axis_name`: ('data', 'data'), expected different names."
-    assert_error(ValueError, message, lambda: jgrad.zero(jgrad.adam(0.1), ("data", "data")))
+@pytest.mark.parametrize(("error", "message", "call"), WRONG.values(), ids=WRONG)
+def test_message(error, message, call):
+    assert_error(error, message, call)
 
 
 @pytest.mark.slow(always=True)
@@ -448,94 +449,4 @@ def test_an_axis_of_several_that_is_not_there():
     """`init` does not take the inside of `shard_map` for the outside."""
     tx = jgrad.zero(jgrad.adam(0.1), ("data", "date"))
     with pytest.raises(NameError, match="date"):
-        jax.eval_shape(
-            jax.shard_map(tx.init, mesh=mesh_of(data=DEVICES), in_specs=P(), out_specs=P()),
-            packed_model(),
-        )
-
-
-def test_accumulation_around_it():
-    """Devices would wait for each other for ever where one has no finite gradient."""
-    message = (
-        "accumulate: `tx`: a `zero`, expected it outside: `zero(accumulate(tx, every), axis_name)`, "
-        "or give its axis as `mesh_axes`."
-    )
-    tx = jgrad.accumulate(jgrad.zero(jgrad.adam(0.1), "data"), 2)
-    update = lambda w: tx.update(w, tx.init(w), w)[0]
-    assert_fails(message, ValueError, update, packed_model())
-
-
-def test_small_leaves_inside_it():
-    message = "pack_small: `params`: packed already, expected a tree of arrays; `unpack` it first."
-    assert_fails(message, TypeError, step(jgrad.pack_small(jgrad.adam(0.1))), packed_model())
-
-
-@pytest.mark.slow(always=True)
-def test_no_transformation():
-    message = "zero: `tx`: 3 of type int, expected a transformation with `init` and `update`."
-    assert_error(TypeError, message, lambda: jgrad.zero(3, "data"))
-
-
-@pytest.mark.slow(always=True)
-def test_gradients_that_are_summed_already():
-    """The trap of `shard_map`: they would be too large by the number of devices."""
-    assert_fails(SUMMED, ValueError, step(), packed_model(), check=True)
-
-
-@pytest.mark.slow(always=True)
-def test_leaves_that_are_not_packed():
-    message = (
-        "zero: `params` at ['layer']['b']: an array of float32 and shape (64,), expected a buffer of a "
-        "`Packed`: `pack(params, multiple_of=devices)`."
-    )
-    assert_fails(message, TypeError, step(), normal(0))
-
-
-def test_leaves_that_stay_as_they_are():
-    message = (
-        "zero: `params` at .buffers['leaf 1']: an unpacked leaf, expected a packed one: no "
-        "`max_size`."
-    )
-    assert_fails(message, TypeError, step(), packed_model(max_size=300))
-
-
-@pytest.mark.slow(always=True)
-def test_rows_that_cannot_be_dealt_out():
-    message = (
-        "zero: `params` at .buffers['float32']: 5 rows, expected a multiple of 8 devices: "
-        "`pack(params, multiple_of=8)`."
-    )
-    assert_fails(message, ValueError, step(), jgrad.pack(normal(0)["rest"]))
-
-
-@pytest.mark.slow(always=True)
-def test_parameters_that_are_cut():
-    message = (
-        "zero: `params` at .buffers['float32']: shape (1, 256), expected (8, 256): whole "
-        "parameters on each device."
-    )
-    assert_fails(message, ValueError, step(), packed_model(), cut=True)
-
-
-@pytest.mark.slow(always=True)
-def test_a_state_that_is_whole():
-    message = (
-        "zero: `state` at .mw.buffers['float32']: shape (8, 256), expected (1, 256), this "
-        "device's; shard it as `state_shardings` says, or call `init` here."
-    )
-    tx, packed = jgrad.zero(jgrad.adam(0.1), "data"), packed_model()
-    whole = tx.init(packed)
-    assert_fails(message, ValueError, lambda w: tx.update(w, whole, w)[0], packed)
-
-
-@pytest.mark.slow(always=True)
-def test_rows_that_lie_elsewhere():
-    """Without `zero`, nothing says which rows a device has."""
-    message = (
-        "lamb: `params` at .buffers['float32']: shape (1, 256), expected (8, 256) as in its "
-        "layout; inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
-        "`zero` knows which rows are whose."
-    )
-    tx = jgrad.lamb(0.1)
-    update = lambda w: tx.update(w, tx.init(w), w)[0]
-    assert_fails(message, ValueError, update, packed_model(), cut=True)
+        inside(tx.init, check=True)()

@@ -6,117 +6,103 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.traverse_util import unflatten_dict
 
 import jgrad
 from tests.support.errors import assert_error
 
 MATRIX = jnp.ones((4, 6))
+
+
+def nested(paths):
+    """Dictionaries, of paths with slashes."""
+    return unflatten_dict(dict.fromkeys(paths, MATRIX), sep="/")
+
+
+def flat(paths):
+    return dict.fromkeys(paths, MATRIX)
+
+
+def of_tuples(paths):
+    return dict.fromkeys([tuple(path.split("/")) for path in paths], MATRIX)
+
+
+# How a model is built of paths, those of hidden matrices, and the others.
 BY_NAME = {
     "flax": (
-        {
-            "Embed_0": {"embedding": MATRIX},
-            "Block_0": {
-                "MultiHeadDotProductAttention_0": {
-                    "query": {"kernel": jnp.ones((4, 2, 3)), "bias": jnp.ones((2, 3))},
-                    "out": {"kernel": jnp.ones((2, 3, 4)), "bias": jnp.ones(4)},
-                },
-                "LayerNorm_0": {"scale": jnp.ones(4), "bias": jnp.ones(4)},
-                "Dense_0": {"kernel": MATRIX, "bias": jnp.ones(6)},
-            },
-            "lm_head": {"kernel": MATRIX},
-        },
-        {"query/kernel", "out/kernel", "Dense_0/kernel"},
+        nested,
+        """Block_0/MultiHeadDotProductAttention_0/query/kernel
+        Block_0/MultiHeadDotProductAttention_0/out/kernel Block_0/Dense_0/kernel""",
+        "Embed_0/embedding Block_0/LayerNorm_0/scale lm_head/kernel",
     ),
-    "gpt": (
-        {
-            "wte": MATRIX,
-            "wpe": MATRIX,
-            "h": [
-                {"attn": {"c_attn": {"w": MATRIX}}, "ln_1": {"g": MATRIX}, "mlp": {"c_fc": MATRIX}}
-            ],
-            "ln_f": {"b": MATRIX},
-        },
-        {"c_attn/w", "mlp/c_fc"},
-    ),
+    "gpt": (nested, "h/0/attn/c_attn/w h/0/mlp/c_fc", "wte wpe h/0/ln_1/g ln_f/b"),
     "llama": (
-        {
-            "embed_tokens": MATRIX,
-            "layers": {"self_attn": {"q_proj": MATRIX, "q_norm": MATRIX}, "gate_proj": MATRIX},
-            "moe": {"router": {"kernel": MATRIX}, "experts": {"w1": jnp.ones((8, 4, 6))}},
-            "output": {"classifier_head": MATRIX},
-            "token_embedder": MATRIX,
-            "LMHead": MATRIX,
-            "multi_head": {"w": MATRIX},
-            "counts": jnp.arange(6).reshape(2, 3),
-            "nothing": None,
-        },
-        {"self_attn/q_proj", "layers/gate_proj", "experts/w1", "multi_head/w"},
+        nested,
+        "layers/self_attn/q_proj layers/gate_proj moe/experts/w1 multi_head/w",
+        """embed_tokens layers/self_attn/q_norm moe/router/kernel output/classifier_head
+        token_embedder LMHead""",
     ),
     "flat, with dots": (
-        dict.fromkeys(
-            (
-                *("lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight"),
-                *("transformer.wpe.weight", "model.layers.0.input_layernorm.weight"),
-                *("model.layers.0.self_attn.q_proj.weight", "transformer.h.0.attn.c_attn.weight"),
-                *("classifier.out_proj.weight", "model.layers.0.mlp.gate.router.weight"),
-            ),
-            MATRIX,
-        ),
-        {"model.layers.0.self_attn.q_proj.weight", "transformer.h.0.attn.c_attn.weight"},
+        flat,
+        "model.layers.0.self_attn.q_proj.weight transformer.h.0.attn.c_attn.weight",
+        """lm_head.weight model.embed_tokens.weight transformer.wte.weight transformer.wpe.weight
+        model.layers.0.input_layernorm.weight classifier.out_proj.weight
+        model.layers.0.mlp.gate.router.weight""",
     ),
     "flat, with slashes": (
-        dict.fromkeys(
-            (
-                *("params/lm_head/kernel", "params/tok_emb/embedding", "params/pos_emb"),
-                *("params/block_0/mlp/up/kernel", "params/block_0/norm/scale"),
-                *("params/unembedding/w", "params/logits_dense/kernel"),
-            ),
-            MATRIX,
-        ),
-        {"params/block_0/mlp/up/kernel"},
+        flat,
+        "params/block_0/mlp/up/kernel",
+        """params/lm_head/kernel params/tok_emb/embedding params/pos_emb params/block_0/norm/scale
+        params/unembedding/w params/logits_dense/kernel""",
     ),
     "flat, with colons": (
-        dict.fromkeys(
-            ("model:lm_head:weight", "params__lm_head__kernel", "params__mlp__kernel"), MATRIX
-        ),
-        {"params__mlp__kernel"},
+        flat,
+        "params__mlp__kernel",
+        "model:lm_head:weight params__lm_head__kernel",
     ),
     "flat, with tuples": (
-        dict.fromkeys(
-            (
-                *(("params", "lm_head", "kernel"), ("params", "tok_emb", "embedding")),
-                *(("params", "router", "w"), ("params", "mlp", "kernel")),
-            ),
-            MATRIX,
-        ),
-        {"('params', 'mlp', 'kernel')"},
+        of_tuples,
+        "params/mlp/kernel",
+        "params/lm_head/kernel params/tok_emb/embedding params/router/w",
     ),
     "with words for arrays": (
-        dict.fromkeys(
-            (
-                *("token_embedding_table", "position_embedding_table", "lm_head_weight"),
-                *("tok_emb_w", "vocab_embed_weight", "final_classifier_kernel", "up_weight"),
-                *("weight", "w", "MultiHeadAttention_weight"),
-            ),
-            MATRIX,
-        ),
-        {"up_weight", "weight", "w", "MultiHeadAttention_weight"},
+        flat,
+        "up_weight weight w MultiHeadAttention_weight",
+        """token_embedding_table position_embedding_table lm_head_weight tok_emb_w
+        vocab_embed_weight final_classifier_kernel""",
     ),
-    "short": (
-        dict.fromkeys(
-            ("emb", "tok_emb", "unembed", "Unembed_0", "patchEmb", "member", "number"), MATRIX
-        ),
-        {"member", "number"},
-    ),
+    "short": (flat, "member number", "emb tok_emb unembed Unembed_0 patchEmb"),
 }
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_models(name):
-    params, expected = BY_NAME[name]
-    pairs = jax.tree_util.tree_leaves_with_path(jgrad.hidden_matrices()(params))
-    text = lambda key: str(getattr(key, "key", getattr(key, "idx", "")))
-    assert {"/".join(map(text, path[-2:])) for path, x in pairs if x} == expected
+@pytest.mark.parametrize(("build", "hidden", "others"), BY_NAME.values(), ids=BY_NAME)
+def test_models(build, hidden, others):
+    hidden, others = hidden.split(), others.split()
+    chosen = jgrad.hidden_matrices()(build(hidden + others))
+    expected = build(hidden + others)
+    is_hidden = jax.tree.leaves(build(hidden))
+    assert sum(jax.tree.leaves(chosen)) == len(is_hidden)
+    for path, x in jax.tree_util.tree_leaves_with_path(chosen):
+        keys = [getattr(key, "key", key) for key in path]
+        keys = keys[0] if isinstance(keys[0], tuple) else keys
+        assert x == ("/".join(keys) in hidden), path
+    assert jax.tree.structure(chosen) == jax.tree.structure(expected)
+
+
+def test_other_leaves():
+    """By dtype or number of axes, whatever their name; of any number of axes otherwise."""
+    params = {
+        "query": {"kernel": jnp.ones((4, 2, 3)), "bias": jnp.ones((2, 3))},
+        "up": {"kernel": MATRIX, "bias": jnp.ones(6)},
+        "counts": jnp.arange(6).reshape(2, 3),
+        "nothing": None,
+    }
+    assert jgrad.hidden_matrices()(params) == {
+        "query": {"kernel": True, "bias": False},
+        "up": {"kernel": True, "bias": False},
+        "counts": False,
+        "nothing": None,
+    }
 
 
 def test_layers_are_not_counted():
@@ -236,13 +222,6 @@ def test_a_whole_model():
         state = tx.init(model)
         assert state.vw.layer.weight is None
         assert state.vw.embed.weight.shape == (9, 4)
-
-
-def test_as_matrices_of_muon():
-    params = {"embed": MATRIX, "dense": {"b": jnp.ones(6), "w": MATRIX}}
-    tx = jgrad.muon(0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.1)
-    shapes = jax.tree.map(jnp.shape, tx.init(params).vw)
-    assert shapes == {"embed": (4, 6), "dense": {"b": (6,), "w": None}}
 
 
 def test_messages():

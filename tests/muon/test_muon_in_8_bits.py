@@ -5,13 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jgrad
 from tests.support.choice import mostly_slow
-from tests.support.eight_bits import quantized
-from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, every_step, run
 
 SHAPES = {"embed": (64, 100), "up": (64, 256), "down": (256, 64), "bias": (64,)}
@@ -113,42 +110,3 @@ def test_packed(packing):
         assert_equal(w["embed"], w_tree["embed"])
         assert_equal(state.vw["embed"], of_tree.vw["embed"])
         assert_equal(state.mw, of_tree.mw | {"bias": state.mw["bias"]})
-
-
-@pytest.mark.slow
-def test_a_state_of_another_recipe():
-    """It is converted by `quantized`, and else an error."""
-    w = tree(0)
-    plain = muon(moment_dtype=None)
-    _, state = plain.update(GRADIENTS[0], plain.init(w), w)
-    mixed = muon().init(w)._replace(vw=state.vw)
-    assert_error(
-        TypeError,
-        "muon: `state.vw` at ['embed']: an array of float32 and shape (64, 100), expected Blocks, 8 bits; "
-        "make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`.",
-        lambda: muon().update(w, mixed, w),
-    )
-    like = jax.eval_shape(muon().init, w)
-    updates, _ = muon().update(GRADIENTS[1], quantized(state, like=like), w)
-    expected, _ = plain.update(GRADIENTS[1], state, w)
-    # A code is within 6.25% of its number: of a quotient m / sqrt(v) that is at most 10%.
-    np.testing.assert_allclose(updates["embed"], expected["embed"], rtol=0.1, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_full_state_of_a_small_model():
-    """Training keeps structure and dtypes, under one compilation."""
-    tx = optax.chain(jgrad.clip_by_global_norm(1.0), muon(weight_decay=0.1))
-    w, state = tree(0), None
-    state = tx.init(w)
-    traces = []
-
-    @jax.jit
-    def step(w, state, g):
-        traces.append(1)
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    for g in GRADIENTS:
-        w, state = step(w, state, g)
-    assert len(traces) == 1

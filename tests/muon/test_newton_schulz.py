@@ -1,7 +1,6 @@
 """Newton-Schulz on stacks: every scale, slopes, chunks, and what a program of it holds."""
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -110,21 +109,6 @@ def test_a_matrix_that_is_not_finite_spoils_no_other():
     assert_equal(found[::2], stacked(jnp.stack([X, X, 2 * X, X]))[::2])
     assert not np.any(np.isfinite(found[1]).all())
     assert not np.any(np.isfinite(found[3]))
-
-
-def test_empty_matrices():
-    for shape in ((0, 3), (3, 0), (0, 0)):
-        assert jgrad.orthogonalize(jnp.zeros(shape)).shape == shape
-    assert stacked(jnp.zeros((0, 2, 3))).shape == (0, 2, 3)
-
-
-def test_two_loops_whatever_the_count():
-    """One over chunks, with one over steps inside; the products are written once each."""
-    for count in (40, 400):
-        x = jax.ShapeDtypeStruct((count, 32, 32), jnp.float32)
-        text = jax.jit(stacked).lower(x).compile().as_text()
-        assert len(re.findall(r" while\(", text)) == 2
-        assert len(re.findall(r"= f32\[\S+ dot\(|custom-call.*matmul", text)) <= 3
 
 
 @pytest.mark.skipif(

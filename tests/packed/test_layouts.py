@@ -32,40 +32,35 @@ def of(tree, *args, **options):
 
 
 def test_sizes():
-    """Each layer takes whole blocks."""
+    """Each layer takes whole blocks; no two overlap, and leaves of one shape are neighbours."""
     layout = of(tree(), {"a": None, "b": None, "c": None, "d": 0})
     of_path = {span.path: span for span in layouts.spans(layout) if span is not None}
     assert of_path["['a']"].num_blocks == 3  # 600 of 768
     assert of_path["['c']"].num_blocks == 1
-    assert (of_path["['d']"].blocks_per_layer, of_path["['d']"].num_blocks) == (
-        2,
-        8,
-    )  # four layers of 300
-    assert layout.shapes == (("bfloat16", (1, 256)), ("float32", (15, 256)))
-
-
-def test_blocks_do_not_overlap_and_leaves_of_one_shape_are_neighbours():
-    layout = of(tree())
-    ends = 0
-    for _, span in layouts.within(layout, "float32"):
-        assert span.start == ends
-        ends += span.num_blocks
-    shapes = [span.layers.shape for _, span in layouts.within(layout, "float32")]
+    of_stack = of_path["['d']"]
+    assert (of_stack.blocks_per_layer, of_stack.num_blocks) == (2, 8)  # four layers of 300
+    spans = [span for _, span in layouts.within(layout, "float32")]
+    ends = [span.start + span.num_blocks for span in spans]
+    assert [span.start for span in spans] == [0, *ends[:-1]]
+    shapes = [span.layers.shape for span in spans]
     assert shapes == sorted(shapes)
 
 
-def test_multiple_of():
-    assert of(tree(), None, 8).shapes == (("bfloat16", (8, 256)), ("float32", (16, 256)))
-
-
-def test_max_size():
-    """Larger leaves stay unpacked, named by their index."""
-    layout = of(tree(), None, 1, 600)
-    assert dict(layout.shapes) == {
-        "leaf 5": (4, 3, 100),
-        "bfloat16": (1, 256),
-        "float32": (7, 256),
-    }
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {"bfloat16": (1, 256), "float32": (12, 256)}),
+        (
+            ({"a": None, "b": None, "c": None, "d": 0},),
+            {"bfloat16": (1, 256), "float32": (15, 256)},
+        ),
+        ((None, 8), {"bfloat16": (8, 256), "float32": (16, 256)}),
+        # Larger leaves stay unpacked, named by their index.
+        ((None, 1, 600), {"leaf 5": (4, 3, 100), "bfloat16": (1, 256), "float32": (7, 256)}),
+    ],
+)
+def test_shapes(options, expected):
+    assert dict(of(tree(), *options).shapes) == expected
 
 
 def test_small_leaves_apart():
@@ -79,7 +74,8 @@ def test_small_leaves_apart():
         "f": jnp.ones((0, 3)),
         "g": jnp.ones(9000),
     }
-    apart = of(leaves, None, 2, 8000, small_apart=True)
+    options = {"multiple_of": 2, "max_size": 8000, "small_apart": True}
+    apart = jgrad.pack(leaves, **options).layout
     assert {name: [i for i, _ in layouts.within(apart, name)] for name, _ in apart.shapes} == {
         "bfloat16": [3],
         "bfloat16 small": [4],
@@ -91,8 +87,6 @@ def test_small_leaves_apart():
     assert apart != of(leaves, None, 2, 8000)
     assert of({"c": leaves["c"]}, small_apart=True).shapes == (("float32 small", (1, 256)),)
     assert pickle.loads(pickle.dumps(apart)) == apart
-    options = {"multiple_of": 2, "max_size": 8000, "small_apart": True}
-    assert jgrad.pack(leaves, **options).layout == apart
 
 
 def test_equality_and_hash():
@@ -132,11 +126,16 @@ def test_two_leaves_of_one_path():
         assert (found.a[0], found.b[0]) == (0, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", [tree(), Pair(jnp.ones(3), None)], ids=["tree", "node"])
-def test_copies(tree):
-    """Equal to the layout, and of use."""
-    packed = jgrad.pack(tree)
+STACK = {"a": np.ones((2, 3), np.float32)}
+COPIED = {"tree": (tree(), None), "node": (Pair(jnp.ones(3), None), None), "stack": (STACK, 0)}
+
+
+@pytest.mark.slow(always=["stack"])
+@pytest.mark.parametrize(("tree", "axes"), COPIED.values(), ids=COPIED)
+def test_copies(tree, axes):
+    """Equal to the layout, axes of stacks included, and of use."""
+    packed = jgrad.pack(tree, layer_axes=axes)
+    assert axes is None or packed.layout != jgrad.pack(tree).layout
     hash(packed.layout)
     for again in (
         copy.copy(packed),
@@ -148,12 +147,6 @@ def test_copies(tree):
         assert hash(again.layout) == hash(packed.layout)
         for a, b in zip(jax.tree.leaves(jgrad.unpack(again)), jax.tree.leaves(tree), strict=True):
             assert jnp.array_equal(a, b)
-
-
-def test_pickles_keep_the_axes_of_stacks():
-    packed = jgrad.pack({"a": jnp.ones((2, 3))}, layer_axes=0)
-    assert pickle.loads(pickle.dumps(packed)).layout == packed.layout
-    assert jgrad.pack({"a": jnp.ones((2, 3))}).layout != packed.layout
 
 
 def test_a_row_is_what_shares_a_scale_in_8_bits():

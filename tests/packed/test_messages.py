@@ -1,5 +1,7 @@
 """Error messages about arguments that do not fit a packed tree."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -46,20 +48,49 @@ def test_packed_beside_other_trees(call, message):
     assert_error(ValueError, f"{message}.", call)
 
 
-@pytest.mark.parametrize("name", ["lr", "epsilon", "beta1"])
-def test_none_among_options(name):
-    options = {"lr": 0.1, name: {"a": 0.1, "b": None}}
-    lr = options.pop("lr")
-    message = f"adam_update: `{name}` at ['b']: None, expected an array or a number."
-    call = lambda: jgrad.adam_update(PACKED, PACKED, lr, PACKED, PACKED, 1, **options)
-    assert_error(TypeError, message, call)
+def adam_update(lr=0.1, **options):
+    return jgrad.adam_update(PACKED, PACKED, lr, PACKED, PACKED, 1, **options)
 
 
-def test_a_packed_number():
-    """Numbers are one per leaf, as in the tree."""
-    message = "adam_update: `epsilon` at .buffers['float32']: shape (2, 256), expected one element."
-    call = lambda: jgrad.adam_update(PACKED, PACKED, 0.1, PACKED, PACKED, 1, epsilon=PACKED)
-    assert_error(ValueError, message, call)
+NONE, ROW = {"a": 0.1, "b": None}, {"a": jnp.ones(2), "b": 0.1}
+BROADCASTS = "at ['a']: shape (2,), expected (3,) or one that broadcasts to it"
+# Options are those of the tree, one number per leaf, and named by its leaves.
+OPTIONS = {
+    **{
+        f"None as {name}": (
+            TypeError,
+            f"adam_update: `{name}` at ['b']: None, expected an array or a number.",
+            functools.partial(adam_update, **{name: NONE}),
+        )
+        for name in ("lr", "epsilon", "beta1")
+    },
+    "a packed number": (
+        ValueError,
+        "adam_update: `epsilon` at .buffers['float32']: shape (2, 256), expected one element.",
+        functools.partial(adam_update, epsilon=PACKED),
+    ),
+    "a rate": (
+        ValueError,
+        f"adam: `learning_rate` does not broadcast to `params` {BROADCASTS}.",
+        lambda: jgrad.adam(ROW).update(PACKED, jgrad.adam(ROW).init(PACKED), PACKED),
+    ),
+    "a functional rate": (
+        ValueError,
+        f"gradient_descent_update: `lr` does not broadcast to `w` {BROADCASTS}.",
+        lambda: jgrad.gradient_descent_update(PACKED, PACKED, ROW),
+    ),
+    # Its buffers would be taken for leaves, and LARS and LAMB would take one for a layer.
+    "packed twice": (
+        TypeError,
+        "pack: `tree` at ['a'][1]: packed already, expected a tree of arrays; `unpack` it first.",
+        lambda: jgrad.pack({"a": [jnp.ones(3), PACKED]}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "call"), OPTIONS.values(), ids=OPTIONS)
+def test_options(error, message, call):
+    assert_error(error, message, call)
 
 
 def test_buffers_mapped_over():
@@ -78,27 +109,3 @@ def test_buffers_mapped_over():
         assert_error(ValueError, message, lambda tx=tx: tx.update(many, tx.init(many), many))
     tx = jgrad.adam(0.1)
     assert tx.update(many, tx.init(many), many)[0].buffers["float32"].shape == (2, 2, 256)
-
-
-def test_options_that_do_not_fit_the_tree():
-    """Named by the leaf of the tree."""
-    tx = jgrad.adam({"a": jnp.ones(2), "b": 0.1})
-    message = (
-        "adam: `learning_rate` does not broadcast to `params` at ['a']: shape (2,), expected (3,) "
-        "or one that broadcasts to it."
-    )
-    assert_error(ValueError, message, lambda: tx.update(PACKED, tx.init(PACKED), PACKED))
-    rates = {"a": jnp.ones(2), "b": 0.1}
-    message = (
-        "gradient_descent_update: `lr` does not broadcast to `w` at ['a']: shape (2,), expected "
-        "(3,) or one that broadcasts to it."
-    )
-    assert_error(ValueError, message, lambda: jgrad.gradient_descent_update(PACKED, PACKED, rates))
-
-
-def test_packed_twice():
-    """Its buffers would be taken for leaves, and LARS and LAMB would take one for a layer."""
-    message = (
-        "pack: `tree` at ['a'][1]: packed already, expected a tree of arrays; `unpack` it first."
-    )
-    assert_error(TypeError, message, lambda: jgrad.pack({"a": [jnp.ones(3), PACKED]}))

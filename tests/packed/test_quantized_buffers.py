@@ -70,24 +70,18 @@ def assert_same(found, expected):
 packings = pytest.mark.parametrize("name", mostly_slow(PACKINGS, "stacked"))
 
 
-@pytest.mark.slow
-@packings
-def test_packed_again(name):
-    state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
-    again = as_like(unpack(state), state)
-    # Small leaves are unpacked as numbers, for which there may be several codes.
-    assert_same(unquantized(again), unquantized(state))
-
-
 @packings
 def test_numbers_of_an_unpacked_state(name):
+    """They are packed again; small leaves as numbers, for which there may be several codes."""
     state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
     unpacked = unpack(state)
+    assert_same(unquantized(as_like(unpacked, state)), unquantized(state))
     assert_same(unquantized(unpacked), unpack(unquantized(state)))
     for name, shape in SHAPES.items():
         assert unpacked.mw[name].shape == shape
         assert isinstance(unpacked.mw[name], jax.Array if name in SMALL else jgrad.Blocks)
     like = jax.eval_shape(tx.init, tree(0))
+    assert jax.eval_shape(unpack, state) == jax.eval_shape(lambda: unpacked)
     as_a_tree = jax.jit(lambda state: quantized(state, like=like))(unpacked)
     assert int(update(tree(1), as_a_tree, tree(0))[1].step) == 3
 
@@ -115,25 +109,6 @@ def test_the_state_of_a_tree_is_packed_by_value(name):
         # Other blocks have other scales: a number may be between two codes, or below the smallest.
         bound = np.abs(expected) / 16 + np.abs(expected).max(initial=0) / 2**13
         assert (np.abs(found.mw[key] - expected) <= bound).all()
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_float32():
-    plain = jgrad.adam(1e-2)
-    w = tree(0)
-    _, state = plain.update(tree(1), plain.init(w), w)
-    packed = jgrad.pack(w)
-    _, new = tx.update(jgrad.pack(tree(2)), jgrad.pack(state, like=tx.init(packed)), packed)
-    assert int(new.step) == 2
-
-
-def test_shapes_of_a_packed_state():
-    packed = jgrad.pack(tree(0))
-    shapes = jax.eval_shape(jgrad.unpack, tx.init(packed))
-    like = jax.eval_shape(tx.init, tree(0))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), like
-    )
 
 
 def test_errors():

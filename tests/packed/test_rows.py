@@ -1,10 +1,14 @@
-"""Layers in the rows of a packed buffer: of a whole one, and of shards, here mapped over."""
+"""Layers in the rows of a packed buffer, whole or in shards, here mapped over: sums, and numbers of leaves."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgrad
+from jgrad._packed import array_spec
 from jgrad._packed.layouts import Shard
 from jgrad._packed.packed_layers import PackedLayers
 
@@ -50,3 +54,57 @@ def test_numbers_of_layers():
 def test_shard():
     x = np.arange(24.0).reshape(8, 3)
     np.testing.assert_array_equal(on_each(lambda: SHARD.slice(x)).reshape(8, 3), x)
+
+
+# ---- sums, also where they are taken some rows at a time ------------------------------------------
+
+
+@pytest.mark.slow(one_in=3)
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("rows", [2, 64, 65, 128, 130, 200])
+def test_sums(rows, padding):
+    """Of whole turns, and of rows that are left; what is no buffer is there for all rows."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 256))
+    column = rng.uniform(1, 2, size=(rows, 1))
+    sizes = [rows // 3, 0, rows - rows // 3 - padding]
+    layers = PackedLayers((rows, 256), blocks=tuple(sizes))
+    x[sum(sizes) :] = 0  # padding
+    f = lambda column, x, factor, none: factor * column * x**2
+    arrays = (jnp.asarray(column, float), jnp.asarray(x, float), jnp.asarray(3.0), None)
+    found = jax.jit(lambda arrays: layers.sum(f, arrays))(arrays)
+    ends = np.cumsum([0, *sizes])
+    each = np.sum(3 * column * x**2, axis=1)
+    expected = [each[i:j].sum() for i, j in itertools.pairwise(ends)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)  # a few hundred roundings of 6e-8 / 2
+
+
+# ---- options of the leaves of a tree, as options of the buffer that holds them ---------------------
+
+(SPEC,) = array_spec.specs(
+    jgrad.pack({"a": jnp.ones(3), "b": jnp.ones((2, 300))})
+)  # three rows of b, one of a
+
+
+@pytest.mark.parametrize("kind", [float, jnp.float32, lambda x: np.full(1, x)])
+def test_numbers_that_differ_are_a_column(kind):
+    found = SPEC.per_array([kind(2.0), kind(3.0)])
+    np.testing.assert_array_equal(found, [[3.0], [3.0], [3.0], [2.0]])
+
+
+@pytest.mark.parametrize("entries", [[2.0, 2.0], [jnp.float32(2.0)] * 2])
+def test_a_number_that_all_share_is_one_number(entries):
+    assert np.shape(SPEC.per_array(entries)) == ()
+
+
+def test_no_number_for_one_is_none_for_all():
+    assert SPEC.per_array([2.0, None]) is None
+
+
+@pytest.mark.slow
+def test_a_number_for_each_element():
+    row = jnp.arange(300.0)
+    found = SPEC.per_array([2.0, row])
+    assert found.shape == (4, 256)
+    np.testing.assert_array_equal(found[3, :3], 2.0)
+    np.testing.assert_array_equal(found[:3].reshape(-1)[:600], np.tile(np.arange(300.0), 2))

@@ -18,7 +18,7 @@ from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
-from jgrad._trees.blocks import Blocks, Form
+from jgrad._trees.blocks import Form
 from tests.reference import eight_bits
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
@@ -110,7 +110,6 @@ def test_four_bits_are_rounded_stochastically():
 
 
 W = {"a": jnp.ones((16, 512)), "c": jnp.ones((70, 91)), "s": jnp.ones((5, 900)), "b": jnp.ones(10)}
-LAYERS = {"a": None, "c": None, "s": 0, "b": None}
 
 
 def gradients(count):
@@ -165,28 +164,6 @@ def test_training_in_four_bits(monkeypatch):
     again = jgrad.pack(state, like=in_buffers)
     assert_equal(jgrad.unpack(again).mw["c"], state.mw["c"])
     assert jax.tree.structure(again) == jax.tree.structure(in_buffers)
-
-
-@pytest.mark.slow
-def test_four_bits_under_transformations_and_wrappers(monkeypatch):
-    as_first_moments(monkeypatch, Form(FOUR))
-    grads, tx = gradients(2), momentum()
-    _, state = train(tx, W, grads)
-    arrays = unquantized(state)
-    again = quantized(arrays, like=jax.eval_shape(tx.init, W))
-    assert jax.tree.structure(again) == jax.tree.structure(state)
-    assert_equal(unquantized(again), arrays)
-    skip = jgrad.skip_nonfinite(tx)
-    _, kept = train(skip, W, [*grads, jax.tree.map(lambda g: g * jnp.nan, grads[0])])
-    assert_equal(kept.inner.mw, state.mw)
-    two = lambda x: jnp.stack([x, x])
-    both = jax.tree.map(two, (grads[0], tx.init(W), W))
-    _, mapped = jax.jit(jax.vmap(tx.update))(*both)
-    _, expected = jax.jit(tx.update)(grads[0], tx.init(W), W)
-    assert_equal(jax.tree.map(lambda x: x[1], mapped), expected)
-    layers = jgrad.pack(W, layer_axes=LAYERS)
-    own = jax.jit(tx.update)(jgrad.pack(grads[0], layer_axes=LAYERS), tx.init(layers), layers)[1]
-    assert_equal(jgrad.unpack(unquantized(own)), unquantized(jgrad.unpack(own)))
 
 
 # ---- another axis --------------------------------------------------------------------------------
@@ -295,17 +272,3 @@ def test_scales_are_sharded_as_codes(shape, axis, spec, expected):
     """Along the axis of blocks only where a shard has whole ones."""
     place = NamedSharding(AbstractMesh((4, 2), ("a", "b")), spec)
     assert Geometry.of_leaf(shape, axis=axis).sharding_of_scale(place).spec == expected
-
-
-@pytest.mark.slow
-def test_zeros():
-    """Code 0 and scale 0, in the shapes that the first step writes."""
-    for shape, axis in ALONG:
-        for which in (SIGNED, FOUR):
-            zeros = encoding.zeros(jnp.zeros(shape), (), Form(which, axis))
-            first = encoded(numbers(shape), Geometry.of_leaf(shape, axis=axis), which)
-            assert jax.tree.structure(zeros) == jax.tree.structure(first)
-            assert jax.tree.map(jnp.shape, zeros) == jax.tree.map(jnp.shape, first)
-            assert not any(np.any(x) for x in zeros)
-            np.testing.assert_array_equal(decoded(zeros), np.zeros(shape))
-    assert isinstance(zeros, Blocks)
