@@ -1,4 +1,8 @@
-"""Properties that all wrappers have: clipping, accumulation, skipping, master weights, averages."""
+"""Properties that all wrappers have.
+
+What they do on meshes, in `shard_map`, inside `zero`, packed and under x64 is in
+`multi_device/test_in_shard_map.py` and `everywhere/test_surroundings.py`, which take them from here.
+"""
 
 import dataclasses
 import functools
@@ -21,14 +25,16 @@ from tests.cases import RATE, Case, gradients, params, rank_two
 from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
-from tests.support.loops import stack, step_of, train, with_loss
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, compiled, stack, step_of, told, train, with_loss
+from tests.wrappers.test_hand_over import slowly
 
 X = jnp.ones(3)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wrapper:
-    """One of the five, around or beside an optimizer.
+    """One of them, around or beside an optimizer.
 
     Attributes:
       name: of the function.
@@ -460,6 +466,186 @@ def test_e07_the_copy_sees_the_mean_unrounded():
     ):
         _, state = train(outer(inner(jgrad.gradient_descent(1.0))), w, grads)
         np.testing.assert_allclose(optax.tree.get(state, "master"), -mean, rtol=1e-6)
+
+
+# ---- leaves, dtypes and calls ------------------------------------------------------------------
+
+ZEROS = {"None": None, "float0": np.zeros(3, jax.dtypes.float0), "int": jnp.zeros(3, jnp.int32)}
+
+
+@pytest.mark.sampled(4)
+@every_wrapper
+@pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
+def test_leaves_that_are_not_updated(zero, wrapper):
+    """Integers, None and a leaf without a gradient stay; the others are trained as if alone."""
+    draw = lambda seed: params(wrapper.dtype, seed)["layer"]["w"]
+    w = {"a": draw(0), "b": draw(1), "n": jnp.arange(3), "none": None}
+    g = {"a": draw(2), "b": None, "n": zero, "none": None}
+    tx = around_adam(wrapper)
+    found, state = train(tx, w, [g] * 4)
+    expected, _ = train(tx, {"a": w["a"]}, [{"a": g["a"]}] * 4)
+    close(found.pop("a"), expected["a"], wrapper.dtype)
+    assert_equal(found, {name: w[name] for name in found})
+    assert_equal(optax.tree.get(state, "mw")["b"], jnp.zeros(w["b"].shape))
+
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@pytest.mark.sampled(5)
+@every_wrapper
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_do_not_drift(dtype, wrapper, x64):
+    """Those of parameters and state, whatever the gradients have; moments are float32 or wider."""
+    if (wrapper.name, dtype) == ("stochastic_rounding", "float16"):
+        with pytest.raises(TypeError, match="expected bfloat16"):
+            around_adam(wrapper).init(params(dtype))
+        return
+    tx, w = around_adam(wrapper), params(dtype) | {"n": jnp.arange(2)}
+    state = jax.eval_shape(tx.init, w)
+    for of_gradients in DTYPES:
+        g = gradients(1, of_gradients)[0] | {"n": None}
+        new = jax.eval_shape(step_of(tx), w, state, g)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
+    wide = jnp.float64 if dtype == "float64" else jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(optax.tree.get(state, "mw"))} == {jnp.dtype(wide)}
+
+
+@every_wrapper
+def test_a_rate_for_one_call(wrapper):
+    """Arguments of the call reach the optimizer inside."""
+    tx, w, grads = setup(wrapper)
+    other = told(wrapper.around(jgrad.adam(7.0)), learning_rate=RATE)
+    close(train(other, w, grads)[0], train(tx, w, grads)[0], wrapper.dtype)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [jgrad.skip_nonfinite, lambda tx: jgrad.accumulate(tx, 2), jgrad.offload, jgrad.pack_small],
+    ids=["skip_nonfinite", "accumulate", "offload", "pack_small"],
+)
+def test_without_parameters(wrap):
+    """As optax: updates then have the gradients' dtypes."""
+    tx, g = wrap(jgrad.adam(0.5)), {"a": X, "b": jnp.full(3, 2.0, jnp.bfloat16)}
+    found, expected = tx.init(g), tx.init(g)
+    for _ in range(2):
+        updates, found = jax.jit(tx.update)(g, found)
+        same, expected = jax.jit(tx.update)(g, expected, g)
+    assert_equal((updates, found), (same, expected))
+
+
+@pytest.mark.parametrize("grads_dtype", DTYPES)
+@pytest.mark.parametrize("wrap", [jgrad.master_weights, jgrad.stochastic_rounding])
+def test_what_is_inside_sees_float32(wrap, grads_dtype, x64):
+    """Gradients and parameters, for those of half precision."""
+    seen = []
+
+    def update(g, state, w=None, **extra):
+        seen.append((g.dtype, w.dtype, extra))
+        return -g, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda w: (seen.append(w.dtype), ())[1], update)
+    tx, w = wrap(spy), jnp.ones(3, jnp.bfloat16)
+    updates, _ = tx.update(jnp.ones(3, grads_dtype), tx.init(w), w, value=3)
+    assert seen == [jnp.float32, (jnp.float32, jnp.float32, {"value": 3})]
+    assert updates.dtype == jnp.bfloat16
+
+
+# ---- steps that are left out -------------------------------------------------------------------
+
+# A bad mini-batch of `accumulate` counts in its window, and `offload` stands outermost.
+INSIDE_SKIP = [w for w in WRAPPERS if w.name not in ("accumulate", "offload")]
+INSIDE_SKIP.append(Wrapper("slowly", lambda tx: slowly(tx, 0.25)))
+
+
+@pytest.mark.parametrize("make", mostly_slow([jgrad.adam, optax.adam], jgrad.adam))
+@pytest.mark.parametrize("wrapper", INSIDE_SKIP, ids=str)
+def test_as_if_a_skipped_step_had_not_been(wrapper, make, standard_promotion):
+    """Bit for bit: weights, and whatever the wrapper keeps."""
+    tx, (_, w, (a, b, c)) = jgrad.skip_nonfinite(wrapper.around(make(RATE))), setup(wrapper, 3)
+    bad = jax.tree.map(lambda x: x * float("nan"), a)
+    found, state = train(tx, w, [a, bad, b, c])
+    expected, alone = train(tx, w, [a, b, c])
+    assert_equal((found, state.inner), (expected, alone.inner))
+    assert (int(state.skipped), int(alone.skipped)) == (1, 0)
+
+
+MOST = 2**31 - 1
+
+
+@with_state
+def test_counters_saturate(wrapper):
+    """Of updates and of what was left out, with finite gradients and with others."""
+    tx, w, (g,) = setup(wrapper, 1)
+    names = {"done", "skipped", "streak"}.intersection(wrapper.state[1])
+    state = optax.tree.set(tx.init(w), **dict.fromkeys(names, jnp.int32(MOST)))
+    for factor in (1.0, float("nan")):
+        _, new = compiled(tx)(
+            w, state, jax.tree.map(lambda x, f=factor: x * jnp.asarray(f, x.dtype), g)
+        )
+        assert {int(optax.tree.get(new, name)) for name in names} <= {MOST, 0}
+        if "done" in names or (factor != 1 and wrapper.skips):
+            assert MOST in {int(optax.tree.get(new, name)) for name in names}
+
+
+def skipped(tx, g, **extra):
+    return tx.update(g, tx.init(g), g, **extra)[1].skipped
+
+
+window = functools.partial(jgrad.accumulate, optax.identity(), 2)
+LEFT_OUT = {
+    "accumulate": lambda g, **axes: skipped(window(**axes), g),
+    "skip_nonfinite": lambda g, **axes: skipped(jgrad.skip_nonfinite(optax.scale(1.0), **axes), g),
+    "a weight": lambda g, **axes: skipped(window(weighted=True, **axes), X, weight=g[1]),
+}
+
+
+@pytest.mark.parametrize("count", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_devices_of_a_mesh_axis_leave_out_the_same(count):
+    """With `mesh_axes`, a NaN in one part of a cut leaf is seen by all parts."""
+    x = jnp.array([[1.0, float("nan")], [1.0, 1.0]])
+    for axes, counts in ((None, [1, 0]), ("data", [1, 1])):
+        found = jax.vmap(functools.partial(count, mesh_axes=axes), axis_name="data")(x)
+        assert found.tolist() == counts
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+TREE = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
+
+
+def with_b(b):
+    return {"layer_3": {"w": TREE["layer_3"]["w"], "b": b}}
+
+
+@every_wrapper
+def test_messages(wrapper):
+    """What each says of the same faults; clipping looks at its gradients alone."""
+    tx, name = around_adam(wrapper), wrapper.name
+    state = tx.init(TREE)
+    says = lambda error, message, call: assert_error(error, f"{name}: {message}", call)
+    if name not in ("clip_by_global_norm", "ema"):
+        for wrong in ("3 of type int", "None"):
+            text = f"`tx`: {wrong}, expected a transformation with `init` and `update`."
+            value = None if wrong == "None" else 3
+            says(TypeError, text, lambda value=value: wrapper.around(value))
+    if wrapper.shares:
+        text = (
+            "`mesh_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
+            "PartitionSpec."
+        )
+        says(TypeError, text, lambda: wrapper.around(jgrad.adam(RATE), mesh_axes=3))
+    if name in ("clip_by_global_norm", "ema", "offload"):
+        name = "adam"
+    text = "`updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,)."
+    says(ValueError, text, lambda: tx.update(with_b(jnp.ones((3, 1))), state, TREE))
+    text = "`updates` does not have the structure of `params`: only `params` has ['layer_3']."
+    says(ValueError, text, lambda: tx.update({}, state, TREE))
+    text = (
+        "`params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; put None in "
+        "the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does."
+    )
+    says(TypeError, text, lambda: tx.update(TREE, state, with_b("abc")))
 
 
 # ---- all together ------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from benchmarks.recipes import program
-from jgrad._inputs.commit import Commit
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, compiled, step_of, with_loss
 
@@ -167,13 +165,6 @@ def test_on_devices(alike, check_vma):
     np.testing.assert_allclose(w, -sums.sum((0, 1)) / tokens.sum(), atol=1e-6)
 
 
-def test_a_weight_that_one_device_spoils():
-    """All leave that mini-batch out."""
-    tx = weighted(jgrad.gradient_descent(1.0), 2, mesh_axes="data")
-    f = lambda n: tx.update(X, tx.init(X), X, weight=n)[1].skipped
-    assert jax.vmap(f, axis_name="data")(jnp.array([1.0, NAN])).tolist() == [1, 1]
-
-
 # ---- what is left out --------------------------------------------------------------------------
 
 
@@ -270,38 +261,6 @@ def test_skip_nonfinite_drops_a_window_with_its_weight():
 # ---- the program, and messages -----------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
-)
-@pytest.mark.parametrize("emit", [None, False])
-def test_bytes(emit):
-    """Those of an unweighted mini-step: w g is in the pass that adds."""
-    found = []
-    for is_weighted in (True, False):
-        tree = {f"w{i}": jnp.ones((256, 256)) for i in range(3)}
-        tx = jgrad.accumulate(jgrad.adam(0.1), 4, weighted=is_weighted)
-        options = {"emit": emit} | ({"weight": jnp.float32(3)} if is_weighted else {})
-        step = program(tx, tree, tree, options)
-        step.build()
-        found.append((step.counted_bytes, step.temporary_bytes))
-    (a, b), (c, d) = found
-    assert a <= c + 512
-    assert b <= d + 512
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_what_it_makes_needs_no_look(every):
-    """Nor a choice between old and new: all is settled for a `skip_nonfinite` around it."""
-    tx, w = weighted(jgrad.adam(0.1), every), params()
-    state = tx.init(w)
-    commit = Commit(w, jnp.asarray(True))
-    options = {"commit": commit.for_windows(), "finite": commit.flag, "weight": 3.0}
-    steps, new = tx.update(w, state, w, **options)
-    assert commit.has_settled(steps)
-    for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
-        assert commit.has_kept(n, o)
-
-
 def test_it_has_what_the_other_state_has():
     """What optax reads, and what wrappers do; a pickle has the name that users import."""
     state = weighted(jgrad.adam(0.1), 1).init(params())
@@ -311,14 +270,6 @@ def test_it_has_what_the_other_state_has():
     assert [bool(s.has_updated) for s in (state, new)] == [False, True]
     assert (int(new.gradient_step), list(jgrad.report(new))) == (1, ["skipped_mini_batches"])
     assert type(pickle.loads(pickle.dumps(new))) is jgrad.WeightedAccumulateState
-
-
-def test_scan_keeps_the_form():
-    tx = weighted(jgrad.adam(0.1), 3)
-    grads, tokens = jnp.ones((7, 3)), jnp.arange(7.0)
-    body = lambda carry, x: (step_of(tx)(*carry, x[0], weight=x[1]), None)
-    (_, state), _ = jax.jit(lambda: jax.lax.scan(body, (X, tx.init(X)), (grads, tokens)))()
-    assert (float(state.weight), int(state.inner.step)) == (6, 2)
 
 
 SGD = jgrad.gradient_descent(0.1)
