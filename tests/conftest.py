@@ -1,18 +1,15 @@
 """Strictness for every test, eight virtual devices, the choice of tests, and a bound on memory.
 
 Nothing is promoted implicitly, and pyproject makes warnings errors. `pytest` runs the tests that
-need no more than five minutes; `pytest --all` runs also those marked `slow`, of a test with many
-slow choices of parameters some; `pytest --all --exhaustive` runs every choice.
+need no more than five minutes; `tests/support/choice.py` says which, and what `--all` adds.
 """
 
-import collections
 import ctypes
 import gc
 import os
 import pathlib
 import resource
 import sys
-import zlib
 
 DEVICES = 8
 # XLA reads both once, when JAX starts. It needs more threads than devices: on two cores, the
@@ -27,7 +24,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from tests.support import expensive
+from tests.support import choice
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -48,7 +45,6 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
 
 LIMIT = 1.15  # GB, above which a process frees its compiled programs; one test takes up to 0.2
-ONE_IN = 64  # of slow choices one in so many runs by `--all`
 GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
 
 
@@ -69,66 +65,15 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Drops slow tests, unless asked for by `--all` or by name; else runs them first."""
     named = any("::" in argument for argument in config.args)
-    counts = collections.Counter()
-    for item in items:
-        if sampled := item.get_closest_marker("sampled"):
-            if counts[_function(item)] % sampled.args[0]:
-                item.add_marker(pytest.mark.slow)
-            counts[_function(item)] += 1
-    _choose(items, named)
-    slow = [x for x in items if x.get_closest_marker("slow")]
-    quick = [x for x in items if not x.get_closest_marker("slow")]
+    slow, quick = choice.of_suite(items, all_names=not named)
     if not (config.getoption("--exhaustive") or named):
-        slow = _thinned(slow, quick)
+        slow = choice.thinned(slow, quick)
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
     # Most tests are one of many alike, with other options: each n-th has some of every kind.
     chosen = chosen[:: config.getoption("--every")]
     kept = set(chosen)
     config.hook.pytest_deselected(items=[x for x in items if x not in kept])
     items[:] = chosen
-
-
-def _thinned(slow, quick):
-    """Of each test one in 64 of its slow choices of parameters, of another test another one.
-
-    One at least, unless others of its choices are quick. The choices are those of the whole matrix,
-    of which the default suite runs a core. Together the tests still meet every optimizer, dtype and
-    form.
-    """
-    choices = collections.defaultdict(list)
-    for item in slow:
-        choices[_function(item)].append(item)
-    begun, kept = {_function(item) for item in quick}, set()
-    for function, own in choices.items():
-        start = zlib.crc32(function.encode()) % ONE_IN
-        kept.update(own[start if function in begun else start % len(own) :: ONE_IN])
-    return [x for x in slow if x in kept and not x.get_closest_marker("exhaustive")]
-
-
-def _function(item):
-    """Without the choice of parameters."""
-    return item.nodeid.partition("[")[0]
-
-
-def _choose(items, named):
-    """Marks as slow what `expensive.DEFAULT` leaves out, and nothing that it names."""
-    choices = collections.defaultdict(dict)
-    for item in items:
-        name = item.nodeid.partition("[")[2].removesuffix("]")
-        choices[_function(item).removeprefix("tests/")][name] = item
-    for file, tests in expensive.DEFAULT.items():
-        for test, kept in tests.items():
-            own = choices[f"{file}::{test}"]
-            if isinstance(kept, int):  # so many of those that are quick, evenly spaced
-                own = {name: x for name, x in own.items() if not x.get_closest_marker("slow")}
-                kept = [list(own)[i * len(own) // kept] for i in range(kept)] if own else []
-            elif own and not named and (unknown := {*kept} - own.keys()):
-                place = f"expensive.DEFAULT: {file}::{test}"
-                raise pytest.UsageError(f"{place}: {sorted(unknown)}, expected some of {list(own)}")
-            for name, item in own.items():
-                item.own_markers = [x for x in item.own_markers if x.name != "slow"]
-                if name not in kept:
-                    item.add_marker(pytest.mark.slow)
 
 
 class PeakMemory:

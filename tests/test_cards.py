@@ -130,6 +130,7 @@ def test_state(name, row):
 ON_CPU = {name: row for name, row in ROWS.items() if cells(name, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
 )
@@ -170,6 +171,7 @@ def test_collectives(name, row):
     assert found == (", ".join(f"{n} {kind}" for kind, n in allowed.items()) or "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["`adam`, cautious decay", "`schedule_free`, `adam`"])
 def test_no_collective(name):
     """What is elementwise, compiled here for eight devices."""
@@ -196,6 +198,7 @@ def weights(seed):
     return structure.unflatten([0.02 * x / jnp.sqrt(jnp.mean(x**2)) for x in found])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_default_trains(name):
     """Most of a quadratic loss is gone after its steps; targets have the norms of the weights."""

@@ -1,17 +1,86 @@
-"""The choice of default tests names tests that there are."""
-
-import ast
-import pathlib
+"""The marker `slow` says what the default suite leaves out."""
 
 import pytest
 
-from tests.support import expensive
-
-TESTS = pathlib.Path(__file__).parent
+from tests.support import choice
 
 
-@pytest.mark.parametrize("file", expensive.DEFAULT)
-def test_expensive_tests_exist(file):
-    body = ast.parse((TESTS / file).read_text()).body
-    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    assert expensive.DEFAULT[file].keys() <= functions
+class Item:
+    """As much of a test of pytest as the rule asks for."""
+
+    def __init__(self, name, *marks, of_file=None):
+        self.nodeid = name
+        self.own_markers = [x.mark for x in marks]
+        self.of_file = of_file and of_file.mark
+
+    def add_marker(self, mark):
+        self.own_markers.append(mark.mark)
+
+    def get_closest_marker(self, name):
+        return next((x for x in self.own_markers if x.name == name), self.of_file)
+
+
+SLOW = pytest.mark.slow
+
+
+def quick(*items, all_names=True):
+    """Names of what runs by default, and of what `-m slow` would choose the rest."""
+    slow, kept = choice.of_suite(items, all_names=all_names)
+    assert all(x.get_closest_marker("slow") for x in slow)
+    assert not any(x.own_markers for x in kept)
+    return [x.nodeid.removeprefix("f::") for x in kept]
+
+
+def choices(count, *marks, test="f::t"):
+    return [Item(f"{test}[{i}]", *marks) for i in range(count)]
+
+
+def test_a_test_or_one_of_its_choices():
+    assert quick(Item("f::t"), Item("f::u", SLOW), Item("f::v[a]"), Item("f::v[b]", SLOW)) == [
+        "t",
+        "v[a]",
+    ]
+
+
+def test_a_quick_test_of_a_slow_file():
+    mark = SLOW(always=True)
+    assert quick(
+        Item("f::t", of_file=SLOW),
+        Item("f::u[a]", mark, of_file=SLOW),
+        Item("f::u[b]", SLOW, mark, of_file=SLOW),
+    ) == ["u[a]"]
+
+
+def test_choices_by_name():
+    assert quick(*choices(3, SLOW(always=["1"]))) == ["t[1]"]
+    assert quick(*choices(3, SLOW(always=["1"]), SLOW)) == ["t[1]"]
+    with pytest.raises(pytest.UsageError, match=r"f::t: always=\['7'\], expected some of"):
+        quick(*choices(3, SLOW(always=["7"])))
+    assert quick(*choices(3, SLOW(always=["7"])), all_names=False) == []
+
+
+def test_one_in():
+    kept = quick(*choices(20, SLOW(one_in=8)))
+    assert len(kept) == 3
+    assert quick(*choices(3, SLOW(one_in=8))) != []
+    # Other tests take other choices, and a name stays beside those of the hash.
+    assert [x[1:] for x in quick(*choices(20, SLOW(one_in=8), test="f::u"))] != [
+        x[1:] for x in kept
+    ]
+    other = next(f"{i}" for i in range(20) if f"t[{i}]" not in kept)
+    assert {*quick(*choices(20, SLOW(one_in=8, always=[other])))} == {*kept, f"t[{other}]"}
+    assert quick(*choices(4, SLOW(one_in=2), SLOW)) == []
+
+
+def test_an_option_that_there_is_not():
+    with pytest.raises(pytest.UsageError, match="'one_of': 3"):
+        quick(*choices(3, SLOW(one_of=3)))
+
+
+def test_of_slow_choices_some():
+    slow, kept = choice.of_suite(choices(640, SLOW), all_names=True)
+    assert kept == []
+    assert len(choice.thinned(slow, kept)) == 10
+    slow, kept = choice.of_suite([Item("f::t", SLOW(exhaustive=True))], all_names=True)
+    assert len(slow) == 1
+    assert choice.thinned(slow, kept) == []

@@ -13,6 +13,8 @@ import jgrad
 from tests.support.loops import assert_equal
 from tests.test_docs import blocks, page, rows, run_example
 
+pytestmark = pytest.mark.slow
+
 PAGE = "docs/choose.md"
 # The blocks, in the order of the page.
 PRELUDE, FITS, PACKED, STACKED, MUON, BF16, LARGE, *OTHERS = range(13)
@@ -70,10 +72,12 @@ def learns(values):
     return values[-1] < 0.5 * values[0]
 
 
+@pytest.mark.slow(always=True)
 def test_the_blocks_are_those_named_here():
     assert len(blocks(PAGE)) == MANY + 1
 
 
+@pytest.mark.slow(always=True)
 def test_figures_stand_on_the_pages_that_are_linked():
     number = r"\d+\.\d+|\d{2,}"
     table = [row for row in rows(page(PAGE)) if len(row) == 4]
@@ -200,7 +204,6 @@ def test_a_rate_for_each_leaf():
     assert_equal(params["hidden"], before["hidden"])
 
 
-@pytest.mark.slow
 def test_large_batches():
     """Four mini-batches are one update for all of their examples."""
     names = after(BATCHES)

@@ -174,6 +174,7 @@ def test_a_recipe_for_integer_leaves():
     assert_equal(equinox.combine(jgrad.unpack(names["packed"]), others), model)
 
 
+@pytest.mark.slow
 def test_muon(capsys):
     """What `describe` prints, and the transformation that its choice makes."""
     names = run_example("docs/muon.md", 0, {"jgrad": jgrad, "jax": jax, "jnp": jnp})
@@ -187,6 +188,7 @@ def test_muon(capsys):
     assert names["state"].vw["block"]["w"] is None
 
 
+@pytest.mark.slow
 def test_muon_clip():
     """The largest logit of the queries and keys that come out is tau where it was more."""
     names = run_example("docs/muon.md", 1, {"jgrad": jgrad, "jnp": jnp, "optax": optax})
@@ -223,6 +225,7 @@ def test_gradients_in_shard_map(standard_promotion):
     assert jnp.allclose(found["w"], expected["w"], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [3, 1], ids=["zero", "jit"])
 def test_sharded_state_trains(example, standard_promotion):
     """Ten steps, each with a smaller loss."""
@@ -422,6 +425,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 def test_the_recipe_of_6_bytes_and_its_checkpoint():
     names = run_example("docs/memory.md", 0, {})
     params, state = names["params"], names["state"]

@@ -24,6 +24,7 @@ def table():
     return {name: tuple(map(int, counts)) for name, *counts in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITS)
 def test_little_to_pass(name, table):
     functions, files, *_ = table[name]

@@ -51,6 +51,7 @@ def started():
         return run_example(STARTED, 1, names)
 
 
+@pytest.mark.slow
 def test_a_first_training(started):
     assert int(started["state"].step) == 201
     assert float(started["value"]) < 0.01 * started["first"]
@@ -58,6 +59,7 @@ def test_a_first_training(started):
     assert str(jax.tree.map(jnp.shape, started["state"].mw)) == text[2]
 
 
+@pytest.mark.slow
 def test_a_schedule_goes_on_from_the_state(started, standard_promotion):
     names = run_example(STARTED, 2, dict(started))
     grads = jgrad.grad(names["loss"])(names["params"])
@@ -90,6 +92,7 @@ def test_the_same_as_functions(started, standard_promotion):
     assert found < 1e-5
 
 
+@pytest.mark.slow
 def test_what_half_precision_loses(capsys):
     """As the comments have it, to three digits."""
     run_example(MEMORY, 2, dict(NAMES))
@@ -120,6 +123,7 @@ def test_both_wrappers_of_bfloat16():
     assert copies - rounded == 4 * w["w"].size - step
 
 
+@pytest.mark.slow
 def test_float16(standard_promotion):
     names = run_example(MEMORY, 3, dict(NAMES))
     names = run_example(MEMORY, 4, names)
@@ -137,6 +141,7 @@ def test_float16(standard_promotion):
 # ---- TPU and GPU -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_whole_step(capsys):
     """One step of eight bits, and what a TPU would make of each leaf."""
     names = run_example(MEMORY, 5, dict(NAMES))
@@ -175,6 +180,7 @@ def test_figures_of_accelerators():
                 assert temporaries <= max(x.temporaries for x in bounds) + 0.05
 
 
+@pytest.mark.slow
 def test_a_change_in_the_middle_of_a_run(standard_promotion, capsys):
     names = run_example(RUNS, 3, dict(NAMES))
     assert capsys.readouterr().out == blocks(RUNS, "text")[0]
@@ -184,6 +190,7 @@ def test_a_change_in_the_middle_of_a_run(standard_promotion, capsys):
     assert len(page(RUNS).split()) <= 870
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges(standard_promotion):
     """What the page says is in the report; a NaN is counted and skipped."""
     params = {"embed": {"table": jnp.ones((5, 4))}, "head": jnp.ones((4, 2))}

@@ -28,6 +28,7 @@ def test_sizes():
     )
 
 
+@pytest.mark.slow
 def test_the_loss():
     """Of no weights that of a guess; of random ones a finite gradient for each leaf."""
     chips = Mesh(np.array(jax.devices()[:1]), ("fsdp",))

@@ -70,6 +70,15 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow(
+    always=[
+        "nesterov-cautious",
+        "lamb-cautious",
+        "lars-independent",
+        "lamb-independent",
+        "muon-cautious",
+    ]
+)
 @pytest.mark.parametrize(("name", "rule"), ROWS)
 def test_trajectory(name, rule, x64):
     """Ten steps with a schedule are those of the definitions; the rules differ."""
@@ -81,6 +90,7 @@ def test_trajectory(name, rule, x64):
             np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12 * np.max(np.abs(y)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(METHODS, "adam"))
 def test_the_rules_are_different(name):
     """And independent decay is that of each step, whatever the rate."""
@@ -226,6 +236,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow(always=["gradient_descent-independent-masked"])
 @pytest.mark.bits
 @pytest.mark.parametrize("form", mostly_slow(FORMS, "masked", "8 bits"))
 @pytest.mark.parametrize("rule", RULES[1:])
@@ -253,6 +264,7 @@ def test_a_skipped_step_does_not_decay(rule):
     assert int(state.skipped) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", mostly_slow(RULES[1:], "cautious"))
 def test_weights_in_bfloat16(rule):
     """Weights that are rounded at random, and those with copies, are near those of float32."""
@@ -269,6 +281,7 @@ def test_weights_in_bfloat16(rule):
             assert np.all(error <= 6 * 2.0**-7 * np.abs(b) + 1e-3)  # an ulp in each step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", mostly_slow(RULES[1:], "cautious"))
 @pytest.mark.parametrize("name", mostly_slow(["adam", "momentum", "lamb", "lars"], "lars"))
 def test_on_devices(name, rule):
@@ -318,6 +331,7 @@ def test_on_devices(name, rule):
 # ---- what it costs -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("rule", RULES[1:])
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def written():
                 yield pytest.param(name, file, marks=marks, id=f"{name}-{file.stem}")
 
 
+@pytest.mark.slow(one_in=20)
 @pytest.mark.parametrize("form", ["as it was", "as of today"])
 @pytest.mark.parametrize(("name", "file"), list(written()))
 def test_golden_checkpoint(file, name, form):
@@ -129,6 +130,7 @@ def test_states_are_read_by_name(name):
         assert (optax.tree.get(state, field) is not None) == (field in keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["from packed", "from tree"])
 @pytest.mark.parametrize("name", mostly_slow(golden.TRANSFORMATIONS, "accumulate"))
 def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
@@ -149,6 +151,7 @@ def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
     assert_equal(jgrad.unpack(again), saved)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("pack", [jgrad.pack_small, lambda tx: tx], ids=["pack_small", "tree"])
 @pytest.mark.parametrize("name", mostly_slow(golden.TRANSFORMATIONS, "master_weights"))
 def test_orbax_saves_every_state_as_it_is(name, pack, tmp_path):

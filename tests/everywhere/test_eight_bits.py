@@ -32,6 +32,7 @@ from tests.support.loops import assert_equal, train
 # ---- at every scale ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @mostly("tree")
 @optimizers(ELEMENTWISE)
 def test_e30_blocks_of_zeros(make, packed):
@@ -86,6 +87,7 @@ def test_e31_one_outlier(outlier):
     assert np.max(np.abs(steps[:, own])) <= 1.05 * np.max(np.abs(expected))
 
 
+@pytest.mark.slow
 def test_e32_a_second_moment_above_zero_is_never_zero():
     """Gradients over 15 decades in each block: steps at most twice the longest of float32."""
     w = {"w": jnp.zeros(8192)}
@@ -110,6 +112,7 @@ def test_e32_a_second_moment_above_zero_is_never_zero():
     assert not np.any(np.asarray(steps)[:, never])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [-46, *(pytest.param(x, marks=slow) for x in (-27, 33))])
 def test_e34_the_same_at_every_scale(exponent):
     """Gradients of 1e-14, 1e-8 and 1e10: the same codes and steps as at 1, bit for bit."""
@@ -128,6 +131,7 @@ def test_e34_the_same_at_every_scale(exponent):
             np.testing.assert_array_equal(x[name].scale * factor**power, y[name].scale)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     "size", [1e-19, 3e38, *(pytest.param(x, marks=slow) for x in (1e-23, 1e-38, 1e-42))]
 )
@@ -181,6 +185,7 @@ def test_e35_large_betas(beta2, steps):
     assert ratio.std() < 0.35
 
 
+@pytest.mark.slow
 @mostly("packed")
 def test_e35_betas_of_zero(packed):
     """m = g and v = g^2, to a neighbour on the grid."""
@@ -202,6 +207,7 @@ def test_e35_betas_of_zero(packed):
         np.testing.assert_allclose(vw[name], g0**2, rtol=1 / 8, atol=2**-29 * np.max(g0**2))
 
 
+@pytest.mark.slow
 def test_e36_no_gradient_beside_a_busy_neighbour():
     """For 10,000 steps: v decays as beta2^t in the mean, down to the floor."""
     start, steps = 50, 10_000
@@ -232,6 +238,7 @@ def _stored(rule, old, steps, *, stochastic):
     return value(run(old)).astype(float)
 
 
+@pytest.mark.slow
 def test_e36_to_the_nearest_nothing_decays():
     """What rounding to the nearest does, and why this library does not: v stays, for ever."""
     start = encoding.encoded(
@@ -259,6 +266,7 @@ def test_e35_first_moments_reach_a_constant_gradient(beta, low, high):
 # ---- what is not finite ------------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["nan-adam-tree"])
 @mostly("tree")
 @optimizers(ELEMENTWISE)
 @pytest.mark.parametrize("bad", [jnp.nan, pytest.param(-jnp.inf, marks=slow)])

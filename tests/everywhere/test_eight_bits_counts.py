@@ -40,6 +40,7 @@ def built(tx, params):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
 )
@@ -59,6 +60,7 @@ def test_twenty_leaves(name, packed):
     assert "threefry" not in eight.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
 )

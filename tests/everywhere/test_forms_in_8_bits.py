@@ -37,6 +37,7 @@ from tests.support.loops import assert_equal, step_of, train
 SIZES = (1, 255, 256, 257, 4095, 4096, 4097, 0)
 
 
+@pytest.mark.slow
 @mostly("tree")
 @optimizers(EACH, FEW)
 def test_e38_leaves_of_every_size(make, packed):
@@ -65,6 +66,7 @@ def test_e38_leaves_of_every_size(make, packed):
         assert off <= (0.1 if own else 1e-5) * moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "packed"),
     [(1, False), *(pytest.param(*x, marks=slow) for x in ((0, False), (0, True), (1, True)))],
@@ -87,6 +89,7 @@ def test_e38_layers_share_no_block(axis, packed):
             assert not np.array_equal(a[2], b[2])
 
 
+@pytest.mark.slow
 def test_e39_leaves_that_have_no_8_bits():
     """Integers and frozen leaves have no moments, None and keys pass; complex ones keep full precision."""
     w = {"n": jnp.arange(5000), "none": None, "k": jax.random.key(0), "w": jnp.ones(5000)}
@@ -106,6 +109,7 @@ def test_e39_leaves_that_have_no_8_bits():
 
 
 # NorMuon's second moments are no blocks, and of matrices that are rounded elsewhere when packed.
+@pytest.mark.slow
 @optimizers([name for name in MAKES if name != "normuon"], ("lamb", "momentum"))
 def test_e40_tree_and_packed(make):
     """Codes and scales bit for bit where no norm enters a moment; updates to rounding."""
@@ -121,6 +125,7 @@ def test_e40_tree_and_packed(make):
         assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
 
 
+@pytest.mark.slow
 @optimizers(EACH, FEW)
 def test_e40_pack_small_and_resumed(make):
     """Large leaves beside packed small ones; a state that was saved goes on bit for bit."""
@@ -161,6 +166,7 @@ def test_e40_small_leaves_beside_large_ones(make):
             assert all(x > 1e-3 if is_rounded else x < 1e-5 for x in off)
 
 
+@pytest.mark.slow(one_in=3)
 @optimizers(EACH, ("adam", "lamb", "momentum"))
 def test_e41_what_was_chosen_is_visible(make):
     """`full_precision` as a tree or a function; the state says which leaves are in 8 bits."""
@@ -184,6 +190,7 @@ def test_e41_what_was_chosen_is_visible(make):
 # ---- under transformations of JAX and of optax ---------------------------------------------------
 
 
+@pytest.mark.slow
 @optimizers(EACH, FEW)
 def test_e42_vmap(make):
     """Three models at once: each has the codes that it has alone."""
@@ -204,6 +211,7 @@ def test_e42_vmap(make):
         assert_same_moments(found, expected)
 
 
+@pytest.mark.slow
 @optimizers(EACH, FEW)
 def test_e42_scan(make):
     """As a loop of steps; the form of the state does not change."""
@@ -216,6 +224,7 @@ def test_e42_scan(make):
     assert_same_moments(state, other)
 
 
+@pytest.mark.slow(one_in=2)
 @packed_or_not
 @optimizers()
 def test_e42_donation(make, packed):
@@ -233,6 +242,7 @@ def test_e42_donation(make, packed):
     assert all(x.is_deleted() for pair in moments(state) for x in pair)
 
 
+@pytest.mark.slow
 @optimizers(EACH, FEW)
 def test_e42_accumulate(make):
     """Mini-steps with `emit=False` leave codes alone; the window is a step with the mean."""
@@ -278,6 +288,7 @@ def test_e42_strict_promotion(make, packed):
 # ---- slopes ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @mostly("tree")
 @optimizers()
 def test_e43_no_slope_through_8_bits(make, packed):
@@ -299,6 +310,7 @@ def test_e43_no_slope_through_8_bits(make, packed):
     assert_error(TypeError, message, lambda: jax.grad(loss)(1.0))
 
 
+@pytest.mark.slow
 @optimizers(FEW, FEW)  # whose steps are smooth in the gradient, and not proportional to it
 def test_e43_slopes_through_bfloat16_are_those_of_float32(make):
     """As if nothing were rounded: within some units in the last place of bfloat16."""

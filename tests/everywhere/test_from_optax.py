@@ -99,6 +99,7 @@ SWAPS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("theirs", "ours"), SWAPS.values(), ids=SWAPS)
 def test_defaults(theirs, ours, x64, standard_promotion):
     """A hundred steps with the defaults of both, in float64; no ratio of LAMB is above 10."""
@@ -116,6 +117,7 @@ def test_norm(standard_promotion):
     np.testing.assert_allclose(jgrad.global_norm(grads), optax.tree.norm(grads), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on(standard_promotion):
     """The state of `optax.adam`, as the guide says."""
     w, *grads = trees(4)

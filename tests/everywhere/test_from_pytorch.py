@@ -49,6 +49,7 @@ def test_the_file_has_the_rows_of_the_page():
     assert len(ROWS) == 15
 
 
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize("line", ROWS)
 def test_same_numbers(line, x64, standard_promotion):
     names = {"jgrad": jgrad, "optax": optax, "jnp": jnp, "sgd": jgrad.gradient_descent(0.1)}
@@ -100,6 +101,7 @@ def test_a_state_of_pytorch(x64):
     np.testing.assert_allclose(found, [row[:9] for row in TORCH[line][3:]], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_kernels_of_pytorch():
     """(out, in): the scale is that of 16 outputs, sqrt(max(1, 16 / 48))."""
     names = run_example(PAGE, 0, {"jgrad": jgrad, "jnp": jnp})

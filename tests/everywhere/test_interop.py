@@ -51,6 +51,7 @@ def test_chain(case, standard_promotion):
     close(apply(tx, w, grads)[0], apply(case.tx(), w, clipped)[0])
 
 
+@pytest.mark.slow
 @every_case(("lars_masked",))
 def test_chain_passes_the_rate_on(case, standard_promotion):
     """`learning_rate=` and arguments of others reach an optimizer inside a chain."""
@@ -61,6 +62,7 @@ def test_chain_passes_the_rate_on(case, standard_promotion):
     close(found, expected)
 
 
+@pytest.mark.slow
 def test_pieces_make_the_whole(standard_promotion):
     """Adam and LAMB from `scale_by_adam`, `scale_by_trust_ratio` and optax's own parts."""
     w, grads = params(), gradients(5)
@@ -85,6 +87,7 @@ def test_trust_ratio_masks_and_missing_gradients():
     assert state == optax.EmptyState()
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(FEW)
 def test_masked(case, standard_promotion):
     """Leaves outside of the mask pass; the others are trained as if alone."""
@@ -144,6 +147,7 @@ def test_tree_get(case, standard_promotion):
     assert optax.tree.get(changed, "step") == 7
 
 
+@pytest.mark.slow
 @every_case()
 def test_optax_names(case, standard_promotion):
     """`count`, `mu` and `nu` read what optax's state has there; fields are those of the format."""
@@ -313,6 +317,7 @@ def test_equinox_whole_model(standard_promotion):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_equinox_functional(standard_promotion):
     """The functional updates on a filtered model, where `None` stands for what is no array."""
     model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))

@@ -91,6 +91,7 @@ def compare(found, wanted, rtol=None):
         )
 
 
+@pytest.mark.slow(one_in=12)
 @pytest.mark.parametrize("double", mostly_slow([False, True], True), ids=["float32", "float64"])
 @cases(*UPDATES, every=3)
 def test_update(case, double, x64):
@@ -123,6 +124,7 @@ def test_update(case, double, x64):
     compare(function(*args, **kwargs), wanted, rtol=1e-6 if loose else None)
 
 
+@pytest.mark.slow(one_in=4)
 @cases("lars_update", "lamb_update", every=6)
 def test_paper_rule_without_decay(case, x64):
     """Without decay, and with norms that are not zero, the papers' rules are Ivy's.
@@ -138,6 +140,7 @@ def test_paper_rule_without_decay(case, x64):
     compare(function(*args, **kwargs), ivy.expected(case["expected"]), rtol=1e-2 if low else 1e-10)
 
 
+@pytest.mark.slow(one_in=3)
 @cases("trajectory")
 def test_trajectory(case, x64):
     """Several steps in a row, moments from zero and steps from 1."""
@@ -179,6 +182,7 @@ def _xp():
     return xp
 
 
+@pytest.mark.slow(one_in=10)
 @cases(*GRADIENTS, every=3)
 def test_gradients(case, x64):
     args, kwargs = arguments(case, double=False)

@@ -31,6 +31,7 @@ def tree(dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), signs, is_leaf=lambda x: type(x) is list)
 
 
+@pytest.mark.slow
 @every_case(("lars_masked",))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_e05_e16_finite_at_every_scale(case, dtype, x64):

@@ -35,6 +35,19 @@ def close(found, expected, rtol):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(
+    always=[
+        "float64-gradient_descent",
+        "float64-decayed_descent",
+        "float64-adam_moments",
+        "float64-adamw",
+        "float64-lars_outside",
+        "float64-lamb",
+        "float64-lamb_masked",
+        "float64-muon",
+        "float64-lars_ivy",
+    ]
+)
 @every_case(NUMBERS)
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("complex128", marks=slow)])
 def test_reference(case, dtype, x64):
@@ -45,6 +58,7 @@ def test_reference(case, dtype, x64):
         close(a, b, 1e-12)
 
 
+@pytest.mark.slow
 @every_case(("adamw", "lamb_decayed"))
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=slow), "complex64"])
 def test_reference_in_single_precision(case, dtype):
@@ -55,6 +69,7 @@ def test_reference_in_single_precision(case, dtype):
     close(found[-1], case.trajectory(w, grads)[-1], 4e-5)
 
 
+@pytest.mark.slow(one_in=3)
 @every_case(("adam_moments", "lars_masked", "lamb_ivy"))
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=slow), jnp.bfloat16])
 def test_reference_in_half_precision(case, dtype):
@@ -74,6 +89,7 @@ def test_reference_in_half_precision(case, dtype):
 every_twin = every_case((*ONE_EACH, "lamb_decayed"), lambda case: case.step)
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.bits
 @every_twin
 def test_functional_twin(case):
@@ -125,6 +141,7 @@ def roundings(case, w, g, moments):
     return jax.tree.map(number, direction, w)
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.bits
 @every_twin
 def test_complex_functional_twin(case):
@@ -267,6 +284,7 @@ def test_e20_e29_integer_leaves_and_missing_gradients(case):
             assert moments["count"] is None
 
 
+@pytest.mark.slow
 @every_case(("lars_masked",))
 def test_numpy_parameters(case):
     """Arrays of NumPy, in its own float64, are read as JAX would read them, without a warning."""
@@ -312,6 +330,7 @@ def test_zero_gradient(case, dtype):
 # ---- transformations of JAX --------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(FEW)
 def test_one_trace(case):
     """Five steps, one trace; and donation of parameters and state."""
@@ -323,6 +342,7 @@ def test_one_trace(case):
     chex.assert_tree_all_finite(w)
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(FEW)
 def test_donation_of_an_eager_state(case):
     """`mw` and `vw` have buffers of their own, so both can be donated at once."""
@@ -341,6 +361,7 @@ def test_eager_equals_compiled(case):
     chex.assert_trees_all_close(eager, compiled, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @every_case(("lars_masked",))
 def test_scan(case):
     """A scan over the gradients is the loop."""
@@ -355,6 +376,7 @@ def test_scan(case):
     chex.assert_trees_all_close(scanned, (found[-1], state), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @every_case(("lars_masked",))
 def test_vmap(case):
     """A batch of models is trained as each model would be."""
@@ -375,6 +397,7 @@ def test_eval_shape(case):
     chex.assert_trees_all_equal_shapes_and_dtypes(abstract, tx.init(w))
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(("momentum", "lars_masked"))
 def test_export(case):
     """The train step lowers for CPU, CUDA and TPU."""
@@ -405,6 +428,7 @@ def test_checks_leave_nothing_in_the_program(case, monkeypatch):
 # ---- traced hyper-parameters -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_case(("lamb_decayed",))
 def test_inject_hyperparams(case):
     """Every number may be traced; setting one compiles nothing."""

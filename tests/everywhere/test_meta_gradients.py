@@ -62,6 +62,7 @@ def trained(case, hyper, w, x, loss=loss):
     return loss(w, x)
 
 
+@pytest.mark.slow(always=["lars_masked"])
 @every_case(("lars_masked",))
 def test_e08_slopes_are_those_of_finite_differences(case, x64):
     """By each number alone, and by the first weights along a random direction."""
@@ -108,6 +109,7 @@ def test_e08_slopes_at_zero_gradients_are_finite(case, dtype, x64):
             assert np.all(np.isfinite(found))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e-19, 1e-10, 1.0, 1e10])
 @pytest.mark.parametrize("largest", [10.0, None])
 def test_e08_slopes_of_trust_ratios(largest, scale):

@@ -14,6 +14,8 @@ from hypothesis import given, strategies as st
 import jgrad
 from tests.cases import every_case
 
+pytestmark = pytest.mark.slow
+
 # Each list of shapes compiles, so there are few: one leaf, equal and different ones, and many.
 SHAPES = [
     [(3,)],
@@ -113,6 +115,7 @@ def test_trusted_steps_do_not_see_the_scale_of_gradients(model, scale):
         np.testing.assert_allclose(np.linalg.norm(np.ravel(u)), length, rtol=1e-5)
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(("adam_moments", "lamb_ivy"), lambda case: not case.decays)
 @given(model=models())
 def test_zero_gradients_move_nothing(case, model):

@@ -76,6 +76,7 @@ def test_every_recipe_has_a_limit():
     assert LIMITS.keys() == RECIPES.keys()
 
 
+@pytest.mark.slow(one_in=48)
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
 )
@@ -98,6 +99,7 @@ STACKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
 )
@@ -112,6 +114,7 @@ def test_bytes_of_small_leaves(name, devices):
     assert step.temporary_bytes <= max(stacked, 1.5 * temporaries + 0.2) * elements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(RECIPES, "skip(clip + AdamW)"))
 def test_the_program_grows_with_the_leaves(name):
     """In proportion: a flag that all leaves join and read made it quadratic.
@@ -134,6 +137,7 @@ def test_operations_of_each_leaf(name, devices):
     assert many - few <= 16.5 * limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["learning_rate", "weight_decay"])
 def test_a_number_for_each_leaf_is_a_few_operations(option):
     """Beside one number for all."""

@@ -145,6 +145,7 @@ def test_e06_moments_follow_double_precision_for_ten_thousand_steps(case, dtype)
         assert states.mw["w"].dtype == jnp.float32
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(FEW, lambda case: "adam_learning_rate" not in case.options)
 @every_half
 def test_e07_small_steps_of_half_precision_weights(case, dtype):
@@ -173,6 +174,7 @@ def test_e07_small_steps_of_half_precision_weights(case, dtype):
     np.testing.assert_array_equal(found["w"], state.master["w"].astype(dtype))
 
 
+@pytest.mark.slow(one_in=3)
 @every_half
 @with_ratio()
 def test_e16_norms_that_their_dtype_cannot_hold(case, dtype):
@@ -284,6 +286,7 @@ def test_e22_one_trace_whatever_the_rate(case):
         w, state = step(w, state, weak)
 
 
+@pytest.mark.slow(one_in=3)
 @every_case(("momentum", "adam_moments", "lamb_decayed"))
 def test_e23_the_counter_at_its_end(case):
     """It stays at the largest int32, and the step there is that of a very late one."""
@@ -319,6 +322,7 @@ def test_e24_steps_that_are_not_finite(case):
 # ---- trust ratios ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @with_ratio(("lamb_decayed",))
 @pytest.mark.parametrize(
     "axes", [0, -1, (0, 2), *(pytest.param(x, marks=slow) for x in (1, (0, 1, 2), ()))]
@@ -351,7 +355,7 @@ def test_e14_layers_stacked_for_scan(case, axes):
         assert not np.allclose(once["s"], w["s"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [0, (0, 1)])
 def test_e14_functional_updates_of_stacked_layers(axes):
     rng = np.random.default_rng(0)
@@ -374,6 +378,7 @@ def test_e14_functional_updates_of_stacked_layers(axes):
     chex.assert_trees_all_close(found, expected, rtol=2e-6)
 
 
+@pytest.mark.slow(one_in=3)
 @with_ratio()
 def test_e15_leaves_that_start_at_zero(case):
     """They move: their ratio is 1 while they are zero, and with a mask for good (not by Ivy's rule)."""
@@ -404,6 +409,7 @@ def test_e20_a_gradient_for_integers(case):
     assert "`updates` at ['n']: an array of float32 and shape (3,)" in text
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(FEW)
 def test_e28_complex_parameters(case):
     """Second moments are |g|^2, and the conjugate of what `jax.grad` returns leads downhill."""

@@ -351,6 +351,14 @@ def neighbours_of(subject, where):
     return 0.013 if where == "injected" else 0.002
 
 
+@pytest.mark.slow(
+    always=[
+        "gradient_descent-tree-x64",
+        "lamb_masked-tree-vmap in shard_map",
+        "hyperball-tree-vmap of shard_map",
+        "accumulate-tree-models in shard_map",
+    ]
+)
 @pytest.mark.parametrize(("subject", "form", "where"), list(choices()))
 def test_as_alone(subject, form, where):
     """The dtypes, the numbers to a few roundings of weights and steps.

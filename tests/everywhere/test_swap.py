@@ -28,6 +28,7 @@ def updates(tx, count=3):
     return np.concatenate([found["a"], found["b"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defaults", [True, False], ids=["defaults", "options"])
 @pytest.mark.parametrize("name", CALLS)
 def test_options_of_the_same_meaning(name, defaults, standard_promotion):

@@ -145,6 +145,7 @@ def assert_same_ways(name, found):
         assert np.linalg.norm(own - theirs) <= rounding
 
 
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("name", AVERAGED)
 def test_schedule_free(name, x64, standard_promotion):
     found = list(steps_of(AVERAGED[name]()))
@@ -156,6 +157,7 @@ def test_schedule_free(name, x64, standard_promotion):
         np.testing.assert_allclose(flat(state.average), average, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("name", MUON)
 def test_muon(name, x64):
     assert_same_ways(name, [w for w, _ in steps_of(MUON[name]())])
@@ -177,6 +179,7 @@ def on_the_sphere(tx, learning_rate, radius):
         yield w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYPERBALL)
 def test_hyperball(name, x64):
     radius = ROWS[name][2].get("hyperball_radius")
@@ -191,6 +194,7 @@ def distance(name, tx):
     return max(np.linalg.norm(own - theirs) / length for (own, length), theirs in rows)
 
 
+@pytest.mark.slow
 def test_what_differs(x64):
     """By as much as the reasons say: some roundings of 2^-9, and another direction."""
     assert 1e-3 < distance("muon, bfloat16", muon(compute_dtype=jnp.bfloat16)) < 5 * 4 * 2**-9

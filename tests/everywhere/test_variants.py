@@ -196,6 +196,7 @@ QUICK = [  # one of each rule and of each correction
 ]
 
 
+@pytest.mark.slow(always=["LAMB paper, phi(z) = z"])
 @pytest.mark.parametrize("name", mostly_slow(VARIANTS, *QUICK))
 def test_variant(name, x64):
     """200 steps, in double precision."""

@@ -7,7 +7,7 @@ from studies import endurance
 pytestmark = pytest.mark.slow  # it starts processes, as the others in this folder
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 def test_training_that_is_killed_again_and_again():
     """On eight devices: nothing is lost, bit for bit, and it was started anew each time."""
     whole = endurance.train(steps=60, save_every=15, kills=0, seed=0)

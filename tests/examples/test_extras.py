@@ -97,6 +97,7 @@ def test_it_is_said_first(name, missing, message):
     assert found.stdout == f"Not installed: {message}\n\n", found.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_a_plot_does_without_matplotlib():
     """But not one that measures norms: it ends with a plot of them."""
     refused = "Not trained: --zero shards the state over devices: give --devices=2 or more, too."

@@ -22,6 +22,7 @@ every_problem = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow(one_in=48)
 @every_problem
 def test_a_problem_begins_finite_unsolved_and_with_a_gradient(name, level):
     problem = PROBLEMS[name](level)
@@ -36,6 +37,7 @@ def test_a_problem_begins_finite_unsolved_and_with_a_gradient(name, level):
     assert not problem.win(params, loss)
 
 
+@pytest.mark.slow(one_in=32)
 @every_problem
 def test_the_optimum_wins_and_a_point_far_from_it_does_not(name, level):
     """Of the two networks no optimum is known."""
@@ -92,6 +94,7 @@ def test_settings_are_the_same_in_each_run():
     assert ((first.beta1 >= 0) & (first.beta1 < 1) & (first.beta2 >= 0) & (first.beta2 < 1)).all()
 
 
+@pytest.mark.slow
 def test_adam_solves_one_at_a_setting_that_suits_it_and_not_at_others():
     """In all forms; the rates are one that suits it, none at all, and one that is too small."""
     problem = PROBLEMS["ill_conditioned"]("hard")
@@ -127,6 +130,7 @@ def test_the_page():
     assert "`powers.py`" in table.problems(["powers"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "message"),
     [

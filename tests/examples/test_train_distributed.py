@@ -118,13 +118,13 @@ def uninterrupted(*options):
         return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 def test_two_processes_are_one_with_two_devices(start):
     """Bit for bit; after the last of twenty kills, too."""
     assert start("--processes=2").parameters() == [uninterrupted()] * 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 def test_four_processes(start):
     """The same parameters on each."""
     found = start("--processes=4", "--steps=40").parameters()
@@ -132,7 +132,7 @@ def test_four_processes(start):
     assert len(set(found)) == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize(("process", "then"), [(1, []), (0, ONE)], ids=["worker", "coordinator"])
 def test_a_process_is_killed(start, process, then):
     """The other ends soon, and training goes on as if nothing had happened."""
@@ -270,7 +270,7 @@ def test_a_flipped_bit(start, tmp_path):
     assert run.text.endswith("process 0 did not begin.\n")  # and not that it would go on
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 def test_other_flags(start):
     """Nor to another end than it was meant for."""
     start("--processes=1", "--steps=20").parameters()

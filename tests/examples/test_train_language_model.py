@@ -146,6 +146,7 @@ def small_model():
     return jax.tree.map(lambda x: 3 * x, jax.jit(init)(jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_a_byte_does_not_see_those_after_it():
     codes = np.arange(12, dtype=np.int32).reshape(2, 6)
     codes[1] = codes[0] + np.array([0, 0, 0, 0, 1, 0])
@@ -154,6 +155,7 @@ def test_a_byte_does_not_see_those_after_it():
     assert jnp.all(jnp.any(found[0, 4:] != found[1, 4:], axis=1))
 
 
+@pytest.mark.slow
 def test_positions_are_relative():
     """Products of one vector, turned at two positions, depend on the distance alone."""
     x = jax.random.normal(jax.random.key(0), (1, 1, 1, 8))
@@ -165,6 +167,7 @@ def test_positions_are_relative():
     assert not np.isclose(products[0, 1], products[0, 2], rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_sample_without_chance():
     """With a temperature near 0, each byte is the likeliest one after the six before it."""
     params, prompt = small_model(), jnp.array([100, 101, 102, 32], jnp.int32)
@@ -273,6 +276,7 @@ def test_a_terminal_gets_a_bar():
     assert "20/20" in "".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [TINY.ema, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_the_weights_stand_beside_their_average(ema):
     """Each with its own loss, which is that of a model with these parameters."""
@@ -292,6 +296,7 @@ def test_the_weights_stand_beside_their_average(ema):
     assert len(set(losses[0])) == len(names)
 
 
+@pytest.mark.slow
 def test_a_digest_is_of_every_bit():
     """Of the numbers, and not of their layout."""
     params = small_model()
@@ -316,6 +321,7 @@ def stop_after(step):
     return on_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "recipe", "layout"),
     [
@@ -435,6 +441,7 @@ def test_goes_on_as_another_run(optimizer, recipe, layout, tmp_path):
     assert np.isfinite(run.history.training).all()
 
 
+@pytest.mark.slow
 def test_the_same_recipe_in_other_wrappers_goes_on(tmp_path):
     """Without `skip_nonfinite` and packed, losses are those of a run that was never stopped."""
     with opened(tmp_path) as checkpoints, pytest.raises(Stop):
@@ -445,6 +452,7 @@ def test_the_same_recipe_in_other_wrappers_goes_on(tmp_path):
     np.testing.assert_allclose(run.history.training, train(TINY).history.training, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(tmp_path):
     with opened(tmp_path) as checkpoints, pytest.raises(Stop):
         train(TINY, checkpoints=checkpoints, save_every=1, on_step=stop_after(1))
@@ -457,6 +465,7 @@ def test_another_model_is_refused(tmp_path):
 SPIKE = 35
 
 
+@pytest.mark.slow
 def test_a_spike_is_left_out(monkeypatch):
     """Of a batch of strange bytes nothing is learned: what follows has the bits of a run without."""
     settings = TINY._replace(accumulate=1, ema=0.0, steps=40, spikes=True)
@@ -479,6 +488,7 @@ def test_a_spike_is_left_out(monkeypatch):
     assert (int(found.state.skipped), int(expected.state.skipped)) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     ["tree", *(pytest.param(x, marks=pytest.mark.slow) for x in ("packed", "jit", "zero"))],
@@ -511,6 +521,7 @@ def test_watch(layout, tmp_path):
         assert (tmp_path / "watch.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_which_calls_are_measured():
     """Those that close a window: there an update is made."""
     seen = []
@@ -609,6 +620,7 @@ def assert_refused(kind, message, settings, **options):
     assert str(found.value) == message
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_runs(tmp_path):
     """Each message names the flag; the text is no flag."""
     other = TINY._replace(recipe=STORED, **LAYOUTS["zero"])  # compiled already

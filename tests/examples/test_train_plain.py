@@ -22,6 +22,7 @@ def _as_users_run_it(standard_promotion):
         yield
 
 
+@pytest.mark.slow
 def test_it_learns_as_with_optax(capsys):
     """What is left is a hundredth of the function's square, and optax's AdamW takes the same steps."""
     found = train_plain.train(jgrad.adam(train_plain.RATE, weight_decay=1e-4))

@@ -104,6 +104,7 @@ def test_explicit_axes(name):
     assert_same(name, "kernel", mesh_of(AxisType.Explicit, x=4, y=2), 3)
 
 
+@pytest.mark.slow
 @choices(("stochastic",))
 def test_automatic_axes(name):
     """`mesh_axes` says it, leaf by leaf."""
@@ -118,6 +119,7 @@ def test_one_spec_for_all_leaves(name):
     assert_same(name, "kernel", mesh_of(x=8), 2, specs=specs, mesh_axes=axes)
 
 
+@pytest.mark.slow
 @choices(("momentum",))
 @pytest.mark.parametrize("form", FORMS)
 def test_automatic_axes_of_which_nothing_is_known(name, form):
@@ -131,6 +133,7 @@ def test_two_passes_on_explicit_axes(name):
     assert_same(name, "two passes", mesh_of(AxisType.Explicit, x=4, y=2), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=slow)])
 def test_shards_without_whole_blocks(kind):
     """Half a block in a shard: the plain form, for which two devices share a maximum."""
@@ -142,6 +145,7 @@ def test_shards_without_whole_blocks(kind):
 # ---- what each device does by itself -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @choices(("stochastic",), ("momentum", "adam", "stochastic"))
 @pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=slow)])
 def test_shard_map(name, form):
@@ -175,6 +179,7 @@ def test_shard_map(name, form):
     assert count() >= 2
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("check", [True, False])
 def test_types_inside_shard_map(check):
     """A program for a TPU, where JAX keeps account of what varies over devices."""
@@ -213,6 +218,7 @@ def test_pmap(name):
 # ---- packed ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=slow)])
 def test_packed(kind):
     """Rows of the buffer, each with the keys of its leaf; a spec says how rows are cut."""
@@ -254,6 +260,7 @@ def of_leaves(w=ONE, rows=ONE, stack=ONE):
     return {f".mw[{name!r}]": answer for name, answer in rows.items()}
 
 
+@pytest.mark.slow
 def test_answers_on_meshes():
     unknown = "XLA: nothing says how it is sharded; `mesh_axes` does"
     cut = "XLA: its shards along axis 1 have no whole blocks of 256"

@@ -62,6 +62,7 @@ WHOLE_STEPS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", WHOLE_STEPS)
 def test_each_array_is_read_and_written_once(name):
     make, read, written = WHOLE_STEPS[name]
@@ -158,6 +159,7 @@ def test_codes_and_weights_are_written_in_their_place(step, packed):
     assert aliased == moments | ({f"[2]{part}"} if step is jgrad.apply_gradients else set())
 
 
+@pytest.mark.slow
 def test_one_program_for_all_platforms():
     """That of the CPU runs, and is the plain one."""
     tx, w = SKIP(), model()
@@ -209,6 +211,7 @@ def test_one_trace_for_many_steps():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_vmap():
     """The plain form of each model."""
     tx = MOMENTUM()
@@ -252,6 +255,7 @@ def shouting(tx):
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+@pytest.mark.slow
 def test_effects(capfd):
     """They happen, once in each step, as in the plain form."""
     tx, w = shouting(MOMENTUM()), model()
@@ -262,6 +266,7 @@ def test_effects(capfd):
     assert_equal((found.w, found.state), (expected.w, expected.state))
 
 
+@pytest.mark.slow
 def test_what_a_step_closes_over():
     """Tracers that are no argument: a rate, and a part of the gradient."""
 
@@ -356,7 +361,7 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("file", "name"), WRITTEN)
 def test_states_of_earlier_versions(file, name, form):

@@ -98,6 +98,7 @@ def recipes(names=RECIPES, quick=QUICK):
     return pytest.mark.parametrize(("name", "form"), rows)
 
 
+@pytest.mark.slow
 @recipes()
 def test_recipes(name, form):
     dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
@@ -116,6 +117,7 @@ PACKED = {
 }
 
 
+@pytest.mark.slow(one_in=2)
 @recipes(PACKED, {"kernel": ("adam",), "two passes": ("skip, clip, stochastic",)})
 def test_packed(name, form):
     """One leaf, whose rows have keys, decays and rates of their own."""
@@ -128,6 +130,7 @@ def test_packed(name, form):
         assert_equal(large(jgrad.unpack(found.w)), large(on_tree.w))
 
 
+@pytest.mark.slow
 @recipes(
     ("adam", "momentum", "lamb", "skip", "accumulate", "stochastic"),
     {"kernel": ("momentum",), "two passes": ()},
@@ -154,6 +157,7 @@ def odd_gradients(dtype=jnp.float32):
     return steps
 
 
+@pytest.mark.slow
 @recipes(
     ("adam", "momentum", "lars", "clip", "stochastic"),
     {"kernel": ("adam",), "two passes": ("momentum",)},
@@ -189,6 +193,7 @@ def with_usual_numbers(form, dtype=jnp.float32):
     return steps(tx, w, grads, form), plain(tx, w, grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=slow)])
 def test_usual_numbers(form):
     """Bit for bit where no product joins a sum; elsewhere to a rounding or two in each step.
@@ -216,6 +221,7 @@ in_64_bits = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow(always=["momentum-kernel"])
 @in_64_bits
 @recipes(
     ("adam", "momentum", "accumulate", "skip, clip, stochastic"),
@@ -234,6 +240,7 @@ def test_packed_x64(form, x64):
     assert_same(PACKED["momentum"](), form, jgrad.pack(model()), grads, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
 @pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=slow)])
 def test_gradients_of_another_dtype(form, dtype):
@@ -254,6 +261,7 @@ GROUPS |= STACKED | {"both": (1025, 2304)}
 QUICK_SIZES = ("both", "4-D")
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in QUICK_SIZES else slow) for x in GROUPS]
 )
@@ -263,8 +271,7 @@ def test_sizes(name):
     assert_same(MOMENTUM(), "kernel", model(shapes=shapes), gradients(2, shapes=shapes), 1)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.slow(exhaustive=True)
 @both_forms
 @pytest.mark.parametrize("make", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 def test_all_sizes_together(make, form):

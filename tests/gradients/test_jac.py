@@ -24,7 +24,7 @@ def narrow(x):
     return jnp.stack([jnp.prod(x), jnp.sum(x**2)])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow(one_in=10)
 @every_mode
 @pytest.mark.parametrize("func", [wide, narrow, jnp.sum], ids=["wide", "narrow", "scalar"])
 def test_finite_differences(func, mode, x64):
@@ -36,7 +36,7 @@ def test_finite_differences(func, mode, x64):
         np.testing.assert_allclose(found[..., j], expected, atol=1e-8)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @every_mode
 def test_trees(mode):
     """A block for each output and input leaf; `None` for inputs that are not differentiated."""
@@ -78,7 +78,7 @@ def test_func_is_called_once(mode):
     assert len(calls) == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @every_mode
 @pytest.mark.parametrize("func", [wide, narrow])
 def test_under_jit_and_vmap(func, mode):
@@ -121,6 +121,7 @@ def test_forward_differentiates_what_reverse_cannot():
     chex.assert_trees_all_close(jgrad.jac(f, mode="forward")(x), 4 * jnp.eye(2))
 
 
+@pytest.mark.slow
 def test_complex_inputs_go_in_reverse():
     z = jnp.array([1 + 2j, 3 - 1j], jnp.complex64)
     f = lambda z: jnp.concatenate([z.real, z.imag, jnp.abs(z)])
@@ -144,6 +145,7 @@ def test_a_backward_pass_without_a_transpose():
     np.testing.assert_allclose(jgrad.jac(f, mode="reverse")(x), expected, rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=10)
 @pytest.mark.parametrize("outputs", [1, 2, 3, 4])
 @every_mode
 def test_blocks_have_the_dtype_of_the_input(mode, outputs):

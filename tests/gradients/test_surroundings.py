@@ -109,7 +109,14 @@ def placed(tree, mesh, specs):
     return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(
+    always=[
+        "unchecked-auto-grad",
+        "w on all devices-auto-value_and_grad",
+        "w of each device-auto-with aux",
+        "w on all devices-auto-jac",
+    ]
+)
 @every_function
 @every_mesh
 @pytest.mark.parametrize("kind", ["unchecked", "w on all devices", "w of each device"])
@@ -147,7 +154,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=32)
 @every_function
 @every_mesh
 @pytest.mark.parametrize("where", SHARDED)
@@ -160,7 +167,7 @@ def test_jit(name, axis_type, where):
     assert_alike(name, lambda f: jax.jit(f)(*args))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @every_function
 def test_pmap_and_vmap(name):
     """With the mean over the axis inside of the loss, and the batch of each device."""
@@ -169,7 +176,7 @@ def test_pmap_and_vmap(name):
         assert_alike(name, lambda f, over=over: over(lambda x: f(W, x), axis_name="data")(parts))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=12)
 @every_function
 def test_scan_and_checkpoint(name):
     step = lambda f: lambda w, x: (w, f(w, x))
@@ -177,7 +184,7 @@ def test_scan_and_checkpoint(name):
     assert_alike(name, lambda f: jax.jit(jax.checkpoint(f))(W, X))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=12)
 @every_function
 def test_a_derivative_of_it(name):
     """As in learning an option: reverse mode through what was found."""
@@ -240,6 +247,7 @@ def by_jax(loss, means, w):
     return (value, output, value), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @every_mesh
 @pytest.mark.parametrize("name", MODELS)

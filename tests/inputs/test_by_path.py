@@ -213,6 +213,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("form", ["tree", "packed"])
 @pytest.mark.parametrize(("tx", "make"), ROWS)
 def test_as_partition_of_optax(tx, make, form):
@@ -354,6 +355,7 @@ def test_leaves_with_one_rule_share_a_number():
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["shard_map", "jit"])
 def test_on_many_devices(where, x64):
     """With sharded leaves as on one device."""
@@ -383,6 +385,7 @@ def test_on_many_devices(where, x64):
     assert_near(jax.jit(step)(g, w), expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_under_scan_and_vmap():
     tx = jgrad.adam(grouped(RATE), beta2=grouped(BETA2))
     expected = every_step(tx, W, GRADS)[-1]

@@ -45,6 +45,7 @@ def weights(found):
 # ---- trees -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.bits
 @two_updates
 def test_an_array_stands_for_all_leaves(name):
@@ -55,6 +56,7 @@ def test_an_array_stands_for_all_leaves(name):
     chex.assert_trees_all_equal(weights(found), weights(copied))
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.bits
 @two_updates
 def test_a_prefix_stands_for_what_is_below_it(name):
@@ -64,6 +66,7 @@ def test_a_prefix_stands_for_what_is_below_it(name):
         chex.assert_trees_all_equal(weights(found)[key], weights(update(W[key], G[key], rate)))
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.bits
 @every_update
 def test_weights_take_the_finest_structure(name):
@@ -149,6 +152,7 @@ def test_numbers_may_be_none_where_weights_are():
     assert [tree["b"] for tree in found] == [None] * 3
 
 
+@pytest.mark.slow(one_in=4)
 @every_update
 def test_any_pytree(name):
     """Types of nodes are kept."""
@@ -172,6 +176,7 @@ def test_empty_moments(update, tree):
     assert jgrad.adam_step(tree, 0.0, jnp.zeros(1), 1) == (tree, tree, tree)
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.bits
 @every_update
 def test_missing_gradients(name):
@@ -194,6 +199,7 @@ def test_moments_of_missing_gradients():
 # ---- shapes and dtypes -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @two_updates
 def test_a_rate_may_have_any_shape_that_broadcasts(name):
@@ -213,6 +219,7 @@ def test_moments_grow_to_the_weights():
     assert w.shape == mw.shape == vw.shape == (2, 3)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("name", mostly_slow(UPDATES, "gradient_descent_update", "lamb_update"))
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype"),
@@ -252,6 +259,7 @@ def test_integers_are_read_as_floats():
 # ---- gradients through the update --------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("name", mostly_slow(UPDATES, "gradient_descent_update", "lamb_update"))
 def test_stop_gradients(name):
     loss = lambda w, stop: jnp.sum(weights(UPDATES[name](w, G["a"], stop_gradients=stop)))
@@ -265,6 +273,7 @@ def test_stop_gradients_cuts_the_weights_only(update):
     np.testing.assert_allclose(jax.grad(loss)(X), 0.1 + 0.002 * X, rtol=1e-6)
 
 
+@pytest.mark.slow
 @two_updates
 def test_slopes_are_finite_differences(name, x64):
     """With respect to weights, gradient and rate."""

@@ -98,6 +98,7 @@ def test_a_schedule_that_is_a_tree_is_called(schedule, params):
         assert_same(updates, jax.tree.map(lambda x, rate=rate: -rate * x, params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", mostly_slow(["adam", "lars", "lamb"], "lamb"))
 def test_by_every_method_and_inside_of_wrappers(make):
     around = lambda rate: jgrad.skip_nonfinite(jgrad.pack_small(getattr(jgrad, make)(rate)))
@@ -180,6 +181,7 @@ def matrices(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["weight_decay_mask", "trust_ratio_mask"])
 def test_masks(option):
     """A function in a tree is called with shapes; a mask in a callable model is not called."""

@@ -122,6 +122,14 @@ def is_array(x):
     return isinstance(x, jax.Array)
 
 
+@pytest.mark.slow(
+    always=[
+        "init of arrays-bfloat16-adamw",
+        "init of all-bfloat16-adamw",
+        "init of arrays-float32-pack_small",
+        "init of arrays-bfloat16-ema",
+    ]
+)
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "adamw", "ema", "pack_small", "all"))
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, "bfloat16"))
 @pytest.mark.parametrize("whole", [False, True], ids=["init of arrays", "init of all"])
@@ -145,6 +153,7 @@ def test_whole_models(recipe, dtype, whole):
     chex.assert_trees_all_close(filtered(found), arrays, rtol=rtol)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "lamb", "all"))
 def test_parts_of_a_model(recipe):
     """`init` of what is trained, `update` with all: what is frozen has no state and stays."""
@@ -202,6 +211,7 @@ def variables(tree):
     return jax.tree.map(Variable, tree)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     "recipe", mostly_slow([x for x in RECIPES if x != "rates"], "momentum", "ema", "all")
 )

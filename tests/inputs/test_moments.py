@@ -56,6 +56,7 @@ def expected():
     return w, m, largest
 
 
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("moment_dtype", [None, jnp.bfloat16, "8bit"])
 def test_lion(moment_dtype, packed):

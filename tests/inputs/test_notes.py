@@ -38,6 +38,7 @@ def close(found, truth, rtol=1e-5):
 forms = pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 
 
+@pytest.mark.slow
 @forms
 @pytest.mark.parametrize(
     "rate",
@@ -49,6 +50,7 @@ def test_a_rate_that_all_leaves_share(rate, packed, standard_promotion):
     close(noted(jgrad.adam(rate), params(), g, packed), {"learning_rate": 0.1})
 
 
+@pytest.mark.slow(always=["packed"])
 @forms
 def test_a_rate_for_each_leaf(packed):
     (g,) = gradients(1)
@@ -81,6 +83,7 @@ def test_rates_of_two_groups():
     close(noted(tx, w, g), {"learning_rate": 0.1, "learning_rate#1": 0.2})
 
 
+@pytest.mark.slow(one_in=4)
 @forms
 @pytest.mark.parametrize("largest", [1e-3, 1e6])
 def test_clipping(packed, largest):
@@ -90,6 +93,7 @@ def test_clipping(packed, largest):
     close(found, {"clip_factor": min(1, largest / norm)})
 
 
+@pytest.mark.slow(one_in=6)
 @forms
 @pytest.mark.parametrize("method", ["lars", "lamb", "alone"])
 def test_trust_ratios(method, packed):
@@ -127,6 +131,7 @@ def test_trust_ratios(method, packed):
     close(noted(tx, w, g), truth, 2e-5)
 
 
+@pytest.mark.slow(always=["muon-packed"])
 @forms
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_residuals(rule, packed):

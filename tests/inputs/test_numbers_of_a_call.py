@@ -59,6 +59,7 @@ def own_state(state):
     return next(x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x))
 
 
+@pytest.mark.slow(one_in=20)
 @pytest.mark.parametrize(("make", "options", "name", "form"), list(cells()))
 def test_as_another_factory(make, options, name, form):
     """The second step with a number of its own is that of an optimizer that always has it."""
@@ -171,6 +172,7 @@ MESSAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
 def test_message(error, message, call):
     assert_error(error, message, call)

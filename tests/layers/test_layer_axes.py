@@ -127,6 +127,7 @@ def test_axes_of_a_functional_update_are_static():
     assert jnp.any(found[0] != found[1])
 
 
+@pytest.mark.slow
 def test_vmap_names_an_axis_too():
     """A leaf in parts along a mapped axis: the norm of the whole."""
     parts, g = jnp.array([[3.0], [4.0]]), jnp.ones((2, 1))

@@ -53,6 +53,7 @@ def test_constants(scale, norm):
     np.testing.assert_allclose(np.ravel(found), [float(true_norm(x)) for x in arrays], rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.bits
 @pytest.mark.parametrize("shape", [(123,), (40, 30), (7, 5, 11)])
 def test_layers_of_another_scale_change_no_bit(shape):
@@ -64,6 +65,7 @@ def test_layers_of_another_scale_change_no_bit(shape):
     assert [float(x) for x in usual[:-1]] == [float(x) for x in beside[:-1]]
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_dtypes(dtype, x64):
     """In float32 or wider: 100 elements of 100 overflow float16's own sum of squares."""
@@ -80,6 +82,7 @@ def test_mixed_precision(x64):
     np.testing.assert_allclose(found, [np.sqrt(3) * 1e30, np.sqrt(3) * 1e200], rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 50])
 @pytest.mark.parametrize("small", [True, False])
 def test_batches(count, small):
@@ -150,6 +153,7 @@ def test_where_the_norm_of_a_direction_is_computed(platform):
     assert directions[1] is measured[1] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
 def test_lamb_on_each_platform(platform, scale):
     """Both forms of the directions, where sums of squares are normal and where they are not."""
@@ -184,6 +188,7 @@ def test_derivative(scale):
     np.testing.assert_array_equal(jax.grad(f)(jnp.zeros(2)), [0, 0])
 
 
+@pytest.mark.slow(one_in=20)
 @pytest.mark.parametrize("exponent", range(-120, 121, 4))
 def test_slopes_at_every_scale(exponent):
     """The slope of a norm is the direction of the layer, forward and reverse."""
@@ -206,7 +211,7 @@ def test_vmap():
     np.testing.assert_allclose(found, [5.0, 5e-25, 5e25], rtol=1e-6)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow(one_in=12)
 @pytest.mark.parametrize("count", [1, 3, 20])
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
 @pytest.mark.parametrize("stacked", [(0,), (1,), (0, 2)])
@@ -223,6 +228,7 @@ def test_stacked_layers(stacked, scale, count):
         np.testing.assert_allclose(found, np.asarray(expected, float), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_norms_beyond_the_largest_number(dtype, x64):
     """The largest number stands for them; infinity stays what it is, and the slope is finite."""

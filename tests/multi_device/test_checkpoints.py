@@ -16,6 +16,8 @@ from tests.support.harm import data_file, flip_a_bit
 from tests.support.loops import assert_equal
 from tests.support.packed_model import normal
 
+pytestmark = pytest.mark.slow
+
 
 def weights():
     w = normal(0)

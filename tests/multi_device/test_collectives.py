@@ -110,6 +110,7 @@ def names_first(rows):
     return [pytest.param(*row, id=name) for name, *row in rows]
 
 
+@pytest.mark.slow(always=["lars_masked-mixed"])
 @pytest.mark.parametrize(("tx", "form", "limit"), names_first(rows()))
 def test_optimizers(tx, form, limit):
     """Nothing where elements do not know of each other, else what norms need."""
@@ -125,6 +126,7 @@ UNTYPED = {
 }
 
 
+@pytest.mark.slow(always=["lars-mixed"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", UNTYPED)
 def test_arrays_that_only_in_shardings_shards(name, form):
@@ -158,6 +160,7 @@ def with_weights_in(dtype, tx):
     return optax.GradientTransformation(lambda w: tx.init(cast(w)), update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_elementwise_in_one_program(form, axis_type):
@@ -171,6 +174,7 @@ def test_elementwise_in_one_program(form, axis_type):
     assert moved(together(txs), model(form, axis_type=axis_type)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_norms_in_one_program(form):
     """All that have norms or flags: sums of squares, which XLA joins, and nothing else."""
@@ -180,6 +184,7 @@ def test_norms_in_one_program(form):
     assert_at_most(moved(together(txs), model(form)), {"all-reduce": 2 * each["all-reduce"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["rows", "mixed"])
 @pytest.mark.parametrize("name", UNTYPED)
 def test_norms_on_explicit_axes(name, form):
@@ -197,6 +202,7 @@ OF_WRAPPERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["rows", "columns", "packed"])
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)
 def test_wrappers(wrapper, form):
@@ -204,6 +210,7 @@ def test_wrappers(wrapper, form):
     assert_at_most(found, OF_WRAPPERS.get(wrapper.name, NOTHING))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["rows", "columns", "packed"])
 def test_all_together(form):
     """The flag of the gradients, and two norms, each once more where it is rescaled."""
@@ -218,6 +225,7 @@ def test_all_together(form):
 STACKS = {"layers": P("d"), "within": P(None, "d")}
 
 
+@pytest.mark.slow(always=["lamb-layers"])
 @pytest.mark.parametrize("where", STACKS)
 @pytest.mark.parametrize("make", [jgrad.lars, jgrad.lamb], ids=["lars", "lamb"])
 def test_stacked_layers(make, where):
@@ -247,6 +255,7 @@ PEERS = {
 }
 
 
+@pytest.mark.slow(always=["lars-packed", "clip-packed"])
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("name", "form"),

@@ -43,6 +43,7 @@ def single(tx, w, data):
     return w, state
 
 
+@pytest.mark.slow
 @every_case
 def test_pmap(case):
     """Eight replicas stay identical, bit for bit, and train as one device does."""
@@ -68,6 +69,7 @@ def test_pmap(case):
     chex.assert_trees_all_close(first, single(tx, w, data), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_jit_with_sharded_leaves(case, axis_type):

@@ -58,6 +58,7 @@ def compiled(tx, layout, mesh):
     return run.lower(*args).compile(), args
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
 )
@@ -73,6 +74,7 @@ def test_e41_collectives_are_those_of_float32(name, layout):
     assert found == expected
 
 
+@pytest.mark.slow
 @every_layout
 @every_method
 def test_e40_the_same_bits_on_any_number_of_devices(name, layout):
@@ -94,6 +96,7 @@ def test_e40_the_same_bits_on_any_number_of_devices(name, layout):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["axis 0", "last axis"])
 def test_e41_the_same_form_on_every_mesh(layout):
     """The size is that of the whole leaf: a share of 512 elements is in 8 bits as the leaf is."""
@@ -134,6 +137,7 @@ EXPLICIT = {
 }
 
 
+@pytest.mark.slow(always=["several rows"])
 @pytest.mark.parametrize(("shape", "spec", "layer_axes"), EXPLICIT.values(), ids=EXPLICIT)
 def test_e41_explicit_axes(shape, spec, layer_axes):
     """Codes and scales are those of one device, wherever blocks lie, and their types do not drift."""

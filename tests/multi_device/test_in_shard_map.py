@@ -263,6 +263,7 @@ def choices():
                     yield pytest.param(*choice, id=f"{optimizer}-{form}-{way}-{mesh}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "form", "way", "axis_type", "check_vma"), list(choices()))
 def test_as_on_one_device(optimizer, form, way, axis_type, check_vma):
     """Weights and states; a step whose gradient has a NaN in one row is left out on all devices."""
@@ -326,6 +327,7 @@ def each_wrapper(**axes):
             yield wrapper.around(jgrad.adam(RATE), **(axes if wrapper.shares else {}))
 
 
+@pytest.mark.slow(always=["stacks"])
 @pytest.mark.parametrize("txs", [stacks, each_wrapper], ids=["stacks", "each"])
 def test_a_new_state_fits_the_carry(txs):
     """Where each device decides for its own model, counters vary; where all agree, none does."""
@@ -340,6 +342,7 @@ def test_a_new_state_fits_the_carry(txs):
         in_scan(tx, ROWS[form], (ROWS[form], of_state))
 
 
+@pytest.mark.slow(always=["2"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_weight_of_each_device(every):
     """One of 0 updates nothing, though no gradient is looked at: counters vary."""

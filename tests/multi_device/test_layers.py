@@ -19,6 +19,8 @@ import jgrad
 from jgrad._trees import shardings
 from tests.multi_device.meshes import mesh_of
 
+pytestmark = pytest.mark.slow
+
 RATE = 0.1
 EXACT = 3e-6  # a few roundings of float32
 GRID = ((4, 2), ("data", "model"))
@@ -191,6 +193,7 @@ def five_layouts(name, mesh, check_vma, own_axes):
     return in_shard_map(method, uneven(specs, 0), mesh, specs, check_vma=check_vma)
 
 
+@pytest.mark.slow(always=["2-D-lamb-True"])
 @pytest.mark.parametrize(
     ("mesh", "name", "check_vma"),
     [(GRID, name, True) for name in METHODS]
@@ -219,6 +222,7 @@ def test_e12_wrong_without_mesh_axes(name):
     assert min(off[name] for name in CUT) > 0.1, off
 
 
+@pytest.mark.slow(always=["True-1.0-1e+25-lamb"])
 @pytest.mark.parametrize("name", ["lamb", "lars", "clip_by_global_norm"])
 @pytest.mark.parametrize("scale", [1e25, 1e-25])
 @pytest.mark.parametrize("others", [1.0, 0.0])
@@ -296,6 +300,7 @@ def everything_with_norms(w, **axes):
     return [clipped, moved], (state.report, jgrad.global_norm(w, **axes))
 
 
+@pytest.mark.slow(always=True)
 def test_e12_one_name_beside_copies():
     """A leaf that is on all devices counts once, by its type; unchecked, as it is said, on each."""
     specs = {"a": P("data"), "b": P()}
@@ -321,6 +326,7 @@ def test_e12_one_name_beside_copies():
     np.testing.assert_allclose(right, np.sqrt(by_leaf.sum()), rtol=1e-6)
 
 
+@pytest.mark.slow(always=True)
 def test_e12_constants_are_shards_where_a_tree_says_it():
     """Their types say that they are the same on all devices, which a name for all would believe."""
     specs = {"a": P("data"), "b": P()}
@@ -339,6 +345,7 @@ def test_e12_constants_are_shards_where_a_tree_says_it():
     chex.assert_trees_all_close(jax.jit(cut)(), norms(8, {"a": None, "b": None}), rtol=1e-6)
 
 
+@pytest.mark.slow(always=True)
 def test_e12_clip_asks_types_of_parameters():
     """A gradient that is the same on all devices is that of a shard where its parameter is one."""
     specs = {"a": P("data"), "b": P()}
@@ -353,6 +360,7 @@ def test_e12_clip_asks_types_of_parameters():
     chex.assert_trees_all_close(jax.jit(cut)(w), clipped(w), rtol=1e-6)
 
 
+@pytest.mark.slow(always=True)
 def test_e12_asking_types_writes_nothing():
     """And the answer is that of the `shard_map` around, whatever another one has answered before."""
     for check_vma in (True, False, True):
@@ -375,6 +383,7 @@ def conditions(method, specs, check_vma):
     return len(re.findall(r"= cond\[", text)) - text.count("branches_platforms=(")
 
 
+@pytest.mark.slow(always=True)
 @pytest.mark.parametrize("name", ["lars", "clip_by_global_norm"])
 def test_e12_one_condition_where_leaves_vary_alike(name):
     """And one for each way in which they vary, where types say it: a choice, under `vmap`, varies."""
@@ -386,6 +395,7 @@ def test_e12_one_condition_where_leaves_vary_alike(name):
         assert conditions(of_all, cut | {"b": P()}, False) == 1
 
 
+@pytest.mark.slow(always=True)
 def test_e12_a_constant_gradient_under_vmap():
     """Of a sharded leaf: its type is that of a replica, and a choice reads both."""
     w = uneven(["a"], 0)
@@ -401,6 +411,7 @@ def test_e12_a_constant_gradient_under_vmap():
     np.testing.assert_allclose(found, jax.vmap(moved)(w, g), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow(always=True)
 def test_e12_replicas_beside_experts():
     """Each device has an expert of its own, whose axis is not named, beside a leaf that all have."""
     specs = {"experts": P("data"), "shared": P()}
@@ -497,6 +508,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.slow(always=["skip_nonfinite-adam-False-False"])
 @pytest.mark.parametrize(
     ("wrapper", "inner", "own_axes", "check_vma"),
     [

@@ -19,6 +19,8 @@ from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack
 from tests.support.packed_model import assert_close
 
+pytestmark = pytest.mark.slow
+
 DEVICES = 8
 LAYERS = {"stack": 0, "up": None, "down": None, "b": None, "embed": None}
 MATRICES = {"stack": True, "up": True, "down": True, "b": False, "embed": False}
@@ -142,6 +144,7 @@ def test_collectives(rule):
     assert not in_loops(text)
 
 
+@pytest.mark.slow(always=True)
 def test_bytes_of_each_device():
     """An eighth of the momentum with its padding, and of the second moments of other leaves."""
     packed = packed_model()
@@ -187,6 +190,7 @@ def test_a_nan_on_one_device_is_skipped_on_all():
     assert int(state.skipped) == 1
 
 
+@pytest.mark.slow(always=True)
 def test_buffers_that_would_cut_a_matrix():
     """An error when `update` is traced, and never a part of a matrix by itself."""
     packed = jgrad.pack(normal(0), layer_axes=LAYERS, multiple_of=DEVICES)
@@ -282,6 +286,7 @@ def normal_of(*shape):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow(always=True)
 def test_replicated_parameters_need_no_spec():
     """JAX knows that they are whole, unless it is told not to look; then `PartitionSpec()` says it."""
     mesh, w, g = mesh_of(data=DEVICES), normal(0), normal(1)
@@ -315,6 +320,7 @@ def test_pmap():
     assert_close(named(muon(mesh_axes=P())), expected)
 
 
+@pytest.mark.slow(always=True)
 def test_pmap_without_a_spec():
     """Traced only: without a name no device has a part of a model."""
     models, tx = stack([normal(seed) for seed in range(DEVICES)]), muon()
@@ -329,6 +335,7 @@ def test_pmap_without_a_spec():
     )
 
 
+@pytest.mark.slow(always=True)
 def test_messages_of_mesh_axes():
     assert_error(
         TypeError,
@@ -472,6 +479,7 @@ def test_shard_over_where_shardings_are_known(arrangement, kind, rule):
     assert_close(jax.device_get(state.vw), jax.device_get(of_whole.vw), 1e-5)
 
 
+@pytest.mark.slow(always=True)
 def test_a_device_has_no_matrix_more_than_it_must():
     """Ten up and ten down are 20 for 8 devices: 3 each, which are 4 if both are dealt out apart."""
     w = {f"up{i}": normal_of(16, 64) for i in range(10)}
@@ -534,6 +542,7 @@ def test_flops_of_each_device():
     assert flops(shard_over="data") == 1
 
 
+@pytest.mark.slow(always=["muon"])
 @pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
 def test_no_mesh(name):
     w, options = {"w": normal_of(8, 16)}, {"matrices": True, "shard_over": "data"}

@@ -14,6 +14,8 @@ import jgrad
 from tests.multi_device.meshes import mesh_of
 from tests.support.eight_bits import unquantized
 
+pytestmark = pytest.mark.slow
+
 DEVICES = 8
 METHODS = {
     "adam": functools.partial(jgrad.adam, 0.1),
@@ -165,6 +167,7 @@ def test_large_leaves_keep_their_shardings():
     assert state.mw.buffers["float32"].sharding.spec == P()
 
 
+@pytest.mark.slow(always=True)
 def test_layers_on_explicit_axes():
     """Numbers of rows that their type says are sharded become numbers of layers."""
     mesh, tree, tx = mesh_of(AxisType.Explicit, d=DEVICES), model(0), jgrad.lars(0.1)
@@ -173,6 +176,7 @@ def test_layers_on_explicit_axes():
     assert_close(jgrad.unpack(update(w)), update(tree))
 
 
+@pytest.mark.slow(always=True)
 def test_matrices_on_explicit_axes():
     """They are gathered for their iteration, and each device keeps its rows of what comes of it."""
     mesh, tree = mesh_of(AxisType.Explicit, d=DEVICES), {"w": jnp.ones((64, 96)), "b": jnp.ones(64)}

@@ -81,6 +81,9 @@ def assert_follows(state, w):
 # ---- init --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(
+    always=["eager-AxisType.Explicit-adamw", "jit with out_shardings-AxisType.Auto-momentum"]
+)
 @pytest.mark.parametrize("name", STATEFUL)
 @every_axis_type
 @every_init
@@ -93,6 +96,7 @@ def test_e26_state_follows_parameters(name, axis_type, init):
     chex.assert_trees_all_equal(state, tx.init(jax.tree.map(jnp.ones_like, jax.device_get(w))))
 
 
+@pytest.mark.slow(always=["eager-AxisType.Auto-accumulate-3-4"])
 @pytest.mark.parametrize(
     ("name", "trees", "counters"),
     [
@@ -112,6 +116,7 @@ def test_e26_wrapped_state_follows_parameters(name, trees, counters, axis_type, 
     assert len(jax.tree.leaves(state)) == trees * len(w) + counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "momentum", *WRAPPED])
 @every_init
 def test_e26_bytes_per_device(name, init):
@@ -141,6 +146,7 @@ TYPED = (
 )
 
 
+@pytest.mark.slow(always=["adamw-tree", "accumulate-packed", "8 bits-tree"])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("name", TYPED)
 def test_types_of_new_arrays(name, is_packed):
@@ -185,6 +191,7 @@ def train(tx, w, state, steps=3):
     return w, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*(n for n in ONE_EACH if n in STATEFUL), *WRAPPED])
 @every_axis_type
 def test_e26_one_trace(name, axis_type):
@@ -199,6 +206,7 @@ def test_e26_one_trace(name, axis_type):
     assert assert_follows(state, w) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [(lambda: jgrad.lamb(0.1), jnp.int32), (WRAPPED["master_weights"], jnp.float32)],
@@ -235,6 +243,7 @@ def test_e26_state_shardings_without_arrays():
     assert specs_of(found) == jgrad.OptState(P(), everywhere, everywhere)
 
 
+@pytest.mark.slow
 @every_axis_type
 def test_e26_state_shardings_of_a_train_step(axis_type):
     """As `out_shardings` they keep the state apart that otherwise follows replicated parameters."""
@@ -256,6 +265,7 @@ def test_e26_state_shardings_of_a_train_step(axis_type):
         assert {s.data.shape for s in w["w"].addressable_shards} == {(8, 4)}
 
 
+@pytest.mark.slow
 def test_e26_state_shardings_of_optax():
     """Any transformation will do; factored moments have other shapes, and are everywhere."""
     w = parameters()
@@ -383,6 +393,7 @@ def mapped(way, f):
 WAYS = ("shard_map", "shard_map without check_vma", "pmap", "vmap")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_e25_mean_on_both_sides(way):
     """The gradient of the mean is the mean gradient everywhere, with a mean on both sides."""
@@ -390,6 +401,7 @@ def test_e25_mean_on_both_sides(way):
     np.testing.assert_array_equal(found, np.full(8, 3.5))
 
 
+@pytest.mark.slow(always=["shard_map"])
 @pytest.mark.parametrize("way", WAYS)
 def test_e25_mean_on_one_side(way):
     """What the docs warn of: either half of the recipe is wrong somewhere.
@@ -404,6 +416,7 @@ def test_e25_mean_on_one_side(way):
     np.testing.assert_array_equal(mapped(way, inner)(w, x), np.full(8, 3.5) if checked else x)
 
 
+@pytest.mark.slow
 def test_empty_leaves_on_explicit_axes():
     """Eagerly, too: their moments are empty, and lie where they do."""
     mesh = mesh_of(AxisType.Explicit, d=8)

@@ -18,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.multi_device.meshes import mesh_of
 
+pytestmark = pytest.mark.slow
+
 DEVICES = 8
 GRID = {"data": 4, "model": 2}
 ROWS = P("data")  # where a batch lies

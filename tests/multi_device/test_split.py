@@ -16,6 +16,8 @@ from tests.multi_device.test_zero import Sharded, train
 from tests.support.loops import stack
 from tests.support.packed_model import assert_close
 
+pytestmark = pytest.mark.slow
+
 DEVICES = 8
 # (shape, layers, outputs, split): eight heads, queries wider than keys and values, equal blocks.
 LEAVES = {
@@ -73,6 +75,7 @@ def expected_of(w, grads, rule="normuon"):
     return jax.device_get((found, state))
 
 
+@pytest.mark.slow(always=["True-columns"])
 @arrangements
 @pytest.mark.parametrize("check", [False, True])
 def test_inside_shard_map(arrangement, check):
@@ -99,6 +102,7 @@ def test_inside_shard_map(arrangement, check):
     assert_close(jax.device_get(state.vw), expected_state.vw, 1e-4)
 
 
+@pytest.mark.slow(always=["known-three"])
 @arrangements
 @pytest.mark.parametrize("kind", ["known", "unknown", "explicit"])
 def test_shard_over(arrangement, kind):

@@ -49,6 +49,7 @@ def test_several_axes():
     assert found.mw.spec == P(None, ("b", "a"))
 
 
+@pytest.mark.slow
 def test_memory():
     """Moments stay on the host with their parameters."""
     own = NamedSharding(grid(), P(), memory_kind="unpinned_host")
@@ -139,6 +140,7 @@ def test_an_axis_that_is_not_there():
     assert_error(TypeError, message, lambda: jgrad.state_shardings(tx, w, shard_over=()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("method", [jgrad.adam, jgrad.lamb])
 def test_training(method, axis_type):

@@ -103,6 +103,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @every_number
 @pytest.mark.parametrize(("name", "shapes", "packed"), CASES.values(), ids=CASES)
 def test_bytes(name, shapes, packed, n):
@@ -113,6 +114,7 @@ def test_bytes(name, shapes, packed, n):
     assert bytes_here(found.state) == traffic.state_bytes(WAYS[name], found.parts, n)
 
 
+@pytest.mark.slow
 @every_number
 def test_zero_in_two_dtypes(n):
     """One reduce-scatter and one all-gather for each, in it; XLA for CPUs widens what is moved."""

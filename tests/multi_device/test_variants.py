@@ -4,11 +4,14 @@ import chex
 import jax
 import numpy as np
 import optax
+import pytest
 from absl.testing import parameterized
 from jax.sharding import PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES, DECAYED, ONE_EACH, RATE, gradients, params
+
+pytestmark = pytest.mark.slow
 
 KINDS = [case for case in CASES if case.name in {*ONE_EACH, *DECAYED}]
 

@@ -17,6 +17,8 @@ from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack
 from tests.support.packed_model import DECAYS, PER_ELEMENT, RATES, assert_close, normal
 
+pytestmark = pytest.mark.slow
+
 DEVICES = 8
 apply_updates = jax.jit(optax.apply_updates)
 
@@ -118,6 +120,7 @@ def assert_same(tx, *, exact, packed=None, grads=None, **options):
 # ---- the numbers of the whole --------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["adamw"])
 @pytest.mark.bits
 @pytest.mark.parametrize("case", [x for x in CASES if x.make is not jgrad.muon], ids=str)
 def test_every_optimizer(case):
@@ -199,6 +202,7 @@ def test_accumulation_of_shares():
     assert state.total.buffers["float32"].addressable_shards[0].data.shape == (1, 256)
 
 
+@pytest.mark.slow(always=True)
 def test_a_step_that_is_not_finite_on_one_device_is_skipped_on_all():
     packed = packed_model()
     grads = gradients(packed, 2)
@@ -414,6 +418,7 @@ SUMMED = (
 )
 
 
+@pytest.mark.slow(always=True)
 def test_no_such_axis():
     message = (
         "zero: `axis_name`: no axis 'data' here; call `update` inside `shard_map` or `pmap`; under "
@@ -422,6 +427,7 @@ def test_no_such_axis():
     assert_error(ValueError, message, lambda: step()(packed_model()))
 
 
+@pytest.mark.slow(always=True)
 @pytest.mark.parametrize(
     ("axis_name", "came"),
     [(3, "3 of type int"), ((), "()"), (("data", 3), "('data', 3)"), (None, "None")],
@@ -431,11 +437,13 @@ def test_no_axis_name(axis_name, came):
     assert_error(TypeError, message, lambda: jgrad.zero(jgrad.adam(0.1), axis_name))
 
 
+@pytest.mark.slow(always=True)
 def test_an_axis_twice():
     message = "zero: `axis_name`: ('data', 'data'), expected different names."
     assert_error(ValueError, message, lambda: jgrad.zero(jgrad.adam(0.1), ("data", "data")))
 
 
+@pytest.mark.slow(always=True)
 def test_an_axis_of_several_that_is_not_there():
     """`init` does not take the inside of `shard_map` for the outside."""
     tx = jgrad.zero(jgrad.adam(0.1), ("data", "date"))
@@ -462,16 +470,19 @@ def test_small_leaves_inside_it():
     assert_fails(message, TypeError, step(jgrad.pack_small(jgrad.adam(0.1))), packed_model())
 
 
+@pytest.mark.slow(always=True)
 def test_no_transformation():
     message = "zero: `tx`: 3 of type int, expected a transformation with `init` and `update`."
     assert_error(TypeError, message, lambda: jgrad.zero(3, "data"))
 
 
+@pytest.mark.slow(always=True)
 def test_gradients_that_are_summed_already():
     """The trap of `shard_map`: they would be too large by the number of devices."""
     assert_fails(SUMMED, ValueError, step(), packed_model(), check=True)
 
 
+@pytest.mark.slow(always=True)
 def test_leaves_that_are_not_packed():
     message = (
         "zero: `params` at ['layer']['b']: an array of float32 and shape (64,), expected a buffer of a "
@@ -488,6 +499,7 @@ def test_leaves_that_stay_as_they_are():
     assert_fails(message, TypeError, step(), packed_model(max_size=300))
 
 
+@pytest.mark.slow(always=True)
 def test_rows_that_cannot_be_dealt_out():
     message = (
         "zero: `params` at .buffers['float32']: 5 rows, expected a multiple of 8 devices: "
@@ -496,6 +508,7 @@ def test_rows_that_cannot_be_dealt_out():
     assert_fails(message, ValueError, step(), jgrad.pack(normal(0)["rest"]))
 
 
+@pytest.mark.slow(always=True)
 def test_parameters_that_are_cut():
     message = (
         "zero: `params` at .buffers['float32']: shape (1, 256), expected (8, 256): whole "
@@ -504,6 +517,7 @@ def test_parameters_that_are_cut():
     assert_fails(message, ValueError, step(), packed_model(), cut=True)
 
 
+@pytest.mark.slow(always=True)
 def test_a_state_that_is_whole():
     message = (
         "zero: `state` at .mw.buffers['float32']: shape (8, 256), expected (1, 256), this "
@@ -514,6 +528,7 @@ def test_a_state_that_is_whole():
     assert_fails(message, ValueError, lambda w: tx.update(w, whole, w)[0], packed)
 
 
+@pytest.mark.slow(always=True)
 def test_rows_that_lie_elsewhere():
     """Without `zero`, nothing says which rows a device has."""
     message = (

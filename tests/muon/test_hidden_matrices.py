@@ -217,6 +217,7 @@ class Model(eqx.Module):
         self.activation, self.name, self.rate = jnp.tanh, "model", 0.5
 
 
+@pytest.mark.slow
 def test_a_whole_model():
     """Functions and strings are no matrices; `muon` takes the model and the choice alike."""
     model, matrices = Model(), jgrad.hidden_matrices()

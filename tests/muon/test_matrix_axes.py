@@ -17,6 +17,7 @@ def every_place(rank):
             yield tuple(tuple(i for i, k in enumerate(kinds) if k == kind) for kind in "lo")
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2), (2, 5, 3), (3, 2, 2, 2)])
 def test_wide_matrices(shape):
     """The matrices of the reference, transposed where they are tall; and the array again."""

@@ -16,6 +16,8 @@ from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal, run, train
 from tests.support.packed_model import assert_close
 
+pytestmark = pytest.mark.slow
+
 TORCH = pathlib.Path(__file__).parents[1] / "data" / "torch_muon.npz"
 COEFFICIENTS = ("jordan", "you", "polar_express", "deepseek_v4", ((2.0, -1.5, 0.5), (1.5, -0.5, 0)))
 # Leaves, and where their matrices are: (shape, output_axes, layer_axes).
@@ -66,6 +68,7 @@ def trajectory(w, grads, **options):
     return found
 
 
+@pytest.mark.slow(always=["normuon-None"])
 @pytest.mark.parametrize(
     "scale", mostly_slow(["original", "match_rms_adamw", "spectral", None, max], "original")
 )
@@ -103,6 +106,7 @@ def test_coefficients(coefficients, nesterov, x64):
             np.testing.assert_allclose(a, steps[t], rtol=0, atol=1e-12 * np.abs(steps[t]).max())
 
 
+@pytest.mark.slow(one_in=12)
 @pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64)])
 @pytest.mark.parametrize("coefficients", COEFFICIENTS[:4])
 def test_single_precision(shape, coefficients):
@@ -114,6 +118,7 @@ def test_single_precision(shape, coefficients):
     assert error < 2e-5
 
 
+@pytest.mark.slow(always=True)
 def test_bfloat16_products():
     """Factors are rounded to 8 bits and sums are not: what is left is some per cent."""
     g = np.random.default_rng(0).normal(size=(64, 256))
@@ -133,6 +138,7 @@ def torch_cases():
         return [(name, data[name]) for name in data.files]
 
 
+@pytest.mark.slow(one_in=12)
 @pytest.mark.parametrize(("index", "name"), list(enumerate(n for n, _ in torch_cases())))
 def test_steps_of_torch(index, name):
     """torch.optim.Muon 2.13, whose products are bfloat16 throughout: cosine 0.999 of each change."""
@@ -175,6 +181,7 @@ def test_orthogonalize_trees():
     assert (found["a"].dtype, found["c"].dtype) == (jnp.bfloat16, jnp.complex64)
 
 
+@pytest.mark.slow(always=True)
 def test_complex_matrices(x64):
     """A = X X^H: singular values go where those of real matrices go."""
     rng = np.random.default_rng(0)
@@ -269,6 +276,7 @@ def test_traced_momentum_compiles_once():
 # ---- the state ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_second_moments_of_some_leaves_alone(rule):
     """None for matrices, or a number per output of each; for Adam's leaves as ever."""
@@ -290,6 +298,7 @@ def test_second_moments_of_some_leaves_alone(rule):
     }  # fmt: skip
 
 
+@pytest.mark.slow(always=True)
 def test_the_tree_of_the_state_depends_on_the_matrices_and_the_rule_alone():
     w = model(dtype=np.float32)
     make = functools.partial(jgrad.muon, matrices=OF_MODEL, output_axes=places(1))
@@ -317,6 +326,7 @@ def test_bfloat16_momentum():
     np.testing.assert_allclose(new.mw.astype(jnp.float32), m, rtol=2**-7)
 
 
+@pytest.mark.slow(always=True)
 def test_chosen_by_a_function():
     w = model(dtype=np.float32)["others"]
     tx = jgrad.muon(0.1, matrices=rank_two, adam_learning_rate=0.1)

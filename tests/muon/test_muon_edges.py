@@ -60,6 +60,7 @@ STACKED = {
 }
 
 
+@pytest.mark.slow
 def test_m01_a_model_stacked_for_scan(standard_promotion):
     """optax orthogonalizes biases across layers and leaves kernels to Adam."""
     more = STACKED | {"bias": STACKED["bias"].at[0].multiply(100.0)}
@@ -111,6 +112,7 @@ def test_m02_a_leaf_without_a_matrix(layer_axes):
 # ---- 3, 4: the numbers -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_m03_nesterov_is_the_authors(x64, standard_promotion):
     """optax mixes a corrected average and a corrected gradient: 9% off at the second step."""
     w, mean = jnp.zeros((24, 40), "float64"), RNG.normal(size=(24, 40))
@@ -128,6 +130,7 @@ def test_m03_nesterov_is_the_authors(x64, standard_promotion):
     assert max(errors(muon())) < 1e-12
 
 
+@pytest.mark.slow
 def test_m04_the_fallback_is_adamw(standard_promotion):
     """optax's is NAdam as soon as Muon looks ahead: its first step is 1.47 times the rate."""
     w, g = {"b": jnp.zeros(3), "w": jnp.zeros((3, 4))}, {"b": normal(3), "w": normal(3, 4)}
@@ -148,6 +151,7 @@ def test_m04_the_fallback_is_adamw(standard_promotion):
 # ---- 4: scales ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["muon-float32-scales0"])
 @pytest.mark.parametrize(
     ("dtype", "scales"),
     [("float32", [1e-32, 1e-30, 1e-12, 1e18, 1e30, 1e37]), ("float16", [3e-6, 1e-4, 300.0, 1e4])],
@@ -173,6 +177,7 @@ def test_m04_gradients_of_every_size(dtype, scales, rule, standard_promotion):
         assert not np.any(np.nan_to_num(first_update(theirs, {"w": w}, {"w": x})["w"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_m04_zero_gradients(rule, standard_promotion):
     """No update, and finite slopes; optax's slopes are NaN, and so was dion's NorMuon."""
@@ -191,6 +196,7 @@ def test_m04_zero_gradients(rule, standard_promotion):
 # ---- 5: one iteration for each shape -----------------------------------------------------------
 
 
+@pytest.mark.slow(always=["100"])
 @pytest.mark.parametrize("count", mostly_slow([100, 1000], 100))
 def test_m05_a_thousand_matrices_of_three_shapes(count):
     """Three loops over steps, and as many over chunks; products of square matrices share one."""
@@ -213,6 +219,7 @@ def test_m05_optax_has_one_for_each(standard_promotion):
     assert products(muon()) <= 6  # of CPUs and of other devices
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
 )
@@ -236,6 +243,7 @@ def test_m05_temporaries(form):
 # ---- 8: the state ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_m08_dtypes_do_not_drift(standard_promotion):
     """optax's momentum of bfloat16 parameters becomes float32 under float32 gradients."""
     w, g = {"w": normal(8, 8, dtype=jnp.bfloat16)}, {"w": normal(8, 8)}
@@ -249,6 +257,7 @@ def test_m08_dtypes_do_not_drift(standard_promotion):
     assert updates["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_m08_coefficients_are_no_state(standard_promotion):
     """In optax those of a restored state hold, and new ones are ignored."""
     w, g = {"w": jnp.zeros((8, 8))}, {"w": normal(8, 8)}
@@ -265,6 +274,7 @@ def test_m08_coefficients_are_no_state(standard_promotion):
 # ---- 9: where outputs are ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(64, 16), (16, 64)])
 def test_m09_kernels_of_torch_and_equinox(shape, standard_promotion):
     """An (out, in) kernel has torch's scale by `output_axes=0`; in optax that of its transpose."""
@@ -278,6 +288,7 @@ def test_m09_kernels_of_torch_and_equinox(shape, standard_promotion):
     assert abs(mean(theirs) / (plain * torch) - 1) > 0.4
 
 
+@pytest.mark.slow
 def test_m09_convolutions(standard_promotion):
     """The scale of the flattened matrix; optax leaves kernels to Adam."""
     w, g = {"w": jnp.zeros((3, 3, 4, 72))}, {"w": normal(3, 3, 4, 72)}
@@ -291,6 +302,7 @@ def test_m09_convolutions(standard_promotion):
 # ---- 10: wrappers ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_m10_accumulation_orthogonalizes_the_mean():
     """Once per window; the mean of orthogonal matrices is another."""
     w, grads = normal(4, 6), [normal(4, 6), 3 * normal(4, 6)]
@@ -301,6 +313,7 @@ def test_m10_accumulation_orthogonalizes_the_mean():
     assert np.linalg.norm(w + each - expected) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_m10_a_nan_in_one_matrix(packed, rule):
@@ -320,6 +333,7 @@ def test_m10_a_nan_in_one_matrix(packed, rule):
 # ---- 11: matrices do not know of each other ----------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_m11_one_matrix_changes_no_other(rule, standard_promotion):
     """By a bit, in a stack, in a group and packed; with a norm of all layers optax's do."""
@@ -419,6 +433,7 @@ def test_m12_messages(error, message, call):
     assert_error(error, message, call)
 
 
+@pytest.mark.slow
 def test_m12_what_optax_says(standard_promotion):
     """A documented name raises, a momentum of 1.5 and 20 steps of 5 do not, (1, 8) is broadcast."""
     w, g = {"w": jnp.ones((8, 8))}, {"w": normal(8, 8)}
@@ -432,6 +447,7 @@ def test_m12_what_optax_says(standard_promotion):
         first_update(optax.contrib.muon(0.1), {"w": jnp.ones((0, 8))}, {"w": jnp.ones((0, 8))})
 
 
+@pytest.mark.slow
 def test_m12_leaves_of_all_kinds():
     """Integers, None, float0 and empty matrices; under strict promotion, as all tests here."""
     w = {

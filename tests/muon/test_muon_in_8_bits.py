@@ -57,6 +57,7 @@ def test_the_form_of_the_state():
     assert per_output["up"].dtype == jnp.float32
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("form", ["tree", "packed"])
 def test_numbers_per_output_are_no_codes(form):
     """NorMuon's stay in float32 where there are 4096 of them, too, and all else in their buffer."""
@@ -79,6 +80,7 @@ def test_a_leaf_alone_has_a_state():
     assert state.mw.codes.dtype == jnp.int8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", mostly_slow([False, True], False))
 def test_leaves_of_adam_are_those_of_adam(skip):
     """Weights, codes and scales of an embedding, bit for bit."""
@@ -95,6 +97,7 @@ def test_leaves_of_adam_are_those_of_adam(skip):
         assert_equal(state.vw[name], expected.vw[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "matrices"))
 def test_packed(packing):
     """The codes of the tree; small leaves are in 8 bits as their buffer is, so they differ."""
@@ -112,6 +115,7 @@ def test_packed(packing):
         assert_equal(state.mw, of_tree.mw | {"bias": state.mw["bias"]})
 
 
+@pytest.mark.slow
 def test_a_state_of_another_recipe():
     """It is converted by `quantized`, and else an error."""
     w = tree(0)
@@ -131,6 +135,7 @@ def test_a_state_of_another_recipe():
     np.testing.assert_allclose(updates["embed"], expected["embed"], rtol=0.1, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_full_state_of_a_small_model():
     """Training keeps structure and dtypes, under one compilation."""
     tx = optax.chain(jgrad.clip_by_global_norm(1.0), muon(weight_decay=0.1))

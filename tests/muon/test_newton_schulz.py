@@ -68,6 +68,7 @@ def test_norms_beyond_the_largest_number():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_zero(dtype):
     """0 stays 0, and its slopes are finite: those of the identity through the polynomials."""
@@ -77,6 +78,7 @@ def test_zero(dtype):
     np.testing.assert_allclose(slope, 3.4445**5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_slopes(x64):
     """Forward and reverse mode agree with finite differences, through chunks."""
     x = jnp.asarray(RNG.normal(size=(3, 4, 5)))
@@ -89,6 +91,7 @@ def test_slopes(x64):
     np.testing.assert_allclose(jnp.sum(jax.grad(f)(x) * direction), expected, rtol=1e-6)
 
 
+@pytest.mark.slow(always=["1-1", "1-8", "300-1", "300-8", "1000-1", "1000-8", "300-13"])
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 12, 13])
 @pytest.mark.parametrize("size", [1, 300, 1000])
 def test_chunks(count, size):

@@ -15,6 +15,8 @@ from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack, train
 from tests.support.packed_model import assert_close
 
+pytestmark = pytest.mark.slow
+
 # For each leaf its shape, outputs, layers and `split`.
 LEAVES = {
     "b": ((40,), None, (), None),
@@ -102,6 +104,7 @@ def assert_as_apart(found, expected, tolerance):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["muon-original-other axes"])
 @models
 @pytest.mark.parametrize(
     "scale", mostly_slow(["original", "spectral", "match_rms_adamw", None], "original")
@@ -125,6 +128,7 @@ def test_in_float64(x64, rule, leaves):
     assert_as_apart(found, expected, 1e-12)
 
 
+@pytest.mark.slow(always=True)
 def test_zeros_and_blocks_of_any_size():
     """A block of zeros stays; one of 1e18 changes no other by a bit, nor does one of 1e-18."""
     leaves = {"qkv": ALL["qkv"]}
@@ -223,6 +227,7 @@ def test_pack_small():
     assert_close(found, train(tx, w, grads)[0], 1e-5)
 
 
+@pytest.mark.slow(always=True)
 def test_leaves_of_one_shape_that_are_split_in_two_ways(standard_promotion):
     """Neighbours in a buffer are two parts; where shards have matrices of both it is an error."""
     leaves = {"a": ALL["heads"], "b": (*ALL["heads"][:3], (16, 8, 8)), "c": ALL["heads"]}
@@ -280,6 +285,7 @@ def test_a_missing_gradient_and_no_program():
     assert_close((found, state.vw), (expected, expected_state.vw), 1e-5)
 
 
+@pytest.mark.slow(always=True)
 def test_a_state_goes_on_with_another_split():
     leaves = {"qkv": ALL["qkv"]}
     w, g, h = (on_device(normal(i, leaves)) for i in range(3))
@@ -321,12 +327,14 @@ def lines(split, outputs=64, count=4):
     return len(jax.jit(tx.update).lower(w, tx.init(w), w).as_text().splitlines())
 
 
+@pytest.mark.slow(always=True)
 def test_heads_are_one_reshape():
     """A program does not grow with the heads, and equal blocks are heads."""
     assert lines(4) == lines(16) == lines((16,) * 4)
     assert lines(64) == lines((64,)) == lines(None)
 
 
+@pytest.mark.slow(always=True)
 def test_one_iteration_for_each_shape():
     """Blocks join the leaves of their shape, and tall ones the wide."""
     w = {"qkv": jnp.ones((16, 48)), "out": jnp.ones((16, 16)), "up": jnp.ones((8, 32))}
@@ -377,6 +385,7 @@ W = {"qkv": jnp.ones((8, 16)), "mlp": {"w": jnp.ones((8, 12)), "b": jnp.ones(12)
 MATRICES = {"qkv": True, "mlp": {"w": True, "b": False}, "none": True}
 
 
+@pytest.mark.slow(always=True)
 def test_by_path():
     w = {name: x for name, x in W.items() if name != "none"}
     own = {"matrices": {name: MATRICES[name] for name in w}}
@@ -432,6 +441,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(always=True)
 @pytest.mark.parametrize("case", REFUSED)
 def test_messages(case):
     split, message = REFUSED[case]
@@ -446,6 +456,7 @@ def test_messages(case):
     assert_error(error, f"muon: `split`{message}.", call)
 
 
+@pytest.mark.slow(always=True)
 def test_empty_matrices():
     w = {"a": jnp.ones((4, 0)), "b": jnp.ones((0, 8)), "c": jnp.ones((0, 4, 8))}
     tx = muon(matrices=True, split=8, layer_axes={"a": None, "b": None, "c": 0}, rule="normuon")

@@ -11,6 +11,7 @@ import pytest
 import jgrad
 
 
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize("smallest", [0.0, 0.01])
 @pytest.mark.parametrize("largest", [0.3, 10.0, None])
 def test_e27_clamps_and_exclusions_of_lamb(smallest, largest):

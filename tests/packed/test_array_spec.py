@@ -27,6 +27,7 @@ def test_no_number_for_one_is_none_for_all():
     assert SPEC.per_array([2.0, None]) is None
 
 
+@pytest.mark.slow
 def test_a_number_for_each_element():
     row = jnp.arange(300.0)
     found = SPEC.per_array([2.0, row])

@@ -34,8 +34,8 @@ MORE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.bits
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", ["numbers", "trees"])
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_functional_updates(name, options):

@@ -132,6 +132,7 @@ def test_two_leaves_of_one_path():
         assert (found.a[0], found.b[0]) == (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [tree(), Pair(jnp.ones(3), None)], ids=["tree", "node"])
 def test_copies(tree):
     """Equal to the layout, and of use."""
@@ -232,6 +233,7 @@ def test_what_is_public():
     }
 
 
+@pytest.mark.slow
 def test_pickles_of_another_process():
     """Where strings have other hashes."""
     program = (

@@ -56,6 +56,7 @@ PACKINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "in part"))
 @pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
 def test_numbers_of_the_tree(packing, rule):
@@ -75,6 +76,7 @@ def test_numbers_of_the_tree(packing, rule):
     assert_equal(jgrad.pack(state, like=jax.eval_shape(tx.init, packed)).step, state.step)
 
 
+@pytest.mark.slow
 def test_pack_small():
     tx = make()
     small = jgrad.pack_small(tx, max_size=300)
@@ -84,6 +86,7 @@ def test_pack_small():
     chex.assert_trees_all_equal_shapes_and_dtypes(jgrad.unpack(state), of_tree)
 
 
+@pytest.mark.slow
 def test_none_among_the_leaves():
     """As packed models have it in the place of functions, behind leaves that are matrices or not."""
     tree = lambda x: {"activation": None, "b": x["a"]["b"], "name": None, "w": x["a"]["w"]}
@@ -119,6 +122,7 @@ def test_a_missing_gradient():
     assert np.any(updates.buffers["bfloat16"])
 
 
+@pytest.mark.slow
 def test_bytes_of_the_state():
     """Momentum for each element, padded as the parameters are; second moments of Adam's rows alone."""
     packed = jgrad.pack(W, layer_axes=LAYERS)
@@ -133,6 +137,7 @@ def test_bytes_of_the_state():
     assert state.vw.buffers == {"float32": None}
 
 
+@pytest.mark.slow
 def test_rates_decays_and_masks_of_each_leaf():
     """Given for the tree, as columns of a buffer."""
     rates = jax.tree.map(lambda x: 0.1 * (1 + len(x.shape)), W)
@@ -150,6 +155,7 @@ def test_rates_decays_and_masks_of_each_leaf():
     assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_layer_axes_have_to_agree():
     packed = jgrad.pack(W, layer_axes=LAYERS)
     with pytest.raises(

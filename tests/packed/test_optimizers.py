@@ -45,6 +45,7 @@ def assert_same(tx, *, exact, w=None, grads=None, **layout):
 # ---- every optimizer, every option ---------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["lars_masked-small"])
 @every_size
 @pytest.mark.bits
 @every_case((*FEW, "lamb_decayed"))
@@ -67,7 +68,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=32)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("method", [jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb])
 def test_options_of_each_leaf(method, name):
@@ -94,6 +95,7 @@ def test_functions_of_the_parameters_see_the_tree():
     assert seen == [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), w)]
 
 
+@pytest.mark.slow
 @every_size
 @pytest.mark.parametrize("method", mostly_slow([jgrad.lars, jgrad.lamb], jgrad.lamb))
 def test_layers_of_a_stack(method, max_size):
@@ -123,6 +125,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_rate_for_each_element_of_all_leaves(name):
@@ -135,6 +138,7 @@ def test_a_rate_for_each_element_of_all_leaves(name):
     assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, w, rate))
 
 
+@pytest.mark.slow
 def test_leaves_without_elements():
     """A buffer without rows, with numbers for each leaf."""
     w = {"a": jnp.zeros((0,)), "b": jnp.zeros((0, 3))}
@@ -147,6 +151,7 @@ def test_leaves_without_elements():
         assert_equal(jgrad.unpack(updates), w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", mostly_slow([1e25, 1e-25, 0.0], 1e25))
 @pytest.mark.parametrize("method", mostly_slow([jgrad.lars, jgrad.lamb], jgrad.lamb))
 def test_norms_that_overflow_or_vanish(method, scale):
@@ -201,6 +206,7 @@ WRAPPED = {
 ROUNDED = ("clip", "trust_ratio", "optax.adam")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(WRAPPED, "trust_ratio"))
 def test_transformations_around(name, standard_promotion):
     assert_same(WRAPPED[name](), exact=name not in ROUNDED, max_size=SMALL)
@@ -225,6 +231,7 @@ def test_skipped_steps():
     assert state.skipped == 1
 
 
+@pytest.mark.slow
 def test_functions_of_the_parameters_see_the_dtypes_of_buffers():
     """Those of the master copy, where that is what is updated."""
     seen = []
@@ -255,6 +262,7 @@ def test_global_norm():
     )
 
 
+@pytest.mark.slow
 def test_a_part_of_the_parameters_packed():
     """Beside arrays that are not, with options for both."""
     w = normal(0)

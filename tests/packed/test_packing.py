@@ -32,7 +32,7 @@ AXES = {**dict.fromkeys(jax.eval_shape(mixed)), "stack": 1, "half": None}
 # ---- round trip --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("max_size", [None, 100])
 @pytest.mark.parametrize("multiple_of", [8, 1])
 @pytest.mark.parametrize("layer_axes", [None, AXES], ids=["leaves", "layers"])
@@ -72,6 +72,7 @@ def test_leaves_without_elements_between_others():
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @given(shapes, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_any_shapes(sizes, multiple_of, random):
     """Stacked over any axes or none."""
@@ -115,6 +116,7 @@ def small(seed=0):
     return {k: mixed(seed)[k] for k in ("w", "scalar", "stack", "none")}
 
 
+@pytest.mark.slow
 def test_gradients_are_packed_gradients():
     """Of reverse mode, forward mode, and one over the other."""
     tree, v = small(), small(1)
@@ -132,6 +134,7 @@ def test_gradients_are_packed_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_vmap_scan_and_eval_shape():
     tree = small()
     packed = jgrad.pack(tree)
@@ -146,6 +149,7 @@ def test_vmap_scan_and_eval_shape():
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, tree)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("max_size", [None, 100])
 def test_donation(max_size):
     """A step in place: buffers are handed over, and none is left behind."""
@@ -207,6 +211,7 @@ def test_what_does_not_fit_a_leaf_that_stays(a, error, message):
     assert_error(error, message, lambda: jgrad.pack({"a": a, "b": jnp.ones(3)}, like=like))
 
 
+@pytest.mark.slow
 def test_eager_unpack_compiles_once():
     packed = jgrad.pack({f"{i}": jnp.ones(i) for i in range(20)})
     jgrad.unpack(packed)

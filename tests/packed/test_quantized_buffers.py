@@ -70,6 +70,7 @@ def assert_same(found, expected):
 packings = pytest.mark.parametrize("name", mostly_slow(PACKINGS, "stacked"))
 
 
+@pytest.mark.slow
 @packings
 def test_packed_again(name):
     state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
@@ -91,6 +92,7 @@ def test_numbers_of_an_unpacked_state(name):
     assert int(update(tree(1), as_a_tree, tree(0))[1].step) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["plain", "shards", "large", "apart"], "shards"))
 def test_codes_of_the_tree(name):
     """Bit for bit, without layers that the tree does not know."""
@@ -101,6 +103,7 @@ def test_codes_of_the_tree(name):
             assert_same((unpacked.mw[key], unpacked.vw[key]), (alone.mw[key], alone.vw[key]))
 
 
+@pytest.mark.slow
 @packings
 def test_the_state_of_a_tree_is_packed_by_value(name):
     alone = trained(lambda w: w)

@@ -47,6 +47,7 @@ def compiled_pack(tree, shards):
     return jgrad.pack(tree, layer_axes=MANY_LAYERS, matrices=MANY, multiple_of=shards)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_segments_there_and_back(shards):
     """Of NumPy's arrays and of JAX's, with a number per row or more."""
@@ -63,6 +64,7 @@ def test_segments_there_and_back(shards):
         np.testing.assert_array_equal(row_order.to_leaf_order(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", mostly_slow(SHARDS, 3))
 def test_unpack_is_the_tree(shards):
     """Bit for bit, and packed again like itself; and copies and pickles of its layout are equal."""
@@ -84,6 +86,7 @@ def make_many(**options):
     return jgrad.muon(0.1, matrices=MANY, **options)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("shards", [2, 8])
 def test_each_shard_has_whole_matrices(shards):
     """As many of each shape in the same rows of each shard; the others are zeros."""
@@ -105,6 +108,7 @@ def test_each_shard_has_whole_matrices(shards):
             np.testing.assert_array_equal(items[full > 0][:, : int(full.max())], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", mostly_slow([2, 8], 8))
 @pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
 def test_numbers_of_the_tree(shards, rule):
@@ -124,6 +128,7 @@ def test_numbers_of_the_tree(shards, rule):
     assert_close(unpacked.vw, state.vw, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["lars", "lamb", "clip_by_global_norm"], "lamb"))
 def test_norms_of_layers(name):
     """Of rows in another order, with a mask and a rate per layer."""
@@ -144,6 +149,7 @@ def test_norms_of_layers(name):
     assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_rate_for_each_element():
     w, g = many(), many(1)
     rates = jax.tree.map(lambda x: jnp.linspace(0, 1, x.size).reshape(x.shape), w)
@@ -199,6 +205,7 @@ def test_messages():
     )
 
 
+@pytest.mark.slow
 def test_a_whole_model():
     """Of equinox: the leaf that is no array is named, whatever chooses the matrices."""
     model = eqx.nn.MLP(3, 3, 8, 2, key=jax.random.key(0))

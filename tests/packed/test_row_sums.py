@@ -10,6 +10,7 @@ import pytest
 from jgrad._packed.rows import PackedLayers
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("rows", [2, 64, 65, 128, 130, 200])
 def test_sums(rows, padding):

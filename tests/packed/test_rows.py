@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jgrad._packed.rows import PackedLayers
 from jgrad._packed.shard import Shard
@@ -31,6 +32,7 @@ def test_nonempty():
     np.testing.assert_array_equal(on_each(lambda: PART.nonempty), expected)
 
 
+@pytest.mark.slow
 def test_numbers_of_layers():
     """Spread over rows, and read again where a layer has rows."""
     numbers = jnp.array([1.0, 2.0, 3.0, 4.0])

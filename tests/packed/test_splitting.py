@@ -28,7 +28,7 @@ def vector(sizes, first=1.0):
     return x.at[0].set(first) if x.size else x
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("first", [1.0, -1.0, 0.0, -0.0, np.inf, np.nan])
 @every_size
 def test_pieces(sizes, first):
@@ -40,6 +40,7 @@ def test_pieces(sizes, first):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", mostly_slow(SIZES.values(), SIZES["many"]), ids=SIZES)
 def test_derivatives(sizes):
     """In both modes, one over the other, and over a batch."""
@@ -67,6 +68,7 @@ def test_few_kernels():
     assert 0 < len(cuts) < 60
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
 def test_dtypes(dtype):
     x = vector(SIZES["many"]).astype(dtype)
@@ -74,6 +76,7 @@ def test_dtypes(dtype):
         np.testing.assert_array_equal(piece, x[4 * i : 4 * i + 4])
 
 
+@pytest.mark.slow
 def test_thousands_of_pieces_of_few_sizes():
     """An eager call takes them one by one, and compiles a program for each size."""
     tree = {f"w{i}": jnp.full((16, 16) if i % 3 else (5,), float(i)) for i in range(600)}

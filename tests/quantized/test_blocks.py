@@ -66,6 +66,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("made", OTHERS.values(), ids=OTHERS)
 def test_a_state_without_a_codec_is_the_state(made):
     """The same structure, the same program, the same next step, and a loop may carry it."""

@@ -143,6 +143,7 @@ def assert_near(state, exact, share):
         assert 0 < off < share if isinstance(state.mw[name], jgrad.Blocks) else off < 1e-6
 
 
+@pytest.mark.slow
 def test_training_in_four_bits(monkeypatch):
     """The whole optimizer: bytes, the same codes on a tree and packed, and near float32."""
     as_first_moments(monkeypatch, Form(FOUR))
@@ -166,6 +167,7 @@ def test_training_in_four_bits(monkeypatch):
     assert jax.tree.structure(again) == jax.tree.structure(in_buffers)
 
 
+@pytest.mark.slow
 def test_four_bits_under_transformations_and_wrappers(monkeypatch):
     as_first_moments(monkeypatch, Form(FOUR))
     grads, tx = gradients(2), momentum()
@@ -199,6 +201,7 @@ ALONG = [
 ]
 
 
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("which", [SIGNED, UNSIGNED, FOUR], ids=["signed", "unsigned", "4 bits"])
 @pytest.mark.parametrize(("shape", "axis"), ALONG, ids=str)
 def test_blocks_along_another_axis(shape, axis, which):
@@ -220,6 +223,7 @@ def test_blocks_along_another_axis(shape, axis, which):
         np.testing.assert_array_equal(decoded(own), each[:, 256 * i : 256 * (i + 1)])
 
 
+@pytest.mark.slow
 def test_another_size_of_blocks():
     """128 elements share a scale, along the last axis and in a flattened array."""
     for shape in ((8, 640), (700,)):
@@ -233,6 +237,7 @@ def test_another_size_of_blocks():
         assert np.all(np.abs(decoded(found) - x) <= step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [SIGNED, FOUR], ids=["signed", "4 bits"])
 def test_training_with_blocks_along_another_axis(monkeypatch, which):
     """A state says where its blocks lie: an update keeps them, and so does a file's way back."""
@@ -292,6 +297,7 @@ def test_scales_are_sharded_as_codes(shape, axis, spec, expected):
     assert Geometry.of_leaf(shape, axis=axis).sharding_of_scale(place).spec == expected
 
 
+@pytest.mark.slow
 def test_zeros():
     """Code 0 and scale 0, in the shapes that the first step writes."""
     for shape, axis in ALONG:

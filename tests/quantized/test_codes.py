@@ -135,6 +135,7 @@ def test_rounding_is_unbiased(second, value):
         assert abs(found.mean() - float(x[0])) <= 4 * deviation + 2**-20 * value
 
 
+@pytest.mark.slow
 def test_a_second_moment_above_zero_is_never_zero():
     """From the smallest normal number up, beside any larger one and with any random bits."""
     x = np.float32(10.0 ** np.linspace(-37.9, 38.4, 500))

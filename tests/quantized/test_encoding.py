@@ -74,6 +74,7 @@ def maxima(x, stacked):
     return found, blocks
 
 
+@pytest.mark.slow(one_in=3)
 @every_shape
 @both
 def test_blocks_and_codes(shape, stacked, second):
@@ -93,6 +94,7 @@ def test_blocks_and_codes(shape, stacked, second):
     assert np.all(loaded * x >= 0)
 
 
+@pytest.mark.slow(one_in=4)
 @every_shape
 def test_zeros(shape, stacked):
     """Codes 0 and scale 0, of the shapes that the first step writes."""

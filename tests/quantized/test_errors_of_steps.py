@@ -8,6 +8,7 @@ from studies.memory import CASES, errors
 LIMITS = {"8bit": {"A": 0.15, "B": 0.15, "C": 0.25}, "bfloat16": dict.fromkeys("ABC", 0.03)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "case"),
     [

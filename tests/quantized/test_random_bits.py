@@ -119,6 +119,7 @@ def test_e44_a_saturated_counter_repeats_them():
     assert np.mean(np.asarray(a.vw["w"].codes) != np.asarray(early.vw["w"].codes)) > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [None, 0])
 def test_the_same_element_packed_or_not(axis):
     """Keys and numbers of a buffer's rows are those of its leaves, padding aside; also of layers."""

@@ -102,6 +102,7 @@ def _labels(of_matrices, of_others):
     return jax.tree.map(lambda x: of_matrices if x.shape == (64, 128) else of_others, W)
 
 
+@pytest.mark.slow(one_in=10)
 @pytest.mark.parametrize("name", OPTAX)
 def test_training_goes_on_as_optax_would(name, standard_promotion):
     theirs, ours = OPTAX[name]
@@ -111,6 +112,7 @@ def test_training_goes_on_as_optax_would(name, standard_promotion):
     assert_close(steps_of(ours, state, w, range(3, 8))[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adam", "sgd", "in 16 steps of 4", "multi_transform"])
 def test_and_back_to_optax(name, standard_promotion):
     theirs, ours = OPTAX[name]
@@ -150,6 +152,7 @@ def test_counters_by_meaning(standard_promotion):
     assert account.dropped == ("skip_nonfinite.notfinite_count", "skip_nonfinite.last_finite")
 
 
+@pytest.mark.slow
 def test_lion_and_others(standard_promotion):
     """A first moment is kept for whatever has one."""
     for theirs in (optax.lion(1e-2), optax.contrib.muon(1e-2), optax.ema(0.9)):
@@ -186,6 +189,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow(one_in=10)
 @pytest.mark.parametrize("first", RECIPES)
 def test_round_trips(first):
     """What both have is the same bit for bit, and the way back changes nothing of it."""
@@ -203,6 +207,7 @@ def test_round_trips(first):
             assert_same(again, old)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
 def test_8_bits_and_layouts(pack):
     """From and to every form, with the same codes as by one way alone."""
@@ -261,6 +266,7 @@ def test_adam_to_muon_and_back(pack):
     assert carried(per_output, MUON)[1].dropped == matrices
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("momentum", [0.9, 0.95])
 @pytest.mark.parametrize("signal", [0.0, 0.3, 3.0])
 def test_estimated_second_moments(signal, momentum):
@@ -385,6 +391,7 @@ def restored(path, state):
         return files.restore(path)
 
 
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_file_without_a_target(tmp_path, name):
     """Dictionaries of fields, lists for tuples, nothing for None."""
@@ -397,6 +404,7 @@ def test_a_file_without_a_target(tmp_path, name):
     assert not account.converted
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("theirs", [*OPTAX])
 def test_a_file_of_optax(tmp_path, theirs, standard_promotion):
     theirs, ours = OPTAX[theirs]
@@ -407,6 +415,7 @@ def test_a_file_of_optax(tmp_path, theirs, standard_promotion):
     assert found[1].kept == expected[1].kept
 
 
+@pytest.mark.slow
 def test_a_file_of_8_bits(tmp_path):
     tx = jgrad.pack_small(make(moment_dtype="8bit"))
     old = trained(tx)[1]
@@ -437,6 +446,7 @@ def test_renamed_leaves():
     )
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     "tx", [make(), jgrad.pack_small(make()), all_of_it(make(moment_dtype="8bit"))]
 )
@@ -495,6 +505,7 @@ def test_under_jit():
     assert jax.eval_shape(call, old)[1] == same
 
 
+@pytest.mark.slow
 def test_sharded_leaves():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -700,6 +711,7 @@ def test_spikes_are_added_by_shapes():
     )
 
 
+@pytest.mark.slow
 def test_another_window_of_losses_begins_anew():
     """Counters with it: else zeros would be losses, and every other one a spike."""
     old = after(jgrad.skip_spikes(jgrad.adam(0.1), window=16), (3.0,) * 12, loss=True)

@@ -31,6 +31,7 @@ def assert_same(found, expected):
 packings = pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
 
 
+@pytest.mark.slow
 @packings
 def test_e45_the_state_of_another_recipe(pack):
     """An optimizer without 8 bits takes the state, and the other one takes it back."""
@@ -106,6 +107,7 @@ def test_inside_wrappers_and_jit():
     assert_same(again, state)
 
 
+@pytest.mark.slow
 def test_e45_a_checkpoint_of_float32(tmp_path):
     with ocp.StandardCheckpointer() as files:
         files.save(tmp_path / "state", trained(plain))

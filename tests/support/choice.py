@@ -1,10 +1,106 @@
-"""Which values of a parameter a test takes by default, and which folders run only when asked for."""
+"""The rule by which the default suite chooses: which tests and which choices of parameters are slow.
 
+One marker says it, beside the test:
+
+    @pytest.mark.slow                     # a test, or one choice of a parameter, for `--all`
+    @pytest.mark.slow(one_in=8)           # of the choices of parameters one in eight is quick
+    @pytest.mark.slow(always=["lamb-8"])  # this choice is quick: it alone notices some mutation
+    @pytest.mark.slow(always=True)        # a quick test in a file whose `pytestmark` is `slow`
+    @pytest.mark.slow(exhaustive=True)    # for `--all --exhaustive` alone
+
+`one_in` and `always` may stand together. A hash of the names chooses, so that tests with the same
+parameters take different ones, and a choice stays where others are added. `--all` runs also what is
+slow, of a test with many slow choices one in 64; `--all --exhaustive` runs every choice.
+"""
+
+import collections
 import pathlib
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+ONE_IN = 64  # of slow choices one in so many runs by `--all`
+_OPTIONS = {"one_in", "always", "exhaustive"}
+
+
+def of_suite(items: list[Any], *, all_names: bool) -> tuple[list[Any], list[Any]]:
+    """The slow tests and the quick ones. Afterwards the slow ones, and no others, have the marker.
+
+    Args:
+      items: pytest's, of whole files, or of tests that were asked for by name.
+      all_names: whether a name in `always` that no choice has is an error.
+    """
+    choices = collections.defaultdict(list)
+    for item in items:
+        choices[_test(item)].append(item)
+    quick = {x for of_test in choices.values() for x in _quick(of_test, all_names)}
+    for item in items:
+        exhaustive = _options([item]).get("exhaustive", False)
+        item.own_markers = [x for x in item.own_markers if x.name != "slow"]
+        if item not in quick:  # `-m slow` chooses them, too
+            item.add_marker(pytest.mark.slow(exhaustive=exhaustive))
+    return [x for x in items if x not in quick], [x for x in items if x in quick]
+
+
+def thinned(slow: list[Any], quick: list[Any]) -> list[Any]:
+    """Of each test one in 64 of its slow choices of parameters, of another test another one.
+
+    One at least, unless others of its choices are quick. The choices are those of the whole matrix,
+    of which the default suite runs a core. Together the tests still meet every optimizer, dtype and
+    form.
+    """
+    choices = collections.defaultdict(list)
+    for item in slow:
+        choices[_test(item)].append(item)
+    begun, kept = {_test(item) for item in quick}, set()
+    for test, of_test in choices.items():
+        start = _hash(test) % ONE_IN
+        kept.update(of_test[start if test in begun else start % len(of_test) :: ONE_IN])
+    return [x for x in slow if x in kept and not _options([x]).get("exhaustive")]
+
+
+def _quick(items: list[Any], all_names: bool) -> list[Any]:
+    """Of one test, the choices of parameters that the default suite runs."""
+    options = _options(items)
+    if options.keys() - _OPTIONS:
+        raise pytest.UsageError(f"{_test(items[0])}: slow has {sorted(_OPTIONS)}, got {options}")
+    always = options.get("always", [])
+    quick = [x for x in items if not _is_slow(x)]
+    if not options or always is True:
+        return quick
+    named = {item.nodeid.partition("[")[2].removesuffix("]"): item for item in items}
+    if all_names and (unknown := {*always} - named.keys()):
+        place = f"{_test(items[0])}: always={sorted(unknown)}"
+        raise pytest.UsageError(f"{place}, expected some of {list(named)}")
+    chosen = [named[x] for x in always if x in named]
+    if one_in := options.get("one_in"):
+        chosen += sorted(quick, key=lambda x: _hash(x.nodeid))[::one_in]
+    return chosen
+
+
+def _options(items: list[Any]) -> dict[str, Any]:
+    """What the marker beside a test says of its choices."""
+    marks = (mark for item in items for mark in item.own_markers if mark.name == "slow")
+    return next((mark.kwargs for mark in marks if mark.kwargs), {})
+
+
+def _is_slow(item: Any) -> bool:
+    """By a marker of the choice itself, or by that of the file where the test has none."""
+    marks = [mark for mark in item.own_markers if mark.name == "slow"]
+    return not all(mark.kwargs for mark in marks) or bool(
+        not marks and item.get_closest_marker("slow")
+    )
+
+
+def _test(item: Any) -> str:
+    """The name without the choice of parameters."""
+    return item.nodeid.partition("[")[0]
+
+
+def _hash(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 def mostly_slow(values: Iterable[Any], *quick: Any) -> list[Any]:

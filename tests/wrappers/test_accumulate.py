@@ -46,6 +46,7 @@ def poisoned(g, bad):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @every_case(FEW)
 @pytest.mark.parametrize("every", mostly_slow([1, 3], 3))
 def test_a_window_is_one_update_with_the_mean(case, every, x64):
@@ -60,6 +61,7 @@ def test_a_window_is_one_update_with_the_mean(case, every, x64):
     assert not any(x.any() for x in jax.tree.leaves(state.total))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", ["complex64", "bfloat16", "float16"])
 def test_the_mean_of_other_dtypes(dtype):
     """Of complex numbers, part by part, also where their sum overflows."""
@@ -247,6 +249,7 @@ def test_the_sum_of_weighted_gradients():
 # ---- mini-batches that are not finite ----------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("bad", mostly_slow([NAN, INF, -INF], NAN, INF))
 @pytest.mark.parametrize("at", mostly_slow([(0,), (2,), (0, 1)], (2,), (0, 1)))
 def test_a_mini_batch_that_is_not_finite_is_left_out(bad, at, x64):
@@ -262,6 +265,7 @@ def test_a_mini_batch_that_is_not_finite_is_left_out(bad, at, x64):
     assert (int(state.skipped), int(state.mini_step), int(state.count)) == (len(at), 0, 0)
 
 
+@pytest.mark.slow(always=["full"])
 @pytest.mark.parametrize("how", mostly_slow(["full", "emit"], "full"))
 def test_a_window_without_any_finite_mini_batch(how):
     """It updates nothing, closes, and the next window is as if it had not been."""
@@ -276,6 +280,7 @@ def test_a_window_without_any_finite_mini_batch(how):
     assert_equal(state, old._replace(skipped=jnp.int32(count)))
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_unchecked_gradients_are_added_as_they_are():
     w, grads = params(), gradients(2)
@@ -290,7 +295,7 @@ def test_unchecked_gradients_are_added_as_they_are():
 # ---- emit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("flag", [bool, np.bool_, jnp.asarray], ids=["bool", "numpy", "traced"])
 def test_emit(flag, x64):
     """True closes a partial window, False keeps a full one open: the mean is of all that there were."""
@@ -353,7 +358,7 @@ def test_finite_as_the_caller_knows_it(flag, check_finite):
 # ---- leaves and dtypes -------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize(
     ("dtype", "values", "expected"),
     [
@@ -387,6 +392,7 @@ def test_half_precision_is_summed_in_float32(dtype, values, expected, params_dty
 LOOK = 1 if jax.__version_info__ >= (0, 10) else 4.1
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(("check_finite", "limit"), [(False, 3), (True, 3 + LOOK)])
 @pytest.mark.parametrize(
     ("make", "weighted"),
@@ -417,6 +423,7 @@ def conditionals(jaxpr):
     return [e for e in jaxpr.eqns if e.primitive.name == "cond"]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 def test_an_open_window_writes_nothing_for_the_branch(dtype, packed):

@@ -52,7 +52,7 @@ def assert_reference(found, g, max_norm, rtol=1e-6):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=12)
 @pytest.mark.parametrize("max_norm", [0.0, 0.01, 1.0, 1e6])
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [("float64", 1e-14), ("complex128", 1e-14), ("float32", 1e-6)]
@@ -78,7 +78,7 @@ def trees_of(scale):
 SCALES = [0, 1e-30, 1e-23, 1e-19, 1e-10, 1, 1e10, 1e19, 1e30, 3e37, 3e38]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=24)
 @eager_or_compiled
 @pytest.mark.parametrize("scale", SCALES)
 def test_scales(scale, clip, norm):
@@ -92,7 +92,7 @@ def test_scales(scale, clip, norm):
                 np.testing.assert_allclose(np.asarray(a), b.real.astype(float), 2e-6, atol=1e-37)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize(
     "shapes", [[(100,)], [(10, 10), (50,)], [(1,)] * 40], ids=["one", "two", "forty"]
 )
@@ -146,6 +146,7 @@ def test_each_precision_has_its_scale(single, double, x64):
     np.testing.assert_allclose(found[1], 0.5 * double, rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(("value", "max_norm"), [(0.0, 0.0), (0.0, 1.0), (2.0, 0.0)])
 def test_e17_zero(value, max_norm, dtype):
@@ -155,6 +156,7 @@ def test_e17_zero(value, max_norm, dtype):
         chex.assert_trees_all_equal(run(g, max_norm), jax.tree.map(jnp.zeros_like, g))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e30])
@@ -204,6 +206,7 @@ def test_empty_trees(empty):
 # ---- derivatives, and the program --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 def test_derivative_at_zero(max_norm):
     """Finite: that of the identity, below the bound as at it; the norm has 0."""
@@ -213,7 +216,7 @@ def test_derivative_at_zero(max_norm):
     np.testing.assert_array_equal(jax.grad(jgrad.global_norm)(jnp.zeros(2)), [0, 0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_derivative(max_norm, x64):
     """Above the bound and below it, that of the NumPy reference by central differences."""

@@ -41,7 +41,7 @@ def assert_reference(states, trees, decay, rtol):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=16)
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
     [
@@ -77,6 +77,7 @@ DECAYS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("decay", "same"), DECAYS.values(), ids=DECAYS)
 def test_decay_as_a_function(decay, same, standard_promotion):
     """Of the number of updates done, 0 at the first, in one trace."""
@@ -207,6 +208,7 @@ def test_an_injected_start():
         np.testing.assert_allclose(average, expected, rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("options", [{"start": 2}, {"start": 1, "debias": True}], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_start_and_debias_of_sharded_leaves(check_vma, options):

@@ -194,6 +194,7 @@ def as_well(wrapper, found, expected):
 # ---- beside and inside of others ---------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @few_wrappers
 def test_it_trains(wrapper):
     """It does something: the weights move once the optimizer has run, and not before."""
@@ -203,6 +204,7 @@ def test_it_trains(wrapper):
         assert jnp.array_equal(found["layer"]["w"], w["layer"]["w"]) == (count < wrapper.calls)
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_chain(wrapper):
     """After another transformation it is itself on what that makes of gradients."""
@@ -215,6 +217,7 @@ def test_chain(wrapper):
     )
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_masked(wrapper):
     """Leaves outside of the mask pass; the others are trained as if alone."""
@@ -241,6 +244,7 @@ def test_partition(wrapper):
         close(found[key], expected, wrapper.dtype)
 
 
+@pytest.mark.slow(one_in=2)
 @few_wrappers
 def test_inject_hyperparams(wrapper):
     """The optimizer's numbers may be traced."""
@@ -271,6 +275,7 @@ OWN_NUMBERS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("make", "value"), OWN_NUMBERS.values(), ids=OWN_NUMBERS)
 def test_inject_their_own_numbers(make, value):
     (name,) = make.__code__.co_varnames
@@ -328,6 +333,7 @@ def test_empty_tree(wrapper):
     assert optax.tree.get(state, "mw") == {}
 
 
+@pytest.mark.slow(one_in=2)
 @every_wrapper
 def test_eval_shape_and_jit_of_init(wrapper):
     tx, w, _ = setup(wrapper)
@@ -347,6 +353,7 @@ def test_init_of_numpy(wrapper):
     chex.assert_trees_all_equal_shapes_and_dtypes(tx.init(own), expected)
 
 
+@pytest.mark.slow(one_in=2)
 @few_wrappers
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_trace_with_donation(dtype, wrapper):
@@ -362,6 +369,7 @@ def test_one_trace_with_donation(dtype, wrapper):
     close(w, expected, dtype)
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_scan(wrapper):
     """A scan over the gradients is the loop: dtypes of the state are stable."""
@@ -371,6 +379,7 @@ def test_scan(wrapper):
     as_well(wrapper, found, train(tx, w, grads))
 
 
+@pytest.mark.slow
 @few_wrappers
 def test_vmap(wrapper):
     """A batch of models is trained as each model would be."""
@@ -482,7 +491,7 @@ def test_e07_the_copy_sees_the_mean_unrounded():
 ZEROS = {"None": None, "float0": np.zeros(3, jax.dtypes.float0), "int": jnp.zeros(3, jnp.int32)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow(one_in=4)
 @every_wrapper
 @pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
 def test_leaves_that_are_not_updated(zero, wrapper):
@@ -501,7 +510,7 @@ def test_leaves_that_are_not_updated(zero, wrapper):
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=5)
 @every_wrapper
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_do_not_drift(dtype, wrapper, x64):

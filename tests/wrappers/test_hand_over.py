@@ -112,6 +112,7 @@ def test_what_is_inside_makes_nan_of_finite_gradients():
     assert int(state.skipped) == 1
 
 
+@pytest.mark.slow
 def test_under_everything():
     """Inside of three, around one: as if the bad mini-batch had not been there."""
     tx = slowly(jgrad.master_weights(jgrad.adam(0.1)), 0.5)
@@ -189,6 +190,7 @@ OTHERS = [counting, deaf, scaling, remembering, optax.chain]
 between = pytest.mark.parametrize("third_party", OTHERS, ids=lambda f: f.__name__)
 
 
+@pytest.mark.slow(one_in=4)
 @between
 @pytest.mark.parametrize(
     "wrap", [jgrad.master_weights, jgrad.stochastic_rounding], ids=["copies", "rounding"]
@@ -218,6 +220,7 @@ def skipping(third_party):
     return tx, ALONE
 
 
+@pytest.mark.slow
 @between
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("at", [1, 3], ids=["within", "last"])
@@ -249,6 +252,7 @@ def test_a_state_in_which_nobody_finds_the_window():
     assert int(found[-1][1].skipped) == 1
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("third_party", [counting, deaf], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("before", [optax.trace(0.9), jgrad.scale_by_adam()], ids=["trace", "adam"])
 def test_a_mini_batch_that_spoils_the_state_of_another(before, third_party):

@@ -82,6 +82,7 @@ def assert_close(found, expected, rtol):
 # ---- the step ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=4)
 @forms
 @pytest.mark.parametrize(
     "dtype", mostly_slow(["float32", "float64", "complex128"], "float32", "float64")
@@ -106,6 +107,7 @@ def test_definition(dtype, pack, x64):
     assert int(state.done) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", mostly_slow([1e-3, 7.0], 7.0))
 @pytest.mark.parametrize("method", mostly_slow(["adam", "muon"], "adam"))
 def test_the_rate_of_the_optimizer_cancels(method, rate):
@@ -121,6 +123,7 @@ def test_the_rate_of_the_optimizer_cancels(method, rate):
     assert_close(found, {name: np.asarray(same[name]) for name in ("layers", "w")}, 2e-6)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("packed", [False, True])
 def test_each_leaf_in_its_precision(packed, x64):
     """Neighbours of float32 and float64 share no sums, and radii have the precision of a leaf."""
@@ -156,6 +159,7 @@ def test_the_sign_counts():
     assert_close(up, expected, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [packs, pytest.param(lambda x: x, marks=pytest.mark.slow)])
 def test_the_norm_after_1000_steps(pack):
     """It is that of the start to 1e-6: no copy of this method that was seen keeps it."""
@@ -190,6 +194,7 @@ def test_the_norm_is_that_of_the_first_step():
     np.testing.assert_allclose(norms(found["w"]), norms(w["w"]), rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=5)
 @forms
 @pytest.mark.parametrize("size", [1e25, 1e-25])
 @pytest.mark.parametrize("of_gradient", [1e25, 1e-25, 1.0])
@@ -302,6 +307,7 @@ def test_a_radius_is_the_norm_from_the_first_step(size, rate):
         np.testing.assert_allclose(norms(found[name]), 2.0, rtol=1e-6)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("rate", [0.0, 0.02])
 def test_zeros_without_a_direction(rate):
     """Matrices of zeros that are to have a norm stay where the rate is 0 or no gradient came."""
@@ -411,6 +417,7 @@ def test_messages_of_decay():
 # ---- in its surroundings -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["master_weights", "stochastic_rounding"])
 def test_bfloat16_weights(name):
     """Norms are in float32: weights have theirs to a rounding."""
@@ -423,6 +430,7 @@ def test_bfloat16_weights(name):
         np.testing.assert_allclose(norms(state.master["w"]), norms(w["w"]), rtol=1e-6)
 
 
+@pytest.mark.slow(always=["1.0-True-of_w1", "1e-25-True-of_w2"])
 @pytest.mark.parametrize(
     ("scale", "check", "of_w"),
     [
@@ -463,6 +471,7 @@ def test_sharded_experts(check):
     np.testing.assert_allclose(found, expected_steps(w, grads), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_slopes():
     """By the rate of the method, through a step."""
     w, (g,) = params(), gradients(1, params())
@@ -478,6 +487,7 @@ def test_slopes():
     np.testing.assert_allclose(slope, differences, rtol=1e-2)
 
 
+@pytest.mark.slow(one_in=2)
 @forms
 def test_slopes_where_no_norm_is_kept(pack):
     """Of a matrix of zeros, and of a buffer that has both: those of plain steps, and finite."""

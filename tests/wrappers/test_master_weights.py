@@ -67,7 +67,7 @@ def ulp(x, dtype):
     return 2.0**exponent * float(info.eps)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=10)
 @every_dtype_of_bits
 @every_method
 def test_e07_a_weight_of_one(method, tx, dtype, standard_promotion):
@@ -84,7 +84,7 @@ def test_e07_a_weight_of_one(method, tx, dtype, standard_promotion):
     np.testing.assert_allclose(state.master, exact, rtol=1e-3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=10)
 @every_dtype
 @every_method
 def test_e07_a_linear_regression(method, tx, dtype, standard_promotion):
@@ -121,7 +121,7 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=8)
 @every_dtype
 @every_case
 def test_the_copy_is_the_papers(case, dtype):
@@ -165,6 +165,7 @@ def follow(old, new, dtype):
     return first, optax.apply_updates(first, updates)
 
 
+@pytest.mark.slow(one_in=4)
 @every_dtype
 @pytest.mark.parametrize("shift", [0.0, 0.3])
 def test_parameters_are_the_rounded_copy(dtype, shift):
@@ -207,7 +208,7 @@ HALVES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow(one_in=8)
 @every_case
 @pytest.mark.parametrize(("wrap", "dtype"), HALVES)
 def test_other_leaves_are_those_of_the_plain_transformation(wrap, dtype, case):

@@ -63,12 +63,14 @@ TXS = {
 # ---- edge 18: where the state lies -------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize(("tx", "dtype"), TXS.values(), ids=TXS)
 def test_e47_the_same_numbers(tx, dtype):
     """Under jit without `out_shardings`: the state stays on the host."""
     assert_same_training(tx, params(dtype), gradients(4, dtype))
 
 
+@pytest.mark.slow
 def test_e47_eight_bits():
     """Codes and scales lie on the host, too."""
     w = {"w": jnp.ones((32, 256)), "b": jnp.ones(7)}
@@ -76,6 +78,7 @@ def test_e47_eight_bits():
     assert_same_training(jgrad.adam(0.1, moment_dtype="8bit"), w, grads)
 
 
+@pytest.mark.slow
 def test_e47_eager():
     w, grads = params(), gradients(2)
     tx = jgrad.offload(ADAMW)
@@ -89,12 +92,14 @@ def test_e47_eager():
     assert_equal((found, state), expected)
 
 
+@pytest.mark.slow
 def test_e47_packed():
     w, grads = packed.normal(0), packed.gradients()[:2]
     assert_same_training(ADAMW, jgrad.pack(w), [jgrad.pack(g) for g in grads])
     assert_same_training(jgrad.pack_small(ADAMW, max_size=packed.SMALL), w, grads)
 
 
+@pytest.mark.slow
 def test_e47_donation():
     """One trace, and the old state is deleted."""
     tx, w = jgrad.offload(ADAMW), params()
@@ -109,6 +114,7 @@ def test_e47_donation():
     assert_equal(w, expected)
 
 
+@pytest.mark.slow(always=["tree-jit"])
 @pytest.mark.parametrize(
     ("place", "jit"),
     [
@@ -137,6 +143,7 @@ def test_states_in_other_forms_stay_on_the_host(place, jit):
         assert_equal(found, jit(convert)(state))
 
 
+@pytest.mark.slow
 def test_parameters_that_are_committed_compile_once():
     """Those of `jnp.ones` are not, and the results of a step with a state on the host are."""
     tx, w = jgrad.offload(ADAMW), params()
@@ -148,6 +155,7 @@ def test_parameters_that_are_committed_compile_once():
         assert step._cache_size() == programs
 
 
+@pytest.mark.slow
 def test_e47_scan_and_vmap():
     w, grads = params(), gradients(3)
     tx = jgrad.offload(ADAMW)
@@ -206,6 +214,7 @@ def placed(tree, spec=None):
     return jax.device_put(tree, NamedSharding(mesh(), P() if spec is None else spec))
 
 
+@pytest.mark.slow
 def test_e47_sharded_over_devices():
     """The state is cut as `state_shardings` says, on the host, and stays so."""
     w = {"w": jnp.ones((16, 8)), "b": jnp.ones(8)}
@@ -225,6 +234,7 @@ def test_e47_sharded_over_devices():
     assert_equal((found, state), expected)
 
 
+@pytest.mark.slow
 def test_e47_around_zero():
     """In `shard_map` under jit, each device has its rows on the host."""
     w = jgrad.pack(packed.normal(0), multiple_of=8)
@@ -265,6 +275,7 @@ def test_e47_a_state_on_the_device():
         assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_e47_a_checkpoint(tmp_path):
     """Saved by orbax, restored onto the host by `state_shardings`, and trained further."""
     w, (a, b) = placed(params()), gradients(2)
@@ -326,6 +337,7 @@ def test_what_the_inner_transformation_sees():
     assert [(place, set(extra)) for place, extra in seen] == [("MemorySpace.Device", {"value"})] * 2
 
 
+@pytest.mark.slow
 def test_e47_in_a_chain():
     """Its own part of the state is on the host; the numbers are the same."""
     w, grads = params(), gradients(3)

@@ -27,6 +27,7 @@ def train(tx, w, grads):
     return w, state
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @every_case(("adamw", "lamb_decayed"))
 def test_every_optimizer(case):
@@ -71,6 +72,7 @@ def test_small_leaves_beside_moments_in_8_bits(options):
     assert_equal(jgrad.unpack(found), train(tx, w, grads))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.bits
 @pytest.mark.parametrize("zero", [None, "float0", "integers"])
 def test_integer_leaves(zero):
@@ -90,6 +92,7 @@ def test_integer_leaves(zero):
     assert_equal(jgrad.unpack(state), tree)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_none():
     """The leaf and its moments stay, also in steps between others."""
     w, grads = normal(0), gradients()
@@ -174,6 +177,7 @@ def test_in_nnx():
     assert_close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(expected)))
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_rates_for_each_element():
     w = {"a": jnp.ones(100), "b": jnp.ones(3000)}
@@ -191,6 +195,7 @@ def test_masks_of_optax_go_outside():
     assert_close(found, train(optax.masked(tx, mask), w, [g])[0])
 
 
+@pytest.mark.slow
 def test_one_trace():
     traces = []
     tx = jgrad.pack_small(jgrad.lamb(0.1))
@@ -276,6 +281,7 @@ def test_a_state_that_is_not_packed():
 SAVED = {"pack_small": (jgrad.pack_small, lambda w: w), "packed": (lambda tx: tx, jgrad.pack)}
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("form", SAVED)
 def test_flax_saves_the_tree(form):
     """The file is that of the state of a tree, and fits both."""

@@ -50,6 +50,7 @@ def assert_steps(found, expected, rtol):
                 np.testing.assert_allclose(a, b, rtol, rtol * np.max(np.abs(b)))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("dtype", mostly_slow(["float64", "float32", "complex128"], "float64"))
 def test_reference(rate, dtype, x64, standard_promotion):
@@ -64,6 +65,7 @@ def test_reference(rate, dtype, x64, standard_promotion):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"beta": 0.5}, {"step_power": 1.0}, {"weight_power": 0.0}])
 def test_options(options, standard_promotion):
     w, grads = params(), gradients(20)
@@ -137,6 +139,7 @@ def test_half_precision_follows_single():
     assert abs(float(w["w"][0]) - float(a.average["w"][0])) < 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["adam", "muon"])
 def test_packed(inner):
     """The numbers of the tree; a state that unpacks to that of the tree."""
@@ -152,6 +155,7 @@ def test_packed(inner):
     chex.assert_trees_all_equal_shapes_and_dtypes(jgrad.unpack(packed_state), state)
 
 
+@pytest.mark.slow
 def test_skipped_steps():
     """As if they had not been."""
     w, grads = params(), gradients(4)

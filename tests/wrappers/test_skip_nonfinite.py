@@ -57,7 +57,7 @@ def sequence(tx, w, values):
 # ---- skipping ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -91,7 +91,7 @@ def test_e24_as_if_the_bad_steps_had_not_been(name, dtype, standard_promotion):
         np.testing.assert_allclose(a, b, atol=tolerance * max(1, np.max(np.abs(b))))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_e24_for_ever(name, standard_promotion):
     """1000 bad steps in a row: nothing is written, all are counted, and then it goes on."""
@@ -147,6 +147,7 @@ def test_a_step_that_would_overflow(dtype):
     np.testing.assert_allclose(found[-1][1].inner.mw, -2.5e30, rtol=1e-2)
 
 
+@pytest.mark.slow(always=["float32-lars_masked"])
 @every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_finite_gradients_make_nothing_that_is_not(case, dtype):
@@ -199,7 +200,7 @@ def test_e24_a_bad_mini_batch_closes_its_window(check_finite):
     assert float(state.loss_scale) == 4
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=48)
 @pytest.mark.parametrize("size", [5, 5000, 100_003])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
@@ -218,6 +219,7 @@ def test_e24_one_element_among_many(dtype, bad, size):
     )
 
 
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize("jit", [False, True])
@@ -305,6 +307,7 @@ def test_branch_lets_the_gradients_alone_decide():
     assert int(state.skipped) == 1
 
 
+@pytest.mark.slow
 def test_a_chain_inside_a_branch_of_another_library():
     """`optax.conditionally_transform` runs clipping in a branch; its norm does not decide outside."""
     clip = optax.conditionally_transform(jgrad.clip_by_global_norm(1.0), lambda step: step < 1)
@@ -435,7 +438,7 @@ def test_gradients_are_unscaled_in_float32(scale):
     np.testing.assert_allclose(state.inner, 1e-8, rtol=1e-3)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("exponent", [0, 1, 24, 100])
 def test_unscaling_rounds_nothing(dtype, exponent):
@@ -461,6 +464,7 @@ def test_the_ceiling():
     assert float(tx.update(INF * g, state, w)[1].loss_scale) == float(before) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [None, 8.0, np.float64(8)], ids=["none", "number", "numpy"])
 def test_the_scale_is_float32_beside_double_precision(scale, x64):
     w = g = jnp.full(3, 0.5, "float64")
@@ -472,6 +476,7 @@ def test_the_scale_is_float32_beside_double_precision(scale, x64):
     np.testing.assert_array_equal(updates, -g / (scale or 1))
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_float16_model_of_tiny_gradients(scaled):
     """A linear regression on inputs of 1e-4: it learns with a scaled loss, and else not at all."""

@@ -84,6 +84,7 @@ def assert_state(state, expected, window):
 # ---- decisions ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     ("window", "deviations", "restart"),
     [(128, 6.0, True), (16, 6.0, True), (5, 2.0, True), (4, 0.5, True), (4, 0.5, False)],
@@ -207,6 +208,7 @@ def find(state, kind):
     return next(filter(is_one, jax.tree.leaves(state, is_leaf=is_one)))
 
 
+@pytest.mark.slow(one_in=16)
 @pytest.mark.parametrize(
     ("way", "subject"),
     [
@@ -241,6 +243,7 @@ def test_as_if_the_spikes_had_not_been(way, subject, standard_promotion):
         assert (int(skip.streak), int(skip.skipped)) == (6, 0)
 
 
+@pytest.mark.slow(one_in=10)
 @pytest.mark.parametrize("subject", ["adam", "packed", "lamb", "8 bits", "master"])
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_a_gradient_that_is_not_finite_beside_a_fine_loss(subject, bad, standard_promotion):
@@ -259,6 +262,7 @@ def test_a_gradient_that_is_not_finite_beside_a_fine_loss(subject, bad, standard
     same(wide(state.inner), wide(inner))
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("way", ["around skip", "inside skip"])
 def test_a_gradient_that_skip_nonfinite_leaves_out(way, bad):
@@ -333,6 +337,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.slow(one_in=10)
 @pytest.mark.parametrize("way", WINDOWS)
 @pytest.mark.parametrize(
     "third_party", [None, counting, optax.chain], ids=["ours", "counting", "chain"]
@@ -393,6 +398,7 @@ def test_what_the_caller_knows(check_finite):
 # ---- under JAX's transformations ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_vmap_over_models_that_decide_apart():
     tx, losses = jgrad.skip_spikes(jgrad.adam(0.1), window=16), [curve(seed=s) for s in (0, 1)]
     grads = [gradient(i) for i in range(80)]
@@ -423,6 +429,7 @@ def mesh_of(kind=AxisType.Auto):
     return jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("way", ["alone", "inside skip"])
 def test_devices_leave_out_the_same(way, check_vma):
@@ -453,6 +460,7 @@ def test_devices_leave_out_the_same(way, check_vma):
     assert int(find(state, jgrad.SpikeState).skipped) == 2
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_leaves(kind):
     """Under `jit`: moments lie where the parameters do, and the window on all devices."""
@@ -508,6 +516,7 @@ def bytes_of(tx, options, *, packed):
     return step.counted_bytes, step.temporary_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
 )
@@ -540,6 +549,7 @@ def test_no_norm_of_gradients_decides():
 # ---- losses and messages -----------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     "loss",
     [2, 2.0, np.float32(2), np.float64(2), np.array(2.0), np.int32(2), jnp.bfloat16(2), jnp.int32(2)],

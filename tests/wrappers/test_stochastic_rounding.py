@@ -120,6 +120,7 @@ def test_e46_the_largest_number_does_not_become_infinite():
         assert jnp.all(jnp.abs(found[:6].astype(jnp.float32)) >= 3e38)
 
 
+@pytest.mark.slow
 def test_e46_decay_and_step_are_rounded_once():
     """As the sum of both is, in float32: bit for bit the weights of a transformation that adds it."""
     w, (g,) = params(BF16), gradients(1, BF16)
@@ -134,6 +135,7 @@ def test_e46_decay_and_step_are_rounded_once():
     assert min(same) > 0.9  # XLA may contract products and sums in one program only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", mostly_slow(["tree", "packed"], "packed"))
 def test_e46_replicas_have_the_same_bits(form):
     """On eight devices: replicated and sharded under jit, and inside shard_map, as on one."""
@@ -208,6 +210,7 @@ def test_moments_are_rounded_with_other_bits():
 # ---- edge 11: tree = packed = resumed ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("form", ["packed", "pack_small", "pack_small inside", "in part packed"])
 def test_e40_weights_packed_is_the_tree(form):
@@ -226,6 +229,7 @@ def test_e40_weights_packed_is_the_tree(form):
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_e40_weights_a_resumed_training():
     """From the state and the weights as NumPy arrays."""
     w, grads = params(BF16), gradients(4, BF16)
@@ -320,6 +324,7 @@ def step_program(tx, w):
     return step.lower(w, jax.eval_shape(tx.init, w), w).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
 )

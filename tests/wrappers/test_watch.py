@@ -85,6 +85,7 @@ def updated(tx, w, g, state=None):
 # ---- what is measured --------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("every", [1, 3])
 def test_norms(packed, every):
@@ -124,6 +125,7 @@ def test_norms_above_the_largest_number():
     assert int(found["nonfinite"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_gradients_that_are_not_finite(bad):
     """Counted by layer; the step is skipped inside, so that its update is zero."""
@@ -142,6 +144,7 @@ def test_gradients_that_are_not_finite(bad):
     assert int(found["nonfinite"]) == 2
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64], ids=["bfloat16", "complex64"])
 def test_other_dtypes(dtype):
     w, g = params(dtype), gradients(1, dtype)[0]
@@ -207,6 +210,7 @@ def test_every():
     chex.assert_trees_all_close(steps[-1][0], plain, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_scan():
     """The form is fixed; so it is after any first call, and donated."""
     tx, w, grads = jgrad.watch(jgrad.lamb(0.1), every=2), params(), gradients(4)
@@ -223,6 +227,7 @@ def test_scan():
     np.testing.assert_allclose(over_time, [truth[i] for i in (0, 1, 1, 3)], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_vmap():
     """Of models side by side; a report has an entry for each."""
     tx = jgrad.watch(optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1)), every=2)
@@ -238,6 +243,7 @@ def test_vmap():
         close({key: x[i] for key, x in found.items()}, {key: f64(x) for key, x in alone.items()})
 
 
+@pytest.mark.slow
 def test_eagerly_and_traced():
     tx, w, (g,) = jgrad.watch(jgrad.adam(0.1), every=2), params(), gradients(1)
     _, state = tx.update(g, tx.init(w), w)
@@ -275,6 +281,7 @@ MOST = ("skip, branch", "skip(accumulate)", "pack_small", "MultiSteps", "partiti
 places = pytest.mark.parametrize("place", mostly_slow(PLACES, *MOST))
 
 
+@pytest.mark.slow
 @places
 def test_inside(place, standard_promotion):
     """It is found, has measured, and trains as without it."""
@@ -291,6 +298,7 @@ def test_inside(place, standard_promotion):
     assert float(numbers["grad_norm/layer/w"]) > 0
 
 
+@pytest.mark.slow
 @places
 def test_around(place, standard_promotion):
     """Notes come out of ours; of optax's `MultiSteps`, which branches, none does, and none leaks."""
@@ -331,6 +339,7 @@ def test_notes_of_an_open_window():
     np.testing.assert_allclose(jgrad.report(state)["learning_rate"], 0.05, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_around_a_window():
     """A multiple of the window measures calls that close one."""
     tx = jgrad.watch(jgrad.accumulate(jgrad.adam(0.1), 2), every=4)
@@ -340,6 +349,7 @@ def test_every_around_a_window():
     np.testing.assert_allclose(found["learning_rate"], 0.1, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_step_that_is_skipped_outside(every):
     """As if it had not been: the report is that of the step before."""
@@ -410,6 +420,7 @@ def test_an_update_that_needs_an_argument():
     assert float(found["grad_norm"]) > 0
 
 
+@pytest.mark.slow
 def test_weights_in_8_bits():
     w = {"w": jnp.ones((64, 80)), "b": jnp.ones(64)}
     for tree in (w, jgrad.pack(w)):
@@ -435,6 +446,7 @@ def on_mesh(seed):
     }  # fmt: skip
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(every, check_vma):
@@ -460,6 +472,7 @@ def test_shard_map(every, check_vma):
     close(jgrad.report(state), {k: f64(x) for k, x in jgrad.report(alone).items()}, 3e-6)
 
 
+@pytest.mark.slow
 def test_zero():
     """Inside it each device has some rows of a buffer; outside, whole gradients of its own."""
     mesh, w, g = mesh_of(data=4), on_mesh(0), on_mesh(1)
@@ -478,6 +491,7 @@ def test_zero():
     close(jgrad.report(state), {k: f64(x) for k, x in jgrad.report(alone).items()}, 3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("every", [1, 2])
 def test_sharded_leaves(kind, every):
@@ -509,6 +523,7 @@ def test_state_shardings():
 COST = {"AdamW": (48, 12, 0), "clip + AdamW": (36, 12, 8)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The counts are those of the newest XLA."
 )
@@ -602,6 +617,7 @@ def test_counters_without_watch():
     assert numbers["skipped"] == 1
 
 
+@pytest.mark.slow
 def test_a_state_for_other_layers():
     w = model()
     state = jgrad.watch(jgrad.adam(0.1)).init(w)

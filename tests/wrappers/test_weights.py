@@ -69,6 +69,7 @@ def wide(tree):
 # ---- any way of splitting ----------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=16)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("form", ["tree", "packed", "skip", "spikes", "skip and spikes"])
 def test_the_mean_of_all_tokens(split, form):
@@ -88,6 +89,7 @@ def test_the_mean_of_all_tokens(split, form):
     assert float(optax.tree.get(state, "weight")) == 0
 
 
+@pytest.mark.slow(one_in=24)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("emit", ["last", "traced", "python"])
@@ -101,6 +103,7 @@ def test_double_precision(split, dtype, emit, x64):
     assert state.weight.dtype == jnp.float32
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_half_precision_gradients(split):
     """Each is rounded once, before it is weighted; sums and means in float32."""
@@ -112,6 +115,7 @@ def test_half_precision_gradients(split):
     chex.assert_trees_all_close(wide(state.inner.master), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     "inner",
     [
@@ -138,6 +142,7 @@ def test_inside(inner, standard_promotion):
     assert (int(state.mini_step), float(state.weight)) == (0, 0)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("alike", [True, False], ids=["all tokens", "own tokens"])
 def test_on_devices(alike, check_vma):
