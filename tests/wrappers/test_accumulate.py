@@ -16,7 +16,6 @@ import jgrad
 from tests.cases import FEW, every_case, gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
-from tests.support.errors import assert_error
 from tests.support.loops import (
     assert_equal,
     compiled,
@@ -30,7 +29,6 @@ from tests.support.loops import (
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
-W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
 
 
 def mean(trees):
@@ -578,43 +576,3 @@ def test_an_open_window_is_left_behind():
     back, account = jgrad.carry_over(found[1], like=three.init(w))
     assert len(account.zero) == 5
     assert_equal(back.total, three.init(w).total)
-
-
-# ---- messages ----------------------------------------------------------------------------------
-
-SGD = jgrad.gradient_descent(0.1)
-
-
-def update(g=W, w=W, state=None, tx=SGD, **options):
-    tx = jgrad.accumulate(tx, 2)
-    return tx.update(g, tx.init(W) if state is None else state, w, **options)
-
-
-MESSAGES = [
-    (ValueError, "accumulate: `every`: 0, expected a number in [1, 2^31).", lambda: jgrad.accumulate(SGD, 0)),
-    (ValueError, "accumulate: `every`: -1, expected a number in [1, 2^31).", lambda: jgrad.accumulate(SGD, -1)),
-    (TypeError, "accumulate: `every`: 2.5 of type float, expected an int.", lambda: jgrad.accumulate(SGD, 2.5)),
-    (TypeError, "accumulate: `every`: True of type bool, expected an int.", lambda: jgrad.accumulate(SGD, True)),
-    (TypeError, "accumulate: `every`: an array of int32 and shape (), expected an int.",
-     lambda: jgrad.accumulate(SGD, jnp.int32(2))),
-    (TypeError, "accumulate: `mean`: 'sum' of type str, expected True or False.", lambda: jgrad.accumulate(SGD, 2, mean="sum")),
-    (ValueError, "accumulate: `every`: a function, expected an int where no state inside counts its updates, as those "
-     "of jgrad's methods do.", lambda: jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)),
-    (ValueError, "accumulate: `every`: 0, expected a number in [1, 2^31).", lambda: jgrad.accumulate(SGD, lambda n: 0).init(X)),
-    (TypeError, "accumulate: `every`: a function that returns an array of float32 and shape (), expected an int.",
-     lambda: jgrad.accumulate(SGD, lambda n: jnp.float32(2)).init(X)),
-    (AttributeError, "AccumulateState: `gradient_step`: no state inside counts its updates, expected one of a method of "
-     "jgrad, or of a schedule.", lambda: jgrad.accumulate(optax.sgd(0.1), 2).init(X).gradient_step),
-    (TypeError, "accumulate: `emit`: 1 of type int, expected None or one bool.", lambda: update(emit=1)),
-    (TypeError, "accumulate: `finite`: an array of float32 and shape (3,), expected None or one bool.",
-     lambda: update(finite=X)),
-    (ValueError, "accumulate: `state.total` does not have the structure of `params`: only `state.total` has ['a']; "
-     "only `params` has ['layer_3'].", lambda: update(state=jgrad.accumulate(SGD, 2).init({"a": X}))),
-    (ValueError, "lamb: the trust ratio needs the parameters: call `update(updates, state, params)`.",
-     lambda: update(tx=jgrad.lamb(0.1), w=None, emit=True)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)

@@ -11,12 +11,9 @@ from jax.sharding import PartitionSpec as P
 import jgrad
 from tests.cases import gradients, params
 from tests.multi_device.meshes import mesh_of
-from tests.support.errors import assert_error
 from tests.support.loops import every_step, step_of, step_on
 
-NAN = float("nan")
 X = jnp.ones(3)
-W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
 
 
 def reference(trees, decay):
@@ -224,47 +221,3 @@ def test_start_and_debias_of_sharded_leaves(check_vma, options):
         found, state = step(found, state, g)
     chex.assert_trees_all_close(state[1].average, expected[1].average, rtol=1e-6)
     assert state[1].average["w"].sharding.spec == P("model")
-
-
-# ---- messages ----------------------------------------------------------------------------------
-
-
-def with_b(b):
-    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
-
-
-def update(g=W, w=W, state=None, decay=0.9):
-    tx = jgrad.ema(decay)
-    return tx.update(g, tx.init(W) if state is None else state, w)
-
-
-MESSAGES = [
-    (ValueError, "ema: `decay`: 1.0, expected a number in [0, 1).", lambda: jgrad.ema(1.0)),
-    (ValueError, "ema: `decay`: -0.1, expected a number in [0, 1).", lambda: jgrad.ema(-0.1)),
-    (ValueError, "ema: `decay`: nan, expected a number in [0, 1).", lambda: jgrad.ema(NAN)),
-    (ValueError, "ema: `debias`: True, expected False where `decay` is a function.",
-     lambda: jgrad.ema(lambda done: 0.9, debias=True)),
-    (ValueError, "ema: `start`: -1, expected a number in [0, 2^31).", lambda: jgrad.ema(0.9, start=-1)),
-    (TypeError, "ema: `start`: 2.5 of type float, expected an int.", lambda: jgrad.ema(0.9, start=2.5)),
-    (TypeError, "ema: `decay`: '0.9' of type str, expected a real array or a number.", lambda: jgrad.ema("0.9")),
-    (TypeError, "ema: `decay`: None, expected a real array or a number.", lambda: jgrad.ema(None)),
-    (ValueError, "ema: `decay`: an array of float32 and shape (2,), expected one number.", lambda: jgrad.ema(jnp.ones(2))),
-    (ValueError, "ema: `decay`: 1.5, expected a number in [0, 1).", lambda: update(decay=lambda done: 1.5)),
-    (TypeError, "ema: `decay`: 'x' of type str, expected a real array or a number.",
-     lambda: update(decay=lambda done: "x")),
-    (ValueError, "ema: the average needs the parameters: call `update(updates, state, params)`.",
-     lambda: update(w=None)),
-    (ValueError, "ema: `state.average` does not have the structure of `params`: only `params` has ['layer_3'].",
-     lambda: update(state=jgrad.ema(0.9).init({}))),
-    (ValueError, "ema: `state.average` does not match `params` at ['layer_3']['b']: shape (2,), expected (3,).",
-     lambda: update(state=jgrad.ema(0.9).init(with_b(jnp.ones(2))))),
-    (ValueError, "ema: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
-     lambda: update(with_b(jnp.ones((3, 1))))),
-    (TypeError, "ema: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; put None in "
-     "the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.", lambda: update(w=with_b("abc"))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)

@@ -377,8 +377,6 @@ def traced(tx, made_by=None, **options):
 MESSAGES = [
     (TypeError, "`leaves`: None, expected a prefix tree of bools, or a function of the parameters' shapes; "
      "`hidden_matrices()` chooses by names and shapes.", lambda: around(optax.sgd(1.0), leaves=None)),
-    (ValueError, "`hyperball_learning_rate`: -1.0, expected a number in [0, inf).",
-     lambda: traced(around(ADAM), hyperball_learning_rate=-1.0)),
     (ValueError, "`radius`: 0.0, expected a number in (0, inf).", lambda: around(ADAM, radius=0.0)),
     (ValueError, "`radius` at ['w']: -1, expected a number in (0, inf).",
      lambda: around(ADAM, radius={"w": -1, "layers": lambda shape: shape[0]})),

@@ -9,13 +9,9 @@ import pytest
 
 import jgrad
 from tests.cases import Case, gradients, params
-from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, step_of
 
 HALF = ("bfloat16", "float16")
-X = jnp.ones(3)
-W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
-
 every_dtype = pytest.mark.parametrize("dtype", HALF)
 # Without F16C, as with SSE4_2, XLA has no conversion to float16 on CPUs.
 every_dtype_of_bits = pytest.mark.parametrize(
@@ -310,41 +306,3 @@ def test_a_copy_beyond_the_largest_number():
         w = w + updates
     np.testing.assert_array_equal(w, -jnp.ones(3))
     assert int(state.skipped) == 1
-
-
-# ---- messages ----------------------------------------------------------------------------------
-
-SGD = jgrad.gradient_descent(0.1)
-
-
-def update(g=W, w=W, state=None):
-    tx = jgrad.master_weights(SGD)
-    return tx.update(g, tx.init(W) if state is None else state, w)
-
-
-def with_b(b):
-    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
-
-
-HALF = jax.tree.map(jnp.bfloat16, W)
-INIT = "call `init` with parameters of the dtypes that `update` gets."
-MESSAGES = [
-    (ValueError, "master_weights: the master copy needs the parameters: call `update(updates, state, params)`.",
-     lambda: update(w=None)),
-    (ValueError, "master_weights: `state.master` at ['layer_3']['b']: an array of float32 and shape (3,), expected "
-     f"None beside a parameter that needs no copy; {INIT}",
-     lambda: update(state=jgrad.master_weights(SGD).init(jax.tree.map(jnp.bfloat16, W)))),
-    (ValueError, "master_weights: `state.master` at ['layer_3']['b']: None, expected a float32 copy of a parameter of "
-     f"bfloat16; {INIT}", lambda: update(HALF, HALF)),
-    (ValueError, "master_weights: `state.master` does not match `params` at ['layer_3']['b']: shape (3, 1), expected "
-     "(3,).", lambda: update(HALF, HALF, jgrad.master_weights(SGD).init(jax.tree.map(lambda x: x[..., None], HALF)))),
-    (ValueError, "master_weights: `state.master` does not have the structure of `params`: only `params` has "
-     "['layer_3'].", lambda: update(state=jgrad.master_weights(SGD).init({}))),
-    (TypeError, "master_weights: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real "
-     "floating dtype beside a parameter of float32.", lambda: update(with_b(jnp.arange(3)))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)

@@ -14,14 +14,12 @@ import jgrad
 from tests.cases import gradients, params
 from tests.support import packed_model as packed
 from tests.support.choice import mostly_slow
-from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, compiled, every_step, step_of, train
 
 BF16 = jnp.bfloat16
 ADAMW = jgrad.adam(1e-3, weight_decay=0.1)
 LARGEST = float(jnp.finfo(BF16).max)
 X = jnp.ones(3, BF16)
-W = {"layer_3": {"w": jnp.ones((3, 2), BF16), "b": X}}
 
 
 def of_step(seed=0):
@@ -357,46 +355,3 @@ def test_leaves_of_one_shape_share_their_trace():
     tx = of_step()
     text = str(jax.make_jaxpr(tx.update)(w, jax.eval_shape(tx.init, w), w))
     assert text.count("name=_together") <= 64 // 16 + 1
-
-
-# ---- messages ----------------------------------------------------------------------------------
-
-SGD = jgrad.gradient_descent(0.1)
-
-
-def update(g=W, w=W, state=None):
-    tx = jgrad.stochastic_rounding(SGD)
-    return tx.update(g, tx.init(W) if state is None else state, w)
-
-
-def with_b(b):
-    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
-
-
-def init(b):
-    return jgrad.stochastic_rounding(SGD).init(with_b(b))
-
-
-SR = "stochastic_rounding"
-BITS = "expected bfloat16, or 32 bits or more; `master_weights` takes"
-
-MESSAGES = [
-    (TypeError, f"{SR}: `seed`: 0.5 of type float, expected an int.", lambda: jgrad.stochastic_rounding(SGD, seed=0.5)),
-    (TypeError, f"{SR}: `seed`: True of type bool, expected an int.", lambda: jgrad.stochastic_rounding(SGD, seed=True)),
-    (ValueError, f"{SR}: `seed`: -1, expected a number in [0, 2^31).", lambda: jgrad.stochastic_rounding(SGD, seed=-1)),
-    (ValueError, f"{SR}: the rounding of new weights needs the parameters: call `update(updates, state, params)`.",
-     lambda: update(w=None)),
-    (ValueError, f"{SR}: `state.done`: shape (3,), expected (); map `update` over the models, as `init` was.",
-     lambda: update(state=jgrad.StochasticState(jnp.zeros(3, jnp.int32), SGD.init(W)))),
-    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16.",
-     lambda: init(jnp.ones(3, jnp.float16))),
-    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16.",
-     lambda: update(w=with_b(jnp.ones(3, jnp.float16)))),
-    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float8_e4m3fn and shape (3,), {BITS} float8_e4m3fn.",
-     lambda: init(jnp.ones(3, jnp.float8_e4m3fn))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, compiled, step_of, with_loss
 
 NAN, INF = float("nan"), float("inf")
@@ -263,7 +262,7 @@ def test_skip_nonfinite_drops_a_window_with_its_weight():
     assert (float(w), int(state.skipped), float(state.inner.weight)) == (-57952, 1, 0)
 
 
-# ---- the program, and messages -----------------------------------------------------------------
+# ---- its state -----------------------------------------------------------------------------------
 
 
 def test_it_has_what_the_other_state_has():
@@ -275,52 +274,3 @@ def test_it_has_what_the_other_state_has():
     assert [bool(s.has_updated) for s in (state, new)] == [False, True]
     assert (int(new.gradient_step), list(jgrad.report(new))) == (1, ["skipped_mini_batches"])
     assert type(pickle.loads(pickle.dumps(new))) is jgrad.WeightedAccumulateState
-
-
-SGD = jgrad.gradient_descent(0.1)
-
-
-def update(weight, is_weighted=True, **extra):
-    tx = jgrad.accumulate(SGD, 2, weighted=is_weighted)
-    return tx.update(X, tx.init(X), X, weight=weight, **extra)
-
-
-def with_state_of(a, b):
-    states = [jgrad.accumulate(SGD, 2, weighted=x) for x in (a, b)]
-    return states[0].update(X, states[1].init(X), X)
-
-
-NUMBER = "expected a number in [0, inf)."
-MISSING = (
-    "missing, expected one with `weighted=True`; call `update(updates, state, params, "
-    "weight=tokens)`."
-)
-MESSAGES = [
-    (TypeError, "accumulate: `weighted`: 1 of type int, expected True or False.",
-     lambda: jgrad.accumulate(SGD, 2, weighted=1)),
-    (ValueError, "accumulate: `weight`: 3.0 of type float, expected None without `weighted=True`.",
-     lambda: update(3.0, False)),
-    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None)),
-    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None, tokens=3)),
-    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None, emit=False)),
-    (TypeError, "accumulate: `update` has the keyword `weights`, expected `weight`.",
-     lambda: update(None, weights=3)),
-    (ValueError, f"accumulate: `weight`: -1.0, {NUMBER}", lambda: update(-1.0)),
-    (ValueError, f"accumulate: `weight`: nan, {NUMBER}", lambda: update(NAN)),
-    (ValueError, f"accumulate: `weight`: inf, {NUMBER}", lambda: update(INF)),
-    (TypeError, "accumulate: `weight`: True of type bool, expected a real array or a number.",
-     lambda: update(True)),
-    (TypeError, "accumulate: `weight`: an array of complex64 and shape (), expected a real array or a number.",
-     lambda: update(jnp.complex64(1))),
-    (ValueError, "accumulate: `weight`: an array of float32 and shape (3,), expected one number.",
-     lambda: update(X)),
-    (TypeError, "accumulate: `state`: AccumulateState, expected the WeightedAccumulateState that this `accumulate` "
-     "made with `init`.", lambda: with_state_of(True, False)),
-    (TypeError, "accumulate: `state`: WeightedAccumulateState, expected the AccumulateState that this `accumulate` "
-     "made with `init`.", lambda: with_state_of(False, True)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)
