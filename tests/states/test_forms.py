@@ -96,27 +96,6 @@ def test_other_dtypes_of_moments():
     assert found.mw["w"].dtype == found.mw["b"].dtype == jnp.bfloat16
 
 
-def test_inside_wrappers_and_jit():
-    def recipe(tx):
-        return jgrad.skip_nonfinite(jgrad.accumulate(tx, 2))
-
-    state = recipe(eight).init(W)
-    arrays = jax.jit(unquantized)(state)
-    again = jax.jit(lambda x: quantized(x, like=state))(arrays)
-    assert jax.tree.structure(arrays) == jax.tree.structure(recipe(plain).init(W))
-    assert_same(again, state)
-
-
-@pytest.mark.slow
-def test_e45_a_checkpoint_of_float32(tmp_path):
-    with ocp.StandardCheckpointer() as files:
-        files.save(tmp_path / "state", trained(plain))
-        files.wait_until_finished()
-        restored = files.restore(tmp_path / "state", jax.eval_shape(plain.init, W))
-    state = quantized(restored, like=jax.eval_shape(eight.init, W))
-    assert int(eight.update(G, state, W)[1].step) == 2
-
-
 def test_e45_a_checkpoint_of_8_bits(tmp_path):
     """Training goes on with the same bits."""
     state = trained(eight)
