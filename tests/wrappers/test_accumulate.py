@@ -310,17 +310,6 @@ def test_emit(flag, x64):
     assert (int(state.mini_step), int(state.count)) == (0, 0)
 
 
-def test_emit_false_leaves_the_inner_optimizer_out_of_the_program():
-    tx, w, (g,) = jgrad.accumulate(jgrad.lamb(0.1), 2), params(), gradients(1)
-    args = g, tx.init(w), w
-    programs = [
-        str(jax.make_jaxpr(lambda *args, e=emit: tx.update(*args, emit=e))(*args))
-        for emit in (None, False)
-    ]
-    assert ["cond[" in program for program in programs] == [True, False]
-    assert ["sqrt" in program for program in programs] == [True, False]
-
-
 def test_a_leaf_without_a_gradient_when_the_window_closes():
     """It is left alone, and its sum is not taken into the next window."""
     tx = jgrad.accumulate(jgrad.gradient_descent(1.0), 2)

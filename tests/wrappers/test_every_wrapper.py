@@ -11,13 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax import export
 
 import jgrad
@@ -205,19 +203,6 @@ def test_it_trains(wrapper):
 
 @pytest.mark.slow
 @few_wrappers
-def test_chain(wrapper):
-    """After another transformation it is itself on what that makes of gradients."""
-    tx, w, grads = setup(wrapper)
-    halves = [jax.tree.map(lambda x: x / 2, g) for g in grads]
-    close(
-        train(optax.chain(optax.scale(0.5), tx), w, grads)[0],
-        train(tx, w, halves)[0],
-        wrapper.dtype,
-    )
-
-
-@pytest.mark.slow
-@few_wrappers
 def test_masked(wrapper):
     """Leaves outside of the mask pass; the others are trained as if alone."""
     tx, w, grads = setup(wrapper)
@@ -229,18 +214,6 @@ def test_masked(wrapper):
         expected, alone = update_alone(g["layer"], alone, w["layer"])
         chex.assert_trees_all_equal(updates["rest"], g["rest"])
         close(updates["layer"], expected, wrapper.dtype)
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_partition(wrapper):
-    _, w, grads = setup(wrapper)
-    rates = {"fast": 0.1, "slow": 0.01}
-    txs = {name: wrapper.around(jgrad.adam(rate)) for name, rate in rates.items()}
-    found, _ = train(optax.partition(txs, {"layer": "fast", "rest": "slow"}), w, grads)
-    for key, name in (("layer", "fast"), ("rest", "slow")):
-        expected, _ = train(txs[name], w[key], [g[key] for g in grads])
-        close(found[key], expected, wrapper.dtype)
 
 
 @pytest.mark.slow(one_in=2)
@@ -282,41 +255,6 @@ def test_inject_their_own_numbers(make, value):
     found, state = train(optax.inject_hyperparams(make)(**{name: value}), w, grads)
     expected, plain = train(make(value), w, grads)
     close((found, state.inner_state), (expected, plain))
-
-
-class Net(nn.Module):
-    """Two layers, with parameters of a dtype."""
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x):
-        dense = lambda n: nn.Dense(n, param_dtype=self.dtype)
-        return dense(1)(nn.tanh(dense(8)(x)))
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_flax_train_state(wrapper, standard_promotion):
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(32, 4)), jnp.float32)
-    y, net = jnp.sum(x, axis=1, keepdims=True), Net(wrapper.dtype)
-    weights = net.init(jax.random.key(0), x)["params"]
-    tx = wrapper.around(jgrad.adam(0.05))
-    state = TrainState.create(apply_fn=net.apply, params=weights, tx=tx)
-
-    @jax.jit
-    def step(state):
-        loss = lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
-        value, grads = jgrad.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    losses = []
-    for _ in range(40 * wrapper.calls):
-        state, value = step(state)
-        losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(wrapper.dtype)}
 
 
 # ---- under JAX's transformations ---------------------------------------------------------------

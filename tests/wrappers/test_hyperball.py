@@ -139,19 +139,6 @@ def test_each_leaf_in_its_precision(packed, x64):
         np.testing.assert_allclose(found[name], expected, rtol, rtol * np.max(np.abs(expected)))
 
 
-def test_adamh(standard_promotion):
-    """The directions of Adam, by optax."""
-    w, grads = params(), gradients(10, params())
-    adam = optax.scale_by_adam()
-    state, directions = adam.init(w), []
-    for g in grads:
-        u, state = adam.update(g, state)
-        directions.append(u)
-    found, _ = train(around(jgrad.adam(3e-4)), w, grads)
-    expected = {k: expected_steps(w[k], [u[k] for u in directions]) for k in ("layers", "w")}
-    assert_close(found, expected, 5e-6)
-
-
 def test_the_sign_counts():
     w, (g,) = params(), gradients(1, params())
     up, _ = train(around(optax.sgd(-1.0)), w, [g])

@@ -13,47 +13,6 @@ from tests.support.loops import assert_equal, step_of
 
 HALF = ("bfloat16", "float16")
 every_dtype = pytest.mark.parametrize("dtype", HALF)
-# Without F16C, as with SSE4_2, XLA has no conversion to float16 on CPUs.
-every_dtype_of_bits = pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=[pytest.mark.bits] if d != "float16" else []) for d in HALF]
-)
-
-
-def half(tree, dtype):
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-# ---- E7: small steps are not lost --------------------------------------------------------------
-
-# Options under which a step of a weight of 1 is 1e-4 or less of it: half an ulp of bfloat16 below
-# 1 is 2e-3, and one of float16 2.4e-4.
-METHODS = {
-    "gradient_descent": jgrad.gradient_descent(1e-4),
-    "adam": jgrad.adam(1e-4),
-    "lars": jgrad.lars(1e-4, trust_coefficient=1.0, momentum=None),
-    "lamb": jgrad.lamb(1e-4),
-    "optax.sgd": optax.sgd(1e-4),
-}
-
-every_method = pytest.mark.parametrize(("method", "tx"), METHODS.items(), ids=METHODS)
-
-
-def train(tx, w, gradient, steps):
-    """Weights and state after some steps, in one scan."""
-    body = lambda carry, _: (step_of(tx)(*carry, gradient(carry[0])), None)
-    return jax.jit(lambda *carry: jax.lax.scan(body, carry, length=steps)[0])(w, tx.init(w))
-
-
-def twin(tx, master, dtype, gradient, steps):
-    """The float32 run whose gradients are computed at rounded weights, without any wrapper."""
-
-    def body(carry, _):
-        master, state = carry
-        g = gradient(half(master, dtype))
-        return step_of(tx)(master, state, jax.tree.map(lambda x: x.astype(jnp.float32), g)), None
-
-    start = master, tx.init(master)
-    return jax.jit(lambda *carry: jax.lax.scan(body, carry, length=steps)[0])(*start)
 
 
 def ulp(x, dtype):
@@ -61,48 +20,6 @@ def ulp(x, dtype):
     info = jnp.finfo(dtype)
     exponent = np.floor(np.log2(np.maximum(np.abs(x), float(info.tiny))))
     return 2.0**exponent * float(info.eps)
-
-
-@pytest.mark.slow(one_in=10)
-@every_dtype_of_bits
-@every_method
-def test_e07_a_weight_of_one(method, tx, dtype, standard_promotion):
-    """5000 steps of 1e-4: plain, they leave 1; with the copy it is as in float32, and float64."""
-    w, one = jnp.ones((2,), dtype), jnp.ones_like
-    plain, _ = train(tx, w, one, 5000)
-    np.testing.assert_array_equal(plain, w)
-    found, state = train(jgrad.master_weights(tx), w, one, 5000)
-    expected, _ = twin(tx, jnp.ones(2), dtype, one, 5000)
-    np.testing.assert_array_equal(state.master, expected)
-    assert_equal(found, state.master.astype(dtype))
-    # Gradient descent and Adam walk 5000 * 1e-4; LARS and LAMB shrink the weights in proportion.
-    exact = (1 - 1e-4) ** 5000 if method in ("lars", "lamb") else 0.5
-    np.testing.assert_allclose(state.master, exact, rtol=1e-3)
-
-
-@pytest.mark.slow(one_in=10)
-@every_dtype
-@every_method
-def test_e07_a_linear_regression(method, tx, dtype, standard_promotion):
-    """5000 steps: plain stands still, and the copy ends where the float32 run ends."""
-    rng = np.random.default_rng(0)
-    true = jnp.asarray([0.6, 0.8, 1.4, -0.7], jnp.float32)
-    x = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)
-    y = x @ true
-
-    def gradient(w):
-        error = x @ w.astype(jnp.float32) - y
-        return (2 / 16 * (error @ x)).astype(w.dtype)
-
-    w = jnp.asarray([1.0, 1.0, 1.0, -1.0], dtype)
-    plain, _ = train(tx, w, gradient, 5000)
-    found, state = train(jgrad.master_weights(tx), w, gradient, 5000)
-    expected, _ = twin(tx, w.astype(jnp.float32), dtype, gradient, 5000)
-    np.testing.assert_allclose(state.master, expected, rtol=1e-5)
-    assert_equal(found, state.master.astype(dtype))
-    far = np.abs(np.asarray(w, float) - true)
-    np.testing.assert_array_less(np.abs(np.asarray(found, float) - true), 0.6 * far)
-    np.testing.assert_array_less(0.9 * far, np.abs(np.asarray(plain, float) - true))
 
 
 # ---- the copy and the parameters ---------------------------------------------------------------
@@ -235,62 +152,6 @@ def test_other_leaves_are_those_of_the_plain_transformation(wrap, dtype, case):
         assert shapes == {"b": (4, 3), "lost": (2,)}
         b, master = (np.asarray(x["b"], float) for x in (found[1], state[1].master))
         np.testing.assert_allclose(b, master, atol=float(jnp.finfo(dtype).eps))
-
-
-# ---- memory ------------------------------------------------------------------------------------
-
-BF16 = jnp.bfloat16
-
-# Bytes per parameter: of itself, its gradient, moments, and the float32 copy.
-EIGHT = jgrad.adam(0.1, moment_dtype="8bit")
-MEMORY = [
-    ("float32", jgrad.gradient_descent(0.1), (4, 4, 0, 0)),
-    ("float32", jgrad.gradient_descent(0.1, momentum=0.9), (4, 4, 4, 0)),
-    ("float32", jgrad.adam(0.1), (4, 4, 8, 0)),
-    ("float32", jgrad.adam(0.1, moment_dtype=BF16), (4, 4, 4, 0)),
-    ("float32", jgrad.master_weights(jgrad.adam(0.1)), (4, 4, 8, 0)),
-    ("bfloat16", jgrad.gradient_descent(0.1), (2, 2, 0, 0)),
-    ("bfloat16", jgrad.gradient_descent(0.1, momentum=0.9), (2, 2, 4, 0)),
-    ("bfloat16", jgrad.gradient_descent(0.1, momentum=0.9, moment_dtype=BF16), (2, 2, 2, 0)),
-    ("bfloat16", jgrad.lars(0.1), (2, 2, 4, 0)),
-    ("bfloat16", jgrad.adam(0.1), (2, 2, 8, 0)),
-    ("bfloat16", jgrad.adam(0.1, moment_dtype=BF16), (2, 2, 4, 0)),
-    ("bfloat16", jgrad.lamb(0.1), (2, 2, 8, 0)),
-    ("bfloat16", jgrad.master_weights(jgrad.gradient_descent(0.1)), (2, 2, 0, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.gradient_descent(0.1, momentum=0.9)), (2, 2, 4, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.lars(0.1)), (2, 2, 4, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.adam(0.1)), (2, 2, 8, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.adam(0.1, moment_dtype=BF16)), (2, 2, 4, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.lamb(0.1)), (2, 2, 8, 4)),
-    ("float32", EIGHT, (4, 4, 2 + 1 / 32, 0)),
-    ("float32", jgrad.lars(0.1, moment_dtype="8bit"), (4, 4, 1 + 1 / 64, 0)),
-    ("bfloat16", jgrad.master_weights(EIGHT), (2, 2, 2 + 1 / 32, 4)),
-    ("bfloat16", jgrad.stochastic_rounding(jgrad.lamb(0.1)), (2, 2, 8, 0)),
-    ("bfloat16", jgrad.stochastic_rounding(jgrad.adam(0.1, moment_dtype=BF16)), (2, 2, 4, 0)),
-    ("bfloat16", jgrad.stochastic_rounding(EIGHT), (2, 2, 2 + 1 / 32, 0)),
-]
-
-
-@pytest.mark.parametrize(("dtype", "tx", "expected"), MEMORY)
-def test_bytes_per_parameter(dtype, tx, expected):
-    """What the documentation's table says, counted in abstract states of a million parameters."""
-    count = 2**20
-    w = {
-        "a": jax.ShapeDtypeStruct((1024, 512), dtype),
-        "b": jax.ShapeDtypeStruct((count // 2,), dtype),
-    }
-    state = jax.eval_shape(tx.init, w)
-
-    def size(tree):
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / count
-
-    master = getattr(state, "master", ())
-    moments = optax.tree.get(state, "mw"), optax.tree.get(state, "vw")
-    gradient = jax.eval_shape(
-        jax.grad(lambda w: sum(jnp.sum(x).astype(float) for x in w.values())), w
-    )
-    assert (size(w), size(gradient), size(moments), size(master)) == expected
-    assert size(state) == pytest.approx(sum(expected[2:]), abs=1e-4)  # and a counter
 
 
 def test_a_copy_beyond_the_largest_number():

@@ -357,7 +357,7 @@ def test_e47_a_jax_without_memory_spaces(backend, monkeypatch):
     assert_error(RuntimeError, message, lambda: jgrad.offload(ADAMW).init(jnp.ones(3)))
 
 
-# ---- messages ----------------------------------------------------------------------------------
+# ---- inside of others ---------------------------------------------------------------------------
 
 OUTSIDE = "expected it outside of everything: `offload({}(...))`."
 HOST = "with a state in host memory at {}, of an `offload` inside"

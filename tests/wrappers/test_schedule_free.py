@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import jgrad
@@ -119,18 +118,6 @@ def test_equal_weights_are_the_mean():
     assert float(state.weight_sum) == 1000
     assert state.average.dtype == state.z.dtype == jnp.float32
     np.testing.assert_allclose(w.astype(jnp.float32), state.z, rtol=2**-8)
-
-
-def test_half_precision_follows_single():
-    """A float32 model beside it: averages differ by what gradients at rounded weights differ by."""
-    tx = jgrad.schedule_free(jgrad.adam(1e-4, beta1=0.0, bias_correction="moments"))
-    wide = {"w": jnp.ones(64)}
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
-    grads = [{"w": jnp.ones(64)}] * 100
-    _, a = train(tx, wide, grads)
-    w, b = train(tx, half, [jax.tree.map(lambda x: x.astype(jnp.bfloat16), g) for g in grads])
-    np.testing.assert_allclose(a.average["w"], b.average["w"], rtol=1e-6)
-    assert abs(float(w["w"][0]) - float(a.average["w"][0])) < 2**-8
 
 
 def test_leaves_that_do_not_move():
@@ -294,26 +281,6 @@ def test_goes_on_from_optax(name, pack, standard_promotion):
 
 def _weights(state):
     return state.weight_sum, state.max_lr
-
-
-def test_optax_in_other_forms(tmp_path, standard_promotion):
-    """Of bfloat16 parameters with float32 copies, and of a file without a target."""
-    theirs, ours = SCHEDULE_FREE["sgd"]
-    y, old = steps_of(theirs, W, theirs.init(W), grads_like(W, 3))
-    like = jax.eval_shape(ours.init, W)
-    expected, _ = jgrad.carry_over(old, like=like, params=y)
-    with ocp.StandardCheckpointer() as files:
-        files.save(tmp_path / "state", old)
-        files.wait_until_finished()
-        plain = files.restore(tmp_path / "state")
-    found, _ = jgrad.carry_over(plain, like=like, params=y)
-    assert_equal(found, expected)
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), y)
-    wide = jgrad.master_weights(ours)
-    state = jgrad.master_weights(theirs).init(half)._replace(master=y, inner=old)
-    found, _ = jgrad.carry_over(state, like=jax.eval_shape(wide.init, half))
-    assert_equal(found.inner, expected)
-    assert_equal(found.master, y)
 
 
 def test_into_optax():

@@ -399,37 +399,6 @@ def test_the_ceiling():
     assert float(tx.update(INF * g, state, w)[1].loss_scale) == float(before) / 2
 
 
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("scaled", [True, False])
-def test_a_float16_model_of_tiny_gradients(scaled):
-    """A linear regression on inputs of 1e-4: it learns with a scaled loss, and else not at all."""
-    rng = np.random.default_rng(0)
-    true = np.array([0.5, -0.25, 0.75])
-    x = 1e-4 * rng.normal(size=(256, 3))
-    x, y = jnp.asarray(x, jnp.float16), jnp.asarray(x @ true, jnp.float32)
-    # Steps of float16 around 1 are 5e-4: the rate is above that.
-    tx = jgrad.skip_nonfinite(
-        jgrad.adam(lambda done: jnp.where(done < 150, 0.02, 0.001), epsilon=1e-12),
-        loss_scale=2.0**45 if scaled else None,
-    )
-
-    def loss(w, scale):
-        return scale * jnp.mean(jnp.square((x @ w).astype(jnp.float32) - y))
-
-    def body(carry, _):
-        w, state = carry
-        return step_of(tx)(w, state, jax.grad(loss)(w, state.loss_scale)), None
-
-    w = jnp.ones(3, jnp.float16)
-    (w, state), _ = jax.jit(lambda *carry: jax.lax.scan(body, carry, length=400))(w, tx.init(w))
-    if scaled:
-        np.testing.assert_allclose(np.asarray(w, float), true, atol=0.01)
-        assert int(state.skipped) > 0  # it came down to a scale at which gradients are finite
-        assert 2**10 <= float(state.loss_scale) < 2**45
-    else:
-        np.testing.assert_array_equal(w, jnp.ones(3, jnp.float16))
-
-
 def test_the_state_is_one_tree():
     """With a scale and without."""
     states = [

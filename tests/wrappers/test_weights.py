@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
+from tests.support.choice import mostly_slow
 from tests.support.loops import assert_equal, compiled, step_of, with_loss
 
 NAN, INF = float("nan"), float("inf")
@@ -36,21 +37,15 @@ def mini_batches(split, grads, dtype="float32"):
         yield {k: jnp.asarray(x[some].mean(0), dtype) for k, x in grads.items()}, end - start
 
 
-def train(tx, w, rows, *, emit="last", pack=False):
+def train(tx, w, rows, pack=False):
     """One window, closed by its last call."""
     pack_if = jgrad.pack if pack else lambda tree: tree
     w, rows = pack_if(w), list(rows)
     state = tx.init(w)
     for i, (g, tokens) in enumerate(rows):
-        last = i == len(rows) - 1
-        flag = {"last": last or None, "traced": jnp.asarray(last), "python": last}[emit]
-        step = compiled(tx) if emit != "python" else step_of(tx)
-        w, state = step(w, state, pack_if(g), weight=jnp.float32(tokens), emit=as_flag(flag))
+        last = jnp.asarray(i == len(rows) - 1)
+        w, state = compiled(tx)(w, state, pack_if(g), weight=jnp.float32(tokens), emit=last)
     return (jgrad.unpack(w) if pack else w), state
-
-
-def as_flag(flag):
-    return flag if flag is None or isinstance(flag, jax.Array) else jnp.asarray(flag)
 
 
 def params(dtype="float32", shapes=SHAPES):
@@ -68,12 +63,20 @@ def wide(tree):
 # ---- any way of splitting ----------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=16)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    "dtype", mostly_slow(["float32", "float64", "complex128"], "float32", "float64")
+)
 @pytest.mark.parametrize("form", ["tree", "packed", "skip", "spikes", "skip and spikes"])
-def test_the_mean_of_all_tokens(split, form):
-    """The step of the whole batch, to a rounding or two of each sum."""
-    grads = per_token()
+def test_the_mean_of_all_tokens(split, form, dtype, request):
+    """The step of the whole batch, to a rounding or two of each sum.
+
+    The sum of weights stays in float32, which counts tokens exactly.
+    """
+    if dtype != "float32":
+        request.getfixturevalue("x64")
+    grads = per_token(dtype)
     tx = weighted(jgrad.gradient_descent(1.0))
     if form == "skip":
         tx = jgrad.skip_nonfinite(tx)
@@ -81,25 +84,14 @@ def test_the_mean_of_all_tokens(split, form):
         tx = jgrad.skip_spikes(tx)
         tx = jgrad.skip_nonfinite(tx) if form != "spikes" else tx
         tx = with_loss(tx)
-    found, state = train(tx, params(), mini_batches(split, grads), pack=form == "packed")
+    rows = mini_batches(split, grads, dtype)
+    found, state = train(tx, params(dtype), rows, pack=form == "packed")
     expected = {k: 1 - x.mean(0) for k, x in grads.items()}
-    chex.assert_trees_all_close(wide(found), expected, atol=1e-6, rtol=0)
+    atol = 1e-6 if dtype == "float32" else 1e-12
+    chex.assert_trees_all_close(wide(found), expected, atol=atol, rtol=0)
     assert int(optax.tree.get(state, "step")) == 1
-    assert float(optax.tree.get(state, "weight")) == 0
-
-
-@pytest.mark.slow(one_in=24)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.parametrize("emit", ["last", "traced", "python"])
-def test_double_precision(split, dtype, emit, x64):
-    """The sum of weights stays in float32, which counts tokens exactly."""
-    grads = per_token(dtype)
-    tx = weighted(jgrad.gradient_descent(1.0))
-    found, state = train(tx, params(dtype), mini_batches(split, grads, dtype), emit=emit)
-    expected = {k: 1 - x.mean(0) for k, x in grads.items()}
-    chex.assert_trees_all_close(wide(found), expected, atol=1e-12, rtol=0)
-    assert state.weight.dtype == jnp.float32
+    weight = optax.tree.get(state, "weight")
+    assert (float(weight), weight.dtype) == (0, jnp.float32)
 
 
 @pytest.mark.slow(one_in=3)
