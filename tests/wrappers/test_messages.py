@@ -149,167 +149,113 @@ free = jgrad.schedule_free
 in_window = jgrad.skip_nonfinite(window)
 STACKED = {"layer_3": {"w": None, "b": 0}}
 
-VALUES = {
-    "accumulate: `every`: a function, expected an int where no state inside counts its updates, as those of jgrad's methods do.": lambda: (
-        jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)
-    ),
-    "accumulate: `every`: 0, expected a number in [1, 2^31).": lambda: jgrad.accumulate(
-        SGD, lambda n: 0
-    ).init(X),
-    "accumulate: `state.total` does not have the structure of `params`: only `state.total` has ['a']; only `params` has ['layer_3'].": lambda: (
-        update(window, state=window.init({"a": X}))
-    ),
-    "lamb: the trust ratio needs the parameters: call `update(updates, state, params)`.": lambda: (
-        update(jgrad.accumulate(LAMB, 2), w=None, emit=True)
-    ),
-    "accumulate: `weight`: 3.0 of type float, expected None without `weighted=True`.": lambda: (
-        update(window, weight=3.0)
-    ),
-    "clip_by_global_norm: `mesh_axes` at ['layer_3']['b']: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; under `jit` norms are whole.": lambda: (
-        update(clip(1.0, mesh_axes="data"))
-    ),
-    "clip_by_global_norm: `mesh_axes` does not have the structure of `updates`: only `mesh_axes` has ['a']; only `updates` has ['layer_3'].": lambda: (
-        update(clip(1.0, mesh_axes={"a": None}))
-    ),
-    "ema: `debias`: True, expected False where `decay` is a function.": lambda: jgrad.ema(
-        lambda done: 0.9, debias=True
-    ),
-    "ema: `decay`: 1.5, expected a number in [0, 1).": lambda: update(jgrad.ema(lambda done: 1.5)),
-    "ema: `state.average` does not have the structure of `params`: only `params` has ['layer_3'].": lambda: (
-        update(ema, state=ema.init({}))
-    ),
-    "ema: `state.average` does not match `params` at ['layer_3']['b']: shape (2,), expected (3,).": lambda: (
-        update(ema, state=ema.init(with_b(jnp.ones(2))))
-    ),
-    "ema: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).": lambda: (
-        update(ema, with_b(jnp.ones((3, 1))))
-    ),
-    f"master_weights: `state.master` at ['layer_3']['b']: an array of float32 and shape (3,), expected None beside a parameter that needs no copy; {INIT}": lambda: (
-        update(half, state=half.init(HALF))
-    ),
-    f"master_weights: `state.master` at ['layer_3']['b']: None, expected a float32 copy of a parameter of bfloat16; {INIT}": lambda: (
-        update(half, HALF, HALF)
-    ),
-    "master_weights: `state.master` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).": lambda: (
-        update(half, HALF, HALF, half.init(jax.tree.map(lambda x: x[..., None], HALF)))
-    ),
-    "master_weights: `state.master` does not have the structure of `params`: only `params` has ['layer_3'].": lambda: (
-        update(half, state=half.init({}))
-    ),
-    f"schedule_free: `weight_power`: 4.5, {POWER}": lambda: free(ADAM, weight_power=4.5),
-    f"schedule_free: `step_power`: 4.5, {POWER}": lambda: free(ADAM, step_power=4.5),
-    "skip_nonfinite: `branch`: True, expected False around `accumulate`.": lambda: update(
-        jgrad.skip_nonfinite(window, branch=True)
-    ),
-    "skip_spikes: `state.losses`: shape (8,), expected (128,), as `window` says.": lambda: update(
-        spikes, state=jgrad.skip_spikes(SGD, window=8).init(W), loss=1.0
-    ),
-    "stochastic_rounding: `state.done`: shape (3,), expected (); map `update` over the models, as `init` was.": lambda: (
-        update(rounded, state=jgrad.StochasticState(jnp.zeros(3, jnp.int32), SGD.init(W)))
-    ),
-    f"watch: `state.report` at ['grad_norm/a']: not there, expected shape (): {FITS}": lambda: (
-        update(watched, {"a": X}, {"a": X}, watched.init(W)._replace(inner=ADAM.init({"a": X})))
-    ),
-    f"watch: `state.report` at ['grad_norm/layer_3/b']: of shape (), expected shape (3,): {FITS}": lambda: (
-        update(jgrad.watch(ADAM, layer_axes=STACKED), state=watched.init(W))
-    ),
-}
-TYPES = {
-    "accumulate: `every`: an array of int32 and shape (), expected an int.": lambda: (
-        jgrad.accumulate(SGD, jnp.int32(2))
-    ),
-    "accumulate: `every`: a function that returns an array of float32 and shape (), expected an int.": lambda: (
-        jgrad.accumulate(SGD, lambda n: jnp.float32(2)).init(X)
-    ),
-    "accumulate: `emit`: 1 of type int, expected None or one bool.": lambda: update(window, emit=1),
-    "accumulate: `finite`: an array of float32 and shape (3,), expected None or one bool.": lambda: (
-        update(window, finite=X)
-    ),
-    f"accumulate: `weight`: {MISSING}": lambda: update(weigh),
-    f"accumulate: `weight`: {MISSING} ": lambda: update(weigh, emit=False, tokens=3),
-    "accumulate: `update` has the keyword `weights`, expected `weight`.": lambda: update(
-        weigh, weights=3
-    ),
-    "accumulate: `weight`: an array of complex64 and shape (), expected a real array or a number.": lambda: (
-        update(weigh, weight=jnp.complex64(1))
-    ),
-    "accumulate: `state`: AccumulateState, expected the WeightedAccumulateState that this `accumulate` made with `init`.": lambda: (
-        update(weigh, state=window.init(W))
-    ),
-    "accumulate: `state`: WeightedAccumulateState, expected the AccumulateState that this `accumulate` made with `init`.": lambda: (
-        update(window, state=weigh.init(W))
-    ),
-    "clip_by_global_norm: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.": lambda: (
-        update(clip(1.0), with_b("abc"))
-    ),
-    f"clip_by_global_norm: `mesh_axes` at ['a']: 3 of type int, {AXES}": lambda: clip(
-        1.0, mesh_axes={"a": 3}
-    ),
-    f"global_norm: `mesh_axes`: 3 of type int, {AXES}": lambda: jgrad.global_norm(W, mesh_axes=3),
-    "global_norm: `tree` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.": lambda: (
-        jgrad.global_norm(with_b("abc"))
-    ),
-    "global_norm: `tree` at ['k']: an array of key<fry> and shape (), expected an array or a number.": lambda: (
-        jgrad.global_norm({"k": jax.random.key(0)})
-    ),
-    "ema: `decay`: None, expected a real array or a number.": lambda: jgrad.ema(None),
-    "ema: `decay`: 'x' of type str, expected a real array or a number.": lambda: update(
-        jgrad.ema(lambda done: "x")
-    ),
-    f"ema: `params` at ['layer_3']['b']: 'abc' of type str, {NUMBERS_ONLY}": lambda: update(
-        ema, w=with_b("abc")
-    ),
-    "master_weights: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real floating dtype beside a parameter of float32.": lambda: (
-        update(half, with_b(jnp.arange(3)))
-    ),
-    "skip_nonfinite: `finite`: 1 of type int, expected None or one bool.": lambda: update(
-        in_window, finite=1
-    ),
-    "skip_nonfinite: `finite`: an array of float32 and shape (3,), expected None or one bool.": lambda: (
-        update(in_window, finite=X)
-    ),
-    "skip_spikes: `finite`: 1 of type int, expected None or one bool.": lambda: update(
-        jgrad.skip_spikes(window), loss=1.0, finite=1
-    ),
-    f"skip_spikes: `loss`: missing, {LOSS}": lambda: update(spikes),
-    f"skip_spikes: `loss`: 'high' of type str, {LOSS}": lambda: update(spikes, loss="high"),
-    f"skip_spikes: `loss`: True of type bool, {LOSS}": lambda: update(spikes, loss=True),
-    f"skip_spikes: `loss`: an array of float32 and shape (3,), {LOSS}": lambda: update(
-        spikes, loss=X
-    ),
-    f"skip_spikes: `loss`: an array of complex64 and shape (), {LOSS}": lambda: update(
-        spikes, loss=jnp.complex64(1)
-    ),
-    f"skip_spikes: `loss`: an array of bool and shape (), {LOSS}": lambda: update(
-        spikes, loss=jnp.asarray(True)
-    ),
-    f"stochastic_rounding: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16.": lambda: (
-        rounded.init(with_b(jnp.ones(3, jnp.float16)))
-    ),
-    f"stochastic_rounding: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16. ": lambda: (
-        update(rounded, w=with_b(jnp.ones(3, jnp.float16)))
-    ),
-    f"stochastic_rounding: `params` at ['layer_3']['b']: an array of float8_e4m3fn and shape (3,), {BITS} float8_e4m3fn.": lambda: (
-        rounded.init(with_b(jnp.ones(3, jnp.float8_e4m3fn)))
-    ),
-    "watch: `layer_axes` at ['a']: 'x' of type str, expected None, an int, or a tuple of ints.": lambda: (
-        jgrad.watch(ADAM, layer_axes={"a": "x"})
-    ),
-    "report: `state`: OptState, in which nothing reports, expected the state of a `watch`, or of a wrapper that counts, at some place in it.": lambda: (
-        jgrad.report(SGD.init(W))
-    ),
-}
+MESSAGES = [
+    (ValueError, "accumulate: `every`: a function, expected an int where no state inside counts its updates, as "
+     "those of jgrad's methods do.", lambda: jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)),
+    (ValueError, "accumulate: `every`: 0, expected a number in [1, 2^31).",
+     lambda: jgrad.accumulate(SGD, lambda n: 0).init(X)),
+    (ValueError, "accumulate: `state.total` does not have the structure of `params`: only `state.total` has ['a']; "
+     "only `params` has ['layer_3'].", lambda: update(window, state=window.init({"a": X}))),
+    (ValueError, "lamb: the trust ratio needs the parameters: call `update(updates, state, params)`.",
+     lambda: update(jgrad.accumulate(LAMB, 2), w=None, emit=True)),
+    (ValueError, "accumulate: `weight`: 3.0 of type float, expected None without `weighted=True`.",
+     lambda: update(window, weight=3.0)),
+    (TypeError, "accumulate: `every`: an array of int32 and shape (), expected an int.",
+     lambda: jgrad.accumulate(SGD, jnp.int32(2))),
+    (TypeError, "accumulate: `every`: a function that returns an array of float32 and shape (), expected an int.",
+     lambda: jgrad.accumulate(SGD, lambda n: jnp.float32(2)).init(X)),
+    (TypeError, "accumulate: `emit`: 1 of type int, expected None or one bool.", lambda: update(window, emit=1)),
+    (TypeError, "accumulate: `finite`: an array of float32 and shape (3,), expected None or one bool.",
+     lambda: update(window, finite=X)),
+    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(weigh)),
+    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(weigh, emit=False, tokens=3)),
+    (TypeError, "accumulate: `update` has the keyword `weights`, expected `weight`.",
+     lambda: update(weigh, weights=3)),
+    (TypeError, "accumulate: `weight`: an array of complex64 and shape (), expected a real array or a number.",
+     lambda: update(weigh, weight=jnp.complex64(1))),
+    (TypeError, "accumulate: `state`: AccumulateState, expected the WeightedAccumulateState that this `accumulate` "
+     "made with `init`.", lambda: update(weigh, state=window.init(W))),
+    (TypeError, "accumulate: `state`: WeightedAccumulateState, expected the AccumulateState that this `accumulate` "
+     "made with `init`.", lambda: update(window, state=weigh.init(W))),
+    (ValueError, "clip_by_global_norm: `mesh_axes` at ['layer_3']['b']: no axis 'data' here; `mesh_axes` is for "
+     "`shard_map` and `pmap`; under `jit` norms are whole.", lambda: update(clip(1.0, mesh_axes="data"))),
+    (ValueError, "clip_by_global_norm: `mesh_axes` does not have the structure of `updates`: only `mesh_axes` has "
+     "['a']; only `updates` has ['layer_3'].", lambda: update(clip(1.0, mesh_axes={"a": None}))),
+    (TypeError, "clip_by_global_norm: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or a "
+     "number.", lambda: update(clip(1.0), with_b("abc"))),
+    (TypeError, f"clip_by_global_norm: `mesh_axes` at ['a']: 3 of type int, {AXES}",
+     lambda: clip(1.0, mesh_axes={"a": 3})),
+    (ValueError, "ema: `debias`: True, expected False where `decay` is a function.",
+     lambda: jgrad.ema(lambda done: 0.9, debias=True)),
+    (ValueError, "ema: `decay`: 1.5, expected a number in [0, 1).", lambda: update(jgrad.ema(lambda done: 1.5))),
+    (ValueError, "ema: `state.average` does not have the structure of `params`: only `params` has ['layer_3'].",
+     lambda: update(ema, state=ema.init({}))),
+    (ValueError, "ema: `state.average` does not match `params` at ['layer_3']['b']: shape (2,), expected (3,).",
+     lambda: update(ema, state=ema.init(with_b(jnp.ones(2))))),
+    (ValueError, "ema: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
+     lambda: update(ema, with_b(jnp.ones((3, 1))))),
+    (TypeError, "ema: `decay`: None, expected a real array or a number.", lambda: jgrad.ema(None)),
+    (TypeError, "ema: `decay`: 'x' of type str, expected a real array or a number.",
+     lambda: update(jgrad.ema(lambda done: "x"))),
+    (TypeError, f"ema: `params` at ['layer_3']['b']: 'abc' of type str, {NUMBERS_ONLY}",
+     lambda: update(ema, w=with_b("abc"))),
+    (TypeError, f"global_norm: `mesh_axes`: 3 of type int, {AXES}", lambda: jgrad.global_norm(W, mesh_axes=3)),
+    (TypeError, "global_norm: `tree` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.",
+     lambda: jgrad.global_norm(with_b("abc"))),
+    (TypeError, "global_norm: `tree` at ['k']: an array of key<fry> and shape (), expected an array or a number.",
+     lambda: jgrad.global_norm({"k": jax.random.key(0)})),
+    (ValueError, "master_weights: `state.master` at ['layer_3']['b']: an array of float32 and shape (3,), expected "
+     f"None beside a parameter that needs no copy; {INIT}", lambda: update(half, state=half.init(HALF))),
+    (ValueError, "master_weights: `state.master` at ['layer_3']['b']: None, expected a float32 copy of a parameter "
+     f"of bfloat16; {INIT}", lambda: update(half, HALF, HALF)),
+    (ValueError, "master_weights: `state.master` does not match `params` at ['layer_3']['b']: shape (3, 1), "
+     "expected (3,).", lambda: update(half, HALF, HALF, half.init(jax.tree.map(lambda x: x[..., None], HALF)))),
+    (ValueError, "master_weights: `state.master` does not have the structure of `params`: only `params` has "
+     "['layer_3'].", lambda: update(half, state=half.init({}))),
+    (TypeError, "master_weights: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real "
+     "floating dtype beside a parameter of float32.", lambda: update(half, with_b(jnp.arange(3)))),
+    (TypeError, "report: `state`: OptState, in which nothing reports, expected the state of a `watch`, or of a "
+     "wrapper that counts, at some place in it.", lambda: jgrad.report(SGD.init(W))),
+    (ValueError, f"schedule_free: `weight_power`: 4.5, {POWER}", lambda: free(ADAM, weight_power=4.5)),
+    (ValueError, f"schedule_free: `step_power`: 4.5, {POWER}", lambda: free(ADAM, step_power=4.5)),
+    (ValueError, "skip_nonfinite: `branch`: True, expected False around `accumulate`.",
+     lambda: update(jgrad.skip_nonfinite(window, branch=True))),
+    (TypeError, "skip_nonfinite: `finite`: 1 of type int, expected None or one bool.",
+     lambda: update(in_window, finite=1)),
+    (TypeError, "skip_nonfinite: `finite`: an array of float32 and shape (3,), expected None or one bool.",
+     lambda: update(in_window, finite=X)),
+    (ValueError, "skip_spikes: `state.losses`: shape (8,), expected (128,), as `window` says.",
+     lambda: update(spikes, state=jgrad.skip_spikes(SGD, window=8).init(W), loss=1.0)),
+    (TypeError, "skip_spikes: `finite`: 1 of type int, expected None or one bool.",
+     lambda: update(jgrad.skip_spikes(window), loss=1.0, finite=1)),
+    (TypeError, f"skip_spikes: `loss`: missing, {LOSS}", lambda: update(spikes)),
+    (TypeError, f"skip_spikes: `loss`: 'high' of type str, {LOSS}", lambda: update(spikes, loss="high")),
+    (TypeError, f"skip_spikes: `loss`: True of type bool, {LOSS}", lambda: update(spikes, loss=True)),
+    (TypeError, f"skip_spikes: `loss`: an array of float32 and shape (3,), {LOSS}", lambda: update(spikes, loss=X)),
+    (TypeError, f"skip_spikes: `loss`: an array of complex64 and shape (), {LOSS}",
+     lambda: update(spikes, loss=jnp.complex64(1))),
+    (TypeError, f"skip_spikes: `loss`: an array of bool and shape (), {LOSS}",
+     lambda: update(spikes, loss=jnp.asarray(True))),
+    (ValueError, "stochastic_rounding: `state.done`: shape (3,), expected (); map `update` over the models, as "
+     "`init` was.", lambda: update(rounded, state=jgrad.StochasticState(jnp.zeros(3, jnp.int32), SGD.init(W)))),
+    (TypeError, f"stochastic_rounding: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} "
+     "float16.", lambda: rounded.init(with_b(jnp.ones(3, jnp.float16)))),
+    (TypeError, f"stochastic_rounding: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} "
+     "float16.", lambda: update(rounded, w=with_b(jnp.ones(3, jnp.float16)))),
+    (TypeError, "stochastic_rounding: `params` at ['layer_3']['b']: an array of float8_e4m3fn and shape (3,), "
+     f"{BITS} float8_e4m3fn.", lambda: rounded.init(with_b(jnp.ones(3, jnp.float8_e4m3fn)))),
+    (ValueError, f"watch: `state.report` at ['grad_norm/a']: not there, expected shape (): {FITS}",
+     lambda: update(watched, {"a": X}, {"a": X}, watched.init(W)._replace(inner=ADAM.init({"a": X})))),
+    (ValueError, f"watch: `state.report` at ['grad_norm/layer_3/b']: of shape (), expected shape (3,): {FITS}",
+     lambda: update(jgrad.watch(ADAM, layer_axes=STACKED), state=watched.init(W))),
+    (TypeError, "watch: `layer_axes` at ['a']: 'x' of type str, expected None, an int, or a tuple of ints.",
+     lambda: jgrad.watch(ADAM, layer_axes={"a": "x"})),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("message", VALUES)
-def test_values(message):
-    assert_error(ValueError, message, VALUES[message])
-
-
-@pytest.mark.parametrize("message", TYPES)
-def test_types(message):
-    """A space at the end tells two calls of one message apart."""
-    assert_error(TypeError, message.rstrip(), TYPES[message])
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    assert_error(error, message, call)
 
 
 def test_a_state_that_counts_no_updates():
