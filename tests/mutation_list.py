@@ -310,7 +310,7 @@ MUTATIONS = [
     Mutation("with_sums", "a sum that an update makes has no old one", "o._replace(total=_)", "o", "tests/wrappers/test_accumulate.py -k stay_open"),
     Mutation("without_window", "a lost window is kept", "type(_)(_, _, new.skipped, _, _, *_)", "old._replace(skipped=new.skipped)", SKIP),
     Mutation("without_window", "a window is lost with a mini-batch", "_ & (_ == 0)", "jnp.asarray(True)", HAND_OVER),
-    Mutation("accumulate", "a window of one mini-batch is chosen again", "(new, before)", "(new, state)", WEIGHTS),
+    Mutation("accumulate", "a window of one mini-batch is chosen again", "(new, before)", "(new, state)", HAND_OVER + " -k look"),
     Mutation("accumulate", "a weight is the same for all models", "shardings.varying_over(jnp.ones(_, _), names)", "jnp.ones((), jnp.float32)", DEVICES + "/test_in_shard_map.py -k weight_of"),
     Mutation("_summed", "a bad weight is added", "(_ >= 0) & (_ < jnp.inf)", "True", WEIGHTS),
     Mutation("_summed", "weights of devices are not summed", "jax.lax.psum(X, _) if _ else X", "X", WEIGHTS),
