@@ -119,28 +119,20 @@ def test_the_old_names_warn():
 def test_e45_errors():
     state = trained(eight)
     w = state.vw["w"]
-    assert_error(
-        TypeError,
-        "carry_over: `old` at .vw['w']: Blocks of int8 and shape (64, 128), expected a floating "
-        "array, or Blocks of uint8.",
-        lambda: quantized(state._replace(vw=state.mw), like=state),
+    with_w = lambda **fields: state._replace(vw={**state.vw, "w": w._replace(**fields)})
+    says = lambda error, message, call: assert_error(error, f"carry_over: `old` {message}", call)
+    message = "at .vw['w']: Blocks of int8 and shape (64, 128), expected a floating array, or Blocks of uint8."
+    says(TypeError, message, lambda: quantized(state._replace(vw=state.mw), like=state))
+    message = (
+        "at .vw['w']: `scale` of shape (16,), expected a number for each block of 256 elements of "
+        "`codes`, of shape (64, 128)."
     )
-    other = state._replace(vw={**state.vw, "w": w._replace(scale=w.scale[:16])})
-    blocks = (
-        "`scale` of shape (16,), expected a number for each block of 256 elements of `codes`, of "
-        "shape (64, 128)."
-    )
+    other = with_w(scale=w.scale[:16])
     for call in (lambda: quantized(other, like=state), lambda: unquantized(other)):
-        assert_error(ValueError, f"carry_over: `old` at .vw['w']: {blocks}", call)
-    cast = state._replace(vw={**state.vw, "w": w._replace(codes=w.codes.astype(jnp.float32))})
-    assert_error(
-        TypeError,
-        "carry_over: `old` at .vw['w']: an array of float32 and shape (64, 128) as `codes`, "
-        "expected uint8.",
-        lambda: unquantized(cast),
-    )
-    assert_error(
-        ValueError,
-        "carry_over: `old` does not match `like` at .mw['b']: shape (7,), expected (8,).",
-        lambda: quantized(state, like=eight.init({**W, "b": jnp.ones(8)})),
-    )
+        says(ValueError, message, call)
+    cast = with_w(codes=w.codes.astype(jnp.float32))
+    message = "at .vw['w']: an array of float32 and shape (64, 128) as `codes`, expected uint8."
+    says(TypeError, message, lambda: unquantized(cast))
+    message = "does not match `like` at .mw['b']: shape (7,), expected (8,)."
+    other = eight.init({**W, "b": jnp.ones(8)})
+    says(ValueError, message, lambda: quantized(state, like=other))

@@ -511,25 +511,19 @@ def test_what_the_account_says():
     )
 
 
-def test_errors():
-    descent, adam = trained("gradient_descent")[1], trained("adam")[1]
-    assert_error(
-        ValueError,
-        "carry_over: `old_momentum`: 'step' of type str, expected one of 'gradients', 'averages', "
-        "'scaled gradients', 'steps', 'updates'.",
-        lambda: jgrad.carry_over(descent, like=descent, old_momentum="step"),
-    )
-    assert_error(
-        ValueError,
-        "carry_over: `like_momentum`: 'steps', expected None: `like` has no momentum of which it may "
-        "be said.",
-        lambda: jgrad.carry_over(descent, like=adam, like_momentum="steps"),
-    )
-    assert_error(
-        ValueError,
-        "carry_over: `momentum_decay`: 0.9, expected None: no sum of gradients becomes an average "
-        "here, nor an average a sum.",
-        lambda: jgrad.carry_over(adam, like=adam, momentum_decay=0.9),
-    )
-    with pytest.raises(ValueError, match="carry_over: `momentum_decay`: 1, expected"):
-        jgrad.carry_over(descent, like=adam, momentum_decay=1)
+MOMENTUM = "expected one of 'gradients', 'averages', 'scaled gradients', 'steps', 'updates'."
+ERRORS = [
+    ("adam", {"old_momentum": "step"}, f"`old_momentum`: 'step' of type str, {MOMENTUM}"),
+    ("adam", {"like_momentum": "steps"},
+     "`like_momentum`: 'steps', expected None: `like` has no momentum of which it may be said."),
+    ("adam", {"momentum_decay": 0.9},
+     "`momentum_decay`: 0.9, expected None: no sum of gradients becomes an average here, nor an average a sum."),
+    ("gradient_descent", {"momentum_decay": 1}, "`momentum_decay`: 1, expected a number in [0, 1)."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "options", "message"), ERRORS)
+def test_message(old, options, message):
+    state = trained(old)[1]
+    carry_over = functools.partial(jgrad.carry_over, state, like=like_of("adam"), **options)
+    assert_error(ValueError, f"carry_over: {message}", carry_over)

@@ -84,14 +84,30 @@ def assert_state(state, expected, window):
 # ---- decisions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize(
-    ("window", "deviations", "restart"),
-    [(128, 6.0, True), (16, 6.0, True), (5, 2.0, True), (4, 0.5, True), (4, 0.5, False)],
-)
-def test_decisions(window, deviations, restart):
-    """Losses with spikes: the steps that are accepted, counted by the step of the optimizer."""
-    losses = curve()
+HIGHER = [*1 + 0.01 * np.arange(8.0), *[5.0] * 11]
+# Losses, the options, and how many are left out.
+LOSSES = {
+    "spikes": (curve(), (128, 6.0, True), 5),
+    "spikes, a window of 16": (curve(), (16, 6.0, True), 9),
+    "spikes, a window of 5": (curve(), (5, 2.0, True), 12),
+    "spikes, a window of 4": (curve(), (4, 0.5, True), 17),
+    "spikes, without a restart": (curve(), (4, 0.5, False), 17),
+    # Another level is left out for a window, and then the window starts anew, if it may.
+    "higher": (HIGHER, (8, 6.0, True), 8),
+    "higher, without a restart": (HIGHER, (8, 6.0, False), 11),
+    # Nothing finite before a quarter, nor after a window was started anew.
+    "before a quarter": ([1, 1e30, NAN, 2, 1e9, 1e35], (20, 6.0, True), 1),
+    "zeros": ([0, 0, 0, 1e-30, 0], (4, 6.0, True), 1),
+    "large": ([3e38, -3e38, 3e38, 2e38, 3.3e38], (5, 6.0, True), 0),
+}
+
+
+@pytest.mark.slow(one_in=2, always=["spikes", "higher", "before a quarter"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_decisions(name):
+    """Which steps are accepted, counted by the step of the optimizer; and what the state has then."""
+    losses, (window, deviations, restart), skipped = LOSSES[name]
+    losses = np.float32(losses)
     tx = jgrad.skip_spikes(jgrad.adam(0.1), window=window, deviations=deviations, restart=restart)
     expected = by_hand(losses, window, deviations, restart)
     state, update, flags = tx.init(X), jax.jit(tx.update), []
@@ -100,26 +116,8 @@ def test_decisions(window, deviations, restart):
         _, state = update(X, state, X, loss=loss)
         flags.append(int(state.inner.step) > before)
     assert flags == expected[0]
+    assert flags.count(False) == skipped
     assert_state(state, expected, window)
-
-
-@pytest.mark.parametrize("restart", [True, False])
-def test_a_loss_that_stays_higher(restart):
-    """Another level: left out for a window, and then the window starts anew, if it may."""
-    losses = [*1 + 0.01 * np.arange(8.0), *[5.0] * 11]
-    tx = jgrad.skip_spikes(jgrad.gradient_descent(1.0), window=8, restart=restart)
-    _, state = train(tx, np.float32(losses))
-    assert_state(state, by_hand(losses, 8, restart=restart), 8)
-    found = int(state.restarts), int(state.skipped), int(state.accepted), int(state.streak)
-    assert found == ((1, 8, 3, 0) if restart else (0, 11, 8, 11))
-
-
-def test_nothing_finite_before_a_quarter():
-    """Nor after a window was started anew; what is not finite is left out always."""
-    losses = np.float32([1, 1e30, NAN, 2, 1e9, 1e35])
-    tx = jgrad.skip_spikes(jgrad.gradient_descent(1.0), window=20)
-    _, state = train(tx, losses)
-    assert (int(state.skipped), int(state.accepted)) == (1, 5)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +133,6 @@ def test_losses_that_are_all_equal(dtype, near, far):
             _, state = tx.update(X, state, X, loss=jnp.asarray(x, dtype))
         assert int(state.skipped) == skipped
     assert state.losses.dtype == jnp.float32
-
-
-def test_losses_of_zero():
-    """All else is above."""
-    _, state = train(jgrad.skip_spikes(jgrad.adam(0.1), window=4), np.float32([0, 0, 0, 1e-30, 0]))
-    assert int(state.skipped) == 1
-
-
-def test_large_losses_do_not_overflow():
-    losses = np.float32([3e38, -3e38, 3e38, 2e38, 3.3e38])
-    _, state = train(jgrad.skip_spikes(jgrad.adam(0.1), window=5), losses)
-    assert int(state.skipped) == 0
 
 
 @pytest.mark.parametrize("deviations", [0.5, 6.0])

@@ -192,7 +192,7 @@ def test_moments_are_rounded_with_other_bits():
     assert not np.any(leaf_keys(0, 1, [0]) == leaf_keys(0, 2, [0]))
 
 
-# ---- edge 11: tree = packed = resumed ----------------------------------------------------------
+# ---- edge 11: tree = packed ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
