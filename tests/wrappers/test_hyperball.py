@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.multi_device.meshes import mesh_of
@@ -437,6 +437,19 @@ def test_shard_map(scale, check, of_w):
     expected = {k: expected_steps(w[k], [g[k] for g in grads]) for k in ("layers", "w")}
     assert_close(found, expected, 1e-6)
     assert str(jax.make_jaxpr(step)(w, state, grads[0])).count("psum") == 1
+
+
+def test_shardings_of_norms():
+    """Those of layers lie where the layers do, on all devices that share a layer."""
+    for spec, expected in (
+        (P("d"), P("d")),
+        (P(None, None, "d"), P()),
+        (P("d", None, "e"), P("d")),
+    ):
+        of_leaf = dict.fromkeys(LEAVES, P()) | {"layers": spec}
+        of_leaf = {name: NamedSharding(mesh_of(d=2, e=2), x) for name, x in of_leaf.items()}
+        w = jax.device_put(params(), of_leaf)
+        assert jgrad.state_shardings(ADAMH, w).radius["layers"].spec == expected
 
 
 @pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ from benchmarks.accelerators.hlo import traffic
 from tests.cases import gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
-from tests.support.loops import assert_equal, every_step, train, with_loss
+from tests.support.loops import assert_equal, every_step, step_on, train, with_loss
 
 NAN, INF, X = float("nan"), float("inf"), jnp.ones(3)
 AXES = {"embed": {"table": None}, "layers": {"w": 0, "b": 0}, "head": [None]}
@@ -376,6 +376,27 @@ def test_weights_in_8_bits():
 
 
 # ---- devices -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow(one_in=4)
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(every, check_vma):
+    """Norms of whole leaves, on all devices; notes too, which `init` finds outside."""
+    w, g = ({"w": x[:, :3], "b": x[0, :4]} for x in np.random.RandomState(0).randn(2, 8, 4))
+    w, g = jax.tree.map(jnp.float32, (w, g))
+
+    def make(**axes):
+        inner = optax.chain(jgrad.clip_by_global_norm(0.1, **axes), jgrad.lamb(0.1, **axes))
+        return jgrad.watch(jgrad.skip_nonfinite(inner, **axes), every=every, **axes)
+
+    tx = make(mesh_axes="data")
+    state = tx.init(w)
+    specs = jax.tree.map(lambda x: P("data") if x.shape in ((8, 3), (4,)) else P(), state)
+    _, state = step_on(mesh_of(data=4), tx, P("data"), specs, check_vma)(w, state, g)
+    alone = jgrad.report(train(make(), w, [g])[1])
+    assert jgrad.report(state).keys() == alone.keys()
+    close(jgrad.report(state), {k: f64(x) for k, x in alone.items()}, 3e-6)
 
 
 def test_state_shardings():
