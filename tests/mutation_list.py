@@ -369,7 +369,7 @@ MUTATIONS = [
     Mutation("branch", "a branch that keeps what it was given is the last", "jax.lax.switch(X.astype(jnp.int32), (Y, Z))", "jax.lax.cond(X, Z, Y)", "tests/wrappers/test_accumulate.py"),
     Mutation("watch", "watch: the first call is not measured", "(X == 1) | Y", "Y", WATCH),
     Mutation("watch", "watch: the outer decision goes into the branch", "_ != 'commit'", "True", WATCH),
-    Mutation("watch._kept", "watch: the report of a rejected step", "X | dict(zip(Y, Z, strict=True))", "X", "tests/wrappers/test_every_wrapper.py -k skipped"),
+    Mutation("watch._kept", "watch: the report of a rejected step", "X | dict(zip(Y, Z, strict=True))", "X", WATCH),
     Mutation("_after", "watch: donated arrays are copied on a CPU", "jnp.where(_, X, _)", "X", WATCH),
     Mutation("measures.norms_of", "watch: finite layers are counted", "~jnp.isfinite(X)", "jnp.isfinite(X)", WATCH),
     Mutation("measures.ratios", "watch: parameters by updates", "numerics.safe_divide(X, Y)", "numerics.safe_divide(Y, X)", WATCH),
