@@ -133,7 +133,7 @@ def test_inside(inner, standard_promotion):
     assert (int(state.mini_step), float(state.weight)) == (0, 0)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(always=["own tokens-True"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("alike", [True, False], ids=["all tokens", "own tokens"])
 def test_on_devices(alike, check_vma):
