@@ -27,6 +27,7 @@ from tests.multi_device.meshes import (
 )
 from tests.support.loops import step_of, told, with_loss
 from tests.wrappers.test_every_wrapper import WRAPPERS, Wrapper
+from tests.wrappers.test_hand_over import slowly
 
 DEVICES = 8
 RATE = 0.05
@@ -39,6 +40,11 @@ ROWS = {
     "tree": {"w": P("d"), "up": P("d"), "scale": P()},
     "packed": dict.fromkeys(SHAPES, P("d")),
 }
+
+
+def of_a_user(tx, **axes):
+    """Inside `skip_nonfinite` the wrapper of CONTRIBUTING.md, which knows nothing of devices."""
+    return jgrad.skip_nonfinite(slowly(tx, 0.25), **axes)
 
 
 def recipe(tx, **axes):
@@ -54,6 +60,7 @@ SUBJECTS = {
     "alone": Wrapper("alone", lambda tx: tx),
     "pack_small": Wrapper("pack_small", lambda tx: jgrad.pack_small(tx, max_size=70)),
     "recipe": Wrapper("recipe", recipe, dtype=jnp.bfloat16, shares=True, skips=True),
+    "slowly": Wrapper("slowly", of_a_user, shares=True, skips=True),
 } | {f"{wrapper}-{i}": wrapper for i, wrapper in enumerate(WRAPPERS)}
 
 

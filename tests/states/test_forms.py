@@ -96,27 +96,6 @@ def test_other_dtypes_of_moments():
     assert found.mw["w"].dtype == found.mw["b"].dtype == jnp.bfloat16
 
 
-def test_inside_wrappers_and_jit():
-    def recipe(tx):
-        return jgrad.skip_nonfinite(jgrad.accumulate(tx, 2))
-
-    state = recipe(eight).init(W)
-    arrays = jax.jit(unquantized)(state)
-    again = jax.jit(lambda x: quantized(x, like=state))(arrays)
-    assert jax.tree.structure(arrays) == jax.tree.structure(recipe(plain).init(W))
-    assert_same(again, state)
-
-
-@pytest.mark.slow
-def test_e45_a_checkpoint_of_float32(tmp_path):
-    with ocp.StandardCheckpointer() as files:
-        files.save(tmp_path / "state", trained(plain))
-        files.wait_until_finished()
-        restored = files.restore(tmp_path / "state", jax.eval_shape(plain.init, W))
-    state = quantized(restored, like=jax.eval_shape(eight.init, W))
-    assert int(eight.update(G, state, W)[1].step) == 2
-
-
 def test_e45_a_checkpoint_of_8_bits(tmp_path):
     """Training goes on with the same bits."""
     state = trained(eight)
@@ -140,28 +119,20 @@ def test_the_old_names_warn():
 def test_e45_errors():
     state = trained(eight)
     w = state.vw["w"]
-    assert_error(
-        TypeError,
-        "carry_over: `old` at .vw['w']: Blocks of int8 and shape (64, 128), expected a floating "
-        "array, or Blocks of uint8.",
-        lambda: quantized(state._replace(vw=state.mw), like=state),
+    with_w = lambda **fields: state._replace(vw={**state.vw, "w": w._replace(**fields)})
+    says = lambda error, message, call: assert_error(error, f"carry_over: `old` {message}", call)
+    message = "at .vw['w']: Blocks of int8 and shape (64, 128), expected a floating array, or Blocks of uint8."
+    says(TypeError, message, lambda: quantized(state._replace(vw=state.mw), like=state))
+    message = (
+        "at .vw['w']: `scale` of shape (16,), expected a number for each block of 256 elements of "
+        "`codes`, of shape (64, 128)."
     )
-    other = state._replace(vw={**state.vw, "w": w._replace(scale=w.scale[:16])})
-    blocks = (
-        "`scale` of shape (16,), expected a number for each block of 256 elements of `codes`, of "
-        "shape (64, 128)."
-    )
+    other = with_w(scale=w.scale[:16])
     for call in (lambda: quantized(other, like=state), lambda: unquantized(other)):
-        assert_error(ValueError, f"carry_over: `old` at .vw['w']: {blocks}", call)
-    cast = state._replace(vw={**state.vw, "w": w._replace(codes=w.codes.astype(jnp.float32))})
-    assert_error(
-        TypeError,
-        "carry_over: `old` at .vw['w']: an array of float32 and shape (64, 128) as `codes`, "
-        "expected uint8.",
-        lambda: unquantized(cast),
-    )
-    assert_error(
-        ValueError,
-        "carry_over: `old` does not match `like` at .mw['b']: shape (7,), expected (8,).",
-        lambda: quantized(state, like=eight.init({**W, "b": jnp.ones(8)})),
-    )
+        says(ValueError, message, call)
+    cast = with_w(codes=w.codes.astype(jnp.float32))
+    message = "at .vw['w']: an array of float32 and shape (64, 128) as `codes`, expected uint8."
+    says(TypeError, message, lambda: unquantized(cast))
+    message = "does not match `like` at .mw['b']: shape (7,), expected (8,)."
+    other = eight.init({**W, "b": jnp.ones(8)})
+    says(ValueError, message, lambda: quantized(state, like=other))

@@ -69,22 +69,24 @@ def test_trained_states_come_back(name, standard_promotion):
     assert not account.converted
 
 
-HYPERBALL, ACCUMULATE, ADAM, SCHEDULE, MULTI_STEPS = range(5)
+# The counter of each state, and what is inside of it.
+COUNTS = {
+    jgrad.HyperballState: ("done", "inner"),
+    jgrad.AccumulateState: ("mini_step", "inner"),
+    optax.MultiStepsState: ("gradient_step", "inner_opt_state"),
+    optax.ScaleByScheduleState: ("count", None),
+    jgrad.OptState: ("step", None),
+}
+HYPERBALL, ACCUMULATE, MULTI_STEPS, SCHEDULE, ADAM = COUNTS
 
 
 def counters(state):
     """Those of updates, by what has them."""
-    if isinstance(state, jgrad.HyperballState):
-        return {HYPERBALL: int(state.done), **counters(state.inner)}
-    if isinstance(state, jgrad.AccumulateState):
-        return {ACCUMULATE: int(state.mini_step), **counters(state.inner)}
-    if isinstance(state, optax.MultiStepsState):
-        return {MULTI_STEPS: int(state.gradient_step), **counters(state.inner_opt_state)}
-    if isinstance(state, optax.ScaleByScheduleState):
-        return {SCHEDULE: int(state.count)}
-    if isinstance(state, jgrad.OptState):
-        return {ADAM: int(state.step)}
-    return {key: x for link in state for key, x in counters(link).items()}
+    if type(state) not in COUNTS:
+        return {key: x for link in state for key, x in counters(link).items()}
+    count, inner = COUNTS[type(state)]
+    inside = counters(getattr(state, inner)) if inner else {}
+    return {type(state): int(getattr(state, count)), **inside}
 
 
 def after_seven(tx):
@@ -94,21 +96,11 @@ def after_seven(tx):
     every[ADAM] = 2 if {ACCUMULATE, MULTI_STEPS} & counters(state).keys() else 7
 
     def with_counters(state):
-        if isinstance(state, jgrad.HyperballState):
-            inner = with_counters(state.inner)
-            return state._replace(done=jnp.asarray(every[HYPERBALL]), inner=inner)
-        if isinstance(state, jgrad.AccumulateState):
-            inner = with_counters(state.inner)
-            return state._replace(mini_step=jnp.asarray(every[ACCUMULATE]), inner=inner)
-        if isinstance(state, optax.MultiStepsState):
-            inner = with_counters(state.inner_opt_state)
-            count = jnp.asarray(every[MULTI_STEPS])
-            return state._replace(gradient_step=count, inner_opt_state=inner)
-        if isinstance(state, optax.ScaleByScheduleState):
-            return state._replace(count=jnp.asarray(every[SCHEDULE]))
-        if isinstance(state, jgrad.OptState):
-            return state._replace(step=jnp.asarray(every[ADAM]))
-        return tuple(map(with_counters, state))
+        if type(state) not in COUNTS:
+            return tuple(map(with_counters, state))
+        count, inner = COUNTS[type(state)]
+        inside = {inner: with_counters(getattr(state, inner))} if inner else {}
+        return state._replace(**{count: jnp.asarray(every[type(state)])}, **inside)
 
     return with_counters(state)
 

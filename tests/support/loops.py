@@ -19,6 +19,23 @@ def step_of(tx):
     return step
 
 
+def step_on(mesh, tx, specs, of_state, check_vma=True, **names):
+    """`step_of` in `shard_map`, compiled; `names` are of extra arguments, each with its spec."""
+
+    def step(w, state, g, *extra):
+        return step_of(tx)(w, state, g, **dict(zip(names, extra, strict=True)))
+
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(specs, of_state, specs, *names.values()),
+            out_specs=(specs, of_state),
+            check_vma=check_vma,
+        )
+    )
+
+
 def with_loss(tx, loss=1.0):
     """A transformation that is told a loss at each call."""
     return told(tx, loss=loss)

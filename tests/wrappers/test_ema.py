@@ -6,16 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jgrad
 from tests.cases import gradients, params
-from tests.support.errors import assert_error
-from tests.support.loops import every_step, step_of
+from tests.multi_device.meshes import mesh_of
+from tests.support.loops import every_step, step_of, step_on
 
-NAN = float("nan")
 X = jnp.ones(3)
-W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
 
 
 def reference(trees, decay):
@@ -124,14 +122,6 @@ def test_half_precision_moves(dtype):
 # ---- leaves, and what passes -------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_updates_pass():
-    """As the very objects that they are."""
-    w, (g,) = params(), gradients(1)
-    updates, _ = jgrad.ema(0.9).update(g, jgrad.ema(0.9).init(w), w)
-    assert updates is g
-
-
 @pytest.mark.parametrize("count", [None, "float0", "int"])
 def test_leaves_that_are_not_averaged(count):
     """Integers and bools are copied; without an update, the parameter itself is averaged."""
@@ -151,105 +141,7 @@ def test_leaves_that_are_not_averaged(count):
     }
 
 
-def test_the_first_average_is_a_copy():
-    """So that parameters and state can be donated together, in every precision."""
-    for dtype in ("float32", "bfloat16"):
-        tx, w = jgrad.ema(0.9), params(dtype)
-        state, (g,) = tx.init(w), gradients(1, dtype)
-        given = jax.tree.leaves((w, state))
-        jax.jit(step_of(tx), donate_argnums=(0, 1))(w, state, g)
-        assert all(x.is_deleted() for x in given)
-
-
-def test_the_counter_saturates():
-    tx = jgrad.ema(0.9)
-    state = tx.init(X)._replace(done=jnp.int32(2**31 - 1))
-    assert int(tx.update(X, state, X)[1].done) == 2**31 - 1
-
-
-# ---- beside others -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_read_from_a_chain():
-    """By name, whatever stands around it, and the weights are those without the average."""
-    w, grads = params(), gradients(5)
-    plain = every_step(jgrad.adam(0.1), w, grads)
-    tx = optax.chain(jgrad.clip_by_global_norm(1e9), jgrad.adam(0.1), jgrad.ema(0.5))
-    found = every_step(tx, w, grads)
-    trees = [w, *(w for w, _ in found)]
-    chex.assert_trees_all_close(found[-1][0], plain[-1][0], rtol=1e-6, atol=1e-6)
-    assert_reference([state for _, state in found], trees, 0.5, 3e-6)
-
-
-@pytest.mark.slow
-def test_inside_of_what_skips_and_accumulates():
-    """The average moves with the weights only, once per window."""
-    w, grads = params(), gradients(4)
-    inner = optax.chain(jgrad.gradient_descent(0.1), jgrad.ema(0.5))
-    tx = jgrad.skip_nonfinite(jgrad.accumulate(inner, 2, check_finite=False))
-    bad = jax.tree.map(lambda x: NAN * x, grads[0])
-    found = every_step(tx, w, [grads[0], bad, grads[1], bad, *grads[2:]])
-    closed = [found[i] for i in (1, 3, 5)]
-    assert_reference([s for _, s in closed], [w, *(w for w, _ in closed)], 0.5, 3e-6)
-    assert int(optax.tree.get(found[-1][1], "skipped", filtering=in_skip_state)) == 2
-
-
-def in_skip_state(path, _):
-    return getattr(path[-1], "tuple_name", None) == "SkipState"
-
-
-def test_beside_optax(standard_promotion):
-    """`optax.ema` of the same weights, without its correction and from the same start."""
-    w, grads = params(), gradients(10)
-    found = every_step(optax.chain(optax.sgd(0.1), jgrad.ema(0.9)), w, grads)
-    tx = optax.ema(0.9, debias=False)
-    state = tx.init(w)._replace(ema=w)
-    for weights, _ in found:
-        _, state = tx.update(weights, state)
-    chex.assert_trees_all_close(found[-1][1][-1].average, state.ema, rtol=1e-5, atol=1e-6)
-
-
-# ---- messages ----------------------------------------------------------------------------------
-
-
-def with_b(b):
-    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
-
-
-def update(g=W, w=W, state=None, decay=0.9):
-    tx = jgrad.ema(decay)
-    return tx.update(g, tx.init(W) if state is None else state, w)
-
-
-MESSAGES = [
-    (ValueError, "ema: `decay`: 1.0, expected a number in [0, 1).", lambda: jgrad.ema(1.0)),
-    (ValueError, "ema: `decay`: -0.1, expected a number in [0, 1).", lambda: jgrad.ema(-0.1)),
-    (ValueError, "ema: `decay`: nan, expected a number in [0, 1).", lambda: jgrad.ema(NAN)),
-    (TypeError, "ema: `decay`: '0.9' of type str, expected a real array or a number.", lambda: jgrad.ema("0.9")),
-    (TypeError, "ema: `decay`: None, expected a real array or a number.", lambda: jgrad.ema(None)),
-    (ValueError, "ema: `decay`: an array of float32 and shape (2,), expected one number.", lambda: jgrad.ema(jnp.ones(2))),
-    (ValueError, "ema: `decay`: 1.5, expected a number in [0, 1).", lambda: update(decay=lambda done: 1.5)),
-    (TypeError, "ema: `decay`: 'x' of type str, expected a real array or a number.",
-     lambda: update(decay=lambda done: "x")),
-    (ValueError, "ema: the average needs the parameters: call `update(updates, state, params)`.",
-     lambda: update(w=None)),
-    (TypeError, "ema: `state`: OptState, expected the EmaState that this `ema` made with `init`.",
-     lambda: update(state=jgrad.adam(0.1).init(W))),
-    (ValueError, "ema: `state.average` does not have the structure of `params`: only `params` has ['layer_3'].",
-     lambda: update(state=jgrad.ema(0.9).init({}))),
-    (ValueError, "ema: `state.average` does not match `params` at ['layer_3']['b']: shape (2,), expected (3,).",
-     lambda: update(state=jgrad.ema(0.9).init(with_b(jnp.ones(2))))),
-    (ValueError, "ema: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
-     lambda: update(with_b(jnp.ones((3, 1))))),
-    (TypeError, "ema: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; put None in "
-     "the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.", lambda: update(w=with_b("abc"))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)
+# ---- a late start, and without the first parameters ----------------------------------------------
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -292,24 +184,6 @@ def test_start_and_debias_keep_the_form_of_the_state():
     assert forms[0] == forms[1] == forms[2]
 
 
-def test_messages_of_the_start():
-    assert_error(
-        ValueError,
-        "ema: `debias`: True, expected False where `decay` is a function.",
-        lambda: jgrad.ema(lambda done: 0.9, debias=True),
-    )
-    assert_error(
-        ValueError,
-        "ema: `start`: -1, expected a number in [0, 2^31).",
-        lambda: jgrad.ema(0.9, start=-1),
-    )
-    assert_error(
-        TypeError,
-        "ema: `start`: 2.5 of type float, expected an int.",
-        lambda: jgrad.ema(0.9, start=2.5),
-    )
-
-
 def test_debiased_where_the_counter_is_full():
     """It saturates, and the average goes on."""
     w = jnp.ones(3)
@@ -331,31 +205,19 @@ def test_an_injected_start():
         np.testing.assert_allclose(average, expected, rtol=1e-6)
 
 
-OPTIONS = [{"start": 2}, {"debias": True}, {"start": 1, "debias": True}]
-
-
 @pytest.mark.slow(one_in=4)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("surroundings", ["shard_map", "shard_map unchecked", "jit"])
-def test_start_and_debias_of_sharded_leaves(surroundings, options):
+@pytest.mark.parametrize("options", [{"start": 2}, {"start": 1, "debias": True}], ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_start_and_debias_of_sharded_leaves(check_vma, options):
     """Those of one device: a leaf is averaged where its shards are."""
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     w = {"w": jnp.arange(8.0).reshape(4, 2), "b": jnp.ones(3)}
     grads = [jax.tree.map(lambda x, i=i: (i + 1) * jnp.ones_like(x), w) for i in range(4)]
     tx = optax.chain(jgrad.gradient_descent(0.1), jgrad.ema(0.9, **options))
-    _, expected = every_step(tx, w, grads)[-1]
+    (_, expected), found, state = every_step(tx, w, grads)[-1], w, tx.init(w)
     spec = {"w": P("model"), "b": P()}
-    specs = (jax.tree.map(lambda _: P(), tx.init(w)[0]), jgrad.EmaState(P(), spec))
-    step = step_of(tx)
-    if surroundings != "jit":
-        step = jax.shard_map(
-            step, mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs),
-            check_vma=surroundings == "shard_map",
-        )  # fmt: skip
-    place = lambda tree: jax.device_put(tree, {k: NamedSharding(mesh, x) for k, x in spec.items()})
-    step, found, state = jax.jit(step), place(w), tx.init(place(w))
+    of_state = jax.tree.map(lambda _: P(), state[0]), jgrad.EmaState(P(), spec)
+    step = step_on(mesh_of(model=2), tx, spec, of_state, check_vma)
     for g in grads:
-        found, state = step(found, state, place(g))
-    average = optax.tree.get(state, "average")
-    chex.assert_trees_all_close(average, optax.tree.get(expected, "average"), rtol=1e-6)
-    assert average["w"].sharding.spec == P("model")
+        found, state = step(found, state, g)
+    chex.assert_trees_all_close(state[1].average, expected[1].average, rtol=1e-6)
+    assert state[1].average["w"].sharding.spec == P("model")

@@ -1,4 +1,8 @@
-"""Properties that all wrappers have: clipping, accumulation, skipping, master weights, averages."""
+"""Properties that all wrappers have.
+
+What they do on meshes, in `shard_map`, inside `zero`, packed and under x64 is in
+`multi_device/test_in_shard_map.py` and `everywhere/test_surroundings.py`, which take them from here.
+"""
 
 import dataclasses
 import functools
@@ -7,13 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax import export
 
 import jgrad
@@ -21,14 +23,15 @@ from tests.cases import RATE, Case, gradients, params, rank_two
 from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
-from tests.support.loops import stack, step_of, train, with_loss
+from tests.support.loops import assert_equal, compiled, stack, step_of, told, train, with_loss
+from tests.wrappers.test_hand_over import slowly
 
 X = jnp.ones(3)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wrapper:
-    """One of the five, around or beside an optimizer.
+    """One of them, around or beside an optimizer.
 
     Attributes:
       name: of the function.
@@ -36,7 +39,7 @@ class Wrapper:
         flags that devices share.
       own: fields of its state that are found by name, and what they are at the start.
       like_params: those among them that are trees like the parameters.
-      state: the type of its state and its fields, a file format.
+      state: the type of its state.
       dtype: of the parameters, where it matters.
       calls: updates until the optimizer has run.
       shares: whether it takes `mesh_axes`.
@@ -47,7 +50,7 @@ class Wrapper:
     around: Callable[..., Any]
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
     like_params: tuple[str, ...] = ()
-    state: tuple[Any, tuple[str, ...]] | None = None
+    state: Any = None
     dtype: Any = jnp.float32
     calls: int = 1
     shares: bool = False
@@ -68,7 +71,7 @@ WRAPPERS = [
         lambda tx, **axes: jgrad.accumulate(tx, 2, **axes),
         {"mini_step": 0, "count": 0, "skipped": 0},
         ("total",),
-        (jgrad.AccumulateState, ("mini_step", "count", "skipped", "total", "inner")),
+        jgrad.AccumulateState,
         calls=2,
         shares=True,
         skips=True,
@@ -77,7 +80,7 @@ WRAPPERS = [
         "skip_nonfinite",
         jgrad.skip_nonfinite,
         {"skipped": 0, "streak": 0, "loss_scale": 1},
-        state=(jgrad.SkipState, ("skipped", "inner", "streak", "loss_scale")),
+        state=jgrad.SkipState,
         shares=True,
         skips=True,
     ),
@@ -92,10 +95,7 @@ WRAPPERS = [
         "skip_spikes",
         lambda tx, **axes: with_loss(jgrad.skip_spikes(tx, **axes)),
         {"skipped": 0, "accepted": 0, "streak": 0, "restarts": 0},
-        state=(
-            jgrad.SpikeState,
-            ("skipped", "inner", "losses", "accepted", "streak", "restarts"),
-        ),
+        state=jgrad.SpikeState,
         shares=True,
     ),
     Wrapper(
@@ -103,7 +103,7 @@ WRAPPERS = [
         jgrad.master_weights,
         {},
         ("master",),
-        (jgrad.MasterState, ("master", "inner")),
+        jgrad.MasterState,
         dtype=jnp.bfloat16,
     ),
     Wrapper(
@@ -111,7 +111,7 @@ WRAPPERS = [
         jgrad.stochastic_rounding,
         {"done": 0},
         (),
-        (jgrad.StochasticState, ("done", "inner")),
+        jgrad.StochasticState,
         dtype=jnp.bfloat16,
     ),
     Wrapper(
@@ -119,30 +119,18 @@ WRAPPERS = [
         lambda tx, **axes: jgrad.hyperball(tx, 0.02, leaves=rank_two, **axes),
         {"done": 0},
         (),
-        (jgrad.HyperballState, ("done", "radius", "inner")),
+        jgrad.HyperballState,
         shares=True,
     ),
-    Wrapper(
-        "offload",
-        jgrad.offload,
-    ),
-    Wrapper(
-        "ema",
-        lambda tx: optax.chain(tx, jgrad.ema(0.9)),
-        {},
-        ("average",),
-        (jgrad.EmaState, ("done", "average")),
-    ),
-    Wrapper("watch", jgrad.watch, {}, (), (jgrad.WatchState, ("report", "inner")), shares=True),
+    Wrapper("offload", jgrad.offload),
+    Wrapper("ema", lambda tx: optax.chain(tx, jgrad.ema(0.9)), {}, ("average",), jgrad.EmaState),
+    Wrapper("watch", jgrad.watch, {}, (), jgrad.WatchState, shares=True),
     Wrapper(
         "schedule_free",
         lambda tx: jgrad.schedule_free(tx, learning_rate=RATE),
         {"weight_sum": 0, "largest_rate": 0},
         ("z", "average"),
-        (
-            jgrad.ScheduleFreeState,
-            ("done", "weight_sum", "largest_rate", "z", "average", "inner"),
-        ),
+        jgrad.ScheduleFreeState,
     ),
 ]
 
@@ -164,10 +152,11 @@ def few(tree):
     return tree | {"rest": tree["rest"][2]}
 
 
-def setup(wrapper, steps=4, seed=1):
+def setup(wrapper, steps=4, seed=1, dtype=None):
     """The transformation around Adam, parameters and gradients."""
-    grads = [few(g) for g in gradients(steps, wrapper.dtype, seed)]
-    return around_adam(wrapper), few(params(wrapper.dtype)), grads
+    dtype = wrapper.dtype if dtype is None else dtype
+    grads = [few(g) for g in gradients(steps, dtype, seed)]
+    return around_adam(wrapper), few(params(dtype)), grads
 
 
 def close(found, expected, dtype=jnp.float32):
@@ -175,6 +164,13 @@ def close(found, expected, dtype=jnp.float32):
     tolerance = max(1e-6, float(jnp.finfo(dtype).eps) if dtype != jnp.float32 else 0)
     widen = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
     chex.assert_trees_all_close(widen(found), widen(expected), rtol=tolerance, atol=tolerance)
+
+
+def as_well(wrapper, found, expected):
+    """Close; where weights are rounded at random, they have the same bits wherever the step runs."""
+    close(found, expected, wrapper.dtype)
+    if wrapper.name == "stochastic_rounding":
+        assert_equal(found[0], expected[0])
 
 
 # ---- beside and inside of others ---------------------------------------------------------------
@@ -192,19 +188,6 @@ def test_it_trains(wrapper):
 
 @pytest.mark.slow
 @few_wrappers
-def test_chain(wrapper):
-    """After another transformation it is itself on what that makes of gradients."""
-    tx, w, grads = setup(wrapper)
-    halves = [jax.tree.map(lambda x: x / 2, g) for g in grads]
-    close(
-        train(optax.chain(optax.scale(0.5), tx), w, grads)[0],
-        train(tx, w, halves)[0],
-        wrapper.dtype,
-    )
-
-
-@pytest.mark.slow
-@few_wrappers
 def test_masked(wrapper):
     """Leaves outside of the mask pass; the others are trained as if alone."""
     tx, w, grads = setup(wrapper)
@@ -216,18 +199,6 @@ def test_masked(wrapper):
         expected, alone = update_alone(g["layer"], alone, w["layer"])
         chex.assert_trees_all_equal(updates["rest"], g["rest"])
         close(updates["layer"], expected, wrapper.dtype)
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_partition(wrapper):
-    _, w, grads = setup(wrapper)
-    rates = {"fast": 0.1, "slow": 0.01}
-    txs = {name: wrapper.around(jgrad.adam(rate)) for name, rate in rates.items()}
-    found, _ = train(optax.partition(txs, {"layer": "fast", "rest": "slow"}), w, grads)
-    for key, name in (("layer", "fast"), ("rest", "slow")):
-        expected, _ = train(txs[name], w[key], [g[key] for g in grads])
-        close(found[key], expected, wrapper.dtype)
 
 
 @pytest.mark.slow(one_in=2)
@@ -271,41 +242,6 @@ def test_inject_their_own_numbers(make, value):
     close((found, state.inner_state), (expected, plain))
 
 
-class Net(nn.Module):
-    """Two layers, with parameters of a dtype."""
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x):
-        dense = lambda n: nn.Dense(n, param_dtype=self.dtype)
-        return dense(1)(nn.tanh(dense(8)(x)))
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_flax_train_state(wrapper, standard_promotion):
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(32, 4)), jnp.float32)
-    y, net = jnp.sum(x, axis=1, keepdims=True), Net(wrapper.dtype)
-    weights = net.init(jax.random.key(0), x)["params"]
-    tx = wrapper.around(jgrad.adam(0.05))
-    state = TrainState.create(apply_fn=net.apply, params=weights, tx=tx)
-
-    @jax.jit
-    def step(state):
-        loss = lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
-        value, grads = jgrad.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    losses = []
-    for _ in range(40 * wrapper.calls):
-        state, value = step(state)
-        losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(wrapper.dtype)}
-
-
 # ---- under JAX's transformations ---------------------------------------------------------------
 
 
@@ -341,9 +277,10 @@ def test_init_of_numpy(wrapper):
 
 @pytest.mark.slow(one_in=2)
 @few_wrappers
-def test_one_trace_with_donation(wrapper):
-    """Buffers of parameters and state are given away at each of five steps."""
-    tx, w, grads = setup(wrapper, 5)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_trace_with_donation(dtype, wrapper):
+    """Buffers of parameters and state are given away at each of five steps: no array is in both."""
+    tx, w, grads = setup(wrapper, 5, dtype=dtype)
     step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
     expected, _ = train(tx, w, grads)
     state = tx.init(w)
@@ -351,7 +288,7 @@ def test_one_trace_with_donation(wrapper):
         given = jax.tree.leaves((w, state))
         w, state = step(w, state, g)
         assert all(x.is_deleted() for x in given if x.size)
-    close(w, expected, wrapper.dtype)
+    close(w, expected, dtype)
 
 
 @pytest.mark.slow
@@ -361,7 +298,7 @@ def test_scan(wrapper):
     tx, w, grads = setup(wrapper)
     body = lambda carry, g: (step_of(tx)(*carry, g), None)
     found, _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(grads)))(w)
-    close(found, train(tx, w, grads), wrapper.dtype)
+    as_well(wrapper, found, train(tx, w, grads))
 
 
 @pytest.mark.slow
@@ -375,7 +312,7 @@ def test_vmap(wrapper):
     for i in range(2):
         w, state = step(w, state, stack([g[i] for g in grads]))
     alone = [train(tx, m, g) for m, g in zip(models, grads, strict=True)]
-    close((w, state), stack(alone), wrapper.dtype)
+    as_well(wrapper, (w, state), stack(alone))
 
 
 @pytest.mark.slow
@@ -425,27 +362,9 @@ def test_tree_map_params(wrapper):
 
 
 @with_state
-def test_fields_are_a_file_format(wrapper):
-    """Their names and order; checkpoints hold them. A change is a new version of the format."""
-    kind, fields = wrapper.state
-    assert kind._fields == fields
-    tx, w, _ = setup(wrapper)
-    found = [
-        x
-        for x in jax.tree.leaves(tx.init(w), is_leaf=lambda x: isinstance(x, kind))
-        if isinstance(x, kind)
-    ]
-    assert len(found) == 1
-    for name in ("mini_step", "count", "skipped", "streak", "step"):
-        if name in fields:
-            field = getattr(found[0], name)
-            assert (field.shape, field.dtype) == ((), jnp.int32)
-
-
-@with_state
 def test_the_state_of_another(wrapper):
     """A message that names both, for each state that is not this wrapper's own."""
-    kind, _ = wrapper.state
+    kind = wrapper.state
     tx = jgrad.ema(0.9) if wrapper.name == "ema" else wrapper.around(jgrad.adam(RATE))
     others = [w.around(jgrad.adam(RATE)).init(X) for w in WRAPPERS if w.state and w.name != "ema"]
     for state in (*others, jgrad.ema(0.9).init(X), None, (), tuple(tx.init(X))):
@@ -469,6 +388,158 @@ def test_e07_the_copy_sees_the_mean_unrounded():
     ):
         _, state = train(outer(inner(jgrad.gradient_descent(1.0))), w, grads)
         np.testing.assert_allclose(optax.tree.get(state, "master"), -mean, rtol=1e-6)
+
+
+# ---- leaves, dtypes and calls ------------------------------------------------------------------
+
+ZEROS = {"None": None, "float0": np.zeros(3, jax.dtypes.float0), "int": jnp.zeros(3, jnp.int32)}
+
+
+@pytest.mark.slow(one_in=4)
+@every_wrapper
+@pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
+def test_leaves_that_are_not_updated(zero, wrapper):
+    """Integers, None and a leaf without a gradient stay; the others are trained as if alone."""
+    draw = lambda seed: params(wrapper.dtype, seed)["layer"]["w"]
+    w = {"a": draw(0), "b": draw(1), "n": jnp.arange(3), "none": None}
+    g = {"a": draw(2), "b": None, "n": zero, "none": None}
+    tx = around_adam(wrapper)
+    found, state = train(tx, w, [g] * 4)
+    expected, _ = train(tx, {"a": w["a"]}, [{"a": g["a"]}] * 4)
+    close(found.pop("a"), expected["a"], wrapper.dtype)
+    assert_equal(found, {name: w[name] for name in found})
+    assert_equal(optax.tree.get(state, "mw")["b"], jnp.zeros(w["b"].shape))
+
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@pytest.mark.slow(one_in=5)
+@every_wrapper
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_do_not_drift(dtype, wrapper, x64):
+    """Those of parameters and state, whatever the gradients have; moments are float32 or wider."""
+    if (wrapper.name, dtype) == ("stochastic_rounding", "float16"):
+        with pytest.raises(TypeError, match="expected bfloat16"):
+            around_adam(wrapper).init(params(dtype))
+        return
+    tx, w = around_adam(wrapper), params(dtype) | {"n": jnp.arange(2)}
+    state = jax.eval_shape(tx.init, w)
+    for of_gradients in DTYPES:
+        g = gradients(1, of_gradients)[0] | {"n": None}
+        new = jax.eval_shape(step_of(tx), w, state, g)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
+    wide = jnp.float64 if dtype == "float64" else jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(optax.tree.get(state, "mw"))} == {jnp.dtype(wide)}
+
+
+@every_wrapper
+def test_a_rate_for_one_call(wrapper):
+    """Arguments of the call reach the optimizer inside."""
+    tx, w, grads = setup(wrapper)
+    other = told(wrapper.around(jgrad.adam(7.0)), learning_rate=RATE)
+    close(train(other, w, grads)[0], train(tx, w, grads)[0], wrapper.dtype)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [jgrad.skip_nonfinite, lambda tx: jgrad.accumulate(tx, 2), jgrad.offload, jgrad.pack_small],
+    ids=["skip_nonfinite", "accumulate", "offload", "pack_small"],
+)
+def test_without_parameters(wrap):
+    """As optax: updates then have the gradients' dtypes."""
+    tx, g = wrap(jgrad.adam(0.5)), {"a": X, "b": jnp.full(3, 2.0, jnp.bfloat16)}
+    found, expected = tx.init(g), tx.init(g)
+    for _ in range(2):
+        updates, found = jax.jit(tx.update)(g, found)
+        same, expected = jax.jit(tx.update)(g, expected, g)
+    assert_equal((updates, found), (same, expected))
+
+
+@pytest.mark.parametrize("grads_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("wrap", "dtype"),
+    [
+        (jgrad.master_weights, "bfloat16"),
+        (jgrad.master_weights, "float16"),
+        (jgrad.stochastic_rounding, "bfloat16"),
+    ],
+)
+def test_what_is_inside_sees_float32(wrap, dtype, grads_dtype, x64):
+    """Gradients and parameters, for those of half precision."""
+    seen = []
+
+    def update(g, state, w=None, **extra):
+        seen.append((g.dtype, w.dtype, extra))
+        return -g, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda w: (seen.append(w.dtype), ())[1], update)
+    tx, w = wrap(spy), jnp.ones(3, dtype)
+    updates, _ = tx.update(jnp.ones(3, grads_dtype), tx.init(w), w, value=3)
+    assert seen == [jnp.float32, (jnp.float32, jnp.float32, {"value": 3})]
+    assert updates.dtype == dtype
+
+
+# ---- steps that are left out -------------------------------------------------------------------
+
+# A bad mini-batch of `accumulate` counts in its window, and `offload` stands outermost.
+INSIDE_SKIP = [w for w in WRAPPERS if w.name not in ("accumulate", "offload")]
+INSIDE_SKIP += [
+    Wrapper("slowly", lambda tx: slowly(tx, 0.25)),
+    Wrapper("watch-2", lambda tx: jgrad.watch(WRAPPERS[0].around(tx), every=2)),
+]
+
+
+@pytest.mark.parametrize("make", mostly_slow([jgrad.adam, optax.adam], jgrad.adam))
+@pytest.mark.parametrize("wrapper", INSIDE_SKIP, ids=str)
+def test_as_if_a_skipped_step_had_not_been(wrapper, make, standard_promotion):
+    """Bit for bit: weights, and whatever the wrapper keeps."""
+    tx, (_, w, (a, b, c)) = jgrad.skip_nonfinite(wrapper.around(make(RATE))), setup(wrapper, 3)
+    bad = jax.tree.map(lambda x: x * float("nan"), a)
+    found, state = train(tx, w, [a, bad, b, c])
+    expected, alone = train(tx, w, [a, b, c])
+    assert_equal((found, state.inner), (expected, alone.inner))
+    assert (int(state.skipped), int(alone.skipped)) == (1, 0)
+
+
+MOST = 2**31 - 1
+
+
+@with_state
+def test_counters_saturate(wrapper):
+    """Of updates and of what was left out, with finite gradients and with others."""
+    tx, w, (g,) = setup(wrapper, 1)
+    names = {"done", "skipped", "streak"}.intersection(wrapper.state._fields)
+    counters = lambda state: [optax.tree.get(state, name) for name in names]
+    assert all((x.shape, x.dtype) == ((), jnp.int32) for x in counters(tx.init(w)))
+    full = optax.tree.set(tx.init(w), **dict.fromkeys(names, jnp.int32(MOST)))
+    for factor in (1.0, float("nan")):
+        scaled = jax.tree.map(lambda x, f=factor: x * jnp.asarray(f, x.dtype), g)
+        found = set(map(int, counters(compiled(tx)(w, full, scaled)[1])))
+        assert found <= {MOST, 0}
+        if "done" in names or (factor != 1 and wrapper.skips):
+            assert MOST in found
+
+
+def skipped(tx, g, **extra):
+    return tx.update(g, tx.init(g), g, **extra)[1].skipped
+
+
+window = functools.partial(jgrad.accumulate, optax.identity(), 2)
+LEFT_OUT = {
+    "accumulate": lambda g, **axes: skipped(window(**axes), g),
+    "skip_nonfinite": lambda g, **axes: skipped(jgrad.skip_nonfinite(optax.scale(1.0), **axes), g),
+    "a weight": lambda g, **axes: skipped(window(weighted=True, **axes), X, weight=g[1]),
+}
+
+
+@pytest.mark.parametrize("count", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_devices_of_a_mesh_axis_leave_out_the_same(count):
+    """With `mesh_axes`, a NaN in one part of a cut leaf is seen by all parts."""
+    x = jnp.array([[1.0, float("nan")], [1.0, 1.0]])
+    for axes, counts in ((None, [1, 0]), ("data", [1, 1])):
+        found = jax.vmap(functools.partial(count, mesh_axes=axes), axis_name="data")(x)
+        assert found.tolist() == counts
 
 
 # ---- all together ------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from jgrad._arithmetic import rules
@@ -24,7 +23,7 @@ from jgrad._trees import trees
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 from tests.cases import gradients, params
-from tests.support.loops import assert_equal, compiled, every_step, step_of, train
+from tests.support.loops import assert_equal, compiled, every_step, train
 
 X = jnp.ones(3)
 NAN, INF = float("nan"), float("inf")
@@ -87,32 +86,21 @@ def test_it_is_what_it_says():
     close(train(slowly(tx, 0.25), w, grads)[0], by_hand(tx, 0.25, w, grads))
 
 
-@pytest.mark.slow
-def test_packed():
-    tx, w, grads = slowly(jgrad.lamb(0.1), 0.5), params(), gradients(3)
-    found, _ = train(tx, jgrad.pack(w), [jgrad.pack(g) for g in grads])
-    close(jgrad.unpack(found), train(tx, w, grads)[0])
-
-
-def test_what_it_makes_needs_no_look():
-    """It speaks no word of `Commit`, and all that it makes is settled."""
+@pytest.mark.parametrize("weighted", [None, 1, 2])
+def test_what_it_makes_needs_no_look(weighted):
+    """It speaks no word of `Commit`, and all that it makes is settled; so is what `accumulate` makes."""
     tx, w = slowly(jgrad.adam(0.1), 0.25), params()
+    options = {}
+    if weighted:
+        tx, options = jgrad.accumulate(jgrad.adam(0.1), weighted, weighted=True), {"weight": 3.0}
     (g,), state = gradients(1), tx.init(w)
     commit = Commit(g, jnp.asarray(True))
-    steps, new = tx.update(g, state, w, commit=commit)
+    if weighted:
+        options |= {"commit": commit.for_windows(), "finite": commit.flag}
+    steps, new = tx.update(g, state, w, **{"commit": commit} | options)
     assert commit.has_settled(steps)
     for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
         assert commit.has_kept(n, o)
-
-
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_skipped(bad):
-    tx, w = jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25)), params()
-    a, b = gradients(2)
-    found, state = train(tx, w, [a, jax.tree.map(lambda x: x * bad, a), b])
-    expected, alone = train(tx, w, [a, b])
-    assert_equal((found, state.inner), (expected, alone.inner))
-    assert int(state.skipped) == 1
 
 
 def test_what_is_inside_makes_nan_of_finite_gradients():
@@ -145,45 +133,6 @@ def test_under_everything():
     )
     close(state.inner.inner.inner.master, alone.inner.master)
     assert (int(state.skipped), float(state.loss_scale)) == (1, 2)
-
-
-def mesh_of(kind):
-    return jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
-
-
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_sharded_leaves(kind):
-    """Under `jit`; its state lies where the parameters do."""
-    tx, mesh = jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25)), mesh_of(kind)
-    w, g = {"w": jnp.ones((8, 3)), "b": jnp.ones(4)}, {"w": jnp.ones((8, 3)), "b": jnp.full(4, 2.0)}
-    expected, _ = train(tx, w, [g, g])
-    sharding = NamedSharding(mesh, P("data"))
-    placed, grads = jax.device_put(w, sharding), jax.device_put(g, sharding)
-    found, state = train(tx, placed, [grads, grads])
-    close(jax.device_get(found), jax.device_get(expected))
-    assert state.inner.slow["w"].sharding.is_equivalent_to(sharding, 2)
-
-
-def test_shard_map():
-    """A NaN in the shard of one device: all skip."""
-    tx = jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25), mesh_axes="data")
-    mesh, w = mesh_of(AxisType.Auto), jnp.ones((8, 3))
-    grads = [w, w.at[5, 1].set(NAN), 2 * w]
-    state = tx.init(w)
-    specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
-    step = jax.jit(
-        jax.shard_map(
-            step_of(tx), mesh=mesh, in_specs=(P("data"), specs, P("data")),
-            out_specs=(P("data"), specs),
-        )
-    )  # fmt: skip
-    found = w
-    for g in grads:
-        found, state = step(found, state, g)
-    expected, alone = train(jgrad.skip_nonfinite(slowly(jgrad.adam(0.1), 0.25)), w, grads)
-    close((found, state), (expected, alone))
-    assert int(state.skipped) == 1
 
 
 # ---- transformations of other libraries between ours -------------------------------------------

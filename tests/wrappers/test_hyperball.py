@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
+from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import compiled, step_of
+from tests.support.loops import compiled, step_of, step_on
 
 LEAVES = {"embed": False, "layers": True, "b": False, "w": True}
 LAYERS = {"embed": None, "layers": (0, 1), "b": None, "w": None}
@@ -33,6 +34,10 @@ def gradients(count, like, scale=1.0):
     draws = np.random.RandomState(1)
     draw = lambda x: jnp.asarray(scale * draws.randn(*x.shape), x.dtype)
     return [jax.tree.map(draw, like) for _ in range(count)]
+
+
+packs = functools.partial(jgrad.pack, layer_axes=LAYERS)
+forms = pytest.mark.parametrize("pack", [lambda x: x, packs], ids=["tree", "packed"])
 
 
 def norms(x):
@@ -78,16 +83,15 @@ def assert_close(found, expected, rtol):
 
 
 @pytest.mark.slow(one_in=4)
-@pytest.mark.parametrize("packed", [False, True])
+@forms
 @pytest.mark.parametrize(
     "dtype", mostly_slow(["float32", "float64", "complex128"], "float32", "float64")
 )
-def test_definition(dtype, packed, x64):
+def test_definition(dtype, pack, x64):
     """30 steps around plain gradients; other leaves have the step of the optimizer."""
     factor = 1 + 2j if dtype == "complex128" else 1.0
     w = jax.tree.map(lambda x: x.astype(dtype) * factor, params("float64"))
     grads = gradients(30, w)
-    pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
     found, state = train(around(jgrad.gradient_descent(0.1)), pack(w), list(map(pack, grads)))
     found = jgrad.unpack(found)
     if dtype == "complex128":
@@ -135,19 +139,6 @@ def test_each_leaf_in_its_precision(packed, x64):
         np.testing.assert_allclose(found[name], expected, rtol, rtol * np.max(np.abs(expected)))
 
 
-def test_adamh(standard_promotion):
-    """The directions of Adam, by optax."""
-    w, grads = params(), gradients(10, params())
-    adam = optax.scale_by_adam()
-    state, directions = adam.init(w), []
-    for g in grads:
-        u, state = adam.update(g, state)
-        directions.append(u)
-    found, _ = train(around(jgrad.adam(3e-4)), w, grads)
-    expected = {k: expected_steps(w[k], [u[k] for u in directions]) for k in ("layers", "w")}
-    assert_close(found, expected, 5e-6)
-
-
 def test_the_sign_counts():
     w, (g,) = params(), gradients(1, params())
     up, _ = train(around(optax.sgd(-1.0)), w, [g])
@@ -156,11 +147,10 @@ def test_the_sign_counts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", mostly_slow([False, True], True))
-def test_the_norm_after_1000_steps(packed):
+@pytest.mark.parametrize("pack", [packs, pytest.param(lambda x: x, marks=pytest.mark.slow)])
+def test_the_norm_after_1000_steps(pack):
     """It is that of the start to 1e-6: no copy of this method that was seen keeps it."""
     w = params()
-    pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
     tx = ADAMH
     packed_w = pack(w)
     draws = jax.random.split(jax.random.key(0), 1000)
@@ -191,35 +181,16 @@ def test_the_norm_is_that_of_the_first_step():
     np.testing.assert_allclose(norms(found["w"]), norms(w["w"]), rtol=1e-6)
 
 
-def test_a_resume_keeps_it():
-    w, grads = params(), gradients(4, params())
-    tx = ADAMH
-    half, state = train(tx, w, grads[:2])
-    saved = jax.tree.map(np.asarray, state)
-    larger = jax.tree.map(lambda x: 2 * x, half)  # another norm than that of `init`
-    found, _ = compiled(tx)(larger, jax.tree.map(jnp.asarray, saved), grads[2])
-    np.testing.assert_allclose(norms(found["layers"]), norms(w["layers"]), rtol=2e-6)
-
-
-def test_every_expert_has_its_norm():
-    w, grads = params(), gradients(3, params())
-    found, state = train(ADAMH, w, grads)
-    assert state.radius["layers"].shape == (2, 3, 1, 1)
-    assert len(np.unique(np.round(np.asarray(state.radius["layers"]), 3))) == 6
-    np.testing.assert_allclose(norms(found["layers"]), norms(w["layers"]), rtol=1e-6)
-
-
 @pytest.mark.slow(one_in=5)
-@pytest.mark.parametrize("packed", [False, True])
+@forms
 @pytest.mark.parametrize("size", [1e25, 1e-25])
 @pytest.mark.parametrize("of_gradient", [1e25, 1e-25, 1.0])
-def test_any_scale(size, of_gradient, packed):
+def test_any_scale(size, of_gradient, pack):
     w = params(scale=size)
     grads = gradients(3, w, of_gradient)
-    pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
     # A rate of 0 for the others, which would overflow.
     tx = around(optax.partition({"own": optax.sgd(1.0), "none": optax.set_to_zero()}, _labels))
-    if packed:
+    if pack is packs:
         tx = around(optax.sgd(1.0))
     found, _ = train(tx, pack(w), list(map(pack, grads)))
     expected = {k: expected_steps(w[k], [g[k] for g in grads]) for k in ("layers", "w")}
@@ -349,18 +320,6 @@ def test_leaves_without_a_norm():
         assert state.describe().startswith("w  1 matrix")
 
 
-def test_gradients_that_are_not_finite_are_seen():
-    w, (g,) = params(), gradients(1, params())
-    g["w"] = g["w"].at[0, 0].set(jnp.inf)
-    tx = around(jgrad.gradient_descent(0.1))
-    moved, _ = compiled(tx)(w, tx.init(w), g)
-    assert not np.all(np.isfinite(moved["w"]))
-    skipping = jgrad.skip_nonfinite(tx)
-    updates, state = jax.jit(skipping.update)(g, skipping.init(w), w)
-    assert not any(np.any(x) for x in jax.tree.leaves(updates))
-    assert int(state.skipped) == 1
-
-
 # ---- options -----------------------------------------------------------------------------------
 
 
@@ -392,72 +351,52 @@ def test_rates():
     assert_close(now, expected, 1e-6)
 
 
-def test_messages():
-    w, (g,) = params(), gradients(1, params())
-    traced = lambda tx: jax.eval_shape(lambda w: tx.update(g, tx.init(w), w), w)
-    assert_error(
-        TypeError,
-        "hyperball: `leaves`: None, expected a prefix tree of bools, or a function of the "
-        "parameters' shapes; `hidden_matrices()` chooses by names and shapes.",
-        lambda: jgrad.hyperball(optax.sgd(1.0), 0.1, leaves=None),
+ADAM, SHAPES = jgrad.adam(1e-3), jax.eval_shape(params)
+KEEPS = "expected 0 for a leaf whose norm `hyperball` keeps, as by `weight_decay_mask`"
+
+
+def traced(tx, made_by=None, **options):
+    """A step of shapes, with the state of this transformation or of another one."""
+    state = jax.eval_shape((made_by or tx).init, SHAPES)
+    return jax.eval_shape(functools.partial(tx.update, **options), SHAPES, state, SHAPES)
+
+
+MESSAGES = [
+    (TypeError, "`leaves`: None, expected a prefix tree of bools, or a function of the parameters' shapes; "
+     "`hidden_matrices()` chooses by names and shapes.", lambda: around(optax.sgd(1.0), leaves=None)),
+    (ValueError, "`radius`: 0.0, expected a number in (0, inf).", lambda: around(ADAM, radius=0.0)),
+    (ValueError, "`radius` at ['w']: -1, expected a number in (0, inf).",
+     lambda: around(ADAM, radius={"w": -1, "layers": lambda shape: shape[0]})),
+    (ValueError, "`radius` at ['layers']: -4, expected a number in (0, inf).",
+     lambda: traced(around(ADAM, radius=lambda shape: -shape[0]))),
+    (TypeError, "`radius` at ['layers']: 'wide' of type str, expected a number in (0, inf).",
+     lambda: traced(around(ADAM, radius=lambda shape: "wide"))),
+    (ValueError, "`state.radius` at ['w']: an array of float32 and shape (1, 1), expected None for a leaf that is not "
+     "chosen; a state fits the choice of leaves that it was made for.",
+     lambda: traced(around(ADAM, leaves={**LEAVES, "w": False}), around(ADAM))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
+    assert_error(error, f"hyperball: {message}", call)
+
+
+def test_messages_of_decay():
+    """It would change the norms that are kept."""
+    decayed = jgrad.adam(1e-3, weight_decay=0.1)
+    says = lambda message, tx: assert_error(
+        ValueError, f"adam: `weight_decay`: {message}", lambda: traced(around(tx))
     )
-    decayed = around(jgrad.adam(1e-3, weight_decay=0.1))
-    assert_error(
-        ValueError,
-        "adam: `weight_decay`: 0.1 at 'layers', expected 0 for a leaf whose norm `hyperball` "
-        "keeps, as by `weight_decay_mask`.",
-        lambda: traced(decayed),
-    )
-    injected = around(optax.inject_hyperparams(jgrad.adam)(1e-3))
-    assert_error(
-        ValueError,
-        "adam: `weight_decay`: an array of float32 and shape () at 'layers', expected 0 for a leaf "
-        "whose norm `hyperball` keeps, as by `weight_decay_mask`; `optax.inject_hyperparams` makes "
+    says(f"0.1 at 'layers', {KEEPS}.", decayed)
+    says(
+        f"an array of float32 and shape () at 'layers', {KEEPS}; `optax.inject_hyperparams` makes "
         "arrays of numbers: name this one in `static_args`.",
-        lambda: traced(injected),
+        optax.inject_hyperparams(jgrad.adam)(1e-3),
     )
-    named = optax.inject_hyperparams(jgrad.adam, static_args="weight_decay")(1e-3)
-    traced(around(named))
-    tx = around(jgrad.adam(1e-3))
-    state = jax.eval_shape(tx.init, w)
-    assert_error(
-        ValueError,
-        "hyperball: `hyperball_learning_rate`: -1.0, expected a number in [0, inf).",
-        lambda: jax.eval_shape(
-            functools.partial(tx.update, hyperball_learning_rate=-1.0), g, state, w
-        ),
-    )
+    traced(around(optax.inject_hyperparams(jgrad.adam, static_args="weight_decay")(1e-3)))
     others = {name: not use for name, use in LEAVES.items()}
-    masked = around(jgrad.adam(1e-3, weight_decay=0.1, weight_decay_mask=others))
-    traced(masked)
-    assert_error(
-        ValueError,
-        "hyperball: `radius`: 0.0, expected a number in (0, inf).",
-        lambda: around(jgrad.adam(1e-3), radius=0.0),
-    )
-    assert_error(
-        ValueError,
-        "hyperball: `radius` at ['w']: -1, expected a number in (0, inf).",
-        lambda: around(jgrad.adam(1e-3), radius={"w": -1, "layers": lambda shape: shape[0]}),
-    )
-    assert_error(
-        ValueError,
-        "hyperball: `radius` at ['layers']: -4, expected a number in (0, inf).",
-        lambda: around(jgrad.adam(1e-3), radius=lambda shape: -shape[0]).init(w),
-    )
-    assert_error(
-        TypeError,
-        "hyperball: `radius` at ['layers']: 'wide' of type str, expected a number in (0, inf).",
-        lambda: around(jgrad.adam(1e-3), radius=lambda shape: "wide").init(w),
-    )
-    other = around(jgrad.adam(1e-3), leaves={**LEAVES, "w": False})
-    assert_error(
-        ValueError,
-        "hyperball: `state.radius` at ['w']: an array of float32 and shape (1, 1), expected "
-        "None for a leaf that is not chosen; a state fits the choice of leaves that it was made "
-        "for.",
-        lambda: jax.eval_shape(other.update, g, state, w),
-    )
+    traced(around(jgrad.adam(1e-3, weight_decay=0.1, weight_decay_mask=others)))
 
 
 # ---- in its surroundings -----------------------------------------------------------------------
@@ -476,52 +415,6 @@ def test_bfloat16_weights(name):
         np.testing.assert_allclose(norms(state.master["w"]), norms(w["w"]), rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_accumulate():
-    w, grads = params(), gradients(4, params())
-    found, _ = train(jgrad.accumulate(ADAMH, 2), w, grads)
-    means = [jax.tree.map(lambda a, b: (a + b) / 2, *grads[i : i + 2]) for i in (0, 2)]
-    same, _ = train(ADAMH, w, means)
-    assert_close(found, {k: np.asarray(same[k]) for k in ("layers", "w")}, 1e-6)
-
-
-@pytest.mark.slow
-def test_pack_small():
-    w, grads = params(), gradients(4, params())
-    plain = jgrad.hyperball(jgrad.adam(1e-3), RATE, leaves={**LEAVES, "layers": False})
-    found, _ = train(jgrad.pack_small(plain), w, grads)
-    same, _ = train(plain, w, grads)
-    np.testing.assert_allclose(found["w"], same["w"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_zero():
-    """Each device has its rows of each matrix; one state for all devices."""
-    devices = jax.device_count()
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
-    pack = functools.partial(jgrad.pack, layer_axes=LAYERS, multiple_of=devices)
-    w, grads = params(), gradients(3, params())
-    tx = jgrad.zero(ADAMH, "data")
-    whole = jax.device_put(pack(w), NamedSharding(mesh, P()))
-    shardings = jgrad.state_shardings(tx, whole, shard_over="data")
-    specs = jax.tree.map(lambda x: x.spec, shardings)
-    state = jax.jit(tx.init, out_shardings=shardings)(whole)
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs),
-        check_vma=False,
-    )  # fmt: skip
-    def step(w, state, g):
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    for g in grads:
-        whole, state = step(whole, state, pack(g))
-    same, _ = train(ADAMH, w, grads)
-    assert_close(jgrad.unpack(whole), {k: np.asarray(same[k]) for k in ("layers", "w")}, 2e-6)
-
-
 @pytest.mark.slow(always=["1.0-True-of_w1", "1e-25-True-of_w2"])
 @pytest.mark.parametrize(
     ("scale", "check", "of_w"),
@@ -535,22 +428,10 @@ def test_zero():
 )
 def test_shard_map(scale, check, of_w):
     """Norms of whole matrices from parts, beside whole ones; one all-reduce of all sums."""
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     w, grads = params(), gradients(2, params(), scale)
     spec = {"embed": P(), "layers": P(None, None, "model"), "b": P(), "w": of_w}
     tx = around(jgrad.gradient_descent(0.1), mesh_axes=spec)
-    state = tx.init(w)
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(spec, P(), spec), out_specs=(spec, P()),
-        check_vma=check,
-    )  # fmt: skip
-    def step(w, state, g):
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    found = w
+    step, found, state = step_on(mesh_of(model=2), tx, spec, P(), check), w, tx.init(w)
     for g in grads:
         found, state = step(found, state, g)
     expected = {k: expected_steps(w[k], [g[k] for g in grads]) for k in ("layers", "w")}
@@ -558,62 +439,34 @@ def test_shard_map(scale, check, of_w):
     assert str(jax.make_jaxpr(step)(w, state, grads[0])).count("psum") == 1
 
 
+def test_shardings_of_norms():
+    """Those of layers lie where the layers do, on all devices that share a layer."""
+    for spec, expected in (
+        (P("d"), P("d")),
+        (P(None, None, "d"), P()),
+        (P("d", None, "e"), P("d")),
+    ):
+        of_leaf = dict.fromkeys(LEAVES, P()) | {"layers": spec}
+        of_leaf = {name: NamedSharding(mesh_of(d=2, e=2), x) for name, x in of_leaf.items()}
+        w = jax.device_put(params(), of_leaf)
+        assert jgrad.state_shardings(ADAMH, w).radius["layers"].spec == expected
+
+
 @pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sharded_experts(check):
     """A device has whole experts, whose norms are its own: no axis is named, and none reduced."""
-    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     draws = np.random.RandomState(0)
     w, *grads = (draws.randn(4, 5, 3).astype(np.float32) for _ in range(3))
     w *= np.arange(1.0, 5.0, dtype=np.float32).reshape(4, 1, 1)
     tx = jgrad.hyperball(optax.sgd(1.0), RATE, leaves=True, layer_axes=0)
-    spec = jgrad.HyperballState(P(), P("expert"), jax.tree.map(lambda _: P(), tx.init(w).inner))
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("expert"), spec, P("expert")),
-        out_specs=(P("expert"), spec), check_vma=check,
-    )  # fmt: skip
-    def step(w, state, g):
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
     found, state = w, tx.init(w)
-    traced = step.trace(found, state, grads[0])
-    assert "psum" not in str(traced.jaxpr)
+    of_state = jgrad.HyperballState(P(), P("expert"), jax.tree.map(lambda _: P(), state.inner))
+    step = step_on(mesh_of(expert=4), tx, P("expert"), of_state, check)
+    assert "psum" not in str(step.trace(found, state, grads[0]).jaxpr)
     for g in grads:
         found, state = step(found, state, g)
     np.testing.assert_allclose(state.radius, norms(w), rtol=1e-6)
     np.testing.assert_allclose(found, expected_steps(w, grads), rtol=1e-5, atol=1e-5)
-
-
-def test_sharded_leaves_under_jit():
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    w, grads = params(), gradients(2, params())
-    same, _ = train(ADAMH, w, grads)
-    place = lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 2), "model" * (x.ndim > 1) or None))
-    on_mesh = lambda tree: jax.tree.map(
-        lambda x: jax.device_put(
-            x, place(x) if x.shape[-2:-1] == (4,) else NamedSharding(mesh, P())
-        ),
-        tree,
-    )
-    tx = ADAMH
-    found, _ = train(tx, on_mesh(w), list(map(on_mesh, grads)))
-    assert_close(found, {k: np.asarray(same[k]) for k in ("layers", "w")}, 2e-6)
-    shardings = jgrad.state_shardings(tx, on_mesh(w))
-    assert shardings.radius["layers"].spec == P()
-
-
-@pytest.mark.slow
-def test_scan_and_vmap():
-    w, grads = params(), gradients(3, params())
-    tx = ADAMH
-    models = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), w)
-    states = jax.vmap(tx.init)(models)
-    updates, _ = jax.jit(jax.vmap(tx.update, in_axes=(None, 0, 0)))(grads[0], states, models)
-    one, _ = jax.jit(tx.update)(grads[0], tx.init(w), w)
-    np.testing.assert_allclose(updates["w"][0], one["w"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(updates["w"][1], 2 * one["w"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -633,11 +486,10 @@ def test_slopes():
 
 
 @pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("packed", [False, True])
-def test_slopes_where_no_norm_is_kept(packed):
+@forms
+def test_slopes_where_no_norm_is_kept(pack):
     """Of a matrix of zeros, and of a buffer that has both: those of plain steps, and finite."""
     w, (g,) = params() | {"w": jnp.zeros((4, 6))}, gradients(1, params())
-    pack = functools.partial(jgrad.pack, layer_axes=LAYERS) if packed else lambda x: x
     tx = around(jgrad.gradient_descent(0.1))
     state = tx.init(pack(w))
 
@@ -650,25 +502,6 @@ def test_slopes_where_no_norm_is_kept(packed):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(slopes))
     for name in ("b", "embed", "w"):
         np.testing.assert_allclose(slopes[name], 2 * (w[name] - 0.1 * g[name]), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_one_trace_and_few_bytes():
-    """A step reads weights and directions twice: once for the sums."""
-    w, grads = params(), gradients(3, params())
-    tx = ADAMH
-    traces = []
-
-    @jax.jit
-    def step(w, state, g, rate):
-        traces.append(1)
-        updates, state = tx.update(g, state, w, hyperball_learning_rate=rate)
-        return optax.apply_updates(w, updates), state
-
-    state = tx.init(w)
-    for g, rate in zip(grads, (0.1, 0.2, 0.3), strict=True):
-        w, state = step(w, state, g, rate)
-    assert len(traces) == 1
 
 
 def test_carry_over():

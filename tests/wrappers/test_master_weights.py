@@ -9,55 +9,10 @@ import pytest
 
 import jgrad
 from tests.cases import Case, gradients, params
-from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, step_of
 
 HALF = ("bfloat16", "float16")
-X = jnp.ones(3)
-W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
-
 every_dtype = pytest.mark.parametrize("dtype", HALF)
-# Without F16C, as with SSE4_2, XLA has no conversion to float16 on CPUs.
-every_dtype_of_bits = pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=[pytest.mark.bits] if d != "float16" else []) for d in HALF]
-)
-
-
-def half(tree, dtype):
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-# ---- E7: small steps are not lost --------------------------------------------------------------
-
-# Options under which a step of a weight of 1 is 1e-4 or less of it: half an ulp of bfloat16 below
-# 1 is 2e-3, and one of float16 2.4e-4.
-METHODS = {
-    "gradient_descent": jgrad.gradient_descent(1e-4),
-    "adam": jgrad.adam(1e-4),
-    "lars": jgrad.lars(1e-4, trust_coefficient=1.0, momentum=None),
-    "lamb": jgrad.lamb(1e-4),
-    "optax.sgd": optax.sgd(1e-4),
-}
-
-every_method = pytest.mark.parametrize(("method", "tx"), METHODS.items(), ids=METHODS)
-
-
-def train(tx, w, gradient, steps):
-    """Weights and state after some steps, in one scan."""
-    body = lambda carry, _: (step_of(tx)(*carry, gradient(carry[0])), None)
-    return jax.jit(lambda *carry: jax.lax.scan(body, carry, length=steps)[0])(w, tx.init(w))
-
-
-def twin(tx, master, dtype, gradient, steps):
-    """The float32 run whose gradients are computed at rounded weights, without any wrapper."""
-
-    def body(carry, _):
-        master, state = carry
-        g = gradient(half(master, dtype))
-        return step_of(tx)(master, state, jax.tree.map(lambda x: x.astype(jnp.float32), g)), None
-
-    start = master, tx.init(master)
-    return jax.jit(lambda *carry: jax.lax.scan(body, carry, length=steps)[0])(*start)
 
 
 def ulp(x, dtype):
@@ -65,48 +20,6 @@ def ulp(x, dtype):
     info = jnp.finfo(dtype)
     exponent = np.floor(np.log2(np.maximum(np.abs(x), float(info.tiny))))
     return 2.0**exponent * float(info.eps)
-
-
-@pytest.mark.slow(one_in=10)
-@every_dtype_of_bits
-@every_method
-def test_e07_a_weight_of_one(method, tx, dtype, standard_promotion):
-    """5000 steps of 1e-4: plain, they leave 1; with the copy it is as in float32, and float64."""
-    w, one = jnp.ones((2,), dtype), jnp.ones_like
-    plain, _ = train(tx, w, one, 5000)
-    np.testing.assert_array_equal(plain, w)
-    found, state = train(jgrad.master_weights(tx), w, one, 5000)
-    expected, _ = twin(tx, jnp.ones(2), dtype, one, 5000)
-    np.testing.assert_array_equal(state.master, expected)
-    assert_equal(found, state.master.astype(dtype))
-    # Gradient descent and Adam walk 5000 * 1e-4; LARS and LAMB shrink the weights in proportion.
-    exact = (1 - 1e-4) ** 5000 if method in ("lars", "lamb") else 0.5
-    np.testing.assert_allclose(state.master, exact, rtol=1e-3)
-
-
-@pytest.mark.slow(one_in=10)
-@every_dtype
-@every_method
-def test_e07_a_linear_regression(method, tx, dtype, standard_promotion):
-    """5000 steps: plain stands still, and the copy ends where the float32 run ends."""
-    rng = np.random.default_rng(0)
-    true = jnp.asarray([0.6, 0.8, 1.4, -0.7], jnp.float32)
-    x = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)
-    y = x @ true
-
-    def gradient(w):
-        error = x @ w.astype(jnp.float32) - y
-        return (2 / 16 * (error @ x)).astype(w.dtype)
-
-    w = jnp.asarray([1.0, 1.0, 1.0, -1.0], dtype)
-    plain, _ = train(tx, w, gradient, 5000)
-    found, state = train(jgrad.master_weights(tx), w, gradient, 5000)
-    expected, _ = twin(tx, w.astype(jnp.float32), dtype, gradient, 5000)
-    np.testing.assert_allclose(state.master, expected, rtol=1e-5)
-    assert_equal(found, state.master.astype(dtype))
-    far = np.abs(np.asarray(w, float) - true)
-    np.testing.assert_array_less(np.abs(np.asarray(found, float) - true), 0.6 * far)
-    np.testing.assert_array_less(0.9 * far, np.abs(np.asarray(plain, float) - true))
 
 
 # ---- the copy and the parameters ---------------------------------------------------------------
@@ -201,146 +114,44 @@ def test_a_sign_changed_at_the_top_of_float16():
 # ---- mixed trees, and dtypes -------------------------------------------------------------------
 
 
+HALVES = [
+    pytest.param(jgrad.master_weights, "bfloat16", marks=pytest.mark.bits),
+    (jgrad.master_weights, "float16"),
+    pytest.param(jgrad.stochastic_rounding, "bfloat16", marks=pytest.mark.bits),
+]
+
+
 @pytest.mark.slow(one_in=8)
-@every_dtype_of_bits
 @every_case
-def test_other_leaves_are_those_of_the_plain_transformation(case, dtype):
-    """Float32 beside half precision, bit for bit; integers and None stay."""
+@pytest.mark.parametrize(("wrap", "dtype"), HALVES)
+def test_other_leaves_are_those_of_the_plain_transformation(wrap, dtype, case):
+    """Float32 and complex beside half precision, bit for bit; integers and None stay."""
     rng = np.random.default_rng(0)
 
     def tree():
         leaf = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-        return {"a": leaf(3), "b": leaf(4, 3).astype(dtype), "c": leaf(2, 2)}
+        z = jax.lax.complex(leaf(2), leaf(2))
+        return {"a": leaf(3), "b": leaf(4, 3).astype(dtype), "c": leaf(2, 2), "z": z}
 
     more = {"n": jnp.arange(3), "none": None, "lost": jnp.ones(2, dtype)}
     tx, w = case.tx(), tree() | more
-    safe = jgrad.master_weights(tx)
+    safe = wrap(tx)
     found, state = (w, w), (tx.init(w), safe.init(w))
-    shapes = {k: x.shape for k, x in state[1].master.items() if x is not None}
-    assert shapes == {"b": (4, 3), "lost": (2,)}
     for _ in range(5):
         g = tree() | {"n": np.zeros(3, jax.dtypes.float0), "none": None, "lost": None}
         pairs = zip((tx, safe), found, state, strict=True)
         found, state = zip(*(step_of(t)(p, s, g) for t, p, s in pairs), strict=True)
-    keys = ("a", "c", "n", "none", "lost")
+    keys = ("a", "c", "z", "n", "none", "lost")
     assert_equal({k: found[1][k] for k in keys}, {k: found[0][k] for k in keys})
     assert_equal(state[1].inner.mw["a"], state[0].mw["a"])
+    assert state[1].inner.mw["b"].dtype == jnp.float32
+    assert found[1]["b"].dtype == dtype
     assert not jnp.array_equal(found[1]["b"], w["b"])
-    b, master = (np.asarray(x["b"], float) for x in (found[1], state[1].master))
-    np.testing.assert_allclose(b, master, atol=float(jnp.finfo(dtype).eps))
-
-
-@pytest.mark.slow(one_in=12)
-@pytest.mark.parametrize("grads_dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("make", [jgrad.lamb, optax.adam], ids=["lamb", "optax.adam"])
-def test_dtypes_do_not_drift(make, dtype, grads_dtype, x64, standard_promotion):
-    """Parameters and state keep theirs, whatever the gradient has; moments are float32 or wider."""
-    if make is optax.adam and (dtype, grads_dtype) == ("float32", "float64"):
-        pytest.skip("float32 parameters are optax's own business, and its moments drift")
-    tx, w, (g,) = jgrad.master_weights(make(0.1)), params(dtype), gradients(1, grads_dtype)
-    if make is jgrad.lamb:
-        w, g = w | {"n": jnp.arange(2)}, g | {"n": None}
-    state = jax.eval_shape(tx.init, w)
-    new = jax.eval_shape(step_of(tx), w, state, g)
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
-    wide = jnp.float64 if dtype == "float64" else jnp.float32
-    moments = optax.tree.get(state, "mw" if make is jgrad.lamb else "mu")
-    assert all(x.dtype == wide for x in jax.tree.leaves(moments) if x.size and x.ndim)
-
-
-@pytest.mark.slow(one_in=2)
-@every_dtype
-@pytest.mark.parametrize("grads_dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_what_the_inner_transformation_sees(dtype, grads_dtype, x64):
-    """Float32 gradients and parameters for those of half precision, and extra arguments."""
-    seen = []
-
-    def update(g, state, w=None, **extra):
-        seen.append((g.dtype, w.dtype, extra))
-        return -g, state
-
-    spy = optax.GradientTransformationExtraArgs(lambda w: (seen.append(w.dtype), ())[1], update)
-    tx, w = jgrad.master_weights(spy), jnp.ones(3, dtype)
-    updates, _ = tx.update(jnp.ones(3, grads_dtype), tx.init(w), w, value=3)
-    assert seen == [jnp.float32, (jnp.float32, jnp.float32, {"value": 3})]
-    assert updates.dtype == dtype
-
-
-def test_a_rate_for_one_call():
-    tx, w = jgrad.master_weights(jgrad.gradient_descent(7.0)), jnp.ones(3, jnp.bfloat16)
-    _, state = tx.update(w, tx.init(w), w, learning_rate=1e-3)
-    np.testing.assert_allclose(state.master, 0.999, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_one_trace_with_donation():
-    """The copy has a buffer of its own, also where the parameters are float32 already."""
-    for dtype in ("bfloat16", "float32"):
-        tx, w = jgrad.master_weights(jgrad.adam(0.1)), params(dtype)
-        step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
-        state = tx.init(w)
-        for g in gradients(3, dtype):
-            given = jax.tree.leaves((w, state))
-            w, state = step(w, state, g)
-            assert all(x.is_deleted() for x in given if x.size)
-        chex.clear_trace_counter()
-
-
-# ---- memory ------------------------------------------------------------------------------------
-
-BF16 = jnp.bfloat16
-
-# Bytes per parameter: of itself, its gradient, moments, and the float32 copy.
-EIGHT = jgrad.adam(0.1, moment_dtype="8bit")
-MEMORY = [
-    ("float32", jgrad.gradient_descent(0.1), (4, 4, 0, 0)),
-    ("float32", jgrad.gradient_descent(0.1, momentum=0.9), (4, 4, 4, 0)),
-    ("float32", jgrad.adam(0.1), (4, 4, 8, 0)),
-    ("float32", jgrad.adam(0.1, moment_dtype=BF16), (4, 4, 4, 0)),
-    ("float32", jgrad.master_weights(jgrad.adam(0.1)), (4, 4, 8, 0)),
-    ("bfloat16", jgrad.gradient_descent(0.1), (2, 2, 0, 0)),
-    ("bfloat16", jgrad.gradient_descent(0.1, momentum=0.9), (2, 2, 4, 0)),
-    ("bfloat16", jgrad.gradient_descent(0.1, momentum=0.9, moment_dtype=BF16), (2, 2, 2, 0)),
-    ("bfloat16", jgrad.lars(0.1), (2, 2, 4, 0)),
-    ("bfloat16", jgrad.adam(0.1), (2, 2, 8, 0)),
-    ("bfloat16", jgrad.adam(0.1, moment_dtype=BF16), (2, 2, 4, 0)),
-    ("bfloat16", jgrad.lamb(0.1), (2, 2, 8, 0)),
-    ("bfloat16", jgrad.master_weights(jgrad.gradient_descent(0.1)), (2, 2, 0, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.gradient_descent(0.1, momentum=0.9)), (2, 2, 4, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.lars(0.1)), (2, 2, 4, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.adam(0.1)), (2, 2, 8, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.adam(0.1, moment_dtype=BF16)), (2, 2, 4, 4)),
-    ("bfloat16", jgrad.master_weights(jgrad.lamb(0.1)), (2, 2, 8, 4)),
-    ("float32", EIGHT, (4, 4, 2 + 1 / 32, 0)),
-    ("float32", jgrad.lars(0.1, moment_dtype="8bit"), (4, 4, 1 + 1 / 64, 0)),
-    ("bfloat16", jgrad.master_weights(EIGHT), (2, 2, 2 + 1 / 32, 4)),
-    ("bfloat16", jgrad.stochastic_rounding(jgrad.lamb(0.1)), (2, 2, 8, 0)),
-    ("bfloat16", jgrad.stochastic_rounding(jgrad.adam(0.1, moment_dtype=BF16)), (2, 2, 4, 0)),
-    ("bfloat16", jgrad.stochastic_rounding(EIGHT), (2, 2, 2 + 1 / 32, 0)),
-]
-
-
-@pytest.mark.parametrize(("dtype", "tx", "expected"), MEMORY)
-def test_bytes_per_parameter(dtype, tx, expected):
-    """What the documentation's table says, counted in abstract states of a million parameters."""
-    count = 2**20
-    w = {
-        "a": jax.ShapeDtypeStruct((1024, 512), dtype),
-        "b": jax.ShapeDtypeStruct((count // 2,), dtype),
-    }
-    state = jax.eval_shape(tx.init, w)
-
-    def size(tree):
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / count
-
-    master = getattr(state, "master", ())
-    moments = optax.tree.get(state, "mw"), optax.tree.get(state, "vw")
-    gradient = jax.eval_shape(
-        jax.grad(lambda w: sum(jnp.sum(x).astype(float) for x in w.values())), w
-    )
-    assert (size(w), size(gradient), size(moments), size(master)) == expected
-    assert size(state) == pytest.approx(sum(expected[2:]), abs=1e-4)  # and a counter
+    if wrap is jgrad.master_weights:
+        shapes = {k: x.shape for k, x in state[1].master.items() if x is not None}
+        assert shapes == {"b": (4, 3), "lost": (2,)}
+        b, master = (np.asarray(x["b"], float) for x in (found[1], state[1].master))
+        np.testing.assert_allclose(b, master, atol=float(jnp.finfo(dtype).eps))
 
 
 def test_a_copy_beyond_the_largest_number():
@@ -356,51 +167,3 @@ def test_a_copy_beyond_the_largest_number():
         w = w + updates
     np.testing.assert_array_equal(w, -jnp.ones(3))
     assert int(state.skipped) == 1
-
-
-# ---- messages ----------------------------------------------------------------------------------
-
-SGD = jgrad.gradient_descent(0.1)
-
-
-def update(g=W, w=W, state=None):
-    tx = jgrad.master_weights(SGD)
-    return tx.update(g, tx.init(W) if state is None else state, w)
-
-
-def with_b(b):
-    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
-
-
-HALF = jax.tree.map(jnp.bfloat16, W)
-INIT = "call `init` with parameters of the dtypes that `update` gets."
-TX = "expected a transformation with `init` and `update`."
-
-MESSAGES = [
-    (TypeError, f"master_weights: `tx`: 3 of type int, {TX}", lambda: jgrad.master_weights(3)),
-    (TypeError, f"master_weights: `tx`: None, {TX}", lambda: jgrad.master_weights(None)),
-    (ValueError, "master_weights: the master copy needs the parameters: call `update(updates, state, params)`.",
-     lambda: update(w=None)),
-    (TypeError, "master_weights: `state`: OptState, expected the MasterState that this `master_weights` made with "
-     "`init`.", lambda: update(state=SGD.init(W))),
-    (ValueError, "master_weights: `state.master` at ['layer_3']['b']: an array of float32 and shape (3,), expected "
-     f"None beside a parameter that needs no copy; {INIT}",
-     lambda: update(state=jgrad.master_weights(SGD).init(jax.tree.map(jnp.bfloat16, W)))),
-    (ValueError, "master_weights: `state.master` at ['layer_3']['b']: None, expected a float32 copy of a parameter of "
-     f"bfloat16; {INIT}", lambda: update(HALF, HALF)),
-    (ValueError, "master_weights: `state.master` does not match `params` at ['layer_3']['b']: shape (3, 1), expected "
-     "(3,).", lambda: update(HALF, HALF, jgrad.master_weights(SGD).init(jax.tree.map(lambda x: x[..., None], HALF)))),
-    (ValueError, "master_weights: `state.master` does not have the structure of `params`: only `params` has "
-     "['layer_3'].", lambda: update(state=jgrad.master_weights(SGD).init({}))),
-    (ValueError, "master_weights: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected "
-     "(3,).", lambda: update(with_b(jnp.ones((3, 1))))),
-    (TypeError, "master_weights: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real "
-     "floating dtype beside a parameter of float32.", lambda: update(with_b(jnp.arange(3)))),
-    (TypeError, "master_weights: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; "
-     "put None in the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.", lambda: update(w=with_b("abc"))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)

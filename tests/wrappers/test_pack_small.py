@@ -12,7 +12,7 @@ import pytest
 from flax import nnx, serialization
 
 import jgrad
-from tests.cases import every_case
+from tests.cases import every_case, rank_two
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
 from tests.support.packed_model import SMALL, assert_close, gradients, normal
@@ -75,39 +75,18 @@ def test_small_leaves_beside_moments_in_8_bits(options):
 @pytest.mark.slow(one_in=3)
 @pytest.mark.bits
 @pytest.mark.parametrize("zero", [None, "float0", "integers"])
-def test_integer_leaves(zero):
-    """They do not change, as with the transformation alone."""
-    w = {"a": jnp.ones(3), "b": jnp.ones(4), "n": jnp.arange(3)}
+def test_leaves_that_do_not_change(zero):
+    """Integers, None and a missing gradient, also in a step between others: as with the method alone."""
+    w = {"a": jnp.ones(3), "b": jnp.ones(4), "n": jnp.arange(3), "none": None}
     n = {
         None: None,
         "float0": np.zeros(3, jax.dtypes.float0),
         "integers": jnp.zeros(3, jnp.int32),
     }[zero]
-    g = {"a": jnp.ones(3), "b": jnp.full(4, 2.0), "n": n}
-    tx = jgrad.adam(0.1, weight_decay=0.1)
-    small = jgrad.pack_small(tx)
-    updates, state = jax.jit(small.update)(g, small.init(w), w)
-    expected, tree = jax.jit(tx.update)(g, tx.init(w), w)
-    assert_equal(updates, expected)
-    assert_equal(jgrad.unpack(state), tree)
-
-
-@pytest.mark.slow
-def test_gradients_that_are_none():
-    """The leaf and its moments stay, also in steps between others."""
-    w, grads = normal(0), gradients()
-    for g in grads[1::2]:
-        g["layer"]["b"] = None
-    tx = jgrad.adam(0.1)
+    g = {"a": jnp.ones(3), "b": jnp.full(4, 2.0), "n": n, "none": None}
+    tx, grads = jgrad.adam(0.1, weight_decay=0.1), [g, g | {"b": None}, g]
     found = train(jgrad.pack_small(tx), w, grads)
     assert_equal(jgrad.unpack(found), train(tx, w, grads))
-
-
-def test_parameters_that_are_none():
-    w, g = {"a": jnp.ones(3), "b": None}, {"a": jnp.ones(3), "b": None}
-    tx = jgrad.pack_small(jgrad.adam(0.1))
-    updates, _ = tx.update(g, tx.init(w), w)
-    assert updates["b"] is None
 
 
 @pytest.mark.bits
@@ -117,30 +96,6 @@ def test_gradients_of_several_dtypes():
     g = {"a": jnp.ones(30, jnp.bfloat16), "b": jnp.ones(30)}
     tx = jgrad.adam(0.1)
     assert_equal(jgrad.unpack(train(jgrad.pack_small(tx), w, [g])), train(tx, w, [g]))
-
-
-@pytest.mark.bits
-@pytest.mark.slow
-def test_without_parameters():
-    """Updates in the dtype of the gradients, as for the tree."""
-    w = normal(0)
-    g = jax.tree.map(lambda x: x.astype(jnp.bfloat16), normal(1))
-    tx = jgrad.adam(0.1)
-    small = jgrad.pack_small(tx, max_size=SMALL)
-    assert_equal(jax.jit(small.update)(g, small.init(w))[0], jax.jit(tx.update)(g, tx.init(w))[0])
-
-
-STATELESS = {"sgd": lambda: optax.sgd(0.1), "descent": lambda: jgrad.gradient_descent(0.1)}
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("name", STATELESS)
-def test_transformations_without_moments(name):
-    w, g = normal(0), normal(1)
-    tx = STATELESS[name]()
-    small = jgrad.pack_small(tx, max_size=SMALL)
-    assert_equal(small.update(g, small.init(w))[0], tx.update(g, tx.init(w))[0])
-    assert_equal(small.update(g, small.init(w), w)[0], tx.update(g, tx.init(w), w)[0])
 
 
 @pytest.mark.slow
@@ -153,6 +108,7 @@ def test_inside_and_outside_of_others():
         lambda pack: pack(jgrad.accumulate(jgrad.adam(rates), 2)),
         lambda pack: jgrad.skip_nonfinite(pack(optax.chain(jgrad.adam(rates), jgrad.ema(0.9)))),
         lambda pack: pack(jgrad.master_weights(jgrad.adam(rates))),
+        lambda pack: pack(jgrad.hyperball(jgrad.adam(rates), 0.02, leaves=rank_two)),
     )
     for way in ways:
         found = train(way(lambda tx: jgrad.pack_small(tx, max_size=SMALL)), w, grads)
@@ -162,19 +118,6 @@ def test_inside_and_outside_of_others():
     g = grads[0]
     found, _ = small.update(g, small.init(w), w, learning_rate=rates)
     assert_close(found, tx.update(g, tx.init(w), w, learning_rate=rates)[0])
-
-
-@pytest.mark.slow
-def test_in_nnx():
-    """flax wraps the parameters for `init`, and not for `update`."""
-    model, expected = (nnx.Linear(3, 4, rngs=nnx.Rngs(0)) for _ in range(2))
-    x = jnp.ones((2, 3))
-    loss = lambda model: jnp.mean(model(x) ** 2)
-    for m, tx in ((model, jgrad.pack_small(jgrad.lamb(0.1))), (expected, jgrad.lamb(0.1))):
-        optimizer = nnx.Optimizer(m, tx, wrt=nnx.Param)
-        for _ in range(3):
-            optimizer.update(m, nnx.grad(loss)(m))
-    assert_close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(expected)))
 
 
 @pytest.mark.slow
@@ -195,55 +138,30 @@ def test_masks_of_optax_go_outside():
     assert_close(found, train(optax.masked(tx, mask), w, [g])[0])
 
 
-@pytest.mark.slow
-def test_one_trace():
-    traces = []
-    tx = jgrad.pack_small(jgrad.lamb(0.1))
-
-    @jax.jit
-    def step(w, state, g):
-        traces.append(1)
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    w = normal(0)
-    state = tx.init(w)
-    for g in gradients():
-        w, state = step(w, state, g)
-    assert len(traces) == 1
-
-
 # ---- errors ------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_with_options():
-    message = "pack_small: `max_size`: -1, expected a number in [0, 2^31)."
-    assert_error(ValueError, message, lambda: jgrad.pack_small(jgrad.adam(0.1), max_size=-1))
-    message = "pack_small: `tx`: 3 of type int, expected a transformation with `init` and `update`."
-    assert_error(TypeError, message, lambda: jgrad.pack_small(3))
+LEAF = "['layer']['b']"
+MESSAGES = [
+    (TypeError, "`tx`: 3 of type int, expected a transformation with `init` and `update`.", lambda tx: jgrad.pack_small(3)),
+    (TypeError, f"`params` at {LEAF}: an array of key<fry> and shape (), expected an array of numbers; put None in the place "
+     "of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.",
+     lambda tx: tx.update(normal(1), tx.init(with_b(jax.random.key(0))), with_b(jax.random.key(0)))),
+    (ValueError, f"`updates` does not match `params` at {LEAF}: shape (3,), expected (64,).",
+     lambda tx: tx.update(with_b(jnp.ones(3)), tx.init(normal(0)), normal(0))),
+]  # fmt: skip
 
 
-def test_leaves_that_are_no_numbers():
-    """As of the transformation inside."""
-    message = (
-        "pack_small: `params` at ['k']: an array of key<fry> and shape (), expected an array of "
-        "numbers; put None in the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does."
-    )
-    tx = jgrad.pack_small(jgrad.adam(0.1))
-    w, g = {"k": jax.random.key(0), "w": jnp.ones(3)}, {"k": jnp.ones(3), "w": jnp.ones(3)}
-    assert_error(TypeError, message, lambda: tx.update(g, tx.init(w), w))
+def with_b(b):
+    w = normal(0)
+    return w | {"layer": w["layer"] | {"b": b}}
 
 
-def test_gradients_of_another_shape():
+@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
+def test_message(error, message, call):
     """Found before anything is packed, under the name of the leaf."""
-    w, g = normal(0), normal(1)
-    g["layer"]["b"] = jnp.ones(3)
     tx = jgrad.pack_small(jgrad.adam(0.1))
-    message = (
-        "pack_small: `updates` does not match `params` at ['layer']['b']: shape (3,), expected "
-        "(64,)."
-    )
-    assert_error(ValueError, message, lambda: tx.update(g, tx.init(w), w))
+    assert_error(error, f"pack_small: {message}", lambda: call(tx))
 
 
 def test_a_state_of_other_parameters():

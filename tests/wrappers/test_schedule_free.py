@@ -1,11 +1,9 @@
 """Schedule-free training against the authors' code."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import jgrad
@@ -50,30 +48,25 @@ def assert_steps(found, expected, rtol):
                 np.testing.assert_allclose(a, b, rtol, rtol * np.max(np.abs(b)))
 
 
+OPTIONS = [{"beta": 0.5}, {"step_power": 1.0}, {"weight_power": 0.0}]
+STEPS = [*((rate, {}) for rate in RATES), *(("warm-up", options) for options in OPTIONS)]
+
+
 @pytest.mark.slow(one_in=3)
-@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize(("rate", "options"), STEPS)
 @pytest.mark.parametrize("dtype", mostly_slow(["float64", "float32", "complex128"], "float64"))
-def test_reference(rate, dtype, x64, standard_promotion):
-    """50 steps, parameters and average, with a rate that rises, or not, or falls."""
+def test_reference(rate, options, dtype, x64, standard_promotion):
+    """50 steps, parameters and average, with a rate that rises, or not, or falls; and each option."""
     w, grads = params(dtype), gradients(50, dtype)
     given, same = RATES[rate]
+    names = {"step_power": "r", "weight_power": "power"}
+    renamed = {names.get(name, name): value for name, value in options.items()}
     assert_steps(
-        every_step(adamw(given), w, grads),
-        expected_steps(w, grads, same),
+        every_step(adamw(given, **options), w, grads),
+        expected_steps(w, grads, same, **renamed),
         # Schedules are float32 in any case.
         3e-6 if dtype == "float32" or rate != "constant" else 1e-12,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"beta": 0.5}, {"step_power": 1.0}, {"weight_power": 0.0}])
-def test_options(options, standard_promotion):
-    w, grads = params(), gradients(20)
-    given, same = RATES["warm-up"]
-    names = {"step_power": "r", "weight_power": "power"}
-    renamed = {names.get(name, name): value for name, value in options.items()}
-    found = every_step(adamw(given, **options), w, grads)
-    assert_steps(found, expected_steps(w, grads, same, **renamed), 5e-6)
 
 
 RATES_OF_A_CALL = {
@@ -127,45 +120,6 @@ def test_equal_weights_are_the_mean():
     np.testing.assert_allclose(w.astype(jnp.float32), state.z, rtol=2**-8)
 
 
-def test_half_precision_follows_single():
-    """A float32 model beside it: averages differ by what gradients at rounded weights differ by."""
-    tx = jgrad.schedule_free(jgrad.adam(1e-4, beta1=0.0, bias_correction="moments"))
-    wide = {"w": jnp.ones(64)}
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
-    grads = [{"w": jnp.ones(64)}] * 100
-    _, a = train(tx, wide, grads)
-    w, b = train(tx, half, [jax.tree.map(lambda x: x.astype(jnp.bfloat16), g) for g in grads])
-    np.testing.assert_allclose(a.average["w"], b.average["w"], rtol=1e-6)
-    assert abs(float(w["w"][0]) - float(a.average["w"][0])) < 2**-8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", ["adam", "muon"])
-def test_packed(inner):
-    """The numbers of the tree; a state that unpacks to that of the tree."""
-    w, grads = params(), gradients(5)
-    tx = adamw(0.01) if inner == "adam" else jgrad.schedule_free(
-        jgrad.muon(0.1, matrices=lambda t: jax.tree.map(lambda x: x.ndim > 1, t), momentum=0.0,
-                   adam_learning_rate=0.01, adam_beta1=0.0)
-    )  # fmt: skip
-    found, state = train(tx, w, grads)
-    packed, packed_state = train(tx, jgrad.pack(w), [jgrad.pack(g) for g in grads])
-    chex.assert_trees_all_close(jgrad.unpack(packed), found, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(jgrad.unpack(packed_state), state, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_equal_shapes_and_dtypes(jgrad.unpack(packed_state), state)
-
-
-@pytest.mark.slow
-def test_skipped_steps():
-    """As if they had not been."""
-    w, grads = params(), gradients(4)
-    bad = jax.tree.map(lambda x: x * jnp.nan, grads[0])
-    tx = jgrad.skip_nonfinite(adamw(0.01))
-    found, state = train(tx, w, [grads[0], bad, *grads[1:]])
-    expected, without = train(tx, w, grads)
-    assert_equal((found, state.inner), (expected, without.inner))
-
-
 def test_leaves_that_do_not_move():
     """Integers, None, and a missing gradient: z and average stay, bit for bit."""
     w = {"a": jnp.ones(3), "b": jnp.full(2, 2.0), "n": jnp.arange(2), "x": None}
@@ -178,17 +132,6 @@ def test_leaves_that_do_not_move():
     assert_equal(updates["n"], jnp.zeros(2, jnp.int32))
     assert updates["x"] is None
     assert state.z["n"] is None
-
-
-def test_state():
-    """Named fields, distinct buffers for donation, and dtypes that do not drift."""
-    w = params(jnp.bfloat16)
-    tx = adamw(0.01)
-    state = tx.init(w)
-    assert state._fields == ("done", "weight_sum", "largest_rate", "z", "average", "inner")
-    new = jax.eval_shape(step_of(tx), w, state, w)
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
-    jax.jit(step_of(tx), donate_argnums=(0, 1))(w, state, jax.tree.map(jnp.copy, w))
 
 
 def test_double_precision(x64):
@@ -262,40 +205,6 @@ def test_large_powers_have_their_ratios():
     (_, state), _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), jnp.ones(steps)))(w)
     k = np.arange(1.0, steps + 1)
     np.testing.assert_allclose(-state.average, np.sum(k * k**4) / np.sum(k**4), rtol=1e-4)
-
-
-def test_messages():
-    for name in "weight_power", "step_power":
-        expected = "expected a number in [0, 4], with which weights have ratios in float32"
-        assert_error(
-            ValueError,
-            f"schedule_free: `{name}`: 4.5, {expected}.",
-            lambda name=name: jgrad.schedule_free(jgrad.adam(0.1), **{name: 4.5}),
-        )
-    adam = jgrad.adam(0.1)
-    assert_error(
-        ValueError,
-        "schedule_free: `beta`: 1.0, expected a number in [0, 1).",
-        lambda: jgrad.schedule_free(adam, beta=1.0),
-    )
-    assert_error(
-        TypeError,
-        "schedule_free: `tx`: 0.1 of type float, expected a transformation with `init` and "
-        "`update`.",
-        lambda: jgrad.schedule_free(0.1),
-    )
-    tx, w = jgrad.schedule_free(adam), jnp.ones(3)
-    assert_error(
-        ValueError,
-        "schedule_free: the average needs the parameters: call `update(updates, state, params)`.",
-        lambda: tx.update(w, tx.init(w)),
-    )
-    assert_error(
-        TypeError,
-        "schedule_free: `state`: OptState, expected the ScheduleFreeState that this "
-        "`schedule_free` made with `init`.",
-        lambda: tx.update(w, adam.init(w), w),
-    )
 
 
 # ---- from optax, and back ----------------------------------------------------------------------
@@ -372,26 +281,6 @@ def test_goes_on_from_optax(name, pack, standard_promotion):
 
 def _weights(state):
     return state.weight_sum, state.max_lr
-
-
-def test_optax_in_other_forms(tmp_path, standard_promotion):
-    """Of bfloat16 parameters with float32 copies, and of a file without a target."""
-    theirs, ours = SCHEDULE_FREE["sgd"]
-    y, old = steps_of(theirs, W, theirs.init(W), grads_like(W, 3))
-    like = jax.eval_shape(ours.init, W)
-    expected, _ = jgrad.carry_over(old, like=like, params=y)
-    with ocp.StandardCheckpointer() as files:
-        files.save(tmp_path / "state", old)
-        files.wait_until_finished()
-        plain = files.restore(tmp_path / "state")
-    found, _ = jgrad.carry_over(plain, like=like, params=y)
-    assert_equal(found, expected)
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), y)
-    wide = jgrad.master_weights(ours)
-    state = jgrad.master_weights(theirs).init(half)._replace(master=y, inner=old)
-    found, _ = jgrad.carry_over(state, like=jax.eval_shape(wide.init, half))
-    assert_equal(found.inner, expected)
-    assert_equal(found.master, y)
 
 
 def test_into_optax():

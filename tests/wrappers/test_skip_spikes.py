@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks.recipes import clipped, program
 from jgrad._inputs.notes import Notes
+from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
-from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, compiled, stack, step_of
+from tests.support.loops import assert_equal, compiled, stack, step_of, step_on
 from tests.wrappers.test_hand_over import counting, deaf, storing_bytes
 
 NAN, INF = float("nan"), float("inf")
@@ -84,14 +84,30 @@ def assert_state(state, expected, window):
 # ---- decisions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize(
-    ("window", "deviations", "restart"),
-    [(128, 6.0, True), (16, 6.0, True), (5, 2.0, True), (4, 0.5, True), (4, 0.5, False)],
-)
-def test_decisions(window, deviations, restart):
-    """Losses with spikes: the steps that are accepted, counted by the step of the optimizer."""
-    losses = curve()
+HIGHER = [*1 + 0.01 * np.arange(8.0), *[5.0] * 11]
+# Losses, the options, and how many are left out.
+LOSSES = {
+    "spikes": (curve(), (128, 6.0, True), 5),
+    "spikes, a window of 16": (curve(), (16, 6.0, True), 9),
+    "spikes, a window of 5": (curve(), (5, 2.0, True), 12),
+    "spikes, a window of 4": (curve(), (4, 0.5, True), 17),
+    "spikes, without a restart": (curve(), (4, 0.5, False), 17),
+    # Another level is left out for a window, and then the window starts anew, if it may.
+    "higher": (HIGHER, (8, 6.0, True), 8),
+    "higher, without a restart": (HIGHER, (8, 6.0, False), 11),
+    # Nothing finite before a quarter, nor after a window was started anew.
+    "before a quarter": ([1, 1e30, NAN, 2, 1e9, 1e35], (20, 6.0, True), 1),
+    "zeros": ([0, 0, 0, 1e-30, 0], (4, 6.0, True), 1),
+    "large": ([3e38, -3e38, 3e38, 2e38, 3.3e38], (5, 6.0, True), 0),
+}
+
+
+@pytest.mark.slow(one_in=2, always=["spikes", "higher", "before a quarter"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_decisions(name):
+    """Which steps are accepted, counted by the step of the optimizer; and what the state has then."""
+    losses, (window, deviations, restart), skipped = LOSSES[name]
+    losses = np.float32(losses)
     tx = jgrad.skip_spikes(jgrad.adam(0.1), window=window, deviations=deviations, restart=restart)
     expected = by_hand(losses, window, deviations, restart)
     state, update, flags = tx.init(X), jax.jit(tx.update), []
@@ -100,26 +116,8 @@ def test_decisions(window, deviations, restart):
         _, state = update(X, state, X, loss=loss)
         flags.append(int(state.inner.step) > before)
     assert flags == expected[0]
+    assert flags.count(False) == skipped
     assert_state(state, expected, window)
-
-
-@pytest.mark.parametrize("restart", [True, False])
-def test_a_loss_that_stays_higher(restart):
-    """Another level: left out for a window, and then the window starts anew, if it may."""
-    losses = [*1 + 0.01 * np.arange(8.0), *[5.0] * 11]
-    tx = jgrad.skip_spikes(jgrad.gradient_descent(1.0), window=8, restart=restart)
-    _, state = train(tx, np.float32(losses))
-    assert_state(state, by_hand(losses, 8, restart=restart), 8)
-    found = int(state.restarts), int(state.skipped), int(state.accepted), int(state.streak)
-    assert found == ((1, 8, 3, 0) if restart else (0, 11, 8, 11))
-
-
-def test_nothing_finite_before_a_quarter():
-    """Nor after a window was started anew; what is not finite is left out always."""
-    losses = np.float32([1, 1e30, NAN, 2, 1e9, 1e35])
-    tx = jgrad.skip_spikes(jgrad.gradient_descent(1.0), window=20)
-    _, state = train(tx, losses)
-    assert (int(state.skipped), int(state.accepted)) == (1, 5)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +133,6 @@ def test_losses_that_are_all_equal(dtype, near, far):
             _, state = tx.update(X, state, X, loss=jnp.asarray(x, dtype))
         assert int(state.skipped) == skipped
     assert state.losses.dtype == jnp.float32
-
-
-def test_losses_of_zero():
-    """All else is above."""
-    _, state = train(jgrad.skip_spikes(jgrad.adam(0.1), window=4), np.float32([0, 0, 0, 1e-30, 0]))
-    assert int(state.skipped) == 1
-
-
-def test_large_losses_do_not_overflow():
-    losses = np.float32([3e38, -3e38, 3e38, 2e38, 3.3e38])
-    _, state = train(jgrad.skip_spikes(jgrad.adam(0.1), window=5), losses)
-    assert int(state.skipped) == 0
 
 
 @pytest.mark.parametrize("deviations", [0.5, 6.0])
@@ -309,25 +295,6 @@ def test_a_branch_inside(standard_promotion):
     assert int(state.inner.streak) == 3
 
 
-def test_one_skip_inside_another():
-    """The inner one counts nothing that the outer one rejects."""
-    tx = jgrad.skip_nonfinite(jgrad.skip_nonfinite(jgrad.adam(0.1), loss_scale=4.0))
-    start = compiled(tx)(X, tx.init(X), X)
-    found = compiled(tx)(*start, NAN * X)
-    assert_equal((found[0], found[1].inner), (start[0], start[1].inner))
-    assert int(found[1].skipped) == 1
-
-
-def test_leaves_that_are_not_updated():
-    w = {"a": X, "b": jnp.ones(2), "n": jnp.arange(3), "none": None}
-    g = {"a": X, "b": None, "n": np.zeros(3, jax.dtypes.float0), "none": None}
-    tx = jgrad.skip_spikes(jgrad.adam(0.1))
-    for loss, expected in ((1.0, X - 0.1), (NAN, X)):
-        new = optax.apply_updates(w, tx.update(g, tx.init(w), w, loss=loss)[0])
-        np.testing.assert_allclose(new.pop("a"), expected, rtol=1e-5)
-        assert_equal(new, {k: w[k] for k in new})
-
-
 # ---- around accumulate -------------------------------------------------------------------------
 
 WINDOWS = {
@@ -407,26 +374,13 @@ def test_vmap_over_models_that_decide_apart():
     chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_double_precision(x64):
-    """Losses and weights in float64; the window stays in float32."""
-    losses = curve().astype(np.float64)
-    tx = jgrad.skip_spikes(jgrad.adam(0.1), window=16)
-    w = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float64), W)
-    start = tx.init(w)
-    grads = [jax.tree.map(lambda x: x.astype(jnp.float64), gradient(i)) for i in range(80)]
-    found, state = train(tx, losses, w, grads)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, start)
-    assert_state(state, by_hand(losses, 16), 16)
-    used = [i for i, flag in enumerate(by_hand(losses, 16)[0]) if flag]
-    alone = jgrad.adam(0.1)
-    expected, inner = w, alone.init(w)
-    for i in used:
-        expected, inner = compiled(alone)(expected, inner, grads[i])
-    chex.assert_trees_all_close((found, state.inner), (expected, inner), rtol=1e-12)
+def of_its_device(tx):
+    """With a loss for each device, of which `shard_map` hands each an array of one."""
 
+    def update(*args, loss, **extra):
+        return tx.update(*args, loss=loss[0], **extra)
 
-def mesh_of(kind=AxisType.Auto):
-    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 @pytest.mark.slow(one_in=4)
@@ -437,22 +391,13 @@ def test_devices_leave_out_the_same(way, check_vma):
     losses = np.ones((6, 8), np.float32)
     losses[1] -= 0.1
     losses[3, 5], losses[4, 2] = NAN, 800.0
-    tx = AROUND[way](jgrad.adam(0.1), window=4, mesh_axes="data")
+    tx = jgrad.skip_spikes(jgrad.adam(0.1), window=4, mesh_axes="data")
     if way == "inside skip":
-        tx = jgrad.skip_nonfinite(
-            jgrad.skip_spikes(jgrad.adam(0.1), window=4, mesh_axes="data"), mesh_axes="data"
-        )
-    w, g = jnp.ones((8, 3)), jnp.ones((8, 3))
+        tx = jgrad.skip_nonfinite(tx, mesh_axes="data")
+    found = g = w = jnp.ones((8, 3))
     state = tx.init(w)
     specs = jax.tree.map(lambda x: P("data") if x.ndim == 2 else P(), state)
-    step = jax.jit(
-        jax.shard_map(
-            lambda w, s, g, loss: step_of(tx)(w, s, g, loss=loss[0]), mesh=mesh_of(),
-            in_specs=(P("data"), specs, P("data"), P("data")), out_specs=(P("data"), specs),
-            check_vma=check_vma,
-        )
-    )  # fmt: skip
-    found = w
+    step = step_on(mesh_of(data=8), of_its_device(tx), P("data"), specs, check_vma, loss=P("data"))
     for row in losses:
         found, state = step(found, state, g, row)
     expected, alone = train(AROUND[way](jgrad.adam(0.1), window=4), losses.mean(1), w, [g] * 6)
@@ -460,43 +405,13 @@ def test_devices_leave_out_the_same(way, check_vma):
     assert int(find(state, jgrad.SpikeState).skipped) == 2
 
 
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_sharded_leaves(kind):
-    """Under `jit`: moments lie where the parameters do, and the window on all devices."""
-    tx, losses = jgrad.skip_spikes(jgrad.adam(0.1), window=8), np.float32([1, 1.1, 0.9, 50, 1])
-    w = {"w": jnp.ones((8, 3)), "b": jnp.ones(8)}
-    expected, alone = train(tx, losses, w, [w] * 5)
-    sharding = NamedSharding(mesh_of(kind), P("data"))
-    found, g = jax.device_put((w, w), sharding)
-    shardings = jgrad.state_shardings(tx, found)
-    assert shardings.losses.spec == shardings.skipped.spec == P()
-    state = jax.jit(tx.init, out_shardings=shardings)(found)
-    for loss in losses:
-        found, state = compiled(tx)(found, state, g, loss=loss)
-    close = lambda a, b: chex.assert_trees_all_close(
-        jax.device_get(a), jax.device_get(b), rtol=1e-6
-    )
-    close((found, state), (expected, alone))
-    assert state.inner.mw["w"].sharding.is_equivalent_to(sharding, 2)
-    assert state.losses.sharding.is_fully_replicated
-
-
 def test_zero_takes_the_mean_of_losses():
     """Each device gives its own, as it gives the gradient of its own."""
-    tx = jgrad.zero(jgrad.skip_spikes(jgrad.adam(0.1), window=4), "data")
+    tx, mesh = jgrad.zero(jgrad.skip_spikes(jgrad.adam(0.1), window=4), "data"), mesh_of(data=8)
     w = jgrad.pack({"w": jnp.ones((64, 80))}, multiple_of=8)
-    state = tx.init(w)
-    shardings = jgrad.state_shardings(
-        tx, jax.device_put(w, NamedSharding(mesh_of(), P())), shard_over="data"
-    )
+    shardings = jgrad.state_shardings(tx, w, NamedSharding(mesh, P()), shard_over="data")
     specs = jax.tree.map(lambda x: x.spec, shardings)
-    step = jax.jit(
-        jax.shard_map(
-            lambda w, s, g, loss: step_of(tx)(w, s, g, loss=loss[0]), mesh=mesh_of(),
-            in_specs=(P(), specs, P(), P("data")), out_specs=(P(), specs), check_vma=False,
-        )
-    )  # fmt: skip
+    step, state = step_on(mesh, of_its_device(tx), P(), specs, False, loss=P("data")), tx.init(w)
     for loss in (np.ones(8), np.arange(8.0) / 3.5, np.array([90.0] + [1.0] * 7)):
         w, state = step(w, state, w, np.float32(loss))
     assert (int(state.skipped), int(state.inner.step)) == (1, 2)
@@ -546,7 +461,7 @@ def test_no_norm_of_gradients_decides():
     assert int(state.skipped) == 1
 
 
-# ---- losses and messages -----------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow(one_in=3)
@@ -569,18 +484,6 @@ def test_what_float32_cannot_hold(loss):
     assert int(tx.update(X, tx.init(X), X, loss=loss)[1].skipped) == 1
 
 
-def test_the_loss_is_handed_on():
-    seen = []
-
-    def update(g, state, w=None, *, loss, **extra):
-        seen.append(loss)
-        return g, state
-
-    inner = optax.GradientTransformationExtraArgs(lambda w: (), update)
-    jgrad.skip_spikes(inner).update(X, jgrad.skip_spikes(inner).init(X), X, loss=3.0)
-    assert float(seen[0]) == 3
-
-
 def test_a_dry_run_knows_no_loss():
     tx = jgrad.skip_spikes(jgrad.adam(0.1))
     _, state = tx.update(X, tx.init(X), X, notes=Notes(None))
@@ -593,49 +496,3 @@ def test_report():
     assert {k: int(x) for k, x in state.__jgrad_report__().items()} == {
         "spikes": 1, "spike_restarts": 0,
     }  # fmt: skip
-
-
-SGD = jgrad.gradient_descent(0.1)
-REMEDY = "expected a real scalar; call `update(updates, state, params, loss=value)`."
-
-
-def update(tx=SGD, state=None, **options):
-    tx = jgrad.skip_spikes(tx)
-    return tx.update(X, tx.init(X) if state is None else state, X, **options)
-
-
-MESSAGES = [
-    (TypeError, f"skip_spikes: `loss`: missing, {REMEDY}", lambda: update()),
-    (TypeError, f"skip_spikes: `loss`: 'high' of type str, {REMEDY}", lambda: update(loss="high")),
-    (TypeError, f"skip_spikes: `loss`: True of type bool, {REMEDY}", lambda: update(loss=True)),
-    (TypeError, f"skip_spikes: `loss`: an array of float32 and shape (3,), {REMEDY}", lambda: update(loss=X)),
-    (TypeError, f"skip_spikes: `loss`: an array of complex64 and shape (), {REMEDY}",
-     lambda: update(loss=jnp.complex64(1))),
-    (TypeError, f"skip_spikes: `loss`: an array of bool and shape (), {REMEDY}",
-     lambda: update(loss=jnp.asarray(True))),
-    (ValueError, "skip_spikes: `window`: 3, expected a number in [4, 2^31).",
-     lambda: jgrad.skip_spikes(SGD, window=3)),
-    (TypeError, "skip_spikes: `window`: 8.0 of type float, expected an int.",
-     lambda: jgrad.skip_spikes(SGD, window=8.0)),
-    (ValueError, "skip_spikes: `deviations`: -1.0, expected a number in [0, inf).",
-     lambda: jgrad.skip_spikes(SGD, deviations=-1.0)),
-    (TypeError, "skip_spikes: `deviations`: '6' of type str, expected a real array or a number.",
-     lambda: jgrad.skip_spikes(SGD, deviations="6")),
-    (TypeError, "skip_spikes: `restart`: 1 of type int, expected True or False.",
-     lambda: jgrad.skip_spikes(SGD, restart=1)),
-    (TypeError, "skip_spikes: `tx`: 3 of type int, expected a transformation with `init` and `update`.",
-     lambda: jgrad.skip_spikes(3)),
-    (TypeError, "skip_spikes: `mesh_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
-     "PartitionSpec.", lambda: jgrad.skip_spikes(SGD, mesh_axes=3)),
-    (TypeError, "skip_spikes: `state`: OptState, expected the SpikeState that this `skip_spikes` made with `init`.",
-     lambda: update(state=SGD.init(X), loss=1.0)),
-    (ValueError, "skip_spikes: `state.losses`: shape (8,), expected (128,), as `window` says.",
-     lambda: update(state=jgrad.skip_spikes(SGD, window=8).init(X), loss=1.0)),
-    (TypeError, "skip_spikes: `finite`: 1 of type int, expected None or one bool.",
-     lambda: update(jgrad.accumulate(SGD, 2), loss=1.0, finite=1)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)

@@ -14,14 +14,12 @@ import jgrad
 from tests.cases import gradients, params
 from tests.support import packed_model as packed
 from tests.support.choice import mostly_slow
-from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, compiled, every_step, stack, step_of, train
+from tests.support.loops import assert_equal, step_of, train
 
 BF16 = jnp.bfloat16
 ADAMW = jgrad.adam(1e-3, weight_decay=0.1)
 LARGEST = float(jnp.finfo(BF16).max)
 X = jnp.ones(3, BF16)
-W = {"layer_3": {"w": jnp.ones((3, 2), BF16), "b": X}}
 
 
 def of_step(seed=0):
@@ -74,19 +72,6 @@ def test_e46_the_mean_over_steps():
     distance = (found.mean(0) - new) / np.where(deviation > 0, deviation, 1)
     assert abs(distance.mean()) < 4 / np.sqrt(512)
     assert 0.8 < distance.std() < 1.2
-
-
-def test_e46_the_mean_over_seeds():
-    """The seed decides, as the step does."""
-    seeds = range(12)
-    w = jnp.tile(jnp.asarray([1.0, -1.0, 3.0, 1e-3], BF16), 256)
-    u = w.astype(jnp.float32) * 0.001
-    found = np.stack([wide(of_step(s).update(u, of_step(s).init(w), w)[0]) for s in seeds])
-    means = found.reshape(-1, 4).mean(0)
-    distance = 2.0**-7 * np.abs(wide(w[:4]))  # at most, between two bfloat16 numbers
-    limit = 4 * distance / 2 / np.sqrt(found.size / 4)
-    assert np.all(np.abs(means - wide(u[:4])) < limit)
-    assert len(np.unique(found, axis=0)) == len(seeds)
 
 
 def test_e46_exact_numbers_do_not_move():
@@ -207,7 +192,7 @@ def test_moments_are_rounded_with_other_bits():
     assert not np.any(leaf_keys(0, 1, [0]) == leaf_keys(0, 2, [0]))
 
 
-# ---- edge 11: tree = packed = resumed ----------------------------------------------------------
+# ---- edge 11: tree = packed ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -227,18 +212,6 @@ def test_e40_weights_packed_is_the_tree(form):
         found, _ = train(tx, pack(w), [pack(g) for g in grads])
         found = jgrad.unpack(found)
     assert_equal(found, expected)
-
-
-@pytest.mark.slow
-def test_e40_weights_a_resumed_training():
-    """From the state and the weights as NumPy arrays."""
-    w, grads = params(BF16), gradients(4, BF16)
-    tx = jgrad.stochastic_rounding(ADAMW)
-    expected = every_step(tx, w, grads)
-    w, state = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), expected[1])
-    for g, both in zip(grads[2:], expected[2:], strict=True):
-        w, state = compiled(tx)(w, state, g)
-        assert_equal((w, state), both)
 
 
 # ---- what it is for ----------------------------------------------------------------------------
@@ -261,20 +234,6 @@ def test_e07_small_steps_in_the_mean():
     assert 0.9 < found.std() / deviation < 1.1
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.3])
-def test_weights_are_exactly_what_was_rounded(shift):
-    """Where a weight goes to half of itself at least, and to the double at most."""
-    rng = np.random.default_rng(0)
-    w = jnp.asarray(rng.uniform(-1, 1, 20_000) * 2.0 ** rng.integers(-6, 7, 20_000), BF16)
-    factor = rng.uniform(0.5 + shift / 2, 2 - shift, size=w.shape)
-    new = jnp.asarray(wide(w) * factor, jnp.float32)
-    found = wide(added(w, new - w.astype(jnp.float32)))
-    # As `added` computes it: the step has been rounded to float32.
-    new = np.asarray(w.astype(jnp.float32) + (new - w.astype(jnp.float32)))
-    low, high = around(new)
-    assert np.all((found == low) | (found == high))
-
-
 def test_a_weight_that_jumps():
     """Up, down or to the other sign: within one unit of the larger from one of both neighbours."""
     count = 100
@@ -292,64 +251,6 @@ def test_a_weight_that_jumps():
     assert abs(np.mean(error)) < 0.02
 
 
-@pytest.mark.slow
-def test_other_leaves_are_those_of_the_plain_transformation():
-    """Float32 beside bfloat16, bit for bit; integers, None and missing gradients stay."""
-    w = {"a": jnp.ones((4, 3)), "b": jnp.ones((4, 3), BF16), "n": jnp.arange(3), "none": None}
-    w |= {"lost": jnp.ones(2, BF16), "z": jnp.ones(2, jnp.complex64)}
-    g = {"a": jnp.ones((4, 3)), "b": jnp.ones((4, 3), BF16), "none": None, "lost": None}
-    g |= {"n": np.zeros(3, jax.dtypes.float0), "z": jnp.ones(2, jnp.complex64)}
-    results = [step_of(tx)(w, tx.init(w), g) for tx in (ADAMW, jgrad.stochastic_rounding(ADAMW))]
-    (plain, _), (found, state) = results
-    others = ("a", "n", "none", "lost", "z")
-    assert_equal({k: found[k] for k in others}, {k: plain[k] for k in others})
-    assert state.inner.mw["b"].dtype == jnp.float32
-    assert {k: x.dtype for k, x in found.items() if k in "ab"} == {"a": jnp.float32, "b": BF16}
-
-
-@pytest.mark.parametrize("grads_dtype", ["bfloat16", "float32", "float64"])
-def test_what_the_inner_transformation_sees(grads_dtype, x64):
-    """Float32 gradients and parameters for bfloat16 ones, and extra arguments."""
-    seen = []
-
-    def update(g, state, w=None, **extra):
-        seen.append((g.dtype, w.dtype, extra))
-        return -g, state
-
-    spy = optax.GradientTransformationExtraArgs(lambda w: (seen.append(w.dtype), ())[1], update)
-    tx = jgrad.stochastic_rounding(spy)
-    updates, _ = tx.update(jnp.ones(3, grads_dtype), tx.init(X), X, value=3)
-    assert seen == [jnp.float32, (jnp.float32, jnp.float32, {"value": 3})]
-    assert updates.dtype == BF16
-
-
-def test_the_mean_is_not_rounded_inside_accumulate():
-    """Three gradients of 1 and one of 0.01: in bfloat16, the mean is off by a part in 500."""
-    seen = []
-    record = lambda g, state, w=None: (seen.append(float(g[0])), (g, state))[1]
-    spy = optax.GradientTransformation(lambda _: (), record)
-    tx = jgrad.accumulate(jgrad.stochastic_rounding(spy), 4)
-    state = tx.init(X)
-    for x in (1, 1, 1, 0.01):
-        _, state = tx.update(jnp.full(3, x, BF16), state, X)
-    mean = np.mean([1, 1, 1, float(jnp.bfloat16(0.01))])
-    np.testing.assert_allclose(seen, [mean], rtol=1e-6)
-
-
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("inner", [ADAMW, optax.adam(1e-3)], ids=["adamw", "optax.adam"])
-def test_a_skipped_step_moves_nothing(inner, standard_promotion):
-    """Weights, state and counter are as if the step had not been."""
-    tx = jgrad.skip_nonfinite(jgrad.stochastic_rounding(inner))
-    w, (a, b, c) = params(BF16), gradients(3, BF16)
-    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), a)
-    first, second = (train(tx, w, grads) for grads in ([a, bad, b, c], [a, b, c]))
-    assert_equal(first[0], second[0])
-    assert_equal(first[1].inner, second[1].inner)
-    assert [int(x.skipped) for _, x in (first, second)] == [1, 0]
-    assert int(first[1].inner.done) == 3
-
-
 def test_skipping_is_that_of_nothing_to_skip():
     """With finite gradients `skip_nonfinite` around it changes no bit."""
     w, grads = params(BF16), gradients(3, BF16)
@@ -365,49 +266,7 @@ def test_the_average_inside_is_of_unrounded_weights():
     assert updates.dtype == BF16
 
 
-@pytest.mark.slow
-def test_zero_on_eight_devices():
-    """Each device rounds its rows as one device would."""
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    w = jgrad.pack(packed.normal(0, BF16), multiple_of=8)
-    grads = [jgrad.pack(g, multiple_of=8) for g in packed.gradients(BF16)[:2]]
-    tx = jgrad.stochastic_rounding(jgrad.adam(1e-3))
-    expected, _ = train(tx, w, grads)
-    sharded = jgrad.zero(tx, "data")
-    shardings = jgrad.state_shardings(sharded, w, NamedSharding(mesh, P()), shard_over="data")
-    specs = jax.tree.map(lambda x: x.spec, shardings)
-    step = jax.jit(
-        jax.shard_map(
-            step_of(sharded),
-            mesh=mesh,
-            in_specs=(P(), specs, P()),
-            out_specs=(P(), specs),
-            check_vma=False,
-        )
-    )
-    found, state = w, sharded.init(w)
-    for g in grads:
-        found, state = step(found, state, g)
-    assert_equal(jgrad.unpack(found), jgrad.unpack(expected))
-
-
 # ---- under JAX's transformations ---------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_scan_and_vmap():
-    """A scan is the loop bit for bit, and a batch of models each model."""
-    w, grads = params(BF16), gradients(3, BF16)
-    tx = jgrad.stochastic_rounding(ADAMW)
-    expected, _ = train(tx, w, grads)
-    body = lambda carry, g: (step_of(tx)(*carry, g), None)
-    (found, _), _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(grads)))(w)
-    assert_equal(found, expected)
-    models = stack([w, w])
-    state = jax.vmap(tx.init)(models)
-    for g in grads:
-        models, state = jax.jit(jax.vmap(step_of(tx)))(models, state, stack([g, g]))
-    assert_equal(jax.tree.map(lambda x: x[1], models), expected)
 
 
 def test_slopes_are_those_of_the_step():
@@ -451,71 +310,9 @@ def test_memory_of_a_step(form):
     assert "gather" not in text
 
 
-@pytest.mark.slow
-def test_donation():
-    tx, w = jgrad.stochastic_rounding(ADAMW), params(BF16)
-    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
-    state = tx.init(w)
-    for g in gradients(3, BF16):
-        given = jax.tree.leaves((w, state))
-        w, state = step(w, state, g)
-        assert all(x.is_deleted() for x in given if x.size)
-
-
 def test_leaves_of_one_shape_share_their_trace():
     """The program of a hundred leaves is traced with few calls of the rule."""
     w = [jnp.ones((8, 8), BF16) for _ in range(64)]
     tx = of_step()
     text = str(jax.make_jaxpr(tx.update)(w, jax.eval_shape(tx.init, w), w))
     assert text.count("name=_together") <= 64 // 16 + 1
-
-
-# ---- messages ----------------------------------------------------------------------------------
-
-SGD = jgrad.gradient_descent(0.1)
-TX = "expected a transformation with `init` and `update`."
-
-
-def update(g=W, w=W, state=None):
-    tx = jgrad.stochastic_rounding(SGD)
-    return tx.update(g, tx.init(W) if state is None else state, w)
-
-
-def with_b(b):
-    return {"layer_3": {"w": W["layer_3"]["w"], "b": b}}
-
-
-def init(b):
-    return jgrad.stochastic_rounding(SGD).init(with_b(b))
-
-
-SR = "stochastic_rounding"
-BITS = "expected bfloat16, or 32 bits or more; `master_weights` takes"
-
-MESSAGES = [
-    (TypeError, f"{SR}: `tx`: 3 of type int, {TX}", lambda: jgrad.stochastic_rounding(3)),
-    (TypeError, f"{SR}: `seed`: 0.5 of type float, expected an int.", lambda: jgrad.stochastic_rounding(SGD, seed=0.5)),
-    (TypeError, f"{SR}: `seed`: True of type bool, expected an int.", lambda: jgrad.stochastic_rounding(SGD, seed=True)),
-    (ValueError, f"{SR}: `seed`: -1, expected a number in [0, 2^31).", lambda: jgrad.stochastic_rounding(SGD, seed=-1)),
-    (ValueError, f"{SR}: the rounding of new weights needs the parameters: call `update(updates, state, params)`.",
-     lambda: update(w=None)),
-    (TypeError, f"{SR}: `state`: OptState, expected the StochasticState that this `{SR}` made with `init`.",
-     lambda: update(state=SGD.init(W))),
-    (ValueError, f"{SR}: `state.done`: shape (3,), expected (); map `update` over the models, as `init` was.",
-     lambda: update(state=jgrad.StochasticState(jnp.zeros(3, jnp.int32), SGD.init(W)))),
-    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16.",
-     lambda: init(jnp.ones(3, jnp.float16))),
-    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} float16.",
-     lambda: update(w=with_b(jnp.ones(3, jnp.float16)))),
-    (TypeError, f"{SR}: `params` at ['layer_3']['b']: an array of float8_e4m3fn and shape (3,), {BITS} float8_e4m3fn.",
-     lambda: init(jnp.ones(3, jnp.float8_e4m3fn))),
-    (ValueError, f"{SR}: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
-     lambda: update(with_b(jnp.ones((3, 1))))),
-    (TypeError, f"{SR}: `params` at ['layer_3']['b']: 'abc' of type str, expected an array of numbers; put None in "
-     "the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.", lambda: update(w=with_b("abc"))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)

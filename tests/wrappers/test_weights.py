@@ -12,9 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from benchmarks.recipes import program
-from jgrad._inputs.commit import Commit
-from tests.support.errors import assert_error
+from tests.support.choice import mostly_slow
 from tests.support.loops import assert_equal, compiled, step_of, with_loss
 
 NAN, INF = float("nan"), float("inf")
@@ -39,21 +37,15 @@ def mini_batches(split, grads, dtype="float32"):
         yield {k: jnp.asarray(x[some].mean(0), dtype) for k, x in grads.items()}, end - start
 
 
-def train(tx, w, rows, *, emit="last", pack=False):
+def train(tx, w, rows, pack=False):
     """One window, closed by its last call."""
     pack_if = jgrad.pack if pack else lambda tree: tree
     w, rows = pack_if(w), list(rows)
     state = tx.init(w)
     for i, (g, tokens) in enumerate(rows):
-        last = i == len(rows) - 1
-        flag = {"last": last or None, "traced": jnp.asarray(last), "python": last}[emit]
-        step = compiled(tx) if emit != "python" else step_of(tx)
-        w, state = step(w, state, pack_if(g), weight=jnp.float32(tokens), emit=as_flag(flag))
+        last = jnp.asarray(i == len(rows) - 1)
+        w, state = compiled(tx)(w, state, pack_if(g), weight=jnp.float32(tokens), emit=last)
     return (jgrad.unpack(w) if pack else w), state
-
-
-def as_flag(flag):
-    return flag if flag is None or isinstance(flag, jax.Array) else jnp.asarray(flag)
 
 
 def params(dtype="float32", shapes=SHAPES):
@@ -71,12 +63,20 @@ def wide(tree):
 # ---- any way of splitting ----------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=16)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    "dtype", mostly_slow(["float32", "float64", "complex128"], "float32", "float64")
+)
 @pytest.mark.parametrize("form", ["tree", "packed", "skip", "spikes", "skip and spikes"])
-def test_the_mean_of_all_tokens(split, form):
-    """The step of the whole batch, to a rounding or two of each sum."""
-    grads = per_token()
+def test_the_mean_of_all_tokens(split, form, dtype, request):
+    """The step of the whole batch, to a rounding or two of each sum.
+
+    The sum of weights stays in float32, which counts tokens exactly.
+    """
+    if dtype != "float32":
+        request.getfixturevalue("x64")
+    grads = per_token(dtype)
     tx = weighted(jgrad.gradient_descent(1.0))
     if form == "skip":
         tx = jgrad.skip_nonfinite(tx)
@@ -84,25 +84,14 @@ def test_the_mean_of_all_tokens(split, form):
         tx = jgrad.skip_spikes(tx)
         tx = jgrad.skip_nonfinite(tx) if form != "spikes" else tx
         tx = with_loss(tx)
-    found, state = train(tx, params(), mini_batches(split, grads), pack=form == "packed")
+    rows = mini_batches(split, grads, dtype)
+    found, state = train(tx, params(dtype), rows, pack=form == "packed")
     expected = {k: 1 - x.mean(0) for k, x in grads.items()}
-    chex.assert_trees_all_close(wide(found), expected, atol=1e-6, rtol=0)
+    atol = 1e-6 if dtype == "float32" else 1e-12
+    chex.assert_trees_all_close(wide(found), expected, atol=atol, rtol=0)
     assert int(optax.tree.get(state, "step")) == 1
-    assert float(optax.tree.get(state, "weight")) == 0
-
-
-@pytest.mark.slow(one_in=24)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.parametrize("emit", ["last", "traced", "python"])
-def test_double_precision(split, dtype, emit, x64):
-    """The sum of weights stays in float32, which counts tokens exactly."""
-    grads = per_token(dtype)
-    tx = weighted(jgrad.gradient_descent(1.0))
-    found, state = train(tx, params(dtype), mini_batches(split, grads, dtype), emit=emit)
-    expected = {k: 1 - x.mean(0) for k, x in grads.items()}
-    chex.assert_trees_all_close(wide(found), expected, atol=1e-12, rtol=0)
-    assert state.weight.dtype == jnp.float32
+    weight = optax.tree.get(state, "weight")
+    assert (float(weight), weight.dtype) == (0, jnp.float32)
 
 
 @pytest.mark.slow(one_in=3)
@@ -144,7 +133,7 @@ def test_inside(inner, standard_promotion):
     assert (int(state.mini_step), float(state.weight)) == (0, 0)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(always=["own tokens-True"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("alike", [True, False], ids=["all tokens", "own tokens"])
 def test_on_devices(alike, check_vma):
@@ -170,13 +159,6 @@ def test_on_devices(alike, check_vma):
     for part, n in zip(sums, tokens, strict=True):
         w, state = run(w, state, jnp.float32(part), jnp.float32(n))
     np.testing.assert_allclose(w, -sums.sum((0, 1)) / tokens.sum(), atol=1e-6)
-
-
-def test_a_weight_that_one_device_spoils():
-    """All leave that mini-batch out."""
-    tx = weighted(jgrad.gradient_descent(1.0), 2, mesh_axes="data")
-    f = lambda n: tx.update(X, tx.init(X), X, weight=n)[1].skipped
-    assert jax.vmap(f, axis_name="data")(jnp.array([1.0, NAN])).tolist() == [1, 1]
 
 
 # ---- what is left out --------------------------------------------------------------------------
@@ -272,40 +254,7 @@ def test_skip_nonfinite_drops_a_window_with_its_weight():
     assert (float(w), int(state.skipped), float(state.inner.weight)) == (-57952, 1, 0)
 
 
-# ---- the program, and messages -----------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
-)
-@pytest.mark.parametrize("emit", [None, False])
-def test_bytes(emit):
-    """Those of an unweighted mini-step: w g is in the pass that adds."""
-    found = []
-    for is_weighted in (True, False):
-        tree = {f"w{i}": jnp.ones((256, 256)) for i in range(3)}
-        tx = jgrad.accumulate(jgrad.adam(0.1), 4, weighted=is_weighted)
-        options = {"emit": emit} | ({"weight": jnp.float32(3)} if is_weighted else {})
-        step = program(tx, tree, tree, options)
-        step.build()
-        found.append((step.counted_bytes, step.temporary_bytes))
-    (a, b), (c, d) = found
-    assert a <= c + 512
-    assert b <= d + 512
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_what_it_makes_needs_no_look(every):
-    """Nor a choice between old and new: all is settled for a `skip_nonfinite` around it."""
-    tx, w = weighted(jgrad.adam(0.1), every), params()
-    state = tx.init(w)
-    commit = Commit(w, jnp.asarray(True))
-    options = {"commit": commit.for_windows(), "finite": commit.flag, "weight": 3.0}
-    steps, new = tx.update(w, state, w, **options)
-    assert commit.has_settled(steps)
-    for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
-        assert commit.has_kept(n, o)
+# ---- its state -----------------------------------------------------------------------------------
 
 
 def test_it_has_what_the_other_state_has():
@@ -317,60 +266,3 @@ def test_it_has_what_the_other_state_has():
     assert [bool(s.has_updated) for s in (state, new)] == [False, True]
     assert (int(new.gradient_step), list(jgrad.report(new))) == (1, ["skipped_mini_batches"])
     assert type(pickle.loads(pickle.dumps(new))) is jgrad.WeightedAccumulateState
-
-
-def test_scan_keeps_the_form():
-    tx = weighted(jgrad.adam(0.1), 3)
-    grads, tokens = jnp.ones((7, 3)), jnp.arange(7.0)
-    body = lambda carry, x: (step_of(tx)(*carry, x[0], weight=x[1]), None)
-    (_, state), _ = jax.jit(lambda: jax.lax.scan(body, (X, tx.init(X)), (grads, tokens)))()
-    assert (float(state.weight), int(state.inner.step)) == (6, 2)
-
-
-SGD = jgrad.gradient_descent(0.1)
-
-
-def update(weight, is_weighted=True, **extra):
-    tx = jgrad.accumulate(SGD, 2, weighted=is_weighted)
-    return tx.update(X, tx.init(X), X, weight=weight, **extra)
-
-
-def with_state_of(a, b):
-    states = [jgrad.accumulate(SGD, 2, weighted=x) for x in (a, b)]
-    return states[0].update(X, states[1].init(X), X)
-
-
-NUMBER = "expected a number in [0, inf)."
-MISSING = (
-    "missing, expected one with `weighted=True`; call `update(updates, state, params, "
-    "weight=tokens)`."
-)
-MESSAGES = [
-    (TypeError, "accumulate: `weighted`: 1 of type int, expected True or False.",
-     lambda: jgrad.accumulate(SGD, 2, weighted=1)),
-    (ValueError, "accumulate: `weight`: 3.0 of type float, expected None without `weighted=True`.",
-     lambda: update(3.0, False)),
-    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None)),
-    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None, tokens=3)),
-    (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(None, emit=False)),
-    (TypeError, "accumulate: `update` has the keyword `weights`, expected `weight`.",
-     lambda: update(None, weights=3)),
-    (ValueError, f"accumulate: `weight`: -1.0, {NUMBER}", lambda: update(-1.0)),
-    (ValueError, f"accumulate: `weight`: nan, {NUMBER}", lambda: update(NAN)),
-    (ValueError, f"accumulate: `weight`: inf, {NUMBER}", lambda: update(INF)),
-    (TypeError, "accumulate: `weight`: True of type bool, expected a real array or a number.",
-     lambda: update(True)),
-    (TypeError, "accumulate: `weight`: an array of complex64 and shape (), expected a real array or a number.",
-     lambda: update(jnp.complex64(1))),
-    (ValueError, "accumulate: `weight`: an array of float32 and shape (3,), expected one number.",
-     lambda: update(X)),
-    (TypeError, "accumulate: `state`: AccumulateState, expected the WeightedAccumulateState that this `accumulate` "
-     "made with `init`.", lambda: with_state_of(True, False)),
-    (TypeError, "accumulate: `state`: WeightedAccumulateState, expected the AccumulateState that this `accumulate` "
-     "made with `init`.", lambda: with_state_of(False, True)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)
