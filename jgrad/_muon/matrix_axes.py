@@ -24,14 +24,7 @@ from jgrad._inputs import options
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.options import Mask
 from jgrad._layers import layer_axes as layer_axes_of
-from jgrad._layers.layer_axes import (
-    Axes,
-    LayerAxes,
-    axis_exists,
-    check_names,
-    read_axes,
-    read_layer_axes,
-)
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_axes, read_layer_axes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -488,7 +481,7 @@ def _sharded(matrices: MatrixAxes, mesh_axes: ArgLeaves, i: int, x: jax.Array) -
         named = tuple((axis, names) for axis, names in enumerate(values) if names)
         return dataclasses.replace(matrices, sharded_axes=named)
     for axis, names in enumerate(values):
-        check_names(mesh_axes, i, names, mesh)
+        layer_axes_of.check_names(mesh_axes, i, names, mesh)
         count = math.prod(mesh.shape[name] for name in names)
         if x.shape[axis] % count:
             problem = f"{names} for axis {axis} of shape {x.shape}, expected a multiple of {count}"
@@ -537,7 +530,7 @@ def _runs(
     """(number, size) of neighbours of one size; nothing for one block, which is the matrix."""
     names = [name for _, names in matrices.sharded_axes for name in names]
     # Inside `shard_map` the matrix, of which a device may have a part; before it leaves are whole.
-    outputs = (matrices.whole if all(map(axis_exists, names)) else matrices).sizes[0]
+    outputs = (matrices.whole if all(map(layer_axes_of.axis_exists, names)) else matrices).sizes[0]
     shape = f"an array of shape {matrices.shape}"
     if sizes.values[-1] is ...:
         size = sizes.values[0]

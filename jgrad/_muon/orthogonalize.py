@@ -22,15 +22,7 @@ from jgrad._arithmetic.rules import cast_back
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._muon import all_to_all, matrix_axes, newton_schulz
 from jgrad._muon.all_to_all import Mesh, Sharing
-from jgrad._muon.matrix_axes import (
-    MatrixAxes,
-    MeshAxesPerAxis,
-    cut,
-    joined,
-    mesh_axes_to_cut,
-    partition_spec,
-    pieces,
-)
+from jgrad._muon.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._packed import packing, splitting
 from jgrad._trees import checks, trees
@@ -134,12 +126,12 @@ def orthogonalized(
     pairs = [(x, of) for x, of in zip(arrays, axes, strict=True) if x is not None and of]
     sharing = _sharing(function, [x for x, _ in pairs], shard_over) if shard_over else None
     ready = [_ready_to_cut(x, of, sharing) for x, of in pairs]
-    runs = [y for x, of in ready for y in cut(x, of)]
-    of_runs = [piece for _, of in ready for piece in pieces(of)]
+    runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
+    of_runs = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
     remaining = iter(_of_whole_matrices(steps, runs, of_runs, sharing))
     new = []
     for (x, of), (_, moved) in zip(pairs, ready, strict=True):
-        o = joined([next(remaining) for _ in pieces(of)], of, of.shape)
+        o = matrix_axes.joined([next(remaining) for _ in matrix_axes.pieces(of)], of, of.shape)
         if sharing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
             o = _moved(o, sharing.mesh, moved.mesh_axes, of.mesh_axes)
         new.append(sharded_as(o, x))
@@ -156,7 +148,9 @@ def _ready_to_cut(
     known = None if sharing is None or not x.size else axes.mesh_axes or places(x)
     if sharing is None or known is None:
         return replicated(x), dataclasses.replace(axes, mesh_axes=None)
-    to = mesh_axes_to_cut(dataclasses.replace(axes, mesh_axes=known), dict(sharing.mesh.shape))
+    to = matrix_axes.mesh_axes_to_cut(
+        dataclasses.replace(axes, mesh_axes=known), dict(sharing.mesh.shape)
+    )
     if to != known:
         x = _moved(x, sharing.mesh, known, to)
     return x, dataclasses.replace(axes, mesh_axes=to)

@@ -37,6 +37,7 @@ PerLeaf: TypeAlias = list[T]
 PerArray: TypeAlias = list[T]
 PerPart: TypeAlias = list[T]
 Matrices = PerLeaf[MatrixAxes | None]  # where those of each leaf are
+Specs = Sequence[ArraySpec]  # what each array stands for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,37 +108,30 @@ class Parts:
         pairs = zip(self.all, values, strict=True)
         return [None if x is None else f(part, x, per_output=per_output) for part, x in pairs]
 
-    def split(
-        self,
-        arrays: PerArray[Array],
-        specs: Sequence[ArraySpec] | None = None,
-        *,
-        second: bool = False,
-    ) -> PerPart[Array]:
-        """The parts of arrays, or of their second moments, of which `specs` says what they are.
+    def split(self, arrays: PerArray[Array], seconds: Specs | None = None) -> PerPart[Array]:
+        """The parts of arrays, or of second moments, of which `seconds` says what they stand for.
 
         Buffers are cut into parts, so that those whose types say that rows are sharded are
         gathered.
         """
         if not self._inputs.has_buffers:
             return arrays
-        pairs = zip(specs or self._inputs.specs, arrays, strict=True)
+        pairs = zip(seconds or self._inputs.specs, arrays, strict=True)
         ordered = [_by_segment(spec, x) for spec, x in pairs]
+        second = seconds is not None
         return [_of_part(part, ordered[part.array], second=second) for part in self.all]
 
     def join(
         self,
         values: PerPart[Array],
         like: PerArray[jax.Array | Blocks],
-        specs: Sequence[ArraySpec] | None = None,
-        *,
-        second: bool = False,
+        seconds: Specs | None = None,
     ) -> PerArray[Array]:
         """The arrays from their parts, sharded as those that they stand for."""
         if not self._inputs.has_buffers:
             return values
-        arrays = _joined(self.all, values, second=second)
-        columns = zip(specs or self._inputs.specs, arrays, like, strict=True)
+        arrays = _joined(self.all, values, second=seconds is not None)
+        columns = zip(seconds or self._inputs.specs, arrays, like, strict=True)
         return [_by_share(spec, x, old) for spec, x, old in columns]
 
     def numbers(self, x: Any) -> Any:
@@ -160,7 +154,7 @@ class Parts:
         """
         if not self._inputs.has_buffers:
             return moment
-        old = self.split(in_full_precision(moment.old), moment.specs, second=second)
+        old = self.split(in_full_precision(moment.old), moment.specs if second else None)
         return Moment(old, commit=self._inputs.commit, has_form=True)
 
     def stored(self, moment: Moment, *new: NewMoments, second: bool = False) -> NewMoments:
@@ -169,8 +163,8 @@ class Parts:
         for moments in new[1:]:
             written = [y if x is None else x for x, y in zip(written, moments.stored, strict=True)]
         if self._inputs.has_buffers:
-            written = self.join(written, moment.old, moment.specs, second=second)
-            written = rounded(moment, written)
+            seconds = moment.specs if second else None
+            written = rounded(moment, self.join(written, moment.old, seconds))
         return NewMoments(written, written)
 
 
