@@ -283,6 +283,9 @@ TRANSFORMATIONS = [
     (TypeError, "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; make it by "
      "`carry_over(state, like=jax.eval_shape(tx.init, params))`.",
      lambda: jgrad.adam(0.1).update(LARGE, adam8().init(LARGE), LARGE)),
+    (TypeError, "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; make it by "
+     "`carry_over(state, like=jax.eval_shape(tx.init, params))`.",
+     lambda: adam8(full_precision={"layer": {"w": True, "b": False}}).update(LARGE, adam8().init(LARGE), LARGE)),
     *((TypeError, f"adam: `state.{field}` at ['layer']['w']: an array of {dtype} and shape (64, 64) as `codes`, expected "
        f"{expected}.", lambda field=field, dtype=dtype: with_blocks(field, codes=jnp.zeros((64, 64), dtype)))
       for field, expected, others in (("mw", "int8", ("uint8", "float32")), ("vw", "uint8", ("int8", "float32")))
