@@ -304,7 +304,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.slow(one_in=10)
+@pytest.mark.slow(one_in=10, always=["ours-alone"])
 @pytest.mark.parametrize("way", WINDOWS)
 @pytest.mark.parametrize(
     "third_party", [None, counting, optax.chain], ids=["ours", "counting", "chain"]
