@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.leafwise import Call
 from jgrad._inputs.commit import trace_state
 from jgrad._kernels.leaf_step import Place
 from jgrad._trees.trees import PyTree
@@ -48,12 +50,23 @@ def offer(new: Any, function: Callable[..., jax.Array], old: Any, *numbers: Any)
       new: the array.
       function: elementwise, and the same object in each trace.
       old: of the same shape.
-      numbers: of one element, or a column with one for each row.
+      numbers: of one element, or a column with one for each row, or arrays of the same shape.
     """
     if isinstance(new, jax.core.Tracer) and new is not old:
         key = id(new)
         alive = weakref.ref(new, lambda _: _made.pop(key, None))
         _made[key] = alive, function, old, numbers
+
+
+def offered(calls: Sequence[Call | None]) -> list[Any]:
+    """The result of each call of an elementwise rule, offered where a kernel may compute it."""
+    results = leafwise.run(calls)
+    for call, new in zip(calls, results, strict=True):
+        if call is not None and call[0] is not leafwise.identity:
+            function, (old, *others) = call
+            if all(x.ndim == 0 or x.shape == old.shape for x in others):
+                offer(new, function, old, *others)
+    return results
 
 
 def origin(array: Any) -> Origin:
@@ -167,6 +180,8 @@ class Then:
         rest: Callable[[int], Rest | None],
         places: Sequence[Place | None] = (),
         outer: "Then | None" = None,
+        *,
+        makes_weights: bool = False,
     ) -> None:
         """Of one update.
 
@@ -176,7 +191,9 @@ class Then:
             in front of it has been traced.
           places: how each of them is sharded, where the user says it.
           outer: what a wrapper around does with the updates of this one.
+          makes_weights: whether the first array that is made of an update is the new weight.
         """
+        self._makes_weights = makes_weights
         self._outer, self._trace = outer, trace_state()
         self._weights, self._rest, self._places = list(weights), rest, places
         ids = list(map(id, weights))
@@ -200,6 +217,11 @@ class Then:
     def note(self, update: Any, results: tuple[jax.Array, ...]) -> None:
         """Says what was made of an update."""
         self._results[id(update)] = update, results
+
+    def new_weight(self, update: Any) -> jax.Array | None:
+        """The weight after an update, if a kernel has made it."""
+        results = self._results.get(id(update), (None, None))[1]
+        return results[0] if self._makes_weights and results else None
 
     def results(self, update: Any, count: int = 1) -> tuple[jax.Array, ...] | None:
         """The first arrays that were made of an update; None where the wrapper has to do it.

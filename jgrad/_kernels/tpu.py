@@ -92,7 +92,8 @@ class LeafKernel:
         self.kinds = ["scale" if id(x) in scales else self._kind(x.shape) for x in self.arrays]
         position = {id(x): i for i, x in enumerate(self.arrays)}
         self.leaves = [(position.get(id(x)), x.dtype) for x in leaves]
-        self.aliases = {result: position[id(operands[i])] for result, i in step.aliases.items()}
+        replaced = {result: id(operands[i]) for result, i in step.aliases.items()}
+        self.aliases = {y: position[x] for y, x in replaced.items() if x in position}
 
     def _kind(self, shape: tuple[int, ...]) -> str:
         if math.prod(shape) == 1:

@@ -106,6 +106,7 @@ def scaled_by_trust_ratio(
     layers: TrustLayers,
     rates: Sequence[PerLeaf] = (),
     scale: Function = rules.scale_by,
+    run: Callable[[Sequence[Call | None]], list[jax.Array | None]] = leafwise.run,
 ) -> list[jax.Array | None]:
     """(product of rates) ratio(|w|, |measured|, *numbers) direction, layer by layer.
 
@@ -119,6 +120,7 @@ def scaled_by_trust_ratio(
       layers: where the layers are.
       rates: factors that multiply the ratio.
       scale: the rule that multiplies a direction by the ratio's factors and the rates.
+      run: makes arrays of calls.
     """
     count = len(w)
     columns = [per_leaf(x, count) for x in rates]
@@ -146,8 +148,8 @@ def scaled_by_trust_ratio(
                 use = layers.axes[i].to_elements(mask[i])
                 of_layers = [jnp.where(use, x, jnp.ones_like(x)) for x in of_layers]
             factors[i] = of_layers + factors[i]
-    results = zip(leafwise.run(directions), factors, strict=True)
-    return leafwise.run([None if d is None else (scale, (d, *by)) for d, by in results])
+    results = zip(run(directions), factors, strict=True)
+    return run([None if d is None else (scale, (d, *by)) for d, by in results])
 
 
 def computed_once(

@@ -11,6 +11,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.around import offered
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
@@ -95,6 +96,7 @@ def _scaled(
             layers=layers,
             rates=rates,
             scale=scale,
+            run=offered,
         )
     columns = zip_leaves(gradients, rules.optional(lars.weight_decay), w)
     directions = [
@@ -111,6 +113,7 @@ def _scaled(
         layers=layers,
         rates=rates,
         scale=scale,
+        run=offered,
     )
 
 

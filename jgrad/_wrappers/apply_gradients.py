@@ -68,7 +68,11 @@ def apply_gradients(
     inputs = Inputs(_NAME, grads, arrays_of(params, grads))
     places = () if mesh_axes is None else inputs.places(mesh_axes)
     weights = inputs.reference.leaves
-    then = Then(weights, lambda i: Rest(_added, (weights[i],), _itself, (0,)), places)
+
+    def rest(i: int) -> Rest:
+        return Rest(_added, (weights[i],), _itself, (0,))
+
+    then = Then(weights, rest, places, makes_weights=True)
     extra_args |= then.extra(state)
     updates, state = tx.update(grads, state, params, **extra_args)
     new = optax.apply_updates(params, updates)  # of which XLA computes what is read

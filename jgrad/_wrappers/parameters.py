@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic import numerics
-from jgrad._inputs.around import in_float32, offer
+from jgrad._inputs.around import Then, in_float32, offer
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -20,14 +20,20 @@ def checked(function: str, params: PyTree) -> PyTree:
     return trees.flatten(params)[1].unflatten(checks.parameters(arg))
 
 
-def applied(params: PyTree, updates: PyTree) -> PyTree:
-    """The parameters after the updates, as `optax.apply_updates` has them; None changes nothing."""
+def applied(params: PyTree, updates: PyTree, then: Then | None = None) -> PyTree:
+    """The parameters after the updates, as `optax.apply_updates` has them; None changes nothing.
+
+    Where a kernel has made float32 ones, it is these: it has written them over the old ones.
+    """
 
     def add(p: jax.Array | None, u: jax.Array | None) -> jax.Array | None:
         if p is None:
             return None
         if u is None or getattr(u, "dtype", None) == jax.dtypes.float0:
             return jnp.asarray(p)
+        new = None if then is None else then.new_weight(u)
+        if new is not None and new.dtype == jnp.float32:
+            return new
         return (wide(p) + wide(u)).astype(jnp.result_type(p))
 
     return jax.tree.map(add, params, updates, is_leaf=trees.is_none)

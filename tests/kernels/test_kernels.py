@@ -151,6 +151,22 @@ def test_a_transformation_of_others_between_ours():
     assert dtypes(kernel.outvars) == ["float32", "int8", "uint8"]
     (kernel,) = kernels(optax.chain(halved, ADAM()), model())
     assert dtypes(kernel.invars) == [*FLOATS, "int8", "uint8"]
+    direction = optax.chain(jgrad.scale_by_adam(moment_dtype="8bit"), halved)
+    (kernel,) = kernels(direction, model())  # which reads no weight
+    assert dtypes(kernel.invars) == ["float32", "int8", "uint8"]
+
+
+def test_an_average_of_the_weights_that_a_kernel_wrote():
+    """`ema` reads new weights: of old ones, which are written over, there would be a copy."""
+    (kernel,) = kernels(optax.chain(ADAM(), jgrad.ema(0.9)), model())
+    assert dtypes(kernel.outvars) == ["float32", "int8", "uint8"]
+
+
+def test_the_gradient_of_lars_is_scaled_in_the_kernel():
+    tx = jgrad.lars(0.1, weight_decay=0.1, moment_dtype="8bit")
+    (kernel,) = kernels(tx, model())
+    assert dtypes(kernel.invars) == [*FLOATS, "int8"]
+    assert dtypes(kernel.outvars) == ["float32", "int8"]
 
 
 # ---- the program -------------------------------------------------------------------------------
