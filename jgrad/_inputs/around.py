@@ -74,9 +74,9 @@ def origin(array: Any) -> Origin:
     functions: list[tuple[Callable[..., jax.Array], int]] = []
     numbers: tuple[Any, ...] = ()
     while (entry := _made.get(id(array))) is not None and entry[0]() is array:
-        _, function, array, own = entry
-        functions.insert(0, (function, len(own)))
-        numbers = (*own, *numbers)
+        _, function, array, of_step = entry
+        functions.insert(0, (function, len(of_step)))
+        numbers = (*of_step, *numbers)
     return Origin(tuple(functions), (array, *numbers))
 
 

@@ -30,31 +30,33 @@ class ByPath:
 
     def describe(self, params: PyTree) -> str:
         """A line for each array: its path, its shape, the rule that it has, and the value."""
-        rows = [
+        lines = [
             (path, str(jnp.shape(x)), rule, _in_short(value))
             for path, x, rule, value in self._rows(params)
             if rule is not None
         ]
-        return path_rules.table(rows)
+        return path_rules.table(lines)
 
     def __repr__(self) -> str:
-        own = self.__jgrad_rules__
-        rules = dict(zip(own.patterns, own.values, strict=False))
-        rest = f", rest={own.values[-1]!r}" if own.has_rest else ""
+        rules_of_user = self.__jgrad_rules__
+        rules = dict(zip(rules_of_user.patterns, rules_of_user.values, strict=False))
+        rest = f", rest={rules_of_user.values[-1]!r}" if rules_of_user.has_rest else ""
         return f"{_NAME}({rules!r}{rest})"
 
     def _rows(self, params: PyTree) -> list[tuple[str, Any, str | None, Any]]:
         """(path, leaf, rule, value) of each leaf; without a rule of no array."""
-        tree, own = _shapes(params), self.__jgrad_rules__
+        tree, rules_of_user = _shapes(params), self.__jgrad_rules__
         check_parameters(_NAME, tree)
         pairs = jax.tree_util.tree_leaves_with_path(tree, trees.is_leaf)
         paths = [None if x is None or checks.is_no_parameter(x) else path for path, x in pairs]
         names = trees.rule_names(tree)
-        found = own.rules_of(paths, f"{_NAME}: ", lambda: names, lambda: trees.masked_paths(tree))
-        rules = list(zip((*own.patterns, "rest"), own.values, strict=False))
+        chosen = rules_of_user.rules_of(
+            paths, f"{_NAME}: ", lambda: names, lambda: trees.masked_paths(tree)
+        )
+        rules = list(zip((*rules_of_user.patterns, "rest"), rules_of_user.values, strict=False))
         return [
             (name, x, *((None, None) if i is None else rules[i]))
-            for name, (_, x), i in zip(names, pairs, found, strict=True)
+            for name, (_, x), i in zip(names, pairs, chosen, strict=True)
         ]
 
 

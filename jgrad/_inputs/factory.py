@@ -78,8 +78,8 @@ class Options:
             elif kind is not None:
                 kind(function, name, arguments[name])
         masks = {name: arguments[name] for name, kind in self.kinds.items() if kind is Role.MASK}
-        given = [arguments[name] for name, kind in self.kinds.items() if kind in _NUMBERS]
-        options.check_masks(function, given, **masks)
+        of_numbers = [arguments[name] for name, kind in self.kinds.items() if kind in _NUMBERS]
+        options.check_masks(function, of_numbers, **masks)
         return Given(self.kinds, dict(arguments))
 
 

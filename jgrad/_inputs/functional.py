@@ -110,16 +110,16 @@ def _results(
     arguments: AlignedArguments, roles: Roles, replaced: Replaced, results: Any, static: Arguments
 ) -> Any:
     """The results of a body as trees: one, or a tuple."""
-    found = []
-    rows = zip(replaced.items(), results if len(replaced) > 1 else (results,), strict=True)
-    for (key, computed_from), new in rows:
+    trees_of_results = []
+    columns = zip(replaced.items(), results if len(replaced) > 1 else (results,), strict=True)
+    for (key, computed_from), new in columns:
         if roles[key] is Role.WEIGHTS:
             stop = static["stop_gradients"]
-            found.append(arguments.new_weights(new, stop_gradients=stop))
+            trees_of_results.append(arguments.new_weights(new, stop_gradients=stop))
         else:
             new = new.stored if isinstance(new, NewMoments) else new
-            found.append(arguments.replaced(key, new, computed_from))
-    return tuple(found) if len(found) > 1 else found[0]
+            trees_of_results.append(arguments.replaced(key, new, computed_from))
+    return tuple(trees_of_results) if len(trees_of_results) > 1 else trees_of_results[0]
 
 
 def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[str, Any]:

@@ -192,8 +192,8 @@ class Inputs(Parameters):
             if use
             for i in spec.positions
         }
-        own = [x if i in updated else None for i, x in enumerate(values)]
-        notes.add_leaves(name, trees.names(self.shapes), own)
+        of_updated = [x if i in updated else None for i, x in enumerate(values)]
+        notes.add_leaves(name, trees.names(self.shapes), of_updated)
 
     def require_params(self, reason: str) -> list[Any]:
         """The parameters, which have to be there."""
@@ -204,8 +204,8 @@ class Inputs(Parameters):
 
     def with_zeros(self, updates: PyTree) -> PyTree:
         """The updates, with zero for None beside a parameter."""
-        pairs = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
-        return self._structure.unflatten([_or_zeros(u, p) for u, p in pairs])
+        updated = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
+        return self._structure.unflatten([_or_zeros(u, p) for u, p in updated])
 
     def places_of(self, mesh_axes: PyTree) -> list[Place | None]:
         """Those of an option of the method, or else of a wrapper around it; none if nobody says."""
@@ -260,8 +260,8 @@ class Inputs(Parameters):
         others = [None if isinstance(x, Finished) else x for x in new]
         check_form(self.function, others, old)
         others = list(map(as_stored, kept_arrays(others, old, self.commit), old))
-        pairs = zip(new, others, strict=True)
-        kept = [x.array if isinstance(x, Finished) else other for x, other in pairs]
+        old_or_new = zip(new, others, strict=True)
+        kept = [x.array if isinstance(x, Finished) else other for x, other in old_or_new]
         if self.commit is not None:
             self.commit.keep(kept, old)
         return kept
@@ -272,8 +272,8 @@ class Inputs(Parameters):
 
     def gradients(self, new: Sequence[Any]) -> PyTree:
         """The gradients as they came in, with new ones for the leaves that are updated."""
-        pairs = zip(new, self._given.leaves, strict=True)
-        return self._structure.unflatten([g if x is None else x for x, g in pairs])
+        old_and_new = zip(new, self._given.leaves, strict=True)
+        return self._structure.unflatten([g if x is None else x for x, g in old_and_new])
 
     def zeros(self) -> PyTree:
         """Updates that change nothing."""

@@ -94,7 +94,7 @@ class MomentOptions(NamedTuple):
         """
         leaves = params.updated_shapes().leaves
         full = _full_precision(params, self.full_precision)
-        sizes = [x.size for x, own in zip(leaves, full, strict=True) if x is not None and not own]
+        sizes = [x.size for x, f in zip(leaves, full, strict=True) if x is not None and not f]
         if not sizes or max(sizes) >= SMALLEST:
             return
         _said.append(
@@ -165,21 +165,21 @@ class MomentOptions(NamedTuple):
         if shapes is params.tree:
             pairs = zip(params.specs, params.reference.leaves, strict=True)
             return [_is_in_8_bits(params, spec, x, full) for spec, x in pairs]
-        rows = zip(array_spec.specs(shapes), trees.flatten(shapes)[0], strict=True)
+        arrays = zip(array_spec.specs(shapes), trees.flatten(shapes)[0], strict=True)
         return [
             _has_every_element(params, i, spec, x) and _is_in_8_bits(params, spec, x, full)
-            for i, (spec, x) in enumerate(rows)
+            for i, (spec, x) in enumerate(arrays)
         ]
 
     def _stacked(self, params: Parameters, shapes: PyTree) -> list[tuple[int, ...] | None]:
         """For each array the axes of its layers; None where it is not stored in 8 bits."""
         axes = params.option("layer_axes", read_layer_axes(params.function, self.layer_axes))
-        rows = zip(
+        columns = zip(
             params.specs, self._in_8_bits(params, shapes), params.reference.leaves, strict=True
         )
         return [
             None if not is_in else _stacked(spec, axes.leaves[spec.positions[0]].values, x)
-            for spec, is_in, x in rows
+            for spec, is_in, x in columns
         ]
 
 
@@ -190,8 +190,8 @@ def _has_every_element(inputs: Parameters, i: int, spec: ArraySpec, x: Any) -> b
     if not spec.spans:
         return bool(x.shape == inputs.reference.leaves[i].shape)
     leaves = trees.flatten(inputs.shapes)[0]
-    pairs = zip(spec.positions, spec.spans, strict=True)
-    return all(span.layers.shape == leaves[j].shape for j, span in pairs)
+    leaves_of_buffer = zip(spec.positions, spec.spans, strict=True)
+    return all(span.layers.shape == leaves[j].shape for j, span in leaves_of_buffer)
 
 
 def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int, ...]:
@@ -212,16 +212,16 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return False
     sizes = [span.size for span in spec.spans] or [x.size]
-    own = [full[i] for i in spec.positions]
-    if max(sizes) < SMALLEST or all(own):
+    is_full = [full[i] for i in spec.positions]
+    if max(sizes) < SMALLEST or all(is_full):
         return False
     arg = inputs.updated_shapes()._replace(name="full_precision")
     position = spec.positions[int(np.argmax(sizes))]
-    if any(own):
+    if any(is_full):
         remedy = (
             "the same for all leaves of its buffer, since they share an array; leave it unpacked"
         )
-        arg.fail(spec.positions[own.index(True)], ValueError, f"True, expected {remedy}")
+        arg.fail(spec.positions[is_full.index(True)], ValueError, f"True, expected {remedy}")
     if x.dtype == np.float64:
         arg = arg._replace(name=inputs.reference.name)
         remedy = "expected at most float32 beside 8 bits; keep it by `full_precision`"

@@ -63,20 +63,20 @@ class Notes:
         In the form that the first update had: of leaves that do not share it any more, one number
         is NaN. Of an array, the mean of its elements.
         """
-        own = [(path, x) for path, x in zip(paths, values, strict=True) if x is not None]
-        if not own:
+        noted = [(path, x) for path, x in zip(paths, values, strict=True) if x is not None]
+        if not noted:
             return
-        first = own[0][1]
-        is_shared = all(x is first for _, x in own)
+        first = noted[0][1]
+        is_shared = all(x is first for _, x in noted)
         known: Iterable[str] = () if self.old is None else self.old
         one = unique(name, self.names) in known  # not given to a transformation before this one
-        each = unique(f"{name}/{own[0][0]}", self.names) in known
-        if is_shared and not (each and not one):
+        has_each = unique(f"{name}/{noted[0][0]}", self.names) in known
+        if is_shared and not (has_each and not one):
             self.add(name, jnp.mean(jnp.asarray(first)))
-        elif one and not each:
+        elif one and not has_each:
             self.add(name, jnp.nan)
         else:
-            for path, x in own:
+            for path, x in noted:
                 self.add(f"{name}/{path}", jnp.mean(jnp.asarray(x)))
 
     def tree_flatten(self) -> tuple[tuple[()], None]:
@@ -89,8 +89,8 @@ class Notes:
 
 def unique(name: str, taken: Iterable[str]) -> str:
     """The name, or with the first number behind it that makes it another than those taken."""
-    found, i = name, 0
-    while found in taken:
+    key, i = name, 0
+    while key in taken:
         i += 1
-        found = f"{name}#{i}"
-    return found
+        key = f"{name}#{i}"
+    return key

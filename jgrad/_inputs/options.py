@@ -71,10 +71,10 @@ def limit(rule: str) -> float:
     return _DECAY_LIMITS.get(rule, math.inf)
 
 
-def check_decay_of_ivy(function: str, rule: str, decay_rule: str, own: str) -> None:
+def check_decay_of_ivy(function: str, rule: str, decay_rule: str, expected_rule: str) -> None:
     """In Ivy's rules decay acts in the trust ratio alone."""
-    if rule == "ivy" and decay_rule != own:
-        expected = f"{own!r} with `rule='ivy'`, whose decay acts in the ratio alone"
+    if rule == "ivy" and decay_rule != expected_rule:
+        expected = f"{expected_rule!r} with `rule='ivy'`, whose decay acts in the ratio alone"
         raise ValueError(f"{function}: `weight_decay_rule`: {decay_rule!r}, expected {expected}.")
 
 
@@ -140,9 +140,9 @@ def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
 def _check_called(function: str, name: str, x: Any) -> None:
     """No function of jgrad in the place of what it returns: `hidden_matrices` without the call."""
     if isinstance(x, types.FunctionType) and (x.__module__ or "").startswith("jgrad."):
-        own = f"jgrad.{x.__name__}"
-        expected = f"what it returns: call it, `{name}={own}(...)`"
-        raise TypeError(f"{function}: `{name}`: the function `{own}`, expected {expected}.")
+        public = f"jgrad.{x.__name__}"
+        expected = f"what it returns: call it, `{name}={public}(...)`"
+        raise TypeError(f"{function}: `{name}`: the function `{public}`, expected {expected}.")
 
 
 # ---- an entry per leaf -------------------------------------------------------------------------
@@ -152,11 +152,11 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
     """`x(argument)` if the option is a function, else `x`."""
     if not callable(x) or not trees.is_function(x, inputs.shapes):
         return x
-    given = argument()
+    value = argument()
     try:
-        return x(given)
+        return x(value)
     except Exception as error:
-        what = "the number of updates" if checks.is_array(given) else "the whole tree of shapes"
+        what = "the number of updates" if checks.is_array(value) else "the whole tree of shapes"
         note = f"{inputs.function}: `{name}` was called with {what}"
         if not jax.tree_util.all_leaves([x]):
             note += f", since its structure is no prefix of that of `{inputs.reference.name}`"
@@ -164,14 +164,14 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
         raise
 
 
-def _numbers_of(inputs: Inputs, step: Step, name: str, own: PyTree) -> PyTree:
+def _numbers_of(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> PyTree:
     """The numbers of this call, or else the factory's, with results for schedules."""
     override = step.numbers.get(name)
-    given = trees.opened(own if override is None else override)
-    if checks.is_number(given):
-        return given
-    x = called(inputs, name, given, lambda: step.done)
-    if x is not given:
+    option = trees.opened(of_factory if override is None else override)
+    if checks.is_number(option):
+        return option
+    x = called(inputs, name, option, lambda: step.done)
+    if x is not option:
         return trees.map_leaves(_scheduled, x)
     results: dict[int, Any] = {}  # leaves with one schedule share a number in the program
 
@@ -182,22 +182,22 @@ def _numbers_of(inputs: Inputs, step: Step, name: str, own: PyTree) -> PyTree:
             results[id(leaf)] = _scheduled(leaf(step.done))
         return results[id(leaf)]
 
-    return trees.map_leaves(result, given)
+    return trees.map_leaves(result, option)
 
 
 def _scheduled(x: Any) -> Any:
     return numerics.once(x) if checks.is_inexact(x) else x
 
 
-def number_per_array(inputs: Inputs, step: Step, name: str, own: PyTree) -> PerLeaf:
+def number_per_array(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> PerLeaf:
     """A number of the method: one scalar where it is one for all leaves."""
-    x = numbers.scalars(inputs.function, name, _numbers_of(inputs, step, name, own))
+    x = numbers.scalars(inputs.function, name, _numbers_of(inputs, step, name, of_factory))
     return _per_array(inputs, name, x)
 
 
-def beta_per_array(inputs: Inputs, step: Step, name: str, own: PyTree) -> BetaForms:
+def beta_per_array(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> BetaForms:
     """Likewise, in the forms of a decay rate."""
-    forms = numbers.scalar_betas(inputs.function, name, _numbers_of(inputs, step, name, own))
+    forms = numbers.scalar_betas(inputs.function, name, _numbers_of(inputs, step, name, of_factory))
     return BetaForms(*(_per_array(inputs, name, form) for form in forms))
 
 
@@ -222,8 +222,8 @@ def learning_rates(inputs: Inputs, learning_rate: LearningRate, step: Step) -> l
 
 def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step: Step) -> list[Any]:
     """Likewise, of each leaf of the unpacked tree."""
-    given = _numbers_of(inputs, step, name, learning_rate)
-    arg = inputs.option(name, numbers.number(inputs.function, name, given))
+    option = _numbers_of(inputs, step, name, learning_rate)
+    arg = inputs.option(name, numbers.number(inputs.function, name, option))
     if any(map(np.ndim, arg.leaves)):
         checks.broadcastable(arg, inputs.updated_shapes())
     if inputs.notes is not None:
@@ -243,16 +243,16 @@ def decay_of_leaves(
     inputs: Inputs, name: str, weight_decay: PyTree, use: Sequence[bool], step: Step, rule: str
 ) -> list[Any]:
     """Likewise, of each leaf of the unpacked tree; 0 where it is not used, or is Python's 0."""
-    given = _numbers_of(inputs, step, name, weight_decay)
-    if _is_zero(given):
+    option = _numbers_of(inputs, step, name, weight_decay)
+    if _is_zero(option):
         return [0.0] * len(use)
     inputs.require_params(f"`{name}`")
-    read = numbers.scalars(inputs.function, name, given, limit(rule))
+    read = numbers.scalars(inputs.function, name, option, limit(rule))
     decays, structure = trees.flatten(read)
-    pairs = zip(decays, trees.flatten(given)[0], strict=True)
-    decays = [0.0 if _is_zero(raw) else x for x, raw in pairs]
+    with_raw = zip(decays, trees.flatten(option)[0], strict=True)
+    decays = [0.0 if _is_zero(raw) else x for x, raw in with_raw]
     entries = inputs.option(name, structure.unflatten(decays)).leaves
-    decays = [x if own and x is not None else 0.0 for x, own in zip(entries, use, strict=True)]
+    decays = [x if used and x is not None else 0.0 for x, used in zip(entries, use, strict=True)]
     if inputs.undecayed:
         _check_undecayed(inputs, name, decays)
     return decays
@@ -282,8 +282,8 @@ def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[La
     sharded = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
-    found = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
-    return as_typed(found, sharded, zip(inputs.reference.leaves, inputs.g, strict=True))
+    axes = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
+    return as_typed(axes, sharded, zip(inputs.reference.leaves, inputs.g, strict=True))
 
 
 def trust_layers(
@@ -292,10 +292,10 @@ def trust_layers(
     """Likewise, and which have a trust ratio."""
     axes = layers(inputs, mesh_axes, layer_axes)
     use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
-    found = TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
+    trusted = TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
     if inputs.notes is None:
-        return found
-    return found._replace(note=lambda ratios: _note_ratios(inputs, ratios, axes, use))
+        return trusted
+    return trusted._replace(note=lambda ratios: _note_ratios(inputs, ratios, axes, use))
 
 
 def _note_ratios(
@@ -305,9 +305,9 @@ def _note_ratios(
     names = trees.names(inputs.shapes)
     for spec, x, layers in zip(inputs.specs, ratios, axes, strict=True):
         if x is not None and inputs.notes is not None:
-            for i, own in zip(spec.positions, spec.per_leaf(x, layers), strict=True):
+            for i, ratio in zip(spec.positions, spec.per_leaf(x, layers), strict=True):
                 if use[i]:
-                    inputs.notes.add(f"trust_ratio/{names[i]}", own)
+                    inputs.notes.add(f"trust_ratio/{names[i]}", ratio)
 
 
 def mask(inputs: Parameters, name: str, tree: Mask) -> list[bool]:

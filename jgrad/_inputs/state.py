@@ -85,10 +85,14 @@ def zeros(
     like, structure = trees.flatten(params if shapes is None else shapes)
     axes = [None] * len(like) if stacked is None else stacked
     zeros: list[Any] = [None] * len(like)
-    for i, (p, x, own) in enumerate(zip(leaves, like, axes, strict=True)):
+    for i, (p, x, stacked_axes) in enumerate(zip(leaves, like, axes, strict=True)):
         if p is not None and x is not None:
             part = p if np.shape(x) == p.shape else _part(p, x)
-            zeros[i] = _zeros(part, dtype, real) if own is None else _blocks(part, own, real)
+            zeros[i] = (
+                _zeros(part, dtype, real)
+                if stacked_axes is None
+                else _blocks(part, stacked_axes, real)
+            )
     return structure.unflatten(zeros)
 
 

@@ -134,7 +134,7 @@ def pair(
       name: for messages.
       handed_on: which extra arguments `update` reads itself, too.
     """
-    own = keywords_of(update, handed_on)
+    taken = keywords_of(update, handed_on)
 
     def init_of_model(params: PyTree) -> Any:
         state = init(arrays_of(params))
@@ -144,18 +144,18 @@ def pair(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         if extra_args:
-            check_keywords(name, extra_args, own)
+            check_keywords(name, extra_args, taken)
         updates, state = checks.values_of(updates), checks.values_of(state)
         params = arrays_of(params, updates)
         if not has_codes(state):
             return update(updates, state, params, **extra_args)
-        given, state = state, variables.variables_of_blocks(state)
+        before, state = state, variables.variables_of_blocks(state)
         steps, new = update(updates, state, params, **extra_args)
-        if state is given:
+        if state is before:
             return steps, new
         structure: Any = jax.tree.structure(state)
         if structure == jax.tree.structure(new):
-            return steps, variables.in_form_of(given, new)
+            return steps, variables.in_form_of(before, new)
         return steps, variables.blocks_of_variables(new)  # as where a sum begins
 
     return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)

@@ -98,8 +98,8 @@ class LeafKernel:
     def _kind(self, shape: tuple[int, ...]) -> str:
         if math.prod(shape) == 1:
             return "scalar"
-        rows = self.leaf[:-1]
-        return "column" if shape in (rows, (*rows, 1)) else "array"
+        one_each = self.leaf[:-1]
+        return "column" if shape in (one_each, (*one_each, 1)) else "array"
 
     def as_operand(self, x: jax.Array, kind: str) -> jax.Array:
         """An argument of the function as the kernel is given it."""

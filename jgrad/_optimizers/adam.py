@@ -109,14 +109,14 @@ def numbers_of(
     args = (step, beta1.log, beta2.log, epsilon)
     if not any(isinstance(x, list) for x in args):
         return Numbers(beta1, beta2, *correct(*args))
-    rows = [None if any(x is None for x in row) else row for row in zip_leaves(*args)]
+    of_leaves = [None if any(x is None for x in row) else row for row in zip_leaves(*args)]
     # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
     known = {
         tuple(map(id, row)): correct(*row)
-        for row in {tuple(map(id, r)): r for r in rows if r}.values()
+        for row in {tuple(map(id, r)): r for r in of_leaves if r}.values()
     }
-    each = [(None, None) if row is None else known[tuple(map(id, row))] for row in rows]
-    return Numbers(beta1, beta2, [x for x, _ in each], [x for _, x in each])
+    results = [(None, None) if row is None else known[tuple(map(id, row))] for row in of_leaves]
+    return Numbers(beta1, beta2, [x for x, _ in results], [x for _, x in results])
 
 
 # ---- the method, as a function of one leaf -----------------------------------------------------

@@ -148,12 +148,12 @@ def _updates(
 # ---- functional update -------------------------------------------------------------------------
 
 
-def _read(given: dict[str, Any]) -> dict[str, Any]:
+def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `lamb_update`, with what stands for no clamp and for no decay."""
-    largest, decay = given["max_trust_ratio"], given["decay_lambda"]
-    options.check_clamps("lamb_update", given["min_trust_ratio"], largest)
-    decay = numbers.optional_decay(decay, negative_is_none=given["rule"] == "ivy")
-    return given | {"max_trust_ratio": numbers.upper_clamp(largest), "decay_lambda": decay}
+    largest, decay = arguments["max_trust_ratio"], arguments["decay_lambda"]
+    options.check_clamps("lamb_update", arguments["min_trust_ratio"], largest)
+    decay = numbers.optional_decay(decay, negative_is_none=arguments["rule"] == "ivy")
+    return arguments | {"max_trust_ratio": numbers.upper_clamp(largest), "decay_lambda": decay}
 
 
 @renamed(norm_axes="mesh_axes")

@@ -135,11 +135,13 @@ def _check_rule(name: str, rule: LarsRule, epsilon: Any) -> None:
 # ---- functional update -------------------------------------------------------------------------
 
 
-def _read(given: dict[str, Any]) -> dict[str, Any]:
+def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `lars_update`, with what stands for no decay."""
-    decay, rule = given["decay_lambda"], given["rule"]
-    _check_rule("lars_update", rule, given["epsilon"])
-    return given | {"decay_lambda": numbers.optional_decay(decay, negative_is_none=rule == "ivy")}
+    decay, rule = arguments["decay_lambda"], arguments["rule"]
+    _check_rule("lars_update", rule, arguments["epsilon"])
+    return arguments | {
+        "decay_lambda": numbers.optional_decay(decay, negative_is_none=rule == "ivy")
+    }
 
 
 @renamed(norm_axes="mesh_axes")

@@ -67,7 +67,7 @@ def leaf_programs(
     flat = jax.tree.leaves((params, state, params))
     operands = {x: id(leaf) for x, leaf in zip(traced.jaxpr.invars, flat, strict=True)}
     answers = dict(_answers(traced.jaxpr, operands, is_local))
-    found = {}
+    programs = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
         if not _is_blocks(x):
             continue
@@ -79,8 +79,8 @@ def leaf_programs(
             answer = f"XLA: its last axis, {x.shape[-1]}, is no multiple of {SIZE}"
         else:
             answer = "XLA: it is stored in other blocks than along its last axis"
-        found[jax.tree_util.keystr(path)] = answer
-    return found
+        programs[jax.tree_util.keystr(path)] = answer
+    return programs
 
 
 def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tuple[int, str]]:
@@ -93,12 +93,12 @@ def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tupl
             answer = f"XLA: {place}" if isinstance(place, str) else _KERNEL
             yield from ((x, answer) for i in step.codes if (x := operands[i]) is not None)
         if equation.primitive.name in _SAME_VALUE:
-            pairs = zip(equation.outvars, operands, strict=True)
-            known |= {x: value for x, value in pairs if value is not None}
+            values = zip(equation.outvars, operands, strict=True)
+            known |= {x: value for x, value in values if value is not None}
         for inner in _inside(equation.params):
-            own = operands[len(operands) - len(inner.invars) :]  # behind the index of a branch
-            pairs = zip(inner.invars, own, strict=True)
-            inside = {x: value for x, value in pairs if value is not None}
+            behind = operands[len(operands) - len(inner.invars) :]  # behind the index of a branch
+            values = zip(inner.invars, behind, strict=True)
+            inside = {x: value for x, value in values if value is not None}
             yield from _answers(inner, inside, is_local)
 
 
