@@ -19,7 +19,7 @@ from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
 from jgrad._kernels.leaf_step import Place, has_kernel
-from jgrad._kernels.moment import LeafMoment, Moments, is_rounded, written
+from jgrad._kernels.moment import KernelMoment, LeafMoment, Moments, is_rounded, written
 
 Function = Callable[..., Any]
 
@@ -39,17 +39,13 @@ class Descent(NamedTuple):
     rule: str
     has_rate: bool = False
 
-    @property
-    def of_leaf(self) -> Function:
-        """(direction, what has its signs, w, decay, rate) -> update."""
-        return _of_leaf(self.rule, self.has_rate)
-
     def updates(
         self, directions: list[Any], w: list[Any] | None, like: list[Any] | None = None
     ) -> list[Any]:
         """The update of each leaf, from a direction that no function of one leaf returned."""
         columns = leafwise.zip_leaves(directions, like, w, self.decay, self.rate)
-        return leafwise.run([None if x[0] is None else (self.of_leaf, x) for x in columns])
+        update = _update(self.rule, self.has_rate)
+        return leafwise.run([None if x[0] is None else (update, x) for x in columns])
 
     def is_cheap_after_kernel(self, w: Any) -> bool:
         """Whether a kernel had better write the direction.
@@ -81,12 +77,12 @@ class LeafFunction:
           args: lists with an entry per leaf, numbers for all of them, tuples of both, `Moment`s.
           options: of the function.
         """
-        function = _with_options(self._function, tuple(sorted(options.items())))
+        program = _program(self._function, tuple(sorted(options.items())), None, whole=True)
         calls: list[Call | None] = [None] * len(g)
         for i, x in enumerate(g):
             if x is not None:
                 leaf = _Leaf.of(i, g, args)
-                calls[i] = leaf.in_kernel(function) if leaf.has_kernel else leaf.call(function)
+                calls[i] = leaf.in_kernel(program) if leaf.has_kernel else (program, leaf.arguments)
         return _results(calls, args)
 
     def update(
@@ -103,9 +99,9 @@ class LeafFunction:
           descent: what makes an update of the direction; None where that is the update.
           options: see above.
         """
-        direction = _with_options(self._function, tuple(sorted(options.items())))
-        descending = None if descent is None else descent.of_leaf
-        function = _descending(direction, descending)
+        chosen = tuple(sorted(options.items()))
+        rule = None if descent is None else (descent.rule, descent.has_rate)
+        program = _program(self._function, chosen, rule)
         calls: list[Call | None] = [None] * len(g)
         after: dict[int, tuple[Any, ...]] = {}
         rests: dict[int, Rest | None] = {}
@@ -113,25 +109,30 @@ class LeafFunction:
             if x is None:
                 continue
             leaf, w = _Leaf.of(i, g, args), None if inputs.w is None else inputs.w[i]
-            steps = () if descent is None else (w, *_entry((descent.decay, descent.rate), i))
+            steps = (
+                () if descent is None else (w, _entry(descent.decay, i), _entry(descent.rate, i))
+            )
             if not leaf.has_kernel:
-                calls[i] = leaf.call(function, *steps)
+                calls[i] = program, (*leaf.arguments, *steps)
                 continue
             rest = inputs.rest(i)
             if rest is None and descent is not None and descent.is_cheap_after_kernel(w):
-                calls[i], after[i] = leaf.in_kernel(_descending(direction, None)), steps
+                calls[i], after[i] = leaf.in_kernel(_program(self._function, chosen, None)), steps
                 continue
             rests[i] = rest
-            calls[i] = leaf.in_kernel(function, *steps, ending=inputs.finishing(i), rest=rest, w=w)
+            calls[i] = leaf.in_kernel(program, *steps, ending=inputs.finishing(i), rest=rest, w=w)
         updates, *new = _results(calls, args)
         for i, rest in rests.items():
             update, *others = updates[i]
             if rest is not None and inputs.then is not None:
                 inputs.then.note(update, tuple(others))
             updates[i] = Finished(update)
-        later = [descending and (descending, (updates[i], None, *x)) for i, x in after.items()]
-        for i, update in zip(after, leafwise.run(later), strict=True):
-            updates[i] = update
+        if after and rule is not None:
+            later: list[Call] = [
+                (_update(*rule), (updates[i], None, *steps)) for i, steps in after.items()
+            ]
+            for i, update in zip(after, leafwise.run(later), strict=True):
+                updates[i] = update
         return updates, *new
 
 
@@ -175,10 +176,6 @@ class _Leaf(NamedTuple):
                 place = x.places[i] if x.places else place
         return cls(tuple(arguments), place, bool(moments) and all(moments))
 
-    def call(self, function: Function, *more: Any) -> Call:
-        """The function as it is, which also returns what it wrote."""
-        return _with_moments(function), (*self.arguments, *more)
-
     def in_kernel(
         self,
         function: Function,
@@ -203,11 +200,14 @@ class _Leaf(NamedTuple):
 
 def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What functions of one leaf returned, as a list, and the new moments that they wrote."""
-    moments = [x for x in args if isinstance(x, Moment)]
-    results = leafwise.run(calls)
-    values = [None if x is None else x[0] for x in results]
-    new = ([None if x is None else x[1][k] for x in results] for k in range(len(moments)))
-    return values, *map(Moment.written, moments, new)
+    values: list[Any] = [None] * len(calls)
+    moments = [(x, [None] * len(calls)) for x in args if isinstance(x, Moment)]
+    for i, result in enumerate(leafwise.run(calls)):
+        if result is not None:
+            values[i], of_leaf = result
+            for (_, new), x in zip(moments, of_leaf, strict=True):
+                new[i] = x
+    return values, *itertools.starmap(Moment.written, moments)
 
 
 def _entry(x: Any, i: int) -> Any:
@@ -224,37 +224,35 @@ def _entry(x: Any, i: int) -> Any:
 
 
 @functools.cache
-def _with_options(function: Function, options: tuple[tuple[str, Any], ...]) -> Function:
-    return functools.partial(function, **dict(options)) if options else function
-
-
-@functools.cache
-def _of_leaf(rule: str, has_rate: bool) -> Function:
+def _update(rule: str, has_rate: bool) -> Function:
     return functools.partial(rules.update_of_leaf, rule=rule, has_rate=has_rate)
 
 
 @functools.cache
-def _descending(direction: Function, descent: Function | None) -> Function:
-    """The update of a leaf, from its direction; the last arguments are those of the descent."""
+def _program(
+    function: Function,
+    options: tuple[tuple[str, Any], ...],
+    rule: tuple[str, bool] | None,
+    *,
+    whole: bool = False,
+) -> Function:
+    """(arguments) -> what the function makes of a leaf, and the new moments that it wrote.
 
-    def descending(*args: Any) -> jax.Array:
-        args, steps = (args, ()) if descent is None else (args[:-3], args[-3:])
-        result = direction(*args)
-        d, like = result if isinstance(result, tuple) else (result, None)
-        return d if descent is None else descent(d, like, *steps)
+    The last arguments are those of a descent, if there is a rule for it: then it is the update.
+    Else it is the direction, or the whole result.
+    """
+    given, update = dict(options), None if rule is None else _update(*rule)
 
-    return descending
+    def program(*args: Any) -> tuple[Any, list[Any]]:
+        own, steps = (args, ()) if update is None else (args[:-3], args[-3:])
+        result = function(*own, **given)
+        new = written([x for x in own if isinstance(x, LeafMoment | KernelMoment)])
+        if whole:
+            return result, new
+        direction, like = result if isinstance(result, tuple) else (result, None)
+        return direction if update is None else update(direction, like, *steps), new
 
-
-@functools.cache
-def _with_moments(function: Function) -> Function:
-    """A function of one leaf which also returns what it wrote."""
-
-    def with_moments(*args: Any) -> tuple[Any, list[Any]]:
-        result = function(*args)
-        return result, written([x for x in args if isinstance(x, LeafMoment)])
-
-    return with_moments
+    return program
 
 
 @jax.tree_util.register_static
@@ -287,7 +285,7 @@ def _kernel(
             g, numbers = f(g, *numbers[:count]), numbers[count:]
         if weight is not None:
             arguments = tuple(weight(*arrays) if x is _HERE else x for x in arguments)
-        results = function(g, *arguments)
+        results, _ = function(g, *arguments)
         if finish is None:
             return results if isinstance(results, tuple) else (results,)
         update = finish(results, *flag)

@@ -174,10 +174,13 @@ Moments = LeafMoment | KernelMoment
 
 def written(moments: Sequence[Moments]) -> list[Any]:
     """The new moments, each of which a function of one leaf has to write."""
-    if any(moment.new is None for moment in moments):
-        remedy = "`moment.write(rule, *args)` makes it in the form of the old one"
-        raise TypeError(f"jgrad: a function of one leaf wrote no new moment: {remedy}.")
-    return [moment.new for moment in moments]
+    new = []
+    for moment in moments:
+        if moment.new is None:
+            remedy = "`moment.write(rule, *args)` makes it in the form of the old one"
+            raise TypeError(f"jgrad: a function of one leaf wrote no new moment: {remedy}.")
+        new.append(moment.new)
+    return new
 
 
 # ---- how arrays are stored ---------------------------------------------------------------------
