@@ -201,7 +201,7 @@ MUTATIONS = [
     Mutation("_floating", "integer weights are floats", "_ is not Role.WEIGHTS", "True", FUNCTIONAL + " " + MESSAGES),
     Mutation("AlignedArguments.new_weights", "stop_gradients is ignored", "X if _ else Y", "X if False else Y", FUNCTIONAL),
     Mutation("cast_back", "dtypes of moments drift", "X if X.dtype == _.dtype else X.astype(_.dtype)", "X", FUNCTIONAL),
-    Mutation("state._zeros", "moments in half precision", "numerics.real_dtype(X)", "X.real.dtype", MATRIX),
+    Mutation("moment._zeros", "moments in half precision", "numerics.real_dtype(X)", "X.real.dtype", MATRIX),
     Mutation("counter", "the counter is not replicated", "jax.device_put(X, _)", "X", DEVICES + "/test_placement.py"),
     Mutation("descent", "updates are not negated", "-X", "X", MATRIX),
     Mutation("_in_state", "moments of missing gradients are zero", "rules.cast_back(X, Y)", "rules.cast_back([n if n is not None or o is None else jax.numpy.zeros_like(o) for n, o in zip(X, Y, strict=True)], Y)", MATRIX),

@@ -14,11 +14,11 @@ import jax
 
 from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leafwise import Call, PerLeaf
-from jgrad._inputs.around import Rest, origin
+from jgrad._inputs.around import Origin, Rest, in_float32, origin
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
-from jgrad._kernels.leaf_step import Place, has_kernel
+from jgrad._kernels.leaf_step import Place, has_kernel, in_memory
 from jgrad._kernels.moment import KernelMoment, LeafMoment, Moments, is_rounded, written
 
 Function = Callable[..., Any]
@@ -115,9 +115,14 @@ class LeafFunction:
             if not leaf.has_kernel:
                 calls[i] = program, (*leaf.arguments, *steps)
                 continue
-            rest = inputs.rest(i)
-            if rest is None and descent is not None and descent.is_cheap_after_kernel(w):
-                calls[i], after[i] = leaf.in_kernel(_program(self._function, chosen, None)), steps
+            rest, p = inputs.rest(i), inputs.reference.leaves[i]
+            if rest is not None and not in_memory(p, rest.arrays[0]):
+                rest = None
+            is_cheap = descent is not None and descent.is_cheap_after_kernel(w)
+            if not in_memory(p) or (rest is None and is_cheap):
+                calls[i] = leaf.in_kernel(_program(self._function, chosen, None))
+                if descent is not None:
+                    after[i] = steps
                 continue
             rests[i] = rest
             calls[i] = leaf.in_kernel(program, *steps, ending=inputs.finishing(i), rest=rest, w=w)
@@ -188,7 +193,10 @@ class _Leaf(NamedTuple):
 
         Of the weight `w` the rest knows how it is made of what the operation reads.
         """
-        made, (finish, flag) = origin(self.arguments[0]), ending
+        (finish, flag), g = ending, self.arguments[0]
+        made = origin(g)
+        if not in_memory(made.arrays[0]):  # what reads it is not in the kernel
+            made = Origin((), (g if in_memory(g) else in_float32(g),))
         arguments = (*self.arguments[1:], *more)
         if rest is not None:
             arguments = tuple(_HERE if x is w else x for x in arguments)

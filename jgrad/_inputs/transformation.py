@@ -16,7 +16,7 @@ from jgrad._inputs.around import Then, has_codes
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
-from jgrad._inputs.moments import MomentOptions
+from jgrad._inputs.moment_options import MomentOptions
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import OptState

@@ -7,11 +7,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._kernels.moment import LeafMoment, written
 from jgrad._trees.blocks import SIZE, Blocks
 from jgrad._trees.trees import PyTree
+
+_KINDS: tuple[Any, ...] = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
+_IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
 
 # How a leaf is computed: by a kernel of Pallas, or by two passes of XLA.
 Form = Literal["kernel", "two passes"]
@@ -126,6 +130,11 @@ def has_kernel(moment: Any) -> bool:
     if not (isinstance(moment, LeafMoment) and isinstance(moment.old, Blocks)):
         return False
     return in_rows(moment.old)
+
+
+def in_memory(*arrays: Any) -> bool:
+    """Whether kernels have arrays of these dtypes; of float16 there are none."""
+    return all(x.dtype in _IN_MEMORY for x in arrays)
 
 
 def in_rows(x: Blocks) -> bool:

@@ -10,14 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jgrad._kernels.leaf_step import Form, LeafStep, Place
+from jgrad._kernels.leaf_step import Form, LeafStep, Place, in_memory
 from jgrad._trees.blocks import SIZE
-
-_KINDS: tuple[Any, ...] = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
-_IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
 
 
 def of(step: LeafStep, operands: Sequence[Any], form: Form, *, is_local: bool) -> Place | str:
@@ -31,8 +27,8 @@ def of(step: LeafStep, operands: Sequence[Any], form: Form, *, is_local: bool) -
     """
     codes = operands[step.codes[0]]
     arrays = [x for x in (*operands, *step.types) if x.shape == codes.shape]
-    if form == "kernel" and (others := {x.dtype for x in arrays} - _IN_MEMORY):
-        return f"a kernel has no arrays of {min(others, key=str)}"
+    if form == "kernel" and (others := [x for x in arrays if not in_memory(x)]):
+        return f"a kernel has no arrays of {min(str(x.dtype) for x in others)}"
     if is_local:
         return Place()
     mesh = codes.sharding.mesh

@@ -21,7 +21,7 @@ from jgrad._inputs.factory import FORM, Given, Options, checked, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step
-from jgrad._inputs.moments import MomentDType
+from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number

@@ -13,7 +13,7 @@ from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
-from jgrad._inputs.moments import MomentDType
+from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments

@@ -14,8 +14,9 @@ from jgrad._arithmetic.leafwise import Call, apply, on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.moment import zeros
 from jgrad._inputs.notes import Notes
-from jgrad._inputs.state import counter, zeros
+from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, trees, values

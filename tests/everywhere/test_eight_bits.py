@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._inputs import moments as forms
+from jgrad._inputs import moment_options as forms
 from jgrad._quantized import codec, encoding
 from jgrad._quantized.geometry import Geometry
 from jgrad._quantized.random_bits import ElementKeys, step_keys

@@ -15,7 +15,7 @@ from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import NewMoments
-from jgrad._inputs.moments import MomentOptions
+from jgrad._inputs.moment_options import MomentOptions
 from jgrad._inputs.transformation import transformation
 from jgrad._optimizers import adam
 from tests.support.eight_bits import unquantized

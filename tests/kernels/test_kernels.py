@@ -161,6 +161,14 @@ def test_a_transformation_of_others_between_ours():
     assert dtypes(kernel.invars) == ["float32", "int8", "uint8"]
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jgrad.master_weights], ids=["plain", "master"])
+def test_float16_stays_outside(wrap):
+    """A kernel has no arrays of it: it reads the gradient in float32, and writes a direction."""
+    (kernel,) = kernels(wrap(ADAM()), model(jnp.float16))
+    assert "float16" not in {str(x.aval.dtype) for x in (*kernel.invars, *kernel.outvars)}
+    assert {"int8", "uint8"} <= set(dtypes(kernel.outvars))
+
+
 def test_an_average_of_the_weights_that_a_kernel_wrote():
     """`ema` reads new weights: of old ones, which are written over, there would be a copy."""
     (kernel,) = kernels(optax.chain(ADAM(), jgrad.ema(0.9)), model())

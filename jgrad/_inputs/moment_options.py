@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step
+from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step, zeros
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.options import Mask
-from jgrad._inputs.state import OptState, counter, zeros
+from jgrad._inputs.state import OptState, counter
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._packed.array_spec import ArraySpec
