@@ -119,11 +119,10 @@ class LeafFunction:
                 continue
             rest = inputs.rest(i)
             if rest is None and descent is not None and descent.is_cheap_after_kernel(w):
-                calls[i], after[i] = leaf.in_kernel(_first(direction)), steps
+                calls[i], after[i] = leaf.in_kernel(_descending(direction, None)), steps
                 continue
             rests[i] = rest
-            steps = steps if rest is None else tuple(_HERE if x is w else x for x in steps)
-            calls[i] = leaf.in_kernel(function, *steps, ending=inputs.finishing(i), rest=rest)
+            calls[i] = leaf.in_kernel(function, *steps, ending=inputs.finishing(i), rest=rest, w=w)
         updates, *new = _results(calls, args)
         for i, rest in rests.items():
             update, *others = updates[i]
@@ -154,22 +153,27 @@ def rounded(moment: Moment, values: list[Any]) -> list[Any]:
 
 
 class _Leaf(NamedTuple):
-    """The arguments of a function of one leaf, the first of which is the gradient."""
+    """The arguments of a function of one leaf, the first of which is the gradient.
+
+    Attributes:
+      arguments: see above.
+      place: how the leaf is sharded, if the user says it.
+      has_kernel: whether all of its moments are in 8 bits, in whole rows.
+    """
 
     arguments: tuple[Any, ...]
     place: Place | None
+    has_kernel: bool
 
     @classmethod
     def of(cls, i: int, g: list[Any], args: tuple[Any, ...]) -> "_Leaf":
-        moments = [x for x in args if isinstance(x, Moment)]
-        place = moments[0].places[i] if moments and moments[0].places else None
-        return cls(tuple(_entry(x, i) for x in (g, *args)), place)
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether all of its moments are in 8 bits, in whole rows."""
-        moments = [x for x in self.arguments if isinstance(x, LeafMoment)]
-        return bool(moments) and all(map(has_kernel, moments))
+        arguments, moments, place = [g[i]], [], None
+        for x in args:
+            arguments.append(_entry(x, i))
+            if isinstance(x, Moment):
+                moments.append(has_kernel(arguments[-1]))
+                place = x.places[i] if x.places else place
+        return cls(tuple(arguments), place, bool(moments) and all(moments))
 
     def call(self, function: Function, *more: Any) -> Call:
         """The function as it is, which also returns what it wrote."""
@@ -181,13 +185,20 @@ class _Leaf(NamedTuple):
         *more: Any,
         ending: tuple[Function | None, tuple[jax.Array, ...]] = (None, ()),
         rest: Rest | None = None,
+        w: Any = None,
     ) -> Call:
-        """The function, what the gradient is made of, and what follows, as one operation."""
+        """The function, what the gradient is made of, and what follows, as one operation.
+
+        Of the weight `w` the rest knows how it is made of what the operation reads.
+        """
         made, (finish, flag) = origin(self.arguments[0]), ending
+        arguments = (*self.arguments[1:], *more)
+        if rest is not None:
+            arguments = tuple(_HERE if x is w else x for x in arguments)
         after = None if rest is None else (rest.function, rest.weight, rest.replaces)
         kernel = _kernel(function, made.functions, finish, after, self.place)
         arrays = () if rest is None else rest.arrays
-        return kernel, (made.arrays, (*self.arguments[1:], *more), flag, arrays)
+        return kernel, (made.arrays, arguments, flag, arrays)
 
 
 def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -204,12 +215,9 @@ def _entry(x: Any, i: int) -> Any:
     if isinstance(x, Moment):
         return x.of_leaf(i)
     if isinstance(x, tuple):
-        return jax.tree.unflatten(_structure(x), [_entry(y, i) for y in x])
+        entries = [_entry(y, i) for y in x]
+        return type(x)(*entries) if hasattr(x, "_fields") else tuple(entries)
     return x[i] if isinstance(x, list) else x
-
-
-def _structure(x: tuple[Any, ...]) -> Any:
-    return jax.tree.structure(x, is_leaf=lambda y: y is not x)
 
 
 # One function object for each choice, so that JAX's caches find it again.
@@ -236,11 +244,6 @@ def _descending(direction: Function, descent: Function | None) -> Function:
         return d if descent is None else descent(d, like, *steps)
 
     return descending
-
-
-def _first(direction: Function) -> Function:
-    """The direction alone."""
-    return _descending(direction, None)
 
 
 @functools.cache

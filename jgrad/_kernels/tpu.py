@@ -89,9 +89,10 @@ class LeafKernel:
         leaves, self.structure = jax.tree.flatten(prepared)
         self.arrays = list({id(x): x for x in leaves if id(x) not in unread}.values())
         scales = {id(operands[i + 1]) for i in step.codes}
-        self.kinds = ["scale" if id(x) in scales else self._kind(x.shape) for x in self.arrays]
+        kinds = {id(x): "scale" if id(x) in scales else self._kind(x.shape) for x in leaves}
+        self.kinds = [kinds[id(x)] for x in self.arrays]
         position = {id(x): i for i, x in enumerate(self.arrays)}
-        self.leaves = [(position.get(id(x)), x.dtype) for x in leaves]
+        self.leaves = [(position.get(id(x)), kinds[id(x)], x.dtype) for x in leaves]
         replaced = {result: id(operands[i]) for result, i in step.aliases.items()}
         self.aliases = {y: position[x] for y, x in replaced.items() if x in position}
 
@@ -177,8 +178,13 @@ class LeafKernel:
             tile, within = Tile((together, SIZE), corner, self.leaf), pl.ds(first, together)
             pairs = zip(inputs, self.kinds, strict=True)
             read = [self._read(*pair, within, column) for pair in pairs]
+            shapes = {"array": tile.shape, "scalar": ()}  # of what nothing is computed from
             values = [
-                _of_dtype(jnp.int32(0) if i is None else read[i], dtype) for i, dtype in self.leaves
+                _of_dtype(
+                    jnp.zeros(shapes.get(of, (together, 1)), jnp.int32) if i is None else read[i],
+                    dtype,
+                )
+                for i, of, dtype in self.leaves
             ]
             for x, ref, kind in zip(self._results(values, tile), outputs, kinds, strict=True):
                 if kind == "array":

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._kernels import places
 from jgrad._kernels.leaf_step import in_rows

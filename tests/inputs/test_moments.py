@@ -139,7 +139,7 @@ def test_moments_that_were_named_by_hand():
 def test_a_table_has_each_option():
     """An option that is renamed in one place is an error when the factory is called."""
     table = Options(learning_rate=Role.RATE)
-    expected = r"lion: \['beta1'\], not both in its table and in its signature"
+    expected = r"lion: \['beta1'\] not both in its table and its signature"
     with pytest.raises(TypeError, match=expected):
         table.check("lion", {"learning_rate": 0.1, "beta1": 0.9})
     with pytest.raises(TypeError, match=r"lion: \['learning_rate'\]"):

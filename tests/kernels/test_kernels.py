@@ -73,7 +73,7 @@ def clipped(tx):
 FLOATS = ["float32", "float32"]
 STOCHASTIC = lambda: jgrad.stochastic_rounding(ADAM())
 SKIP = lambda: jgrad.skip_nonfinite(clipped(ADAM()))
-HALF = ("stochastic", "master", "scaled loss")  # of bfloat16 parameters
+HALF = ("stochastic", "stochastic momentum", "master", "scaled loss")  # of bfloat16 parameters
 # What is read and written of the shape of a leaf: gradient, weight, codes; codes and weight.
 WHOLE_STEPS = {
     "adam": (ADAM, [*FLOATS, "int8", "uint8"], ["float32", "int8", "uint8"]),
@@ -82,6 +82,11 @@ WHOLE_STEPS = {
         STOCHASTIC,
         ["bfloat16", "bfloat16", "int8", "uint8"],
         ["bfloat16", "int8", "uint8"],
+    ),
+    "stochastic momentum": (  # whose decay reads the weight in float32
+        lambda: jgrad.stochastic_rounding(MOMENTUM()),
+        ["bfloat16", "bfloat16", "int8"],
+        ["bfloat16", "int8"],
     ),
     "master": (
         lambda: jgrad.master_weights(ADAM()),

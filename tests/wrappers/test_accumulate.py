@@ -263,6 +263,15 @@ def test_a_mini_batch_that_is_not_finite_is_left_out(bad, at, x64):
     assert (int(state.skipped), int(state.mini_step), int(state.count)) == (len(at), 0, 0)
 
 
+def test_e11_one_nan_and_optax_never_recovers(standard_promotion):
+    w, grads = params(), gradients(6)
+    grads[1] = poisoned(grads[1], np.nan)
+    found, _ = run(optax.MultiSteps(optax.sgd(0.1), 2), w, grads)
+    assert jnp.isnan(found[-1]["layer"]["b"]).any()
+    found, state = run(jgrad.accumulate(optax.sgd(0.1), 2), w, grads)
+    chex.assert_tree_all_finite((found, state))
+
+
 @pytest.mark.slow(always=["full"])
 @pytest.mark.parametrize("how", mostly_slow(["full", "emit"], "full"))
 def test_a_window_without_any_finite_mini_batch(how):

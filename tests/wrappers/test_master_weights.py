@@ -60,6 +60,28 @@ def test_the_copy_is_the_papers(case, dtype):
             assert np.all(np.abs(p - rounded) <= np.maximum(ulp(old, dtype), ulp(rounded, dtype)))
 
 
+@every_dtype
+def test_e07_a_weight_of_one(dtype, standard_promotion):
+    """5000 steps of 1e-4: plain, they leave 1; with the copy they lead to 0.5."""
+    tx, w = jgrad.gradient_descent(1e-4), jnp.ones(2, dtype)
+    plain, _ = train(tx, w, jnp.ones_like, 5000)
+    np.testing.assert_array_equal(plain, w)
+    found, state = train(jgrad.master_weights(tx), w, jnp.ones_like, 5000)
+    np.testing.assert_allclose(state.master, 0.5, rtol=1e-3)
+    assert_equal(found, state.master.astype(dtype))
+
+
+def train(tx, w, gradient, steps):
+    """Compiled as one loop."""
+
+    def step(_, carry):
+        w, state = carry
+        updates, state = tx.update(gradient(w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    return jax.jit(lambda w: jax.lax.fori_loop(0, steps, step, (w, tx.init(w))))(w)
+
+
 def jumps(dtype):
     """Many pairs of weights, old and new, of both signs and many scales."""
     rng = np.random.default_rng(0)
