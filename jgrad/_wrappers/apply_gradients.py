@@ -32,8 +32,8 @@ def apply_gradients(
 
     Bit for bit what `tx.update` and `optax.apply_updates` return. With moments in 8 bits, a program
     for a TPU has one kernel for each leaf, which reads the gradient, codes and weights once, and
-    writes codes and weights in their place: no update is written. Without 8 bits, and on other
-    platforms, XLA makes the same program of both.
+    writes codes and weights in their place: no update is written, unless a transformation of
+    another library is behind the optimizer. Without 8 bits XLA makes the same program of both.
 
     Donate `params` and `state`. The kernel is taken on one device, inside `shard_map`, on meshes
     with explicit axes, and with `mesh_axes`; `leaf_programs` says which leaves have it.

@@ -32,8 +32,8 @@ def leaf_programs(
 
         answer = "one kernel", or "XLA: " and the reason
 
-    A kernel of a leaf reads and writes each array once. Without one XLA writes the moments in
-    float32, too.
+    A kernel of a leaf reads and writes each array once; what transformations of other libraries do
+    is outside of it. Without one XLA writes the moments in float32, too.
 
     Call it where the step is traced: under the same `jax.set_mesh`, or inside `shard_map`.
 
