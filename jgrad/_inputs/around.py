@@ -167,11 +167,12 @@ def _both(
     return both
 
 
+@jax.tree_util.register_pytree_node_class
 class Then:
     """What a wrapper does with each update, told to the transformation inside.
 
     It exists while a program is traced, and remembers arrays by identity. In another trace, as that
-    of a branch, it knows of none.
+    of a branch, it knows of none; nor handed through `jax.jit` or `jax.vmap`.
     """
 
     def __init__(
@@ -234,3 +235,10 @@ class Then:
         if self._outer is not None:
             self._outer.note(results[count - 1] if count else update, results[count:])
         return results[:count]
+
+    def tree_flatten(self) -> tuple[tuple[()], None]:
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[()]) -> "Then":
+        return cls((), lambda _: None)

@@ -96,17 +96,33 @@ class Given:
     def read(self, inputs: Inputs, step: Step) -> Any:
         """The numbers of one update: an attribute for each option that is one.
 
-        And `descent`, where there are a learning rate and a weight decay.
+        And `descent`, where there is a weight decay, whose table has the learning rate before it.
         """
         of_update = SimpleNamespace()
         for name, kind in self._kinds.items():
-            if isinstance(kind, Role) and kind in _READS:
-                x = _READS[kind](inputs, step, name, self.arguments[name], self.arguments)
-                setattr(of_update, name, x)
-        if self._kinds.get("weight_decay") is Role.DECAY:
-            rule = self.arguments["weight_decay_rule"]
-            decay = rules.optional(of_update.weight_decay, rule)
-            of_update.descent = Descent(decay, of_update.learning_rate, rule)
+            x = self.arguments[name]
+            match kind:
+                case Role.RATE:
+                    read: Any = options.learning_rates(inputs, x, step)
+                case Role.NUMBER:
+                    read = options.number_per_array(inputs, step, name, x)
+                case Role.BETA:
+                    read = options.beta_per_array(inputs, step, name, x)
+                case Role.SCALAR:
+                    read = numbers.scalar(inputs.function, name, x)
+                case Role.MOMENTUM if x is None:
+                    options.without_momentum(inputs, step)
+                    read = None
+                case Role.MOMENTUM:
+                    read = options.beta_per_array(inputs, step, name, x).value
+                case Role.DECAY:
+                    mask, rule = (self.arguments[f"weight_decay_{x}"] for x in ("mask", "rule"))
+                    read = options.weight_decays(inputs, x, mask, step, rule)
+                    decay = rules.optional(read, rule)
+                    of_update.descent = Descent(decay, of_update.learning_rate, rule)
+                case _:
+                    continue
+            setattr(of_update, name, read)
         return of_update
 
     def moments(self, **axes: Any) -> MomentOptions:
@@ -146,27 +162,3 @@ _CHECKS: dict[Role, Callable[[str, str, Any, Arguments], Any]] = {
     Role.MASK: lambda *_: None,  # after all others
 }
 _NUMBERS = (Role.RATE, Role.NUMBER, Role.BETA, Role.DECAY, Role.MOMENTUM, Role.SCALAR)
-
-# ---- how a number is read ----------------------------------------------------------------------
-
-
-def _read_decay(inputs: Inputs, step: Step, name: str, x: Any, arguments: Arguments) -> list[Any]:
-    rule = arguments["weight_decay_rule"]
-    return options.weight_decays(inputs, x, arguments["weight_decay_mask"], step, rule)
-
-
-def _read_momentum(inputs: Inputs, step: Step, name: str, x: Any, _: Arguments) -> Any:
-    if x is None:
-        options.without_momentum(inputs, step)
-        return None
-    return options.beta_per_array(inputs, step, name, x).value
-
-
-_READS: dict[Role, Callable[[Inputs, Step, str, Any, Arguments], Any]] = {
-    Role.RATE: lambda inputs, step, name, x, _: options.learning_rates(inputs, x, step),
-    Role.NUMBER: lambda inputs, step, name, x, _: options.number_per_array(inputs, step, name, x),
-    Role.BETA: lambda inputs, step, name, x, _: options.beta_per_array(inputs, step, name, x),
-    Role.DECAY: _read_decay,
-    Role.MOMENTUM: _read_momentum,
-    Role.SCALAR: lambda inputs, step, name, x, _: numbers.scalar(inputs.function, name, x),
-}

@@ -147,7 +147,7 @@ class MomentOptions(NamedTuple):
             if not (isinstance(old[i], Blocks) and self._is_possible(inputs, i)):
                 _fail(arg, i, old[i])
         specs = inputs.specs if is_whole else array_spec.specs(shapes)
-        places = inputs.places_of(self.mesh_axes) if is_whole else ()
+        places = inputs.places_of(self.mesh_axes) if is_whole and self.is_8_bits else ()
         return Moment(old, specs, keys, inputs.commit, places=places)
 
     def _is_possible(self, inputs: Parameters, i: int) -> bool:

@@ -78,8 +78,15 @@ def _plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
 _traced = jax.jit(_plain, static_argnames="step")  # JAX keeps its trace
 
 
+@functools.partial(jax.jit, static_argnames="step")
+def _compiled(*operands: Any, step: LeafStep) -> list[jax.Array]:
+    return list(_step.bind(*operands, step=step))
+
+
 def _run(*operands: Any, step: LeafStep) -> list[jax.Array]:
-    return jax.jit(functools.partial(_step.bind, step=step))(*operands)
+    if jax.config.read("jax_disable_jit"):
+        return step.plain(*operands)
+    return _compiled(*operands, step=step)
 
 
 def _types(*_: Any, step: LeafStep) -> list[Any]:
@@ -92,8 +99,15 @@ def _batched(operands: Sequence[Any], axes: Sequence[Any], *, step: LeafStep) ->
 
 
 def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: LeafStep) -> Any:
-    slopes = map(ad.instantiate_zeros, tangents)
-    return jax.jvp(step.plain, tuple(operands), tuple(slopes))
+    """Of the plain step. What has no slope is constant, and codes of it alone need none."""
+    moving = [i for i, slope in enumerate(tangents) if not isinstance(slope, ad.Zero)]
+
+    def of_moving(*xs: Any) -> list[jax.Array]:
+        replaced = dict(zip(moving, xs, strict=True))
+        return step.plain(*(replaced.get(i, x) for i, x in enumerate(operands)))
+
+    primals = tuple(operands[i] for i in moving)
+    return jax.jvp(of_moving, primals, tuple(tangents[i] for i in moving))
 
 
 def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:

@@ -66,7 +66,8 @@ def run(
 def _keys(rounding: Rounding) -> _Keys:
     leaf = jnp.asarray(rounding.keys.leaf)
     sums = jnp.broadcast_to(rounding.of_step, leaf.shape) + leaf
-    return _Keys(sums[..., 0] + jnp.asarray(rounding.keys.first), sums[..., 1])
+    keys = sums[..., 0] + jnp.asarray(rounding.keys.first), sums[..., 1]
+    return _Keys(*(x[..., None] if x.ndim else x for x in keys))
 
 
 class LeafKernel:
@@ -99,8 +100,7 @@ class LeafKernel:
     def _kind(self, shape: tuple[int, ...]) -> str:
         if math.prod(shape) == 1:
             return "scalar"
-        one_each = self.leaf[:-1]
-        return "column" if shape in (one_each, (*one_each, 1)) else "array"
+        return "column" if shape == (*self.leaf[:-1], 1) else "array"
 
     def as_operand(self, x: jax.Array, kind: str) -> jax.Array:
         """An argument of the function as the kernel is given it."""

@@ -16,7 +16,7 @@ from jgrad._kernels import platforms, tpu
 from jgrad._kernels.leaf_step import Place
 from tests import golden
 from tests.support.compilations import compilations
-from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain, steps
+from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain, steps, with_update
 from tests.support.loops import assert_equal, stack
 
 SHAPES = {"w": (24, 512), "odd": (50, 100)}
@@ -293,6 +293,57 @@ def test_no_derivative():
 
     with pytest.raises(TypeError, match="no derivative goes through moments stored in 8 bits"):
         jax.jit(jax.grad(loss))(w)
+
+
+def test_a_derivative_by_the_rate():
+    """Codes do not depend on it, and weights do."""
+    w, form = model(), {"moment_dtype": "8bit"}
+    state = jgrad.adam(0.1, **form).init(w)
+
+    def total(rate, step):
+        new, _ = step(jgrad.adam(rate, **form), w, state, w)
+        return jnp.sum(new["w"])
+
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(total, step=step)))(0.1)
+        for step in (jgrad.apply_gradients, with_update)
+    )
+    assert found == expected != 0
+
+
+@pytest.mark.parametrize("around", [jgrad.stochastic_rounding, jgrad.master_weights])
+@pytest.mark.parametrize("through", [jax.jit, jax.vmap])
+def test_what_follows_an_update_goes_through_transformations_of_jax(around, through):
+    """There arrays have other identities, and the wrapper computes it afterwards."""
+    w, tx = model(jnp.bfloat16), ADAM()
+    state, g = around(tx).init(w), model(jnp.bfloat16)
+    expected = jax.jit(functools.partial(jgrad.apply_gradients, around(tx)))(g, state, w)
+    if through is jax.vmap:
+        one = lambda x: jax.tree.map(lambda a: a[None], x)
+        step = functools.partial(jgrad.apply_gradients, around(tx))
+        found = jax.tree.map(lambda a: a[0], jax.jit(jax.vmap(step))(one(g), one(state), one(w)))
+    else:
+        inner = optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
+        found = jax.jit(functools.partial(jgrad.apply_gradients, around(inner)))(g, state, w)
+    assert_equal(found, expected)
+
+
+def test_without_jit():
+    tx, w = MOMENTUM(), model()
+    with jax.disable_jit():
+        found = jgrad.apply_gradients(tx, w, tx.init(w), w)
+    expected = plain(tx, w, [w])
+    assert_equal(tuple(found), (expected.w, expected.state))
+
+
+def test_a_rate_along_the_last_axis_of_a_square_matrix():
+    """It is no number for each row."""
+    w = normal({"w": (256, 256)})
+    tx = jgrad.adam({"w": jnp.linspace(0.0, 1.0, 256)}, **(ADAM.keywords))
+    found = steps(tx, w, [w], "kernel")
+    expected = plain(tx, w, [w])
+    assert_equal((found.w, found.state), (expected.w, expected.state))
+    assert found.leaves == 1
 
 
 def shouting(tx):
