@@ -84,7 +84,7 @@ def _compiled(*operands: Any, step: LeafStep) -> list[jax.Array]:
 
 
 def _run(*operands: Any, step: LeafStep) -> list[jax.Array]:
-    if jax.config.read("jax_disable_jit"):
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return step.plain(*operands)
     return _compiled(*operands, step=step)
 
