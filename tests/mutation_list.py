@@ -212,7 +212,7 @@ MUTATIONS = [
     Mutation("options._numbers_of", "the override of a call is ignored", "X if _ is None else _", "X", MATRIX),
     Mutation("decay_of_leaves", "masks of decay are ignored", "_ and X is not None", "X is not None", MATRIX),
     Mutation("MomentOptions.check", "moments in float16", "jnp.finfo(_).maxexp >= 128", "True", MESSAGES),
-    Mutation("options._numbers_of", "a schedule sees the next step", "called(_, _, _, lambda: _.done)", "called(inputs, name, given, lambda: step.number)", MATRIX),
+    Mutation("options._numbers_of", "a schedule sees the next step", "called(_, _, _, lambda: _.done)", "called(inputs, name, option, lambda: step.number)", MATRIX),
     Mutation("options._numbers_of.result", "a schedule of some leaves sees the next step", "_.done", "step.number", "tests/inputs/test_numbers_of_a_call.py tests/inputs/test_by_path.py"),
     Mutation("options._numbers_of.result", "each leaf calls its schedule", "id(_) not in _", "True", "tests/inputs/test_by_path.py"),
     Mutation("OfCall.check_names", "misspelt numbers pass", "other_names.refuse_keyword(_, _, _)", "pass", "tests/inputs/test_keywords.py"),

@@ -169,7 +169,7 @@ def test_no_keyword_is_missing(monkeypatch):
     monkeypatch.setattr(OfCall, "get", recorded)
     for name, (tx, own, _) in ROWS.items():
         update(name)
-        taken = set(inspect.getclosurevars(tx.update).nonlocals["own"])
+        taken = set(inspect.getclosurevars(tx.update).nonlocals["taken"])
         assert taken <= set(own)
         asked |= taken
     assert asked == set(KEYWORDS)
