@@ -220,7 +220,7 @@ def shown_lines(seconds, steps, *, is_terminal=False, done=0, **changed):
         for i in range(done + 1, steps + 1):
             now[0] += seconds
             progress.step(i, 2 / shown.BITS, seconds)
-    return output.getvalue().splitlines()
+    return [line for line in output.getvalue().splitlines() if line]
 
 
 def steps_of(lines):
