@@ -8,6 +8,7 @@ program is right for every platform, and `jax.export` has each in one file.
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -78,13 +79,16 @@ def _plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
 _traced = jax.jit(_plain, static_argnames="step")  # JAX keeps its trace
 
 
+_is_disabled = operator.attrgetter("jax_disable_jit")  # which has a type since JAX 0.11
+
+
 @functools.partial(jax.jit, static_argnames="step")
 def _compiled(*operands: Any, step: LeafStep) -> list[jax.Array]:
     return list(_step.bind(*operands, step=step))
 
 
 def _run(*operands: Any, step: LeafStep) -> list[jax.Array]:
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+    if _is_disabled(jax.config):
         return step.plain(*operands)
     return _compiled(*operands, step=step)
 
