@@ -273,9 +273,8 @@ MUTATIONS = [
     # ---- what stands around a kernel
     Mutation("around.origin", "numbers of two steps before a kernel change places", "(*of_step, *numbers)", "(*numbers, *of_step)", KERNELS + " " + SAME_NUMBERS),
     Mutation("around.offer", "a clipped gradient is written", "isinstance(new, X) and _", "False", KERNELS),
-    Mutation("Then.of", "a branch has what follows an update", "trace_state() != _", "False", SAME_NUMBERS + " -k accumulate"),
     Mutation("Then.results", "a wrapper around is told nothing", "self._outer is not None", "False", KERNELS),
-    Mutation("around._both", "an update that follows in a kernel is not committed", "finish(X, *_)", "X", SAME_NUMBERS + " -k skip"),
+    Mutation("around._both", "an update that follows in a kernel is not committed", "finish(X, *_)", "X", SAME_NUMBERS + " -k skipped"),
     Mutation("_kernels.moment.written", "a moment that no function wrote", "_ is None", "False", "tests/inputs/test_moments.py"),
     Mutation("Options.check", "an option that no table names", "arguments.keys() ^ X", "()", "tests/inputs/test_moments.py"),
     # ---- _states

@@ -102,7 +102,7 @@ WHOLE_STEPS = {
 }
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=3, always=["stochastic", "scaled loss"])
 @pytest.mark.parametrize("name", WHOLE_STEPS)
 def test_each_array_is_read_and_written_once(name):
     make, read, written = WHOLE_STEPS[name]
@@ -114,6 +114,15 @@ def test_each_array_is_read_and_written_once(name):
     assert dtypes(kernel.invars, scales) == dtypes(kernel.outvars, scales)
     assert len(kernel.outvars) == len(written) + len(dtypes(kernel.outvars, scales))
     assert not [x for x in kernel.invars if x.aval.shape == (1, 1, 24)]  # but in packed trees
+
+
+def test_no_weight_is_added_to_after_a_kernel():
+    """A wrapper that changes weights tells the one around it what the kernel made of its update."""
+    tx, w = STOCHASTIC(), model(jnp.bfloat16)
+    program = jax.make_jaxpr(functools.partial(jgrad.apply_gradients, tx))(w, tx.init(w), w).jaxpr
+    made_by = {out: x.primitive.name for x in program.eqns for out in x.outvars}
+    odd, kernel = program.outvars[:2]
+    assert (made_by[odd], made_by[kernel]) == ("add", "jit")
 
 
 @pytest.mark.parametrize("make", [functools.partial(jgrad.adam, 0.1, moment_dtype="8bit"), ADAM])

@@ -133,7 +133,6 @@ def test_two_passes_on_explicit_axes(name):
     assert_same(name, "two passes", mesh_of(AxisType.Explicit, x=4, y=2), 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=slow)])
 def test_shards_without_whole_blocks(kind):
     """Half a block in a shard: the plain form, for which two devices share a maximum."""
