@@ -19,16 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from jgrad._trees import checks
+from jgrad._trees.traces import trace_state
 from jgrad._trees.trees import PyTree
-
-# Equal in one trace, and in no other: not inside a branch. Not documented, in `jax.core` up to JAX
-# 0.7, checked in JAX 0.7 to 0.12.
-trace_state: Callable[[], Any] = next(
-    x.get_opaque_trace_state for x in (core, jax.core) if hasattr(x, "get_opaque_trace_state")
-)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -45,18 +45,19 @@ class RandomKeys:
 
     def __init__(self, step: jax.Array) -> None:
         self._step = step
-        self._known: dict[int, tuple[ArraySpec, ElementKeys]] = {}
+        self._known: dict[tuple[int, int], tuple[ArraySpec, ElementKeys]] = {}
 
     @functools.cached_property
     def of_step(self) -> jax.Array:
         """Of all elements."""
         return step_keys(self._step)
 
-    def rounding(self, spec: ArraySpec) -> Rounding:
-        """How the elements of an array are rounded."""
-        if id(spec) not in self._known:
-            self._known[id(spec)] = spec, spec.element_keys(_SEED, _PURPOSE)
-        return Rounding(self.of_step, self._known[id(spec)][1])
+    def rounding(self, spec: ArraySpec, size: int) -> Rounding:
+        """How the elements of an array of so many are rounded."""
+        key = (id(spec), size)
+        if key not in self._known:
+            self._known[key] = spec, spec.element_keys(_SEED, _PURPOSE, size)
+        return Rounding(self.of_step, self._known[key][1])
 
 
 class Moment:
@@ -96,7 +97,8 @@ class Moment:
         """The moment of one leaf, to read and to write."""
         old, rounding, flag, clips = self.old[i], None, None, False
         if self._keys is not None and is_rounded(old):
-            rounding = self._keys.rounding(self.specs[i])
+            size = old.codes.size if isinstance(old, Blocks) else old.size
+            rounding = self._keys.rounding(self.specs[i], size)
         if self._commit is not None:
             flag, clips = self._commit.flag, self._commit.clips
         return LeafMoment(old, rounding, flag, clips, self._has_form)

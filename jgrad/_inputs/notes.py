@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad._inputs.commit import trace_state
+from jgrad._trees.traces import trace_state
 
 
 @jax.tree_util.register_pytree_node_class

@@ -23,7 +23,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._layers.layer_axes import LayerAxes, as_typed, read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -283,7 +283,27 @@ def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[La
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     axes = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
+    check_layers_of_share(inputs, stacked, [x.stacked for x in axes])
     return as_typed(axes, sharded, zip(inputs.reference.leaves, inputs.g, strict=True))
+
+
+def check_layers_of_share(
+    inputs: Parameters, arg: ArgLeaves, stacked: Sequence[tuple[int, ...] | None]
+) -> None:
+    """Where one layer of a stack is updated, no norm or matrix is of more than that; None has none.
+
+    Args:
+      inputs: of the update.
+      arg: the option `layer_axes`.
+      stacked: the axes over which the layers of each leaf are stacked.
+    """
+    share = shares.current()
+    if share is None or share.layer is None:
+        return
+    for i, axes in enumerate(stacked):
+        if inputs.is_updated[i] and axes is not None and 0 not in axes:
+            expected = "0 in it: `step_in_backward` updates the layers of this stack one by one"
+            arg.fail(i, ValueError, f"{axes or None}, expected {expected}")
 
 
 def trust_layers(

@@ -20,7 +20,7 @@ from jgrad._inputs.moment_options import MomentOptions
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import OptState
-from jgrad._trees import checks, trees, variables
+from jgrad._trees import checks, shares, trees, variables
 from jgrad._trees.other_names import check_keywords, keywords_of
 from jgrad._trees.trees import PyTree
 
@@ -147,6 +147,17 @@ def pair(
             check_keywords(name, extra_args, taken)
         updates, state = checks.values_of(updates), checks.values_of(state)
         params = arrays_of(params, updates)
+        share = shares.current()
+        if share is None:
+            return of_arrays(updates, state, params, extra_args)
+        share.check(name, updates)
+        steps, new = of_arrays(updates, state, params, extra_args)
+        share.add(steps)
+        return steps, new
+
+    def of_arrays(
+        updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
+    ) -> tuple[PyTree, Any]:
         if not has_codes(state):
             return update(updates, state, params, **extra_args)
         before, state = state, variables.variables_of_blocks(state)

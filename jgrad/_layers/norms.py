@@ -20,6 +20,7 @@ from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
 from jgrad._layers import sums
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.sums import SquareRange
+from jgrad._trees.shares import Combine
 from jgrad._trees.shardings import varying_axes, varying_over
 
 T = TypeVar("T")
@@ -122,12 +123,24 @@ def global_norm(leaves: Sequence[jax.Array | None], layers: Sequence[LayerAxes])
     return ScaledNorm(*map(sums.concatenate, zip(*norms, strict=True))).combined(jnp.max, jnp.sum)
 
 
-def norm_of_norms(batches: Sequence[jax.Array]) -> jax.Array:
-    """The norm of all arrays together, from those of all layers; at most the largest number."""
+def norm_of_norms(batches: Sequence[jax.Array]) -> ScaledNorm:
+    """The norm of all arrays together, from those of all layers."""
     if not batches:
-        return jnp.zeros(())
+        return ScaledNorm(jnp.zeros(()), jnp.ones(()))
     norms = sums.concatenate(batches)
-    return ScaledNorm(norms, jnp.ones_like(norms)).combined(jnp.max, jnp.sum).value()
+    return ScaledNorm(norms, jnp.ones_like(norms)).combined(jnp.max, jnp.sum)
+
+
+def _of_both(a: ScaledNorm, b: ScaledNorm) -> ScaledNorm:
+    """The norm of all arrays together, from those of two shares of them."""
+    return ScaledNorm(*map(jnp.stack, zip(a, b, strict=True))).combined(jnp.max, jnp.sum)
+
+
+def _of_nothing(norm: ScaledNorm) -> ScaledNorm:
+    return ScaledNorm(jnp.zeros_like(norm.mantissa), jnp.ones_like(norm.scale))
+
+
+OF_SHARES = Combine(_of_both, _of_nothing)
 
 
 def _spans(layers: Sequence[LayerAxes], arrays: Iterable[jax.Array]) -> list[slice]:

@@ -19,7 +19,7 @@ from jgrad._packed.layouts import WIDTH, RowOrder, Rows, Shard, Span
 from jgrad._packed.packed_layers import PackedLayers, ReorderedLayers
 from jgrad._packed.packing import Packed
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
@@ -97,15 +97,16 @@ class ArraySpec(NamedTuple):
         ]
         return self._in_shard_order(join_leaves(self.spans, elements, self.shape[0]))
 
-    def element_keys(self, seed: int, purpose: int) -> ElementKeys:
+    def element_keys(self, seed: int, purpose: int, size: int) -> ElementKeys:
         """What random bits are a hash of, so that a leaf has the same ones packed or not.
 
         The elements of a leaf are counted in order; of a packed one layer after layer, which is
-        another order where layers are stacked over other axes than the first.
+        another order where layers are stacked over other axes than the first. So has one layer of
+        `size` elements, updated by itself, those that it has in its stack.
         """
         keys = leaf_keys(seed, purpose, self.positions)
         if self.is_unpacked:
-            return ElementKeys(keys[0], np.zeros((), np.uint32))
+            return ElementKeys(shares.in_stack(keys[0], size), np.zeros((), np.uint32))
         first = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span, self.width)

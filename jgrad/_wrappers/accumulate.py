@@ -19,7 +19,7 @@ from jgrad._inputs.notes import Notes
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, shardings, trees, values
+from jgrad._trees import checks, shardings, shares, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
@@ -221,6 +221,7 @@ def accumulate(
     has_windows = callable(every) or every > 1
 
     def init(params: PyTree) -> PyTree:
+        shares.refuse(_NAME, "take the ordinary step, or a larger batch with `scan_layers(remat=True)`")
         counters = counter(params), counter(params), counter(params)
         total = zeros(_NAME, params) if has_windows else None
         weight = [counter(params).astype(jnp.float32)] if weighted else []

@@ -18,7 +18,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
@@ -97,6 +97,7 @@ def clip_by_global_norm(
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
+        norm = shares.of_all(name, norms.OF_SHARES, norm)
         factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
         leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inputs.reference.leaves)
         for x, new in zip(inexact, leaves, strict=True):

@@ -17,7 +17,8 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.notes import Notes
 from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
 from jgrad._packed import array_spec
-from jgrad._trees import checks, shardings, trees
+from jgrad._trees import checks, shardings, shares, trees
+from jgrad._trees.shares import EVERY
 from jgrad._trees.trees import PyTree
 
 T = TypeVar("T")
@@ -50,7 +51,9 @@ def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
     """Whether all calls, of which each is 0 or NaN, are 0."""
     faults = leafwise.run(calls)
     stacks = [_stacked(faults[i : i + _TOGETHER]) for i in range(0, len(faults), _TOGETHER)]
-    return agreed(_none_of(stacks) if stacks else jnp.asarray(True), mesh_axes)
+    flag = agreed(_none_of(stacks) if stacks else jnp.asarray(True), mesh_axes)
+    everywhere: jax.Array = shares.of_all("skip_nonfinite", EVERY, flag)
+    return everywhere
 
 
 @jit_static_kwargs

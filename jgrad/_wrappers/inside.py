@@ -15,7 +15,7 @@ import jax
 import optax
 
 from jgrad._inputs.state import OptState
-from jgrad._trees import checks, host_memory, trees
+from jgrad._trees import checks, host_memory, shares, trees
 from jgrad._trees.trees import PyTree
 
 
@@ -33,7 +33,7 @@ def transformation(
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         expected = "a transformation with `init` and `update`"
         raise TypeError(f"{function}: `tx`: {checks.describe(tx)}, expected {expected}.")
-    tx = optax.with_extra_args_support(tx)
+    tx = _in_shares(function, optax.with_extra_args_support(tx))
     if may_be_offloaded:
         return tx
     remedy = f"expected it outside of everything: `offload({function}(...))`"
@@ -49,6 +49,25 @@ def transformation(
         return state
 
     return optax.GradientTransformationExtraArgs(init, tx.update)
+
+
+def _in_shares(
+    function: str, tx: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """`tx`, of which a share knows what it is given and what it returns."""
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        share = shares.current()
+        if share is None:
+            return tx.update(updates, state, params, **extra_args)
+        share.add(updates)
+        steps, new = tx.update(updates, state, params, **extra_args)
+        share.check(function, steps)
+        return steps, new
+
+    return tx._replace(update=update)
 
 
 def check_state(function: str, state: PyTree, kind: type) -> None:

@@ -9,7 +9,8 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs.inputs import Inputs
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, shares, trees
+from jgrad._trees.shares import SUM
 
 # What is measured of one call, by name.
 Numbers = dict[str, jax.Array]
@@ -52,10 +53,11 @@ def _norms_of(
         ],
         layers,
     )
-    numbers = {kind: _in_float32(norms.norm_of_norms(batches))}
+    norm = shares.of_all("watch", norms.OF_SHARES, norms.norm_of_norms(batches))
+    numbers = {kind: _in_float32(norm.value())}
     if kind == _GRADIENTS:
         bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
-        numbers[_NONFINITE] = sum(bad, jnp.zeros((), jnp.int32))
+        numbers[_NONFINITE] = shares.of_all("watch", SUM, sum(bad, jnp.zeros((), jnp.int32)))
     names = trees.names(inputs.shapes)
     for i, (spec, axes) in enumerate(zip(inputs.specs, layers, strict=True)):
         if floating[i]:

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from jgrad._inputs.transformation import pair
-from jgrad._trees import host_memory
+from jgrad._trees import host_memory, shares
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -77,6 +77,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         return host_memory.to_host(state) if host_memory.is_there(_NAME) else state
 
     def init(params: PyTree) -> PyTree:
+        shares.refuse(_NAME, "take the ordinary step")
         return to_host(tx.init(params))
 
     def update(

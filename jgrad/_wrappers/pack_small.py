@@ -12,7 +12,7 @@ from jgrad._packed import layouts, packing
 from jgrad._packed.layouts import Layout
 from jgrad._packed.new_layout import layout_of
 from jgrad._packed.packing import Packed
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -70,6 +70,7 @@ def pack_small(
         return layout_of(_NAME, tree, max_size=max_size, small_apart=small_apart, others=True)
 
     def init(params: PyTree) -> PyTree:
+        shares.refuse(_NAME, "leave it out, since a layer is small as it is")
         packing.check_unpacked(_NAME, "params", params)
         parameters.checked(_NAME, params)
         layout, leaves = small_packed(params)

@@ -137,8 +137,8 @@ def stochastic_rounding(
         wide_params, of_step = _wide(params), step_keys(step)
 
         def arrays(i: int) -> tuple[Any, Rounding]:
-            keys = inputs.specs[i].element_keys(seed, _PURPOSE)
-            return inputs.reference.leaves[i], Rounding(of_step, keys)
+            p = inputs.reference.leaves[i]
+            return p, Rounding(of_step, inputs.specs[i].element_keys(seed, _PURPOSE, p.size))
 
         def rest(i: int) -> Rest | None:
             after = inputs.rest(i)

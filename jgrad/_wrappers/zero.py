@@ -7,7 +7,7 @@ import optax
 from jgrad._inputs.transformation import pair
 from jgrad._packed import array_spec, layouts, packing
 from jgrad._packed.layouts import Shard
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -80,6 +80,7 @@ def zero(
     axes = values.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> PyTree:
+        shares.refuse(_NAME, "shard the leaves with `jax.jit`, or take the ordinary step")
         local = Shard.over(axes)
         _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, local)
         if local is None:
