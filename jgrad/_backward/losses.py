@@ -309,7 +309,9 @@ class Forward:
             invars=[*varied, *fixed],
             outvars=[*results, *others],
             eqns=list(eqns),
-            debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+            debug_info=jaxpr.debug_info._replace(
+                arg_names=("",) * len(arguments), result_paths=("",) * len(made)
+            ),
         )
 
         def run(arrays: Arrays) -> tuple[Arrays, Arrays]:
