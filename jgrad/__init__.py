@@ -49,8 +49,10 @@ Wrappers: what goes around an optimizer
 
 Whole steps
 
-    apply_gradients  new parameters and the new state
-    leaf_programs    what a program for a TPU makes of each leaf in 8 bits
+    apply_gradients   new parameters and the new state
+    step_in_backward  each layer is updated as soon as its gradient is known
+    scan_layers       the layers of a model in a loss, for `step_in_backward`
+    leaf_programs     what a program for a TPU makes of each leaf in 8 bits
 
 Updates with explicit state
 
@@ -104,6 +106,8 @@ Names kept for Ivy
     inplace_decrement       the difference, in the dtypes of the old value
 """
 
+from jgrad._backward.scan_layers import scan_layers
+from jgrad._backward.step_in_backward import step_in_backward
 from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
 from jgrad._gradients.jac import jac, value_and_jac
 from jgrad._inputs.by_path import by_path
@@ -201,6 +205,8 @@ __all__ = [  # noqa: RUF022
     "report",
     # Whole steps
     "apply_gradients",
+    "step_in_backward",
+    "scan_layers",
     "leaf_programs",
     # Updates with explicit state
     "optimizer_update",

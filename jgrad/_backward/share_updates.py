@@ -1,6 +1,6 @@
 """The update of one share, as a function of arrays."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,13 +101,12 @@ class ShareUpdate:
         return Result(jax.tree.leaves(params), jax.tree.leaves(state), parts)
 
     def numbers(self, *args: Any) -> tuple[set[Key], set[Key]]:
-        """Which numbers of all shares it needs for its own arrays, and which need others.
+        """Which numbers of all shares its own arrays need, and which numbers these need.
 
         Args:
           args: the first four of a call.
         """
         forms = jax.eval_shape(lambda args: self(*args, {}).parts, args)
-        used_by_weights, used_by_parts = set(), set()
         cut = [where is not None for _, where in self.portion.places]
 
         def outputs(known: Numbers, args: Any) -> tuple[Arrays, Numbers]:
@@ -116,13 +115,21 @@ class ShareUpdate:
             return [*new.weights, *own], new.parts
 
         closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(forms, args)
-        count = len(jax.tree.leaves(own))
-        keys = [key for key in sorted(forms) for _ in jax.tree.leaves(forms[key])]
-        for is_own, used in ((True, used_by_weights), (False, used_by_parts)):
-            wanted = [(i < count) == is_own for i in range(len(closed.jaxpr.outvars))]
-            _, read = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
-            used.update(key for key, use in zip(keys, read, strict=False) if use)
-        return used_by_weights, used_by_parts
+        read_keys = _key_of_leaves(forms)
+        of_results = [None] * len(jax.tree.leaves(own)) + _key_of_leaves(parts)
+
+        def read_by(wanted: Collection[Key | None]) -> set[Key]:
+            used = [key in wanted for key in of_results]
+            _, read = partial_eval.dce_jaxpr(closed.jaxpr, used)
+            return {key for key, use in zip(read_keys, read, strict=False) if use}
+
+        needed = read_by({None})
+        return needed, read_by(needed)
+
+
+def _key_of_leaves(numbers: Numbers) -> list[Any]:
+    """For each array of numbers, whose it is."""
+    return [key for key in sorted(numbers) for _ in jax.tree.leaves(numbers[key])]
 
 
 def pruned(f: Callable[..., PyTree], *args: Any) -> PyTree:

@@ -39,6 +39,78 @@ def step_in_backward(
     elementwise: bool = False,
     mesh_axes: PyTree = None,
 ) -> TrainStep:
+    """A train step whose layers are updated in the backward pass, one after the other.
+
+        value, g       = value_and_grad(loss)(params, *args)
+        params, state  = apply_gradients(tx, g, state, params, loss=value)
+
+    The numbers are those of these two lines, but there is never a gradient of all layers. A step
+    as it is usually written holds one for each parameter, because XLA keeps what a scan over layers
+    returns until the last layer is done. Here a plain loop goes backwards over the layers: it takes
+    the weights and the moments of one, computes its gradient, and writes new ones in their place.
+    With bfloat16 weights and moments in 8 bits a whole step has 4 bytes per parameter at its peak,
+    in place of 8.
+
+    The loss says by `scan_layers` where its layers are, as often as it has stacks of them. All
+    other leaves, as embeddings and heads, are updated at the end. `state` is `tx.init(params)`, and
+    what comes back is what `tx.update` would return, so that a run, or its checkpoint, may change
+    from one form of the step to the other. Methods that compute each element by itself round alike
+    in both, random rounding among it, as far as XLA joins the same products and sums; norms of all
+    leaves are added in another order.
+
+    A method with norms, ratios or matrices of layers needs `layer_axes=0` for each stack, and so
+    do moments in 8 bits whose layers have no multiple of 256 elements. The global norm, or whether
+    all gradients are finite, is known when the backward pass is done, so `clip_by_global_norm` and
+    `skip_nonfinite` need `first_pass=True`: a first backward pass computes that number and updates
+    nothing. It costs the time of one more backward pass, and no memory. `skip_spikes` needs none,
+    because the loss is known before; it is given to `tx` as `loss=`.
+
+    What needs the gradients of all layers themselves is refused: `accumulate`, `zero`,
+    `pack_small`, `offload`, and packed trees.
+
+    On a CPU, XLA copies all that a loop carries in each turn. There the step is the ordinary one,
+    chosen when a program is lowered. Nor does this pay where layers are not stacked, for XLA then
+    frees each gradient by itself, or where activations are what fills the memory.
+
+    Args:
+      tx: any transformation. Those of other libraries are refused without `elementwise=True`.
+      loss: `loss(params, *args)` returns a real scalar, and calls `scan_layers` on stacks that are
+        leaves of `params`, outside of other JAX transformations. Each stack is read by one call.
+      first_pass: True computes numbers of all gradients before any layer is updated.
+      has_aux: whether the loss returns `(value, aux)`.
+      elementwise: says that the transformations of other libraries in `tx` compute each element by
+        itself, from scalars and from what stands beside it.
+      mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
+        prefix tree of those, as for `apply_gradients`. The gradient of a layer is then sharded as
+        its weights are; the first axis of a stack is not sharded.
+
+    Returns:
+      `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what the
+      loss returned, and `extra_args` are for `tx.update`, as `learning_rate=`. Wrap it in `jax.jit`,
+      and donate parameters and state.
+
+    Raises:
+      TypeError: an argument of the wrong kind; from the step, a loss that returns no scalar.
+      ValueError: from the step, where `tx` or the loss does not fit, with the remedy.
+
+    Example:
+      >>> params = {"layers": {"w": jnp.full((8, 4, 4), 0.1)}, "head": jnp.ones((4, 2))}
+      >>> def loss(params, x):
+      ...     x = jgrad.scan_layers(lambda layer, x: x + x @ layer["w"], params["layers"], x)
+      ...     return jnp.mean((x @ params["head"]) ** 2)
+      >>> tx = jgrad.skip_nonfinite(
+      ...     optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-3, weight_decay=0.1))
+      ... )
+      >>> step = jgrad.step_in_backward(tx, loss, first_pass=True)
+      >>> step = jax.jit(step, donate_argnums=(0, 1))
+      >>> params, state, value = step(params, tx.init(params), jnp.ones((3, 4)))
+      >>> value.shape, params["layers"]["w"].shape
+      ((), (8, 4, 4))
+
+    Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
+      (2023), section 3, which fuses gradient and update; its second pass for the norm is theirs,
+      too.
+    """
     tx = inside.transformation(_NAME, tx)
     if not callable(loss):
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
@@ -111,16 +183,16 @@ class _Step:
         others: set[Key] = set()
         for update in self._stacks:
             args = jax.eval_shape(lambda update=update: self._example(update))
-            needed, by_parts = update.numbers(0, *args)
+            needed, by_needed = update.numbers(0, *args)
             self._needed |= needed
-            others |= by_parts
+            others |= by_needed
         names = sorted({name for name, _ in self._needed})
         if names and not first_pass:
             came = f"`{names[0]}` computes a number of all gradients, before any layer is updated"
             remedy = "expected `first_pass=True`, which computes it by a backward pass of its own"
             raise ValueError(f"{_NAME}: `first_pass`: False; {came}; {remedy}.")
-        if others & self._needed:
-            name = min(name for name, _ in others)
+        if others:
+            name = min(others)[0]
             came = f"a number of all gradients that `{name}` reads needs another one of them"
             remedy = "expected no more than one such number before an update, or the ordinary step"
             raise ValueError(f"{_NAME}: `tx`: {came}, {remedy}.")
