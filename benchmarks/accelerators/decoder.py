@@ -92,12 +92,14 @@ class Recipe(NamedTuple):
       make: makes it.
       dtype: of weights and gradients.
       optaxs: whether it is optax's, whose state is placed by paths.
+      in_backward: whether the step is taken in the backward pass.
       options: of the compiler.
     """
 
     make: Callable[[], optax.GradientTransformation]
     dtype: Any = jnp.float32
     optaxs: bool = False
+    in_backward: bool = False
     options: dict[str, Any] = _IN_ORDER
 
 
@@ -135,6 +137,11 @@ RECIPES = {
     "LAMB of optax": Recipe(lambda: optax.lamb(1e-4, weight_decay=0.1), optaxs=True),
     "LAMB": Recipe(lambda: jgrad.lamb(1e-4, weight_decay=0.1, layer_axes=LAYER_AXES)),
     "Muon": Recipe(_muon),
+}
+# Each layer updated as soon as its gradient is known.
+RECIPES |= {
+    f"{name}, in backward": RECIPES[name]._replace(in_backward=True)
+    for name in ("AdamW", "AdamW, 8 bits", "bf16: stochastic(AdamW, 8 bits)", "Muon")
 }
 
 
@@ -239,14 +246,14 @@ def loss(model: Decoder, chips: Mesh, params: Any, tokens: jax.Array) -> jax.Arr
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return times(mixed.reshape(*x.shape[:2], -1), layer["out"])
 
-    def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+    def block(layer: Any, x: jax.Array) -> jax.Array:
         x = x + attention(normed(x, layer["norm_1"]), layer)
         h = normed(x, layer["norm_2"])
         gated = jax.nn.silu(times(h, layer["gate"])) * times(h, layer["up"])
-        return spread(x + times(gated, layer["down"])), None
+        return spread(x + times(gated, layer["down"]))
 
     x = spread(params["embedding"].astype(jnp.bfloat16)[tokens])
-    x, _ = jax.lax.scan(jax.checkpoint(block), x, params["layers"])
+    x = jgrad.scan_layers(block, params["layers"], x)
     logits = times(normed(x, params["norm"]), params["head"]).astype(jnp.float32)
     each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
     return each.mean()
@@ -270,10 +277,16 @@ def compiled(name: str, topology: str, recipe: str) -> Result:
     )
     tx = made.make()
 
+    def of_params(params: Any, tokens: jax.Array) -> jax.Array:
+        return loss(model, chips, params, tokens)
+
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        value, grads = jax.value_and_grad(lambda p: loss(model, chips, p, tokens))(params)
+        value, grads = jax.value_and_grad(of_params)(params, tokens)
         params, state = jgrad.apply_gradients(tx, grads, state, params, mesh_axes=how)
         return params, state, value
+
+    if made.in_backward:
+        step = jgrad.step_in_backward(tx, of_params, mesh_axes=how)
 
     with jax.sharding.set_mesh(chips):
         where = placed(tx, params, by_paths=made.optaxs)
