@@ -18,7 +18,7 @@ from jax.extend import core
 from jgrad._backward.scan_layers import Block, Remat, recorded, rematerialised
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.traces import trace_state
-from jgrad._trees.trees import PyTree
+from jgrad._trees.trees import PyTree, Structure
 
 _NAME = "step_in_backward"
 
@@ -69,7 +69,7 @@ class TracedLoss:
         self, loss: Callable[..., Any], params: PyTree, args: Sequence[Any], *, has_aux: bool
     ) -> None:
         """Of arrays, which may be traced."""
-        leaves, structure = jax.tree.flatten(params)
+        leaves, structure = _flat(params)
         self.calls: list[Call] = []
         paths = trees.paths(params)
 
@@ -83,7 +83,7 @@ class TracedLoss:
             remedy = "say by it where the layers are, or take the ordinary step"
             raise ValueError(f"{_NAME}: `loss` calls no `scan_layers`: {remedy}.")
         _check_value(result, has_aux)
-        self.form = jax.tree.structure(result)
+        self.form = _flat(result)[1]
         self._jaxpr, self._consts = closed.jaxpr, closed.consts
         self._check_stacks(paths)
 
@@ -116,9 +116,7 @@ class _Recorder:
         self._leaves, self._calls, self._trace = leaves, calls, trace_state()
         self._position = {id(x): i for i, x in enumerate(leaves)}
 
-    def call(
-        self, block: Block, layers: PyTree, carry: PyTree, remat: Remat, count: int
-    ) -> PyTree:
+    def call(self, block: Block, layers: PyTree, carry: PyTree, remat: Remat, count: int) -> PyTree:
         """The carry behind the layers."""
         if trace_state() != self._trace:
             expected = "expected it in the loss itself, outside of other calls of it"
@@ -126,16 +124,20 @@ class _Recorder:
                 f"scan_layers: called inside `vmap`, `jit`, `grad`, `checkpoint`, a branch, a loop "
                 f"or another block, {expected}; map and differentiate inside of its block."
             )
-        stacks, of_layers = jax.tree.flatten(layers)
+        if not count:
+            raise ValueError("scan_layers: `layers`: no layers, expected one at least.")
+        stacks, of_layers = _flat(layers)
         positions = [self._position.get(id(x)) for x in stacks]
         if None in positions:
             path = trees.paths(of_layers.unflatten(stacks))[positions.index(None)]
             expected = "a leaf of `params` as it is: change it inside of `block`, a layer at a time"
             came = "an array that was computed"
-            raise ValueError(f"scan_layers: `layers`{checks.at(path)}: {came}, expected {expected}.")
+            raise ValueError(
+                f"scan_layers: `layers`{checks.at(path)}: {came}, expected {expected}."
+            )
+        arrays, of_carry = _flat(carry)
         # As of `jax.lax.scan`, a carry has strong types.
-        carries = [jax.lax.convert_element_type(x, jnp.result_type(x)) for x in jax.tree.leaves(carry)]
-        of_carry = jax.tree.structure(carry)
+        carries = [jax.lax.convert_element_type(x, jnp.result_type(x)) for x in arrays]
 
         def of_arrays(layer: Arrays, carry: Arrays) -> PyTree:
             return block(of_layers.unflatten(layer), of_carry.unflatten(carry))
@@ -178,11 +180,12 @@ def _check_value(result: Any, has_aux: bool) -> None:
     is_pair = isinstance(result, tuple) and len(result) == 2
     if has_aux and not is_pair:
         expected = "`(value, aux)`, as `has_aux=True` says"
-        raise TypeError(f"{_NAME}: `loss` returns {type(result).__name__}, expected {expected}.")
+        came = "an array" if isinstance(result, jax.ShapeDtypeStruct) else type(result).__name__
+        raise TypeError(f"{_NAME}: `loss` returns {came}, expected {expected}.")
     value = result[0] if has_aux else result
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or value.shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        came = checks.describe(value) if dtype is not None else type(value).__name__
+    is_array = isinstance(value, jax.ShapeDtypeStruct)
+    if not is_array or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+        came = _described(value) if is_array else type(value).__name__
         hint = "; `has_aux=True` takes a pair" if is_pair else ""
         raise TypeError(f"{_NAME}: `loss` returns {came}, expected a real floating scalar{hint}.")
 
@@ -192,9 +195,18 @@ def _check_carry(old: PyTree, new: PyTree) -> None:
     checks.same_structure("scan_layers", "block(layer, carry)", new, "carry", old)
     for path, x, y in zip(trees.paths(old), *map(jax.tree.leaves, (old, new)), strict=False):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
-            came, expected = (f"{a.dtype}{list(a.shape)}" for a in (y, x))
+            came, expected = map(_described, (y, x))
             begin = f"scan_layers: `block` returns a carry{checks.at(path)}"
             raise TypeError(f"{begin} of {came}, expected {expected}, as it was given.")
+
+
+def _flat(tree: PyTree) -> tuple[Arrays, Structure]:
+    leaves, structure = jax.tree.flatten(tree)
+    return leaves, structure
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
 
 # ---- forward and backward ----------------------------------------------------------------------
@@ -226,7 +238,7 @@ class SavedCall(NamedTuple):
         def body(carry: Arrays, layer: Arrays) -> tuple[Arrays, Arrays]:
             nonlocal form
             new, pull = jax.vjp(call.block, layer, carry, others)
-            arrays, structure = jax.tree.flatten(pull)
+            arrays, structure = _flat(pull)
             known: dict[int, tuple[str, Any]] = {id(x): ("layer", i) for i, x in enumerate(layer)}
             known |= {id(x): ("others", i) for i, x in enumerate(others)}
             stored: Arrays = []
@@ -294,7 +306,10 @@ class Forward:
         self.result = loss.form.unflatten(map(self._read, jaxpr.outvars))
 
     def _read(self, x: Any) -> Any:
-        return jnp.asarray(x.val, x.aval.dtype) if isinstance(x, core.Literal) else self._env[x]
+        if not isinstance(x, core.Literal):
+            return self._env[x]
+        aval: Any = x.aval
+        return jnp.asarray(x.val, aval.dtype)
 
     def _run(self, jaxpr: Any, eqns: Sequence[Any], later: set[Any]) -> None:
         """A piece, whose results that are differentiated have a vjp."""
@@ -331,7 +346,7 @@ class Forward:
         self.saved.append(saved)
         self._calls.append(eqn)
 
-    def backward(self, visit: Visit) -> Arrays:
+    def backward(self, visit: Visit) -> list[jax.Array | None]:
         """The gradients of all leaves that are in no stack, and None; `visit` sees each call."""
         cotangents: Environment = {}
 
@@ -371,7 +386,7 @@ def _differentiable(jaxpr: Any) -> set[Any]:
     """The variables that depend on floating parameters, and are floating."""
 
     def is_floating(x: Any) -> bool:
-        return jnp.issubdtype(x.aval.dtype, jnp.inexact)
+        return bool(jnp.issubdtype(x.aval.dtype, jnp.inexact))
 
     known = set(filter(is_floating, jaxpr.invars))
     for eqn in jaxpr.eqns:

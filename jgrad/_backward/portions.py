@@ -7,7 +7,7 @@ for the leaves of the stack alone, and for a stack of many times as many layers.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,8 +15,9 @@ import optax
 
 from jgrad._packed import packing
 from jgrad._trees import checks, shares
+from jgrad._trees.protocols import KeyPath
 from jgrad._trees.shares import Share
-from jgrad._trees.trees import PyTree
+from jgrad._trees.trees import PyTree, Structure
 
 _NAME = "step_in_backward"
 
@@ -24,8 +25,8 @@ _NAME = "step_in_backward"
 _MANY = 256
 
 _BLOCKS = (
-    "expected the arrays of one layer beside those of the next; moments in 8 bits need "
-    "`layer_axes=0`, so that no block is of two layers"
+    "expected as much for each layer, and no block of 8 bits that is of two: layers of a multiple "
+    "of 256 elements, `layer_axes=0` where the method has it, or `full_precision` for this leaf"
 )
 
 
@@ -40,13 +41,13 @@ class Cut(NamedTuple):
     axis: int
     length: int
 
-    def out_of(self, x: jax.Array, i: Any) -> jax.Array:
+    def out_of(self, x: jax.Array, i: jax.Array | int) -> jax.Array:
         """Layer `i`."""
         start = i * self.length
         layer: jax.Array = jax.lax.dynamic_slice_in_dim(x, start, self.length, self.axis)
         return layer
 
-    def put(self, x: jax.Array, layer: jax.Array, i: Any) -> jax.Array:
+    def put(self, x: jax.Array, layer: jax.Array, i: jax.Array | int) -> jax.Array:
         """The array with layer `i`."""
         start = i * self.length
         new: jax.Array = jax.lax.dynamic_update_slice_in_dim(x, layer, start, self.axis)
@@ -61,21 +62,26 @@ class Portion(NamedTuple):
 
     Attributes:
       positions: of its leaves among those of the parameters.
-      count: the number of layers; None where it is all that no stack has.
+      layers: how many; None where it is all that no stack has.
       structure: of its state, when it is alone.
       places: for each array of that the position in the whole state, and where it is cut; None for
         an array that has no layers.
     """
 
     positions: tuple[int, ...]
-    count: int | None
-    structure: Any
+    layers: int | None
+    structure: Structure
     places: list[tuple[int, Cut | None]]
 
     @property
-    def cuts(self) -> list[tuple[int, Cut]]:
-        """Those of arrays that have layers."""
-        return [(i, cut) for i, cut in self.places if cut is not None]
+    def owned(self) -> list[bool]:
+        """Whether each array of its state is its own: what has no layers is that of the rest."""
+        return [self.layers is None or cut is not None for _, cut in self.places]
+
+    @property
+    def owned_places(self) -> list[tuple[int, Cut | None]]:
+        """Where these are."""
+        return [x for x, use in zip(self.places, self.owned, strict=True) if use]
 
 
 def of_stack(
@@ -83,27 +89,26 @@ def of_stack(
     params: PyTree,
     state: PyTree,
     positions: Sequence[int],
-    count: int,
+    layers: int,
 ) -> Portion:
     """That of a stack."""
     some, structure = _begun(tx, params, positions, 0)
     many, _ = _begun(tx, params, positions, 0, _MANY)
-    known, paths = _by_path(state)
+    whole = _Whole(state)
     places: list[tuple[int, Cut | None]] = []
     for path, x in some.items():
-        i, whole = _whole(known, paths, path, x.shape)
-        repeated = many[path].shape if path in many else ()
-        differing = [k for k, (a, b) in enumerate(zip(x.shape, repeated)) if a != b]
-        if not differing and x.shape == repeated:
+        i = whole.position(path, x.shape)
+        repeated = many[path].shape
+        if x.shape == repeated:
             places.append((i, None))
             continue
-        axis = differing[0] if differing else 0
-        expected = [n * _MANY if k == axis else n for k, n in enumerate(x.shape)]
-        if list(repeated) != expected or x.shape[axis] % count:
-            came = f"shape {whole} of {count} layers"
-            raise ValueError(f"{_NAME}: `state`{checks.at(paths[i])}: {came}, {_BLOCKS}.")
-        places.append((i, Cut(axis, x.shape[axis] // count)))
-    return Portion(tuple(positions), count, structure, places)
+        axis = next(k for k, (a, b) in enumerate(zip(x.shape, repeated, strict=True)) if a != b)
+        expected = (*x.shape[:axis], x.shape[axis] * _MANY, *x.shape[axis + 1 :])
+        if repeated != expected or x.shape[axis] % layers:
+            came = f"shape {x.shape} of {layers} layers"
+            raise ValueError(f"{_NAME}: `state`{checks.at(whole.paths[i])}: {came}, {_BLOCKS}.")
+        places.append((i, Cut(axis, x.shape[axis] // layers)))
+    return Portion(tuple(positions), layers, structure, places)
 
 
 def of_rest(
@@ -116,28 +121,27 @@ def of_rest(
     taken = {i for stack in stacks for i in stack.positions}
     positions = [i for i in range(len(jax.tree.leaves(params))) if i not in taken]
     some, structure = _begun(tx, params, positions, None)
-    known, paths = _by_path(state)
-    places = [(_whole(known, paths, path, x.shape)[0], None) for path, x in some.items()]
-    here = {i for i, _ in places} | {i for stack in stacks for i, _ in stack.cuts}
-    for i, path in enumerate(paths):
+    whole = _Whole(state)
+    places = [(whole.position(path, x.shape), None) for path, x in some.items()]
+    here = {i for i, _ in places}.union(i for stack in stacks for i, _ in stack.owned_places)
+    for i, path in enumerate(whole.paths):
         if i not in here:
             expected = "expected an entry for each of its layers: `layer_axes=0` in the wrapper"
             begin = f"{_NAME}: `state`{checks.at(path)}"
             raise ValueError(f"{begin}: a number of a whole stack, {expected}.")
-    return Portion(tuple(positions), None, structure, list(places))
+    return Portion(tuple(positions), None, structure, [*places])
 
 
-def check_trees(params: PyTree, state: PyTree) -> None:
+def not_packed(name: str, tree: PyTree) -> None:
     """No packed trees: a buffer has rows of all layers."""
-    for name, tree in (("params", params), ("state", state)):
-        if packing.any_packed(tree):
-            remedy = "expected the tree itself, since a buffer holds leaves of all layers: `unpack`"
-            raise ValueError(f"{_NAME}: `{name}`: a packed tree, {remedy}.")
+    if packing.any_packed(tree):
+        remedy = "expected the tree itself, since a buffer holds leaves of all layers: `unpack`"
+        raise ValueError(f"{_NAME}: `{name}`: a packed tree, {remedy}.")
 
 
-def alone(structure: Any, positions: Iterable[int], leaves: Iterable[Any]) -> PyTree:
+def alone(structure: Structure, positions: Iterable[int], leaves: Iterable[object]) -> PyTree:
     """A tree of parameters with these leaves, and None for all others."""
-    entries: list[Any] = [None] * structure.num_leaves
+    entries: list[object] = [None] * structure.num_leaves
     for i, x in zip(positions, leaves, strict=True):
         entries[i] = x
     return structure.unflatten(entries)
@@ -149,7 +153,7 @@ def _begun(
     positions: Sequence[int],
     layer: int | None,
     times: int = 1,
-) -> tuple[dict[Any, jax.ShapeDtypeStruct], Any]:
+) -> tuple[dict[KeyPath, jax.ShapeDtypeStruct], Structure]:
     """The arrays of a state of some leaves, by path, and its structure."""
     leaves, structure = jax.tree.flatten(params)
     shapes = [
@@ -162,21 +166,25 @@ def _begun(
     return dict(arrays), of_state
 
 
-def _by_path(state: PyTree) -> tuple[dict[Any, tuple[int, Any]], list[str]]:
-    """The position and the array of each path, and all paths as text."""
-    arrays = jax.tree_util.tree_leaves_with_path(state)
-    paths = [jax.tree_util.keystr(path) for path, _ in arrays]
-    return {path: (i, x) for i, (path, x) in enumerate(arrays)}, paths
+class _Whole:
+    """A whole state, by the paths of its arrays.
 
+    Attributes:
+      paths: as text, in order.
+    """
 
-def _whole(
-    known: dict[Any, tuple[int, Any]], paths: Sequence[str], path: Any, shape: tuple[int, ...]
-) -> tuple[int, tuple[int, ...]]:
-    """The position and the shape of an array in the whole state, which has to fit."""
-    i, x = known.get(path, (None, None))
-    if i is None or np.shape(x) != shape:
-        came = "nothing" if i is None else f"shape {np.shape(x)}"
-        where = checks.at(jax.tree_util.keystr(path))
-        expected = f"shape {shape}, as `tx.init(params)` has it"
-        raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
-    return i, np.shape(x)
+    def __init__(self, state: PyTree) -> None:
+        not_packed("state", state)
+        arrays = jax.tree_util.tree_leaves_with_path(state)
+        self.paths = [jax.tree_util.keystr(path) for path, _ in arrays]
+        self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
+
+    def position(self, path: KeyPath, shape: tuple[int, ...]) -> int:
+        """Of the array with that path, which has that shape."""
+        i, own = self._known.get(path, (-1, None))
+        if own != shape:
+            came = "nothing" if own is None else f"shape {own}"
+            where = checks.at(jax.tree_util.keystr(path))
+            expected = f"shape {shape}, as `tx.init(params)` has it"
+            raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
+        return i

@@ -8,22 +8,38 @@ import optax
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
+from jgrad._backward.model import Owned
 from jgrad._backward.portions import Portion, alone
 from jgrad._trees import shares
-from jgrad._trees.shares import Combine, Key, Share
-from jgrad._trees.trees import PyTree
+from jgrad._trees.shares import Combine, Key, Numbers, Share
+from jgrad._trees.trees import PyTree, Structure
 from jgrad._wrappers.apply_gradients import apply_gradients
 
-Arrays = list[Any]
-Numbers = dict[Key, Any]
+Arrays = list[jax.Array]
 
 
-class Result(NamedTuple):
-    """What the update of a share makes.
+class Given(NamedTuple):
+    """What the update of a share starts from.
 
     Attributes:
-      weights: the new leaves of the share.
-      state: the new arrays of its state, in order.
+      layer: its number; None of what is in no stack.
+      gradients: of the leaves of the share; None for a leaf that has none.
+      weights: these leaves.
+      state: the arrays of its state.
+    """
+
+    layer: jax.Array | int | None
+    gradients: list[jax.Array | None]
+    weights: Arrays
+    state: Arrays
+
+
+class Made(NamedTuple):
+    """What it makes.
+
+    Attributes:
+      weights: new ones.
+      state: the new arrays of its state.
       parts: what it has to say of each number of all shares.
     """
 
@@ -44,7 +60,7 @@ class ShareUpdate:
         self,
         tx: optax.GradientTransformationExtraArgs,
         portion: Portion,
-        structure: Any,
+        structure: Structure,
         mesh_axes: Sequence[PartitionSpec | None] | None,
         extra: Mapping[str, Any],
         *,
@@ -64,75 +80,69 @@ class ShareUpdate:
         self._tx, self._structure, self._extra = tx, structure, extra
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
-    def __call__(
-        self,
-        layer: Any,
-        gradients: Arrays,
-        weights: Arrays,
-        state: Arrays,
-        known: Numbers,
-        others: Numbers | None = None,
-    ) -> Result:
+    def __call__(self, given: Given, known: Numbers, others: Numbers | None = None) -> Made:
         """One update.
 
         Args:
-          layer: its number; None for what no stack has.
-          gradients: of the leaves of the share.
-          weights: these leaves.
-          state: the arrays of its state.
+          given: see there.
           known: numbers of all shares.
           others: of those that are not known, what all other shares have to say.
         """
-        positions, structure = self.portion.positions, self._structure
-        mesh_axes = self._mesh_axes
-        axes = None if mesh_axes is None else alone(structure, positions, mesh_axes)
-        share = Share(layer, known, others, trusts=self._elementwise)
-        with shares.within(share):
+
+        def tree(leaves: Sequence[object]) -> PyTree:
+            return alone(self._structure, self.portion.positions, leaves)
+
+        with shares.within(Share(given.layer, known, others, trusts=self._elementwise)) as share:
             params, state = apply_gradients(
                 self._tx,
-                alone(structure, positions, gradients),
-                self.portion.structure.unflatten(state),
-                alone(structure, positions, weights),
-                mesh_axes=axes,
+                tree(given.gradients),
+                self.portion.structure.unflatten(given.state),
+                tree(given.weights),
+                mesh_axes=None if self._mesh_axes is None else tree(self._mesh_axes),
                 **self._extra,
             )
         self.combines |= {key: combine for key, (combine, _) in share.parts.items()}
         parts = {key: part for key, (_, part) in share.parts.items()}
-        return Result(jax.tree.leaves(params), jax.tree.leaves(state), parts)
+        return Made(jax.tree.leaves(params), jax.tree.leaves(state), parts)
 
-    def numbers(self, *args: Any) -> tuple[set[Key], set[Key]]:
-        """Which numbers of all shares its own arrays need, and which numbers these need.
+    def owned(self, made: Made) -> Owned:
+        """What takes the place of its own arrays."""
+        pairs = zip(made.state, self.portion.owned, strict=True)
+        return Owned(made.weights, [x for x, use in pairs if use])
 
-        Args:
-          args: the first four of a call.
-        """
-        forms = jax.eval_shape(lambda args: self(*args, {}).parts, args)
-        cut = [where is not None for _, where in self.portion.places]
+    def parts(self, given: Given) -> Numbers:
+        """The form of what it has to say."""
+        forms: Numbers = jax.eval_shape(lambda given: self(given, {}).parts, given)
+        return forms
 
-        def outputs(known: Numbers, args: Any) -> tuple[Arrays, Numbers]:
-            new = self(*args, known)
-            own = [x for x, use in zip(new.state, cut, strict=True) if use]
-            return [*new.weights, *own], new.parts
+    def needed(self, given: Given) -> tuple[set[Key], set[Key]]:
+        """Which numbers of all shares its own arrays need, and which numbers these need."""
+        forms = self.parts(given)
 
-        closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(forms, args)
+        def outputs(known: Numbers, given: Given) -> tuple[Owned, Numbers]:
+            made = self(given, known)
+            return self.owned(made), made.parts
+
+        closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
         read_keys = _key_of_leaves(forms)
         of_results = [None] * len(jax.tree.leaves(own)) + _key_of_leaves(parts)
 
         def read_by(wanted: Collection[Key | None]) -> set[Key]:
             used = [key in wanted for key in of_results]
             _, read = partial_eval.dce_jaxpr(closed.jaxpr, used)
-            return {key for key, use in zip(read_keys, read, strict=False) if use}
+            pairs = zip(read_keys, read, strict=False)  # then those of what was given
+            return {key for key, use in pairs if use and key is not None}
 
         needed = read_by({None})
         return needed, read_by(needed)
 
 
-def _key_of_leaves(numbers: Numbers) -> list[Any]:
+def _key_of_leaves(numbers: Numbers) -> list[Key | None]:
     """For each array of numbers, whose it is."""
     return [key for key in sorted(numbers) for _ in jax.tree.leaves(numbers[key])]
 
 
-def pruned(f: Callable[..., PyTree], *args: Any) -> PyTree:
+def pruned(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """`f(*args)`, without operations whose results nobody reads.
 
     In a loop JAX leaves them in, and a kernel would write results that are not used.

@@ -1,6 +1,7 @@
 """A train step that updates each layer of a model as soon as its gradient is known."""
 
 import contextvars
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,15 +10,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jgrad._arithmetic import numerics
 from jgrad._backward import portions
-from jgrad._backward.losses import Arrays, Forward, SavedCall, TracedLoss
-from jgrad._backward.portions import FIRST, Portion
-from jgrad._backward.share_updates import Numbers, ShareUpdate, pruned
+from jgrad._backward.losses import Forward, SavedCall, TracedLoss
+from jgrad._backward.model import Model, Owned, with_layer
+from jgrad._backward.portions import Portion
+from jgrad._backward.share_updates import Arrays, Given, ShareUpdate, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, values
-from jgrad._trees.shares import Combine, Key
+from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.apply_gradients import apply_gradients
@@ -27,7 +30,10 @@ _NAME = "step_in_backward"
 # For tests: on a CPU, too, the step is taken in the backward pass.
 on_every_platform: contextvars.ContextVar[bool] = contextvars.ContextVar(_NAME, default=False)
 
-TrainStep = Callable[..., tuple[PyTree, PyTree, Any]]
+Results = tuple[PyTree, PyTree, PyTree]
+TrainStep = Callable[..., Results]
+Args = tuple[PyTree, ...]
+Extra = dict[str, PyTree]
 
 
 def step_in_backward(
@@ -58,12 +64,13 @@ def step_in_backward(
     in both, random rounding among it, as far as XLA joins the same products and sums; norms of all
     leaves are added in another order.
 
-    A method with norms, ratios or matrices of layers needs `layer_axes=0` for each stack, and so
-    do moments in 8 bits whose layers have no multiple of 256 elements. The global norm, or whether
-    all gradients are finite, is known when the backward pass is done, so `clip_by_global_norm` and
-    `skip_nonfinite` need `first_pass=True`: a first backward pass computes that number and updates
-    nothing. It costs the time of one more backward pass, and no memory. `skip_spikes` needs none,
-    because the loss is known before; it is given to `tx` as `loss=`.
+    A method with norms, ratios or matrices of layers needs `layer_axes=0` for each stack. Layers
+    with moments in 8 bits have a multiple of 256 elements, or `layer_axes=0`. The global norm, or
+    whether all gradients are finite, is known when the backward pass is done, so
+    `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass
+    computes that number and updates nothing. It costs the time of one more backward pass, and no
+    memory. `skip_spikes` needs none, because the loss is known before; it is given to `tx` as
+    `loss=`.
 
     What needs the gradients of all layers themselves is refused: `accumulate`, `zero`,
     `pack_small`, `offload`, and packed trees.
@@ -85,9 +92,9 @@ def step_in_backward(
         its weights are; the first axis of a stack is not sharded.
 
     Returns:
-      `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what the
-      loss returned, and `extra_args` are for `tx.update`, as `learning_rate=`. Wrap it in `jax.jit`,
-      and donate parameters and state.
+      `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what
+      the loss returned, and `extra_args` are for `tx.update`, as `learning_rate=`. Wrap it in
+      `jax.jit`, and donate parameters and state.
 
     Raises:
       TypeError: an argument of the wrong kind; from the step, a loss that returns no scalar.
@@ -111,39 +118,43 @@ def step_in_backward(
       (2023), section 3, which fuses gradient and update; its second pass for the norm is theirs,
       too.
     """
-    tx = inside.transformation(_NAME, tx)
+    tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     if not callable(loss):
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         values.boolean(_NAME, name, x)
     read_mesh_axes(_NAME, mesh_axes)
 
-    def ordinary(params: PyTree, state: PyTree, args: Any, extra: dict[str, Any]) -> Any:
+    def ordinary(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
-    def in_backward(params: PyTree, state: PyTree, args: Any, extra: dict[str, Any]) -> Any:
+    def in_backward(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
         traced = TracedLoss(loss, params, args, has_aux=has_aux)
-        places = [None] * len(jax.tree.leaves(params))
+        forward = traced.forward(jax.tree.leaves(params))
+        value = forward.result[0] if has_aux else forward.result
+        places: list[Place | None] = []
         if mesh_axes is not None:
             places = Parameters(_NAME, params).places(mesh_axes)
-        forward = traced.forward(jax.tree.leaves(params))
-        extra = {"loss": forward.result[0] if has_aux else forward.result} | extra
+        extra = {"loss": value} | extra
         step = _Step(tx, traced, params, state, places, extra, elementwise=elementwise)
         known = step.measured(forward) if step.needs(first_pass=first_pass) else {}
         return *step.updated(forward, known), forward.result
 
-    def step(
-        params: PyTree, state: PyTree, *args: Any, **extra_args: Any
-    ) -> tuple[PyTree, PyTree, Any]:
-        portions.check_trees(params, state)
+    def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
+        portions.not_packed("params", params)
         inputs = params, state, args, extra_args
         if on_every_platform.get():
             return in_backward(*inputs)
-        return jax.lax.platform_dependent(*inputs, cpu=ordinary, default=in_backward)
+        results: Results = jax.lax.platform_dependent(*inputs, cpu=ordinary, default=in_backward)
+        return results
 
     return step
+
+
+# What is done with a layer: new arrays, or none, and what it has to say.
+_Turn = Callable[[Given], tuple[Owned | None, Numbers]]
 
 
 class _Step:
@@ -156,228 +167,202 @@ class _Step:
         params: PyTree,
         state: PyTree,
         places: Sequence[Place | None],
-        extra: dict[str, Any],
+        extra: Extra,
         *,
         elementwise: bool,
     ) -> None:
-        self._leaves, structure = jax.tree.flatten(params)
-        self._state, self._of_state = jax.tree.flatten(state)
-        self._structure, self._places = structure, places
+        self._model, self._places = Model.of_trees(params, state), places
         stacks = [
             portions.of_stack(tx, params, state, call.positions, call.count)
             for call in traced.calls
         ]
-        rest = portions.of_rest(tx, params, state, stacks)
 
         def update(portion: Portion) -> ShareUpdate:
-            axes = None
-            if any(places):
-                axes = [_spec(places[i], portion.count) for i in portion.positions]
-            return ShareUpdate(tx, portion, structure, axes, extra, elementwise=elementwise)
+            axes = [_spec(places[i], portion.layers) for i in portion.positions if places]
+            structure = self._model.structures[0]
+            return ShareUpdate(tx, portion, structure, axes or None, extra, elementwise=elementwise)
 
-        self._stacks, self._rest = list(map(update, stacks)), update(rest)
+        self._stacks = list(map(update, stacks))
+        self._rest = update(portions.of_rest(tx, params, state, stacks))
         self._needed: set[Key] = set()
 
     def needs(self, *, first_pass: bool) -> bool:
         """Whether some layer needs a number of all gradients, for which there is a first pass."""
-        others: set[Key] = set()
+        by_needed: set[Key] = set()
         for update in self._stacks:
-            args = jax.eval_shape(lambda update=update: self._example(update))
-            needed, by_needed = update.numbers(0, *args)
+            needed, others = update.needed(self._example(update))
             self._needed |= needed
-            others |= by_needed
-        names = sorted({name for name, _ in self._needed})
-        if names and not first_pass:
-            came = f"`{names[0]}` computes a number of all gradients, before any layer is updated"
+            by_needed |= others
+        if self._needed and not first_pass:
+            name = min(self._needed)[0]
+            came = f"`{name}` computes a number of all gradients, before any layer is updated"
             remedy = "expected `first_pass=True`, which computes it by a backward pass of its own"
             raise ValueError(f"{_NAME}: `first_pass`: False; {came}; {remedy}.")
-        if others:
-            name = min(others)[0]
+        if by_needed:
+            name = min(by_needed)[0]
             came = f"a number of all gradients that `{name}` reads needs another one of them"
             remedy = "expected no more than one such number before an update, or the ordinary step"
             raise ValueError(f"{_NAME}: `tx`: {came}, {remedy}.")
         return bool(self._needed)
 
-    def _example(self, update: ShareUpdate) -> tuple[Arrays, Arrays, Arrays]:
-        """The arrays of a layer, with weights for gradients."""
-        layer = [FIRST.out_of(self._leaves[i], 0) for i in update.portion.positions]
-        return layer, layer, self._state_of(update.portion, 0, self._state)
+    def _example(self, update: ShareUpdate) -> Given:
+        """The types of what an update of a layer is given: a gradient has that of its weight."""
 
-    def _state_of(self, portion: Portion, layer: Any, state: Arrays) -> Arrays:
-        return [
-            state[i] if cut is None else cut.out_of(state[i], layer) for i, cut in portion.places
-        ]
+        model, portion = self._model, update.portion
+        weights, state = jax.eval_shape(
+            lambda: (model.weights_of(portion, 0), model.state_of(portion, 0))
+        )
+        gradients = [w if jnp.issubdtype(w.dtype, jnp.inexact) else None for w in weights]
+        return Given(0, gradients, weights, state)
 
     def measured(self, forward: Forward) -> Numbers:
         """The numbers that are needed before an update, by a backward pass of their own."""
-        total: Numbers = {}
+        said: Numbers = {}
+
+        def parts(update: ShareUpdate, given: Given) -> Numbers:
+            return {k: x for k, x in update(given, {}).parts.items() if k in self._needed}
 
         def visit(k: int, saved: SavedCall, after: Arrays) -> tuple[Arrays, Arrays]:
+            nonlocal said
             update = self._stacks[k]
+            nothing = self._nothing(update, needed=True)
+            _, more, before, others = self._through(
+                update, saved, after, nothing, lambda given: (None, parts(update, given)), None
+            )
+            said = _both(update, said, more)
+            return before, others
 
-            def body(i: Any, carry: Any) -> Any:
-                numbers, after, of_others = carry
-                layer = update.portion.count - 1 - i
-                gradients, weights, before, more = self._pulled(
-                    update, saved, layer, after, self._leaves
-                )
-                state = self._state_of(update.portion, layer, self._state)
-                parts = pruned(
-                    lambda *args: self._parts(update, *args), layer, gradients, weights, state
-                )
-                return self._both(update, numbers, parts), before, _sum(of_others, more)
+        given = self._of_rest(forward.backward(visit))
+        return _both(self._rest, said, parts(self._rest, given))
 
-            nothing = self._nothing(update)
-            carry = nothing, after, _zeros(saved.others)
-            numbers, before, of_others = _loop(update.portion.count, body, carry)
-            total.update(self._both(update, total, numbers) if total else numbers)
-            return before, of_others
+    def updated(self, forward: Forward, known: Numbers) -> tuple[PyTree, PyTree]:
+        """New parameters and the new state."""
+        said: Numbers = {}
+        model = self._model
 
-        grads = self._of_rest(forward.backward(visit))
-        parts = self._parts(self._rest, None, *grads, self._state_of(self._rest.portion, 0, self._state))
-        return self._both(self._rest, total, parts)
+        def visit(k: int, saved: SavedCall, after: Arrays) -> tuple[Arrays, Arrays]:
+            nonlocal said, model
+            update = self._stacks[k]
+            nothing = self._nothing(update, needed=False)
 
-    def _parts(self, update: ShareUpdate, *args: Any) -> Numbers:
-        return {k: x for k, x in update(*args, {}).parts.items() if k in self._needed}
+            def turn(given: Given) -> tuple[Owned, Numbers]:
+                made = update(given, known)
+                return update.owned(made), {k: x for k, x in made.parts.items() if k in nothing}
 
-    def _nothing(self, update: ShareUpdate, *, needed: bool = True) -> Numbers:
+            owned = model.owned(update.portion)
+            owned, more, before, others = self._through(update, saved, after, nothing, turn, owned)
+            model = model.replaced(update.portion, owned)
+            said = _both(update, said, more)
+            return before, others
+
+        given = self._of_rest(forward.backward(visit))
+        new = self._rest.owned(self._rest(given, known, said))
+        return model.replaced(self._rest.portion, new).trees()
+
+    def _through(
+        self,
+        update: ShareUpdate,
+        saved: SavedCall,
+        after: Arrays,
+        numbers: Numbers,
+        turn: _Turn,
+        owned: Owned | None,
+    ) -> tuple[Any, Numbers, Arrays, Arrays]:
+        """Goes backwards over the layers of a stack.
+
+        Args:
+          update: of a layer.
+          saved: what the call of `scan_layers` saved.
+          after: cotangents behind the last layer.
+          numbers: of no layer.
+          turn: what is done with each.
+          owned: the arrays of the stack that turns replace; None where they replace none.
+
+        Returns:
+          These arrays, the numbers of all layers, and cotangents in front of the first layer and of
+          what else blocks read.
+        """
+        portion = update.portion
+        assert portion.layers is not None
+        last = portion.layers - 1
+
+        def body(i: jax.Array, carry: Any) -> Any:
+            owned, numbers, after, of_others = carry
+            model = self._model if owned is None else self._model.replaced(portion, owned)
+            layer = last - i
+            # Else XLA reads the stacks twice.
+            weights = shardings.barrier(model.weights_of(portion, layer))
+            of_layer, before, more = saved.pull(layer, [w[0] for w in weights], after)
+            gradients = [
+                self._placed(k, g)[None] if checks.is_inexact(g) else None
+                for k, g in zip(portion.positions, of_layer, strict=True)
+            ]
+            given = Given(layer, gradients, weights, model.state_of(portion, layer))
+            new, parts = pruned(turn, given)
+            if owned is not None:
+                owned = with_layer(portion, owned, new, layer)
+            return owned, _both(update, numbers, parts), before, _sums(of_others, more)
+
+        zeros = [numerics.zeros_like(x) if checks.is_inexact(x) else None for x in saved.others]
+        results: tuple[Any, Numbers, Arrays, Arrays] = _loop(
+            last + 1, body, (owned, numbers, after, zeros)
+        )
+        return results
+
+    def _placed(self, i: int, gradient: jax.Array) -> jax.Array:
+        """The gradient of a layer, sharded as its weights are."""
+        place = self._places[i] if self._places else None
+        if place is None:
+            return gradient
+        sharding = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+        return jax.lax.with_sharding_constraint(gradient, sharding)
+
+    def _nothing(self, update: ShareUpdate, *, needed: bool) -> Numbers:
         """What no share has said yet of the numbers that are needed, or of all others."""
-        args = jax.eval_shape(lambda: self._example(update))
-        forms = jax.eval_shape(lambda args: update(0, *args, {}).parts, args)
+        forms = update.parts(self._example(update))
         return {
             key: update.combines[key].neutral(x)
             for key, x in forms.items()
             if (key in self._needed) == needed
         }
 
-    @staticmethod
-    def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:
-        """The numbers of two sets of shares; one of them may have more."""
-        both = {key: update.combines[key].two(a[key], b[key]) for key in a.keys() & b.keys()}
-        return {**a, **b, **both}
-
-    def updated(self, forward: Forward, known: Numbers) -> tuple[PyTree, PyTree]:
-        """New parameters and the new state."""
-        leaves, state = list(self._leaves), list(self._state)
-        said: Numbers = {}
-
-        def visit(k: int, saved: SavedCall, after: Arrays) -> tuple[Arrays, Arrays]:
-            update = self._stacks[k]
-            portion = update.portion
-            cuts = portion.cuts
-
-            def body(i: Any, carry: Any) -> Any:
-                stacks, moments, numbers, after, of_others = carry
-                layer = portion.count - 1 - i
-                here, of_state = list(leaves), list(state)
-                for j, x in zip(portion.positions, stacks, strict=True):
-                    here[j] = x
-                for (j, _), x in zip(cuts, moments, strict=True):
-                    of_state[j] = x
-                gradients, weights, before, more = self._pulled(update, saved, layer, after, here)
-                arrays = self._state_of(portion, layer, of_state)
-
-                def run(*args: Any) -> Any:
-                    new = update(*args, known)
-                    own = zip(new.state, portion.places, strict=True)
-                    own = [x for x, (_, cut) in own if cut is not None]
-                    parts = {k: x for k, x in new.parts.items() if k in numbers}
-                    return new.weights, own, parts
-
-                w, s, parts = pruned(run, layer, gradients, weights, arrays)
-                stacks = [FIRST.put(x, new, layer) for x, new in zip(stacks, w, strict=True)]
-                moments = [
-                    cut.put(x, new, layer)
-                    for (_, cut), x, new in zip(cuts, moments, s, strict=True)
-                ]
-                numbers = self._both(update, numbers, parts)
-                return stacks, moments, numbers, before, _sum(of_others, more)
-
-            carry = (
-                [leaves[j] for j in portion.positions],
-                [state[j] for j, _ in cuts],
-                self._nothing(update, needed=False),
-                after,
-                _zeros(saved.others),
-            )
-            stacks, moments, numbers, before, of_others = _loop(portion.count, body, carry)
-            for j, x in zip(portion.positions, stacks, strict=True):
-                leaves[j] = x
-            for (j, _), x in zip(cuts, moments, strict=True):
-                state[j] = x
-            said.update(self._both(update, said, numbers))
-            return before, of_others
-
-        gradients, weights = self._of_rest(forward.backward(visit))
+    def _of_rest(self, grads: Sequence[jax.Array | None]) -> Given:
+        """What the update of all leaves in no stack is given; zeros where the loss reads none."""
         portion = self._rest.portion
-        arrays = self._state_of(portion, 0, self._state)
-        new = self._rest(None, gradients, weights, arrays, known, said)
-        for j, x in zip(portion.positions, new.weights, strict=True):
-            leaves[j] = x
-        for (j, _), x in zip(portion.places, new.state, strict=True):
-            state[j] = x
-        return self._structure.unflatten(leaves), self._of_state.unflatten(state)
-
-    def _pulled(
-        self, update: ShareUpdate, saved: SavedCall, layer: Any, after: Arrays, leaves: Arrays
-    ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-        """Gradients and weights of a layer, cotangents in front of it, and of what else it reads."""
-        positions = update.portion.positions
-        # Else XLA reads the stacks twice.
-        weights = shardings.barrier([FIRST.out_of(leaves[i], layer) for i in positions])
-        of_layer, before, others = saved.pull(layer, [w[0] for w in weights], after)
+        weights = self._model.weights_of(portion, None)
         gradients = [
-            None if g.dtype == jax.dtypes.float0 else _placed(g, self._places[i])[None]
-            for i, g in zip(positions, of_layer, strict=True)
+            numerics.zeros_like(w) if grads[i] is None and checks.is_inexact(w) else grads[i]
+            for i, w in zip(portion.positions, weights, strict=True)
         ]
-        return gradients, weights, before, others
-
-    def _of_rest(self, grads: Arrays) -> tuple[Arrays, Arrays]:
-        """Gradients and weights of all leaves in no stack; zeros where the loss reads none."""
-        weights = [self._leaves[i] for i in self._rest.portion.positions]
-        gradients = [grads[i] for i in self._rest.portion.positions]
-        is_floating = map(checks.is_inexact, weights)
-        return [
-            jnp.zeros_like(w) if g is None and use else g
-            for g, w, use in zip(gradients, weights, is_floating, strict=True)
-        ], weights
+        return Given(None, gradients, weights, self._model.state_of(portion, None))
 
 
-def _spec(place: Place | None, count: int | None) -> PartitionSpec | None:
+def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:
+    """The numbers of two sets of shares; one of them may have more."""
+    both = {key: update.combines[key].two(a[key], b[key]) for key in a.keys() & b.keys()}
+    return {**a, **b, **both}
+
+
+def _spec(place: Place | None, layers: int | None) -> PartitionSpec | None:
     """How a leaf of a share is sharded: a layer keeps the first axis, which is of length 1."""
     if place is None:
         return None
-    return PartitionSpec(*place.spec if count is None else (None, *place.spec[1:]))
+    return PartitionSpec(*place.spec if layers is None else (None, *place.spec[1:]))
 
 
-def _placed(gradient: jax.Array, place: Place | None) -> jax.Array:
-    """The gradient of a layer, sharded as its weights are."""
-    if place is None:
-        return gradient
-    sharding = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
-    placed: jax.Array = jax.lax.with_sharding_constraint(gradient, sharding)
-    return placed
-
-
-def _loop(count: int | None, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def _loop(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
     """`jax.lax.fori_loop`, of a carry that varies along mesh axes as a turn makes it."""
-    assert count is not None
 
-    def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> Any:
+    def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:
         return shardings.varying_over(x, shardings.varying_axes(new))
 
     while True:
-        typed = jax.tree.map(vary, carry, jax.eval_shape(body, 0, carry))
-        is_same = all(a is b for a, b in zip(*map(jax.tree.leaves, (typed, carry)), strict=True))
+        typed = jax.tree.map(vary, carry, jax.eval_shape(body, jnp.int32(0), carry))
+        is_same = all(map(operator.is_, *map(jax.tree.leaves, (typed, carry))))
         carry = typed
         if is_same:
             return jax.lax.fori_loop(0, count, body, carry)
 
 
-def _zeros(arrays: Arrays) -> Arrays:
-    """Of what the cotangents of arrays are summed in; None for what has none."""
-    return [jnp.zeros_like(x) if checks.is_inexact(x) else None for x in arrays]
-
-
-def _sum(total: Arrays, more: Arrays) -> Arrays:
-    return [None if t is None else t + x for t, x in zip(total, more, strict=True)]
+def _sums(totals: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    return [None if t is None else t + x for t, x in zip(totals, more, strict=True)]

@@ -20,8 +20,8 @@ from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
 from jgrad._layers import sums
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.sums import SquareRange
-from jgrad._trees.shares import Combine
 from jgrad._trees.shardings import varying_axes, varying_over
+from jgrad._trees.shares import Combine
 
 T = TypeVar("T")
 

@@ -8,19 +8,24 @@ at once is refused (`refuse`).
 """
 
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._trees.traces import trace_state
+
+PyTree = Any  # as in `trees`, which reads rules by path, and these ask for the share
 
 _STEP = "step_in_backward"
 
 # A function of the library, and which of its numbers it is.
 Key = tuple[str, int]
+# By key, each a tree of arrays.
+Numbers = dict[Key, PyTree]
 
 
 class Combine(NamedTuple):
@@ -31,11 +36,11 @@ class Combine(NamedTuple):
       neutral: changes nothing: each array has the shape and the dtype of a number.
     """
 
-    two: Callable[[Any, Any], Any]
-    neutral: Callable[[Any], Any]
+    two: Callable[[PyTree, PyTree], PyTree]
+    neutral: Callable[[PyTree], PyTree]
 
 
-def _like(value: float) -> Callable[[Any], Any]:
+def _like(value: float) -> Callable[[PyTree], PyTree]:
     return lambda x: jax.tree.map(lambda a: jnp.full(a.shape, value, a.dtype), x)
 
 
@@ -53,9 +58,9 @@ class Share:
 
     def __init__(
         self,
-        layer: Any = None,
-        known: Mapping[Key, Any] | None = None,
-        others: Mapping[Key, Any] | None = None,
+        layer: jax.Array | int | None = None,
+        known: Numbers | None = None,
+        others: Numbers | None = None,
         *,
         trusts: bool = False,
         begins: bool = False,
@@ -70,20 +75,19 @@ class Share:
           begins: whether it is an `init`, which has no gradients.
         """
         self.layer = layer
-        self.parts: dict[Key, tuple[Combine, Any]] = {}
+        self.parts: dict[Key, tuple[Combine, PyTree]] = {}
         self._known, self._others = known or {}, others or {}
         self._trusts, self._begins, self._trace = trusts or begins, begins, trace_state()
-        self._seen: dict[int, Any] = {}  # arrays by identity, which are kept for it
+        self._seen: dict[int, object] = {}  # arrays by identity, which are kept for it
 
-    def number(self, function: str, combine: Combine, part: Any) -> Any:
+    def number(self, function: str, combine: Combine, part: PyTree) -> PyTree:
         """The number of all shares."""
         if self._begins:
             return part
         if trace_state() != self._trace:
-            expected = "expected it outside of branches, loops and `jax.jit`"
             raise ValueError(
-                f"{_STEP}: `{function}` computes a number of all gradients in a trace of its own, "
-                f"{expected}: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
+                f"{_STEP}: `tx`: `{function}` computes a number of all gradients inside a branch, "
+                "expected it outside: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
             )
         index = sum(name == function for name, _ in self.parts)
         key = (function, index)
@@ -92,17 +96,24 @@ class Share:
             return self._known[key]
         return combine.two(self._others[key], part) if key in self._others else part
 
-    def add(self, tree: Any) -> None:
+    def add(self, tree: PyTree) -> None:
         """Says that arrays are made of gradients of this share, by this library."""
         self._seen |= {id(x): x for x in jax.tree.leaves(tree)}
 
-    def check(self, function: str, tree: Any) -> None:
+    def check(self, function: str, tree: PyTree) -> None:
         """No arrays that another library has made: it may have looked at all gradients."""
-        if not self._trusts and any(id(x) not in self._seen for x in jax.tree.leaves(tree)):
+        if all(id(x) in self._seen for x in jax.tree.leaves(tree)):
+            return
+        if trace_state() != self._trace:
             raise ValueError(
-                f"{_STEP}: `tx`: a transformation of another library, before `{function}` or inside "
-                "of it, is given one layer at a time; say `elementwise=True` if it computes each "
-                "element by itself, or take the ordinary step."
+                f"{_STEP}: `tx`: `{function}` is called inside `jax.jit` or another transformation "
+                "of JAX, expected its own `update`; wrap the whole step in `jax.jit`."
+            )
+        if not self._trusts:
+            raise ValueError(
+                f"{_STEP}: `tx`: a transformation of another library hands arrays to `{function}`. "
+                "It sees one layer at a time: say `elementwise=True` if it computes each element "
+                "by itself, or take the ordinary step."
             )
 
 
@@ -124,7 +135,7 @@ def within(share: Share) -> Iterator[Share]:
         _current.reset(token)
 
 
-def of_all(function: str, combine: Combine, part: Any) -> Any:
+def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:
     """What all shares together say; `part` itself outside of `step_in_backward`.
 
     Args:
@@ -136,7 +147,7 @@ def of_all(function: str, combine: Combine, part: Any) -> Any:
     return part if share is None else share.number(function, combine, part)
 
 
-def in_stack(keys: Any, size: int) -> Any:
+def in_stack(keys: np.ndarray, size: int) -> np.ndarray | jax.Array:
     """The keys of an array's random bits, where it is a layer of so many elements.
 
     Its elements then have the bits that they have in the stack: the hash is one of the first key
@@ -152,4 +163,5 @@ def in_stack(keys: Any, size: int) -> Any:
 def refuse(function: str, remedy: str) -> None:
     """An error where a share is updated: the function needs all gradients at once."""
     if current() is not None:
-        raise ValueError(f"{_STEP}: `{function}` needs the gradients of all layers: {remedy}.")
+        came = f"`{function}`, which needs the gradients of all layers at once"
+        raise ValueError(f"{_STEP}: `tx`: {came}; {remedy}.")

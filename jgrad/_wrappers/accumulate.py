@@ -221,7 +221,7 @@ def accumulate(
     has_windows = callable(every) or every > 1
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "take the ordinary step, or a larger batch with `scan_layers(remat=True)`")
+        shares.refuse(_NAME, "take a larger batch, or the ordinary step")
         counters = counter(params), counter(params), counter(params)
         total = zeros(_NAME, params) if has_windows else None
         weight = [counter(params).astype(jnp.float32)] if weighted else []

@@ -70,7 +70,7 @@ def pack_small(
         return layout_of(_NAME, tree, max_size=max_size, small_apart=small_apart, others=True)
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "leave it out, since a layer is small as it is")
+        shares.refuse(_NAME, "leave it out")
         packing.check_unpacked(_NAME, "params", params)
         parameters.checked(_NAME, params)
         layout, leaves = small_packed(params)

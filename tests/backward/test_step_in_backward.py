@@ -3,7 +3,8 @@
 The truth is `jax.value_and_grad` and `apply_gradients`, which know nothing of layers.
 """
 
-import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -55,9 +56,9 @@ class Recipe(NamedTuple):
     """
 
     make: Any
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     dtype: Any = jnp.float32
-    sizes: dict[str, int] = {}
+    sizes: Mapping[str, int] = MappingProxyType({})
     roundings: int = 0
 
 
@@ -84,9 +85,7 @@ RECIPES = {
     "by_path": Recipe(
         lambda: jgrad.adam(jgrad.by_path({"first/*": 1e-2, "**/down": 1e-3}, rest=1e-4))
     ),
-    "mask": Recipe(
-        lambda: adam(weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
-    ),
+    "mask": Recipe(lambda: adam(weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))),
     "schedule_free": Recipe(
         lambda: jgrad.schedule_free(adam(beta1=0.0), learning_rate=1e-2), roundings=4
     ),

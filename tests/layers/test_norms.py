@@ -65,6 +65,7 @@ def test_layers_of_another_scale_change_no_bit(shape, scale):
     rescaled = jax.jit(found_norms)(*(scale * x if i == 4 else x for i, x in enumerate(arrays)))
     assert [a == b for a, b in zip(usual, rescaled, strict=True)] == [i != 4 for i in range(16)]
 
+
 def test_a_layer_that_needs_no_unit_keeps_its_plain_sum():
     """Both sums are of one order on most CPUs, so nothing else can tell which was taken."""
     total, rescaled, unit = jnp.array([4.0, 4.0]), jnp.array([9.0, 9.0]), jnp.array([1.0, 2.0])
