@@ -1,6 +1,6 @@
 """The update of one share, as a function of arrays."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -115,8 +115,8 @@ class ShareUpdate:
         forms: Numbers = jax.eval_shape(lambda given: self(given, {}).parts, given)
         return forms
 
-    def needed(self, given: Given) -> tuple[set[Key], set[Key]]:
-        """Which numbers of all shares its own arrays need, and which numbers these need."""
+    def numbers_read(self, given: Given) -> dict[Key | None, set[Key]]:
+        """Which numbers of all shares its own arrays need, by None; and which each number needs."""
         forms = self.parts(given)
 
         def outputs(known: Numbers, given: Given) -> tuple[Owned, Numbers]:
@@ -124,20 +124,19 @@ class ShareUpdate:
             return self.owned(made), made.parts
 
         closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
-        read_keys = _key_of_leaves(forms)
-        of_results = [None] * len(jax.tree.leaves(own)) + _key_of_leaves(parts)
+        of_inputs = _key_of_leaves(forms)
+        of_results = [*[None] * len(jax.tree.leaves(own)), *_key_of_leaves(parts)]
 
-        def read_by(wanted: Collection[Key | None]) -> set[Key]:
-            used = [key in wanted for key in of_results]
+        def read_for(key: Key | None) -> set[Key]:
+            used = [own == key for own in of_results]
             _, read = partial_eval.dce_jaxpr(closed.jaxpr, used)
-            pairs = zip(read_keys, read, strict=False)  # then those of what was given
-            return {key for key, use in pairs if use and key is not None}
+            # Then come those of what was given.
+            return {own for own, use in zip(of_inputs, read, strict=False) if use}
 
-        needed = read_by({None})
-        return needed, read_by(needed)
+        return {key: read_for(key) for key in (None, *forms)}
 
 
-def _key_of_leaves(numbers: Numbers) -> list[Key | None]:
+def _key_of_leaves(numbers: Numbers) -> list[Key]:
     """For each array of numbers, whose it is."""
     return [key for key in sorted(numbers) for _ in jax.tree.leaves(numbers[key])]
 

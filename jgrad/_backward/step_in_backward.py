@@ -2,7 +2,7 @@
 
 import contextvars
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -83,7 +83,8 @@ def step_in_backward(
       tx: any transformation. Those of other libraries are refused without `elementwise=True`.
       loss: `loss(params, *args)` returns a real scalar, and calls `scan_layers` on stacks that are
         leaves of `params`, outside of other JAX transformations. Each stack is read by one call.
-      first_pass: True computes numbers of all gradients before any layer is updated.
+      first_pass: True computes numbers of all gradients before any layer is updated; one that needs
+        another, as of a second clip, by one more pass.
       has_aux: whether the loss returns `(value, aux)`.
       elementwise: says that the transformations of other libraries in `tx` compute each element by
         itself, from scalars and from what stands beside it.
@@ -139,7 +140,7 @@ def step_in_backward(
             places = Parameters(_NAME, params).places(mesh_axes)
         extra = {"loss": value} | extra
         step = _Step(tx, traced, params, state, places, extra, elementwise=elementwise)
-        known = step.measured(forward) if step.needs(first_pass=first_pass) else {}
+        known = step.measured(forward, first_pass=first_pass)
         return *step.updated(forward, known), forward.result
 
     def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
@@ -184,26 +185,14 @@ class _Step:
 
         self._stacks = list(map(update, stacks))
         self._rest = update(portions.of_rest(tx, params, state, stacks))
-        self._needed: set[Key] = set()
 
-    def needs(self, *, first_pass: bool) -> bool:
-        """Whether some layer needs a number of all gradients, for which there is a first pass."""
-        by_needed: set[Key] = set()
+    def _numbers_read(self) -> dict[Key | None, set[Key]]:
+        """Which numbers the update of some layer needs, by None; and which each of these needs."""
+        read: dict[Key | None, set[Key]] = {None: set()}
         for update in self._stacks:
-            needed, others = update.needed(self._example(update))
-            self._needed |= needed
-            by_needed |= others
-        if self._needed and not first_pass:
-            name = min(self._needed)[0]
-            came = f"`{name}` computes a number of all gradients, before any layer is updated"
-            remedy = "expected `first_pass=True`, which computes it by a backward pass of its own"
-            raise ValueError(f"{_NAME}: `first_pass`: False; {came}; {remedy}.")
-        if by_needed:
-            name = min(by_needed)[0]
-            came = f"a number of all gradients that `{name}` reads needs another one of them"
-            remedy = "expected no more than one such number before an update, or the ordinary step"
-            raise ValueError(f"{_NAME}: `tx`: {came}, {remedy}.")
-        return bool(self._needed)
+            for key, keys in update.numbers_read(self._example(update)).items():
+                read[key] = read.get(key, set()) | keys
+        return read
 
     def _example(self, update: ShareUpdate) -> Given:
         """The types of what an update of a layer is given: a gradient has that of its weight."""
@@ -215,19 +204,43 @@ class _Step:
         gradients = [w if jnp.issubdtype(w.dtype, jnp.inexact) else None for w in weights]
         return Given(0, gradients, weights, state)
 
-    def measured(self, forward: Forward) -> Numbers:
-        """The numbers that are needed before an update, by a backward pass of their own."""
+    def measured(self, forward: Forward, *, first_pass: bool) -> Numbers:
+        """The numbers that are needed before a layer is updated.
+
+        By a backward pass of their own; those that need others, by one more.
+        """
+        read, known = self._numbers_read(), Numbers()
+        missing = set(read[None])
+        while more := {k for key in missing for k in read[key]} - missing:
+            missing |= more
+        if missing and not first_pass:
+            name = min(missing)[0]
+            came = f"`{name}` computes a number of all gradients, before any layer is updated"
+            remedy = "expected `first_pass=True`, which computes it by a backward pass of its own"
+            raise ValueError(f"{_NAME}: `first_pass`: False; {came}; {remedy}.")
+        while missing:
+            ready = {key for key in missing if read[key] <= known.keys()}
+            known = known | self._numbers(forward, known, ready)
+            missing -= ready
+        return known
+
+    def _numbers(self, forward: Forward, known: Numbers, ready: set[Key]) -> Numbers:
+        """Some numbers of all shares, by a backward pass that updates nothing."""
         said: Numbers = {}
 
         def parts(update: ShareUpdate, given: Given) -> Numbers:
-            return {k: x for k, x in update(given, {}).parts.items() if k in self._needed}
+            return {key: x for key, x in update(given, known).parts.items() if key in ready}
 
         def visit(k: int, saved: SavedCall, after: Arrays) -> tuple[Arrays, Arrays]:
             nonlocal said
             update = self._stacks[k]
-            nothing = self._nothing(update, needed=True)
             _, more, before, others = self._through(
-                update, saved, after, nothing, lambda given: (None, parts(update, given)), None
+                update,
+                saved,
+                after,
+                self._nothing(update, ready),
+                lambda given: (None, parts(update, given)),
+                None,
             )
             said = _both(update, said, more)
             return before, others
@@ -243,7 +256,7 @@ class _Step:
         def visit(k: int, saved: SavedCall, after: Arrays) -> tuple[Arrays, Arrays]:
             nonlocal said, model
             update = self._stacks[k]
-            nothing = self._nothing(update, needed=False)
+            nothing = self._nothing(update, update.combines.keys() - known.keys())
 
             def turn(given: Given) -> tuple[Owned, Numbers]:
                 made = update(given, known)
@@ -317,14 +330,10 @@ class _Step:
         sharding = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         return jax.lax.with_sharding_constraint(gradient, sharding)
 
-    def _nothing(self, update: ShareUpdate, *, needed: bool) -> Numbers:
-        """What no share has said yet of the numbers that are needed, or of all others."""
+    def _nothing(self, update: ShareUpdate, keys: Collection[Key]) -> Numbers:
+        """What no share has said yet of some numbers."""
         forms = update.parts(self._example(update))
-        return {
-            key: update.combines[key].neutral(x)
-            for key, x in forms.items()
-            if (key in self._needed) == needed
-        }
+        return {key: update.combines[key].neutral(forms[key]) for key in forms if key in keys}
 
     def _of_rest(self, grads: Sequence[jax.Array | None]) -> Given:
         """What the update of all leaves in no stack is given; zeros where the loss reads none."""

@@ -1,11 +1,9 @@
-"""The numbers of the ordinary step, whatever the method: weights, state and losses of three steps.
+"""The numbers of the ordinary step: weights, state and losses of some steps.
 
 The truth is `jax.value_and_grad` and `apply_gradients`, which know nothing of layers.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,143 +12,236 @@ import optax
 import pytest
 
 import jgrad
+from jgrad._backward.step_in_backward import on_every_platform
 from tests.backward import models
+from tests.backward.models import assert_equal
+from tests.backward.recipes import RECIPES, adam, clipped
 
-BATCHES = [models.batch(seed) for seed in range(3)]
-AXES = {"embedding": None, "gate": None, "first": 0, "second": 0, "unused": None}
-WIDE = {"width": 32, "hidden": 256}  # leaves of 4096 elements, from which on moments have 8 bits
-
-
-def adam(learning_rate=1e-2, **options):
-    return jgrad.adam(learning_rate, weight_decay=0.1, **options)
+TOKENS = [models.tokens(seed) for seed in range(3)]
 
 
-def muon(**options):
-    return jgrad.muon(
-        1e-2,
-        matrices=jgrad.hidden_matrices(layer_axes=AXES, exclude=("embedding", "gate", "unused")),
-        layer_axes=AXES,
-        adam_learning_rate=1e-3,
-        **options,
-    )
+def batches(dtype=jnp.float32):
+    return [models.batch(seed, dtype) for seed in range(3)]
 
 
-def clipped(tx):
-    return optax.chain(jgrad.clip_by_global_norm(0.05), tx)
-
-
-def watched(tx):
-    return jgrad.watch(tx, layer_axes=AXES)
-
-
-class Recipe(NamedTuple):
-    """A transformation.
-
-    Attributes:
-      make: makes it.
-      options: of the step.
-      dtype: of the weights.
-      sizes: of the model.
-      roundings: how many units in the last place both forms may differ by; 0 where all is
-        elementwise, and XLA joins the same products and sums.
-    """
-
-    make: Any
-    options: Mapping[str, Any] = MappingProxyType({})
-    dtype: Any = jnp.float32
-    sizes: Mapping[str, int] = MappingProxyType({})
-    roundings: int = 0
-
-
-FIRST = {"first_pass": True}
-NORMS = 64  # norms are added in another order, and a few steps carry it on
-BF16 = jnp.bfloat16
-
-RECIPES = {
-    "adam": Recipe(adam),
-    "8 bits": Recipe(lambda: adam(moment_dtype="8bit"), sizes=WIDE),
-    "bfloat16 moments": Recipe(lambda: adam(moment_dtype=BF16), roundings=4),
-    "stochastic": Recipe(
-        lambda: jgrad.stochastic_rounding(adam(moment_dtype="8bit")), dtype=BF16, sizes=WIDE
-    ),
-    "momentum": Recipe(
-        lambda: jgrad.stochastic_rounding(
-            jgrad.gradient_descent(1e-2, momentum=0.9, moment_dtype=BF16)
-        ),
-        dtype=BF16,
-    ),
-    "master": Recipe(lambda: jgrad.master_weights(adam()), dtype=BF16),
-    "ema": Recipe(lambda: optax.chain(adam(), jgrad.ema(decay=0.9))),
-    "schedule": Recipe(lambda: adam(learning_rate=optax.linear_schedule(1e-2, 0.0, 5))),
-    "by_path": Recipe(
-        lambda: jgrad.adam(jgrad.by_path({"first/*": 1e-2, "**/down": 1e-3}, rest=1e-4))
-    ),
-    "mask": Recipe(lambda: adam(weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))),
-    "schedule_free": Recipe(
-        lambda: jgrad.schedule_free(adam(beta1=0.0), learning_rate=1e-2), roundings=4
-    ),
-    "skip_spikes": Recipe(lambda: jgrad.skip_spikes(adam(), window=4)),
-    "lamb": Recipe(lambda: jgrad.lamb(1e-2, layer_axes=AXES), roundings=NORMS),
-    "lars": Recipe(lambda: jgrad.lars(1e-2, layer_axes=AXES), roundings=NORMS),
-    "muon": Recipe(muon, roundings=NORMS),
-    "normuon": Recipe(lambda: muon(normuon_beta=0.95), roundings=NORMS),
-    "hyperball": Recipe(
-        lambda: jgrad.hyperball(
-            jgrad.adam(1.0),
-            1e-2,
-            leaves={k: v is not None for k, v in AXES.items()},
-            layer_axes=AXES,
-        ),
-        roundings=NORMS,
-    ),
-    "watch": Recipe(lambda: watched(adam()), roundings=NORMS),
-    "clip": Recipe(lambda: clipped(adam()), FIRST, roundings=NORMS),
-    "skip": Recipe(lambda: jgrad.skip_nonfinite(adam()), FIRST),
-    "all": Recipe(
-        lambda: watched(
-            jgrad.skip_nonfinite(clipped(jgrad.stochastic_rounding(adam(moment_dtype="8bit"))))
-        ),
-        FIRST,
-        BF16,
-        WIDE,
-        roundings=2**14,  # a bit of bfloat16 may fall to the other side
-    ),
-    # The norm is that of leaves that are in no stack, and no layer needs it.
-    "partition": Recipe(
-        lambda: optax.partition(
-            {"layers": adam(), "rest": clipped(adam(moment_dtype=BF16))},
-            lambda p: {k: "layers" if AXES[k] == 0 else "rest" for k in p},
-        ),
-        roundings=NORMS,
-    ),
-    "optax": Recipe(lambda: optax.sgd(1e-2, momentum=0.9), {"elementwise": True}, roundings=4),
-}
-
-
-def assert_equal(found, expected, roundings=0):
-    """Leaf by leaf, to so many units in the last place of the largest element."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    paths = jax.tree_util.tree_leaves_with_path(expected)
-    for (path, y), x in zip(paths, jax.tree.leaves(found), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype), path
-        if not roundings or not jnp.issubdtype(y.dtype, jnp.floating):
-            np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
-            continue
-        x, y = (np.asarray(a, np.float64) for a in (x, y))
-        unit = float(jnp.finfo(jnp.float32).eps) * (np.abs(y).max(initial=0) or 1)
-        assert np.abs(x - y).max(initial=0) <= roundings * unit, path
-
-
-def both(recipe, loss=models.loss, batches=BATCHES, **extra):
-    """Three steps in the backward pass, and the ordinary ones."""
-    tx, params = recipe.make(), models.params(recipe.dtype, **recipe.sizes)
-    step = jgrad.step_in_backward(tx, loss, **recipe.options)
-    found = models.run(step, params, tx.init(params), batches, **extra)
-    return found, models.run(models.ordinary(tx, loss), params, tx.init(params), batches, **extra)
+def both(tx, params, batches, loss=models.loss, *, extra=None, **options):
+    """What three steps in the backward pass return, and what the ordinary ones do."""
+    steps = jgrad.step_in_backward(tx, loss, **options), models.ordinary(tx, loss)
+    return [models.run(step, params, tx.init(params), batches, **(extra or {})) for step in steps]
 
 
 @pytest.mark.bits
-@pytest.mark.slow(one_in=3, always=["adam", "8 bits", "stochastic", "clip", "skip", "lamb", "all"])
+@pytest.mark.slow(one_in=4, always=["adam", "8 bits", "stochastic", "clip", "lamb", "watch"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_numbers(name):
-    assert_equal(*both(RECIPES[name]), RECIPES[name].roundings)
+def test_every_method_and_wrapper(name):
+    recipe = RECIPES[name]
+    params = models.params(recipe.dtype, **recipe.sizes)
+    found, expected = both(recipe.make(), params, batches(recipe.dtype), **recipe.options)
+    assert_equal(found, expected, recipe.roundings, recipe.few)
+
+
+# ---- losses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow(one_in=3, always=["True"])
+@pytest.mark.parametrize(
+    "remat",
+    [True, False, jax.checkpoint_policies.dots_saveable],
+    ids=["True", "False", "policy"],
+)
+def test_two_stacks(remat):
+    """And a tied embedding, an array that all blocks read, integers, and leaves without use."""
+    loss = functools.partial(models.tied_loss, remat=remat)
+    found, expected = both(adam(), models.tied_params(), TOKENS, loss)
+    assert_equal(found, expected, 16)
+
+
+def test_two_stacks_and_a_norm_of_all():
+    tx = jgrad.watch(clipped(adam()), layer_axes={**dict.fromkeys(models.tied_params()), **STACKS})
+    found, expected = both(tx, models.tied_params(), TOKENS, models.tied_loss, first_pass=True)
+    assert_equal(found, expected, 64)
+
+
+STACKS = {"encoder": 0, "decoder": 0}
+
+
+def test_other_results_of_a_loss():
+    def loss(params, x):
+        return models.loss(params, x), {"inputs": x, "first": jnp.max(params["first"])}
+
+    steps = (
+        jgrad.step_in_backward(adam(), loss, has_aux=True),
+        models.ordinary(adam(), loss, has_aux=True),
+    )
+    params = models.params()
+    assert_equal(*(models.run(step, params, adam().init(params), batches()) for step in steps))
+
+
+def test_a_carry_of_several_arrays():
+    """A tree, of a weak type where it begins."""
+
+    def loss(params, x):
+        def block(layer, carry):
+            x, penalty = carry["x"], carry["penalty"]
+            new = models.block(layer, x)
+            return {"x": new, "penalty": penalty + jnp.mean(jnp.square(new - x))}
+
+        x = jnp.tanh(x @ params["first"])
+        carry = jgrad.scan_layers(block, params["layers"], {"x": x, "penalty": 0.0})
+        return jnp.mean(jnp.square(carry["x"] @ params["last"])) + 0.1 * carry["penalty"]
+
+    assert_equal(*both(adam(), models.params(), batches(), loss))
+
+
+def test_numbers_of_one_call():
+    found, expected = both(adam(), models.params(), batches(), extra={"learning_rate": 0.3})
+    assert_equal(found, expected)
+    other = both(adam(), models.params(), batches())[0]
+    assert not jnp.allclose(found[0]["first"], other[0]["first"])
+
+
+def test_without_jit():
+    params, x = models.params(), models.batch()
+    step = jgrad.step_in_backward(adam(), models.loss)
+    found = step(params, adam().init(params), x)
+    assert_equal(found, models.ordinary(adam())(params, adam().init(params), x), 4)
+
+
+# ---- what is decided -----------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_finite():
+    """It changes nothing but the counter, though the gradients of the last layers are finite."""
+    tx = jgrad.skip_nonfinite(clipped(adam()))
+
+    def loss(params, x):
+        x, bad = x
+
+        def block(layer, x):
+            return models.block(layer, x) + bad * jnp.sqrt(jnp.abs(x - x))  # a slope of 1 / 0
+
+        x = jgrad.scan_layers(block, params["layers"], x @ params["first"])
+        return jnp.mean(jnp.square(x @ params["last"]))
+
+    data = [(x, jnp.float32(bad)) for x, bad in zip(batches(), (0.0, 1.0, 0.0), strict=True)]
+    first, expected = both(tx, models.params(), data, loss, first_pass=True)
+    assert_equal(first, expected, 64)
+    assert int(first[1].skipped) > 0
+
+
+def test_a_number_that_needs_another():
+    """A norm of updates, which a first norm has clipped."""
+    tx = optax.chain(clipped(adam()), jgrad.clip_by_global_norm(0.01))
+    found, expected = both(tx, models.params(), batches(), first_pass=True)
+    assert_equal(found, expected, 64)
+
+
+def test_loss_scaling():
+    """In float16, where what is decided by the gradients is decided by new parameters, too."""
+    tx = jgrad.skip_nonfinite(jgrad.master_weights(adam()), loss_scale=2.0**14)
+
+    def loss(params, x, scale):
+        x = jnp.tanh(x @ params["first"])
+        x = jgrad.scan_layers(models.block, params["layers"], x)
+        return scale * jnp.mean(jnp.square((x @ params["last"]).astype(jnp.float32)))
+
+    def run(step):
+        params = models.params(jnp.float16)
+        state = tx.init(params)
+        for x in batches(jnp.float16):
+            params, state, _ = jax.jit(step)(params, state, 3 * x, state.loss_scale)
+        return params, state
+
+    step = jgrad.step_in_backward(tx, loss, first_pass=True)
+    found, expected = run(step), run(models.ordinary(tx, loss))
+    assert_equal(found, expected, 2**14)
+
+
+def test_a_spike_is_left_out_whole():
+    """Without a first pass, since the loss is known before."""
+    tx = jgrad.skip_spikes(jgrad.stochastic_rounding(adam()), window=4)
+
+    def loss(params, x):
+        return x[1] * models.loss(params, x[0])
+
+    factors = map(jnp.float32, (1, 1, 1, 1, 1, 50, 1))
+    x = models.batch(dtype=jnp.bfloat16)
+    found, expected = both(
+        tx, models.params(jnp.bfloat16), [(x, factor) for factor in factors], loss
+    )
+    assert_equal(found, expected, few=1e-2)
+    assert int(found[1].skipped) == 1
+
+
+# ---- random bits ---------------------------------------------------------------------------------
+
+
+def test_layers_have_random_bits_of_their_own():
+    """Equal layers with equal gradients are rounded apart, as in the stack."""
+    tx = jgrad.stochastic_rounding(jgrad.gradient_descent(1e-3))
+
+    def loss(params, x):
+        x = jgrad.scan_layers(lambda layer, x: x + jnp.sum(layer["w"]), params["layers"], x)
+        return x.astype(jnp.float32)
+
+    params = {"layers": {"w": jnp.ones((4, 300), jnp.bfloat16)}}
+    step = jax.jit(jgrad.step_in_backward(tx, loss))
+    (new, _, _) = step(params, tx.init(params), jnp.zeros((), jnp.bfloat16))
+    moved = np.asarray(new["layers"]["w"] != 1)
+    assert 0 < moved.mean() < 1
+    assert len({row.tobytes() for row in moved}) == 4
+
+
+# ---- where it runs -------------------------------------------------------------------------------
+
+
+def test_models_side_by_side():
+    """Under `vmap`, with a parameter of each."""
+    tx, x = clipped(adam()), models.batch()
+    params = jax.tree.map(lambda p: jnp.stack([p, 0.5 * p]), models.params())
+    steps = jgrad.step_in_backward(tx, models.loss, first_pass=True), models.ordinary(tx)
+    state = jax.vmap(tx.init)(params)
+    results = [jax.jit(jax.vmap(step, (0, 0, None)))(params, state, x) for step in steps]
+    assert_equal(*results, 64)
+
+
+def test_double_precision(x64):
+    tx = clipped(adam())
+    found, expected = both(tx, models.params(jnp.float64), batches(jnp.float64), first_pass=True)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
+
+
+def while_loops(step, platform):
+    """In the program for a platform, by XLA's name of them."""
+    tx, params = adam(), models.params()
+    args = jax.eval_shape(lambda: (params, tx.init(params), models.batch()))
+    return jax.jit(step).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_the_form_is_chosen_when_a_program_is_lowered():
+    """On a CPU, whose XLA copies what a loop carries, the ordinary one."""
+    token = on_every_platform.set(False)
+    try:
+        step = jgrad.step_in_backward(adam(), models.loss)
+        on_cpu, on_tpu = (while_loops(step, platform) for platform in ("cpu", "tpu"))
+    finally:
+        on_every_platform.reset(token)
+    ordinary = while_loops(models.ordinary(adam()), "cpu")
+    gradients = "tensor<3x16x32xf32>"  # of all layers
+    assert on_cpu.count("stablehlo.while") == ordinary.count("stablehlo.while")
+    # Weights and both moments are carried, each as an argument and a result; no gradient is.
+    loops = [line for line in on_tpu.splitlines() if "stablehlo.while" in line]
+    assert max(line.count(gradients) for line in loops) == 3
+    loops = [line for line in ordinary.splitlines() if "stablehlo.while" in line]
+    assert max(line.count(gradients) for line in loops) == 2
+
+
+def test_a_checkpoint_fits_the_other_form():
+    """Steps may change from one form to the other."""
+    tx, params = optax.chain(adam()), models.params()
+    backward, ordinary = jgrad.step_in_backward(tx, models.loss), models.ordinary(tx)
+    state = tx.init(params)
+    expected = models.run(ordinary, params, state, batches())[:2]
+    half = models.run(backward, params, state, batches()[:1])[:2]
+    assert_equal(models.run(ordinary, *half, batches()[1:])[:2], expected)
