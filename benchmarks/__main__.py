@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import (
-    accelerator,
     muon,
     plots,
     pytorch,
@@ -72,7 +71,6 @@ _SECTIONS = {
     "memory": Kind(report.memory),
     "muon": Kind(report.muon),
     "muon on devices": Kind(report.muon_traffic),
-    "rates": Kind(report.rates),
 }
 
 
@@ -114,11 +112,6 @@ def jobs() -> Iterator[Job]:
         compare = functools.partial(muon.compare, name, rounds=rounds, builds=builds)
         yield Job("muon", f"muon: {name}", compare)
     yield Job("muon on devices", "muon: collectives", muon.traffic)
-    if jax.default_backend() != "cpu":
-        for name in accelerator.WORKS:
-            shapes = WORKLOADS[name].shapes
-            rates = functools.partial(accelerator.rates, name, shapes, rounds=rounds)
-            yield Job("rates", f"beside a copy: {name}", rates)
 
 
 def measured(todo: list[Job]) -> dict[str, list[Any]]:

@@ -5,6 +5,7 @@ ratio of neighbouring times means much: all take turns, and the figure is the me
 of times of the same round.
 """
 
+import math
 import random
 import statistics
 import time
@@ -15,6 +16,7 @@ import jax
 
 _QUICK = 0.02  # Calls shorter than this are repeated within a turn, until it is over.
 _MOST = 100  # times
+_LEAST = 3  # rounds, of which a median says something
 
 
 class Ratio(NamedTuple):
@@ -51,14 +53,24 @@ def seconds(f: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """The time of each in each round, in an order that changes by chance."""
+def in_turn(
+    contenders: Mapping[str, Callable[[], Any]], rounds: int, *, until: float = math.inf
+) -> dict[str, list[float]]:
+    """The time of each in each round, in an order that changes by chance.
+
+    Args:
+      contenders: what is timed.
+      rounds: at most.
+      until: a time of `time.time()` after which no round begins, but for the first three.
+    """
     for f in contenders.values():
         _turn(f)  # some have a first call that is unlike all others
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
     shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
+    for done in range(rounds):
+        if done >= _LEAST and time.time() > until:
+            break
         shuffle(order)
         for name in order:
             times[name].append(_turn(contenders[name]))

@@ -14,7 +14,8 @@ class Program:
     """The function `step(carry, inputs) -> carry`, to be called again and again.
 
     Attributes:
-      carry: what the last call returned.
+      carry: what the last call returned; to `build` it and the inputs, shapes are enough.
+      inputs: of each call.
       traces: seconds of tracing and lowering, for each build.
       compiles: seconds of compiling, for each build.
     """
@@ -24,7 +25,7 @@ class Program:
         self.traces: list[float] = []
         self.compiles: list[float] = []
         self._step = step
-        self._inputs = inputs
+        self.inputs = inputs
 
     def build(self) -> None:
         """Once more, as if for the first time."""
@@ -32,14 +33,14 @@ class Program:
         gc.collect()
         jitted = jax.jit(self._step, donate_argnums=0)
         start = time.perf_counter()
-        lowered = jitted.trace(self.carry, self._inputs).lower()
+        lowered = jitted.trace(self.carry, self.inputs).lower()
         self.traces.append(time.perf_counter() - start)
         start = time.perf_counter()
         self._compiled = lowered.compile()
         self.compiles.append(time.perf_counter() - start)
 
     def __call__(self) -> Any:
-        self.carry = self._compiled(self.carry, self._inputs)
+        self.carry = self._compiled(self.carry, self.inputs)
         return self.carry
 
     @property

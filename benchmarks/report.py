@@ -8,7 +8,6 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from benchmarks import muon as muon_benchmark
-from benchmarks.accelerator import Rate
 from benchmarks.measure import Ratio
 from benchmarks.results import Figures, Result
 from benchmarks.state_bytes import Held
@@ -212,25 +211,6 @@ def memory(results: Sequence[Held]) -> Section:
         )
         tables.setdefault(x.work, []).append((x.recipe, x.form, *row))
     return Section("Memory", _MEMORY_NOTE, columns, tables)
-
-
-_RATES_NOTE = """\
-Steps in a row, without waiting in between. *GB/s*: what a step must move (Adam 28, LAMB 40 bytes
-per parameter) over its time; *copy*: what a loop that changes an array of that size in place reads
-and writes; *share*: the one over the other. *operations*: of the compiled program, a loop or a
-branch being one."""
-
-
-def rates(results: Sequence[Rate]) -> Section:
-    """How near each step comes to the speed of the memory."""
-    columns = ["method", "form", "ms", "GB/s", "copy, GB/s", "share", "operations"]
-    tables: dict[str, list[tuple[str, ...]]] = {}
-    for x in results:
-        speeds = f"{x.rate / 1e9:.0f}", f"{x.copy / 1e9:.0f}", f"{x.rate / x.copy:.0%}"
-        launches = ", ".join(f"{count} {name}" for name, count in x.launches.most_common())
-        rows = tables.setdefault(x.work, [])
-        rows.append((x.method, x.form, f"{1e3 * x.seconds:.3g}", *speeds, launches))
-    return Section("Beside a copy", _RATES_NOTE, columns, tables)
 
 
 _MUON_NOTE = """\

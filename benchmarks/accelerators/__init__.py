@@ -8,5 +8,7 @@ counts of bytes, kernels and collectives, and no times. Needs the extra `acceler
 - `hlo`: what a program moves, read from XLA's text of it;
 - `program`: compiles a function, and counts;
 - `recipes`: what is compiled, on which models;
+- `train_steps`: a model and its train step in two forms, whose peaks
+  `python -m benchmarks.accelerators.backward` compiles;
 - `decoder`: train steps of whole models, sharded: `python -m benchmarks.accelerators.decoder`.
 """
