@@ -106,11 +106,8 @@ def step_in_backward(
       >>> def loss(params, x):
       ...     x = jgrad.scan_layers(lambda layer, x: x + x @ layer["w"], params["layers"], x)
       ...     return jnp.mean((x @ params["head"]) ** 2)
-      >>> tx = jgrad.skip_nonfinite(
-      ...     optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-3, weight_decay=0.1))
-      ... )
-      >>> step = jgrad.step_in_backward(tx, loss, first_pass=True)
-      >>> step = jax.jit(step, donate_argnums=(0, 1))
+      >>> tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-3, weight_decay=0.1))
+      >>> step = jax.jit(jgrad.step_in_backward(tx, loss, first_pass=True), donate_argnums=(0, 1))
       >>> params, state, value = step(params, tx.init(params), jnp.ones((3, 4)))
       >>> value.shape, params["layers"]["w"].shape
       ((), (8, 4, 4))

@@ -224,8 +224,7 @@ def accumulate(
         shares.refuse(_NAME, "take a larger batch, or the ordinary step")
         counters = counter(params), counter(params), counter(params)
         total = zeros(_NAME, params) if has_windows else None
-        weight = [counter(params).astype(jnp.float32)] if weighted else []
-        state = kind(*counters, total, tx.init(params), *weight)
+        state = kind(*counters, total, tx.init(params), *[counter(params) * 1.0] * weighted)
         _length(every, state.inner)
         return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
