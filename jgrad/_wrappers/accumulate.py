@@ -222,9 +222,9 @@ def accumulate(
 
     def init(params: PyTree) -> PyTree:
         shares.refuse(_NAME, "take a larger batch, or the ordinary step")
-        counters = counter(params), counter(params), counter(params)
         total = zeros(_NAME, params) if has_windows else None
-        state = kind(*counters, total, tx.init(params), *[counter(params) * 1.0] * weighted)
+        weight = [counter(params).astype(jnp.float32)] * weighted
+        state = kind(*(counter(params) for _ in range(3)), total, tx.init(params), *weight)
         _length(every, state.inner)
         return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 

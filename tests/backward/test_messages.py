@@ -1,0 +1,312 @@
+"""What a step in the backward pass says of transformations, losses and states that do not fit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jgrad
+from tests.backward import models
+from tests.backward.recipes import adam, eight_bits, muon
+from tests.support.errors import assert_error
+
+PARAMS, X = models.params(), models.batch()
+CLIP = jgrad.clip_by_global_norm(1.0)
+
+
+def call(tx=None, loss=models.loss, params=PARAMS, state=None, **options):
+    """A step, traced."""
+    tx = adam() if tx is None else tx
+    step = jgrad.step_in_backward(tx, loss, **options)
+    state = jax.eval_shape(tx.init, params) if state is None else state
+    return lambda: jax.eval_shape(step, params, state, X)
+
+
+OF_FACTORY = {
+    "tx": (
+        {"tx": 3},
+        TypeError,
+        "`tx`: 3 of type int, expected a transformation with `init` and `update`.",
+    ),
+    "loss": ({"loss": 3}, TypeError, "`loss`: 3 of type int, expected a function."),
+    **{
+        name: ({name: 1}, TypeError, f"`{name}`: 1 of type int, expected True or False.")
+        for name in ("first_pass", "has_aux", "elementwise")
+    },
+    "mesh_axes": (
+        {"mesh_axes": 3},
+        TypeError,
+        "`mesh_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
+        "PartitionSpec.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_FACTORY)
+def test_options(name):
+    options, error, message = OF_FACTORY[name]
+    arguments = {"tx": adam(), "loss": models.loss} | options
+    assert_error(error, f"step_in_backward: {message}", lambda: jgrad.step_in_backward(**arguments))
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+HERE = (
+    "scan_layers: called inside `vmap`, `jit`, `grad`, `checkpoint`, a branch, a loop or another "
+    "block, expected it in the loss itself, outside of other calls of it; map and differentiate "
+    "inside of its block."
+)
+
+
+def add(layer, x):
+    return x + jnp.sum(layer["up"])
+
+
+def scan(params, x=0.0, block=add):
+    return jgrad.scan_layers(block, params["layers"], x)
+
+
+def twice(name):
+    return (
+        f"step_in_backward: `params` at ['layers']['{name}']: read twice, expected one call of "
+        "`scan_layers` alone to read it: what is shared belongs outside of the stack, where "
+        "`block` may read it."
+    )
+
+
+LOSSES = {
+    "without a call": (
+        lambda p, x: jnp.sum(p["first"]),
+        ValueError,
+        "step_in_backward: `loss` calls no `scan_layers`: say by it where the layers are, or take "
+        "the ordinary step.",
+    ),
+    "a vector": (
+        lambda p, x: scan(p, jnp.zeros(2)),
+        TypeError,
+        "step_in_backward: `loss` returns float32[2], expected a real floating scalar.",
+    ),
+    "a pair": (
+        lambda p, x: (scan(p), 1.0),
+        TypeError,
+        "step_in_backward: `loss` returns tuple, expected a real floating scalar; `has_aux=True` "
+        "takes a pair.",
+    ),
+    "two calls": (lambda p, x: scan(p) + scan(p), ValueError, twice("down")),
+    "another reader": (
+        lambda p, x: scan(p) + jnp.sum(p["layers"]["up"]),
+        ValueError,
+        twice("up"),
+    ),
+    "computed layers": (
+        lambda p, x: scan({"layers": {"up": 2 * p["layers"]["up"]}}),
+        ValueError,
+        "scan_layers: `layers` at ['up']: an array that was computed, expected a leaf of `params` "
+        "as it is: change it inside of `block`, a layer at a time.",
+    ),
+    "vmap": (
+        lambda p, x: jnp.sum(jax.vmap(functools.partial(scan, p))(jnp.zeros(3))),
+        ValueError,
+        HERE,
+    ),
+    "jit": (lambda p, x: jax.jit(scan)(p), ValueError, HERE),
+    "a call inside a block": (
+        lambda p, x: scan(p, block=lambda layer, x: scan(p, x)),
+        ValueError,
+        HERE,
+    ),
+    "a carry of another dtype": (
+        lambda p, x: scan(p, block=lambda layer, x: x.astype(jnp.bfloat16)),
+        TypeError,
+        "scan_layers: `block` returns a carry of bfloat16[], expected float32[], as it was given.",
+    ),
+    "a carry of another structure": (
+        lambda p, x: scan(p, block=lambda layer, x: (x, x)),
+        ValueError,
+        "scan_layers: `block(layer, carry)` does not have the structure of `carry`: "
+        "`block(layer, carry)` has a tuple where `carry` has a leaf.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name):
+    loss, error, message = LOSSES[name]
+    assert_error(error, message, call(loss=loss))
+
+
+def test_other_results_that_are_not_there():
+    assert_error(
+        TypeError,
+        "step_in_backward: `loss` returns an array, expected `(value, aux)`, as `has_aux=True` "
+        "says.",
+        call(has_aux=True),
+    )
+
+
+def test_no_layers():
+    params = {"layers": {"up": jnp.ones((0, 3))}}
+    assert_error(
+        ValueError,
+        "scan_layers: `layers`: no layers, expected one at least.",
+        call(loss=lambda p, x: scan(p), params=params),
+    )
+
+
+# ---- transformations -----------------------------------------------------------------------------
+
+
+def first(name):
+    return (
+        f"step_in_backward: `first_pass`: False; `{name}` computes a number of all gradients, "
+        "before any layer is updated; expected `first_pass=True`, which computes it by a backward "
+        "pass of its own."
+    )
+
+
+def other(name):
+    return (
+        f"step_in_backward: `tx`: a transformation of another library hands arrays to `{name}`. It "
+        "sees one layer at a time: say `elementwise=True` if it computes each element by itself, "
+        "or take the ordinary step."
+    )
+
+
+def layer_axes(name):
+    return (
+        f"{name}: `layer_axes` at ['layers']['down']: None, expected 0 in it: `step_in_backward` "
+        "updates the layers of this stack one by one."
+    )
+
+
+def at_once(name, remedy):
+    came = f"`{name}`, which needs the gradients of all layers at once"
+    return f"step_in_backward: `tx`: {came}; {remedy}."
+
+
+BRANCH = (
+    "step_in_backward: `tx`: `{}` computes a number of all gradients inside a branch, expected it "
+    "outside: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
+)
+LEAVES = {"first": False, "layers": True, "last": False}
+MATRICES = jgrad.hidden_matrices(exclude=("first", "last"))
+OF_TX = {
+    "clip": (lambda: optax.chain(CLIP, adam()), {}, first("clip_by_global_norm")),
+    "skip": (lambda: jgrad.skip_nonfinite(adam()), {}, first("skip_nonfinite")),
+    "a clip in a branch": (
+        lambda: jgrad.skip_nonfinite(optax.chain(CLIP, adam()), branch=True),
+        {"first_pass": True},
+        BRANCH.format("clip_by_global_norm"),
+    ),
+    "numbers of some steps": (
+        lambda: jgrad.watch(adam(), every=2, layer_axes=models.AXES),
+        {},
+        BRANCH.format("watch"),
+    ),
+    "accumulate": (
+        lambda: jgrad.accumulate(adam(), 2),
+        {},
+        at_once("accumulate", "take a larger batch, or the ordinary step"),
+    ),
+    "pack_small": (lambda: jgrad.pack_small(adam()), {}, at_once("pack_small", "leave it out")),
+    "offload": (
+        lambda: jgrad.offload(adam()),
+        {},
+        at_once("offload", "take the ordinary step"),
+    ),
+    "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("adam")),
+    "another library's behind": (
+        lambda: optax.chain(adam(), optax.scale(2.0)),
+        {},
+        other("step_in_backward"),
+    ),
+    "another library's inside": (
+        lambda: jgrad.master_weights(optax.sgd(0.1)),
+        {},
+        other("master_weights"),
+    ),
+    "under jit": (
+        lambda: optax.GradientTransformationExtraArgs(adam().init, jax.jit(adam().update)),
+        {"elementwise": True},
+        "step_in_backward: `tx`: `adam` is called inside `jax.jit` or another transformation of "
+        "JAX, expected its own `update`; wrap the whole step in `jax.jit`.",
+    ),
+    "lamb": (lambda: jgrad.lamb(1e-2), {}, layer_axes("lamb")),
+    "lars": (lambda: jgrad.lars(1e-2), {}, layer_axes("lars")),
+    "watch": (lambda: jgrad.watch(adam()), {}, layer_axes("watch")),
+    "muon": (
+        lambda: jgrad.muon(1e-2, matrices=MATRICES, adam_learning_rate=1e-3),
+        {},
+        layer_axes("muon"),
+    ),
+    "hyperball": (
+        lambda: jgrad.hyperball(jgrad.adam(1.0), 1e-2, leaves=LEAVES),
+        {},
+        layer_axes("hyperball"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_TX)
+def test_transformations(name):
+    make, options, message = OF_TX[name]
+    assert_error(ValueError, message, call(make(), **options))
+
+
+def test_layers_with_axes_are_taken():
+    """The remedy of those messages."""
+    call(muon())()
+
+
+def test_zero():
+    assert_error(
+        ValueError,
+        at_once("zero", "shard the leaves under `jax.jit`, or take the ordinary step"),
+        call(jgrad.zero(adam(), "d"), state=adam().init(PARAMS)),
+    )
+
+
+# ---- parameters and states -----------------------------------------------------------------------
+
+PACKED = "a packed tree, expected the tree itself, since a buffer holds leaves of all layers"
+
+
+def test_packed_trees():
+    packed = jgrad.pack(PARAMS)
+    message = f"step_in_backward: `{{}}`: {PACKED}: `unpack`."
+    assert_error(ValueError, message.format("params"), call(params=packed))
+    assert_error(ValueError, message.format("state"), call(state=adam().init(packed)))
+
+
+def test_a_state_of_another_model():
+    state = adam().init({**PARAMS, "first": jnp.ones((2, 16))})
+    assert_error(
+        ValueError,
+        "step_in_backward: `state` at .mw['first']: shape (2, 16), expected shape (16, 16), as "
+        "`tx.init(params)` has it.",
+        call(state=state),
+    )
+    assert_error(
+        ValueError,
+        "step_in_backward: `state` at .mw['layers']['down']: nothing, expected shape (3, 32, 16), "
+        "as `tx.init(params)` has it.",
+        call(state=jgrad.gradient_descent(0.1).init(PARAMS)),
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"width": 20, "hidden": 80}, {"width": 16, "hidden": 120}])
+def test_blocks_of_two_layers(sizes):
+    """1600 elements are six blocks and a quarter, 1920 seven and a half."""
+    params = models.params(**sizes)
+    scale = -(-3 * sizes["width"] * sizes["hidden"] // 256)
+    assert_error(
+        ValueError,
+        f"step_in_backward: `state` at .mw['layers']['down'].scale: shape ({scale},) of 3 layers, "
+        "expected as much for each layer, and no block of 8 bits that is of two: layers of a "
+        "multiple of 256 elements, `layer_axes=0` where the method has it, or `full_precision` "
+        "for this leaf.",
+        call(eight_bits(), params=params),
+    )
+    call(adam(moment_dtype="8bit", full_precision=True), params=params)()
