@@ -93,21 +93,28 @@ def of_stack(
 ) -> Portion:
     """That of a stack."""
     some, structure = _begun(tx, params, positions, 0)
-    many, _ = _begun(tx, params, positions, 0, _MANY)
+    many, _ = _begun(tx, params, positions, 0, layers * _MANY)
     whole = _Whole(state)
     places: list[tuple[int, Cut | None]] = []
     for path, x in some.items():
-        i = whole.position(path, x.shape)
-        repeated = many[path].shape
-        if x.shape == repeated:
+        i, times, others = whole.position(path, x.shape), _MANY, many
+        if path not in many:  # of another form, in 8 bits from some size on: as it is of one layer
+            times, others = 1, _begun(tx, params, positions, 0, 1)[0]
+        other = others[path].shape
+        if x.shape == other and path in many:
             places.append((i, None))
             continue
-        axis = next(k for k, (a, b) in enumerate(zip(x.shape, repeated, strict=True)) if a != b)
-        expected = (*x.shape[:axis], x.shape[axis] * _MANY, *x.shape[axis + 1 :])
-        if repeated != expected or x.shape[axis] % layers:
+        axis = next((k for k, n in enumerate(x.shape) if n != other[k]), 0)
+        length = x.shape[axis] // layers
+        expected = (
+            *x.shape[:axis],
+            (length if times == 1 else x.shape[axis] * times),
+            *x.shape[axis + 1 :],
+        )
+        if other != expected or x.shape[axis] % layers:
             came = f"shape {x.shape} of {layers} layers"
             raise ValueError(f"{_NAME}: `state`{checks.at(whole.paths[i])}: {came}, {_BLOCKS}.")
-        places.append((i, Cut(axis, x.shape[axis] // layers)))
+        places.append((i, Cut(axis, length)))
     return Portion(tuple(positions), layers, structure, places)
 
 
@@ -152,12 +159,12 @@ def _begun(
     params: PyTree,
     positions: Sequence[int],
     layer: int | None,
-    times: int = 1,
+    layers: int | None = None,
 ) -> tuple[dict[KeyPath, jax.ShapeDtypeStruct], Structure]:
-    """The arrays of a state of some leaves, by path, and its structure."""
+    """The arrays of a state of some leaves, by path, and its structure; with so many layers."""
     leaves, structure = jax.tree.flatten(params)
     shapes = [
-        jax.ShapeDtypeStruct((x.shape[0] * times, *x.shape[1:]) if times > 1 else x.shape, x.dtype)
+        jax.ShapeDtypeStruct(x.shape if layers is None else (layers, *x.shape[1:]), x.dtype)
         for x in (leaves[i] for i in positions)
     ]
     with shares.within(Share(layer, begins=True)):
