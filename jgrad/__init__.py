@@ -87,6 +87,7 @@ States of optimizers
     AccumulateState    state of `accumulate`
     WeightedAccumulateState  state of `accumulate(..., weighted=True)`
     SkipState          state of `skip_nonfinite`
+    ClipState          state of `clip_by_global_norm(..., of="previous")`
     SpikeState         state of `skip_spikes`
     MasterState        state of `master_weights`
     StochasticState    state of `stochastic_rounding`
@@ -142,7 +143,7 @@ from jgrad._trees.blocks import Blocks
 from jgrad._trees.other_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
-from jgrad._wrappers.clip import clip_by_global_norm, global_norm
+from jgrad._wrappers.clip import ClipState, clip_by_global_norm, global_norm
 from jgrad._wrappers.ema import EmaState, ema
 from jgrad._wrappers.hyperball import HyperballState, hyperball
 from jgrad._wrappers.leaf_programs import leaf_programs
@@ -234,6 +235,7 @@ __all__ = [  # noqa: RUF022
     "AccumulateState",
     "WeightedAccumulateState",
     "SkipState",
+    "ClipState",
     "SpikeState",
     "MasterState",
     "StochasticState",

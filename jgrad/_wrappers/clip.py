@@ -1,6 +1,6 @@
 """Clipping by the norm of all gradients together."""
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,18 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec
-from jgrad._trees import checks, shares, trees
+from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
+from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
+from jgrad._wrappers import decisions, inside
 
 
 @on_leaf(arrays=2)
@@ -43,10 +46,30 @@ def _ratio(
     return factor, factor
 
 
+@state_of("clip_by_global_norm", norm="measured")
+class ClipState(NamedTuple):
+    """State of `clip_by_global_norm(..., of="previous")`.
+
+    Attributes:
+      norm: of the last updates that were finite, a float32 scalar; 0 before there are any.
+
+    Example:
+      >>> tx = jgrad.clip_by_global_norm(1.0, of="previous")
+      >>> state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init({"w": jnp.zeros(2)}))[1]
+      >>> float(state.norm)
+      5.0
+    """
+
+    norm: jax.Array
+
+
 @renamed(norm_axes="mesh_axes")
 @explained
 def clip_by_global_norm(
-    max_norm: Scalar, *, mesh_axes: PyTree = None
+    max_norm: Scalar,
+    *,
+    of: Literal["current", "previous"] = "current",
+    mesh_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Scales all updates down together where their norm is above a bound.
 
@@ -56,13 +79,18 @@ def clip_by_global_norm(
     `global_norm`. Where one update is NaN or infinite all become NaN, so that `skip_nonfinite` sees
     it. Dtypes are kept; integer leaves, float0 and None pass.
 
+    With `of="previous"`, |.| is the norm of the step before, of the last one that was finite: the
+    first step is not clipped, and a sudden spike only slows down the step that follows it. It is
+    for `step_in_backward`, which then needs no first pass.
+
     Args:
       max_norm: in [0, inf).
+      of: whose norm is compared with the bound.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
         as for `lars`; the norm is then that of the whole leaves.
 
     Returns:
-      A transformation without state.
+      A transformation without state, or with `ClipState(norm)` for `of="previous"`.
 
     Raises:
       ValueError: a Python number out of range.
@@ -80,25 +108,34 @@ def clip_by_global_norm(
     """
     name = "clip_by_global_norm"
     numbers.scalar(name, "max_norm", max_norm)
+    values.one_of(name, "of", of, ("current", "previous"))
     read_mesh_axes(name, mesh_axes)
 
-    def init(params: PyTree) -> optax.EmptyState:
-        return optax.EmptyState()
+    def init(params: PyTree) -> optax.EmptyState | ClipState:
+        if of == "current":
+            return optax.EmptyState()
+        state = ClipState(counter(params).astype(jnp.float32))
+        return decisions.as_updated(name, state, update, params, mesh_axes)
 
     def update(
         updates: PyTree,
-        state: optax.EmptyState,
+        state: PyTree,
         params: PyTree = None,
         *,
         commit: Commit | None = None,
         notes: Notes | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
+    ) -> tuple[PyTree, PyTree]:
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
         norm = shares.of_all(name, norms.OF_SHARES, norm)
-        factors = _ratio(*norm, numbers.scalar(name, "max_norm", max_norm))
+        bound = norm
+        if of == "previous":
+            inside.check_state(name, state, ClipState)
+            bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))
+            state = ClipState(_last_finite(norm, state.norm, commit))
+        factors = _ratio(*bound, numbers.scalar(name, "max_norm", max_norm))
         leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inputs.reference.leaves)
         for x, new in zip(inexact, leaves, strict=True):
             if x is not None:
@@ -112,6 +149,18 @@ def clip_by_global_norm(
         return trees.flatten(updates)[1].unflatten(leaves), state
 
     return pair(init, update, name)
+
+
+def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) -> jax.Array:
+    """The norm to compare the next updates with."""
+    use = jnp.isfinite(norm.mantissa)
+    if commit is not None:
+        use &= commit.flag
+    value = numerics.clipped(norm.value(), float(jnp.finfo(jnp.float32).max))
+    new = jnp.where(use, value.astype(jnp.float32), old)
+    if commit is not None:
+        commit.keep([new], [old])
+    return new
 
 
 def _clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:

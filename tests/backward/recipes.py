@@ -105,6 +105,10 @@ RECIPES = {
     "hyperball": Recipe(hyperball, roundings=NORMS),
     "watch": Recipe(lambda: watched(adam()), roundings=NORMS),
     "clip": Recipe(lambda: clipped(adam()), FIRST, roundings=NORMS),
+    "clip by the previous norm": Recipe(
+        lambda: optax.chain(jgrad.clip_by_global_norm(0.05, of="previous"), adam()),
+        roundings=NORMS,
+    ),
     "skip": Recipe(lambda: jgrad.skip_nonfinite(adam()), FIRST),
     "branch": Recipe(lambda: jgrad.skip_nonfinite(adam(), branch=True), FIRST, roundings=4),
     "partition": Recipe(partition, roundings=NORMS),

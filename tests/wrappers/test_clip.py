@@ -9,6 +9,7 @@ import pytest
 
 import jgrad
 from tests.cases import gradients
+from tests.support.errors import assert_error
 
 NAN, INF = float("nan"), float("inf")
 LARGEST = float(np.finfo(np.float32).max)
@@ -253,3 +254,70 @@ def test_vmap_and_one_trace():
         found = run(g, jnp.float32(bound))
         expected = [[0.6 * bound, 0.8 * bound], [0.3, 0.4], [0.6 * bound, 0.8 * bound]]
         np.testing.assert_allclose(found["a"], expected, rtol=1e-6)
+
+
+# ---- by the norm of the step before ------------------------------------------------------------
+
+
+def previous_in_numpy(steps, bound):
+    """Each gradient times min(1, bound / the last finite norm before it)."""
+    norm = 0.0
+    for g in steps:
+        yield g * (min(1.0, bound / norm) if norm else 1.0)
+        if np.isfinite(g).all():
+            norm = np.sqrt(np.sum(np.square(g)))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_by_the_previous_norm(scan):
+    rng = np.random.default_rng(0)
+    steps = rng.normal(size=(8, 5)) * np.array([1, 9, 0.1, 4, np.inf, 0.2, 0, 3])[:, None]
+    tx = jgrad.clip_by_global_norm(1.5, of="previous")
+
+    def step(state, g):
+        updates, state = tx.update({"w": g, "none": None}, state)
+        return state, updates["w"]
+
+    state, given = tx.init({"w": jnp.zeros(5), "none": None}), jnp.asarray(steps, jnp.float32)
+    if scan:
+        _, found = jax.jit(lambda state: jax.lax.scan(step, state, given))(state)
+    else:
+        found = []
+        for g in given:
+            state, clipped = step(state, g)
+            found.append(clipped)
+    expected = np.stack(list(previous_in_numpy(steps, 1.5)))
+    np.testing.assert_allclose(np.stack(found), expected, rtol=1e-6)
+
+
+def test_a_skipped_step_leaves_the_previous_norm():
+    """One whose gradients are finite: it is another wrapper that leaves it out."""
+    tx = jgrad.skip_spikes(jgrad.clip_by_global_norm(1.0, of="previous"), window=4)
+    state, update = tx.init({"w": jnp.zeros(2)}), jax.jit(tx.update)
+    for loss, size in [(1.0, 1.0)] * 4 + [(9.0, 50.0)]:
+        _, state = update({"w": jnp.full(2, size)}, state, loss=loss)
+    assert int(state.skipped) == 1
+    assert float(state.inner.norm) == pytest.approx(2**0.5)
+
+
+def test_the_largest_norm():
+    """A norm above the largest number is that number, and clips what follows."""
+    tx = jgrad.clip_by_global_norm(1.0, of="previous")
+    huge = {"w": jnp.full(4, 3e38)}
+    _, state = tx.update(huge, tx.init(huge))
+    assert float(state.norm) == float(jnp.finfo(jnp.float32).max)
+
+
+def test_messages_of_the_previous_norm():
+    assert_error(
+        ValueError,
+        "clip_by_global_norm: `of`: 'last' of type str, expected one of 'current', 'previous'.",
+        lambda: jgrad.clip_by_global_norm(1.0, of="last"),
+    )
+    tx, g = jgrad.clip_by_global_norm(1.0, of="previous"), {"w": jnp.ones(2)}
+    assert_error(
+        TypeError,
+        "clip_by_global_norm: `state`: EmptyState, expected the ClipState that this "
+        "`clip_by_global_norm` made with `init`.",
+        lambda: tx.update(g, jgrad.clip_by_global_norm(1.0).init(g)),
+    )
