@@ -8,6 +8,7 @@ how both are written. The last: where to look for a test that notices, before th
 from typing import NamedTuple
 
 MATRIX = "tests/everywhere/test_matrix.py"
+BACKWARD = "tests/backward"
 MESSAGES = "tests/everywhere/test_messages.py"
 DECAY = "tests/everywhere/test_decay_rules.py"
 EDGES = "tests/everywhere/test_sharp_edges.py"
@@ -439,6 +440,22 @@ MUTATIONS = [
     Mutation("_weight", "weights overflow", "jnp.clip(_ * _, 1 / _LARGEST, _LARGEST)", "step**by_step * largest**by_rate", "tests/wrappers/test_schedule_free.py"),
     Mutation("schedule_free", "weights of another rate than that of the call", "extra_args.get('learning_rate')", "None", "tests/wrappers/test_schedule_free.py"),
     Mutation("schedule_free", "z of a leaf without a gradient is averaged", "None if g is None else X", "X", "tests/wrappers/test_schedule_free.py"),
+    # ---- _backward
+    Mutation("in_stack", "layers share their random bits", "jnp.asarray(keys[0]) + _", "jnp.asarray(keys[0])", BACKWARD),
+    Mutation("Share.number", "a number is that of one layer", "_ in self._known", "False", BACKWARD),
+    Mutation("Share.number", "the numbers of layers are lost", "_ in self._others", "False", BACKWARD),
+    Mutation("Share.check", "other libraries see one layer", "not self._trusts", "False", BACKWARD),
+    Mutation("check_layers_of_share", "norms of one layer stand for those of the stack", "0 not in axes", "False", BACKWARD),
+    Mutation("Cut.put", "a new layer takes another's place", "i * self.length", "i * self.length * 0", BACKWARD),
+    Mutation("_Recorder.call", "a block's own arrays are constants", "isinstance(x, jax.core.Tracer)", "False", BACKWARD),
+    Mutation("_check_stacks", "a stack is read twice", "x in read or x not in own", "False", BACKWARD),
+    Mutation("SavedCall.of", "weights are stored as activations", "{id(x): ('layer', i) for i, x in enumerate(layer)}", "{}", BACKWARD + " tests/accelerators"),
+    Mutation("Forward.backward", "a gradient from two sides", "cotangents[x] + X", "X", BACKWARD),
+    Mutation("_Step.measured", "numbers that need others", "read[key] <= known.keys()", "True", BACKWARD),
+    Mutation("_sums", "gradients of what all blocks read", "t + x", "x", BACKWARD),
+    Mutation("_Step._placed", "gradients of layers lie anywhere", "place is None", "True", BACKWARD),
+    Mutation("_last_finite", "a norm that is not finite is kept", "jnp.isfinite(X)", "jnp.asarray(True)", "tests/wrappers/test_clip.py"),
+    Mutation("_last_finite", "the norm of a skipped step is kept", "use & commit.flag", "use", "tests/wrappers/test_clip.py"),
     # ---- _ivy
     Mutation("execute_with_gradients", "gradients stay in the returned value", "X if _ else stop_gradient(X)", "X", "tests/ivy"),
     Mutation("_locate", "negative positions are not found", "-len(_)", "0", "tests/ivy"),

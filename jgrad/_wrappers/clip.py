@@ -155,7 +155,7 @@ def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) 
     """The norm to compare the next updates with."""
     use = jnp.isfinite(norm.mantissa)
     if commit is not None:
-        use &= commit.flag
+        use = use & commit.flag
     value = numerics.clipped(norm.value(), float(jnp.finfo(jnp.float32).max))
     new = jnp.where(use, value.astype(jnp.float32), old)
     if commit is not None:
