@@ -68,8 +68,8 @@ def step_in_backward(
     with moments in 8 bits have a multiple of 256 elements, or `layer_axes=0`. The global norm, or
     whether all gradients are finite, is known when the backward pass is done, so
     `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass
-    computes that number and updates nothing. It costs the time of one more backward pass, and little
-    memory. `skip_spikes` needs none, because the loss is known before; it is given to `tx` as
+    computes that number and updates nothing. It costs the time of one more backward pass, and
+    little memory. `skip_spikes` needs none, because the loss is known before; it is given to `tx` as
     `loss=`.
 
     What needs the gradients of all layers themselves is refused: `accumulate`, `zero`,
