@@ -69,8 +69,8 @@ def step_in_backward(
     whether all gradients are finite, is known when the backward pass is done, so
     `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass
     computes that number and updates nothing. It costs the time of one more backward pass, and
-    little memory. `skip_spikes` needs none, because the loss is known before; it is given to `tx` as
-    `loss=`.
+    little memory. `skip_spikes` needs none, because the loss is known before; it is given to `tx`
+    as `loss=`. Nor does `clip_by_global_norm(..., of="previous")`.
 
     What needs the gradients of all layers themselves is refused: `accumulate`, `zero`,
     `pack_small`, `offload`, and packed trees.
