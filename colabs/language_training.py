@@ -174,9 +174,7 @@ def program(settings: Settings) -> Program:
         return params, init(params)
 
     def step(params: Any, state: Any, codes: jax.Array) -> tuple[Any, Any, jax.Array]:
-        if (
-            settings.step_in_backward
-        ):  # the first pass is made only if `tx` needs it, as clipping does
+        if settings.step_in_backward:  # a first pass is made if `tx` needs it, as for clipping
             return jgrad.step_in_backward(tx, loss, first_pass=True)(params, state, codes)
         value, grads = jgrad.value_and_grad(loss)(params, codes)
         known = {"loss": value} if settings.spikes else {}
