@@ -1,7 +1,8 @@
-"""A byte-level transformer, its layers stacked for `lax.scan`, and a sampler.
+"""A byte-level transformer with stacked layers, and a sampler.
 
 Root-mean-square norms before attention and perceptron, rotary positions, no biases. The embedding
-is also the head: 256 rows are as good for both, and so every leaf but one is of the layers.
+is also the head: 256 rows are as good for both, and so every leaf but one is of the layers. All is
+computed in float32: recipes differ in what is stored, and CPUs have no bfloat16.
 """
 
 import functools
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jgrad
 from text import VOCABULARY
 
 Params = dict[str, Any]
@@ -53,14 +55,20 @@ def loss(params: Params, codes: jax.Array, *, heads: int = 4) -> jax.Array:
 
 def logits(params: Params, codes: jax.Array, *, heads: int = 4) -> jax.Array:
     """Scores of the byte after each, of shape (windows, length, 256)."""
-    width = params["embedding"].shape[1]
+    embedding, norm = _wide((params["embedding"], params["norm"]))
 
-    def layer(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
+    def layer(p: Params, x: jax.Array) -> jax.Array:
+        p = _wide(p)  # one layer at a time, for `scan_layers` is given what is stored
         x = x + _attention(p, _norm(p["norm_1"], x), heads)
-        return x + jax.nn.gelu(_norm(p["norm_2"], x) @ p["up"]) @ p["down"], None
+        return x + jax.nn.gelu(_norm(p["norm_2"], x) @ p["up"]) @ p["down"]
 
-    x, _ = jax.lax.scan(layer, width * params["embedding"][codes], params["layers"])
-    return _norm(params["norm"], x) @ params["embedding"].T
+    x = embedding.shape[1] * embedding[codes]
+    x = jgrad.scan_layers(layer, params["layers"], x)
+    return _norm(norm, x) @ embedding.T
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _norm(scale: jax.Array, x: jax.Array) -> jax.Array:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -45,6 +44,7 @@ class Settings(NamedTuple):
     spikes: bool = False
     watch: int = 0
     ema: float = 0.0
+    step_in_backward: bool = False
     batch: int = 8
     length: int = 128
     layers: int = 3
@@ -79,6 +79,13 @@ class Settings(NamedTuple):
                 f"--packed with --devices={self.devices} needs --zero, which shards a packed state "
                 "with the fewest bytes moved: add it, or leave out --packed."
             )
+        if self.step_in_backward:
+            given = {"packed": self.packed, "zero": self.zero, "accumulate": self.accumulate > 1}
+            if needs_all := [name for name, is_given in given.items() if is_given]:
+                return (
+                    "--step_in_backward updates each layer as soon as its gradient is known, and "
+                    f"--{needs_all[0]} needs those of all layers at once: leave out one of them."
+                )
         if self.batch % self.devices:
             each = f"of which each of the {self.devices} devices takes an equal part"
             return f"--batch={self.batch}, expected a multiple of {self.devices}, {each}."
@@ -110,7 +117,7 @@ class Settings(NamedTuple):
         return cls(**{name: x for name, x in about.items() if name in cls._fields})
 
 
-_LAYOUT = ("packed", "devices", "zero")  # of which a checkpoint knows nothing
+_LAYOUT = ("packed", "devices", "zero", "step_in_backward")  # of which a checkpoint knows nothing
 _MODEL = ("layers", "width", "heads")  # the same with --resume_as, too
 
 
@@ -167,6 +174,8 @@ def program(settings: Settings) -> Program:
         return params, init(params)
 
     def step(params: Any, state: Any, codes: jax.Array) -> tuple[Any, Any, jax.Array]:
+        if settings.step_in_backward:  # a first pass is made if `tx` needs it, as for clipping
+            return jgrad.step_in_backward(tx, loss, first_pass=True)(params, state, codes)
         value, grads = jgrad.value_and_grad(loss)(params, codes)
         known = {"loss": value} if settings.spikes else {}
         updates, state = tx.update(grads, state, params, **known)
@@ -233,9 +242,7 @@ def _first(settings: Settings, key: jax.Array) -> Any:
 
 
 def _loss(params: Any, codes: jax.Array, *, heads: int) -> jax.Array:
-    """Computed in float32: recipes differ in what is stored, and CPUs have no bfloat16."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), jgrad.unpack(params))
-    return language_model.loss(wide, codes, heads=heads)
+    return language_model.loss(jgrad.unpack(params), codes, heads=heads)
 
 
 def evaluated(params: Any, state: Any, settings: Settings) -> Any:

@@ -9,6 +9,7 @@ minutes on two cores. Some other runs:
     --optimizer=muon --recipe=8bit_bf16_stochastic
     --devices=4 --zero --accumulate=4 --skip --ema=0.99
     --watch=10 --spikes
+    --step_in_backward --recipe=8bit_bf16_stochastic
     --checkpoint_folder=language_model_checkpoints
 
 With a folder, the same command goes on after the last checkpoint, to the bits of a run that was
@@ -79,6 +80,12 @@ flags.DEFINE_bool("skip", _DEFAULT.skip, "Whether steps that are not finite are 
 flags.DEFINE_bool("spikes", _DEFAULT.spikes, "Whether steps with a loss far off are left out.")
 _integer("watch", "Updates from one that is measured to the next; 0 to measure none.", 0)
 _float("ema", "Decay of an average of the parameters, which is evaluated; 0 for none.", 0.9999)
+flags.DEFINE_bool(
+    "step_in_backward",
+    _DEFAULT.step_in_backward,
+    "Whether each layer is updated as soon as its gradient is known; on a CPU the step stays the "
+    "ordinary one. Not with --packed, --zero or --accumulate, which need all gradients at once.",
+)
 _integer("steps", "Batches to train on.", 1)
 _integer("batch", "Windows in a batch.", 1)
 _integer("length", "Bytes in a window.", 1)

@@ -57,7 +57,7 @@ MUTATIONS = [
     Mutation("named_leaves", "what a tree in a variable has loses a key", "name == path[:-1]", "True", "tests/states/test_variables.py"),
     Mutation("trees.names", "boxes are named as variables are", "leaves_with_paths(_, _, boxes=False)", "leaves_with_paths(tree, is_leaf)", "tests/trees/test_variables.py"),
     Mutation("watch._keys", "a report knows one form of the parameters", "_ not in names and _ in names", "False", VARIABLES),
-    Mutation("pair.update_of_model", "a new state has the structure of the old", "structure == _", "True", "tests/everywhere/test_linen.py"),
+    Mutation("pair.of_arrays", "a new state has the structure of the old", "structure == _", "True", "tests/everywhere/test_linen.py"),
     Mutation("carry_over", "the form of variables is lost", "variables.in_form_of(_, X)", "X", VARIABLES),
     Mutation("state_shardings", "shardings of variables in 8 bits", "variables.variables_of_blocks(X)", "X", "tests/trees/test_variables.py"),
     Mutation("restored._array", "variables in files", "X['value'] if _ else X", "X", VARIABLES),

@@ -176,8 +176,8 @@ def test_links_lead_somewhere(name):
     ],
 )
 def test_length(pages, words):
-    """With README sixteen pages; what was measured is in the notes."""
-    assert len(pages) <= 16
+    """With README seventeen pages; what was measured is in the notes."""
+    assert len(pages) <= 17
     assert sum(len(page(name).split()) for name in pages) <= words
 
 
@@ -231,6 +231,17 @@ def test_figures_of_readme():
         work, _, beside = title.partition(", beside float32")
         work = f"memory: {work}" if title.endswith("beside float32") else title
         assert tuple(figures) == step_and_build(measured(work)[method, form], work), beside
+
+
+def test_peaks_of_readme():
+    """Those that `benchmarks.accelerators.backward` wrote, without and with the step in backward."""
+    table = {name: peaks for name, *peaks in rows(section("docs/four_bytes.md", "The peak"))}
+    ours, theirs = (table[name] for name in ("bf16: stochastic(AdamW, 8 bits)", "AdamW of optax"))
+    expected = [ours[i].partition(" → ")[2] for i in (0, 2)] + [theirs[i] for i in (0, 2)]
+    (reason,) = re.findall(
+        r"^- \*\*4 bytes (.*?)(?=^- )", page("README.md"), re.DOTALL | re.MULTILINE
+    )
+    assert re.findall(r"\d+\.\d+", reason) == expected
 
 
 def test_figures_are_those_of_the_benchmark():

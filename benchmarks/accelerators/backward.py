@@ -27,10 +27,21 @@ from benchmarks.accelerators.train_steps import (
     step_of,
 )
 
-_ONLY = flags.DEFINE_string("only", "", "Rows whose name holds this.")
-_WRITE = flags.DEFINE_bool("write", False, "Write the table.")
-
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
+
+
+class Row(NamedTuple):
+    """What is compiled, in each form.
+
+    Attributes:
+      target: of `TARGETS`.
+      model: of `MODELS`.
+      recipe: of `RECIPES`.
+    """
+
+    target: str
+    model: str
+    recipe: str
 
 
 class Peak(NamedTuple):
@@ -70,13 +81,21 @@ def peak(target: str, model: str, recipe: str, form: str) -> Peak:
 _START, _END = "<!-- peaks: start -->", "<!-- peaks: end -->"
 
 
-def table(found: dict[tuple[str, str, str], list[Peak | None]]) -> str:
-    """In Markdown, a row for each recipe."""
-    lines = [["compiled for", "model", "recipe", *FORMS], ["---"] * 5]
-    for (target, model, recipe), peaks in found.items():
-        cells = ["-" if x is None else f"{x.total:.2f}" for x in peaks]
-        lines.append([TARGETS[target].title, model, recipe, *cells])
+def table(found: dict[Row, list[Peak]]) -> str:
+    """In Markdown, a row for each recipe; a cell has the peak of each form."""
+    programs = list(dict.fromkeys((x.target, x.model) for x in found))
+    lines = [["recipe", *(f"{TARGETS[target].title}, {model}" for target, model in programs)]]
+    lines.append(["---"] * len(lines[0]))
+    for recipe in dict.fromkeys(x.recipe for x in found):
+        rows = [found.get(Row(*program, recipe), []) for program in programs]
+        lines.append([recipe, *(" → ".join(f"{x.total:.2f}" for x in peaks) for peaks in rows)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def page(text: str, found: dict[Row, list[Peak]]) -> str:
+    """A page with this table in place of the one that it has."""
+    before, rest = text.split(_START)
+    return f"{before}{_START}\n\n{table(found)}\n\n{_END}{rest.partition(_END)[2]}"
 
 
 def main(argv: list[str]) -> None:
@@ -84,25 +103,25 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     jax.config.update("jax_platforms", "cpu")  # compilers are asked, no device
     logging.set_verbosity(logging.WARNING)
-    found: dict[tuple[str, str, str], list[Peak | None]] = {}
+    found: dict[Row, list[Peak]] = {}
     for target in ("v5e", "h100"):
         if reason := targets.missing(TARGETS[target]):
             print(reason)
             continue
         for model in MODELS:
             for name, recipe in RECIPES.items():
-                row = target, model, name
-                if _ONLY.value not in " ".join(row):
+                row = Row(target, model, name)
+                if flags.FLAGS.only not in " ".join(row):
                     continue
                 jax.clear_caches()
                 forms = FORMS[:1] if recipe.of_optax else FORMS
                 found[row] = [peak(*row, form) for form in forms]
-                print(*row, *(f"{x.total:.2f}" for x in found[row] if x), flush=True)
-                found[row] += [None] * (len(FORMS) - len(forms))
-    if _WRITE.value:
-        before, rest = PAGE.read_text().split(_START)
-        PAGE.write_text(f"{before}{_START}\n\n{table(found)}\n\n{_END}{rest.partition(_END)[2]}")
+                print(*row, *(f"{x.total:.2f}" for x in found[row]), flush=True)
+    if flags.FLAGS.write:
+        PAGE.write_text(page(PAGE.read_text(), found))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # tests import this file beside `decoder`, whose flags have these names
+    flags.DEFINE_string("only", "", "Rows whose name holds this.")
+    flags.DEFINE_bool("write", False, "Write the table.")
     app.run(main)

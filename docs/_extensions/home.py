@@ -52,6 +52,7 @@ muon
 wrappers
 runs
 memory
+four_bytes
 packed
 devices
 from_optax

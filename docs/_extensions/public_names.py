@@ -26,6 +26,7 @@ LINKED = frozenset(  # pages whose functions are all jgrad's; on others a name n
         "muon",
         "runs",
         "memory",
+        "four_bytes",
         "packed",
         "devices",
         "stability",

@@ -67,6 +67,14 @@ NAMES = {
     "zero": ("fsdp", "zero-1", "zero1", "zero redundancy", "sharded optimizer"),
     "watch": ("monitor", "logging", "gradient norm", "grad norm"),
     "report": ("metrics", "wandb", "tensorboard"),
+    "step_in_backward": (
+        "lomo",
+        "gradient release",
+        "fused backward",
+        "optimizer in backward",
+        "apply_optimizer_in_backward",
+    ),
+    "scan_layers": ("remat", "gradient checkpointing", "activation checkpointing", "nn.scan"),
     "leaf_programs": ("pallas", "kernel"),
     "orthogonalize": ("newton-schulz", "newton schulz", "polar", "msign"),
     "global_norm": ("grad norm", "gradient norm", "total_norm"),
@@ -81,6 +89,7 @@ NAMES = {
 # By the names of their files, for what is an option of many functions.
 GUIDES = {
     "memory": ("int8", "8bit", "8-bit", "8 bits", "quantized", "quantization", "low memory"),
+    "four_bytes": ("peak memory", "out of memory", "oom"),
     "devices": ("multi gpu", "multi-gpu", "data parallel", "distributed", "pmap", "shard_map"),
     "runs": ("checkpointing", "checkpoints"),
     "packed": ("fused",),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend import core  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._backward.scan_layers import Block, Remat, recorded, rematerialised
 from jgrad._trees import checks, shardings, trees

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.interpreters import partial_eval
+from jax.interpreters import partial_eval  # may change, checked in JAX 0.7 to 0.12
 from jax.sharding import PartitionSpec
 
 from jgrad._backward.model import Owned

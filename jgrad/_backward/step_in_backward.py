@@ -55,7 +55,7 @@ def step_in_backward(
     returns until the last layer is done. Here a plain loop goes backwards over the layers: it takes
     the weights and the moments of one, computes its gradient, and writes new ones in their place.
     With bfloat16 weights and moments in 8 bits a whole step has 4 bytes per parameter at its peak,
-    in place of 8.
+    in place of 6.
 
     The loss says by `scan_layers` where its layers are, as often as it has stacks of them. All
     other leaves, as embeddings and heads, are updated at the end. `state` is `tx.init(params)`, and
@@ -68,9 +68,9 @@ def step_in_backward(
     with moments in 8 bits have a multiple of 256 elements, or `layer_axes=0`. The global norm, or
     whether all gradients are finite, is known when the backward pass is done, so
     `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass
-    computes that number and updates nothing. It costs the time of one more backward pass, and no
-    memory. `skip_spikes` needs none, because the loss is known before; it is given to `tx` as
-    `loss=`.
+    computes that number and updates nothing. It costs the time of one more backward pass, and
+    little memory. `skip_spikes` needs none, because the loss is known before; it is given to `tx`
+    as `loss=`. Nor does `clip_by_global_norm(..., of="previous")`.
 
     What needs the gradients of all layers themselves is refused: `accumulate`, `zero`,
     `pack_small`, `offload`, and packed trees.

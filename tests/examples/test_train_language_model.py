@@ -25,6 +25,7 @@ import shown
 import text
 import watched
 from checkpoints import CheckpointError, Checkpoints
+from jgrad._backward.step_in_backward import on_every_platform
 from language_training import Settings, SettingsError, bytes_on_one_device
 from tests.examples.command import Command
 from tests.support.eight_bits import unquantized
@@ -204,6 +205,38 @@ def test_layouts_train_alike():
         share = bytes_on_one_device(run.state) / bytes_on_one_device(trained["tree"].state)
         whole = 0.5 if name in ("jit", "zero") else 1
         assert whole <= share < 1.06 * whole  # packed has padding, of small leaves most
+
+
+@pytest.fixture
+def in_the_backward_pass(monkeypatch):
+    """Calls of `step_in_backward`, which on a CPU takes the ordinary step otherwise."""
+    calls, step_in_backward = [], jgrad.step_in_backward
+
+    def recorded(*args, **options):
+        calls.append(options)
+        return step_in_backward(*args, **options)
+
+    monkeypatch.setattr(jgrad, "step_in_backward", recorded)
+    token = on_every_platform.set(True)
+    yield calls
+    on_every_platform.reset(token)
+
+
+@pytest.mark.slow(one_in=2)
+@pytest.mark.parametrize(
+    "changed",
+    [{"recipe": "8bit", "clip": 0.0, "skip": False}, {"clip": 1.0, "skip": True}],
+    ids=["8bit", "clip"],
+)
+def test_a_step_in_the_backward_pass(changed, in_the_backward_pass):
+    """The losses of the ordinary step; a norm of all gradients is added in another order."""
+    settings = PLAIN._replace(layers=3, **changed)
+    expected = train(settings)
+    assert not in_the_backward_pass
+    found = train(settings._replace(step_in_backward=True))
+    assert in_the_backward_pass == [{"first_pass": True}]
+    losses = (run.history.training for run in (found, expected))
+    np.testing.assert_allclose(*losses, rtol=4 * np.finfo(np.float32).eps)
 
 
 # ---- what is shown -------------------------------------------------------------------------------
@@ -447,6 +480,16 @@ def test_which_calls_are_measured():
         ({"recipe": "int4"}, "--recipe=int4 is not known: choose float32, bf16_master, "),
         ({"packed": True, "devices": 2}, "--packed with --devices=2 needs --zero, which "),
         ({"zero": True}, "--zero shards the state over devices: give --devices=2 or more, too."),
+        (
+            {"step_in_backward": True},
+            "--step_in_backward updates each layer as soon as its gradient is known, and "
+            "--accumulate needs those of all layers at once: leave out one of them.",
+        ),
+        ({"step_in_backward": True, "packed": True}, "is known, and --packed needs those of all "),
+        (
+            {"step_in_backward": True, "devices": 2, "zero": True},
+            "is known, and --zero needs those of all ",
+        ),
         ({"devices": 3}, "--batch=4, expected a multiple of 3, of which each of the 3 devices "),
         ({"width": 34}, "--width=34, expected a multiple of 2 * 2 heads, since each head "),
         ({"steps": 5}, "--steps=5, expected a multiple of --accumulate=2, so that "),
