@@ -68,8 +68,8 @@ class ClipState(NamedTuple):
 def clip_by_global_norm(
     max_norm: Scalar,
     *,
-    of: Literal["current", "previous"] = "current",
     mesh_axes: PyTree = None,
+    of: Literal["current", "previous"] = "current",
 ) -> optax.GradientTransformationExtraArgs:
     """Scales all updates down together where their norm is above a bound.
 
@@ -85,9 +85,9 @@ def clip_by_global_norm(
 
     Args:
       max_norm: in [0, inf).
-      of: whose norm is compared with the bound.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
         as for `lars`; the norm is then that of the whole leaves.
+      of: whose norm is compared with the bound.
 
     Returns:
       A transformation without state, or with `ClipState(norm)` for `of="previous"`.

@@ -31,10 +31,6 @@ OF_FACTORY = {
         "`tx`: 3 of type int, expected a transformation with `init` and `update`.",
     ),
     "loss": ({"loss": 3}, TypeError, "`loss`: 3 of type int, expected a function."),
-    **{
-        name: ({name: 1}, TypeError, f"`{name}`: 1 of type int, expected True or False.")
-        for name in ("first_pass", "has_aux", "elementwise")
-    },
     "mesh_axes": (
         {"mesh_axes": 3},
         TypeError,

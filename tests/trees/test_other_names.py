@@ -90,7 +90,8 @@ OTHERS = [
      lambda: jgrad.lars(0.1, norm_axes=None, eps=0.9)),
     ("adam: 2 arguments by position, expected at most 1; write `beta1=`, and all others by name too.",
      lambda: jgrad.adam(0.1, 0.9)),
-    ("clip_by_global_norm: 2 arguments by position, expected at most 1; write `mesh_axes=`.",
+    ("clip_by_global_norm: 2 arguments by position, expected at most 1; write `mesh_axes=`, and all others by "
+     "name too.",
      lambda: jgrad.clip_by_global_norm(1.0, "data")),
     ("hidden_matrices: 1 argument by position, expected none; write `exclude=`, and all others by name too.",
      lambda: jgrad.hidden_matrices(("head",))),
