@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._backward.scan_layers import Block, Remat, recorded, rematerialised
@@ -23,6 +24,7 @@ from jgrad._trees.trees import PyTree, Structure
 _NAME = "step_in_backward"
 
 Arrays = list[jax.Array]
+Cotangents = list[jax.Array | None]  # None for integers, keys and the like
 # By variable of a jaxpr.
 Environment = dict[Any, jax.Array]
 
@@ -94,12 +96,13 @@ class TracedLoss:
         }  # by variable
         read: set[Any] = set()
         for eqn in self._jaxpr.eqns:
-            of_stacks = eqn.primitive is _marker
-            own = eqn.invars[: len(eqn.params["call"].positions)] if of_stacks else ()
-            for x in [x for x in eqn.invars if not isinstance(x, core.Literal) and x in stacks]:
-                if x in read or x not in own:
+            own = len(eqn.params["call"].positions) if eqn.primitive is _marker else 0
+            for k, x in enumerate(eqn.invars):
+                if isinstance(x, core.Literal) or x not in stacks:
+                    continue
+                if x in read or k >= own:
                     _refuse_twice(paths[stacks[x]])
-            read.update(own)
+                read.add(x)
         for x in self._jaxpr.outvars:
             if not isinstance(x, core.Literal) and x in stacks:
                 _refuse_twice(paths[stacks[x]])
@@ -130,11 +133,9 @@ class _Recorder:
         positions = [self._position.get(id(x)) for x in stacks]
         if None in positions:
             path = trees.paths(of_layers.unflatten(stacks))[positions.index(None)]
-            expected = "a leaf of `params` as it is: change it inside of `block`, a layer at a time"
-            came = "an array that was computed"
-            raise ValueError(
-                f"scan_layers: `layers`{checks.at(path)}: {came}, expected {expected}."
-            )
+            begin = f"scan_layers: `layers`{checks.at(path)}: no leaf of `params` as it is"
+            expected = "expected one: change it inside of `block`, a layer at a time"
+            raise ValueError(f"{begin}, {expected}.")
         arrays, of_carry = _flat(carry)
         # As of `jax.lax.scan`, a carry has strong types.
         carries = [jax.lax.convert_element_type(x, jnp.result_type(x)) for x in arrays]
@@ -221,12 +222,14 @@ class SavedCall(NamedTuple):
       others: what else the block reads.
       form: the structure of the vjp of a layer, and where each array of it is: in a layer, among
         the others, among those stored, or itself.
+      shapes: of the carry.
     """
 
     call: Call
     stored: Arrays
     others: Arrays
     form: tuple[Any, list[tuple[str, Any]]]
+    shapes: list[tuple[int, ...]]
 
     @classmethod
     def of(
@@ -253,27 +256,34 @@ class SavedCall(NamedTuple):
             return new, stored
 
         after, stored = jax.lax.scan(body, carry, stacks)
-        return after, cls(call, stored, others, form)
+        return after, cls(call, stored, others, form, [x.shape for x in after])
 
-    def pull(self, i: Any, layer: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    def pull(
+        self, i: jax.Array, layer: Arrays, cotangents: Cotangents
+    ) -> tuple[Arrays, Cotangents, Arrays]:
         """Cotangents of layer `i`, of the carry in front of it, and of what else it reads."""
         stored = [jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False) for x in self.stored]
         structure, sources = self.form
         arrays = {"layer": layer, "others": self.others, "stored": stored}
         pull = structure.unflatten([x if k == "itself" else arrays[k][x] for k, x in sources])
-        of_layer, of_carry, of_others = pull(cotangents)
-        return of_layer, of_carry, of_others
+        full = [
+            np.zeros(shape, jax.dtypes.float0) if x is None else x
+            for x, shape in zip(cotangents, self.shapes, strict=True)
+        ]
+        of_layer, of_carry, of_others = pull(full)
+        before = zip(cotangents, of_carry, strict=True)
+        return of_layer, [None if old is None else new for old, new in before], of_others
 
 
 # (number of a call, what it saved, cotangents behind it) -> those in front of it, and of what else
 # its block reads.
-Visit = Callable[[int, SavedCall, Arrays], tuple[Arrays, Arrays]]
+Visit = Callable[[int, SavedCall, Cotangents], tuple[Cotangents, Cotangents]]
 
 
 class _Piece(NamedTuple):
     """What stands between two calls: its vjp, and the variables of its arguments and results."""
 
-    pull: Callable[[Arrays], tuple[Arrays]]
+    pull: Callable[[Cotangents], tuple[Arrays]]
     arguments: list[Any]
     results: list[Any]
 
@@ -346,19 +356,22 @@ class Forward:
         self.saved.append(saved)
         self._calls.append(eqn)
 
+    def _zeros(self, x: Any) -> jax.Array | None:
+        return _full(self._env[x], 0) if _is_floating(x) else None
+
     def backward(self, visit: Visit) -> list[jax.Array | None]:
         """The gradients of all leaves that are in no stack, and None; `visit` sees each call."""
         cotangents: Environment = {}
 
         def add(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
             for x, new in zip(variables, arrays, strict=True):
-                if not isinstance(x, core.Literal) and x in self._differentiable:
+                if new is None or isinstance(x, core.Literal):
+                    continue
+                if x in self._differentiable:
                     cotangents[x] = cotangents[x] + new if x in cotangents else new
 
-        def of(variables: Iterable[Any]) -> Arrays:
-            return [
-                cotangents.pop(x) if x in cotangents else _full(self._env[x], 0) for x in variables
-            ]
+        def of(variables: Iterable[Any]) -> Cotangents:
+            return [cotangents.pop(x) if x in cotangents else self._zeros(x) for x in variables]
 
         add([self._value], [_full(self._read(self._value), 1)])
         for i in range(len(self._calls), -1, -1):
@@ -384,15 +397,15 @@ def _full(x: jax.Array, value: float) -> jax.Array:
 
 def _differentiable(jaxpr: Any) -> set[Any]:
     """The variables that depend on floating parameters, and are floating."""
-
-    def is_floating(x: Any) -> bool:
-        return bool(jnp.issubdtype(x.aval.dtype, jnp.inexact))
-
-    known = set(filter(is_floating, jaxpr.invars))
+    known = set(filter(_is_floating, jaxpr.invars))
     for eqn in jaxpr.eqns:
         if any(not isinstance(x, core.Literal) and x in known for x in eqn.invars):
-            known.update(filter(is_floating, eqn.outvars))
+            known.update(filter(_is_floating, eqn.outvars))
     return known
+
+
+def _is_floating(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.aval.dtype, jnp.inexact))
 
 
 def _free(eqns: Sequence[Any]) -> list[Any]:

@@ -167,7 +167,7 @@ def _begun(
         jax.ShapeDtypeStruct(x.shape if layers is None else (layers, *x.shape[1:]), x.dtype)
         for x in (leaves[i] for i in positions)
     ]
-    with shares.within(Share(layer, begins=True)):
+    with shares.within(Share(layer, shapes=shares.shapes_of(params), begins=True)):
         state = jax.eval_shape(tx.init, alone(structure, positions, shapes))
     arrays, of_state = jax.tree_util.tree_flatten_with_path(state)
     return dict(arrays), of_state

@@ -1,5 +1,7 @@
 """The update of one share, as a function of arrays."""
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,9 +12,9 @@ from jax.sharding import PartitionSpec
 
 from jgrad._backward.model import Owned
 from jgrad._backward.portions import Portion, alone
-from jgrad._trees import shares
+from jgrad._trees import checks, shares
 from jgrad._trees.shares import Combine, Key, Numbers, Share
-from jgrad._trees.trees import PyTree, Structure
+from jgrad._trees.trees import PyTree
 from jgrad._wrappers.apply_gradients import apply_gradients
 
 Arrays = list[jax.Array]
@@ -60,7 +62,7 @@ class ShareUpdate:
         self,
         tx: optax.GradientTransformationExtraArgs,
         portion: Portion,
-        structure: Structure,
+        params: PyTree,
         mesh_axes: Sequence[PartitionSpec | None] | None,
         extra: Mapping[str, Any],
         *,
@@ -71,13 +73,15 @@ class ShareUpdate:
         Args:
           tx: see above.
           portion: see above.
-          structure: of all parameters.
+          params: all parameters.
           mesh_axes: how each leaf of the share is sharded, if the user says it.
           extra: other arguments of an update.
           elementwise: whether the transformations of other libraries are.
         """
         self.portion, self.combines = portion, dict[Key, Combine]()
-        self._tx, self._structure, self._extra = tx, structure, extra
+        self._tx, self._structure, self._extra = tx, jax.tree.structure(params), extra
+        self._shapes = shares.shapes_of(params)
+        self._forms: Numbers | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
     def __call__(self, given: Given, known: Numbers, others: Numbers | None = None) -> Made:
@@ -92,7 +96,8 @@ class ShareUpdate:
         def tree(leaves: Sequence[object]) -> PyTree:
             return alone(self._structure, self.portion.positions, leaves)
 
-        with shares.within(Share(given.layer, known, others, trusts=self._elementwise)) as share:
+        share = Share(given.layer, known, others, shapes=self._shapes, trusts=self._elementwise)
+        with shares.within(share):
             params, state = apply_gradients(
                 self._tx,
                 tree(given.gradients),
@@ -112,28 +117,62 @@ class ShareUpdate:
 
     def parts(self, given: Given) -> Numbers:
         """The form of what it has to say."""
-        forms: Numbers = jax.eval_shape(lambda given: self(given, {}).parts, given)
-        return forms
+        if self._forms is None:
+            self._forms = jax.eval_shape(lambda given: self(given, {}).parts, given)
+        return self._forms
 
     def numbers_read(self, given: Given) -> dict[Key | None, set[Key]]:
-        """Which numbers of all shares its own arrays need, by None; and which each number needs."""
+        """Which numbers of all shares its own arrays need, by None; and which each number needs.
+
+        What has no layers is the same for all of them: an error where it is computed of one.
+        """
         forms = self.parts(given)
 
-        def outputs(known: Numbers, given: Given) -> tuple[Owned, Numbers]:
+        def outputs(known: Numbers, given: Given) -> tuple[Owned, Numbers, Arrays]:
             made = self(given, known)
-            return self.owned(made), made.parts
+            pairs = zip(made.state, self.portion.owned, strict=True)
+            return self.owned(made), made.parts, [x for x, use in pairs if not use]
 
-        closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
+        closed, (own, parts, others) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
+        program = _with_barriers_apart(closed.jaxpr)
         of_inputs = _key_of_leaves(forms)
-        of_results = [*[None] * len(jax.tree.leaves(own)), *_key_of_leaves(parts)]
+        of_results: list[Key | int | None] = [None] * len(jax.tree.leaves(own))
+        of_results += _key_of_leaves(parts)
+        of_results += range(len(others))
 
-        def read_for(key: Key | None) -> set[Key]:
-            used = [own == key for own in of_results]
-            _, read = partial_eval.dce_jaxpr(closed.jaxpr, used)
-            # Then come those of what was given.
-            return {own for own, use in zip(of_inputs, read, strict=False) if use}
+        def read_for(result: Key | int | None) -> list[bool]:
+            used = [x == result for x in of_results]
+            read: list[bool] = partial_eval.dce_jaxpr(program, used)[1]
+            return read
 
-        return {key: read_for(key) for key in (None, *forms)}
+        gradients = [True for g in given.gradients if g is not None]
+        alone = [True, *gradients, *[True] * len(given.weights), *self.portion.owned]
+        for i in range(len(others)):
+            of_given = read_for(i)[len(of_inputs) :]
+            if any(map(operator.and_, of_given, alone)):
+                self._refuse_state(i)
+        return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
+
+    def _refuse_state(self, i: int) -> None:
+        count = len(self.portion.places)
+        arrays = jax.tree_util.tree_leaves_with_path(self.portion.structure.unflatten(range(count)))
+        paths = [path for path, k in arrays if not self.portion.owned[k]]
+        came = "an array without layers, which is computed of the gradients of some"
+        expected = "expected transformations that compute each element by itself"
+        where = checks.at(jax.tree_util.keystr(paths[i]))
+        raise ValueError(f"step_in_backward: `state`{where}: {came}; {expected}.")
+
+
+def _with_barriers_apart(program: Any) -> Any:
+    """The same, to ask what depends on what: a barrier joins nothing."""
+    eqns = []
+    for eqn in program.eqns:
+        if eqn.primitive.name != "optimization_barrier":
+            eqns.append(eqn)
+            continue
+        for x, y in zip(eqn.invars, eqn.outvars, strict=True):
+            eqns.append(eqn.replace(invars=[x], outvars=[y]))
+    return program.replace(eqns=eqns)
 
 
 def _key_of_leaves(numbers: Numbers) -> list[Key]:

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
 from jgrad._backward import portions
-from jgrad._backward.losses import Forward, SavedCall, TracedLoss
+from jgrad._backward.losses import Cotangents, Forward, SavedCall, TracedLoss
 from jgrad._backward.model import Model, Owned, with_layer
 from jgrad._backward.portions import Portion
-from jgrad._backward.share_updates import Arrays, Given, ShareUpdate, pruned
+from jgrad._backward.share_updates import Given, ShareUpdate, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
@@ -127,6 +127,8 @@ def step_in_backward(
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
+    # Without `jit` loops have no traces, by which arrays are told apart.
+    @jax.disable_jit(False)
     def in_backward(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
         traced = TracedLoss(loss, params, args, has_aux=has_aux)
         forward = traced.forward(jax.tree.leaves(params))
@@ -144,12 +146,17 @@ def step_in_backward(
         inputs = params, state, args, extra_args
         if on_every_platform.get():
             return in_backward(*inputs)
-        results: Results = jax.lax.platform_dependent(*inputs, cpu=ordinary, default=in_backward)
+        # As functions that are new in each call: JAX keeps the traces of those that it has seen.
+        results: Results = jax.lax.platform_dependent(
+            cpu=lambda: ordinary(*inputs), default=lambda: in_backward(*inputs)
+        )
         return results
 
     return step
 
 
+# Cotangents in front of the layers of a call, and of what else its block reads.
+_Before = tuple[Cotangents, Cotangents]
 # What is done with a layer: new arrays, or none, and what it has to say.
 _Turn = Callable[[Given], tuple[Owned | None, Numbers]]
 
@@ -176,8 +183,7 @@ class _Step:
 
         def update(portion: Portion) -> ShareUpdate:
             axes = [_spec(places[i], portion.layers) for i in portion.positions if places]
-            structure = self._model.structures[0]
-            return ShareUpdate(tx, portion, structure, axes or None, extra, elementwise=elementwise)
+            return ShareUpdate(tx, portion, params, axes or None, extra, elementwise=elementwise)
 
         self._stacks = list(map(update, stacks))
         self._rest = update(portions.of_rest(tx, params, state, stacks))
@@ -206,9 +212,7 @@ class _Step:
         By a backward pass of their own; those that need others, by one more.
         """
         read, known = self._numbers_read(), Numbers()
-        missing = set(read[None])
-        while more := {k for key in missing for k in read[key]} - missing:
-            missing |= more
+        missing = read[None].union(*read.values())  # also what a number needs that no layer does
         if missing and not first_pass:
             name = min(missing)[0]
             came = f"`{name}` computes a number of all gradients, before any layer is updated"
@@ -227,7 +231,7 @@ class _Step:
         def parts(update: ShareUpdate, given: Given) -> Numbers:
             return {key: x for key, x in update(given, known).parts.items() if key in ready}
 
-        def visit(k: int, saved: SavedCall, after: Arrays) -> tuple[Arrays, Arrays]:
+        def visit(k: int, saved: SavedCall, after: Cotangents) -> _Before:
             nonlocal said
             update = self._stacks[k]
             _, more, before, others = self._through(
@@ -249,7 +253,7 @@ class _Step:
         said: Numbers = {}
         model = self._model
 
-        def visit(k: int, saved: SavedCall, after: Arrays) -> tuple[Arrays, Arrays]:
+        def visit(k: int, saved: SavedCall, after: Cotangents) -> _Before:
             nonlocal said, model
             update = self._stacks[k]
             nothing = self._nothing(update, update.combines.keys() - known.keys())
@@ -272,11 +276,11 @@ class _Step:
         self,
         update: ShareUpdate,
         saved: SavedCall,
-        after: Arrays,
+        after: Cotangents,
         numbers: Numbers,
         turn: _Turn,
         owned: Owned | None,
-    ) -> tuple[Any, Numbers, Arrays, Arrays]:
+    ) -> tuple[Any, Numbers, Cotangents, Cotangents]:
         """Goes backwards over the layers of a stack.
 
         Args:
@@ -313,7 +317,7 @@ class _Step:
             return owned, _both(update, numbers, parts), before, _sums(of_others, more)
 
         zeros = [numerics.zeros_like(x) if checks.is_inexact(x) else None for x in saved.others]
-        results: tuple[Any, Numbers, Arrays, Arrays] = _loop(
+        results: tuple[Any, Numbers, Cotangents, Cotangents] = _loop(
             last + 1, body, (owned, numbers, after, zeros)
         )
         return results

@@ -335,6 +335,9 @@ def mask(inputs: Parameters, name: str, tree: Mask) -> list[bool]:
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])
     tree = called(
-        inputs, name, tree, lambda: trees.map_leaves(checks.shape_and_dtype, inputs.shapes)
+        inputs,
+        name,
+        tree,
+        lambda: shares.of_whole_model(trees.map_leaves(checks.shape_and_dtype, inputs.shapes)),
     )
     return checks.bools(inputs.option(name, tree))

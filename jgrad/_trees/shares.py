@@ -8,7 +8,7 @@ at once is refused (`refuse`).
 """
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._trees.protocols import KeyPath
 from jgrad._trees.traces import trace_state
 
 PyTree = Any  # as in `trees`, which reads rules by path, and these ask for the share
@@ -62,6 +63,7 @@ class Share:
         known: Numbers | None = None,
         others: Numbers | None = None,
         *,
+        shapes: Mapping[KeyPath, jax.ShapeDtypeStruct],
         trusts: bool = False,
         begins: bool = False,
     ) -> None:
@@ -71,12 +73,13 @@ class Share:
           layer: see above.
           known: the numbers of all shares, where they are.
           others: those of all other shares; the number is then that of both.
+          shapes: of all parameters of the model, by path.
           trusts: whether all transformations of other libraries are elementwise, as a user says.
           begins: whether it is an `init`, which has no gradients.
         """
         self.layer = layer
         self.parts: dict[Key, tuple[Combine, PyTree]] = {}
-        self._known, self._others = known or {}, others or {}
+        self._known, self._others, self._shapes = known or {}, others or {}, shapes
         self._trusts, self._begins, self._trace = trusts or begins, begins, trace_state()
         self._seen: dict[int, object] = {}  # arrays by identity, which are kept for it
 
@@ -96,6 +99,13 @@ class Share:
             return self._known[key]
         return combine.two(self._others[key], part) if key in self._others else part
 
+    def shape(self, path: KeyPath, own: jax.ShapeDtypeStruct | None) -> object:
+        """That of a parameter in the whole model, in the dtype that it has here."""
+        whole = self._shapes.get(path)
+        if own is None or whole is None:
+            return own if whole is None else whole
+        return jax.ShapeDtypeStruct(whole.shape, own.dtype)
+
     def add(self, tree: PyTree) -> None:
         """Says that arrays are made of gradients of this share, by this library."""
         self._seen |= {id(x): x for x in jax.tree.leaves(tree)}
@@ -106,8 +116,8 @@ class Share:
             return
         if trace_state() != self._trace:
             raise ValueError(
-                f"{_STEP}: `tx`: `{function}` is called inside `jax.jit` or another transformation "
-                "of JAX, expected its own `update`; wrap the whole step in `jax.jit`."
+                f"{_STEP}: `tx`: `{function}` is called inside a branch of another library, or "
+                "`jax.jit`; wrap the whole step in `jax.jit`, or take the ordinary step."
             )
         if not self._trusts:
             raise ValueError(
@@ -160,8 +170,25 @@ def in_stack(keys: np.ndarray, size: int) -> np.ndarray | jax.Array:
     return jnp.stack([jnp.asarray(keys[0]) + before, jnp.asarray(keys[1])])
 
 
+def shapes_of(params: PyTree) -> dict[KeyPath, jax.ShapeDtypeStruct]:
+    """Of all parameters, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {path: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for path, x in leaves}
+
+
+def of_whole_model(shapes: PyTree) -> PyTree:
+    """What an option that is a function is called with: no share, but all parameters."""
+    share = current()
+    if share is None:
+        return shapes
+    return jax.tree_util.tree_map_with_path(share.shape, shapes, is_leaf=lambda x: x is None)
+
+
 def refuse(function: str, remedy: str) -> None:
-    """An error where a share is updated: the function needs all gradients at once."""
+    """An error where a share is updated: the function needs all gradients at once.
+
+    Asked by `init`, which is called for each share before there is an update.
+    """
     if current() is not None:
         came = f"`{function}`, which needs the gradients of all layers at once"
         raise ValueError(f"{_STEP}: `tx`: {came}; {remedy}.")

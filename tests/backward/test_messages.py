@@ -91,6 +91,16 @@ LOSSES = {
         "takes a pair.",
     ),
     "two calls": (lambda p, x: scan(p) + scan(p), ValueError, twice("down")),
+    "a block that reads its own stack": (
+        lambda p, x: scan(p, block=lambda layer, x: x + jnp.sum(p["layers"]["up"])),
+        ValueError,
+        twice("up"),
+    ),
+    "a stack in the carry": (
+        lambda p, x: jnp.sum(scan(p, p["layers"]["down"], lambda layer, x: x)),
+        ValueError,
+        twice("down"),
+    ),
     "another reader": (
         lambda p, x: scan(p) + jnp.sum(p["layers"]["up"]),
         ValueError,
@@ -99,8 +109,8 @@ LOSSES = {
     "computed layers": (
         lambda p, x: scan({"layers": {"up": 2 * p["layers"]["up"]}}),
         ValueError,
-        "scan_layers: `layers` at ['up']: an array that was computed, expected a leaf of `params` "
-        "as it is: change it inside of `block`, a layer at a time.",
+        "scan_layers: `layers` at ['up']: no leaf of `params` as it is, expected one: change it "
+        "inside of `block`, a layer at a time.",
     ),
     "vmap": (
         lambda p, x: jnp.sum(jax.vmap(functools.partial(scan, p))(jnp.zeros(3))),
@@ -186,6 +196,21 @@ BRANCH = (
     "step_in_backward: `tx`: `{}` computes a number of all gradients inside a branch, expected it "
     "outside: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
 )
+INSIDE = (
+    "step_in_backward: `tx`: `adam` is called inside a branch of another library, or `jax.jit`; "
+    "wrap the whole step in `jax.jit`, or take the ordinary step."
+)
+
+
+def norm_of_updates():
+    """Hands them on untouched."""
+
+    def update(updates, state, params=None):
+        return updates, optax.tree.norm(updates)
+
+    return optax.GradientTransformation(lambda _: jnp.zeros(()), update)
+
+
 LEAVES = {"first": False, "layers": True, "last": False}
 MATRICES = jgrad.hidden_matrices(exclude=("first", "last"))
 OF_TX = {
@@ -226,8 +251,14 @@ OF_TX = {
     "under jit": (
         lambda: optax.GradientTransformationExtraArgs(adam().init, jax.jit(adam().update)),
         {"elementwise": True},
-        "step_in_backward: `tx`: `adam` is called inside `jax.jit` or another transformation of "
-        "JAX, expected its own `update`; wrap the whole step in `jax.jit`.",
+        INSIDE,
+    ),
+    "MultiSteps": (lambda: optax.MultiSteps(adam(), 2), {"elementwise": True}, INSIDE),
+    "a number of one layer": (
+        lambda: optax.chain(adam(), norm_of_updates()),
+        {},
+        "step_in_backward: `state` at [1]: an array without layers, which is computed of the "
+        "gradients of some; expected transformations that compute each element by itself.",
     ),
     "lamb": (lambda: jgrad.lamb(1e-2), {}, layer_axes("lamb")),
     "lars": (lambda: jgrad.lars(1e-2), {}, layer_axes("lars")),
@@ -249,6 +280,16 @@ OF_TX = {
 def test_transformations(name):
     make, options, message = OF_TX[name]
     assert_error(ValueError, message, call(make(), **options))
+
+
+def test_a_rate_of_another_library(standard_promotion):
+    """It is an estimate by all gradients, whatever the user says."""
+    assert_error(
+        ValueError,
+        "step_in_backward: `state` at .estim_lr: an array without layers, which is computed of "
+        "the gradients of some; expected transformations that compute each element by itself.",
+        call(optax.contrib.prodigy(), elementwise=True),
+    )
 
 
 def test_layers_with_axes_are_taken():

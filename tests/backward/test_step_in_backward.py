@@ -93,6 +93,68 @@ def test_a_carry_of_several_arrays():
     assert_equal(*both(adam(), models.params(), batches(), loss))
 
 
+def test_a_carry_of_integers_and_keys():
+    """As dropout is written: a number of the layer, and a key for it."""
+
+    def loss(params, args):
+        x, key = args
+
+        def block(layer, carry):
+            x, i, key = carry
+            key, own = jax.random.split(key)
+            keep = jax.random.bernoulli(jax.random.fold_in(own, i), 0.8, x.shape)
+            return jnp.where(keep, models.block(layer, x), x), i + 1, key
+
+        carry = jnp.tanh(x @ params["first"]), jnp.int32(0), key
+        x, _, _ = jgrad.scan_layers(block, params["layers"], carry)
+        return jnp.mean(jnp.square(x @ params["last"]))
+
+    data = [(x, jax.random.key(i)) for i, x in enumerate(batches())]
+    assert_equal(*both(adam(), models.params(), data, loss), 4)
+
+
+def test_what_python_knows_is_read_in_each_trace():
+    """A step is traced anew where its caller is: another number of a closure is another program."""
+    scale = [1.0]
+    step = jgrad.step_in_backward(adam(), lambda p, x: scale[0] * models.loss(p, x))
+    params, x = models.params(), models.batch()
+
+    def value(factor):
+        scale[0] = factor
+        return jax.jit(lambda: step(params, adam().init(params), x)[2])()
+
+    for backward in (True, False):
+        token = on_every_platform.set(backward)
+        try:
+            np.testing.assert_allclose(value(3.0), 3 * value(1.0), rtol=1e-6)
+        finally:
+            on_every_platform.reset(token)
+
+
+def test_without_traces():
+    params, x, tx = models.params(), models.batch(), jgrad.gradient_descent(0.1)
+    with jax.disable_jit():
+        found = jgrad.step_in_backward(tx, models.loss)(params, tx.init(params), x)
+    assert_equal(found, models.ordinary(tx)(params, tx.init(params), x), 16)
+
+
+@pytest.mark.parametrize("mask", ["size", "first axis", "largest"])
+def test_masks_see_the_whole_model(mask):
+    """Not one layer, nor one share: a mask may ask for a shape, or for the largest leaf."""
+
+    def of_shapes(params):
+        largest = max(x.size for x in jax.tree.leaves(params))
+        rules = {
+            "size": lambda x: x.size > 1000,
+            "first axis": lambda x: x.shape[0] == models.LAYERS,
+            "largest": lambda x: x.size == largest,
+        }
+        return jax.tree.map(rules[mask], params)
+
+    tx = jgrad.adam(1e-2, weight_decay=0.5, weight_decay_mask=of_shapes)
+    assert_equal(*both(tx, models.params(), batches()), 4)
+
+
 def test_numbers_of_one_call():
     found, expected = both(adam(), models.params(), batches(), extra={"learning_rate": 0.3})
     assert_equal(found, expected)
@@ -133,6 +195,17 @@ def test_a_number_that_needs_another():
     """A norm of updates, which a first norm has clipped."""
     tx = optax.chain(clipped(adam()), jgrad.clip_by_global_norm(0.01))
     found, expected = both(tx, models.params(), batches(), first_pass=True)
+    assert_equal(found, expected, 64)
+
+
+def test_a_number_that_needs_another_where_no_layer_needs_one():
+    """A state remembers it, and layers are frozen."""
+    tx = optax.chain(
+        clipped(jgrad.clip_by_global_norm(0.02, of="previous")),
+        jgrad.gradient_descent(0.1),
+        optax.masked(optax.set_to_zero(), {"first": False, "layers": True, "last": False}),
+    )
+    found, expected = both(tx, models.params(), batches(), first_pass=True, elementwise=True)
     assert_equal(found, expected, 64)
 
 
