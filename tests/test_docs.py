@@ -244,6 +244,16 @@ def test_peaks_of_readme():
     assert re.findall(r"\d+\.\d+", reason) == expected
 
 
+def test_a_decoder_in_the_backward_pass():
+    """Its peaks are those of the notes."""
+    table = rows(page("benchmarks/notes/on_paper.md"))
+    recipe = "bf16: stochastic(AdamW, 8 bits)"
+    names = [["8 B", "16: v5e:4x4", x] for x in (f"{recipe}, in backward", recipe)]
+    expected = [row[5] for name in names for row in table if row[:3] == name]
+    found = re.findall(r"\d+\.\d+", section("docs/four_bytes.md", "When it does not pay"))
+    assert found == expected
+
+
 def test_figures_are_those_of_the_benchmark():
     """Whole rows in the notes; in the guide the columns that it shows."""
     figures = [x for x in page(STEPS).splitlines() if len(x.split("|")) == 12]
