@@ -21,7 +21,8 @@ from jgrad._trees.trees import PyTree, Structure
 
 _NAME = "step_in_backward"
 
-# An array with so many times as many layers tells blocks of 256 that cross layers from others.
+# Of so many times as many layers: if blocks of 256 elements cross layers, an array of scales is not
+# so many times as long.
 _MANY = 256
 
 _BLOCKS = (
@@ -97,24 +98,20 @@ def of_stack(
     whole = _Whole(state)
     places: list[tuple[int, Cut | None]] = []
     for path, x in some.items():
-        i, times, others = whole.position(path, x.shape), _MANY, many
-        if path not in many:  # of another form, in 8 bits from some size on: as it is of one layer
-            times, others = 1, _begun(tx, params, positions, 0, 1)[0]
+        i, others, count = whole.position(path, x.shape), many, layers * _MANY
+        if path not in many:  # in 8 bits from some size on, and not yet: as with one layer
+            others, count = _begun(tx, params, positions, 0, 1)[0], 1
         other = others[path].shape
-        if x.shape == other and path in many:
+        axes = [k for k, (a, b) in enumerate(zip(x.shape, other, strict=True)) if a != b]
+        if not axes and count > 1:
             places.append((i, None))
             continue
-        axis = next((k for k, n in enumerate(x.shape) if n != other[k]), 0)
-        length = x.shape[axis] // layers
-        expected = (
-            *x.shape[:axis],
-            (length if times == 1 else x.shape[axis] * times),
-            *x.shape[axis + 1 :],
-        )
-        if other != expected or x.shape[axis] % layers:
+        axis = axes[0] if axes else 0
+        grows = other[axis] * layers == x.shape[axis] * count
+        if len(axes) > 1 or not grows or x.shape[axis] % layers:
             came = f"shape {x.shape} of {layers} layers"
             raise ValueError(f"{_NAME}: `state`{checks.at(whole.paths[i])}: {came}, {_BLOCKS}.")
-        places.append((i, Cut(axis, length)))
+        places.append((i, Cut(axis, x.shape[axis] // layers)))
     return Portion(tuple(positions), layers, structure, places)
 
 

@@ -51,40 +51,45 @@ def step_in_backward(
         params, state  = apply_gradients(tx, g, state, params, loss=value)
 
     The numbers are those of these two lines, but there is never a gradient of all layers. A step
-    as it is usually written holds one for each parameter, because XLA keeps what a scan over layers
-    returns until the last layer is done. Here a plain loop goes backwards over the layers: it takes
-    the weights and the moments of one, computes its gradient, and writes new ones in their place.
-    With bfloat16 weights and moments in 8 bits a whole step has 4 bytes per parameter at its peak,
-    in place of 6.
+    as it is usually written holds one, because XLA keeps what a scan over layers returns until the
+    last layer is done. Here a plain loop goes backwards over the layers: it takes the weights and
+    the moments of one layer, computes its gradient, and writes new ones in their place. With
+    bfloat16 weights and moments in 8 bits, a whole step has 4 bytes per parameter at its peak, in
+    place of 6.
 
     The loss says by `scan_layers` where its layers are, as often as it has stacks of them. All
-    other leaves, as embeddings and heads, are updated at the end. `state` is `tx.init(params)`, and
-    what comes back is what `tx.update` would return, so that a run, or its checkpoint, may change
-    from one form of the step to the other. Methods that compute each element by itself round alike
-    in both, random rounding among it, as far as XLA joins the same products and sums; norms of all
-    leaves are added in another order.
+    other leaves, such as embeddings and heads, are updated at the end. `state` is
+    `tx.init(params)`, and what comes back is what `tx.update` would return, so a run, or its
+    checkpoint, may change from one form of the step to the other. Methods that compute each element
+    by itself give the same numbers in both forms, including random rounding, up to how XLA fuses
+    products and sums. Norms of all leaves are added in another order.
 
-    A method with norms, ratios or matrices of layers needs `layer_axes=0` for each stack. Layers
-    with moments in 8 bits have a multiple of 256 elements, or `layer_axes=0`. The global norm, or
-    whether all gradients are finite, is known when the backward pass is done, so
-    `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass
+    A method with norms, ratios or matrices of layers needs `layer_axes=0` for each stack. With
+    moments in 8 bits, a layer needs a multiple of 256 elements, or `layer_axes=0`. The global norm,
+    or whether all gradients are finite, is only known when the backward pass is done, so
+    `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass then
     computes that number and updates nothing. It costs the time of one more backward pass, and
-    little memory. `skip_spikes` needs none, because the loss is known before; it is given to `tx`
-    as `loss=`. Nor does `clip_by_global_norm(..., of="previous")`.
+    little memory. `skip_spikes` needs no first pass, because the loss is known before; it is given
+    to `tx` as `loss=`. Nor does `clip_by_global_norm(..., of="previous")`.
 
-    What needs the gradients of all layers themselves is refused: `accumulate`, `zero`,
-    `pack_small`, `offload`, and packed trees.
+    What needs the gradients of all layers at once is refused: `accumulate`, `zero`, `pack_small`,
+    `offload`, and packed trees. Options of this library that are functions are called with the
+    shapes of all parameters. Functions given to another library, such as the labels of
+    `optax.partition`, see a layer as a stack of one beside None, so let them look at names.
 
-    On a CPU, XLA copies all that a loop carries in each turn. There the step is the ordinary one,
-    chosen when a program is lowered. Nor does this pay where layers are not stacked, for XLA then
-    frees each gradient by itself, or where activations are what fills the memory.
+    On a CPU, XLA copies everything that a loop carries in each turn. There the ordinary step is
+    taken, chosen when a program is lowered. The step in the backward pass does not pay where layers
+    are not stacked, because XLA then frees each gradient by itself, nor where activations fill the
+    memory.
 
     Args:
-      tx: any transformation. Those of other libraries are refused without `elementwise=True`.
+      tx: any transformation. Without `elementwise=True`, arrays that another library computes are
+        refused.
       loss: `loss(params, *args)` returns a real scalar, and calls `scan_layers` on stacks that are
-        leaves of `params`, outside of other JAX transformations. Each stack is read by one call.
-      first_pass: True computes numbers of all gradients before any layer is updated; one that needs
-        another, as of a second clip, by one more pass.
+        leaves of `params`, outside of `jax.jit` and other transformations of JAX. One call reads
+        each stack.
+      first_pass: True computes numbers of all gradients before any layer is updated. One that
+        depends on another, as a second clip's does, takes one more pass.
       has_aux: whether the loss returns `(value, aux)`.
       elementwise: says that the transformations of other libraries in `tx` compute each element by
         itself, from scalars and from what stands beside it.
@@ -94,8 +99,8 @@ def step_in_backward(
 
     Returns:
       `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what
-      the loss returned, and `extra_args` are for `tx.update`, as `learning_rate=`. Wrap it in
-      `jax.jit`, and donate parameters and state.
+      the loss returned, and `extra_args` are for `tx.update`, such as `learning_rate=`, and not for
+      the loss. Wrap it in `jax.jit`, and donate parameters and state.
 
     Raises:
       TypeError: an argument of the wrong kind; from the step, a loss that returns no scalar.
@@ -112,8 +117,8 @@ def step_in_backward(
       ()
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
-      (2023), section 3, which fuses gradient and update; its second pass for the norm is theirs,
-      too.
+      (2023), section 3, which fuses gradient and update; the second pass for the norm is theirs as
+      well.
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     if not callable(loss):
