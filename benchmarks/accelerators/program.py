@@ -32,7 +32,8 @@ class Counts(NamedTuple):
       products: of matrices, in a run.
       collectives: how many of each kind, those of rare branches too, and those of loops once.
       arguments: bytes.
-      temporaries: bytes.
+      temporaries: bytes beside arguments. Where the memory of a TPU is plenty, XLA packs arrays
+        loosely: then those that live at once.
       peak: bytes of all that lives at once, where the compiler says it; else 0.
       seconds: of tracing, lowering and compiling.
     """
@@ -87,6 +88,8 @@ class Program:
         seconds = time.perf_counter() - start
         self.text = compiled.as_text()
         moved, memory = hlo.traffic(self.text), compiled.memory_analysis()
+        arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        peak = getattr(memory, "peak_memory_in_bytes", 0)
         self.counts = Counts(
             bytes=moved.bytes,
             rare=moved.rare,
@@ -94,9 +97,9 @@ class Program:
             kernels=moved.kernels,
             products=moved.products,
             collectives=hlo.collectives(self.text),
-            arguments=memory.argument_size_in_bytes,
-            temporaries=memory.temp_size_in_bytes,
-            peak=getattr(memory, "peak_memory_in_bytes", 0),
+            arguments=arguments,
+            temporaries=min(temporaries, peak - arguments) if peak else temporaries,
+            peak=peak,
             seconds=seconds,
         )
 

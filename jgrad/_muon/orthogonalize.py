@@ -251,10 +251,7 @@ def _sharing(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, 
 
 
 def _joined(stacks: list[jax.Array]) -> jax.Array:
-    if len(stacks) == 1:
-        return stacks[0]
-    vectors = [x.reshape(-1) for x in _alike(stacks)]
-    return splitting.join(vectors).reshape(-1, *stacks[0].shape[1:])
+    return stacks[0] if len(stacks) == 1 else splitting.join(_alike(stacks))
 
 
 def _alike(stacks: list[jax.Array]) -> list[jax.Array]:

@@ -62,4 +62,4 @@ def test_bytes_temporaries_and_kernels(name, target, model, form):
         assert moved > most.bytes or temporaries > most.temporaries, "reached: remove the entry"
     kernels = KERNELS[name, key][model][form == "packed"]
     assert found.kernels <= 1.1 * kernels
-    assert found.products == PRODUCTS.get(name, 0)
+    assert found.products == PRODUCTS.get((name, key), 0)
