@@ -20,7 +20,8 @@ LIMITS = {
     "bf16: skip(clip + stochastic(AdamW, 8 bits))": {"v5e": 4.1, "h100": 4.5},
     "bf16: stochastic(momentum in bfloat16)": {"v5e": 4.1, "h100": 4.5},
     "Muon": {"v5e": 10.2, "h100": 11.0},
-    "bf16: stochastic(Muon)": {"v5e": 7.3, "h100": 7.9},
+    # Both matrices of a layer are joined for their products, in float32.
+    "bf16: stochastic(Muon)": {"v5e": 7.3, "h100": 9.6},
 }
 
 # For its loops that change no weights, XLA for a TPU keeps the matrices of queries, keys and values
