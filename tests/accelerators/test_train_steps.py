@@ -30,8 +30,6 @@ NOT_REACHED = {("bf16: skip(clip + stochastic(AdamW, 8 bits))", "v5e", "attentio
 
 QUICK = {
     ("AdamW", "layers"),
-    ("skip(clip + AdamW)", "attention"),
-    ("bf16: stochastic(AdamW, 8 bits)", "layers"),
     ("bf16: skip(clip + stochastic(AdamW, 8 bits))", "layers"),
 }
 

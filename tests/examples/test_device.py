@@ -73,7 +73,7 @@ def test_without_a_device(tmp_path):
     "only",
     [
         "train step: AdamW,",
-        pytest.param("", marks=pytest.mark.slow),  # three minutes
+        pytest.param("", marks=pytest.mark.slow(exhaustive=True)),  # three minutes
     ],
     ids=["two", "all"],
 )
