@@ -388,7 +388,7 @@ MUTATIONS = [
     Mutation("_after", "watch: donated arrays are copied on a CPU", "jnp.where(_, X, _)", "X", WATCH),
     Mutation("measures._norms_of", "watch: finite layers are counted", "~jnp.isfinite(X)", "jnp.isfinite(X)", WATCH),
     Mutation("measures._ratios", "watch: parameters by updates", "numerics.safe_divide(X, Y)", "numerics.safe_divide(Y, X)", WATCH),
-    Mutation("measures._in_float32", "watch: a finite norm in float64 is infinite", "numerics.clipped(X, _)", "X", WATCH),
+    Mutation("numerics.in_float32", "watch: a finite norm in float64 is infinite", "clipped(X, _)", "X", WATCH),
     Mutation("noted_branch", "notes: those of a window that is open", "(otherwise(), X)", "(otherwise(), jax.tree.map(jnp.zeros_like, X))", WATCH),
     Mutation("Notes.is_here", "notes of another trace", "_ == _", "True", "tests/inputs/test_notes.py"),
     Mutation("Notes.add_leaves", "notes: rates change their form", "has_each and not one", "False", "tests/inputs/test_notes.py"),

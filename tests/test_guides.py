@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import on_every_platform
+from jgrad._backward.step_in_backward import forced
 from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
 from tests.support.pages import GUIDES, NOTES, blocks, page, run_example
@@ -226,9 +226,8 @@ def state_of_flax(names, printed):
 def in_both_forms(step, params, state, *args):
     """A step is the ordinary one on a CPU; in the backward pass it has the same loss and weights."""
     expected = step(*jax.tree.map(jnp.copy, (params, state)), *args)  # it donates
-    token = on_every_platform.set(True)
-    found = jax.jit(step.__wrapped__)(params, state, *args)
-    on_every_platform.reset(token)
+    with forced():
+        found = jax.jit(step.__wrapped__)(params, state, *args)
     for x, y in zip(*map(jax.tree.leaves, (found[::2], expected[::2])), strict=True):
         assert jnp.allclose(x, y, rtol=2 * jnp.finfo(x.dtype).eps)  # a bfloat16 may round elsewhere
     return found

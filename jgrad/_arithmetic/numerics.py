@@ -148,6 +148,14 @@ def _in_unit_square(x: jax.Array) -> jax.Array:
     return jax.lax.complex(safe_divide(x.real, largest), safe_divide(x.imag, largest))
 
 
+def in_float32(x: jax.Array) -> jax.Array:
+    """At most the largest number, where it is finite."""
+    if x.dtype == jnp.float32:
+        return x
+    largest = float(jnp.finfo(jnp.float32).max)
+    return jnp.where(jnp.isinf(x), x, clipped(x, largest)).astype(jnp.float32)
+
+
 def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Zeros with the sharding of `x`.
 

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core  # may change, checked in JAX 0.7 to 0.12
 
+from jgrad._arithmetic import numerics
 from jgrad._backward.scan_layers import Block, Remat, recorded, rematerialised
-from jgrad._trees import checks, shardings, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.traces import trace_state
 from jgrad._trees.trees import PyTree, Structure
 
@@ -116,7 +117,8 @@ class _Recorder:
     """Makes a marker of each call."""
 
     def __init__(self, leaves: Arrays, calls: list[Call]) -> None:
-        self._leaves, self._calls, self._trace = leaves, calls, trace_state()
+        self._leaves = leaves  # kept, so that no other array gets the identity of one
+        self._calls, self._trace = calls, trace_state()
         self._position = {id(x): i for i, x in enumerate(leaves)}
 
     def call(self, block: Block, layers: PyTree, carry: PyTree, remat: Remat, count: int) -> PyTree:
@@ -217,7 +219,6 @@ class SavedCall(NamedTuple):
     """What the backward pass of a call reads.
 
     Attributes:
-      call: see there.
       stored: per layer, stacked, as much as no layer and no other operand has.
       others: what else the block reads.
       form: the structure of the vjp of a layer, and where each array of it is: in a layer, among
@@ -225,7 +226,6 @@ class SavedCall(NamedTuple):
       shapes: of the carry.
     """
 
-    call: Call
     stored: Arrays
     others: Arrays
     form: tuple[Any, list[tuple[str, Any]]]
@@ -256,7 +256,7 @@ class SavedCall(NamedTuple):
             return new, stored
 
         after, stored = jax.lax.scan(body, carry, stacks)
-        return after, cls(call, stored, others, form, [x.shape for x in after])
+        return after, cls(stored, others, form, [x.shape for x in after])
 
     def pull(
         self, i: jax.Array, layer: Arrays, cotangents: Cotangents
@@ -357,7 +357,7 @@ class Forward:
         self._calls.append(eqn)
 
     def _zeros(self, x: Any) -> jax.Array | None:
-        return _full(self._env[x], 0) if _is_floating(x) else None
+        return numerics.zeros_like(self._env[x]) if _is_floating(x) else None
 
     def backward(self, visit: Visit) -> list[jax.Array | None]:
         """The gradients of all leaves that are in no stack, and None; `visit` sees each call."""
@@ -373,7 +373,7 @@ class Forward:
         def of(variables: Iterable[Any]) -> Cotangents:
             return [cotangents.pop(x) if x in cotangents else self._zeros(x) for x in variables]
 
-        add([self._value], [_full(self._read(self._value), 1)])
+        add([self._value], [numerics.zeros_like(self._read(self._value)) + 1])
         for i in range(len(self._calls), -1, -1):
             piece = self._pieces[i]
             add(piece.arguments, *piece.pull(of(piece.results)))
@@ -385,14 +385,6 @@ class Forward:
                     add(variables, arrays)
         stacks = {x for eqn in self._calls for x in eqn.invars[: len(eqn.params["call"].positions)]}
         return [None if x in stacks else cotangents.get(x) for x in self._inputs]
-
-
-def _full(x: jax.Array, value: float) -> jax.Array:
-    """An array of the type of `x`."""
-    new: jax.Array = shardings.varying_over(
-        shardings.sharded_as(jnp.full(x.shape, value, x.dtype), x), shardings.varying_axes(x)
-    )
-    return new
 
 
 def _differentiable(jaxpr: Any) -> set[Any]:

@@ -85,57 +85,6 @@ class Portion(NamedTuple):
         return [x for x, use in zip(self.places, self.owned, strict=True) if use]
 
 
-def of_stack(
-    tx: optax.GradientTransformationExtraArgs,
-    params: PyTree,
-    state: PyTree,
-    positions: Sequence[int],
-    layers: int,
-) -> Portion:
-    """That of a stack."""
-    some, structure = _begun(tx, params, positions, 0)
-    many, _ = _begun(tx, params, positions, 0, layers * _MANY)
-    whole = _Whole(state)
-    places: list[tuple[int, Cut | None]] = []
-    for path, x in some.items():
-        i, others, count = whole.position(path, x.shape), many, layers * _MANY
-        if path not in many:  # in 8 bits from some size on, and not yet: as with one layer
-            others, count = _begun(tx, params, positions, 0, 1)[0], 1
-        other = others[path].shape
-        axes = [k for k, (a, b) in enumerate(zip(x.shape, other, strict=True)) if a != b]
-        if not axes and count > 1:
-            places.append((i, None))
-            continue
-        axis = axes[0] if axes else 0
-        grows = other[axis] * layers == x.shape[axis] * count
-        if len(axes) > 1 or not grows or x.shape[axis] % layers:
-            came = f"shape {x.shape} of {layers} layers"
-            raise ValueError(f"{_NAME}: `state`{checks.at(whole.paths[i])}: {came}, {_BLOCKS}.")
-        places.append((i, Cut(axis, x.shape[axis] // layers)))
-    return Portion(tuple(positions), layers, structure, places)
-
-
-def of_rest(
-    tx: optax.GradientTransformationExtraArgs,
-    params: PyTree,
-    state: PyTree,
-    stacks: Sequence[Portion],
-) -> Portion:
-    """That of all leaves in no stack. It has all numbers that are of no layer, too."""
-    taken = {i for stack in stacks for i in stack.positions}
-    positions = [i for i in range(len(jax.tree.leaves(params))) if i not in taken]
-    some, structure = _begun(tx, params, positions, None)
-    whole = _Whole(state)
-    places = [(whole.position(path, x.shape), None) for path, x in some.items()]
-    here = {i for i, _ in places}.union(i for stack in stacks for i, _ in stack.owned_places)
-    for i, path in enumerate(whole.paths):
-        if i not in here:
-            expected = "expected an entry for each of its layers: `layer_axes=0` in the wrapper"
-            begin = f"{_NAME}: `state`{checks.at(path)}"
-            raise ValueError(f"{begin}: a number of a whole stack, {expected}.")
-    return Portion(tuple(positions), None, structure, [*places])
-
-
 def not_packed(name: str, tree: PyTree) -> None:
     """No packed trees: a buffer has rows of all layers."""
     if packing.any_packed(tree):
@@ -143,50 +92,91 @@ def not_packed(name: str, tree: PyTree) -> None:
         raise ValueError(f"{_NAME}: `{name}`: a packed tree, {remedy}.")
 
 
-def alone(structure: Structure, positions: Iterable[int], leaves: Iterable[object]) -> PyTree:
-    """A tree of parameters with these leaves, and None for all others."""
-    entries: list[object] = [None] * structure.num_leaves
-    for i, x in zip(positions, leaves, strict=True):
-        entries[i] = x
-    return structure.unflatten(entries)
-
-
-def _begun(
-    tx: optax.GradientTransformationExtraArgs,
-    params: PyTree,
-    positions: Sequence[int],
-    layer: int | None,
-    layers: int | None = None,
-) -> tuple[dict[KeyPath, jax.ShapeDtypeStruct], Structure]:
-    """The arrays of a state of some leaves, by path, and its structure; with so many layers."""
-    leaves, structure = jax.tree.flatten(params)
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape if layers is None else (layers, *x.shape[1:]), x.dtype)
-        for x in (leaves[i] for i in positions)
-    ]
-    with shares.within(Share(layer, shapes=shares.shapes_of(params), begins=True)):
-        state = jax.eval_shape(tx.init, alone(structure, positions, shapes))
-    arrays, of_state = jax.tree_util.tree_flatten_with_path(state)
-    return dict(arrays), of_state
-
-
-class _Whole:
-    """A whole state, by the paths of its arrays.
+class Whole:
+    """A transformation, all parameters and the whole state, of which shares have portions.
 
     Attributes:
-      paths: as text, in order.
+      tx: the transformation.
+      shapes: of the parameters, by path.
     """
 
-    def __init__(self, state: PyTree) -> None:
-        not_packed("state", state)
+    def __init__(
+        self, tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree
+    ) -> None:
+        self.tx, self.shapes, self._state = tx, shares.shapes_of(params), state
+        self._structure: Structure = jax.tree.structure(params)
         arrays = jax.tree_util.tree_leaves_with_path(state)
-        self.paths = [jax.tree_util.keystr(path) for path, _ in arrays]
+        self._paths = [jax.tree_util.keystr(path) for path, _ in arrays]
         self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
 
-    def position(self, path: KeyPath, shape: tuple[int, ...]) -> int:
-        """Of the array with that path, which has that shape."""
+    def stack(self, positions: Sequence[int], layers: int) -> Portion:
+        """That of a stack."""
+        some, structure = self._begun(positions, 0)
+        many, _ = self._begun(positions, 0, layers * _MANY)
+        places: list[tuple[int, Cut | None]] = []
+        for path, x in some.items():
+            i, others, count = self._position(path, x.shape), many, layers * _MANY
+            if path not in many:  # in 8 bits from some size on, and not yet: as with one layer
+                others, count = self._begun(positions, 0, 1)[0], 1
+            other = others[path].shape
+            axes = [k for k, (a, b) in enumerate(zip(x.shape, other, strict=True)) if a != b]
+            if not axes and count > 1:
+                places.append((i, None))
+                continue
+            axis = axes[0] if axes else 0
+            grows = other[axis] * layers == x.shape[axis] * count
+            if len(axes) > 1 or not grows or x.shape[axis] % layers:
+                came = f"shape {x.shape} of {layers} layers"
+                raise ValueError(f"{_NAME}: `state`{checks.at(self._paths[i])}: {came}, {_BLOCKS}.")
+            places.append((i, Cut(axis, x.shape[axis] // layers)))
+        return Portion(tuple(positions), layers, structure, places)
+
+    def rest(self, stacks: Sequence[Portion]) -> Portion:
+        """That of all leaves in no stack. It has all numbers that are of no layer, too."""
+        taken = {i for stack in stacks for i in stack.positions}
+        positions = [i for i in range(self._structure.num_leaves) if i not in taken]
+        some, structure = self._begun(positions, None)
+        places = [(self._position(path, x.shape), None) for path, x in some.items()]
+        here = {i for i, _ in places}.union(i for stack in stacks for i, _ in stack.owned_places)
+        for i, path in enumerate(self._paths):
+            if i not in here:
+                expected = "expected an entry for each of its layers: `layer_axes=0` in the wrapper"
+                begin = f"{_NAME}: `state`{checks.at(path)}"
+                raise ValueError(f"{begin}: a number of a whole stack, {expected}.")
+        return Portion(tuple(positions), None, structure, [*places])
+
+    def alone(self, positions: Iterable[int], leaves: Iterable[object]) -> PyTree:
+        """A tree of parameters with these leaves, and None for all others."""
+        entries: list[object] = [None] * self._structure.num_leaves
+        for i, x in zip(positions, leaves, strict=True):
+            entries[i] = x
+        return self._structure.unflatten(entries)
+
+    def _begun(
+        self, positions: Sequence[int], layer: int | None, layers: int | None = None
+    ) -> tuple[dict[KeyPath, jax.ShapeDtypeStruct], Structure]:
+        """The arrays of a new state of some leaves, by path, and its structure.
+
+        Args:
+          positions: of the leaves.
+          layer: which layer they are; None for what is in no stack.
+          layers: how many they are to have; as many as they have if None.
+        """
+        shapes = list(self.shapes.values())
+        leaves = [
+            jax.ShapeDtypeStruct(x.shape if layers is None else (layers, *x.shape[1:]), x.dtype)
+            for x in (shapes[i] for i in positions)
+        ]
+        with shares.within(Share(layer, shapes=self.shapes, begins=True)):
+            state = jax.eval_shape(self.tx.init, self.alone(positions, leaves))
+        arrays, structure = jax.tree_util.tree_flatten_with_path(state)
+        return dict(arrays), structure
+
+    def _position(self, path: KeyPath, shape: tuple[int, ...]) -> int:
+        """Of the array of the state with that path, which has that shape."""
         i, own = self._known.get(path, (-1, None))
         if own != shape:
+            not_packed("state", self._state)
             came = "nothing" if own is None else f"shape {own}"
             where = checks.at(jax.tree_util.keystr(path))
             expected = f"shape {shape}, as `tx.init(params)` has it"

@@ -1,14 +1,15 @@
 """The layers of a model in a loss: a scan over them, which `step_in_backward` takes apart."""
 
-import contextvars
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.contexts import during
 from jgrad._trees.trees import PyTree
 
 _NAME = "scan_layers"
@@ -20,7 +21,7 @@ Remat = bool | Callable[..., Any]
 # Takes the place of the scan.
 Recorder = Callable[[Block, PyTree, PyTree, Remat, int], PyTree]
 
-_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(_NAME, default=None)
+_recorder: ContextVar[Recorder | None] = ContextVar(_NAME, default=None)
 
 
 def scan_layers(block: Block, layers: PyTree, carry: PyTree, *, remat: Remat = True) -> PyTree:
@@ -48,7 +49,8 @@ def scan_layers(block: Block, layers: PyTree, carry: PyTree, *, remat: Remat = T
     Raises:
       ValueError: leaves of `layers` have no first axis, or axes of different lengths.
       TypeError: a leaf is not an array, or `remat` is neither a bool nor a function; as from
-        `jax.lax.scan`, a carry of another structure, shape or dtype.
+        `jax.lax.scan`, a carry of another structure (in `step_in_backward` a ValueError), shape or
+        dtype.
 
     Example:
       >>> params = {"layers": {"w": jnp.full((8, 4, 4), 0.1)}, "head": jnp.ones((4, 2))}
@@ -102,11 +104,6 @@ def count_of(layers: PyTree) -> int:
     return count
 
 
-@contextmanager
-def recorded(recorder: Recorder) -> Iterator[None]:
+def recorded(recorder: Recorder) -> AbstractContextManager[Recorder | None]:
     """Hands each call to a recorder, which is given the block, not what `remat` makes of it."""
-    token = _recorder.set(recorder)
-    try:
-        yield
-    finally:
-        _recorder.reset(token)
+    return during(_recorder, recorder)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.interpreters import partial_eval  # may change, checked in JAX 0.7 to 0.12
 from jax.sharding import PartitionSpec
 
 from jgrad._backward.model import Owned
-from jgrad._backward.portions import Portion, alone
+from jgrad._backward.portions import Portion, Whole
 from jgrad._trees import checks, shares
 from jgrad._trees.shares import Combine, Key, Numbers, Share
 from jgrad._trees.trees import PyTree
@@ -60,9 +59,8 @@ class ShareUpdate:
 
     def __init__(
         self,
-        tx: optax.GradientTransformationExtraArgs,
+        whole: Whole,
         portion: Portion,
-        params: PyTree,
         mesh_axes: Sequence[PartitionSpec | None] | None,
         extra: Mapping[str, Any],
         *,
@@ -71,16 +69,14 @@ class ShareUpdate:
         """Of one step.
 
         Args:
-          tx: see above.
+          whole: the transformation, and all parameters.
           portion: see above.
-          params: all parameters.
           mesh_axes: how each leaf of the share is sharded, if the user says it.
           extra: other arguments of an update.
           elementwise: whether the transformations of other libraries are.
         """
         self.portion, self.combines = portion, dict[Key, Combine]()
-        self._tx, self._structure, self._extra = tx, jax.tree.structure(params), extra
-        self._shapes = shares.shapes_of(params)
+        self._whole, self._extra = whole, extra
         self._forms: Numbers | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
@@ -94,12 +90,13 @@ class ShareUpdate:
         """
 
         def tree(leaves: Sequence[object]) -> PyTree:
-            return alone(self._structure, self.portion.positions, leaves)
+            return self._whole.alone(self.portion.positions, leaves)
 
-        share = Share(given.layer, known, others, shapes=self._shapes, trusts=self._elementwise)
+        shapes = self._whole.shapes
+        share = Share(given.layer, known, others, shapes=shapes, trusts=self._elementwise)
         with shares.within(share):
             params, state = apply_gradients(
-                self._tx,
+                self._whole.tx,
                 tree(given.gradients),
                 self.portion.structure.unflatten(given.state),
                 tree(given.weights),

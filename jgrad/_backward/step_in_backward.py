@@ -1,8 +1,9 @@
 """A train step that updates each layer of a model as soon as its gradient is known."""
 
-import contextvars
 import operator
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,15 +12,15 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
-from jgrad._backward import portions
 from jgrad._backward.losses import Cotangents, Forward, SavedCall, TracedLoss
 from jgrad._backward.model import Model, Owned, with_layer
-from jgrad._backward.portions import Portion
+from jgrad._backward.portions import Portion, Whole, not_packed
 from jgrad._backward.share_updates import Given, ShareUpdate, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, values
+from jgrad._trees.contexts import during
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -27,8 +28,7 @@ from jgrad._wrappers.apply_gradients import apply_gradients
 
 _NAME = "step_in_backward"
 
-# For tests: on a CPU, too, the step is taken in the backward pass.
-on_every_platform: contextvars.ContextVar[bool] = contextvars.ContextVar(_NAME, default=False)
+_is_forced: ContextVar[bool] = ContextVar(_NAME, default=False)
 
 Results = tuple[PyTree, PyTree, PyTree]
 TrainStep = Callable[..., Results]
@@ -147,9 +147,9 @@ def step_in_backward(
         return *step.updated(forward, known), forward.result
 
     def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
-        portions.not_packed("params", params)
+        not_packed("params", params)
         inputs = params, state, args, extra_args
-        if on_every_platform.get():
+        if _is_forced.get():
             return in_backward(*inputs)
         # As functions that are new in each call: JAX keeps the traces of those that it has seen.
         results: Results = jax.lax.platform_dependent(
@@ -158,6 +158,11 @@ def step_in_backward(
         return results
 
     return step
+
+
+def forced(use: bool = True) -> AbstractContextManager[bool]:
+    """The step in the backward pass on every platform, for tests; or as a platform has it."""
+    return during(_is_forced, use)
 
 
 # Cotangents in front of the layers of a call, and of what else its block reads.
@@ -181,17 +186,15 @@ class _Step:
         elementwise: bool,
     ) -> None:
         self._model, self._places = Model.of_trees(params, state), places
-        stacks = [
-            portions.of_stack(tx, params, state, call.positions, call.count)
-            for call in traced.calls
-        ]
+        whole = Whole(tx, params, state)
+        stacks = [whole.stack(call.positions, call.count) for call in traced.calls]
 
         def update(portion: Portion) -> ShareUpdate:
             axes = [_spec(places[i], portion.layers) for i in portion.positions if places]
-            return ShareUpdate(tx, portion, params, axes or None, extra, elementwise=elementwise)
+            return ShareUpdate(whole, portion, axes or None, extra, elementwise=elementwise)
 
         self._stacks = list(map(update, stacks))
-        self._rest = update(portions.of_rest(tx, params, state, stacks))
+        self._rest = update(whole.rest(stacks))
 
     def _numbers_read(self) -> dict[Key | None, set[Key]]:
         """Which numbers the update of some layer needs, by None; and which each of these needs."""
@@ -370,12 +373,14 @@ def _loop(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
     def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:
         return shardings.varying_over(x, shardings.varying_axes(new))
 
-    while True:
+    # Where no types say it, none is to be found by tracing a turn more.
+    while shardings.invariant_axes():
         typed = jax.tree.map(vary, carry, jax.eval_shape(body, jnp.int32(0), carry))
         is_same = all(map(operator.is_, *map(jax.tree.leaves, (typed, carry))))
         carry = typed
         if is_same:
-            return jax.lax.fori_loop(0, count, body, carry)
+            break
+    return jax.lax.fori_loop(0, count, body, carry)
 
 
 def _sums(totals: Sequence[Any], more: Sequence[Any]) -> list[Any]:

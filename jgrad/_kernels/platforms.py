@@ -5,11 +5,11 @@ of Pallas, for a GPU it is run in two passes, and anywhere else it is the plain 
 program is right for every platform, and `jax.export` has each in one file.
 """
 
-import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jgrad._kernels import passes, places, tpu
 from jgrad._kernels.leaf_step import Form, LeafStep, Place, moments_of
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.contexts import during
 from jgrad._trees.trees import PyTree
 
 _forced: ContextVar[Form | None] = ContextVar("forced", default=None)
@@ -54,14 +55,9 @@ def run(
     return values, [Blocks(next(results), next(results), m.blocks.form) for m in moments]
 
 
-@contextlib.contextmanager
-def forced(form: Form) -> Iterator[None]:
+def forced(form: Form) -> AbstractContextManager[Form | None]:
     """One form on every platform, for tests; kernels one operation after the other."""
-    token = _forced.set(form)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
+    return during(_forced, form)
 
 
 # ---- the operation -----------------------------------------------------------------------------

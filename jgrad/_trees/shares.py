@@ -7,15 +7,16 @@ at random for the place of a layer in its stack, and what needs the gradients of
 at once is refused (`refuse`).
 """
 
-import contextvars
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._trees.contexts import during
 from jgrad._trees.protocols import KeyPath
 from jgrad._trees.traces import trace_state
 
@@ -127,7 +128,7 @@ class Share:
             )
 
 
-_current: contextvars.ContextVar[Share | None] = contextvars.ContextVar("share", default=None)
+_current: ContextVar[Share | None] = ContextVar("share", default=None)
 
 
 def current() -> Share | None:
@@ -135,14 +136,9 @@ def current() -> Share | None:
     return _current.get()
 
 
-@contextmanager
-def within(share: Share) -> Iterator[Share]:
+def within(share: Share) -> AbstractContextManager[Share | None]:
     """Makes a share the current one."""
-    token = _current.set(share)
-    try:
-        yield share
-    finally:
-        _current.reset(token)
+    return during(_current, share)
 
 
 def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:

@@ -223,8 +223,7 @@ def accumulate(
     def init(params: PyTree) -> PyTree:
         shares.refuse(_NAME, "take a larger batch, or the ordinary step")
         total = zeros(_NAME, params) if has_windows else None
-        weight = [counter(params).astype(jnp.float32)] * weighted
-        state = kind(*(counter(params) for _ in range(3)), total, tx.init(params), *weight)
+        state = _begun(kind, params, total, tx.init(params))
         _length(every, state.inner)
         return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
@@ -271,6 +270,14 @@ def accumulate(
         return steps, new
 
     return pair(init, update, _NAME)
+
+
+def _begun(kind: type[PyTree], params: PyTree, total: PyTree, inner: PyTree) -> PyTree:
+    """A state before the first call."""
+    counters = counter(params), counter(params), counter(params)
+    is_weighted = kind is WeightedAccumulateState
+    weight = [counter(params).astype(jnp.float32)] if is_weighted else []
+    return kind(*counters, total, inner, *weight)
 
 
 # ---- one call ----------------------------------------------------------------------------------

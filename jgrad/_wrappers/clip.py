@@ -156,8 +156,7 @@ def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) 
     use = jnp.isfinite(norm.mantissa)
     if commit is not None:
         use = use & commit.flag
-    value = numerics.clipped(norm.value(), float(jnp.finfo(jnp.float32).max))
-    new = jnp.where(use, value.astype(jnp.float32), old)
+    new = jnp.where(use, numerics.in_float32(norm.value()), old)
     if commit is not None:
         commit.keep([new], [old])
     return new

@@ -54,7 +54,7 @@ def _norms_of(
         layers,
     )
     norm = shares.of_all("watch", norms.OF_SHARES, norms.norm_of_norms(batches))
-    numbers = {kind: _in_float32(norm.value())}
+    numbers = {kind: numerics.in_float32(norm.value())}
     if kind == _GRADIENTS:
         bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
         numbers[_NONFINITE] = shares.of_all("watch", SUM, sum(bad, jnp.zeros((), jnp.int32)))
@@ -62,7 +62,7 @@ def _norms_of(
     for i, (spec, axes) in enumerate(zip(inputs.specs, layers, strict=True)):
         if floating[i]:
             of_array = per_array.get(i, jnp.zeros((axes.num_layers,)))
-            per_leaf = spec.per_leaf(_in_float32(of_array), axes)
+            per_leaf = spec.per_leaf(numerics.in_float32(of_array), axes)
             for j, norm in zip(spec.positions, per_leaf, strict=True):
                 numbers[f"{kind}/{names[j]}"] = norm
     return numbers
@@ -87,10 +87,3 @@ def _ratios(numbers: Numbers) -> Numbers:
         end: numerics.safe_divide(numbers[_UPDATES + end], numbers[_PARAMS + end]) for end in ends
     }
     return {_RATIO + end: numerics.clipped(x, _LARGEST) for end, x in quotients.items()}
-
-
-def _in_float32(x: jax.Array) -> jax.Array:
-    """At most the largest number, where the norm is finite."""
-    if x.dtype == jnp.float32:
-        return x
-    return jnp.where(jnp.isinf(x), x, numerics.clipped(x, _LARGEST)).astype(jnp.float32)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from jgrad._backward.step_in_backward import on_every_platform
+from jgrad._backward import step_in_backward
 
 
 @pytest.fixture(autouse=True)
 def _in_the_backward_pass():
-    token = on_every_platform.set(True)
-    yield
-    on_every_platform.reset(token)
+    with step_in_backward.forced():
+        yield

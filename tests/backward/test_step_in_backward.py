@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import on_every_platform
+from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.models import assert_equal
 from tests.backward.recipes import RECIPES, adam, clipped
@@ -124,11 +124,8 @@ def test_what_python_knows_is_read_in_each_trace():
         return jax.jit(lambda: step(params, adam().init(params), x)[2])()
 
     for backward in (True, False):
-        token = on_every_platform.set(backward)
-        try:
+        with forced(backward):
             np.testing.assert_allclose(value(3.0), 3 * value(1.0), rtol=1e-6)
-        finally:
-            on_every_platform.reset(token)
 
 
 def test_without_traces():
@@ -285,8 +282,8 @@ def test_double_precision(x64):
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
 
 
-def while_loops(step, platform):
-    """In the program for a platform, by XLA's name of them."""
+def lowered(step, platform):
+    """The program for a platform."""
     tx, params = adam(), models.params()
     args = jax.eval_shape(lambda: (params, tx.init(params), models.batch()))
     return jax.jit(step).trace(*args).lower(lowering_platforms=(platform,)).as_text()
@@ -294,13 +291,10 @@ def while_loops(step, platform):
 
 def test_the_form_is_chosen_when_a_program_is_lowered():
     """On a CPU, whose XLA copies what a loop carries, the ordinary one."""
-    token = on_every_platform.set(False)
-    try:
-        step = jgrad.step_in_backward(adam(), models.loss)
-        on_cpu, on_tpu = (while_loops(step, platform) for platform in ("cpu", "tpu"))
-    finally:
-        on_every_platform.reset(token)
-    ordinary = while_loops(models.ordinary(adam()), "cpu")
+    step = jgrad.step_in_backward(adam(), models.loss)
+    with forced(False):
+        on_cpu, on_tpu = (lowered(step, platform) for platform in ("cpu", "tpu"))
+    ordinary = lowered(models.ordinary(adam()), "cpu")
     gradients = "tensor<3x16x32xf32>"  # of all layers
     assert on_cpu.count("stablehlo.while") == ordinary.count("stablehlo.while")
     # Weights and both moments are carried, each as an argument and a result; no gradient is.

@@ -25,7 +25,7 @@ import shown
 import text
 import watched
 from checkpoints import CheckpointError, Checkpoints
-from jgrad._backward.step_in_backward import on_every_platform
+from jgrad._backward.step_in_backward import forced
 from language_training import Settings, SettingsError, bytes_on_one_device
 from tests.examples.command import Command
 from tests.support.eight_bits import unquantized
@@ -217,9 +217,8 @@ def in_the_backward_pass(monkeypatch):
         return step_in_backward(*args, **options)
 
     monkeypatch.setattr(jgrad, "step_in_backward", recorded)
-    token = on_every_platform.set(True)
-    yield calls
-    on_every_platform.reset(token)
+    with forced():
+        yield calls
 
 
 @pytest.mark.slow(one_in=2)
