@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.markdown import Markdown
 from rich.table import Table
 
-from benchmarks import muon as muon_benchmark
+from benchmarks import markdown, muon as muon_benchmark
 from benchmarks.measure import Ratio
 from benchmarks.results import Figures, Result
 from benchmarks.state_bytes import Held
@@ -43,9 +43,8 @@ class Section(NamedTuple):
         parts = [f"## {self.title}", self.note]
         parts += [f"![{self.title}]({plot})"] if plot else []
         for about, rows in self.tables.items():
-            lines = [self.columns, ["---"] * len(self.columns), *rows]
             parts += [f"### {about}"] if about else []
-            parts += ["\n".join(f"| {' | '.join(line)} |" for line in lines)]
+            parts += [markdown.table(self.columns, rows)]
         return "\n\n".join(parts) + "\n"
 
 

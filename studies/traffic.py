@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from absl import app
 
+from benchmarks import markdown
 from benchmarks.collectives import Collective
 
 PARAMETERS = (10**9, 10**10, 10**11)
@@ -171,13 +172,13 @@ def table(machine: Machine) -> str:
     """A row for each number of parameters, in float32, and of devices; one figure for each way."""
     columns = ["parameters", "devices", "state, GB", "memory, GB", "NVLink, GB", "network, GB"]
     columns += ["update, GB", "compute, ms", "update, ms", "links, ms", "not compute"]
-    lines = [columns, ["---"] * len(columns)]
+    rows = []
     for elements, n in itertools.product(PARAMETERS, DEVICES):
         about = f"{elements / 1e9:g} billion: {4 * elements / 1e9:g} GB"
         ways = (_figures(WAYS[name], Part(elements), n, machine) for name in COMPARED)
         cells = (x[:1] if len(set(x)) == 1 else x for x in zip(*ways, strict=True))
-        lines.append([about, str(n), *(" / ".join(x) for x in cells)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows.append([about, str(n), *(" / ".join(x) for x in cells)])
+    return markdown.table(columns, rows)
 
 
 def _figures(way: Way, part: Part, devices: int, machine: Machine) -> list[str]:

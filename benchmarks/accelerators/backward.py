@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 from absl import app, flags, logging
 
+from benchmarks import markdown
 from benchmarks.accelerators import targets
 from benchmarks.accelerators.program import Program, on_one_device
 from benchmarks.accelerators.targets import TARGETS
@@ -78,24 +79,20 @@ def peak(target: str, model: str, recipe: str, form: str) -> Peak:
     return Peak(counts.arguments / size, counts.temporaries / size)
 
 
-_START, _END = "<!-- peaks: start -->", "<!-- peaks: end -->"
-
-
 def table(found: dict[Row, list[Peak]]) -> str:
     """In Markdown, a row for each recipe; a cell has the peak of each form."""
     programs = list(dict.fromkeys((x.target, x.model) for x in found))
-    lines = [["recipe", *(f"{TARGETS[target].title}, {model}" for target, model in programs)]]
-    lines.append(["---"] * len(lines[0]))
+    columns = ["recipe", *(f"{TARGETS[target].title}, {model}" for target, model in programs)]
+    rows = []
     for recipe in dict.fromkeys(x.recipe for x in found):
-        rows = [found.get(Row(*program, recipe), []) for program in programs]
-        lines.append([recipe, *(" → ".join(f"{x.total:.2f}" for x in peaks) for peaks in rows)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells = [found.get(Row(*program, recipe), []) for program in programs]
+        rows.append([recipe, *(" → ".join(f"{x.total:.2f}" for x in peaks) for peaks in cells)])
+    return markdown.table(columns, rows)
 
 
 def page(text: str, found: dict[Row, list[Peak]]) -> str:
     """A page with this table in place of the one that it has."""
-    before, rest = text.split(_START)
-    return f"{before}{_START}\n\n{table(found)}\n\n{_END}{rest.partition(_END)[2]}"
+    return markdown.replaced(text, "peaks", table(found))
 
 
 def main(argv: list[str]) -> None:

@@ -23,6 +23,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgrad
+from benchmarks import markdown
 from benchmarks.accelerators import targets
 from benchmarks.accelerators.program import Program, mesh
 from benchmarks.accelerators.sharded import placed
@@ -345,14 +346,14 @@ def table(results: Sequence[Result]) -> str:
         "fits",
         "collectives",
     ]
-    lines: list[Sequence[str]] = [columns, ["---"] * len(columns)]
+    rows = []
     for x in results:
         chips = f"{TOPOLOGIES[x.topology]}: {x.topology}"
         sizes = (_gib(y) for y in (x.arguments, x.temporaries, x.peak))
         kinds = ", ".join(f"{count} {kind}" for kind, count in x.collectives.items())
         fits = "yes" if x.fits else "**no**"
-        lines.append([x.model, chips, x.recipe, *sizes, fits, kinds or "-"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows.append([x.model, chips, x.recipe, *sizes, fits, kinds or "-"])
+    return markdown.table(columns, rows)
 
 
 def _gib(size: int | None) -> str:
@@ -400,16 +401,12 @@ def draw(results: Sequence[Result], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-_START, _END = "<!-- decoder: start -->", "<!-- decoder: end -->"
-
-
 def page(text: str, results: Sequence[Result]) -> str:
     """The page, with the table and the picture of these results."""
-    before, rest = text.split(_START)
     shown = table(results)
     if results:
         shown += f"\n\n![Bytes at the peak](../{PICTURE.relative_to(PAGE.parents[1])})"
-    return f"{before}{_START}\n\n{shown}\n\n{_END}{rest.partition(_END)[2]}"
+    return markdown.replaced(text, "decoder", shown)
 
 
 def main(argv: list[str]) -> None:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from benchmarks import markdown
 from studies.lightbench.problems import LEVELS, PROBLEMS
 from studies.lightbench.search import COLUMNS, Column
 
@@ -77,11 +78,6 @@ Row = dict[Column, Cell]
 Rows = dict[tuple[str, str], Row]
 
 
-def _lines(head: list[str], body: list[list[str]]) -> str:
-    rule = ["---"] * len(head)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *body])
-
-
 def title(column: Column) -> str:
     """The head of a column."""
     short = {"float32": "", "8 bits": " 8", "bfloat16": " bf16"}[column.form]
@@ -95,7 +91,7 @@ def passes(rows: Rows) -> str:
         own = [found for (_, level), found in rows.items() if level in chosen]
         counts = [str(sum(found[column].passed for found in own)) for column in COLUMNS]
         body.append([f"passes of {len(own)}", " and ".join(chosen), *counts])
-    return _lines(["problem", "level", *map(title, COLUMNS)], body)
+    return markdown.table(["problem", "level", *map(title, COLUMNS)], body)
 
 
 def beside(rows: Rows) -> str:
@@ -114,7 +110,7 @@ def beside(rows: Rows) -> str:
                 yield [title(form), str(len(own)), *cells, *won]
 
     head = ["column", "rows", "passes lost", "passes gained", "won in float32", "won"]
-    return _lines(head, list(body()))
+    return markdown.table(head, list(body()))
 
 
 def problems(names: list[str]) -> str:
@@ -124,4 +120,4 @@ def problems(names: list[str]) -> str:
         equation, _, file = (inspect.getdoc(PROBLEMS[name]) or "").rpartition("; ")
         changed = "; ".join(dict.fromkeys(PROBLEMS[name](level).changed for level in LEVELS))
         body.append([f"`{equation.replace('|', chr(92) + '|')}`", file, changed])
-    return _lines(["equation", "file", "changed"], body)
+    return markdown.table(["equation", "file", "changed"], body)
