@@ -15,6 +15,7 @@ Optimizers: `init`/`update` pairs, as optax has them
 
     gradient_descent  gradient descent, with or without momentum
     adam              Adam, and AdamW with weight decay
+    lion              Lion: the sign of an average
     lars              LARS: momentum with a rate for each layer
     lamb              LAMB: Adam with a rate for each layer
     muon              Muon for matrices, AdamW for other leaves
@@ -23,6 +24,7 @@ Optimizers: `init`/`update` pairs, as optax has them
 Parts of optimizers, for `optax.chain`
 
     scale_by_adam         Adam's direction
+    scale_by_lion         Lion's direction
     scale_by_muon         Muon's direction
     scale_by_trust_ratio  the rate of each layer that LAMB takes
     clip_by_global_norm   all gradients scaled down together
@@ -60,6 +62,7 @@ Updates with explicit state
     gradient_descent_update  weights after a step of gradient descent
     adam_step                Adam's direction and new moments
     adam_update              weights and moments after a step of Adam
+    lion_update              weights and the moment after a step of Lion
     lars_update              weights after a step of LARS
     lamb_update              weights and moments after a step of LAMB
 
@@ -133,6 +136,7 @@ from jgrad._optimizers.gradient_descent import (
 )
 from jgrad._optimizers.lamb import lamb, lamb_update
 from jgrad._optimizers.lars import lars, lars_update
+from jgrad._optimizers.lion import lion, lion_update, scale_by_lion
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
@@ -179,12 +183,14 @@ __all__ = [  # noqa: RUF022
     # Optimizers: `init`/`update` pairs, as optax has them
     "gradient_descent",
     "adam",
+    "lion",
     "lars",
     "lamb",
     "muon",
     "hidden_matrices",
     # Parts of optimizers, for `optax.chain`
     "scale_by_adam",
+    "scale_by_lion",
     "scale_by_muon",
     "scale_by_trust_ratio",
     "clip_by_global_norm",
@@ -214,6 +220,7 @@ __all__ = [  # noqa: RUF022
     "gradient_descent_update",
     "adam_step",
     "adam_update",
+    "lion_update",
     "lars_update",
     "lamb_update",
     # Functions of trees

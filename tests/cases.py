@@ -166,6 +166,20 @@ CASES = [
         ("mw", "vw"),
         decays=True,
     ),
+    Case("lion", jgrad.lion, {}, ("mw",), update={}),
+    Case(
+        "lion_decayed",
+        jgrad.lion,
+        {"beta1": 0.95, "beta2": 0.98, "weight_decay": 0.1, "weight_decay_mask": MASK},
+        ("mw",),
+        decays=True,
+    ),
+    Case(
+        "lion_cautious",
+        jgrad.lion,
+        {"weight_decay": 0.1, "weight_decay_mask": MASK, "weight_decay_rule": "cautious"},
+        ("mw",),
+    ),
     Case(
         "lars",
         jgrad.lars,

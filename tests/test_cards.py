@@ -36,6 +36,7 @@ ROWS = {
         functools.partial(jgrad.gradient_descent, RATE, momentum=0.9),
         "momentum",
     ),
+    "`lion`": (functools.partial(jgrad.lion, RATE, weight_decay=0.1), "Lion"),
     "`adam`": (adamw, "AdamW"),
     "`adam`, cautious decay": (
         functools.partial(adamw, weight_decay_rule="cautious"),

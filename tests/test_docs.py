@@ -323,7 +323,11 @@ def test_bytes_and_operations_of_recipes():
 
 OPTIMIZERS = {
     "`gradient_descent`": [jgrad.gradient_descent],
-    "momentum, `lars`": [functools.partial(jgrad.gradient_descent, momentum=0.9), jgrad.lars],
+    "momentum, `lion`, `lars`": [
+        functools.partial(jgrad.gradient_descent, momentum=0.9),
+        jgrad.lion,
+        jgrad.lars,
+    ],
     "`adam`, `lamb`": [jgrad.adam, jgrad.lamb],
 }
 MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "bfloat16")]

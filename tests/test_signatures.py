@@ -36,7 +36,8 @@ IVY = {
 DIFFERENT = {
     # That of gradient descent and LARS is "coupled": in PyTorch, optax and LARS' paper decay is part
     # of the gradient, and so of momentum.
-    **{(name, "weight_decay_rule"): "decoupled" for name in ("adam", "lamb", "muon")},
+    **{(name, "weight_decay_rule"): "decoupled" for name in ("adam", "lion", "lamb", "muon")},
+    ("lion", "beta2"): "its paper's: one moment, which looks further back than the direction",
     ("lars", "momentum"): "the method is one of momentum",
     ("lars", "epsilon"): "of another denominator, to which the paper adds nothing",
     ("muon", "momentum"): "its author's",

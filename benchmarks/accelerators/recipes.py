@@ -129,6 +129,9 @@ RECIPES = {
     "momentum": Recipe(
         lambda _: jgrad.gradient_descent(RATE, momentum=0.9), lambda: optax.sgd(RATE, 0.9)
     ),
+    "Lion": Recipe(
+        lambda _: jgrad.lion(RATE, weight_decay=0.1), lambda: optax.lion(RATE, weight_decay=0.1)
+    ),
     "AdamW": Recipe(lambda _: _adamw(), _optax_adamw),
     "AdamW, cautious": Recipe(lambda _: _adamw(weight_decay_rule="cautious")),
     "schedule_free(Adam)": Recipe(lambda _: _schedule_free()),

@@ -137,9 +137,16 @@ def same_direction(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def sign(x: jax.Array) -> jax.Array:
-    """The sign of real numbers; by comparisons, see `same_direction`. NaN and zeros stay."""
+    """x / |x|, with derivative 0. NaN and zeros stay.
+
+    Of real numbers by comparisons, see `same_direction`.
+    """
+    if jnp.iscomplexobj(x):
+        x = jax.lax.stop_gradient(_in_unit_square(x))
+        root = safe_sqrt(abs_squared(x))
+        return jax.lax.complex(safe_divide(x.real, root), safe_divide(x.imag, root))
     one = jnp.ones_like(x)
-    return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
+    return jnp.where(x > 0, one, jnp.where(x < 0, -one, jax.lax.stop_gradient(x)))
 
 
 def _in_unit_square(x: jax.Array) -> jax.Array:

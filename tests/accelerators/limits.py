@@ -29,6 +29,7 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     },
     "watch(AdamW, every=100)": {"h100": (Limit(28, 4.1),), "v5e": (Limit(28.1, 4.7),)},
     "momentum": {"h100": (Limit(20, 0),), "v5e": (Limit(20, 0.2),)},
+    "Lion": {"h100": (Limit(20, 0),), "v5e": (Limit(20, 0.2),)},
     "AdamW": {"h100": (Limit(28, 0),), "v5e": (Limit(28, 0.2),)},
     "AdamW, cautious": {"h100": (Limit(28.1, 0),), "v5e": (Limit(28.1, 0.2),)},
     # Weights, both moments and both averages are read and written, the gradient is read.
@@ -246,6 +247,7 @@ _NORM = {"all-reduce": 2}  # one in the branch that repeats the norm rescaled
 _NORMS = {"all-reduce": 4}
 COLLECTIVES: dict[str, dict[str, int]] = {
     "momentum": _NONE,
+    "Lion": _NONE,
     "AdamW": _NONE,
     "watch(AdamW)": {"all-reduce": 4},
     "watch(AdamW, every=100)": {"all-reduce": 4},  # in the rare branch

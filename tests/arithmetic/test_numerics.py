@@ -141,3 +141,16 @@ def test_strong():
     assert weak.weak_type
     assert not numerics.strong(weak).weak_type
     assert not numerics.floating(0.5).weak_type
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1.0, 1e38])
+def test_sign(scale):
+    """NumPy's, of real and complex numbers of every size; its slope is 0, at 0 too."""
+    x = np.asarray([-2.5, -0.0, 0.0, 1.5, np.nan], np.float32) * np.float32(scale)
+    np.testing.assert_array_equal(numerics.sign(jnp.asarray(x)), np.sign(x))
+    z = (x[:4] + 1j * x[:4][::-1]).astype(np.complex64)
+    expected = np.asarray([0 if v == 0 else v / abs(v) for v in z.astype(complex)])
+    np.testing.assert_allclose(numerics.sign(jnp.asarray(z)), expected, rtol=1e-6)
+    for at in (jnp.asarray(x[:4]), jnp.asarray(z)):
+        _, slope = jax.jvp(numerics.sign, (at,), (jnp.ones_like(at),))
+        np.testing.assert_array_equal(slope, 0)

@@ -49,6 +49,7 @@ NAMES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "adam": (jgrad.adam, _ADAM),
     "adamw": (jgrad.adam, _ADAM | _DECAY),
     "sgd": (jgrad.gradient_descent, _MOMENTUM | {"accumulator_dtype": "moment_dtype"}),
+    "lion": (jgrad.lion, {"b1": "beta1", "b2": "beta2", "mu_dtype": "moment_dtype"} | _DECAY),
     "lamb": (_lamb, _ADAM | _DECAY),
     "lars": (_lars, _MOMENTUM | {"eps": "epsilon"} | {name: name for name in _LARS}),
     "clip_by_global_norm": (jgrad.clip_by_global_norm, {}),
@@ -97,7 +98,7 @@ def _translated(
     return make(call.arguments[first], **given)
 
 
-adam, adamw, sgd, lamb, lars, clip_by_global_norm, muon = (
+adam, adamw, sgd, lion, lamb, lars, clip_by_global_norm, muon = (
     functools.partial(ours, name) for name in NAMES
 )
 

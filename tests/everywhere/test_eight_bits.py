@@ -330,7 +330,8 @@ def test_e40_small_leaves_beside_large_ones(make):
         for n in small:
             assert state.mw[n].dtype == jnp.float32
             off = [np.abs(a - b).max() / np.abs(b).max() for a, b in ((state.mw[n], tree.mw[n]),)]
-            off.append(np.abs(found[n] - expected[n]).max() / moved[n])
+            if "lion" not in make.func.__name__:  # of whose steps the size is known
+                off.append(np.abs(found[n] - expected[n]).max() / moved[n])
             assert all(x > 1e-3 if is_rounded else x < 1e-5 for x in off)
 
 

@@ -365,7 +365,8 @@ def neighbours_of(subject, where):
     if not is_rounded(subject):
         return 0
     # The second moments differ by 5e-5 there: 1/80 of a spacing of bfloat16, hence of 1.3% the code.
-    return 0.013 if where == "injected" else 0.002
+    # The neighbour of a code near 0 turns Lion's sign, and with it a whole step.
+    return 0.013 if where == "injected" or "lion" in subject.name else 0.002
 
 
 @pytest.mark.slow(

@@ -21,6 +21,7 @@ CALLS = {
     "adam": {"b1": 0.8, "b2": 0.99, "eps": 1e-3},
     "adamw": {"weight_decay": 0.1, "mask": {"a": True, "b": False}},
     "sgd": {"momentum": 0.9, "nesterov": True},
+    "lion": {"b1": 0.8, "weight_decay": 0.1, "mask": {"a": True, "b": False}},
     "lamb": {"weight_decay": 0.1, "eps": 1e-3},
     "lars": {"weight_decay": 0.1, "eps": 1e-3, "momentum": 0.8, "nesterov": True},
 }

@@ -4,6 +4,7 @@ import pathlib
 import re
 import textwrap
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,15 +64,18 @@ def expected():
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("moment_dtype", [None, jnp.bfloat16, "8bit"])
 def test_lion(moment_dtype, packed):
-    """The form is that of the recipe, and a skipped step keeps it."""
+    """The form is that of the recipe, and a skipped step keeps it; and `jgrad.lion` is the recipe."""
     put = jgrad.pack if packed else lambda tree: tree
     tx = jgrad.skip_nonfinite(lion(moment_dtype))
     bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), W)
-    w, state = train(tx, put(W), [put(g) for g in (*GRADS[:2], bad, *GRADS[2:])])
+    given = [*GRADS[:2], bad, *GRADS[2:]]
+    w, state = train(tx, put(W), [put(g) for g in given])
     mw = jgrad.unpack(state.inner.mw)
     assert isinstance(mw["w"], jgrad.Blocks) == (moment_dtype == "8bit")
     if moment_dtype is not None and moment_dtype != "8bit":
         assert {x.dtype for x in jax.tree.leaves(mw)} == {jnp.dtype(moment_dtype)}
+    ours = jgrad.skip_nonfinite(jgrad.lion(RATE, moment_dtype=moment_dtype))
+    chex.assert_trees_all_equal(train(ours, put(W), [put(g) for g in given]), (w, state))
     found, numbers = jgrad.unpack(w), unquantized(mw)
     weights, moments, largest = expected()
     # One rounding a step, to a neighbour: of 24 bits, 8, or 4 in 8 bits.

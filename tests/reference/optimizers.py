@@ -112,6 +112,24 @@ def adam(
             w[i] = _decayed(w[i], d, rate, weight_decay if decay[i] else 0.0, weight_decay_rule)
 
 
+def lion(
+    w: Leaves, lr, *, beta1=0.9, beta2=0.99, weight_decay=0.0, decay=None,
+    weight_decay_rule="decoupled", state=None,
+) -> Optimizer:  # fmt: skip
+    """Chen et al. (2023), algorithm 2; the sign of a complex number is NumPy's, x / |x|."""
+    w = _double(w)
+    decay = decay or [True] * len(w)
+    t, m, _ = _start(w, state)
+    while True:
+        g = _double((yield [x.copy() for x in w]))
+        rate = lr(t) if callable(lr) else lr
+        t += 1
+        for i in range(len(w)):
+            c = np.sign(beta1 * m[i] + (1 - beta1) * g[i])
+            m[i] = beta2 * m[i] + (1 - beta2) * g[i]
+            w[i] = _decayed(w[i], c, rate, weight_decay if decay[i] else 0.0, weight_decay_rule)
+
+
 def lars(
     w: Leaves, lr, *, trust_coefficient=0.001, momentum=0.9, nesterov=False, weight_decay=0.0,
     decay=None, weight_decay_rule="coupled", trust=None, epsilon=0.0, rate_in_momentum=True,

@@ -31,7 +31,7 @@ def named(factory):
 
 def test_every_factory_is_found():
     assert {"adam", "muon", "scale_by_muon", "ema", "accumulate", "offload"} <= FACTORIES.keys()
-    assert len(FACTORIES) == 21
+    assert len(FACTORIES) == 23
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ INSTEAD = {
     "SGD": "`jgrad.gradient_descent`",
     "Adam": "`jgrad.adam`",
     "LAMB": "`jgrad.lamb`",
-    "lion": "`optax.lion`, which works beside jgrad",
+    "Lion": "`jgrad.lion`",
     "rmsprop": "`optax.rmsprop`, which works beside jgrad",
     "RMSprop": "`optax.rmsprop`, which works beside jgrad",
     "adafactor": "`optax.adafactor`, which works beside jgrad",

@@ -1,0 +1,220 @@
+"""Lion: the sign of an average, so that every weight moves by the learning rate."""
+
+from typing import Any
+
+import jax
+import optax
+
+from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.leafwise import apply
+from jgrad._arithmetic.numerics import BetaForms
+from jgrad._inputs import functional
+from jgrad._inputs.aligned import Role
+from jgrad._inputs.factory import DECAY, FORM, Options
+from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.leaf_functions import of_one_leaf
+from jgrad._inputs.moment import NewMoments, Step
+from jgrad._inputs.moment_options import MomentDType
+from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
+from jgrad._inputs.transformation import transformation
+from jgrad._kernels.moment import Moments
+from jgrad._trees.other_names import explained
+from jgrad._trees.trees import PyTree
+
+_BETAS = {"beta1": Role.BETA, "beta2": Role.BETA}
+
+
+@of_one_leaf
+def lion_of_leaf(g: jax.Array, mw: Moments, beta1: BetaForms, beta2: BetaForms) -> jax.Array:
+    """The direction of one leaf, of the moment before this gradient is in it."""
+    direction = numerics.sign(rules.average(g, mw.old, beta1.value, beta1.complement))
+    mw.write(rules.average, g, mw.old, beta2.value, beta2.complement)
+    return direction
+
+
+@functional.update(
+    {"w": None, "mw_tm1": ("dcdw", "beta2")},
+    w=Role.WEIGHTS,
+    dcdw=Role.GRADIENT,
+    mw_tm1=Role.FIRST_MOMENT,
+    lr=Role.RATE,
+    **_BETAS,
+)
+def lion_update(
+    w: PyTree,
+    dcdw: PyTree,
+    lr: PyTree,
+    mw_tm1: PyTree,
+    /,
+    *,
+    beta1: PyTree = 0.9,
+    beta2: PyTree = 0.99,
+    stop_gradients: bool = True,
+    out: None = None,
+) -> tuple[PyTree, PyTree]:
+    """New weights and moment by Lion.
+
+        w'  = w - lr sign(beta1 mw_tm1 + (1 - beta1) dcdw)
+        mw' = beta2 mw_tm1 + (1 - beta2) dcdw
+
+    Args:
+      w: weights, floating or complex.
+      dcdw: gradient, of the shape of `w`.
+      lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
+      mw_tm1: moment of the step before, of a shape that broadcasts to that of `w`.
+      beta1: weight of the moment in the direction, in [0, 1).
+      beta2: decay rate of the moment, in [0, 1).
+      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
+      out: None.
+
+    Returns:
+      `(w', mw')`, each with the dtypes of what it replaces.
+
+    Raises:
+      As `adam_step`; TypeError also where `w` has an integer leaf.
+
+    Example:
+      >>> w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> grads = jax.tree.map(jnp.ones_like, w)
+      >>> w, mw = jgrad.lion_update(w, grads, 0.1, jax.tree.map(jnp.zeros_like, w))
+      >>> float(w["b"][0])
+      -0.10000000149011612
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
+    """
+    direction, mw = lion_of_leaf(dcdw, mw_tm1, beta1, beta2)
+    return apply(rules.descent, direction, lr), mw
+
+
+_DIRECTION = Options(**_BETAS, mesh_axes=None, **FORM)
+_OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
+
+
+@explained
+def lion(
+    learning_rate: LearningRate,
+    *,
+    beta1: Number = 0.9,
+    beta2: Number = 0.99,
+    weight_decay: Number = 0.0,
+    weight_decay_mask: Mask = None,
+    weight_decay_rule: DecayRule = "decoupled",
+    mesh_axes: PyTree = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Lion.
+
+        direction = sign(beta1 m + (1 - beta1) g)
+        m'        = beta2 m + (1 - beta2) g
+        w'        = w - learning_rate (direction + weight_decay w)
+
+    Every weight moves by the whole learning rate, so use a rate that is three to ten times smaller
+    than Adam's, and a weight decay that is as many times larger. Lion has one moment where Adam has
+    two. The defaults are those of the paper and of `optax.lion`, whose weight decay is 1e-3.
+
+    Args:
+      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
+        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
+        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
+        do the names of all other numbers.
+      beta1: weight of the moment in the direction, in [0, 1); a number, a function, or a tree,
+        likewise.
+      beta2: decay rate of the moment, in [0, 1); a number, a function, or a tree, likewise.
+      weight_decay: in [0, inf); likewise. Decoupled from the moments, see `weight_decay_rule`.
+      weight_decay_mask: prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
+      weight_decay_rule: what decay is multiplied by, and where it acts. "decoupled" as above.
+        "cautious": only weights that the step moves towards zero decay, as in `adam`.
+        "independent": w' = w - learning_rate direction - weight_decay w, with a decay in [0, 1),
+        which acts at a rate of 0, too.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
+        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
+        without it, see `leaf_programs`. Needed for nothing else.
+      moment_dtype: dtype of the moment; None for the parameter's, but at least float32; "8bit" for
+        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
+        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
+        complex ones are not either.
+
+    Returns:
+      A transformation with state `OptState(step, mw, None)`.
+
+    Raises:
+      ValueError: a Python number out of range.
+      TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.lion(1e-4, weight_decay=0.1)
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> int(state.step), state.mw["w"].shape, state.vw
+      (1, (3, 2), None)
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2. The
+      sign of a complex number is x / |x|.
+    """
+    given = _OPTIONS.check("lion", locals())
+
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, None]:
+        n = given.read(inputs, step)
+        args = inputs.g, step.mw, n.beta1, n.beta2
+        return *lion_of_leaf.update(inputs, *args, descent=n.descent), None
+
+    return transformation("lion", compute, mw=True, moments=given.moments(mesh_axes=mesh_axes))
+
+
+@explained
+def scale_by_lion(
+    *,
+    beta1: Number = 0.9,
+    beta2: Number = 0.99,
+    mesh_axes: PyTree = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Lion's direction, for `optax.chain`: `lion` without learning rate, minus sign and decay.
+
+        updates = sign(beta1 m + (1 - beta1) g)
+
+    Args:
+      beta1: weight of the moment in the direction, in [0, 1); a number, a function, or a tree, as
+        in `lion`.
+      beta2: decay rate of the moment, in [0, 1); a number, a function, or a tree, as in `lion`.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
+        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
+        without it, see `leaf_programs`. Needed for nothing else.
+      moment_dtype: dtype of the moment; None for the parameter's, but at least float32; "8bit" for
+        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
+        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
+        complex ones are not either.
+
+    Returns:
+      A transformation with state `OptState(step, mw, None)`.
+
+    Raises:
+      As `lion`.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = optax.chain(jgrad.scale_by_lion(), optax.scale(-1e-4))
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state)
+      >>> int(state[0].step), float(updates["w"][0, 0])
+      (1, -9.999999747378752e-05)
+
+    Source: as `lion`.
+    """
+    given = _DIRECTION.check("scale_by_lion", locals())
+
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, None]:
+        n = given.read(inputs, step)
+        args = inputs.g, step.mw, n.beta1, n.beta2
+        return *lion_of_leaf.update(inputs, *args, descent=None), None
+
+    moments = given.moments(mesh_axes=mesh_axes)
+    return transformation("scale_by_lion", compute, mw=True, moments=moments)
