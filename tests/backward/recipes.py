@@ -98,10 +98,11 @@ RECIPES = {
         lambda: jgrad.schedule_free(adam(beta1=0.0), learning_rate=1e-2), roundings=4
     ),
     "skip_spikes": Recipe(lambda: jgrad.skip_spikes(adam(), window=4)),
+    "lion": Recipe(lambda: jgrad.lion(1e-3, weight_decay=0.1)),
     "lamb": Recipe(lambda: jgrad.lamb(1e-2, layer_axes=AXES), roundings=NORMS),
     "lars": Recipe(lambda: jgrad.lars(1e-2, layer_axes=AXES), roundings=NORMS),
     "muon": Recipe(muon, roundings=NORMS),
-    "normuon": Recipe(lambda: muon(normuon_beta=0.95), roundings=NORMS),
+    "normuon": Recipe(lambda: muon(rule="normuon"), roundings=NORMS),
     "hyperball": Recipe(hyperball, roundings=NORMS),
     "watch": Recipe(lambda: watched(adam()), roundings=NORMS),
     "clip": Recipe(lambda: clipped(adam()), FIRST, roundings=NORMS),
