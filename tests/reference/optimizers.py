@@ -223,17 +223,23 @@ def newton_schulz(d: np.ndarray, coefficients="jordan") -> np.ndarray:
     return x.T if tall else x
 
 
-def as_matrices(x: np.ndarray, output_axes=-1, layer_axes=None) -> np.ndarray:
-    """(layers, outputs, inputs)"""
+def _axes(x: np.ndarray, output_axes, layer_axes) -> tuple[list[int], list[int], list[int]]:
+    """Those of layers, outputs and inputs; there may be none."""
 
     def axes(value):
         value = () if value is None else value if isinstance(value, tuple) else (value,)
-        return [axis % x.ndim for axis in value]
+        return sorted(axis % x.ndim for axis in value) if x.ndim else []
 
-    layers, outputs = sorted(axes(layer_axes)), sorted(axes(output_axes))
-    inputs = [axis for axis in range(x.ndim) if axis not in layers + outputs]
-    size = lambda own: int(np.prod([x.shape[axis] for axis in own]))
-    return x.transpose(layers + outputs + inputs).reshape(size(layers), size(outputs), size(inputs))
+    layers = axes(layer_axes)
+    outputs = [axis for axis in axes(output_axes) if axis not in layers]
+    return layers, outputs, [axis for axis in range(x.ndim) if axis not in layers + outputs]
+
+
+def as_matrices(x: np.ndarray, output_axes=-1, layer_axes=None) -> np.ndarray:
+    """(layers, outputs, inputs)"""
+    layers, outputs, inputs = axes = _axes(x, output_axes, layer_axes)
+    shape = [int(np.prod([x.shape[axis] for axis in own])) for own in axes]
+    return x.transpose(layers + outputs + inputs).reshape(shape)
 
 
 def from_matrices(y: np.ndarray, shape, output_axes=-1, layer_axes=None) -> np.ndarray:
@@ -299,3 +305,85 @@ def muon(
                 found.append(muon_scale(scale, *x.shape) * o)
             update = from_matrices(np.stack(found), w[i].shape, output_axes, layer_axes)
             w[i] = _decayed(w[i], update, rate, wd, weight_decay_rule)
+
+
+def _factored(v: list[np.ndarray], epsilon, rule) -> np.ndarray:
+    """The estimate of squares from the averages of one layer: by rows and columns, or as they are."""
+    if len(v) == 1:
+        estimate = v[0]
+    else:
+        mean = v[0].mean()
+        estimate = np.outer(*v) / (mean if rule == "paper" else max(mean, epsilon))
+    return estimate if rule == "paper" else np.maximum(estimate, epsilon**2)
+
+
+def adafactor(
+    w: Leaves, lr, *, layer_axes=None, output_axes=-1, beta2_decay=0.8, beta2_cap=None,
+    epsilon=(1e-30, 1e-3), clip_threshold=1.0, momentum=None, rate_in_momentum=True,
+    scale_by_parameter=True, min_side=128, weight_decay=0.0, decay=None,
+    weight_decay_rule="decoupled", rule="paper", per_layer=True,
+) -> Optimizer:  # fmt: skip
+    """Shazeer and Stern (2018), algorithms 4 to 6.
+
+    The paper has matrices and vectors. Here a leaf is a stack of matrices by `layer_axes` and
+    `output_axes`, as for `muon`, whatever its rank. A matrix has one average for each output and each
+    input where it has axes of both, and at least `min_side` outputs and `min_side` inputs, otherwise
+    one for each element. All is per layer: averages, the clipping max(1, RMS(u) / clip_threshold),
+    and the scale max(epsilon[1], RMS(w)), by the weights of before the step and before their decay.
+    `beta2_cap` is that of Zhai et al. (2022).
+
+    The paper has no equation for momentum. It averages the steps, with rate and scale in them, as the
+    authors' tensor2tensor and optax do, or without `rate_in_momentum` the clipped and scaled
+    directions. Decay is not in the paper either: w' = w - lr (scale u + decay w). That of
+    optax.adafactor is the rule "independent".
+
+    `rule="torch"` is torch.optim.Adafactor of 2.14, which differs in this:
+    - The relative step size is min(lr, 1 / sqrt(t)); decay has lr.
+    - epsilon[0] is not added to squares: it is a bound from below for the mean of the averages of the
+      outputs, and its square one for the estimate. None is that of float64, as by default there.
+    - Every array of rank two or more is factored: `min_side=1`.
+    - Of rank three or more, outputs and inputs are the last two axes and each index of the others has
+      averages of its own, but clipping and scale are those of the whole array:
+      `layer_axes=(0, ..., n - 3)` and `per_layer=False`.
+    """
+    w = _double(w)
+    decay = decay or [True] * len(w)
+    both = [all(_axes(x, output_axes, layer_axes)[1:]) for x in w]
+    stacks = lambda leaves: [as_matrices(x, output_axes, layer_axes) for x in leaves]
+    rms = lambda x: _norm(x) / x.size**0.5
+    t, m = 0, [np.zeros_like(x) for x in w]
+    v = [[None] * len(stack) for stack in stacks(w)]
+    while True:
+        g = _double((yield [x.copy() for x in w]))
+        rate = lr(t) if callable(lr) else lr
+        t += 1
+        beta = min(1 - t**-beta2_decay, 1.0 if beta2_cap is None else beta2_cap)
+        rho = min(rate, t**-0.5) if rule == "torch" else rate
+        least = np.finfo(np.float64).eps if epsilon[0] is None else epsilon[0]
+        for i, (grads, weights) in enumerate(zip(stacks(g), stacks(w), strict=True)):
+            u = np.empty_like(grads)
+            for j, x in enumerate(grads):
+                squares = np.abs(x) ** 2 + (least if rule == "paper" else 0.0)
+                new = [squares]
+                if both[i] and min(x.shape) >= min_side:
+                    new = [squares.mean(1), squares.mean(0)]
+                old = v[i][j] or [0.0] * len(new)
+                v[i][j] = [beta * a + (1 - beta) * b for a, b in zip(old, new, strict=True)]
+                u[j] = x / np.sqrt(_factored(v[i][j], least, rule))
+            for part in range(len(u)) if per_layer else [slice(None)]:
+                if clip_threshold is not None:
+                    u[part] = u[part] / max(1.0, rms(u[part]) / clip_threshold)
+                if scale_by_parameter:
+                    u[part] = u[part] * max(epsilon[1], rms(weights[part]))
+            step = from_matrices(u, w[i].shape, output_axes, layer_axes)
+            if momentum is None:
+                step = rho * step
+            elif rate_in_momentum:
+                step = m[i] = momentum * m[i] + (1 - momentum) * rho * step
+            else:
+                m[i] = momentum * m[i] + (1 - momentum) * step
+                step = rho * m[i]
+            after = weight_decay if decay[i] else 0.0
+            after = after * (1.0 if weight_decay_rule == "independent" else rate)
+            rule_of_step = weight_decay_rule.replace("independent", "decoupled")
+            w[i] = _decayed(w[i], step, 1.0, after, rule_of_step)
