@@ -120,7 +120,7 @@ class MomentShapes(NamedTuple):
     Attributes:
       mw: a tree like the parameters with the shape of each first moment; None for no moment.
       vw: likewise of second moments.
-      matrices: of Muon, where those of each leaf are; None for a leaf that is none.
+      matrices: where those of each leaf are, or of each array, as the method has it; None for none.
     """
 
     mw: PyTree

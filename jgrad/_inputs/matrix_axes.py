@@ -1,6 +1,6 @@
 """Where the matrices of an array are: as options say it, and how to see them one by one.
 
-Muon orthogonalizes one matrix at a time. `layer_axes` says over which axes matrices are stacked:
+A method works on one matrix at a time. `layer_axes` says over which axes matrices are stacked:
 layers for `lax.scan`, experts, heads. `output_axes` says which of the others are outputs. What is
 left is input, so that the kernel of a convolution is one matrix.
 
