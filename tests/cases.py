@@ -66,6 +66,11 @@ class Case:
         """An option, or its default."""
         return self.options.get(name, inspect.signature(self.make).parameters[name].default)
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        """The moments that have a `moment_dtype`."""
+        return tuple(name for name in self.state if name not in self.in_full)
+
     def of_adam(self, option: str) -> str:
         """The name of an option of Adam, of which Muon has one for its other leaves."""
         return f"adam_{option}" if self.make is jgrad.muon else option
@@ -332,7 +337,6 @@ CASES = [
         "adafactor_momentum",
         jgrad.adafactor,
         {
-            "min_side": 2,
             "momentum": 0.9,
             "clip_threshold": 0.5,
             "weight_decay": 0.1,
@@ -340,7 +344,6 @@ CASES = [
         },
         ("mw", "vw"),
         elementwise=False,
-        packs=False,
         in_full=("vw",),
     ),
     Case(

@@ -381,20 +381,20 @@ _OPTIONS = Options(
 def adafactor(
     learning_rate: LearningRate,
     *,
-    layer_axes: PyTree = None,
-    output_axes: PyTree = _LAST,
+    momentum: Number | None = None,
     beta2_decay: Scalar = 0.8,
     beta2_cap: Scalar | None = None,
     epsilon: tuple[Scalar | None, Scalar] = (1e-30, 1e-3),
     clip_threshold: Scalar | None = 1.0,
-    momentum: Number | None = None,
     scale_by_parameter: bool = True,
     min_side: int = 128,
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
     weight_decay_rule: DecayRule = "decoupled",
     rule: AdafactorRule = "paper",
+    output_axes: PyTree = _LAST,
     mesh_axes: PyTree = None,
+    layer_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -418,32 +418,32 @@ def adafactor(
     Args:
       learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
         at the first); or a prefix tree or `by_path` of those. `update(..., learning_rate=x)`
-        overrides it for one call, and so do `weight_decay` and `momentum`.
-      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
-        of ints, or None, or a prefix tree of those. Each index has averages, a clipping and a scale
-        of its own.
-      output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
-        those; all others but `layer_axes` are inputs. The last, as in flax and haiku; 0 in equinox
-        and PyTorch. It matters for leaves of three axes or more alone.
+        overrides it for one call, and so do `momentum` and `weight_decay`.
+      momentum: in [0, 1); a number, a function, or a tree, likewise. None for none.
       beta2_decay: in [0, inf).
       beta2_cap: in [0, 1); None for no bound. Zhai et al. take 0.999.
       epsilon: the pair (added to squares, smallest scale), each in [0, inf).
       clip_threshold: largest RMS of u, above 0; None for no clipping.
-      momentum: in [0, 1); a number, a function, or a tree, as `learning_rate`. None for none.
       scale_by_parameter: whether steps are in the scale of their weights.
       min_side: smallest number of outputs and of inputs of a matrix that is factored.
       weight_decay: in [0, inf); likewise, not scaled by the weights.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      weight_decay_rule: "decoupled" as above; "cautious": only weights that the step moves towards
+      weight_decay_rule: "decoupled" as above. "cautious": only weights that the step moves towards
         zero decay, as in `adam`. "independent": w' = w - m' - weight_decay w, with a decay in
         [0, 1), as that of `optax.adafactor`.
       rule: "paper" as above. "torch", as `torch.optim.Adafactor`: epsilon[0] is added to nothing,
         and bounds the mean of r' from below, and its square v; None is the distance of 1 to the
         next number in the dtype of the weights. And in d stands min(learning_rate, 1 / sqrt(t)).
         PyTorch has `min_side=1`.
+      output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
+        those; all others but `layer_axes` are inputs. The last, as in flax and haiku; 0 in equinox
+        and PyTorch. It matters for leaves of three axes or more alone.
       mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those; as
         in `muon`. Under `jit` a sharded leaf is whole, and needs none.
+      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
+        of ints, or None, or a prefix tree of those. Each index has averages, a clipping and a scale
+        of its own.
       moment_dtype: dtype of m; None for the parameter's, but at least float32; "8bit" for `Blocks`,
         as in `adam`.
       full_precision: with "8bit", leaves whose m is not stored in 8 bits: a prefix tree of bools,
