@@ -250,6 +250,17 @@ def from_matrices(y: np.ndarray, shape, output_axes=-1, layer_axes=None) -> np.n
     return flat.reshape(shape)
 
 
+def _chosen(x: np.ndarray, fraction: float, rows_only: bool) -> list[np.ndarray]:
+    """Rows and columns of a matrix that take part in a step: all of one of them."""
+    chosen = [np.arange(side) for side in x.shape]
+    if fraction < 1:
+        axis = 0 if rows_only or x.shape[0] <= x.shape[1] else 1
+        norms = np.sum(np.abs(x), axis=1 - axis)
+        count = int(np.ceil(fraction * x.shape[axis]))
+        chosen[axis] = np.argsort(-norms, kind="stable")[:count]
+    return chosen
+
+
 def muon_scale(scale, out: int, into: int) -> float:
     """The factor of each recipe: Jordan's, Moonlight's and dion's."""
     if callable(scale):
@@ -267,9 +278,18 @@ def muon(
     weight_decay_rule="decoupled",
     scale="original", coefficients="jordan", rule="muon", output_axes=-1, layer_axes=None,
     adam_learning_rate=None, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, normuon_beta=0.95, adam_weight_decay=None,
-    state=None,
+    fraction=1.0, error_decay=0.95, state=None,
 ) -> Optimizer:  # fmt: skip
-    """KellerJordan/Muon `muon.py`, `SingleDeviceMuonWithAuxAdam`; NorMuon as in dion's `normuon.py`."""
+    """KellerJordan/Muon `muon.py`, `SingleDeviceMuonWithAuxAdam`; NorMuon as in dion's `normuon.py`.
+
+    With a `fraction` below 1 it is Dion2, of NorMuon Dion3 (Ahn, Amsel and Langford 2025; microsoft/dion
+    `dion2.py`, `nordion2.py` at 0a059a4): m' = m + g, neither `momentum` nor `nesterov` in it.
+    ceil(fraction * side) rows of m' with the largest 1-norms, or columns where there are fewer columns
+    than rows, are orthogonalised as one matrix, and its rows and columns are the step, by the scale of
+    the whole matrix. They then decay in m' by `error_decay`; the others wait, and so do their second
+    moments. Weights decay everywhere, "cautious" where there is a step. NorMuon always takes rows,
+    which are outputs, since they have its second moments. Of equal norms the first is taken.
+    """
     w = _double(w)
     decay = decay or [True] * len(w)
     t, m, v = _start(w, state)
@@ -289,21 +309,29 @@ def muon(
                 d = _adam_direction(m[i], v[i], t, adam_beta1, adam_beta2, adam_epsilon, "moments")
                 w[i] = _decayed(w[i], d, adam_rate, wd, weight_decay_rule)
                 continue
-            m[i] = mu * m[i] + (1 - mu) * g[i]
-            d = mu * m[i] + (1 - mu) * g[i] if nesterov else m[i]
-            found = []
+            if fraction < 1:
+                d = m[i] = m[i] + g[i]
+            else:
+                m[i] = mu * m[i] + (1 - mu) * g[i]
+                d = mu * m[i] + (1 - mu) * g[i] if nesterov else m[i]
             stack = as_matrices(d, output_axes, layer_axes)
+            update, kept = np.zeros_like(stack), np.ones(stack.shape)
             for j, x in enumerate(stack):
-                o = newton_schulz(x, coefficients)
+                chosen = np.ix_(*_chosen(x, fraction, rows_only=rule == "normuon"))
+                o = newton_schulz(x[chosen], coefficients)
                 if rule == "normuon":
                     if second[i] is None:
                         second[i] = np.zeros(stack.shape[:2])
+                    rows, own = chosen[0][:, 0], second[i][j]
                     mean = np.mean(np.abs(o) ** 2, axis=1)
-                    second[i][j] = normuon_beta * second[i][j] + (1 - normuon_beta) * mean
-                    new = o / (np.sqrt(second[i][j]) + 1e-8)[:, None]
+                    own[rows] = normuon_beta * own[rows] + (1 - normuon_beta) * mean
+                    new = o / (np.sqrt(own[rows]) + 1e-8)[:, None]
                     o = new * (_norm(o) / _norm(new)) if _norm(new) > 0 else o
-                found.append(muon_scale(scale, *x.shape) * o)
-            update = from_matrices(np.stack(found), w[i].shape, output_axes, layer_axes)
+                update[j][chosen] = muon_scale(scale, *x.shape) * o
+                kept[j][chosen] = error_decay
+            if fraction < 1:
+                m[i] = m[i] * from_matrices(kept, m[i].shape, output_axes, layer_axes)
+            update = from_matrices(update, w[i].shape, output_axes, layer_axes)
             w[i] = _decayed(w[i], update, rate, wd, weight_decay_rule)
 
 
