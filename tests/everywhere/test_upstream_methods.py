@@ -161,17 +161,21 @@ def test_what_heavyball_lifts():
 # ---- optax ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum", [None, 0.75])
+@pytest.mark.parametrize("average", [None, "of steps", "of directions"])
 @pytest.mark.parametrize("leaf", ["wide", "tall", "long", "bias"])
-def test_adafactor_of_optax(leaf, momentum, x64):
-    """Of one matrix, in float64: its exponent of the decay is taken in float32, here in float64."""
+def test_adafactor_of_optax(leaf, average, x64):
+    """Of one matrix, in float64: its exponent of the decay is taken in float32, here in float64.
+
+    Its own momentum is one of steps. Of directions, the rate behind it, is the order of big_vision.
+    """
     decay = lambda step, power: 1 - (jnp.asarray(step, jnp.float64) + 1) ** -power
+    rate = optax.scale_by_learning_rate(RATE, flip_sign=False)
+    momentum = optax.ema(0.75, debias=False)
     tx = optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=3, decay_rate_fn=decay),
         optax.clip_by_block_rms(1.0),
-        optax.scale_by_learning_rate(RATE, flip_sign=False),
         optax.scale_by_param_block_rms(),
-        *([] if momentum is None else [optax.ema(momentum, debias=False)]),
+        *{None: [rate], "of steps": [rate, momentum], "of directions": [momentum, rate]}[average],
         optax.add_decayed_weights(DECAY),
         optax.scale(-1),
     )
