@@ -180,8 +180,9 @@ def test_adafactor_of_optax(leaf, average, x64):
         optax.scale(-1),
     )
     first, grads = jax.tree.map(jnp.asarray, upstream_methods.problem([leaf]))
-    options = {"min_side": 3, "momentum": momentum, "weight_decay": DECAY}
-    optimizer = reference.adafactor([first[leaf]], RATE, weight_decay_rule="independent", **options)
+    options = {"min_side": 3, "weight_decay": DECAY, "weight_decay_rule": "independent"}
+    options |= {"momentum": average and 0.75, "rate_in_momentum": average != "of directions"}
+    optimizer = reference.adafactor([first[leaf]], RATE, **options)
     ours = reference.trajectory(optimizer, [[g[leaf]] for g in grads])
     w, state, update = first, tx.init(first), jax.jit(tx.update)
     for g, (own,) in zip(grads, ours, strict=True):
