@@ -97,15 +97,14 @@ def _inverse_roots(
 ) -> tuple[jax.Array, jax.Array]:
     """a and b: 1 / sqrt(v) is their product, v = rows columns / (mean of the rows).
 
-    A row counts as at least 2^-80 of the mean, and any number as the smallest normal one, so that
-    a b times a gradient, whose square is in both averages, does not overflow.
+    A row counts as at least 2^-126 of the mean, and any number as at least the smallest normal one,
+    so that a b times a gradient, whose square is in both averages, does not overflow.
     """
     mean = _mean(rows, axes.outputs, axes)
     if rule == "torch":
         mean = jnp.maximum(mean, least.astype(mean.dtype))
     mean = numerics.positive(mean)
-    small = 2.0 ** (-80 * (jnp.finfo(rows.dtype).maxexp // 128))
-    rows = jnp.maximum(numerics.positive(rows), small * mean)
+    rows = numerics.positive(jnp.maximum(rows, float(jnp.finfo(rows.dtype).tiny) * mean))
     return jnp.sqrt(mean) * _inverse_root(rows), _inverse_root(numerics.positive(columns))
 
 

@@ -133,7 +133,9 @@ def test_optax(momentum, x64):
         RATE, min_side=3, momentum=momentum, weight_decay=0.01, weight_decay_rule="independent"
     )
     w, grads = draw(0, shapes=shapes), [draw(t, shapes=shapes) for t in range(1, 6)]
-    for a, b in zip(run(tx, w, grads)[0], run(theirs, w, grads)[0], strict=True):
+    with jax.numpy_dtype_promotion("standard"):
+        expected = run(theirs, w, grads)[0]
+    for a, b in zip(run(tx, w, grads)[0], expected, strict=True):
         chex.assert_trees_all_close(a, b, rtol=1e-6)
 
 
@@ -143,7 +145,8 @@ def test_half_precision():
         w = draw(0, dtype, {"w": (8, 6)})
         g = draw(1, dtype, {"w": (8, 6)})
         theirs = optax.adafactor(RATE, min_dim_size_to_factor=2)
-        updates, state = theirs.update(jax.tree.map(jnp.zeros_like, g), theirs.init(w), w)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = theirs.update(jax.tree.map(jnp.zeros_like, g), theirs.init(w), w)
         factors = optax.tree.get(state, "v_row")["w"]
         assert factors.dtype == dtype
         assert bool(jnp.all(jnp.isfinite(updates["w"]))) == (name == "bfloat16")
@@ -165,28 +168,34 @@ def test_half_precision():
 
 
 @pytest.mark.parametrize("factored", [True, False])
-@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e-16, 1e-8, 1e8, 1e17, 3e18, 1e19, 1e30])
+@pytest.mark.parametrize("scale", [1e-22, 1e-18, 1e-15, 1e-8, 1e8, 1e18, 1e19, 1e30])
 def test_every_scale(scale, factored):
     """As in float64, where float32 has the averages; above them steps stay clipped, and finite."""
     shapes = {"w": (70, 90)} if factored else {"w": (700,)}
     w = draw(0, jnp.float32, shapes)
     grads = [draw(t, jnp.float32, shapes, scale) for t in (1, 2)]
-    epsilon = (1e-30, 1e-3)
-    found, state = run(jgrad.adafactor(RATE, min_side=16, epsilon=epsilon), w, grads)
-    chex.assert_tree_all_finite((found, state))
+    tx = jgrad.adafactor(RATE, min_side=16)
+    state, before = tx.init(w), np.asarray(w["w"], float)
     expected = reference.trajectory(
-        reference.adafactor([w["w"]], RATE, min_side=16, epsilon=epsilon), [[g["w"]] for g in grads]
+        reference.adafactor([w["w"]], RATE, min_side=16), [[g["w"]] for g in grads]
     )
-    for a, (b,) in zip(found, expected, strict=True):
-        step = np.sqrt(np.mean((b - np.asarray(w["w"], float)) ** 2))
-        apart = np.sqrt(np.mean((a["w"] - b) ** 2)) / step
-        # Averages of squares above 2^126 count as that, so that the second step is not the paper's.
-        assert apart < (0.5 if scale > 4e18 else 1e-6)
+    rms = lambda x: np.sqrt(np.mean(x**2))
+    for g, (after,) in zip(grads, expected, strict=True):
+        updates, state = tx.update(g, state, w)
+        chex.assert_tree_all_finite((updates, state))
+        found, exact = np.asarray(updates["w"], float), after - before
+        w, before = optax.apply_updates(w, updates), after
+        # Squares above 2^126 count as that: directions are gradients.
+        if scale > 1e18:
+            assert rms(found) <= 1.1 * RATE
+            assert np.all(np.sign(found) == np.sign(exact))
+        else:
+            assert rms(found - exact) < 1e-6 * rms(exact)
 
 
 def test_rows_of_any_scale():
-    """An outer product of numbers from 1e-12 to 1e12 is its own estimate: steps are signs."""
-    numbers = 10.0 ** jnp.linspace(-12, 6, 16)
+    """An outer product of numbers from 1e-9 to 1e9 is its own estimate: steps are signs."""
+    numbers = 10.0 ** jnp.linspace(-9, 9, 16)
     g = {"w": jnp.outer(numbers, numbers[::-1])}
     w = {"w": jnp.ones((16, 16))}
     tx = jgrad.adafactor(1.0, min_side=2, epsilon=(0.0, 0.0))
@@ -212,7 +221,13 @@ def test_slopes_at_zero_gradients(rule, epsilon):
     updates, state = tx.update(zeros, tx.init(w), w)
     assert not any(np.any(x) for x in jax.tree.leaves(updates))
     first = jax.grad(total, argnums=(0, 1))
-    second = lambda *args: jax.jvp(first, args, jax.tree.map(jnp.ones_like, args))
+    # The slope by gradients is up to 2^76, and its square no number.
+    along = (
+        jnp.float32(1.0),
+        jax.tree.map(jnp.ones_like, w),
+        jax.tree.map(lambda x: x + 1e-15, zeros),
+    )
+    second = lambda *args: jax.jvp(first, args, along)
     by_gradients = jax.grad(total, argnums=2)
     args = jnp.float32(RATE), w, zeros
     chex.assert_tree_all_finite((jax.jit(second)(*args), jax.jit(by_gradients)(*args)))
@@ -238,7 +253,9 @@ def train(tx, w, count, seed=1):
 def test_momentum_in_8_bits():
     """Of the momentum alone, also inside of what rounds weights."""
     w = draw(0, jnp.bfloat16, {"w": (64, 256), "b": (4,)})
-    tx = jgrad.stochastic_rounding(jgrad.adafactor(1e-2, min_side=32, momentum=0.9, moment_dtype="8bit"))
+    tx = jgrad.stochastic_rounding(
+        jgrad.adafactor(1e-2, min_side=32, momentum=0.9, moment_dtype="8bit")
+    )
     state = tx.init(w)
     new_w, new = jax.jit(step_of(tx))(w, state, w)
     chex.assert_trees_all_equal_shapes_and_dtypes((new_w, new), (w, state))
@@ -259,13 +276,17 @@ def test_carry_over():
     assert "converted  vw/w: float32 to rows and columns in float32" in str(account)
     assert account.kept == ("step", "vw/b")
     assert account.dropped == ("mw/b", "mw/w")
-    back, _ = jgrad.carry_over(state, like=jax.eval_shape(adam.init, w), reset={"w": False, "b": True})
+    back, _ = jgrad.carry_over(
+        state, like=jax.eval_shape(adam.init, w), reset={"w": False, "b": True}
+    )
     expected = v.mean(0, keepdims=True) * v.mean(1, keepdims=True) / v.mean()
     np.testing.assert_allclose(back.vw["w"], expected, rtol=1e-6)
     same, account = jgrad.carry_over(state, like=like, strict=True)
     assert same.vw["w"].rows is state.vw["w"].rows
     assert account.kept == ("step", "vw/b", "vw/w")
-    other = jax.eval_shape(jgrad.adafactor(RATE, min_side=2, layer_axes={"w": 0, "b": None}).init, w)
+    other = jax.eval_shape(
+        jgrad.adafactor(RATE, min_side=2, layer_axes={"w": 0, "b": None}).init, w
+    )
     assert jax.tree.map(jnp.shape, jgrad.carry_over(state, like=other)[0].vw["w"]) == (8, 6)
 
 
@@ -274,7 +295,11 @@ def test_a_file_without_a_target():
     w = draw(0, jnp.float32, {"w": (8, 6), "b": (3,)})
     tx = jgrad.adafactor(RATE, min_side=2, momentum=0.9)
     _, state = train(tx, w, 2)
-    read = {"step": state.step, "mw": state.mw, "vw": {"w": state.vw["w"]._asdict(), "b": state.vw["b"]}}
+    read = {
+        "step": state.step,
+        "mw": state.mw,
+        "vw": {"w": state.vw["w"]._asdict(), "b": state.vw["b"]},
+    }
     found, account = jgrad.carry_over(read, like=jax.eval_shape(tx.init, w))
     chex.assert_trees_all_equal(found, state)
     assert not account.dropped
@@ -303,12 +328,12 @@ def test_flax():
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     for t in (1, 2):
         g = draw(t, jnp.float32, {"w": (8, 6), "b": (6,)})
-        grads = jax.tree.map(lambda x: x, nnx.state(model, nnx.Param))
-        grads["w"].value, grads["b"].value = g["w"], g["b"]
+        structure = jax.tree.structure(nnx.state(model, nnx.Param))
+        grads = jax.tree.unflatten(structure, [g["b"], g["w"]])
         optimizer.update(model, grads)
     w = {"w": jnp.ones((8, 6)), "b": jnp.zeros(6)}
     expected, state = train(tx, w, 2)
-    np.testing.assert_allclose(model.w.value, expected["w"], rtol=1e-6)
+    np.testing.assert_allclose(model.w[...], expected["w"], rtol=1e-6)
     found = jax.tree.leaves(optimizer.opt_state)
     assert {x.shape for x in found} == {x.shape for x in jax.tree.leaves(state)}
 
@@ -323,7 +348,9 @@ def test_pack_small():
     expected, _ = train(tx, w, 4)
     found, state = train(jgrad.pack_small(tx), w, 4)
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    shapes = {x.shape for x in jax.tree.leaves(state.vw, is_leaf=lambda x: isinstance(x, jgrad.Factors))}
+    shapes = {
+        x.shape for x in jax.tree.leaves(state.vw, is_leaf=lambda x: isinstance(x, jgrad.Factors))
+    }
     assert (50, 60) in shapes
 
 
