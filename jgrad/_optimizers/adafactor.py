@@ -17,6 +17,7 @@ from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_lea
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
+from jgrad._inputs.around import narrow
 from jgrad._inputs.factory import DECAY, FORM, Given, Options, checked, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
@@ -234,7 +235,7 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
             for of, *row in rows
         ]
 
-    g = inputs.g
+    g = list(map(narrow, inputs.g))
     means = leafwise.run(calls(_means_of, g, added))
     (rows, new_rows), (columns, new_columns) = (
         _average([x and x[k] for x in means], step.vw.part(field), beta)
@@ -290,7 +291,7 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[lis
         least.append(numbers.scalar(name, "clip_threshold", chosen["clip_threshold"]))
     if chosen["scale_by_parameter"]:
         w = inputs.require_params("the scale of the weights")
-        measured.append([(leafwise.identity, (w[i],)) for i in there])
+        measured.append([(leafwise.identity, (narrow(w[i]),)) for i in there])
         rules_of.append(_scale)
         least.append(numbers.scalar(name, "epsilon", chosen["epsilon"][1]))
     if not (there and measured):

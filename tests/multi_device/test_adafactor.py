@@ -27,7 +27,9 @@ every_spec = pytest.mark.parametrize("name", SPECS)
 
 def draw(seed):
     rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
+    }
 
 
 def expected(**options):

@@ -37,7 +37,7 @@ def leaf_axes(**axes):
 
 OPTIONS = {
     "paper": {},
-    "outputs": {"output_axes": {name: 0 for name in SHAPES} | {"conv": (1, 3), "layers": 1}},
+    "outputs": {"output_axes": dict.fromkeys(SHAPES, 0) | {"conv": (1, 3), "layers": 1}},
     "momentum": {"momentum": 0.9, "weight_decay": 0.1, "weight_decay_rule": "cautious"},
     "independent": {"weight_decay": 0.1, "weight_decay_rule": "independent"},
     "bare": {"clip_threshold": None, "scale_by_parameter": False, "beta2_cap": 0.5},
@@ -218,7 +218,7 @@ def test_slopes_at_zero_gradients(rule, epsilon):
             w = optax.apply_updates(w, updates)
         return sum(jnp.vdot(x, x + 1) for x in jax.tree.leaves(w))
 
-    updates, state = tx.update(zeros, tx.init(w), w)
+    updates, _ = tx.update(zeros, tx.init(w), w)
     assert not any(np.any(x) for x in jax.tree.leaves(updates))
     first = jax.grad(total, argnums=(0, 1))
     # The slope by gradients is up to 2^76, and its square no number.
