@@ -18,6 +18,7 @@ Optimizers: `init`/`update` pairs, as optax has them
     lion              Lion: the sign of an average
     lars              LARS: momentum with a rate for each layer
     lamb              LAMB: Adam with a rate for each layer
+    adafactor         Adafactor: second moments by rows and columns
     muon              Muon for matrices, AdamW for other leaves
     hidden_matrices   which leaves Muon is for, by names and shapes
 
@@ -87,6 +88,7 @@ States of optimizers
     unquantized        likewise, for a state in 8 bits as arrays
     OptState           state of every optimizer
     Blocks             an array in 8 bits
+    Factors            squares by rows and columns
     AccumulateState    state of `accumulate`
     WeightedAccumulateState  state of `accumulate(..., weighted=True)`
     SkipState          state of `skip_nonfinite`
@@ -128,6 +130,7 @@ from jgrad._ivy.variables import (
 from jgrad._muon.hidden_matrices import hidden_matrices
 from jgrad._muon.muon import muon, scale_by_muon
 from jgrad._muon.orthogonalize import orthogonalize
+from jgrad._optimizers.adafactor import adafactor
 from jgrad._optimizers.adam import adam, adam_step, adam_update, scale_by_adam
 from jgrad._optimizers.gradient_descent import (
     gradient_descent,
@@ -144,6 +147,7 @@ from jgrad._states.account import Account
 from jgrad._states.carry_over import carry_over, quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.factors import Factors
 from jgrad._trees.other_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
@@ -186,6 +190,7 @@ __all__ = [  # noqa: RUF022
     "lion",
     "lars",
     "lamb",
+    "adafactor",
     "muon",
     "hidden_matrices",
     # Parts of optimizers, for `optax.chain`
@@ -239,6 +244,7 @@ __all__ = [  # noqa: RUF022
     "unquantized",
     "OptState",
     "Blocks",
+    "Factors",
     "AccumulateState",
     "WeightedAccumulateState",
     "SkipState",

@@ -41,6 +41,8 @@ class Case:
         None where that has no such options.
       elementwise: whether the elements of a leaf do not know of each other.
       decays: whether weights move under a zero gradient.
+      packs: whether its parameters may be packed: a matrix that is factored may not.
+      in_full: the moments that have no `moment_dtype`.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Case:
     update: dict[str, Any] | None = None
     elementwise: bool = True
     decays: bool = False
+    packs: bool = True
+    in_full: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -61,6 +65,11 @@ class Case:
     def number(self, name: str) -> Any:
         """An option, or its default."""
         return self.options.get(name, inspect.signature(self.make).parameters[name].default)
+
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        """The moments that have a `moment_dtype`."""
+        return tuple(name for name in self.state if name not in self.in_full)
 
     def of_adam(self, option: str) -> str:
         """The name of an option of Adam, of which Muon has one for its other leaves."""
@@ -320,6 +329,45 @@ CASES = [
         {"matrices": rank_two, "scale": "match_rms_adamw", "rule": "normuon", "momentum": 0.9},
         ("mw", "vw"),
         elementwise=False,
+    ),
+    Case("adafactor", jgrad.adafactor, {}, ("vw",), elementwise=False, in_full=("vw",)),
+    Case(
+        "adafactor_factored",
+        jgrad.adafactor,
+        {
+            "min_side": 2,
+            "beta2_cap": 0.9,
+            "weight_decay": 0.1,
+            "weight_decay_mask": MASK,
+            "output_axes": (0,),
+        },
+        ("vw",),
+        elementwise=False,
+        decays=True,
+        packs=False,
+        in_full=("vw",),
+    ),
+    Case(
+        "adafactor_momentum",
+        jgrad.adafactor,
+        {
+            "momentum": 0.9,
+            "clip_threshold": 0.5,
+            "weight_decay": 0.1,
+            "weight_decay_rule": "cautious",
+        },
+        ("mw", "vw"),
+        elementwise=False,
+        in_full=("vw",),
+    ),
+    Case(
+        "adafactor_torch",
+        jgrad.adafactor,
+        {"min_side": 1, "rule": "torch", "epsilon": (1e-8, 1e-3), "scale_by_parameter": False},
+        ("vw",),
+        elementwise=False,
+        packs=False,
+        in_full=("vw",),
     ),
 ]
 

@@ -71,7 +71,7 @@ def _of_rows() -> Iterator[tuple[str, Callable[[], Any]]]:
     for case in CASES:
         if case.name in ONE_EACH:
             for form, options in FORMS.items():
-                if case.state or not options:
+                if case.rounded or not options:
                     yield case.name + form, functools.partial(_row, case, options)
 
 

@@ -17,6 +17,7 @@ NORMS = "tests/layers/test_norms.py"
 PACKED = "tests/packed/test_optimizers.py tests/packed/test_packing.py"
 DEVICES = "tests/multi_device"
 HAND_OVER = "tests/wrappers/test_hand_over.py"
+ADAFACTOR = "tests/optimizers/test_adafactor.py"
 HYPERBALL = "tests/wrappers/test_hyperball.py"
 SPIKES = "tests/wrappers/test_skip_spikes.py"
 WEIGHTS = "tests/wrappers/test_weights.py"
@@ -50,8 +51,8 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     # ---- _trees
-    Mutation("blocks_of_variables", "a variable of an array in 8 bits", "is_box(X) and isinstance(_, Blocks)", "False", VARIABLES),
-    Mutation("variables._names_of_scale", "scales are sharded as codes", "X if _ == _ else None", "X", "tests/trees/test_variables.py"),
+    Mutation("blocks_of_variables", "a variable of an array in 8 bits", "is_box(X) and isinstance(_, (Blocks, Factors))", "False", VARIABLES),
+    Mutation("variables._names_of_part", "scales are sharded as codes", "X if _ == _ else None", "X", "tests/trees/test_variables.py"),
     Mutation("leaves_with_paths", "the array of a variable has a path of its own", "(*path, *inner[1:])", "(*path, *inner)", "tests/trees/test_variables.py"),
     Mutation("named_leaves", "variables are subtrees", "name if _ else path", "path", "tests/states/test_variables.py"),
     Mutation("named_leaves", "what a tree in a variable has loses a key", "name == path[:-1]", "True", "tests/states/test_variables.py"),
@@ -238,6 +239,15 @@ MUTATIONS = [
     Mutation("corrections", 'the epsilon of "moments" as it is', "X, _ = Y, numerics.once(_ * _)", "X = Y", MATRIX),
     Mutation("corrections", "Ivy's guard is left out", "X + _", "X", MATRIX),
     Mutation("delta", "0 / 0 after zero gradients", "numerics.positive(X)", "X", MATRIX),
+    Mutation("adafactor._mean", "adafactor: a mean of large squares is infinite", "jnp.where(_, X, _)", "X", ADAFACTOR + " -k scale"),
+    Mutation("adafactor._inverse_roots", "adafactor: rows are not divided by their mean", "jnp.sqrt(mean) * X", "X", ADAFACTOR + " -k reference"),
+    Mutation("adafactor._clip", "adafactor: short steps are made longer", "jnp.maximum(_, X)", "X", ADAFACTOR + " -k reference"),
+    Mutation("adafactor._scale", "adafactor: no smallest scale", "jnp.maximum(_, X)", "X", ADAFACTOR + " -k reference"),
+    Mutation("adafactor._beta2", "adafactor: no bound for beta2", "jnp.maximum(X, _)", "X", ADAFACTOR + " -k reference"),
+    Mutation("adafactor._by_bounded_factors", "adafactor: PyTorch's bound for v", "jnp.minimum(X, _)", "X", ADAFACTOR + " -k torch"),
+    Mutation("adafactor._matrices", "adafactor: every matrix is factored", "min(_) < chosen['min_side']", "False", ADAFACTOR + " -k factored"),
+    Mutation("adafactor._layers", "adafactor: layers of all devices are one", "X not in itertools.chain(_)", "True", DEVICES + "/test_adafactor.py -k shard_map"),
+    Mutation("units.of_fields", "carry_over: momentum of Adafactor is Adam's", "any(_)", "False", ADAFACTOR + " -k momentum_is_not"),
     Mutation("lars._ratio", "no decay in the denominator", "X + _ * _", "X", MATRIX),
     Mutation("lars", "the rate outside of the momentum", "X if has_rate else ()", "() if has_rate else X", MATRIX),
     Mutation("_scaled", "Ivy's rule with decay", "scaled_by_trust_ratio(X, Y, Y, ratio=_ivy_ratio, numbers=Z, layers=W, rates=V, scale=U, run=T)", "scaled_by_trust_ratio(X, [x and (rules.add_scaled, (*x[1], w, d)) for x, w, d in zip_leaves(Y, X, lars.weight_decay)], Y, ratio=_ivy_ratio, numbers=Z, layers=W, rates=V, scale=U, run=T)", MATRIX),
@@ -426,7 +436,7 @@ MUTATIONS = [
     Mutation("matrix_axes._runs", "split: sizes that do not add up", "sum(_) != outputs", "False", SPLIT),
     Mutation("matrix_axes._runs", "split: heads that do not divide", "outputs % size", "0", SPLIT),
     Mutation("matrix_axes._runs", "split: a slice for each of equal blocks", "itertools.groupby(X)", "[(size, [size]) for size in X]", SPLIT),
-    Mutation("matrix_axes._runs", "split: sizes of a device's part", "matrices.whole if _ else matrices", "matrices", DEVICES + "/test_split.py"),
+    Mutation("matrix_axes._runs", "split: sizes of a device's part", "X.in_shard_map.whole", "X", DEVICES + "/test_split.py"),
     Mutation("matrix_axes.pieces", "split: equal blocks are one matrix", "X == -1 or X in axes.stacked", "X in axes.stacked", SPLIT),
     Mutation("matrix_axes._views", "split: outputs in the order of axes", "(*_[:_], *_.outputs, *_[_:])", "tuple(range(len(axes.shape)))", SPLIT),
     Mutation("matrix_axes.sums", "split: NorMuon's norm of the whole leaf", "not _.blocks", "True", SPLIT),

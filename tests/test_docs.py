@@ -329,6 +329,7 @@ OPTIMIZERS = {
         jgrad.lars,
     ],
     "`adam`, `lamb`": [jgrad.adam, jgrad.lamb],
+    "`adafactor`": [jgrad.adafactor],
 }
 MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "bfloat16")]
 
@@ -343,7 +344,7 @@ def test_memory(row):
     size = jnp.dtype(dtype).itemsize
     assert (parameter, gradient) == (size, size)
     assert total == pytest.approx(2 * size + moments + master, abs=1e-9)
-    w = {"w": jax.ShapeDtypeStruct((2**20,), dtype)}
+    w = {"w": jax.ShapeDtypeStruct((2**10, 2**10), dtype)}
     for make in OPTIMIZERS[name]:
         tx = make(0.1, **{"moment_dtype": option} if option else {})
         tx = getattr(jgrad, wrapper)(tx) if wrapper else tx

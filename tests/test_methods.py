@@ -85,7 +85,7 @@ def test_every_moment_has_a_row():
     """`test_state_has_what_the_method_uses` compares the rows with the states."""
     for method in METHODS:
         has_moments = "moment_dtype" in inspect.signature(method).parameters
-        assert has_moments == any(case.state for case in CASES if case.make is method)
+        assert has_moments == any(case.rounded for case in CASES if case.make is method)
 
 
 @every_method
@@ -112,7 +112,7 @@ def test_the_reference_has_the_defaults(method):
 def test_what_comes_from_the_row(method):
     """Moments in 8 bits and states of golden files."""
     cases = [case for case in CASES if case.make is method]
-    kept = [case for case in cases if case.state]
+    kept = [case for case in cases if case.rounded]
     assert {case.name for case in kept} <= MAKES.keys()
     assert any(case.name in EACH for case in kept) or not kept
     forms = FORMS if kept else [""]

@@ -18,7 +18,8 @@ FUNCTIONS = [name for name in jgrad.__all__ if inspect.isfunction(getattr(jgrad,
 
 # What makes the method, then decay, layers and devices, and in which form moments are stored.
 ORDER = [
-    *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2", "epsilon"),
+    *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2"),
+    *("beta2_decay", "beta2_cap", "epsilon", "clip_threshold", "scale_by_parameter", "min_side"),
     *("weight_decay", "decay_lambda", "weight_decay_mask", "weight_decay_rule"),
     *("max_trust_ratio", "min_trust_ratio", "trust_ratio_mask"),
     *("bias_correction", "rate_in_momentum", "scale", "coefficients", "rule", "normuon_beta"),
@@ -36,13 +37,17 @@ IVY = {
 DIFFERENT = {
     # That of gradient descent and LARS is "coupled": in PyTorch, optax and LARS' paper decay is part
     # of the gradient, and so of momentum.
-    **{(name, "weight_decay_rule"): "decoupled" for name in ("adam", "lion", "lamb", "muon")},
+    **{
+        (name, "weight_decay_rule"): "decoupled"
+        for name in ("adafactor", "adam", "lion", "lamb", "muon")
+    },
     ("lion", "beta2"): "its paper's: one moment, which looks further back than the direction",
     ("lars", "momentum"): "the method is one of momentum",
     ("lars", "epsilon"): "of another denominator, to which the paper adds nothing",
     ("muon", "momentum"): "its author's",
     ("muon", "nesterov"): "its author's",
     ("muon", "rule"): "rules of its own",
+    ("adafactor", "epsilon"): "two numbers, and the paper's",
     ("lamb", "epsilon"): "its paper's, and optax's",
     ("lars_update", "trust_coefficient"): "Ivy has none",
     **{

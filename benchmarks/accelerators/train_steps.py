@@ -72,6 +72,9 @@ RECIPES = {
         ),
         _BF16,
     ),
+    "bf16: stochastic(Adafactor)": Recipe(
+        lambda: jgrad.stochastic_rounding(jgrad.adafactor(1e-2, layer_axes=LAYER_AXES)), _BF16
+    ),
     "Muon": Recipe(_muon),
     "bf16: stochastic(Muon)": Recipe(lambda: jgrad.stochastic_rounding(_muon()), _BF16),
 }

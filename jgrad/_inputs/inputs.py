@@ -29,6 +29,7 @@ from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.factors import Factors
 from jgrad._trees.trees import PyTree
 
 
@@ -300,8 +301,13 @@ class Inputs(Parameters):
     ) -> None:
         if isinstance(moment, Blocks) and x is not None:
             return encoding.check(arg, i, moment, codec.of_moments(second=real))
+        if isinstance(moment, Factors) and isinstance(x, Factors):
+            return self._check_factors(arg, i, moment, x)
         if x is None and moment is None:
             return None
+        if isinstance(moment, Factors) or isinstance(x, Factors):
+            expected = "an array" if isinstance(moment, Factors) else "Factors"
+            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}; {_OTHER_FORM}")
         complex_ = jnp.iscomplexobj(x) and not real
         kind = jnp.complexfloating if complex_ else jnp.floating
         if x is None or not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
@@ -310,6 +316,15 @@ class Inputs(Parameters):
                 expected = f"{'None' if x is None else expected}; {_OTHER_LEAVES}"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
         return None
+
+    def _check_factors(self, arg: ArgLeaves, i: int, moment: Factors, x: Factors) -> None:
+        for name, of_moment, of_x in zip(Factors._fields, moment, x, strict=True):
+            if not (checks.is_array(of_moment) and jnp.issubdtype(of_moment.dtype, jnp.floating)):
+                came = f"{name}, {checks.describe(of_moment)}"
+                arg.fail(i, TypeError, f"{came}, expected an array of a real floating dtype")
+            if of_moment.shape != of_x.shape:
+                came = f"{name} of shape {of_moment.shape}, expected {of_x.shape}"
+                arg.fail(i, ValueError, f"{came}; {_OTHER_FORM}")
 
     def _gradients(self, arg: ArgLeaves) -> list[Any]:
         gradients = []
@@ -330,6 +345,8 @@ _NOT_PACKED = (
     "`nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and parameters as a tree, "
     "or call `tx.update` yourself"
 )
+
+_OTHER_FORM = "make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
 _OTHER_LEAVES = "a state fits the choice of leaves that it was made for, and no other"
 

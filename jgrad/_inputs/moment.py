@@ -21,6 +21,7 @@ from jgrad._quantized.random_bits import ElementKeys, step_keys
 from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.factors import Factors
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
@@ -107,6 +108,18 @@ class Moment:
         """Whether the leaf is one kernel on accelerators."""
         return isinstance(self.old[i], Blocks) and in_rows(self.old[i])
 
+    def part(self, name: str | None) -> "Moment":
+        """Those rows or columns that leaves have, or with None the leaves that are not factored."""
+        old = [
+            getattr(x, name)
+            if name and isinstance(x, Factors)
+            else None
+            if name or isinstance(x, Factors)
+            else x
+            for x in self.old
+        ]
+        return Moment(old, self.specs, self._keys, self._commit, has_form=self._has_form)
+
     def written(self, new: list[Any]) -> NewMoments:
         """New moments that were written leaf by leaf."""
         if self._has_form and self._commit is not None:
@@ -120,7 +133,7 @@ class MomentShapes(NamedTuple):
     Attributes:
       mw: a tree like the parameters with the shape of each first moment; None for no moment.
       vw: likewise of second moments.
-      matrices: of Muon, where those of each leaf are; None for a leaf that is none.
+      matrices: where those of each leaf are, or of each array, as the method has it; None for none.
     """
 
     mw: PyTree
@@ -180,7 +193,8 @@ def zeros(
       function: whose errors they are.
       params: the parameters.
       dtype: see above.
-      shapes: those of the zeros where they differ from the parameters'; None in it for none.
+      shapes: those of the zeros where they differ from the parameters'; None in it for none,
+        `Factors` of shapes for those.
       stacked: for each array the axes of its layers if it is in 8 bits, else None.
       real: whether zeros are real where parameters are complex.
     """
@@ -189,7 +203,9 @@ def zeros(
     axes = [None] * len(like) if stacked is None else stacked
     zeros: list[Any] = [None] * len(like)
     for i, (p, x, stacked_axes) in enumerate(zip(leaves, like, axes, strict=True)):
-        if p is not None and x is not None:
+        if p is not None and isinstance(x, Factors):
+            zeros[i] = Factors(*(_zeros(_part(p, of), dtype, real) for of in x))
+        elif p is not None and x is not None:
             part = p if np.shape(x) == p.shape else _part(p, x)
             zeros[i] = (
                 _zeros(part, dtype, real)

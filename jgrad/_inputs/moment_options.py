@@ -42,12 +42,14 @@ class MomentOptions(NamedTuple):
       full_precision: leaves that "8bit" leaves alone.
       layer_axes: axes over which layers are stacked, which start on a block.
       mesh_axes: how leaves are sharded, where their types do not say it.
+      of_first: whether this is said of first moments alone, and second ones have full precision.
     """
 
     dtype: MomentDType
     full_precision: Mask = None
     layer_axes: PyTree = None
     mesh_axes: PyTree = None
+    of_first: bool = False
 
     def check(self, function: str) -> None:
         """What the factory can say already. A dtype has the range of float32, so no float16."""
@@ -74,17 +76,23 @@ class MomentOptions(NamedTuple):
 
     def init(self, params: Parameters, shapes: MomentShapes) -> OptState:
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
-        dtype: Any = None if self.is_8_bits else self.dtype
         checks.parameters(params.reference)
         moments: list[PyTree] = [None, None]
         for i, tree in enumerate((shapes.mw, shapes.vw)):
             if tree is not None:
-                stacked = self._stacked(params, tree) if self.is_8_bits else None
+                form = self._of_second if i == 1 else self
+                dtype: Any = None if form.is_8_bits else form.dtype
+                stacked = form._stacked(params, tree) if form.is_8_bits else None
                 arguments = params.function, params.tree, dtype
                 moments[i] = zeros(*arguments, shapes=tree, stacked=stacked, real=i == 1)
         if self.is_8_bits and not _said:
             self._say_if_small(params)
         return OptState(counter(params.tree), *moments)
+
+    @property
+    def _of_second(self) -> "MomentOptions":
+        """Those of second moments."""
+        return MomentOptions(None) if self.of_first else self
 
     def _say_if_small(self, params: Parameters) -> None:
         """Where no leaf is large enough, so that a user who counts on 8 bits knows it.
@@ -122,7 +130,7 @@ class MomentOptions(NamedTuple):
         step = optax.safe_increment(step)
         keys = RandomKeys(step)
         mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
-        vw = self._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
+        vw = self._of_second._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
         return Step(step, state.step, mw, vw, shapes.matrices or [], numbers)
 
     def _moment(

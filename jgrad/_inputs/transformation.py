@@ -12,7 +12,7 @@ import jax
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs.around import Then, has_codes
+from jgrad._inputs.around import Then
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
@@ -138,7 +138,7 @@ def pair(
 
     def init_of_model(params: PyTree) -> Any:
         state = init(arrays_of(params))
-        return variables.blocks_of_variables(state) if has_codes(state) else state
+        return variables.blocks_of_variables(state) if _has_forms(state) else state
 
     def update_of_model(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
@@ -158,7 +158,7 @@ def pair(
     def of_arrays(
         updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
     ) -> tuple[PyTree, Any]:
-        if not has_codes(state):
+        if not _has_forms(state):
             return update(updates, state, params, **extra_args)
         before, state = state, variables.variables_of_blocks(state)
         steps, new = update(updates, state, params, **extra_args)
@@ -170,6 +170,12 @@ def pair(
         return steps, variables.blocks_of_variables(new)  # as where a sum begins
 
     return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
+
+
+def _has_forms(state: PyTree) -> bool:
+    """Whether some array of a state is in 8 bits, or by rows and columns."""
+    leaves = jax.tree.leaves(state, is_leaf=trees.is_leaf)
+    return any(x is not None and trees.is_leaf(x) for x in leaves)
 
 
 def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:

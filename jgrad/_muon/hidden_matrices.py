@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgrad._inputs import matrix_axes
 from jgrad._inputs.by_path import check_parameters
+from jgrad._inputs.matrix_axes import MatrixAxes
 from jgrad._layers.layer_axes import Axes, read_layer_axes
-from jgrad._muon import matrix_axes
-from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves

@@ -15,11 +15,12 @@ from jax.typing import DTypeLike
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import numbers, options
+from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import FORM, Given, Options, checked, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.matrix_axes import Array, MatrixAxes
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.notes import Notes
@@ -27,8 +28,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments
-from jgrad._muon import matrix_axes, orthogonalize
-from jgrad._muon.matrix_axes import Array, MatrixAxes
+from jgrad._muon import orthogonalize
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._muon.parts import Matrices, Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
 from jgrad._optimizers import adam as adam_of

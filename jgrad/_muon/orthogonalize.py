@@ -19,10 +19,11 @@ from jax.typing import DTypeLike
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
+from jgrad._inputs import matrix_axes
+from jgrad._inputs.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._muon import all_to_all, matrix_axes, newton_schulz
+from jgrad._muon import all_to_all, newton_schulz
 from jgrad._muon.all_to_all import Mesh, Sharing
-from jgrad._muon.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._packed import packing, splitting
 from jgrad._trees import checks, trees

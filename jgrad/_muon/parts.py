@@ -17,9 +17,9 @@ import numpy as np
 
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import rounded
+from jgrad._inputs.matrix_axes import Array, MatrixAxes, View
 from jgrad._inputs.moment import Moment, NewMoments, in_full_precision
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._muon.matrix_axes import Array, MatrixAxes, View
 from jgrad._packed import layouts, packing
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._packed.layouts import RowOrder, Segment, Span

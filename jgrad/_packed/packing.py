@@ -22,6 +22,7 @@ from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.factors import Factors
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
@@ -359,6 +360,8 @@ def _problem(buffer: Array | None, span: Span, x: PyTree, dtype: np.dtype | None
     """What was expected of a leaf for a buffer, whose first leaf has this dtype; "" if it fits."""
     if buffer is None:
         return "" if checks.is_nothing(x) else "None, as in `like`"
+    if isinstance(buffer, Factors) or isinstance(x, Factors):
+        return "" if isinstance(x, type(buffer)) else checks.describe(buffer)
     if isinstance(buffer, Blocks):
         codec = codec_of(buffer)
         is_float32 = getattr(x, "dtype", None) == jnp.float32

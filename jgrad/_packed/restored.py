@@ -11,13 +11,14 @@ from jgrad._packed.packing import Packed
 from jgrad._quantized.codec import BY_DTYPE
 from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.factors import Factors
 from jgrad._trees.trees import PyTree
 
 _BUFFERS = {"buffers"}
 
 
 def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
-    """The tree with `Blocks` and `Packed` for dictionaries of their fields.
+    """The tree with `Blocks`, `Factors` and `Packed` for dictionaries of their fields.
 
     Files do not have the layout of packed trees: it is that of one in `likes` with such buffers,
     of several the one whose path ends most alike.
@@ -27,6 +28,9 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
         if _is_blocks(x):
             blocks = _blocks(x)
             return {"value": blocks} if isinstance(x["codes"], dict) else blocks
+        if _is_factors(x):
+            factors = Factors(*(_array(x[name]) for name in Factors._fields))
+            return {"value": factors} if isinstance(x["rows"], dict) else factors
         if not _is_packed(x):
             return x
         buffers = {name: _blocks(b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
@@ -42,7 +46,7 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
 
 
 def _is_leaf(x: PyTree) -> bool:
-    return trees.is_leaf(x) or _is_blocks(x) or _is_packed(x)
+    return trees.is_leaf(x) or _is_blocks(x) or _is_packed(x) or _is_factors(x)
 
 
 def _is_packed(x: PyTree) -> bool:
@@ -55,6 +59,19 @@ def _is_blocks(x: PyTree) -> bool:
         return False
     dtypes = [getattr(_array(x[name]), "dtype", None) for name in Blocks._fields]
     return dtypes[0] in BY_DTYPE and dtypes[1] == np.float32
+
+
+def _is_factors(x: PyTree) -> bool:
+    """Rows and columns of one array: where one has an axis, the other one has size 1."""
+    if not (isinstance(x, dict) and x.keys() == {*Factors._fields}):
+        return False
+    shapes = [getattr(_array(x[name]), "shape", None) for name in Factors._fields]
+    rows, columns = shapes
+    if rows is None or columns is None or not 1 < len(rows) == len(columns):
+        return False
+    pairs = [*zip(rows, columns, strict=True)]
+    alone = [any(pair[k] > 1 and pair[1 - k] == 1 for pair in pairs) for k in (0, 1)]
+    return all(alone) and all(a == b or 1 in (a, b) for a, b in pairs)
 
 
 def _blocks(x: dict[str, PyTree]) -> Blocks:

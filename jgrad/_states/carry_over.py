@@ -24,6 +24,7 @@ from jgrad._states.units import Momentum
 from jgrad._trees import checks, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.factors import Factors
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import Leaf
@@ -266,7 +267,7 @@ class _Leaves:
         like = part.leaf
         if source.what in (accounts.ZERO, accounts.RESET):
             beside = self._beside.get(part.keys, self._weights.get(part.keys))
-            is_array = isinstance(beside, Blocks) or checks.is_array(beside)
+            is_array = isinstance(beside, (Blocks, Factors)) or checks.is_array(beside)
             zeros = functools.partial(forms.zeros, like)
             return forms.in_memory_of(like, where_it_lies(zeros, beside if is_array else None))
         if source.what == accounts.FROM_LIKE:
@@ -300,6 +301,8 @@ class _Leaves:
 
 def _wide(x: Leaf) -> jax.Array:
     """What is computed with: float32 or wider, and no codes; integers as they are."""
+    if isinstance(x, Factors):
+        return forms.elements(x)
     return encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
 
 

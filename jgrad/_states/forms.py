@@ -10,6 +10,7 @@ from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.factors import Factors
 from jgrad._trees.protocols import Leaf
 
 
@@ -28,6 +29,12 @@ def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
         return encoding.recoded(array, geometry(like), codec)
     if isinstance(x, Blocks):
         x = encoding.decoded(x)
+    if isinstance(like, Factors):
+        if isinstance(x, Factors) and not is_form_of(x, like):
+            x = elements(x)
+        return _factors(arg, i, like, x)
+    if isinstance(x, Factors):
+        x = elements(x)
     if getattr(x, "dtype", None) == like.dtype:
         return x
     if not _is_alike(x, like):
@@ -35,9 +42,34 @@ def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     return x.astype(like.dtype)
 
 
+def elements(x: Factors) -> jax.Array:
+    """The array of which factors are the rows and columns, as far as these tell."""
+    outputs = tuple(axis for axis, n in enumerate(x.columns.shape) if n < x.shape[axis])
+    mean = numerics.positive(jnp.mean(x.rows, axis=outputs, keepdims=True))
+    return x.rows / mean * x.columns
+
+
+def _factors(arg: ArgLeaves, i: int, like: Factors, x: Leaf) -> Factors:
+    """Rows and columns, of the means of an array, or of others in the same form."""
+    if not isinstance(x, Factors):
+        if not _is_alike(x, like):
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected real floating numbers")
+        wide = numerics.widen(x, numerics.real_dtype(x))
+        sizes = [enumerate(zip(x.shape, of.shape, strict=True)) for of in like]
+        over = [tuple(axis for axis, (a, b) in pairs if a != b) for pairs in sizes]
+        x = Factors(*(jnp.mean(wide, axis=axes, keepdims=True) for axes in over))
+    return Factors(
+        *(a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(x, like, strict=True))
+    )
+
+
 def zeros(like: Leaf, beside: Leaf) -> Leaf:
     """Zeros in the form of a leaf, sharded as an array of its shape, if there is one."""
+    if isinstance(like, Factors):
+        return Factors(*(zeros(x, None) for x in like))
     array = beside if getattr(beside, "shape", None) == like.shape else None
+    if isinstance(array, Factors):
+        array = array.rows * array.columns
     if isinstance(array, Blocks):
         array = encoding.decoded(array)
     dtype = jnp.float32 if isinstance(like, Blocks) else like.dtype
@@ -50,11 +82,18 @@ def zeros(like: Leaf, beside: Leaf) -> Leaf:
 
 def description(x: Leaf) -> str:
     """The form of a leaf, in few words."""
+    if isinstance(x, Factors):
+        return f"rows and columns in {x.dtype}"
     return "8 bits" if isinstance(x, Blocks) else str(x.dtype)
 
 
 def is_form_of(x: Leaf, like: Leaf) -> bool:
     """Whether a leaf has the form of another."""
+    if isinstance(x, Factors) or isinstance(like, Factors):
+        both = isinstance(x, Factors) and isinstance(like, Factors)
+        return both and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(x, like, strict=True)
+        )
     if not isinstance(x, Blocks):
         return not isinstance(like, Blocks) and bool(x.dtype == like.dtype)
     is_blocks = isinstance(like, Blocks)

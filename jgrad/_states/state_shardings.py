@@ -17,6 +17,7 @@ from jgrad._quantized.geometry import geometry
 from jgrad._trees import host_memory, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.factors import Factors
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import KeyPath, Leaf
 from jgrad._trees.renamed import renamed
@@ -150,7 +151,7 @@ class _Shardings:
             return self._of_packed(path, x) if packing.is_packed(x) else self._of_array(path, x)
 
         def is_leaf(x: PyTree) -> bool:
-            return packing.is_packed(x) or isinstance(x, Blocks)
+            return packing.is_packed(x) or (x is not None and trees.is_leaf(x))
 
         return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=is_leaf)
 
@@ -161,8 +162,7 @@ class _Shardings:
 
     def _of_array(self, path: KeyPath, x: Leaf) -> Leaf:
         param = self._followed(path)
-        followed = _without_axes(param, x.shape) if isinstance(param, _Sharded) else None
-        return self._like(followed, x, rows_only=False)
+        return self._like(param if isinstance(param, _Sharded) else None, x, rows_only=False)
 
     def _of_packed(self, path: KeyPath, packed: Packed) -> Packed:
         """The shardings of buffers: those of packed parameters, or of what `pack_small` packed."""
@@ -177,7 +177,7 @@ class _Shardings:
             else:
                 followed = None if leaf is None else self.leaves[leaf]
             like = functools.partial(self._like, followed, rows_only=leaf is None)
-            shardings[name] = jax.tree.map(like, buffer, is_leaf=lambda x: isinstance(x, Blocks))
+            shardings[name] = None if buffer is None else like(buffer)
         return Packed(shardings, layout)
 
     def _like(self, followed: _Sharded | None, x: Leaf, *, rows_only: bool) -> Leaf:
@@ -186,6 +186,9 @@ class _Shardings:
             array = jax.ShapeDtypeStruct(x.shape, x.dtype)
             codes = self._like(followed, array, rows_only=rows_only)
             return x._replace(codes=codes, scale=geometry(x).sharding_of_scale(codes))
+        if isinstance(x, Factors):
+            return Factors(*(self._like(followed, of, rows_only=rows_only) for of in x))
+        followed = None if followed is None else _without_axes(followed, x.shape)
         if followed is None or followed.shape != x.shape:
             return self.replicated
         return _sharded_further(followed.sharding, x.shape, self.axes, rows_only=rows_only)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._trees import trees, values
+from jgrad._trees.factors import Factors
 from jgrad._trees.path_rules import keys_of
 from jgrad._trees.trees import PyTree
 
@@ -101,6 +102,8 @@ def of_fields(
     """
     units = {"mu": _AVERAGE, "nu": _SQUARE, "vw": _SQUARE}
     units["mw"] = _OPEN_SUM if fields.get("vw") is None else _AVERAGE
+    if any(isinstance(x, Factors) for x in trees.flatten(fields.get("vw"))[0]):
+        units["mw"] = Unit(STEPS, True)  # of Adafactor
     for name in _ACCUMULATORS & fields.keys():
         units[name] = _of_accumulator(chains, is_mean=name == "ema")
     return units | _of_others(state, fields)

@@ -18,6 +18,7 @@ import numpy as np
 
 from jgrad._trees import trees
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.factors import Factors
 from jgrad._trees.path_rules import PathRules
 from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
@@ -150,6 +151,8 @@ def describe(x: Leaf) -> str:
     if isinstance(x, Blocks):
         codes = getattr(x.codes, "dtype", type(x.codes).__name__)
         return f"Blocks of {codes} and shape {x.shape if hasattr(x.codes, 'shape') else ()}"
+    if isinstance(x, Factors):
+        return f"Factors of {x.dtype} and shape {x.shape}"
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         kind = "an array" if is_array(x) else f"a {type(x).__name__}"
         return f"{kind} of {x.dtype} and shape {tuple(x.shape)}"
@@ -252,8 +255,9 @@ def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
 
 
 def _as_array(x: Leaf) -> Leaf:
-    """What has the shape of an array in 8 bits, and no parts; any other as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Blocks) else x
+    """What has the shape of an array in another form, and no parts; any other as it is."""
+    in_form = isinstance(x, (Blocks, Factors))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if in_form else x
 
 
 def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool = False) -> None:

@@ -3,7 +3,7 @@
 A functional update takes trees of different depth: one learning rate for all leaves, one gradient
 for every leaf, a rate per layer. The finest tree sets the structure of the result, and every other
 tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning, and so
-is an array in 8 bits, which stands beside one gradient.
+is an array in 8 bits, or by rows and columns, which stands beside one gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +13,7 @@ import jax
 import optax
 
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.factors import Factors
 from jgrad._trees.path_rules import shown
 from jgrad._trees.protocols import KeyPath, Leaf
 from jgrad._trees.variables import leaves_with_paths, named_leaves
@@ -27,8 +28,8 @@ def is_none(x: PyTree) -> bool:
 
 
 def is_leaf(x: PyTree) -> bool:
-    """What makes `None` and an array in 8 bits leaves, for JAX's tree functions."""
-    return x is None or isinstance(x, Blocks)
+    """What makes `None` and an array in another form leaves, for JAX's tree functions."""
+    return x is None or isinstance(x, (Blocks, Factors))
 
 
 def may_be_function(x: object) -> bool:
@@ -58,7 +59,7 @@ def is_function(x: PyTree, params: PyTree) -> bool:
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:
-    """Leaves, `None` and arrays in 8 bits among them, and structure."""
+    """Leaves, `None` and arrays in other forms among them, and structure."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 

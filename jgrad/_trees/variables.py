@@ -4,7 +4,8 @@
 linen unbox a whole state. So a tree reads alike in both forms. A variable of an array in 8 bits
 would be taken for one of something else: flax writes its parts back as a tree of its own, and
 shards scales as if they had the axes of codes. So users see a variable for the codes and one for
-the scales; inside of an update it is one variable, where the parameter has one.
+the scales, or for rows and for columns; inside of an update it is one variable, where the parameter
+has one.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._trees.blocks import Blocks
+from jgrad._trees.factors import Factors
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 # Where variables of nnx name the mesh axes of each axis: the first two up to flax 0.11.
@@ -72,21 +74,26 @@ def named_leaves(
     return [(path, name if name == path[:-1] else path, x) for (path, x), (name, _) in both]
 
 
-# ---- arrays in 8 bits --------------------------------------------------------------------------
+# ---- arrays in 8 bits, or by rows and columns ----------------------------------------------------
 
 
 def blocks_of_variables(tree: PyTree) -> PyTree:
-    """The tree with `Blocks` of variables for variables of `Blocks`, as users see it."""
+    """The tree with `Blocks` of variables for variables of `Blocks`, as users see it.
+
+    And `Factors` likewise.
+    """
 
     def holds_blocks(x: PyTree) -> bool:
-        return is_box(x) and isinstance(_value(x), Blocks)
+        return is_box(x) and isinstance(_value(x), (Blocks, Factors))
 
     def turned(x: PyTree) -> PyTree:
         if not holds_blocks(x):
             return x
         blocks = _value(x)
+        if isinstance(blocks, Factors):
+            return Factors(*(_of_part(x, of, blocks.shape) for of in blocks))
         codes = _with_value(x, blocks.codes)
-        return blocks._replace(codes=codes, scale=_of_scale(codes, blocks))
+        return blocks._replace(codes=codes, scale=_of_part(codes, blocks.scale, blocks.codes.shape))
 
     return jax.tree.map(turned, tree, is_leaf=holds_blocks)
 
@@ -97,6 +104,8 @@ def variables_of_blocks(tree: PyTree) -> PyTree:
     def turned(x: PyTree) -> PyTree:
         if not _has_variables(x):
             return x
+        if isinstance(x, Factors):
+            return _with_value(x.rows, Factors(*map(_value, x)))
         scale = _value(x.scale) if is_box(x.scale) else x.scale
         return _with_value(x.codes, x._replace(codes=_value(x.codes), scale=scale))
 
@@ -111,7 +120,7 @@ def in_form_of(tree: PyTree, turned: PyTree) -> PyTree:
 
 
 def _has_variables(x: PyTree) -> bool:
-    return isinstance(x, Blocks) and is_box(x.codes)
+    return isinstance(x, (Blocks, Factors)) and is_box(x[0])
 
 
 def _value(box: PyTree) -> Leaf:
@@ -123,28 +132,36 @@ def _with_value(box: PyTree, x: PyTree) -> PyTree:
     return jax.tree.map(lambda _: x, box, is_leaf=lambda y: y is not box)
 
 
-def _of_scale(box: PyTree, blocks: Blocks) -> PyTree:
-    """The box of the scales, from that of the codes: sharded along the axes that both have."""
+def _of_part(box: PyTree, part: PyTree, shape: Sequence[int]) -> PyTree:
+    """The box of scales, rows or columns, from that of the array: sharded along the same axes.
 
-    def of_scale(names: object) -> object:
+    Args:
+      box: of the array.
+      part: what the new one holds.
+      shape: of the array.
+    """
+
+    def of_part(names: object) -> object:
         if isinstance(names, NamedSharding):
-            spec = PartitionSpec(*_names_of_scale(tuple(names.spec), blocks))
+            spec = PartitionSpec(*_names_of_part(tuple(names.spec), part.shape, shape))
             return NamedSharding(names.mesh, spec, memory_kind=names.memory_kind)
         if isinstance(names, PartitionSpec):
-            return PartitionSpec(*_names_of_scale(tuple(names), blocks))
-        return _names_of_scale(names, blocks) if isinstance(names, (tuple, list)) else names
+            return PartitionSpec(*_names_of_part(tuple(names), part.shape, shape))
+        is_some = isinstance(names, (tuple, list))
+        return _names_of_part(names, part.shape, shape) if is_some else names
 
     if not is_variable(box):
-        changed = _with_value(box, blocks.scale)
-        return changed.replace(names=of_scale(box.names)) if hasattr(box, "names") else changed
+        changed = _with_value(box, part)
+        return changed.replace(names=of_part(box.names)) if hasattr(box, "names") else changed
     metadata = dict(box.get_metadata())
-    named = {key: of_scale(metadata[key]) for key in _SHARDINGS if key in metadata}
-    return type(box).from_metadata(blocks.scale, metadata | named)
+    named = {key: of_part(metadata[key]) for key in _SHARDINGS if key in metadata}
+    return type(box).from_metadata(part, metadata | named)
 
 
-def _names_of_scale(names: Sequence[object], blocks: Blocks) -> tuple[object, ...]:
-    """None for an axis along which blocks lie, and where the array was flattened."""
-    codes, scale = blocks.codes.shape, blocks.scale.shape
-    known = zip(names, codes, scale, strict=False) if len(scale) >= len(codes) else ()
+def _names_of_part(
+    names: Sequence[object], part: Sequence[int], shape: Sequence[int]
+) -> tuple[object, ...]:
+    """None for an axis along which blocks lie or means are, and where the array was flattened."""
+    known = zip(names, shape, part, strict=False) if len(part) >= len(shape) else ()
     kept = [name if n == count else None for name, n, count in known]
-    return (*kept, *[None] * (len(scale) - len(kept)))
+    return (*kept, *[None] * (len(part) - len(kept)))

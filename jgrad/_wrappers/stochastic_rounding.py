@@ -10,7 +10,7 @@ import optax
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
-from jgrad._inputs.around import Rest, Then
+from jgrad._inputs.around import Rest, Then, in_float32, offer
 from jgrad._inputs.inputs import Finished
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
@@ -235,4 +235,12 @@ def _is_rounded(p: Any) -> bool:
 
 def _wide(params: PyTree) -> PyTree:
     """What the transformation inside sees: float32 for bfloat16 parameters."""
-    return trees.map_leaves(lambda p: parameters.wide(p) if _is_rounded(p) else p, params)
+
+    def wide(p: Any) -> Any:
+        if not _is_rounded(p):
+            return p
+        new = parameters.wide(p)
+        offer(new, in_float32, p)
+        return new
+
+    return trees.map_leaves(wide, params)

@@ -52,6 +52,10 @@ def muon(**options):
     return jgrad.muon(1e-2, matrices=matrices, layer_axes=AXES, adam_learning_rate=1e-3, **options)
 
 
+def adafactor():
+    return jgrad.adafactor(1e-2, layer_axes=AXES, min_side=4, momentum=0.9, weight_decay=0.1)
+
+
 def clipped(tx, **options):
     return optax.chain(jgrad.clip_by_global_norm(0.05, **options), tx)
 
@@ -101,6 +105,10 @@ RECIPES = {
     "lion": Recipe(lambda: jgrad.lion(1e-3, weight_decay=0.1)),
     "lamb": Recipe(lambda: jgrad.lamb(1e-2, layer_axes=AXES), roundings=NORMS),
     "lars": Recipe(lambda: jgrad.lars(1e-2, layer_axes=AXES), roundings=NORMS),
+    "adafactor": Recipe(adafactor, roundings=NORMS),
+    "adafactor, rounded": Recipe(
+        lambda: jgrad.stochastic_rounding(adafactor()), dtype=BF16, roundings=NORMS, few=1e-2
+    ),
     "muon": Recipe(muon, roundings=NORMS),
     "normuon": Recipe(lambda: muon(rule="normuon"), roundings=NORMS),
     "hyperball": Recipe(hyperball, roundings=NORMS),

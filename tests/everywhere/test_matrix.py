@@ -229,7 +229,7 @@ def test_e18_dtypes_do_not_drift(case, dtype, grads_dtype, x64):
     chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
 
 
-@every_case(ONE_EACH, lambda case: case.state)
+@every_case(ONE_EACH, lambda case: case.rounded)
 @pytest.mark.parametrize("form", [jnp.bfloat16, "8bit"], ids=["bfloat16", "8bit"])
 def test_moment_dtype(case, form):
     """Large leaves have it, and keep it."""
@@ -237,7 +237,7 @@ def test_moment_dtype(case, form):
     w = {"large": jnp.ones((32, 256)), "small": jnp.ones(3)}
     state = tx.init(w)
     is_blocks = lambda x: isinstance(x, jgrad.Blocks)
-    for x in jax.tree.leaves((state.mw, state.vw), is_leaf=is_blocks):
+    for x in jax.tree.leaves([getattr(state, name) for name in case.rounded], is_leaf=is_blocks):
         if form == "8bit":
             assert is_blocks(x) == (x.shape == (32, 256))
         else:

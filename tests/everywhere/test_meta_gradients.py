@@ -39,7 +39,9 @@ def inputs(dtype=float):
 def numbers(case):
     """Every float among the options, and those that are usually left at their defaults."""
     found = {"learning_rate": 0.02} | {k: v for k, v in case.options.items() if type(v) is float}
-    if "vw" in case.state:
+    if case.make is jgrad.adafactor:
+        found = {"beta2_decay": 0.8} | found
+    elif "vw" in case.state:
         of_adam = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-3}
         found = {case.of_adam(k): v for k, v in of_adam.items()} | found
     if case.make in (jgrad.lars, jgrad.lamb):

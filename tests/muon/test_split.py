@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._muon import matrix_axes
-from jgrad._muon.matrix_axes import MatrixAxes
+from jgrad._inputs import matrix_axes
+from jgrad._inputs.matrix_axes import MatrixAxes
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
 from tests.support.loops import train

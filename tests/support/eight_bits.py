@@ -23,7 +23,7 @@ def _parts():
         name = f"scale_by_{method.__name__}"
         if hasattr(jgrad, name):
             part = getattr(jgrad, name)
-            case = next(case for case in CASES if case.make is method and case.state)
+            case = next(case for case in CASES if case.make is method and case.rounded)
             names = inspect.signature(part).parameters
             options = {k: x for k, x in case.without_masks().options.items() if k in names}
             yield name, functools.partial(part, **options)
@@ -32,7 +32,7 @@ def _parts():
 MAKES = {
     case.name: functools.partial(case.make, RATE, **case.without_masks().options)
     for case in CASES
-    if case.state
+    if case.rounded
 } | dict(_parts())
 # One of each method.
 EACH = [name for name in MAKES if name in ONE_EACH or name.startswith("scale_by_")]

@@ -1,6 +1,6 @@
 """Where the matrices of an array are: as options say it, and how to see them one by one.
 
-Muon orthogonalizes one matrix at a time. `layer_axes` says over which axes matrices are stacked:
+A method works on one matrix at a time. `layer_axes` says over which axes matrices are stacked:
 layers for `lax.scan`, experts, heads. `output_axes` says which of the others are outputs. What is
 left is input, so that the kernel of a convolution is one matrix.
 
@@ -158,6 +158,15 @@ class MatrixAxes:
         for axis, names in self._gathered_axes():
             shape[axis] *= jax.lax.psum(1, names)
         return dataclasses.replace(self, shape=tuple(shape), sharded_axes=())
+
+    @property
+    def in_shard_map(self) -> "MatrixAxes":
+        """The same, sharded over no mesh axes but those of the `shard_map` around, if any."""
+        named = [
+            (axis, tuple(name for name in names if layer_axes_of.axis_exists(name)))
+            for axis, names in self.sharded_axes
+        ]
+        return dataclasses.replace(self, sharded_axes=tuple(x for x in named if x[1]))
 
     def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
         """Whole matrices, of parts of them; or whole outputs, of one number per output."""
@@ -532,9 +541,8 @@ def _runs(
     split: ArgLeaves, i: int, matrices: MatrixAxes, sizes: Axes
 ) -> tuple[tuple[int, int], ...]:
     """(number, size) of neighbours of one size; nothing for one block, which is the matrix."""
-    names = [name for _, names in matrices.sharded_axes for name in names]
     # Inside `shard_map` the matrix, of which a device may have a part; before it leaves are whole.
-    outputs = (matrices.whole if all(map(layer_axes_of.axis_exists, names)) else matrices).sizes[0]
+    outputs = matrices.in_shard_map.whole.sizes[0]
     shape = f"an array of shape {matrices.shape}"
     if sizes.values[-1] is ...:
         size = sizes.values[0]

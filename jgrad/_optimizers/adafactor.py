@@ -1,0 +1,514 @@
+"""Adafactor: second moments by rows and columns, clipped steps in the scale of their weights."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
+from jgrad._arithmetic.numerics import BetaForms
+from jgrad._inputs import matrix_axes, numbers, options
+from jgrad._inputs.aligned import Role
+from jgrad._inputs.around import narrow
+from jgrad._inputs.factory import DECAY, FORM, Given, Options, checked, one_of
+from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.matrix_axes import MatrixAxes
+from jgrad._inputs.moment import MomentShapes, NewMoments, Step
+from jgrad._inputs.moment_options import MomentDType
+from jgrad._inputs.numbers import Scalar
+from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
+from jgrad._inputs.transformation import transformation
+from jgrad._kernels.moment import Moments
+from jgrad._layers import norms
+from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
+from jgrad._layers.trust import quotient
+from jgrad._packed.array_spec import ArraySpec
+from jgrad._trees import checks, trees, values
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.factors import Factors
+from jgrad._trees.other_names import explained
+from jgrad._trees.trees import PyTree
+
+AdafactorRule = Literal["paper", "torch"]
+# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
+_LAST = (-1,)
+
+# ---- squares, by rows and columns, on the arrays of one leaf -----------------------------------
+
+
+def _mean(x: jax.Array, over: Sequence[int], axes: MatrixAxes) -> jax.Array:
+    """The mean of numbers >= 0 over some axes, which stay with size 1.
+
+    A sum that overflows is taken again of terms that are small enough, so that no mean does. Inside
+    of `shard_map` it is that of whole matrices.
+    """
+    names = [name for axis, of_axis in axes.sharded_axes if axis in over for name in of_axis]
+    count = math.prod(x.shape[axis] for axis in over)
+    count *= jax.lax.psum(1, tuple(names)) if names else 1
+    unit = 2.0 ** math.ceil(math.log2(max(count, 1)))
+
+    def total(x: jax.Array) -> jax.Array:
+        part = jnp.sum(x, axis=tuple(over), keepdims=True)
+        return jax.lax.psum(part, tuple(names)) if names else part
+
+    plain, scaled = total(x), total(x * (1 / unit))
+    return jnp.where(plain < jnp.inf, plain / max(count, 1), scaled * (unit / max(count, 1)))
+
+
+@jit_static_kwargs
+def _mean_squares(g: jax.Array, added: jax.Array, *, axes: MatrixAxes) -> Factors:
+    """The means of |g|^2 + added over inputs and over outputs."""
+    real = numerics.real_dtype(g)
+    squares, added = numerics.bounded_square(numerics.widen(g, real)), added.astype(real)
+    return Factors(*(_mean(squares, over, axes) + added for over in (axes.inputs, axes.outputs)))
+
+
+@on_leaf(arrays=1)
+def _squares(g: jax.Array, added: jax.Array) -> jax.Array:
+    """|g|^2 + added"""
+    return numerics.bounded_square(g) + added
+
+
+@jax.custom_jvp
+def _inverse_root(x: jax.Array) -> jax.Array:
+    """1 / sqrt(x) for x > 0, and its slopes for every x: x^(-3/2) overflows below 1e-26."""
+    return 1 / jnp.sqrt(x)
+
+
+@_inverse_root.defjvp
+def _inverse_root_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    root = _inverse_root(*primals)
+    return root, -0.5 * root * quotient(*tangents, *primals)
+
+
+@jit_static_kwargs
+def _inverse_roots(
+    rows: jax.Array, columns: jax.Array, least: jax.Array, *, axes: MatrixAxes, rule: AdafactorRule
+) -> tuple[jax.Array, jax.Array]:
+    """a and b: 1 / sqrt(v) is their product, v = rows columns / (mean of the rows).
+
+    A row counts as at least 2^-126 of the mean, and any number as at least the smallest normal one,
+    so that a b times a gradient, whose square is in both averages, does not overflow.
+    """
+    mean = _mean(rows, axes.outputs, axes)
+    if rule == "torch":
+        mean = jnp.maximum(mean, least.astype(mean.dtype))
+    mean = numerics.positive(mean)
+    rows = numerics.positive(jnp.maximum(rows, float(jnp.finfo(rows.dtype).tiny) * mean))
+    return jnp.sqrt(mean) * _inverse_root(rows), _inverse_root(numerics.positive(columns))
+
+
+@on_leaf(arrays=1)
+def _by_factors(g: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """g / sqrt(v)"""
+    return numerics.scaled(g, a * b)
+
+
+@on_leaf(arrays=1)
+def _by_bounded_factors(g: jax.Array, a: jax.Array, b: jax.Array, least: jax.Array) -> jax.Array:
+    """g / sqrt(max(v, least^2))"""
+    largest = 1 / numerics.positive(least)
+    return numerics.scaled(g, jnp.minimum(a * b, largest))
+
+
+@on_leaf(arrays=1)
+def _by_elements(g: jax.Array, v: jax.Array) -> jax.Array:
+    """g / sqrt(v)"""
+    return numerics.scaled(g, _inverse_root(numerics.positive(v)))
+
+
+@on_leaf(arrays=1)
+def _by_bounded_elements(g: jax.Array, v: jax.Array, least: jax.Array) -> jax.Array:
+    """g / sqrt(max(v, least^2))"""
+    return numerics.scaled(g, _inverse_root(numerics.positive(jnp.maximum(v, least * least))))
+
+
+@of_one_leaf
+def _average(x: jax.Array, old: Moments, beta: BetaForms) -> jax.Array:
+    return old.write(rules.average, x, old.old, beta.value, beta.complement)
+
+
+# ---- on vectors with an entry per layer --------------------------------------------------------
+
+
+@on_leaf(arrays=1)
+def _clip(norm: jax.Array, inverse: jax.Array, threshold: jax.Array) -> jax.Array:
+    """1 / max(1, RMS(u) / threshold); `inverse` is 1 / sqrt(elements of a layer)"""
+    rms = norm * inverse
+    return threshold / jnp.maximum(threshold, rms)
+
+
+@on_leaf(arrays=1)
+def _scale(norm: jax.Array, inverse: jax.Array, least: jax.Array) -> jax.Array:
+    """max(least, RMS(w))"""
+    return jnp.maximum(least, norm * inverse)
+
+
+# ---- which leaves are factored -----------------------------------------------------------------
+
+
+def _shapes(inputs: Parameters, given: Given, *, mw: bool) -> MomentShapes:
+    """The shapes of the moments; and where the matrices are of each array that is factored."""
+    matrices = _matrices(inputs, given)
+    leaves, structure = trees.flatten(inputs.tree)
+    vw = [x if axes is None else _shape(axes, x) for x, axes in zip(leaves, matrices, strict=True)]
+    return MomentShapes(inputs.tree if mw else None, structure.unflatten(vw), matrices)
+
+
+def _shape(axes: MatrixAxes, x: Any) -> Factors:
+    reduced = (axes.inputs, axes.outputs)
+    shapes = [[1 if i in over else n for i, n in enumerate(x.shape)] for over in reduced]
+    return Factors(*(jax.ShapeDtypeStruct(tuple(shape), x.dtype) for shape in shapes))
+
+
+def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
+    """Of each array that is factored, where its matrices are."""
+    chosen = given.arguments
+    axes = [chosen[name] for name in ("output_axes", "layer_axes", "mesh_axes")]
+    leaves, structure = trees.flatten(inputs.shapes)
+    stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, axes[1])).leaves
+    counts = [0 if x is None else len(of.values) for x, of in zip(leaves, stacked, strict=True)]
+    for spec in inputs.specs:
+        for i, span in zip(spec.positions, spec.spans, strict=False):
+            counts[i] = max(counts[i], len(span.layers.stacked))
+    mask = [np.ndim(x) - count > 1 for x, count in zip(leaves, counts, strict=True)]
+    found = matrix_axes.find(inputs, structure.unflatten(mask), *axes, None)
+    factored = [
+        None if of is None or min(of.whole.sizes) < chosen["min_side"] else of
+        for of in (of and of.in_shard_map for of in found)
+    ]
+    per_array: list[MatrixAxes | None] = []
+    for spec in inputs.specs:
+        of_array = [factored[i] for i in spec.positions]
+        if not spec.is_unpacked and any(of_array):
+            i = next(i for i in spec.positions if factored[i])
+            arg = ArgLeaves.from_tree(inputs.function, inputs.reference.name, inputs.shapes)
+            remedy = (
+                "which is factored, expected it unpacked: `pack_small`, or `max_size` of `pack`"
+            )
+            arg.fail(i, ValueError, f"a packed matrix of shape {leaves[i].shape}, {remedy}")
+        per_array.append(of_array[0])
+    return per_array
+
+
+# ---- the method, on lists of leaves ------------------------------------------------------------
+
+
+class _Direction(NamedTuple):
+    """What one update is made of.
+
+    Attributes:
+      u: of each array the call that computes g / sqrt(v).
+      vw: new second moments.
+    """
+
+    u: list[Call | None]
+    vw: NewMoments
+
+
+def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
+    """Gradients divided by the roots of their averaged squares."""
+    name, chosen, axes = inputs.function, given.arguments, step.matrices
+    is_torch = chosen["rule"] == "torch"
+    first = chosen["epsilon"][0]
+    least = [_epsilon(x) if first is None else first for x in inputs.reference.leaves]
+    known = {x: jnp.asarray(numbers.scalar(name, "epsilon", x)) for x in dict.fromkeys(least)}
+    least = [known[x] for x in least]
+    added = [jnp.zeros_like(x) if is_torch else x for x in least]
+    beta = _beta2(name, chosen, step)
+
+    def calls(f: Callable[..., Any], *columns: list[Any]) -> list[Call | None]:
+        rows = zip(axes, *columns, strict=True)
+        return [
+            None if of is None or any(x is None for x in row) else (f(of), tuple(row))
+            for of, *row in rows
+        ]
+
+    g = list(map(narrow, inputs.g))
+    means = leafwise.run(calls(_means_of, g, added))
+    (rows, new_rows), (columns, new_columns) = (
+        _average([x and x[k] for x in means], step.vw.part(field), beta)
+        for k, field in enumerate(Factors._fields)
+    )
+    roots_of = functools.partial(_roots_of, rule=chosen["rule"])
+    roots = leafwise.run(calls(roots_of, rows, columns, least))
+    alone = [x if of is None else None for x, of in zip(g, axes, strict=True)]
+    squares = leafwise.apply(_squares, alone, added)
+    elements, new_elements = _average(squares, step.vw.part(None), beta)
+
+    u: list[Call | None] = []
+    for x, ab, v, floor in zip(g, roots, elements, least, strict=True):
+        more = (floor,) if is_torch else ()
+        if ab is not None:
+            u.append((_by_bounded_factors if is_torch else _by_factors, (x, *ab, *more)))
+        elif v is not None:
+            u.append((_by_bounded_elements if is_torch else _by_elements, (x, v, *more)))
+        else:
+            u.append(None)
+    both = zip(new_rows.stored, new_columns.stored, new_elements.stored, strict=True)
+    stored: list[Any] = [v if r is None else Factors(r, c) for r, c, v in both]
+    return _Direction(u, NewMoments(stored, stored))
+
+
+def _epsilon(x: Any) -> float:
+    """That of the dtype of a parameter, as PyTorch has it."""
+    return float(jnp.finfo(x.dtype).eps) if checks.is_inexact(x) else 0.0
+
+
+def _beta2(name: str, chosen: Mapping[str, Any], step: Step) -> BetaForms:
+    """min(1 - t^-decay, cap), and the rest to 1, which is computed and not the difference."""
+    decay = numbers.scalar(name, "beta2_decay", chosen["beta2_decay"])
+    rest = step.as_float ** -jnp.asarray(decay, step.as_float.dtype)
+    if chosen["beta2_cap"] is not None:
+        cap = numbers.beta(name, "beta2_cap", chosen["beta2_cap"])
+        rest = jnp.maximum(rest, jnp.asarray(cap.complement, rest.dtype))
+    rest = numerics.once(rest)
+    return BetaForms(1 - rest, rest, None)
+
+
+def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[list[jax.Array]]:
+    """Of each array what its direction is multiplied by: its clip and the scale of its weights."""
+    name, chosen = inputs.function, given.arguments
+    factors: list[list[jax.Array]] = [[] for _ in u]
+    axes = _layers(inputs, given)
+    there = sorted((i for i, x in enumerate(u) if x is not None), key=lambda i: axes[i].sort_key)
+    layers = [axes[i] for i in there]
+    measured, rules_of, least = [], [], []
+    if chosen["clip_threshold"] is not None:
+        measured.append([u[i] for i in there])
+        rules_of.append(_clip)
+        least.append(numbers.scalar(name, "clip_threshold", chosen["clip_threshold"]))
+    if chosen["scale_by_parameter"]:
+        w = inputs.require_params("the scale of the weights")
+        measured.append([(leafwise.identity, (narrow(w[i]),)) for i in there])
+        rules_of.append(_scale)
+        least.append(numbers.scalar(name, "epsilon", chosen["epsilon"][1]))
+    if not (there and measured):
+        return factors
+    sizes = [_inverse_root_of_size(inputs.specs[i], axes[i]) for i in there]
+    sizes = norms.in_batches(layers, sizes)
+    for rule, bound, batches in zip(
+        rules_of, least, norms.layer_norms(layers, *measured), strict=True
+    ):
+        made = [
+            rule(x, jnp.concatenate(size), jnp.asarray(bound))
+            for x, size in zip(batches, sizes, strict=True)
+        ]
+        for i, x in zip(there, norms.split(layers, made), strict=True):
+            factors[i].append(x)
+    return factors
+
+
+def _layers(inputs: Inputs, given: Given) -> list[LayerAxes]:
+    """Where the layers are: a mesh axis along which they are stacked is not summed over."""
+    mesh_axes = given.arguments["mesh_axes"]
+    axes = options.layers(inputs, mesh_axes, given.arguments["layer_axes"])
+    if mesh_axes is None:
+        return axes
+    shardings = matrix_axes.read_shardings(inputs.function, mesh_axes)
+    given_to = inputs.function, "mesh_axes", shardings, inputs.reference.name, inputs.shapes
+    specs = ArgLeaves.from_prefix(*given_to).leaves
+    for i, (of, spec) in enumerate(zip(axes, inputs.specs, strict=True)):
+        sharding = specs[spec.positions[0]]
+        if sharding is None or not of.stacked:
+            continue
+        over = [names for axis, names in enumerate(sharding.values) if axis in of.stacked]
+        names = tuple(x for x in of.mesh_axes if x not in itertools.chain(*over))
+        axes[i] = dataclasses.replace(of, mesh_axes=names)
+    return axes
+
+
+def _inverse_root_of_size(spec: ArraySpec, layers: LayerAxes) -> jax.Array:
+    """1 / sqrt(elements) of each layer, of all devices that have a part of it."""
+    of_shard = () if spec.shard is None else spec.shard.axes
+    names = tuple(name for name in layers.mesh_axes if name not in of_shard)
+    devices = jax.lax.psum(1, names) if names else 1
+    sizes = [
+        max(1, leaf.layer_size * devices)
+        for leaf in spec.layers_of_leaves(layers)
+        for _ in range(leaf.num_layers)
+    ]
+    return jnp.asarray(1 / np.sqrt(np.array(sizes)), float)
+
+
+# ---- transformation ----------------------------------------------------------------------------
+
+
+def _check_epsilon(function: str, name: str, x: Any) -> None:
+    if not (isinstance(x, tuple | list) and len(x) == 2):
+        expected = "a pair: what is added to squares, and the smallest scale"
+        raise TypeError(f"{function}: `{name}`: {checks.describe(x)}, expected {expected}.")
+    for number in x if x[0] is not None else x[1:]:
+        numbers.scalar(function, name, number)
+
+
+def _positive_or_none(function: str, name: str, x: Any) -> None:
+    if x is not None:
+        numbers.scalars(function, name, x, positive=True)
+        numbers.scalar(function, name, x)
+
+
+_OPTIONS = Options(
+    learning_rate=Role.RATE,
+    beta2_decay=Role.SCALAR,
+    beta2_cap=checked(numbers.beta, optional=True),
+    epsilon=_check_epsilon,
+    clip_threshold=_positive_or_none,
+    momentum=checked(numbers.scalar_betas, optional=True),
+    scale_by_parameter=Role.FLAG,
+    min_side=lambda function, name, x: values.count(function, name, x),
+    rule=one_of("paper", "torch"),
+    layer_axes=Role.LAYER_AXES,
+    output_axes=lambda function, _, x: matrix_axes.read_output_axes(function, x),
+    mesh_axes=lambda function, _, x: matrix_axes.read_shardings(function, x),
+    **DECAY,
+    **FORM,
+)
+
+
+@explained
+def adafactor(
+    learning_rate: LearningRate,
+    *,
+    momentum: Number | None = None,
+    beta2_decay: Scalar = 0.8,
+    beta2_cap: Scalar | None = None,
+    epsilon: tuple[Scalar | None, Scalar] = (1e-30, 1e-3),
+    clip_threshold: Scalar | None = 1.0,
+    scale_by_parameter: bool = True,
+    min_side: int = 128,
+    weight_decay: Number = 0.0,
+    weight_decay_mask: Mask = None,
+    weight_decay_rule: DecayRule = "decoupled",
+    rule: AdafactorRule = "paper",
+    output_axes: PyTree = _LAST,
+    mesh_axes: PyTree = None,
+    layer_axes: PyTree = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adafactor.
+
+        beta2 = min(1 - t^-beta2_decay, beta2_cap)
+        r'    = beta2 r + (1 - beta2) (mean of |g|^2 over inputs + epsilon[0])
+        c'    = beta2 c + (1 - beta2) (mean of |g|^2 over outputs + epsilon[0])
+        u     = g / sqrt(v),  v = r' c' / (mean of r')
+        d     = learning_rate max(epsilon[1], RMS(w)) u / max(1, RMS(u) / clip_threshold)
+        m'    = momentum m + (1 - momentum) d                        (without momentum: d)
+        w'    = w - m' - learning_rate weight_decay w
+
+    with r a number for each output of a matrix, and c one for each input. What is no matrix, or has
+    a side below `min_side`, has v' = beta2 v + (1 - beta2) (|g|^2 + epsilon[0]). RMS is the root of
+    the mean square of a layer: a leaf is one unless `layer_axes` says otherwise. Averages are in
+    float32, or float64 beside float64, whatever the dtype of the weights.
+
+    The paper's rate is min(0.01, 1 / sqrt(t)): `lambda done: jnp.minimum(0.01, (1 + done) ** -.5)`.
+
+    Args:
+      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
+        at the first); or a prefix tree or `by_path` of those. `update(..., learning_rate=x)`
+        overrides it for one call, and so do `momentum` and `weight_decay`.
+      momentum: in [0, 1); a number, a function, or a tree, likewise. None for none.
+      beta2_decay: in [0, inf).
+      beta2_cap: in [0, 1); None for no bound. Zhai et al. take 0.999.
+      epsilon: the pair (added to squares, smallest scale), each in [0, inf).
+      clip_threshold: largest RMS of u, above 0; None for no clipping.
+      scale_by_parameter: whether steps are in the scale of their weights.
+      min_side: smallest number of outputs and of inputs of a matrix that is factored.
+      weight_decay: in [0, inf); likewise, not scaled by the weights.
+      weight_decay_mask: prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
+      weight_decay_rule: "decoupled" as above. "cautious": only weights that the step moves towards
+        zero decay, as in `adam`. "independent": w' = w - m' - weight_decay w, with a decay in
+        [0, 1), as that of `optax.adafactor`.
+      rule: "paper" as above. "torch", as `torch.optim.Adafactor`: epsilon[0] is added to nothing,
+        and bounds the mean of r' from below, and its square v; None is the distance of 1 to the
+        next number in the dtype of the weights. And in d stands min(learning_rate, 1 / sqrt(t)).
+        PyTorch has `min_side=1`.
+      output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
+        those; all others but `layer_axes` are inputs. The last, as in flax and haiku; 0 in equinox
+        and PyTorch. It matters for leaves of three axes or more alone.
+      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those; as
+        in `muon`. Under `jit` a sharded leaf is whole, and needs none.
+      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
+        of ints, or None, or a prefix tree of those. Each index has averages, a clipping and a scale
+        of its own.
+      moment_dtype: dtype of m; None for the parameter's, but at least float32; "8bit" for `Blocks`,
+        as in `adam`.
+      full_precision: with "8bit", leaves whose m is not stored in 8 bits: a prefix tree of bools,
+        or a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
+
+    Returns:
+      A transformation with state `OptState(step, mw, vw)`; `mw` is None without momentum, and `vw`
+      has `Factors` for leaves that are factored. Leaves of packed trees may not be.
+
+    Raises:
+      ValueError: a Python number out of range, or a packed matrix.
+      TypeError: an option of the wrong kind.
+
+    Example:
+      >>> params = grads = {"w": jnp.ones((512, 256), jnp.bfloat16), "b": jnp.zeros(256)}
+      >>> tx = jgrad.stochastic_rounding(jgrad.adafactor(1e-2))
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> jax.tree.map(jnp.shape, state.inner.vw)
+      {'b': (256,), 'w': Factors(rows=(1, 256), columns=(512, 1))}
+
+    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"
+      (2018), algorithms 4 to 6; momentum as in tensor2tensor; the cap: Zhai et al., "Scaling Vision
+      Transformers" (2022), section 3.4; "torch": `torch.optim.Adafactor` of 2.5.
+    """
+    name, given = "adafactor", _OPTIONS.check("adafactor", locals())
+
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, NewMoments]:
+        inputs.check_buffers()
+        n = given.read(inputs, step)
+        u, vw = _direction(inputs, step, given)
+        rates = n.learning_rate
+        if rule == "torch":
+            most = step.as_float**-0.5
+            rates = [x if x is None else jnp.minimum(x, most.astype(x.dtype)) for x in rates]
+        columns = zip(leafwise.run(u), _factors(inputs, u, given), rates, strict=True)
+        d = leafwise.run(
+            [x if x is None else (rules.scale_by, (x, *by, rate)) for x, by, rate in columns]
+        )
+        decay = rules.optional(n.weight_decay)
+        descent = Descent(decay, n.learning_rate, weight_decay_rule, has_rate=True)
+        if momentum is None:
+            options.without_momentum(inputs, step)
+            return descent.updates(d, inputs.w), None, vw
+        beta = options.beta_per_array(inputs, step, "momentum", momentum)
+        updates, mw = _average.update(inputs, d, step.mw, beta, descent=descent)
+        return updates, mw, vw
+
+    has_momentum = momentum is not None
+    moments = given.moments(layer_axes=layer_axes, of_first=True)
+    shapes_of = functools.partial(_shapes, given=given, mw=has_momentum)
+    params_for = "the scale of the weights" if scale_by_parameter else None
+    return transformation(
+        name, compute, shapes_of=shapes_of, moments=moments, params_for=params_for
+    )
+
+
+# One function object for all arrays with such matrices, so that JAX's caches find it again.
+
+
+@functools.cache
+def _means_of(axes: MatrixAxes) -> Function:
+    return functools.partial(_mean_squares, axes=axes)
+
+
+@functools.cache
+def _roots_of(axes: MatrixAxes, rule: AdafactorRule) -> Function:
+    return functools.partial(_inverse_roots, axes=axes, rule=rule)
