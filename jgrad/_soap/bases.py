@@ -11,6 +11,7 @@ permute it; one that forgets to mixes the moments of different directions.
 
 import collections
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import numerics
+from jgrad._arithmetic.leafwise import Function
 from jgrad._muon import orthogonalize
+from jgrad._muon.all_to_all import Sharing
 from jgrad._trees.shardings import (
-    automatic_mesh,
     is_sharded,
     replicated,
     sharded_as,
@@ -95,44 +97,44 @@ def refreshed(
 
 
 def _of_one_size(
-    sides: Sequence[Side], what: jax.Array, sharing: orthogonalize.Sharing | None
+    sides: Sequence[Side], what: jax.Array, sharing: Sharing | None
 ) -> list[jax.Array]:
-    varying = varying_axes(*(x for side in sides for x in side))
-    bases = [varying_over(side.basis, varying) for side in sides]
-    averages = [varying_over(side.average, varying) for side in sides]
+    varying = varying_axes(*itertools.chain(*sides))
+    averages, bases = (varying_over(list(x), varying) for x in zip(*sides, strict=True))
+    keep = lambda averages, bases: bases  # noqa: E731
+    steps = (functools.partial(_apart, step, sharing) for step in (_begun, _turned))
+    new: list[jax.Array] = jax.lax.switch(what, [keep, *steps], averages, bases)
+    return new
 
-    def branch(begins: bool, averages: list[jax.Array], bases: list[jax.Array]) -> list[jax.Array]:
-        size = bases[0].shape[-1]
-        stacks = [_flat(replicated(x)) for x in (*averages, *bases)]
-        counts = [len(x) for x in stacks[: len(bases)]]
-        # Each average above its basis, so that both are dealt out as one.
-        pairs = [jnp.concatenate(pair, 1) for pair in zip(stacks[: len(bases)], stacks[len(bases) :], strict=True)]
-        x = pairs[0] if len(pairs) == 1 else jax.lax.concatenate(pairs, 0)
-        step = functools.partial(_begun if begins else _turned, size=size)
-        new = step(x) if sharing is None else orthogonalize.shared(step, x, sharing)
-        parts = jax.lax.split(new, counts) if len(counts) > 1 else [new]
-        return [
-            sharded_as(part.reshape(old.shape), old)
-            for part, old in zip(parts, bases, strict=True)
-        ]
 
-    branches = [
-        lambda averages, bases: bases,
-        functools.partial(branch, True),
-        functools.partial(branch, False),
+def _apart(
+    step: Function, sharing: Sharing | None, averages: list[jax.Array], bases: list[jax.Array]
+) -> list[jax.Array]:
+    """A step of all matrices as one stack, whose arrays are there inside of a branch alone.
+
+    Each average is above its basis, so that both are dealt out as one.
+    """
+    pairs = [
+        jax.lax.concatenate([_stack(average), _stack(basis)], 1)
+        for average, basis in zip(averages, bases, strict=True)
     ]
-    return jax.lax.switch(what, branches, averages, bases)
+    x = jax.lax.concatenate(pairs, 0)
+    new = step(x) if sharing is None else orthogonalize.shared(step, x, sharing)
+    parts = jax.lax.split(new, [len(x) for x in pairs])
+    columns = zip(parts, bases, strict=True)
+    return [sharded_as(part.reshape(old.shape), old) for part, old in columns]
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+def _stack(x: jax.Array) -> jax.Array:
+    return replicated(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
 # ---- on a stack of pairs, (count, 2 size, size) ------------------------------------------------
 
 
-def _begun(pairs: jax.Array, *, size: int) -> jax.Array:
+def _begun(pairs: jax.Array) -> jax.Array:
     """Eigenvectors of the averages; the basis as it is where the average is zero."""
+    size = pairs.shape[-1]
     average, is_zero = _normalized(pairs[:, :size])
     found = jnp.linalg.eigh(average)
     vectors = jax.lax.rev(found.eigenvectors, (2,))
@@ -145,8 +147,9 @@ def _begun(pairs: jax.Array, *, size: int) -> jax.Array:
     return jnp.where(is_zero, pairs[:, size:], basis)
 
 
-def _turned(pairs: jax.Array, *, size: int) -> jax.Array:
+def _turned(pairs: jax.Array) -> jax.Array:
     """The bases after a power step; as they are where the average is zero."""
+    size = pairs.shape[-1]
     average, is_zero = _normalized(pairs[:, :size])
     basis = pairs[:, size:]
     powered = product(average, basis)
@@ -188,8 +191,10 @@ def _normalized(average: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _phase(x: jax.Array) -> jax.Array:
     """x / |x|, and 1 where x is 0"""
-    if not jnp.iscomplexobj(x):
-        return jnp.where(x < 0, -jnp.ones_like(x), jnp.ones_like(x))
-    size = jnp.sqrt(numerics.abs_squared(x))
     one = jnp.ones_like(x)
-    return jnp.where(size == 0, one, x / jnp.where(size == 0, jnp.ones_like(size), size).astype(x.dtype))
+    if not jnp.iscomplexobj(x):
+        return jnp.where(x < 0, -one, one)
+    size = jnp.sqrt(numerics.abs_squared(x))
+    is_zero = size == 0
+    divisor = jnp.where(is_zero, jnp.ones_like(size), size).astype(x.dtype)
+    return jnp.where(is_zero, one, x / divisor)

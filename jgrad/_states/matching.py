@@ -290,7 +290,9 @@ class Matcher:
         begun = [
             x
             for x, s in made
-            if x.field in (parts.VW, parts.IN_BASES) and s.what in (account.ZERO, account.RESET) and x.keys in firsts
+            if x.field in (parts.VW, parts.IN_BASES)
+            and s.what in (account.ZERO, account.RESET)
+            and x.keys in firsts
         ]
         steps = [s for x, s in made if x.role == "step"]
         notes = []

@@ -130,7 +130,9 @@ def read(state: PyTree) -> list[Part]:
     for x in parts:
         if x.field == MW and x.leaf is not None:
             shapes[x.keys].add(x.leaf.shape)
-    in_bases = {keys for x in parts if x.leaf is not None and x.role == "factors" for keys in x.owners_keys}
+    in_bases = {
+        keys for x in parts if x.leaf is not None and x.role == "factors" for keys in x.owners_keys
+    }
 
     def measured(x: Part) -> Part:
         """With a field of its own for a second moment that measures another thing than Adam's."""

@@ -61,9 +61,7 @@ class Reporting(Protocol):
 # - like: what starts as `init` makes it; measured: what the next update measures again
 # - inside: the state of what is inside
 # - factors: averages of matrices, which start at zero, and their bases, which start as the identity
-Role = Literal[
-    "step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"
-]
+Role = Literal["step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"]
 
 
 class Parts(NamedTuple):
