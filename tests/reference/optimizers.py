@@ -422,20 +422,24 @@ def first_basis(a: np.ndarray) -> np.ndarray:
     return np.linalg.eigh(a)[1][:, ::-1]
 
 
-def next_basis(a: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def next_basis(a: np.ndarray, q: np.ndarray, lift=0.0) -> tuple[np.ndarray, np.ndarray]:
     """A step of the power iteration: the basis, and the order in which the columns of `q` went in.
 
-    The diagonal of the triangular factor is not negative, so that the basis is the same wherever `a`
-    has full rank.
+    The diagonal of the triangular factor is not negative, so that the basis does not depend on the
+    platform, if `a` has full rank. heavyball lifts it to full rank, by a part of its largest value.
     """
-    order = np.argsort(-np.real(np.diag(q.conj().T @ a @ q)), kind="stable")
-    new, triangle = np.linalg.qr(a @ q[:, order])
+    values = np.real(np.diag(q.conj().T @ a @ q))
+    order = np.argsort(-values, kind="stable")
+    q = q[:, order]
+    new, triangle = np.linalg.qr(a @ q + lift * np.max(values) * q)
     diagonal = np.diag(triangle)
     size = np.abs(diagonal)
     return new * np.where(size > 0, diagonal / np.where(size > 0, size, 1), 1), order
 
 
-def _soap_of_matrix(g, m, v, own, t, *, betas, every, epsilon, max_side, bases, bias_correction):
+def _soap_of_matrix(
+    g, m, v, own, t, *, betas, every, epsilon, max_side, bases, bias_correction, lift
+):
     """The direction, and new m and v; `own` has the factors and bases of both sides, and is changed.
 
     `t` is the number of updates before this one: in the first, only factors and bases are made.
@@ -467,10 +471,11 @@ def _soap_of_matrix(g, m, v, own, t, *, betas, every, epsilon, max_side, bases, 
             for a, chosen in zip(own["factors"], small, strict=True)
         ]
         own["bases"] = own["bases"] if bases is None else list(bases)
-    elif t % every == 0:
+    elif every(t) if callable(every) else t % every == 0:
         for side in (0, 1):
             if small[side]:
-                own["bases"][side], order = next_basis(own["factors"][side], own["bases"][side])
+                factor, basis = own["factors"][side], own["bases"][side]
+                own["bases"][side], order = next_basis(factor, basis, lift)
                 v = np.take(v, order, axis=side)
     return direction, m, v
 
@@ -480,7 +485,7 @@ def soap(
     max_side=8192, weight_decay=0.01, decay=None, weight_decay_rule="decoupled", first_step="skip",
     bias_correction="moments", output_axes=-1, layer_axes=None, adam_learning_rate=None,
     adam_beta1=None, adam_beta2=None, adam_epsilon=None, adam_weight_decay=None, bases=None,
-    kept=None,
+    kept=None, lift=0.0,
 ) -> Optimizer:  # fmt: skip
     """Vyas et al. (2024), algorithms 3 and 4, of each matrix (outputs, inputs) of a chosen leaf.
 
@@ -505,6 +510,7 @@ def soap(
     Where a gradient is not square, the first L or R has a null space, in which eigenvectors are
     arbitrary, and if it has two dimensions or more, updates depend on them. To compare two programs,
     hand over the first bases of one: `bases`, for each leaf a list with (left, right) of each layer.
+    `every` may also be a function that says, of the number of updates before, whether bases are due.
     `kept`, an empty dict, is given "m", "v" and "sides" after each step: v is of shape (layers,
     outputs, inputs), sides a list of {"factors": [left, right], "bases": [left, right]}.
     """
@@ -516,7 +522,7 @@ def soap(
     ]  # fmt: skip
     of_soap = {
         "betas": (beta1, beta2, shampoo_beta), "every": every, "epsilon": epsilon,
-        "max_side": max_side, "bias_correction": bias_correction,
+        "max_side": max_side, "bias_correction": bias_correction, "lift": lift,
     }  # fmt: skip
     axes = output_axes, layer_axes
     t, m, v = _start(w, None)
