@@ -25,7 +25,6 @@ from jgrad._arithmetic.leafwise import Function
 from jgrad._muon import orthogonalize
 from jgrad._muon.all_to_all import Sharing
 from jgrad._trees.shardings import (
-    is_sharded,
     replicated,
     sharded_as,
     varying_axes,
@@ -83,8 +82,7 @@ def refreshed(
     groups: dict[object, list[int]] = collections.defaultdict(list)
     constants = [Side(*map(jax.lax.stop_gradient, side)) for side in sides]
     for i, side in enumerate(constants):
-        kind = side.basis.shape[-1], side.basis.dtype, varying_axes(*side), is_sharded(side.basis)
-        groups[kind].append(i)
+        groups[side.basis.shape[-1], side.basis.dtype, varying_axes(*side)].append(i)
     sharing = None
     if shard_over and sides:
         sharing = orthogonalize.sharing_of(function, [side.basis for side in sides], shard_over)
@@ -155,10 +153,23 @@ def _turned(pairs: jax.Array) -> jax.Array:
     powered = product(average, basis)
     estimates = _without_noise(jnp.sum((basis.conj() * powered).real, axis=1))[:, None]
     powered = jnp.where(estimates == 0, basis, powered)
-    order = jnp.argsort(-estimates, axis=2)
-    new = _orthogonal(jnp.take_along_axis(powered, order, axis=2))
-    back = jnp.argsort(order, axis=2)
+    order, back = _order(estimates[:, 0])
+    new = _orthogonal(jnp.take_along_axis(powered, order[:, None], axis=2))
+    back = back[:, None]
     return jnp.where(is_zero, basis, jnp.take_along_axis(new, back, axis=2))
+
+
+def _order(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The places of the largest, the second ..., equal ones as they come; and the rank of each.
+
+    By comparisons of all pairs, since a program that sorts takes long to compile.
+    """
+    places = jnp.arange(values.shape[-1])
+    a, b = values[:, :, None], values[:, None, :]
+    is_before = (a > b) | ((a == b) & (places[:, None] < places[None, :])[None])
+    ranks = jnp.sum(is_before, axis=1)
+    order = jnp.argmax(ranks[:, None, :] == places[None, :, None], axis=2)
+    return order, ranks
 
 
 def _without_noise(values: jax.Array) -> jax.Array:
