@@ -72,6 +72,11 @@ class Case:
         return jgrad.SoapState if self.make is jgrad.soap else jgrad.OptState
 
     @property
+    def packs(self) -> bool:
+        """Whether its matrices may be packed; SOAP's have factors of their own, leaf by leaf."""
+        return self.make is not jgrad.soap
+
+    @property
     def has_matrices(self) -> bool:
         """Whether some leaves are matrices, and all others Adam's."""
         return "matrices" in self.options
