@@ -20,6 +20,7 @@ Optimizers: `init`/`update` pairs, as optax has them
     lamb              LAMB: Adam with a rate for each layer
     adafactor         Adafactor: second moments by rows and columns
     muon              Muon for matrices, AdamW for other leaves
+    soap              SOAP for matrices, AdamW for other leaves
     hidden_matrices   which leaves Muon is for, by names and shapes
 
 Parts of optimizers, for `optax.chain`
@@ -87,6 +88,7 @@ States of optimizers
     quantized          the old name of `carry_over`
     unquantized        likewise, for a state in 8 bits as arrays
     OptState           state of every optimizer
+    SoapState          state of `soap`
     Blocks             an array in 8 bits
     Factors            squares by rows and columns
     AccumulateState    state of `accumulate`
@@ -143,6 +145,8 @@ from jgrad._optimizers.lion import lion, lion_update, scale_by_lion
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
+from jgrad._soap.factors import SoapState
+from jgrad._soap.soap import soap
 from jgrad._states.account import Account
 from jgrad._states.carry_over import carry_over, quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
@@ -192,6 +196,7 @@ __all__ = [  # noqa: RUF022
     "lamb",
     "adafactor",
     "muon",
+    "soap",
     "hidden_matrices",
     # Parts of optimizers, for `optax.chain`
     "scale_by_adam",
@@ -243,6 +248,7 @@ __all__ = [  # noqa: RUF022
     "quantized",
     "unquantized",
     "OptState",
+    "SoapState",
     "Blocks",
     "Factors",
     "AccumulateState",

@@ -1,0 +1,317 @@
+"""Shampoo's factors of each matrix, as the state has them, and what they make of a gradient."""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
+from jgrad._inputs import matrix_axes
+from jgrad._inputs.inputs import OTHER_LEAVES, Inputs, Parameters
+from jgrad._inputs.matrix_axes import MatrixAxes
+from jgrad._layers import layer_axes as layer_axes_of
+from jgrad._soap import bases
+from jgrad._soap.bases import Side, product
+from jgrad._trees import checks, trees, variables
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import state_of
+from jgrad._trees.shardings import is_sharded, on_automatic_axes
+from jgrad._trees.trees import PyTree
+
+Array = jax.Array | None
+Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
+
+
+class Factors(NamedTuple):
+    """Those of one leaf: a matrix, or a stack of them along first axes.
+
+    A side above `max_side` has neither average nor basis.
+
+    Attributes:
+      left: average of G G^H, of shape (..., rows, rows).
+      right: average of G^H G, of shape (..., columns, columns).
+      left_basis: eigenvectors of `left`, as columns.
+      right_basis: eigenvectors of `right`.
+    """
+
+    left: Any
+    right: Any
+    left_basis: Any
+    right_basis: Any
+
+
+Factors.__module__ = "jgrad"
+# Of one leaf: one, or of a leaf that is split in blocks of several sizes a tuple of them.
+OfLeaf = tuple[Factors, ...]
+_FIELDS = Factors._fields
+
+
+@state_of("moments", step="step", mw="moment", vw="moment", factors="factors")
+class SoapState(NamedTuple):
+    """State of `soap`.
+
+    Attributes:
+      step: number of updates done, an int32 scalar; it saturates.
+      mw: first moment, as in `OptState`.
+      vw: second moment; that of a matrix is in the basis of its factors.
+      factors: a tree like the parameters, with `left`, `right`, `left_basis` and `right_basis` of
+        each matrix, in float32 or wider; None for other leaves.
+
+    Example:
+      >>> tx = jgrad.soap(3e-3, matrices={"w": True, "b": False})
+      >>> state = tx.init({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> jax.tree.map(jnp.shape, state.factors["w"].left_basis), state.factors["b"]
+      ((3, 3), None)
+    """
+
+    step: jax.Array
+    mw: PyTree
+    vw: PyTree
+    factors: PyTree
+
+    @property
+    def count(self) -> jax.Array:  # type: ignore[override]  # hides `tuple.count`
+        """The step, by optax's name."""
+        return self.step
+
+    @property
+    def mu(self) -> PyTree:
+        """The first moment, by optax's name."""
+        return self.mw
+
+    @property
+    def nu(self) -> PyTree:
+        """The second moment, by optax's name."""
+        return self.vw
+
+
+# ---- in a state --------------------------------------------------------------------------------
+
+
+def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: int) -> PyTree:
+    """Before the first update: averages are zero, and each basis is the identity."""
+    entries: list[OfLeaf | None] = []
+    for x, axes in zip(_leaves(inputs), matrices, strict=True):
+        if axes is None:
+            entries.append(None)
+            continue
+        shapes = _shapes(axes, x, max_side)
+        begun = functools.partial(_begun, x, axes)
+        entries.append(tuple(Factors(*map(begun, _FIELDS, run)) for run in shapes))
+    return tree_of(inputs, entries)
+
+
+def read(
+    inputs: Inputs, matrices: Sequence[MatrixAxes | None], max_side: int, tree: PyTree
+) -> list[OfLeaf | None]:
+    """The factors of each leaf, checked against the choice of leaves."""
+    pairs = list(zip(_leaves(inputs), matrices, strict=True))
+    shapes = [None if axes is None else _shapes(axes, x, max_side) for x, axes in pairs]
+    like = tree_of(inputs, shapes)
+    function, name = inputs.function, "state.factors"
+    checks.same_structure(function, name, tree, "params", like, remedy=OTHER_LEAVES)
+    arg = ArgLeaves.from_tree(function, name, tree).with_arrays()
+    expected = ArgLeaves.from_tree(function, "params", like)
+    for i, (x, y) in enumerate(zip(arg.leaves, expected.leaves, strict=True)):
+        fits = x is None if y is None else checks.is_inexact(x) and checks.is_of_kind(x, y)
+        if not fits:
+            kind = "None" if y is None else f"an array of {y.dtype}"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected {kind}; {OTHER_LEAVES}")
+    checks.same_shapes(arg, expected)
+    found = trees.flatten(like)[1].unflatten(arg.leaves)
+    entries = _structure(inputs).flatten_up_to(found)
+    return [None if x is None else (x,) if isinstance(x, Factors) else tuple(x) for x in entries]
+
+
+def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:
+    """The factors as the state has them."""
+    of_leaves = [x if x is None or len(x) > 1 else x[0] for x in entries]
+    return _structure(inputs).unflatten(of_leaves)
+
+
+def _structure(inputs: Parameters) -> Any:
+    """That of the unpacked parameters, with a leaf where a box of flax has one."""
+
+    def is_leaf(x: PyTree) -> bool:
+        return trees.is_leaf(x) or variables.is_box(x)
+
+    return jax.tree.structure(inputs.shapes, is_leaf=is_leaf)
+
+
+def _leaves(inputs: Parameters) -> list[Any]:
+    """The array of each leaf of the unpacked tree: of a packed one, in which no matrix is, its."""
+    arrays = zip(inputs.specs, inputs.reference.leaves, strict=True)
+    return [x for spec, x in arrays for _ in spec.positions]
+
+
+def _shapes(axes: MatrixAxes, x: jax.Array, max_side: int) -> OfLeaf:
+    """The shapes of the factors of each run of blocks."""
+    real = numerics.real_dtype(x)
+    dtype = numerics.complex_dtype(real) if jnp.iscomplexobj(x) else real
+
+    def of_run(run: MatrixAxes) -> Factors:
+        *stack, rows, columns = run.as_matrices.shape
+        both = [
+            jax.ShapeDtypeStruct((*stack, n, n), dtype) if 0 < n <= max_side else None
+            for n in (rows, columns)
+        ]
+        return Factors(*both, *both)
+
+    return tuple(map(of_run, matrix_axes.pieces(whole(axes))))
+
+
+def whole(axes: MatrixAxes) -> MatrixAxes:
+    """Inside `shard_map` the matrices, of which a device may have a part; before it leaves are."""
+    names = [name for _, names in axes.sharded_axes for name in names]
+    return axes.whole if all(map(layer_axes_of.axis_exists, names)) else axes
+
+
+def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Any) -> Array:
+    """Computed from the parameter, so that it is on its mesh, with layers sharded as they are."""
+    if of is None:
+        return None
+    size = of.shape[-1]
+    one = np.eye(size) if name.endswith("basis") else np.zeros((size, size))
+    start = jnp.broadcast_to(jnp.asarray(one, of.dtype), of.shape)
+    within = tuple(axis for axis in range(x.ndim) if axis not in axes.stacked)
+    zeros = jnp.sum(numerics.zeros_like(x, of.dtype), axis=within)
+    if zeros.shape != of.shape[:-2]:  # blocks are counted there as well
+        zeros = jnp.sum(zeros)
+    while zeros.ndim < start.ndim:
+        zeros = zeros[..., None]
+    return start + jnp.broadcast_to(zeros, of.shape)
+
+
+# ---- what they make of a gradient --------------------------------------------------------------
+
+
+class Matrices(NamedTuple):
+    """The matrices of an update: an entry for each array, None where it has none.
+
+    Attributes:
+      axes: where they are.
+      factors: of them.
+    """
+
+    axes: Sequence[MatrixAxes | None]
+    factors: Sequence[OfLeaf | None]
+
+    def into_bases(self, arrays: Sequence[Array]) -> list[Array]:
+        """P^H X Q of each matrix."""
+        return self._rotated(arrays, back=False)
+
+    def out_of_bases(self, arrays: Sequence[Array]) -> list[Array]:
+        """P X Q^H of each matrix."""
+        return self._rotated(arrays, back=True)
+
+    def _rotated(self, arrays: Sequence[Array], *, back: bool) -> list[Array]:
+        calls: list[Call | None] = [None] * len(arrays)
+        for i, (x, axes, own) in enumerate(zip(arrays, *self, strict=True)):
+            if x is not None and axes is not None and own is not None:
+                sides = [(run.left_basis, run.right_basis) for run in own]
+                calls[i] = _of_axes(_rotation, axes.whole, back), (axes.gathered(x), sides)
+        pairs = zip(leafwise.run(calls), self.axes, strict=True)
+        return [x if x is None or axes is None else axes.local_part(x) for x, axes in pairs]
+
+    def averaged(self, g: Sequence[Array], beta: PerLeaf, complement: PerLeaf) -> "Matrices":
+        """With the averages behind this gradient."""
+        calls: list[Call | None] = [None] * len(g)
+        numbers = (leafwise.per_leaf(x, len(g)) for x in (beta, complement))
+        for i, (x, axes, own, *both) in enumerate(zip(g, *self, *numbers, strict=True)):
+            if x is not None and axes is not None and own is not None:
+                sides = [(run.left, run.right) for run in own]
+                calls[i] = _of_axes(_averages, axes.whole), (axes.gathered(x), sides, *both)
+        new = list(self.factors)
+        for i, (own, averages) in enumerate(zip(self.factors, leafwise.run(calls), strict=True)):
+            if own is not None and averages is not None:
+                pairs = zip(own, averages, strict=True)
+                new[i] = tuple(run._replace(left=x, right=y) for run, (x, y) in pairs)
+        return self._replace(factors=new)
+
+    def refreshed(
+        self,
+        function: str,
+        is_updated: Sequence[bool],
+        what: jax.Array,
+        shard_over: tuple[str, ...],
+    ) -> "Matrices":
+        """With new bases, of those that are updated."""
+        pairs = zip(self.factors, is_updated, strict=True)
+        chosen = [own if own is not None and use else None for own, use in pairs]
+        sides = [
+            side
+            for run in itertools.chain(*filter(None, chosen))
+            for side in (Side(run.left, run.left_basis), Side(run.right, run.right_basis))
+            if side.basis is not None
+        ]
+        new = iter(bases.refreshed(function, sides, what, shard_over))
+        of_leaf = [
+            old if own is None else tuple(_with_bases(run, new) for run in own)
+            for old, own in zip(self.factors, chosen, strict=True)
+        ]
+        return self._replace(factors=of_leaf)
+
+
+def _with_bases(run: Factors, new: Iterator[jax.Array]) -> Factors:
+    left = None if run.left is None else next(new)
+    return run._replace(left_basis=left, right_basis=None if run.right is None else next(new))
+
+
+# ---- on the array of one leaf ------------------------------------------------------------------
+
+
+def _rotation(x: jax.Array, sides: Sides, *, axes: MatrixAxes, back: bool) -> jax.Array:
+    def rotated(x: jax.Array, sides: Sides) -> jax.Array:
+        runs = []
+        for y, run, (left, right) in zip(*_runs(x, axes), sides, strict=True):
+            y = y if left is None else product(left, y, adjoint_x=not back)
+            y = y if right is None else product(y, right, adjoint_y=back)
+            runs.append(run.as_matrices.back(y))
+        return matrix_axes.joined(runs, axes, x.shape)
+
+    return _automatic(rotated, jax.typeof(x).sharding, x, sides)
+
+
+def _averages(
+    g: jax.Array, sides: Sides, beta: jax.Array, complement: jax.Array, *, axes: MatrixAxes
+) -> Sides:
+    def average(old: Array, y: jax.Array, **adjoint: bool) -> Array:
+        if old is None:
+            return None
+        new: jax.Array = rules.average(product(y, y, **adjoint), old, beta, complement)
+        return new
+
+    def averages(g: jax.Array, sides: Sides) -> Sides:
+        return [
+            (average(left, y, adjoint_y=True), average(right, y, adjoint_x=True))
+            for y, _, (left, right) in zip(*_runs(g, axes), sides, strict=True)
+        ]
+
+    return _automatic(averages, jax.tree.map(lambda x: jax.typeof(x).sharding, sides), g, sides)
+
+
+def _runs(x: jax.Array, axes: MatrixAxes) -> tuple[list[jax.Array], list[MatrixAxes]]:
+    """The matrices of each run of blocks, and where they are in it."""
+    pieces = matrix_axes.pieces(axes)
+    wide = numerics.widen(x, numerics.real_dtype(x))
+    pairs = zip(matrix_axes.cut(wide, axes), pieces, strict=True)
+    return [run.as_matrices.of(y) for y, run in pairs], pieces
+
+
+def _automatic(f: Function, shardings: Any, *args: Any) -> Any:
+    """With explicit axes as automatic ones, since products contract axes that are sharded."""
+    if any(map(is_sharded, jax.tree.leaves(args))):
+        return on_automatic_axes(f, shardings, *args)
+    return f(*args)
+
+
+@functools.cache
+def _of_axes(rule: Function, axes: MatrixAxes, back: bool | None = None) -> Function:
+    """One function object for all arrays with such matrices, so that JAX's caches find it again."""
+    options = {} if back is None else {"back": back}
+    return functools.partial(rule, axes=axes, **options)

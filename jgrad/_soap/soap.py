@@ -1,0 +1,401 @@
+"""SOAP: Adam in the eigenvectors of Shampoo's factors; all other leaves are AdamW's."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.leafwise import Function, on_leaf
+from jgrad._arithmetic.numerics import BetaForms
+from jgrad._inputs import matrix_axes, numbers, options
+from jgrad._inputs.aligned import Role
+from jgrad._inputs.factory import FORM, Given, Options, checked, one_of
+from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.moment import MomentShapes, NewMoments, Step
+from jgrad._inputs.moment_options import MomentDType
+from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
+from jgrad._inputs.transformation import MoreFields, transformation
+from jgrad._kernels.moment import Moments
+from jgrad._muon.muon import LAST, check_matrices, of_both_kinds
+from jgrad._optimizers import adam as adam_of
+from jgrad._soap import bases, factors
+from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of, whole
+from jgrad._trees import trees, values
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.other_names import explained
+from jgrad._trees.trees import PyTree
+
+FirstStep = Literal["skip", "adam"]
+
+_NAME = "soap"
+_OPTIONAL_BETA = checked(numbers.scalar_betas, optional=True)
+_OPTIONS = Options(
+    matrices=Role.MASK,
+    first_step=one_of("skip", "adam"),
+    learning_rate=checked(numbers.number),
+    beta1=Role.BETA,
+    beta2=Role.BETA,
+    shampoo_beta=Role.BETA,
+    every=values.count,
+    epsilon=Role.NUMBER,
+    max_side=functools.partial(values.count, low=0),
+    output_axes=lambda function, _, x: matrix_axes.read_output_axes(function, x),
+    split=lambda function, _, x: matrix_axes.read_split(function, x),
+    layer_axes=Role.LAYER_AXES,
+    mesh_axes=lambda function, _, x: matrix_axes.read_shardings(function, x),
+    adam_learning_rate=checked(numbers.number, optional=True),
+    adam_beta1=_OPTIONAL_BETA,
+    adam_beta2=_OPTIONAL_BETA,
+    adam_epsilon=checked(numbers.scalars, optional=True),
+    weight_decay_mask=Role.MASK,
+    **dict.fromkeys(("weight_decay", "adam_weight_decay", "weight_decay_rule", "shard_over")),
+    **FORM,
+)
+
+
+class Soap(NamedTuple):
+    """The options of SOAP that are no numbers; `soap` explains each of them.
+
+    Attributes:
+      given: those that are numbers are read from here in each update.
+    """
+
+    given: Given
+    matrices: Mask
+    every: int
+    max_side: int
+    output_axes: PyTree
+    layer_axes: PyTree
+    mesh_axes: PyTree
+    split: PyTree
+    shard_over: tuple[str, ...]
+    first_step: FirstStep
+
+    @classmethod
+    def of(cls, given: Given) -> "Soap":
+        """What the factory was given."""
+        soap = cls(given, *(given.arguments[field] for field in cls._fields[1:]))
+        check_matrices(_NAME, soap.matrices)
+        over = soap.shard_over
+        over = () if over is None else values.axis_names(_NAME, "shard_over", over)
+        return soap._replace(shard_over=over)
+
+    def shapes_of(self, inputs: Parameters) -> MomentShapes:
+        """Those of all elements; and where the matrices of each leaf are."""
+        axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
+        matrices = matrix_axes.find(inputs, self.matrices, *axes)
+        for spec in inputs.specs:
+            for i in () if spec.is_unpacked else spec.positions:
+                if matrices[i] is not None:
+                    arg = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
+                    came = "True for a leaf that is packed with others"
+                    expected = "expected one by itself: `pack(params, max_size=...)` below its size"
+                    arg.fail(i, ValueError, f"{came}, {expected}")
+        return MomentShapes(inputs.tree, inputs.tree, matrices)
+
+    @property
+    def fields(self) -> MoreFields:
+        """What the state has beside moments."""
+
+        def init(inputs: Parameters, shapes: MomentShapes) -> tuple[PyTree]:
+            return (factors.init(inputs, shapes.matrices or [], self.max_side),)
+
+        def read(inputs: Inputs, shapes: MomentShapes, state: SoapState) -> list[OfLeaf | None]:
+            return factors.read(inputs, shapes.matrices or [], self.max_side, state.factors)
+
+        return MoreFields(SoapState, init, read)
+
+
+# ---- the method, on the arrays of one leaf -----------------------------------------------------
+
+
+@on_leaf(arrays=1)
+def _bounded(g: jax.Array, *, size: int) -> jax.Array:
+    """The gradient, clipped so that the squares of a whole matrix have a finite sum.
+
+    Infinities stay infinite, so that a fault is seen.
+    """
+    half = jnp.finfo(g.dtype).maxexp // 2 - 2
+    largest = 2.0 ** (half - (size.bit_length() + 1) // 2)
+
+    def part(x: jax.Array) -> jax.Array:
+        return jax.lax.select(jnp.isfinite(x), numerics.clipped(x, largest), x)
+
+    return jax.lax.complex(part(g.real), part(g.imag)) if jnp.iscomplexobj(g) else part(g)
+
+
+@functools.cache
+def _bounded_for(size: int) -> Function:
+    """One function object for each size, so that JAX's caches find it again."""
+    return functools.partial(_bounded, size=size)
+
+
+@of_one_leaf
+def _momentum(g: jax.Array, mw: Moments, beta: BetaForms) -> jax.Array:
+    return mw.write(rules.average, g, mw.old, beta.value, beta.complement)
+
+
+@of_one_leaf
+def _adam_in_bases(g: jax.Array, m: jax.Array, vw: Moments, n: adam_of.Numbers) -> jax.Array:
+    """Adam's direction of a gradient and a moment that are in the bases, as vw is."""
+    v = vw.write(adam_of.second_moment, g, vw.old, n.beta2.value, n.beta2.complement)
+    return adam_of.delta(m, v, n.alpha, n.epsilon)
+
+
+@on_leaf(arrays=2)
+def _adam_at_first(
+    direction: jax.Array, g: jax.Array, is_first: jax.Array, epsilon: jax.Array
+) -> jax.Array:
+    """In the first update a step of Adam, g / (|g| + epsilon)."""
+    one = jnp.ones((), numerics.real_dtype(g))
+    first = adam_of.delta(g, numerics.bounded_square(g), one, epsilon)
+    return jnp.where(is_first, first, direction)
+
+
+@on_leaf(arrays=1)
+def _zero_at_first(update: jax.Array, is_first: jax.Array) -> jax.Array:
+    return jnp.where(is_first, jnp.zeros_like(update), update)
+
+
+# ---- the method, on lists of arrays ------------------------------------------------------------
+
+
+class _New(NamedTuple):
+    """What one update makes of the matrices; None for other arrays."""
+
+    direction: list[Any]
+    mw: NewMoments
+    vw: NewMoments
+    factors: Sequence[OfLeaf | None]
+
+
+def _of_matrices(inputs: Inputs, step: Step, soap: Soap, axes: list[Any], n: Any) -> _New:
+    """The step in the bases as they are; behind it new averages, and sometimes new bases."""
+    old = Matrices(axes, _per_array(inputs, step.more))
+    bounds = [None if of is None else _bounded_for(math.prod(whole(of).shape)) for of in axes]
+    pairs = zip(inputs.g, bounds, strict=True)
+    g = leafwise.run([None if x is None or f is None else (f, (x,)) for x, f in pairs])
+
+    is_first, done = step.number == 1, step.number - 1
+    m, mw = _momentum(g, step.mw, _held(is_first, n.beta1))
+    count = jnp.asarray(done, float)
+    of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
+    of_adam = of_adam._replace(beta2=_held(is_first, n.beta2))
+    in_bases = old.into_bases(g), old.into_bases(m)
+    x, vw = _adam_in_bases(*in_bases, step.vw, of_adam)
+    direction = old.out_of_bases(x)
+    if soap.first_step == "adam":
+        direction = leafwise.apply(_adam_at_first, direction, g, is_first, n.epsilon)
+
+    new = old.averaged(g, n.shampoo_beta.value, n.shampoo_beta.complement)
+    what = jnp.where(done % soap.every == 0, bases.TURN, bases.KEEP)
+    what = jnp.where(is_first, bases.BEGIN, what)
+    is_updated = [x is not None for x in g]
+    new = new.refreshed(inputs.function, is_updated, what, soap.shard_over)
+    arrays, structure = trees.flatten(new.factors)
+    kept = structure.unflatten(inputs.kept(arrays, trees.flatten(old.factors)[0]))
+    return _New(direction, mw, vw, kept)
+
+
+def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
+    """With 1 and 0 in the first update, whose gradient is in no average."""
+
+    def held(x: Any, first: float) -> Any:
+        if not isinstance(x, list):
+            return jnp.where(is_first, jnp.full_like(x, first), x)
+        known = {id(y): None if y is None else held(y, first) for y in x}
+        return [known[id(y)] for y in x]
+
+    return BetaForms(held(beta.value, 1.0), held(beta.complement, 0.0), beta.log)
+
+
+def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
+    """Of arrays that are a leaf each; None for buffers, in which there are no matrices."""
+    return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
+
+
+def _both(a: NewMoments, b: NewMoments) -> NewMoments:
+    """Moments of matrices and of other arrays."""
+    return NewMoments(*map(_or_else, a, b))
+
+
+def _or_else(some: list[Any], others: list[Any]) -> list[Any]:
+    return [y if x is None else x for x, y in zip(some, others, strict=True)]
+
+
+def _of_adam(soap: Soap, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
+    """The numbers of all other leaves, which are SOAP's where they are not given."""
+
+    def number(name: str, read: Callable[..., Any]) -> Any:
+        own = soap.given.arguments[f"adam_{name}"]
+        if own is None and step.numbers.get(f"adam_{name}") is None:
+            return getattr(n, name)
+        return read(inputs, step, f"adam_{name}", own)
+
+    beta1, beta2 = (number(name, options.beta_per_array) for name in ("beta1", "beta2"))
+    epsilon = number("epsilon", options.number_per_array)
+    return adam_of.numbers_of(beta1, beta2, epsilon, "moments", step.as_float)
+
+
+def _update(inputs: Inputs, step: Step, soap: Soap) -> tuple[Any, ...]:
+    """Updates, new moments and new factors."""
+    inputs.check_buffers()
+    given, axes = soap.given.arguments, _per_array(inputs, step.matrices)
+    n = soap.given.read(inputs, step)
+    new = _of_matrices(inputs, step, soap, axes, n)
+    g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
+    both, mw, vw = adam_of.adam_of_leaf(g, step.mw, step.vw, _of_adam(soap, inputs, step, n))
+    others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
+    direction = _or_else(new.direction, others)
+
+    rule = given["weight_decay_rule"]
+    use = options.mask(inputs, "weight_decay_mask", given["weight_decay_mask"])
+    decays, rates = (
+        of_both_kinds(name, (given[name], given[f"adam_{name}"]), read, step)
+        for name, read in (
+            (
+                "weight_decay",
+                lambda name, x: options.decay_of_leaves(inputs, name, x, use, step, rule),
+            ),
+            ("learning_rate", lambda name, x: options.rate_of_leaves(inputs, name, x, step)),
+        )
+    )
+    decay = rules.optional(inputs.per_array(decays), rule)
+    descent = Descent(decay, inputs.per_array(rates), rule)
+    signs = _or_else(new.direction, like) if rule == "cautious" else None
+    updates = descent.updates(direction, inputs.w, signs)
+    if soap.first_step == "skip":
+        pairs = zip(new.direction, updates, strict=True)
+        of_matrices = [None if x is None else u for x, u in pairs]
+        updates = _or_else(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
+    columns = zip(inputs.specs, new.factors, strict=True)
+    per_leaf = [x for spec, x in columns for _ in spec.positions]
+    return updates, _both(new.mw, mw), _both(new.vw, vw), tree_of(inputs, per_leaf)
+
+
+# ---- the transformation ------------------------------------------------------------------------
+
+
+@explained
+def soap(
+    learning_rate: LearningRate,
+    *,
+    matrices: Mask,
+    beta1: Number = 0.95,
+    beta2: Number = 0.95,
+    shampoo_beta: Number = 0.95,
+    every: int = 10,
+    epsilon: Number = 1e-8,
+    max_side: int = 8192,
+    weight_decay: Number = 0.01,
+    weight_decay_mask: Mask = None,
+    weight_decay_rule: DecayRule = "decoupled",
+    first_step: FirstStep = "skip",
+    output_axes: PyTree = LAST,
+    split: PyTree = None,
+    mesh_axes: PyTree = None,
+    layer_axes: PyTree = None,
+    shard_over: str | tuple[str, ...] | None = None,
+    adam_learning_rate: LearningRate = None,
+    adam_beta1: Number = None,
+    adam_beta2: Number = None,
+    adam_epsilon: Number = None,
+    adam_weight_decay: Number = None,
+    moment_dtype: MomentDType = None,
+    full_precision: Mask = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SOAP for matrices: Adam in the eigenvectors of Shampoo's factors; AdamW for all other leaves.
+
+        m'  = beta1 m + (1 - beta1) g
+        v'  = beta2 v + (1 - beta2) |P^H g Q|^2
+        d   = P [P^H m' Q / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon)] Q^H
+        w'  = w - learning_rate (d + weight_decay w)
+        L'  = shampoo_beta L + (1 - shampoo_beta) g g^H,  R' likewise of g^H g
+
+    with the bases P and Q, eigenvectors of L and R. In each `every`-th update one power step turns
+    them: P' is that of the decomposition P' T = L' P, columns taken in the order of diag(P^H L' P)
+    and put back, so that v stays with them; and Q' likewise.
+
+    The first update initializes P and Q, and moves nothing (`first_step="skip"`); t counts the
+    updates after it. All products are in float32 or wider, by `jax.lax.Precision.HIGHEST`, since
+    bases in TensorFloat-32 or bfloat16 are off by more than a step turns them. Derivatives through
+    an update take P and Q for constants.
+
+    Args:
+      learning_rate: of matrices. A number in [0, inf), an array, or a function of the number of
+        updates done (0 at the first); or a prefix tree or `by_path` of those. `update(...,
+        learning_rate=x)` overrides it for one call, and so do the names of all other numbers.
+      matrices: which leaves are matrices: a prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one. Required. `hidden_matrices()` chooses by names and
+        shapes. They are not packed with other leaves.
+      beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
+      beta2: decay rate of the second moment, in [0, 1); likewise.
+      shampoo_beta: decay rate of L and R, in [0, 1); likewise.
+      every: updates from one power step to the next, at least 1.
+      epsilon: added to the root of the second moment, in [0, inf); likewise.
+      max_side: a side of more rows or columns keeps the identity for its basis, and has no factor.
+      weight_decay: in [0, inf); likewise. Decoupled from the moments.
+      weight_decay_mask: prefix tree of bools, or a function of the parameters'
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay, of either kind.
+      weight_decay_rule: "decoupled", "cautious" or "independent", as in `adam`, of d.
+      first_step: "skip"; or "adam", with which the first update is a step of Adam, w' = w -
+        learning_rate (g / (|g| + epsilon) + weight_decay w), whose moments are forgotten.
+      output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
+        those. What is neither an output nor in `layer_axes` is input. Rows are those of both that
+        come first in the leaf.
+      split: blocks of outputs that are matrices of their own, as in `muon`. The state then has
+        factors of each block.
+      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those, as
+        in `muon`. There a device has the factors of each of its matrices as a whole.
+      layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
+        heads. An int, a tuple of ints, or None, or a prefix tree of those.
+      shard_over: under `jit`, a mesh axis or a tuple of axes over which the power steps of bases of
+        one size are dealt out. The mesh is that of the leaves, or that of `jax.set_mesh`.
+      adam_learning_rate: of all other leaves, as `learning_rate`; None for the same.
+      adam_beta1: of all other leaves; None for `beta1`, and so are the next three.
+      adam_beta2: likewise.
+      adam_epsilon: likewise.
+      adam_weight_decay: likewise.
+      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
+        `Blocks`, as in `adam`. Factors are in float32 or wider: codes of a basis would not be
+        orthogonal.
+      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
+        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
+
+    Returns:
+      A transformation with state `SoapState(step, mw, vw, factors)`.
+
+    Raises:
+      ValueError: a Python number out of range, an unknown name, or a packed matrix.
+      TypeError: an option of the wrong kind, or no `matrices`.
+
+    Example:
+      >>> params = grads = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> tx = jgrad.soap(3e-3, matrices=jgrad.hidden_matrices())
+      >>> state = tx.init(params)
+      >>> updates, state = jax.jit(tx.update)(grads, state, params)
+      >>> jax.tree.map(jnp.shape, state.factors["w"].left), state.factors["b"]
+      ((3, 3), None)
+
+    Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024), algorithms 3
+      and 4; the first step, the order of columns and corrections: `soap.py` of nikhilvyas/SOAP.
+    """
+    given = _OPTIONS.check(_NAME, locals())
+    method = Soap.of(given)
+    options.check_decays(_NAME, weight_decay_rule, weight_decay=weight_decay)
+    if adam_weight_decay is not None:
+        options.check_decays(_NAME, weight_decay_rule, adam_weight_decay=adam_weight_decay)
+
+    def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
+        return _update(inputs, step, method)
+
+    moments = given.moments(layer_axes=layer_axes)
+    return transformation(
+        _NAME, compute, shapes_of=method.shapes_of, moments=moments, more=method.fields
+    )
