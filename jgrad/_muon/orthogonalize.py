@@ -8,10 +8,11 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -20,10 +21,11 @@ from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._muon import all_to_all, matrix_axes, newton_schulz
+from jgrad._muon import all_to_all, matrix_axes, newton_schulz, rows
 from jgrad._muon.all_to_all import Mesh, Sharing
 from jgrad._muon.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
+from jgrad._muon.rows import Rows
 from jgrad._packed import packing, splitting
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -120,23 +122,88 @@ def orthogonalized(
       compute_dtype: of what its products read.
       shard_over: mesh axes over which the matrices of a shape are dealt out, under `jit`.
     """
-    steps = functools.partial(
+    steps = _steps(coefficients, compute_dtype)
+
+    def compute(*runs: Any) -> tuple[list[jax.Array]]:
+        return (_of_whole_matrices(steps, *runs),)
+
+    return _of_runs(function, arrays, axes, shard_over, compute)[0]
+
+
+def orthogonalized_rows(
+    function: str,
+    arrays: Sequence[jax.Array | None],
+    axes: Sequence[MatrixAxes | None],
+    *,
+    fraction: float,
+    of_outputs: bool,
+    coefficients: Coefficients,
+    compute_dtype: np.dtype | None,
+    shard_over: tuple[str, ...] = (),
+) -> list[list[jax.Array | None]]:
+    """Of each matrix the rows with the largest 1-norms, orthogonalized, and zeros in the others.
+
+    And of each array which of its elements are in such rows.
+
+    Args:
+      function: as in `orthogonalized`, and so are all others.
+      arrays: in which the matrices are.
+      axes: where they are.
+      fraction: how many of the rows, below 1.
+      of_outputs: whether rows are outputs in every matrix; else they are the shorter side.
+      coefficients: of Newton-Schulz.
+      compute_dtype: of what its products read.
+      shard_over: mesh axes over which the matrices of a shape are dealt out.
+    """
+    steps = _steps(coefficients, compute_dtype)
+
+    def compute(
+        runs: Sequence[jax.Array], of_runs: Sequence[MatrixAxes], sharing: Sharing | None
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        chosen = [rows.Rows.of(of, fraction, are_outputs=of_outputs) for of in of_runs]
+        return _of_rows(steps, runs, chosen, sharing)
+
+    return _of_runs(function, arrays, axes, shard_over, compute)
+
+
+def _steps(coefficients: Coefficients, compute_dtype: np.dtype | None) -> Function:
+    return functools.partial(
         newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
     )
+
+
+def _of_runs(
+    function: str,
+    arrays: Sequence[jax.Array | None],
+    axes: Sequence[MatrixAxes | None],
+    shard_over: tuple[str, ...],
+    compute: Callable[..., tuple[list[jax.Array], ...]],
+) -> list[list[jax.Array | None]]:
+    """What is computed of arrays without blocks, as arrays like those that are given.
+
+    Args:
+      function: see `orthogonalized`.
+      arrays: see there.
+      axes: see there.
+      shard_over: see there.
+      compute: (arrays, axes, sharing) -> lists of arrays of the same shapes.
+    """
     pairs = [(x, of) for x, of in zip(arrays, axes, strict=True) if x is not None and of]
     sharing = _sharing(function, [x for x, _ in pairs], shard_over) if shard_over else None
     ready = [_ready_to_cut(x, of, sharing) for x, of in pairs]
     runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
     of_runs = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
-    remaining = iter(_of_whole_matrices(steps, runs, of_runs, sharing))
-    new = []
-    for (x, of), (_, moved) in zip(pairs, ready, strict=True):
-        o = matrix_axes.joined([next(remaining) for _ in matrix_axes.pieces(of)], of, of.shape)
-        if sharing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
-            o = _moved(o, sharing.mesh, moved.mesh_axes, of.mesh_axes)
-        new.append(sharded_as(o, x))
-    in_order = iter(new)
-    return [None if x is None else next(in_order) for x in arrays]
+    lists = []
+    for column in compute(runs, of_runs, sharing):
+        remaining, new = iter(column), []
+        for (x, of), (_, moved) in zip(pairs, ready, strict=True):
+            o = matrix_axes.joined([next(remaining) for _ in matrix_axes.pieces(of)], of, of.shape)
+            if sharing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
+                o = _moved(o, sharing.mesh, moved.mesh_axes, of.mesh_axes)
+            new.append(sharded_as(o, x))
+        in_order = iter(new)
+        lists.append([None if x is None else next(in_order) for x in arrays])
+    return lists
 
 
 def _ready_to_cut(
@@ -162,6 +229,73 @@ def _moved(x: jax.Array, mesh: Mesh, start: MeshAxesPerAxis, to: MeshAxesPerAxis
     for names in (start, to):
         x = shard(x, NamedSharding(mesh, partition_spec(names)))
     return x
+
+
+# ---- some rows of each matrix ------------------------------------------------------------------
+
+
+def _of_rows(
+    steps: Function,
+    arrays: Sequence[jax.Array],
+    chosen: Sequence[Rows],
+    sharing: Sharing | None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The rows that are taken, orthogonalized, and which they are.
+
+    They are put together in arrays of their own, of which devices have parts as of the whole; only
+    these are dealt out.
+    """
+    new, is_taken = list(arrays), [jnp.ones(x.shape, bool) for x in arrays]
+    groups: dict[object, list[tuple[int, jax.Array, MatrixAxes]]] = collections.defaultdict(list)
+    back: dict[int, Callable[[jax.Array], jax.Array]] = {}
+    for i, (x, of) in enumerate(zip(arrays, chosen, strict=True)):
+        if not x.size:
+            continue
+        known = None if sharing is None else of.axes.mesh_axes or places(x)
+        x = x if known is not None else replicated(x)
+        few, mask, axes, back[i] = _compact(x, of, known, sharing)
+        is_taken[i] = jnp.broadcast_to(mask, x.shape)
+        slots = axes.shape[len(axes.stacked)]
+        are_columns = slots > math.prod(axes.shape[len(axes.stacked) + 1 :])
+        key = (of.count, are_columns) if slots > of.count else None
+        groups[key].append((i, few, axes))
+    for key, members in groups.items():
+        numbers, few, axes = zip(*members, strict=True)
+        of_few = steps if key is None else rows.of_few(steps, key[0], are_columns=key[1])
+        for i, x in zip(numbers, _of_whole_matrices(of_few, few, axes, sharing), strict=True):
+            new[i] = back[i](x)
+    return new, is_taken
+
+
+def _compact(
+    x: jax.Array, of: Rows, known: MeshAxesPerAxis | None, sharing: Sharing | None
+) -> tuple[jax.Array, jax.Array, MatrixAxes, Callable[[jax.Array], jax.Array]]:
+    """The rows that are taken, which they are, where they are matrices; and the way back.
+
+    On each device of its part, where it is known how the array is sharded.
+    """
+    if known is None or sharing is None:
+        mask = rows.largest(x, rows=of)
+        few = rows.compact(x, mask, rows=of)
+        return few, mask, of.taken(None, {}), lambda new: rows.spread(new, mask, rows=of)
+    sizes = dict(sharing.mesh.shape)
+    local = of.on_device(known, sizes)
+    axes = local.taken(known, sizes)
+    of_mask = tuple(() if i in of.sides[1] else names for i, names in enumerate(known))
+    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes or (), of_mask))
+    on_each = functools.partial(jax.shard_map, mesh=sharing.mesh, check_vma=False)
+
+    def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mask = rows.largest(x, rows=local)
+        return rows.compact(x, mask, rows=local), mask
+
+    few, mask = on_each(first, in_specs=whole, out_specs=(of_few, of_mask))(x)
+    spread = functools.partial(rows.spread, rows=local)
+    put_back = on_each(spread, in_specs=(of_few, of_mask), out_specs=whole)
+    return few, mask, axes, lambda new: put_back(new, mask)
+
+
+# ---- whole matrices ----------------------------------------------------------------------------
 
 
 def _of_whole_matrices(
