@@ -223,17 +223,23 @@ def newton_schulz(d: np.ndarray, coefficients="jordan") -> np.ndarray:
     return x.T if tall else x
 
 
-def as_matrices(x: np.ndarray, output_axes=-1, layer_axes=None) -> np.ndarray:
-    """(layers, outputs, inputs)"""
+def _axes(x: np.ndarray, output_axes, layer_axes) -> tuple[list[int], list[int], list[int]]:
+    """Those of layers, outputs and inputs; there may be none."""
 
     def axes(value):
         value = () if value is None else value if isinstance(value, tuple) else (value,)
-        return [axis % x.ndim for axis in value]
+        return sorted(axis % x.ndim for axis in value) if x.ndim else []
 
-    layers, outputs = sorted(axes(layer_axes)), sorted(axes(output_axes))
-    inputs = [axis for axis in range(x.ndim) if axis not in layers + outputs]
-    size = lambda own: int(np.prod([x.shape[axis] for axis in own]))
-    return x.transpose(layers + outputs + inputs).reshape(size(layers), size(outputs), size(inputs))
+    layers = axes(layer_axes)
+    outputs = [axis for axis in axes(output_axes) if axis not in layers]
+    return layers, outputs, [axis for axis in range(x.ndim) if axis not in layers + outputs]
+
+
+def as_matrices(x: np.ndarray, output_axes=-1, layer_axes=None) -> np.ndarray:
+    """(layers, outputs, inputs)"""
+    layers, outputs, inputs = axes = _axes(x, output_axes, layer_axes)
+    shape = [int(np.prod([x.shape[axis] for axis in own])) for own in axes]
+    return x.transpose(layers + outputs + inputs).reshape(shape)
 
 
 def from_matrices(y: np.ndarray, shape, output_axes=-1, layer_axes=None) -> np.ndarray:
@@ -242,6 +248,17 @@ def from_matrices(y: np.ndarray, shape, output_axes=-1, layer_axes=None) -> np.n
     flat = np.zeros(places.size, y.dtype)
     flat[places.ravel()] = y.ravel()
     return flat.reshape(shape)
+
+
+def _chosen(x: np.ndarray, fraction: float, rows_only: bool) -> list[np.ndarray]:
+    """Rows and columns of a matrix that take part in a step: all of one of them."""
+    chosen = [np.arange(side) for side in x.shape]
+    if fraction < 1:
+        axis = 0 if rows_only or x.shape[0] <= x.shape[1] else 1
+        norms = np.sum(np.abs(x), axis=1 - axis)
+        count = int(np.ceil(fraction * x.shape[axis]))
+        chosen[axis] = np.argsort(-norms, kind="stable")[:count]
+    return chosen
 
 
 def muon_scale(scale, out: int, into: int) -> float:
@@ -261,9 +278,18 @@ def muon(
     weight_decay_rule="decoupled",
     scale="original", coefficients="jordan", rule="muon", output_axes=-1, layer_axes=None,
     adam_learning_rate=None, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, normuon_beta=0.95, adam_weight_decay=None,
-    state=None,
+    fraction=1.0, error_decay=0.95, state=None,
 ) -> Optimizer:  # fmt: skip
-    """KellerJordan/Muon `muon.py`, `SingleDeviceMuonWithAuxAdam`; NorMuon as in dion's `normuon.py`."""
+    """KellerJordan/Muon `muon.py`, `SingleDeviceMuonWithAuxAdam`; NorMuon as in dion's `normuon.py`.
+
+    With a `fraction` below 1 it is Dion2, of NorMuon Dion3 (Ahn, Amsel and Langford 2025; microsoft/dion
+    `dion2.py`, `nordion2.py` at 0a059a4): m' = m + g, neither `momentum` nor `nesterov` in it.
+    ceil(fraction * side) rows of m' with the largest 1-norms, or columns where there are fewer columns
+    than rows, are orthogonalised as one matrix, and its rows and columns are the step, by the scale of
+    the whole matrix. They then decay in m' by `error_decay`; the others wait, and so do their second
+    moments. Weights decay everywhere, "cautious" where there is a step. NorMuon always takes rows,
+    which are outputs, since they have its second moments. Of equal norms the first is taken.
+    """
     w = _double(w)
     decay = decay or [True] * len(w)
     t, m, v = _start(w, state)
@@ -283,19 +309,253 @@ def muon(
                 d = _adam_direction(m[i], v[i], t, adam_beta1, adam_beta2, adam_epsilon, "moments")
                 w[i] = _decayed(w[i], d, adam_rate, wd, weight_decay_rule)
                 continue
-            m[i] = mu * m[i] + (1 - mu) * g[i]
-            d = mu * m[i] + (1 - mu) * g[i] if nesterov else m[i]
-            found = []
+            if fraction < 1:
+                d = m[i] = m[i] + g[i]
+            else:
+                m[i] = mu * m[i] + (1 - mu) * g[i]
+                d = mu * m[i] + (1 - mu) * g[i] if nesterov else m[i]
             stack = as_matrices(d, output_axes, layer_axes)
+            update, kept = np.zeros_like(stack), np.ones(stack.shape)
             for j, x in enumerate(stack):
-                o = newton_schulz(x, coefficients)
+                chosen = np.ix_(*_chosen(x, fraction, rows_only=rule == "normuon"))
+                o = newton_schulz(x[chosen], coefficients)
                 if rule == "normuon":
                     if second[i] is None:
                         second[i] = np.zeros(stack.shape[:2])
+                    rows, own = chosen[0][:, 0], second[i][j]
                     mean = np.mean(np.abs(o) ** 2, axis=1)
-                    second[i][j] = normuon_beta * second[i][j] + (1 - normuon_beta) * mean
-                    new = o / (np.sqrt(second[i][j]) + 1e-8)[:, None]
+                    own[rows] = normuon_beta * own[rows] + (1 - normuon_beta) * mean
+                    new = o / (np.sqrt(own[rows]) + 1e-8)[:, None]
                     o = new * (_norm(o) / _norm(new)) if _norm(new) > 0 else o
-                found.append(muon_scale(scale, *x.shape) * o)
-            update = from_matrices(np.stack(found), w[i].shape, output_axes, layer_axes)
+                update[j][chosen] = muon_scale(scale, *x.shape) * o
+                kept[j][chosen] = error_decay
+            if fraction < 1:
+                m[i] = m[i] * from_matrices(kept, m[i].shape, output_axes, layer_axes)
+            update = from_matrices(update, w[i].shape, output_axes, layer_axes)
             w[i] = _decayed(w[i], update, rate, wd, weight_decay_rule)
+
+
+def _factored(v: list[np.ndarray], epsilon, rule) -> np.ndarray:
+    """The estimate of squares from the averages of one layer: by rows and columns, or as they are."""
+    if len(v) == 1:
+        estimate = v[0]
+    else:
+        mean = v[0].mean()
+        estimate = np.outer(*v) / (mean if rule == "paper" else max(mean, epsilon))
+    return estimate if rule == "paper" else np.maximum(estimate, epsilon**2)
+
+
+def adafactor(
+    w: Leaves, lr, *, layer_axes=None, output_axes=-1, beta2_decay=0.8, beta2_cap=None,
+    epsilon=(1e-30, 1e-3), clip_threshold=1.0, momentum=None, rate_in_momentum=True,
+    scale_by_parameter=True, min_side=128, weight_decay=0.0, decay=None,
+    weight_decay_rule="decoupled", rule="paper", per_layer=True,
+) -> Optimizer:  # fmt: skip
+    """Shazeer and Stern (2018), algorithms 4 to 6.
+
+    The paper has matrices and vectors. Here a leaf is a stack of matrices by `layer_axes` and
+    `output_axes`, as for `muon`, whatever its rank. A matrix has one average for each output and each
+    input where it has axes of both, and at least `min_side` outputs and `min_side` inputs, otherwise
+    one for each element. All is per layer: averages, the clipping max(1, RMS(u) / clip_threshold),
+    and the scale max(epsilon[1], RMS(w)), by the weights of before the step and before their decay.
+    `beta2_cap` is that of Zhai et al. (2022).
+
+    The paper has no equation for momentum. It averages the steps, with rate and scale in them, as the
+    authors' tensor2tensor and optax do, or without `rate_in_momentum` the clipped and scaled
+    directions. Decay is not in the paper either: w' = w - lr (scale u + decay w). That of
+    optax.adafactor is the rule "independent".
+
+    `rule="torch"` is torch.optim.Adafactor of 2.14, which differs in this:
+    - The relative step size is min(lr, 1 / sqrt(t)); decay has lr.
+    - epsilon[0] is not added to squares: it is a bound from below for the mean of the averages of the
+      outputs, and its square one for the estimate. None is that of float64, as by default there.
+    - Every array of rank two or more is factored: `min_side=1`.
+    - Of rank three or more, outputs and inputs are the last two axes and each index of the others has
+      averages of its own, but clipping and scale are those of the whole array:
+      `layer_axes=(0, ..., n - 3)` and `per_layer=False`.
+    """
+    w = _double(w)
+    decay = decay or [True] * len(w)
+    both = [all(_axes(x, output_axes, layer_axes)[1:]) for x in w]
+    stacks = lambda leaves: [as_matrices(x, output_axes, layer_axes) for x in leaves]
+    rms = lambda x: _norm(x) / x.size**0.5
+    t, m = 0, [np.zeros_like(x) for x in w]
+    v = [[None] * len(stack) for stack in stacks(w)]
+    while True:
+        g = _double((yield [x.copy() for x in w]))
+        rate = lr(t) if callable(lr) else lr
+        t += 1
+        beta = min(1 - t**-beta2_decay, 1.0 if beta2_cap is None else beta2_cap)
+        rho = min(rate, t**-0.5) if rule == "torch" else rate
+        least = np.finfo(np.float64).eps if epsilon[0] is None else epsilon[0]
+        for i, (grads, weights) in enumerate(zip(stacks(g), stacks(w), strict=True)):
+            u = np.empty_like(grads)
+            for j, x in enumerate(grads):
+                squares = np.abs(x) ** 2 + (least if rule == "paper" else 0.0)
+                new = [squares]
+                if both[i] and min(x.shape) >= min_side:
+                    new = [squares.mean(1), squares.mean(0)]
+                old = v[i][j] or [0.0] * len(new)
+                v[i][j] = [beta * a + (1 - beta) * b for a, b in zip(old, new, strict=True)]
+                u[j] = x / np.sqrt(_factored(v[i][j], least, rule))
+            for part in range(len(u)) if per_layer else [slice(None)]:
+                if clip_threshold is not None:
+                    u[part] = u[part] / max(1.0, rms(u[part]) / clip_threshold)
+                if scale_by_parameter:
+                    u[part] = u[part] * max(epsilon[1], rms(weights[part]))
+            step = from_matrices(u, w[i].shape, output_axes, layer_axes)
+            if momentum is None:
+                step = rho * step
+            elif rate_in_momentum:
+                step = m[i] = momentum * m[i] + (1 - momentum) * rho * step
+            else:
+                m[i] = momentum * m[i] + (1 - momentum) * step
+                step = rho * m[i]
+            after = weight_decay if decay[i] else 0.0
+            after = after * (1.0 if weight_decay_rule == "independent" else rate)
+            rule_of_step = weight_decay_rule.replace("independent", "decoupled")
+            w[i] = _decayed(w[i], step, 1.0, after, rule_of_step)
+
+
+def first_basis(a: np.ndarray) -> np.ndarray:
+    """Eigenvectors, that of the largest eigenvalue first."""
+    return np.linalg.eigh(a)[1][:, ::-1]
+
+
+def next_basis(a: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A step of the power iteration: the basis, and the order in which the columns of `q` went in.
+
+    The diagonal of the triangular factor is not negative, so that the basis is the same wherever `a`
+    has full rank.
+    """
+    order = np.argsort(-np.real(np.diag(q.conj().T @ a @ q)), kind="stable")
+    new, triangle = np.linalg.qr(a @ q[:, order])
+    diagonal = np.diag(triangle)
+    size = np.abs(diagonal)
+    return new * np.where(size > 0, diagonal / np.where(size > 0, size, 1), 1), order
+
+
+def _soap_of_matrix(g, m, v, own, t, *, betas, every, epsilon, max_side, bases, bias_correction):
+    """The direction, and new m and v; `own` has the factors and bases of both sides, and is changed.
+
+    `t` is the number of updates before this one: in the first, only factors and bases are made.
+    """
+    beta1, beta2, shampoo_beta = betas
+    squares = [g @ g.conj().T, g.conj().T @ g]
+    small = [size <= max_side for size in g.shape]
+    direction = None
+    if t == 0:
+        own["factors"] = [np.zeros_like(x) for x in squares]
+    else:
+        left, right = own["bases"]
+        turned = left.conj().T @ g @ right
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * np.abs(turned) ** 2
+        n = left.conj().T @ m @ right
+        if bias_correction == "moments":
+            n = n / (1 - beta1**t) / (np.sqrt(v / (1 - beta2**t)) + epsilon)
+        else:
+            n = n * (1 - beta2**t) ** 0.5 / (1 - beta1**t) / (np.sqrt(v) + epsilon)
+        direction = left @ n @ right.conj().T
+    own["factors"] = [
+        shampoo_beta * old + (1 - shampoo_beta) * x
+        for old, x in zip(own["factors"], squares, strict=True)
+    ]
+    if t == 0:
+        own["bases"] = [
+            first_basis(a) if chosen else np.eye(len(a), dtype=a.dtype)
+            for a, chosen in zip(own["factors"], small, strict=True)
+        ]
+        own["bases"] = own["bases"] if bases is None else list(bases)
+    elif t % every == 0:
+        for side in (0, 1):
+            if small[side]:
+                own["bases"][side], order = next_basis(own["factors"][side], own["bases"][side])
+                v = np.take(v, order, axis=side)
+    return direction, m, v
+
+
+def soap(
+    w: Leaves, lr, *, matrices, beta1=0.95, beta2=0.95, shampoo_beta=0.95, every=10, epsilon=1e-8,
+    max_side=8192, weight_decay=0.01, decay=None, weight_decay_rule="decoupled", first_step="skip",
+    bias_correction="moments", output_axes=-1, layer_axes=None, adam_learning_rate=None,
+    adam_beta1=None, adam_beta2=None, adam_epsilon=None, adam_weight_decay=None, bases=None,
+    kept=None,
+) -> Optimizer:  # fmt: skip
+    """Vyas et al. (2024), algorithms 3 and 4, of each matrix (outputs, inputs) of a chosen leaf.
+
+    In the paper's order: the step in the present bases, then L, R and, in every `every`-th step, the
+    bases. As there, the momentum is kept in the basis of the weights and turned in each step. What
+    the paper leaves to the authors' nikhilvyas/SOAP, `soap.py`, is as there:
+    - The first update makes L, R and the bases, by `eigh`, and moves nothing, by decay neither. Bias
+      corrections and `every` count the updates after it: bases are new behind updates 11, 21, ...
+    - Before a power step the columns of a basis are put in the order of diag(Q^T L Q), largest first,
+      and v, whose rows and columns they are, alike.
+    - A side above `max_side` keeps the identity.
+
+    What is not: corrections are Adam's own, `bias_correction="moments"`, where the authors have
+    epsilon beside the uncorrected root of v, "step_size". Decay is subtracted with the step, of the
+    weights before it; the authors decay the weights behind it, w' = (1 - lr decay)(w - lr n). Signs
+    of bases are those of `next_basis`; no update depends on them. Other leaves are AdamW's from the
+    first update on, where the authors let them wait, too; None is the number of SOAP.
+
+    `first_step="adam"`: the first update is a step of Adam, g / (|g| + epsilon) and decay, whose
+    moments are forgotten. In the bases of the same gradient it would be a quotient of roundings.
+
+    Where a gradient is not square, the first L or R has a null space, in which eigenvectors are
+    arbitrary, and if it has two dimensions or more, updates depend on them. To compare two programs,
+    hand over the first bases of one: `bases`, for each leaf a list with (left, right) of each layer.
+    `kept`, an empty dict, is given "m", "v" and "sides" after each step: v is of shape (layers,
+    outputs, inputs), sides a list of {"factors": [left, right], "bases": [left, right]}.
+    """
+    w = _double(w)
+    decay = decay or [True] * len(w)
+    or_else = lambda given, default: default if given is None else given
+    of_adam = [
+        or_else(adam_beta1, beta1), or_else(adam_beta2, beta2), or_else(adam_epsilon, epsilon),
+    ]  # fmt: skip
+    of_soap = {
+        "betas": (beta1, beta2, shampoo_beta), "every": every, "epsilon": epsilon,
+        "max_side": max_side, "bias_correction": bias_correction,
+    }  # fmt: skip
+    axes = output_axes, layer_axes
+    t, m, v = _start(w, None)
+    owns: list = [None] * len(w)
+    for i, x in enumerate(w):
+        if matrices[i]:
+            v[i] = np.zeros(as_matrices(x, *axes).shape)
+            owns[i] = [{} for _ in v[i]]
+    while True:
+        g = _double((yield [x.copy() for x in w]))
+        rate = lr(t) if callable(lr) else lr
+        adam_rate = or_else(adam_learning_rate, rate)
+        adam_rate = adam_rate(t) if callable(adam_rate) else adam_rate
+        for i in range(len(w)):
+            if not matrices[i]:
+                b1, b2, small = of_adam
+                m[i] = b1 * m[i] + (1 - b1) * g[i]
+                v[i] = b2 * v[i] + (1 - b2) * np.abs(g[i]) ** 2
+                d = _adam_direction(m[i], v[i], t + 1, b1, b2, small, "moments")
+                wd = or_else(adam_weight_decay, weight_decay) if decay[i] else 0.0
+                w[i] = _decayed(w[i], d, adam_rate, wd, weight_decay_rule)
+                continue
+            grads, moments = as_matrices(g[i], *axes), as_matrices(m[i], *axes)
+            found = [
+                _soap_of_matrix(
+                    x, moments[j], v[i][j], owns[i][j], t, **of_soap,
+                    bases=None if bases is None else bases[i][j],
+                )
+                for j, x in enumerate(grads)
+            ]  # fmt: skip
+            m[i] = from_matrices(np.stack([x[1] for x in found]), w[i].shape, *axes)
+            v[i] = np.stack([x[2] for x in found])
+            if t > 0:
+                d = from_matrices(np.stack([x[0] for x in found]), w[i].shape, *axes)
+            elif first_step == "adam":
+                d = g[i] / (np.abs(g[i]) + epsilon)
+            else:
+                continue
+            w[i] = _decayed(w[i], d, rate, weight_decay if decay[i] else 0.0, weight_decay_rule)
+        t += 1
+        if kept is not None:
+            kept.update(m=m, v=v, sides=owns)
