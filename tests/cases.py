@@ -307,6 +307,34 @@ CASES = [
         ("mw", "vw"),
         elementwise=False,
     ),
+    Case(
+        "dion2",
+        jgrad.muon,
+        {
+            "matrices": rank_two,
+            "scale": "match_rms_adamw",
+            "fraction": 0.5,
+            "error_decay": 0.9,
+            "weight_decay": 0.1,
+        },
+        ("mw", "vw"),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "dion3",
+        jgrad.muon,
+        {
+            "matrices": rank_two,
+            "scale": "match_rms_adamw",
+            "rule": "normuon",
+            "fraction": 0.4,
+            "weight_decay": 0.1,
+            "weight_decay_rule": "cautious",
+        },
+        ("mw", "vw"),
+        elementwise=False,
+    ),
 ]
 
 METHODS = tuple(dict.fromkeys(case.make for case in CASES))

@@ -349,7 +349,8 @@ def _of_some_rows(
     mw: Moment,
     of_update: Any,
 ) -> tuple[PerPart[Array], PerPart[Array], NewMoments]:
-    """Rows of sums of gradients, orthogonalized; which they are; the new sums, which decay there."""
+    """Rows of sums of gradients, orthogonalized; which they are; the sums, which decay there."""
+    assert muon.fraction is not None
     old = [None if x is None else y for x, y in zip(g, mw.old, strict=True)]
     sums = leafwise.apply(rules.add_scaled, g, in_full_precision(old))
     x, is_taken = orthogonalize.orthogonalized_rows(
@@ -608,8 +609,8 @@ def muon(
       `muon.py` there; "match_rms_adamw": Liu et al., "Muon is Scalable for LLM Training" (2025),
       section 2.2; Li et al., "NorMuon" (2025), algorithm 1; Amsel et al., "The Polar Express"
       (2025), algorithm 1; `fraction`: Ahn et al., "Dion2" (2025, arXiv 2512.16928), algorithm 1,
-      and, in NorMuon, "Dion3" of `dion`, both with whole matrices; heads apart: "GLM-5" (2026, arXiv 2602.15763), "Muon Split"; sizes:
-      `split_sizes` of `dion`.
+      and "Dion3" of `dion` with `selection_scope="global"`; heads apart: "GLM-5" (2026, arXiv
+      2602.15763), "Muon Split"; sizes: `split_sizes` of `dion`.
     """
     name, given = "muon", _OPTIONS.check("muon", locals())
     method = Muon.of(name, given)

@@ -246,43 +246,43 @@ def _of_rows(
     these are dealt out.
     """
     new, is_taken = list(arrays), [jnp.ones(x.shape, bool) for x in arrays]
-    groups: dict[object, list[tuple[int, jax.Array, MatrixAxes]]] = collections.defaultdict(list)
+    few: dict[int, jax.Array] = {}
+    axes: dict[int, MatrixAxes] = {}
     back: dict[int, Callable[[jax.Array], jax.Array]] = {}
+    groups: dict[tuple[int, bool] | None, list[int]] = collections.defaultdict(list)
     for i, (x, of) in enumerate(zip(arrays, chosen, strict=True)):
         if not x.size:
             continue
-        known = None if sharing is None else of.axes.mesh_axes or places(x)
-        x = x if known is not None else replicated(x)
-        few, mask, axes, back[i] = _compact(x, of, known, sharing)
+        few[i], mask, axes[i], back[i] = _compact(x, of, sharing)
         is_taken[i] = jnp.broadcast_to(mask, x.shape)
-        slots = axes.shape[len(axes.stacked)]
-        are_columns = slots > math.prod(axes.shape[len(axes.stacked) + 1 :])
-        key = (of.count, are_columns) if slots > of.count else None
-        groups[key].append((i, few, axes))
+        slots, *columns = axes[i].shape[len(axes[i].stacked) :]
+        groups[(of.count, slots > math.prod(columns)) if slots > of.count else None].append(i)
     for key, members in groups.items():
-        numbers, few, axes = zip(*members, strict=True)
         of_few = steps if key is None else rows.of_few(steps, key[0], are_columns=key[1])
-        for i, x in zip(numbers, _of_whole_matrices(of_few, few, axes, sharing), strict=True):
+        alike = [few[i] for i in members], [axes[i] for i in members]
+        for i, x in zip(members, _of_whole_matrices(of_few, *alike, sharing), strict=True):
             new[i] = back[i](x)
     return new, is_taken
 
 
 def _compact(
-    x: jax.Array, of: Rows, known: MeshAxesPerAxis | None, sharing: Sharing | None
+    x: jax.Array, of: Rows, sharing: Sharing | None
 ) -> tuple[jax.Array, jax.Array, MatrixAxes, Callable[[jax.Array], jax.Array]]:
     """The rows that are taken, which they are, where they are matrices; and the way back.
 
     On each device of its part, where it is known how the array is sharded.
     """
+    known = None if sharing is None else of.axes.mesh_axes or places(x)
     if known is None or sharing is None:
+        x = replicated(x)
         mask = rows.largest(x, rows=of)
         few = rows.compact(x, mask, rows=of)
         return few, mask, of.taken(None, {}), lambda new: rows.spread(new, mask, rows=of)
     sizes = dict(sharing.mesh.shape)
     local = of.on_device(known, sizes)
     axes = local.taken(known, sizes)
-    of_mask = tuple(() if i in of.sides[1] else names for i, names in enumerate(known))
-    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes or (), of_mask))
+    per_row = tuple(() if i in of.sides[1] else names for i, names in enumerate(known))
+    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes or (), per_row))
     on_each = functools.partial(jax.shard_map, mesh=sharing.mesh, check_vma=False)
 
     def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -73,30 +73,28 @@ class Rows:
           known: how the array is sharded of which a device has these; None where nothing says it.
           sizes: of the axes of its mesh.
         """
-        first, shape, names = len(self.axes.stacked), self.shape, None
+        first, shape = len(self.axes.stacked), self.shape
+        names: MeshAxesPerAxis | None = None
         if known is not None:
             of_rows = itertools.chain(*(known[axis] for axis in self.sides[0]))
-            layers, columns = (
-                [known[axis] for axis in x] for x in (self.axes.stacked, self.sides[1])
-            )
+            others = self.axes.stacked, self.sides[1]
+            layers, columns = ([known[axis] for axis in axes] for axes in others)
             names = (*layers, tuple(of_rows), *columns)
             devices = (math.prod(map(sizes.__getitem__, axes)) for axes in names)
             shape = tuple(map(operator.mul, shape, devices))
-        columns = tuple(range(first + 1, len(shape)))
-        outputs = (first,) if self.are_outputs else columns
+        of_columns = tuple(range(first + 1, len(shape)))
+        outputs = (first,) if self.are_outputs else of_columns
         return MatrixAxes(shape, tuple(range(first)), outputs, mesh_axes=names)
 
     def view(self, *, per_row: bool = False) -> View:
         """The array as (matrices, rows, columns), or numbers per row as (matrices, rows)."""
         rows, columns = self.sides
-        shape, lengths = list(self.axes.shape), [self.axes.count]
-        for axes in (rows, columns):
-            lengths.append(math.prod(shape[axis] for axis in axes))
+        order, shape = (*self.axes.stacked, *rows, *columns), self.axes.shape
+        lengths = [math.prod(shape[axis] for axis in axes) for axes in (rows, columns)]
         if per_row:
-            lengths.pop()
-            shape = [1 if axis in columns else n for axis, n in enumerate(shape)]
-        order = (*self.axes.stacked, *rows, *columns)
-        return View(tuple(shape), tuple(shape), order, tuple(lengths))
+            shape = tuple(1 if axis in columns else n for axis, n in enumerate(shape))
+            del lengths[1]
+        return View(shape, shape, order, (self.axes.count, *lengths))
 
 
 # ---- on the arrays that a device has -----------------------------------------------------------
@@ -163,7 +161,7 @@ def of_few(steps: Function, count: int, *, are_columns: bool) -> Function:
 
 
 def _first_rows(x: jax.Array, chosen: jax.Array, count: int) -> jax.Array:
-    """The rows of each matrix that are chosen, (matrices, count, columns), and zeros behind them."""
+    """The chosen rows of each matrix, (matrices, count, columns), and zeros behind them."""
     flags, numbers = jax.lax.top_k(chosen.astype(np.float32), count)
     found = jnp.take_along_axis(x, numbers[:, :, None], axis=1)
     return jnp.where(flags[:, :, None] > 0, found, jnp.zeros_like(found))
@@ -179,7 +177,7 @@ def _put_back(x: jax.Array, chosen: jax.Array) -> jax.Array:
 # ---- 1-norms -----------------------------------------------------------------------------------
 
 
-def _norms(x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def _norms(x: jax.Array, rows: Rows) -> list[jax.Array]:
     """The 1-norm of each row of this device, and scaled so that none overflows."""
     size, columns = jnp.abs(jax.lax.stop_gradient(x)), rows.sides[1]
     sharded = _sharded(rows, columns)
@@ -188,7 +186,7 @@ def _norms(x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
     factor = np.asarray(2.0 ** -max(1, terms).bit_length(), size.dtype)
     norms = [jnp.sum(y, axis=columns, keepdims=True) for y in (size, size * factor)]
     names = tuple(itertools.chain(*(names for _, names in sharded)))
-    return tuple(jax.lax.psum(norms, names)) if names else tuple(norms)
+    return list(jax.lax.psum(norms, names)) if names else norms
 
 
 def _of_all_rows(norms: jax.Array, rows: Rows) -> jax.Array:
