@@ -254,7 +254,7 @@ def _of_rows(
         if not x.size:
             continue
         few[i], mask, axes[i], back[i] = _compact(x, of, sharing)
-        is_taken[i] = jnp.broadcast_to(mask, x.shape)
+        is_taken[i] = sharded_as(jnp.broadcast_to(mask, x.shape), new[i])
         slots, *columns = axes[i].shape[len(axes[i].stacked) :]
         groups[(of.count, slots > math.prod(columns)) if slots > of.count else None].append(i)
     for key, members in groups.items():
