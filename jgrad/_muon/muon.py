@@ -1,6 +1,5 @@
 """Muon: momentum, orthogonalized matrix by matrix; all other elements are AdamW's."""
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function, jit_static_kwargs, on_leaf
+from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.aligned import Role
@@ -26,17 +25,14 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments
-from jgrad._muon import matrix_axes, orthogonalize, rows
+from jgrad._muon import matrix_axes, normuon, orthogonalize, residuals
 from jgrad._muon.matrix_axes import Array, MatrixAxes
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
-from jgrad._muon.parts import Matrices, Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
-from jgrad._muon.rows import Rows
+from jgrad._muon.parts import Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
 from jgrad._optimizers import adam as adam_of
-from jgrad._packed import packing
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
-from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]
@@ -45,8 +41,6 @@ Scale = str | ScaleFunction | None
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)
 _MOMENTUM = 0.95
-# NorMuon's: added to the root of the mean square of each output, which is 1 / sqrt(inputs) or so.
-_NORMUON_EPSILON = 1e-8
 
 _SCALES: dict[str | None, ScaleFunction] = {
     "original": lambda out, into: math.sqrt(max(1.0, out / max(1, into))),
@@ -225,43 +219,6 @@ def _decayed_rows(m: jax.Array, is_taken: jax.Array, decay: jax.Array) -> jax.Ar
     return jnp.where(is_taken, numerics.scaled(m, decay), m)
 
 
-@of_one_leaf
-def _momentum_of_some(x: jax.Array, vw: Moments, beta: BetaForms, is_taken: jax.Array) -> jax.Array:
-    return vw.write(_average_of_some, x, vw.old, beta.value, beta.complement, is_taken)
-
-
-@on_leaf(arrays=2)
-def _average_of_some(
-    x: jax.Array, old: jax.Array, beta: jax.Array, complement: jax.Array, is_taken: jax.Array
-) -> jax.Array:
-    """The average where an output is taken, else the old one"""
-    return jnp.where(is_taken, rules.average(x, old, beta, complement), old)
-
-
-@jit_static_kwargs
-def _any(is_taken: jax.Array, *, axes: MatrixAxes) -> jax.Array:
-    """Whether an output of each matrix has elements that are taken."""
-    return jnp.any(is_taken, axis=axes.inputs, keepdims=True)
-
-
-@jit_static_kwargs
-def _mean_square(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
-    """The mean of |x|^2 over the inputs, for each output of each matrix."""
-    return jnp.mean(numerics.abs_squared(x), axis=axes.inputs, keepdims=True)
-
-
-@jit_static_kwargs
-def _normalized(x: jax.Array, vw: jax.Array, *, axes: MatrixAxes) -> jax.Array:
-    """O' = O / (sqrt(v) + epsilon), rescaled to |O' |= |O|; 0 where O is"""
-
-    def norm(x: jax.Array) -> jax.Array:
-        return numerics.safe_sqrt(matrix_axes.sums(numerics.abs_squared(x), axes))
-
-    root = numerics.safe_sqrt(numerics.widen(vw, numerics.real_dtype(x)))
-    new = x / (root + _NORMUON_EPSILON).astype(x.dtype)
-    return numerics.scaled(new, numerics.safe_divide(norm(x), norm(new)))
-
-
 # ---- the method, on parts of arrays ------------------------------------------------------------
 
 
@@ -300,11 +257,12 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> Directions:
     function = _of_all_rows if muon.fraction is None else _of_some_rows
     x, is_taken, mw_of_matrices = function(inputs, muon, parts, g_of_matrices, axes, mw, of_update)
     if inputs.notes is not None:
-        _note_residuals(inputs, muon, step.matrices, parts, x)
+        of = inputs, step.matrices, parts, x, muon.fraction
+        residuals.note(*of, of_outputs=muon.is_normuon)
     vw_of_matrices = []
     if muon.is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
-        x, new = _with_equal_outputs(parts, x, is_taken, axes, vw, beta)
+        x, new = normuon.with_equal_outputs(parts, x, is_taken, axes, vw, beta)
         vw_of_matrices.append(new)
     x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
 
@@ -367,43 +325,6 @@ def _of_some_rows(
     return x, is_taken, new
 
 
-def _with_equal_outputs(
-    parts: Parts,
-    x: PerPart[Array],
-    is_taken: PerPart[Array],
-    axes: PerPart[MatrixAxes | None],
-    vw: Moment,
-    beta: BetaForms,
-) -> tuple[PerPart[Array], NewMoments]:
-    """NorMuon: outputs divided by the root of their mean squares, averaged over updates.
-
-    Those of rows that wait are zeros, and their averages wait, too.
-    """
-    mean_squares = _apply(_mean_square, axes, x)
-    mean_squares = parts.map(Part.from_matrices, mean_squares, per_output=True)
-    if any(y is not None for y in is_taken):
-        is_taken = parts.map(Part.from_matrices, _apply(_any, axes, is_taken), per_output=True)
-        averages, new = _momentum_of_some(mean_squares, vw, beta, is_taken)
-    else:
-        averages, new = _momentum(mean_squares, vw, beta)
-    averages = parts.map(Part.to_matrices, averages, per_output=True)
-    return _apply(_normalized, axes, x, averages), new
-
-
-def _apply(
-    rule: Function, axes: PerPart[MatrixAxes | None], *columns: PerPart[Array]
-) -> PerPart[Array]:
-    """The rule of the entries of each part that has matrices."""
-    rows = zip(axes, zip(*columns, strict=True), strict=True)
-    return leafwise.run([None if of is None else (_of_axes(rule, of), row) for of, row in rows])
-
-
-@functools.cache
-def _of_axes(rule: Function, axes: MatrixAxes) -> Function:
-    """One function object for all arrays with such matrices, so that JAX's caches find it again."""
-    return functools.partial(rule, axes=axes)
-
-
 def factors_of(
     function: str, scale: ScaleFunction, axes: PerPart[MatrixAxes | None]
 ) -> PerPart[Array]:
@@ -423,53 +344,6 @@ def factors_of(
         elif of is not None:
             of_parts[i] = factors[sizes[0]]
     return of_parts
-
-
-# ---- how far results of Newton-Schulz are from orthogonal matrices -----------------------------
-
-
-def _note_residuals(
-    inputs: Inputs, muon: Muon, matrices: Matrices, parts: Parts, x: PerPart[Array]
-) -> None:
-    """Notes the largest |X X^T - I| / sqrt(rows) of the matrices of each leaf, X wide.
-
-    X has the rows that are taken. NaN inside `zero`, where a device has some of the matrices of a
-    leaf.
-    """
-    assert inputs.notes is not None
-    leaves: PerLeaf[Array] = x
-    is_shard = any(spec.shard is not None for spec in inputs.specs)
-    if inputs.has_buffers and not is_shard:
-        arrays = parts.join(parts.map(Part.from_matrices, x), inputs.g)
-        tree = trees.flatten(inputs.tree)[1].unflatten(arrays)
-        leaves = trees.flatten(packing.unpack(tree))[0]
-    of = functools.partial(_residual, fraction=muon.fraction, of_outputs=muon.is_normuon)
-    for i, (name, axes) in enumerate(zip(trees.names(inputs.shapes), matrices, strict=True)):
-        if axes is not None and is_shard:
-            inputs.notes.add(f"muon_residual/{name}", jnp.nan)
-        elif axes is not None and (leaf := leaves[i]) is not None:
-            inputs.notes.add(f"muon_residual/{name}", of(replicated(leaf), axes=axes.whole))
-
-
-@jit_static_kwargs
-def _residual(
-    x: jax.Array, *, axes: MatrixAxes, fraction: float | None, of_outputs: bool
-) -> jax.Array:
-    runs = list(zip(matrix_axes.cut(x, axes), matrix_axes.pieces(axes), strict=True))
-    if fraction is not None:
-        chosen = [(y, Rows.of(of, fraction, are_outputs=of_outputs)) for y, of in runs]
-        runs = [(rows.not_zero(y, rows=of), of.taken(None, {})) for y, of in chosen]
-    return functools.reduce(jnp.maximum, [_residual_of_run(y, of) for y, of in runs])
-
-
-def _residual_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
-    x = axes.as_wide.of(x)
-    rows = x.shape[1]
-    stacked, over = ((0,), (0,)), ((2,), (2,))
-    product = jax.lax.dot_general(x, x.conj(), (over, stacked))
-    apart = product - jnp.eye(rows, dtype=x.dtype)[None]
-    squares = jnp.sum(numerics.abs_squared(apart), axis=(1, 2))
-    return jnp.max(jnp.sqrt(squares / np.float32(max(1, rows)).astype(squares.dtype)), initial=0.0)
 
 
 # ---- transformations ----------------------------------------------------------------------------

@@ -246,38 +246,49 @@ def _of_rows(
     these are dealt out.
     """
     new, is_taken = list(arrays), [jnp.ones(x.shape, bool) for x in arrays]
+    alike: dict[object, list[int]] = collections.defaultdict(list)
+    for i, (x, of) in enumerate(zip(arrays, chosen, strict=True)):
+        if x.size:
+            alike[of, x.dtype, places(x), unknown_axes(x)].append(i)
     few: dict[int, jax.Array] = {}
     axes: dict[int, MatrixAxes] = {}
-    back: dict[int, Callable[[jax.Array], jax.Array]] = {}
     groups: dict[tuple[int, bool] | None, list[int]] = collections.defaultdict(list)
-    for i, (x, of) in enumerate(zip(arrays, chosen, strict=True)):
-        if not x.size:
-            continue
-        few[i], mask, axes[i], back[i] = _compact(x, of, sharing)
-        is_taken[i] = sharded_as(jnp.broadcast_to(mask, x.shape), new[i])
-        slots, *columns = axes[i].shape[len(axes[i].stacked) :]
-        groups[(of.count, slots > math.prod(columns)) if slots > of.count else None].append(i)
+    back: list[tuple[list[int], Callable[[list[jax.Array]], list[jax.Array]]]] = []
+    for members in alike.values():
+        of = chosen[members[0]]
+        found, masks, where, put_back = _compact([arrays[i] for i in members], of, sharing)
+        back.append((members, put_back))
+        slots, *columns = where.shape[len(where.stacked) :]
+        key = (of.count, slots > math.prod(columns)) if slots > of.count else None
+        groups[key] += members
+        for i, x, mask in zip(members, found, masks, strict=True):
+            few[i], axes[i] = x, where
+            is_taken[i] = sharded_as(jnp.broadcast_to(mask, new[i].shape), new[i])
     for key, members in groups.items():
         of_few = steps if key is None else rows.of_few(steps, key[0], are_columns=key[1])
-        alike = [few[i] for i in members], [axes[i] for i in members]
-        for i, x in zip(members, _of_whole_matrices(of_few, *alike, sharing), strict=True):
-            new[i] = back[i](x)
+        own = [few[i] for i in members], [axes[i] for i in members]
+        few |= zip(members, _of_whole_matrices(of_few, *own, sharing), strict=True)
+    for members, put_back in back:
+        for i, x in zip(members, put_back([few[i] for i in members]), strict=True):
+            new[i] = x
     return new, is_taken
 
 
 def _compact(
-    x: jax.Array, of: Rows, sharing: Sharing | None
-) -> tuple[jax.Array, jax.Array, MatrixAxes, Callable[[jax.Array], jax.Array]]:
+    arrays: list[jax.Array], of: Rows, sharing: Sharing | None
+) -> tuple[
+    list[jax.Array], list[jax.Array], MatrixAxes, Callable[[list[jax.Array]], list[jax.Array]]
+]:
     """The rows that are taken, which they are, where they are matrices; and the way back.
 
-    On each device of its part, where it is known how the array is sharded.
+    On each device of its part, where it is known how the arrays are sharded.
     """
-    known = None if sharing is None else of.axes.mesh_axes or places(x)
+    known = None if sharing is None else of.axes.mesh_axes or places(arrays[0])
     if known is None or sharing is None:
-        x = replicated(x)
-        mask = rows.largest(x, rows=of)
-        few = rows.compact(x, mask, rows=of)
-        return few, mask, of.taken(None, {}), lambda new: rows.spread(new, mask, rows=of)
+        arrays = [replicated(x) for x in arrays]
+        masks = rows.largest(arrays, rows=of)
+        few = rows.compact(arrays, masks, rows=of)
+        return few, masks, of.taken(None, {}), lambda new: rows.spread(new, masks, rows=of)
     sizes = dict(sharing.mesh.shape)
     local = of.on_device(known, sizes)
     axes = local.taken(known, sizes)
@@ -285,14 +296,14 @@ def _compact(
     whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes or (), per_row))
     on_each = functools.partial(jax.shard_map, mesh=sharing.mesh, check_vma=False)
 
-    def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mask = rows.largest(x, rows=local)
-        return rows.compact(x, mask, rows=local), mask
+    def first(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        masks = rows.largest(arrays, rows=local)
+        return rows.compact(arrays, masks, rows=local), masks
 
-    few, mask = on_each(first, in_specs=whole, out_specs=(of_few, of_mask))(x)
+    few, masks = on_each(first, in_specs=whole, out_specs=(of_few, of_mask))(arrays)
     spread = functools.partial(rows.spread, rows=local)
     put_back = on_each(spread, in_specs=(of_few, of_mask), out_specs=whole)
-    return few, mask, axes, lambda new: put_back(new, mask)
+    return few, masks, axes, lambda new: put_back(new, masks)
 
 
 # ---- whole matrices ----------------------------------------------------------------------------

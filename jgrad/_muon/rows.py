@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,24 @@ class Rows:
         outputs = (first,) if self.are_outputs else of_columns
         return MatrixAxes(shape, tuple(range(first)), outputs, mesh_axes=names)
 
+    def sharded(self, axes: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
+        """Those of the axes of which a device has a part, and over which mesh axes."""
+        return [(axis, names) for axis, names in self.axes.sharded_axes if axis in axes]
+
+    def of_whole_rows(self, shape: Sequence[int]) -> "Rows":
+        """Of arrays with all rows of their matrices, by the shape of numbers per row."""
+        pairs = enumerate(zip(self.axes.shape, shape, strict=True))
+        lengths = tuple(n if axis in self.sides[1] else m for axis, (n, m) in pairs)
+        return dataclasses.replace(self, axes=dataclasses.replace(self.axes, shape=lengths))
+
+    def local_part(self, x: jax.Array) -> jax.Array:
+        """Of numbers per row those of this device."""
+        for axis, names in self.sharded(self.sides[0]):
+            length = self.axes.shape[axis]
+            first = jax.lax.axis_index(names) * length
+            x = jax.lax.dynamic_slice_in_dim(x, first, length, axis)
+        return x
+
     def view(self, *, per_row: bool = False) -> View:
         """The array as (matrices, rows, columns), or numbers per row as (matrices, rows)."""
         rows, columns = self.sides
@@ -97,51 +116,59 @@ class Rows:
         return View(shape, shape, order, (self.axes.count, *lengths))
 
 
-# ---- on the arrays that a device has -----------------------------------------------------------
+# ---- on the arrays that a device has, all of one shape -------------------------------------------
 
 
 @jit_static_kwargs
-def largest(x: jax.Array, *, rows: Rows) -> jax.Array:
-    """Whether each row of this device is taken, of a shape that broadcasts to the array."""
-    norms, scaled = (_of_all_rows(norm, rows) for norm in _norms(x, rows))
+def largest(arrays: Sequence[jax.Array], *, rows: Rows) -> list[jax.Array]:
+    """Which rows of this device are taken, of a shape that broadcasts to the array."""
+    norms = _norms(arrays, rows)
+    for axis, names in rows.sharded(rows.sides[0]):
+        norms = all_gather(norms, names, 2 + axis)
+    exact, scaled = norms
     # Only where one overflowed: scaled norms of small rows are 0.
-    overflowed = jnp.any(jnp.isinf(norms), axis=rows.sides[0], keepdims=True)
-    norms = jnp.where(overflowed, scaled, norms)
-    whole = dataclasses.replace(rows, axes=_of_whole_rows(rows))
-    view = whole.view(per_row=True)
-    numbers = jax.lax.top_k(view.of(norms), rows.count)[1]
+    over = tuple(1 + axis for axis in rows.sides[0])
+    exact = jnp.where(jnp.any(jnp.isinf(exact), axis=over, keepdims=True), scaled, exact)
+    view = rows.of_whole_rows(exact.shape[1:]).view(per_row=True)
+    flat = jax.lax.concatenate([view.of(x) for x in exact], 0)
+    numbers = jax.lax.top_k(flat, rows.count)[1]
     matrices = jax.lax.broadcasted_iota(numbers.dtype, numbers.shape, 0)
-    taken = jnp.zeros(view.shape, bool).at[matrices, numbers].set(True)
-    local = view.back(taken)
-    for axis, names in _sharded(rows, rows.sides[0]):
-        length = rows.axes.shape[axis]
-        local = jax.lax.dynamic_slice_in_dim(
-            local, jax.lax.axis_index(names) * length, length, axis
-        )
-    return local
+    taken = jnp.zeros(flat.shape, bool).at[matrices, numbers].set(True)
+    masks = [view.back(x) for x in jax.lax.split(taken, [view.shape[0]] * len(arrays))]
+    return [rows.local_part(x) for x in masks]
 
 
 @jit_static_kwargs
-def compact(x: jax.Array, is_taken: jax.Array, *, rows: Rows) -> jax.Array:
+def compact(
+    arrays: Sequence[jax.Array], masks: Sequence[jax.Array], *, rows: Rows
+) -> list[jax.Array]:
     """The rows that are taken, in order; zeros in slots without one."""
-    flat = rows.view(per_row=True).of(is_taken)
-    return _first_rows(rows.view().of(x), flat, rows.slots).reshape(rows.shape)
+    view = rows.view()
+    flags, numbers = _first(_flat(masks, rows), rows.slots)
+    sizes = [view.shape[0]] * len(arrays)
+    parts = zip(*(jax.lax.split(x, sizes) for x in (flags, numbers)), strict=True)
+    pairs = zip(arrays, parts, strict=True)
+    return [_found(view.of(x), *part).reshape(rows.shape) for x, part in pairs]
 
 
 @jit_static_kwargs
-def spread(x: jax.Array, is_taken: jax.Array, *, rows: Rows) -> jax.Array:
-    """The array of which `compact` made `x`; zeros in rows that are not taken."""
-    view = rows.view()
+def spread(
+    arrays: Sequence[jax.Array], masks: Sequence[jax.Array], *, rows: Rows
+) -> list[jax.Array]:
+    """The arrays of which `compact` made these; zeros in rows that are not taken."""
+    view, flat = rows.view(), _flat(masks, rows)
     count, _, columns = view.shape
-    flat = rows.view(per_row=True).of(is_taken)
-    return view.back(_put_back(x.reshape(count, rows.slots, columns), flat))
+    places = jax.lax.split(_places(flat, rows.slots), [count] * len(arrays))
+    of_arrays = zip(arrays, jax.lax.split(flat, [count] * len(arrays)), places, strict=True)
+    stacks = ((x.reshape(count, rows.slots, columns), *of) for x, *of in of_arrays)
+    return [view.back(_found(*stack)) for stack in stacks]
 
 
 @jit_static_kwargs
 def not_zero(x: jax.Array, *, rows: Rows) -> jax.Array:
     """As `compact`, of an array that `spread` made."""
     is_some = jnp.any(x != 0, axis=rows.sides[1], keepdims=True)
-    return compact(x, is_some, rows=rows)
+    return compact([x], [is_some], rows=rows)[0]
 
 
 def of_few(steps: Function, count: int, *, are_columns: bool) -> Function:
@@ -150,57 +177,53 @@ def of_few(steps: Function, count: int, *, are_columns: bool) -> Function:
     def of_stack(x: jax.Array) -> jax.Array:
         x = jnp.swapaxes(x, 1, 2) if are_columns else x
         is_some = jnp.any(x != 0, axis=2)
-        few = _first_rows(x, is_some, count)
+        few = _found(x, *_first(is_some, count))
         is_tall = few.shape[1] > few.shape[2]
         new = steps(jnp.swapaxes(few, 1, 2) if is_tall else few)
         # Where fewer rows are not zero, those behind them are put nowhere: they are zeros.
-        x = _put_back(jnp.swapaxes(new, 1, 2) if is_tall else new, is_some)
+        new = jnp.swapaxes(new, 1, 2) if is_tall else new
+        x = _found(new, is_some, _places(is_some, count))
         return jnp.swapaxes(x, 1, 2) if are_columns else x
 
     return of_stack
 
 
-def _first_rows(x: jax.Array, chosen: jax.Array, count: int) -> jax.Array:
-    """The chosen rows of each matrix, (matrices, count, columns), and zeros behind them."""
-    flags, numbers = jax.lax.top_k(chosen.astype(np.float32), count)
+def _flat(masks: Sequence[jax.Array], rows: Rows) -> jax.Array:
+    view = rows.view(per_row=True)
+    return jax.lax.concatenate([view.of(x) for x in masks], 0)
+
+
+def _first(mask: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The numbers of the rows of each matrix that are chosen, in order, and of others behind them.
+
+    And before that, which of these are chosen.
+    """
+    flags, numbers = jax.lax.top_k(mask.astype(np.float32), count)
+    return flags > 0, numbers
+
+
+def _places(mask: jax.Array, count: int) -> jax.Array:
+    """Of each row of each matrix its place among those that are chosen."""
+    return jnp.clip(jnp.cumsum(mask, axis=1, dtype=np.int32) - 1, 0, count - 1)
+
+
+def _found(x: jax.Array, is_some: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Rows of each matrix by their numbers, and zeros."""
     found = jnp.take_along_axis(x, numbers[:, :, None], axis=1)
-    return jnp.where(flags[:, :, None] > 0, found, jnp.zeros_like(found))
+    return jnp.where(is_some[:, :, None], found, jnp.zeros_like(found))
 
 
-def _put_back(x: jax.Array, chosen: jax.Array) -> jax.Array:
-    """The rows of `_first_rows` where they were, and zeros elsewhere."""
-    place = jnp.clip(jnp.cumsum(chosen, axis=1, dtype=np.int32) - 1, 0, x.shape[1] - 1)
-    found = jnp.take_along_axis(x, place[:, :, None], axis=1)
-    return jnp.where(chosen[:, :, None], found, jnp.zeros_like(found))
-
-
-# ---- 1-norms -----------------------------------------------------------------------------------
-
-
-def _norms(x: jax.Array, rows: Rows) -> list[jax.Array]:
-    """The 1-norm of each row of this device, and scaled so that none overflows."""
-    size, columns = jnp.abs(jax.lax.stop_gradient(x)), rows.sides[1]
-    sharded = _sharded(rows, columns)
-    devices = math.prod(jax.lax.psum(1, names) for _, names in sharded)
-    terms = devices * math.prod(x.shape[axis] for axis in columns)
-    factor = np.asarray(2.0 ** -max(1, terms).bit_length(), size.dtype)
-    norms = [jnp.sum(y, axis=columns, keepdims=True) for y in (size, size * factor)]
-    names = tuple(itertools.chain(*(names for _, names in sharded)))
-    return list(jax.lax.psum(norms, names)) if names else norms
-
-
-def _of_all_rows(norms: jax.Array, rows: Rows) -> jax.Array:
-    for axis, names in _sharded(rows, rows.sides[0]):
-        norms = all_gather(norms, names, axis)
-    return norms
-
-
-def _of_whole_rows(rows: Rows) -> MatrixAxes:
-    shape = list(rows.axes.shape)
-    for axis, names in _sharded(rows, rows.sides[0]):
-        shape[axis] *= jax.lax.psum(1, names)
-    return dataclasses.replace(rows.axes, shape=tuple(shape))
-
-
-def _sharded(rows: Rows, axes: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
-    return [(axis, names) for axis, names in rows.axes.sharded_axes if axis in axes]
+def _norms(arrays: Sequence[jax.Array], rows: Rows) -> jax.Array:
+    """(2, arrays, ...): the 1-norm of each row, and scaled so that none overflows."""
+    columns = rows.sides[1]
+    names = tuple(itertools.chain(*(names for _, names in rows.sharded(columns))))
+    terms = math.prod(rows.axes.shape[axis] for axis in columns)
+    terms *= jax.lax.psum(1, names) if names else 1
+    factor = 2.0 ** -terms.bit_length()
+    sizes = [jnp.abs(jax.lax.stop_gradient(x)) for x in arrays]
+    sums = [
+        [jnp.sum(x * np.asarray(by, x.dtype), axis=columns, keepdims=True) for x in sizes]
+        for by in (1.0, factor)
+    ]
+    norms = jnp.stack([jnp.stack(x) for x in sums])
+    return jax.lax.psum(norms, names) if names else norms

@@ -78,9 +78,10 @@ def carry_over(
     conversion, so what `old` has is dropped. The states of `gradient_descent` and `lars` look
     alike, and a `trace` in a chain of optax does not always show where the learning rate is: then
     both sides are taken for the same, a note says it, and `old_momentum` and `like_momentum` say
-    better. So they do of matrices of `muon`, which are taken for averages: with a `fraction` they are
-    sums, of which fraction (1 - error_decay) is an average. States of `optax.adamax` and `optax.contrib.adopt` look like Adam's, in files those of
-    `optax.adabelief` do, and hold other numbers: give `reset=True`.
+    better. So they do of the matrices of `muon`, which are taken for averages: with a `fraction`
+    they are sums, of which fraction (1 - error_decay) is an average. States of `optax.adamax` and
+    `optax.contrib.adopt` look like Adam's, in files those of `optax.adabelief` do, and hold other
+    numbers: give `reset=True`.
 
     Args:
       old: a state, of arrays.
