@@ -122,7 +122,7 @@ class Rows:
 @jit_static_kwargs
 def largest(arrays: Sequence[jax.Array], *, rows: Rows) -> list[jax.Array]:
     """Which rows of this device are taken, of a shape that broadcasts to the array."""
-    norms = _norms(arrays, rows)
+    norms = _row_norms(arrays, rows)
     for axis, names in rows.sharded(rows.sides[0]):
         norms = all_gather(norms, names, 2 + axis)
     exact, scaled = norms
@@ -213,7 +213,7 @@ def _found(x: jax.Array, is_some: jax.Array, numbers: jax.Array) -> jax.Array:
     return jnp.where(is_some[:, :, None], found, jnp.zeros_like(found))
 
 
-def _norms(arrays: Sequence[jax.Array], rows: Rows) -> jax.Array:
+def _row_norms(arrays: Sequence[jax.Array], rows: Rows) -> jax.Array:
     """(2, arrays, ...): the 1-norm of each row, and scaled so that none overflows."""
     columns = rows.sides[1]
     names = tuple(itertools.chain(*(names for _, names in rows.sharded(columns))))
