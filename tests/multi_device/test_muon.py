@@ -405,6 +405,43 @@ def test_a_device_has_no_matrix_more_than_it_must():
     assert stacks == ["3"]
 
 
+@pytest.mark.slow(always=["columns-8", "rows-2"])
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("spec", ["columns", "rows"])
+def test_what_a_fraction_of_rows_moves(spec, devices):
+    """A quarter of the bytes, where devices have whole columns of the rows; and of the products less.
+
+    Where they have some of the rows, all of those may be taken that a device has. Rows are chosen by
+    norms, of which one number for each row is added up, or gathered.
+    """
+    mesh = mesh_of(data=devices)
+    own = P(None, "data") if spec == "columns" else P("data")
+    w = place({f"{i}": jnp.ones((32, 64)) for i in range(8)}, mesh, own)
+
+    def counts(**options):
+        tx = muon_of_matrices(mesh_axes=own, shard_over="data", **options)
+        shardings = jax.tree.map(lambda x: x.sharding, w)
+        step = lambda g, state: tx.update(g, state, g)[0]
+        lowered = jax.jit(step, out_shardings=shardings).lower(w, tx.init(w))
+        text = lowered.compile().as_text()
+        assert not in_loops(text)
+        return collectives.total(collectives.of(text, devices)), products(lowered.as_text())
+
+    (whole, flops), (part, fewer) = counts(), counts(fraction=0.25)
+    norms = 2 * 8 * 32 * 4  # as they are and scaled, of eight matrices
+    moved = 0.25 if spec == "columns" else min(1.0, 0.25 * devices)
+    assert part.pop("all-to-all") == moved * whole["all-to-all"]
+    assert part == {"all-reduce" if spec == "columns" else "all-gather": norms}
+    assert fewer <= 0.25 * flops
+
+
+def products(text):
+    """Operations of a step of Newton-Schulz, of the stacks of a lowered program."""
+    stacks = re.findall(r"call @orthogonalized\w*\(.*?tensor<(\d+)x(\d+)x(\d+)xf32>\)", text)
+    assert stacks
+    return sum(n * (4 * rows**2 * m + 2 * rows**3) for n, rows, m in np.int64(stacks))
+
+
 def test_flops_of_each_device():
     """An eighth of the products."""
     w = place({f"{i}": jnp.ones((64, 64)) for i in range(8)}, mesh_of(data=DEVICES), P("data"))
