@@ -26,6 +26,7 @@ PLACES = "tests/kernels/test_places.py"
 SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
+ROWS = "tests/muon/test_rows.py"
 VARIABLES = "tests/everywhere/test_nnx.py"
 WATCH = "tests/wrappers/test_watch.py"
 
@@ -405,7 +406,7 @@ MUTATIONS = [
     Mutation("newton_schulz._in_chunks", "muon: the last chunk is left out", "-(-count // length)", "count // length", "tests/muon/test_newton_schulz.py"),
     Mutation("_product", "muon: no conjugate", "X.conj() if _ and jnp.iscomplexobj(X) else X", "X", "tests/muon/test_muon.py"),
     Mutation("MatrixAxes.in_order", "muon: rows are outputs", "min(_.outputs) < min(_.inputs) if _ == _ else _ < _", "True", "tests/muon/test_matrix_axes.py"),
-    Mutation("muon.directions", "muon: the momentum is the direction", "_.nesterov", "False", "tests/muon/test_muon.py"),
+    Mutation("_of_all_rows", "muon: the momentum is the direction", "_.nesterov", "False", "tests/muon/test_muon.py"),
     Mutation("_look_ahead", "muon: momentum of Adam, which clips", "mw.write(rules.average, g, _, X, Y)", "mw.write(adam_of.first_moment, g, mw.old, X, Y)", "tests/muon/test_muon_edges.py"),
     Mutation("muon.directions", "muon: Adam corrects the step size", "'moments'", "'step_size'", "tests/muon/test_muon.py"),
     Mutation("normuon._normalized", "muon: NorMuon without the norm of before", "numerics.scaled(X, numerics.safe_divide(norm(_), norm(X)))", "X", "tests/muon/test_muon.py"),
@@ -418,6 +419,13 @@ MUTATIONS = [
     Mutation("parts._check_whole", "muon: a buffer cuts matrices", "_ > 1 and (_.row_order is None or _.row_order.shards % _)", "False", DEVICES + "/test_muon.py"),
     Mutation("parts._second_shape", "muon: second moments of matrices", "_ is not None and (not _)", "False", "tests/muon/test_muon.py"),
     Mutation("orthogonalize._of_whole_matrices", "muon: an iteration for each leaf", "unknown_axes(X)", "(unknown_axes(X), i)", "tests/muon/test_muon_edges.py"),
+    Mutation("_decayed_rows", "dion2: rows that wait decay", "jnp.where(_, X, _)", "X", ROWS),
+    Mutation("rows.largest", "dion2: a huge row hides the others", "jnp.where(_, _, X)", "X", ROWS),
+    Mutation("Rows.of", "dion2: outputs, whichever side is shorter", "X or _ <= _", "True", ROWS),
+    Mutation("_average_of_some", "dion3: averages of outputs that wait", "jnp.where(_, X, _)", "X", ROWS),
+    Mutation("_residual", "dion2: residuals of rows that wait", "X is not None", "False", ROWS),
+    Mutation("parts.of_matrices", "dion2: averages of Adam's leaves become sums", "X - _", "X", "tests/states/test_carry_over.py"),
+    Mutation("_row_norms", "dion2: norms of parts of rows", "X if names else _", "norms", DEVICES + "/test_muon.py"),
     Mutation("Layout._by_buffer", "empty leaves in the order of the tree", "(X, Y.num_blocks, Z)", "(X, Z)", PACKED),
     Mutation("matrix_axes.read_split", "split: a size of 0", "size < 1", "size < 0", SPLIT),
     Mutation("matrix_axes._runs", "split: sizes that do not add up", "sum(_) != outputs", "False", SPLIT),
