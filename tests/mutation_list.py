@@ -425,7 +425,7 @@ MUTATIONS = [
     Mutation("_average_of_some", "dion3: averages of outputs that wait", "jnp.where(_, X, _)", "X", ROWS),
     Mutation("_residual", "dion2: residuals of rows that wait", "X is not None", "False", ROWS),
     Mutation("parts.of_matrices", "dion2: averages of Adam's leaves become sums", "X - _", "X", "tests/states/test_carry_over.py"),
-    Mutation("_row_norms", "dion2: norms of parts of rows", "X if names else _", "norms", DEVICES + "/test_muon.py"),
+    Mutation("_row_norms", "dion2: norms of parts of rows", "jax.lax.psum(norms, names)", "norms", DEVICES + "/test_muon.py"),
     Mutation("Layout._by_buffer", "empty leaves in the order of the tree", "(X, Y.num_blocks, Z)", "(X, Z)", PACKED),
     Mutation("matrix_axes.read_split", "split: a size of 0", "size < 1", "size < 0", SPLIT),
     Mutation("matrix_axes._runs", "split: sizes that do not add up", "sum(_) != outputs", "False", SPLIT),
