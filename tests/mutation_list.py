@@ -27,6 +27,7 @@ PLACES = "tests/kernels/test_places.py"
 SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
+ROWS = "tests/muon/test_rows.py"
 SOAP = "tests/soap/test_soap.py"
 VARIABLES = "tests/everywhere/test_nnx.py"
 WATCH = "tests/wrappers/test_watch.py"
@@ -407,7 +408,7 @@ MUTATIONS = [
     Mutation("Notes.is_here", "notes of another trace", "_ == _", "True", "tests/inputs/test_notes.py"),
     Mutation("Notes.add_leaves", "notes: rates change their form", "has_each and not one", "False", "tests/inputs/test_notes.py"),
     Mutation("scaled_by_trust_ratio", "notes: the first factor of a ratio", "functools.reduce(jnp.multiply, X)", "X[0]", "tests/inputs/test_notes.py"),
-    Mutation("muon._residual_of_run", "notes: the smallest residual", "jnp.max(X, initial=0.0)", "jnp.min(X)", "tests/inputs/test_notes.py"),
+    Mutation("_residual_of_run", "notes: the smallest residual", "jnp.max(X, initial=0.0)", "jnp.min(X)", "tests/inputs/test_notes.py"),
     Mutation("unique", "report: a second number hides the first", "X in Y", "False", WATCH),
     Mutation("trees.names", "report: leaves of one name", "X in Y", "False", WATCH),
     Mutation("_fits", "float64 updates are rounded to float32", "jnp.finfo(X.dtype).bits <= jnp.finfo(Y.dtype).bits", "True", "tests/wrappers/test_accumulate.py"),
@@ -419,10 +420,10 @@ MUTATIONS = [
     Mutation("newton_schulz._in_chunks", "muon: the last chunk is left out", "-(-count // length)", "count // length", "tests/muon/test_newton_schulz.py"),
     Mutation("_product", "muon: no conjugate", "X.conj() if _ and jnp.iscomplexobj(X) else X", "X", "tests/muon/test_muon.py"),
     Mutation("MatrixAxes.in_order", "muon: rows are outputs", "min(_.outputs) < min(_.inputs) if _ == _ else _ < _", "True", "tests/muon/test_matrix_axes.py"),
-    Mutation("muon.directions", "muon: the momentum is the direction", "_.nesterov", "False", "tests/muon/test_muon.py"),
+    Mutation("_of_all_rows", "muon: the momentum is the direction", "_.nesterov", "False", "tests/muon/test_muon.py"),
     Mutation("_look_ahead", "muon: momentum of Adam, which clips", "mw.write(rules.average, g, _, X, Y)", "mw.write(adam_of.first_moment, g, mw.old, X, Y)", "tests/muon/test_muon_edges.py"),
     Mutation("muon.directions", "muon: Adam corrects the step size", "'moments'", "'step_size'", "tests/muon/test_muon.py"),
-    Mutation("muon._normalized", "muon: NorMuon without the norm of before", "numerics.scaled(X, numerics.safe_divide(norm(_), norm(X)))", "X", "tests/muon/test_muon.py"),
+    Mutation("normuon._normalized", "muon: NorMuon without the norm of before", "numerics.scaled(X, numerics.safe_divide(norm(_), norm(X)))", "X", "tests/muon/test_muon.py"),
     Mutation("of_both_kinds", "muon: the decay of matrices for all leaves", "_ if _ is None else X", "X", "tests/muon/test_muon.py"),
     Mutation("HiddenMatrices._reason", "muon: layers count as axes", "X - len(_.values)", "X", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices.describe", "muon: axes that are named are not looked at", "_.values != ()", "False", "tests/muon/test_hidden_matrices.py"),
@@ -432,6 +433,13 @@ MUTATIONS = [
     Mutation("parts._check_whole", "muon: a buffer cuts matrices", "_ > 1 and (_.row_order is None or _.row_order.shards % _)", "False", DEVICES + "/test_muon.py"),
     Mutation("parts._second_shape", "muon: second moments of matrices", "_ is not None and (not _)", "False", "tests/muon/test_muon.py"),
     Mutation("orthogonalize._of_whole_matrices", "muon: an iteration for each leaf", "unknown_axes(X)", "(unknown_axes(X), i)", "tests/muon/test_muon_edges.py"),
+    Mutation("_decayed_rows", "dion2: rows that wait decay", "jnp.where(_, X, _)", "X", ROWS),
+    Mutation("rows.largest", "dion2: a huge row hides the others", "jnp.where(_, _, X)", "X", ROWS),
+    Mutation("Rows.of", "dion2: outputs, whichever side is shorter", "X or _ <= _", "True", ROWS),
+    Mutation("_average_of_some", "dion3: averages of outputs that wait", "jnp.where(_, X, _)", "X", ROWS),
+    Mutation("_residual", "dion2: residuals of rows that wait", "X is not None", "False", ROWS),
+    Mutation("parts.of_matrices", "dion2: averages of Adam's leaves become sums", "X - _", "X", "tests/states/test_carry_over.py"),
+    Mutation("_row_norms", "dion2: norms of parts of rows", "jax.lax.psum(norms, names)", "norms", DEVICES + "/test_muon.py"),
     # ---- SOAP
     Mutation("bases._turned", "soap: columns change places, and v does not", "jnp.take_along_axis(X, back, axis=2)", "X", SOAP + " -k layers_and"),
     Mutation("bases._turned", "soap: columns in the order in which they stand", "jnp.take_along_axis(X, _[:, None], axis=2)", "X", SOAP + " -k layers_and"),
@@ -459,7 +467,7 @@ MUTATIONS = [
     Mutation("matrix_axes._views", "split: outputs in the order of axes", "(*_[:_], *_.outputs, *_[_:])", "tuple(range(len(axes.shape)))", SPLIT),
     Mutation("matrix_axes.sums", "split: NorMuon's norm of the whole leaf", "not _.blocks", "True", SPLIT),
     Mutation("factors_of", "split: the scale of the whole leaf", "matrix_axes.pieces(X)", "[X]", SPLIT),
-    Mutation("muon._residual", "split: the smallest residual of a leaf's blocks", "jnp.maximum", "jnp.minimum", SPLIT),
+    Mutation("_residual", "split: the smallest residual of a leaf's blocks", "jnp.maximum", "jnp.minimum", SPLIT),
     Mutation("matrix_axes.mesh_axes_to_cut", "split: devices with parts of heads", "axes.blocks[0][0] % devices == 0", "True", DEVICES + "/test_split.py"),
     Mutation("orthogonalize._moved", "split: the partitioner moves operands", "(start, to)", "(to,)", DEVICES + "/test_split.py"),
     Mutation("parts._by_share", "muon: matrices of shards are on each device", "sharded_as(X, _.codes if isinstance(_, Blocks) else _)", "X", DEVICES + "/test_packed.py"),

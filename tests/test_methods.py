@@ -33,7 +33,7 @@ OTHER_UPDATES = {"optimizer_update", "adam_step"}
 # Of devices, layers and forms of moments, which have tests of their own.
 OF_NO_ROW = {"mesh_axes", "layer_axes", "shard_over", "compute_dtype"}
 OF_NO_ROW |= {"moment_dtype", "full_precision", "split"}
-OTHERWISE = ("output_axes",)  # of which the reference takes a number, too
+OTHERWISE = ("output_axes", "fraction")  # of which the reference takes a number, too
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
 

@@ -23,15 +23,8 @@ ORDER = [
     *("max_side", "clip_threshold", "scale_by_parameter", "min_side"),
     *("weight_decay", "decay_lambda", "weight_decay_mask", "weight_decay_rule"),
     *("max_trust_ratio", "min_trust_ratio", "trust_ratio_mask"),
-    *(
-        "first_step",
-        "bias_correction",
-        "rate_in_momentum",
-        "scale",
-        "coefficients",
-        "rule",
-        "normuon_beta",
-    ),
+    *("first_step", "bias_correction", "rate_in_momentum", "scale", "coefficients"),
+    *("rule", "normuon_beta", "fraction", "error_decay"),
     *("output_axes", "split", "mesh_axes", "layer_axes", "shard_over", "compute_dtype"),
     # Of the leaves that Muon leaves to Adam.
     *("adam_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay"),

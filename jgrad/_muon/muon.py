@@ -1,6 +1,5 @@
 """Muon: momentum, orthogonalized matrix by matrix; all other elements are AdamW's."""
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -13,30 +12,27 @@ import optax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
+from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.factory import FORM, Given, Options, checked, one_of
+from jgrad._inputs.factory import FORM, Arguments, Given, Options, checked, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.matrix_axes import Array, MatrixAxes
-from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step
+from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
 from jgrad._inputs.moment_options import MomentDType
-from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments
-from jgrad._muon import orthogonalize
+from jgrad._muon import normuon, orthogonalize, residuals
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
-from jgrad._muon.parts import Matrices, Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
+from jgrad._muon.parts import Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
 from jgrad._optimizers import adam as adam_of
-from jgrad._packed import packing
-from jgrad._trees import trees, values
+from jgrad._trees import checks, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
-from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]
@@ -44,8 +40,7 @@ ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
 Scale = str | ScaleFunction | None
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)
-# NorMuon's: added to the root of the mean square of each output, which is 1 / sqrt(inputs) or so.
-_NORMUON_EPSILON = 1e-8
+_MOMENTUM = 0.95
 
 _SCALES: dict[str | None, ScaleFunction] = {
     "original": lambda out, into: math.sqrt(max(1.0, out / max(1, into))),
@@ -78,6 +73,7 @@ class Muon(NamedTuple):
     shard_over: tuple[str, ...]
     compute_dtype: np.dtype | None
     normuon_beta: Scalar
+    fraction: float | None
 
     @classmethod
     def of(cls, name: str, given: Given) -> "Muon":
@@ -91,7 +87,14 @@ class Muon(NamedTuple):
             coefficients=read_coefficients(name, muon.coefficients),
             compute_dtype=check_compute_dtype(name, muon.compute_dtype),
             shard_over=() if over is None else values.axis_names(name, "shard_over", over),
+            fraction=_read_fraction(name, given.arguments),
         )
+
+    @property
+    def of_newton_schulz(self) -> dict[str, Any]:
+        """Keyword arguments of `orthogonalize.orthogonalized`."""
+        names = "coefficients", "compute_dtype", "shard_over"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def is_normuon(self) -> bool:
@@ -117,6 +120,8 @@ _DIRECTION = Options(
     layer_axes=Role.LAYER_AXES,
     mesh_axes=lambda function, _, x: matrix_axes.read_shardings(function, x),
     normuon_beta=numbers.beta,
+    fraction=None,
+    error_decay=Role.BETA,
     **{f"adam_{name}": role for name, role in adam_of.NUMBERS.items()},
     **dict.fromkeys(("scale", "coefficients", "shard_over", "compute_dtype")),
     **FORM,
@@ -140,6 +145,35 @@ def check_matrices(name: str, matrices: Mask) -> None:
         expected = "a tree of Python's bools, or a function of the parameters' shapes"
         remedy = '`optax.inject_hyperparams` needs `static_args=("matrices",)`'
         raise TypeError(f"{name}: `matrices`: an array, expected {expected}; {remedy}.")
+
+
+def _read_fraction(function: str, arguments: Arguments) -> float | None:
+    """That of the rows which an update takes; None for all of them."""
+    fraction = arguments["fraction"]
+    if fraction is None:
+        return None
+    fraction = numbers.as_python_number(fraction)
+    if isinstance(fraction, jax.Array) or not checks.is_number(fraction):
+        expected = "None or a number of Python in (0, 1]"
+        remedy = f"; {checks.INJECTED}" * isinstance(fraction, jax.Array)
+        came = checks.describe(fraction)
+        raise TypeError(f"{function}: `fraction`: {came}, expected {expected}{remedy}.")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"{function}: `fraction`: {fraction}, expected a number in (0, 1].")
+    if fraction == 1:
+        return None
+    _check_no_momentum(function, fraction, arguments["momentum"])
+    return float(fraction)
+
+
+def _check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
+    """Only the default, or what `optax.inject_hyperparams` makes of it."""
+    momentum = numbers.as_python_number(momentum)
+    if momentum is None or isinstance(momentum, jax.Array) or momentum == _MOMENTUM:
+        return
+    came = momentum if checks.is_number(momentum) else checks.describe(momentum)
+    expected = f"none with `fraction={fraction}`, where gradients are summed; `error_decay` is the"
+    raise ValueError(f"{function}: `momentum`: {came}, expected {expected} decay of the sum.")
 
 
 def read_scale(function: str, scale: Scale) -> ScaleFunction:
@@ -174,22 +208,15 @@ def _look_ahead(g: jax.Array, mw: Moments, beta: BetaForms) -> jax.Array:
     return rules.average(g, m, beta.value, beta.complement)
 
 
-@jit_static_kwargs
-def _mean_square(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
-    """The mean of |x|^2 over the inputs, for each output of each matrix."""
-    return jnp.mean(numerics.abs_squared(x), axis=axes.inputs, keepdims=True)
+@of_one_leaf
+def _stored(x: jax.Array, mw: Moments) -> jax.Array:
+    return mw.write(leafwise.identity, x)
 
 
-@jit_static_kwargs
-def _normalized(x: jax.Array, vw: jax.Array, *, axes: MatrixAxes) -> jax.Array:
-    """O' = O / (sqrt(v) + epsilon), rescaled to |O' |= |O|; 0 where O is"""
-
-    def norm(x: jax.Array) -> jax.Array:
-        return numerics.safe_sqrt(matrix_axes.sums(numerics.abs_squared(x), axes))
-
-    root = numerics.safe_sqrt(numerics.widen(vw, numerics.real_dtype(x)))
-    new = x / (root + _NORMUON_EPSILON).astype(x.dtype)
-    return numerics.scaled(new, numerics.safe_divide(norm(x), norm(new)))
+@on_leaf(arrays=1)
+def _decayed_rows(m: jax.Array, is_taken: jax.Array, decay: jax.Array) -> jax.Array:
+    """decay m in rows that are taken, m in the others"""
+    return jnp.where(is_taken, numerics.scaled(m, decay), m)
 
 
 # ---- the method, on parts of arrays ------------------------------------------------------------
@@ -221,24 +248,21 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> Directions:
     g_of_others = [None if part.matrices else x for x, part in g]
 
     of_update = muon.given.read(inputs, step)
-    beta = parts.numbers(of_update.momentum)
-    momentum = _look_ahead if muon.nesterov else _momentum
-    m, mw_of_matrices = momentum(g_of_matrices, mw, beta)
-    axes = [None if x is None else part.axes.whole for part, x in zip(parts.all, m, strict=True)]
-    x = orthogonalize.orthogonalized(
-        inputs.function,
-        parts.map(Part.to_matrices, m),
-        axes,
-        coefficients=muon.coefficients,
-        compute_dtype=muon.compute_dtype,
-        shard_over=muon.shard_over,
-    )
+    if muon.fraction is not None:
+        _check_no_momentum(inputs.function, muon.fraction, step.numbers.get("momentum"))
+    axes = [
+        None if x is None else part.axes.whole
+        for part, x in zip(parts.all, g_of_matrices, strict=True)
+    ]
+    function = _of_all_rows if muon.fraction is None else _of_some_rows
+    x, is_taken, mw_of_matrices = function(inputs, muon, parts, g_of_matrices, axes, mw, of_update)
     if inputs.notes is not None:
-        _note_residuals(inputs, inputs.notes, step.matrices, parts, x)
+        of = inputs, step.matrices, parts, x, muon.fraction
+        residuals.note(*of, of_outputs=muon.is_normuon)
     vw_of_matrices = []
     if muon.is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
-        x, new = _with_equal_outputs(parts, x, axes, vw, beta)
+        x, new = normuon.with_equal_outputs(parts, x, is_taken, axes, vw, beta)
         vw_of_matrices.append(new)
     x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
 
@@ -256,29 +280,49 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> Directions:
     )
 
 
-def _with_equal_outputs(
-    parts: Parts, x: PerPart[Array], axes: PerPart[MatrixAxes | None], vw: Moment, beta: BetaForms
-) -> tuple[PerPart[Array], NewMoments]:
-    """NorMuon: outputs divided by the root of their mean squares, averaged over updates."""
-    mean_squares = _apply(_mean_square, axes, x)
-    mean_squares = parts.map(Part.from_matrices, mean_squares, per_output=True)
-    averages, new = _momentum(mean_squares, vw, beta)
-    averages = parts.map(Part.to_matrices, averages, per_output=True)
-    return _apply(_normalized, axes, x, averages), new
+def _of_all_rows(
+    inputs: Inputs,
+    muon: Muon,
+    parts: Parts,
+    g: PerPart[Array],
+    axes: PerPart[MatrixAxes | None],
+    mw: Moment,
+    of_update: Any,
+) -> tuple[PerPart[Array], PerPart[Array], NewMoments]:
+    """Averages of gradients, orthogonalized; nothing for rows that wait; the new moments."""
+    momentum = _look_ahead if muon.nesterov else _momentum
+    m, new = momentum(g, mw, parts.numbers(of_update.momentum))
+    options = muon.of_newton_schulz
+    matrices = parts.map(Part.to_matrices, m)
+    x = orthogonalize.orthogonalized(inputs.function, matrices, axes, **options)
+    return x, [None] * len(x), new
 
 
-def _apply(
-    rule: Function, axes: PerPart[MatrixAxes | None], *columns: PerPart[Array]
-) -> PerPart[Array]:
-    """The rule of the entries of each part that has matrices."""
-    rows = zip(axes, zip(*columns, strict=True), strict=True)
-    return leafwise.run([None if of is None else (_of_axes(rule, of), row) for of, row in rows])
-
-
-@functools.cache
-def _of_axes(rule: Function, axes: MatrixAxes) -> Function:
-    """One function object for all arrays with such matrices, so that JAX's caches find it again."""
-    return functools.partial(rule, axes=axes)
+def _of_some_rows(
+    inputs: Inputs,
+    muon: Muon,
+    parts: Parts,
+    g: PerPart[Array],
+    axes: PerPart[MatrixAxes | None],
+    mw: Moment,
+    of_update: Any,
+) -> tuple[PerPart[Array], PerPart[Array], NewMoments]:
+    """Rows of sums of gradients, orthogonalized; which they are; the sums, which decay there."""
+    assert muon.fraction is not None
+    old = [None if x is None else y for x, y in zip(g, mw.old, strict=True)]
+    sums = leafwise.apply(rules.add_scaled, g, in_full_precision(old))
+    x, is_taken = orthogonalize.orthogonalized_rows(
+        inputs.function,
+        parts.map(Part.to_matrices, sums),
+        axes,
+        fraction=muon.fraction,
+        of_outputs=muon.is_normuon,
+        **muon.of_newton_schulz,
+    )
+    of_parts = parts.map(Part.from_matrices, is_taken)
+    decay = parts.numbers(of_update.error_decay).value
+    _, new = _stored(leafwise.apply(_decayed_rows, sums, of_parts, decay), mw)
+    return x, is_taken, new
 
 
 def factors_of(
@@ -302,45 +346,6 @@ def factors_of(
     return of_parts
 
 
-# ---- how far results of Newton-Schulz are from orthogonal matrices -----------------------------
-
-
-def _note_residuals(
-    inputs: Inputs, notes: Notes, matrices: Matrices, parts: Parts, x: PerPart[Array]
-) -> None:
-    """Notes the largest |X X^T - I| / sqrt(rows) of the matrices of each leaf, X wide.
-
-    NaN inside `zero`, where a device has some of the matrices of a leaf.
-    """
-    leaves: PerLeaf[Array] = x
-    is_shard = any(spec.shard is not None for spec in inputs.specs)
-    if inputs.has_buffers and not is_shard:
-        arrays = parts.join(parts.map(Part.from_matrices, x), inputs.g)
-        tree = trees.flatten(inputs.tree)[1].unflatten(arrays)
-        leaves = trees.flatten(packing.unpack(tree))[0]
-    for i, (name, axes) in enumerate(zip(trees.names(inputs.shapes), matrices, strict=True)):
-        if axes is not None and is_shard:
-            notes.add(f"muon_residual/{name}", jnp.nan)
-        elif axes is not None and (leaf := leaves[i]) is not None:
-            notes.add(f"muon_residual/{name}", _residual(replicated(leaf), axes=axes.whole))
-
-
-@jit_static_kwargs
-def _residual(x: jax.Array, *, axes: MatrixAxes) -> jax.Array:
-    runs = zip(matrix_axes.cut(x, axes), matrix_axes.pieces(axes), strict=True)
-    return functools.reduce(jnp.maximum, [_residual_of_run(y, of) for y, of in runs])
-
-
-def _residual_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
-    x = axes.as_wide.of(x)
-    rows = x.shape[1]
-    stacked, over = ((0,), (0,)), ((2,), (2,))
-    product = jax.lax.dot_general(x, x.conj(), (over, stacked))
-    apart = product - jnp.eye(rows, dtype=x.dtype)[None]
-    squares = jnp.sum(numerics.abs_squared(apart), axis=(1, 2))
-    return jnp.max(jnp.sqrt(squares / np.float32(max(1, rows)).astype(squares.dtype)), initial=0.0)
-
-
 # ---- transformations ----------------------------------------------------------------------------
 
 
@@ -358,7 +363,7 @@ def muon(
     learning_rate: LearningRate,
     *,
     matrices: Mask,
-    momentum: Number = 0.95,
+    momentum: Number = _MOMENTUM,
     nesterov: bool = True,
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
@@ -367,6 +372,8 @@ def muon(
     coefficients: Any = "jordan",
     rule: MuonRule = "muon",
     normuon_beta: Scalar = 0.95,
+    fraction: float | None = None,
+    error_decay: Number = 0.95,
     output_axes: PyTree = LAST,
     split: PyTree = None,
     mesh_axes: PyTree = None,
@@ -416,6 +423,12 @@ def muon(
       rule: "muon"; or "normuon", which divides each output of X by the root of its mean square,
         averaged over updates, and keeps |X|.
       normuon_beta: decay rate of that average, in [0, 1).
+      fraction: of the rows of a matrix, the part that an update takes, in (0, 1]; None for all.
+        Below 1, m' = m + g is a sum, without `momentum` and `nesterov`: `momentum` is an error, and
+        d = m'. Of the shorter side of a matrix, of outputs in NorMuon, those with the largest
+        1-norms are taken, ceil(fraction side) of them; X is 0 in the others, which wait. All
+        weights decay; by the "cautious" rule those that are taken. s is that of the whole matrix.
+      error_decay: then, what is left of m' in rows that were taken, in [0, 1); as `momentum`.
       output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
         those. The last, as in flax and haiku; 0 in equinox and PyTorch. What is neither an output
         nor in `layer_axes` is input, so that the kernel of a convolution is one matrix.
@@ -469,8 +482,9 @@ def muon(
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
       `muon.py` there; "match_rms_adamw": Liu et al., "Muon is Scalable for LLM Training" (2025),
       section 2.2; Li et al., "NorMuon" (2025), algorithm 1; Amsel et al., "The Polar Express"
-      (2025), algorithm 1; heads apart: "GLM-5" (2026, arXiv 2602.15763), "Muon Split"; sizes:
-      `split_sizes` of `dion`.
+      (2025), algorithm 1; `fraction`: Ahn et al., "Dion2" (2025, arXiv 2512.16928), algorithm 1,
+      and "Dion3" of `dion` with `selection_scope="global"`; heads apart: "GLM-5" (2026, arXiv
+      2602.15763), "Muon Split"; sizes: `split_sizes` of `dion`.
     """
     name, given = "muon", _OPTIONS.check("muon", locals())
     method = Muon.of(name, given)
@@ -533,12 +547,14 @@ def of_both_kinds(
 def scale_by_muon(
     *,
     matrices: Mask,
-    momentum: Number = 0.95,
+    momentum: Number = _MOMENTUM,
     nesterov: bool = True,
     scale: Scale = "original",
     coefficients: Any = "jordan",
     rule: MuonRule = "muon",
     normuon_beta: Scalar = 0.95,
+    fraction: float | None = None,
+    error_decay: Number = 0.95,
     output_axes: PyTree = LAST,
     split: PyTree = None,
     mesh_axes: PyTree = None,
@@ -565,6 +581,8 @@ def scale_by_muon(
       coefficients: of Newton-Schulz.
       rule: "muon" or "normuon".
       normuon_beta: decay rate of the average of NorMuon, in [0, 1).
+      fraction: of the rows of a matrix, the part that an update takes, in (0, 1]; None for all.
+      error_decay: what is left of the sum in rows that were taken, in [0, 1).
       output_axes: which axes of a leaf are outputs.
       split: sizes of blocks of outputs that are matrices of their own.
       mesh_axes: how leaves are sharded.

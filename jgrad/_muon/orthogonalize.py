@@ -8,10 +8,11 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -22,9 +23,10 @@ from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs import matrix_axes
 from jgrad._inputs.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._muon import all_to_all, newton_schulz
+from jgrad._muon import all_to_all, newton_schulz, rows
 from jgrad._muon.all_to_all import Mesh, Sharing
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
+from jgrad._muon.rows import Rows
 from jgrad._packed import packing, splitting
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -121,23 +123,88 @@ def orthogonalized(
       compute_dtype: of what its products read.
       shard_over: mesh axes over which the matrices of a shape are dealt out, under `jit`.
     """
-    steps = functools.partial(
+    steps = _steps(coefficients, compute_dtype)
+
+    def compute(*runs: Any) -> tuple[list[jax.Array]]:
+        return (_of_whole_matrices(steps, *runs),)
+
+    return _of_runs(function, arrays, axes, shard_over, compute)[0]
+
+
+def orthogonalized_rows(
+    function: str,
+    arrays: Sequence[jax.Array | None],
+    axes: Sequence[MatrixAxes | None],
+    *,
+    fraction: float,
+    of_outputs: bool,
+    coefficients: Coefficients,
+    compute_dtype: np.dtype | None,
+    shard_over: tuple[str, ...] = (),
+) -> list[list[jax.Array | None]]:
+    """Of each matrix the rows with the largest 1-norms, orthogonalized, and zeros in the others.
+
+    And of each array which of its elements are in such rows.
+
+    Args:
+      function: as in `orthogonalized`, and so are all others.
+      arrays: in which the matrices are.
+      axes: where they are.
+      fraction: how many of the rows, below 1.
+      of_outputs: whether rows are outputs in every matrix; else they are the shorter side.
+      coefficients: of Newton-Schulz.
+      compute_dtype: of what its products read.
+      shard_over: mesh axes over which the matrices of a shape are dealt out.
+    """
+    steps = _steps(coefficients, compute_dtype)
+
+    def compute(
+        runs: Sequence[jax.Array], of_runs: Sequence[MatrixAxes], sharing: Sharing | None
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        chosen = [rows.Rows.of(of, fraction, are_outputs=of_outputs) for of in of_runs]
+        return _of_rows(steps, runs, chosen, sharing)
+
+    return _of_runs(function, arrays, axes, shard_over, compute)
+
+
+def _steps(coefficients: Coefficients, compute_dtype: np.dtype | None) -> Function:
+    return functools.partial(
         newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
     )
+
+
+def _of_runs(
+    function: str,
+    arrays: Sequence[jax.Array | None],
+    axes: Sequence[MatrixAxes | None],
+    shard_over: tuple[str, ...],
+    compute: Callable[..., tuple[list[jax.Array], ...]],
+) -> list[list[jax.Array | None]]:
+    """What is computed of arrays without blocks, as arrays like those that are given.
+
+    Args:
+      function: see `orthogonalized`.
+      arrays: see there.
+      axes: see there.
+      shard_over: see there.
+      compute: (arrays, axes, sharing) -> lists of arrays of the same shapes.
+    """
     pairs = [(x, of) for x, of in zip(arrays, axes, strict=True) if x is not None and of]
     sharing = sharing_of(function, [x for x, _ in pairs], shard_over) if shard_over else None
     ready = [_ready_to_cut(x, of, sharing) for x, of in pairs]
     runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
     of_runs = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
-    remaining = iter(_of_whole_matrices(steps, runs, of_runs, sharing))
-    new = []
-    for (x, of), (_, moved) in zip(pairs, ready, strict=True):
-        o = matrix_axes.joined([next(remaining) for _ in matrix_axes.pieces(of)], of, of.shape)
-        if sharing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
-            o = _moved(o, sharing.mesh, moved.mesh_axes, of.mesh_axes)
-        new.append(sharded_as(o, x))
-    in_order = iter(new)
-    return [None if x is None else next(in_order) for x in arrays]
+    lists = []
+    for column in compute(runs, of_runs, sharing):
+        remaining, new = iter(column), []
+        for (x, of), (_, moved) in zip(pairs, ready, strict=True):
+            o = matrix_axes.joined([next(remaining) for _ in matrix_axes.pieces(of)], of, of.shape)
+            if sharing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
+                o = _moved(o, sharing.mesh, moved.mesh_axes, of.mesh_axes)
+            new.append(sharded_as(o, x))
+        in_order = iter(new)
+        lists.append([None if x is None else next(in_order) for x in arrays])
+    return lists
 
 
 def _ready_to_cut(
@@ -163,6 +230,84 @@ def _moved(x: jax.Array, mesh: Mesh, start: MeshAxesPerAxis, to: MeshAxesPerAxis
     for names in (start, to):
         x = shard(x, NamedSharding(mesh, partition_spec(names)))
     return x
+
+
+# ---- some rows of each matrix ------------------------------------------------------------------
+
+
+def _of_rows(
+    steps: Function,
+    arrays: Sequence[jax.Array],
+    chosen: Sequence[Rows],
+    sharing: Sharing | None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The rows that are taken, orthogonalized, and which they are.
+
+    They are put together in arrays of their own, of which devices have parts as of the whole; only
+    these are dealt out.
+    """
+    new, is_taken = list(arrays), [jnp.ones(x.shape, bool) for x in arrays]
+    alike: dict[object, list[int]] = collections.defaultdict(list)
+    for i, (x, of) in enumerate(zip(arrays, chosen, strict=True)):
+        if x.size:
+            alike[of, x.dtype, places(x), unknown_axes(x)].append(i)
+    few: dict[int, jax.Array] = {}
+    axes: dict[int, MatrixAxes] = {}
+    groups: dict[tuple[int, bool] | None, list[int]] = collections.defaultdict(list)
+    back: list[tuple[list[int], Callable[[list[jax.Array]], list[jax.Array]]]] = []
+    for members in alike.values():
+        of = chosen[members[0]]
+        found, masks, where, put_back = _compact([arrays[i] for i in members], of, sharing)
+        back.append((members, put_back))
+        slots, *columns = where.shape[len(where.stacked) :]
+        key = (of.count, slots > math.prod(columns)) if slots > of.count else None
+        groups[key] += members
+        for i, x, mask in zip(members, found, masks, strict=True):
+            few[i], axes[i] = x, where
+            is_taken[i] = sharded_as(jnp.broadcast_to(mask, new[i].shape), new[i])
+    for key, members in groups.items():
+        of_few = steps if key is None else rows.of_few(steps, key[0], are_columns=key[1])
+        own = [few[i] for i in members], [axes[i] for i in members]
+        few |= zip(members, _of_whole_matrices(of_few, *own, sharing), strict=True)
+    for members, put_back in back:
+        for i, x in zip(members, put_back([few[i] for i in members]), strict=True):
+            new[i] = x
+    return new, is_taken
+
+
+def _compact(
+    arrays: list[jax.Array], of: Rows, sharing: Sharing | None
+) -> tuple[
+    list[jax.Array], list[jax.Array], MatrixAxes, Callable[[list[jax.Array]], list[jax.Array]]
+]:
+    """The rows that are taken, which they are, where they are matrices; and the way back.
+
+    On each device of its part, where it is known how the arrays are sharded.
+    """
+    known = None if sharing is None else of.axes.mesh_axes or places(arrays[0])
+    if known is None or sharing is None:
+        arrays = [replicated(x) for x in arrays]
+        masks = rows.largest(arrays, rows=of)
+        few = rows.compact(arrays, masks, rows=of)
+        return few, masks, of.taken(None, {}), lambda new: rows.spread(new, masks, rows=of)
+    sizes = dict(sharing.mesh.shape)
+    local = of.on_device(known, sizes)
+    axes = local.taken(known, sizes)
+    per_row = tuple(() if i in of.sides[1] else names for i, names in enumerate(known))
+    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes or (), per_row))
+    on_each = functools.partial(jax.shard_map, mesh=sharing.mesh, check_vma=False)
+
+    def first(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        masks = rows.largest(arrays, rows=local)
+        return rows.compact(arrays, masks, rows=local), masks
+
+    few, masks = on_each(first, in_specs=whole, out_specs=(of_few, of_mask))(arrays)
+    spread = functools.partial(rows.spread, rows=local)
+    put_back = on_each(spread, in_specs=(of_few, of_mask), out_specs=whole)
+    return few, masks, axes, lambda new: put_back(new, masks)
+
+
+# ---- whole matrices ----------------------------------------------------------------------------
 
 
 def _of_whole_matrices(

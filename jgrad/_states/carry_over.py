@@ -79,8 +79,10 @@ def carry_over(
     conversion, so what `old` has is dropped. The states of `gradient_descent` and `lars` look
     alike, and a `trace` in a chain of optax does not always show where the learning rate is: then
     both sides are taken for the same, a note says it, and `old_momentum` and `like_momentum` say
-    better. States of `optax.adamax` and `optax.contrib.adopt` look like Adam's, in files those of
-    `optax.adabelief` do, and hold other numbers: give `reset=True`.
+    better. So they do of the matrices of `muon`, which are taken for averages: with a `fraction`
+    they are sums, of which fraction (1 - error_decay) is an average. States of `optax.adamax` and
+    `optax.contrib.adopt` look like Adam's, in files those of `optax.adabelief` do, and hold other
+    numbers: give `reset=True`.
 
     Args:
       old: a state, of arrays.
@@ -172,7 +174,11 @@ def _parts(name: str, state: PyTree, momentum: Momentum | None) -> list[Part]:
     if momentum is None:
         return state_parts
     said = units.said(_NAME, f"{name}_momentum", momentum)
-    is_open = [x.field == parts.MW and units.is_open(x.name, x.unit) for x in state_parts]
+    matrices = parts.of_matrices(state_parts) if said == units.SUM_OF_GRADIENTS else ()
+    is_open = [
+        x.field == parts.MW and (units.is_open(x.name, x.unit) or (x.owner, x.keys) in matrices)
+        for x in state_parts
+    ]
     if not any(is_open):
         came = f"{momentum!r}, expected None: `{name}` has no momentum of which it may be said"
         raise ValueError(f"{_NAME}: `{name}_momentum`: {came}.")

@@ -166,6 +166,19 @@ def by_meaning(parts: Sequence[Part]) -> dict[Meaning, list[int]]:
     return positions
 
 
+def of_matrices(parts: Sequence[Part]) -> set[tuple[Keys, Keys]]:
+    """(owner, keys) of first moments that alone have no second one, as Muon's matrices.
+
+    Their state does not say whether they are averages, or the sums of `muon(fraction=)`.
+    """
+    first, second = (
+        {(x.owner, x.keys) for x in parts if x.field == field and x.leaf is not None}
+        for field in (MW, VW)
+    )
+    owners = {x.owner for x in parts if x.field in (VW, PER_OUTPUT) and x.name == VW}
+    return {x for x in first - second if x[0] in owners}
+
+
 def moments_tree(state: PyTree) -> PyTree:
     """The first tree of moments in a state; None where there is none."""
     moments = (x.leaf for x in _fields(state) if x.role == "moment" and jax.tree.leaves(x.leaf))

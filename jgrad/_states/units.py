@@ -80,6 +80,7 @@ class Unit(NamedTuple):
 
 
 _AVERAGE, _SQUARE = Unit(GRADIENTS, True), Unit(SQUARES, True)
+SUM_OF_GRADIENTS = Unit(GRADIENTS, False)
 _OPEN_SUM = Unit(_ANY, False, False)  # gradients, scaled ones or steps
 _SAID = {
     name: _AVERAGE if name == "averages" else Unit(name, False)

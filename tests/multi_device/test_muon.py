@@ -36,7 +36,14 @@ LAYERS = dict.fromkeys(SHAPES) | {"stack": 0}
 MATRICES = dict.fromkeys(SHAPES, True) | {"b": False, "embed": False}
 SPLIT = dict.fromkeys(SHAPES) | {"qkv": (16, 8, 8)}
 
+RULES = {
+    "muon": {"rule": "muon"},
+    "normuon": {"rule": "normuon"},
+    "dion2": {"rule": "muon", "fraction": 0.3},
+    "dion3": {"rule": "normuon", "fraction": 0.3},
+}
 both_rules = pytest.mark.parametrize("rule", ["muon", "normuon"])
+four_rules = pytest.mark.parametrize("rule", list(RULES))
 
 
 def normal(seed):
@@ -304,7 +311,7 @@ KINDS["some"] = KINDS["alone"] = KINDS["alone, typed"] = ["fsdp", "blocks, colum
 
 def on_one_device(arrangement, rule):
     """Updates of two gradients, and the last state."""
-    tx = muon_of_matrices(rule=rule, **arrangement.options())
+    tx = muon_of_matrices(**RULES[rule], **arrangement.options())
     w = arrangement.weights()
     state, steps = tx.init(w), []
     for seed in (1, 2):
@@ -315,7 +322,7 @@ def on_one_device(arrangement, rule):
 
 @pytest.mark.slow(always=["normuon-known-blocks, three", "muon-known-qkv (None, 'data')"])
 @pytest.mark.parametrize(("kind", "arrangement"), [(k, a) for k in KINDS for a in KINDS[k]])
-@both_rules
+@four_rules
 def test_under_jit(kind, arrangement, rule):
     """The numbers of one device, whatever says how leaves are sharded; and no collective in a loop.
 
@@ -323,7 +330,7 @@ def test_under_jit(kind, arrangement, rule):
     `shard_over`: nothing is dealt out, and whole matrices are the partitioner's.
     """
     arrangement = ARRANGEMENTS[arrangement]
-    specs, options = arrangement.specs_of_leaves(), {"rule": rule} | arrangement.options()
+    specs, options = arrangement.specs_of_leaves(), RULES[rule] | arrangement.options()
     is_typed = kind in ("explicit", "alone, typed")
     mesh = mesh_of(AxisType.Explicit if is_typed else AxisType.Auto, **arrangement.axes)
     if kind == "known":
@@ -362,19 +369,20 @@ def test_under_jit(kind, arrangement, rule):
     for seed, updates in enumerate(steps, start=1):
         found, state = program(place(arrangement.weights(seed), mesh, specs), state, w)
         assert_close(jax.device_get(found), updates, 1e-4)
+    assert_close(jax.device_get(state.mw), expected.mw, 1e-5)
     assert_close(jax.device_get(state.vw), expected.vw, 1e-4)
 
 
 @pytest.mark.slow(always=["normuon-True-blocks, columns"])
 @pytest.mark.parametrize("arrangement", [*OF_BLOCKS, "fsdp", "experts", "convolutions", "tensor"])
 @pytest.mark.parametrize("check", [False, True])
-@both_rules
+@four_rules
 def test_in_shard_map(arrangement, check, rule):
     """Rows, columns or layers of which devices have parts: gathered, cut in blocks, and cut again."""
     arrangement = ARRANGEMENTS[arrangement]
     specs = arrangement.specs_of_leaves()
     mesh, w = mesh_of(**arrangement.axes), arrangement.weights()
-    tx = muon_of_matrices(mesh_axes=specs, rule=rule, **arrangement.options())
+    tx = muon_of_matrices(mesh_axes=specs, **RULES[rule], **arrangement.options())
     w = place(w, mesh, specs)
     update, state = update_in_shard_map(tx, w, mesh, specs, check_vma=check)
     steps, expected = on_one_device(arrangement, rule)
@@ -395,6 +403,43 @@ def test_a_device_has_no_matrix_more_than_it_must():
     text = jax.jit(tx.update).lower(w, tx.init(w), w).as_text()
     stacks = re.findall(r"call @orthogonalized\w*\(.*tensor<(\d+)x16x64xf32>\)", text)
     assert stacks == ["3"]
+
+
+@pytest.mark.slow(always=["columns-8", "rows-2"])
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("spec", ["columns", "rows"])
+def test_what_a_fraction_of_rows_moves(spec, devices):
+    """A quarter of the bytes, where devices have whole columns of the rows; and of the products less.
+
+    Where they have some of the rows, all of those may be taken that a device has. Rows are chosen by
+    norms, of which one number for each row is added up, or gathered.
+    """
+    mesh = mesh_of(data=devices)
+    own = P(None, "data") if spec == "columns" else P("data")
+    w = place({f"{i}": jnp.ones((32, 64)) for i in range(8)}, mesh, own)
+
+    def counts(**options):
+        tx = muon_of_matrices(mesh_axes=own, shard_over="data", **options)
+        shardings = jax.tree.map(lambda x: x.sharding, w)
+        step = lambda g, state: tx.update(g, state, g)[0]
+        lowered = jax.jit(step, out_shardings=shardings).lower(w, tx.init(w))
+        text = lowered.compile().as_text()
+        assert not in_loops(text)
+        return collectives.total(collectives.of(text, devices)), products(lowered.as_text())
+
+    (whole, flops), (part, fewer) = counts(), counts(fraction=0.25)
+    norms = 2 * 8 * 32 * 4  # as they are and scaled, of eight matrices
+    moved = 0.25 if spec == "columns" else min(1.0, 0.25 * devices)
+    assert part.pop("all-to-all") == moved * whole["all-to-all"]
+    assert part == {"all-reduce" if spec == "columns" else "all-gather": norms}
+    assert fewer <= 0.25 * flops
+
+
+def products(text):
+    """Operations of a step of Newton-Schulz, of the stacks of a lowered program."""
+    stacks = re.findall(r"call @orthogonalized\w*\(.*?tensor<(\d+)x(\d+)x(\d+)xf32>\)", text)
+    assert stacks
+    return sum(n * (4 * rows**2 * m + 2 * rows**3) for n, rows, m in np.int64(stacks))
 
 
 def test_flops_of_each_device():

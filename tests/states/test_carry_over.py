@@ -249,6 +249,46 @@ def test_adam_to_muon_and_back(pack):
     assert carried(per_output, MUON)[1].dropped == matrices
 
 
+@pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_muon_to_a_part_of_its_rows_and_back(rule, pack):
+    """Averages of matrices become sums where it is said; those of Adam's leaves stay."""
+    method = functools.partial(
+        jgrad.muon, 1e-2, matrices=IS_MATRIX, adam_learning_rate=1e-3, rule=rule
+    )
+    muon, dion, w = method(), method(fraction=0.5, error_decay=0.9), pack(W)
+    old = muon.init(w)._replace(mw=jax.tree.map(lambda x: x + 1, w))
+    decay = 1 - 0.5 * (1 - 0.9)
+    state, account = carried(old, dion, w, like_momentum="gradients", momentum_decay=decay)
+    assert account.converted == ("mw/layers/0/w", "mw/layers/1/w")
+    assert account.dropped == account.zero == ()
+    before, after = (jgrad.unpack(x).mw for x in (old, state))
+    np.testing.assert_allclose(
+        after["layers"][0]["w"], 20 * np.asarray(before["layers"][0]["w"]), 1e-5
+    )
+    assert_same(after["embed"], before["embed"])
+    back, account = carried(state, muon, w, old_momentum="gradients", momentum_decay=decay)
+    assert account.converted == ("mw/layers/0/w", "mw/layers/1/w")
+    np.testing.assert_allclose(
+        jgrad.unpack(back).mw["layers"][0]["w"], before["layers"][0]["w"], 1e-6
+    )
+    # Nothing says it of a state: unless the user does, sums stay as they are.
+    assert_same(carried(state, muon, w)[0].mw, state.mw)
+
+
+def test_what_sums_become_averages_with():
+    """Of a steady gradient the sum is about 1 / (fraction (1 - error_decay)) times the average."""
+    g = {"w": jax.random.normal(jax.random.key(0), (8, 12))}
+    tx = jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1, fraction=0.5, error_decay=0.9)
+
+    def step(state, _):
+        state = tx.update(g, state, g)[1]
+        return state, jnp.sum(abs(state.mw["w"])) / jnp.sum(abs(g["w"]))
+
+    _, sizes = jax.lax.scan(step, tx.init(g), length=200)
+    np.testing.assert_allclose(jnp.mean(sizes[100:]), 1 / (0.5 * 0.1), rtol=0.1)
+
+
 @pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("momentum", [0.9, 0.95])
 @pytest.mark.parametrize("signal", [0.0, 0.3, 3.0])

@@ -1,0 +1,258 @@
+"""`muon(fraction=)`: Dion2, and Dion3 with NorMuon, beside their reference; which rows are taken."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.muon.test_split import LEAVES, fused, normal, on_device
+from tests.reference import optimizers as reference
+from tests.support.choice import mostly_slow
+from tests.support.errors import assert_error
+from tests.support.loops import train
+from tests.support.packed_model import assert_close
+
+# A shape, its outputs and its layers.
+MATRICES = {
+    "wide": ((6, 20), -1, None),
+    "tall": ((20, 6), -1, None),
+    "square": ((8, 8), -1, None),
+    "square of torch": ((8, 8), 0, None),
+    "stack": ((3, 6, 20), -1, 0),
+    "convolution": ((5, 3, 4, 16), -1, None),
+    "heads": ((12, 4, 6), (1, 2), None),
+    "experts": ((2, 6, 3, 8), -1, (0, 2)),
+}
+SHORT = "muon", "normuon"
+both_rules = pytest.mark.parametrize("rule", SHORT)
+
+
+def muon(rate=0.1, **options):
+    return jgrad.muon(rate, **{"matrices": True, "adam_learning_rate": 0.01} | options)
+
+
+def draw(shape, count, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype(dtype) for _ in range(count)]
+
+
+def one_update(g, **options):
+    tx = muon(1.0, scale=None, **options)
+    return jax.jit(tx.update)(g, tx.init(g), g)
+
+
+def taken(g, **options):
+    """The rows of a wide matrix of which nothing is left in the sum."""
+    _, state = one_update(jnp.asarray(g).T, error_decay=0.0, **options)
+    return np.flatnonzero(np.all(np.asarray(state.mw).T == 0, axis=1)).tolist()
+
+
+# ---- the method ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", mostly_slow(MATRICES, "wide", "heads"))
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.01])
+@both_rules
+def test_reference(rule, fraction, name):
+    shape, outputs, layers = MATRICES[name]
+    axes = {"output_axes": outputs, "layer_axes": layers}
+    options = {"rule": rule, "fraction": fraction, "error_decay": 0.8, "weight_decay": 0.1}
+    w, *grads = draw(shape, 6)
+    tx = muon(**options, **axes)
+    found, state = jnp.asarray(w), tx.init(jnp.asarray(w))
+    of = reference.muon([w], 0.1, matrices=[True], **options, **axes)
+    truth = reference.trajectory(of, [[g] for g in grads])
+    for g, expected in zip(grads, truth, strict=True):
+        updates, state = jax.jit(tx.update)(jnp.asarray(g), state, found)
+        found = optax.apply_updates(found, updates)
+        np.testing.assert_allclose(found, expected[0], atol=5e-6)
+
+
+def test_all_rows_are_the_program_of_muon():
+    w = {"a": jnp.ones((4, 8)), "b": jnp.ones(3)}
+    options = {"matrices": {"a": True, "b": False}}
+    programs = set()
+    for own in {}, {"fraction": None}, {"fraction": 1.0}, {"fraction": 1}:
+        tx = muon(**options, **own)
+        programs.add(str(jax.make_jaxpr(tx.update)(w, tx.init(w), w)))
+    assert len(programs) == 1
+
+
+@pytest.mark.slow(always=True)
+@both_rules
+def test_blocks_are_leaves_of_their_own(rule):
+    """Fused leaves choose rows of each block; packed, and in 8 bits, they choose the same."""
+    options = {"fraction": 0.4, "rule": rule}
+    tx = fused(**options)
+    w, grads = on_device(normal(0)), [on_device(normal(i)) for i in (1, 2, 3)]
+    found, state = train(tx, w, grads)
+    apart = {"q": slice(16), "k": slice(16, 24), "v": slice(24, 32)}
+    cut = lambda x: {name: x["qkv"][:, own] for name, own in apart.items()}
+    alone, _ = train(muon(weight_decay=0.1, **options), cut(w), [cut(g) for g in grads])
+    assert_close(cut(found), alone, 1e-5)
+    packed, of_buffers = train(tx, jgrad.pack(w), list(map(jgrad.pack, grads)))
+    assert_close(jgrad.unpack(packed), found, 1e-5)
+    assert_close(jgrad.unpack(of_buffers).mw, state.mw, 1e-5)
+    # A block of a scale has elements of several rows, and those that wait do not move either.
+    rounded, _ = train(fused(moment_dtype="8bit", **options), w, grads[:1])
+    moved, _ = train(tx, w, grads[:1])
+    assert_close(rounded, moved, 1e-6)
+    assert LEAVES.keys() == found.keys()
+
+
+@pytest.mark.slow(always=["muon"])
+@both_rules
+def test_vmap(rule):
+    models = jnp.asarray(np.stack(draw((6, 20), 3)))
+    tx = muon(fraction=0.3, rule=rule)
+    step = lambda w: tx.update(w, tx.init(w), w)
+    found = jax.jit(jax.vmap(step))(models)
+    apart = [jax.jit(step)(w) for w in models]
+    assert_close(found, jax.tree.map(lambda *xs: jnp.stack(xs), *apart), 1e-6)
+
+
+def test_rows_of_zeros_and_of_nothing():
+    """The first rows of zeros; an empty matrix has none."""
+    w = {"none": jnp.ones((0, 4)), "w": jnp.ones((4, 6))}
+    g = jax.tree.map(jnp.zeros_like, w)
+    for rule in SHORT:
+        updates, state = one_update(g, fraction=0.5, rule=rule)
+        assert not np.any(updates["w"])
+        assert not np.any(state.mw["w"])
+
+
+def test_what_is_not_finite_is_skipped():
+    tx = jgrad.skip_nonfinite(muon(fraction=0.5))
+    w, g, bad = (jnp.asarray(x) for x in draw((4, 6), 3))
+    _, state = jax.jit(tx.update)(g, tx.init(w), w)
+    updates, after = jax.jit(tx.update)(bad.at[2, 3].set(jnp.nan), state, w)
+    assert not np.any(updates)
+    np.testing.assert_array_equal(after.inner.mw, state.inner.mw)
+
+
+@pytest.mark.slow(always=["muon"])
+@both_rules
+def test_wrappers(rule):
+    """A rotation, and steps in the backward pass, of the rows that are taken."""
+    w, g = (jnp.asarray(x) for x in draw((4, 6), 2))
+    inner = muon(fraction=0.5, rule=rule)
+    tx = jgrad.hyperball(inner, 0.1, leaves=True)
+    new = optax.apply_updates(w, jax.jit(tx.update)(g, tx.init(w), w)[0])
+    np.testing.assert_allclose(jnp.linalg.norm(new), jnp.linalg.norm(w), rtol=1e-6)
+    direction, _ = inner.update(g, inner.init(w), w)
+    moved = w + 0.1 * jnp.linalg.norm(w) * direction / jnp.linalg.norm(direction)
+    moved *= jnp.linalg.norm(w) / jnp.linalg.norm(moved)
+    np.testing.assert_allclose(new, moved, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
+@pytest.mark.parametrize(("rule", "shape"), [("muon", (20, 6)), ("normuon", (6, 20))])
+def test_residual_of_the_rows_that_are_taken(rule, shape, pack):
+    w, g = (pack({"w": jnp.asarray(x)}) for x in draw(shape, 2))
+    tx = jgrad.watch(muon(1.0, fraction=0.5, rule=rule))
+    found = jgrad.report(jax.jit(tx.update)(g, tx.init(w), w)[1])["muon_residual/w"]
+    m = np.asarray(jgrad.unpack(g)["w"], np.float64).T  # outputs are rows, and taken
+    few = m[np.sort(np.argsort(-np.abs(m).sum(1))[: len(m) // 2])]
+    x = reference.newton_schulz(few)
+    x = x if len(x) <= x.shape[1] else x.T
+    expected = np.linalg.norm(x @ x.T - np.eye(len(x))) / len(x) ** 0.5
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+# ---- which rows ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-36, 1e30, 3e38])
+def test_the_largest_rows_at_every_scale(scale):
+    """Of elements whose sum overflows, and of small ones, those whose 1-norms are larger."""
+    g = scale * np.array([[0.3] * 8, [1.0, *[0.0] * 7], [0.9] * 8, [0.5] * 8])
+    g = np.maximum(g, 1e-37).astype(np.float32)
+    assert taken(g, fraction=0.5) == [2, 3]
+    assert taken(g, fraction=0.25) == [2]
+
+
+def test_a_huge_row_beside_small_ones():
+    """Its norm is infinite in float32; the next is found among numbers that it does not hide."""
+    g = np.array([[1e-3] * 8, [2e-3] * 8, [3e38] * 8, [1e-4] * 8], np.float32)
+    assert taken(g, fraction=0.5) == [1, 2]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.75])
+def test_the_first_of_equal_rows(fraction):
+    g = np.tile(np.array([[1.0, -1.0, 1.0, -1.0, 1.0]], np.float32), (4, 1))
+    g[1:] *= np.array([[1.0], [-1.0], [1.0]])
+    assert taken(g, fraction=fraction) == list(range(int(4 * fraction)))
+
+
+def test_rows_wait_until_they_are_the_largest():
+    """Of two rows the second has three times the gradient: it is taken until its sum is not larger."""
+    g = jnp.asarray([[1.0, 0, 0], [0, 3.0, 0]]).T
+    tx = muon(1.0, fraction=0.5, error_decay=0.0)
+    state, order = tx.init(g), []
+    for _ in range(6):
+        updates, state = tx.update(g, state, g)
+        order.append(int(np.flatnonzero(np.any(updates, axis=0))[0]))
+    assert order == [1, 1, 0, 1, 1, 0]
+
+
+# ---- what is said of wrong inputs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fraction": 0}, ValueError, "fraction`: 0, expected a number in (0, 1]."),
+        ({"fraction": 1.5}, ValueError, "fraction`: 1.5, expected a number in (0, 1]."),
+        ({"fraction": -0.1}, ValueError, "fraction`: -0.1, expected a number in (0, 1]."),
+        ({"fraction": float("nan")}, ValueError, "fraction`: nan, expected a number in (0, 1]."),
+        (
+            {"fraction": True},
+            TypeError,
+            "fraction`: True of type bool, expected None or a number of Python in (0, 1].",
+        ),
+        (
+            {"fraction": jnp.float32(0.5)},
+            TypeError,
+            "fraction`: an array of float32 and shape (), expected None or a number of Python in (0, 1]; "
+            "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`.",
+        ),
+        ({"error_decay": 1.0}, ValueError, "error_decay`: 1.0, expected a number in [0, 1)."),
+        ({"error_decay": -0.5}, ValueError, "error_decay`: -0.5, expected a number in [0, 1)."),
+        (
+            {"fraction": 0.5, "momentum": 0.9},
+            ValueError,
+            "momentum`: 0.9, expected none with `fraction=0.5`, where gradients are summed; "
+            "`error_decay` is the decay of the sum.",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
+def test_messages(name, options, error, message):
+    make = muon if name == "muon" else lambda **own: jgrad.scale_by_muon(matrices=True, **own)
+    assert_error(error, f"{name}: `{message}", lambda: make(**options))
+
+
+def test_the_momentum_of_a_call():
+    tx, w = muon(fraction=0.5), jnp.ones((2, 3))
+    message = (
+        "muon: `momentum`: 0.9, expected none with `fraction=0.5`, where gradients are summed; "
+        "`error_decay` is the decay of the sum."
+    )
+    assert_error(ValueError, message, lambda: tx.update(w, tx.init(w), w, momentum=0.9))
+    decayed = tx.update(w, tx.init(w), w, error_decay=0.5)[1]
+    assert sorted(np.unique(decayed.mw)) == [0.5, 1.0]
+
+
+def test_injected():
+    """The defaults become arrays, and `fraction` none; given, it stays a number of Python."""
+    w = {"w": jnp.ones((2, 3))}
+    options = {"matrices": {"w": True}, "adam_learning_rate": 0.01}
+    for own in {}, {"fraction": 0.5}:
+        static = ("matrices", *own)
+        tx = optax.inject_hyperparams(jgrad.muon, static_args=static)(0.1, **options, **own)
+        found, _ = jax.jit(tx.update)(w, tx.init(w), w)
+        plain = muon(0.1, **own)
+        assert_close(found, plain.update(w, plain.init(w), w)[0], 1e-6)
