@@ -72,6 +72,11 @@ class Case:
         return jgrad.SoapState if self.make is jgrad.soap else jgrad.OptState
 
     @property
+    def has_all_slopes(self) -> bool:
+        """Whether derivatives are those of finite differences; SOAP's take bases for constants."""
+        return self.make is not jgrad.soap
+
+    @property
     def packs(self) -> bool:
         """Whether its matrices may be packed; SOAP's have factors of their own, leaf by leaf."""
         return self.make is not jgrad.soap
