@@ -81,6 +81,11 @@ class Case:
         return jgrad.SoapState if self.make is jgrad.soap else jgrad.OptState
 
     @property
+    def has_all_slopes(self) -> bool:
+        """Whether derivatives are those of finite differences; SOAP's take bases for constants."""
+        return self.make is not jgrad.soap
+
+    @property
     def has_matrices(self) -> bool:
         """Whether some leaves are matrices, and all others Adam's."""
         return "matrices" in self.options

@@ -269,8 +269,11 @@ def _rotation(x: jax.Array, sides: Sides, *, axes: MatrixAxes, back: bool) -> ja
     def rotated(x: jax.Array, sides: Sides) -> jax.Array:
         runs = []
         for y, run, (left, right) in zip(*_runs(x, axes), sides, strict=True):
-            y = y if left is None else product(left, y, adjoint_x=not back)
-            y = y if right is None else product(y, right, adjoint_y=back)
+            real = numerics.real_dtype(y)
+            if left is not None:
+                y = product(numerics.widen(left, real), y, adjoint_x=not back)
+            if right is not None:
+                y = product(y, numerics.widen(right, real), adjoint_y=back)
             runs.append(run.as_matrices.back(y))
         return matrix_axes.joined(runs, axes, x.shape)
 
@@ -284,7 +287,7 @@ def _averages(
         if old is None:
             return None
         new: jax.Array = rules.average(product(y, y, **adjoint), old, beta, complement)
-        return new
+        return new.astype(old.dtype)  # a gradient may be wider
 
     def averages(g: jax.Array, sides: Sides) -> Sides:
         return [
@@ -296,7 +299,7 @@ def _averages(
 
 
 def _runs(x: jax.Array, axes: MatrixAxes) -> tuple[list[jax.Array], list[MatrixAxes]]:
-    """The matrices of each run of blocks, and where they are in it."""
+    """The matrices of each run of blocks, in float32 or wider, and where they are in it."""
     pieces = matrix_axes.pieces(axes)
     wide = numerics.widen(x, numerics.real_dtype(x))
     pairs = zip(matrix_axes.cut(wide, axes), pieces, strict=True)

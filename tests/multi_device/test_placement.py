@@ -58,8 +58,13 @@ def parameters_for(name, axis_type, **options):
 
 
 def by_parameter(state):
-    """Pairs of an array of the state and the name of its parameter, None for counters."""
+    """Pairs of an array of the state and the name of its parameter, None for counters.
+
+    Without SOAP's factors, which have shapes of their own.
+    """
     for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if any(getattr(entry, "name", "") == "factors" for entry in path):
+            continue
         keys = (entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
         yield x, next((key for key in keys if key in SPECS), None)
 
