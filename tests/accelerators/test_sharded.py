@@ -1,8 +1,14 @@
 """Collectives of steps whose leaves are sharded over many chips, under `jit`: those of optax at most."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+import jgrad
+from benchmarks import collectives
 from benchmarks.accelerators import sharded, targets
+from benchmarks.accelerators.program import Program, mesh, step
 from benchmarks.accelerators.recipes import RECIPES
 from benchmarks.accelerators.sharded import ARRANGEMENTS, TOPOLOGIES
 from tests.accelerators.limits import COLLECTIVES, COLLECTIVES_NOW
@@ -61,3 +67,37 @@ def test_what_optax_takes(name):
     theirs = sharded.counts(RECIPES[name], ARRANGEMENTS["fsdp"], "v5e:4x4", form="optax")
     assert theirs.counts.collectives.keys() == {"all-reduce"}
     assert COLLECTIVES[name]["all-reduce"] <= 2 * theirs.counts.collectives["all-reduce"]
+
+
+@accelerators
+def test_a_quarter_of_the_rows():
+    """What docs/muon.md says of `fraction`: bytes of all-to-alls and of HBM, and operations."""
+    target, spec = targets.TARGETS["v5e"], P(None, "data")
+    if reason := targets.missing(target, "v5e:4x4"):
+        pytest.skip(reason)
+    chips = mesh(target, "v5e:4x4", data=16)
+    on_chips = NamedSharding(chips, spec)
+    w = {
+        f"{i}": jax.ShapeDtypeStruct((2048, 8192), jnp.float32, sharding=on_chips)
+        for i in range(16)
+    }
+    share = 16 * 2048 * 8192 / 16
+
+    def counts(fraction):
+        options = {"shard_over": "data", "mesh_axes": spec, "fraction": fraction}
+        tx = jgrad.muon(1e-3, matrices=True, adam_learning_rate=1e-3, **options)
+        with jax.sharding.set_mesh(chips):
+            where = jgrad.state_shardings(tx, w)
+            place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+            state = jax.tree.map(place, jax.eval_shape(tx.init, w), where)
+            outputs = jax.tree.map(lambda x: x.sharding, w), where
+            program = Program(target, step(tx), (w, state, w), donate=(0, 1), out_shardings=outputs)
+        moved = collectives.total(collectives.of(program.text, 16))
+        return program.counts.bytes / share, {kind: n / share for kind, n in moved.items()}
+
+    whole, of_all = counts(1.0)
+    part, of_some = counts(0.25)
+    assert of_all == {"all-to-all": 8}
+    assert of_some == {"all-to-all": 2, "all-reduce": 4 * 2 / 512}
+    assert whole == pytest.approx(103, rel=0.02)
+    assert part == pytest.approx(28, rel=0.02)

@@ -37,8 +37,12 @@ def inputs(dtype=float):
 
 
 def numbers(case):
-    """Every float among the options, and those that are usually left at their defaults."""
-    found = {"learning_rate": 0.02} | {k: v for k, v in case.options.items() if type(v) is float}
+    """Every float among the options, and those that are usually left at their defaults.
+
+    But not `fraction`, which stands for a number of rows.
+    """
+    floats = {k: v for k, v in case.options.items() if type(v) is float and k != "fraction"}
+    found = {"learning_rate": 0.02} | floats
     if case.make is jgrad.adafactor:
         found = {"beta2_decay": 0.8} | found
     elif "vw" in case.state:

@@ -94,12 +94,12 @@ def in_loops(text):
 
 
 @pytest.mark.parametrize("devices", [8, 4, 2])
-@both_rules
+@four_rules
 def test_numbers_of_the_tree(devices, rule):
     """Packed for eight shards, on any number that divides eight; rates and masks are of leaves."""
     rates = dict.fromkeys(SHAPES, 0.2) | {"up": [0.1, 0.2, 0.3, 0.4, 0.5], "b": 0.3}
     mask = jax.tree.map(lambda x: x.size % 3 == 0, normal(0))
-    tx = muon(rates, rule=rule, weight_decay_mask=mask)
+    tx = muon(rates, **RULES[rule], weight_decay_mask=mask)
     packed = packed_model()
     grads, means = of_devices(packed, devices)
     found, state = train(Sharded(tx, packed, mesh=mesh_of(data=devices)), packed, grads)
