@@ -175,15 +175,16 @@ def _shape(axes: MatrixAxes, x: Any) -> Factors:
 def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
     """Of each array that is factored, where its matrices are."""
     chosen = given.arguments
-    axes = [chosen[name] for name in ("output_axes", "layer_axes", "mesh_axes")]
+    output_axes, layer_axes = chosen["output_axes"], chosen["layer_axes"]
     leaves, structure = trees.flatten(inputs.shapes)
-    stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, axes[1])).leaves
+    stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes)).leaves
     counts = [0 if x is None else len(of.values) for x, of in zip(leaves, stacked, strict=True)]
     for spec in inputs.specs:
         for i, span in zip(spec.positions, spec.spans, strict=False):
             counts[i] = max(counts[i], len(span.layers.stacked))
-    mask = [np.ndim(x) - count > 1 for x, count in zip(leaves, counts, strict=True)]
-    found = matrix_axes.find(inputs, structure.unflatten(mask), *axes, None)
+    is_matrix = [np.ndim(x) - count > 1 for x, count in zip(leaves, counts, strict=True)]
+    mask = structure.unflatten(is_matrix)
+    found = matrix_axes.find(inputs, mask, output_axes, layer_axes, chosen["mesh_axes"], None)
     factored = [
         None if of is None or min(of.whole.sizes) < chosen["min_side"] else of
         for of in (of and of.in_shard_map for of in found)
@@ -284,9 +285,10 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[lis
     axes = _layers(inputs, given)
     there = sorted((i for i, x in enumerate(u) if x is not None), key=lambda i: axes[i].sort_key)
     layers = [axes[i] for i in there]
-    measured, rules_of, least = [], [], []
+    measured: list[list[Call]] = []
+    rules_of, least = [], []
     if chosen["clip_threshold"] is not None:
-        measured.append([u[i] for i in there])
+        measured.append([x for x in (u[i] for i in there) if x is not None])
         rules_of.append(_clip)
         least.append(numbers.scalar(name, "clip_threshold", chosen["clip_threshold"]))
     if chosen["scale_by_parameter"]:
@@ -296,11 +298,10 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[lis
         least.append(numbers.scalar(name, "epsilon", chosen["epsilon"][1]))
     if not (there and measured):
         return factors
-    sizes = [_inverse_root_of_size(inputs.specs[i], axes[i]) for i in there]
-    sizes = norms.in_batches(layers, sizes)
-    for rule, bound, batches in zip(
-        rules_of, least, norms.layer_norms(layers, *measured), strict=True
-    ):
+    roots = [_inverse_root_of_size(inputs.specs[i], axes[i]) for i in there]
+    sizes = norms.in_batches(layers, roots)
+    found = norms.layer_norms(layers, *measured)
+    for rule, bound, batches in zip(rules_of, least, found, strict=True):
         made = [
             rule(x, jnp.concatenate(size), jnp.asarray(bound))
             for x, size in zip(batches, sizes, strict=True)

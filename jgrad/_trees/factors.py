@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 
@@ -26,8 +25,8 @@ class Factors(NamedTuple):
       ((1, 256), (512, 1), (512, 256), (256,))
     """
 
-    rows: jax.Array
-    columns: jax.Array
+    rows: Any  # arrays, or what JAX and its users put in their place
+    columns: Any
 
     @property
     def shape(self) -> tuple[int, ...]:

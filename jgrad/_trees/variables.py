@@ -147,8 +147,9 @@ def _of_part(box: PyTree, part: PyTree, shape: Sequence[int]) -> PyTree:
             return NamedSharding(names.mesh, spec, memory_kind=names.memory_kind)
         if isinstance(names, PartitionSpec):
             return PartitionSpec(*_names_of_part(tuple(names), part.shape, shape))
-        is_some = isinstance(names, (tuple, list))
-        return _names_of_part(names, part.shape, shape) if is_some else names
+        if isinstance(names, (tuple, list)):
+            return _names_of_part(names, part.shape, shape)
+        return names
 
     if not is_variable(box):
         changed = _with_value(box, part)

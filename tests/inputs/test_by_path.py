@@ -1,6 +1,7 @@
 """`by_path`: which leaf has which value, and every option that takes it."""
 
 import collections
+import functools
 import inspect
 
 import chex
@@ -261,8 +262,10 @@ def options_of(case, tree):
     }
     names = inspect.signature(case.make).parameters
     own = {name: values for name, values in known.items() if name in names}
-    if case.options.get("momentum", 0) is None or case.name == "gradient_descent":
+    if "mw" not in case.state:
         own.pop("momentum", None)
+    if case.make is jgrad.adafactor:  # a pair of numbers
+        own.pop("epsilon")
     if case.options.get("rule") == "ivy":
         own.pop("epsilon", None) if case.make is jgrad.lars else None
     pairs = {name: values_of(tree, values) for name, values in own.items()}
@@ -280,7 +283,8 @@ def test_rules_are_trees(case, form):
     others = {k: v for k, v in case.options.items() if k not in rules}
     made = [case.make(**options, **others) for options in (rules, tree)]
     if form == "packed":
-        w, grads = jgrad.pack(w), list(map(jgrad.pack, grads))
+        pack = functools.partial(jgrad.pack, max_size=None if case.packs else 0)
+        w, grads = pack(w), list(map(pack, grads))
     if form == "wrapped":
         made = [
             jgrad.skip_nonfinite(
