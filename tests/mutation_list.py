@@ -453,7 +453,7 @@ MUTATIONS = [
     Mutation("soap._of_matrices", "soap: the first gradient is in the average", "_held(is_first, n.beta2)", "n.beta2", SOAP + " -k second_moments"),
     Mutation("soap._of_matrices", "soap: bases one update later", "done % soap.every == 0", "step.number % soap.every == 0", SOAP + " -k layers_and"),
     Mutation("soap._bounded", "soap: squares overflow", "numerics.clipped(X, _)", "X", SOAP + " -k every_scale"),
-    Mutation("state_shardings._of_factor", "soap: factors are on every device", "own or None", "None", SOAP + " -k shardings_of"),
+    Mutation("state_shardings._of_factor", "soap: factors are on every device", "n != own", "True", SOAP + " -k shardings_of"),
     Mutation("Matcher._new", "soap: bases of another recipe are zero", "_is_basis(X)", "False", SOAP + " -k carried_over"),
     Mutation("parts.read.measured", "soap: second moments in a basis are Adam's", "x._replace(field=IN_BASES)", "x", SOAP + " -k carried_over"),
     Mutation("Layout._by_buffer", "empty leaves in the order of the tree", "(X, Y.num_blocks, Z)", "(X, Z)", PACKED),

@@ -308,7 +308,7 @@ def _runs(x: jax.Array, axes: MatrixAxes) -> tuple[list[jax.Array], list[MatrixA
 
 def _automatic(f: Function, shardings: Any, *args: Any) -> Any:
     """With explicit axes as automatic ones, since products contract axes that are sharded."""
-    if any(map(is_sharded, jax.tree.leaves(args))):
+    if jax.tree.leaves(shardings) and any(map(is_sharded, jax.tree.leaves(args))):
         return on_automatic_axes(f, shardings, *args)
     return f(*args)
 

@@ -212,27 +212,18 @@ def _without_axes(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
 
 
 def _of_factor(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
-    """Matrices of (..., n, n) for those of a parameter, on all mesh axes over which that is.
+    """Matrices of (..., n, n) for those of a parameter: first axes that both have are alike.
 
-    First axes that both have are sharded alike; over the other mesh axes rows are, or columns.
+    The matrices themselves are whole, as they have to be inside of `shard_map`.
     """
-    sharding, rank = followed.sharding, len(shape)
-    spec = [*sharding.spec, *[None] * (len(followed.shape) - len(sharding.spec))]
-    names: list[_Axes] = [None] * rank
-    stacked = 0
-    while stacked < rank - 2 and shape[stacked] == followed.shape[stacked]:
-        names[stacked] = spec[stacked]
-        stacked += 1
-    others = [name for x in spec[stacked:] for name in _names(x)]
-    for axis in (rank - 2, rank - 1):
-        own: tuple[str, ...] = ()
-        for name in others:
-            size = math.prod(sharding.mesh.shape[x] for x in (*own, name))
-            own = (*own, name) if shape[axis] % size == 0 else own
-        names[axis] = own or None
-        others = [name for name in others if name not in own]
-    kind = sharding.memory_kind
-    return _Sharded(shape, NamedSharding(sharding.mesh, _spec(names), memory_kind=kind))
+    names: list[_Axes] = []
+    for n, own, x in zip(shape[:-2], followed.shape, followed.sharding.spec, strict=False):
+        if n != own:
+            break
+        names.append(x)
+    kind = followed.sharding.memory_kind
+    sharding = NamedSharding(followed.sharding.mesh, _spec(names), memory_kind=kind)
+    return _Sharded(shape, sharding)
 
 
 def _names(x: _Axes) -> tuple[str, ...]:

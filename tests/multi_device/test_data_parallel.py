@@ -46,7 +46,8 @@ def single(tx, w, data):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "form"),
-    [(case, form) for form in ("tree", "packed") for case in KINDS if case.packs or form == "tree"],
+    # Not SOAP, whose bases turn by roundings of the mean.
+    [(case, form) for form in ("tree", "packed") for case in KINDS if case.packs],
     ids=str,
 )
 def test_pmap(case, form):

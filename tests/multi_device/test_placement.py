@@ -112,7 +112,8 @@ def test_e26_state_follows_parameters(name, axis_type, init):
     state = init(tx, w)
     large = assert_follows(state, w)
     trees, counters = SIZES.get(name, (0, 1))
-    assert len(jax.tree.leaves(state)) == large + counters
+    factors = len(jax.tree.leaves(getattr(state, "factors", None)))
+    assert len(jax.tree.leaves(state)) == large + counters + factors
     assert large == trees * len(w) if trees else large > 0
     chex.assert_trees_all_equal(state, tx.init(jax.tree.map(jnp.ones_like, jax.device_get(w))))
 
@@ -143,6 +144,8 @@ def test_types_of_new_arrays(name, is_packed):
     w = {"tiles": jnp.ones((64, 128)), "flat": jnp.ones(48)}
     if name in ("master_weights", "stochastic_rounding"):
         w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
+    if is_packed and name.startswith("soap"):
+        pytest.skip("it refuses packed matrices")
     mesh, spec = make_mesh(AxisType.Explicit), P(("a", "b"))
     w = jgrad.pack(w, multiple_of=8) if is_packed else w
     w = place(w, mesh, spec)

@@ -354,16 +354,16 @@ def test_dealt_out_over_devices(kind):
 
 
 def test_shardings_of_factors():
-    """On all mesh axes over which the matrix is, and further with `shard_over`."""
+    """Layers are sharded as those of the parameter, and matrices with `shard_over`."""
     mesh = mesh_of(d=4, m=2)
     w = {"stack": jnp.ones((4, 8, 6)), "w": jnp.ones((8, 6))}
     placed = {"stack": NamedSharding(mesh, P("d")), "w": NamedSharding(mesh, P(None, "m"))}
     tx = soap(layer_axes={"stack": 0, "w": None})
     found = jax.tree.map(lambda x: x.spec, jgrad.state_shardings(tx, w, placed)).factors
     assert found["stack"] == (P("d"),) * 4
-    assert found["w"] == (P("m"),) * 4
+    assert found["w"] == (P(),) * 4
     further = jgrad.state_shardings(tx, w, placed, shard_over="d").factors["w"].left_basis
-    assert further.spec == P(("m", "d"))
+    assert further.spec == P("d")
 
 
 # ---- what is refused ---------------------------------------------------------------------------
