@@ -18,6 +18,7 @@ Optimizers: `init`/`update` pairs, as optax has them
     lars              LARS: momentum with a rate for each layer
     lamb              LAMB: Adam with a rate for each layer
     muon              Muon for matrices, AdamW for other leaves
+    soap              SOAP for matrices, AdamW for other leaves
     hidden_matrices   which leaves Muon is for, by names and shapes
 
 Parts of optimizers, for `optax.chain`
@@ -83,6 +84,7 @@ States of optimizers
     quantized          the old name of `carry_over`
     unquantized        likewise, for a state in 8 bits as arrays
     OptState           state of every optimizer
+    SoapState          state of `soap`
     Blocks             an array in 8 bits
     AccumulateState    state of `accumulate`
     WeightedAccumulateState  state of `accumulate(..., weighted=True)`
@@ -136,6 +138,8 @@ from jgrad._optimizers.lars import lars, lars_update
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
+from jgrad._soap.factors import SoapState
+from jgrad._soap.soap import soap
 from jgrad._states.account import Account
 from jgrad._states.carry_over import carry_over, quantized, unquantized
 from jgrad._states.state_shardings import state_shardings
@@ -182,6 +186,7 @@ __all__ = [  # noqa: RUF022
     "lars",
     "lamb",
     "muon",
+    "soap",
     "hidden_matrices",
     # Parts of optimizers, for `optax.chain`
     "scale_by_adam",
@@ -231,6 +236,7 @@ __all__ = [  # noqa: RUF022
     "quantized",
     "unquantized",
     "OptState",
+    "SoapState",
     "Blocks",
     "AccumulateState",
     "WeightedAccumulateState",

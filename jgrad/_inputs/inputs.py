@@ -65,7 +65,7 @@ class Parameters:
         """The leaves of a tree with the structure of the parameters, or of `shapes`."""
         reference, remedy = self.tree, ""
         if shapes is not None and shapes is not self.tree:
-            reference, remedy = shapes, _OTHER_LEAVES
+            reference, remedy = shapes, OTHER_LEAVES
         elif self.has_buffers and name.startswith("state") and not packing.any_packed(tree):
             remedy = _NOT_PACKED
         checks.same_structure(
@@ -307,7 +307,7 @@ class Inputs(Parameters):
         if x is None or not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
             expected = f"an array of a {'complex' if complex_ else 'real floating'} dtype"
             if is_of_some:
-                expected = f"{'None' if x is None else expected}; {_OTHER_LEAVES}"
+                expected = f"{'None' if x is None else expected}; {OTHER_LEAVES}"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
         return None
 
@@ -331,7 +331,7 @@ _NOT_PACKED = (
     "or call `tx.update` yourself"
 )
 
-_OTHER_LEAVES = "a state fits the choice of leaves that it was made for, and no other"
+OTHER_LEAVES = "a state fits the choice of leaves that it was made for, and no other"
 
 
 def _or_zeros(x: Any, p: Any) -> Any:

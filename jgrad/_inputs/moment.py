@@ -138,6 +138,7 @@ class Step(NamedTuple):
       vw: second moment; likewise.
       matrices: of `MomentShapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
+      more: what else the state has, as the method reads it.
     """
 
     number: jax.Array
@@ -146,6 +147,7 @@ class Step(NamedTuple):
     vw: Moment
     matrices: list[Any]
     numbers: OfCall
+    more: Any = None
 
     @property
     def as_float(self) -> jax.Array:

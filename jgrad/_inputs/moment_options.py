@@ -104,15 +104,23 @@ class MomentOptions(NamedTuple):
         )
         _LOG.warning(_said[0])
 
-    def read(self, inputs: Inputs, state: Any, shapes: MomentShapes, numbers: OfCall) -> Step:
+    def read(
+        self,
+        inputs: Inputs,
+        state: Any,
+        shapes: MomentShapes,
+        numbers: OfCall,
+        kind: type = OptState,
+    ) -> Step:
         """What an update starts from; an error where the state is of another method or form."""
         begin = f"{inputs.function}: `state`: "
-        end = f", expected the OptState that this `{inputs.function}` made with `init`."
-        if not isinstance(state, OptState):
+        end = f", expected the {kind.__name__} that this `{inputs.function}` made with `init`."
+        if not isinstance(state, kind):
             raise TypeError(f"{begin}{type(state).__name__}{end}")
         for name, tree, expected in ("mw", state.mw, shapes.mw), ("vw", state.vw, shapes.vw):
             if (tree is None) != (expected is None):
-                came = f"an OptState {'with' if expected is None else 'without'} `{name}`"
+                without = "with" if expected is None else "without"
+                came = f"{trees.with_article(kind.__name__)} {without} `{name}`"
                 raise TypeError(f"{begin}{came}, from another method or other options{end}")
         step = jnp.asarray(state.step)
         if step.shape != ():

@@ -6,7 +6,7 @@ methods and wrappers see no model, only a tree of arrays.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -26,13 +26,27 @@ from jgrad._trees.trees import PyTree
 
 # (inputs, step) -> (updates, new first moments, new second moments), as a function of one leaf
 # returns them that was given `step.mw` and `step.vw`; or None where the method has no such moment.
-# Updates are added to the parameters.
-Compute = Callable[[Inputs, Step], tuple[list[Any], NewMoments | None, NewMoments | None]]
+# Updates are added to the parameters. What else a state has comes behind them, field by field.
+Compute = Callable[[Inputs, Step], tuple[Any, ...]]
 
 # (parameters) -> the shapes of the moments.
 ShapesOf = Callable[[Parameters], MomentShapes]
 
 _AS_PARAMETERS = MomentOptions(None)
+
+
+class MoreFields(NamedTuple):
+    """What a state has beside step and moments.
+
+    Attributes:
+      state: its type, whose first fields are those of `OptState`.
+      init: the other fields before the first update.
+      read: what an update starts from, checked: `step.more`.
+    """
+
+    state: Any
+    init: Callable[[Parameters, MomentShapes], tuple[PyTree, ...]]
+    read: Callable[[Inputs, MomentShapes, Any], Any]
 
 
 def transformation(
@@ -44,8 +58,9 @@ def transformation(
     shapes_of: ShapesOf | None = None,
     moments: MomentOptions = _AS_PARAMETERS,
     params_for: str | None = None,
+    more: MoreFields | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer with the state `OptState(step, mw, vw)`.
+    """An optimizer with the state `OptState(step, mw, vw)`, or with one that has more fields.
 
     Args:
       name: what users call it, for messages.
@@ -55,21 +70,25 @@ def transformation(
       shapes_of: in the place of both, of a method whose moments have other shapes.
       moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
+      more: what the state has beside.
     """
     moments.check(name)
+    kind = OptState if more is None else more.state
 
     def shapes(inputs: Parameters) -> MomentShapes:
         if shapes_of is not None:
             return shapes_of(inputs)
         return MomentShapes(inputs.tree if mw else None, inputs.tree if vw else None)
 
-    def init(params: PyTree) -> OptState:
+    def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
-        return moments.init(inputs, shapes(inputs))
+        of_moments = shapes(inputs)
+        state = moments.init(inputs, of_moments)
+        return state if more is None else kind(*state, *more.init(inputs, of_moments))
 
     def update(
         updates: PyTree,
-        state: OptState,
+        state: Any,
         params: PyTree = None,
         *,
         commit: Commit | None = None,
@@ -77,18 +96,22 @@ def transformation(
         undecayed: Collection[str] = (),
         then: Then | None = None,
         **numbers: Any,
-    ) -> tuple[PyTree, OptState]:
+    ) -> tuple[PyTree, Any]:
         inputs = Inputs(name, updates, params, commit, notes, undecayed, then)
         if params_for is not None:
             inputs.require_params(params_for)
-        step = moments.read(inputs, state, shapes(inputs), OfCall(numbers))
-        values, new_mw, new_vw = compute(inputs, step)
+        of_moments = shapes(inputs)
+        step = moments.read(inputs, state, of_moments, OfCall(numbers), kind)
+        if more is not None:
+            step = step._replace(more=more.read(inputs, of_moments, state))
+        values, new_mw, new_vw, *others = compute(inputs, step)
         if numbers:
             step.numbers.check_names(name)
-        new = OptState(
+        new = kind(
             step.number,
             _in_state(name, "mw", step.mw, new_mw, state.mw),
             _in_state(name, "vw", step.vw, new_vw, state.vw),
+            *others,
         )
         return inputs.directions(values), new
 

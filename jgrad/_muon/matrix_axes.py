@@ -136,6 +136,20 @@ class MatrixAxes:
         return View(self.shape, self.shape, self.in_order, (self.count, *self.wide))
 
     @property
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the rows and those of the columns, as the array has them."""
+        rows_are_outputs = min(self.outputs) < min(self.inputs)
+        return (self.outputs, self.inputs) if rows_are_outputs else (self.inputs, self.outputs)
+
+    @property
+    def as_matrices(self) -> View:
+        """The matrices of the array with rows and columns as `sides`, as (*stacked, rows, columns)."""
+        rows, columns = self.sides
+        stack = tuple(self.shape[axis] for axis in self.stacked)
+        shape = (*stack, self._size(rows), self._size(columns))
+        return View(self.shape, self.shape, (*self.stacked, *rows, *columns), shape)
+
+    @property
     def in_order(self) -> tuple[int, ...]:
         """Stacked axes, those of the rows and those of the columns of wide matrices.
 

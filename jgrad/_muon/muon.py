@@ -84,7 +84,7 @@ class Muon(NamedTuple):
         """What a factory was given, with names as what they stand for."""
         arguments = given.arguments
         muon = cls(given, *(arguments[field] for field in cls._fields[1:]))
-        _check_matrices(name, muon.matrices)
+        check_matrices(name, muon.matrices)
         over = muon.shard_over
         return muon._replace(
             scale=read_scale(name, muon.scale),
@@ -130,7 +130,7 @@ _OPTIONS = Options(
 )
 
 
-def _check_matrices(name: str, matrices: Mask) -> None:
+def check_matrices(name: str, matrices: Mask) -> None:
     """A choice of leaves, which has to be made."""
     if matrices is None:
         expected = "a prefix tree of bools, or a function of the parameters' shapes"
@@ -485,13 +485,13 @@ def muon(
     def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:
         new = directions(inputs, step, method)
         use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
-        decays = _of_both_kinds(
+        decays = of_both_kinds(
             "weight_decay",
             (weight_decay, adam_weight_decay),
             lambda name, x: options.decay_of_leaves(inputs, name, x, use, step, weight_decay_rule),
             step,
         )
-        rates = _of_both_kinds(
+        rates = of_both_kinds(
             "learning_rate",
             (learning_rate, adam_learning_rate),
             lambda name, x: options.rate_of_leaves(inputs, name, x, step),
@@ -506,7 +506,7 @@ def muon(
     return transformation(name, compute, shapes_of=method.shapes_of, moments=moments)
 
 
-def _of_both_kinds(
+def of_both_kinds(
     name: str,
     options_of: tuple[PyTree, PyTree],
     read: Callable[[str, PyTree], PerLeaf[Any]],

@@ -124,7 +124,7 @@ def orthogonalized(
         newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
     )
     pairs = [(x, of) for x, of in zip(arrays, axes, strict=True) if x is not None and of]
-    sharing = _sharing(function, [x for x, _ in pairs], shard_over) if shard_over else None
+    sharing = sharing_of(function, [x for x, _ in pairs], shard_over) if shard_over else None
     ready = [_ready_to_cut(x, of, sharing) for x, of in pairs]
     runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
     of_runs = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
@@ -186,7 +186,7 @@ def _of_whole_matrices(
         counts, alike = [axes[i].count for i in members], [stacks[i] for i in members]
         if sharing is not None:
             stack = jax.lax.concatenate(_alike(alike), 0)
-            parts = jax.lax.split(_shared(steps, stack, sharing), counts)
+            parts = jax.lax.split(shared(steps, stack, sharing), counts)
         else:
             parts = _split(steps(_joined(alike)), counts)
         new |= {i: axes[i].as_wide.back(x) for i, x in zip(members, parts, strict=True)}
@@ -216,8 +216,8 @@ def _exchanged(
     return new
 
 
-def _shared(steps: Function, x: jax.Array, sharing: Sharing) -> jax.Array:
-    """The steps, of which each device along the mesh axes takes some matrices.
+def shared(steps: Function, x: jax.Array, sharing: Sharing) -> jax.Array:
+    """The steps on a stack, of which each device along the mesh axes takes some matrices.
 
     Two all-to-alls where matrices are sharded, one all-gather where they are replicated: the stack
     is not sharded over its count before and after, which the partitioner does not find by itself.
@@ -231,12 +231,14 @@ def _shared(steps: Function, x: jax.Array, sharing: Sharing) -> jax.Array:
     whole = NamedSharding(mesh, PartitionSpec(None, free, free))
     shard = jax.lax.with_sharding_constraint if is_auto else jax.sharding.reshard
     dealt = PartitionSpec(shard_over)
-    shared = jax.shard_map(steps, mesh=mesh, in_specs=dealt, out_specs=dealt, check_vma=False)
-    x = shard(shared(shard(x, whole if is_auto else NamedSharding(mesh, dealt))), whole)
+    on_each = jax.shard_map(steps, mesh=mesh, in_specs=dealt, out_specs=dealt, check_vma=False)
+    x = shard(on_each(shard(x, whole if is_auto else NamedSharding(mesh, dealt))), whole)
     return x[:count]
 
 
-def _sharing(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]) -> Sharing:
+def sharing_of(
+    function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]
+) -> Sharing:
     """The axes on the mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):

@@ -205,5 +205,9 @@ def _static(node: PyTree) -> Any:
 def _kind(node: PyTree) -> str:
     if children(node) is None:
         return "a leaf"
-    name = type(node).__name__
+    return with_article(type(node).__name__)
+
+
+def with_article(name: str) -> str:
+    """A type as messages name it."""
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
