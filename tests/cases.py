@@ -63,8 +63,28 @@ class Case:
         return self.options.get(name, inspect.signature(self.make).parameters[name].default)
 
     def of_adam(self, option: str) -> str:
-        """The name of an option of Adam, of which Muon has one for its other leaves."""
-        return f"adam_{option}" if self.make is jgrad.muon else option
+        """The name of an option of Adam, of which methods of matrices have one for other leaves."""
+        return f"adam_{option}" if self.has_matrices else option
+
+    @property
+    def kind(self) -> type:
+        """The type of its state."""
+        return jgrad.SoapState if self.make is jgrad.soap else jgrad.OptState
+
+    @property
+    def has_all_slopes(self) -> bool:
+        """Whether derivatives are those of finite differences; SOAP's take bases for constants."""
+        return self.make is not jgrad.soap
+
+    @property
+    def packs(self) -> bool:
+        """Whether its matrices may be packed; SOAP's have factors of their own, leaf by leaf."""
+        return self.make is not jgrad.soap
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether some leaves are matrices, and all others Adam's."""
+        return "matrices" in self.options
 
     @property
     def step(self) -> Callable[..., Any] | None:
@@ -97,7 +117,7 @@ class Case:
             else value
             for name, value in self.options.items()
         }
-        if self.make is jgrad.muon:
+        if self.has_matrices:
             options["matrices"] = jax.tree.leaves(self.options["matrices"](w))
         optimizer = getattr(reference, self.make.__name__)(jax.tree.leaves(w), rate, **options)
         return reference.trajectory(optimizer, [jax.tree.leaves(g) for g in gradients])
@@ -306,6 +326,34 @@ CASES = [
         {"matrices": rank_two, "scale": "match_rms_adamw", "rule": "normuon", "momentum": 0.9},
         ("mw", "vw"),
         elementwise=False,
+    ),
+    Case(
+        "soap",
+        jgrad.soap,
+        {"matrices": rank_two, "every": 3},
+        ("mw", "vw"),
+        elementwise=False,
+        decays=True,
+    ),
+    Case(
+        "soap_masked",
+        jgrad.soap,
+        {
+            "matrices": rank_two,
+            "every": 1,
+            "max_side": 3,
+            "first_step": "adam",
+            "weight_decay": 0.1,
+            "weight_decay_mask": MASK,
+            "adam_learning_rate": 0.003,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.99,
+            "adam_epsilon": 1e-6,
+            "adam_weight_decay": 0.01,
+        },
+        ("mw", "vw"),
+        elementwise=False,
+        decays=True,
     ),
 ]
 

@@ -134,7 +134,8 @@ def transformations() -> Iterator[Any]:
             yield from _training(f"{case} schedule", schedule, some, some)
         override = {"learning_rate": jnp.float32(0.3)}
         yield from _training(f"{case} override", case.tx(), some, some, **override)
-        yield from _training(f"{case} packed", case.tx(RATE_TREE), buffers, buffers)
+        if case.packs:
+            yield from _training(f"{case} packed", case.tx(RATE_TREE), buffers, buffers)
         yield from _training(f"{case} in part packed", case.tx(), large_apart, large_apart)
         small = jgrad.pack_small(case.tx(), max_size=packed.SMALL)
         yield from _training(f"{case} pack_small", small, some, some)
@@ -144,12 +145,14 @@ def transformations() -> Iterator[Any]:
             half = case.tx(moment_dtype=jnp.bfloat16)
             yield from _training(f"{case} bfloat16 moments", half, some, some)
             codes = case.without_masks().tx(moment_dtype="8bit")
-            for form, x in (("tree", large), ("packed", jgrad.pack(large))):
+            forms = (("tree", large), ("packed", jgrad.pack(large)))
+            for form, x in forms if case.packs else forms[:1]:
                 yield from _training(f"{case} 8 bits {form}", codes, x, x)
                 yield from _training(
                     f"{case} 8 bits {form} skip", jgrad.skip_nonfinite(codes), x, x
                 )
-        for form, x in (("tree", some), ("packed", buffers)):
+        forms = (("tree", some), ("packed", buffers))
+        for form, x in forms if case.packs else forms[:1]:
             yield from _training(f"{case} {form} skip", jgrad.skip_nonfinite(case.tx()), x, x)
     # Other wrappers, such as `zero`, refuse an `offload` inside.
     for name, tx in (wrappers() | {"offload": jgrad.offload(jgrad.adam(0.1))}).items():
@@ -299,7 +302,7 @@ def on_meshes() -> Iterator[Any]:
         yield f"{name} mesh_axes", inside(step_of(tx), 3), (tree, state, tree)
     buffers = jgrad.pack(tree, multiple_of=8)
     for case in CASES:
-        if case.make is jgrad.muon:
+        if case.has_matrices:
             continue  # it wants whole matrices, of which this tree has too few
         tx = jgrad.zero(case.tx(RATE_TREE), "data")
         state = jax.eval_shape(tx.init, buffers)

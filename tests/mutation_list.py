@@ -26,6 +26,7 @@ PLACES = "tests/kernels/test_places.py"
 SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
+SOAP = "tests/soap/test_soap.py"
 VARIABLES = "tests/everywhere/test_nnx.py"
 WATCH = "tests/wrappers/test_watch.py"
 
@@ -409,7 +410,7 @@ MUTATIONS = [
     Mutation("_look_ahead", "muon: momentum of Adam, which clips", "mw.write(rules.average, g, _, X, Y)", "mw.write(adam_of.first_moment, g, mw.old, X, Y)", "tests/muon/test_muon_edges.py"),
     Mutation("muon.directions", "muon: Adam corrects the step size", "'moments'", "'step_size'", "tests/muon/test_muon.py"),
     Mutation("muon._normalized", "muon: NorMuon without the norm of before", "numerics.scaled(X, numerics.safe_divide(norm(_), norm(X)))", "X", "tests/muon/test_muon.py"),
-    Mutation("_of_both_kinds", "muon: the decay of matrices for all leaves", "_ if _ is None else X", "X", "tests/muon/test_muon.py"),
+    Mutation("of_both_kinds", "muon: the decay of matrices for all leaves", "_ if _ is None else X", "X", "tests/muon/test_muon.py"),
     Mutation("HiddenMatrices._reason", "muon: layers count as axes", "X - len(_.values)", "X", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices.describe", "muon: axes that are named are not looked at", "_.values != ()", "False", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices._reason", "muon: flat keys are one part", "_BETWEEN.split(X)", "[X]", "tests/muon/test_hidden_matrices.py"),
@@ -418,6 +419,23 @@ MUTATIONS = [
     Mutation("parts._check_whole", "muon: a buffer cuts matrices", "_ > 1 and (_.row_order is None or _.row_order.shards % _)", "False", DEVICES + "/test_muon.py"),
     Mutation("parts._second_shape", "muon: second moments of matrices", "_ is not None and (not _)", "False", "tests/muon/test_muon.py"),
     Mutation("orthogonalize._of_whole_matrices", "muon: an iteration for each leaf", "unknown_axes(X)", "(unknown_axes(X), i)", "tests/muon/test_muon_edges.py"),
+    # ---- SOAP
+    Mutation("bases._turned", "soap: columns change places, and v does not", "jnp.take_along_axis(X, back, axis=2)", "X", SOAP + " -k layers_and"),
+    Mutation("bases._turned", "soap: columns in the order in which they stand", "jnp.take_along_axis(X, _[:, None], axis=2)", "X", SOAP + " -k layers_and"),
+    Mutation("bases._turned", "soap: null spaces turn by noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),
+    Mutation("bases._begun", "soap: null spaces are noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),
+    Mutation("bases._orthogonal", "soap: signs of the platform", "q * X", "q", SOAP + " -k keep_their_signs"),
+    Mutation("bases.refreshed", "soap: a decomposition for each matrix", "varying_axes(*_)", "(varying_axes(*side), i)", SOAP + " -k decomposed_together"),
+    Mutation("bases.product", "soap: no conjugate", "x.conj() if _ else x", "x", SOAP + " -k turned_gradients"),
+    Mutation("Matrices.averaged", "soap: L and R change places", "(run.left, run.right)", "(run.right, run.left)", SOAP + " -k layers_and"),
+    Mutation("soap._of_matrices", "soap: corrections count the first update", "jnp.asarray(done, float)", "step.as_float", SOAP + " -k layers_and"),
+    Mutation("soap._of_matrices", "soap: the first gradient is in the average", "_held(is_first, n.beta2)", "n.beta2", SOAP + " -k second_moments"),
+    Mutation("soap._of_matrices", "soap: bases one update later", "done % soap.every == 0", "step.number % soap.every == 0", SOAP + " -k layers_and"),
+    Mutation("soap._of_matrices", "soap: a skipped step turns bases", "inputs.kept(X, _)", "X", SOAP + " -k skipped"),
+    Mutation("soap._bounded", "soap: squares overflow", "numerics.clipped(X, _)", "X", SOAP + " -k every_scale"),
+    Mutation("state_shardings._of_factor", "soap: factors are on every device", "own or None", "None", SOAP + " -k shardings_of"),
+    Mutation("Matcher._new", "soap: bases of another recipe are zero", "_is_basis(X)", "False", SOAP + " -k carried_over"),
+    Mutation("parts.read.measured", "soap: second moments in a basis are Adam's", "x._replace(field=IN_BASES)", "x", SOAP + " -k carried_over"),
     Mutation("Layout._by_buffer", "empty leaves in the order of the tree", "(X, Y.num_blocks, Z)", "(X, Z)", PACKED),
     Mutation("matrix_axes.read_split", "split: a size of 0", "size < 1", "size < 0", SPLIT),
     Mutation("matrix_axes._runs", "split: sizes that do not add up", "sum(_) != outputs", "False", SPLIT),

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(jgrad.__file__).parent
 FILES = sorted(
     str(path.relative_to(PACKAGE).with_suffix(""))
-    for folder in ("_optimizers", "_muon")
+    for folder in ("_optimizers", "_muon", "_soap")
     for path in (PACKAGE / folder).glob("*.py")
     if path.stem != "__init__"
 )

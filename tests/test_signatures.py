@@ -18,10 +18,19 @@ FUNCTIONS = [name for name in jgrad.__all__ if inspect.isfunction(getattr(jgrad,
 
 # What makes the method, then decay, layers and devices, and in which form moments are stored.
 ORDER = [
-    *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2", "epsilon"),
+    *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2"),
+    *("shampoo_beta", "every", "epsilon", "max_side"),
     *("weight_decay", "decay_lambda", "weight_decay_mask", "weight_decay_rule"),
     *("max_trust_ratio", "min_trust_ratio", "trust_ratio_mask"),
-    *("bias_correction", "rate_in_momentum", "scale", "coefficients", "rule", "normuon_beta"),
+    *(
+        "first_step",
+        "bias_correction",
+        "rate_in_momentum",
+        "scale",
+        "coefficients",
+        "rule",
+        "normuon_beta",
+    ),
     *("output_axes", "split", "mesh_axes", "layer_axes", "shard_over", "compute_dtype"),
     # Of the leaves that Muon leaves to Adam.
     *("adam_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay"),
@@ -36,13 +45,18 @@ IVY = {
 DIFFERENT = {
     # That of gradient descent and LARS is "coupled": in PyTorch, optax and LARS' paper decay is part
     # of the gradient, and so of momentum.
-    **{(name, "weight_decay_rule"): "decoupled" for name in ("adam", "lamb", "muon")},
+    **{(name, "weight_decay_rule"): "decoupled" for name in ("adam", "lamb", "muon", "soap")},
     ("lars", "momentum"): "the method is one of momentum",
     ("lars", "epsilon"): "of another denominator, to which the paper adds nothing",
     ("muon", "momentum"): "its author's",
     ("muon", "nesterov"): "its author's",
     ("muon", "rule"): "rules of its own",
     ("lamb", "epsilon"): "its paper's, and optax's",
+    **{("soap", key): "its authors'" for key in ("beta1", "beta2", "weight_decay")},
+    **{
+        ("soap", f"adam_{key}"): "its own Adam has these numbers: None is the same"
+        for key in ("beta1", "beta2", "epsilon")
+    },
     ("lars_update", "trust_coefficient"): "Ivy has none",
     **{
         (name, key): "Ivy's; the pairs have the field's"

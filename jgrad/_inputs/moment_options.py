@@ -110,7 +110,7 @@ class MomentOptions(NamedTuple):
         state: Any,
         shapes: MomentShapes,
         numbers: OfCall,
-        kind: type = OptState,
+        kind: Any = OptState,
     ) -> Step:
         """What an update starts from; an error where the state is of another method or form."""
         begin = f"{inputs.function}: `state`: "

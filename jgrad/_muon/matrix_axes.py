@@ -143,7 +143,7 @@ class MatrixAxes:
 
     @property
     def as_matrices(self) -> View:
-        """The matrices of the array with rows and columns as `sides`, as (*stacked, rows, columns)."""
+        """The matrices of the array, as (*stacked, rows, columns) with the `sides` of each."""
         rows, columns = self.sides
         stack = tuple(self.shape[axis] for axis in self.stacked)
         shape = (*stack, self._size(rows), self._size(columns))

@@ -236,9 +236,7 @@ def shared(steps: Function, x: jax.Array, sharing: Sharing) -> jax.Array:
     return x[:count]
 
 
-def sharing_of(
-    function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]
-) -> Sharing:
+def sharing_of(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]) -> Sharing:
     """The axes on the mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):

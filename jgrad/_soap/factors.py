@@ -1,7 +1,8 @@
 """Shampoo's factors of each matrix, as the state has them, and what they make of a gradient."""
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function
+from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
 from jgrad._inputs.inputs import OTHER_LEAVES, Inputs, Parameters
 from jgrad._layers import layer_axes as layer_axes_of
 from jgrad._muon import matrix_axes
@@ -23,6 +24,7 @@ from jgrad._trees.shardings import is_sharded, on_automatic_axes
 from jgrad._trees.trees import PyTree
 
 Array = jax.Array | None
+Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
 
 
 class Factors(NamedTuple):
@@ -93,49 +95,43 @@ class SoapState(NamedTuple):
 
 def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: int) -> PyTree:
     """Before the first update: averages are zero, and each basis is the identity."""
-    entries: list[Any] = []
-    arrays = {i: x for spec, x in zip(inputs.specs, inputs.reference.leaves, strict=True) for i in spec.positions}
-    for i, axes in enumerate(matrices):
+    entries: list[OfLeaf | None] = []
+    for x, axes in zip(_leaves(inputs), matrices, strict=True):
         if axes is None:
             entries.append(None)
             continue
-        shapes = _shapes(axes, arrays[i], max_side)
-        made = [Factors(*(_begun(arrays[i], axes, of, name) for of, name in zip(run, _FIELDS, strict=True))) for run in shapes]
-        entries.append(_as_entry(made))
-    return _structure(inputs).unflatten(entries)
+        shapes = _shapes(axes, x, max_side)
+        begun = functools.partial(_begun, x, axes)
+        entries.append(tuple(Factors(*map(begun, _FIELDS, run)) for run in shapes))
+    return tree_of(inputs, entries)
 
 
 def read(
     inputs: Inputs, matrices: Sequence[MatrixAxes | None], max_side: int, tree: PyTree
 ) -> list[OfLeaf | None]:
     """The factors of each leaf, checked against the choice of leaves."""
-    expected: list[Any] = []
-    arrays = {i: x for spec, x in zip(inputs.specs, inputs.reference.leaves, strict=True) for i in spec.positions}
-    for i, axes in enumerate(matrices):
-        expected.append(None if axes is None else _as_entry(_shapes(axes, arrays[i], max_side)))
-    structure = _structure(inputs)
-    like = structure.unflatten(expected)
+    pairs = list(zip(_leaves(inputs), matrices, strict=True))
+    shapes = [None if axes is None else _shapes(axes, x, max_side) for x, axes in pairs]
+    like = tree_of(inputs, shapes)
     function, name = inputs.function, "state.factors"
     checks.same_structure(function, name, tree, "params", like, remedy=OTHER_LEAVES)
     arg = ArgLeaves.from_tree(function, name, tree).with_arrays()
-    of_params = ArgLeaves.from_tree(function, "params", like)
-    for i, (x, y) in enumerate(zip(arg.leaves, of_params.leaves, strict=True)):
-        is_kind = y is not None and checks.is_inexact(x) and checks.is_of_kind(x, y)
-        if (x is None) != (y is None) or not (y is None or is_kind):
+    expected = ArgLeaves.from_tree(function, "params", like)
+    for i, (x, y) in enumerate(zip(arg.leaves, expected.leaves, strict=True)):
+        fits = x is None if y is None else checks.is_inexact(x) and checks.is_of_kind(x, y)
+        if not fits:
             kind = "None" if y is None else f"an array of {y.dtype}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {kind}; {OTHER_LEAVES}")
-    checks.same_shapes(arg, of_params)
-    leaves = iter(arg.leaves)
-    read = jax.tree.map(lambda _: next(leaves), like, is_leaf=trees.is_none)
-    return [
-        None if axes is None else entry if len(matrix_axes.pieces(axes)) > 1 else (entry,)
-        for axes, entry in zip(matrices, structure.flatten_up_to(read), strict=True)
-    ]
+    checks.same_shapes(arg, expected)
+    found = trees.flatten(like)[1].unflatten(arg.leaves)
+    entries = _structure(inputs).flatten_up_to(found)
+    return [None if x is None else (x,) if isinstance(x, Factors) else tuple(x) for x in entries]
 
 
 def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:
     """The factors as the state has them."""
-    return _structure(inputs).unflatten([None if x is None else _as_entry(x) for x in entries])
+    of_leaves = [x if x is None or len(x) > 1 else x[0] for x in entries]
+    return _structure(inputs).unflatten(of_leaves)
 
 
 def _structure(inputs: Parameters) -> Any:
@@ -147,23 +143,26 @@ def _structure(inputs: Parameters) -> Any:
     return jax.tree.structure(inputs.shapes, is_leaf=is_leaf)
 
 
-def _as_entry(runs: Sequence[Factors]) -> Any:
-    return runs[0] if len(runs) == 1 else tuple(runs)
+def _leaves(inputs: Parameters) -> list[Any]:
+    """The array of each leaf of the unpacked tree: of a packed one, in which no matrix is, its."""
+    arrays = zip(inputs.specs, inputs.reference.leaves, strict=True)
+    return [x for spec, x in arrays for _ in spec.positions]
 
 
-def _shapes(axes: MatrixAxes, x: jax.Array, max_side: int) -> list[Factors]:
-    """The shapes of the factors of each run."""
+def _shapes(axes: MatrixAxes, x: jax.Array, max_side: int) -> OfLeaf:
+    """The shapes of the factors of each run of blocks."""
     real = numerics.real_dtype(x)
     dtype = numerics.complex_dtype(real) if jnp.iscomplexobj(x) else real
-    found = []
-    for piece in matrix_axes.pieces(whole(axes)):
-        *stack, rows, columns = piece.as_matrices.shape
-        left, right = (
+
+    def of_run(run: MatrixAxes) -> Factors:
+        *stack, rows, columns = run.as_matrices.shape
+        both = [
             jax.ShapeDtypeStruct((*stack, n, n), dtype) if 0 < n <= max_side else None
             for n in (rows, columns)
-        )
-        found.append(Factors(left, right, left, right))
-    return found
+        ]
+        return Factors(*both, *both)
+
+    return tuple(map(of_run, matrix_axes.pieces(whole(axes))))
 
 
 def whole(axes: MatrixAxes) -> MatrixAxes:
@@ -172,144 +171,142 @@ def whole(axes: MatrixAxes) -> MatrixAxes:
     return axes.whole if all(map(layer_axes_of.axis_exists, names)) else axes
 
 
-def _begun(x: jax.Array, axes: MatrixAxes, of: Any, name: str) -> Array:
-    """Computed from the parameter, so that it is on its mesh, and along stacked axes sharded as it."""
+def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Any) -> Array:
+    """Computed from the parameter, so that it is on its mesh, with layers sharded as they are."""
     if of is None:
         return None
-    *stack, size, _ = of.shape
+    size = of.shape[-1]
     one = np.eye(size) if name.endswith("basis") else np.zeros((size, size))
-    one = jnp.asarray(one, of.dtype)
-    zeros = numerics.zeros_like(x, of.dtype)
+    start = jnp.broadcast_to(jnp.asarray(one, of.dtype), of.shape)
     within = tuple(axis for axis in range(x.ndim) if axis not in axes.stacked)
-    zeros = jnp.max(zeros.real, axis=within, initial=0.0) if x.size else jnp.zeros((), zeros.real.dtype)
-    if zeros.ndim and zeros.shape == tuple(stack):
-        return jnp.broadcast_to(zeros[..., None, None].astype(of.dtype), of.shape) + jnp.broadcast_to(one, of.shape)
-    zero = jnp.max(zeros, initial=0.0).astype(of.dtype)
-    return jnp.broadcast_to(one, of.shape) + jnp.broadcast_to(zero, of.shape)
+    zeros = jnp.sum(numerics.zeros_like(x, of.dtype), axis=within)
+    if zeros.shape != of.shape[:-2]:  # blocks are counted there as well
+        zeros = jnp.sum(zeros)
+    while zeros.ndim < start.ndim:
+        zeros = zeros[..., None]
+    return start + jnp.broadcast_to(zeros, of.shape)
 
 
 # ---- what they make of a gradient --------------------------------------------------------------
 
 
-def into_bases(x: Sequence[Array], axes: Sequence[MatrixAxes | None], factors: Sequence[OfLeaf | None]) -> list[Array]:
-    """Q_L^H X Q_R of each matrix."""
-    return _rotated(x, axes, factors, back=False)
+class Matrices(NamedTuple):
+    """The matrices of an update: an entry for each array, None where it has none.
+
+    Attributes:
+      axes: where they are.
+      factors: of them.
+    """
+
+    axes: Sequence[MatrixAxes | None]
+    factors: Sequence[OfLeaf | None]
+
+    def into_bases(self, arrays: Sequence[Array]) -> list[Array]:
+        """P^H X Q of each matrix."""
+        return self._rotated(arrays, back=False)
+
+    def out_of_bases(self, arrays: Sequence[Array]) -> list[Array]:
+        """P X Q^H of each matrix."""
+        return self._rotated(arrays, back=True)
+
+    def _rotated(self, arrays: Sequence[Array], *, back: bool) -> list[Array]:
+        calls: list[Call | None] = [None] * len(arrays)
+        for i, (x, axes, own) in enumerate(zip(arrays, *self, strict=True)):
+            if x is not None and axes is not None and own is not None:
+                sides = [(run.left_basis, run.right_basis) for run in own]
+                calls[i] = _of_axes(_rotation, axes.whole, back), (axes.gathered(x), sides)
+        pairs = zip(leafwise.run(calls), self.axes, strict=True)
+        return [x if x is None or axes is None else axes.local_part(x) for x, axes in pairs]
+
+    def averaged(self, g: Sequence[Array], beta: PerLeaf, complement: PerLeaf) -> "Matrices":
+        """With the averages behind this gradient."""
+        calls: list[Call | None] = [None] * len(g)
+        numbers = (leafwise.per_leaf(x, len(g)) for x in (beta, complement))
+        for i, (x, axes, own, *both) in enumerate(zip(g, *self, *numbers, strict=True)):
+            if x is not None and axes is not None and own is not None:
+                sides = [(run.left, run.right) for run in own]
+                calls[i] = _of_axes(_averages, axes.whole), (axes.gathered(x), sides, *both)
+        new = list(self.factors)
+        for i, (own, averages) in enumerate(zip(self.factors, leafwise.run(calls), strict=True)):
+            if own is not None and averages is not None:
+                pairs = zip(own, averages, strict=True)
+                new[i] = tuple(run._replace(left=x, right=y) for run, (x, y) in pairs)
+        return self._replace(factors=new)
+
+    def refreshed(
+        self,
+        function: str,
+        is_updated: Sequence[bool],
+        what: jax.Array,
+        shard_over: tuple[str, ...],
+    ) -> "Matrices":
+        """With new bases, of those that are updated."""
+        pairs = zip(self.factors, is_updated, strict=True)
+        chosen = [own if own is not None and use else None for own, use in pairs]
+        sides = [
+            side
+            for run in itertools.chain(*filter(None, chosen))
+            for side in (Side(run.left, run.left_basis), Side(run.right, run.right_basis))
+            if side.basis is not None
+        ]
+        new = iter(bases.refreshed(function, sides, what, shard_over))
+        of_leaf = [
+            old if own is None else tuple(_with_bases(run, new) for run in own)
+            for old, own in zip(self.factors, chosen, strict=True)
+        ]
+        return self._replace(factors=of_leaf)
 
 
-def out_of_bases(x: Sequence[Array], axes: Sequence[MatrixAxes | None], factors: Sequence[OfLeaf | None]) -> list[Array]:
-    """Q_L X Q_R^H of each matrix."""
-    return _rotated(x, axes, factors, back=True)
-
-
-def _rotated(
-    arrays: Sequence[Array],
-    axes: Sequence[MatrixAxes | None],
-    factors: Sequence[OfLeaf | None],
-    *,
-    back: bool,
-) -> list[Array]:
-    calls = []
-    for x, of, own in zip(arrays, axes, factors, strict=True):
-        if x is None or of is None or own is None:
-            calls.append(None)
-            continue
-        sides = [(run.left_basis, run.right_basis) for run in own]
-        calls.append((_of_axes(_rotation, of.whole, back), (of.gathered(x), sides)))
-    new = leafwise.run(calls)
-    return [None if x is None else of.local_part(x) for x, of in zip(new, axes, strict=True)]
-
-
-def averaged(
-    g: Sequence[Array],
-    axes: Sequence[MatrixAxes | None],
-    factors: Sequence[OfLeaf | None],
-    beta: Sequence[Any],
-    complement: Sequence[Any],
-) -> list[OfLeaf | None]:
-    """The factors with new averages."""
-    calls = []
-    for x, of, own, *numbers in zip(g, axes, factors, beta, complement, strict=True):
-        if x is None or of is None or own is None:
-            calls.append(None)
-            continue
-        sides = [(run.left, run.right) for run in own]
-        calls.append((_of_axes(_averages, of.whole), (of.gathered(x), sides, *numbers)))
-    new = leafwise.run(calls)
-    return [
-        own if x is None or own is None
-        else tuple(run._replace(left=l, right=r) for run, (l, r) in zip(own, x, strict=True))
-        for own, x in zip(factors, new, strict=True)
-    ]
-
-
-def refreshed(
-    function: str,
-    factors: Sequence[OfLeaf | None],
-    is_updated: Sequence[bool],
-    what: jax.Array,
-    shard_over: tuple[str, ...],
-) -> list[OfLeaf | None]:
-    """The factors with new bases."""
-    runs = [run for own, use in zip(factors, is_updated, strict=True) if own and use for run in own]
-    pairs = [pair for run in runs for pair in ((run.left, run.left_basis), (run.right, run.right_basis))]
-    sides = [Side(*pair) for pair in pairs if pair[0] is not None]
-    new = iter(bases.refreshed(function, sides, what, shard_over))
-    found: list[OfLeaf | None] = []
-    for own, use in zip(factors, is_updated, strict=True):
-        if not (own and use):
-            found.append(own)
-            continue
-        found.append(
-            tuple(
-                run._replace(
-                    left_basis=None if run.left is None else next(new),
-                    right_basis=None if run.right is None else next(new),
-                )
-                for run in own
-            )
-        )
-    return found
+def _with_bases(run: Factors, new: Iterator[jax.Array]) -> Factors:
+    left = None if run.left is None else next(new)
+    return run._replace(left_basis=left, right_basis=None if run.right is None else next(new))
 
 
 # ---- on the array of one leaf ------------------------------------------------------------------
 
 
-def _rotation(x: jax.Array, sides: list[tuple[Array, Array]], *, axes: MatrixAxes, back: bool) -> jax.Array:
-    def rotated(x: jax.Array, sides: list[tuple[Array, Array]]) -> jax.Array:
-        x = numerics.widen(x, numerics.real_dtype(x))
+def _rotation(x: jax.Array, sides: Sides, *, axes: MatrixAxes, back: bool) -> jax.Array:
+    def rotated(x: jax.Array, sides: Sides) -> jax.Array:
         runs = []
-        for y, of, (left, right) in zip(matrix_axes.cut(x, axes), matrix_axes.pieces(axes), sides, strict=True):
-            y = of.as_matrices.of(y)
-            y = y if left is None else product(left, y, adjoint_x=not back)
-            y = y if right is None else product(y, right, adjoint_y=back)
-            runs.append(of.as_matrices.back(y))
+        for y, run, (left, right) in zip(*_runs(x, axes), sides, strict=True):
+            real = numerics.real_dtype(y)
+            if left is not None:
+                y = product(numerics.widen(left, real), y, adjoint_x=not back)
+            if right is not None:
+                y = product(y, numerics.widen(right, real), adjoint_y=back)
+            runs.append(run.as_matrices.back(y))
         return matrix_axes.joined(runs, axes, x.shape)
 
     return _automatic(rotated, jax.typeof(x).sharding, x, sides)
 
 
 def _averages(
-    g: jax.Array, sides: list[tuple[Array, Array]], beta: jax.Array, complement: jax.Array, *, axes: MatrixAxes
-) -> list[tuple[Array, Array]]:
-    def averages(g: jax.Array, sides: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
-        g = numerics.widen(g, numerics.real_dtype(g))
-        new = []
-        for y, of, (left, right) in zip(matrix_axes.cut(g, axes), matrix_axes.pieces(axes), sides, strict=True):
-            y = of.as_matrices.of(y)
-            of_left = None if left is None else product(y, y, adjoint_y=True)
-            of_right = None if right is None else product(y, y, adjoint_x=True)
-            new.append(
-                tuple(
-                    None if old is None else rules.average(square, old, beta, complement)
-                    for square, old in ((of_left, left), (of_right, right))
-                )
-            )
-        return new
+    g: jax.Array, sides: Sides, beta: jax.Array, complement: jax.Array, *, axes: MatrixAxes
+) -> Sides:
+    def average(old: Array, y: jax.Array, **adjoint: bool) -> Array:
+        if old is None:
+            return None
+        new: jax.Array = rules.average(product(y, y, **adjoint), old, beta, complement)
+        return new.astype(old.dtype)  # a gradient may be wider
+
+    def averages(g: jax.Array, sides: Sides) -> Sides:
+        return [
+            (average(left, y, adjoint_y=True), average(right, y, adjoint_x=True))
+            for y, _, (left, right) in zip(*_runs(g, axes), sides, strict=True)
+        ]
 
     return _automatic(averages, jax.tree.map(lambda x: jax.typeof(x).sharding, sides), g, sides)
 
 
-def _automatic(f: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+def _runs(x: jax.Array, axes: MatrixAxes) -> tuple[list[jax.Array], list[MatrixAxes]]:
+    """The matrices of each run of blocks, in float32 or wider, and where they are in it."""
+    pieces = matrix_axes.pieces(axes)
+    wide = numerics.widen(x, numerics.real_dtype(x))
+    pairs = zip(matrix_axes.cut(wide, axes), pieces, strict=True)
+    return [run.as_matrices.of(y) for y, run in pairs], pieces
+
+
+def _automatic(f: Function, shardings: Any, *args: Any) -> Any:
     """With explicit axes as automatic ones, since products contract axes that are sharded."""
     if any(map(is_sharded, jax.tree.leaves(args))):
         return on_automatic_axes(f, shardings, *args)

@@ -1,11 +1,12 @@
-"""SOAP: Adam in the eigenvectors of Shampoo's factors; all leaves that are no matrices are AdamW's."""
+"""SOAP: Adam in the eigenvectors of Shampoo's factors; all other leaves are AdamW's."""
 
 import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
@@ -22,11 +23,10 @@ from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import MoreFields, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._muon import matrix_axes
-from jgrad._muon.matrix_axes import MatrixAxes
 from jgrad._muon.muon import LAST, check_matrices, of_both_kinds
 from jgrad._optimizers import adam as adam_of
-from jgrad._soap import bases, factors as factors_of
-from jgrad._soap.factors import OfLeaf, SoapState
+from jgrad._soap import bases, factors
+from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of, whole
 from jgrad._trees import trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
@@ -95,8 +95,9 @@ class Soap(NamedTuple):
             for i in () if spec.is_unpacked else spec.positions:
                 if matrices[i] is not None:
                     arg = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
-                    remedy = "expected a leaf that is not: `pack(params, max_size=...)` below its size"
-                    arg.fail(i, ValueError, f"True for a leaf packed with others, {remedy}")
+                    came = "True for a leaf that is packed with others"
+                    expected = "expected one by itself: `pack(params, max_size=...)` below its size"
+                    arg.fail(i, ValueError, f"{came}, {expected}")
         return MomentShapes(inputs.tree, inputs.tree, matrices)
 
     @property
@@ -104,10 +105,10 @@ class Soap(NamedTuple):
         """What the state has beside moments."""
 
         def init(inputs: Parameters, shapes: MomentShapes) -> tuple[PyTree]:
-            return (factors_of.init(inputs, shapes.matrices or [], self.max_side),)
+            return (factors.init(inputs, shapes.matrices or [], self.max_side),)
 
         def read(inputs: Inputs, shapes: MomentShapes, state: SoapState) -> list[OfLeaf | None]:
-            return factors_of.read(inputs, shapes.matrices or [], self.max_side, state.factors)
+            return factors.read(inputs, shapes.matrices or [], self.max_side, state.factors)
 
         return MoreFields(SoapState, init, read)
 
@@ -142,14 +143,14 @@ def _momentum(g: jax.Array, mw: Moments, beta: BetaForms) -> jax.Array:
 
 
 @of_one_leaf
-def _adam_in_basis(g: jax.Array, m: jax.Array, vw: Moments, n: adam_of.Numbers) -> jax.Array:
+def _adam_in_bases(g: jax.Array, m: jax.Array, vw: Moments, n: adam_of.Numbers) -> jax.Array:
     """Adam's direction of a gradient and a moment that are in the bases, as vw is."""
     v = vw.write(adam_of.second_moment, g, vw.old, n.beta2.value, n.beta2.complement)
     return adam_of.delta(m, v, n.alpha, n.epsilon)
 
 
 @on_leaf(arrays=2)
-def _first_of_adam(
+def _adam_at_first(
     direction: jax.Array, g: jax.Array, is_first: jax.Array, epsilon: jax.Array
 ) -> jax.Array:
     """In the first update a step of Adam, g / (|g| + epsilon)."""
@@ -172,39 +173,35 @@ class _New(NamedTuple):
     direction: list[Any]
     mw: NewMoments
     vw: NewMoments
-    factors: list[OfLeaf | None]
+    factors: Sequence[OfLeaf | None]
 
 
-def _of_matrices(
-    inputs: Inputs, step: Step, soap: Soap, axes: list[MatrixAxes | None], n: Any
-) -> _New:
+def _of_matrices(inputs: Inputs, step: Step, soap: Soap, axes: list[Any], n: Any) -> _New:
     """The step in the bases as they are; behind it new averages, and sometimes new bases."""
-    factors = _per_array(inputs, step.more)
-    sizes = [None if of is None else int(np.prod(factors_of.whole(of).shape)) for of in axes]
-    g = leafwise.run(
-        [
-            None if x is None or size is None else (_bounded_for(size), (x,))
-            for x, size in zip(inputs.g, sizes, strict=True)
-        ]
-    )
-    is_first = step.number == 1
+    old = Matrices(axes, _per_array(inputs, step.more))
+    bounds = [None if of is None else _bounded_for(math.prod(whole(of).shape)) for of in axes]
+    pairs = zip(inputs.g, bounds, strict=True)
+    g = leafwise.run([None if x is None or f is None else (f, (x,)) for x, f in pairs])
+
+    is_first, done = step.number == 1, step.number - 1
     m, mw = _momentum(g, step.mw, _held(is_first, n.beta1))
-    done = jnp.asarray(step.number - 1, float)
-    of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", done)
+    count = jnp.asarray(done, float)
+    of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
     of_adam = of_adam._replace(beta2=_held(is_first, n.beta2))
-    turned, turned_m = (factors_of.into_bases(x, axes, factors) for x in (g, m))
-    x, vw = _adam_in_basis(turned, turned_m, step.vw, of_adam)
-    direction = factors_of.out_of_bases(x, axes, factors)
+    in_bases = old.into_bases(g), old.into_bases(m)
+    x, vw = _adam_in_bases(*in_bases, step.vw, of_adam)
+    direction = old.out_of_bases(x)
     if soap.first_step == "adam":
-        direction = leafwise.apply(_first_of_adam, direction, g, is_first, n.epsilon)
-    count = len(g)
-    beta = [leafwise.per_leaf(x, count) for x in (n.shampoo_beta.value, n.shampoo_beta.complement)]
-    new = factors_of.averaged(g, axes, factors, *beta)
-    is_turn = (step.number - 1) % soap.every == 0
-    what = jnp.where(is_first, bases.BEGIN, jnp.where(is_turn, bases.TURN, bases.KEEP))
+        direction = leafwise.apply(_adam_at_first, direction, g, is_first, n.epsilon)
+
+    new = old.averaged(g, n.shampoo_beta.value, n.shampoo_beta.complement)
+    what = jnp.where(done % soap.every == 0, bases.TURN, bases.KEEP)
+    what = jnp.where(is_first, bases.BEGIN, what)
     is_updated = [x is not None for x in g]
-    new = factors_of.refreshed(inputs.function, new, is_updated, what, soap.shard_over)
-    return _New(direction, mw, vw, _per_leaf(inputs, _kept(inputs, new, factors)))
+    new = new.refreshed(inputs.function, is_updated, what, soap.shard_over)
+    arrays, structure = trees.flatten(new.factors)
+    kept = structure.unflatten(inputs.kept(arrays, trees.flatten(old.factors)[0]))
+    return _New(direction, mw, vw, kept)
 
 
 def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
@@ -219,42 +216,68 @@ def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
     return BetaForms(held(beta.value, 1.0), held(beta.complement, 0.0), beta.log)
 
 
-def _kept(
-    inputs: Inputs, new: list[OfLeaf | None], old: list[OfLeaf | None]
-) -> list[OfLeaf | None]:
-    """The new factors, or the old ones where the update is not committed."""
-    arrays, structure = jax.tree.flatten(new)
-    return structure.unflatten(inputs.kept(arrays, jax.tree.leaves(old)))
-
-
-def _per_array(inputs: Inputs, entries: list[Any]) -> list[Any]:
-    """Of arrays that are a leaf each; None for buffers."""
+def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
+    """Of arrays that are a leaf each; None for buffers, in which there are no matrices."""
     return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
-
-
-def _per_leaf(inputs: Inputs, entries: list[Any]) -> list[Any]:
-    pairs = zip(inputs.specs, entries, strict=True)
-    return [x for spec, x in pairs for _ in spec.positions]
 
 
 def _both(a: NewMoments, b: NewMoments) -> NewMoments:
     """Moments of matrices and of other arrays."""
-    pairs = (zip(x, y, strict=True) for x, y in zip(a, b, strict=True))
-    return NewMoments(*([y if x is None else x for x, y in of_kind] for of_kind in pairs))
+    return NewMoments(*map(_or_else, a, b))
 
 
-def _numbers_of_adam(given: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
-    """Those of all other leaves, which are SOAP's where they are not given."""
-    found = []
-    for name, read in (
-        ("beta1", options.beta_per_array),
-        ("beta2", options.beta_per_array),
-        ("epsilon", options.number_per_array),
-    ):
-        own = given.arguments[f"adam_{name}"]
-        is_given = own is not None or step.numbers.get(f"adam_{name}") is not None
-        found.append(read(inputs, step, f"adam_{name}", own) if is_given else getattr(n, name))
-    return adam_of.numbers_of(*found, "moments", step.as_float)
+def _or_else(some: list[Any], others: list[Any]) -> list[Any]:
+    return [y if x is None else x for x, y in zip(some, others, strict=True)]
+
+
+def _of_adam(soap: Soap, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
+    """The numbers of all other leaves, which are SOAP's where they are not given."""
+
+    def number(name: str, read: Callable[..., Any]) -> Any:
+        own = soap.given.arguments[f"adam_{name}"]
+        if own is None and step.numbers.get(f"adam_{name}") is None:
+            return getattr(n, name)
+        return read(inputs, step, f"adam_{name}", own)
+
+    beta1, beta2 = (number(name, options.beta_per_array) for name in ("beta1", "beta2"))
+    epsilon = number("epsilon", options.number_per_array)
+    return adam_of.numbers_of(beta1, beta2, epsilon, "moments", step.as_float)
+
+
+def _update(inputs: Inputs, step: Step, soap: Soap) -> tuple[Any, ...]:
+    """Updates, new moments and new factors."""
+    inputs.check_buffers()
+    given, axes = soap.given.arguments, _per_array(inputs, step.matrices)
+    n = soap.given.read(inputs, step)
+    new = _of_matrices(inputs, step, soap, axes, n)
+    g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
+    both, mw, vw = adam_of.adam_of_leaf(g, step.mw, step.vw, _of_adam(soap, inputs, step, n))
+    others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
+    direction = _or_else(new.direction, others)
+
+    rule = given["weight_decay_rule"]
+    use = options.mask(inputs, "weight_decay_mask", given["weight_decay_mask"])
+    decays, rates = (
+        of_both_kinds(name, (given[name], given[f"adam_{name}"]), read, step)
+        for name, read in (
+            (
+                "weight_decay",
+                lambda name, x: options.decay_of_leaves(inputs, name, x, use, step, rule),
+            ),
+            ("learning_rate", lambda name, x: options.rate_of_leaves(inputs, name, x, step)),
+        )
+    )
+    decay = rules.optional(inputs.per_array(decays), rule)
+    descent = Descent(decay, inputs.per_array(rates), rule)
+    signs = _or_else(new.direction, like) if rule == "cautious" else None
+    updates = descent.updates(direction, inputs.w, signs)
+    if soap.first_step == "skip":
+        pairs = zip(new.direction, updates, strict=True)
+        of_matrices = [None if x is None else u for x, u in pairs]
+        updates = _or_else(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
+    columns = zip(inputs.specs, new.factors, strict=True)
+    per_leaf = [x for spec, x in columns for _ in spec.positions]
+    return updates, _both(new.mw, mw), _both(new.vw, vw), tree_of(inputs, per_leaf)
 
 
 # ---- the transformation ------------------------------------------------------------------------
@@ -371,41 +394,7 @@ def soap(
         options.check_decays(_NAME, weight_decay_rule, adam_weight_decay=adam_weight_decay)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
-        inputs.check_buffers()
-        axes = _per_array(inputs, step.matrices)
-        n = given.read(inputs, step)
-        new = _of_matrices(inputs, step, method, axes, n)
-        of_adam = _numbers_of_adam(given, inputs, step, n)
-        g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
-        others, mw, vw = adam_of.adam_of_leaf(g, step.mw, step.vw, of_adam)
-        direction = [y and y[0] if x is None else x for x, y in zip(new.direction, others, strict=True)]
-        signs = [y and y[1] for y in others]
-        columns = zip(signs, new.direction, strict=True)
-        signs = [x if y is None else y for y, x in columns]
-        use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
-        decays = of_both_kinds(
-            "weight_decay",
-            (weight_decay, adam_weight_decay),
-            lambda name, x: options.decay_of_leaves(inputs, name, x, use, step, weight_decay_rule),
-            step,
-        )
-        rates = of_both_kinds(
-            "learning_rate",
-            (learning_rate, adam_learning_rate),
-            lambda name, x: options.rate_of_leaves(inputs, name, x, step),
-            step,
-        )
-        decay = rules.optional(inputs.per_array(decays), weight_decay_rule)
-        descent = Descent(decay, inputs.per_array(rates), weight_decay_rule)
-        updates = descent.updates(
-            direction, inputs.w, signs if weight_decay_rule == "cautious" else None
-        )
-        if first_step == "skip":
-            is_matrix = [None if x is None else u for u, x in zip(updates, new.direction, strict=True)]
-            waiting = leafwise.apply(_zero_at_first, is_matrix, step.number == 1)
-            updates = [u if x is None else x for u, x in zip(updates, waiting, strict=True)]
-        tree = factors_of.tree_of(inputs, new.factors)
-        return updates, _both(new.mw, mw), _both(new.vw, vw), tree
+        return _update(inputs, step, method)
 
     moments = given.moments(layer_axes=layer_axes)
     return transformation(

@@ -264,6 +264,9 @@ class _Leaves:
     def of(self, part: Part, source: Source) -> Leaf:
         """A leaf of the new state."""
         like = part.leaf
+        if source.how == matching.IDENTITY:
+            one = jnp.eye(like.shape[-1], dtype=like.dtype)
+            return forms.in_memory_of(like, jnp.array(jnp.broadcast_to(one, like.shape), copy=True))
         if source.what in (accounts.ZERO, accounts.RESET):
             beside = self._beside.get(part.keys, self._weights.get(part.keys))
             is_array = isinstance(beside, Blocks) or checks.is_array(beside)

@@ -24,6 +24,7 @@ OF_COUNT = "1 for each mini-batch of the window"
 OF_Y_AND_Z = "the parameters and z, (y - (1 - b1) z) / b1"
 ONE_LESS, ONE_MORE = "less 1, from which optax counts", "and 1, from which optax counts"
 FIRST = "1, from which optax counts"
+IDENTITY = "the identity, in which moments are Adam's"
 MEAN, SUM, ONE = "the mean of a sum", "the sum of a mean", "1; `like=tx.init(params)` has others"
 
 _WINDOW = ("total", "count", "mini_step")  # what begins anew with a window
@@ -100,8 +101,9 @@ class Matcher:
     def _source(self, i: int, part: Part) -> Source:
         """That of a leaf."""
         j = self._assigned.get(i)
-        if part.role == "moment" and part.keys in self._reset:
-            return Source(account.RESET)
+        is_reset = any(keys in self._reset for keys in part.owners_keys)
+        if part.role in ("moment", "factors") and is_reset:
+            return Source(account.RESET, (), IDENTITY if _is_basis(part) else "")
         if part.role == "step" and j is None:
             done = self._owners.most_alike(i, self._positions(parts.SCHEDULE_FREE, "done"))
             if done is None:
@@ -143,6 +145,13 @@ class Matcher:
             how = "" if first is None else units.squares_of(self._old[first].unit)
             if first is not None and how and self._old[first].leaf.shape == part.leaf.shape:
                 return Source(account.ESTIMATED, (first,), how)
+        if part.field == parts.IN_BASES:  # of the identity, where the old state has no bases
+            seconds = self._positions(parts.MOMENTS, parts.VW, part.keys)
+            second = self._owners.most_alike(i, seconds)
+            if second is not None and units.conversion(self._old[second].unit, part.unit) == "":
+                return self._carried(part, second)
+        if _is_basis(part):
+            return Source(account.FROM_LIKE, (), IDENTITY)
         if part.role == "weights":
             return self._of_weights(i, part)
         if part.name == "step_count":
@@ -281,7 +290,9 @@ class Matcher:
         begun = [
             x
             for x, s in made
-            if x.field == parts.VW and s.what in (account.ZERO, account.RESET) and x.keys in firsts
+            if x.field in (parts.VW, parts.IN_BASES)
+            and s.what in (account.ZERO, account.RESET)
+            and x.keys in firsts
         ]
         steps = [s for x, s in made if x.role == "step"]
         notes = []
@@ -298,6 +309,10 @@ class Matcher:
             if was is not None and x.unit is not None:
                 notes += [text for text in units.notes(was, x.unit, s.how) if text not in notes]
         return notes
+
+
+def _is_basis(part: Part) -> bool:
+    return part.role == "factors" and part.keys[-1].endswith("basis")
 
 
 def _numbers(state: Sequence[Part]) -> dict[tuple[Keys, str], int]:
@@ -347,7 +362,7 @@ def _owners(leaves: Sequence[Part]) -> dict[Keys, _Owner]:
     for x in leaves:
         if x.leaf is not None:
             fields[x.owner].add(x.field)
-            for end in range(len(x.owner) + 1) if x.keys else ():
+            for end in range(len(x.owner) + 1) if x.keys and x.role != "factors" else ():
                 parameters.setdefault(x.owner[:end], set()).add(x.keys)
     owners: dict[Keys, _Owner] = {}
     kinds = {x.owner: x.kind for x in leaves}

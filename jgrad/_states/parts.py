@@ -28,7 +28,7 @@ Meaning = tuple[str, str, Keys]  # kind, field and parameter
 # Kinds of wrappers and optimizers, as states of jgrad say them.
 MOMENTS, ACCUMULATE, SPIKES, EMA = "moments", "accumulate", "skip_spikes", "ema"
 SCHEDULE_FREE, PLAIN = "schedule_free", ""
-MW, VW, STEP, PER_OUTPUT = "mw", "vw", "step", "vw per output"
+MW, VW, STEP, PER_OUTPUT, IN_BASES = "mw", "vw", "step", "vw per output", "vw in bases"
 
 _LABELED = "inner_states"  # of a partition: a state for each label
 # Fields that hold the state of what is inside, in jgrad and in optax.
@@ -102,6 +102,11 @@ class Part(NamedTuple):
         return self.kind, self.field, self.keys
 
     @property
+    def owners_keys(self) -> tuple[Keys, ...]:
+        """The paths that its parameter may have: of factors it is before their names."""
+        return (self.keys[:-1], self.keys[:-2]) if self.role == "factors" else (self.keys,)
+
+    @property
     def at(self) -> str:
         """The path, for messages."""
         return jax.tree_util.keystr(self.path)
@@ -109,7 +114,7 @@ class Part(NamedTuple):
     @property
     def shown(self) -> str:
         """How accounts call what it is a leaf of."""
-        field = VW if self.field == PER_OUTPUT else self.field
+        field = VW if self.field in (PER_OUTPUT, IN_BASES) else self.field
         is_named = self.role != "step" and self.kind in _NAMED
         return f"{self.kind}.{field}" if is_named else field
 
@@ -125,7 +130,17 @@ def read(state: PyTree) -> list[Part]:
     for x in parts:
         if x.field == MW and x.leaf is not None:
             shapes[x.keys].add(x.leaf.shape)
-    return [x._replace(field=PER_OUTPUT) if _is_per_output(x, shapes[x.keys]) else x for x in parts]
+    in_bases = {
+        keys for x in parts if x.leaf is not None and x.role == "factors" for keys in x.owners_keys
+    }
+
+    def measured(x: Part) -> Part:
+        """With a field of its own for a second moment that measures another thing than Adam's."""
+        if x.field == VW and x.leaf is not None and x.keys in in_bases:
+            return x._replace(field=IN_BASES)
+        return x._replace(field=PER_OUTPUT) if _is_per_output(x, shapes[x.keys]) else x
+
+    return list(map(measured, parts))
 
 
 def _is_per_output(part: Part, of_first: set[tuple[int, ...]]) -> bool:

@@ -24,6 +24,7 @@ from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 
 _NAME = "state_shardings"
+_FACTORS = "factors"  # the field of a state with averages and bases of each matrix
 _Axes = str | tuple[str, ...] | None  # of a mesh, along one axis of an array
 
 
@@ -160,6 +161,11 @@ class _Shardings:
         return next((self.params[end] for end in ends if end in self.params), None)
 
     def _of_array(self, path: KeyPath, x: Leaf) -> Leaf:
+        if any(getattr(key, "name", None) == _FACTORS for key in path[:-1]):
+            ends = (self._followed(path[:-1]), self._followed(path[:-2]))
+            param = next((p for p in ends if isinstance(p, _Sharded)), None)
+            followed = None if param is None else _of_factor(param, x.shape)
+            return self._like(followed, x, rows_only=False)
         param = self._followed(path)
         followed = _without_axes(param, x.shape) if isinstance(param, _Sharded) else None
         return self._like(followed, x, rows_only=False)
@@ -202,6 +208,34 @@ def _without_axes(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
     return _Sharded(shape, NamedSharding(sharding.mesh, _spec(axes)))
 
 
+def _of_factor(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
+    """Matrices of (..., n, n) for those of a parameter, on all mesh axes over which that is.
+
+    First axes that both have are sharded alike; over the other mesh axes rows are, or columns.
+    """
+    sharding, rank = followed.sharding, len(shape)
+    spec = [*sharding.spec, *[None] * (len(followed.shape) - len(sharding.spec))]
+    names: list[_Axes] = [None] * rank
+    stacked = 0
+    while stacked < rank - 2 and shape[stacked] == followed.shape[stacked]:
+        names[stacked] = spec[stacked]
+        stacked += 1
+    others = [name for x in spec[stacked:] for name in _names(x)]
+    for axis in (rank - 2, rank - 1):
+        own: tuple[str, ...] = ()
+        for name in others:
+            size = math.prod(sharding.mesh.shape[x] for x in (*own, name))
+            own = (*own, name) if shape[axis] % size == 0 else own
+        names[axis] = own or None
+        others = [name for name in others if name not in own]
+    kind = sharding.memory_kind
+    return _Sharded(shape, NamedSharding(sharding.mesh, _spec(names), memory_kind=kind))
+
+
+def _names(x: _Axes) -> tuple[str, ...]:
+    return x if isinstance(x, tuple) else () if x is None else (x,)
+
+
 def _with_rows_of(followed: _Sharded | None, buffer: Leaf) -> _Sharded | None:
     """The same sharding for a buffer of another number of rows, if they can be divided so."""
     if followed is None or buffer is None or followed.shape[1:] != buffer.shape[1:]:
@@ -217,15 +251,14 @@ def _sharded_further(
     sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str, ...], *, rows_only: bool
 ) -> NamedSharding:
     """Sharded over more mesh axes, along the first axis of the array that can be divided."""
-    used = {name for x in sharding.spec for name in (x if isinstance(x, tuple) else (x,))}
+    used = {name for x in sharding.spec for name in _names(x)}
     if not axes or 0 in shape or not used.isdisjoint(axes):
         return sharding
     devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
     for i, size in enumerate(sharding.shard_shape(shape)[: 1 if rows_only else None]):
         if size % devices == 0:
             names: list[_Axes] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-            x = names[i]
-            names[i] = (*(x if isinstance(x, tuple) else () if x is None else (x,)), *axes)
+            names[i] = (*_names(names[i]), *axes)
             kind = sharding.memory_kind
             return NamedSharding(sharding.mesh, _spec(names), memory_kind=kind)
     return sharding

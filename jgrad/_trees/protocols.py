@@ -60,7 +60,8 @@ class Reporting(Protocol):
 # - sum, zero: gradients of a window, or a number; both start at zero
 # - like: what starts as `init` makes it; measured: what the next update measures again
 # - inside: the state of what is inside
-Role = Literal["step", "moment", "weights", "sum", "zero", "like", "measured", "inside"]
+# - factors: averages of matrices, which start at zero, and their bases, which start as the identity
+Role = Literal["step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"]
 
 
 class Parts(NamedTuple):

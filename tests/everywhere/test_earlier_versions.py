@@ -133,9 +133,13 @@ def test_states_are_read_by_name(name):
         assert (optax.tree.get(state, field) is not None) == (field in keys)
 
 
+# SOAP refuses packed matrices, and these are small.
+PACKED = [name for name in golden.TRANSFORMATIONS if not name.startswith("soap")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["from packed", "from tree"])
-@pytest.mark.parametrize("name", golden.TRANSFORMATIONS)
+@pytest.mark.parametrize("name", PACKED)
 def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
     """What orbax saved of one form is restored into both, and the next steps agree."""
     tx, w = golden.TRANSFORMATIONS[name](), golden.weights(name)
@@ -152,8 +156,14 @@ def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
 
 
 @pytest.mark.slow(one_in=48)
-@pytest.mark.parametrize("pack", [jgrad.pack_small, lambda tx: tx], ids=["pack_small", "tree"])
-@pytest.mark.parametrize("name", golden.TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [
+        pytest.param(name, pack, id=f"{name}-{form}")
+        for form, pack in (("pack_small", jgrad.pack_small), ("tree", lambda tx: tx))
+        for name in (PACKED if form == "pack_small" else golden.TRANSFORMATIONS)
+    ],
+)
 def test_orbax_saves_every_state_as_it_is(name, pack, tmp_path):
     """Integers beside moments, float32 beside copies: nothing that orbax refuses is in a state."""
     w = golden.weights(name)

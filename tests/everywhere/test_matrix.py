@@ -46,6 +46,7 @@ def close(found, expected, rtol):
         "float64-lamb",
         "float64-lamb_masked",
         "float64-muon",
+        "float64-soap_masked",
         "float64-lars_ivy",
     ]
 )
@@ -206,8 +207,8 @@ def test_e22_one_trace_whatever_the_rate(case):
 @every_case(NUMBERS)
 def test_state_has_what_the_method_uses(case):
     state = case.tx().init(params())
-    assert isinstance(state, jgrad.OptState)
-    assert state._fields == ("step", "mw", "vw")
+    assert isinstance(state, case.kind)
+    assert state._fields[:3] == ("step", "mw", "vw")
     assert tuple(name for name in ("mw", "vw") if getattr(state, name) is not None) == case.state
     assert (state.step.dtype, state.step.shape) == (jnp.int32, ())
 

@@ -62,7 +62,7 @@ def trained(case, hyper, w, x, loss=loss):
 
 
 @pytest.mark.slow(always=["lars_masked"])
-@every_case(("lars_masked",))
+@every_case(("lars_masked",), lambda case: case.has_all_slopes)
 def test_e08_slopes_are_those_of_finite_differences(case, x64):
     """By each number alone, and by the first weights along a random direction."""
     hyper = {k: jnp.asarray(v) for k, v in numbers(case).items()}

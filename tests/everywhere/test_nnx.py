@@ -119,6 +119,7 @@ RECIPES = {
     "watch": lambda: jgrad.watch(eight_bits(RATES)),
     "muon": lambda: jgrad.watch(muon(moment_dtype="8bit")),
     "normuon": lambda: muon(rule="normuon"),
+    "soap": lambda: jgrad.soap(RATE, matrices=jgrad.hidden_matrices(), moment_dtype="8bit"),
     "lamb": lambda: jgrad.watch(jgrad.lamb(RATE)),
     "lars": lambda: jgrad.lars(0.1, moment_dtype="8bit"),
     "skip_nonfinite": lambda: jgrad.skip_nonfinite(eight_bits(), loss_scale=1.0),

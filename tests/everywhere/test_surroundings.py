@@ -50,7 +50,7 @@ class Subject(NamedTuple):
 
 def axes_of(case):
     """How sharded leaves are named."""
-    if case.make is jgrad.muon:
+    if case.has_matrices:
         return {"mesh_axes": {name: P("d") for name in SHAPES}}
     return {} if case.elementwise else {"mesh_axes": "d"}
 
@@ -251,12 +251,12 @@ def under_vmap(subject, form, where):
     mesh = mesh_of(d=2)
     make = functools.partial(jax.shard_map, mesh=mesh)
     if where == "models":  # each device has some of its own
-        axes = {"mesh_axes": P()} if "muon" in subject.name else {}
+        axes = {"mesh_axes": P()} if has_matrices(subject) else {}
         train = functools.partial(by_scan, subject.make(**axes))
         run = make(jax.vmap(train), in_specs=P("d"), out_specs=P("d"))
     else:
-        muon = {"mesh_axes": MIXED} if "muon" in subject.name else {}
-        train = functools.partial(by_scan, subject.make(**(subject.axes | muon)))
+        own = {"mesh_axes": MIXED} if has_matrices(subject) else {}
+        train = functools.partial(by_scan, subject.make(**(subject.axes | own)))
         shardings = jax.tree.map(lambda x: NamedSharding(mesh, x), MIXED)
         of_state = jgrad.state_shardings(subject.make(), w, shardings)
         own = MIXED, jax.tree.map(lambda x: x.spec, of_state)
@@ -320,7 +320,13 @@ SURROUNDINGS = {
 SHARDED = ("shard_map, sharded", "vmap in shard_map", "vmap of shard_map")
 
 
+def has_matrices(subject):
+    return "muon" in subject.name or "soap" in subject.name
+
+
 def is_there(subject, form, where):
+    if form == "packed" and "soap" in subject.name:
+        return False  # it refuses packed matrices
     if form == "packed" and (subject.name == "pack_small" or where == "explicit columns"):
         return False
     if where in SHARDED:  # packed, it is `zero`'s
@@ -352,6 +358,8 @@ def tolerance_of(subject, where):
         return 1e-4  # 1 - beta2 of a traced float32 beta2 is right to 5e-5 only
     if where in SHARDED and is_rounded(subject):
         return 0.3  # elements are counted in each shard, so that other bits round them
+    if "soap" in subject.name:
+        return 1e-3  # eigenvectors turn by roundings, divided by the distance of eigenvalues
     return 1e-4 if "muon" in subject.name else 1e-5  # fifteen products, one after the other
 
 
@@ -364,6 +372,8 @@ def neighbours_of(subject, where):
     """The largest fraction of weights that may differ by more, where another bit was rounded."""
     if not is_rounded(subject):
         return 0
+    if "soap" in subject.name:
+        return 0.05  # by up to 1e-3: a fiftieth of a spacing in 8 bits
     # The second moments differ by 5e-5 there: 1/80 of a spacing of bfloat16, hence of 1.3% the code.
     return 0.013 if where == "injected" else 0.002
 

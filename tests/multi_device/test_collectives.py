@@ -189,7 +189,7 @@ def with_weights_in(dtype, tx):
 def optimizers(form, *, elementwise):
     """In 8 bits, too, where each shard of a leaf has whole blocks."""
     for case in (case.without_masks() for case in CASES):
-        if case.elementwise == elementwise and case.make is not jgrad.muon:
+        if case.elementwise == elementwise and not case.has_matrices:
             yield str(case), case.tx()
             if case.state and form in ("rows", "packed"):
                 yield f"{case}-8bit", case.tx(moment_dtype="8bit")

@@ -106,7 +106,7 @@ def assert_same(tx, *, exact, packed=None, grads=None, **options):
 
 @pytest.mark.slow(always=["adamw"])
 @pytest.mark.bits
-@pytest.mark.parametrize("case", [x for x in CASES if x.make is not jgrad.muon], ids=str)
+@pytest.mark.parametrize("case", [x for x in CASES if not x.has_matrices], ids=str)
 def test_every_optimizer(case):
     """Bit for bit where each element is on its own; layers of which a device has a part, or none."""
     assert_same(case.tx(), exact=case.elementwise)
@@ -315,7 +315,7 @@ def test_around_it():
 @pytest.mark.parametrize("dtypes", [1, 2])
 @pytest.mark.parametrize(
     "case",
-    [x for x in CASES if x.name in ONE_EACH and x.state and x.make is not jgrad.muon],
+    [x for x in CASES if x.name in ONE_EACH and x.state and not x.has_matrices],
     ids=str,
 )
 def test_one_reduce_scatter_and_one_all_gather_per_dtype(case, dtypes):

@@ -47,7 +47,7 @@ def assert_same(tx, *, exact, w=None, grads=None, **layout):
 @pytest.mark.slow(always=["lars_masked-small"])
 @every_size
 @pytest.mark.bits
-@every_case((*FEW, "lamb_decayed"))
+@every_case((*FEW, "lamb_decayed"), lambda case: case.packs)
 def test_every_optimizer(case, max_size):
     assert_same(case.tx(), exact=case.elementwise, max_size=max_size)
 

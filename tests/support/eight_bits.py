@@ -55,6 +55,11 @@ def in_float32(make):
     return functools.partial(make.func, *make.args, **options)
 
 
+def packs(name):
+    """Whether its matrices may be packed."""
+    return name not in {case.name for case in CASES if not case.packs}
+
+
 FORMS = {"tree": False, "packed": True}
 packed_or_not = pytest.mark.parametrize("packed", FORMS.values(), ids=FORMS)
 

@@ -1,0 +1,412 @@
+"""SOAP: its numbers beside the reference and beside what it promises, whole and in pieces."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.extend import core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jgrad
+from jgrad._backward.step_in_backward import forced
+from tests.multi_device.meshes import mesh_of, use
+from tests.reference import optimizers as reference
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, run, step_of, train
+
+RATE = 0.05
+soap = functools.partial(jgrad.soap, RATE, matrices=True)
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def some(count, *shape, dtype=np.float64):
+    return [normal(*shape, seed=t + 1, dtype=dtype) for t in range(count)]
+
+
+def by_reference(w, grads, **options):
+    optimizer = reference.soap([w], RATE, matrices=[True], **options)
+    return [x[0] for x in reference.trajectory(optimizer, [[g] for g in grads])]
+
+
+def close(found, expected, rtol=1e-11):
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol * np.max(np.abs(expected)))
+
+
+# ---- beside the reference ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((5, 5), {}),
+        ((2, 4, 3), {"layer_axes": 0, "every": 2}),
+        ((4, 3, 2), {"layer_axes": 2, "output_axes": 1, "every": 2, "first_step": "adam"}),
+        ((4, 3), {"output_axes": 0, "max_side": 3, "every": 1}),
+        ((2, 3, 2), {"output_axes": (0, 2), "every": 1}),
+    ],
+    ids=str,
+)
+def test_layers_and_outputs(shape, options, x64):
+    w, grads = normal(*shape), some(25, *shape)
+    found, _ = run(soap(**options), jnp.asarray(w), list(map(jnp.asarray, grads)))
+    for a, b in zip(found, by_reference(w, grads, **options), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("sizes", [2, (3, 2, 2)], ids=str)
+def test_split(sizes, x64):
+    """Blocks are matrices of their own, in runs of one size; weights move as if they were apart."""
+    width = 6 if sizes == 2 else 7
+    w, grads = normal(3, width), some(7, 3, width)  # null spaces have one direction at most
+    tx = soap(split=sizes, every=2)
+    found, state = run(tx, jnp.asarray(w), list(map(jnp.asarray, grads)))
+    lengths = [2, 2, 2] if sizes == 2 else sizes
+    ends = np.cumsum([0, *lengths])
+    for first, end in itertools.pairwise(ends):
+        expected = by_reference(w[:, first:end], [g[:, first:end] for g in grads], every=2)
+        close(found[-1][:, first:end], expected[-1])
+    runs = state.factors if isinstance(state.factors[0], tuple) else (state.factors,)
+    shapes = [run.right.shape for run in runs]
+    assert shapes == ([(3, 2, 2)] if sizes == 2 else [(3, 3), (2, 2, 2)])
+
+
+def test_stacked_as_separate(x64):
+    w, grads = normal(3, 4, 5), some(5, 3, 4, 5)
+    (*_, together), _ = run(
+        soap(layer_axes=0, every=2), jnp.asarray(w), list(map(jnp.asarray, grads))
+    )
+    for i in range(3):
+        (*_, alone), _ = run(soap(every=2), jnp.asarray(w[i]), [jnp.asarray(g[i]) for g in grads])
+        close(together[i], alone)
+
+
+@pytest.mark.parametrize("updates", [2, 10, 20, 40])
+def test_second_moments_are_averages_of_every_update(updates, x64):
+    """Of one gradient; the first update is in none. A copy that is known keeps one in ten."""
+    g = jnp.asarray(normal(4, 4))
+    _, state = train(soap(), jnp.zeros((4, 4)), [g] * updates)
+    bases = state.factors
+    turned = bases.left_basis.T @ g @ bases.right_basis
+    close(np.diag(state.vw / turned**2), np.full(4, 1 - 0.95 ** (updates - 1)), 1e-9)
+
+
+undecayed = soap(every=2, epsilon=0.0, weight_decay=0.0)  # one program for all examples
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from([2, 4]), st.integers(0, 2**32 - 1), st.booleans())
+def test_turned_gradients_turn_updates(size, seed, is_complex):
+    """For orthogonal U and V the update of U G V^T is U (update of G) V^T."""
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        rng = np.random.default_rng(seed)
+
+        def draw():
+            x = rng.normal(size=(size, size))
+            return x + 1j * rng.normal(size=x.shape) if is_complex else x
+
+        (u, _), (v, _) = (np.linalg.qr(draw()) for _ in range(2))
+        grads, zero = [draw() for _ in range(4)], np.zeros((size, size), draw().dtype)
+        tx = undecayed
+        straight = run(tx, jnp.asarray(zero), list(map(jnp.asarray, grads)))[0]
+        turned = run(tx, jnp.asarray(zero), [jnp.asarray(u @ g @ v.conj().T) for g in grads])[0]
+        for a, b in zip(straight, turned, strict=True):
+            close(b, u @ np.asarray(a) @ v.conj().T, 1e-6)
+
+
+# ---- bases -------------------------------------------------------------------------------------
+
+
+def test_bases_are_orthogonal_and_keep_their_signs():
+    """In float32, of a gradient of low rank, through many power steps."""
+    w, grads = jnp.zeros((64, 24)), [jnp.asarray(x) for x in some(12, 64, 24, dtype=np.float32)]
+    tx, state = soap(every=1), soap(every=1).init(w)
+    update, before = jax.jit(tx.update), None
+    for g in grads:
+        state = update(g, state, w)[1]
+        for basis in (state.factors.left_basis, state.factors.right_basis):
+            gram = np.asarray(basis.T @ basis, np.float64)
+            assert np.max(np.abs(gram - np.eye(len(gram)))) < 2e-6
+        if before is not None:
+            assert np.all(np.sum(before * state.factors.right_basis, axis=0) > 0)
+        before = state.factors.right_basis
+
+
+def test_what_was_never_seen_keeps_its_place():
+    """Directions of a null space do not depend on the last bit, and are not turned by noise."""
+    g = jnp.asarray(normal(32, 2, dtype=np.float32))
+    near = g * jnp.asarray(1 + 2.0**-23 * (normal(32, 2, seed=1) > 0), jnp.float32)
+    w = jnp.zeros_like(g)
+    tx = soap(every=1)
+    update = jax.jit(tx.update)
+    (_, first), (_, other) = (update(x, tx.init(w), w) for x in (g, near))
+    close(other.factors.left_basis, first.factors.left_basis, 1e-5)
+    _, second = update(near, first, w)
+    close(second.factors.left_basis, first.factors.left_basis, 1e-5)
+
+
+def test_zero_gradients():
+    """Bases stay the identity, nothing moves, and slopes are finite."""
+    w = jnp.ones((3, 2))
+    tx = soap(every=1, weight_decay=0.0, epsilon=0.0)
+
+    def moved(g, rate):
+        state, p = tx.init(w), w
+        for _ in range(3):
+            updates, state = tx.update(g, state, p, learning_rate=rate)
+            p = p + updates
+        return jnp.sum(p**2), state
+
+    (value, state), slopes = jax.value_and_grad(moved, argnums=(0, 1), has_aux=True)(
+        jnp.zeros((3, 2)), 0.1
+    )
+    assert value == 6.0
+    assert_equal(state.factors.left_basis, jnp.eye(3))
+    assert all(np.all(np.isfinite(x)) for x in slopes)
+
+
+def test_slopes_take_bases_for_constants(x64):
+    """They are those of finite differences where no basis depends on what is differentiated."""
+    g0, g1, g2 = (jnp.asarray(x) for x in some(3, 3, 3))
+    tx, w = soap(every=1), jnp.zeros((3, 3))
+
+    def last(scale):
+        state = tx.init(w)
+        for g in (g0, g1, scale * g2):
+            updates, state = tx.update(g, state, w)
+        return jnp.sum(updates * g0)
+
+    h = 1e-6
+    expected = (last(1 + h) - last(1 - h)) / (2 * h)
+    np.testing.assert_allclose(jax.grad(last)(1.0), expected, rtol=1e-6)
+
+
+def decompositions(f, *args):
+    """The shapes of what is decomposed in a program, by the names of the operations."""
+    found = {}
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            if name in ("eigh", "qr", "geqrf", "cond"):
+                found.setdefault(name, []).append(equation.invars[-1].aval.shape)
+            for x in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(x):
+                    visit(getattr(x, "jaxpr", x))
+
+    is_jaxpr = lambda x: isinstance(x, (core.Jaxpr, core.ClosedJaxpr))
+    visit(jax.make_jaxpr(f)(*args).jaxpr)
+    return found
+
+
+def test_bases_of_a_size_are_decomposed_together():
+    """24 matrices, whose sides have two sizes: two conditionals, in place of 48."""
+    w = {f"up{i}": jnp.ones((8, 16)) for i in range(12)} | {"down": jnp.ones((12, 16, 8))}
+    tx = soap(layer_axes={k: 0 if k == "down" else None for k in w})
+    found = decompositions(tx.update, w, tx.init(w), w)
+    assert len(found["cond"]) == 2
+    assert sorted(found["eigh"]) == [(24, 8, 8), (24, 16, 16)]
+    assert {(24, 8, 8), (24, 16, 16)} == set(found.get("geqrf", found.get("qr")))
+
+
+# ---- the state ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "bytes_"), [(None, 24), (jnp.bfloat16, 20), ("8bit", 18.03)])
+def test_bytes_of_the_state(form, bytes_):
+    """As docs/memory.md has them, of square matrices in float32."""
+    state = jax.eval_shape(soap(moment_dtype=form).init, jnp.ones((256, 256)))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    np.testing.assert_allclose(size / 256**2, bytes_, rtol=1e-3)
+    assert all(x.dtype == jnp.float32 for x in state.factors)
+
+
+def test_large_sides_have_no_factors():
+    state = soap(max_side=3).init(jnp.ones((4, 3)))
+    assert state.factors.left is state.factors.left_basis is None
+    assert state.factors.right.shape == (3, 3)
+
+
+def test_a_skipped_step_changes_no_factor():
+    w, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.inf)
+    tx = jgrad.skip_nonfinite(soap(every=1))
+    g1, g2 = (jnp.asarray(x) for x in some(2, 4, 3, dtype=np.float32))
+    w, state = train(tx, w, [g1, g2])
+    updates, new = jax.jit(tx.update)(bad, state, w)
+    assert_equal(new.inner, state.inner)
+    assert_equal(updates, jnp.zeros_like(w))
+    assert new.skipped == 1
+
+
+def test_gradients_at_every_scale():
+    """Finite ones make nothing that is not, and one of 1e38 still turns the bases."""
+    for scale in (1e-38, 1e-20, 1e18, 1e38):
+        grads = [
+            jnp.asarray(np.float32(scale) * np.clip(x, -1, 1))
+            for x in some(4, 6, 5, dtype=np.float32)
+        ]
+        w, state = train(soap(every=1), jnp.ones((6, 5)), grads)
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((w, state)))
+        if scale > 1:
+            assert np.max(np.abs(np.asarray(state.factors.left_basis) - np.eye(6))) > 0.1
+
+
+def test_carried_over_from_adam():
+    """With the identity for bases, moments of Adam are right, and the next step is AdamW's."""
+    w = {"w": jnp.asarray(normal(4, 3, dtype=np.float32)), "b": jnp.ones(3)}
+    grads = [
+        jax.tree.map(lambda x, t=t: jnp.asarray(normal(*x.shape, seed=t), x.dtype), w)
+        for t in range(3)
+    ]
+    adam = jgrad.adam(RATE, beta1=0.95, beta2=0.95)
+    tx = jgrad.soap(RATE, matrices={"w": True, "b": False}, weight_decay=0.0)
+    w, old = train(adam, w, grads[:2])
+    state, account = jgrad.carry_over(old, like=jax.eval_shape(tx.init, w))
+    assert account.kept == ("step", "mw/b", "mw/w", "vw/b", "vw/w")
+    assert account.from_like == ("factors/w/left_basis", "factors/w/right_basis")
+    assert account.zero == ("factors/w/left", "factors/w/right")
+    updates, new = tx.update(grads[2], state, w)
+    # Corrections count the updates after the first: 2 where Adam's count 3.
+    expected = jgrad.adam_update(
+        w,
+        grads[2],
+        RATE,
+        old.mw,
+        old.vw,
+        {"w": 2, "b": 3},
+        beta1=0.95,
+        beta2=0.95,
+        epsilon=1e-8,
+        bias_correction="moments",
+    )[0]
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5),
+        optax.apply_updates(w, updates),
+        expected,
+    )
+    assert_equal(new.factors["w"].left_basis, jnp.eye(4))
+    _, account = jgrad.carry_over(new, like=jax.eval_shape(adam.init, w))
+    assert account.estimated == ("vw/w",)  # what it has is of another basis
+    assert account.kept == ("step", "mw/b", "mw/w", "vw/b")
+
+
+# ---- layers in the backward pass, and devices --------------------------------------------------
+
+
+def test_step_in_backward():
+    params = {
+        "layers": {"w": jnp.asarray(normal(3, 4, 4, dtype=np.float32))},
+        "head": jnp.ones((4, 2)),
+    }
+
+    def loss(params, x):
+        x = jgrad.scan_layers(lambda layer, x: jnp.tanh(x @ layer["w"]), params["layers"], x)
+        return jnp.mean((x @ params["head"] - 1) ** 2)
+
+    axes = {"layers": 0, "head": None}
+    tx = jgrad.soap(RATE, matrices={"layers": True, "head": False}, layer_axes=axes, every=1)
+    x = jnp.asarray(normal(5, 4, dtype=np.float32))
+    found = []
+    for is_forced in (True, False):
+        with forced(is_forced):
+            step = jax.jit(jgrad.step_in_backward(tx, loss))
+            w, state = params, tx.init(params)
+            for _ in range(3):
+                w, state, _ = step(w, state, x)
+            found.append((w, state))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), *found)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_dealt_out_over_devices(kind):
+    """The numbers stay, and each of four devices decomposes a quarter of the bases of a size."""
+    mesh = mesh_of(kind, d=4, m=2)
+    specs = {"a": P("d", "m"), "b": P(None, "d"), "c": P()}
+    w = {name: jnp.asarray(normal(8, 8, seed=i, dtype=np.float32)) for i, name in enumerate(specs)}
+    grads = [
+        {k: jnp.asarray(normal(8, 8, seed=9 * t + i, dtype=np.float32)) for i, k in enumerate(w)}
+        for t in range(4)
+    ]
+    expected = train(soap(every=1), w, grads)
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+    with use(mesh):
+        tx = soap(every=1, shard_over="d")
+        state_shardings = jgrad.state_shardings(tx, w, shardings)
+        start = jax.device_put(w, shardings)
+        state = jax.device_put(tx.init(w), state_shardings)
+        step = jax.jit(
+            step_of(tx), donate_argnums=(0, 1), out_shardings=(shardings, state_shardings)
+        )
+        assert set(decompositions(step_of(tx), start, state, start)["eigh"]) == {(2, 8, 8)}
+        for g in grads:
+            start, state = step(start, state, jax.device_put(g, shardings))
+    found = jax.device_get((start, state))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4), found[0], expected[0]
+    )
+
+
+def test_shardings_of_factors():
+    """On all mesh axes over which the matrix is, and further with `shard_over`."""
+    mesh = mesh_of(d=4, m=2)
+    w = {"stack": jnp.ones((4, 8, 6)), "w": jnp.ones((8, 6))}
+    placed = {"stack": NamedSharding(mesh, P("d")), "w": NamedSharding(mesh, P(None, "m"))}
+    tx = soap(layer_axes={"stack": 0, "w": None})
+    found = jax.tree.map(lambda x: x.spec, jgrad.state_shardings(tx, w, placed)).factors
+    assert found["stack"] == (P("d"),) * 4
+    assert found["w"] == (P("m"),) * 4
+    further = jgrad.state_shardings(tx, w, placed, shard_over="d").factors["w"].left_basis
+    assert further.spec == P(("m", "d"))
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+W = {"w": np.ones((4, 3), np.float32), "b": np.ones(3, np.float32)}
+BOTH = {"w": True, "b": False}
+
+
+def updated(tx, state, w=W):
+    return tx.update(w, state, w)
+
+
+def of_choice():
+    return jgrad.soap(0.1, matrices=BOTH)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "make"),
+    [
+        (ValueError, "soap: `every`: 0, expected a number in [1, 2^31).", lambda: soap(every=0)),
+        (TypeError, "soap: `every`: 2.5 of type float, expected an int.", lambda: soap(every=2.5)),
+        (ValueError, "soap: `max_side`: -1, expected a number in [0, 2^31).", lambda: soap(max_side=-1)),
+        (ValueError, "soap: `shampoo_beta`: 1.0, expected a number in [0, 1).", lambda: soap(shampoo_beta=1.0)),
+        (ValueError, "soap: `first_step`: 'sgd' of type str, expected one of 'skip', 'adam'.", lambda: soap(first_step="sgd")),
+        (TypeError, "soap: `matrices`: None, expected a prefix tree of bools, or a function of the parameters' shapes; "
+         "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell.", lambda: soap(matrices=None)),
+        (ValueError, "soap: `matrices` at ['b']: True for an array of shape (3,), expected at least an output and an "
+         "input axis in each layer; without them a leaf is no matrix, and belongs to Adam: False.", lambda: soap().init(W)),
+        (ValueError, "soap: `split` at ['w']: (1, 1) with sum 2, expected 3, the number of outputs of an array of shape (4, 3).",
+         lambda: jgrad.soap(0.1, matrices=BOTH, split=jgrad.by_path({"w": (1, 1)}, rest=None)).init(W)),
+        (ValueError, "soap: `matrices` at ['w']: True for a leaf that is packed with others, expected one by itself: "
+         "`pack(params, max_size=...)` below its size.", lambda: of_choice().init(jgrad.pack(W))),
+        (TypeError, "soap: `state`: OptState, expected the SoapState that this `soap` made with `init`.",
+         lambda: updated(of_choice(), jgrad.adam(0.1).init(W))),
+        (ValueError, "soap: `state.factors` does not have the structure of `params`: `state.factors` has a Factors at ['w'] "
+         "where `params` has a leaf; a state fits the choice of leaves that it was made for, and no other.",
+         lambda: updated(jgrad.soap(0.1, matrices=False), of_choice().init(W))),
+        (TypeError, "soap: `state.factors` at ['w'].left: None, expected an array of float32; a state fits the choice of "
+         "leaves that it was made for, and no other.",
+         lambda: updated(of_choice(), jgrad.soap(0.1, matrices=BOTH, max_side=3).init(W))),
+        (ValueError, "soap: `state.factors` does not match `params` at ['w'].left: shape (3, 4, 4), expected (4, 4).",
+         lambda: updated(of_choice(), jgrad.soap(0.1, matrices=BOTH, split={"w": 1, "b": None}).init(W))),
+    ],
+)  # fmt: skip
+def test_messages(error, text, make):
+    assert_error(error, text, make)
