@@ -57,6 +57,7 @@ class Task(NamedTuple):
       layer_axes: over which layers are stacked.
       exact: whether in float64.
       tuned_on: seeds of the search for a rate.
+      left_out: methods that take too long.
     """
 
     init: Callable[[jax.Array], Any]
@@ -67,6 +68,7 @@ class Task(NamedTuple):
     layer_axes: Any = None
     exact: bool = True
     tuned_on: int = 3
+    left_out: tuple[str, ...] = ()
 
 
 class Method(NamedTuple):
@@ -228,7 +230,8 @@ def of_text() -> Task:
         return split.training.batches(steps, seed=seed)
 
     own = language_model
-    return Task(own.init, own.loss, error, data, 500, own.LAYER_AXES, False, 1)
+    left_out = ("SOAP, every=1",)
+    return Task(own.init, own.loss, error, data, 480, own.LAYER_AXES, False, 1, left_out)
 
 
 TASKS = {
@@ -300,12 +303,16 @@ def tuned(error: Callable[[float], float], middle: float) -> tuple[float, dict[f
 
 
 def ratios(trainers: dict[str, Trainer], rates: dict[str, float], rounds: int) -> dict[str, float]:
-    """Times of a chunk, as medians of ratios to the first's, which is timed in the same round."""
+    """Times of a chunk, as medians of ratios to the first's, which is timed in the same round.
+
+    It is the second chunk, since the first update of SOAP is another.
+    """
     ready = {}
     for name, trainer in trainers.items():
         w, state, data = trainer.start(0)
-        ready[name] = (rates[name], w, state, None if data is None else data[:_CHUNK])
-        jax.block_until_ready(trainer.chunk(*ready[name]))
+        data = None if data is None else data[:_CHUNK]
+        w, state = jax.block_until_ready(trainer.chunk(rates[name], w, state, data))
+        ready[name] = (rates[name], w, state, data)
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(rounds):
         for name, trainer in trainers.items():
@@ -322,7 +329,8 @@ def ratios(trainers: dict[str, Trainer], rates: dict[str, float], rounds: int) -
 def lines(task: Task, steps: int, seeds: int, rounds: int) -> list[str]:
     """Of Markdown, one for each method."""
     steps = max(_CHUNK, steps - steps % _CHUNK)
-    trainers = {name: Trainer(task, method, steps) for name, method in METHODS.items()}
+    methods = {name: x for name, x in METHODS.items() if name not in task.left_out}
+    trainers = {name: Trainer(task, method, steps) for name, method in methods.items()}
     rates, rows = {}, {}
     for name, trainer in trainers.items():
         tried = functools.partial(trainer.median, seeds=range(_TUNED_ON, _TUNED_ON + task.tuned_on))
