@@ -106,6 +106,7 @@ repository/benchmarks/notes/lightbench.md
 repository/benchmarks/notes/losses.md
 repository/benchmarks/notes/muon.md
 repository/benchmarks/notes/on_paper.md
+repository/benchmarks/notes/soap.md
 repository/benchmarks/notes/steps.md
 repository/benchmarks/notes/tests_of_others.md
 repository/benchmarks/notes/what_wrappers_cost.md
