@@ -65,17 +65,20 @@ def _mean(x: jax.Array, over: Sequence[int], axes: MatrixAxes) -> jax.Array:
 
 
 @jit_static_kwargs
-def _mean_squares(g: jax.Array, added: jax.Array, *, axes: MatrixAxes) -> Factors:
-    """The means of |g|^2 + added over inputs and over outputs."""
-    real = numerics.real_dtype(g)
-    squares, added = numerics.bounded_square(numerics.widen(g, real)), added.astype(real)
-    return Factors(*(_mean(squares, over, axes) + added for over in (axes.inputs, axes.outputs)))
+def _mean_squares(g: jax.Array, *, axes: MatrixAxes) -> Factors:
+    """The means of |g|^2 over inputs and over outputs."""
+    squares = numerics.bounded_square(numerics.widen(g, numerics.real_dtype(g)))
+    return Factors(*(_mean(squares, over, axes) for over in (axes.inputs, axes.outputs)))
 
 
 @on_leaf(arrays=1)
-def _squares(g: jax.Array, added: jax.Array) -> jax.Array:
-    """|g|^2 + added"""
-    return numerics.bounded_square(g) + added
+def _squares(g: jax.Array) -> jax.Array:
+    """|g|^2
+
+    Averages begin with beta2 = 0, so epsilon may be added to them where they are read. In a packed
+    buffer padding stays zero.
+    """
+    return numerics.bounded_square(g)
 
 
 @jax.custom_jvp
@@ -101,6 +104,8 @@ def _inverse_roots(
     A row counts as at least 2^-126 of the mean, and any number as at least the smallest normal one,
     so that a b times a gradient, whose square is in both averages, does not overflow.
     """
+    if rule == "paper":
+        rows, columns = (x + least.astype(x.dtype) for x in (rows, columns))
     mean = _mean(rows, axes.outputs, axes)
     if rule == "torch":
         mean = jnp.maximum(mean, least.astype(mean.dtype))
@@ -123,9 +128,9 @@ def _by_bounded_factors(g: jax.Array, a: jax.Array, b: jax.Array, least: jax.Arr
 
 
 @on_leaf(arrays=1)
-def _by_elements(g: jax.Array, v: jax.Array) -> jax.Array:
-    """g / sqrt(v)"""
-    return numerics.scaled(g, _inverse_root(numerics.positive(v)))
+def _by_elements(g: jax.Array, v: jax.Array, added: jax.Array) -> jax.Array:
+    """g / sqrt(v + added)"""
+    return numerics.scaled(g, _inverse_root(numerics.positive(v + added)))
 
 
 @on_leaf(arrays=1)
@@ -226,7 +231,6 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
     least = [_epsilon(x) if first is None else first for x in inputs.reference.leaves]
     known = {x: jnp.asarray(numbers.scalar(name, "epsilon", x)) for x in dict.fromkeys(least)}
     least = [known[x] for x in least]
-    added = [jnp.zeros_like(x) if is_torch else x for x in least]
     beta = _beta2(name, chosen, step)
 
     def calls(f: Callable[..., Any], *columns: list[Any]) -> list[Call | None]:
@@ -237,7 +241,7 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
         ]
 
     g = list(map(narrow, inputs.g))
-    means = leafwise.run(calls(_means_of, g, added))
+    means = leafwise.run(calls(_means_of, g))
     (rows, new_rows), (columns, new_columns) = (
         _average([x and x[k] for x in means], step.vw.part(field), beta)
         for k, field in enumerate(Factors._fields)
@@ -245,16 +249,17 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
     roots_of = functools.partial(_roots_of, rule=chosen["rule"])
     roots = leafwise.run(calls(roots_of, rows, columns, least))
     alone = [x if of is None else None for x, of in zip(g, axes, strict=True)]
-    squares = leafwise.apply(_squares, alone, added)
+    squares = leafwise.apply(_squares, alone)
     elements, new_elements = _average(squares, step.vw.part(None), beta)
 
     u: list[Call | None] = []
     for x, ab, v, floor in zip(g, roots, elements, least, strict=True):
-        more = (floor,) if is_torch else ()
-        if ab is not None:
-            u.append((_by_bounded_factors if is_torch else _by_factors, (x, *ab, *more)))
+        if ab is not None and is_torch:
+            u.append((_by_bounded_factors, (x, *ab, floor)))
+        elif ab is not None:
+            u.append((_by_factors, (x, *ab)))
         elif v is not None:
-            u.append((_by_bounded_elements if is_torch else _by_elements, (x, v, *more)))
+            u.append((_by_bounded_elements if is_torch else _by_elements, (x, v, floor)))
         else:
             u.append(None)
     both = zip(new_rows.stored, new_columns.stored, new_elements.stored, strict=True)

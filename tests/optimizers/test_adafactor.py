@@ -368,3 +368,44 @@ def test_packed_matrices():
     expected, whole = jax.jit(tx.update)(w, tx.init(w), w)
     chex.assert_trees_all_close(jgrad.unpack(updates), expected, rtol=1e-6)
     chex.assert_trees_all_close(jgrad.unpack(state).vw, whole.vw, rtol=1e-6)
+
+
+W = {"w": jnp.ones((4, 3))}
+OF_FACTORY = "expected a pair: what is added to squares, and the smallest scale."
+AGAIN = "make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`."
+
+
+def of_other(**options):
+    """The update with a state of other options."""
+    tx, other = jgrad.adafactor(RATE, min_side=2), jgrad.adafactor(RATE, **options)
+    return lambda: tx.update(W, other.init(W), W)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, f"`epsilon`: 0.1 of type float, {OF_FACTORY}", {"epsilon": 0.1}),
+        (ValueError, "`epsilon`: -1.0, expected a number in [0, inf).", {"epsilon": (-1.0, 1.0)}),
+        (ValueError, "`clip_threshold`: 0, expected a number in (0, inf).", {"clip_threshold": 0}),
+        (ValueError, "`beta2_cap`: 1.0, expected a number in [0, 1).", {"beta2_cap": 1.0}),
+        (ValueError, "`min_side`: 0, expected a number in [1, 2^31).", {"min_side": 0}),
+        (
+            ValueError,
+            "`rule`: 't5x' of type str, expected one of 'paper', 'torch'.",
+            {"rule": "t5x"},
+        ),
+        (
+            TypeError,
+            f"`state.vw` at ['w']: an array of float32 and shape (4, 3), expected Factors; {AGAIN}",
+            of_other(min_side=128),
+        ),
+        (
+            ValueError,
+            f"`state.vw` at ['w']: rows of shape (4, 1), expected (1, 3); {AGAIN}",
+            of_other(min_side=2, output_axes=(0,)),
+        ),
+    ],
+)
+def test_messages(error, message, call):
+    call = call if callable(call) else lambda options=call: jgrad.adafactor(RATE, **options)
+    assert_error(error, f"adafactor: {message}", call)
