@@ -89,6 +89,7 @@ States of optimizers
     unquantized        likewise, for a state in 8 bits as arrays
     OptState           state of every optimizer
     SoapState          state of `soap`
+    SoapFactors        averages and bases of a matrix in it
     Blocks             an array in 8 bits
     Factors            squares by rows and columns
     AccumulateState    state of `accumulate`
@@ -145,7 +146,7 @@ from jgrad._optimizers.lion import lion, lion_update, scale_by_lion
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
-from jgrad._soap.factors import SoapState
+from jgrad._soap.factors import SoapFactors, SoapState
 from jgrad._soap.soap import soap
 from jgrad._states.account import Account
 from jgrad._states.carry_over import carry_over, quantized, unquantized
@@ -249,6 +250,7 @@ __all__ = [  # noqa: RUF022
     "unquantized",
     "OptState",
     "SoapState",
+    "SoapFactors",
     "Blocks",
     "Factors",
     "AccumulateState",

@@ -27,7 +27,7 @@ Array = jax.Array | None
 Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
 
 
-class Factors(NamedTuple):
+class SoapFactors(NamedTuple):
     """Those of one leaf: a matrix, or a stack of them along first axes.
 
     A side above `max_side` has neither average nor basis.
@@ -45,10 +45,10 @@ class Factors(NamedTuple):
     right_basis: Any
 
 
-Factors.__module__ = "jgrad"
+SoapFactors.__module__ = "jgrad"
 # Of one leaf: one, or of a leaf that is split in blocks of several sizes a tuple of them.
-OfLeaf = tuple[Factors, ...]
-_FIELDS = Factors._fields
+OfLeaf = tuple[SoapFactors, ...]
+_FIELDS = SoapFactors._fields
 
 
 @state_of("moments", step="step", mw="moment", vw="moment", factors="factors")
@@ -102,7 +102,7 @@ def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: in
             continue
         shapes = _shapes(axes, x, max_side)
         begun = functools.partial(_begun, x, axes)
-        entries.append(tuple(Factors(*map(begun, _FIELDS, run)) for run in shapes))
+        entries.append(tuple(SoapFactors(*map(begun, _FIELDS, run)) for run in shapes))
     return tree_of(inputs, entries)
 
 
@@ -125,7 +125,7 @@ def read(
     checks.same_shapes(arg, expected)
     found = trees.flatten(like)[1].unflatten(arg.leaves)
     entries = _structure(inputs).flatten_up_to(found)
-    return [None if x is None else (x,) if isinstance(x, Factors) else tuple(x) for x in entries]
+    return [None if x is None else (x,) if isinstance(x, SoapFactors) else tuple(x) for x in entries]
 
 
 def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:
@@ -154,13 +154,13 @@ def _shapes(axes: MatrixAxes, x: jax.Array, max_side: int) -> OfLeaf:
     real = numerics.real_dtype(x)
     dtype = numerics.complex_dtype(real) if jnp.iscomplexobj(x) else real
 
-    def of_run(run: MatrixAxes) -> Factors:
+    def of_run(run: MatrixAxes) -> SoapFactors:
         *stack, rows, columns = run.as_matrices.shape
         both = [
             jax.ShapeDtypeStruct((*stack, n, n), dtype) if 0 < n <= max_side else None
             for n in (rows, columns)
         ]
-        return Factors(*both, *both)
+        return SoapFactors(*both, *both)
 
     return tuple(map(of_run, matrix_axes.pieces(whole(axes))))
 
@@ -257,7 +257,7 @@ class Matrices(NamedTuple):
         return self._replace(factors=of_leaf)
 
 
-def _with_bases(run: Factors, new: Iterator[jax.Array]) -> Factors:
+def _with_bases(run: SoapFactors, new: Iterator[jax.Array]) -> SoapFactors:
     left = None if run.left is None else next(new)
     return run._replace(left_basis=left, right_basis=None if run.right is None else next(new))
 

@@ -398,7 +398,7 @@ def of_choice():
          "`pack(params, max_size=...)` below its size.", lambda: of_choice().init(jgrad.pack(W))),
         (TypeError, "soap: `state`: OptState, expected the SoapState that this `soap` made with `init`.",
          lambda: updated(of_choice(), jgrad.adam(0.1).init(W))),
-        (ValueError, "soap: `state.factors` does not have the structure of `params`: `state.factors` has a Factors at ['w'] "
+        (ValueError, "soap: `state.factors` does not have the structure of `params`: `state.factors` has a SoapFactors at ['w'] "
          "where `params` has a leaf; a state fits the choice of leaves that it was made for, and no other.",
          lambda: updated(jgrad.soap(0.1, matrices=False), of_choice().init(W))),
         (TypeError, "soap: `state.factors` at ['w'].left: None, expected an array of float32; a state fits the choice of "
