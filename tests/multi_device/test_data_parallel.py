@@ -50,7 +50,8 @@ def test_pmap(case, form):
     """Eight replicas stay identical, bit for bit, and train as one device does."""
     assert jax.device_count() == 8
     # Of matrices in `pmap`, which may have parts of them, Muon wants to know that they are whole.
-    options = {"mesh_axes": P()} if case.make is jgrad.muon and form == "tree" else {}
+    is_of_matrices = case.make in (jgrad.muon, jgrad.adafactor)
+    options = {"mesh_axes": P()} if is_of_matrices and form == "tree" else {}
     tx, w, data = case.tx(0.01, **options), params(), batches(5)
     pack = jgrad.pack if form == "packed" else lambda tree: tree
 
