@@ -86,6 +86,11 @@ class Case:
         return self.make is not jgrad.soap
 
     @property
+    def moments_like_parameters(self) -> bool:
+        """Whether moments have the shapes of parameters; NorMuon's and Adafactor's have others."""
+        return self.options.get("rule") != "normuon" and "min_side" not in self.options
+
+    @property
     def has_matrices(self) -> bool:
         """Whether some leaves are matrices, and all others Adam's."""
         return "matrices" in self.options

@@ -32,7 +32,7 @@ from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
 from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
 from jgrad._trees.other_names import explained
@@ -240,7 +240,7 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
             for of, *row in rows
         ]
 
-    g = list(map(narrow, inputs.g))
+    g = list(map(_as_read_in_branches, inputs.g))
     means = leafwise.run(calls(_means_of, g))
     (rows, new_rows), (columns, new_columns) = (
         _average([x and x[k] for x in means], step.vw.part(field), beta)
@@ -283,6 +283,14 @@ def _beta2(name: str, chosen: Mapping[str, Any], step: Step) -> BetaForms:
     return BetaForms(1 - rest, rest, None)
 
 
+def _as_read_in_branches(x: Any) -> Any:
+    """In the dtype of the parameter, since XLA writes what a branch reads.
+
+    Not in a layer of `step_in_backward`, where XLA then writes the layer in both dtypes.
+    """
+    return narrow(x) if shares.current() is None else x
+
+
 def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[list[jax.Array]]:
     """Of each array what its direction is multiplied by: its clip and the scale of its weights."""
     name, chosen = inputs.function, given.arguments
@@ -298,7 +306,7 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[lis
         least.append(numbers.scalar(name, "clip_threshold", chosen["clip_threshold"]))
     if chosen["scale_by_parameter"]:
         w = inputs.require_params("the scale of the weights")
-        measured.append([(leafwise.identity, (narrow(w[i]),)) for i in there])
+        measured.append([(leafwise.identity, (_as_read_in_branches(w[i]),)) for i in there])
         rules_of.append(_scale)
         least.append(numbers.scalar(name, "epsilon", chosen["epsilon"][1]))
     if not (there and measured):

@@ -125,7 +125,9 @@ def read(
     checks.same_shapes(arg, expected)
     found = trees.flatten(like)[1].unflatten(arg.leaves)
     entries = _structure(inputs).flatten_up_to(found)
-    return [None if x is None else (x,) if isinstance(x, SoapFactors) else tuple(x) for x in entries]
+    return [
+        None if x is None else (x,) if isinstance(x, SoapFactors) else tuple(x) for x in entries
+    ]
 
 
 def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:
