@@ -36,10 +36,10 @@ import language_model
 import text
 
 _NAMES = ["poisson", "burgers", "steep", "text"]
-_SEEDS = flags.DEFINE_integer("seeds", 3, "How many seeds.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 0, "Steps; 0 for those of each task.", lower_bound=0)
-_ROUNDS = flags.DEFINE_integer("rounds", 9, "Rounds of timing.", lower_bound=1)
-_TASKS = flags.DEFINE_multi_enum("task", _NAMES, _NAMES, "What to train.")
+_SEEDS = flags.DEFINE_integer("soap_seeds", 3, "How many seeds.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("soap_steps", 0, "Steps; 0 for those of each task.", lower_bound=0)
+_ROUNDS = flags.DEFINE_integer("soap_rounds", 9, "Rounds of timing.", lower_bound=1)
+_TASKS = flags.DEFINE_multi_enum("soap_task", _NAMES, _NAMES, "What to train.")
 
 _TUNED_ON = 100  # the first seed of the search for a rate
 _CHUNK = 40  # steps that are timed at once

@@ -28,15 +28,20 @@ Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, a
 
 
 class SoapFactors(NamedTuple):
-    """Those of one leaf: a matrix, or a stack of them along first axes.
+    """Averages and bases of one leaf of `soap`: of a matrix, or of a stack of matrices.
 
-    A side above `max_side` has neither average nor basis.
+    A side above `max_side` has neither average nor basis. The field names are a file format.
 
     Attributes:
       left: average of G G^H, of shape (..., rows, rows).
       right: average of G^H G, of shape (..., columns, columns).
       left_basis: eigenvectors of `left`, as columns.
       right_basis: eigenvectors of `right`.
+
+    Example:
+      >>> state = jgrad.soap(3e-3, matrices=True, max_side=4).init({"w": jnp.ones((9, 3))})
+      >>> state.factors["w"].left, state.factors["w"].right_basis.shape
+      (None, (3, 3))
     """
 
     left: Any

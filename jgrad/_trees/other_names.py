@@ -39,6 +39,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "adjust_lr_fn": ("scale",),
     "weight_dimension_numbers": ("matrices", "output_axes"),
     "max_grad_norm": ("max_norm",),
+    "min_dim_size_to_factor": ("min_side",),
+    "multiply_by_parameter_scale": ("scale_by_parameter",),
+    "clipping_threshold": ("clip_threshold",),
+    "precondition_frequency": ("every",),
+    "max_precond_dim": ("max_side",),
     "opt": ("tx",),
     "inner": ("tx",),
     "optimizer": ("tx",),
@@ -69,7 +74,7 @@ FUNCTIONS = {
 KEYWORDS = (
     *("learning_rate", "weight_decay", "momentum", "beta1", "beta2", "epsilon"),
     *("adam_learning_rate", "adam_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("hyperball_learning_rate", "emit", "finite", "weight", "loss"),
+    *("error_decay", "shampoo_beta", "hyperball_learning_rate", "emit", "finite", "weight", "loss"),
 )
 _OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
 _BETWEEN_WRAPPERS = ("commit", "notes", "then", "undecayed")  # which wrappers tell what is inside

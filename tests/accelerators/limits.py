@@ -136,6 +136,8 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
     ("watch(AdamW, every=100)", "h100"): {"medium": (29, 6), "large": (11, 6), "stacked": (60, 6)},
     ("momentum", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("momentum", "h100"): {"medium": (26, 3), "large": (8, 3), "stacked": (18, 3)},
+    ("Lion", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
+    ("Lion", "h100"): {"medium": (26, 3), "large": (8, 3), "stacked": (18, 3)},
     ("AdamW", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("AdamW", "h100"): {"medium": (27, 4), "large": (9, 4), "stacked": (19, 4)},
     ("AdamW, cautious", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},

@@ -305,6 +305,7 @@ def stopping(update, *args, **kwargs):
 FLAGS = {
     "gradient_descent: `nesterov`": lambda x: jgrad.gradient_descent(0.1, momentum=0.9, nesterov=x),
     "lars: `nesterov`": lambda x: jgrad.lars(0.1, momentum=0.9, nesterov=x),
+    "adafactor: `scale_by_parameter`": lambda x: jgrad.adafactor(0.1, scale_by_parameter=x),
     "lars: `rate_in_momentum`": lambda x: jgrad.lars(0.1, momentum=0.9, rate_in_momentum=x),
     "scale_by_muon: `nesterov`": lambda x: jgrad.scale_by_muon(matrices=True, nesterov=x),
     "accumulate: `check_finite`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, check_finite=x),
@@ -335,6 +336,7 @@ FLAGS = {
     "optimizer_update: `stop_gradients`": stopping(jgrad.optimizer_update, X, X, 0.1),
     "gradient_descent_update: `stop_gradients`": stopping(jgrad.gradient_descent_update, X, X, 0.1),
     "adam_update: `stop_gradients`": stopping(jgrad.adam_update, X, X, 0.1, X, X, 1),
+    "lion_update: `stop_gradients`": stopping(jgrad.lion_update, X, X, 0.1, X),
     "lars_update: `stop_gradients`": stopping(jgrad.lars_update, X, X, 0.1),
     "lamb_update: `stop_gradients`": stopping(jgrad.lamb_update, X, X, 0.1, X, X, 1),
 }

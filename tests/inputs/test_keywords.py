@@ -18,7 +18,7 @@ W = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
 IS_MATRIX = {"w": True, "b": False}
 ADAM = jgrad.adam(0.1)
 NUMBERS_OF_ADAM = ("learning_rate", "weight_decay", "beta1", "beta2", "epsilon")
-OF_MUON = {"momentum": 0.9, **{f"adam_{x}": 0.5 for x in NUMBERS_OF_ADAM}}
+OF_MUON = {"momentum": 0.9, "error_decay": 0.9, **{f"adam_{x}": 0.5 for x in NUMBERS_OF_ADAM}}
 
 
 def row(tx, *own, **needed):
@@ -31,12 +31,19 @@ ROWS = {
         jgrad.gradient_descent(0.1, momentum=0.9), "learning_rate", "weight_decay", "momentum"
     ),
     "adam": row(ADAM, *NUMBERS_OF_ADAM),
+    "lion": row(jgrad.lion(0.1), "learning_rate", "weight_decay", "beta1", "beta2"),
+    "adafactor": row(jgrad.adafactor(0.1), "learning_rate", "weight_decay"),
     "lars": row(jgrad.lars(0.1), "learning_rate", "weight_decay", "epsilon", "momentum"),
     "lamb": row(jgrad.lamb(0.1), *NUMBERS_OF_ADAM),
     "muon": row(
         jgrad.muon(0.1, matrices=IS_MATRIX, adam_learning_rate=0.1, adam_weight_decay=0.1),
         "learning_rate", "weight_decay", *OF_MUON,
     ),
+    "soap": row(
+        jgrad.soap(0.1, matrices=IS_MATRIX, adam_learning_rate=0.1),
+        *NUMBERS_OF_ADAM, "shampoo_beta", *(f"adam_{x}" for x in NUMBERS_OF_ADAM),
+    ),
+    "scale_by_lion": row(jgrad.scale_by_lion(), "beta1", "beta2"),
     "scale_by_adam": row(jgrad.scale_by_adam(), "beta1", "beta2", "epsilon"),
     "scale_by_muon": row(
         jgrad.scale_by_muon(matrices=IS_MATRIX), "momentum", "adam_beta1", "adam_beta2", "adam_epsilon"
@@ -79,7 +86,14 @@ WHERE_TAKEN = {
     "wd": "weight_decay",
     "weight_decay_rate": "weight_decay",
 }
-ALONE = ("clip_by_global_norm", "ema", "scale_by_adam", "scale_by_muon", "scale_by_trust_ratio")
+ALONE = (
+    "clip_by_global_norm",
+    "ema",
+    "scale_by_adam",
+    "scale_by_lion",
+    "scale_by_muon",
+    "scale_by_trust_ratio",
+)
 # Of optax's own transformations and losses; data of a loss in its line searches; of optimizers of
 # several models.
 OF_OTHERS = (

@@ -17,7 +17,7 @@ from tests.support.kernels import ADAM, normal
 
 # The structure of `tests.cases.params`, for masks; three leaves have whole rows.
 SHAPES = {"layer": {"w": (16, 256), "b": (3,)}, "rest": [(2, 8, 256), (16, 256), (3,)]}
-IN_8_BITS = [case for case in CASES if case.state]
+IN_8_BITS = [case for case in CASES if case.rounded]
 
 
 def calls(tx, w, step=jgrad.apply_gradients):

@@ -21,8 +21,8 @@ FACTORIES = {
     if name in jgrad.__all__
     and inspect.signature(x).return_annotation is optax.GradientTransformationExtraArgs
 }
-# Ours as a message lists them, where a name of others stands for several.
-BOTH = {"betas": "`beta1` and `beta2`", "weight_dimension_numbers": "`matrices` and `output_axes`"}
+# Names of others that stand for several of ours.
+BOTH = ("betas", "weight_dimension_numbers")
 
 
 def named(factory):
@@ -31,7 +31,7 @@ def named(factory):
 
 def test_every_factory_is_found():
     assert {"adam", "muon", "scale_by_muon", "ema", "accumulate", "offload"} <= FACTORIES.keys()
-    assert len(FACTORIES) == 23
+    assert len(FACTORIES) == 25
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_names_of_others(name):
         own = [x for x in ours if x in named(factory)]
         if not own or other in named(factory):
             continue
-        expected = BOTH.get(other, f"`{own[0]}`")
+        expected = " and ".join(f"`{x}`" for x in (own if other in BOTH else own[:1]))
         assert_error(
             TypeError,
             f"{name}: `{other}`: an unknown argument, expected {expected}.",
@@ -146,7 +146,8 @@ INSTEAD = {
     "Lion": "`jgrad.lion`",
     "rmsprop": "`optax.rmsprop`, which works beside jgrad",
     "RMSprop": "`optax.rmsprop`, which works beside jgrad",
-    "adafactor": "`optax.adafactor`, which works beside jgrad",
+    "Adafactor": "`jgrad.adafactor`",
+    "SOAP": "`jgrad.soap`",
     "prodigy": "`optax.contrib.prodigy`, which works beside jgrad",
     "chain": "`optax.chain`, which works beside jgrad",
     "MultiSteps": "`jgrad.accumulate`",
