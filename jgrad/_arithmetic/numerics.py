@@ -137,16 +137,18 @@ def same_direction(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def sign(x: jax.Array) -> jax.Array:
-    """x / |x|, with derivative 0. NaN and zeros stay.
+    """x / |x|, and 0 for 0, with derivative 0. NaN stays.
 
-    Of real numbers by comparisons, see `same_direction`.
+    Of real numbers by comparisons, see `same_direction`; without `stop_gradient`, for which older
+    versions of JAX have no kernel.
     """
     if jnp.iscomplexobj(x):
         x = jax.lax.stop_gradient(_in_unit_square(x))
         root = safe_sqrt(abs_squared(x))
         return jax.lax.complex(safe_divide(x.real, root), safe_divide(x.imag, root))
     one = jnp.ones_like(x)
-    return jnp.where(x > 0, one, jnp.where(x < 0, -one, jax.lax.stop_gradient(x)))
+    zero = jnp.where(x == x, jnp.zeros_like(x), x)
+    return jnp.where(x > 0, one, jnp.where(x < 0, -one, zero))
 
 
 def _in_unit_square(x: jax.Array) -> jax.Array:
