@@ -69,6 +69,7 @@ def test_what_optax_takes(name):
     assert COLLECTIVES[name]["all-reduce"] <= 2 * theirs.counts.collectives["all-reduce"]
 
 
+@pytest.mark.slow
 @accelerators
 def test_a_quarter_of_the_rows():
     """What docs/muon.md says of `fraction`: bytes of all-to-alls and of HBM, and operations."""
