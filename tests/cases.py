@@ -351,7 +351,7 @@ CASES = [
         elementwise=False,
     ),
     Case(
-        "dion2",
+        "muon_dion2",
         jgrad.muon,
         {
             "matrices": rank_two,
@@ -365,7 +365,7 @@ CASES = [
         decays=True,
     ),
     Case(
-        "dion3",
+        "muon_dion3",
         jgrad.muon,
         {
             "matrices": rank_two,

@@ -108,7 +108,7 @@ JGRAD = {
     "contrib/_muon_test.py::MuonTest::test_dim_nums_combinations_frobenius": _STATE,
     **{
         f"_src/sharding_test.py::ShardingTest::test_init_with_abstract_input_{name}": _ABSTRACT
-        for name in ("adam", "adamw", "lamb", "lars", "sgd")
+        for name in ("adam", "adamw", "lamb", "lars", "lion", "sgd")
     },
     "contrib/_schedule_free_test.py::ScheduleFreeTest::test_schedule_free_adamw": _ROUNDED,
     "transforms/_masking_test.py::MaskedTest::test_masked_state_structure": _STATE,

@@ -164,6 +164,7 @@ def test_the_command_is_killed(start):
     assert re.search(r"saved step (\d+)\. The same command goes on after step \1,", run.text)
 
 
+@pytest.mark.slow(exhaustive=True)
 def test_twenty_kills(start, tmp_path):
     """At any moment, of a save above all: the last line says how to go on, and nobody's traceback.
 

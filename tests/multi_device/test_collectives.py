@@ -187,9 +187,14 @@ def with_weights_in(dtype, tx):
 
 
 def optimizers(form, *, elementwise):
-    """In 8 bits, too, where each shard of a leaf has whole blocks."""
+    """In 8 bits, too, where each shard of a leaf has whole blocks.
+
+    Without Adafactor, whose means of rows and columns are sums of their own.
+    """
     for case in (case.without_masks() for case in CASES):
-        if case.elementwise == elementwise and not case.has_matrices:
+        if case.make is jgrad.adafactor or case.has_matrices:
+            continue
+        if case.elementwise == elementwise:
             yield str(case), case.tx()
             if case.state and form in ("rows", "packed"):
                 yield f"{case}-8bit", case.tx(moment_dtype="8bit")
