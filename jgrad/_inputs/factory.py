@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+
 from jgrad._arithmetic import rules
 from jgrad._inputs import numbers, options
 from jgrad._inputs.aligned import Role
@@ -17,7 +19,7 @@ from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.moment import Step
 from jgrad._inputs.moment_options import MomentOptions
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
-from jgrad._trees import values
+from jgrad._trees import checks, values
 
 Arguments = Mapping[str, Any]
 
@@ -35,6 +37,18 @@ def checked(read: Callable[[str, str, Any], Any], *, optional: bool = False) -> 
 def one_of(*choices: Any) -> Callable[[str, str, Any], None]:
     """The kind of an option that is one of some values."""
     return lambda function, name, x: values.one_of(function, name, x, choices)
+
+
+def count(low: int = 1) -> Callable[[str, str, Any], None]:
+    """The kind of an int of at least `low`, which shapes the program and is no number of a call."""
+
+    def check(function: str, name: str, x: Any) -> None:
+        if isinstance(x, jax.Array):
+            problem = f"{checks.describe(x)}, expected an int; {checks.INJECTED}"
+            raise TypeError(f"{function}: `{name}`: {problem}.")
+        values.count(function, name, x, low)
+
+    return check
 
 
 # What a check is given: the names of the factory and of the option, and its value.

@@ -18,7 +18,7 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.around import narrow
-from jgrad._inputs.factory import DECAY, FORM, Given, Options, checked, one_of
+from jgrad._inputs.factory import DECAY, FORM, Given, Options, checked, count, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.matrix_axes import MatrixAxes
@@ -32,7 +32,7 @@ from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
 from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._trees import checks, shares, trees, values
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
 from jgrad._trees.other_names import explained
@@ -381,7 +381,7 @@ _OPTIONS = Options(
     clip_threshold=_positive_or_none,
     momentum=checked(numbers.scalar_betas, optional=True),
     scale_by_parameter=Role.FLAG,
-    min_side=lambda function, name, x: values.count(function, name, x),
+    min_side=count(),
     rule=one_of("paper", "torch"),
     layer_axes=Role.LAYER_AXES,
     output_axes=lambda function, _, x: matrix_axes.read_output_axes(function, x),

@@ -14,7 +14,7 @@ from jgrad._arithmetic.leafwise import Function, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.factory import FORM, Given, Options, checked, one_of
+from jgrad._inputs.factory import FORM, Given, Options, checked, count, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import MomentShapes, NewMoments, Step
@@ -42,9 +42,9 @@ _OPTIONS = Options(
     beta1=Role.BETA,
     beta2=Role.BETA,
     shampoo_beta=Role.BETA,
-    every=values.count,
+    every=count(),
     epsilon=Role.NUMBER,
-    max_side=functools.partial(values.count, low=0),
+    max_side=count(0),
     output_axes=lambda function, _, x: matrix_axes.read_output_axes(function, x),
     split=lambda function, _, x: matrix_axes.read_split(function, x),
     layer_axes=Role.LAYER_AXES,

@@ -164,3 +164,22 @@ def test_axes_that_are_arrays():
         "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`.",
         lambda: tx.init(W),
     )
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (jgrad.adafactor, "min_side"),
+        (functools.partial(jgrad.soap, matrices=True), "every"),
+        (functools.partial(jgrad.soap, matrices=True), "max_side"),
+    ],
+)
+def test_counts_are_static(make, name):
+    """They shape the program, so they may be no arrays."""
+    function = getattr(make, "func", make).__name__
+    assert_error(
+        TypeError,
+        f"{function}: `{name}`: an array of int32 and shape (), expected an int; "
+        "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`.",
+        lambda: make(0.1, **{name: jnp.asarray(3, jnp.int32)}),
+    )
