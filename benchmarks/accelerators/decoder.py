@@ -123,6 +123,10 @@ def _muon() -> optax.GradientTransformation:
     )
 
 
+def _adafactor() -> optax.GradientTransformation:
+    return jgrad.stochastic_rounding(jgrad.adafactor(1e-2, layer_axes=LAYER_AXES))
+
+
 _BF16: Any = jnp.bfloat16
 
 RECIPES = {
@@ -133,6 +137,7 @@ RECIPES = {
     "bf16: stochastic(AdamW, 8 bits)": Recipe(
         lambda: jgrad.stochastic_rounding(_eight_bits()), _BF16
     ),
+    "bf16: stochastic(Adafactor)": Recipe(_adafactor, _BF16),
     "AdamW, XLA's order": Recipe(lambda: _adamw(), options={}),
     "AdamW, 8 bits, XLA's order": Recipe(_eight_bits, options={}),
     "LAMB of optax": Recipe(lambda: optax.lamb(1e-4, weight_decay=0.1), optaxs=True),
@@ -142,7 +147,10 @@ RECIPES = {
 # Each layer updated as soon as its gradient is known.
 RECIPES |= {
     f"{name}, in backward": RECIPES[name]._replace(in_backward=True)
-    for name in ("AdamW", "AdamW, 8 bits", "bf16: stochastic(AdamW, 8 bits)", "Muon")
+    for name in (
+        *("AdamW", "AdamW, 8 bits", "bf16: stochastic(AdamW, 8 bits)"),
+        *("bf16: stochastic(Adafactor)", "Muon"),
+    )
 }
 
 
