@@ -412,7 +412,8 @@ def test_e11_bytes_moved_by_a_mini_step(make, weighted, check_finite, limit):
     program = jax.jit(mini_step, donate_argnums=0).lower(*args).compile()
     size = sum(4 * x.size for x in w.values())
     assert 3 * size <= program.cost_analysis()["bytes accessed"] < 1.005 * limit * size
-    assert program.memory_analysis().temp_size_in_bytes < 0.005 * size
+    written = 1 if check_finite and LOOK > 1 else 0  # g - g, all of it
+    assert program.memory_analysis().temp_size_in_bytes < (0.005 + written) * size
 
 
 def conditionals(jaxpr):
