@@ -47,6 +47,12 @@ def jit_static_kwargs(f: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], functools.wraps(f)(jax.jit(f, static_argnames=static)))
 
 
+@functools.cache
+def fixed(f: Function, /, **options: Any) -> Function:
+    """The function with these options: one object for each choice, so that JAX's caches find it."""
+    return functools.partial(f, **options)
+
+
 def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a rule work on leaves of any float dtype or in 8 bits, and on shapes that broadcast.
 

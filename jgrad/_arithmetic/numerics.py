@@ -157,12 +157,39 @@ def _in_unit_square(x: jax.Array) -> jax.Array:
     return jax.lax.complex(safe_divide(x.real, largest), safe_divide(x.imag, largest))
 
 
-def in_float32(x: jax.Array) -> jax.Array:
-    """At most the largest number, where it is finite."""
+def saturating_float32(x: jax.Array) -> jax.Array:
+    """In float32, at most its largest number where it is finite."""
     if x.dtype == jnp.float32:
         return x
     largest = float(jnp.finfo(jnp.float32).max)
     return jnp.where(jnp.isinf(x), x, clipped(x, largest)).astype(jnp.float32)
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """|x|, or of complex numbers the larger part, which does not overflow."""
+    return jnp.maximum(abs(x.real), abs(x.imag)) if jnp.iscomplexobj(x) else abs(x)
+
+
+def normal_scale(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The largest of magnitudes over some axes; 1 for zeros, whose slopes are finite then.
+
+    It is a normal number, and so is its reciprocal, by which matrices may be multiplied.
+    """
+    largest = jnp.max(sizes, axis=axes, keepdims=True)
+    tiny = jnp.finfo(largest.dtype).tiny
+    return jnp.where(largest == 0, jnp.ones_like(largest), jnp.clip(largest, tiny, 1 / tiny))
+
+
+def product(
+    x: jax.Array, y: jax.Array, *, adjoint_x: bool = False, adjoint_y: bool = False, **options: Any
+) -> jax.Array:
+    """X Y of matrices or stacks of them, or with X^H, or Y^H; options are of `dot_general`."""
+    ndim = x.ndim
+    over = ((ndim - 2 if adjoint_x else ndim - 1,), (ndim - 1 if adjoint_y else ndim - 2,))
+    stacked = tuple(range(ndim - 2))
+    x = x.conj() if adjoint_x and jnp.iscomplexobj(x) else x
+    y = y.conj() if adjoint_y and jnp.iscomplexobj(y) else y
+    return jax.lax.dot_general(x, y, (over, (stacked, stacked)), **options)
 
 
 def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:

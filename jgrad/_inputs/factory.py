@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs import numbers, options
+from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent
@@ -62,6 +62,13 @@ DECAY: dict[str, Kind] = {
 }
 COUPLED_DECAY = DECAY | {"weight_decay_rule": one_of("coupled", *options.DECAY_RULES)}
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
+# What every method has that looks at matrices.
+MATRICES: dict[str, Kind] = {
+    "output_axes": lambda function, _, x: matrix_axes.read_output_axes(function, x),
+    "split": lambda function, _, x: matrix_axes.read_split(function, x),
+    "layer_axes": Role.LAYER_AXES,
+    "mesh_axes": lambda function, _, x: matrix_axes.read_shardings(function, x),
+}
 
 
 class Options:
@@ -110,9 +117,9 @@ class Given:
     def read(self, inputs: Inputs, step: Step) -> Any:
         """The numbers of one update: an attribute for each option that is one.
 
-        And `descent`, where there is a weight decay, whose table has the learning rate before it.
+        And `descent`; None without a weight decay, whose table has the learning rate before it.
         """
-        of_update = SimpleNamespace()
+        of_update = SimpleNamespace(descent=None)
         for name, kind in self._kinds.items():
             x = self.arguments[name]
             match kind:

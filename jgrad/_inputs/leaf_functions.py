@@ -14,6 +14,7 @@ import jax
 
 from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leafwise import Call, PerLeaf
+from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs.around import Origin, Rest, in_float32, origin
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
@@ -144,6 +145,12 @@ class LeafFunction:
 def of_one_leaf(function: Function) -> LeafFunction:
     """Makes a function of one leaf one of all leaves; see `LeafFunction`."""
     return LeafFunction(function)
+
+
+@of_one_leaf
+def average(x: jax.Array, moment: Moments, beta: BetaForms) -> jax.Array:
+    """The average of arrays, with this one in it."""
+    return moment.write(rules.average, x, moment.old, beta.value, beta.complement)
 
 
 @of_one_leaf

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.leafwise import Function
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.options import Mask
@@ -72,6 +74,8 @@ class View(NamedTuple):
         return jax.lax.reshape(x, self.start)
 
 
+# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
+LAST = (-1,)
 Array = jax.Array | None
 # For each axis of an array the mesh axes over which it is sharded.
 MeshAxesPerAxis: TypeAlias = tuple[tuple[str, ...], ...]
@@ -294,6 +298,19 @@ def mesh_axes_to_cut(axes: MatrixAxes, sizes: dict[str, int]) -> MeshAxesPerAxis
 
 
 # ---- numbers of matrices -----------------------------------------------------------------------
+
+
+def apply(
+    rule: Function, axes: Sequence[MatrixAxes | None], /, *columns: Sequence[Any], **options: Any
+) -> list[Any]:
+    """The rule of the entries of each array that has matrices, and all of them."""
+    calls = [
+        None
+        if of is None or any(x is None for x in row)
+        else (leafwise.fixed(rule, axes=of, **options), tuple(row))
+        for of, *row in zip(axes, *columns, strict=True)
+    ]
+    return leafwise.run(calls)
 
 
 def sums(x: jax.Array, axes: MatrixAxes) -> jax.Array:

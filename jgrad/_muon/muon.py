@@ -16,10 +16,10 @@ from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.factory import FORM, Arguments, Given, Options, checked, one_of
+from jgrad._inputs.factory import FORM, MATRICES, Arguments, Given, Options, checked, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.leaf_functions import Descent, of_one_leaf
-from jgrad._inputs.matrix_axes import Array, MatrixAxes
+from jgrad._inputs.leaf_functions import Descent, average, of_one_leaf
+from jgrad._inputs.matrix_axes import LAST, Array, MatrixAxes
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
@@ -38,8 +38,6 @@ from jgrad._trees.trees import PyTree
 MuonRule = Literal["muon", "normuon"]
 ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
 Scale = str | ScaleFunction | None
-# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
-LAST = (-1,)
 _MOMENTUM = 0.95
 
 _SCALES: dict[str | None, ScaleFunction] = {
@@ -115,10 +113,7 @@ _DIRECTION = Options(
     rule=one_of("muon", "normuon"),
     nesterov=Role.FLAG,
     momentum=Role.BETA,
-    output_axes=lambda function, _, x: matrix_axes.read_output_axes(function, x),
-    split=lambda function, _, x: matrix_axes.read_split(function, x),
-    layer_axes=Role.LAYER_AXES,
-    mesh_axes=lambda function, _, x: matrix_axes.read_shardings(function, x),
+    **MATRICES,
     normuon_beta=numbers.beta,
     fraction=None,
     error_decay=Role.BETA,
@@ -195,11 +190,6 @@ def read_scale(function: str, scale: Scale) -> ScaleFunction:
 
 
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
-
-
-@of_one_leaf
-def _momentum(g: jax.Array, mw: Moments, beta: BetaForms) -> jax.Array:
-    return mw.write(rules.average, g, mw.old, beta.value, beta.complement)
 
 
 @of_one_leaf
@@ -290,7 +280,7 @@ def _of_all_rows(
     of_update: Any,
 ) -> tuple[PerPart[Array], PerPart[Array], NewMoments]:
     """Averages of gradients, orthogonalized; nothing for rows that wait; the new moments."""
-    momentum = _look_ahead if muon.nesterov else _momentum
+    momentum = _look_ahead if muon.nesterov else average
     m, new = momentum(g, mw, parts.numbers(of_update.momentum))
     options = muon.of_newton_schulz
     matrices = parts.map(Part.to_matrices, m)

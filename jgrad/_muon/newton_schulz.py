@@ -161,18 +161,10 @@ def _normalized(x: jax.Array, divisor: float) -> jax.Array:
 
     Scaled by its largest element always: a second pass over a chunk costs little beside products.
     """
-    scale = jnp.max(jax.lax.stop_gradient(_magnitude(x)), axis=(1, 2), keepdims=True)
-    tiny = jnp.finfo(scale.dtype).tiny
-    # Normal numbers, as their reciprocals are; 1 for zeros, whose slopes are finite then.
-    scale = jnp.where(scale == 0, jnp.ones_like(scale), jnp.clip(scale, tiny, 1 / tiny))
+    scale = numerics.normal_scale(jax.lax.stop_gradient(numerics.magnitude(x)), (1, 2))
     x = numerics.scaled(x, 1 / scale)
     norm = numerics.safe_sqrt(jnp.sum(numerics.abs_squared(x), axis=(1, 2))).reshape(-1, 1, 1)
     return numerics.scaled(x, 1 / jnp.where(norm == 0, jnp.ones_like(norm), norm * divisor))
-
-
-def _magnitude(x: jax.Array) -> jax.Array:
-    """|x|, or of complex numbers the larger part, which does not overflow."""
-    return jnp.maximum(abs(x.real), abs(x.imag)) if jnp.iscomplexobj(x) else abs(x)
 
 
 def _iterated(
@@ -199,10 +191,7 @@ def _product(
         rr, ii, ri, ir = (_product(p, q, dtype=dtype, adjoint=adjoint) for p, q in parts)
         sign = 1 if adjoint else -1
         return jax.lax.complex(rr + sign * ii, ir - sign * ri)
-    stacked = tuple(range(x.ndim - 2))
-    over = ((x.ndim - 1,), (x.ndim - 1 if adjoint else x.ndim - 2,))
-    y = y.conj() if adjoint and jnp.iscomplexobj(y) else y
     wide = x.dtype
     if dtype is not None:
         x, y = x.astype(dtype), y.astype(dtype)
-    return jax.lax.dot_general(x, y, (over, (stacked, stacked)), preferred_element_type=wide)
+    return numerics.product(x, y, adjoint_y=adjoint, preferred_element_type=wide)

@@ -1,15 +1,13 @@
 """NorMuon: outputs of orthogonal matrices, divided by the root of their averaged mean squares."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function, jit_static_kwargs, on_leaf
+from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.leafwise import jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes
-from jgrad._inputs.leaf_functions import of_one_leaf
+from jgrad._inputs.leaf_functions import average, of_one_leaf
 from jgrad._inputs.matrix_axes import Array, MatrixAxes
 from jgrad._inputs.moment import Moment, NewMoments
 from jgrad._kernels.moment import Moments
@@ -31,37 +29,20 @@ def with_equal_outputs(
 
     Those of rows that wait are zeros, and their averages wait, too.
     """
-    mean_squares = _apply(_mean_square, axes, x)
+    mean_squares = matrix_axes.apply(_mean_square, axes, x)
     mean_squares = parts.map(Part.from_matrices, mean_squares, per_output=True)
     if any(y is not None for y in is_taken):
-        is_taken = parts.map(Part.from_matrices, _apply(_any, axes, is_taken), per_output=True)
+        is_taken = parts.map(
+            Part.from_matrices, matrix_axes.apply(_any, axes, is_taken), per_output=True
+        )
         averages, new = _average_of_outputs(mean_squares, vw, beta, is_taken)
     else:
-        averages, new = _average(mean_squares, vw, beta)
+        averages, new = average(mean_squares, vw, beta)
     averages = parts.map(Part.to_matrices, averages, per_output=True)
-    return _apply(_normalized, axes, x, averages), new
-
-
-def _apply(
-    rule: Function, axes: PerPart[MatrixAxes | None], *columns: PerPart[Array]
-) -> PerPart[Array]:
-    """The rule of the entries of each part that has matrices."""
-    rows = zip(axes, zip(*columns, strict=True), strict=True)
-    return leafwise.run([None if of is None else (_of_axes(rule, of), row) for of, row in rows])
-
-
-@functools.cache
-def _of_axes(rule: Function, axes: MatrixAxes) -> Function:
-    """One function object for all arrays with such matrices, so that JAX's caches find it again."""
-    return functools.partial(rule, axes=axes)
+    return matrix_axes.apply(_normalized, axes, x, averages), new
 
 
 # ---- on the arrays of one leaf -----------------------------------------------------------------
-
-
-@of_one_leaf
-def _average(x: jax.Array, vw: Moments, beta: BetaForms) -> jax.Array:
-    return vw.write(rules.average, x, vw.old, beta.value, beta.complement)
 
 
 @of_one_leaf

@@ -69,8 +69,6 @@ def _residual(
 def _residual_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
     x = axes.as_wide.of(x)
     rows = x.shape[1]
-    stacked, over = ((0,), (0,)), ((2,), (2,))
-    product = jax.lax.dot_general(x, x.conj(), (over, stacked))
-    apart = product - jnp.eye(rows, dtype=x.dtype)[None]
+    apart = numerics.product(x, x, adjoint_y=True) - jnp.eye(rows, dtype=x.dtype)[None]
     squares = jnp.sum(numerics.abs_squared(apart), axis=(1, 2))
     return jnp.max(jnp.sqrt(squares / np.float32(max(1, rows)).astype(squares.dtype)), initial=0.0)

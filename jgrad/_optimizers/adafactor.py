@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,21 +13,20 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
+from jgrad._arithmetic.leafwise import Call, jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.around import narrow
-from jgrad._inputs.factory import DECAY, FORM, Given, Options, checked, count, one_of
+from jgrad._inputs.factory import DECAY, FORM, MATRICES, Given, Options, checked, count, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.leaf_functions import Descent, of_one_leaf
-from jgrad._inputs.matrix_axes import MatrixAxes
+from jgrad._inputs.leaf_functions import Descent, average
+from jgrad._inputs.matrix_axes import LAST, MatrixAxes
 from jgrad._inputs.moment import MomentShapes, NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
-from jgrad._kernels.moment import Moments
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
 from jgrad._layers.trust import quotient
@@ -39,8 +38,6 @@ from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
 AdafactorRule = Literal["paper", "torch"]
-# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
-_LAST = (-1,)
 
 # ---- squares, by rows and columns, on the arrays of one leaf -----------------------------------
 
@@ -139,11 +136,6 @@ def _by_bounded_elements(g: jax.Array, v: jax.Array, least: jax.Array) -> jax.Ar
     return numerics.scaled(g, _inverse_root(numerics.positive(jnp.maximum(v, least * least))))
 
 
-@of_one_leaf
-def _average(x: jax.Array, old: Moments, beta: BetaForms) -> jax.Array:
-    return old.write(rules.average, x, old.old, beta.value, beta.complement)
-
-
 # ---- on vectors with an entry per layer --------------------------------------------------------
 
 
@@ -233,24 +225,16 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
     least = [known[x] for x in least]
     beta = _beta2(name, chosen, step)
 
-    def calls(f: Callable[..., Any], *columns: list[Any]) -> list[Call | None]:
-        rows = zip(axes, *columns, strict=True)
-        return [
-            None if of is None or any(x is None for x in row) else (f(of), tuple(row))
-            for of, *row in rows
-        ]
-
     g = list(map(_as_read_in_branches, inputs.g))
-    means = leafwise.run(calls(_means_of, g))
+    means = matrix_axes.apply(_mean_squares, axes, g)
     (rows, new_rows), (columns, new_columns) = (
-        _average([x and x[k] for x in means], step.vw.part(field), beta)
+        average([x and x[k] for x in means], step.vw.part(field), beta)
         for k, field in enumerate(Factors._fields)
     )
-    roots_of = functools.partial(_roots_of, rule=chosen["rule"])
-    roots = leafwise.run(calls(roots_of, rows, columns, least))
+    roots = matrix_axes.apply(_inverse_roots, axes, rows, columns, least, rule=chosen["rule"])
     alone = [x if of is None else None for x, of in zip(g, axes, strict=True)]
     squares = leafwise.apply(_squares, alone)
-    elements, new_elements = _average(squares, step.vw.part(None), beta)
+    elements, new_elements = average(squares, step.vw.part(None), beta)
 
     u: list[Call | None] = []
     for x, ab, v, floor in zip(g, roots, elements, least, strict=True):
@@ -384,8 +368,8 @@ _OPTIONS = Options(
     min_side=count(),
     rule=one_of("paper", "torch"),
     layer_axes=Role.LAYER_AXES,
-    output_axes=lambda function, _, x: matrix_axes.read_output_axes(function, x),
-    mesh_axes=lambda function, _, x: matrix_axes.read_shardings(function, x),
+    output_axes=MATRICES["output_axes"],
+    mesh_axes=MATRICES["mesh_axes"],
     **DECAY,
     **FORM,
 )
@@ -406,7 +390,7 @@ def adafactor(
     weight_decay_mask: Mask = None,
     weight_decay_rule: DecayRule = "decoupled",
     rule: AdafactorRule = "paper",
-    output_axes: PyTree = _LAST,
+    output_axes: PyTree = LAST,
     mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
     moment_dtype: MomentDType = None,
@@ -503,7 +487,7 @@ def adafactor(
             options.without_momentum(inputs, step)
             return descent.updates(d, inputs.w), None, vw
         beta = options.beta_per_array(inputs, step, "momentum", momentum)
-        updates, mw = _average.update(inputs, d, step.mw, beta, descent=descent)
+        updates, mw = average.update(inputs, d, step.mw, beta, descent=descent)
         return updates, mw, vw
 
     has_momentum = momentum is not None
@@ -513,16 +497,3 @@ def adafactor(
     return transformation(
         name, compute, shapes_of=shapes_of, moments=moments, params_for=params_for
     )
-
-
-# One function object for all arrays with such matrices, so that JAX's caches find it again.
-
-
-@functools.cache
-def _means_of(axes: MatrixAxes) -> Function:
-    return functools.partial(_mean_squares, axes=axes)
-
-
-@functools.cache
-def _roots_of(axes: MatrixAxes, rule: AdafactorRule) -> Function:
-    return functools.partial(_inverse_roots, axes=axes, rule=rule)

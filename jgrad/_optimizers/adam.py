@@ -12,13 +12,13 @@ from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.factory import DECAY, FORM, Options, one_of
+from jgrad._inputs.factory import DECAY, FORM, Given, Options, one_of
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import transformation
+from jgrad._inputs.transformation import Compute, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -271,6 +271,16 @@ def adam_update(
 
 # ---- transformations ---------------------------------------------------------------------------
 
+
+def _compute(given: Given) -> Compute:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+        n, correction = given.read(inputs, step), given.arguments["bias_correction"]
+        numbers = numbers_of(n.beta1, n.beta2, n.epsilon, correction, step.as_float)
+        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, numbers, descent=n.descent)
+
+    return compute
+
+
 _DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, mesh_axes=None, **FORM)
 _OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
 
@@ -352,13 +362,8 @@ def adam(
     """
     given = _OPTIONS.check("adam", locals())
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        n = given.read(inputs, step)
-        numbers = numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float)
-        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, numbers, descent=n.descent)
-
     moments = given.moments(mesh_axes=mesh_axes)
-    return transformation("adam", compute, mw=True, vw=True, moments=moments)
+    return transformation("adam", _compute(given), mw=True, vw=True, moments=moments)
 
 
 @explained
@@ -409,10 +414,5 @@ def scale_by_adam(
     """
     given = _DIRECTION.check("scale_by_adam", locals())
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
-        n = given.read(inputs, step)
-        numbers = numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float)
-        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, numbers, descent=None)
-
     moments = given.moments(mesh_axes=mesh_axes)
-    return transformation("scale_by_adam", compute, mw=True, vw=True, moments=moments)
+    return transformation("scale_by_adam", _compute(given), mw=True, vw=True, moments=moments)

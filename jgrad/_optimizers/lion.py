@@ -10,13 +10,13 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import functional
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.factory import DECAY, FORM, Options
+from jgrad._inputs.factory import DECAY, FORM, Given, Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import transformation
+from jgrad._inputs.transformation import Compute, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -84,6 +84,15 @@ def lion_update(
     """
     direction, mw = lion_of_leaf(dcdw, mw_tm1, beta1, beta2)
     return apply(rules.descent, direction, lr), mw
+
+
+def _compute(given: Given) -> Compute:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, None]:
+        n = given.read(inputs, step)
+        args = inputs.g, step.mw, n.beta1, n.beta2
+        return *lion_of_leaf.update(inputs, *args, descent=n.descent), None
+
+    return compute
 
 
 _DIRECTION = Options(**_BETAS, mesh_axes=None, **FORM)
@@ -158,12 +167,8 @@ def lion(
     """
     given = _OPTIONS.check("lion", locals())
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, None]:
-        n = given.read(inputs, step)
-        args = inputs.g, step.mw, n.beta1, n.beta2
-        return *lion_of_leaf.update(inputs, *args, descent=n.descent), None
-
-    return transformation("lion", compute, mw=True, moments=given.moments(mesh_axes=mesh_axes))
+    moments = given.moments(mesh_axes=mesh_axes)
+    return transformation("lion", _compute(given), mw=True, moments=moments)
 
 
 @explained
@@ -211,10 +216,5 @@ def scale_by_lion(
     """
     given = _DIRECTION.check("scale_by_lion", locals())
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, None]:
-        n = given.read(inputs, step)
-        args = inputs.g, step.mw, n.beta1, n.beta2
-        return *lion_of_leaf.update(inputs, *args, descent=None), None
-
     moments = given.moments(mesh_axes=mesh_axes)
-    return transformation("scale_by_lion", compute, mw=True, moments=moments)
+    return transformation("scale_by_lion", _compute(given), mw=True, moments=moments)

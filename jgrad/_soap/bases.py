@@ -54,16 +54,8 @@ class Side(NamedTuple):
     basis: jax.Array
 
 
-def product(
-    x: jax.Array, y: jax.Array, *, adjoint_x: bool = False, adjoint_y: bool = False
-) -> jax.Array:
-    """X Y of matrices or stacks, or with X^H, or Y^H."""
-    ndim = x.ndim
-    over = ((ndim - 2 if adjoint_x else ndim - 1,), (ndim - 1 if adjoint_y else ndim - 2,))
-    stacked = tuple(range(ndim - 2))
-    x = x.conj() if adjoint_x and jnp.iscomplexobj(x) else x
-    y = y.conj() if adjoint_y and jnp.iscomplexobj(y) else y
-    return jax.lax.dot_general(x, y, (over, (stacked, stacked)), precision=_PRECISION)
+# X Y, or with X^H, or Y^H.
+product = functools.partial(numerics.product, precision=_PRECISION)
 
 
 def refreshed(
@@ -193,19 +185,12 @@ def _orthogonal(x: jax.Array) -> jax.Array:
 
 def _normalized(average: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Each average by its largest element, and whether that is zero."""
-    largest = jnp.max(jnp.maximum(abs(average.real), abs(average.imag)), axis=(1, 2), keepdims=True)
-    is_zero = largest == 0
-    tiny = jnp.finfo(largest.dtype).tiny
-    scale = jnp.where(is_zero, jnp.ones_like(largest), jnp.clip(largest, tiny, 1 / tiny))
+    is_zero = ~jnp.any(average != 0, axis=(1, 2), keepdims=True)
+    scale = numerics.normal_scale(numerics.magnitude(average), (1, 2))
     return numerics.scaled(average, 1 / scale), is_zero
 
 
 def _phase(x: jax.Array) -> jax.Array:
     """x / |x|, and 1 where x is 0"""
-    one = jnp.ones_like(x)
-    if not jnp.iscomplexobj(x):
-        return jnp.where(x < 0, -one, one)
-    size = jnp.sqrt(numerics.abs_squared(x))
-    is_zero = size == 0
-    divisor = jnp.where(is_zero, jnp.ones_like(size), size).astype(x.dtype)
-    return jnp.where(is_zero, one, x / divisor)
+    sign = numerics.sign(x)
+    return jnp.where(sign == 0, jnp.ones_like(sign), sign)

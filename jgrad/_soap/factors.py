@@ -14,7 +14,6 @@ from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
 from jgrad._inputs import matrix_axes
 from jgrad._inputs.inputs import OTHER_LEAVES, Inputs, Parameters
 from jgrad._inputs.matrix_axes import MatrixAxes
-from jgrad._layers import layer_axes as layer_axes_of
 from jgrad._soap import bases
 from jgrad._soap.bases import Side, product
 from jgrad._trees import checks, trees, variables
@@ -169,13 +168,7 @@ def _shapes(axes: MatrixAxes, x: jax.Array, max_side: int) -> OfLeaf:
         ]
         return SoapFactors(*both, *both)
 
-    return tuple(map(of_run, matrix_axes.pieces(whole(axes))))
-
-
-def whole(axes: MatrixAxes) -> MatrixAxes:
-    """Inside `shard_map` the matrices, of which a device may have a part; before it leaves are."""
-    names = [name for _, names in axes.sharded_axes for name in names]
-    return axes.whole if all(map(layer_axes_of.axis_exists, names)) else axes
+    return tuple(map(of_run, matrix_axes.pieces(axes.in_shard_map.whole)))
 
 
 def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Any) -> Array:
@@ -221,7 +214,10 @@ class Matrices(NamedTuple):
         for i, (x, axes, own) in enumerate(zip(arrays, *self, strict=True)):
             if x is not None and axes is not None and own is not None:
                 sides = [(run.left_basis, run.right_basis) for run in own]
-                calls[i] = _of_axes(_rotation, axes.whole, back), (axes.gathered(x), sides)
+                calls[i] = (
+                    leafwise.fixed(_rotation, axes=axes.whole, back=back),
+                    (axes.gathered(x), sides),
+                )
         pairs = zip(leafwise.run(calls), self.axes, strict=True)
         return [x if x is None or axes is None else axes.local_part(x) for x, axes in pairs]
 
@@ -232,7 +228,10 @@ class Matrices(NamedTuple):
         for i, (x, axes, own, *both) in enumerate(zip(g, *self, *numbers, strict=True)):
             if x is not None and axes is not None and own is not None:
                 sides = [(run.left, run.right) for run in own]
-                calls[i] = _of_axes(_averages, axes.whole), (axes.gathered(x), sides, *both)
+                calls[i] = (
+                    leafwise.fixed(_averages, axes=axes.whole),
+                    (axes.gathered(x), sides, *both),
+                )
         new = list(self.factors)
         for i, (own, averages) in enumerate(zip(self.factors, leafwise.run(calls), strict=True)):
             if own is not None and averages is not None:
@@ -318,10 +317,3 @@ def _automatic(f: Function, shardings: Any, *args: Any) -> Any:
     if jax.tree.leaves(shardings) and any(map(is_sharded, jax.tree.leaves(args))):
         return on_automatic_axes(f, shardings, *args)
     return f(*args)
-
-
-@functools.cache
-def _of_axes(rule: Function, axes: MatrixAxes, back: bool | None = None) -> Function:
-    """One function object for all arrays with such matrices, so that JAX's caches find it again."""
-    options = {} if back is None else {"back": back}
-    return functools.partial(rule, axes=axes, **options)

@@ -1,6 +1,5 @@
 """SOAP: Adam in the eigenvectors of Shampoo's factors; all other leaves are AdamW's."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,22 +9,23 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Function, on_leaf
+from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes, numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.factory import FORM, Given, Options, checked, count, one_of
+from jgrad._inputs.factory import FORM, MATRICES, Given, Options, checked, count, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.leaf_functions import Descent, average, of_one_leaf
+from jgrad._inputs.matrix_axes import LAST
 from jgrad._inputs.moment import MomentShapes, NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import MoreFields, transformation
 from jgrad._kernels.moment import Moments
-from jgrad._muon.muon import LAST, check_matrices, of_both_kinds
+from jgrad._muon.muon import check_matrices, of_both_kinds
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
-from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of, whole
+from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
 from jgrad._trees import trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
@@ -45,10 +45,7 @@ _OPTIONS = Options(
     every=count(),
     epsilon=Role.NUMBER,
     max_side=count(0),
-    output_axes=lambda function, _, x: matrix_axes.read_output_axes(function, x),
-    split=lambda function, _, x: matrix_axes.read_split(function, x),
-    layer_axes=Role.LAYER_AXES,
-    mesh_axes=lambda function, _, x: matrix_axes.read_shardings(function, x),
+    **MATRICES,
     adam_learning_rate=checked(numbers.number, optional=True),
     adam_beta1=_OPTIONAL_BETA,
     adam_beta2=_OPTIONAL_BETA,
@@ -130,17 +127,6 @@ def _bounded(g: jax.Array, *, size: int) -> jax.Array:
     return jax.lax.complex(part(g.real), part(g.imag)) if jnp.iscomplexobj(g) else part(g)
 
 
-@functools.cache
-def _bounded_for(size: int) -> Function:
-    """One function object for each size, so that JAX's caches find it again."""
-    return functools.partial(_bounded, size=size)
-
-
-@of_one_leaf
-def _momentum(g: jax.Array, mw: Moments, beta: BetaForms) -> jax.Array:
-    return mw.write(rules.average, g, mw.old, beta.value, beta.complement)
-
-
 @of_one_leaf
 def _adam_in_bases(g: jax.Array, m: jax.Array, vw: Moments, n: adam_of.Numbers) -> jax.Array:
     """Adam's direction of a gradient and a moment that are in the bases, as vw is."""
@@ -178,12 +164,17 @@ class _New(NamedTuple):
 def _of_matrices(inputs: Inputs, step: Step, soap: Soap, axes: list[Any], n: Any) -> _New:
     """The step in the bases as they are; behind it new averages, and sometimes new bases."""
     old = Matrices(axes, _per_array(inputs, step.more))
-    bounds = [None if of is None else _bounded_for(math.prod(whole(of).shape)) for of in axes]
-    pairs = zip(inputs.g, bounds, strict=True)
-    g = leafwise.run([None if x is None or f is None else (f, (x,)) for x, f in pairs])
+    sizes = [of and math.prod(of.in_shard_map.whole.shape) for of in axes]
+    pairs = zip(inputs.g, sizes, strict=True)
+    g = leafwise.run(
+        [
+            None if x is None or size is None else (leafwise.fixed(_bounded, size=size), (x,))
+            for x, size in pairs
+        ]
+    )
 
     is_first, done = step.number == 1, step.number - 1
-    m, mw = _momentum(g, step.mw, _held(is_first, n.beta1))
+    m, mw = average(g, step.mw, _held(is_first, n.beta1))
     count = jnp.asarray(done, float)
     of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
     of_adam = of_adam._replace(beta2=_held(is_first, n.beta2))

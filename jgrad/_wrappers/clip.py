@@ -156,7 +156,7 @@ def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) 
     use = jnp.isfinite(norm.mantissa)
     if commit is not None:
         use = use & commit.flag
-    new = jnp.where(use, numerics.in_float32(norm.value()), old)
+    new = jnp.where(use, numerics.saturating_float32(norm.value()), old)
     if commit is not None:
         commit.keep([new], [old])
     return new

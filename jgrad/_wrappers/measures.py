@@ -54,7 +54,7 @@ def _norms_of(
         layers,
     )
     norm = shares.of_all("watch", norms.OF_SHARES, norms.norm_of_norms(batches))
-    numbers = {kind: numerics.in_float32(norm.value())}
+    numbers = {kind: numerics.saturating_float32(norm.value())}
     if kind == _GRADIENTS:
         bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
         numbers[_NONFINITE] = shares.of_all("watch", SUM, sum(bad, jnp.zeros((), jnp.int32)))
@@ -62,7 +62,7 @@ def _norms_of(
     for i, (spec, axes) in enumerate(zip(inputs.specs, layers, strict=True)):
         if floating[i]:
             of_array = per_array.get(i, jnp.zeros((axes.num_layers,)))
-            per_leaf = spec.per_leaf(numerics.in_float32(of_array), axes)
+            per_leaf = spec.per_leaf(numerics.saturating_float32(of_array), axes)
             for j, norm in zip(spec.positions, per_leaf, strict=True):
                 numbers[f"{kind}/{names[j]}"] = norm
     return numbers
