@@ -96,6 +96,12 @@ class Parameters:
             self.check_buffers()
         return per_array
 
+    def per_leaf(self, entries: Sequence[Any]) -> list[Any]:
+        """An entry for each leaf of the unpacked tree, from one for each array."""
+        pairs = list(zip(self.specs, entries, strict=True))
+        of_leaves = {i: x for spec, x in pairs for i in spec.positions}
+        return [of_leaves[i] for i in range(len(of_leaves))]
+
     def check_buffers(self) -> None:
         """Buffers have the shapes of their layouts; needed where rows have numbers of their own."""
         if not self.has_buffers:

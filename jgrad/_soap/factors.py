@@ -100,7 +100,7 @@ class SoapState(NamedTuple):
 def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: int) -> PyTree:
     """Before the first update: averages are zero, and each basis is the identity."""
     entries: list[OfLeaf | None] = []
-    for x, axes in zip(_leaves(inputs), matrices, strict=True):
+    for x, axes in zip(inputs.per_leaf(inputs.reference.leaves), matrices, strict=True):
         if axes is None:
             entries.append(None)
             continue
@@ -114,7 +114,7 @@ def read(
     inputs: Inputs, matrices: Sequence[MatrixAxes | None], max_side: int, tree: PyTree
 ) -> list[OfLeaf | None]:
     """The factors of each leaf, checked against the choice of leaves."""
-    pairs = list(zip(_leaves(inputs), matrices, strict=True))
+    pairs = list(zip(inputs.per_leaf(inputs.reference.leaves), matrices, strict=True))
     shapes = [None if axes is None else _shapes(axes, x, max_side) for x, axes in pairs]
     like = tree_of(inputs, shapes)
     function, name = inputs.function, "state.factors"
@@ -147,12 +147,6 @@ def _structure(inputs: Parameters) -> Any:
         return trees.is_leaf(x) or variables.is_box(x)
 
     return jax.tree.structure(inputs.shapes, is_leaf=is_leaf)
-
-
-def _leaves(inputs: Parameters) -> list[Any]:
-    """The array of each leaf of the unpacked tree: of a packed one, in which no matrix is, its."""
-    arrays = zip(inputs.specs, inputs.reference.leaves, strict=True)
-    return [x for spec, x in arrays for _ in spec.positions]
 
 
 def _shapes(axes: MatrixAxes, x: jax.Array, max_side: int) -> OfLeaf:

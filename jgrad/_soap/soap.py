@@ -265,9 +265,8 @@ def _update(inputs: Inputs, step: Step, soap: Soap) -> tuple[Any, ...]:
         pairs = zip(new.direction, updates, strict=True)
         of_matrices = [None if x is None else u for x, u in pairs]
         updates = _or_else(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
-    columns = zip(inputs.specs, new.factors, strict=True)
-    per_leaf = [x for spec, x in columns for _ in spec.positions]
-    return updates, _both(new.mw, mw), _both(new.vw, vw), tree_of(inputs, per_leaf)
+    of_factors = tree_of(inputs, inputs.per_leaf(new.factors))
+    return updates, _both(new.mw, mw), _both(new.vw, vw), of_factors
 
 
 # ---- the transformation ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +60,24 @@ def test_layers_and_outputs(shape, options, x64):
     found, _ = run(soap(**options), jnp.asarray(w), list(map(jnp.asarray, grads)))
     for a, b in zip(found, by_reference(w, grads, **options), strict=True):
         close(a, b)
+
+
+def test_packed_beside_matrices():
+    """Leaves of a buffer stand before, between and behind matrices, which keep their factors."""
+    w = {
+        "a": normal(3),
+        "b": normal(4, 5, seed=1),
+        "c": normal(2, seed=2),
+        "d": normal(3, 2, seed=3),
+    }
+    w = {name: jnp.asarray(x, jnp.float32) for name, x in w.items()}
+    tx = jgrad.soap(RATE, matrices={name: x.ndim > 1 for name, x in w.items()}, every=1)
+    grads = [jax.tree.map(lambda x, t=t: jnp.cos(3 * x + t), w) for t in range(4)]
+    pack = functools.partial(jgrad.pack, max_size=5)
+    found, packed = train(tx, pack(w), list(map(pack, grads)))
+    expected, state = train(tx, w, grads)
+    chex.assert_trees_all_close(jgrad.unpack(found), expected, rtol=1e-5)
+    chex.assert_trees_all_close(packed.factors, state.factors, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [2, (3, 2, 2)], ids=str)
