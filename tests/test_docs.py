@@ -168,16 +168,16 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize(
     ("pages", "words"),
     [
-        (["README.md"], 750),
+        (["README.md"], 850),
         (["CONTRIBUTING.md"], 2700),
-        (["BUILD_NOTES.md"], 4200),
-        (["README.md", *GUIDES], 16_400),  # what a reader takes an hour for
-        (["docs/runs.md"], 870),
+        (["BUILD_NOTES.md"], 4300),
+        (["README.md", *GUIDES], 17_000),  # what a reader takes an hour for
+        (["docs/runs.md"], 900),
     ],
 )
 def test_length(pages, words):
-    """With README seventeen pages; what was measured is in the notes."""
-    assert len(pages) <= 17
+    """With README twenty-two pages; what was measured is in the notes."""
+    assert len(pages) <= 22
     assert sum(len(page(name).split()) for name in pages) <= words
 
 
