@@ -204,13 +204,13 @@ def test_the_swap_of_readme(standard_promotion):
 
 STEPS = "benchmarks/notes/steps.md"
 COSTS = "benchmarks/notes/what_wrappers_cost.md"
+RESULTS = page("benchmarks/results.md")
 
 
 def measured(work):
     """Of `benchmarks/results.md`: cells by (method, form), for the section of that title."""
-    text = page("benchmarks/results.md")
     found = re.search(
-        rf"^### {re.escape(work)}\n\n(.*?)(?=\n\n|\Z)", text, re.DOTALL | re.MULTILINE
+        rf"^### {re.escape(work)}\n\n(.*?)(?=\n\n|\Z)", RESULTS, re.DOTALL | re.MULTILINE
     )
     return {(row[0], row[1]): row for row in rows(found[1])}
 
@@ -268,6 +268,10 @@ def test_figures_are_those_of_the_benchmark():
         for row in shown:
             whole = measured(work)[row[0], row[1]]
             assert row == [*whole[: len(row) - 2], *step_and_build(whole, work)], title
+    shown = section("docs/benchmarks.md", "Muon and wrappers").partition("optax.contrib.muon")[0]
+    shapes = [x for x in re.findall(r"(?m)^### (.*)$", RESULTS) if " matrices of " in x]
+    steps = sorted(row[2] for x in shapes for row in measured(x).values())
+    assert re.findall(r"\d+\.\d+", shown) == [steps[0], steps[-1]]
 
 
 def test_compiled_figures_are_those_of_the_notes():
