@@ -120,7 +120,7 @@ def test_what_a_page_names_is_there(name):
 def test_each_row_of_the_comparison_is_a_test():
     (file,) = (file for file in FILES if file.name == "test_beside_optax.py")
     named = re.findall(r"`(test_\w+)`", section("docs/from_optax.md", "What differs"))
-    assert len(named) == len(set(named)) > 10
+    assert len(named) == len(set(named)) > 7
     assert set(named) <= set(re.findall(r"(?m)^def (test_\w+)", file.read_text()))
 
 
