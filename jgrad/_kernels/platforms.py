@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jgrad._kernels import passes, places, tpu
+from jgrad._kernels import passes, places
 from jgrad._kernels.leaf_step import Form, LeafStep, Place, moments_of
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.contexts import during
@@ -141,6 +141,8 @@ def _lowered(context: Any, *operands: Any, by_default: Form | None, step: LeafSt
             return step.plain(*operands)
         if form == "two passes":
             return passes.run(step, operands)
+        from jgrad._kernels import tpu  # Pallas: a third of `import jgrad`
+
         interpret = _forced.get() is not None
         return tpu.run(step, operands, place, interpret=interpret)
 
