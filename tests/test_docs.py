@@ -338,12 +338,11 @@ MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "
 def test_memory(row):
     """The bytes of abstract states of a million parameters."""
     dtype, text, *figures = row
-    parameter, gradient, moments, master, total = map(float, figures)
+    moments, master, total = map(float, figures)
     pattern = r"(?:`(\w+)` of )?(.*?)(?:, `moment_dtype=\"?(\w*)\"?`)?"
     wrapper, name, option = re.fullmatch(pattern, text).groups()
     size = jnp.dtype(dtype).itemsize
-    assert (parameter, gradient) == (size, size)
-    assert total == pytest.approx(2 * size + moments + master, abs=1e-9)
+    assert total == pytest.approx(2 * size + moments + master, abs=1e-9)  # and its gradient
     w = {"w": jax.ShapeDtypeStruct((2**10, 2**10), dtype)}
     for make in OPTIMIZERS[name]:
         tx = make(0.1, **{"moment_dtype": option} if option else {})
