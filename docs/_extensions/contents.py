@@ -49,7 +49,7 @@ _MEASUREMENTS = {
     "notes/eight_bits": "How moments in 8 bits are computed on each kind of machine.",
     "notes/losses": "What 8 bits and bfloat16 do to the test loss.",
     "notes/muon": "How fast Muon is, and where optax's differs.",
-    # "notes/variants": "The options that make each published variant.",
+    "notes/variants": "The options that make each published variant of LARS, LAMB and Adam.",
     "notes/soap": "SOAP beside AdamW and Muon, on two equations and a small transformer.",
     "notes/large_batches": "Momentum, Adam, LARS and LAMB from batch 32 to the full batch.",
     "notes/lightbench": "Twenty small problems on which optimizers fail, after LightBench's.",
