@@ -57,6 +57,8 @@ packed
 devices
 from_optax
 from_elsewhere
+differentiate
+your_own
 ```
 
 ```{toctree}
@@ -99,6 +101,7 @@ stability
 
 repository/benchmarks/results.md
 repository/benchmarks/notes/accelerators.md
+repository/benchmarks/notes/differentiate.md
 repository/benchmarks/notes/eight_bits.md
 repository/benchmarks/notes/endurance.md
 repository/benchmarks/notes/large_batches.md
