@@ -19,7 +19,7 @@ from jgrad._inputs.leaf_functions import LeafFunction
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, transformation
 from jgrad._optimizers.lion import lion
-from jgrad._trees import checks
+from jgrad._trees import checks, values
 from jgrad._trees.other_names import explained
 
 _NAME = "optimizer_of_leaf"
@@ -28,8 +28,8 @@ _STEP = "step"  # is no option
 _SHARED: dict[str, Any] = {**DECAY, "mesh_axes": None, **FORM}  # options, as `lion` has them
 _LEAF = jax.ShapeDtypeStruct((2, 3), jnp.float32)  # of what is traced when a function is given
 
-# Names that `update` and its wrappers know.
-_TAKEN = (*_SHARED, "learning_rate", "emit", "finite", "weight", "loss")
+# Names of other options, and of what `update` and its wrappers know.
+_TAKEN = (*_SHARED, "learning_rate", "descent", "emit", "finite", "weight", "loss")
 _TAKEN += ("commit", "notes", "undecayed", "then")
 
 # Primitives that mix elements and keep the shape.
@@ -52,7 +52,7 @@ class Beta(NamedTuple):
 
 
 def optimizer_of_leaf(
-    function: Callable[..., Any], /
+    function: Callable[..., Any], /, *, stays_finite: bool = False
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
     """Makes an optimizer of a function of one leaf, as a decorator.
 
@@ -72,6 +72,8 @@ def optimizer_of_leaf(
         `beta.complement`, which is 1 - beta, and `beta.correction`, which is 1 - beta^step, each
         rounded by itself. `step` is the number of this update, counted from 1, and no option. The
         function returns the direction; with moments a tuple, of the direction and each new moment.
+      stays_finite: True promises that the function makes no NaN of finite numbers, so that
+        `skip_nonfinite` need not look at its results: that costs less, and a NaN would stay.
 
     Returns:
       A factory with the name of the function, `(learning_rate, *, ...)`: the options are these
@@ -79,7 +81,7 @@ def optimizer_of_leaf(
       `moment_dtype` and `full_precision` as in `lion`. The state is `OptState(step, mw, vw)`.
 
     Raises:
-      TypeError: other parameters or results, or numbers with the names of options.
+      TypeError: other parameters or results, or numbers whose names are taken.
       ValueError: the function is not elementwise.
 
     Example:
@@ -91,6 +93,7 @@ def optimizer_of_leaf(
       >>> tx.init({"w": jnp.ones((16, 256))}).mw["w"].codes.dtype.name
       'int8'
     """
+    values.boolean(_NAME, "stays_finite", stays_finite)
     name, moments, own = _read(function)
     is_beta = {x: x.startswith("beta") for x in own}
     forms = tuple(Beta(0, 0, 0) if is_beta[x] else 0 for x in own)
@@ -131,7 +134,9 @@ def optimizer_of_leaf(
         form = given.moments(mesh_axes=bound.arguments["mesh_axes"])
         compute = _compute(given, method, moments, own)
         has_mw, has_vw = (x in moments for x in _MOMENTS)
-        return transformation(name, compute, mw=has_mw, vw=has_vw, moments=form, stays_finite=False)
+        return transformation(
+            name, compute, mw=has_mw, vw=has_vw, moments=form, stays_finite=stays_finite
+        )
 
     functools.update_wrapper(factory, function)
     factory.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` reads
@@ -184,7 +189,7 @@ def _read(function: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
         raise TypeError(f"{_NAME}: the parameters of `{name}`: {signature}, expected {expected}.")
     for number in numbers:
         if number in _TAKEN:
-            expected = "another name, since all transformations have this one"
+            expected = "another name, since this one is taken"
             raise TypeError(f"{_NAME}: a number of `{name}`: `{number}`, expected {expected}.")
     return name, tuple(moments), numbers
 

@@ -6,6 +6,7 @@ Loops, meshes, `vmap` and x64 are in `everywhere/test_surroundings.py`, which ta
 import functools
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +14,16 @@ import optax
 import pytest
 from flax import nnx
 from jax import export
+from jax.sharding import PartitionSpec as P
 
 import jgrad
 from jgrad._backward import step_in_backward
 from tests.backward import models
 from tests.cases import MASK, RATE, gradients, params
+from tests.multi_device.meshes import mesh_of, place, specs_of
 from tests.support import kernels
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, train
+from tests.support.loops import assert_equal, step_of, train
 from tests.wrappers.test_every_wrapper import WRAPPERS, as_well
 
 STEPS = 5
@@ -35,12 +38,15 @@ def adamax(g, mw, vw, *, beta1=0.9, beta2=0.999, epsilon=1e-8):
     return mw / beta1.correction / (vw + epsilon), mw, vw
 
 
-@jgrad.optimizer_of_leaf
-def own_lion(g, mw, *, beta1=0.9, beta2=0.99):
+def lion_of_leaf(g, mw, *, beta1=0.9, beta2=0.99):
     """Lion."""
     x = beta1.value * mw + beta1.complement * g
     sign = jnp.where(x > 0, 1.0, jnp.where(x < 0, -1.0, 0.0))
     return sign.astype(x.dtype), beta2.value * mw + beta2.complement * g
+
+
+own_lion = jgrad.optimizer_of_leaf(lion_of_leaf)
+trusted = jgrad.optimizer_of_leaf(lion_of_leaf, stays_finite=True)
 
 
 @jgrad.optimizer_of_leaf
@@ -124,9 +130,9 @@ def test_without_moments():
 # ---- beside `jgrad.lion` -----------------------------------------------------------------------
 
 
-def both(**options):
+def both(outside=own_lion, **options):
     """The same Lion, written inside and outside."""
-    return (make(2.0**-6, **BETAS, **options) for make in (jgrad.lion, own_lion))
+    return (make(2.0**-6, **BETAS, **options) for make in (jgrad.lion, outside))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
@@ -150,13 +156,15 @@ def test_lion_in_a_kernel(form):
     assert_equal((found.w, found.state), (expected.w, expected.state))
 
 
+@pytest.mark.slow(one_in=6, always=["untold-skip_nonfinite0", "trusted-skip_nonfinite0"])
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)
-def test_lion_in_each_wrapper(wrapper):
-    """Where a wrapper looks at it once more, too: at a NaN in the third gradient."""
+@pytest.mark.parametrize("make", [own_lion, trusted], ids=["untold", "trusted"])
+def test_lion_in_each_wrapper(make, wrapper):
+    """Whether they look at it once more or not: at a NaN in the third gradient."""
     w, grads = params(wrapper.dtype), gradients(4, wrapper.dtype)
     if wrapper.skips:
         grads[2]["layer"]["w"] *= jnp.nan
-    inside, outside = (wrapper.around(tx) for tx in both())
+    inside, outside = (wrapper.around(tx) for tx in both(make))
     expected = train(inside, w, grads)
     as_well(wrapper, train(outside, w, grads), expected)
     if wrapper.skips:
@@ -173,6 +181,54 @@ def test_lion_in_the_backward_pass(form):
             for tx in (inside, outside)
         ]
     assert_equal(*runs)
+
+
+def test_lion_in_zero():
+    """Each device has a shard of packed weights, gradients and moments in 8 bits."""
+    mesh = mesh_of(data=8)
+    w, *grads = (
+        jgrad.pack(kernels.normal({"w": (16, 256), "b": (3,)}, seed), multiple_of=8)
+        for seed in range(3)
+    )
+
+    def trained(tx):
+        tx = jgrad.zero(tx, "data")
+        shardings = jgrad.state_shardings(tx, place(w, mesh, P()), shard_over="data")
+        state, specs = jax.jit(tx.init, out_shardings=shardings)(w), specs_of(shardings)
+        own = P(), specs
+        step = jax.jit(
+            jax.shard_map(
+                step_of(tx), mesh=mesh, in_specs=(*own, P()), out_specs=own, check_vma=False
+            )
+        )
+        found = place(w, mesh, P()), state
+        for g in grads:
+            found = step(*found, g)
+        return jax.device_get(found)
+
+    inside, outside = map(trained, both(moment_dtype="8bit"))
+    assert_equal(outside, inside)
+
+
+@pytest.mark.slow
+def test_slopes_of_lion():
+    """By the learning rate, a beta and the first weights, through three updates."""
+    grads = [jax.tree.map(lambda x, t=t: jnp.cos(t + x), params()) for t in range(3)]
+
+    def trained(make, rate, beta1, w):
+        tx = make(rate, beta1=beta1)
+        state = tx.init(w)
+        for g in grads:
+            updates, state = tx.update(jax.tree.map(jnp.multiply, g, w), state, w)
+            w = optax.apply_updates(w, updates)
+        return optax.tree.norm(w, squared=True)
+
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(trained, make), argnums=(0, 1, 2)))(RATE, 0.5, params())
+        for make in (own_lion, jgrad.lion)
+    )
+    assert float(found[0]) != 0
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
 def test_lion_in_nnx():
@@ -210,6 +266,21 @@ def test_a_step_that_is_not_finite_is_skipped():
     np.testing.assert_allclose(found["w"], 1 - RATE / np.sqrt(0.1), rtol=1e-6)
 
 
+@pytest.mark.slow(always=["bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_promised_to_be_finite(form):
+    """Then the program is that of the method inside, by its bytes; else it moves half as many more."""
+    w = {"w": jnp.ones((512, 1024))}
+
+    def moved(make):
+        tx = jgrad.skip_nonfinite(make(RATE, **FORMS[form]))
+        step = jax.jit(functools.partial(jgrad.apply_gradients, tx), donate_argnums=(1, 2))
+        return step.lower(w, tx.init(w), w).compile().cost_analysis()["bytes accessed"]
+
+    assert moved(trusted) == pytest.approx(moved(jgrad.lion), rel=1e-3)
+    assert moved(own_lion) > 1.5 * moved(trusted)
+
+
 @jgrad.optimizer_of_leaf
 def signum(g, mw, *, beta=0.9):
     mw = beta.value * mw + g
@@ -231,9 +302,50 @@ def test_operations_that_no_kernel_has():
     assert exported.mlir_module().count("tpu_custom_call") == 1
 
 
+OF_KERNELS = {
+    "numbers": lambda x, y: abs(-x) + x / y - jnp.square(x) * x**3,
+    "choices": lambda x, y: jnp.where(~((x > y) & (x <= 1) | (x == 0) | (x != 3)), x, -y),
+    "limits": lambda x, y: jnp.clip(jnp.maximum(jnp.minimum(x, y), -y), 0.125, 1.0),
+    "dtypes": lambda x, y: x.astype(jnp.bfloat16).astype(x.dtype) + (x < y).astype(x.dtype),
+    "calls": lambda x, y: jax.jit(lambda x: 2 * x)(x) + jnp.full_like(x, 2) + y,
+}
+OF_TILES = {"roots": lambda x: jnp.exp(-jnp.sqrt(abs(x))) + jax.lax.rsqrt(1 + x * x)}
+OF_TILES["logarithms"] = lambda x: jnp.log(1 + x * x) + jnp.tanh(x)
+
+
+@pytest.mark.parametrize("name", [*OF_KERNELS, *OF_TILES])
+def test_operations_that_kernels_have(name):
+    """Of elements, and some of numbers alone: lowered by this version of JAX, without a TPU."""
+
+    @jgrad.optimizer_of_leaf
+    def method(g, mw, *, number=0.5):
+        if name in OF_TILES:
+            return OF_TILES[name](g) * number, mw
+        f = OF_KERNELS[name]
+        return f(g, mw) * f(number, 2 * number), mw
+
+    w = {"w": jnp.ones((16, 256))}
+    tx = method(RATE, moment_dtype="8bit")
+    assert set(jgrad.leaf_programs(tx, w).values()) == {"one kernel"}
+    step = jax.jit(functools.partial(jgrad.apply_gradients, tx))
+    exported = export.export(step, platforms=["tpu"])(w, tx.init(w), w)
+    assert exported.mlir_module().count("tpu_custom_call") == 1
+
+
+def test_a_root_of_a_number():
+    """A kernel has those of elements alone."""
+
+    @jgrad.optimizer_of_leaf
+    def rooted(g, mw, *, number=0.5):
+        return g * jnp.sqrt(number), mw
+
+    programs = jgrad.leaf_programs(rooted(RATE, moment_dtype="8bit"), {"w": jnp.ones((16, 256))})
+    assert programs == {".mw['w']": "XLA: no kernel has `sqrt`"}
+
+
 def test_the_factory():
     """It has the name and the text of the function, and says which options it has."""
-    assert (own_lion.__name__, own_lion.__doc__) == ("own_lion", "Lion.")
+    assert (own_lion.__name__, own_lion.__doc__) == ("lion_of_leaf", "Lion.")
     found, expected = (inspect.signature(make).parameters for make in (own_lion, jgrad.lion))
     assert [(k, x.kind, x.default) for k, x in found.items()] == [
         (k, x.kind, x.default) for k, x in expected.items()
@@ -261,7 +373,7 @@ def of_kind(name):
 
 EXPECTED = "expected `g`, then `mw` and `vw` or what it has of them, then numbers behind `*`."
 PARAMETERS = "optimizer_of_leaf: the parameters of"
-TAKEN = "expected another name, since all transformations have this one."
+TAKEN = "expected another name, since this one is taken."
 LIKE = "each like the leaf."
 MIXES = "mixes elements, expected elementwise operations, since it may see a part of a leaf, or several."
 MESSAGES = {
@@ -292,6 +404,11 @@ def test_other_functions(name):
 
 
 CALLS = {
+    "stays_finite": (
+        TypeError,
+        "optimizer_of_leaf: `stays_finite`: 1 of type int, expected True or False.",
+        lambda: jgrad.optimizer_of_leaf(lion_of_leaf, stays_finite=1),
+    ),
     "object": (
         TypeError,
         "optimizer_of_leaf: `function`: 3 of type int, expected a function of one leaf.",
