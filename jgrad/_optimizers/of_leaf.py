@@ -126,10 +126,14 @@ def optimizer_of_leaf(
 
     def factory(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         try:
-            bound = signature.bind(*args, **kwargs)
+            bound = signature.bind_partial(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{name}: {error}.") from None
         bound.apply_defaults()
+        if missing := [x for x in signature.parameters if x not in bound.arguments]:
+            raise TypeError(
+                f"{name}: `{missing[0]}`: missing, expected a value: it has no default."
+            )
         given = options.check(name, bound.arguments)
         form = given.moments(mesh_axes=bound.arguments["mesh_axes"])
         compute = _compute(given, method, moments, own)

@@ -414,11 +414,20 @@ CALLS = {
         "optimizer_of_leaf: `function`: 3 of type int, expected a function of one leaf.",
         lambda: jgrad.optimizer_of_leaf(3),
     ),
-    "no rate": (TypeError, "adamax: missing a required argument: 'learning_rate'.", adamax),
+    "no rate": (
+        TypeError,
+        "adamax: `learning_rate`: missing, expected a value: it has no default.",
+        adamax,
+    ),
     "no number": (
         TypeError,
-        "decaying: missing a required argument: 'strength'.",
+        "decaying: `strength`: missing, expected a value: it has no default.",
         lambda: decaying(0.1),
+    ),
+    "unknown": (
+        TypeError,
+        "adamax: got an unexpected keyword argument 'colour'.",
+        lambda: adamax(0.1, colour=1.0),
     ),
     "beta": (
         ValueError,
