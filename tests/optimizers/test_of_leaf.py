@@ -135,6 +135,7 @@ def both(outside=own_lion, **options):
     return (make(2.0**-6, **BETAS, **options) for make in (jgrad.lion, outside))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("form", FORMS)
 def test_lion(form, packed):
@@ -146,6 +147,7 @@ def test_lion(form, packed):
     assert_equal(train(outside, w, grads), train(inside, w, grads))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("form", kernels.FORMS)
 def test_lion_in_a_kernel(form):
     w, *grads = (kernels.normal({"w": (16, 256), "b": (3,)}, seed) for seed in range(3))
@@ -171,6 +173,7 @@ def test_lion_in_each_wrapper(make, wrapper):
         assert int(optax.tree.get(expected[1], "skipped")) == 1
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("form", ["float32", "8bit"])
 def test_lion_in_the_backward_pass(form):
     inside, outside = both(**FORMS[form])
@@ -183,6 +186,7 @@ def test_lion_in_the_backward_pass(form):
     assert_equal(*runs)
 
 
+@pytest.mark.bits
 def test_lion_in_zero():
     """Each device has a shard of packed weights, gradients and moments in 8 bits."""
     mesh = mesh_of(data=8)
@@ -231,6 +235,7 @@ def test_slopes_of_lion():
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
+@pytest.mark.bits
 def test_lion_in_nnx():
     """In `nnx.Optimizer`, with moments in 8 bits."""
 
