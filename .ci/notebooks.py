@@ -30,6 +30,11 @@ FEWER = {
         "SEEDS = np.arange(5)": "SEEDS = np.arange(2)",
         "COUNT = 8 ": "COUNT = 2 ",
     },
+    "soap_for_equations": {
+        "(1, 32, 32, 32, 1), 4000": "(1, 32, 32, 32, 1), 400",
+        "(2, 32, 32, 32, 1), 2000,": "(2, 32, 32, 32, 1), 200,",
+        "(0.002, 0.008, 0.032, 0.128)": "(0.008, 0.032)",
+    },
     "packed_training": {"batches(300)": "batches(30)", "rounds=11": "rounds=2"},
 }
 

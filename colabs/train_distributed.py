@@ -95,6 +95,9 @@ def train() -> bool:
         return False
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
     whole = functools.partial(jax.make_array_from_process_local_data, rows)
+    if done < _STEPS.value:
+        first = min(_STEPS.value, (done // _SAVE_EVERY.value + 1) * _SAVE_EVERY.value)
+        say(f"Compiling the train step. The next checkpoint is saved after step {first}.")
     with progress() as advance:
         advance(done)
         for i, batch in enumerate(batches(train_set, done), done + 1):

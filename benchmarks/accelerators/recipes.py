@@ -40,6 +40,8 @@ class Recipe(NamedTuple):
       dtype: of parameters and gradients.
       options: of `program.step`, and through it of each `update` of ours.
       models: names of `MODELS` to compile it on.
+      forms: in which it is compiled; matrices whose factors are kept are not packed.
+      on_tpu: whether it is compiled for TPUs, too; sharded, only there.
     """
 
     ours: Callable[[Known], optax.GradientTransformation]
@@ -47,6 +49,8 @@ class Recipe(NamedTuple):
     dtype: Any = jnp.float32
     options: Mapping[str, Any] = MappingProxyType({})
     models: tuple[str, ...] = ("medium", "large", "stacked")
+    forms: tuple[str, ...] = ("tree", "packed")
+    on_tpu: bool = True
 
 
 def _decayed(params: Any) -> Any:
@@ -100,6 +104,22 @@ def _muon(known: Known, weight_decay: float = 0.1, **options: Any) -> optax.Grad
         shard_over=known.shard_over,
         mesh_axes=known.mesh_axes,
         **options,
+    )
+
+
+def _adafactor(known: Known) -> optax.GradientTransformation:
+    return jgrad.adafactor(RATE, layer_axes=known.layer_axes)
+
+
+def _soap(known: Known) -> optax.GradientTransformation:
+    return jgrad.soap(
+        RATE,
+        matrices=jgrad.hidden_matrices(layer_axes=known.layer_axes),
+        layer_axes=known.layer_axes,
+        weight_decay=0.1,
+        adam_learning_rate=RATE,
+        shard_over=known.shard_over,
+        mesh_axes=known.mesh_axes,
     )
 
 
@@ -161,6 +181,7 @@ RECIPES = {
     "clip + LAMB": Recipe(
         lambda known: _clipped(_lamb(known)), lambda: _optax_clipped(_optax_lamb())
     ),
+    "Adafactor": Recipe(_adafactor, lambda: optax.adafactor(RATE), forms=("tree",)),
     "AdamW, 8 bits": Recipe(lambda _: _eight_bits()),
     "AdamW, 8 bits, optax.apply_updates": Recipe(
         lambda _: _eight_bits(), options={"by_optax": True}
@@ -188,6 +209,8 @@ RECIPES = {
     ),
     "hyperball(Muon)": Recipe(_muonh, models=("two shapes",)),
     "NorMuon": Recipe(lambda known: _muon(known, rule="normuon"), models=("two shapes",)),
+    # For a TPU, XLA compiles eigenvectors of a side of 1024 for a minute, of 4096 for over ten.
+    "SOAP": Recipe(_soap, models=("squares",), forms=("tree",), on_tpu=False),
 }
 
 
@@ -242,6 +265,7 @@ MODELS = {
         },
     ),
     "many": Model("300 leaves of 32 x 32", _equal(300, 32, 32)),
+    "squares": Model("24 matrices of 1024 x 1024", _equal(24, 1024, 1024)),
     "two shapes": Model(
         "12 matrices of 1024 x 1024 and 12 of 1024 x 4096",
         _equal(12, 1024, 1024, name="square") | _equal(12, 1024, 4096, name="wide"),

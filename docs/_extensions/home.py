@@ -112,6 +112,7 @@ repository/benchmarks/notes/on_paper.md
 repository/benchmarks/notes/soap.md
 repository/benchmarks/notes/steps.md
 repository/benchmarks/notes/tests_of_others.md
+repository/benchmarks/notes/variants.md
 repository/benchmarks/notes/what_wrappers_cost.md
 ```
 

@@ -27,7 +27,7 @@ Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, a
 
 
 class SoapFactors(NamedTuple):
-    """Averages and bases of one leaf of `soap`: of a matrix, or of a stack of matrices.
+    """Averages and bases that `soap` keeps for a leaf, which is a matrix or a stack of matrices.
 
     A side above `max_side` has neither average nor basis. The field names are a file format.
 

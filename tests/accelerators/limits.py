@@ -48,6 +48,8 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     "AdamW + ema": {"h100": (Limit(36, 0),), "v5e": (Limit(36, 0.2),)},
     "accumulate(clip + AdamW)": {"h100": (Limit(44.2, 1.9),), "v5e": (Limit(30, 4.6),)},
     "accumulate, emit=False": {"h100": (Limit(12.5, 0.1),), "v5e": (Limit(12.5, 0.1),)},
+    # Squares are read for rows and for columns; the clip and the scale of weights wait for sums.
+    "Adafactor": {"h100": (Limit(40.1, 0.4),), "v5e": (Limit(24, 0.7),)},
     "LARS": {
         "h100": (Limit(36, 0.2), Limit(28.5, 0.1)),
         "v5e": (Limit(32, 0.6), Limit(28.5, 0.1)),
@@ -84,6 +86,8 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
         "h100": (Limit(265, 7.3), Limit(270, 8.1)),
         "v5e": (Limit(53, 3.3), Limit(81, 8.1)),
     },
+    # The branch with new bases has all averages, all bases and all new bases as stacks.
+    "SOAP": {"h100": (Limit(208, 32.1),)},
     "hyperball(Muon)": {
         "h100": (Limit(275, 8.1), Limit(290, 8.9)),
         "v5e": (Limit(58, 7.3), Limit(85, 8.1)),
@@ -126,10 +130,10 @@ PRODUCTS = {
     (name, target): 15 * chunks
     for name in ("Muon", "NorMuon", "hyperball(Muon)")
     for target, chunks in {"h100": 2, "v5e": 8}.items()
-}
+} | {("SOAP", "h100"): 144}  # six of each matrix, and in its branch a power step has two
 
-# Kernels of a step, by recipe and target: of each model on the tree, and packed.
-KERNELS: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
+# Kernels of a step, by recipe and target: of each model in each form of the recipe.
+KERNELS: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("watch(AdamW)", "v5e"): {"medium": (126, 37), "large": (49, 34), "stacked": (146, 36)},
     ("watch(AdamW)", "h100"): {"medium": (160, 23), "large": (48, 20), "stacked": (89, 30)},
     ("watch(AdamW, every=100)", "v5e"): {"medium": (25, 2), "large": (7, 2), "stacked": (53, 2)},
@@ -138,6 +142,9 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
     ("momentum", "h100"): {"medium": (26, 3), "large": (8, 3), "stacked": (18, 3)},
     ("Lion", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("Lion", "h100"): {"medium": (26, 3), "large": (8, 3), "stacked": (18, 3)},
+    ("Adafactor", "v5e"): {"medium": (387,), "large": (101,), "stacked": (186,)},
+    ("Adafactor", "h100"): {"medium": (310,), "large": (88,), "stacked": (88,)},
+    ("SOAP", "h100"): {"squares": (415,)},
     ("AdamW", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("AdamW", "h100"): {"medium": (27, 4), "large": (9, 4), "stacked": (19, 4)},
     ("AdamW, cautious", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
@@ -262,6 +269,8 @@ COLLECTIVES: dict[str, dict[str, int]] = {
     "AdamW + ema": _NONE,
     "accumulate(clip + AdamW)": {"all-reduce": 3},
     "accumulate, emit=False": {"all-reduce": 1},
+    # Sums of rows, of columns, and of the mean of rows; norms of updates and of weights together.
+    "Adafactor": {"all-reduce": 5},
     "LARS": _NORMS,
     "LAMB": _NORMS,
     "clip + LAMB": _NORMS,

@@ -9,13 +9,13 @@ from tests.accelerators.limits import KERNELS, LIMITS, NOT_REACHED, PRODUCTS, li
 
 accelerators = pytest.mark.accelerators
 
-FORMS = ("tree", "packed")
 COMPILED = [
     (name, target, model, form)
     for name, recipe in RECIPES.items()
     for target in ("v5e", "h100")
+    if recipe.on_tpu or target == "h100"
     for model in recipe.models
-    for form in FORMS
+    for form in recipe.forms
 ]
 
 
@@ -30,7 +30,8 @@ def counts(name, target, model, form):
 
 def test_every_recipe_has_limits():
     assert LIMITS.keys() == RECIPES.keys()
-    assert all(own.keys() == {"v5e", "h100"} for own in LIMITS.values())
+    both, gpu = {"v5e", "h100"}, {"h100"}
+    assert all(LIMITS[x].keys() == (both if r.on_tpu else gpu) for x, r in RECIPES.items())
     assert {(name, target) for name, target, *_ in COMPILED} == KERNELS.keys()
     assert all(KERNELS[name, t].keys() == set(RECIPES[name].models) for name, t in KERNELS)
 
@@ -60,6 +61,6 @@ def test_bytes_temporaries_and_kernels(name, target, model, form):
     assert temporaries <= bound.temporaries
     if now:
         assert moved > most.bytes or temporaries > most.temporaries, "reached: remove the entry"
-    kernels = KERNELS[name, key][model][form == "packed"]
+    kernels = KERNELS[name, key][model][RECIPES[name].forms.index(form)]
     assert found.kernels <= 1.1 * kernels
     assert found.products == PRODUCTS.get((name, key), 0)
