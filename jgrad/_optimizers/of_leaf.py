@@ -54,14 +54,15 @@ class Beta(NamedTuple):
 def optimizer_of_leaf(
     function: Callable[..., Any], /, *, stays_finite: bool = False
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """Makes an optimizer of a function of one leaf, as a decorator.
+    """Makes an optimizer from a function of one leaf that you write; use it as a decorator.
 
         direction, mw', vw' = function(g, mw, vw)
         w' = w - learning_rate (direction + weight_decay w)
 
-    The function is pure and elementwise: what it is given may be a leaf, or a buffer of several, or
-    a part of one. It returns zeros where gradient and moments are zero, as the padding of buffers
-    is. Its arguments are of float32, or of float64 where one is, whatever is stored.
+    The function has to be pure and elementwise, because it may be given a leaf, a buffer with many
+    leaves, or a part of one. Where gradient and moments are zero it has to return zeros, because
+    the padding of buffers is zero and stays so. It is given arrays of float32, or of float64 where
+    the gradient or a moment is, in whatever form moments are stored.
 
     Args:
       function: `function(g, mw, vw, *, beta1=0.9, epsilon=1e-8, step)`, or as much of it as the
