@@ -22,6 +22,7 @@ Optimizers: `init`/`update` pairs, as optax has them
     muon              Muon for matrices, AdamW for other leaves
     soap              SOAP for matrices, AdamW for other leaves
     hidden_matrices   chooses the matrices for Muon, by names and shapes
+    optimizer_of_leaf  an optimizer of your own, from a function of one leaf
 
 Parts of optimizers, for `optax.chain`
 
@@ -143,6 +144,7 @@ from jgrad._optimizers.gradient_descent import (
 from jgrad._optimizers.lamb import lamb, lamb_update
 from jgrad._optimizers.lars import lars, lars_update
 from jgrad._optimizers.lion import lion, lion_update, scale_by_lion
+from jgrad._optimizers.of_leaf import optimizer_of_leaf
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
@@ -199,6 +201,7 @@ __all__ = [  # noqa: RUF022
     "muon",
     "soap",
     "hidden_matrices",
+    "optimizer_of_leaf",
     # Parts of optimizers, for `optax.chain`
     "scale_by_adam",
     "scale_by_lion",
