@@ -17,6 +17,7 @@ html_theme = "sphinx_book_theme"
 html_theme_options = {
     "footer_content_items": [],
     "home_page_in_toc": True,
+    "max_navbar_depth": 1,  # what an entry leads to is listed on its page
     "navbar_persistent": [],  # the sidebar has the search
     "show_navbar_depth": 1,
     "show_toc_level": 2,
@@ -32,6 +33,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     # Those of _extensions.
+    "descriptions",
     "docstrings",
     "gallery",
     "guides",

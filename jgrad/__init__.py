@@ -1,97 +1,98 @@
 """jgrad: gradients and optimizers for JAX, as pure functions on pytrees.
 
-The public names, by what they are for. `help(jgrad.adam)` explains one of them.
+These are the public names, grouped by purpose. `help(jgrad.adam)` explains one of them.
 
 Gradients
 
     grad            the gradient of a function
-    value_and_grad  its value and gradient, from one evaluation
-    jac             its Jacobian
-    value_and_jac   its value and Jacobian, from one evaluation
-    hvp             the product of its Hessian with a vector
-    stop_gradient   the same values, as constants for differentiation
+    value_and_grad  the value and the gradient of a function, in one evaluation
+    jac             the Jacobian of a function
+    value_and_jac   the value and the Jacobian of a function, in one evaluation
+    hvp             the product of a function's Hessian with a vector
+    stop_gradient   the same values, through which no gradient flows
 
 Optimizers: `init`/`update` pairs, as optax has them
 
     gradient_descent  gradient descent, with or without momentum
     adam              Adam, and AdamW with weight decay
-    lion              Lion: the sign of an average
-    lars              LARS: momentum with a rate for each layer
-    lamb              LAMB: Adam with a rate for each layer
-    adafactor         Adafactor: second moments by rows and columns
+    lion              Lion: steps along the sign of an average of gradients
+    lars              LARS: momentum, with a learning rate scaled for each layer
+    lamb              LAMB: Adam, with a learning rate scaled for each layer
+    adafactor         Adafactor: second moments as averages over rows and columns
     muon              Muon for matrices, AdamW for other leaves
     soap              SOAP for matrices, AdamW for other leaves
-    hidden_matrices   which leaves Muon is for, by names and shapes
+    hidden_matrices   chooses the matrices for Muon, by names and shapes
+    optimizer_of_leaf  an optimizer of your own, from a function of one leaf
 
 Parts of optimizers, for `optax.chain`
 
     scale_by_adam         Adam's direction
     scale_by_lion         Lion's direction
     scale_by_muon         Muon's direction
-    scale_by_trust_ratio  the rate of each layer that LAMB takes
-    clip_by_global_norm   all gradients scaled down together
-    ema                   an exponential moving average of the parameters
+    scale_by_trust_ratio  LAMB's scaling of each layer's update
+    clip_by_global_norm   scales all gradients down together
+    ema                   keeps an exponential moving average of the parameters
 
 Options
 
-    by_path  options by the path of a leaf
+    by_path  gives each leaf its own value of an option, by its path
 
 Wrappers: what goes around an optimizer
 
-    accumulate           one update for several mini-batches
-    skip_nonfinite       steps that are not finite are skipped; loss scaling
-    skip_spikes          steps whose loss is far above those before are left out
-    master_weights       float32 copies of half-precision parameters
-    stochastic_rounding  bfloat16 parameters without copies
-    schedule_free        an average of the steps in place of a schedule
-    hyperball            matrices keep their norm, and turn by an angle
-    offload              the state in host memory between steps
-    pack_small           small leaves packed inside each update
-    zero                 the state sharded over devices, inside `shard_map` or `pmap`
-    watch                norms, ratios and counters of each step
-    report               what `watch` measured, and counters of wrappers
+    accumulate           updates once for several mini-batches
+    skip_nonfinite       skips steps that are not finite, and handles loss scaling
+    skip_spikes          skips steps whose loss is far above those before
+    master_weights       trains half-precision parameters through float32 copies
+    stochastic_rounding  trains bfloat16 parameters without copies
+    schedule_free        averages the iterates, in place of a schedule
+    hyperball            keeps the norms of matrices, and turns them by an angle
+    offload              keeps the state in host memory between steps
+    pack_small           packs small leaves inside each update
+    zero                 shards the state over devices, inside `shard_map` or `pmap`
+    watch                measures norms, ratios and counters of each step
+    report               reads what `watch` measured, and the counters of wrappers
 
 Whole steps
 
-    apply_gradients   new parameters and the new state
-    step_in_backward  each layer is updated as soon as its gradient is known
-    scan_layers       the layers of a model in a loss, for `step_in_backward`
-    leaf_programs     what a program for a TPU makes of each leaf in 8 bits
+    apply_gradients   applies one step, and returns the new parameters and state
+    step_in_backward  updates each layer as soon as its gradient is known
+    scan_layers       runs the layers of a model in a loss, for `step_in_backward`
+    leaf_programs     says how a TPU updates each leaf in 8 bits, and why
 
 Updates with explicit state
 
-    optimizer_update         weights after a step along a direction
-    gradient_descent_update  weights after a step of gradient descent
-    adam_step                Adam's direction and new moments
-    adam_update              weights and moments after a step of Adam
-    lion_update              weights and the moment after a step of Lion
-    lars_update              weights after a step of LARS
-    lamb_update              weights and moments after a step of LAMB
+    optimizer_update         moves weights along a direction
+    gradient_descent_update  updates weights by one step of gradient descent
+    adam_step                computes Adam's direction and new moments
+    adam_update              updates weights and moments by one step of Adam
+    lion_update              updates weights and the moment by one step of Lion
+    lars_update              updates weights by one step of LARS
+    lamb_update              updates weights and moments by one step of LAMB
 
 Functions of trees
 
-    orthogonalize  matrices with singular values close to 1
-    global_norm    the norm of all leaves together
+    orthogonalize  moves the singular values of matrices close to 1
+    global_norm    computes the norm of all leaves together
 
 Packed trees: many arrays as one
 
-    pack    the leaves of a tree in one buffer per dtype
-    unpack  the tree again
+    pack    packs the leaves of a tree into one buffer per dtype
+    unpack  returns the tree again
     Packed  what `pack` returns
-    Layout  where each leaf is in the buffers
+    Layout  says where each leaf is in the buffers
 
 States of optimizers
 
-    state_shardings    how a state is sharded, for `jit` and for checkpoints
-    carry_over         a state in the form of another recipe, and an account of it
+    state_shardings    returns the shardings of a state, for `jit` and for checkpoints
+    carry_over         converts a state to that of another optimizer, with an account
     Account            what `carry_over` did with each part of a state
-    quantized          the old name of `carry_over`
-    unquantized        likewise, for a state in 8 bits as arrays
-    OptState           state of every optimizer
+    quantized          an old name of `carry_over`
+    unquantized        an old function that converts 8 bits to float32
+    OptState           state of every optimizer but `soap`
     SoapState          state of `soap`
-    SoapFactors        averages and bases of a matrix in it
+    SoapFactors        averages and bases of a matrix in that state
     Blocks             an array in 8 bits
-    Factors            squares by rows and columns
+    Factors            averages of squares over rows and columns
     AccumulateState    state of `accumulate`
     WeightedAccumulateState  state of `accumulate(..., weighted=True)`
     SkipState          state of `skip_nonfinite`
@@ -106,13 +107,13 @@ States of optimizers
 
 Names kept for Ivy
 
-    execute_with_gradients  a value, and gradients of chosen outputs by chosen inputs
-    variable                a tree with floating leaves
+    execute_with_gradients  computes a value, and gradients of chosen outputs by chosen inputs
+    variable                converts leaves to floating arrays
     is_variable             whether something is an array
-    variable_data           the array behind a variable: itself
-    inplace_update          the new value, in the shapes and dtypes of the old
-    inplace_increment       the sum, in the dtypes of the old value
-    inplace_decrement       the difference, in the dtypes of the old value
+    variable_data           the array behind a variable, which is itself
+    inplace_update          returns the new value, in the shapes and dtypes of the old
+    inplace_increment       returns the sum, in the dtypes of the old value
+    inplace_decrement       returns the difference, in the dtypes of the old value
 """
 
 from jgrad._backward.scan_layers import scan_layers
@@ -143,6 +144,7 @@ from jgrad._optimizers.gradient_descent import (
 from jgrad._optimizers.lamb import lamb, lamb_update
 from jgrad._optimizers.lars import lars, lars_update
 from jgrad._optimizers.lion import lion, lion_update, scale_by_lion
+from jgrad._optimizers.of_leaf import optimizer_of_leaf
 from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
@@ -199,6 +201,7 @@ __all__ = [  # noqa: RUF022
     "muon",
     "soap",
     "hidden_matrices",
+    "optimizer_of_leaf",
     # Parts of optimizers, for `optax.chain`
     "scale_by_adam",
     "scale_by_lion",

@@ -71,6 +71,11 @@ class Case:
         """The moments that have a `moment_dtype`."""
         return tuple(name for name in self.state if name not in self.in_full)
 
+    def number_of_adam(self, option: str) -> Any:
+        """Of leaves that are no matrices; None there stands for that of the matrices."""
+        own = self.number(self.of_adam(option))
+        return self.number(option) if own is None else own
+
     def of_adam(self, option: str) -> str:
         """The name of an option of Adam, of which methods of matrices have one for other leaves."""
         return f"adam_{option}" if self.has_matrices else option

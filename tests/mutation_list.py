@@ -27,6 +27,7 @@ PLACES = "tests/kernels/test_places.py"
 SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
+OF_LEAF = "tests/optimizers/test_of_leaf.py"
 ROWS = "tests/muon/test_rows.py"
 SOAP = "tests/soap/test_soap.py"
 VARIABLES = "tests/everywhere/test_nnx.py"
@@ -121,6 +122,11 @@ MUTATIONS = [
     Mutation("lamb._updates", "independent decay is part of LAMB's direction", "None if independent else X", "X", DECAY),
     Mutation("lion_of_leaf", "the direction has the new moment", "X = numerics.sign(Y); mw.write(A, g, mw.old, B, C)", "X = numerics.sign(mw.write(A, g, mw.old, B, C))", "tests/inputs/test_moments.py"),
     Mutation("lion_of_leaf", "Lion's direction is no sign", "numerics.sign(X)", "X", "tests/inputs/test_moments.py"),
+    Mutation("of_leaf._number", "a user's method is corrected for one update less", "numerics.one_minus_power(X, Y)", "numerics.one_minus_power(X, Y - 1)", OF_LEAF),
+    Mutation("optimizer_of_leaf.rule", "a user's method stores its direction", "X[index]", "X[0]", OF_LEAF),
+    Mutation("of_leaf._check", "a user's method may mix elements", "mixes or X", "X", OF_LEAF),
+    Mutation("of_leaf._check", "a kernel has each operation of a user's method", "X if absent else Y", "Y", OF_LEAF),
+    Mutation("transformation.update", "a user's method is trusted to be finite", "X if stays_finite else None", "X", OF_LEAF),
     Mutation("numerics.sign", "the sign of a complex number is its largest part", "safe_sqrt(X)", "jnp.ones_like(x.real)", "tests/arithmetic/test_numerics.py"),
     Mutation("adam_of_leaf", "the signs of directions are those of second moments", "X, m", "X, v", DECAY),
     Mutation("rules.kept", "an update that is not committed is kept", "jnp.where(_, X, _)", "X", SKIP),

@@ -12,8 +12,10 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import jgrad
 from jgrad._backward.step_in_backward import forced
@@ -25,6 +27,7 @@ README, STARTED, WRAPPERS = "README.md", "docs/getting_started.md", "docs/wrappe
 PACKED, MUON, DEVICES = "docs/packed.md", "docs/muon.md", "docs/devices.md"
 MEMORY, RUNS, METHODS = "docs/memory.md", "docs/runs.md", "docs/methods.md"
 CHOOSE, OPTAX, PYTORCH = "docs/choose.md", "docs/from_optax.md", "docs/from_elsewhere.md"
+DIFFERENTIATE, YOUR_OWN = "docs/differentiate.md", "docs/your_own.md"
 COMPILED, FOUR_BYTES = "benchmarks/notes/accelerators.md", "docs/four_bytes.md"
 
 BLOCKS = [(name, i) for name in (README, *GUIDES, *NOTES) for i in range(len(blocks(name)))]
@@ -290,6 +293,72 @@ def state_of_optax(names, printed):
 # `test_from_pytorch.py` has a model and an optimizer of PyTorch's numbers.
 NOTHING = types.SimpleNamespace(named_parameters={}.items)
 after(PYTORCH, 1, names=lambda: {"model": NOTHING, "adam": None, "steps": 3})(it_runs)
+
+
+# ---- derivatives, and methods of one's own -----------------------------------------------------
+
+
+def tasks(seed, dtype):
+    """Points of two sines with other phases."""
+    x = jnp.asarray(np.random.default_rng(seed).uniform(-3, 3, size=(2, 10, 1)), dtype)
+    return [(part, jnp.sin(part + seed)) for part in x]
+
+
+@after(DIFFERENTIATE, 0)
+def meta_gradients(names, printed):
+    """Those of finite differences, by the first weights and by each rate; and they can be followed."""
+    meta, given = names["meta"], tasks(1, jnp.float32)
+    value, update, losses = jax.jit(names["meta_loss"]), jax.jit(names["outer"].update), []
+    state = names["outer"].init(meta)
+    for _ in range(20):
+        losses.append(float(value(meta, *given)))
+        updates, state = update(names["gradient"](meta, *given), state, meta)
+        meta = optax.apply_updates(meta, updates)
+    assert losses[-1] < losses[0]
+    traced = str(jax.make_jaxpr(names["gradient"])(meta, *given))
+    assert "checkpoint" in traced or "remat" in traced
+    with in_double_precision():
+        given = tasks(1, jnp.float64)
+        flat, tree = ravel_pytree(jax.tree.map(lambda x: np.asarray(x, np.float64), meta))
+        found, _ = ravel_pytree(names["gradient"](tree(flat), *given))
+        assert np.all(np.asarray(jax.tree.leaves(tree(found)["log_rates"])) != 0)
+        along = jnp.asarray(np.random.default_rng(0).normal(size=flat.size))
+        at = lambda k: value(tree(flat + k * 2e-5 * along), *given)
+        expected = (8 * (at(1.0) - at(-1.0)) - (at(2.0) - at(-2.0))) / 24e-5
+        np.testing.assert_allclose(found @ along, expected, rtol=1e-8)
+
+
+@contextlib.contextmanager
+def in_double_precision():
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_functional_updates_stop_gradients():
+    """Unless they are told otherwise, as the page says."""
+
+    def updated(lr, **options):
+        return jnp.sum(jgrad.adam_update(jnp.ones(3), jnp.ones(3), lr, 0.0, 0.0, 1, **options)[0])
+
+    assert float(jax.grad(updated)(0.1)) == 0
+    slope = jax.grad(lambda lr: updated(lr, stop_gradients=False))(0.1)
+    assert float(slope) == pytest.approx(-3, rel=1e-5)
+
+
+@after(YOUR_OWN, 0)
+def own_method(names, printed):
+    """The first direction of AdaMax is the sign of the gradient, whatever the betas are."""
+    np.testing.assert_allclose(names["updates"]["w"], -1e-3 * 1.1, rtol=1e-5)
+    np.testing.assert_allclose(names["updates"]["b"], -1e-2, rtol=1e-5)
+    state = names["state"]
+    assert int(state.skipped) == 0
+    moments = optax.tree.get(state, "mw")
+    assert isinstance(moments["w"], jgrad.Blocks)
+    # Gradients of norm 1, and the beta of the call.
+    np.testing.assert_allclose(moments["b"], 0.05 / (17 * 256) ** 0.5, rtol=1e-6)
 
 
 # ---- the defaults of each method ---------------------------------------------------------------

@@ -5,6 +5,8 @@ import graphlib
 import io
 import pathlib
 import re
+import subprocess
+import sys
 import tokenize
 
 import pytest
@@ -80,6 +82,14 @@ def test_imports_have_an_order(of):
                 graph.setdefault(pair[0], set()).add(pair[1])
     order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
     assert order[-1] == "__init__.py"
+
+
+def test_importing_jgrad_leaves_out_pallas():
+    """A program for a TPU imports it when it is lowered; others need not wait for it."""
+    code = "import sys, jgrad; print({'jax.experimental.pallas'} & {*sys.modules})"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert found.stdout == "set()\n", found.stderr
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

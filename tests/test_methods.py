@@ -55,7 +55,7 @@ def faces(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_what_a_file_defines_is_public(file):
-    """Then `test_docs.py` asks for its line in the docstring of jgrad and in docs/reference.md."""
+    """Then `test_docs.py` asks for it in the docstring of jgrad and in docs/reference.md."""
     assert set(faces(file)) <= set(jgrad.__all__)
 
 

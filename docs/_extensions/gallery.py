@@ -1,4 +1,7 @@
-"""The gallery: the notebooks of colabs/, as they are stored, and a page with a card for each."""
+"""The gallery: notebooks and scripts of colabs/, and a page with a card for each.
+
+Notebooks are shown as they are stored; listings of scripts are made by repository.py.
+"""
 
 import base64
 import json
@@ -7,6 +10,7 @@ import re
 import shutil
 from typing import Any
 
+import repository
 from sphinx.application import Sphinx
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -21,6 +25,16 @@ Each notebook is shown with the outputs that are stored in it. CI executes all o
 :gutter: 3
 
 {cards}
+::::
+
+## Scripts
+
+Whole trainings in one file, to run from a terminal.
+
+::::{{grid}} 1 2 2 3
+:gutter: 3
+
+{scripts}
 ::::
 
 ```{{toctree}}
@@ -40,6 +54,7 @@ CARD = """\
 {sentence}
 :::
 """
+WITHOUT_IMAGE = re.sub(r"^:.*img-top:.*\n", "", CARD, flags=re.MULTILINE)
 
 
 def introduction(notebook: dict[str, Any]) -> tuple[str, str]:
@@ -47,6 +62,12 @@ def introduction(notebook: dict[str, Any]) -> tuple[str, str]:
     title, _, text = "".join(notebook["cells"][0]["source"]).partition("\n")
     text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", " ".join(text.split()))
     return title.removeprefix("# "), re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
+
+
+def script(name: str, file: pathlib.Path) -> str:
+    """The card of a script: its name, and the first line of its docstring."""
+    sentence = repository.introduction(file.read_text())
+    return WITHOUT_IMAGE.format(name=name, title=f"`{file.name}`", sentence=sentence)
 
 
 def thumbnail(notebook: dict[str, Any]) -> bytes | None:
@@ -71,13 +92,16 @@ def write(app: Sphinx) -> None:
         notebook = json.loads(file.read_text())
         title, sentence = introduction(notebook)
         image = thumbnail(notebook)
-        card = CARD.format(name=name, title=title, sentence=sentence)
         if image:
             (GALLERY / f"{name}.png").write_bytes(image)
-        else:
-            card = re.sub(r"^:.*img-top:.*\n", "", card, flags=re.MULTILINE)
-        cards.append(card)
-    page = PAGE.format(cards="\n".join(cards), names="\n".join(files))
+        form = CARD if image else WITHOUT_IMAGE
+        cards.append(form.format(name=name, title=title, sentence=sentence))
+    scripts = {f"/{repository.page(x)}".removesuffix(".md"): x for x in repository.scripts()}
+    page = PAGE.format(
+        cards="\n".join(cards),
+        scripts="\n".join(script(*item) for item in scripts.items()),
+        names="\n".join([*files, *(f"{x.name} <{page}>" for page, x in scripts.items())]),
+    )
     (GALLERY / "index.md").write_text(page)
 
 

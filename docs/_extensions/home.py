@@ -1,10 +1,22 @@
-"""The home page: README, with cards behind its example, and the table of contents of the site."""
+"""The home page: README, with cards behind its example; and the pages that contents.py lists."""
 
 import pathlib
+from collections.abc import Iterable
 
+from contents import CONTENTS, MEASUREMENTS, PROJECT
 from sphinx.application import Sphinx
 
-HOME = pathlib.Path(__file__).parents[1] / "index.md"
+DOCS = pathlib.Path(__file__).parents[1]
+
+LIST = """\
+# {title}
+
+{sentence}
+
+{items}
+
+{table}
+"""
 
 PAGE = """\
 ```{include} ../README.md
@@ -41,91 +53,33 @@ The notebooks, with their outputs.
 :start-after: parts here. -->
 ```
 
-```{toctree}
-:hidden:
-:caption: Guides
-
-getting_started
-choose
-methods
-muon
-wrappers
-runs
-memory
-four_bytes
-packed
-devices
-from_optax
-from_elsewhere
-```
-
-```{toctree}
-:hidden:
-:caption: Notebooks
-
-gallery/index
-```
-
-```{toctree}
-:hidden:
-:caption: Reference
-
-reference
-reference/gradients
-reference/optimizers
-reference/parts-of-optimizers
-reference/options
-reference/wrappers
-reference/whole-steps
-reference/updates-with-explicit-state
-reference/functions-of-trees
-reference/packed-trees
-reference/states-of-optimizers
-reference/names-kept-for-ivy
-```
-
-```{toctree}
-:hidden:
-:caption: What is known
-
-benchmarks
-correctness
-stability
-```
-
-```{toctree}
-:hidden:
-:caption: Measurements
-
-repository/benchmarks/results.md
-repository/benchmarks/notes/accelerators.md
-repository/benchmarks/notes/eight_bits.md
-repository/benchmarks/notes/endurance.md
-repository/benchmarks/notes/large_batches.md
-repository/benchmarks/notes/lightbench.md
-repository/benchmarks/notes/losses.md
-repository/benchmarks/notes/muon.md
-repository/benchmarks/notes/on_paper.md
-repository/benchmarks/notes/soap.md
-repository/benchmarks/notes/steps.md
-repository/benchmarks/notes/tests_of_others.md
-repository/benchmarks/notes/what_wrappers_cost.md
-```
-
-```{toctree}
-:hidden:
-:caption: Project
-
-repository/CONTRIBUTING.md
-repository/BUILD_NOTES.md
-repository/CHANGELOG.md
-```
 """
 
 
+def table(pages: Iterable[str], caption: str = "") -> str:
+    """A table of contents that is shown in the sidebar alone."""
+    options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
+    lines = ["```{toctree}", *options, "", *(f"/{page}" for page in pages), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def index(title: str, sentence: str, pages: dict[str, str]) -> str:
+    """A page that lists others."""
+    items = "\n".join(f"- {{doc}}`/{page}`\\\n  {text}" for page, text in pages.items())
+    return LIST.format(title=title, sentence=sentence, items=items, table=table(pages))
+
+
 def write(app: Sphinx) -> None:
-    """Writes the page; README is read when it is included."""
-    HOME.write_text(PAGE)
+    """Writes the pages; README is read when it is included."""
+    tables = (table(pages, caption) for caption, pages in CONTENTS.items())
+    (DOCS / "index.md").write_text("\n".join([PAGE, *tables]))
+    folder = DOCS / "contents"
+    folder.mkdir(exist_ok=True)
+    sentence = "What was measured, beside what, and the commands that measure it again."
+    (folder / "measurements.md").write_text(index("Measurements", sentence, MEASUREMENTS))
+    sentence = "How jgrad changes, what it promises not to change, and how to take part."
+    title = "Stability, changes, contributing"
+    (folder / "project.md").write_text(index(title, sentence, PROJECT))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

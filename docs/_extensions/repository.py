@@ -5,6 +5,7 @@ page. Here each file that a page links to becomes a page, and links are rewritte
 read.
 """
 
+import ast
 import functools
 import pathlib
 import re
@@ -16,6 +17,20 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#])")
 PAGES = (".md", ".ipynb")
+LISTING = """\
+---
+orphan: true
+---
+
+# {name}
+
+{sentence}
+
+To save it: {link}
+
+``````{language}
+{text}``````
+"""
 
 
 def page(file: pathlib.Path) -> str:
@@ -36,10 +51,15 @@ def followed(file: pathlib.Path, link: str) -> pathlib.Path | None:
     return found if found.is_file() and found.is_relative_to(ROOT) else None
 
 
+def scripts() -> list[pathlib.Path]:
+    """Those that train, which the gallery lists."""
+    return sorted(ROOT.glob("colabs/train_*.py"))
+
+
 @functools.cache
 def files() -> list[pathlib.Path]:
-    """README, docs/ and colabs/, and what is linked from there, directly or not."""
-    found = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("colabs/*.ipynb")]
+    """README, guides, notebooks and scripts, and what is linked from there, directly or not."""
+    found = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("colabs/*.ipynb"), *scripts()]
     for file in found:  # which grows
         links = LINK.findall(file.read_text()) if file.suffix in PAGES else []
         targets = {followed(file, link) for link in links}
@@ -61,10 +81,21 @@ def copy(app: Sphinx) -> None:
 
 
 def listing(file: pathlib.Path) -> str:
-    """A page with the text of a file."""
-    language = "python" if file.suffix == ".py" else "text"
-    name = file.relative_to(ROOT)
-    return f"---\norphan: true\n---\n\n# {name}\n\n``````{language}\n{file.read_text()}``````\n"
+    """A page with the text of a file, which can be saved."""
+    is_python = file.suffix == ".py"
+    name, text = file.relative_to(ROOT), file.read_text()
+    return LISTING.format(
+        name=name,
+        sentence=introduction(text) if is_python else "A file of the repository.",
+        link=f"{{download}}`{file.name} </../{name}>`",
+        language="python" if is_python else "text",
+        text=text,
+    )
+
+
+def introduction(source: str) -> str:
+    """The first line of the docstring of a file of Python."""
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 def relink(file: pathlib.Path, text: str) -> str:

@@ -11,6 +11,7 @@ NAMES = {
     "lamb": ("layerwise", "layer-wise", "layer wise"),
     "muon": ("normuon", "newton-schulz", "newton schulz", "spectral"),
     "hidden_matrices": ("muon matrices", "embedding", "embeddings"),
+    "optimizer_of_leaf": ("custom optimizer", "own optimizer", "new optimizer"),
     "scale_by_trust_ratio": ("trust ratio", "rate per layer"),
     "clip_by_global_norm": (
         "clip",
@@ -93,6 +94,7 @@ GUIDES = {
     "devices": ("multi gpu", "multi-gpu", "data parallel", "distributed", "pmap", "shard_map"),
     "runs": ("checkpointing", "checkpoints"),
     "packed": ("fused",),
+    "differentiate": ("maml", "meta-learning", "meta learning", "hypergradient", "unroll"),
     "from_optax": ("optax", "migrate from optax"),
     "from_elsewhere": ("pytorch", "torch", "torch.optim", "ivy"),
     "choose": ("which optimizer", "defaults", "hyperparameters", "learning rate"),

@@ -25,13 +25,14 @@ _recorder: ContextVar[Recorder | None] = ContextVar(_NAME, default=None)
 
 
 def scan_layers(block: Block, layers: PyTree, carry: PyTree, *, remat: Remat = True) -> PyTree:
-    """Takes a carry through all layers of a stack.
+    """Runs a carry through a stack of layers, and tells `step_in_backward` where they are.
 
         carry = block(layer, carry)    for each layer of `layers`, from the first to the last
 
     By itself this is `jax.lax.scan` with `jax.checkpoint` around the block, differentiable in any
-    mode. In the loss of `step_in_backward` it says where the layers are: they are then updated one
-    by one, each as soon as its gradient is known, so that there is never a gradient of all of them.
+    mode. In the loss of `step_in_backward` it also says where the layers are. They are then updated
+    one by one, each as soon as its gradient is known, so that there is never a gradient of all of
+    them.
 
     Args:
       block: a layer of the model. It returns a carry of the structure, shapes and dtypes of the one
@@ -39,8 +40,8 @@ def scan_layers(block: Block, layers: PyTree, carry: PyTree, *, remat: Remat = T
         those are differentiated, too.
       layers: a tree of arrays whose first axis is that of the layers.
       carry: a tree of arrays, such as the activations.
-      remat: True computes the inside of a block again in the backward pass, so that the carries
-        alone are kept; False keeps what the backward pass reads; a policy of
+      remat: True computes the inside of a block again in the backward pass, so that only the
+        carries are kept; False keeps what the backward pass reads; a policy of
         `jax.checkpoint_policies` says what is kept.
 
     Returns:

@@ -45,7 +45,7 @@ def step_in_backward(
     elementwise: bool = False,
     mesh_axes: PyTree = None,
 ) -> TrainStep:
-    """A train step whose layers are updated in the backward pass, one after the other.
+    """Builds a train step that updates each layer in the backward pass, one after the other.
 
         value, g       = value_and_grad(loss)(params, *args)
         params, state  = apply_gradients(tx, g, state, params, loss=value)
@@ -89,7 +89,7 @@ def step_in_backward(
         leaves of `params`, outside of `jax.jit` and other transformations of JAX. One call reads
         each stack.
       first_pass: True computes numbers of all gradients before any layer is updated. One that
-        depends on another, as a second clip's does, takes one more pass.
+        depends on another, as a second clip's does, needs one more pass.
       has_aux: whether the loss returns `(value, aux)`.
       elementwise: says that the transformations of other libraries in `tx` compute each element by
         itself, from scalars and from what stands beside it.

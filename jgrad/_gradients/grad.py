@@ -26,7 +26,7 @@ _GRADIENT = "_jgrad_gradient"
 def grad(
     func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., PyTree]:
-    """The function that returns the gradient of `func`.
+    """Returns a function that computes the gradient of `func`.
 
         grad(f)(x) = df/dx
 
@@ -74,7 +74,7 @@ def grad(
 def value_and_grad(
     func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., PyTree]:
-    """The function that returns the value of `func` and its gradient, from one evaluation.
+    """Returns a function that computes the value of `func` and its gradient in one evaluation.
 
         value_and_grad(f)(x) = (f(x), df/dx)
 
@@ -126,7 +126,7 @@ def _value_and_grad(
 def hvp(
     func: Callable[..., PyTree], primals: Sequence[PyTree], tangents: Sequence[PyTree]
 ) -> PyTree:
-    """The product of the Hessian of `func` with a vector, forward over reverse.
+    """Multiplies the Hessian of `func` by a vector, with forward over reverse differentiation.
 
         hvp(f, (x,), (v,)) = d/de grad f(x + e v) at e = 0
 
@@ -174,7 +174,7 @@ def hvp(
 
 
 def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None) -> PyTree:
-    """The same values, as constants for differentiation.
+    """Returns `x` as a constant, so that no gradient flows through it.
 
         stop_gradient(x) = x, with derivative 0
 

@@ -26,7 +26,7 @@ Blocks = list[list[jax.Array]]
 def jac(
     func: Callable[..., PyTree], argnums: Argnums = 0, *, mode: Mode = None
 ) -> Callable[..., PyTree]:
-    """The function that returns the Jacobian of `func`.
+    """Returns a function that computes the Jacobian of `func`.
 
         jac(f)(x)[i..., j...] = df[i...] / dx[j...]
 
@@ -69,7 +69,7 @@ def jac(
 def value_and_jac(
     func: Callable[..., PyTree], argnums: Argnums = 0, *, mode: Mode = None
 ) -> Callable[..., PyTree]:
-    """The function that returns the value of `func` and its Jacobian, from one evaluation.
+    """Returns a function that computes the value of `func` and its Jacobian in one evaluation.
 
         value_and_jac(f)(x) = (f(x), df/dx)
 

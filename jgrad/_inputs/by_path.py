@@ -84,7 +84,7 @@ def check_parameters(function: str, tree: PyTree) -> None:
 
 @explained
 def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
-    """Options by the path of a leaf, for every option that may differ from leaf to leaf.
+    """Gives each leaf its own value of an option, chosen by a pattern of its path.
 
         value of a leaf = that of the first rule whose pattern matches its path, else `rest`
 
@@ -98,13 +98,13 @@ def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
     the model is noticed. Leaves with one rule share one number in the program.
 
     Args:
-      rules: patterns and values, in order. A value is whatever the option takes for a leaf: a
+      rules: patterns and values, in order. A value is whatever the option accepts for a leaf: a
         number, a schedule, a bool, axes, a PartitionSpec, or a label for `optax.partition`.
       rest: the value of leaves that no rule matches. Without it each leaf needs a rule.
 
     Returns:
       An option for a transformation. Called with parameters, or with their shapes, it returns the
-      tree of values, so that `optax.masked` and `optax.partition` take it, too. It has a method
+      tree of values, so that `optax.masked` and `optax.partition` accept it, too. It has a method
       `describe(params)`: the path, shape, rule and value of each leaf.
 
     Raises:

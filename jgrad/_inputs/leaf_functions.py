@@ -66,8 +66,9 @@ class LeafFunction:
     gradient.
     """
 
-    def __init__(self, function: Function) -> None:
-        self._function = function
+    def __init__(self, function: Function, no_kernel: str = "") -> None:
+        """`no_kernel` says why a TPU cannot have the function as a kernel, where it cannot."""
+        self._function, self._no_kernel = function, no_kernel
         functools.update_wrapper(self, function)
 
     def __call__(self, g: list[Any], *args: Any, **options: Any) -> tuple[Any, ...]:
@@ -82,7 +83,7 @@ class LeafFunction:
         calls: list[Call | None] = [None] * len(g)
         for i, x in enumerate(g):
             if x is not None:
-                leaf = _Leaf.of(i, g, args)
+                leaf = _Leaf.of(i, g, args, self._no_kernel)
                 calls[i] = leaf.in_kernel(program) if leaf.has_kernel else (program, leaf.arguments)
         return _results(calls, args)
 
@@ -109,7 +110,8 @@ class LeafFunction:
         for i, x in enumerate(g):
             if x is None:
                 continue
-            leaf, w = _Leaf.of(i, g, args), None if inputs.w is None else inputs.w[i]
+            leaf = _Leaf.of(i, g, args, self._no_kernel)
+            w = None if inputs.w is None else inputs.w[i]
             steps = (
                 () if descent is None else (w, _entry(descent.decay, i), _entry(descent.rate, i))
             )
@@ -170,23 +172,23 @@ class _Leaf(NamedTuple):
 
     Attributes:
       arguments: see above.
-      place: how the leaf is sharded, if the user says it.
+      place: how the leaf is sharded, if the user says it; or why it has no kernel.
       has_kernel: whether all of its moments are in 8 bits, in whole rows.
     """
 
     arguments: tuple[Any, ...]
-    place: Place | None
+    place: Place | str | None
     has_kernel: bool
 
     @classmethod
-    def of(cls, i: int, g: list[Any], args: tuple[Any, ...]) -> "_Leaf":
+    def of(cls, i: int, g: list[Any], args: tuple[Any, ...], no_kernel: str) -> "_Leaf":
         arguments, moments, place = [g[i]], [], None
         for x in args:
             arguments.append(_entry(x, i))
             if isinstance(x, Moment):
                 moments.append(has_kernel(arguments[-1]))
                 place = x.places[i] if x.places else place
-        return cls(tuple(arguments), place, bool(moments) and all(moments))
+        return cls(tuple(arguments), no_kernel or place, bool(moments) and all(moments))
 
     def in_kernel(
         self,
@@ -284,7 +286,7 @@ def _kernel(
     before: tuple[tuple[Function, int], ...],
     finish: Function | None,
     rest: tuple[Function, Function, tuple[int | None, ...]] | None,
-    place: Place | None,
+    place: Place | str | None,
 ) -> Function:
     """A function of one leaf in 8 bits, with all that follows it, as one operation."""
     after, weight, replaces = rest if rest is not None else (None, None, ())

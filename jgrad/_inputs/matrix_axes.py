@@ -186,6 +186,11 @@ class MatrixAxes:
         ]
         return dataclasses.replace(self, sharded_axes=tuple(x for x in named if x[1]))
 
+    @property
+    def gathered_over(self) -> tuple[str, ...]:
+        """The mesh axes along which whatever is made of whole matrices is the same."""
+        return tuple(itertools.chain(*(names for _, names in self._gathered_axes())))
+
     def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
         """Whole matrices, of parts of them; or whole outputs, of one number per output."""
         for axis, names in self._gathered_axes(per_output):

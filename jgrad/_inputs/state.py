@@ -12,7 +12,7 @@ from jgrad._trees.trees import PyTree
 
 @state_of("moments", step="step", mw="moment", vw="moment")
 class OptState(NamedTuple):
-    """State of every optimizer; what a method does not use is `None`.
+    """State of every optimizer but `soap`; fields that a method does not use are `None`.
 
     The field names are a file format: checkpoints hold them. `count`, `mu` and `nu`, optax's names,
     read the same arrays; `optax.tree.get` finds fields only, so give it `"step"`.
@@ -20,7 +20,7 @@ class OptState(NamedTuple):
     Attributes:
       step: number of updates done, an int32 scalar; it saturates.
       mw: first moment, or momentum; a tree like the parameters, with `Blocks` for arrays in 8 bits.
-      vw: second moment, real; likewise.
+      vw: second moment, real; as `mw`.
 
     Example:
       >>> state = jgrad.adam(1e-3).init({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})

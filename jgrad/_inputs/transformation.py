@@ -59,6 +59,7 @@ def transformation(
     moments: MomentOptions = _AS_PARAMETERS,
     params_for: str | None = None,
     more: MoreFields | None = None,
+    stays_finite: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with the state `OptState(step, mw, vw)`, or with one that has more fields.
 
@@ -71,6 +72,8 @@ def transformation(
       moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
       more: what the state has beside.
+      stays_finite: whether it makes nothing non-finite of finite gradients; else wrappers that skip
+        steps look at its results, as they do at those of other libraries.
     """
     moments.check(name)
     kind = OptState if more is None else more.state
@@ -97,7 +100,8 @@ def transformation(
         then: Then | None = None,
         **numbers: Any,
     ) -> tuple[PyTree, Any]:
-        inputs = Inputs(name, updates, params, commit, notes, undecayed, then)
+        decided = commit if stays_finite else None
+        inputs = Inputs(name, updates, params, decided, notes, undecayed, then)
         if params_for is not None:
             inputs.require_params(params_for)
         of_moments = shapes(inputs)

@@ -29,7 +29,7 @@ def execute_with_gradients(
     xs_grad_idxs: Sequence[Path] | None = _DEFAULT,
     ret_grad_idxs: Sequence[Path] | None = _DEFAULT,
 ) -> tuple[PyTree, PyTree]:
-    """The value of `func` at `xs`, and gradients of its outputs.
+    """Computes the value of `func` at `xs`, and gradients of its outputs.
 
         execute_with_gradients(f, x) = (f(x), df/dx)
 

@@ -21,7 +21,7 @@ from jgrad._trees.trees import PyTree
 
 
 def variable(x: PyTree, /) -> PyTree:
-    """`x` with floating leaves, ready to be differentiated.
+    """Converts the leaves of `x` to floating arrays, which can be differentiated.
 
     Args:
       x: pytree of arrays and numbers; a list of numbers is an array.
@@ -43,7 +43,7 @@ def variable(x: PyTree, /) -> PyTree:
 
 
 def is_variable(x: object, /, exclusive: bool = False) -> bool:
-    """Whether `x` is an array, which in JAX is all that can be said of a variable.
+    """Whether `x` is an array, since JAX has no separate class of variables.
 
     Args:
       x: anything.
@@ -61,7 +61,7 @@ def is_variable(x: object, /, exclusive: bool = False) -> bool:
 
 
 def variable_data(x: PyTree, /) -> PyTree:
-    """The array behind a variable: `x` itself.
+    """Returns the array behind a variable, which in JAX is `x` itself.
 
     Args:
       x: pytree.
@@ -78,7 +78,7 @@ def variable_data(x: PyTree, /) -> PyTree:
 
 
 def inplace_update(x: PyTree, val: PyTree, /) -> PyTree:
-    """`val` in the place of `x`.
+    """Returns `val` with the shapes and dtypes of `x`, to take its place.
 
         x' = val
 
@@ -105,7 +105,7 @@ def inplace_update(x: PyTree, val: PyTree, /) -> PyTree:
 
 
 def inplace_increment(x: PyTree, val: PyTree, /) -> PyTree:
-    """`x` increased.
+    """Returns `x` increased by `val`.
 
         x' = x + val
 
@@ -130,7 +130,7 @@ def inplace_increment(x: PyTree, val: PyTree, /) -> PyTree:
 
 
 def inplace_decrement(x: PyTree, val: PyTree, /) -> PyTree:
-    """`x` decreased.
+    """Returns `x` decreased by `val`.
 
         x' = x - val
 

@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jgrad._kernels import passes, places, tpu
+from jgrad._kernels import passes, places
 from jgrad._kernels.leaf_step import Form, LeafStep, Place, moments_of
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.contexts import during
@@ -31,7 +31,7 @@ def run(
     args: PyTree,
     *,
     replaces: Sequence[int | None],
-    place: Place | None = None,
+    place: Place | str | None = None,
 ) -> tuple[list[jax.Array], list[Blocks]]:
     """What a function of one leaf returns, and the new moments that it writes.
 
@@ -40,7 +40,7 @@ def run(
       args: its arguments, among which are moments with `has_kernel`.
       replaces: for the last arrays that it returns, the position among the leaves of `args` of the
         array that may be overwritten with each; None for none.
-      place: how the leaf is sharded, where types do not say it.
+      place: how the leaf is sharded, where types do not say it; or why it is no kernel on a TPU.
     """
     leaves, structure = jax.tree.flatten(args)
     operands = list({id(x): x for x in leaves}.values())  # each is read once
@@ -141,6 +141,8 @@ def _lowered(context: Any, *operands: Any, by_default: Form | None, step: LeafSt
             return step.plain(*operands)
         if form == "two passes":
             return passes.run(step, operands)
+        from jgrad._kernels import tpu  # Pallas: a third of `import jgrad`
+
         interpret = _forced.get() is not None
         return tpu.run(step, operands, place, interpret=interpret)
 

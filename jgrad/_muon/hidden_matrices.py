@@ -132,7 +132,7 @@ class HiddenMatrices:
 def hidden_matrices(
     *, exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
 ) -> HiddenMatrices:
-    """The leaves that Muon is made for, as its `matrices`: all but those with other names.
+    """Chooses the hidden matrices of a model, by names and shapes, as `matrices` of `muon`.
 
         a leaf is a matrix:  rank - len(layer_axes) >= 2, and no part of its path is excluded
 

@@ -390,34 +390,38 @@ def muon(
     close to 1. Matrices of equal shape are worked on together.
 
     Args:
-      learning_rate: of matrices. A number in [0, inf), an array, or a function of the number of
-        updates done (0 at the first); or a prefix tree or `by_path` of those. `update(...,
-        learning_rate=x)` overrides it for one call, and so do the names of all other numbers.
+      learning_rate: of matrices. A number in [0, inf), an array, or a schedule, which is a function
+        of the number of updates done (0 at the first); or a prefix tree or `by_path` of those.
+        `update(..., learning_rate=x)` overrides it for one call, and so do the names of the other
+        numbers.
       matrices: which leaves are matrices: a prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one. Required, since shapes cannot tell: embeddings and
         heads are Adam's. `hidden_matrices()` chooses by names and shapes.
-      momentum: in [0, 1); a number, a function, or a tree, likewise.
-      nesterov: look ahead.
-      weight_decay: in [0, inf); likewise. Decoupled, and not scaled by s.
+      momentum: in [0, 1): a number, a schedule, or a tree of those.
+      nesterov: whether to look ahead, as Nesterov's momentum does.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of those. Decoupled, and not scaled
+        by s.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay, of either kind.
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay, whether
+        they are matrices or not.
       weight_decay_rule: of both kinds. "decoupled" as above. "cautious": only weights that the step
         moves towards zero decay, those where Re(X conj(w)) > 0, or that of Adam's direction, as in
-        `adam`. "independent": w' = w - learning_rate s X - weight_decay w, with a decay in [0, 1),
-        which acts at a rate of 0, too.
+        `adam`. "independent": w' = w - learning_rate s X - weight_decay w, with a weight decay in
+        [0, 1), which acts even at a learning rate of 0.
       scale: s. "original" as above; "match_rms_adamw" is 0.2 sqrt(max(outputs, inputs)), with which
-        rates and decays of AdamW fit; "spectral" is sqrt(outputs / inputs); None is 1; or a
-        function of (outputs, inputs).
+        AdamW's learning rates and weight decays fit; "spectral" is sqrt(outputs / inputs); None is
+        1; or a function of (outputs, inputs).
       coefficients: "jordan", "you", "polar_express" or "deepseek_v4", or a sequence of triples, one
         for each step.
       rule: "muon"; or "normuon", which divides each output of X by the root of its mean square,
         averaged over updates, and keeps |X|.
       normuon_beta: decay rate of that average, in [0, 1).
-      fraction: of the rows of a matrix, the part that an update takes, in (0, 1]; None for all.
+      fraction: of the rows of a matrix, the part that an update uses, in (0, 1]; None for all.
         Below 1, m' = m + g is a sum, without `momentum` and `nesterov`: `momentum` is an error, and
         d = m'. Of the shorter side of a matrix, of outputs in NorMuon, those with the largest
-        1-norms are taken, ceil(fraction side) of them; X is 0 in the others, which wait. All
-        weights decay; by the "cautious" rule those that are taken. s is that of the whole matrix.
+        1-norms are taken, ceil(fraction side) of them; X is 0 in the others, which wait. Weight
+        decay acts on all rows; with the "cautious" rule, on those that are taken. s is that of the
+        whole matrix.
       error_decay: then, what is left of m' in rows that were taken, in [0, 1); as `momentum`.
       output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
         those. The last, as in flax and haiku; 0 in equinox and PyTorch. What is neither an output
@@ -441,11 +445,14 @@ def muon(
         sharded, too: an all-to-all there and one back. Without, XLA may gather it along those.
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         and all else are in float32. None for float32, in JAX's default precision of products.
-      adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, only with
-        "match_rms_adamw": rates for the other scales are far too large for Adam.
-      adam_beta1: decay rate of Adam's first moment, in [0, 1); likewise.
-      adam_beta2: decay rate of Adam's second moment, in [0, 1); likewise.
-      adam_epsilon: added to the root of Adam's second moment, in [0, inf); likewise.
+      adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, but only with
+        "match_rms_adamw", since learning rates for the other scales are far too large for Adam.
+      adam_beta1: decay rate of Adam's first moment, in [0, 1): a number, a schedule, or a tree of
+        those.
+      adam_beta2: decay rate of Adam's second moment, in [0, 1): a number, a schedule, or a tree of
+        those.
+      adam_epsilon: added to the root of Adam's second moment, in [0, inf): a number, a schedule, or
+        a tree of those.
       adam_weight_decay: of all other leaves; None for `weight_decay`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32, and so do the other
@@ -557,21 +564,21 @@ def scale_by_muon(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon's direction, for `optax.chain`: `muon` without learning rates, sign and decay.
+    """Muon's direction for `optax.chain`: no learning rates, no minus sign and no weight decay.
 
         updates = s X for matrices, Adam's direction for all other leaves
 
-    With a scale other than "match_rms_adamw" the two kinds want different rates.
+    With a scale other than "match_rms_adamw", the two kinds need different learning rates.
 
     Args:
       matrices: as in `muon`, and so are all others.
-      momentum: in [0, 1); a number, a function, or a tree, likewise.
-      nesterov: look ahead.
+      momentum: in [0, 1): a number, a schedule, or a tree of those.
+      nesterov: whether to look ahead, as Nesterov's momentum does.
       scale: s.
       coefficients: of Newton-Schulz.
       rule: "muon" or "normuon".
       normuon_beta: decay rate of the average of NorMuon, in [0, 1).
-      fraction: of the rows of a matrix, the part that an update takes, in (0, 1]; None for all.
+      fraction: of the rows of a matrix, the part that an update uses, in (0, 1]; None for all.
       error_decay: what is left of the sum in rows that were taken, in [0, 1).
       output_axes: which axes of a leaf are outputs.
       split: sizes of blocks of outputs that are matrices of their own.
@@ -579,9 +586,12 @@ def scale_by_muon(
       layer_axes: axes of a leaf with a matrix for each index.
       shard_over: mesh axes over which iterations are sharded under `jit`.
       compute_dtype: dtype to which factors of matrix products are rounded.
-      adam_beta1: decay rate of Adam's first moment, in [0, 1); likewise.
-      adam_beta2: decay rate of Adam's second moment, in [0, 1); likewise.
-      adam_epsilon: added to the root of Adam's second moment, in [0, inf); likewise.
+      adam_beta1: decay rate of Adam's first moment, in [0, 1): a number, a schedule, or a tree of
+        those.
+      adam_beta2: decay rate of Adam's second moment, in [0, 1): a number, a schedule, or a tree of
+        those.
+      adam_epsilon: added to the root of Adam's second moment, in [0, inf): a number, a schedule, or
+        a tree of those.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32.
       full_precision: with "8bit", leaves that are not stored in 8 bits.
 

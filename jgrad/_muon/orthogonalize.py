@@ -46,7 +46,7 @@ def orthogonalize(
     layer_axes: PyTree = None,
     compute_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Each matrix with its singular values moved close to 1, its singular vectors kept.
+    """Moves the singular values of each matrix close to 1, and keeps its singular vectors.
 
         X = x / |x|, then for each (a, b, c):  A = X X^H;  X = a X + (b A + c A A) X
 
@@ -60,7 +60,8 @@ def orthogonalize(
         "deepseek_v4", 1 to three digits; or a sequence of triples, one for each step.
       output_axes: axes that are the outputs of a matrix: an int or a tuple of ints, or a prefix
         tree of those. What is neither here nor in `layer_axes` is input.
-      layer_axes: axes with a matrix for each index: likewise, or None.
+      layer_axes: axes with a matrix for each index: an int, a tuple of ints, or None, or a prefix
+        tree of those.
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         are in float32. None for float32 or wider, in JAX's default precision of products.
 

@@ -396,7 +396,7 @@ def adafactor(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adafactor.
+    """Adafactor, which keeps second moments as averages over rows and columns of matrices.
 
         beta2 = min(1 - t^-beta2_decay, beta2_cap)
         r'    = beta2 r + (1 - beta2) (mean of |g|^2 over inputs + epsilon[0])
@@ -406,30 +406,33 @@ def adafactor(
         m'    = momentum m + (1 - momentum) d                        (without momentum: d)
         w'    = w - m' - learning_rate weight_decay w
 
-    with r a number for each output of a matrix, and c one for each input. What is no matrix, or has
-    a side below `min_side`, has v' = beta2 v + (1 - beta2) (|g|^2 + epsilon[0]). RMS is the root of
-    the mean square of a layer: a leaf is one unless `layer_axes` says otherwise. Averages are in
-    float32, or float64 beside float64, whatever the dtype of the weights.
+    with r a number for each output of a matrix, and c one for each input. A leaf that is not a
+    matrix, or has a side below `min_side`, has v' = beta2 v + (1 - beta2) (|g|^2 + epsilon[0]). RMS
+    is the root of the mean square of a layer: a leaf is one unless `layer_axes` says otherwise.
+    Averages are in float32, or float64 beside float64, whatever the dtype of the weights.
 
-    The paper's rate is min(0.01, 1 / sqrt(t)): `lambda done: jnp.minimum(0.01, (1 + done) ** -.5)`.
+    The paper's learning rate is min(0.01, 1 / sqrt(t)): `lambda done: jnp.minimum(0.01, (1 + done)
+    ** -.5)`.
 
     Args:
-      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
-        at the first); or a prefix tree or `by_path` of those. `update(..., learning_rate=x)`
-        overrides it for one call, and so do `momentum` and `weight_decay`.
-      momentum: in [0, 1); a number, a function, or a tree, likewise. None for none.
+      learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
+        number of updates done (0 at the first); or a prefix tree or `by_path` of those.
+        `update(..., learning_rate=x)` overrides it for one call, and so do `momentum` and
+        `weight_decay`.
+      momentum: in [0, 1): a number, a schedule, or a tree of those. None keeps no first moment.
       beta2_decay: in [0, inf).
-      beta2_cap: in [0, 1); None for no bound. Zhai et al. take 0.999.
+      beta2_cap: in [0, 1); None for no bound. Zhai et al. use 0.999.
       epsilon: the pair (added to squares, smallest scale), each in [0, inf).
       clip_threshold: largest RMS of u, above 0; None for no clipping.
-      scale_by_parameter: whether steps are in the scale of their weights.
+      scale_by_parameter: whether steps are in proportion to the RMS of their weights.
       min_side: smallest number of outputs and of inputs of a matrix that is factored.
-      weight_decay: in [0, inf); likewise, not scaled by the weights.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of those. It is not scaled by the
+        weights.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
       weight_decay_rule: "decoupled" as above. "cautious": only weights that the step moves towards
-        zero decay, as in `adam`. "independent": w' = w - m' - weight_decay w, with a decay in
-        [0, 1), as that of `optax.adafactor`.
+        zero decay, as in `adam`. "independent": w' = w - m' - weight_decay w, with a weight decay
+        in [0, 1), as in `optax.adafactor`.
       rule: "paper" as above. "torch", as `torch.optim.Adafactor`: epsilon[0] is added to nothing,
         and bounds the mean of r' from below, and its square v; None is the distance of 1 to the
         next number in the dtype of the weights. And in d stands min(learning_rate, 1 / sqrt(t)).
@@ -438,7 +441,7 @@ def adafactor(
         those; all others but `layer_axes` are inputs. The last, as in flax and haiku; 0 in equinox
         and PyTorch. It matters for leaves of three axes or more alone.
       mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those; as
-        in `muon`. Under `jit` a sharded leaf is whole, and needs none.
+        in `muon`. Under `jit` a sharded leaf is whole, and `mesh_axes` is not needed.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has averages, a clipping and a scale
         of its own.

@@ -154,7 +154,7 @@ def adam_step(
     bias_correction: BiasCorrection = "step_size",
     out: None = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Adam's direction and new moments; the learning rate is not applied.
+    """Computes Adam's direction and new moments, without applying a learning rate.
 
         mw'   = beta1 mw + (1 - beta1) dcdw
         vw'   = beta2 vw + (1 - beta2) |dcdw|^2
@@ -162,13 +162,13 @@ def adam_step(
         delta = alpha mw' / (sqrt(vw') + epsilon)
 
     The epsilon inside alpha is Ivy's guard and not the paper's. At the default it moves the first
-    step by one part in a million; a large one (0.1, 1) matters: take `bias_correction="moments"`
-    for recipes that were tuned elsewhere.
+    step by one part in a million; a large one (0.1, 1) matters: use `bias_correction="moments"` for
+    recipes that were tuned elsewhere.
 
     Args:
       dcdw: gradient.
       mw: first moment, of a shape that broadcasts to the gradient's.
-      vw: second moment, real, likewise.
+      vw: second moment, real, of a shape that broadcasts to the gradient's.
       step: number of this update, counted from 1; may be fractional or traced. At 0 delta is 0.
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
@@ -228,7 +228,7 @@ def adam_update(
     stop_gradients: bool = True,
     out: None = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """New weights and moments by Adam.
+    """Updates weights and moments by one step of Adam.
 
         (delta, mw, vw) = adam_step(dcdw, mw_tm1, vw_tm1, step)
         w' = w - lr delta
@@ -238,7 +238,7 @@ def adam_update(
       dcdw: gradient, of the shape of `w`.
       lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
       mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
-      vw_tm1: second moment of the step before, real, likewise.
+      vw_tm1: second moment of the step before, real, of a shape that broadcasts to that of `w`.
       step: number of this update, counted from 1; may be fractional or traced.
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
@@ -300,43 +300,45 @@ def adam(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam; with weight decay, AdamW.
+    """Adam, which is AdamW with `weight_decay`.
 
         m'    = beta1 m + (1 - beta1) g
         v'    = beta2 v + (1 - beta2) |g|^2
         delta = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon)
         w'    = w - learning_rate (delta + weight_decay w)
 
-    The defaults are those of PyTorch and of `optax.adam`; `optax.adamw` decays by 1e-4 unless told
-    otherwise. The functional `adam_update` has Ivy's: `epsilon=1e-7, bias_correction="step_size"`.
+    The defaults are those of PyTorch and of `optax.adam`; `optax.adamw` has a weight decay of 1e-4
+    by default. The functional `adam_update` has Ivy's: `epsilon=1e-7, bias_correction="step_size"`.
 
     Args:
-      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
-        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
-        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
-        do the names of all other numbers.
-      beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
-      beta2: decay rate of the second moment, in [0, 1); a number, a function, or a tree, likewise.
-      epsilon: added to the root of the second moment, in [0, inf); likewise.
-      weight_decay: in [0, inf); likewise. Decoupled from the moments, see `weight_decay_rule`.
+      learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
+        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
+        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
+        it for one call, and so do the names of the other numbers.
+      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of those.
+      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of those.
+      epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
+        of those.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of those. Decoupled from the
+        moments, see `weight_decay_rule`.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      weight_decay_rule: what decay is multiplied by, and where it acts. "decoupled" as above.
-        "cautious": only weights that the step moves towards zero decay, w' = w - learning_rate
-        (delta + weight_decay w [Re(delta conj(w)) > 0]), of real ones those of the sign of delta;
-        where delta is 0 none does. "independent": w' = w - learning_rate delta - weight_decay w,
-        with a decay in [0, 1), which acts at a rate of 0, too.
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
+      weight_decay_rule: what weight decay is multiplied by, and where it acts. "decoupled" as
+        above. "cautious": only weights that the step moves towards zero decay, w' = w -
+        learning_rate (delta + weight_decay w [Re(delta conj(w)) > 0]), of real ones those of the
+        sign of delta; where delta is 0 none does. "independent": w' = w - learning_rate delta -
+        weight_decay w, with a weight decay in [0, 1), which acts even at a learning rate of 0.
       bias_correction: "moments" as above; "step_size" for the form at the end of section 2 of the
         paper, with an epsilon that is not corrected; None for neither. See `adam_step`.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
-        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
-        without it, see `leaf_programs`. Needed for nothing else.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
+        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
+        for a sharded leaf without it; see `leaf_programs`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones are not either.
+        complex ones stay out of 8 bits in any case.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.
@@ -357,8 +359,8 @@ def adam(
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2;
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, where the
-      schedule multiplies both terms and the rate only the first; Chen et al., "Cautious Weight
-      Decay" (2025), algorithm 1, where a weight decays at delta = 0, too.
+      schedule multiplies both terms and the learning rate only the first; Chen et al., "Cautious
+      Weight Decay" (2025), algorithm 1, where a weight decays at delta = 0, too.
     """
     given = _OPTIONS.check("adam", locals())
 
@@ -377,24 +379,25 @@ def scale_by_adam(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction, for `optax.chain`: `adam` without learning rate, sign and decay.
+    """Adam's direction for `optax.chain`: no learning rate, no minus sign and no weight decay.
 
         updates = delta
 
     Args:
-      beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
-      beta2: decay rate of the second moment, in [0, 1); a number, a function, or a tree, likewise.
-      epsilon: added to the root of the second moment, in [0, inf); likewise.
+      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of those.
+      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of those.
+      epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
+        of those.
       bias_correction: see `adam_step`.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
-        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
-        without it, see `leaf_programs`. Needed for nothing else.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
+        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
+        for a sharded leaf without it; see `leaf_programs`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones are not either.
+        complex ones stay out of 8 bits in any case.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.

@@ -55,7 +55,7 @@ def optimizer_update(
     stop_gradients: bool = True,
     out: None = None,
 ) -> PyTree:
-    """New weights from an effective gradient, such as `adam_step` returns.
+    """Moves weights along an effective gradient, such as `adam_step` returns.
 
         w' = w - lr effective_grad
 
@@ -88,7 +88,7 @@ def optimizer_update(
 def gradient_descent_update(
     w: PyTree, dcdw: PyTree, lr: PyTree, /, *, stop_gradients: bool = True, out: None = None
 ) -> PyTree:
-    """New weights by gradient descent.
+    """Updates weights by one step of gradient descent.
 
         w' = w - lr dcdw
 
@@ -138,41 +138,41 @@ def gradient_descent(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Gradient descent.
+    """Gradient descent, with or without momentum.
 
         d   = g + weight_decay w
         m'  = momentum m + d                        with momentum
         d'  = momentum m' + d  if nesterov, else m'
         w'  = w - learning_rate d'
 
-    Weight decay is part of the gradient, as in PyTorch's SGD, unless `weight_decay_rule` says
+    Weight decay is added to the gradient, as in PyTorch's SGD, unless `weight_decay_rule` says
     otherwise.
 
     Args:
-      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
-        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
-        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
-        do the names of all other numbers.
-      momentum: decay of the buffer, in [0, 1); a number, a function, or a tree, likewise. None for
-        no buffer at all.
-      nesterov: look ahead.
-      weight_decay: in [0, inf); likewise.
+      learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
+        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
+        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
+        it for one call, and so do the names of the other numbers.
+      momentum: decay rate of the buffer, in [0, 1): a number, a schedule, or a tree of those. None
+        keeps no buffer.
+      nesterov: whether to look ahead, as Nesterov's momentum does.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of those.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      weight_decay_rule: "coupled" as above. With the others d = g, and decay is no part of momentum
-        but of the last line. "decoupled": w' = w - learning_rate (d' + weight_decay w).
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
+      weight_decay_rule: "coupled" as above. With the others d = g, and weight decay does not enter
+        the momentum but the last line. "decoupled": w' = w - learning_rate (d' + weight_decay w).
         "cautious": only weights that the step moves towards zero decay, w' = w - learning_rate (d'
         + weight_decay w [Re(d' conj(w)) > 0]), as in `adam`. "independent": w' = w - learning_rate
-        d' - weight_decay w, with a decay in [0, 1), which acts at a rate of 0, too.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
-        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
-        without it, see `leaf_programs`. Needed for nothing else.
+        d' - weight_decay w, with a weight decay in [0, 1), which acts even at a learning rate of 0.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
+        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
+        for a sharded leaf without it; see `leaf_programs`.
       moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones are not either.
+        complex ones stay out of 8 bits in any case.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum.

@@ -195,7 +195,7 @@ def lamb_update(
     stop_gradients: bool = True,
     out: None = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """New weights and moments by LAMB.
+    """Updates weights and moments by one step of LAMB.
 
         (delta, mw, vw) = adam_step(dcdw, mw_tm1, vw_tm1, step)
         u     = delta + decay_lambda w
@@ -203,15 +203,15 @@ def lamb_update(
         w'    = w - lr ratio u
 
     with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
-    `layer_axes` or `mesh_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, 0 where
-    the weights are, but w' = w - lr ratio delta: decay acts in the norm alone.
+    `layer_axes` or `mesh_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, 0 where the
+    weights are, but w' = w - lr ratio delta, so that weight decay acts in the norm alone.
 
     Args:
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
       lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
       mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
-      vw_tm1: second moment of the step before, real, likewise.
+      vw_tm1: second moment of the step before, real, of a shape that broadcasts to that of `w`.
       step: number of this update, counted from 1; may be fractional or traced.
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
@@ -294,7 +294,7 @@ def lamb(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """LAMB.
+    """LAMB: Adam, with each layer's learning rate scaled to the norm of its weights.
 
         delta = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon), as in `adam`
         u     = delta + weight_decay w
@@ -310,32 +310,33 @@ def lamb(
     bias_correction="step_size"`.
 
     Args:
-      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
-        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
-        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
-        do the names of all other numbers.
-      beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
-      beta2: decay rate of the second moment, in [0, 1); a number, a function, or a tree, likewise.
-      epsilon: added to the root of the second moment, in [0, inf); likewise.
-      weight_decay: in [0, inf); likewise.
+      learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
+        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
+        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
+        it for one call, and so do the names of the other numbers.
+      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of those.
+      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of those.
+      epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
+        of those.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of those.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
       weight_decay_rule: "decoupled" as above: part of u, and so of its norm. "cautious": only
-        weights that the step moves towards zero decay, u = delta + weight_decay w
-        [Re(delta conj(w)) > 0], as in `adam`, norm included. "independent": u = delta, and w' = w -
-        learning_rate ratio u - weight_decay w, with a decay in [0, 1), which neither the rate nor
-        the ratio multiplies.
+        weights that the step moves towards zero decay, u = delta + weight_decay w [Re(delta
+        conj(w)) > 0], as in `adam`, norm included. "independent": u = delta, and w' = w -
+        learning_rate ratio u - weight_decay w, with a weight decay in [0, 1), which neither the
+        learning rate nor the ratio multiplies.
       max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
       min_trust_ratio: lower clamp of the ratio, in [0, inf).
       trust_ratio_mask: as `weight_decay_mask`; leaves with False have the ratio 1, clamps not
         applied.
       bias_correction: see `adam_step`.
-      rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, decay in the norm alone,
-        with no other `weight_decay_rule`.
+      rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, with weight decay in the
+        norm alone, and no other `weight_decay_rule`.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
         a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
         those; replicated leaves count as for `lars`. Under `jit` a sharded leaf counts as a whole,
-        and needs none.
+        and `mesh_axes` is not needed.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
@@ -343,7 +344,7 @@ def lamb(
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones are not either.
+        complex ones stay out of 8 bits in any case.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`. Its update needs the parameters.

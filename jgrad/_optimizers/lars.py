@@ -170,7 +170,7 @@ def lars_update(
     stop_gradients: bool = True,
     out: None = None,
 ) -> PyTree:
-    """New weights by layer-wise adaptive rate scaling, without momentum.
+    """Updates weights by one step of LARS without momentum.
 
         ratio = trust_coefficient |w| / (|dcdw| + decay_lambda |w| + epsilon), and 1 where a norm is
                 0
@@ -187,7 +187,7 @@ def lars_update(
       dcdw: gradient, of the shape of `w`.
       lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
       decay_lambda: weight decay, in [0, inf).
-      trust_coefficient: eta of the paper, in [0, inf). 1 here; the transformation `lars` has 0.001.
+      trust_coefficient: eta of the paper, in [0, inf). The default is 1 here, and 0.001 in `lars`.
       epsilon: added to the denominator, in [0, inf).
       rule: "paper", "decayed_gradient" or "ivy".
       mesh_axes: see `lars`.
@@ -254,7 +254,7 @@ def lars(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """LARS.
+    """LARS: momentum, with each layer's learning rate scaled to the norm of its weights.
 
         ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon), and 1 where a norm is 0
         d     = learning_rate ratio (g + weight_decay w)
@@ -263,27 +263,28 @@ def lars(
 
     with |.| the 2-norm of a layer, computed without overflow or underflow. With
     `rate_in_momentum=False` the learning rate is applied to m' and not to d, which differs as soon
-    as the rate changes.
+    as the learning rate changes.
 
     Args:
-      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
-        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
-        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
-        do the names of all other numbers.
+      learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
+        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
+        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
+        it for one call, and so do the names of the other numbers.
       trust_coefficient: eta of the paper, in [0, inf).
-      momentum: decay of the buffer, in [0, 1); a number, a function, or a tree, likewise. None for
-        no buffer at all.
-      nesterov: look ahead.
-      epsilon: added to the denominator, in [0, inf); likewise.
-      weight_decay: in [0, inf); likewise.
+      momentum: decay rate of the buffer, in [0, 1): a number, a schedule, or a tree of those. None
+        keeps no buffer.
+      nesterov: whether to look ahead, as Nesterov's momentum does.
+      epsilon: added to the denominator, in [0, inf): a number, a schedule, or a tree of those.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of those.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      weight_decay_rule: "coupled" as above. With the others ratio and d are those without decay,
-        and decay is no part of momentum but of the last line, there with the learning rate, as if
-        that were outside. "decoupled": w' = w - m' - learning_rate weight_decay w. "cautious": only
-        weights that the step moves towards zero decay, w' = w - m' - learning_rate weight_decay w
-        [Re(m' conj(w)) > 0], as in `adam`. "independent": w' = w - m' - weight_decay w, with a
-        decay in [0, 1), which acts at a rate of 0, too.
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
+      weight_decay_rule: "coupled" as above. With the others, ratio and d are those without weight
+        decay, which does not enter the momentum but the last line. There it is multiplied by the
+        learning rate, as if that were outside the momentum. "decoupled": w' = w - m' -
+        learning_rate weight_decay w. "cautious": only weights that the step moves towards zero
+        decay, w' = w - m' - learning_rate weight_decay w [Re(m' conj(w)) > 0], as in `adam`.
+        "independent": w' = w - m' - weight_decay w, with a weight decay in [0, 1), which acts even
+        at a learning rate of 0.
       trust_ratio_mask: as `weight_decay_mask`; leaves with False (biases and normalisation, in most
         recipes) have ratio 1.
       rate_in_momentum: as above.
@@ -293,10 +294,10 @@ def lars(
         `weight_decay_rule`.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
         a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
-        those. Under `jit` a sharded leaf counts as a whole, and needs none. A tree has the last
-        word. Of one entry for all, `check_vma=True` leaves out the axes along which a leaf does
-        not vary; where types do not say it, a replicated leaf whose axis is named counts once per
-        device, so give a tree.
+        those. Under `jit` a sharded leaf counts as a whole, and `mesh_axes` is not needed. A tree
+        is used as it is. From one entry for all leaves, `check_vma=True` leaves out the axes along
+        which a leaf does not vary. Where types do not tell, a replicated leaf whose axis is named
+        would count once per device, so give a tree.
       layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
         of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
       moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
@@ -304,7 +305,7 @@ def lars(
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones are not either.
+        complex ones stay out of 8 bits in any case.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum. Its
@@ -324,7 +325,7 @@ def lars(
       ((3, 2), None)
 
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
-      algorithm 1, which has the rate inside the momentum, as MLPerf's reference does.
+      algorithm 1, which has the learning rate inside the momentum, as MLPerf's reference does.
     """
     given = _OPTIONS.check("lars", locals())
     options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")

@@ -52,7 +52,7 @@ def lion_update(
     stop_gradients: bool = True,
     out: None = None,
 ) -> tuple[PyTree, PyTree]:
-    """New weights and moment by Lion.
+    """Updates weights and their moment by one step of Lion.
 
         w'  = w - lr sign(beta1 mw_tm1 + (1 - beta1) dcdw)
         mw' = beta2 mw_tm1 + (1 - beta2) dcdw
@@ -112,40 +112,41 @@ def lion(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lion.
+    """Lion, which moves each weight along the sign of an average of gradients.
 
         direction = sign(beta1 m + (1 - beta1) g)
         m'        = beta2 m + (1 - beta2) g
         w'        = w - learning_rate (direction + weight_decay w)
 
-    Every weight moves by the whole learning rate, so use a rate that is three to ten times smaller
-    than Adam's, and a weight decay that is as many times larger. Lion has one moment where Adam has
+    Every weight moves by the full learning rate, so use one that is three to ten times smaller than
+    Adam's, and a weight decay that is larger by the same factor. Lion has one moment where Adam has
     two. The defaults are those of the paper and of `optax.lion`, whose weight decay is 1e-3.
 
     Args:
-      learning_rate: a number in [0, inf), an array, or a function of the number of updates done (0
-        at the first); or a prefix tree or `by_path` of those. What is callable is a function,
-        unless it is such a tree. `update(..., learning_rate=x)` overrides it for one call, and so
-        do the names of all other numbers.
-      beta1: weight of the moment in the direction, in [0, 1); a number, a function, or a tree,
-        likewise.
-      beta2: decay rate of the moment, in [0, 1); a number, a function, or a tree, likewise.
-      weight_decay: in [0, inf); likewise. Decoupled from the moments, see `weight_decay_rule`.
+      learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
+        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
+        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
+        it for one call, and so do the names of the other numbers.
+      beta1: weight of the moment in the direction, in [0, 1): a number, a schedule, or a tree of
+        those.
+      beta2: decay rate of the moment, in [0, 1): a number, a schedule, or a tree of those.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of those. Decoupled from the
+        moments, see `weight_decay_rule`.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay.
-      weight_decay_rule: what decay is multiplied by, and where it acts. "decoupled" as above.
-        "cautious": only weights that the step moves towards zero decay, as in `adam`.
-        "independent": w' = w - learning_rate direction - weight_decay w, with a decay in [0, 1),
-        which acts at a rate of 0, too.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
-        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
-        without it, see `leaf_programs`. Needed for nothing else.
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
+      weight_decay_rule: what weight decay is multiplied by, and where it acts. "decoupled" as
+        above. "cautious": only weights that the step moves towards zero decay, as in `adam`.
+        "independent": w' = w - learning_rate direction - weight_decay w, with a weight decay in
+        [0, 1), which acts even at a learning rate of 0.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
+        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
+        for a sharded leaf without it; see `leaf_programs`.
       moment_dtype: dtype of the moment; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones are not either.
+        complex ones stay out of 8 bits in any case.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`.
@@ -180,23 +181,22 @@ def scale_by_lion(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lion's direction, for `optax.chain`: `lion` without learning rate, minus sign and decay.
+    """Lion's direction for `optax.chain`: no learning rate, no minus sign and no weight decay.
 
         updates = sign(beta1 m + (1 - beta1) g)
 
     Args:
-      beta1: weight of the moment in the direction, in [0, 1); a number, a function, or a tree, as
-        in `lion`.
-      beta2: decay rate of the moment, in [0, 1); a number, a function, or a tree, as in `lion`.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes, a PartitionSpec
-        or a prefix tree of those: in 8 bits, a TPU's program has no kernel for a sharded leaf
-        without it, see `leaf_programs`. Needed for nothing else.
+      beta1: weight of the moment in the direction, in [0, 1), as in `lion`.
+      beta2: decay rate of the moment, in [0, 1), as in `lion`.
+      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
+        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
+        for a sharded leaf without it; see `leaf_programs`.
       moment_dtype: dtype of the moment; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
       full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
         a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones are not either.
+        complex ones stay out of 8 bits in any case.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`.

@@ -26,7 +26,7 @@ def scale_by_trust_ratio(
     mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales updates layer by layer to the size of the weights.
+    """Scales the update of each layer to the norm of its weights, as LAMB does.
 
         ratio    = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
         updates' = ratio u

@@ -32,7 +32,7 @@ Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
 
 @jax.tree_util.register_pytree_with_keys_class
 class Packed:
-    """A tree of arrays in buffers, one for each dtype.
+    """A tree of arrays that are packed into buffers, one for each dtype.
 
     A pytree node whose leaves are the buffers, so that everything that works leaf by leaf works on
     it. The layout is static. `flax.serialization` saves it as the tree that was packed, if flax was
@@ -90,7 +90,7 @@ def pack(
     like: PyTree = None,
     small_apart: bool = False,
 ) -> PyTree:
-    """A tree of floating arrays as one buffer per dtype.
+    """Packs a tree of floating arrays into one buffer per dtype.
 
         buffers[dtype] = [w_1, 0, ..., w_2, 0, ...], each layer padded to blocks of 256
 
@@ -174,7 +174,7 @@ def _matrices(tree: PyTree, matrices: PyTree | Callable[[PyTree], PyTree]) -> li
 
 
 def unpack(tree: PyTree) -> PyTree:
-    """The tree of arrays that was packed, with the dtypes of the buffers.
+    """Returns the tree of arrays that was packed, with the dtypes of the buffers.
 
         unpack(pack(tree)) = tree
 

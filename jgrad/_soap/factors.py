@@ -27,7 +27,7 @@ Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, a
 
 
 class SoapFactors(NamedTuple):
-    """Averages and bases of one leaf of `soap`: of a matrix, or of a stack of matrices.
+    """Averages and bases that `soap` keeps for a leaf, which is a matrix or a stack of matrices.
 
     A side above `max_side` has neither average nor basis. The field names are a file format.
 
@@ -176,6 +176,10 @@ def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Any) -> Array:
     zeros = jnp.sum(numerics.zeros_like(x, of.dtype), axis=within)
     if zeros.shape != of.shape[:-2]:  # blocks are counted there as well
         zeros = jnp.sum(zeros)
+    if (
+        names := axes.in_shard_map.gathered_over
+    ):  # types then say, as after an update, that it is whole
+        zeros = jax.lax.psum(zeros, names)
     while zeros.ndim < start.ndim:
         zeros = zeros[..., None]
     return start + jnp.broadcast_to(zeros, of.shape)

@@ -300,39 +300,43 @@ def soap(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SOAP for matrices: Adam in the eigenvectors of Shampoo's factors; AdamW for all other leaves.
+    """SOAP for matrices, which is Adam in Shampoo's eigenbases, and AdamW for all other leaves.
 
         m'  = beta1 m + (1 - beta1) g
         v'  = beta2 v + (1 - beta2) |P^H g Q|^2
         d   = P [P^H m' Q / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon)] Q^H
         w'  = w - learning_rate (d + weight_decay w)
-        L'  = shampoo_beta L + (1 - shampoo_beta) g g^H,  R' likewise of g^H g
+        L'  = shampoo_beta L + (1 - shampoo_beta) g g^H,  R' the same of g^H g
 
     with the bases P and Q, eigenvectors of L and R. In each `every`-th update one power step turns
-    them: P' is that of the decomposition P' T = L' P, columns taken in the order of diag(P^H L' P)
-    and put back, so that v stays with them; and Q' likewise.
+    them: P' is that of the decomposition P' T = L' P, with columns taken in the order of diag(P^H
+    L' P) and put back, so that v stays with them. Q' is computed in the same way.
 
     The first update initializes P and Q, and moves nothing (`first_step="skip"`); t counts the
     updates after it. All products are in float32 or wider, by `jax.lax.Precision.HIGHEST`, since
     bases in TensorFloat-32 or bfloat16 are off by more than a step turns them. Derivatives through
-    an update take P and Q for constants.
+    an update treat P and Q as constants.
 
     Args:
-      learning_rate: of matrices. A number in [0, inf), an array, or a function of the number of
-        updates done (0 at the first); or a prefix tree or `by_path` of those. `update(...,
-        learning_rate=x)` overrides it for one call, and so do the names of all other numbers.
+      learning_rate: of matrices. A number in [0, inf), an array, or a schedule, which is a function
+        of the number of updates done (0 at the first); or a prefix tree or `by_path` of those.
+        `update(..., learning_rate=x)` overrides it for one call, and so do the names of the other
+        numbers.
       matrices: which leaves are matrices: a prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one. Required. `hidden_matrices()` chooses by names and
         shapes. They are not packed with other leaves.
-      beta1: decay rate of the first moment, in [0, 1); a number, a function, or a tree, likewise.
-      beta2: decay rate of the second moment, in [0, 1); likewise.
-      shampoo_beta: decay rate of L and R, in [0, 1); likewise.
+      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of those.
+      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of those.
+      shampoo_beta: decay rate of L and R, in [0, 1): a number, a schedule, or a tree of those.
       every: updates from one power step to the next, at least 1.
-      epsilon: added to the root of the second moment, in [0, inf); likewise.
+      epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
+        of those.
       max_side: a side of more rows or columns keeps the identity for its basis, and has no factor.
-      weight_decay: in [0, inf); likewise. Decoupled from the moments.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of those. Decoupled from the
+        moments.
       weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False do not decay, of either kind.
+        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay, whether
+        they are matrices or not.
       weight_decay_rule: "decoupled", "cautious" or "independent", as in `adam`, of d.
       first_step: "skip"; or "adam", with which the first update is a step of Adam, w' = w -
         learning_rate (g / (|g| + epsilon) + weight_decay w), whose moments are forgotten.
@@ -348,10 +352,10 @@ def soap(
       shard_over: under `jit`, a mesh axis or a tuple of axes over which the power steps of bases of
         one size are dealt out. The mesh is that of the leaves, or that of `jax.set_mesh`.
       adam_learning_rate: of all other leaves, as `learning_rate`; None for the same.
-      adam_beta1: of all other leaves; None for `beta1`, and so are the next three.
-      adam_beta2: likewise.
-      adam_epsilon: likewise.
-      adam_weight_decay: likewise.
+      adam_beta1: of all other leaves; None for `beta1`.
+      adam_beta2: of all other leaves; None for `beta2`.
+      adam_epsilon: of all other leaves; None for `epsilon`.
+      adam_weight_decay: of all other leaves; None for `weight_decay`.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks`, as in `adam`. Factors are in float32 or wider: codes of a basis would not be
         orthogonal.

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class Account:
-    """What `carry_over` did: `str(account)` says it line by line.
+    """What `carry_over` did with each part of a state; `str(account)` says it line by line.
 
     Each attribute is a tuple of names such as `mw/embed/table`. It is static, so that functions
     under `jax.jit` can return it.

@@ -48,7 +48,7 @@ def carry_over(
     like_momentum: Momentum | None = None,
     momentum_decay: Scalar | None = None,
 ) -> tuple[PyTree, Account]:
-    """The state of one recipe in the form of another, and an account of it.
+    """Converts the state of one optimizer to that of another, and returns an account of it.
 
         state[part, leaf] = old[part, leaf]    where `old` has it, in the form that `like` has
                           = 19 max(mw^2, its mean)   second moments, where `old` has first ones
@@ -78,11 +78,11 @@ def carry_over(
     sums and averages of gradients do with `momentum_decay`; between gradients and steps there is no
     conversion, so what `old` has is dropped. The states of `gradient_descent` and `lars` look
     alike, and a `trace` in a chain of optax does not always show where the learning rate is: then
-    both sides are taken for the same, a note says it, and `old_momentum` and `like_momentum` say
-    better. So they do of the matrices of `muon`, which are taken for averages: with a `fraction`
-    they are sums, of which fraction (1 - error_decay) is an average. States of `optax.adamax` and
-    `optax.contrib.adopt` look like Adam's, in files those of `optax.adabelief` do, and hold other
-    numbers: give `reset=True`.
+    both sides are assumed to be the same, a note says so, and `old_momentum` and `like_momentum`
+    correct it. They also do for the matrices of `muon`, which are assumed to be averages: with a
+    `fraction` they are sums, of which fraction (1 - error_decay) is an average. States of
+    `optax.adamax` and `optax.contrib.adopt` look like Adam's but hold other numbers, and so do
+    those of `optax.adabelief` in files: give `reset=True`.
 
     Args:
       old: a state, of arrays.
@@ -102,7 +102,7 @@ def carry_over(
       old_momentum: what momentum in `old` holds, where the state leaves it open: "gradients" or
         "averages" of them; "scaled gradients" by trust ratios, as with `lars(rate_in_momentum=
         False)`; "steps", as in `lars`; or "updates", their negative, as in `optax.lars`.
-      like_momentum: likewise, in `like`.
+      like_momentum: what momentum in `like` holds, as `old_momentum`.
       momentum_decay: of the sums of gradients in one of both states, beside averages in the other,
         in [0, 1). A sum times 1 - momentum_decay is an average.
 
@@ -332,7 +332,7 @@ def _without_shared_arrays(state: PyTree) -> PyTree:
 
 
 def unquantized(state: PyTree) -> PyTree:
-    """The state with arrays of float32 for `Blocks`. An old name: use `carry_over`.
+    """Converts arrays in 8 bits to float32. This is an old function: use `carry_over`.
 
         array = decode(codes) scale
 
@@ -359,7 +359,7 @@ def unquantized(state: PyTree) -> PyTree:
 
 
 def quantized(state: PyTree, *, like: PyTree) -> PyTree:
-    """The state in the form of another. An old name: use `carry_over`.
+    """Converts a state to the form of another. This is an old name of `carry_over`.
 
         codes, scale = encode(array), to the nearest code
 

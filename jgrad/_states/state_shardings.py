@@ -38,7 +38,7 @@ def state_shardings(
     *,
     shard_over: str | tuple[str, ...] | None = None,
 ) -> PyTree:
-    """The sharding of each array of a state: moments follow their parameters.
+    """Returns the sharding of each array of a state, in which moments follow their parameters.
 
         sharding(mw[leaf]) = sharding(vw[leaf]) = sharding(w[leaf]);  all else is replicated
 

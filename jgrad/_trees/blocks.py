@@ -70,7 +70,7 @@ class _Arrays(NamedTuple):
 
 @jax.tree_util.register_pytree_with_keys_class
 class Blocks(_Arrays):
-    """An array in blocks of 256 elements: a code for each element, a scale for each block.
+    """An array in 8 bits, with a code for each element and a scale for each block of 256.
 
         element = decode(code) scale
 

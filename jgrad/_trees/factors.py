@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Factors(NamedTuple):
-    """Averages of squares of the matrices in an array, by rows and by columns.
+    """Averages of the squares of a matrix over its rows and over its columns.
 
         element = rows columns / (mean of the rows of its matrix)
 

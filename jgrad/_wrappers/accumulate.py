@@ -146,7 +146,7 @@ def accumulate(
     mesh_axes: PyTree = None,
     mean: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates once for a window of mini-batches, with the mean of their gradients.
+    """Accumulates gradients over a window of mini-batches, and updates once with their mean.
 
         total'  = total + g          where all of g is finite; else g is left out, and counted
         updates = tx(total' / count)  at the end of a window, and 0 before

@@ -25,7 +25,7 @@ def apply_gradients(
     mesh_axes: PyTree = None,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
-    """New parameters and the new state.
+    """Applies one step of `tx`, and returns the new parameters and the new state.
 
         updates, state' = tx.update(grads, state, params)
         params'         = params + updates
@@ -35,7 +35,7 @@ def apply_gradients(
     writes codes and weights in their place: no update is written, unless a transformation of
     another library is behind the optimizer. Without 8 bits XLA makes the same program of both.
 
-    Donate `params` and `state`. The kernel is taken on one device, inside `shard_map`, on meshes
+    Donate `params` and `state`. The kernel is used on one device, inside `shard_map`, on meshes
     with explicit axes, and with `mesh_axes`; `leaf_programs` says which leaves have it.
 
     Args:

@@ -71,7 +71,7 @@ def clip_by_global_norm(
     mesh_axes: PyTree = None,
     of: Literal["current", "previous"] = "current",
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales all updates down together where their norm is above a bound.
+    """Scales all updates down together if their global norm exceeds `max_norm`.
 
         updates' = min(1, max_norm / |updates|) updates
 
@@ -169,7 +169,7 @@ def _clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
 @renamed(norm_axes="mesh_axes")
 @explained
 def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
-    """The 2-norm of all floating leaves together.
+    """Computes the 2-norm of all floating leaves together.
 
         norm = sqrt(sum over leaves and elements of |x|^2)
 

@@ -49,7 +49,7 @@ def ema(
     start: Scalar = 0,
     debias: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps an exponential moving average of the parameters; updates pass unchanged.
+    """Keeps an exponential moving average of the parameters, and leaves the updates unchanged.
 
         average' = decay average + (1 - decay) (w + updates)
 

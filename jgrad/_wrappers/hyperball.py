@@ -81,31 +81,33 @@ def hyperball(
     layer_axes: PyTree = None,
     radius: PyTree | Callable[[tuple[int, ...]], Any] = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the norm of chosen matrices, and moves them along the direction of `tx`.
+    """Keeps the norms of chosen matrices fixed, and turns each along the update of `tx`.
 
         w' = R (w + learning_rate R u / |u|) / |w + learning_rate R u / |u||
 
     with u the update of `tx`, |.| the 2-norm of a matrix and R that at `init`. So the size of u
-    cancels, and with it the rate of `tx`; each step turns a matrix by about `learning_rate`, in
-    radians. Around `adam` this is AdamH, around `muon` MuonH. All sums are in float32 or wider, and
-    none overflows or underflows; a norm that has drifted comes back. Since updates are added, a
-    matrix far above its radius has it up to rounding: one 1e7 times as large is rounded to zeros,
-    and has it from the next step. A matrix without a direction stays.
+    cancels, and with it the learning rate of `tx`; each step turns a matrix by about
+    `learning_rate`, in radians. Around `adam` this is AdamH, around `muon` MuonH. All sums are in
+    float32 or wider, and none overflows or underflows; a norm that has drifted comes back. Since
+    updates are added, a matrix far above its radius has it up to rounding: one 1e7 times as large
+    is rounded to zeros, and has it from the next step. A matrix without a direction stays.
 
-    A matrix that is zero at `init` has no norm to keep: the updates of `tx` pass, with its rate.
-    `state.describe()` shows them; `radius` gives them a norm, which they have from the first step.
+    A matrix that is zero at `init` has no norm to keep, so it is moved by the updates of `tx`, with
+    the learning rate of `tx`. `state.describe()` shows them; `radius` gives them a norm, which they
+    have from the first step.
 
     Put it around the optimizer, and `master_weights` or `stochastic_rounding` around it: bfloat16
-    weights have their norm only to a rounding. Clipping inside or outside has no effect on chosen
-    leaves with `adam` or `muon` but through their moments.
+    weights have their norm only to a rounding. Clipping inside or outside only affects chosen
+    leaves through the moments of `adam` or `muon`.
 
     Args:
-      tx: any transformation. Weight decay in it, of chosen leaves, is an error in those of this
-        library; it would act against the norm. That of others is not seen: switch it off.
-      learning_rate: of chosen leaves, the angle of a step: a number in [0, inf), or a function of
-        the number of updates done (0 at the first); or a prefix tree or `by_path` of those.
-        `update(..., hyperball_learning_rate=x)` overrides it for one call. Other leaves have the
-        rate of `tx`.
+      tx: any transformation. Weight decay of chosen leaves would act against the norm. In
+        transformations of this library it raises an error; in others it is not seen, so switch it
+        off.
+      learning_rate: of chosen leaves, the angle of a step: a number in [0, inf), or a schedule,
+        which is a function of the number of updates done (0 at the first); or a prefix tree or
+        `by_path` of those. `update(..., hyperball_learning_rate=x)` overrides it for one call.
+        Other leaves keep the learning rate of `tx`.
       leaves: which leaves keep their norm: a prefix tree of bools, or a function of the parameters'
         `jax.ShapeDtypeStruct`s that returns one, such as `hidden_matrices()`. Required. None and
         integers are never chosen. A fused leaf, as of `muon(split=)`, has one norm; separate leaves

@@ -28,7 +28,7 @@ def leaf_programs(
     mesh_axes: PyTree = None,
     **extra_args: Any,
 ) -> dict[str, str]:
-    """How a program for a TPU computes each array of the state that is stored in 8 bits.
+    """Says whether a TPU updates each array in 8 bits by one kernel, and if not, why.
 
         answer = "one kernel", or "XLA: " and the reason
 
@@ -40,8 +40,8 @@ def leaf_programs(
     Args:
       tx: any transformation.
       params: arrays or `jax.ShapeDtypeStruct`s, with the shardings that they will have.
-      mesh_axes: of `apply_gradients`.
-      extra_args: likewise.
+      mesh_axes: as for `apply_gradients`.
+      extra_args: as for `apply_gradients`.
 
     Returns:
       The answer for each path in the state; nothing for a state without 8 bits.

@@ -53,7 +53,7 @@ class MasterState(NamedTuple):
 def master_weights(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Optimizes float32 copies of half-precision parameters, and rounds them to the parameters.
+    """Trains float32 copies of half-precision parameters, and sets these to the rounded copies.
 
         master' = master + tx(float32 g, master)
         updates = round(master') - w

@@ -15,7 +15,7 @@ _NAME = "offload"
 
 @explained
 def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Keeps the state in host memory between steps, and on the device during a step.
+    """Keeps the state in host memory between steps, and moves it to the device for each step.
 
         updates, new = tx(g, on_device(state), w)
         state'       = on_host(new)

@@ -26,7 +26,7 @@ _NAME = "pack_small"
 def pack_small(
     tx: optax.GradientTransformation, *, max_size: int = 2048, small_apart: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that packs small leaves inside each update: trees in, trees out.
+    """Packs small leaves inside each update, while your loop keeps working with trees.
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
 

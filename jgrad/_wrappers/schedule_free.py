@@ -67,7 +67,7 @@ def schedule_free(
     weight_power: Scalar = 2.0,
     step_power: Scalar = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages the steps of a transformation, which then needs no schedule but a warm-up.
+    """Averages the iterates of an optimizer, so that it needs no schedule but a warm-up.
 
         z'       = z + tx(g, y)                                        g is the gradient at y
         weight   = (done + 1)^step_power largest_rate^weight_power
@@ -84,9 +84,9 @@ def schedule_free(
     Args:
       tx: any transformation.
       beta: in [0, 1).
-      learning_rate: that of `tx`, which has to be the same function here where it is a schedule: a
-        number in [0, inf), or a function of the number of updates done. Only its ratios matter;
-        weights are clipped to 2^-96 and 2^96, and rates below the smallest normal number, which is
+      learning_rate: that of `tx`. If it is a schedule, give the same function here. A number in
+        [0, inf), or a function of the number of updates done. Only its ratios matter; weights are
+        clipped to 2^-96 and 2^96, and learning rates below the smallest normal number, which is
         1.2e-38 in float32, count as 0. In a call with `update(..., learning_rate=x)` it is x, of a
         tree the largest.
       weight_power: of the largest learning rate so far, in [0, 4]: steps of a warm-up count less.

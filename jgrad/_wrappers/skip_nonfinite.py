@@ -70,7 +70,7 @@ def skip_nonfinite(
     mesh_axes: PyTree = None,
     branch: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Rejects every step that would make parameters or state non-finite.
+    """Skips every step that would make the parameters or the state non-finite.
 
         step     = tx(g / loss_scale)
         updates  = step if g and step are finite, and the new state and w + step stay so, else 0

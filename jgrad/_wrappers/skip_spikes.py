@@ -67,7 +67,7 @@ def skip_spikes(
     restart: bool = True,
     mesh_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Leaves out every step whose loss is far above the losses of the steps before.
+    """Skips every step whose loss is far above those of the steps before it.
 
         middle  = median of the last accepted losses
         spread  = 1.4826 median |losses - middle|

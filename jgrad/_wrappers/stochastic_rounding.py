@@ -63,7 +63,7 @@ class StochasticState(NamedTuple):
 def stochastic_rounding(
     tx: optax.GradientTransformation, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Optimizes bfloat16 parameters without a copy, rounding each new weight stochastically.
+    """Trains bfloat16 parameters without float32 copies, by rounding new weights stochastically.
 
         new     = w + tx(float32 g, w)                                     in float32
         rounded = the bfloat16 above new with probability (new - below) / (above - below), or below
@@ -71,10 +71,10 @@ def stochastic_rounding(
 
     The mean of `rounded` is `new`, so that steps much smaller than the distance between two
     bfloat16 numbers move a weight in the mean, where rounding to the nearest loses each of them.
-    Decay is part of the step, and both are rounded once, together. A weight whose step is 0 stays.
-    Infinities and NaN stay, and a finite new weight does not become infinite. Parameters of other
-    dtypes are optimized as they are. Memory, per bfloat16 parameter: the state of `tx` as for a
-    float32 parameter; `moment_dtype` of `tx` makes that smaller.
+    Weight decay is part of the step, so that both are rounded once, together. A weight whose step
+    is 0 stays. Infinities and NaN stay, and a finite new weight does not become infinite.
+    Parameters of other dtypes are optimized as they are. Memory, per bfloat16 parameter: the state
+    of `tx` as for a float32 parameter; `moment_dtype` of `tx` makes that smaller.
 
     It stands where `master_weights` stands: inside `accumulate` and `skip_nonfinite`, around
     clipping, the optimizer and `ema`, which averages the weights before they are rounded.
@@ -97,7 +97,7 @@ def stochastic_rounding(
 
     Raises:
       TypeError: `tx` is not a transformation, `seed` is not an int, or a parameter is of float16 or
-        of 8 bits: `master_weights` takes these.
+        of 8 bits: use `master_weights` for these.
       ValueError: `seed` below 0.
 
     Example:

@@ -60,7 +60,7 @@ def watch(
     layer_axes: PyTree = None,
     mesh_axes: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Measures gradients, updates and parameters of each step; updates pass unchanged.
+    """Measures the gradients, updates and parameters of each step, and changes none of them.
 
         grad_norm    = |g|, as it came in: before clipping, and with the scale of the loss
         update_norm  = |u|, u the updates
@@ -74,14 +74,14 @@ def watch(
     largest number, and infinite or NaN where an element is. Without a gradient it is 0.
 
     What is inside adds numbers that it computes anyway: `learning_rate`, or `learning_rate/<path>`
-    where leaves have rates of their own; `clip_factor`; `trust_ratio/<path>`, a number for each
-    layer; of Muon `muon_residual/<path>`, the largest |X X^T - I| / sqrt(rows) of the matrices of a
-    leaf, which costs a product. A second number of a name is `clip_factor#1`. Transformations of
-    other libraries add none, nor does what is inside `optax.MultiSteps`, or inside a transformation
-    that does not hand extra arguments on. Where `init` cannot try an update, since that needs
-    arguments such as the `value=` of optax's `reduce_on_plateau`, nothing inside adds any. In a
-    call that does not compute a number, such as one inside the window of an `accumulate`, the old
-    one stays.
+    where leaves have learning rates of their own; `clip_factor`; `trust_ratio/<path>`, a number for
+    each layer; of Muon `muon_residual/<path>`, the largest |X X^T - I| / sqrt(rows) of the matrices
+    of a leaf, which costs a product. A second number of a name is `clip_factor#1`. Transformations
+    of other libraries add none, nor does what is inside `optax.MultiSteps`, or inside a
+    transformation that does not hand extra arguments on. Where `init` cannot try an update, since
+    that needs arguments such as the `value=` of optax's `reduce_on_plateau`, nothing inside adds
+    any. In a call that does not compute a number, such as one inside the window of an `accumulate`,
+    the old one stays.
 
     `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
     all by `report(state)`.
@@ -188,7 +188,7 @@ def watch(
 
 
 def report(state: PyTree) -> dict[str, jax.Array]:
-    """What `watch` measured last, and the counters of the wrappers, from anywhere in a state.
+    """Reads what `watch` measured last, and the counters of wrappers, from anywhere in a state.
 
         report(state) = {name: array}, of each state inside that has something to report
 

@@ -21,7 +21,7 @@ _NAME = "zero"
 def zero(
     tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation whose state is sharded over devices, for replicated packed parameters.
+    """Shards the state of `tx` over devices, while packed parameters stay replicated.
 
         g_i     = rows i of the mean of g over devices         one reduce-scatter per dtype
         u_i     = tx(g_i, state_i, w_i)                        1/n of the state and of the work
@@ -34,7 +34,7 @@ def zero(
 
     Put every other wrapper inside, where it sees means: `zero(accumulate(master_weights(tx), 4),
     "data")`. A wrapper with arrays like the parameters, such as `accumulate` or `ema`, may wrap
-    `zero` only under `pmap`; pass `mesh_axes=axis_name` if the wrapper takes it, so that all
+    `zero` only under `pmap`; pass `mesh_axes=axis_name` if the wrapper accepts it, so that all
     devices skip the same steps.
 
     Pack for n devices: `pack(params, multiple_of=n)`; for Muon with its `matrices`, too, so that

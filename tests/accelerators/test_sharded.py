@@ -72,7 +72,7 @@ def test_what_optax_takes(name):
 @pytest.mark.slow
 @accelerators
 def test_a_quarter_of_the_rows():
-    """What docs/muon.md says of `fraction`: bytes of all-to-alls and of HBM, and operations."""
+    """What the note on Muon says of `fraction`: bytes of all-to-alls and of HBM, and operations."""
     target, spec = targets.TARGETS["v5e"], P(None, "data")
     if reason := targets.missing(target, "v5e:4x4"):
         pytest.skip(reason)

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.cases import CASES, RATE
 from tests.multi_device.meshes import mesh_of
+from tests.optimizers.test_of_leaf import adamax
 from tests.support.loops import assert_equal, stack, step_of
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
@@ -65,6 +66,11 @@ def subjects():
             make = functools.partial(case.tx, **own)
             options = {"learning_rate": RATE} | case.options | own
             yield Subject(f"{case}{suffix}", make, jnp.float32, (case.make, options), axes_of(case))
+    for suffix, own in {"": {}, "-8bit": {"moment_dtype": "8bit"}}.items():
+        make = lambda rate=RATE, own=own: adamax(rate, **own)
+        yield Subject(
+            f"adamax{suffix}", make, jnp.float32, (adamax, {"learning_rate": RATE} | own), {}
+        )
     for i, wrapper in enumerate(WRAPPERS):
         name = wrapper.name + "-scaled" * (i == 3)
         make = lambda rate=RATE, own=wrapper, **axes: own.around(jgrad.adam(rate), **axes)
@@ -392,6 +398,7 @@ def neighbours_of(subject, where):
         "adam-8bit-packed-donated",
         "lars_masked-tree-exported",
         "adam-8bit-tree-injected",
+        "adamax-8bit-tree-auto",
         "lamb_masked-tree-vmap in shard_map",
         "hyperball-tree-vmap of shard_map",
         "accumulate-tree-models in shard_map",

@@ -1,6 +1,6 @@
 """Published variants by their options, each against a reference written from its own source.
 
-`VARIANTS` is the table of docs/methods.md; a test compares the two.
+`VARIANTS` is the table of benchmarks/notes/variants.md; a test compares the two.
 """
 
 import jax
@@ -211,6 +211,6 @@ def test_variant(name, x64):
 
 
 def test_table():
-    """docs/methods.md has a line for each."""
-    table = rows(section("docs/methods.md", "Published variants"))
+    """The note has a line for each."""
+    table = rows(section("benchmarks/notes/variants.md", "Options"))
     assert [name for name, _ in table] == list(VARIANTS)

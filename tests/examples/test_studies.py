@@ -17,6 +17,7 @@ THEIR_TESTS = {
     "tests/examples/test_endurance.py": {"endurance"},
     "tests/examples/test_lightbench.py": {"lightbench"},
     "tests/examples/test_soap_study.py": {"soap"},
+    "tests/examples/test_zero_gradients.py": {"zero_gradients"},
     "tests/multi_device/test_traffic.py": {"traffic"},
     "tests/quantized/test_errors_of_steps.py": {"memory"},
     "tests/test_docs.py": {"traffic"},  # a table that a study prints

@@ -1,0 +1,464 @@
+"""Methods as a user writes them: AdaMax beside its paper, and Lion beside `jgrad.lion`, bit for bit.
+
+Loops, meshes, `vmap` and x64 are in `everywhere/test_surroundings.py`, which takes AdaMax from here.
+"""
+
+import functools
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import export
+from jax.sharding import PartitionSpec as P
+
+import jgrad
+from jgrad._backward import step_in_backward
+from tests.backward import models
+from tests.cases import MASK, RATE, gradients, params
+from tests.multi_device.meshes import mesh_of, place, specs_of
+from tests.support import kernels
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, step_of, train
+from tests.wrappers.test_every_wrapper import WRAPPERS, as_well
+
+STEPS = 5
+FORMS = {"float32": {}, "bf16": {"moment_dtype": jnp.bfloat16}, "8bit": {"moment_dtype": "8bit"}}
+BETAS = {"beta1": 0.875, "beta2": 1 - 2.0**-5}  # exact, so that each CPU has the same products
+
+
+@jgrad.optimizer_of_leaf
+def adamax(g, mw, vw, *, beta1=0.9, beta2=0.999, epsilon=1e-8):
+    mw = beta1.value * mw + beta1.complement * g
+    vw = jnp.maximum(beta2.value * vw, jnp.abs(g))
+    return mw / beta1.correction / (vw + epsilon), mw, vw
+
+
+def lion_of_leaf(g, mw, *, beta1=0.9, beta2=0.99):
+    """Lion."""
+    x = beta1.value * mw + beta1.complement * g
+    sign = jnp.where(x > 0, 1.0, jnp.where(x < 0, -1.0, 0.0))
+    return sign.astype(x.dtype), beta2.value * mw + beta2.complement * g
+
+
+own_lion = jgrad.optimizer_of_leaf(lion_of_leaf)
+trusted = jgrad.optimizer_of_leaf(lion_of_leaf, stays_finite=True)
+
+
+@jgrad.optimizer_of_leaf
+def descent(g):
+    return g
+
+
+@jgrad.optimizer_of_leaf
+def decaying(g, *, strength, step):
+    return g * strength / step
+
+
+def expected(w, grads, rates, beta1=0.9, beta2=0.999, decays=0.0):
+    """AdaMax in float64, from section 7.1 of its paper, with epsilon and decoupled decay."""
+    w = np.asarray(w, np.float64)
+    m, u = np.zeros_like(w), np.zeros_like(w)
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
+        g = np.asarray(g, np.float64)
+        m = beta1 * m + (1 - beta1) * g
+        u = np.maximum(beta2 * u, np.abs(g))
+        w = w - rate * (m / (1 - beta1**t) / (u + 1e-8) + decays * w)
+    return w
+
+
+def assert_is(found, grads, rates, rtol, betas=0.9, decays=0.0):
+    """Each leaf as the reference has it; options are of all leaves, or trees of them."""
+    spread = lambda x: jax.tree.leaves(
+        jax.tree.map(lambda _: x, params()) if np.ndim(x) == 0 else x
+    )
+    columns = map(jax.tree.leaves, (found, params(), *grads))
+    for i, (new, old, *of_leaf) in enumerate(zip(*columns, strict=True)):
+        options = {"beta1": spread(betas)[i], "decays": spread(decays)[i]}
+        right = expected(old, of_leaf, rates, **options)
+        np.testing.assert_allclose(np.asarray(new, np.float64), right, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
+def test_adamax(pack):
+    """With numbers of each leaf, a schedule, decay and its mask."""
+    grads = gradients(STEPS)
+    betas = jax.tree.map(lambda x: 0.9 if x.ndim == 1 else 0.5, params())
+    rate = lambda done: RATE / (1 + done.astype(jnp.float32))
+    tx = adamax(rate, beta1=betas, weight_decay=0.1, weight_decay_mask=MASK)
+    w, state = train(tx, pack(params()), list(map(pack, grads)))
+    rates = [RATE / (1 + t) for t in range(STEPS)]
+    decays = jax.tree.map(lambda used: 0.1 * used, MASK)
+    assert_is(jgrad.unpack(w), grads, rates, 2e-6, betas, decays)
+    assert isinstance(state, jgrad.OptState)
+    assert int(state.step) == STEPS
+
+
+def test_adamax_in_double_precision(x64):
+    """Of weights in float64, and with float32 ones Python's numbers change no dtype."""
+    grads = gradients(STEPS, jnp.float64)
+    w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params())
+    found, _ = train(adamax(RATE), w, grads)
+    assert_is(found, grads, [RATE] * STEPS, 1e-13)
+    single = jax.tree.map(lambda x: x.astype(jnp.float32), (w, grads))
+    w, state = train(adamax(RATE), *single)
+    assert {x.dtype for x in jax.tree.leaves((w, state.mw, state.vw))} == {np.dtype(np.float32)}
+
+
+def test_numbers_of_one_call():
+    """By any name that the method has, and by the number of the update."""
+    w, g = params(), gradients(1)[0]
+    tx = decaying(1.0, strength=2.0)
+    state = tx.init(w)._replace(step=jnp.asarray(3, jnp.int32))  # the fourth update comes
+    for factor, numbers in (0.5, {}), (1.25, {"strength": 5.0}), (0.25, {"learning_rate": 0.5}):
+        updates, _ = jax.jit(tx.update)(g, state, w, **numbers)
+        jax.tree.map(lambda u, g, x=factor: np.testing.assert_allclose(u, -x * g, 1e-6), updates, g)
+
+
+def test_without_moments():
+    w, grads = params(), gradients(2)
+    found = train(descent(RATE, weight_decay=0.1), w, grads)
+    assert found[1][1:] == (None, None)
+    same = jgrad.gradient_descent(RATE, weight_decay=0.1, weight_decay_rule="decoupled")
+    assert_equal(found, train(same, w, grads))
+
+
+# ---- beside `jgrad.lion` -----------------------------------------------------------------------
+
+
+def both(outside=own_lion, **options):
+    """The same Lion, written inside and outside."""
+    return (make(2.0**-6, **BETAS, **options) for make in (jgrad.lion, outside))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_lion(form, packed):
+    """And the rules of decay, which look at the direction."""
+    put = jgrad.pack if packed else lambda tree: tree
+    w, *grads = (put(kernels.normal({"w": (16, 256), "b": (3,)}, seed)) for seed in range(4))
+    options = {"weight_decay": 0.125, "weight_decay_rule": "cautious"} | FORMS[form]
+    inside, outside = both(**options)
+    assert_equal(train(outside, w, grads), train(inside, w, grads))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("form", kernels.FORMS)
+def test_lion_in_a_kernel(form):
+    w, *grads = (kernels.normal({"w": (16, 256), "b": (3,)}, seed) for seed in range(3))
+    inside, outside = both(moment_dtype="8bit")
+    found = kernels.steps(outside, w, grads, form)
+    assert found.leaves > 0
+    expected = kernels.plain(inside, w, grads)
+    assert_equal((found.w, found.state), (expected.w, expected.state))
+
+
+@pytest.mark.slow(one_in=6, always=["untold-skip_nonfinite0", "trusted-skip_nonfinite0"])
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)
+@pytest.mark.parametrize("make", [own_lion, trusted], ids=["untold", "trusted"])
+def test_lion_in_each_wrapper(make, wrapper):
+    """Whether they look at it once more or not: at a NaN in the third gradient."""
+    w, grads = params(wrapper.dtype), gradients(4, wrapper.dtype)
+    if wrapper.skips:
+        grads[2]["layer"]["w"] *= jnp.nan
+    inside, outside = (wrapper.around(tx) for tx in both(make))
+    expected = train(inside, w, grads)
+    as_well(wrapper, train(outside, w, grads), expected)
+    if wrapper.skips:
+        assert int(optax.tree.get(expected[1], "skipped")) == 1
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("form", ["float32", "8bit"])
+def test_lion_in_the_backward_pass(form):
+    inside, outside = both(**FORMS[form])
+    w, batches = models.params(), [models.batch(seed) for seed in range(2)]
+    with step_in_backward.forced():
+        runs = [
+            models.run(jgrad.step_in_backward(tx, models.loss), w, tx.init(w), batches)
+            for tx in (inside, outside)
+        ]
+    assert_equal(*runs)
+
+
+@pytest.mark.bits
+def test_lion_in_zero():
+    """Each device has a shard of packed weights, gradients and moments in 8 bits."""
+    mesh = mesh_of(data=8)
+    w, *grads = (
+        jgrad.pack(kernels.normal({"w": (16, 256), "b": (3,)}, seed), multiple_of=8)
+        for seed in range(3)
+    )
+
+    def trained(tx):
+        tx = jgrad.zero(tx, "data")
+        shardings = jgrad.state_shardings(tx, place(w, mesh, P()), shard_over="data")
+        state, specs = jax.jit(tx.init, out_shardings=shardings)(w), specs_of(shardings)
+        own = P(), specs
+        step = jax.jit(
+            jax.shard_map(
+                step_of(tx), mesh=mesh, in_specs=(*own, P()), out_specs=own, check_vma=False
+            )
+        )
+        found = place(w, mesh, P()), state
+        for g in grads:
+            found = step(*found, g)
+        return jax.device_get(found)
+
+    inside, outside = map(trained, both(moment_dtype="8bit"))
+    assert_equal(outside, inside)
+
+
+@pytest.mark.slow
+def test_slopes_of_lion():
+    """By the learning rate, a beta and the first weights, through three updates."""
+    grads = [jax.tree.map(lambda x, t=t: jnp.cos(t + x), params()) for t in range(3)]
+
+    def trained(make, rate, beta1, w):
+        tx = make(rate, beta1=beta1)
+        state = tx.init(w)
+        for g in grads:
+            updates, state = tx.update(jax.tree.map(jnp.multiply, g, w), state, w)
+            w = optax.apply_updates(w, updates)
+        return optax.tree.norm(w, squared=True)
+
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(trained, make), argnums=(0, 1, 2)))(RATE, 0.5, params())
+        for make in (own_lion, jgrad.lion)
+    )
+    assert float(found[0]) != 0
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+
+@pytest.mark.bits
+def test_lion_in_nnx():
+    """In `nnx.Optimizer`, with moments in 8 bits."""
+
+    def trained(tx):
+        model = nnx.Linear(32, 256, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        loss = lambda model: jnp.mean(jnp.square(model(jnp.ones((2, 32))) - 1.0))
+        with jax.numpy_rank_promotion("allow"):
+            for _ in range(2):
+                optimizer.update(model, nnx.grad(loss)(model))
+        return nnx.to_pure_dict(nnx.state((model, optimizer)))
+
+    with jax.numpy_dtype_promotion("standard"):
+        inside, outside = map(trained, both(moment_dtype="8bit"))
+    assert_equal(outside, inside)
+
+
+# ---- what users get wrong ----------------------------------------------------------------------
+
+
+@jgrad.optimizer_of_leaf
+def without_epsilon(g, vw, *, beta=0.9):
+    vw = beta.value * vw + beta.complement * jnp.square(g)
+    return g / jnp.sqrt(vw), vw
+
+
+def test_a_step_that_is_not_finite_is_skipped():
+    """Zero by zero, of finite gradients: wrappers look at the results of a user's method."""
+    tx = jgrad.skip_nonfinite(without_epsilon(RATE))
+    w, g = {"w": jnp.ones(3)}, {"w": jnp.asarray([1.0, 0.0, 2.0])}
+    found, state = train(tx, w, [g, jax.tree.map(jnp.ones_like, g)])
+    assert int(state.skipped) == 1
+    np.testing.assert_allclose(found["w"], 1 - RATE / np.sqrt(0.1), rtol=1e-6)
+
+
+@pytest.mark.slow(always=["bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_promised_to_be_finite(form):
+    """Then the program is that of the method inside, by its bytes; else it moves half as many more."""
+    w = {"w": jnp.ones((512, 1024))}
+
+    def moved(make):
+        tx = jgrad.skip_nonfinite(make(RATE, **FORMS[form]))
+        step = jax.jit(functools.partial(jgrad.apply_gradients, tx), donate_argnums=(1, 2))
+        return step.lower(w, tx.init(w), w).compile().cost_analysis()["bytes accessed"]
+
+    assert moved(trusted) == pytest.approx(moved(jgrad.lion), rel=1e-3)
+    assert moved(own_lion) > 1.5 * moved(trusted)
+
+
+@jgrad.optimizer_of_leaf
+def signum(g, mw, *, beta=0.9):
+    mw = beta.value * mw + g
+    return jnp.sign(mw), mw
+
+
+def test_operations_that_no_kernel_has():
+    """Lowered on a machine without a TPU, a kernel has no sign: the leaf is XLA's."""
+    w = {"w": jnp.ones((16, 256))}
+    tx = signum(RATE, moment_dtype="8bit")
+    assert jgrad.leaf_programs(tx, w) == {".mw['w']": "XLA: no kernel has `sign`"}
+    step = jax.jit(functools.partial(jgrad.apply_gradients, tx))
+    exported = export.export(step, platforms=["tpu", "cuda"])(w, tx.init(w), w)
+    assert exported.mlir_module().count("tpu_custom_call") == 0
+    one = adamax(RATE, moment_dtype="8bit")
+    assert set(jgrad.leaf_programs(one, w).values()) == {"one kernel"}
+    step = jax.jit(functools.partial(jgrad.apply_gradients, one))
+    exported = export.export(step, platforms=["tpu"])(w, one.init(w), w)
+    assert exported.mlir_module().count("tpu_custom_call") == 1
+
+
+OF_KERNELS = {
+    "numbers": lambda x, y: abs(-x) + x / y - jnp.square(x) * x**3,
+    "choices": lambda x, y: jnp.where(~((x > y) & (x <= 1) | (x == 0) | (x != 3)), x, -y),
+    "limits": lambda x, y: jnp.clip(jnp.maximum(jnp.minimum(x, y), -y), 0.125, 1.0),
+    "dtypes": lambda x, y: x.astype(jnp.bfloat16).astype(x.dtype) + (x < y).astype(x.dtype),
+    "calls": lambda x, y: jax.jit(lambda x: 2 * x)(x) + jnp.full_like(x, 2) + y,
+}
+OF_TILES = {"roots": lambda x: jnp.exp(-jnp.sqrt(abs(x))) + jax.lax.rsqrt(1 + x * x)}
+OF_TILES["logarithms"] = lambda x: jnp.log(1 + x * x) + jnp.tanh(x)
+
+
+@pytest.mark.parametrize("name", [*OF_KERNELS, *OF_TILES])
+def test_operations_that_kernels_have(name):
+    """Of elements, and some of numbers alone: lowered by this version of JAX, without a TPU."""
+
+    @jgrad.optimizer_of_leaf
+    def method(g, mw, *, number=0.5):
+        if name in OF_TILES:
+            return OF_TILES[name](g) * number, mw
+        f = OF_KERNELS[name]
+        return f(g, mw) * f(number, 2 * number), mw
+
+    w = {"w": jnp.ones((16, 256))}
+    tx = method(RATE, moment_dtype="8bit")
+    assert set(jgrad.leaf_programs(tx, w).values()) == {"one kernel"}
+    step = jax.jit(functools.partial(jgrad.apply_gradients, tx))
+    exported = export.export(step, platforms=["tpu"])(w, tx.init(w), w)
+    assert exported.mlir_module().count("tpu_custom_call") == 1
+
+
+def test_a_root_of_a_number():
+    """A kernel has those of elements alone."""
+
+    @jgrad.optimizer_of_leaf
+    def rooted(g, mw, *, number=0.5):
+        return g * jnp.sqrt(number), mw
+
+    programs = jgrad.leaf_programs(rooted(RATE, moment_dtype="8bit"), {"w": jnp.ones((16, 256))})
+    assert programs == {".mw['w']": "XLA: no kernel has `sqrt`"}
+
+
+def test_the_factory():
+    """It has the name and the text of the function, and says which options it has."""
+    assert (own_lion.__name__, own_lion.__doc__) == ("lion_of_leaf", "Lion.")
+    found, expected = (inspect.signature(make).parameters for make in (own_lion, jgrad.lion))
+    assert [(k, x.kind, x.default) for k, x in found.items()] == [
+        (k, x.kind, x.default) for k, x in expected.items()
+    ]
+
+
+def of_kind(name):
+    """A function that is none of one leaf."""
+    functions = {
+        "other": lambda g, m: (g, m),
+        "order": lambda g, vw, mw: (g, vw, mw),
+        "nothing": lambda: 0.0,
+        "any": lambda g, **numbers: g,
+        "taken": lambda g, *, moment_dtype: g,
+        "loss": lambda g, *, loss: g,
+        "alone": lambda g, mw: mw,
+        "bool": lambda g: g > 0,
+        "norm": lambda g, mw: (g / jnp.linalg.norm(g), mw),
+        "sorted": lambda g: jnp.sort(g),
+        "row": lambda g: g + jnp.zeros((2, 1), g.dtype) * jnp.max(g, 1, keepdims=True),
+    }
+    functions[name].__name__ = name
+    return functions[name]
+
+
+EXPECTED = "expected `g`, then `mw` and `vw` or what it has of them, then numbers behind `*`."
+PARAMETERS = "optimizer_of_leaf: the parameters of"
+TAKEN = "expected another name, since this one is taken."
+LIKE = "each like the leaf."
+MIXES = "mixes elements, expected elementwise operations, since it may see a part of a leaf, or several."
+MESSAGES = {
+    "other": (TypeError, f"{PARAMETERS} `other`: (g, m), {EXPECTED}"),
+    "order": (TypeError, f"{PARAMETERS} `order`: (g, vw, mw), {EXPECTED}"),
+    "nothing": (TypeError, f"{PARAMETERS} `nothing`: (), {EXPECTED}"),
+    "any": (TypeError, f"{PARAMETERS} `any`: (g, **numbers), {EXPECTED}"),
+    "taken": (TypeError, f"optimizer_of_leaf: a number of `taken`: `moment_dtype`, {TAKEN}"),
+    "loss": (TypeError, f"optimizer_of_leaf: a number of `loss`: `loss`, {TAKEN}"),
+    "alone": (
+        TypeError,
+        "alone: returned float32[2, 3] of a leaf of float32[2, 3], expected the direction and the "
+        f"new `mw`, {LIKE}",
+    ),
+    "bool": (
+        TypeError,
+        f"bool: returned bool[2, 3] of a leaf of float32[2, 3], expected the direction, {LIKE}",
+    ),
+    "norm": (ValueError, f"norm: `reduce_sum` {MIXES}"),
+    "sorted": (ValueError, f"sorted: `sort` {MIXES}"),
+    "row": (ValueError, f"row: `reduce_max` {MIXES}"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_other_functions(name):
+    assert_error(*MESSAGES[name], lambda: jgrad.optimizer_of_leaf(of_kind(name)))
+
+
+CALLS = {
+    "stays_finite": (
+        TypeError,
+        "optimizer_of_leaf: `stays_finite`: 1 of type int, expected True or False.",
+        lambda: jgrad.optimizer_of_leaf(lion_of_leaf, stays_finite=1),
+    ),
+    "object": (
+        TypeError,
+        "optimizer_of_leaf: `function`: 3 of type int, expected a function of one leaf.",
+        lambda: jgrad.optimizer_of_leaf(3),
+    ),
+    "no rate": (
+        TypeError,
+        "adamax: `learning_rate`: missing, expected a value: it has no default.",
+        adamax,
+    ),
+    "no number": (
+        TypeError,
+        "decaying: `strength`: missing, expected a value: it has no default.",
+        lambda: decaying(0.1),
+    ),
+    "unknown": (
+        TypeError,
+        "adamax: got an unexpected keyword argument 'colour'.",
+        lambda: adamax(0.1, colour=1.0),
+    ),
+    "beta": (
+        ValueError,
+        "adamax: `beta1`: 1.0, expected a number in [0, 1).",
+        lambda: adamax(0.1, beta1=1.0),
+    ),
+    "number": (
+        ValueError,
+        "adamax: `epsilon`: -1.0, expected a number in [0, inf).",
+        lambda: adamax(0.1, epsilon=-1.0),
+    ),
+    "other name": (
+        TypeError,
+        "adamax: `b1`: an unknown argument, expected `beta1`.",
+        lambda: adamax(0.1, b1=0.9),
+    ),
+    "a leaf": (
+        ValueError,
+        "adamax: `updates` does not match `params` at ['b']: shape (2,), expected (3,).",
+        lambda: adamax(0.1).update(
+            {"b": jnp.ones(2)}, adamax(0.1).init({"b": jnp.ones(3)}), {"b": jnp.ones(3)}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name):
+    assert_error(*CALLS[name])
