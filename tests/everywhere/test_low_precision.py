@@ -12,8 +12,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCALES = ["zero", "subnormal", 1e-4, 1.0, 300.0, 1e20, "largest"]
 
 # Slopes are multiplied by this before they are stored as float16: at a gradient of 0, Adam's is
-# 1 / epsilon, and that of Ivy's LARS |w| / 1e-12.
-SMALL = {"lars_ivy": 1e-7}
+# 1 / epsilon, that of Ivy's LARS |w| / 1e-12, and that of Dion3 at the smallest gradient 7e7.
+SMALL = {"lars_ivy": 1e-7, "muon_dion3": 1e-7}
 
 
 def value(scale, dtype):

@@ -262,7 +262,7 @@ def options_of(case, tree):
     }
     names = inspect.signature(case.make).parameters
     own = {name: values for name, values in known.items() if name in names}
-    if "mw" not in case.state:
+    if "mw" not in case.state or "fraction" in case.options:  # a sum has no momentum
         own.pop("momentum", None)
     if case.make is jgrad.adafactor:  # a pair of numbers
         own.pop("epsilon")
