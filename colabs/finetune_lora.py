@@ -1,9 +1,9 @@
 """Fine-tune a frozen model with LoRA.
 
-A network knows scikit-learn's digits, but not when they are upside down. Adapters of rank 4 teach
-it. Install `flax`, `orbax-checkpoint` and `scikit-learn`, and run `python colabs/finetune_lora.py`.
-The same command goes on from the last checkpoint. Here `pretrained` trains the model in seconds;
-yours reads it from a file.
+Adapters of rank 4 teach a frozen network to read digits that are upside down. Install `flax`,
+`orbax-checkpoint` and `scikit-learn`, and run `python colabs/finetune_lora.py`. Run again, it goes
+on from the last checkpoint. Here `pretrained` trains the network in seconds; yours is read from a
+file.
 
 What is frozen has no gradient, no moments, and no place in the checkpoint. `nnx.LoRAParam` says so
 three times: to `nnx.Optimizer` for moments, `nnx.DiffState` for gradients, and `nnx.state` for what

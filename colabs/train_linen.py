@@ -1,16 +1,16 @@
 """Train a flax linen model.
 
-A convolutional network learns scikit-learn's handwritten digits. Install `flax`,
-`orbax-checkpoint` and `scikit-learn`, and run `python colabs/train_linen.py`. The same command goes
-on from the last checkpoint, and ends with exactly the weights of an unbroken run.
+A `TrainState` trains a convolutional network by 8-bit Adam with accumulated gradients. The data are
+scikit-learn's digits. Install `flax`, `orbax-checkpoint` and `scikit-learn`, and run
+`python colabs/train_linen.py`. Run again, it goes on from the last checkpoint, and ends with
+exactly the weights of an unbroken run.
 
-A `TrainState` accepts any optax transformation as `tx`. This one averages the gradients of two
-mini-batches, skips steps whose gradients are not finite, and stores Adam's moments in 8 bits: those
-of the second convolution and of the first dense layer, which have at least 4096 elements.
+Any optax transformation may be the `tx`. This one averages the gradients of two mini-batches, skips
+steps whose gradients are not finite, and stores moments in 8 bits where a leaf has at least 4096
+elements: here those of the second convolution and of the first dense layer.
 
-So there are two counters. `state.step` counts the calls of `apply_gradients`, whatever became of
-them. The optimizer counts its updates, here half as many, and it is this count that a schedule is
-given, so plan the schedule in updates. `optax.tree.get` finds it through all wrappers.
+So there are two counters. `state.step` counts the calls of `apply_gradients`. The optimizer counts
+its updates, here half as many, and gives that number to a schedule, so plan schedules in updates.
 
 `apply_gradients` passes only gradients to `tx.update`. For a wrapper that needs more, such as the
 loss for `skip_spikes`, call `state.tx.update` yourself, and keep the results by `state.replace`.
@@ -68,7 +68,7 @@ def train(folder: str = "linen_checkpoints", steps: int = STEPS):
             rows = np.random.default_rng(i).integers(len(x), size=128)
             state, loss = step(state, x[rows], y[rows])
             if i % 100 == 0:
-                updates = optax.tree.get(state.opt_state, "step")
+                updates = optax.tree.get(state.opt_state, "step")  # through all wrappers
                 print(f"call {state.step}, update {updates}: loss {loss:.4f}")
                 files.save(i, args=ocp.args.StandardSave(state))
     accuracy = float(np.mean(model.apply(state.params, x_test).argmax(1) == y_test))

@@ -1,17 +1,17 @@
 """Train a flax nnx model.
 
-A small network learns scikit-learn's handwritten digits. Install `flax`, `orbax-checkpoint` and
-`scikit-learn`, run `python colabs/train_nnx.py`, and stop it whenever you like. The same command
-goes on from the last checkpoint, and ends with exactly the weights of an unbroken run.
+An `nnx.Optimizer` trains a network by 8-bit Adam, with norms to watch and checkpoints by orbax. The
+data are scikit-learn's digits. Install `flax`, `orbax-checkpoint` and `scikit-learn`, and run
+`python colabs/train_nnx.py`. Stop it whenever you like: the same command goes on from the last
+checkpoint, and ends with exactly the weights of an unbroken run.
 
 `nnx.Optimizer` accepts any optax transformation, so the line that makes `TX` is the only one that
 you change. Adam's moments are stored in 8 bits here, in the kernels of `a` and `b`. The other
 leaves have fewer than 4096 elements and stay in float32, because they would save nothing.
 
 `wrt=nnx.Param` tells the optimizer which variables to train. Batch statistics and random keys are
-variables, too, and must not have moments. `watch` measures norms inside the compiled step, in every
-50th of them, and `jgrad.report` reads them by name, also for each leaf. In nnx they are variables,
-so `x[...]` turns them into scalars for your logger.
+variables, too, and must not have moments. `watch` measures norms in every 50th compiled step, and
+`jgrad.report` reads them by name, for your logger; `[...]` reads the number that a variable holds.
 
 To go on from a run of optax with its moments, make the new optimizer, then call
 `state, account = jgrad.carry_over(old.opt_state, like=new.opt_state)` and

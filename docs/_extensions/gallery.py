@@ -1,4 +1,4 @@
-"""The gallery: the notebooks of colabs/, as they are stored, and a page with a card for each."""
+"""The gallery: programs and notebooks of colabs/, and a page with a card for each."""
 
 import base64
 import json
@@ -7,6 +7,7 @@ import re
 import shutil
 from typing import Any
 
+import trainings
 from sphinx.application import Sphinx
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -14,6 +15,19 @@ GALLERY = ROOT / "docs" / "gallery"
 
 PAGE = """\
 # Gallery
+
+## Whole programs
+
+Each of these trains a model, saves it, and goes on from where it was stopped. Copy one and put your
+model in its place.
+
+::::{{grid}} 1 2 2 3
+:gutter: 3
+
+{programs}
+::::
+
+## Notebooks
 
 Each notebook is shown with the outputs that are stored in it. CI executes all of them.
 
@@ -40,6 +54,7 @@ CARD = """\
 {sentence}
 :::
 """
+IMAGE = r"(?m)^:.*img-top:.*\n"  # a notebook without one
 
 
 def introduction(notebook: dict[str, Any]) -> tuple[str, str]:
@@ -58,8 +73,19 @@ def thumbnail(notebook: dict[str, Any]) -> bytes | None:
     return None
 
 
+def programs() -> str:
+    """Writes the pages of the programs; the cards."""
+    cards = []
+    for name in trainings.NAMES:
+        page = trainings.page(name)
+        (GALLERY / f"{name}.md").write_text(page.text)
+        card = CARD.format(name=name, title=page.title, sentence=page.sentence)
+        cards.append(re.sub(IMAGE, "", card))
+    return "\n".join(cards)
+
+
 def write(app: Sphinx) -> None:
-    """Copies the notebooks, in the order in which README names them, and writes the page."""
+    """Copies the notebooks, in the order in which README names them, and writes all pages."""
     shutil.rmtree(GALLERY, ignore_errors=True)
     GALLERY.mkdir()
     named = re.findall(r"\(colabs/(\w+)\.ipynb\)", (ROOT / "README.md").read_text())
@@ -75,9 +101,10 @@ def write(app: Sphinx) -> None:
         if image:
             (GALLERY / f"{name}.png").write_bytes(image)
         else:
-            card = re.sub(r"^:.*img-top:.*\n", "", card, flags=re.MULTILINE)
+            card = re.sub(IMAGE, "", card)
         cards.append(card)
-    page = PAGE.format(cards="\n".join(cards), names="\n".join(files))
+    names = "\n".join([*trainings.NAMES, *files])
+    page = PAGE.format(programs=programs(), cards="\n".join(cards), names=names)
     (GALLERY / "index.md").write_text(page)
 
 

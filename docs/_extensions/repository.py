@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 
+import trainings
 from sphinx.application import Sphinx
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -27,6 +28,8 @@ def page(file: pathlib.Path) -> str:
         return str(path.relative_to("docs"))
     if path.suffix == ".ipynb":
         return f"gallery/{path.name}"
+    if path.stem in trainings.NAMES:
+        return f"gallery/{path.stem}.md"
     return f"repository/{path}" if path.suffix in (*PAGES, ".png") else f"repository/{path}.md"
 
 
