@@ -1,6 +1,7 @@
-"""The gallery: notebooks and scripts of colabs/, and a page with a card for each.
+"""The gallery: whole programs, notebooks and scripts of colabs/, and a page with a card for each.
 
-Notebooks are shown as they are stored; listings of scripts are made by repository.py.
+Programs are shown with their prose, notebooks as they are stored, scripts as listings by
+repository.py.
 """
 
 import base64
@@ -11,6 +12,7 @@ import shutil
 from typing import Any
 
 import repository
+import trainings
 from sphinx.application import Sphinx
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -18,6 +20,19 @@ GALLERY = ROOT / "docs" / "gallery"
 
 PAGE = """\
 # Gallery
+
+## Whole programs
+
+Each of these trains a model, saves it, and goes on from where it was stopped. Copy one and put your
+model in its place.
+
+::::{{grid}} 1 2 2 3
+:gutter: 3
+
+{programs}
+::::
+
+## Notebooks
 
 Each notebook is shown with the outputs that are stored in it. CI executes all of them.
 
@@ -29,7 +44,7 @@ Each notebook is shown with the outputs that are stored in it. CI executes all o
 
 ## Scripts
 
-Whole trainings in one file, to run from a terminal.
+These are larger trainings, to run from a terminal in a clone.
 
 ::::{{grid}} 1 2 2 3
 :gutter: 3
@@ -70,6 +85,13 @@ def script(name: str, file: pathlib.Path) -> str:
     return WITHOUT_IMAGE.format(name=name, title=f"`{file.name}`", sentence=sentence)
 
 
+def program(name: str) -> str:
+    """Writes the page of a whole program; its card."""
+    page = trainings.page(name)
+    (GALLERY / f"{name}.md").write_text(page.text)
+    return WITHOUT_IMAGE.format(name=name, title=page.title, sentence=page.sentence)
+
+
 def thumbnail(notebook: dict[str, Any]) -> bytes | None:
     """The first image among the outputs."""
     for cell in notebook["cells"]:
@@ -80,7 +102,7 @@ def thumbnail(notebook: dict[str, Any]) -> bytes | None:
 
 
 def write(app: Sphinx) -> None:
-    """Copies the notebooks, in the order in which README names them, and writes the page."""
+    """Copies the notebooks, in the order in which README names them, and writes all pages."""
     shutil.rmtree(GALLERY, ignore_errors=True)
     GALLERY.mkdir()
     named = re.findall(r"\(colabs/(\w+)\.ipynb\)", (ROOT / "README.md").read_text())
@@ -98,9 +120,10 @@ def write(app: Sphinx) -> None:
         cards.append(form.format(name=name, title=title, sentence=sentence))
     scripts = {f"/{repository.page(x)}".removesuffix(".md"): x for x in repository.scripts()}
     page = PAGE.format(
+        programs="\n".join(map(program, trainings.NAMES)),
         cards="\n".join(cards),
         scripts="\n".join(script(*item) for item in scripts.items()),
-        names="\n".join([*files, *(f"{x.name} <{page}>" for page, x in scripts.items())]),
+        names="\n".join([*trainings.NAMES, *files, *(f"{x.name} <{page}>" for page, x in scripts.items())]),
     )
     (GALLERY / "index.md").write_text(page)
 

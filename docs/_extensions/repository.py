@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 
+import trainings
 from sphinx.application import Sphinx
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,6 +43,8 @@ def page(file: pathlib.Path) -> str:
         return str(path.relative_to("docs"))
     if path.suffix == ".ipynb":
         return f"gallery/{path.name}"
+    if path.stem in trainings.NAMES:
+        return f"gallery/{path.stem}.md"
     return f"repository/{path}" if path.suffix in (*PAGES, ".png") else f"repository/{path}.md"
 
 
@@ -52,8 +55,9 @@ def followed(file: pathlib.Path, link: str) -> pathlib.Path | None:
 
 
 def scripts() -> list[pathlib.Path]:
-    """Those that train, which the gallery lists."""
-    return sorted(ROOT.glob("colabs/train_*.py"))
+    """Those that train and are no page of their own, which the gallery lists."""
+    files = sorted(ROOT.glob("colabs/train_*.py"))
+    return [file for file in files if file.stem not in trainings.NAMES]
 
 
 @functools.cache

@@ -14,6 +14,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"scikit-learn": "sklearn", "orbax-checkpoint": "orbax", "absl-py": "absl"}
 NEEDED = {
+    "train_equinox": {"sklearn", "equinox"},
+    "train_linen": {"sklearn", "flax", "orbax"},
+    "train_nnx": {"sklearn", "flax", "orbax"},
+    "train_sharded_nnx": {"sklearn", "flax", "orbax"},
     "train_digits": {"sklearn", "matplotlib", "rich"},
     "train_distributed": {"sklearn", "rich", "orbax"},
     "train_language_model": {"matplotlib", "rich", "orbax"},
