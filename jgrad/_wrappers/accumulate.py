@@ -514,8 +514,8 @@ def _length(every: Every, state: PyTree) -> int | jax.Array:
         return int(every)
     done = inside.updates_done(state)
     if done is None:
-        expected = "an int where no state inside counts its updates, as those of jgrad's methods do"
-        raise ValueError(f"{_NAME}: `every`: a function, expected {expected}.")
+        reason = "no state inside counts its updates, as the states of jgrad's optimizers do"
+        raise ValueError(f"{_NAME}: `every`: a function, expected an int, since {reason}.")
     x = every(done)
     if isinstance(x, (jax.Array, np.ndarray)) and x.shape == () and x.dtype.kind in "iu":
         return jnp.asarray(x, jnp.int32)

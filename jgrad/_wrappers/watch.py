@@ -218,8 +218,8 @@ def report(state: PyTree) -> dict[str, jax.Array]:
     """
     parts = inside.reports(state)
     if not parts:
-        came = f"{type(state).__name__}, in which nothing reports"
-        expected = "the state of a `watch`, or of a wrapper that counts, at some place in it"
+        came = f"{type(state).__name__}, which has nothing to report"
+        expected = "one that holds the state of `watch`, or of a wrapper that counts"
         raise TypeError(f"report: `state`: {came}, expected {expected}.")
     named: dict[str, jax.Array] = {}
     for numbers in parts:
