@@ -260,10 +260,10 @@ def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
     """
     for key, x in new.items():
         if _is_own(key) and (key not in old or jnp.shape(old[key]) != x.shape):
-            came = f"of shape {jnp.shape(old[key])}" if key in old else "not there"
+            came = f"of shape {jnp.shape(old[key])}" if key in old else "missing"
             raise ValueError(
-                f"{_NAME}: `state.report` at [{key!r}]: {came}, expected shape {x.shape}: a state "
-                "fits the parameters and the options with which `init` made it."
+                f"{_NAME}: `state.report` at [{key!r}]: {came}, expected shape {x.shape}; "
+                "`init` made this state for other parameters or options."
             )
     numbers = dict(old)
     for key, x in old.items():

@@ -139,7 +139,7 @@ LOSS = "expected a real scalar; call `update(updates, state, params, loss=value)
 MISSING = "missing, expected one with `weighted=True`; call `update(updates, state, params, weight=tokens)`."
 INIT = "call `init` with parameters of the dtypes that `update` gets."
 BITS = "expected bfloat16, or 32 bits or more; use `master_weights` for"
-FITS = "a state fits the parameters and the options with which `init` made it."
+FITS = "`init` made this state for other parameters or options."
 POWER = "expected a number in [0, 4], with which weights have ratios in float32."
 
 window = jgrad.accumulate(SGD, 2)
@@ -244,9 +244,9 @@ MESSAGES = [
      "float16.", lambda: update(rounded, w=with_b(jnp.ones(3, jnp.float16)))),
     (TypeError, "stochastic_rounding: `params` at ['layer_3']['b']: an array of float8_e4m3fn and shape (3,), "
      f"{BITS} float8_e4m3fn.", lambda: rounded.init(with_b(jnp.ones(3, jnp.float8_e4m3fn)))),
-    (ValueError, f"watch: `state.report` at ['grad_norm/a']: not there, expected shape (): {FITS}",
+    (ValueError, f"watch: `state.report` at ['grad_norm/a']: missing, expected shape (); {FITS}",
      lambda: update(watched, {"a": X}, {"a": X}, watched.init(W)._replace(inner=ADAM.init({"a": X})))),
-    (ValueError, f"watch: `state.report` at ['grad_norm/layer_3/b']: of shape (), expected shape (3,): {FITS}",
+    (ValueError, f"watch: `state.report` at ['grad_norm/layer_3/b']: of shape (), expected shape (3,); {FITS}",
      lambda: update(jgrad.watch(ADAM, layer_axes=STACKED), state=watched.init(W))),
     (TypeError, "watch: `layer_axes` at ['a']: 'x' of type str, expected None, an int, or a tuple of ints.",
      lambda: jgrad.watch(ADAM, layer_axes={"a": "x"})),
