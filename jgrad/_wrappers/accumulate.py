@@ -221,7 +221,7 @@ def accumulate(
     has_windows = callable(every) or every > 1
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "take a larger batch, or the ordinary step")
+        shares.refuse(_NAME, "use a larger batch, or the ordinary step")
         total = zeros(_NAME, params) if has_windows else None
         state = _begun(kind, params, total, tx.init(params))
         _length(every, state.inner)
