@@ -83,8 +83,8 @@ class TracedLoss:
 
         closed, result = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
         if not self.calls:
-            remedy = "say by it where the layers are, or take the ordinary step"
-            raise ValueError(f"{_NAME}: `loss` calls no `scan_layers`: {remedy}.")
+            remedy = "call it to say where the layers are, or use the ordinary step"
+            raise ValueError(f"{_NAME}: `loss` does not call `scan_layers`: {remedy}.")
         _check_value(result, has_aux)
         self.form = _flat(result)[1]
         self._jaxpr, self._consts = closed.jaxpr, closed.consts
@@ -130,12 +130,12 @@ class _Recorder:
                 f"or another block, {expected}; map and differentiate inside of its block."
             )
         if not count:
-            raise ValueError("scan_layers: `layers`: no layers, expected one at least.")
+            raise ValueError("scan_layers: `layers`: no layers, expected at least one.")
         stacks, of_layers = _flat(layers)
         positions = [self._position.get(id(x)) for x in stacks]
         if None in positions:
             path = trees.paths(of_layers.unflatten(stacks))[positions.index(None)]
-            begin = f"scan_layers: `layers`{checks.at(path)}: no leaf of `params` as it is"
+            begin = f"scan_layers: `layers`{checks.at(path)}: not an unchanged leaf of `params`"
             expected = "expected one: change it inside of `block`, a layer at a time"
             raise ValueError(f"{begin}, {expected}.")
         arrays, of_carry = _flat(carry)
@@ -173,8 +173,8 @@ class _Recorder:
 
 
 def _refuse_twice(path: str) -> None:
-    expected = "expected one call of `scan_layers` alone to read it"
-    remedy = "what is shared belongs outside of the stack, where `block` may read it"
+    expected = "expected that only one call of `scan_layers` reads it"
+    remedy = "move what layers share out of the stack; `block` may read it there"
     raise ValueError(f"{_NAME}: `params`{checks.at(path)}: read twice, {expected}: {remedy}.")
 
 
@@ -189,7 +189,7 @@ def _check_value(result: Any, has_aux: bool) -> None:
     is_array = isinstance(value, jax.ShapeDtypeStruct)
     if not is_array or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
         came = _described(value) if is_array else type(value).__name__
-        hint = "; `has_aux=True` takes a pair" if is_pair else ""
+        hint = "; use `has_aux=True` for a pair" if is_pair else ""
         raise TypeError(f"{_NAME}: `loss` returns {came}, expected a real floating scalar{hint}.")
 
 

@@ -26,8 +26,9 @@ _NAME = "step_in_backward"
 _MANY = 256
 
 _BLOCKS = (
-    "expected as much for each layer, and no block of 8 bits that is of two: layers of a multiple "
-    "of 256 elements, `layer_axes=0` where the method has it, or `full_precision` for this leaf"
+    "expected the same for each layer, and no 8-bit block with elements of two layers: make each "
+    "layer a multiple of 256 elements, or use `layer_axes=0` where the method has it, or "
+    "`full_precision` for this leaf"
 )
 
 
@@ -88,7 +89,7 @@ class Portion(NamedTuple):
 def not_packed(name: str, tree: PyTree) -> None:
     """No packed trees: a buffer has rows of all layers."""
     if packing.any_packed(tree):
-        remedy = "expected the tree itself, since a buffer holds leaves of all layers: `unpack`"
+        remedy = "expected the tree itself, since a buffer mixes all layers: call `unpack`"
         raise ValueError(f"{_NAME}: `{name}`: a packed tree, {remedy}.")
 
 

@@ -154,7 +154,7 @@ class ShareUpdate:
         count = len(self.portion.places)
         arrays = jax.tree_util.tree_leaves_with_path(self.portion.structure.unflatten(range(count)))
         paths = [path for path, k in arrays if not self.portion.owned[k]]
-        came = "an array without layers, which is computed of the gradients of some"
+        came = "an array that no layer owns, computed from the gradients of a few layers"
         expected = "expected transformations that compute each element by itself"
         where = checks.at(jax.tree_util.keystr(paths[i]))
         raise ValueError(f"step_in_backward: `state`{where}: {came}; {expected}.")

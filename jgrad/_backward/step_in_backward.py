@@ -223,8 +223,8 @@ class _Step:
         missing = read[None].union(*read.values())  # also what a number needs that no layer does
         if missing and not first_pass:
             name = min(missing)[0]
-            came = f"`{name}` computes a number of all gradients, before any layer is updated"
-            remedy = "expected `first_pass=True`, which computes it by a backward pass of its own"
+            came = f"`{name}` needs a number from all gradients before any layer is updated"
+            remedy = "expected `first_pass=True`, which computes it in a separate backward pass"
             raise ValueError(f"{_NAME}: `first_pass`: False; {came}; {remedy}.")
         while missing:
             ready = {key for key in missing if read[key] <= known.keys()}

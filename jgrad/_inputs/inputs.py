@@ -83,7 +83,7 @@ class Parameters:
         for spec, is_updated in zip(self.specs, self.is_updated, strict=True):
             for i in spec.positions:
                 if is_updated and arg.leaves[i] is None:
-                    arg.fail(i, TypeError, "None, expected a value, as this leaf is updated")
+                    arg.fail(i, TypeError, "None, expected a value, since this leaf is updated")
         return arg
 
     def per_array(self, entries: Sequence[Any]) -> list[Any]:
@@ -109,8 +109,8 @@ class Parameters:
         for i, (x, spec) in enumerate(zip(self.reference.leaves, self.specs, strict=True)):
             if spec.is_buffer and not spec.is_unpacked and x.shape != spec.local_shape:
                 remedy = (
-                    "inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
-                    "`zero` knows which rows are whose"
+                    "inside `vmap`, call `pack` there, or map `update` too; inside `shard_map` or "
+                    "`pmap`, use `zero`, which knows the rows of each device"
                 )
                 problem = f"shape {x.shape}, expected {spec.local_shape} as in its layout; {remedy}"
                 self.reference.fail(i, ValueError, problem)
@@ -352,9 +352,9 @@ _NOT_PACKED = (
     "or call `tx.update` yourself"
 )
 
-_OTHER_FORM = "make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
+_OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
-OTHER_LEAVES = "a state fits the choice of leaves that it was made for, and no other"
+OTHER_LEAVES = "a state only fits the choice of leaves for which `init` made it"
 
 
 def _or_zeros(x: Any, p: Any) -> Any:
@@ -392,8 +392,8 @@ def _expected(g: Any, p: Any) -> str | None:
         return "an array or None"
     floating = jnp.issubdtype(g.dtype, jnp.inexact)
     if not jnp.issubdtype(p.dtype, jnp.inexact):
-        return f"None, float0 or integers beside a parameter of {p.dtype}" if floating else None
+        return f"None, float0 or integers for a parameter of {p.dtype}" if floating else None
     if floating and checks.is_of_kind(g, p):
         return None
     kind = "a complex" if jnp.iscomplexobj(p) else "a real floating"
-    return f"{kind} dtype beside a parameter of {p.dtype}"
+    return f"{kind} dtype for a parameter of {p.dtype}"

@@ -132,7 +132,7 @@ class MomentOptions(NamedTuple):
                 raise TypeError(f"{begin}{came}, from another method or other options{end}")
         step = jnp.asarray(state.step)
         if step.shape != ():
-            remedy = "map `update` over the models, as `init` was"
+            remedy = "map `update` over the models, as you did `init`"
             problem = f"shape {step.shape}, expected (); {remedy}"
             raise ValueError(f"{inputs.function}: `state.step`: {problem}.")
         step = optax.safe_increment(step)
@@ -235,7 +235,8 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
     position = spec.positions[int(np.argmax(sizes))]
     if any(is_full):
         remedy = (
-            "the same for all leaves of its buffer, since they share an array; leave it unpacked"
+            "the same for all leaves of a packed buffer, since they share an array; leave it "
+            "unpacked"
         )
         arg.fail(spec.positions[is_full.index(True)], ValueError, f"True, expected {remedy}")
     if x.dtype == np.float64:
@@ -246,7 +247,7 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
 
 
 def _fail(arg: ArgLeaves, i: int, x: Any) -> None:
-    remedy = "make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
+    remedy = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
     if isinstance(x, Blocks):
         arg.fail(i, TypeError, f"Blocks of shape {x.shape}, expected an array; {remedy}")
     arg.fail(i, TypeError, f"{checks.describe(x)}, expected Blocks, 8 bits; {remedy}")

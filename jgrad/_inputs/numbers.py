@@ -74,7 +74,8 @@ def in_range(
             interval = f"{'(' if is_open else '['}{low:g}, {high:g})"
             arg.fail(i, ValueError, f"{x}, expected a number in {interval}")
         if checks.is_number(x) and abs(x) > float(jnp.finfo(dtype).max):
-            arg.fail(i, ValueError, f"{checks.describe(x)}, expected what {dtype} can hold")
+            expected = f"a number that {dtype} can hold"
+            arg.fail(i, ValueError, f"{checks.describe(x)}, expected {expected}")
 
 
 def _forms(beta: Any) -> BetaForms:

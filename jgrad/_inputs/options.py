@@ -74,7 +74,8 @@ def limit(rule: str) -> float:
 def check_decay_of_ivy(function: str, rule: str, decay_rule: str, expected_rule: str) -> None:
     """In Ivy's rules decay acts in the trust ratio alone."""
     if rule == "ivy" and decay_rule != expected_rule:
-        expected = f"{expected_rule!r} with `rule='ivy'`, whose decay acts in the ratio alone"
+        reason = "whose weight decay acts only in the trust ratio"
+        expected = f"{expected_rule!r} with `rule='ivy'`, {reason}"
         raise ValueError(f"{function}: `weight_decay_rule`: {decay_rule!r}, expected {expected}.")
 
 

@@ -268,7 +268,7 @@ class Matcher:
         if not (lost or any(source.old or source.what == account.RESET for _, source in made)):
             came = ", ".join(sorted({x.shown or "arrays" for x in had}))
             raise ValueError(
-                f"{self._function}: `old`: {came}, of which `like` has nothing, expected the state "
+                f"{self._function}: `old`: {came}, none of which `like` has, expected the state "
                 "of an optimizer for the same parameters."
             )
         had = [x for x in had if x.role == "moment" and x.keys not in lost]
@@ -280,7 +280,7 @@ class Matcher:
             return
         came, expected = _listed(had), _listed([x for x, _ in wanted])
         raise ValueError(
-            f"{self._function}: `old`: {came}, of which `like` would keep none, expected "
+            f"{self._function}: `old`: {came}, none of which `like` would keep, expected "
             f"{expected}: name other paths by `rename`, or begin with zeros by `reset=True`."
         )
 

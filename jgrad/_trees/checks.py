@@ -305,7 +305,7 @@ def same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
     for i, x, r in arg.beside(reference):
         if not is_of_kind(x, r):
             expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
-            problem = f"{describe(x)}, expected {expected} beside {r.dtype}"
+            problem = f"{describe(x)}, expected {expected} to match {r.dtype}"
             arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")
 
 

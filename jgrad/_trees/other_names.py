@@ -194,7 +194,7 @@ def _begin_alike(name: str, ours: str) -> bool:
 def refuse_keyword(function: str, name: str, expected: str) -> None:
     """An error where something is expected in the place of a keyword."""
     if expected:
-        problem = f"`update` has the keyword `{name}`, expected {expected}"
+        problem = f"`update` got the keyword `{name}`, expected {expected}"
         raise TypeError(f"{function}: {problem}.")
 
 

@@ -187,7 +187,7 @@ class PathRules:
                 raise ValueError(f"{begin}{_masked(exact or hidden)}; {expected}.")
             near = ", ".join(map(repr, _nearest(pattern, [names()[i] for i in paths])))
             maybe = f"; what it may match in {_masked(hidden)}" if hidden else ""
-            raise ValueError(f"{begin}near are {near}{maybe}.")
+            raise ValueError(f"{begin}the nearest paths are {near}{maybe}.")
 
 
 def _masked(paths: Sequence[KeyPath]) -> str:

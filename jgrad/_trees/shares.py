@@ -90,8 +90,9 @@ class Share:
             return part
         if trace_state() != self._trace:
             raise ValueError(
-                f"{_STEP}: `tx`: `{function}` computes a number of all gradients inside a branch, "
-                "expected it outside: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
+                f"{_STEP}: `tx`: `{function}` computes a number from all gradients inside a "
+                "branch, expected it outside: `branch=False` in `skip_nonfinite`, `every=1` in "
+                "`watch`."
             )
         index = sum(name == function for name, _ in self.parts)
         key = (function, index)
@@ -118,13 +119,13 @@ class Share:
         if trace_state() != self._trace:
             raise ValueError(
                 f"{_STEP}: `tx`: `{function}` is called inside a branch of another library, or "
-                "`jax.jit`; wrap the whole step in `jax.jit`, or take the ordinary step."
+                "`jax.jit`; wrap the whole step in `jax.jit`, or use the ordinary step."
             )
         if not self._trusts:
             raise ValueError(
                 f"{_STEP}: `tx`: a transformation of another library hands arrays to `{function}`. "
                 "It sees one layer at a time: say `elementwise=True` if it computes each element "
-                "by itself, or take the ordinary step."
+                "by itself, or use the ordinary step."
             )
 
 

@@ -221,7 +221,7 @@ def accumulate(
     has_windows = callable(every) or every > 1
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "take a larger batch, or the ordinary step")
+        shares.refuse(_NAME, "use a larger batch, or the ordinary step")
         total = zeros(_NAME, params) if has_windows else None
         state = _begun(kind, params, total, tx.init(params))
         _length(every, state.inner)
@@ -514,8 +514,8 @@ def _length(every: Every, state: PyTree) -> int | jax.Array:
         return int(every)
     done = inside.updates_done(state)
     if done is None:
-        expected = "an int where no state inside counts its updates, as those of jgrad's methods do"
-        raise ValueError(f"{_NAME}: `every`: a function, expected {expected}.")
+        reason = "no state inside counts its updates, as the states of jgrad's optimizers do"
+        raise ValueError(f"{_NAME}: `every`: a function, expected an int, since {reason}.")
     x = every(done)
     if isinstance(x, (jax.Array, np.ndarray)) and x.shape == () and x.dtype.kind in "iu":
         return jnp.asarray(x, jnp.int32)

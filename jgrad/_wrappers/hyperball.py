@@ -278,7 +278,7 @@ def _of_state(
     inputs: Inputs, axes: Sequence[LayerAxes], chosen: Sequence[bool], tree: PyTree
 ) -> list[jax.Array | None]:
     """The radii of the matrices of each array, as a vector; 0 for leaves that keep no norm."""
-    remedy = "a state fits the choice of leaves that it was made for"
+    remedy = "a state only fits the choice of leaves for which `init` made it"
     name = "state.radius"
     checks.same_structure(_NAME, name, tree, "params", inputs.shapes, remedy=remedy)
     arg = ArgLeaves.from_tree(_NAME, name, tree).with_arrays()

@@ -175,7 +175,7 @@ def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
     for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):
         is_there = not checks.is_nothing(copy, getattr(p, "shape", None))
         if p is None and is_there:
-            expected = "None beside a parameter that needs no copy"
+            expected = "None for a parameter that needs no copy"
         elif not (p is None or is_there or inputs.g[i] is None):
             expected = f"a float32 copy of a parameter of {p.dtype}"
         else:

@@ -77,7 +77,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         return host_memory.to_host(state) if host_memory.is_there(_NAME) else state
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "take the ordinary step")
+        shares.refuse(_NAME, "use the ordinary step")
         return to_host(tx.init(params))
 
     def update(

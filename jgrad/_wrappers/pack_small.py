@@ -142,8 +142,8 @@ def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed) 
     if packing.layout_in(jax.eval_shape(tx.init, packed)) is not None:
         remedy = "`pack(state, like=jax.eval_shape(tx.init, params))`"
         raise ValueError(
-            f"{_NAME}: `state` has no packed leaves, expected what `init` made; of the state of a "
-            f"tree, make it by {remedy}."
+            f"{_NAME}: `state` has no packed leaves, expected what `init` made; make it from "
+            f"the state of a tree by {remedy}."
         )
 
 

@@ -214,7 +214,7 @@ def _difference_jvp(
 def _counter(done: Any) -> jax.Array:
     done = jnp.asarray(done)
     if done.shape != ():
-        remedy = "map `update` over the models, as `init` was"
+        remedy = "map `update` over the models, as you did `init`"
         raise ValueError(f"{_NAME}: `state.done`: shape {done.shape}, expected (); {remedy}.")
     return done
 
@@ -225,7 +225,7 @@ def _check_dtypes(params: ArgLeaves) -> None:
         if p is None or not jnp.issubdtype(p.dtype, jnp.floating) or _is_rounded(p):
             continue
         if jnp.finfo(p.dtype).bits < 32:
-            expected = f"bfloat16, or 32 bits or more; `master_weights` takes {p.dtype}"
+            expected = f"bfloat16, or 32 bits or more; use `master_weights` for {p.dtype}"
             params.fail(i, TypeError, f"{checks.describe(p)}, expected {expected}")
 
 

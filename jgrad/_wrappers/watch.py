@@ -218,8 +218,8 @@ def report(state: PyTree) -> dict[str, jax.Array]:
     """
     parts = inside.reports(state)
     if not parts:
-        came = f"{type(state).__name__}, in which nothing reports"
-        expected = "the state of a `watch`, or of a wrapper that counts, at some place in it"
+        came = f"{type(state).__name__}, which has nothing to report"
+        expected = "one that holds the state of `watch`, or of a wrapper that counts"
         raise TypeError(f"report: `state`: {came}, expected {expected}.")
     named: dict[str, jax.Array] = {}
     for numbers in parts:
@@ -260,10 +260,10 @@ def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
     """
     for key, x in new.items():
         if _is_own(key) and (key not in old or jnp.shape(old[key]) != x.shape):
-            came = f"of shape {jnp.shape(old[key])}" if key in old else "not there"
+            came = f"of shape {jnp.shape(old[key])}" if key in old else "missing"
             raise ValueError(
-                f"{_NAME}: `state.report` at [{key!r}]: {came}, expected shape {x.shape}: a state "
-                "fits the parameters and the options with which `init` made it."
+                f"{_NAME}: `state.report` at [{key!r}]: {came}, expected shape {x.shape}; "
+                "`init` made this state for other parameters or options."
             )
     numbers = dict(old)
     for key, x in old.items():

@@ -80,7 +80,7 @@ def zero(
     axes = values.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "shard the leaves under `jax.jit`, or take the ordinary step")
+        shares.refuse(_NAME, "shard the leaves under `jax.jit`, or use the ordinary step")
         local = Shard.over(axes)
         _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, local)
         if local is None:

@@ -66,9 +66,9 @@ def scan(params, x=0.0, block=add):
 
 def twice(name):
     return (
-        f"step_in_backward: `params` at ['layers']['{name}']: read twice, expected one call of "
-        "`scan_layers` alone to read it: what is shared belongs outside of the stack, where "
-        "`block` may read it."
+        f"step_in_backward: `params` at ['layers']['{name}']: read twice, expected that only one call of "
+        "`scan_layers` reads it: move what layers share out of the stack; `block` may read it "
+        "there."
     )
 
 
@@ -76,8 +76,8 @@ LOSSES = {
     "without a call": (
         lambda p, x: jnp.sum(p["first"]),
         ValueError,
-        "step_in_backward: `loss` calls no `scan_layers`: say by it where the layers are, or take "
-        "the ordinary step.",
+        "step_in_backward: `loss` does not call `scan_layers`: call it to say where the layers "
+        "are, or use the ordinary step.",
     ),
     "a vector": (
         lambda p, x: scan(p, jnp.zeros(2)),
@@ -87,8 +87,8 @@ LOSSES = {
     "a pair": (
         lambda p, x: (scan(p), 1.0),
         TypeError,
-        "step_in_backward: `loss` returns tuple, expected a real floating scalar; `has_aux=True` "
-        "takes a pair.",
+        "step_in_backward: `loss` returns tuple, expected a real floating scalar; use "
+        "`has_aux=True` for a pair.",
     ),
     "two calls": (lambda p, x: scan(p) + scan(p), ValueError, twice("down")),
     "a block that reads its own stack": (
@@ -109,7 +109,7 @@ LOSSES = {
     "computed layers": (
         lambda p, x: scan({"layers": {"up": 2 * p["layers"]["up"]}}),
         ValueError,
-        "scan_layers: `layers` at ['up']: no leaf of `params` as it is, expected one: change it "
+        "scan_layers: `layers` at ['up']: not an unchanged leaf of `params`, expected one: change it "
         "inside of `block`, a layer at a time.",
     ),
     "vmap": (
@@ -156,7 +156,7 @@ def test_no_layers():
     params = {"layers": {"up": jnp.ones((0, 3))}}
     assert_error(
         ValueError,
-        "scan_layers: `layers`: no layers, expected one at least.",
+        "scan_layers: `layers`: no layers, expected at least one.",
         call(loss=lambda p, x: scan(p), params=params),
     )
 
@@ -166,9 +166,9 @@ def test_no_layers():
 
 def first(name):
     return (
-        f"step_in_backward: `first_pass`: False; `{name}` computes a number of all gradients, "
-        "before any layer is updated; expected `first_pass=True`, which computes it by a backward "
-        "pass of its own."
+        f"step_in_backward: `first_pass`: False; `{name}` needs a number from all gradients "
+        "before any layer is updated; expected `first_pass=True`, which computes it in a separate "
+        "backward pass."
     )
 
 
@@ -176,7 +176,7 @@ def other(name):
     return (
         f"step_in_backward: `tx`: a transformation of another library hands arrays to `{name}`. It "
         "sees one layer at a time: say `elementwise=True` if it computes each element by itself, "
-        "or take the ordinary step."
+        "or use the ordinary step."
     )
 
 
@@ -193,12 +193,12 @@ def at_once(name, remedy):
 
 
 BRANCH = (
-    "step_in_backward: `tx`: `{}` computes a number of all gradients inside a branch, expected it "
+    "step_in_backward: `tx`: `{}` computes a number from all gradients inside a branch, expected it "
     "outside: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
 )
 INSIDE = (
     "step_in_backward: `tx`: `adam` is called inside a branch of another library, or `jax.jit`; "
-    "wrap the whole step in `jax.jit`, or take the ordinary step."
+    "wrap the whole step in `jax.jit`, or use the ordinary step."
 )
 
 
@@ -229,13 +229,13 @@ OF_TX = {
     "accumulate": (
         lambda: jgrad.accumulate(adam(), 2),
         {},
-        at_once("accumulate", "take a larger batch, or the ordinary step"),
+        at_once("accumulate", "use a larger batch, or the ordinary step"),
     ),
     "pack_small": (lambda: jgrad.pack_small(adam()), {}, at_once("pack_small", "leave it out")),
     "offload": (
         lambda: jgrad.offload(adam()),
         {},
-        at_once("offload", "take the ordinary step"),
+        at_once("offload", "use the ordinary step"),
     ),
     "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("adam")),
     "another library's behind": (
@@ -257,8 +257,8 @@ OF_TX = {
     "a number of one layer": (
         lambda: optax.chain(adam(), norm_of_updates()),
         {},
-        "step_in_backward: `state` at [1]: an array without layers, which is computed of the "
-        "gradients of some; expected transformations that compute each element by itself.",
+        "step_in_backward: `state` at [1]: an array that no layer owns, computed from the "
+        "gradients of a few layers; expected transformations that compute each element by itself.",
     ),
     "lamb": (lambda: jgrad.lamb(1e-2), {}, layer_axes("lamb")),
     "lars": (lambda: jgrad.lars(1e-2), {}, layer_axes("lars")),
@@ -286,8 +286,8 @@ def test_a_rate_of_another_library(standard_promotion):
     """It is an estimate by all gradients, whatever the user says."""
     assert_error(
         ValueError,
-        "step_in_backward: `state` at .estim_lr: an array without layers, which is computed of "
-        "the gradients of some; expected transformations that compute each element by itself.",
+        "step_in_backward: `state` at .estim_lr: an array that no layer owns, computed from "
+        "the gradients of a few layers; expected transformations that compute each element by itself.",
         call(optax.contrib.prodigy(), elementwise=True),
     )
 
@@ -300,19 +300,19 @@ def test_layers_with_axes_are_taken():
 def test_zero():
     assert_error(
         ValueError,
-        at_once("zero", "shard the leaves under `jax.jit`, or take the ordinary step"),
+        at_once("zero", "shard the leaves under `jax.jit`, or use the ordinary step"),
         call(jgrad.zero(adam(), "d"), state=adam().init(PARAMS)),
     )
 
 
 # ---- parameters and states -----------------------------------------------------------------------
 
-PACKED = "a packed tree, expected the tree itself, since a buffer holds leaves of all layers"
+PACKED = "a packed tree, expected the tree itself, since a buffer mixes all layers"
 
 
 def test_packed_trees():
     packed = jgrad.pack(PARAMS)
-    message = f"step_in_backward: `{{}}`: {PACKED}: `unpack`."
+    message = f"step_in_backward: `{{}}`: {PACKED}: call `unpack`."
     assert_error(ValueError, message.format("params"), call(params=packed))
     assert_error(ValueError, message.format("state"), call(state=adam().init(packed)))
 
@@ -341,9 +341,9 @@ def test_blocks_of_two_layers(sizes):
     assert_error(
         ValueError,
         f"step_in_backward: `state` at .mw['layers']['down'].scale: shape ({scale},) of 3 layers, "
-        "expected as much for each layer, and no block of 8 bits that is of two: layers of a "
-        "multiple of 256 elements, `layer_axes=0` where the method has it, or `full_precision` "
-        "for this leaf.",
+        "expected the same for each layer, and no 8-bit block with elements of two layers: make "
+        "each layer a multiple of 256 elements, or use `layer_axes=0` where the method has it, or "
+        "`full_precision` for this leaf.",
         call(eight_bits(), params=params),
     )
     call(adam(moment_dtype="8bit", full_precision=True), params=params)()

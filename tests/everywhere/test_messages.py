@@ -69,9 +69,9 @@ FUNCTIONAL = [
      "it out of the update.", lambda: adam([1, 2, 3], X, mw=0.0, vw=0.0)),
     (TypeError, "adam_update: `beta1` at ['layer_3']['b']: None, expected an array or a number.",
      lambda: adam(beta1=with_b(None) | {"layer_3": {"w": 0.9, "b": None}})),
-    (ValueError, "adam_update: `lr`: 1e+39 of type float, expected what float32 can hold.", lambda: adam(lr=1e39)),
-    (ValueError, "adam_update: `step`: 1000000000000000000000000000000000000... of type int, expected what "
-     "float32 can hold.", lambda: adam(step=10**400)),
+    (ValueError, "adam_update: `lr`: 1e+39 of type float, expected a number that float32 can hold.", lambda: adam(lr=1e39)),
+    (ValueError, "adam_update: `step`: 1000000000000000000000000000000000000... of type int, expected a "
+     "number that float32 can hold.", lambda: adam(step=10**400)),
     (ValueError, "lamb_update: `min_trust_ratio`: 5, expected at most `max_trust_ratio`, which is 1.",
      lambda: jgrad.lamb_update(X, X, 0.1, 0.0, 0.0, 1, min_trust_ratio=5, max_trust_ratio=1)),
     (ValueError, "lars_update: `epsilon`: 0.5, expected 0 with `rule='ivy'`.",
@@ -85,9 +85,9 @@ FUNCTIONAL = [
     (TypeError, "adam_update: `dcdw` at ['layer_3']['b']: True of type bool, expected an array or a number.",
      lambda: adam(g=with_b(True))),
     (TypeError, "adam_update: `dcdw` does not match `w` at ['layer_3']['b']: an array of complex64 and shape (3,), "
-     "expected a real dtype beside float32.", lambda: adam(g=with_b(X.astype(jnp.complex64)))),
+     "expected a real dtype to match float32.", lambda: adam(g=with_b(X.astype(jnp.complex64)))),
     (TypeError, "adam_update: `mw_tm1` does not match `w`: an array of float32 and shape (3,), expected a complex "
-     "dtype beside complex64.",
+     "dtype to match complex64.",
      lambda: adam(X.astype(jnp.complex64), X.astype(jnp.complex64), mw=X, vw=X)),
     (TypeError, "adam_update: `vw_tm1`: an array of complex64 and shape (3,), expected a floating dtype.",
      lambda: adam(X, X, mw=X, vw=X.astype(jnp.complex64))),
@@ -171,9 +171,9 @@ TRANSFORMATIONS = [
      lambda: jgrad.adam(0.1, weight_decay_rule=None)),
     (ValueError, "adam: `weight_decay_rule`: an array of <U8 and shape (), expected one of 'decoupled', 'cautious', 'independent'.",
      lambda: jgrad.adam(0.1, weight_decay_rule=np.array("cautious"))),
-    (ValueError, "lamb: `weight_decay_rule`: 'cautious', expected 'decoupled' with `rule='ivy'`, whose decay acts in the ratio alone.",
+    (ValueError, "lamb: `weight_decay_rule`: 'cautious', expected 'decoupled' with `rule='ivy'`, whose weight decay acts only in the trust ratio.",
      lambda: jgrad.lamb(0.1, rule="ivy", weight_decay_rule="cautious")),
-    (ValueError, "lars: `weight_decay_rule`: 'decoupled', expected 'coupled' with `rule='ivy'`, whose decay acts in the ratio alone.",
+    (ValueError, "lars: `weight_decay_rule`: 'decoupled', expected 'coupled' with `rule='ivy'`, whose weight decay acts only in the trust ratio.",
      lambda: jgrad.lars(0.1, rule="ivy", weight_decay_rule="decoupled")),
     (ValueError, "adam: `weight_decay` at ['a']: 1.5, expected a number in [0, 1).",
      lambda: jgrad.adam(0.1, weight_decay={"a": 1.5}, weight_decay_rule="independent")),
@@ -236,12 +236,12 @@ TRANSFORMATIONS = [
     (ValueError, "adam: `weight_decay` needs the parameters: call `update(updates, state, params)`.",
      lambda: update(jgrad.adam(0.1, weight_decay=0.1), w=None)),
     (TypeError, "adam: `updates` at ['layer_3']['b']: an array of float32 and shape (3,), expected None, float0 or "
-     "integers beside a parameter of int32.",
+     "integers for a parameter of int32.",
      lambda: update(jgrad.adam(0.1), w=with_b(jnp.arange(3)))),
     (TypeError, "adam: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real floating "
-     "dtype beside a parameter of float32.", lambda: update(jgrad.adam(0.1), g=with_b(jnp.arange(3)))),
+     "dtype for a parameter of float32.", lambda: update(jgrad.adam(0.1), g=with_b(jnp.arange(3)))),
     (TypeError, "adam: `updates` at ['layer_3']['b']: an array of complex64 and shape (3,), expected a real "
-     "floating dtype beside a parameter of float32.",
+     "floating dtype for a parameter of float32.",
      lambda: update(jgrad.adam(0.1), g=with_b(X.astype(jnp.complex64)))),
     (TypeError, "adam: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or None.",
      lambda: update(jgrad.adam(0.1), g=with_b("abc"))),
@@ -257,7 +257,7 @@ TRANSFORMATIONS = [
      lambda: update(jgrad.adam(0.1, weight_decay_rule="independent"), weight_decay=2.0)),
     (ValueError, "adam: `weight_decay`: an array of float32 and shape (2,), expected one number.",
      lambda: update(jgrad.adam(0.1, weight_decay=jnp.ones(2)))),
-    (TypeError, "adam: `learning_rate` at ['layer_3']['b']: None, expected a value, as this leaf is updated.",
+    (TypeError, "adam: `learning_rate` at ['layer_3']['b']: None, expected a value, since this leaf is updated.",
      lambda: update(jgrad.adam({"layer_3": {"w": 0.1, "b": None}}))),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: 5 of type int, expected a bool.",
      lambda: update(jgrad.adam(0.1, weight_decay_mask=5))),
@@ -274,16 +274,16 @@ TRANSFORMATIONS = [
     # Moments in 8 bits.
     (ValueError, "adam: `full_precision`: True of type bool, expected None without `moment_dtype='8bit'`.",
      lambda: jgrad.adam(0.1, full_precision=True)),
-    (ValueError, "adam: `full_precision` at ['layer']['b']: True, expected the same for all leaves of its buffer, since "
+    (ValueError, "adam: `full_precision` at ['layer']['b']: True, expected the same for all leaves of a packed buffer, since "
      "they share an array; leave it unpacked.",
      lambda: adam8(full_precision={"layer": {"w": False, "b": True}}).init(jgrad.pack(LARGE))),
-    (TypeError, "adam: `state.mw` at ['layer']['w']: an array of float32 and shape (64, 64), expected Blocks, 8 bits; make "
+    (TypeError, "adam: `state.mw` at ['layer']['w']: an array of float32 and shape (64, 64), expected Blocks, 8 bits; convert "
      "it by `carry_over(state, like=jax.eval_shape(tx.init, params))`.",
      lambda: adam8().update(LARGE, jgrad.adam(0.1).init(LARGE), LARGE)),
-    (TypeError, "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; make it by "
+    (TypeError, "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; convert it by "
      "`carry_over(state, like=jax.eval_shape(tx.init, params))`.",
      lambda: jgrad.adam(0.1).update(LARGE, adam8().init(LARGE), LARGE)),
-    (TypeError, "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; make it by "
+    (TypeError, "adam: `state.mw` at ['layer']['w']: Blocks of shape (64, 64), expected an array; convert it by "
      "`carry_over(state, like=jax.eval_shape(tx.init, params))`.",
      lambda: adam8(full_precision={"layer": {"w": True, "b": False}}).update(LARGE, adam8().init(LARGE), LARGE)),
     *((TypeError, f"adam: `state.{field}` at ['layer']['w']: an array of {dtype} and shape (64, 64) as `codes`, expected "
@@ -369,7 +369,7 @@ STATE = jgrad.adam(0.1).init({"a": X})
 @pytest.mark.parametrize(
     ("error", "message", "state"),
     [
-        (ValueError, "`state.step`: shape (3,), expected (); map `update` over the models, as `init` was.",
+        (ValueError, "`state.step`: shape (3,), expected (); map `update` over the models, as you did `init`.",
          STATE._replace(step=jnp.zeros(3, jnp.int32))),
         (TypeError, "`state.mw` at ['a']: an array of int32 and shape (3,), expected an array of a real floating "
          "dtype.", STATE._replace(mw={"a": jnp.zeros(3, jnp.int32)})),

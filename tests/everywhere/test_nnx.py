@@ -199,7 +199,7 @@ def test_names():
 def test_rules_are_named_alike():
     """A path in a message is one that fits variables and arrays."""
     tx = jgrad.adam(jgrad.by_path({"a/kernal": RATE}, rest=1e-3))
-    problem = "rule 'a/kernal': no leaf matches it; near are 'a/kernel', 'b/kernel', 'a/bias'."
+    problem = "rule 'a/kernal': no leaf matches it; the nearest paths are 'a/kernel', 'b/kernel', 'a/bias'."
     model, optimizer = start(tx)
     message = f"adam: `learning_rate`: {problem}"
     assert_error(ValueError, message, lambda: step(model, optimizer))

@@ -390,9 +390,9 @@ LABELS = jgrad.by_path({"**/b": "y"}, rest="x")
 masked = optax.masked
 
 MESSAGES = [
-    (ValueError, "adam: `learning_rate`: rule 'bias': no leaf matches it; near are 'layers/0/b', 'layers/1/b', 'embed'.",
+    (ValueError, "adam: `learning_rate`: rule 'bias': no leaf matches it; the nearest paths are 'layers/0/b', 'layers/1/b', 'embed'.",
      lambda: update(jgrad.adam(jgrad.by_path({"bias": 1.0}, rest=0.1)))),
-    (ValueError, "by_path: rule 'embedding': no leaf matches it; near are 'embed', 'layers/0/b', 'layers/1/b'.",
+    (ValueError, "by_path: rule 'embedding': no leaf matches it; the nearest paths are 'embed', 'layers/0/b', 'layers/1/b'.",
      lambda: jgrad.by_path({"embedding": 1.0}, rest=0.1)(W)),
     (ValueError, f"adam: `learning_rate`: rule 'embed': no leaf matches it; 'embed' {MASKED}",
      lambda: update(masked(jgrad.adam(EACH), {"embed": False, "layers": True}))),
@@ -404,13 +404,13 @@ MESSAGES = [
      lambda: update(masked(jgrad.muon(0.1, matrices=EACH, adam_learning_rate=0.1), {"embed": False, "layers": True}))),
     (ValueError, f"adam: `learning_rate`: rule '**/w': no leaf matches it; 'layers/0/w' (and 1 more) {MASKED}",
      lambda: update(optax.partition({"x": optax.sgd(0.1), "y": jgrad.adam(EACH)}, jgrad.by_path({"**/w": "x"}, rest="y")))),
-    (ValueError, "adam: `learning_rate`: rule '**/ww': no leaf matches it; near are 'embed'; what it may match in "
+    (ValueError, "adam: `learning_rate`: rule '**/ww': no leaf matches it; the nearest paths are 'embed'; what it may match in "
      "'layers' is masked away, as by `optax.masked` or `optax.partition`.",
      lambda: update(masked(jgrad.adam(jgrad.by_path({"**/ww": 1.0}, rest=0.1)), {"embed": True, "layers": False}))),
-    (ValueError, "adam: `learning_rate`: rule 'layers/**/bias': no leaf matches it; near are 'layers/0/b', "
+    (ValueError, "adam: `learning_rate`: rule 'layers/**/bias': no leaf matches it; the nearest paths are 'layers/0/b', "
      "'layers/1/b', 'layers/0/w'.",
      lambda: update(masked(jgrad.adam(jgrad.by_path({"layers/**/bias": 1.0}, rest=0.1)), {"embed": False, "layers": True}))),
-    (ValueError, "adam: `learning_rate`: rule 'layers/*/bias': no leaf matches it; near are 'layers/0/b', "
+    (ValueError, "adam: `learning_rate`: rule 'layers/*/bias': no leaf matches it; the nearest paths are 'layers/0/b', "
      "'layers/1/b', 'layers/0/w'.",
      lambda: update(masked(jgrad.adam(jgrad.by_path({"layers/*/bias": 1.0}, rest=0.1)), {"embed": False, "layers": True}))),
     (ValueError, "adam: `beta1`: no rule matches 'layers/0/b', 'layers/0/w', 'layers/1/b' (and 1 more), expected one, "

@@ -126,7 +126,7 @@ def update(name, **extra):
 
 
 def assert_refused(name, given, expected):
-    message = f"{name}: `update` has the keyword `{given}`, expected {expected}."
+    message = f"{name}: `update` got the keyword `{given}`, expected {expected}."
     assert_error(TypeError, message, lambda: update(name, **{given: 0.5}))
 
 
@@ -140,7 +140,7 @@ def test_misspelt_keywords(name):
     for given, meant in WHERE_TAKEN.items() if name not in ALONE else ():
         own = [x for x in ROWS[name][1] if x.endswith(meant)]
         by, expected = (name, own[0]) if own else ("adam", meant)
-        message = f"{by}: `update` has the keyword `{given}`, expected `{expected}`."
+        message = f"{by}: `update` got the keyword `{given}`, expected `{expected}`."
         assert_error(TypeError, message, functools.partial(update, name, **{given: 0.5}))
 
 
@@ -203,7 +203,7 @@ def test_through_others(around):
     tx = around(jgrad.accumulate(optax.sgd(0.1), 2, weighted=True))
     assert_error(
         TypeError,
-        "accumulate: `update` has the keyword `weights`, expected `weight`.",
+        "accumulate: `update` got the keyword `weights`, expected `weight`.",
         lambda: tx.update(W, tx.init(W), W, weights=3.0),
     )
 

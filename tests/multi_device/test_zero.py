@@ -431,8 +431,8 @@ WRONG = {
     "rows that lie elsewhere": (
         ValueError,
         "lamb: `params` at .buffers['float32']: shape (1, 256), expected (8, 256) as in its "
-        "layout; inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
-        "`zero` knows which rows are whose.",
+        "layout; inside `vmap`, call `pack` there, or map `update` too; inside `shard_map` or `pmap`, "
+        "use `zero`, which knows the rows of each device.",
         inside(step(jgrad.lamb(0.1)), cut=True),
     ),
 }

@@ -415,8 +415,8 @@ MESSAGES = [
      lambda: muon(layer_axes=3).init(X)),
     (ValueError, "muon: `updates` does not match `params` at ['w']: shape (1, 4), expected (3, 4).",
      lambda: muon().update(X | {"w": jnp.ones((1, 4))}, muon().init(X), X)),
-    (TypeError, "muon: `state.vw` at ['w']: an array of float32 and shape (3, 4), expected None; a state fits the "
-     "choice of leaves that it was made for, and no other.",
+    (TypeError, "muon: `state.vw` at ['w']: an array of float32 and shape (3, 4), expected None; a state only "
+     "fits the choice of leaves for which `init` made it.",
      lambda: muon().update(X, jgrad.adam(0.1).init(X), X)),
     (ValueError, "muon: `weight_decay` needs the parameters: call `update(updates, state, params)`.",
      lambda: muon(weight_decay=0.1).update(X, muon().init(X))),

@@ -336,7 +336,7 @@ REFUSED = {
     ),
     "no path": (
         jgrad.by_path({"qvk": 8}, rest=None),
-        ": rule 'qvk': no leaf matches it; near are 'qkv', 'mlp/b', 'mlp/w'",
+        ": rule 'qvk': no leaf matches it; the nearest paths are 'qkv', 'mlp/b', 'mlp/w'",
     ),
 }
 

@@ -372,7 +372,7 @@ def test_packed_matrices():
 
 W = {"w": jnp.ones((4, 3))}
 OF_FACTORY = "expected a pair: what is added to squares, and the smallest scale."
-AGAIN = "make it by `carry_over(state, like=jax.eval_shape(tx.init, params))`."
+AGAIN = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`."
 
 
 def of_other(**options):

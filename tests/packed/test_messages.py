@@ -103,8 +103,8 @@ def test_buffers_mapped_over():
     for name, tx in needing.items():
         message = (
             f"{name}: `params` at .buffers['float32']: shape (2, 2, 256), expected (2, 256) as in "
-            "its layout; inside `vmap`, pack there, or map `update` too; inside `shard_map` or `pmap`, "
-            "`zero` knows which rows are whose."
+            "its layout; inside `vmap`, call `pack` there, or map `update` too; inside `shard_map` or `pmap`, "
+            "use `zero`, which knows the rows of each device."
         )
         assert_error(ValueError, message, lambda tx=tx: tx.update(many, tx.init(many), many))
     tx = jgrad.adam(0.1)

@@ -418,10 +418,10 @@ def of_choice():
         (TypeError, "soap: `state`: OptState, expected the SoapState that this `soap` made with `init`.",
          lambda: updated(of_choice(), jgrad.adam(0.1).init(W))),
         (ValueError, "soap: `state.factors` does not have the structure of `params`: `state.factors` has a SoapFactors at ['w'] "
-         "where `params` has a leaf; a state fits the choice of leaves that it was made for, and no other.",
+         "where `params` has a leaf; a state only fits the choice of leaves for which `init` made it.",
          lambda: updated(jgrad.soap(0.1, matrices=False), of_choice().init(W))),
-        (TypeError, "soap: `state.factors` at ['w'].left: None, expected an array of float32; a state fits the choice of "
-         "leaves that it was made for, and no other.",
+        (TypeError, "soap: `state.factors` at ['w'].left: None, expected an array of float32; a state only fits the "
+         "choice of leaves for which `init` made it.",
          lambda: updated(of_choice(), jgrad.soap(0.1, matrices=BOTH, max_side=3).init(W))),
         (ValueError, "soap: `state.factors` does not match `params` at ['w'].left: shape (3, 4, 4), expected (4, 4).",
          lambda: updated(of_choice(), jgrad.soap(0.1, matrices=BOTH, split={"w": 1, "b": None}).init(W))),

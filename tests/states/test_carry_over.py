@@ -622,7 +622,7 @@ ERRORS = [
      lambda: carried(OLD, make(), rename={"layers/0/b": "layers/1/b"})),
     (TypeError, f"`rename`: {{'a': None}}, {MAPPING}", lambda: carried(OLD, make(), rename={"a": None})),
     (TypeError, f"`rename`: [('a', 'b')], {MAPPING}", lambda: carried(OLD, make(), rename=[("a", "b")])),
-    (ValueError, "`old`: mw, vw, of which `like` has nothing, expected the state of an optimizer for the same parameters.",
+    (ValueError, "`old`: mw, vw, none of which `like` has, expected the state of an optimizer for the same parameters.",
      lambda: carried({"mw": {"x": W}, "vw": {"x": W}}, make())),
     (TypeError, "`old` at .mw['embed']['table']: an array of complex64 and shape (9, 5), expected float32.",
      lambda: carried(OLD._replace(mw=jax.tree.map(lambda x: x.astype(jnp.complex64), OLD.mw)), make())),
@@ -669,13 +669,13 @@ NONE_IS_KEPT = {
     "other parameters": (
         make().init(W),
         make().init({"x": P["a"], "y": P["a"]}),
-        "mw/embed/table, mw/layers/0/b, mw/layers/0/w and 7 more, of which `like` would keep none, "
+        "mw/embed/table, mw/layers/0/b, mw/layers/0/w and 7 more, none of which `like` would keep, "
         "expected mw/x, mw/y, vw/x and 1 more",
     ),
     "another moment": (
         optax.chain(optax.scale_by_rms(), optax.scale_by_schedule(lambda step: 0.1)).init(P),
         jgrad.gradient_descent(0.1, momentum=0.9).init(P),
-        "vw/a, of which `like` would keep none, expected mw/a",
+        "vw/a, none of which `like` would keep, expected mw/a",
     ),
 }
 
@@ -695,7 +695,7 @@ def test_the_step_alone_is_not_a_state(name):
     assert account.kept == ("step",)
     assert not account.zero
     some = jax.tree.map(lambda x: False, like.mw)
-    with pytest.raises(ValueError, match="`like` would keep none"):
+    with pytest.raises(ValueError, match="none of which `like` would keep"):
         jgrad.carry_over(old, like=like, reset=some)
 
 
@@ -713,7 +713,7 @@ def test_hyperparameters_and_reports_are_no_moments(name, standard_promotion):
     old, like = tx.init(P), tx.init({"b": P["a"]})
     assert_error(
         ValueError,
-        "carry_over: `old`: mw/a, vw/a, of which `like` would keep none, expected mw/b, vw/b: name "
+        "carry_over: `old`: mw/a, vw/a, none of which `like` would keep, expected mw/b, vw/b: name "
         "other paths by `rename`, or begin with zeros by `reset=True`.",
         lambda: jgrad.carry_over(old, like=like),
     )

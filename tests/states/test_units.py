@@ -448,7 +448,7 @@ def test_one_moment_of_another_unit_excuses_no_other():
     old, adam = optax.lars(0.1).init(of_leaves("hxyz")), jgrad.adam(0.1)
     assert_error(
         ValueError,
-        "carry_over: `old`: mw/x, mw/y, mw/z, of which `like` would keep none, expected mw/p, mw/q, "
+        "carry_over: `old`: mw/x, mw/y, mw/z, none of which `like` would keep, expected mw/p, mw/q, "
         "mw/r and 3 more: name other paths by `rename`, or begin with zeros by `reset=True`.",
         lambda: jgrad.carry_over(old, like=adam.init(of_leaves("hpqr"))),
     )

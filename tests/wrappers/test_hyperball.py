@@ -372,7 +372,7 @@ MESSAGES = [
     (TypeError, "`radius` at ['layers']: 'wide' of type str, expected a number in (0, inf).",
      lambda: traced(around(ADAM, radius=lambda shape: "wide"))),
     (ValueError, "`state.radius` at ['w']: an array of float32 and shape (1, 1), expected None for a leaf that is not "
-     "chosen; a state fits the choice of leaves that it was made for.",
+     "chosen; a state only fits the choice of leaves for which `init` made it.",
      lambda: traced(around(ADAM, leaves={**LEAVES, "w": False}), around(ADAM))),
 ]  # fmt: skip
 

@@ -138,8 +138,8 @@ def test_integers_out_of_range(name):
 LOSS = "expected a real scalar; call `update(updates, state, params, loss=value)`."
 MISSING = "missing, expected one with `weighted=True`; call `update(updates, state, params, weight=tokens)`."
 INIT = "call `init` with parameters of the dtypes that `update` gets."
-BITS = "expected bfloat16, or 32 bits or more; `master_weights` takes"
-FITS = "a state fits the parameters and the options with which `init` made it."
+BITS = "expected bfloat16, or 32 bits or more; use `master_weights` for"
+FITS = "`init` made this state for other parameters or options."
 POWER = "expected a number in [0, 4], with which weights have ratios in float32."
 
 window = jgrad.accumulate(SGD, 2)
@@ -150,8 +150,8 @@ in_window = jgrad.skip_nonfinite(window)
 STACKED = {"layer_3": {"w": None, "b": 0}}
 
 MESSAGES = [
-    (ValueError, "accumulate: `every`: a function, expected an int where no state inside counts its updates, as "
-     "those of jgrad's methods do.", lambda: jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)),
+    (ValueError, "accumulate: `every`: a function, expected an int, since no state inside counts its updates, "
+     "as the states of jgrad's optimizers do.", lambda: jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)),
     (ValueError, "accumulate: `every`: 0, expected a number in [1, 2^31).",
      lambda: jgrad.accumulate(SGD, lambda n: 0).init(X)),
     (ValueError, "accumulate: `state.total` does not have the structure of `params`: only `state.total` has ['a']; "
@@ -169,7 +169,7 @@ MESSAGES = [
      lambda: update(window, finite=X)),
     (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(weigh)),
     (TypeError, f"accumulate: `weight`: {MISSING}", lambda: update(weigh, emit=False, tokens=3)),
-    (TypeError, "accumulate: `update` has the keyword `weights`, expected `weight`.",
+    (TypeError, "accumulate: `update` got the keyword `weights`, expected `weight`.",
      lambda: update(weigh, weights=3)),
     (TypeError, "accumulate: `weight`: an array of complex64 and shape (), expected a real array or a number.",
      lambda: update(weigh, weight=jnp.complex64(1))),
@@ -178,7 +178,7 @@ MESSAGES = [
     (TypeError, "accumulate: `state`: WeightedAccumulateState, expected the AccumulateState that this `accumulate` "
      "made with `init`.", lambda: update(window, state=weigh.init(W))),
     (ValueError, "clip_by_global_norm: `mesh_axes` at ['layer_3']['b']: no axis 'data' here; `mesh_axes` is for "
-     "`shard_map` and `pmap`; under `jit` norms are whole.", lambda: update(clip(1.0, mesh_axes="data"))),
+     "`shard_map` and `pmap`; under `jit` norms are of whole leaves.", lambda: update(clip(1.0, mesh_axes="data"))),
     (ValueError, "clip_by_global_norm: `mesh_axes` does not have the structure of `updates`: only `mesh_axes` has "
      "['a']; only `updates` has ['layer_3'].", lambda: update(clip(1.0, mesh_axes={"a": None}))),
     (TypeError, "clip_by_global_norm: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or a "
@@ -205,7 +205,7 @@ MESSAGES = [
     (TypeError, "global_norm: `tree` at ['k']: an array of key<fry> and shape (), expected an array or a number.",
      lambda: jgrad.global_norm({"k": jax.random.key(0)})),
     (ValueError, "master_weights: `state.master` at ['layer_3']['b']: an array of float32 and shape (3,), expected "
-     f"None beside a parameter that needs no copy; {INIT}", lambda: update(half, state=half.init(HALF))),
+     f"None for a parameter that needs no copy; {INIT}", lambda: update(half, state=half.init(HALF))),
     (ValueError, "master_weights: `state.master` at ['layer_3']['b']: None, expected a float32 copy of a parameter "
      f"of bfloat16; {INIT}", lambda: update(half, HALF, HALF)),
     (ValueError, "master_weights: `state.master` does not match `params` at ['layer_3']['b']: shape (3, 1), "
@@ -213,9 +213,9 @@ MESSAGES = [
     (ValueError, "master_weights: `state.master` does not have the structure of `params`: only `params` has "
      "['layer_3'].", lambda: update(half, state=half.init({}))),
     (TypeError, "master_weights: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real "
-     "floating dtype beside a parameter of float32.", lambda: update(half, with_b(jnp.arange(3)))),
-    (TypeError, "report: `state`: OptState, in which nothing reports, expected the state of a `watch`, or of a "
-     "wrapper that counts, at some place in it.", lambda: jgrad.report(SGD.init(W))),
+     "floating dtype for a parameter of float32.", lambda: update(half, with_b(jnp.arange(3)))),
+    (TypeError, "report: `state`: OptState, which has nothing to report, expected one that holds the state of `watch`, "
+     "or of a wrapper that counts.", lambda: jgrad.report(SGD.init(W))),
     (ValueError, f"schedule_free: `weight_power`: 4.5, {POWER}", lambda: free(ADAM, weight_power=4.5)),
     (ValueError, f"schedule_free: `step_power`: 4.5, {POWER}", lambda: free(ADAM, step_power=4.5)),
     (ValueError, "skip_nonfinite: `branch`: True, expected False around `accumulate`.",
@@ -237,16 +237,16 @@ MESSAGES = [
     (TypeError, f"skip_spikes: `loss`: an array of bool and shape (), {LOSS}",
      lambda: update(spikes, loss=jnp.asarray(True))),
     (ValueError, "stochastic_rounding: `state.done`: shape (3,), expected (); map `update` over the models, as "
-     "`init` was.", lambda: update(rounded, state=jgrad.StochasticState(jnp.zeros(3, jnp.int32), SGD.init(W)))),
+     "you did `init`.", lambda: update(rounded, state=jgrad.StochasticState(jnp.zeros(3, jnp.int32), SGD.init(W)))),
     (TypeError, f"stochastic_rounding: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} "
      "float16.", lambda: rounded.init(with_b(jnp.ones(3, jnp.float16)))),
     (TypeError, f"stochastic_rounding: `params` at ['layer_3']['b']: an array of float16 and shape (3,), {BITS} "
      "float16.", lambda: update(rounded, w=with_b(jnp.ones(3, jnp.float16)))),
     (TypeError, "stochastic_rounding: `params` at ['layer_3']['b']: an array of float8_e4m3fn and shape (3,), "
      f"{BITS} float8_e4m3fn.", lambda: rounded.init(with_b(jnp.ones(3, jnp.float8_e4m3fn)))),
-    (ValueError, f"watch: `state.report` at ['grad_norm/a']: not there, expected shape (): {FITS}",
+    (ValueError, f"watch: `state.report` at ['grad_norm/a']: missing, expected shape (); {FITS}",
      lambda: update(watched, {"a": X}, {"a": X}, watched.init(W)._replace(inner=ADAM.init({"a": X})))),
-    (ValueError, f"watch: `state.report` at ['grad_norm/layer_3/b']: of shape (), expected shape (3,): {FITS}",
+    (ValueError, f"watch: `state.report` at ['grad_norm/layer_3/b']: of shape (), expected shape (3,); {FITS}",
      lambda: update(jgrad.watch(ADAM, layer_axes=STACKED), state=watched.init(W))),
     (TypeError, "watch: `layer_axes` at ['a']: 'x' of type str, expected None, an int, or a tuple of ints.",
      lambda: jgrad.watch(ADAM, layer_axes={"a": "x"})),

@@ -185,8 +185,8 @@ def test_a_state_that_is_not_packed():
     w = {"a": jnp.ones(3)}
     tx = jgrad.adam(0.1)
     message = (
-        "pack_small: `state` has no packed leaves, expected what `init` made; of the state of a "
-        "tree, make it by `pack(state, like=jax.eval_shape(tx.init, params))`."
+        "pack_small: `state` has no packed leaves, expected what `init` made; make it from "
+        "the state of a tree by `pack(state, like=jax.eval_shape(tx.init, params))`."
     )
     small = jgrad.pack_small(tx)
     assert_error(ValueError, message, lambda: small.update(w, tx.init(w), w))
