@@ -47,6 +47,7 @@ The notebooks, with their outputs.
 
 getting_started
 choose
+hyperparameters
 methods
 muon
 wrappers
@@ -57,6 +58,8 @@ packed
 devices
 from_optax
 from_elsewhere
+trainers
+faq
 ```
 
 ```{toctree}
