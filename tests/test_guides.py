@@ -21,14 +21,14 @@ from jgrad._backward.step_in_backward import forced
 from tests.support import trainers
 from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
-from tests.support.pages import GUIDES, NOTES, blocks, page, run_example
+from tests.support.pages import GUIDES, NOTES, blocks, page, rows, run_example
 
 README, STARTED, WRAPPERS = "README.md", "docs/getting_started.md", "docs/wrappers.md"
 PACKED, MUON, DEVICES = "docs/packed.md", "docs/muon.md", "docs/devices.md"
 MEMORY, RUNS, METHODS = "docs/memory.md", "docs/runs.md", "docs/methods.md"
 CHOOSE, OPTAX, PYTORCH = "docs/choose.md", "docs/from_optax.md", "docs/from_elsewhere.md"
 COMPILED, FOUR_BYTES = "benchmarks/notes/accelerators.md", "docs/four_bytes.md"
-TRAINERS = "docs/trainers.md"
+TRAINERS, STARTS, FAQ = "docs/trainers.md", "docs/hyperparameters.md", "docs/faq.md"
 
 BLOCKS = [(name, i) for name in (README, *GUIDES, *NOTES) for i in range(len(blocks(name)))]
 IMPORTED = {"jax": jax, "jnp": jnp, "jgrad": jgrad, "optax": optax}
@@ -441,6 +441,85 @@ def many_models_at_once(names, printed):
     """The round is the mean of clients that have gone apart."""
     assert_equal(names["params"], jax.tree.map(lambda p: p.mean(0), names["models"]))
     assert float(jnp.ptp(names["models"]["head"]["b"])) > 1e-3
+
+
+# ---- hyperparameters, and questions ------------------------------------------------------------
+
+# The names of the calls, in the order of the table, and the updates after which a rate is largest.
+PEAKS = {"gpt": 2000, "vit": 10_000, "sgd": 50_000, "lars": 782, "lamb": 2000}
+CALLS = [*PEAKS, "ppo", "dit", "pinn"]
+
+
+@after(STARTS, 0)
+def hyperparameters(names, printed):
+    """Each call reaches the learning rate of its row, and decays and clips as the row says."""
+    table = rows(page(STARTS))
+    assert len(table) == len(CALLS)
+    w = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    zeros, large = (jax.tree.map(lambda p, x=x: jnp.full_like(p, x), w) for x in (0.0, 1e3))
+    for (_, _, rate, decay, _), name in zip(table, CALLS, strict=True):
+        tx = jgrad.watch(names[name])
+        state = tx.init(w)
+        _, first = optax.tree.get_all_with_path(state, "step")[0]
+        at = jnp.full_like(first, PEAKS.get(name, 0))
+        state = optax.tree.set(state, step=at)
+        updates, state = tx.update(zeros, state, w)
+        peak, (decayed, *clipped) = float(rate.split(",")[0]), map(float, decay.split(";"))
+        found = jgrad.report(state)
+        assert float(found["learning_rate"]) == pytest.approx(peak, rel=1e-3), name
+        assert not updates["b"].any()
+        if name in ("gpt", "vit", "sgd"):
+            looked_ahead = 1.9 if name == "sgd" else 1.0  # by Nesterov's momentum
+            expected = -peak * decayed * looked_ahead
+            np.testing.assert_allclose(updates["w"], expected, rtol=1e-5)
+        else:
+            assert updates["w"].any() == (decayed > 0), name
+        state = jgrad.report(tx.update(large, tx.init(w), w)[1])
+        factor = float(state.get("clip_factor", 1.0))
+        assert factor == pytest.approx(clipped[0] / 3e3 if clipped else 1.0, rel=1e-5), name
+
+
+def with_a_nan():
+    """A gradient that is not finite in one leaf."""
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    return {"params": params, "grads": params | {"w": jnp.full((2, 3), jnp.nan)}}
+
+
+@after(FAQ, 0, names=with_a_nan)
+def nan_at_step_0(names, printed):
+    assert names["bad"] == ["grad_norm", "grad_norm/w"]
+    assert_equal(names["updates"], jax.tree.map(jnp.zeros_like, names["params"]))
+
+
+def test_answers_about_calls():
+    """What the page says of errors and defaults, beside what other pages and tests say."""
+    w = {"w": jnp.ones((4, 3))}
+    tx = jgrad.adam(1e-3, weight_decay=1e-4)
+    with pytest.raises(AttributeError, match=r"expected `jgrad\.adam` with `weight_decay=`"):
+        jgrad.adamw  # noqa: B018
+    (question,) = re.findall(r'^## "(.*)"$', page(FAQ), re.MULTILINE)
+    with pytest.raises(ValueError, match=question):
+        tx.update(w, tx.init(w))
+    shapes = jax.eval_shape(lambda: w)
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+        tx.init(shapes)
+    assert jax.eval_shape(tx.init, shapes).mw["w"].shape == (4, 3)
+
+
+def test_bytes_of_wrappers_in_the_answers():
+    """As the notes have them, which tests count."""
+    table = rows(page("benchmarks/notes/what_wrappers_cost.md"))
+    moved = {row[0]: int(row[1].split(" / ")[0]) for row in table if re.match(r"\d+ / ", row[1])}
+    answer = page(FAQ).partition("## Which wrapper is slow?")[2]
+    adamw, skipped, clipped = (moved[x] for x in ("AdamW", "skip(AdamW)", "clip + AdamW"))
+    assert f"`skip_nonfinite` adds {skipped - adamw} to AdamW's {adamw} bytes" in answer
+    assert f"clipping {clipped - adamw}." in answer
+    for name in (
+        "skip(optax's AdamW)",
+        "skip(optax's AdamW, branch=True)",
+        "accumulate, emit=False",
+    ):
+        assert re.search(rf"\b{moved[name]}\b", answer), name
 
 
 # ---- in your trainer ---------------------------------------------------------------------------
