@@ -183,3 +183,30 @@ def test_counts_are_static(make, name):
         "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`.",
         lambda: make(0.1, **{name: jnp.asarray(3, jnp.int32)}),
     )
+
+
+@pytest.mark.parametrize("moments", [None, jnp.bfloat16, "8bit"], ids=str)
+def test_e48_dtypes_under_inject_hyperparams(moments, standard_promotion):
+    """Float32 numbers make a bfloat16 moment of optax float32, so that `lax.cond` raises."""
+
+    def skipped(tx):
+        """A step in a branch, as trainers write who accumulate or skip."""
+
+        def step(w, state):
+            updates, state = tx.update(w, state, w)
+            return optax.apply_updates(w, updates), state
+
+        w = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+        return jax.eval_shape(
+            lambda w, state: jax.lax.cond(True, step, lambda w, state: (w, state), w, state),
+            w,
+            tx.init(w),
+        )
+
+    injected = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+    with pytest.raises(TypeError, match="cond"):
+        skipped(injected(optax.adamw)(1e-3))
+    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+    tx = injected(jgrad.adam, static_args=("moment_dtype",))(1e-3, moment_dtype=moments)
+    _, state = skipped(tx)
+    assert dtypes(state) == dtypes(tx.init({"w": jnp.ones((64, 64), jnp.bfloat16)}))

@@ -120,6 +120,24 @@ def test_e26_state_follows_parameters(name, axis_type, init):
     chex.assert_trees_all_equal(state, tx.init(jax.tree.map(jnp.ones_like, jax.device_get(w))))
 
 
+def test_e49_the_accumulator_is_sharded():
+    """Under `jit`, optax's whole sum of gradients is on the first device; here each has its part."""
+    names = ("tiles", "columns")
+    w = parameters(names=names)
+
+    def devices(total):
+        return [len(total[name].sharding.device_set) for name in names]
+
+    alone = jax.jit(optax.MultiSteps(optax.sgd(0.1), 2).init)(w).acc_grads
+    assert devices(alone) == [1, 1]
+    for weighted in (False, True):
+        tx = jgrad.accumulate(jgrad.gradient_descent(0.1), 2, weighted=weighted)
+        total = jax.jit(tx.init)(w).total
+        assert devices(total) == [8, 8]
+        assert all(total[x].sharding.is_equivalent_to(w[x].sharding, 2) for x in names)
+        assert total["tiles"].addressable_shards[0].data.size == w["tiles"].size // 8
+
+
 TYPED = (
     STATEFUL
     | WRAPPED

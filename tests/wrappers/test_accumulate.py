@@ -244,6 +244,42 @@ def test_the_sum_of_weighted_gradients():
     np.testing.assert_array_equal(tx.update(10 * X, state, X, weight=0.5)[0], 8 * X)
 
 
+def test_e50_fractional_weights(standard_promotion, x64):
+    """The gradient of the whole batch, from mini-batches that weigh 1/8, 5/2, and nothing.
+
+    optax weighs mini-batches alike. A denominator of at least 1, which trainers write against
+    0 / 0, makes updates too short where a window weighs less.
+    """
+    rng = np.random.default_rng(0)
+    x, y = jnp.asarray(rng.normal(size=(24, 3))), jnp.asarray(rng.normal(size=24))
+    w = jnp.asarray(rng.normal(size=3))
+
+    def total(w, x, y, m):
+        return jnp.sum(m * jnp.square(x @ w - y))
+
+    def window(tx, scales, **weight_of):
+        """The update of one window; each mini-batch has the mean over its own tokens."""
+        state = tx.init(w)
+        for x_i, y_i, m in zip(jnp.split(x, 3), jnp.split(y, 3), scales, strict=True):
+            mean = jax.grad(total)(w, x_i, y_i, m) / jnp.where(m.sum() == 0, 1, m.sum())
+            more = {name: weight(m) for name, weight in weight_of.items()}
+            updates, state = tx.update(mean, state, w, **more)
+        return updates
+
+    masks = np.zeros((3, 8))
+    masks[0, 0], masks[1, :5] = 1 / 8, 1 / 2
+    for scale in (1.0, 1 / 128):  # a window that weighs 2.625, and 0.0205
+        scales = jnp.asarray(scale * masks)
+        whole = jax.grad(total)(w, x, y, scales.ravel()) / scales.sum()
+        tx = jgrad.accumulate(optax.identity(), 3, weighted=True)
+        found = window(tx, scales, weight=jnp.sum)
+        np.testing.assert_allclose(found, whole, rtol=1e-13)
+        alike = window(optax.MultiSteps(optax.identity(), 3), scales)
+        assert not np.allclose(alike, whole, rtol=0.1)
+    nothing = window(tx, 0 * scales, weight=jnp.sum)
+    np.testing.assert_array_equal(nothing, 0)
+
+
 # ---- mini-batches that are not finite ----------------------------------------------------------
 
 

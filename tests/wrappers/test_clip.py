@@ -321,3 +321,35 @@ def test_messages_of_the_previous_norm():
         "`clip_by_global_norm` made with `init`.",
         lambda: tx.update(g, jgrad.clip_by_global_norm(1.0).init(g)),
     )
+
+
+def test_e51_frozen_leaves_are_not_in_the_norm(standard_promotion):
+    """A gradient of None is in no norm, and its leaf stays; so is a leaf outside of a partition.
+
+    optax's Adam has no gradients of None. Where zeros, or all gradients, are clipped and frozen
+    behind that, the frozen leaf's norm makes the step of the others 100 times shorter.
+    """
+    w = {"backbone": jnp.ones(4), "head": jnp.ones(2)}
+    g = {"backbone": jnp.full(4, 50.0), "head": jnp.asarray([0.6, 0.8])}
+    labels = {"backbone": "frozen", "head": "trained"}
+
+    def freeze(tx):
+        return optax.partition({"frozen": optax.set_to_zero(), "trained": tx}, labels)
+
+    def step(tx, g):
+        return optax.apply_updates(w, tx.update(g, tx.init(w), w)[0])
+
+    sgd = jgrad.gradient_descent(0.1)
+    expected = {"backbone": w["backbone"], "head": w["head"] - 0.1 * g["head"]}  # of norm 1
+    for make in (jgrad.clip_by_global_norm, optax.clip_by_global_norm):
+        outside = step(optax.chain(make(1.0), freeze(sgd)), g)
+        np.testing.assert_allclose(outside["head"], 1 - 0.001 * g["head"], rtol=1e-6)
+        inside = step(freeze(optax.chain(make(1.0), sgd)), g)
+        chex.assert_trees_all_close(inside, expected, rtol=3e-7)
+    given = g | {"backbone": None}
+    found = step(optax.chain(jgrad.clip_by_global_norm(1.0), sgd), given)
+    chex.assert_trees_all_close(found, expected, rtol=3e-7)
+    found = step(optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1)), given)
+    np.testing.assert_array_equal(found["backbone"], w["backbone"])
+    with pytest.raises((ValueError, TypeError)):  # of one optax in `update`, of another behind it
+        step(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), given)

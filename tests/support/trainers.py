@@ -1,0 +1,458 @@
+"""Small copies of what public trainers do around an optimizer, for the blocks of docs/trainers.md.
+
+Each function returns the names that the page's block finds in its file, and under "theirs" the
+optimizer that the block replaces. Signatures, names of options and the order of calls are those of
+the file at the commit in the docstring; models and data are small.
+"""
+
+import abc
+import collections
+import dataclasses
+import functools
+import re
+import types
+from typing import ClassVar
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training import train_state
+
+STEPS = 12
+SCHEDULE = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 3, STEPS)
+X = np.random.default_rng(0).normal(size=(STEPS, 16, 8)).astype(np.float32)
+Y = np.sin(X[..., :4]) + 0.1
+
+
+def dense(width=8):
+    """A model as a dict, with a backbone whose gradients are far larger than those of the head."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    backbone = {"kernel": 0.3 * jax.random.normal(keys[0], (8, width)), "scale": jnp.ones(width)}
+    return {"backbone": backbone, "head": {"kernel": jax.random.normal(keys[1], (width, 4)) / 9}}
+
+
+def mean_square(params, x, y):
+    hidden = jnp.tanh(x @ params["backbone"]["kernel"]) * params["backbone"]["scale"]
+    return jnp.mean(jnp.square(hidden @ params["head"]["kernel"] - y))
+
+
+# ---- MaxText -----------------------------------------------------------------------------------
+
+
+def maxtext():
+    """AI-Hypercomputer/maxtext e591f30: `optimizers.py`, and `train_step` of `train.py`."""
+
+    def _get_path_mask_fn(patterns, match_returns_true=True):
+        if not patterns:
+            return None
+
+        def found(path, _):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return any(re.search(x, name) for x in patterns) is match_returns_true
+
+        return lambda params: jax.tree_util.tree_map_with_path(found, params)
+
+    def get_adamw_mask(config):
+        return _get_path_mask_fn(config.adamw_mask, match_returns_true=False)
+
+    def theirs(config, learning_rate_schedule, model=None):
+        tx = optax.adamw(
+            learning_rate_schedule,
+            b1=config.adam_b1,
+            b2=config.adam_b2,
+            eps=config.adam_eps,
+            weight_decay=config.adam_weight_decay,
+            mu_dtype=config.mu_dtype or None,
+            mask=get_adamw_mask(config),
+        )
+        frozen = _get_path_mask_fn(config.trainable_parameters_mask, match_returns_true=False)
+        if frozen is None:
+            return tx
+        labels = lambda w: jax.tree.map(lambda x: "frozen" if x else "trainable", frozen(w))
+        return optax.multi_transform({"trainable": tx, "frozen": optax.set_to_zero()}, labels)
+
+    def train(get_optimizer, config, params):
+        """Losses, and the last parameters and state."""
+        tx = get_optimizer(config, SCHEDULE)
+
+        @jax.jit
+        def train_step(params, opt_state, x, y):
+            loss, raw_grads = jax.value_and_grad(mean_square)(params, x, y)
+            grads = raw_grads
+            if config.gradient_clipping_threshold > 0:
+                clip = optax.clip_by_global_norm(config.gradient_clipping_threshold)
+                grads, _ = clip.update(raw_grads, None, None)
+            extra = {}
+            if config.skip_step_on_spikes:
+                extra = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+            updates, opt_state = tx.update(grads, opt_state, params, **extra)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        return steps(train_step, params, tx.init(params), zip(X, Y, strict=True))
+
+    config = types.SimpleNamespace(
+        adam_b1=0.9,
+        adam_b2=0.95,
+        adam_eps=1e-8,
+        adam_weight_decay=0.1,
+        adamw_mask=["scale"],
+        mu_dtype="",
+        skip_step_on_spikes=False,
+        skip_step_interval=128,
+        trainable_parameters_mask=[],
+        gradient_clipping_threshold=1.0,
+    )
+    own = {"_get_path_mask_fn": _get_path_mask_fn, "get_adamw_mask": get_adamw_mask}
+    return own | {"theirs": theirs, "train": train, "config": config}
+
+
+def steps(step, params, state, batches):
+    """Losses, and the last parameters and state."""
+    losses = []
+    for x, y in batches:
+        params, state, loss = step(params, state, x, y)
+        losses.append(float(loss))
+    return losses, params, state
+
+
+# ---- Tunix -------------------------------------------------------------------------------------
+
+
+class Regression(nnx.Module):
+    def __init__(self, dtype=jnp.float32, width=64):
+        layer = functools.partial(nnx.Linear, rngs=nnx.Rngs(0), param_dtype=dtype)
+        self.a, self.b = layer(8, width), layer(width, 4)
+
+    def __call__(self, x):
+        return self.b(jnp.tanh(self.a(x)))
+
+
+def tunix():
+    """google/tunix c7d8950: `PeftTrainer` of `sft/peft_trainer.py`, with its path of one update."""
+
+    class PeftTrainer:
+        def __init__(self, model, optimizer, training_config):
+            self.model, self.config = model, training_config
+            self.optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+        def train_step(self, x, y):
+            return float(step(self.model, self.optimizer, x, y, self.config.restore))
+
+        def learning_rate(self):
+            return float(self.optimizer.opt_state.hyperparams["learning_rate"][...])
+
+    @functools.partial(nnx.jit, static_argnums=4)
+    def step(model, optimizer, x, y, restore):
+        """`restore` is its `_restore_opt_state_float_dtypes`, without which `nnx.cond` raises."""
+        loss = lambda model: jnp.mean(jnp.square(model(x).astype(jnp.float32) - y))
+        value, grads = nnx.value_and_grad(loss)(model)
+
+        def apply_updates(model, optimizer):
+            state = lambda: nnx.state(optimizer, nnx.optimizer.OptState)
+            dtypes = jax.tree.map(lambda x: x.dtype, nnx.to_pure_dict(state()))
+            optimizer.update(model, grads)
+            if restore:
+                after = state()
+                found = jax.tree.map(jnp.astype, nnx.to_pure_dict(after), dtypes)
+                nnx.replace_by_pure_dict(after, found)
+                nnx.update(optimizer, after)
+
+        nnx.cond(True, apply_updates, lambda model, optimizer: None, model, optimizer)
+        return value
+
+    def train(trainer):
+        losses = [trainer.train_step(x, y) for x, y in zip(X, Y, strict=True)]
+        return losses, trainer
+
+    rates = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
+    return {
+        "PeftTrainer": PeftTrainer,
+        "Regression": Regression,
+        "model": Regression(),
+        "schedule": SCHEDULE,
+        "training_config": types.SimpleNamespace(restore=False),
+        "theirs": rates(learning_rate=SCHEDULE, weight_decay=0.0),
+        "train": train,
+    }
+
+
+def nnx_loop():
+    """A loss per token, for mini-batches of different numbers of tokens."""
+
+    def mean_loss(model, batch):
+        x, y, mask = batch
+        errors = jnp.mean(jnp.square(model(x) - y), -1)
+        return jnp.sum(mask * errors) / jnp.sum(mask), jnp.sum(mask)
+
+    return {"nnx": nnx, "model": Regression(), "mean_loss": mean_loss, "schedule": SCHEDULE}
+
+
+# ---- Levanter ----------------------------------------------------------------------------------
+
+
+class NamedArray(eqx.Module):
+    """As haliax has it: an array, and names of its axes."""
+
+    array: jax.Array
+    axes: tuple = eqx.field(static=True)
+
+
+class Layer(eqx.Module):
+    weight: NamedArray
+    bias: NamedArray
+
+
+def levanter():
+    """marin-community/levanter 9263f81: `optim/config.py`, and `take_train_step`."""
+
+    class OptimizerConfig(abc.ABC):
+        learning_rate: float = 6e-4
+        weight_decay: float = 0.1
+        choices: ClassVar = {}
+
+        @classmethod
+        def register_subclass(cls, name):
+            return lambda chosen: cls.choices.setdefault(name, chosen)
+
+        @abc.abstractmethod
+        def build(self, num_train_steps):
+            """An optax transformation."""
+
+        def lr_scheduler(self, num_train_steps):
+            return optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, num_train_steps)
+
+        def build_weight_decay_mask(self):
+            """One bool for each named array, and none for what is no array."""
+            named = lambda x: isinstance(x, NamedArray)
+            decays = lambda path, x: not jax.tree_util.keystr(path).endswith("bias")
+            return lambda w: jax.tree_util.tree_map_with_path(decays, w, is_leaf=named)
+
+    class AdamConfig(OptimizerConfig):
+        def build(self, num_train_steps):
+            def _optimizer(learning_rate):
+                decay = optax.add_decayed_weights(0.1, self.build_weight_decay_mask())
+                return optax.chain(
+                    optax.clip_by_global_norm(1.0),
+                    optax.scale_by_adam(0.9, 0.95, 1e-8),
+                    decay,
+                    optax.scale(-learning_rate),
+                )
+
+            return optax.inject_hyperparams(_optimizer)(self.lr_scheduler(num_train_steps))
+
+    def layer(n, m, seed):
+        w = jax.random.normal(jax.random.key(seed), (n, m)) / 3
+        return Layer(NamedArray(w, ("in", "out")), NamedArray(jnp.zeros(m), ("out",)))
+
+    def loss(model, x, y):
+        apply = lambda layer, x: x @ layer.weight.array + layer.bias.array
+        return jnp.mean(jnp.square(apply(model[1], jnp.tanh(apply(model[0], x))) - y))
+
+    def train(config, spike=None):
+        """Losses, and how far each step went; the loss of step `spike` is far too large."""
+        tx = config.build(STEPS)
+
+        @jax.jit
+        def take_train_step(model, opt_state, x, y, factor):
+            obj_fun = lambda model: factor * loss(model, x, y)
+            value, grads = jax.value_and_grad(obj_fun)(model)
+            updates, opt_state = tx.update(
+                grads, opt_state, params=model, obj_fn=obj_fun, loss=value
+            )
+            return optax.apply_updates(model, updates), opt_state, value, optax.tree.norm(updates)
+
+        model = (layer(8, 16, 0), layer(16, 4, 1))
+        state, losses, lengths = optax.with_extra_args_support(tx).init(model), [], []
+        for i, (x, y) in enumerate(zip(np.tile(X, (5, 1, 1)), np.tile(Y, (5, 1, 1)), strict=True)):
+            factor = 1e6 if spike and i in spike else 1.0
+            model, state, value, length = take_train_step(model, state, x, y, factor)
+            losses.append(float(value))
+            lengths.append(float(length))
+        return losses, lengths, state
+
+    return {
+        "OptimizerConfig": OptimizerConfig,
+        "dataclass": dataclasses.dataclass,
+        "theirs": AdamConfig,
+        "train": train,
+    }
+
+
+# ---- Brax --------------------------------------------------------------------------------------
+
+
+def brax():
+    """google/brax 0b96d05: `ppo/optimizer.py`, and `minibatch_step` of `ppo/train.py`."""
+    axis, desired_kl, learning_rate = "i", 0.01, 3e-4
+
+    def loss_and_pgrad_fn(params, normalizer_params, data, key):
+        """The divergence is given with the data, so that the rule goes both ways."""
+        x, y, kl = data
+        value, grads = jax.value_and_grad(mean_square)(params, x - normalizer_params, y)
+        return (value, {"kl_mean": kl, "loss": value}), jax.lax.pmean(grads, axis_name=axis)
+
+    def adaptive_kl_learning_rate(optimizer_state, kl_mean):
+        state = optimizer_state
+        if isinstance(state, tuple) and not hasattr(state, "hyperparams"):
+            state = optimizer_state[-1]
+            assert hasattr(state, "hyperparams")
+        lr = state.hyperparams["learning_rate"]
+        lr = jnp.where(kl_mean > desired_kl * 2.0, jnp.maximum(1e-5, lr / 1.5), lr)
+        small = (kl_mean < desired_kl / 2.0) & (kl_mean > 0.0)
+        lr = jnp.where(small, jnp.minimum(1e-2, lr * 1.5), lr)
+        state.hyperparams["learning_rate"] = lr
+        return optimizer_state, lr
+
+    def theirs(optimizer):
+        def minibatch_step(carry, data, normalizer_params):
+            optimizer_state, params, key, rate = carry
+            key, key_loss = jax.random.split(key)
+            (_, metrics), grads = loss_and_pgrad_fn(params, normalizer_params, data, key_loss)
+            kl_mean = jax.lax.pmean(metrics["kl_mean"], axis_name=axis)
+            optimizer_state, lr = adaptive_kl_learning_rate(optimizer_state, kl_mean)
+            metrics["learning_rate"] = lr
+            updates, optimizer_state = optimizer.update(grads, optimizer_state)
+            return (optimizer_state, optax.apply_updates(params, updates), key, rate), metrics
+
+        return minibatch_step
+
+    def train(optimizer, minibatch_step):
+        """The metrics of each step, on two devices that `vmap` stands for."""
+        kl = jnp.asarray([0.004, 0.03, 0.03, 0.0, 0.01, 0.001] * 2)
+        data = X.reshape(STEPS, 2, 8, 8), Y.reshape(STEPS, 2, 8, 4), jnp.stack([kl, kl], 1)
+        params = dense()
+        carry = optimizer.init(params), params, jax.random.key(0), jnp.float32(learning_rate)
+
+        def device(carry, data):
+            return jax.lax.scan(lambda c, d: minibatch_step(c, d, 0.0), carry, data)
+
+        mapped = jax.vmap(device, axis_name=axis, in_axes=(None, 1), out_axes=(None, 1))
+        return jax.jit(mapped)(carry, data)
+
+    chain = (optax.clip_by_global_norm(0.5), optax.inject_hyperparams(optax.adam)(learning_rate))
+    return {
+        "loss_and_pgrad_fn": loss_and_pgrad_fn,
+        "_PMAP_AXIS_NAME": axis,
+        "desired_kl": desired_kl,
+        "learning_rate": learning_rate,
+        "max_grad_norm": 0.5,
+        "chain": optax.chain(*chain),
+        "theirs": theirs,
+        "train": train,
+    }
+
+
+# ---- openpi ------------------------------------------------------------------------------------
+
+OpenpiState = collections.namedtuple("OpenpiState", "params opt_state ema_params")
+
+
+def openpi():
+    """Physical-Intelligence/openpi 15a9616: `training/optimizer.py`, and `scripts/train.py`."""
+
+    @dataclasses.dataclass(frozen=True)
+    class AdamW:
+        b1: float = 0.9
+        b2: float = 0.95
+        eps: float = 1e-8
+        weight_decay: float = 1e-10
+        clip_gradient_norm: float = 1.0
+
+        def create(self, lr, weight_decay_mask=None):
+            mask = weight_decay_mask
+            tx = optax.adamw(lr, self.b1, self.b2, self.eps, 0.0, None, self.weight_decay, mask)
+            return optax.chain(optax.clip_by_global_norm(self.clip_gradient_norm), tx)
+
+    def train(config, dtype, ema_decay=None, rate=1e-3):
+        """Losses and states; the first layer is frozen, the second large enough for 8 bits."""
+        tx = config.create(rate)
+        trainable = nnx.All(nnx.Param, nnx.PathContains("b"))
+        graph, params = nnx.split(Regression(width=1024))
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+
+        @jax.jit
+        def train_step(state, x, y):
+            model = nnx.merge(graph, state.params)
+            loss = lambda model: jnp.mean(jnp.square(model(x).astype(jnp.float32) - y))
+            value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, trainable))(model)
+            trained = nnx.filter_state(state.params, trainable)
+            updates, opt_state = tx.update(grads, state.opt_state, trained)
+            nnx.update(model, optax.apply_updates(trained, updates))
+            params, average = nnx.state(model), None
+            if ema_decay is not None:
+                mean = lambda old, new: ema_decay * old + (1 - ema_decay) * new
+                average = jax.tree.map(mean, state.ema_params, params)
+            return OpenpiState(params, opt_state, average), value
+
+        first = tx.init(nnx.filter_state(params, trainable))
+        state = OpenpiState(params, first, None if ema_decay is None else params)
+        losses, states = [], [state]
+        for x, y in zip(X, Y, strict=True):
+            state, value = train_step(state, x, y)
+            losses.append(float(value))
+            states.append(state)
+        return losses, states
+
+    return {"dataclasses": dataclasses, "AdamW": AdamW, "train": train}
+
+
+# ---- jaxpi -------------------------------------------------------------------------------------
+
+
+def jaxpi():
+    """PredictiveIntelligenceLab/jaxpi e85b694: `_create_optimizer` of `models.py`, and `PINN.step`."""
+
+    def theirs(config):
+        lr = optax.exponential_decay(
+            init_value=config.learning_rate,
+            transition_steps=config.decay_steps,
+            decay_rate=config.decay_rate,
+        )
+        tx = optax.adam(learning_rate=lr, b1=config.beta1, b2=config.beta2, eps=config.eps)
+        if config.grad_accum_steps > 1:
+            tx = optax.MultiSteps(tx, every_k_schedule=config.grad_accum_steps)
+        return tx
+
+    class Mlp(nn.Module):
+        dtype: str
+
+        @nn.compact
+        def __call__(self, x):
+            layer = functools.partial(nn.Dense, dtype=self.dtype, param_dtype=self.dtype)
+            return layer(1)(nn.tanh(layer(16)(nn.tanh(layer(16)(x)))))[0]
+
+    def train(create, config, count, dtype="float32"):
+        """Losses of u'' = -sin(x), u(0) = 0, u(pi) = 1, and the last state."""
+        arch = Mlp(dtype)
+        params = arch.init(jax.random.PRNGKey(0), jnp.ones(1, dtype))
+        state = train_state.TrainState.create(apply_fn=arch.apply, params=params, tx=create(config))
+        points = jnp.linspace(0, np.pi, 24, dtype=dtype)
+
+        def loss(params):
+            u = lambda x: state.apply_fn(params, x[None])
+            residual = jax.vmap(jax.grad(jax.grad(u)))(points) + jnp.sin(points)
+            ends = jnp.square(u(points[0])) + jnp.square(u(points[-1]) - 1)
+            return jnp.mean(jnp.square(residual)) + ends
+
+        def step(state, _):
+            value, grads = jax.value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), value
+
+        state, losses = jax.jit(lambda s: jax.lax.scan(step, s, length=count))(state)
+        return np.asarray(losses), state
+
+    config = types.SimpleNamespace(
+        optimizer="Adam",
+        learning_rate=1e-3,
+        decay_steps=2000,
+        decay_rate=0.9,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        grad_accum_steps=0,
+    )
+    return {"theirs": theirs, "config": config, "train": train}
