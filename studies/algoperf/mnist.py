@@ -4,8 +4,8 @@
 
 where `algoperf` is installed with JAX and PyTorch, and PATH is the `submission.py` of
 `schedule_free_adamw_v2`. Both train 200 steps, 117 of them a warm-up, from the same parameters and
-on the same batches, which are drawn: MNIST would have to be downloaded. Prints how far the parameters
-moved, and the largest difference between them.
+on the same batches, which are drawn: MNIST would have to be downloaded. Prints how far the
+parameters moved, and the largest difference between them.
 """
 
 import sys
