@@ -109,7 +109,7 @@ def test_momentum(nesterov, x64, monkeypatch):
     assert_same_losses(theirs, losses("wine", **options))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["digits", "diabetes"])
 def test_another_beta_is_noticed(name, x64, monkeypatch):
     """A beta2 of 0.998 changes the losses by more than they may differ."""
     theirs = losses(name)
