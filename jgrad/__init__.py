@@ -172,7 +172,7 @@ from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_roun
 from jgrad._wrappers.watch import WatchState, report, watch
 from jgrad._wrappers.zero import zero
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
 
 
 def __getattr__(name: str) -> object:

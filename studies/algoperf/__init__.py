@@ -1,0 +1,1 @@
+"""A submission to AlgoPerf, MLCommons' benchmark of training algorithms."""
