@@ -120,7 +120,7 @@ def test_each_row_of_the_comparison_is_a_test():
 
 def test_each_pitfall_has_a_test():
     """E1 to E51 in order; a test that carries numbers stands in the rows of these only."""
-    table = rows(section("docs/correctness.md", "Known pitfalls, E1 to E51"))
+    table = rows(section("benchmarks/notes/pitfalls.md", "The table"))
     assert [row[0] for row in table] == [f"E{n}" for n in range(1, 52)]
     numbers_of = lambda test: {int(n) for n in re.findall(r"_e(\d\d)(?=_)", test)}
     for number, *_, last in table:

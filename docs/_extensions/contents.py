@@ -55,6 +55,7 @@ _MEASUREMENTS = {
     "notes/large_batches": "Momentum, Adam, LARS and LAMB from batch 32 to the full batch.",
     "notes/lightbench": "Twenty small problems on which optimizers fail, after LightBench's.",
     "notes/endurance": "A long run of several processes that is killed and resumed.",
+    "notes/pitfalls": "What goes wrong in optimizers elsewhere, and the test of each here.",
     "notes/tests_of_others": "Which tests of other libraries pass with jgrad in optax's place.",
 }
 MEASUREMENTS = {f"repository/benchmarks/{page}": text for page, text in _MEASUREMENTS.items()}
