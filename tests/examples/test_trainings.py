@@ -125,6 +125,8 @@ def test_shardings(run):
             assert codes[...].shape == kernel.shape
             assert codes[...].sharding.is_equivalent_to(own, 2)
             assert codes.get_metadata()["out_sharding"] == names
+        named = nnx.get_named_sharding(nnx.state(model), kernel.sharding.mesh)
+        assert jax.tree.leaves(named["layers"][layer]["kernel"]) == [own]
     _, accuracy, text = run("train_sharded_nnx", 200, shape=(4, 1))
     assert [x.partition(":")[0] for x in text.splitlines() if "step" in x] == ["step 200"]
     assert accuracy > BOUND
