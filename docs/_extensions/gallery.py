@@ -119,11 +119,12 @@ def write(app: Sphinx) -> None:
         form = CARD if image else WITHOUT_IMAGE
         cards.append(form.format(name=name, title=title, sentence=sentence))
     scripts = {f"/{repository.page(x)}".removesuffix(".md"): x for x in repository.scripts()}
+    listings = [f"{x.name} <{page}>" for page, x in scripts.items()]
     page = PAGE.format(
         programs="\n".join(map(program, trainings.NAMES)),
         cards="\n".join(cards),
         scripts="\n".join(script(*item) for item in scripts.items()),
-        names="\n".join([*trainings.NAMES, *files, *(f"{x.name} <{page}>" for page, x in scripts.items())]),
+        names="\n".join([*trainings.NAMES, *files, *listings]),
     )
     (GALLERY / "index.md").write_text(page)
 

@@ -125,6 +125,8 @@ def test_shardings(run):
             assert codes[...].shape == kernel.shape
             assert codes[...].sharding.is_equivalent_to(own, 2)
             assert codes.get_metadata()["out_sharding"] == names
+        named = nnx.get_named_sharding(nnx.state(model), kernel.sharding.mesh)
+        assert jax.tree.leaves(named["layers"][layer]["kernel"]) == [own]
     _, accuracy, text = run("train_sharded_nnx", 200, shape=(4, 1))
     assert [x.partition(":")[0] for x in text.splitlines() if "step" in x] == ["step 200"]
     assert accuracy > BOUND
@@ -158,17 +160,19 @@ def test_lora(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_nnx", "train_equinox"])
 def test_it_is_killed(name, tmp_path):
-    """By SIGKILL, at about a checkpoint: the same command ends as one that was left alone."""
-    with Command(tmp_path, name, tmp_path / "whole") as command:
-        assert command.ended() == 0
-        whole = command.text.splitlines()
+    """By SIGKILL, at about the third checkpoint: the same command ends as one that was left alone."""
+
+    def ended(folder):
+        with Command(tmp_path, name, tmp_path / folder) as command:
+            assert command.ended() == 0
+            return [x for x in command.text.splitlines() if x.startswith(("step", "test"))]
+
+    whole = ended("whole")
     with Command(tmp_path, name, tmp_path / "killed") as command:
-        command.wait_until(lambda: "step 200" in command.text)
+        command.wait_until(lambda: "step 300" in command.text)
         command.kill()
-    with Command(tmp_path, name, tmp_path / "killed") as command:
-        assert command.ended() == 0
-        rest = command.text.splitlines()
-    assert 2 <= len(rest) < len(whole)
+    rest = ended("killed")
+    assert 1 <= len(rest) < len(whole)  # orbax writes a checkpoint while training goes on
     assert rest == whole[-len(rest) :]
 
 
