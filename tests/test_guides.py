@@ -621,6 +621,7 @@ def maxtext(names, printed):
 
     frozen = {"trainable_parameters_mask": ["^head/"]}
     expected = losses(head_alone, gradient_clipping_threshold=0.0)[0]
+    assert not np.allclose(losses(theirs, **frozen)[0], expected, rtol=1e-2)
     np.testing.assert_allclose(losses(ours, **replaced, **frozen)[0], expected, rtol=IN_STEPS)
     moments = losses(ours, jnp.bfloat16, **replaced)[2]
     dtypes = {x.dtype for x in jax.tree.leaves(optax.tree.get(moments, "vw"))}
@@ -694,7 +695,7 @@ def brax(names, printed):
         train(wrapped, theirs(wrapped))
 
 
-@after(TRAINERS, OPENPI, names=trainers.openpi, slow=True)
+@after(TRAINERS, OPENPI, names=trainers.openpi)
 def openpi(names, printed):
     """In bfloat16, near their losses in float32; so is the average, where theirs is ten times off."""
     train, ours, theirs = names["train"], names["SixBytes"](), names["AdamW"]()
@@ -714,9 +715,9 @@ def openpi(names, printed):
     assert (2 * weight.nbytes + nbytes(moments)) / weight.size == pytest.approx(6.03, rel=0.002)
 
 
-@after(TRAINERS, PINN, names=trainers.jaxpi, slow=True)
+@after(TRAINERS, PINN, names=trainers.jaxpi)
 def pinn(names, printed):
-    """Adam's losses are theirs, also accumulated, and SOAP's are lower."""
+    """Adam's losses are theirs, also accumulated, and SOAP trains."""
     ours, theirs, train, config = (
         names[x] for x in ("_create_optimizer", "theirs", "train", "config")
     )
@@ -724,14 +725,11 @@ def pinn(names, printed):
         config.grad_accum_steps = mini_batches
         found, expected = (train(x, config, 12)[0] for x in (ours, theirs))
         np.testing.assert_allclose(found, expected, rtol=IN_STEPS)
-    config.grad_accum_steps = 0
-    config.learning_rate = 3e-3
-    adam = train(ours, config, 200)[0]
-    config.optimizer = "SOAP"
-    assert train(ours, config, 200)[0][-1] < 0.5 * adam[-1]
+    config.optimizer, config.learning_rate, config.grad_accum_steps = "SOAP", 3e-3, 0
+    losses = train(ours, config, 200)[0]
+    assert losses[-1] < 1e-3 * losses[0]
 
 
-@pytest.mark.slow
 def test_a_pinn_in_double_precision(standard_promotion, x64):
     """The losses of float64 steps: optax's Adam, and a mean of two equal gradients."""
     names = run_example(TRAINERS, PINN, IMPORTED | trainers.jaxpi())
