@@ -96,13 +96,17 @@ def test_the_page_of_a_package_index():
 
 
 def test_every_stage_runs_in_the_workflow():
-    """Each once, but for `tests`, which runs with every Python that the metadata names to 3.13."""
+    """Each once, but for `tests`, which runs with every Python from the oldest to the newest."""
     stages = re.search(r"^stages=\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     asked_for = re.findall(r"^ +(?:- |stages: )([a-z_ ]+)$", workflow, re.MULTILINE)
     found = sorted(name for line in asked_for for name in line.split())
     assert sorted([*found, "tests"]) == sorted(stages[1].split())
     assert ".ci/run tests\n" in workflow
+    first = int(PYPROJECT["project"]["requires-python"].removeprefix(">=3."))
+    last = re.search(r"^python==3\.(\d+)", (ROOT / ".ci/newest.txt").read_text(), re.MULTILINE)
+    pythons = ", ".join(f'"3.{minor}"' for minor in range(first, int(last[1]) + 1))
+    assert f"        python: [{pythons}]\n" in workflow
 
 
 def test_a_stage_that_does_not_exist():
