@@ -240,6 +240,7 @@ def _check(name: str, moments: tuple[str, ...], function: Callable[..., Any], nu
         came_of = f"{', '.join(came) or None} of a leaf of {_shown(_LEAF)}"
         raise TypeError(f"{name}: returned {came_of}, expected {expected}, each like the leaf.")
     absent = set()
+    has_float16 = False
     for equation in _equations(traced.jaxpr):
         primitive = equation.primitive.name
         if _mixes(equation):
@@ -248,12 +249,15 @@ def _check(name: str, moments: tuple[str, ...], function: Callable[..., Any], nu
         is_of_tile = any(x.aval.shape == _LEAF.shape for x in equation.outvars)
         if primitive not in (_IN_KERNELS_OF_TILES if is_of_tile else _IN_KERNELS):
             absent.add(primitive)
+        has_float16 |= any(x.aval.dtype == jnp.float16 for x in equation.outvars)
     flat = jax.ShapeDtypeStruct((5,), jnp.float32)
     if _operations(traced) != _operations(_traced(function, flat, 1 + len(moments), numbers)[0]):
         problem = "operations that depend on the shape of the leaf, expected the same for all"
         raise ValueError(f"{name}: {problem}, {_REASON}.")
     if traced.consts:
         return "no kernel has arrays from outside of the function"
+    if has_float16:
+        return "a kernel has no arrays of float16"
     return f"no kernel has `{min(absent)}`" if absent else ""
 
 
@@ -273,14 +277,14 @@ def _shown(x: Any) -> str:
 
 def _mixes(equation: Any) -> bool:
     """Whether an operation is none of the elements of a leaf, each by itself, or of numbers."""
-    primitive, into, out = equation.primitive.name, equation.invars, equation.outvars
+    primitive, arrays = equation.primitive.name, (*equation.invars, *equation.outvars)
     if primitive in _CALLS:
         return False
-    if primitive == "scan":  # a loop may carry leaves, and not go through the rows of one
-        carried = equation.params["num_carry"]
-        into, out = into[equation.params["num_consts"] + carried :], out[carried:]
-        return any(len(x.aval.shape) > 1 for x in (*into, *out))
-    shapes = {x.aval.shape for x in (*into, *out)}
+    if primitive == "scan":  # a loop may carry a leaf, and not go through the rows of one
+        (body,) = _programs(equation)
+        pairs = zip(arrays, (*body.invars, *body.outvars), strict=True)
+        return any(x.aval.shape != y.aval.shape and x.aval.ndim > 1 for x, y in pairs)
+    shapes = {x.aval.shape for x in arrays}
     is_elementwise = primitive in _ELEMENTWISE and shapes <= {(), _LEAF.shape}
     return _LEAF.shape in shapes and not is_elementwise
 
@@ -296,8 +300,13 @@ def _operations(traced: ClosedJaxpr) -> list[Any]:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     """Those of a program, each behind those of the programs in it."""
     for equation in jaxpr.eqns:
-        for x in jax.tree.leaves(list(equation.params.values())):
-            inner = x.jaxpr if isinstance(x, ClosedJaxpr) else x
-            if isinstance(inner, Jaxpr):
-                yield from _equations(inner)
+        for inner in _programs(equation):
+            yield from _equations(inner)
         yield equation
+
+
+def _programs(equation: Any) -> list[Any]:
+    """Those in an operation."""
+    found = jax.tree.leaves(list(equation.params.values()))
+    inner = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in found]
+    return [x for x in inner if isinstance(x, Jaxpr)]

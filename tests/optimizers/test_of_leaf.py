@@ -360,6 +360,7 @@ OF_XLA = {
         lambda y: y[0] < 1, lambda y: (1.0, y[1] * x), (x, g)
     )[1],
     "a rule of slopes": lambda g, x: jax.nn.relu(g) * x,
+    "half precision": lambda g, x: (1024 * g).astype(jnp.float16).astype(g.dtype) * x,
     "a call": called,
 }
 
@@ -378,7 +379,7 @@ def test_functions_with_programs_in_them(name, form):
     assert_equal((found.w, found.state), (expected.w, expected.state))
     assert found.leaves == (1 if form == "two passes" or name == "a call" else 0)
     right = jax.tree.map(
-        lambda w, *gs: w - 2.0**-6 * sum(OF_XLA[name](g, 0.5) for g in gs), w, *grads
+        lambda w, *gs: w - 2.0**-6 * sum(OF_XLA[name](g, jnp.asarray(0.5)) for g in gs), w, *grads
     )
     chex.assert_trees_all_close(found.w, right, rtol=1e-5, atol=1e-6)
 
