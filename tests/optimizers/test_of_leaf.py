@@ -377,7 +377,7 @@ def test_functions_with_programs_in_them(name, form):
     w, *grads = (kernels.normal({"w": (16, 256), "b": (3,)}, seed) for seed in range(3))
     found, expected = kernels.steps(tx, w, grads, form), kernels.plain(tx, w, grads)
     assert_equal((found.w, found.state), (expected.w, expected.state))
-    assert found.leaves == (1 if form == "two passes" or name == "a call" else 0)
+    assert (found.leaves > 0) == (form == "two passes" or name == "a call")
     right = jax.tree.map(
         lambda w, *gs: w - 2.0**-6 * sum(OF_XLA[name](g, jnp.asarray(0.5)) for g in gs), w, *grads
     )
