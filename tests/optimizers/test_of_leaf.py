@@ -365,7 +365,7 @@ OF_XLA = {
 }
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(one_in=2, always=["an array-kernel"])
 @pytest.mark.parametrize("form", kernels.FORMS)
 @pytest.mark.parametrize("name", OF_XLA)
 def test_functions_with_programs_in_them(name, form):
