@@ -8,6 +8,7 @@ import html
 import re
 from typing import Any
 
+import trainings
 from contents import MEASUREMENTS, PROJECT
 from docutils import nodes
 from public_names import within
@@ -26,7 +27,7 @@ def first_sentence(doctree: nodes.document) -> str:
     found = ""
     for paragraph in doctree.findall(nodes.paragraph):
         if not within(paragraph, NOT_PROSE):
-            for sentence in re.split(r"(?<=\.)\s", " ".join(paragraph.astext().split())):
+            for sentence in trainings.sentences(paragraph.astext()):
                 found = f"{found} {sentence}".strip()
                 if len(found) >= LENGTH:
                     return re.sub(":$", ".", found)

@@ -76,7 +76,7 @@ def introduction(notebook: dict[str, Any]) -> tuple[str, str]:
     """The title, and the first sentence, without links."""
     title, _, text = "".join(notebook["cells"][0]["source"]).partition("\n")
     text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", " ".join(text.split()))
-    return title.removeprefix("# "), re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
+    return title.removeprefix("# "), trainings.sentences(text)[0]
 
 
 def script(name: str, file: pathlib.Path) -> str:

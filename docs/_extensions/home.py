@@ -44,7 +44,7 @@ Lines to copy, for each kind of model.
 :link: gallery/index
 :link-type: doc
 
-Programs to copy, and notebooks with their outputs.
+Whole programs to copy, and notebooks with their outputs.
 :::
 
 ::::

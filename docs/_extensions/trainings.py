@@ -23,5 +23,9 @@ def page(name: str) -> Page:
     title = title.removesuffix(".")
     code = "\n".join(source.splitlines()[docstring.end_lineno :]).strip()
     text = f"# {title}\n\n{prose}\n\n```python\n{code}\n```\n"
-    sentence = re.split(r"(?<=\.)\s", " ".join(prose.split()), maxsplit=1)[0]
-    return Page(title, sentence, text)
+    return Page(title, sentences(prose)[0], text)
+
+
+def sentences(prose: str) -> list[str]:
+    """Those of prose, each in one line."""
+    return re.split(r"(?<=\.)\s", " ".join(prose.split()))

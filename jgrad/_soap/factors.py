@@ -176,10 +176,9 @@ def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Any) -> Array:
     zeros = jnp.sum(numerics.zeros_like(x, of.dtype), axis=within)
     if zeros.shape != of.shape[:-2]:  # blocks are counted there as well
         zeros = jnp.sum(zeros)
-    if (
-        names := axes.in_shard_map.gathered_over
-    ):  # types then say, as after an update, that it is whole
-        zeros = jax.lax.psum(zeros, names)
+    gathered_over = axes.in_shard_map.gathered_over
+    if gathered_over:  # types then say, as after an update, that it is whole
+        zeros = jax.lax.psum(zeros, gathered_over)
     while zeros.ndim < start.ndim:
         zeros = zeros[..., None]
     return start + jnp.broadcast_to(zeros, of.shape)

@@ -337,6 +337,68 @@ def test_operations_that_kernels_have(name):
     assert exported.mlir_module().count("tpu_custom_call") == 1
 
 
+HALF, HALVES = jnp.asarray(0.5), jnp.asarray([0.25, 0.5, 0.75])
+
+
+@jax.jit
+def with_complement(x, part):
+    return x * part, 1 - part
+
+
+def called(g, part):
+    product, complement = with_complement(g, part)
+    return product + g * complement
+
+
+# Of elements, and with what no kernel has but the last.
+OF_XLA = {
+    "an array": lambda g, x: g * HALF * x,
+    "a table": lambda g, x: g * HALVES[(2 * x).astype(jnp.int32)],
+    "a branch": lambda g, x: jax.lax.cond(x > 0.25, lambda: 2 * g, lambda: g),
+    "a loop": lambda g, x: jax.lax.fori_loop(0, 3, lambda i, y: y * x + i, g),
+    "a while": lambda g, x: jax.lax.while_loop(
+        lambda y: y[0] < 1, lambda y: (1.0, y[1] * x), (x, g)
+    )[1],
+    "a rule of slopes": lambda g, x: jax.nn.relu(g) * x,
+    "half precision": lambda g, x: (1024 * g).astype(jnp.float16).astype(g.dtype) * x,
+    "a call": called,
+}
+
+
+@pytest.mark.slow(one_in=2, always=["an array-kernel"])
+@pytest.mark.parametrize("form", kernels.FORMS)
+@pytest.mark.parametrize("name", OF_XLA)
+def test_functions_with_programs_in_them(name, form):
+    @jgrad.optimizer_of_leaf
+    def method(g, mw, *, part=0.5):
+        return OF_XLA[name](g, part), 0.5 * mw + 0.5 * g
+
+    tx = method(2.0**-6, moment_dtype="8bit")
+    w, *grads = (kernels.normal({"w": (16, 256), "b": (3,)}, seed) for seed in range(3))
+    found, expected = kernels.steps(tx, w, grads, form), kernels.plain(tx, w, grads)
+    assert_equal((found.w, found.state), (expected.w, expected.state))
+    assert (found.leaves > 0) == (form == "two passes" or name == "a call")
+    right = jax.tree.map(
+        lambda w, *gs: w - 2.0**-6 * sum(OF_XLA[name](g, jnp.asarray(0.5)) for g in gs), w, *grads
+    )
+    chex.assert_trees_all_close(found.w, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_complex_moment_of_magnitudes(standard_promotion):
+    """The square of a complex gradient is complex; that of its absolute value is what is meant."""
+
+    @jgrad.optimizer_of_leaf
+    def squared(g, vw):
+        return g, vw + jnp.square(g)
+
+    w = {"w": jnp.ones(3, jnp.complex64)}
+    expected = "the new `vw`, which is real where the gradient is complex."
+    message = f"squared: returned complex64[3], expected {expected}"
+    assert_error(TypeError, message, lambda: squared(RATE).update(w, squared(RATE).init(w), w))
+    real = jax.tree.map(jnp.real, w)
+    assert float(squared(RATE).update(real, squared(RATE).init(real), real)[1].vw["w"][0]) == 1
+
+
 def test_a_root_of_a_number():
     """A kernel has those of elements alone."""
 
@@ -371,6 +433,15 @@ def of_kind(name):
         "norm": lambda g, mw: (g / jnp.linalg.norm(g), mw),
         "sorted": lambda g: jnp.sort(g),
         "row": lambda g: g + jnp.zeros((2, 1), g.dtype) * jnp.max(g, 1, keepdims=True),
+        "written": lambda g: g.at[0].set(0.0),
+        "product": lambda g: g @ jnp.ones((g.shape[-1],) * 2),
+        "rows": lambda g: jax.lax.map(lambda row: row - jnp.mean(row), g),
+        "noise": lambda g: g * jax.random.uniform(jax.random.key(0), g.shape),
+        "table": lambda g: g * np.ones((1, 3), np.float32),
+        "size": lambda g: g / g.size,
+        "list": lambda g, mw: [g, mw],
+        "self": lambda g, *, self: g,
+        "value": lambda g, *, value: g,
     }
     functions[name].__name__ = name
     return functions[name]
@@ -381,6 +452,10 @@ PARAMETERS = "optimizer_of_leaf: the parameters of"
 TAKEN = "expected another name, since this one is taken."
 LIKE = "each like the leaf."
 MIXES = "mixes elements, expected elementwise operations, since it may see a part of a leaf, or several."
+SHAPE = (
+    "operations that depend on the shape of the leaf, expected the same for all, since it may see a "
+    "part of a leaf, or several."
+)
 MESSAGES = {
     "other": (TypeError, f"{PARAMETERS} `other`: (g, m), {EXPECTED}"),
     "order": (TypeError, f"{PARAMETERS} `order`: (g, vw, mw), {EXPECTED}"),
@@ -400,6 +475,19 @@ MESSAGES = {
     "norm": (ValueError, f"norm: `reduce_sum` {MIXES}"),
     "sorted": (ValueError, f"sorted: `sort` {MIXES}"),
     "row": (ValueError, f"row: `reduce_max` {MIXES}"),
+    "written": (ValueError, f"written: `scatter` {MIXES}"),
+    "product": (ValueError, f"product: `dot_general` {MIXES}"),
+    "rows": (ValueError, f"rows: `scan` {MIXES}"),
+    "noise": (ValueError, f"noise: `random_bits` {MIXES}"),
+    "table": (ValueError, f"table: `mul` {MIXES}"),
+    "size": (ValueError, f"size: {SHAPE}"),
+    "list": (
+        TypeError,
+        "list: returned list of a leaf of float32[2, 3], expected the direction and the new `mw`, "
+        f"{LIKE}",
+    ),
+    "self": (TypeError, f"optimizer_of_leaf: a number of `self`: `self`, {TAKEN}"),
+    "value": (TypeError, f"optimizer_of_leaf: a number of `value`: `value`, {TAKEN}"),
 }
 
 
