@@ -2,8 +2,8 @@
 
 Adapters of rank 4 teach a frozen network to read digits that are upside down. Install `flax`,
 `orbax-checkpoint` and `scikit-learn`, and run `python colabs/finetune_lora.py`. Run again, it goes
-on from the last checkpoint. Here `pretrained` trains the network in seconds; you would read yours
-from a file.
+on from the last checkpoint. Delete the folder to start anew. Here `pretrained` trains the network
+in seconds; you would read yours from a file.
 
 What is frozen has no gradient, no moments, and no place in the checkpoint. `nnx.LoRAParam` says so
 three times: to `nnx.Optimizer` for moments, `nnx.DiffState` for gradients, and `nnx.state` for what
@@ -12,8 +12,7 @@ Clipping and weight decay need no mask: they never see the frozen leaves. If you
 updates behind an optimizer instead, their gradients still count in the norm that is clipped.
 
 An adapter adds `x @ a @ b` to what its layer returns, and `b` begins at zero. In LoRA+ (Hayou et
-al., 2024) `b` learns 16 times as fast as `a`, so `jgrad.by_path` gives each a learning rate by
-name.
+al., 2024) `b` learns 16 times as fast as `a`, so `jgrad.by_path` gives each its learning rate.
 """
 
 import pathlib
@@ -78,4 +77,4 @@ def train(folder: str = "lora_checkpoints", steps: int = STEPS):
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    train(*sys.argv[1:2])

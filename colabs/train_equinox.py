@@ -3,7 +3,7 @@
 `eqx.filter_jit` compiles the step of a whole model, which 8-bit Adam trains. The data are
 scikit-learn's digits. Install `equinox` and `scikit-learn`, and run
 `python colabs/train_equinox.py`. Run again, it goes on from the last checkpoint, and ends with
-exactly the weights of an unbroken run.
+exactly the weights of an unbroken run. Delete the folder to start anew.
 
 An equinox model is a pytree, but some of its leaves are no arrays, such as the activation. `init`
 is therefore given `eqx.filter(model, eqx.is_inexact_array)`, which has None in their place, and
@@ -71,4 +71,4 @@ def train(folder: str = "equinox_checkpoints", steps: int = STEPS):
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    train(*sys.argv[1:2])

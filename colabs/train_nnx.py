@@ -3,7 +3,7 @@
 An `nnx.Optimizer` trains a network by 8-bit Adam, with norms to watch and checkpoints by orbax. The
 data are scikit-learn's digits. Install `flax`, `orbax-checkpoint` and `scikit-learn`, and run
 `python colabs/train_nnx.py`. Stop it whenever you like: the same command goes on from the last
-checkpoint, and ends with exactly the weights of an unbroken run.
+checkpoint, and ends with exactly the weights of an unbroken run. Delete the folder to start anew.
 
 `nnx.Optimizer` accepts any optax transformation, so the line that makes `TX` is the only one that
 you change. Adam's moments are stored in 8 bits here, in the kernels of `a` and `b`. The other
@@ -77,4 +77,4 @@ def train(folder: str = "nnx_checkpoints", steps: int = STEPS):
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    train(*sys.argv[1:2])

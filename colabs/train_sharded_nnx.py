@@ -77,4 +77,4 @@ def train(folder: str = "sharded_checkpoints", steps: int = STEPS, shape=(2, 2))
 if __name__ == "__main__":
     os.environ.setdefault("PJRT_NPROC", "8")  # virtual devices need more threads than their number
     jax.config.update("jax_num_cpu_devices", 4)
-    train(*sys.argv[1:])
+    train(*sys.argv[1:2])

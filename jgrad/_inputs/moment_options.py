@@ -124,7 +124,9 @@ class MomentOptions(NamedTuple):
         begin = f"{inputs.function}: `state`: "
         end = f", expected the {kind.__name__} that this `{inputs.function}` made with `init`."
         if not isinstance(state, kind):
-            raise TypeError(f"{begin}{type(state).__name__}{end}")
+            is_foreign = isinstance(state, tuple) and not type(state).__module__.startswith("jgrad")
+            remedy = " `carry_over` converts the states of optax." if is_foreign else ""
+            raise TypeError(f"{begin}{type(state).__name__}{end}{remedy}")
         for name, tree, expected in ("mw", state.mw, shapes.mw), ("vw", state.vw, shapes.vw):
             if (tree is None) != (expected is None):
                 without = "with" if expected is None else "without"

@@ -61,12 +61,24 @@ _IN_KERNELS = {
 _IN_KERNELS_OF_TILES = _IN_KERNELS | {"exp", "log", "rsqrt", "sqrt", "tanh"}
 
 
-class Beta(NamedTuple):
-    """What a function of one leaf is given for a number whose name begins with `beta`."""
-
+class _Forms(NamedTuple):
     value: Any
     complement: Any
     correction: Any
+
+
+class Beta(_Forms):
+    """What a function of one leaf is given for a number whose name begins with `beta`."""
+
+    __slots__ = ()
+
+    def _is_no_number(self, *others: Any) -> Any:
+        expected = "`.value`, `.complement` or `.correction` of it"
+        raise TypeError(f"{_NAME}: a number named `beta...` in arithmetic, expected {expected}.")
+
+    # Those of a tuple would repeat it, or would not say what is wrong.
+    __add__ = __mul__ = __rmul__ = _is_no_number
+    __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _is_no_number
 
 
 def optimizer_of_leaf(

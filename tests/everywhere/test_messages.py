@@ -224,7 +224,8 @@ TRANSFORMATIONS = [
     (TypeError, "adam: `state.mw` at ['layer_3']['b']: None, expected an array of a real "
      "floating dtype.",
      lambda: update(jgrad.adam(0.1), state=jgrad.adam(0.1).init(with_b(None)))),
-    (TypeError, "adam: `state`: TraceState, expected the OptState that this `adam` made with `init`.",
+    (TypeError, "adam: `state`: TraceState, expected the OptState that this `adam` made with `init`. "
+     "`carry_over` converts the states of optax.",
      lambda: update(jgrad.adam(0.1), state=optax.trace(0.9).init(W))),
     (TypeError, "adam: `state`: an OptState without `vw`, from another method or other options, expected the "
      "OptState that this `adam` made with `init`.", lambda: update(jgrad.adam(0.1), state=jgrad.lars(0.1).init(W))),
@@ -325,6 +326,9 @@ FLAGS = {
         )
         for name in ("first_pass", "has_aux", "elementwise")
     },
+    "optimizer_of_leaf: `stays_finite`": lambda x: jgrad.optimizer_of_leaf(
+        lambda g: g, stays_finite=x
+    ),
     "carry_over: `strict`": lambda x: jgrad.carry_over(X, like=X, strict=x),
     "grad: `has_aux`": lambda x: jgrad.grad(jnp.sum, has_aux=x),
     "value_and_grad: `has_aux`": lambda x: jgrad.value_and_grad(jnp.sum, has_aux=x),
