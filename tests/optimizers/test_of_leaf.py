@@ -384,6 +384,18 @@ def test_functions_with_programs_in_them(name, form):
     chex.assert_trees_all_close(found.w, right, rtol=1e-5, atol=1e-6)
 
 
+OTHERS = [jnp.cbrt, jnp.sinc, jnp.log2, jax.nn.gelu, jax.scipy.special.erfinv, jnp.nan_to_num]
+
+
+@pytest.mark.parametrize("f", OTHERS, ids=lambda f: f.__name__)
+def test_other_operations_of_elements(f, standard_promotion):
+    """They are known by their names, some of which are of one version of JAX."""
+    w = {"w": jnp.linspace(0.125, 0.75, 7)}
+    tx = jgrad.optimizer_of_leaf(lambda g: f(g))(1.0)
+    updates, _ = tx.update(w, tx.init(w), w)
+    np.testing.assert_allclose(updates["w"], -f(w["w"]), rtol=1e-6)
+
+
 def test_a_complex_moment_of_magnitudes(standard_promotion):
     """The square of a complex gradient is complex; that of its absolute value is what is meant."""
 
