@@ -1,0 +1,121 @@
+"""Whether a user's function computes each element of a leaf by itself, and whether in a kernel."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # may change, checked in JAX 0.7 to 0.12
+
+_REASON = "since it may see a part of a leaf, or several"
+_LEAF = jax.ShapeDtypeStruct((2, 3), jnp.float32)  # of what is traced when a function is given
+
+# What a function may do with a leaf: operations of JAX that compute each element by itself.
+_ELEMENTWISE = {
+    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("bessel_i0e", "bessel_i1e", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil"),
+    *("clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh"),
+    *("digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor"),
+    *("ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le"),
+    *("le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul"),
+    *("mulhi", "ne", "neg", "nextafter", "not", "one_minus_square", "optimization_barrier", "or"),
+    *("polygamma", "polynomial", "population_count", "pow", "pvary", "real", "reduce_precision"),
+    *("regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left"),
+    *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square"),
+    *("stop_gradient", "sub", "tan", "tanh", "xor", "zeta"),
+}
+# Those that do what the programs in them do.
+_CALLS = {
+    *("checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"),
+    *("custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "while"),
+}
+# Those that a kernel has, of scalars and of tiles, in each version of JAX and lowered anywhere.
+_IN_KERNELS = {
+    *("abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "div", "eq", "ge"),
+    *("gt", "integer_pow", "jit", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or"),
+    *("pjit", "select_n", "square", "sub"),
+}
+_IN_KERNELS_OF_TILES = _IN_KERNELS | {"exp", "log", "rsqrt", "sqrt", "tanh"}
+
+
+def no_kernel(
+    name: str, moments: tuple[str, ...], function: Callable[..., Any], numbers: int
+) -> str:
+    """Why a TPU cannot have it as a kernel; "" if it can. An error where it mixes elements."""
+    traced, results = _traced(function, _LEAF, 1 + len(moments), numbers)
+    came = [shown(x) for x in results]
+    if came != [shown(_LEAF)] * (1 + len(moments)):
+        expected = " and ".join(["the direction", *(f"the new `{x}`" for x in moments)])
+        came_of = f"{', '.join(came) or None} of a leaf of {shown(_LEAF)}"
+        raise TypeError(f"{name}: returned {came_of}, expected {expected}, each like the leaf.")
+    absent = set()
+    has_float16 = False
+    for equation in _equations(traced.jaxpr):
+        primitive = equation.primitive.name
+        if _mixes(equation):
+            problem = f"`{primitive}` mixes elements, expected elementwise operations"
+            raise ValueError(f"{name}: {problem}, {_REASON}.")
+        is_of_tile = any(x.aval.shape == _LEAF.shape for x in equation.outvars)
+        if primitive not in (_IN_KERNELS_OF_TILES if is_of_tile else _IN_KERNELS):
+            absent.add(primitive)
+        has_float16 |= any(x.aval.dtype == jnp.float16 for x in equation.outvars)
+    flat = jax.ShapeDtypeStruct((5,), jnp.float32)
+    if _operations(traced) != _operations(_traced(function, flat, 1 + len(moments), numbers)[0]):
+        problem = "operations that depend on the shape of the leaf, expected the same for all"
+        raise ValueError(f"{name}: {problem}, {_REASON}.")
+    if traced.consts:
+        return "no kernel has arrays from outside of the function"
+    if has_float16:
+        return "a kernel has no arrays of float16"
+    return f"no kernel has `{min(absent)}`" if absent else ""
+
+
+def _traced(
+    function: Callable[..., Any], leaf: jax.ShapeDtypeStruct, leaves: int, numbers: int
+) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
+    """The program of a function of leaves and numbers, and the types of its results."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    traced = jax.make_jaxpr(function, return_shape=True)
+    return traced(*[leaf] * leaves, *[number] * numbers)
+
+
+def shown(x: Any) -> str:
+    """The type of an array, or of what should be one."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+
+def _mixes(equation: Any) -> bool:
+    """Whether an operation is none of the elements of a leaf, each by itself, or of numbers."""
+    primitive, arrays = equation.primitive.name, (*equation.invars, *equation.outvars)
+    if primitive in _CALLS:
+        return False
+    if primitive == "scan":  # a loop may carry a leaf, and not go through the rows of one
+        (body,) = _programs(equation)
+        pairs = zip(arrays, (*body.invars, *body.outvars), strict=True)
+        return any(x.aval.shape != y.aval.shape and x.aval.ndim > 1 for x, y in pairs)
+    shapes = {x.aval.shape for x in arrays}
+    is_elementwise = primitive in _ELEMENTWISE and shapes <= {(), _LEAF.shape}
+    return _LEAF.shape in shapes and not is_elementwise
+
+
+def _operations(traced: ClosedJaxpr) -> list[Any]:
+    """Those of a program, with the numbers in them."""
+    return [
+        (equation.primitive.name, *(repr(x.val) for x in equation.invars if isinstance(x, Literal)))
+        for equation in _equations(traced.jaxpr)
+    ]
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a program, each behind those of the programs in it."""
+    for equation in jaxpr.eqns:
+        for inner in _programs(equation):
+            yield from _equations(inner)
+        yield equation
+
+
+def _programs(equation: Any) -> list[Any]:
+    """Those in an operation."""
+    found = jax.tree.leaves(list(equation.params.values()))
+    inner = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in found]
+    return [x for x in inner if isinstance(x, Jaxpr)]
