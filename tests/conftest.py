@@ -25,6 +25,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import choice
+from tests.support.precision import in_64_bits
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -105,9 +106,8 @@ def pytest_sessionfinish(session):
 @pytest.fixture
 def x64():
     """64-bit types, for tests that compare with float64."""
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
+    with in_64_bits():
+        yield
 
 
 @pytest.fixture

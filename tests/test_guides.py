@@ -23,6 +23,7 @@ from tests.support import trainers
 from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
 from tests.support.pages import GUIDES, NOTES, blocks, page, rows, run_example
+from tests.support.precision import in_64_bits
 
 README, STARTED, WRAPPERS = "README.md", "docs/getting_started.md", "docs/wrappers.md"
 PACKED, MUON, DEVICES = "docs/packed.md", "docs/muon.md", "docs/devices.md"
@@ -319,7 +320,7 @@ def meta_gradients(names, printed):
     assert losses[-1] < losses[0]
     traced = str(jax.make_jaxpr(names["gradient"])(meta, *given))
     assert "checkpoint" in traced or "remat" in traced
-    with in_double_precision():
+    with in_64_bits():
         given = tasks(1, jnp.float64)
         flat, tree = ravel_pytree(jax.tree.map(lambda x: np.asarray(x, np.float64), meta))
         found, _ = ravel_pytree(names["gradient"](tree(flat), *given))
@@ -328,15 +329,6 @@ def meta_gradients(names, printed):
         at = lambda k: value(tree(flat + k * 2e-5 * along), *given)
         expected = (8 * (at(1.0) - at(-1.0)) - (at(2.0) - at(-2.0))) / 24e-5
         np.testing.assert_allclose(found @ along, expected, rtol=1e-8)
-
-
-@contextlib.contextmanager
-def in_double_precision():
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", False)
 
 
 def test_functional_updates_stop_gradients():

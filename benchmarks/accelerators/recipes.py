@@ -94,8 +94,13 @@ def _stack(known: Known) -> optax.GradientTransformation:
     return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(tx), 4))
 
 
-def _muon(known: Known, weight_decay: float = 0.1, **options: Any) -> optax.GradientTransformation:
-    return jgrad.muon(
+def _of_matrices(
+    make: Callable[..., optax.GradientTransformation],
+    known: Known,
+    weight_decay: float = 0.1,
+    **options: Any,
+) -> optax.GradientTransformation:
+    return make(
         RATE,
         matrices=jgrad.hidden_matrices(layer_axes=known.layer_axes),
         layer_axes=known.layer_axes,
@@ -107,20 +112,12 @@ def _muon(known: Known, weight_decay: float = 0.1, **options: Any) -> optax.Grad
     )
 
 
+_muon = functools.partial(_of_matrices, jgrad.muon)
+_soap = functools.partial(_of_matrices, jgrad.soap)
+
+
 def _adafactor(known: Known) -> optax.GradientTransformation:
     return jgrad.adafactor(RATE, layer_axes=known.layer_axes)
-
-
-def _soap(known: Known) -> optax.GradientTransformation:
-    return jgrad.soap(
-        RATE,
-        matrices=jgrad.hidden_matrices(layer_axes=known.layer_axes),
-        layer_axes=known.layer_axes,
-        weight_decay=0.1,
-        adam_learning_rate=RATE,
-        shard_over=known.shard_over,
-        mesh_axes=known.mesh_axes,
-    )
 
 
 def _hyperball(known: Known) -> optax.GradientTransformation:

@@ -172,13 +172,15 @@ class _Leaf(NamedTuple):
 
     Attributes:
       arguments: see above.
-      place: how the leaf is sharded, if the user says it; or why it has no kernel.
+      place: how the leaf is sharded, if the user says it.
       has_kernel: whether all of its moments are in 8 bits, in whole rows.
+      no_kernel: why a TPU cannot have the function as a kernel; "" if it can.
     """
 
     arguments: tuple[Any, ...]
-    place: Place | str | None
+    place: Place | None
     has_kernel: bool
+    no_kernel: str
 
     @classmethod
     def of(cls, i: int, g: list[Any], args: tuple[Any, ...], no_kernel: str) -> "_Leaf":
@@ -188,7 +190,7 @@ class _Leaf(NamedTuple):
             if isinstance(x, Moment):
                 moments.append(has_kernel(arguments[-1]))
                 place = x.places[i] if x.places else place
-        return cls(tuple(arguments), no_kernel or place, bool(moments) and all(moments))
+        return cls(tuple(arguments), place, bool(moments) and all(moments), no_kernel)
 
     def in_kernel(
         self,
@@ -210,7 +212,7 @@ class _Leaf(NamedTuple):
         if rest is not None:
             arguments = tuple(_HERE if x is w else x for x in arguments)
         after = None if rest is None else (rest.function, rest.weight, rest.replaces)
-        kernel = _kernel(function, made.functions, finish, after, self.place)
+        kernel = _kernel(function, made.functions, finish, after, self.place, self.no_kernel)
         arrays = () if rest is None else rest.arrays
         return kernel, (made.arrays, arguments, flag, arrays)
 
@@ -286,7 +288,8 @@ def _kernel(
     before: tuple[tuple[Function, int], ...],
     finish: Function | None,
     rest: tuple[Function, Function, tuple[int | None, ...]] | None,
-    place: Place | str | None,
+    place: Place | None,
+    no_kernel: str,
 ) -> Function:
     """A function of one leaf in 8 bits, with all that follows it, as one operation."""
     after, weight, replaces = rest if rest is not None else (None, None, ())
@@ -312,7 +315,9 @@ def _kernel(
         counts = [len(jax.tree.leaves(x)) for x in (args[:3], *args[3])]
         first = list(itertools.accumulate(counts))  # of each array of the rest
         where = [None if i is None else first[i] for i in replaces]
-        values, moments = platforms.run(step, args, replaces=where, place=place)
+        values, moments = platforms.run(
+            step, args, replaces=where, place=place, no_kernel=no_kernel
+        )
         return values[0] if len(values) == 1 and finish is None else tuple(values), moments
 
     return call

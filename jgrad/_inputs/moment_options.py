@@ -122,7 +122,7 @@ class MomentOptions(NamedTuple):
     ) -> Step:
         """What an update starts from; an error where the state is of another method or form."""
         begin = f"{inputs.function}: `state`: "
-        end = f", expected the {kind.__name__} that this `{inputs.function}` made with `init`."
+        end = f", {checks.made_by_init(inputs.function, kind)}"
         if not isinstance(state, kind):
             is_foreign = isinstance(state, tuple) and not type(state).__module__.startswith("jgrad")
             remedy = " `carry_over` converts the states of optax." if is_foreign else ""

@@ -57,7 +57,8 @@ class LeafStep(NamedTuple):
       places: for each of their leaves the position of the operand that it is.
       replaces: for the last arrays of that tuple the position of the operand that each replaces, or
         None.
-      place: how the leaf is sharded, if the user says it; or why it is no kernel on a TPU.
+      place: how the leaf is sharded, if the user says it.
+      no_kernel: why the function cannot be a kernel of a TPU; "" if it can.
       types: of all results: those of the tuple, then codes and scale of each moment.
       used: which of them are read.
     """
@@ -66,7 +67,8 @@ class LeafStep(NamedTuple):
     structure: Any
     places: tuple[int, ...]
     replaces: tuple[int | None, ...]
-    place: Place | str | None
+    place: Place | None
+    no_kernel: str
     types: tuple[Any, ...]
     used: tuple[bool, ...]
 

@@ -29,15 +29,15 @@ def of(step: LeafStep, operands: Sequence[Any], form: Form, *, is_local: bool) -
     arrays = [x for x in (*operands, *step.types) if x.shape == codes.shape]
     if form == "kernel" and (others := [x for x in arrays if not in_memory(x)]):
         return f"a kernel has no arrays of {min(str(x.dtype) for x in others)}"
-    if form == "kernel" and isinstance(step.place, str):
-        return step.place
+    if form == "kernel" and step.no_kernel:
+        return step.no_kernel
     if is_local:
         return Place()
     mesh = codes.sharding.mesh
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
     if form == "two passes":
         return "its mesh has explicit axes" if is_explicit else Place()
-    place = None if isinstance(step.place, str) else step.place
+    place = step.place
     if is_explicit:
         place = Place(mesh, tuple(codes.sharding.spec))
     if place is None:

@@ -31,7 +31,8 @@ def run(
     args: PyTree,
     *,
     replaces: Sequence[int | None],
-    place: Place | str | None = None,
+    place: Place | None = None,
+    no_kernel: str = "",
 ) -> tuple[list[jax.Array], list[Blocks]]:
     """What a function of one leaf returns, and the new moments that it writes.
 
@@ -40,14 +41,15 @@ def run(
       args: its arguments, among which are moments with `has_kernel`.
       replaces: for the last arrays that it returns, the position among the leaves of `args` of the
         array that may be overwritten with each; None for none.
-      place: how the leaf is sharded, where types do not say it; or why it is no kernel on a TPU.
+      place: how the leaf is sharded, where types do not say it.
+      no_kernel: why the function cannot be a kernel of a TPU; "" if it can.
     """
     leaves, structure = jax.tree.flatten(args)
     operands = list({id(x): x for x in leaves}.values())  # each is read once
     position = {id(x): i for i, x in enumerate(operands)}
     places, moments = tuple(position[id(x)] for x in leaves), moments_of(args)
     replaced = tuple(None if i is None else places[i] for i in replaces)
-    step = LeafStep(function, structure, places, replaced, place, (), ())
+    step = LeafStep(function, structure, places, replaced, place, no_kernel, (), ())
     types = _traced.trace(*operands, step=step).jaxpr.out_avals
     step = step._replace(types=tuple(types), used=(True,) * len(types))
     results = iter(_step.bind(*operands, step=step))

@@ -161,8 +161,8 @@ def _compute(
 ) -> Compute:
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         n = given.read(inputs, step)
-        setattr(n, _STEP, step.as_float)
-        numbers = tuple(_number(getattr(n, x), step) for x in own)
+        known = {**vars(n), _STEP: step.as_float}
+        numbers = tuple(_number(known[x], step) for x in own)
         olds = (getattr(step, x) for x in moments)
         updates, *new = method.update(inputs, inputs.g, *olds, numbers, descent=n.descent)
         of_moments = dict(zip(moments, new, strict=True))

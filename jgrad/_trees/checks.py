@@ -160,6 +160,11 @@ def describe(x: Leaf) -> str:
     return f"{text if len(text) <= 40 else text[:37] + '...'} of type {type(x).__name__}"
 
 
+def made_by_init(function: str, kind: type) -> str:
+    """What a state should have been."""
+    return f"expected the {kind.__name__} that this `{function}` made with `init`."
+
+
 def is_number(x: Leaf) -> bool:
     """A concrete real number: not an array, not traced, not a bool."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)

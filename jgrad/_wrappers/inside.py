@@ -73,10 +73,8 @@ def _in_shares(
 def check_state(function: str, state: PyTree, kind: type) -> None:
     """The state is one that this wrapper made."""
     if not isinstance(state, kind):
-        raise TypeError(
-            f"{function}: `state`: {type(state).__name__}, expected the {kind.__name__} that this "
-            f"`{function}` made with `init`."
-        )
+        expected = checks.made_by_init(function, kind)
+        raise TypeError(f"{function}: `state`: {type(state).__name__}, {expected}")
 
 
 UNROUNDED, REJECTED = "__jgrad_unrounded__", "__jgrad_rejected__"

@@ -5,7 +5,6 @@ the same transformation does alone, on one device, one compiled step after the o
 flax are in `test_nnx.py`.
 """
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -25,6 +24,7 @@ from tests.cases import CASES, RATE
 from tests.multi_device.meshes import mesh_of
 from tests.optimizers.test_of_leaf import adamax
 from tests.support.loops import assert_equal, stack, step_of
+from tests.support.precision import in_64_bits
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
 # Whole rows of blocks, blocks of several rows, less than 8 bits are for, and one row of blocks.
@@ -128,15 +128,6 @@ def trained(tx, w, gradients, state=None, step=None):
 
 def alone(subject, form):
     return trained(subject.make(), *inputs(subject, form))
-
-
-@contextlib.contextmanager
-def in_64_bits():
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", False)
 
 
 def under_x64(subject, form):

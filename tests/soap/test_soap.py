@@ -19,6 +19,7 @@ from tests.multi_device.meshes import mesh_of, use
 from tests.reference import optimizers as reference
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, run, step_of, train
+from tests.support.precision import in_64_bits
 
 RATE = 0.05
 soap = functools.partial(jgrad.soap, RATE, matrices=True)
@@ -124,7 +125,7 @@ undecayed = soap(every=2, epsilon=0.0, weight_decay=0.0)  # one program for all 
 @given(st.sampled_from([2, 4]), st.integers(0, 2**32 - 1), st.booleans())
 def test_turned_gradients_turn_updates(size, seed, is_complex):
     """For orthogonal U and V the update of U G V^T is U (update of G) V^T."""
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with in_64_bits():
         rng = np.random.default_rng(seed)
 
         def draw():
