@@ -394,6 +394,7 @@ def neighbours_of(subject, where):
         "lamb_masked-tree-vmap in shard_map",
         "hyperball-tree-vmap of shard_map",
         "accumulate-tree-models in shard_map",
+        "soap-tree-vmap in shard_map",
     ]
 )
 @pytest.mark.parametrize(("subject", "form", "where"), list(choices()))
