@@ -10,7 +10,7 @@ LIMITS = {
     "adam, decay": (131, 19),
     "adam, decay, 8 bits of small leaves": (139, 20),
     "lamb, decay": (205, 25),
-    "muon, decay": (225, 26),
+    "muon, decay": (227, 26),
     "adam_update": (98, 16),
 }
 
@@ -24,12 +24,13 @@ def table():
     return {name: tuple(map(int, counts)) for name, *counts in rows}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LIMITS)
-def test_little_to_pass(name, table):
-    functions, files, *_ = table[name]
-    assert functions <= LIMITS[name][0]
-    assert files <= LIMITS[name][1]
+def test_little_to_pass(table):
+    more = {
+        name: (table[name][:2], limits)
+        for name, limits in LIMITS.items()
+        if any(x > limit for x, limit in zip(table[name], limits, strict=False))
+    }
+    assert not more, "functions and files, and the most of both"
 
 
 def test_what_is_counted(table):

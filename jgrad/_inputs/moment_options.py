@@ -121,17 +121,20 @@ class MomentOptions(NamedTuple):
         kind: Any = OptState,
     ) -> Step:
         """What an update starts from; an error where the state is of another method or form."""
-        begin = f"{inputs.function}: `state`: "
-        end = f", {checks.made_by_init(inputs.function, kind)}"
+        came = remedy = ""
         if not isinstance(state, kind):
             is_foreign = isinstance(state, tuple) and not type(state).__module__.startswith("jgrad")
             remedy = " `carry_over` converts the states of optax." if is_foreign else ""
-            raise TypeError(f"{begin}{type(state).__name__}{end}{remedy}")
-        for name, tree, expected in ("mw", state.mw, shapes.mw), ("vw", state.vw, shapes.vw):
-            if (tree is None) != (expected is None):
-                without = "with" if expected is None else "without"
-                came = f"{trees.with_article(kind.__name__)} {without} `{name}`"
-                raise TypeError(f"{begin}{came}, from another method or other options{end}")
+            came = type(state).__name__
+        else:
+            for name, expected in ("mw", shapes.mw), ("vw", shapes.vw):
+                if (getattr(state, name) is None) != (expected is None):
+                    without = "with" if expected is None else "without"
+                    options = f"{without} `{name}`, from another method or other options"
+                    came = f"{trees.with_article(kind.__name__)} {options}"
+        if came:
+            expected = checks.made_by_init(inputs.function, kind)
+            raise TypeError(f"{inputs.function}: `state`: {came}, {expected}{remedy}")
         step = jnp.asarray(state.step)
         if step.shape != ():
             remedy = "map `update` over the models, as you did `init`"
