@@ -1,15 +1,13 @@
 """Fine-tune a frozen model with LoRA.
 
-Adapters of rank 4 teach a frozen network to read digits that are upside down. Install `flax`,
-`orbax-checkpoint` and `scikit-learn`, and run `python colabs/finetune_lora.py`. Run again, it goes
-on from the last checkpoint. Delete the folder to start anew. Here `pretrained` trains the network
-in seconds; you would read yours from a file.
+Adapters of rank 4 teach a frozen network to read digits upside down. Here `pretrained` trains it;
+you would read yours from a file. Install `flax`, `orbax-checkpoint` and `scikit-learn`, and run
+`python colabs/finetune_lora.py`. Run again, it goes on from the last checkpoint.
 
-What is frozen has no gradient, no moments, and no place in the checkpoint. `nnx.LoRAParam` says so
-three times: to `nnx.Optimizer` for moments, `nnx.DiffState` for gradients, and `nnx.state` for what
-is saved. `nnx.Param` in its place would train everything, since `LoRAParam` is a subclass of it.
-Clipping and weight decay need no mask: they never see the frozen leaves. If you discard their
-updates behind an optimizer instead, their gradients still count in the norm that is clipped.
+What is frozen has no gradient, no moments and no place in the checkpoint, since `nnx.DiffState`,
+`nnx.Optimizer` and `nnx.state` are given `nnx.LoRAParam`. `nnx.Param` would train everything, since
+`LoRAParam` is a subclass of it. Clipping and weight decay need no mask: they never see frozen
+leaves. Where updates are discarded instead, their gradients still count in the clipped norm.
 
 An adapter adds `x @ a @ b` to what its layer returns, and `b` begins at zero. In LoRA+ (Hayou et
 al., 2024) `b` learns 16 times as fast as `a`, so `jgrad.by_path` gives each its learning rate.
@@ -65,6 +63,7 @@ def train(folder: str = "lora_checkpoints", steps: int = STEPS):
         if done := files.latest_step() or 0:
             like = ocp.args.StandardRestore(nnx.state((model, optimizer), SAVED))
             nnx.update((model, optimizer), files.restore(done, args=like))
+            print(f"going on after step {done}")
         for i in range(done + 1, steps + 1):
             rows = np.random.default_rng(i).integers(len(x), size=128)
             loss = step(model, optimizer, x[rows], y[rows], wrt=nnx.LoRAParam)

@@ -58,6 +58,7 @@ def train(folder: str = "equinox_checkpoints", steps: int = STEPS):
     file.parent.mkdir(exist_ok=True)
     if file.exists():
         done, model, state = eqx.tree_deserialise_leaves(file, (done, model, state))
+        print(f"going on after step {done}")
     for i in range(done + 1, steps + 1):
         rows = np.random.default_rng(i).integers(len(x), size=128)
         model, state, loss = step(model, state, x[rows], y[rows])

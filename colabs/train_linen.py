@@ -7,10 +7,8 @@ exactly the weights of an unbroken run. Delete the folder to start anew.
 
 Any optax transformation may be the `tx`. This one averages the gradients of two mini-batches, skips
 steps whose gradients are not finite, and stores moments in 8 bits where a leaf has at least 4096
-elements: here those of the second convolution and of the first dense layer.
-
-So there are two counters. `state.step` counts the calls of `apply_gradients`. The optimizer counts
-its updates, here half as many, and gives that number to a schedule, so plan schedules in updates.
+elements. The optimizer counts its updates, here half as many as the calls that `state.step` counts,
+and gives that number to a schedule, so plan schedules in updates.
 
 `apply_gradients` passes only gradients to `tx.update`. For a wrapper that needs more, such as the
 loss for `skip_spikes`, call `state.tx.update` yourself, and keep the results by `state.replace`.
@@ -64,6 +62,7 @@ def train(folder: str = "linen_checkpoints", steps: int = STEPS):
     with ocp.CheckpointManager(pathlib.Path(folder).absolute()) as files:
         if done := files.latest_step() or 0:
             state = files.restore(done, args=ocp.args.StandardRestore(state))
+            print(f"going on after call {done}")
         for i in range(done + 1, steps + 1):
             rows = np.random.default_rng(i).integers(len(x), size=128)
             state, loss = step(state, x[rows], y[rows])

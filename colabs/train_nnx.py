@@ -5,13 +5,11 @@ data are scikit-learn's digits. Install `flax`, `orbax-checkpoint` and `scikit-l
 `python colabs/train_nnx.py`. Stop it whenever you like: the same command goes on from the last
 checkpoint, and ends with exactly the weights of an unbroken run. Delete the folder to start anew.
 
-`nnx.Optimizer` accepts any optax transformation, so the line that makes `TX` is the only one that
-you change. Adam's moments are stored in 8 bits here, in the kernels of `a` and `b`. The other
-leaves have fewer than 4096 elements and stay in float32, because they would save nothing.
+`nnx.Optimizer` accepts any optax transformation, so you change only the line that makes `TX`. Here
+the kernels of `a` and `b` have moments in 8 bits; leaves under 4096 elements stay in float32.
 
-`wrt=nnx.Param` tells the optimizer which variables to train. Batch statistics and random keys are
-variables, too, and must not have moments. `watch` measures norms in every 50th compiled step, and
-`jgrad.report` reads them by name, for your logger; `[...]` reads the number that a variable holds.
+`wrt=nnx.Param` names the variables to train, since batch statistics and random keys are variables,
+too. `watch` measures norms in every 50th compiled step, and `jgrad.report` reads them by name.
 
 To go on from a run of optax with its moments, make the new optimizer, then call
 `state, account = jgrad.carry_over(old.opt_state, like=new.opt_state)` and
@@ -64,6 +62,7 @@ def train(folder: str = "nnx_checkpoints", steps: int = STEPS):
         if done := files.latest_step() or 0:
             like = ocp.args.StandardRestore(nnx.state((model, optimizer)))
             nnx.update((model, optimizer), files.restore(done, args=like))
+            print(f"going on after step {done}")
         for i in range(done + 1, steps + 1):
             rows = np.random.default_rng(i).integers(len(x), size=128)
             loss = step(model, optimizer, x[rows], y[rows])

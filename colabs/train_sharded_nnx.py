@@ -1,19 +1,17 @@
 """Train a flax nnx model on a mesh.
 
 Weights and their 8-bit moments are sharded by the names of mesh axes that you give to kernels. The
-mesh is two devices for the batch by two for the layers, and the data are scikit-learn's digits.
-Install `flax>=0.12`, `orbax-checkpoint` and `scikit-learn`, and run
-`python colabs/train_sharded_nnx.py`. A CPU becomes four virtual devices; with a single GPU, set
-`JAX_PLATFORMS=cpu`. Run again, it goes on from the last checkpoint, on a mesh of any shape.
+mesh has two devices for the batch of digits by two for the layers. Install `flax>=0.12`,
+`orbax-checkpoint` and `scikit-learn`, and run `python colabs/train_sharded_nnx.py`. A CPU becomes
+four virtual devices; with one GPU, set `JAX_PLATFORMS=cpu`. A second run may have another mesh.
 
 `nnx.with_partitioning` names the axes beside each kernel. A moment in 8 bits is two variables. Its
 codes are sharded as the weights are, and its scales along all axes but the last, where 256 elements
 share one scale. So shard the last axis over n devices only if its length is a multiple of 256 n, as
 in layer 0, or shard another axis, as in layer 2. Then 8 bits need no further communication.
 
-Under `jax.set_mesh`, flax puts each variable where its names say. `create` is compiled, so that no
-kernel is ever whole on one device. `nnx.get_named_sharding` reads the names of model and optimizer
-alike, for whatever else needs shardings.
+Under `jax.set_mesh`, flax puts each variable where its names say. `create` is compiled, so no
+kernel is ever whole on one device. `nnx.get_named_sharding` reads these names for others.
 """
 
 import os
@@ -62,6 +60,7 @@ def train(folder: str = "sharded_checkpoints", steps: int = STEPS, shape=(2, 2))
         if done := files.latest_step() or 0:
             like = ocp.args.StandardRestore(nnx.state((model, optimizer)))
             nnx.update((model, optimizer), files.restore(done, args=like))
+            print(f"going on after step {done}")
         for i in range(done + 1, steps + 1):
             rows = np.random.default_rng(i).integers(len(x), size=128)
             loss = step(model, optimizer, x[rows], y[rows])
