@@ -1,6 +1,6 @@
 """What README, the notes, docs/ and docstrings say is so: names exist, and figures are those measured.
 
-`test_guides.py` runs the blocks of code, `test_cards.py` counts the figures of methods.md.
+`guides/` runs the blocks of code, `test_cards.py` counts the figures of methods.md.
 """
 
 import doctest

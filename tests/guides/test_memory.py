@@ -1,0 +1,124 @@
+"""The blocks about memory and many devices."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgrad
+from tests.guides.entries import after, choices, in_both_forms, it_runs, nbytes, run, size
+from tests.support.eight_bits import unquantized
+from tests.support.loops import assert_equal
+from tests.support.pages import page
+
+DEVICES = "docs/devices.md"
+MEMORY = "docs/memory.md"
+FOUR_BYTES = "docs/four_bytes.md"
+COMPILED = "benchmarks/notes/accelerators.md"
+PAGES = (DEVICES, MEMORY, FOUR_BYTES, COMPILED)
+
+
+def for_a_mesh():
+    """A model and its loss."""
+    loss = lambda w, x: jnp.mean(jnp.square(x @ w["w"]))
+    return {"params": {"w": jnp.ones((16, 3))}, "loss": loss}
+
+
+after(DEVICES, 0, names=for_a_mesh)(it_runs)
+
+
+@after(DEVICES, 1, 0, names=for_a_mesh, slow=True)
+@after(DEVICES, 3, 0, names=for_a_mesh, slow=True)
+def sharded_state_trains(names, printed):
+    """Ten steps, each with a smaller loss."""
+    params, state, batch = names["params"], names["state"], jnp.ones((8, 16))
+    losses = []
+    for _ in range(11):
+        losses.append(float(names["loss"](jgrad.unpack(params), batch)))
+        params, state, *_ = names["step"](params, state, batch)
+    assert all(b < a for a, b in itertools.pairwise(losses))
+
+
+@after(DEVICES, 2, 0, names=for_a_mesh)
+def gradients_in_shard_map(names, printed):
+    """Those of the whole batch."""
+    batch = jnp.arange(128.0).reshape(8, 16)
+    found = names["gradients"](names["params"], batch)
+    expected = jax.grad(names["loss"])(names["params"], batch)
+    assert jnp.allclose(found["w"], expected["w"], rtol=1e-6)
+
+
+@after(MEMORY, 0, names=lambda: {"tx": jgrad.adam(0.1)})
+def donation(names, printed):
+    """The results are in the order of the arguments, and nothing is copied; else every leaf is."""
+    params = {f"w{i}": jnp.ones((64, 64)) for i in range(4)}
+    args, step = (names["tx"].init(params), params, params), names["step"]
+    swapped = jax.jit(lambda state, params, g: step(params, state, g), donate_argnums=(0, 1))
+    orders = step.lower(params, *args[::2]), swapped.lower(*args)
+    copies = [re.findall(r"= f32\[64,64\]\S* copy\(", x.compile().as_text()) for x in orders]
+    assert not copies[0]
+    assert len(copies[1]) >= 4
+
+
+@after(MEMORY, 1, slow=True)
+def what_half_precision_loses(names, printed):
+    """As the comments have it, to three digits."""
+    numbers = [f"{float(x):.3f}" for x in printed.split()]
+    assert numbers == re.findall(r"^print\(.*\)  # (0\.\d{3}),", page(MEMORY), re.MULTILINE)
+    assert len(set(numbers)) == 3
+
+
+@after(MEMORY, 2)
+def products_in_half_precision(names, printed):
+    args = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4)), jnp.zeros((3, 2))
+    assert jgrad.grad(names["loss"])(*args)["w"].dtype == jnp.float32
+    assert re.search(r":bf16\[3,2\] = dot_general", str(jax.make_jaxpr(names["loss"])(*args)))
+
+
+@after(MEMORY, 3, slow=True)
+def whole_step(names, printed):
+    """What a TPU would make of each leaf, as the comment has it."""
+    answers = dict(line.split(" ", 1) for line in printed.splitlines())
+    assert answers[".inner.mw['w']"] == answers[".inner.vw['w']"] == "one kernel"
+    shown = re.search(r"# (\S+) (XLA: .*) \.\.\.$", page(MEMORY), re.MULTILINE)
+    assert answers[shown[1]] == shown[2]
+
+
+@after(MEMORY, 4, 3, slow=True)
+def other_moments_and_back(names, printed):
+    jax.tree.map(assert_equal, unquantized(names["again"]), names["arrays"])
+
+
+@after(MEMORY, 5, slow=True)
+def state_of_flax(names, printed):
+    assert names["new"].opt_state.mw["kernel"].codes[...].dtype == jnp.int8
+    assert not names["account"].zero
+
+
+@after(FOUR_BYTES, 0)
+@after(FOUR_BYTES, 1, 0, slow=True)
+def four_bytes(names, printed):
+    """Weights and state have four bytes per parameter, and the loss falls, by either form."""
+    params, state, args = (
+        names["params"],
+        names["tx"].init(names["params"]),
+        (names["x"], names["y"]),
+    )
+    assert nbytes((params, state)) == pytest.approx(4.03 * size(params), rel=0.01)
+    before = float(names["loss"](params, *args))
+    for _ in range(3):
+        params, state, _ = in_both_forms(names["step"], params, state, *args)
+    assert float(names["loss"](params, *args)) < 0.9 * before
+
+
+@after(COMPILED, 0)
+def counting_a_step(names, printed):
+    """Without the compilers it says how to install them; with them, what a step costs."""
+    assert 'pip install ".[accelerators]"' in printed or printed.startswith("28.0")
+
+
+@pytest.mark.parametrize("block", choices(PAGES))
+def test_block(block, standard_promotion):
+    run(block)
