@@ -251,7 +251,7 @@ MUTATIONS = [
     Mutation("corrections", 'the epsilon of "moments" as it is', "X, _ = Y, numerics.once(_ * _)", "X = Y", MATRIX),
     Mutation("corrections", "Ivy's guard is left out", "X + _", "X", MATRIX),
     Mutation("delta", "0 / 0 after zero gradients", "numerics.positive(X)", "X", MATRIX),
-    Mutation("adafactor._mean", "adafactor: a mean of large squares is infinite", "jnp.where(_, X, _)", "X", ADAFACTOR + " -k scale"),
+    Mutation("adafactor._mean_squares", "adafactor: a mean of large squares is infinite", "numerics.bounded_square(X, _)", "numerics.bounded_square(X)", ADAFACTOR + " -k scale"),
     Mutation("adafactor._inverse_roots", "adafactor: rows are not divided by their mean", "jnp.sqrt(mean) * X", "X", ADAFACTOR + " -k reference"),
     Mutation("adafactor._clip", "adafactor: short steps are made longer", "jnp.maximum(_, X)", "X", ADAFACTOR + " -k reference"),
     Mutation("adafactor._scale", "adafactor: no smallest scale", "jnp.maximum(_, X)", "X", ADAFACTOR + " -k reference"),

@@ -87,10 +87,10 @@ def squarable(x: jax.Array) -> jax.Array:
     return jax.lax.select(jnp.isfinite(x), clipped(x, largest), x)
 
 
-def bounded_square(x: jax.Array) -> jax.Array:
-    """|x|^2, or the largest power of four of its dtype where that is less: 2^126 in float32."""
+def bounded_square(x: jax.Array, terms: int = 1) -> jax.Array:
+    """|x|^2, or 2^126 / terms in float32 where that is less, so that a sum of `terms` is finite."""
     square = abs_squared(x)
-    largest = 2.0 ** (jnp.finfo(square.dtype).maxexp - 2)
+    largest = 2.0 ** (jnp.finfo(square.dtype).maxexp - 2) / terms
     return jnp.minimum(square, jnp.asarray(largest, square.dtype))
 
 

@@ -42,30 +42,34 @@ AdafactorRule = Literal["paper", "torch"]
 # ---- squares, by rows and columns, on the arrays of one leaf -----------------------------------
 
 
+def _names(over: Sequence[int], axes: MatrixAxes) -> tuple[str, ...]:
+    """The mesh axes inside of `shard_map` along which some axes are sharded."""
+    return tuple(name for axis, of in axes.sharded_axes if axis in over for name in of)
+
+
+def _count(x: jax.Array, over: Sequence[int], axes: MatrixAxes) -> int:
+    """How many numbers whole matrices have along some axes; 1 for none."""
+    names = _names(over, axes)
+    devices = jax.lax.psum(1, names) if names else 1
+    return max(1, devices * math.prod(x.shape[axis] for axis in over))
+
+
 def _mean(x: jax.Array, over: Sequence[int], axes: MatrixAxes) -> jax.Array:
-    """The mean of numbers >= 0 over some axes, which stay with size 1.
-
-    A sum that overflows is taken again of terms that are small enough, so that no mean does. Inside
-    of `shard_map` it is that of whole matrices.
-    """
-    names = [name for axis, of_axis in axes.sharded_axes if axis in over for name in of_axis]
-    count = math.prod(x.shape[axis] for axis in over)
-    count *= jax.lax.psum(1, tuple(names)) if names else 1
-    unit = 2.0 ** math.ceil(math.log2(max(count, 1)))
-
-    def total(x: jax.Array) -> jax.Array:
-        part = jnp.sum(x, axis=tuple(over), keepdims=True)
-        return jax.lax.psum(part, tuple(names)) if names else part
-
-    plain, scaled = total(x), total(x * (1 / unit))
-    return jnp.where(plain < jnp.inf, plain / max(count, 1), scaled * (unit / max(count, 1)))
+    """The mean of whole matrices over some axes, which stay with size 1."""
+    names, total = _names(over, axes), jnp.sum(x, axis=tuple(over), keepdims=True)
+    return (jax.lax.psum(total, names) if names else total) / _count(x, over, axes)
 
 
 @jit_static_kwargs
 def _mean_squares(g: jax.Array, *, axes: MatrixAxes) -> Factors:
-    """The means of |g|^2 over inputs and over outputs."""
-    squares = numerics.bounded_square(numerics.widen(g, numerics.real_dtype(g)))
-    return Factors(*(_mean(squares, over, axes) for over in (axes.inputs, axes.outputs)))
+    """The means of |g|^2 over inputs and over outputs.
+
+    A square counts as at most 2^126 / n where sums have n terms, so that none overflows.
+    """
+    both = axes.inputs, axes.outputs
+    terms = max(_count(g, over, axes) for over in both)
+    squares = numerics.bounded_square(numerics.widen(g, numerics.real_dtype(g)), terms)
+    return Factors(*(_mean(squares, over, axes) for over in both))
 
 
 @on_leaf(arrays=1)
