@@ -101,6 +101,11 @@ class Case:
         return "matrices" in self.options
 
     @property
+    def has_specs(self) -> bool:
+        """Whether its `mesh_axes` are the PartitionSpecs of leaves, whose axes it tells apart."""
+        return self.has_matrices or self.make is jgrad.adafactor
+
+    @property
     def step(self) -> Callable[..., Any] | None:
         """The functional twin, `(w, g, lr, mw, vw, t) -> (w, mw, vw)`; None without one."""
         return None if self.update is None else self._step

@@ -455,6 +455,7 @@ MUTATIONS = [
     Mutation("bases._turned", "soap: columns in the order in which they stand", "jnp.take_along_axis(X, _[:, None], axis=2)", "X", SOAP + " -k layers_and"),
     Mutation("bases._turned", "soap: null spaces turn by noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),
     Mutation("bases._begun", "soap: null spaces are noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),
+    Mutation("moment._part", "adafactor: new averages are typed as a device's own", "jax.lax.psum(X, _) if _ else X", "X", SURROUNDINGS + " -k adafactor"),
     Mutation("factors._begun", "soap: new factors are typed as a device's own", "jax.lax.psum(X, _)", "X", SURROUNDINGS + " -k soap"),
     Mutation("bases._orthogonal", "soap: signs of the platform", "q * X", "q", SOAP + " -k keep_their_signs"),
     Mutation("bases.refreshed", "soap: a decomposition for each matrix", "varying_axes(*_)", "(varying_axes(*side), i)", SOAP + " -k decomposed_together"),

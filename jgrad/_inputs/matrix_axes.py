@@ -191,6 +191,11 @@ class MatrixAxes:
         """The mesh axes along which whatever is made of whole matrices is the same."""
         return tuple(itertools.chain(*(names for _, names in self._gathered_axes())))
 
+    def sharded_over(self, axes: Sequence[int]) -> tuple[str, ...]:
+        """The mesh axes of the `shard_map` around, along which some axes are sharded."""
+        of_axes = self.in_shard_map.sharded_axes
+        return tuple(itertools.chain(*(names for axis, names in of_axes if axis in axes)))
+
     def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
         """Whole matrices, of parts of them; or whole outputs, of one number per output."""
         for axis, names in self._gathered_axes(per_output):

@@ -1,8 +1,8 @@
 """Moments of all leaves in one update: their old values, and how the new ones are stored."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from jgrad._trees.trees import PyTree
 
 _SEED = 0
 _PURPOSE = 1  # moments; weights are rounded with other bits
+
+# The names of the mesh axes along which some axes of an array are sharded.
+MeshAxesOf: TypeAlias = Callable[[Sequence[int]], tuple[str, ...]]
 
 
 class NewMoments(NamedTuple):
@@ -183,6 +186,7 @@ def zeros(
     dtype: DTypeLike | None = None,
     *,
     shapes: PyTree = None,
+    mesh_axes: Sequence[MeshAxesOf | None] = (),
     stacked: Sequence[tuple[int, ...] | None] | None = None,
     real: bool = False,
 ) -> PyTree:
@@ -197,6 +201,7 @@ def zeros(
       dtype: see above.
       shapes: those of the zeros where they differ from the parameters'; None in it for none,
         `Factors` of shapes for those.
+      mesh_axes: of each array, in `shard_map`, along which some of its axes are sharded.
       stacked: for each array the axes of its layers if it is in 8 bits, else None.
       real: whether zeros are real where parameters are complex.
     """
@@ -204,11 +209,12 @@ def zeros(
     like, structure = trees.flatten(params if shapes is None else shapes)
     axes = [None] * len(like) if stacked is None else stacked
     zeros: list[Any] = [None] * len(like)
-    for i, (p, x, stacked_axes) in enumerate(zip(leaves, like, axes, strict=True)):
+    names = mesh_axes if len(mesh_axes) == len(like) else [None] * len(like)  # else of leaves
+    for i, (p, x, names_of, stacked_axes) in enumerate(zip(leaves, like, names, axes, strict=True)):
         if p is not None and isinstance(x, Factors):
-            zeros[i] = Factors(*(_zeros(_part(p, of), dtype, real) for of in x))
+            zeros[i] = Factors(*(_zeros(_part(p, of, names_of), dtype, real) for of in x))
         elif p is not None and x is not None:
-            part = p if np.shape(x) == p.shape else _part(p, x)
+            part = p if np.shape(x) == p.shape else _part(p, x, names_of)
             zeros[i] = (
                 _zeros(part, dtype, real)
                 if stacked_axes is None
@@ -217,12 +223,19 @@ def zeros(
     return structure.unflatten(zeros)
 
 
-def _part(p: jax.Array, like: Any) -> jax.Array:
-    """By a sum where there is one number for each index of some axes: a sharded axis is not cut."""
+def _part(p: jax.Array, like: Any, names_of: MeshAxesOf | None) -> jax.Array:
+    """By a sum where there is one number for each index of some axes: a sharded axis is not cut.
+
+    In `shard_map`, the sum is one of all devices, so that types say, as after an update, that it is
+    the same on them.
+    """
     shape = np.shape(like)
     pairs = list(zip(p.shape, shape, strict=True))
     if all(b in (a, 1) for a, b in pairs):
-        return jnp.sum(p, axis=tuple(i for i, (a, b) in enumerate(pairs) if a != b), keepdims=True)
+        over = tuple(i for i, (a, b) in enumerate(pairs) if a != b)
+        total = jnp.sum(p, axis=over, keepdims=True)
+        names = () if names_of is None else names_of(over)
+        return jax.lax.psum(total, names) if names else total
     return replicated(p)[tuple(map(slice, shape))]
 
 

@@ -42,21 +42,16 @@ AdafactorRule = Literal["paper", "torch"]
 # ---- squares, by rows and columns, on the arrays of one leaf -----------------------------------
 
 
-def _names(over: Sequence[int], axes: MatrixAxes) -> tuple[str, ...]:
-    """The mesh axes inside of `shard_map` along which some axes are sharded."""
-    return tuple(name for axis, of in axes.sharded_axes if axis in over for name in of)
-
-
 def _count(x: jax.Array, over: Sequence[int], axes: MatrixAxes) -> int:
     """How many numbers whole matrices have along some axes; 1 for none."""
-    names = _names(over, axes)
+    names = axes.sharded_over(over)
     devices = jax.lax.psum(1, names) if names else 1
     return max(1, devices * math.prod(x.shape[axis] for axis in over))
 
 
 def _mean(x: jax.Array, over: Sequence[int], axes: MatrixAxes) -> jax.Array:
     """The mean of whole matrices over some axes, which stay with size 1."""
-    names, total = _names(over, axes), jnp.sum(x, axis=tuple(over), keepdims=True)
+    names, total = axes.sharded_over(over), jnp.sum(x, axis=tuple(over), keepdims=True)
     return (jax.lax.psum(total, names) if names else total) / _count(x, over, axes)
 
 

@@ -305,7 +305,7 @@ def test_e40_tree_and_packed(make):
     found, state = train(make(), jgrad.pack(w), [jgrad.pack(g) for g in grads])
     expected, other = train(make(), w, grads)
     chex.assert_trees_all_close(jgrad.unpack(found), expected, rtol=2e-6, atol=2e-6)
-    if make.func is not jgrad.lars:  # a sum of squares of a buffer is in another order
+    if make.func not in (jgrad.lars, jgrad.adafactor):  # sums of a buffer are in another order
         assert_same_moments(state, other)
         return
     codes = [unpacked(x, "codes") for x in (state.mw, other.mw)]
@@ -333,7 +333,7 @@ def test_e40_small_leaves_beside_large_ones(make):
             off = [np.abs(a - b).max() / np.abs(b).max() for a, b in ((state.mw[n], tree.mw[n]),)]
             if "lion" not in make.func.__name__:  # of whose steps the size is known
                 off.append(np.abs(found[n] - expected[n]).max() / moved[n])
-            assert all(x > 1e-3 if is_rounded else x < 1e-5 for x in off)
+            assert all(x > 1e-4 if is_rounded else x < 1e-5 for x in off)
 
 
 @pytest.mark.slow(one_in=12)

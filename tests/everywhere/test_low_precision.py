@@ -12,8 +12,10 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCALES = ["zero", "subnormal", 1e-4, 1.0, 300.0, 1e20, "largest"]
 
 # Slopes are multiplied by this before they are stored as float16: at a gradient of 0, Adam's is
-# 1 / epsilon, that of Ivy's LARS |w| / 1e-12, and that of Dion3 at the smallest gradient 7e7.
+# 1 / epsilon, that of Ivy's LARS |w| / 1e-12, that of Adafactor 1 / sqrt(1e-30), and that of Dion3
+# at the smallest gradient 7e7.
 SMALL = {"lars_ivy": 1e-7, "muon_dion3": 1e-7}
+SMALL |= dict.fromkeys(("adafactor", "adafactor_factored", "adafactor_momentum"), 1e-12)
 
 
 def value(scale, dtype):

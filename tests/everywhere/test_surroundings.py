@@ -52,7 +52,7 @@ class Subject(NamedTuple):
 
 def axes_of(case):
     """How sharded leaves are named."""
-    if case.has_matrices:
+    if case.has_specs:
         return {"mesh_axes": {name: P("d") for name in SHAPES}}
     return {} if case.elementwise else {"mesh_axes": "d"}
 
@@ -229,7 +229,7 @@ def in_shard_map(subject, form, sharded=False):
 
 
 # Leaves that are on all devices have a part of no norm, though one name is given for all leaves.
-MIXED = {"w": P(None, "d"), "up": P(), "b": P(), "v": P("d")}
+MIXED = {"w": P(None, "d"), "up": P("d"), "b": P(), "v": P("d")}
 MODELS = 2
 
 
@@ -249,11 +249,11 @@ def under_vmap(subject, form, where):
     mesh = mesh_of(d=2)
     make = functools.partial(jax.shard_map, mesh=mesh)
     if where == "models":  # each device has some of its own
-        axes = {"mesh_axes": P()} if has_matrices(subject) else {}
+        axes = {"mesh_axes": P()} if has_specs(subject) else {}
         train = functools.partial(by_scan, subject.make(**axes))
         run = make(jax.vmap(train), in_specs=P("d"), out_specs=P("d"))
     else:
-        own = {"mesh_axes": MIXED} if has_matrices(subject) else {}
+        own = {"mesh_axes": MIXED} if has_specs(subject) else {}
         train = functools.partial(by_scan, subject.make(**(subject.axes | own)))
         shardings = jax.tree.map(lambda x: NamedSharding(mesh, x), MIXED)
         of_state = jgrad.state_shardings(subject.make(), w, shardings)
@@ -322,8 +322,9 @@ UNPACKED = {case.name for case in CASES if not case.packs}
 SHARDED = ("shard_map, sharded", "vmap in shard_map", "vmap of shard_map")
 
 
-def has_matrices(subject):
-    return "muon" in subject.name or "soap" in subject.name
+def has_specs(subject):
+    """Whether leaves have each a name for their sharded axes."""
+    return subject.axes is not None and isinstance(subject.axes.get("mesh_axes"), dict)
 
 
 def is_there(subject, form, where):
@@ -395,6 +396,7 @@ def neighbours_of(subject, where):
         "hyperball-tree-vmap of shard_map",
         "accumulate-tree-models in shard_map",
         "soap-tree-vmap in shard_map",
+        "adafactor_factored-tree-vmap in shard_map",
     ]
 )
 @pytest.mark.parametrize(("subject", "form", "where"), list(choices()))

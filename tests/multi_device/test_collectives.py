@@ -192,7 +192,7 @@ def optimizers(form, *, elementwise):
     Without Adafactor, whose means of rows and columns are sums of their own.
     """
     for case in (case.without_masks() for case in CASES):
-        if case.make is jgrad.adafactor or case.has_matrices:
+        if case.has_specs:
             continue
         if case.elementwise == elementwise:
             yield str(case), case.tx()

@@ -54,8 +54,7 @@ def test_pmap(case, form):
     """Eight replicas stay identical, bit for bit, and train as one device does."""
     assert jax.device_count() == 8
     # Of matrices in `pmap`, which may have parts of them, methods want to know that they are whole.
-    is_of_matrices = case.has_matrices or case.make is jgrad.adafactor
-    options = {"mesh_axes": P()} if is_of_matrices and form == "tree" else {}
+    options = {"mesh_axes": P()} if case.has_specs and form == "tree" else {}
     tx, w, data = case.tx(0.01, **options), params(), batches(5)
     pack = jgrad.pack if form == "packed" else lambda tree: tree
 
