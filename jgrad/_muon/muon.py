@@ -489,8 +489,8 @@ def muon(
     if adam_weight_decay is not None:
         options.check_decays(name, weight_decay_rule, adam_weight_decay=adam_weight_decay)
     if adam_learning_rate is None and scale != "match_rms_adamw":
-        expected = "a rate for the leaves that are not in `matrices`, such as 3e-4"
-        remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'
+        expected = "a learning rate for the leaves that are not in `matrices`, such as 3e-4"
+        remedy = 'or `scale="match_rms_adamw"`, with which one learning rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
     def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:

@@ -382,8 +382,8 @@ MESSAGES = [
      lambda: muon(adam_learning_rate=-1.0)),
     (ValueError, "muon: `adam_weight_decay`: -1.0, expected a number in [0, inf).",
      lambda: muon(adam_weight_decay=-1.0)),
-    (ValueError, "muon: `adam_learning_rate`: None, expected a rate for the leaves that are not in `matrices`, "
-     'such as 3e-4; or `scale="match_rms_adamw"`, with which one rate fits both.',
+    (ValueError, "muon: `adam_learning_rate`: None, expected a learning rate for the leaves that are not in `matrices`, "
+     'such as 3e-4; or `scale="match_rms_adamw"`, with which one learning rate fits both.',
      lambda: jgrad.muon(0.02, matrices=True)),
     (ValueError, "muon: `scale`: 'kj' of type str, expected one of 'original', 'match_rms_adamw', 'spectral', "
      "None.", lambda: muon(scale="kj")),
