@@ -1,9 +1,9 @@
 """Fine-tune a frozen model with LoRA.
 
 Adapters of rank 4 teach a frozen network to read digits that are upside down. Install `flax`,
-`orbax-checkpoint` and `scikit-learn`, and run `python colabs/finetune_lora.py`. Run again, it goes
-on from the last checkpoint. Delete the folder to start anew. Here `pretrained` trains the network
-in seconds; you would read yours from a file.
+`orbax-checkpoint` and `scikit-learn`, and run `python colabs/finetune_lora.py`. Run it again,
+and it goes on from the last checkpoint. Delete the folder of checkpoints to start anew. Here
+`pretrained` trains the network in seconds; you would read yours from a file.
 
 What is frozen has no gradient, no moments, and no place in the checkpoint. `nnx.LoRAParam` says so
 three times: to `nnx.Optimizer` for moments, `nnx.DiffState` for gradients, and `nnx.state` for what

@@ -4,7 +4,7 @@ Weights and their 8-bit moments are sharded by the names of mesh axes that you g
 mesh is two devices for the batch by two for the layers, and the data are scikit-learn's digits.
 Install `flax>=0.12`, `orbax-checkpoint` and `scikit-learn`, and run
 `python colabs/train_sharded_nnx.py`. A CPU becomes four virtual devices; with a single GPU, set
-`JAX_PLATFORMS=cpu`. Run again, it goes on from the last checkpoint, on a mesh of any shape.
+`JAX_PLATFORMS=cpu`. Run it again, and it goes on from the last checkpoint, on a mesh of any shape.
 
 `nnx.with_partitioning` names the axes beside each kernel. A moment in 8 bits is two variables. Its
 codes are sharded as the weights are, and its scales along all axes but the last, where 256 elements

@@ -110,7 +110,7 @@ CSS = {
 @pytest.mark.parametrize(
     ("selector", "rule"),
     [
-        (".highlight-diff.highlight-diff .highlight .gd", "in srgb, var(--pst-color-danger)"),  # red
+        (".highlight-diff.highlight-diff .highlight .gd", "in srgb, var(--pst-color-danger)"),
         (".highlight-diff.highlight-diff .highlight .gi", "in srgb, var(--pst-color-success)"),
         (".thumbnail", "object-fit: contain"),
         (".pst-scrollable-table-container::after", "animation-timeline: scroll(nearest inline)"),

@@ -91,8 +91,9 @@ def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
     A path is the keys to a leaf, joined by `/`. Keys of a dictionary, attributes and indices read
     alike, so that `layers/0/kernel` may be in dicts and lists, and in models of flax, equinox and
     haiku. In a pattern `*` stands for any text within one key, and `**` for any number of keys, or
-    none. A pattern is that of a whole path: "bias" is a leaf at the top, "**/bias" is one anywhere.
-    An attribute `value` at the end of a path, as variables of flax have it, need not be written.
+    none. A pattern has to match the whole path: "bias" is a leaf at the top, "**/bias" is one
+    anywhere. An attribute `value` at the end of a path, as variables of flax have it, need not be
+    written.
 
     A rule that no leaf has is an error, and so is a leaf without a rule: a name that was changed in
     the model is noticed. Leaves with one rule share one number in the program.
