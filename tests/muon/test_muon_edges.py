@@ -103,7 +103,7 @@ def test_m02_a_leaf_without_a_matrix(layer_axes):
     assert_error(
         ValueError,
         f"muon: `matrices` at ['b']: True for an array of shape {shape}{over}, expected at least an "
-        "output and an input axis in each layer; without them a leaf is no matrix, and belongs to "
+        "output and an input axis in each layer; without them a leaf is not a matrix, and belongs to "
         "Adam: False.",
         lambda: muon(matrices=True, layer_axes=layer_axes).init(w),
     )
