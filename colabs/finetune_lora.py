@@ -2,7 +2,7 @@
 
 Adapters of rank 4 teach a frozen network to read digits upside down. Here `pretrained` trains it;
 you would read yours from a file. Install `flax`, `orbax-checkpoint` and `scikit-learn`, and run
-`python colabs/finetune_lora.py`. Run again, it goes on from the last checkpoint.
+`python colabs/finetune_lora.py`. Run it again, and it goes on from the last checkpoint.
 
 What is frozen has no gradient, no moments and no place in the checkpoint, since `nnx.DiffState`,
 `nnx.Optimizer` and `nnx.state` are given `nnx.LoRAParam`. `nnx.Param` would train everything, since

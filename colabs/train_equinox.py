@@ -2,10 +2,10 @@
 
 `eqx.filter_jit` compiles the step of a whole model, which 8-bit Adam trains. The data are
 scikit-learn's digits. Install `equinox` and `scikit-learn`, and run
-`python colabs/train_equinox.py`. Run again, it goes on from the last checkpoint, and ends with
-exactly the weights of an unbroken run. Delete the folder to start anew.
+`python colabs/train_equinox.py`. Run it again, and it goes on from the last checkpoint, to exactly
+the weights of an unbroken run. Delete the folder of checkpoints to start anew.
 
-An equinox model is a pytree, but some of its leaves are no arrays, such as the activation. `init`
+An equinox model is a pytree, but some of its leaves are not arrays, such as the activation. `init`
 is therefore given `eqx.filter(model, eqx.is_inexact_array)`, which has None in their place, and
 `eqx.filter_value_and_grad` returns gradients of the same form. `update` may be given the whole
 model, since jgrad leaves alone what has no gradient. Do pass it: some examples for optax call

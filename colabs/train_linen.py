@@ -2,8 +2,8 @@
 
 A `TrainState` trains a convolutional network by 8-bit Adam with accumulated gradients. The data are
 scikit-learn's digits. Install `flax`, `orbax-checkpoint` and `scikit-learn`, and run
-`python colabs/train_linen.py`. Run again, it goes on from the last checkpoint, and ends with
-exactly the weights of an unbroken run. Delete the folder to start anew.
+`python colabs/train_linen.py`. Run it again, and it goes on from the last checkpoint, to exactly
+the weights of an unbroken run. Delete the folder of checkpoints to start anew.
 
 Any optax transformation may be the `tx`. This one averages the gradients of two mini-batches, skips
 steps whose gradients are not finite, and stores moments in 8 bits where a leaf has at least 4096

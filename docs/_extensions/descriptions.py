@@ -1,6 +1,7 @@
 """A description of each page, for search engines and previews of links: its first sentence.
 
-A page that another one lists with a sentence has that. Addresses and images are left out as long as
+A page that another one lists with a sentence has that, and so has one that begins with something
+else than what it is about. Addresses and images are left out as long as
 no public address of the site is known.
 """
 
@@ -18,6 +19,12 @@ from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
 NOT_PROSE = (nodes.table, nodes.list_item, nodes.definition, addnodes.desc)
+OWN = {
+    "getting_started": "A first train step, compiled, with schedules, clipping and checkpoints.",
+    "faq": "What to do if the loss differs from optax's, 8 bits do nothing, or a step is NaN.",
+    "runs": "How to find out why a run diverges, and how to change it in the middle.",
+    "benchmarks": "Times and memory of jgrad beside optax and PyTorch, and what is slower.",
+}
 LENGTH = 50  # at least: after a shorter sentence comes the next
 TAG = '<meta {}="{}" content="{}" />'
 
@@ -40,7 +47,7 @@ def describe(
     """Adds the tags to a page; those without a document, as that of the search, have none."""
     if doctree is None:
         return
-    sentence = (MEASUREMENTS | PROJECT).get(page) or first_sentence(doctree)
+    sentence = (MEASUREMENTS | PROJECT | OWN).get(page) or first_sentence(doctree)
     if not sentence:
         logger.warning("%s has no paragraph that could describe it", page)
     title = re.sub(r"<.*?>", "", context["title"])  # which is escaped

@@ -30,8 +30,8 @@ def grad(
 
         grad(f)(x) = df/dx
 
-    `grad(grad(f))` on an array is the gradient of the sum of the inner gradient: the second
-    derivative of each element, where `f` treats elements apart; and so on for the n-th.
+    On an array, `grad(grad(f))` is the gradient of the sum of the inner gradient. Where `f` treats
+    elements apart, that is the second derivative of each element, and n calls give the n-th.
 
     Args:
       func: returns one real floating array with one element; with `has_aux`, a pair of it and

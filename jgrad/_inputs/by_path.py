@@ -91,11 +91,12 @@ def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
     A path is the keys to a leaf, joined by `/`. Keys of a dictionary, attributes and indices read
     alike, so that `layers/0/kernel` may be in dicts and lists, and in models of flax, equinox and
     haiku. In a pattern `*` stands for any text within one key, and `**` for any number of keys, or
-    none. A pattern is that of a whole path: "bias" is a leaf at the top, "**/bias" is one anywhere.
-    An attribute `value` at the end of a path, as variables of flax have it, need not be written.
+    none. A pattern has to match the whole path: "bias" is a leaf at the top, "**/bias" is one
+    anywhere. An attribute `value` at the end of a path, as variables of flax have it, need not be
+    written.
 
-    A rule that no leaf has is an error, and so is a leaf without a rule: a name that was changed in
-    the model is noticed. Leaves with one rule share one number in the program.
+    A rule that matches no leaf raises an error, and so does a leaf without a rule, so you notice if
+    a name in the model changes. Leaves with one rule share one number in the program.
 
     Args:
       rules: patterns and values, in order. A value is whatever the option accepts for a leaf: a
@@ -108,7 +109,7 @@ def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
       `describe(params)`: the path, shape, rule and value of each leaf.
 
     Raises:
-      TypeError: `rules` is no mapping, or a pattern is no text.
+      TypeError: `rules` is not a mapping, or a pattern is not a string.
       ValueError: there is no value at all, or a pattern cannot be read. Where it is used: no leaf
         has a rule, or a leaf has none.
 

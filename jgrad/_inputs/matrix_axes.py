@@ -469,7 +469,7 @@ def of_leaves(
 
 def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
     shape, axes = layers.shape, output_axes.leaves[i].values
-    remedy = "; without them a leaf is no matrix, and belongs to Adam: False"
+    remedy = "; without them a leaf is not a matrix, and belongs to Adam: False"
     check_is_matrix(matrices, i, layers, "True for ", remedy)
     inside = all(-len(shape) <= axis < len(shape) for axis in axes)
     outputs = tuple(sorted({axis % len(shape) for axis in axes})) if inside else ()
@@ -572,7 +572,7 @@ def _with_blocks(
         if x is None or not sizes.values:
             continue
         if matrices is None:
-            expected = "None for a leaf that is no matrix; `by_path` chooses leaves"
+            expected = "None for a leaf that is not a matrix; `by_path` chooses leaves"
             split.fail(i, ValueError, f"{_shown(sizes)}, expected {expected}")
         blocks[i] = dataclasses.replace(matrices, blocks=_runs(split, i, matrices, sizes))
     return blocks

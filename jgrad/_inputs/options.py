@@ -160,7 +160,7 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
         what = "the number of updates" if checks.is_array(value) else "the whole tree of shapes"
         note = f"{inputs.function}: `{name}` was called with {what}"
         if not jax.tree_util.all_leaves([x]):
-            note += f", since its structure is no prefix of that of `{inputs.reference.name}`"
+            note += f", since its structure is not a prefix of that of `{inputs.reference.name}`"
         error.add_note(f"{note}.")
         raise
 

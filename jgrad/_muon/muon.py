@@ -418,11 +418,12 @@ def muon(
       normuon_beta: decay rate of that average, in [0, 1).
       fraction: of the rows of a matrix, the part that an update uses, in (0, 1]; None for all.
         Below 1, m' = m + g is a sum, without `momentum` and `nesterov`: `momentum` is an error, and
-        d = m'. Of the shorter side of a matrix, of outputs in NorMuon, those with the largest
-        1-norms are taken, ceil(fraction side) of them; X is 0 in the others, which wait. Weight
-        decay acts on all rows; with the "cautious" rule, on those that are taken. s is that of the
-        whole matrix.
-      error_decay: then, what is left of m' in rows that were taken, in [0, 1); as `momentum`.
+        d = m'. Rows lie along the shorter side of a matrix, in NorMuon along the outputs. An update
+        uses the ceil(fraction side) rows with the largest 1-norms; X is 0 in the others, which
+        wait. Weight decay acts on all rows; with the "cautious" rule, on those that are used. s is
+        that of the whole matrix.
+      error_decay: with `fraction`, what is left of m' in rows that were used, in [0, 1); a schedule
+        or a tree, as `momentum`.
       output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
         those. The last, as in flax and haiku; 0 in equinox and PyTorch. What is neither an output
         nor in `layer_axes` is input, so that the kernel of a convolution is one matrix.
@@ -489,8 +490,8 @@ def muon(
     if adam_weight_decay is not None:
         options.check_decays(name, weight_decay_rule, adam_weight_decay=adam_weight_decay)
     if adam_learning_rate is None and scale != "match_rms_adamw":
-        expected = "a rate for the leaves that are not in `matrices`, such as 3e-4"
-        remedy = 'or `scale="match_rms_adamw"`, with which one rate fits both'
+        expected = "a learning rate for the leaves that are not in `matrices`, such as 3e-4"
+        remedy = 'or `scale="match_rms_adamw"`, with which one learning rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
     def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:

@@ -69,7 +69,7 @@ def orthogonalize(
       Arrays of the shapes and dtypes of `x`.
 
     Raises:
-      ValueError: an array that is no matrix, axes that it does not have, or an unknown name.
+      ValueError: an array that is not a matrix, axes that it does not have, or an unknown name.
       TypeError: a leaf that is no floating array, or an option of the wrong kind.
 
     Example:

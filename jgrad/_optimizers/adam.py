@@ -325,9 +325,10 @@ def adam(
         `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
       weight_decay_rule: what weight decay is multiplied by, and where it acts. "decoupled" as
         above. "cautious": only weights that the step moves towards zero decay, w' = w -
-        learning_rate (delta + weight_decay w [Re(delta conj(w)) > 0]), of real ones those of the
-        sign of delta; where delta is 0 none does. "independent": w' = w - learning_rate delta -
-        weight_decay w, with a weight decay in [0, 1), which acts even at a learning rate of 0.
+        learning_rate (delta + weight_decay w [Re(delta conj(w)) > 0]). A real weight decays if it
+        has the sign of delta, and none decays where delta is 0. "independent": w' = w -
+        learning_rate delta - weight_decay w, with a weight decay in [0, 1), which acts even at a
+        learning rate of 0.
       bias_correction: "moments" as above; "step_size" for the form at the end of section 2 of the
         paper, with an epsilon that is not corrected; None for neither. See `adam_step`.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec

@@ -203,8 +203,9 @@ def lamb_update(
         w'    = w - lr ratio u
 
     with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
-    `layer_axes` or `mesh_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, 0 where the
-    weights are, but w' = w - lr ratio delta, so that weight decay acts in the norm alone.
+    `layer_axes` or `mesh_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, which is 0
+    where the weights are 0, but w' = w - lr ratio delta, so that weight decay only acts in the
+    norm.
 
     Args:
       w: weights, floating or complex.

@@ -94,7 +94,8 @@ def pack(
 
         buffers[dtype] = [w_1, 0, ..., w_2, 0, ...], each layer padded to blocks of 256
 
-    Linear, and undone by `unpack` bit for bit. Leaves of one shape are neighbours in the buffer.
+    Packing is linear, and `unpack` undoes it bit for bit. Leaves of one shape are neighbours in the
+    buffer.
 
     Transformations of this library work on packed trees as on others, with options given for the
     unpacked tree. Other transformations must treat each element by itself and map 0 to 0, since

@@ -57,20 +57,20 @@ def carry_over(
 
     Parts are matched by what they mean and by the paths of their parameters, so wrappers may be
     added, removed and reordered, and `old` may be a state of jgrad or optax, or what orbax restores
-    without a target. The `value` of a flax variable does not belong to a path. Arrays become 8 bits
-    or come back, and trees are packed or unpacked. Where several parts mean the same, each goes to
-    the wrapper or optimizer that is most like its own, so that a state of the same recipe comes
-    back bit for bit. Of an `nnx.Optimizer` of flax, give the `opt_state` of two;
+    without a target. The `value` of a flax variable does not belong to a path. Arrays are converted
+    to 8 bits or back, and trees are packed or unpacked. Where several parts mean the same, each
+    goes to the wrapper or optimizer that is most like its own, so that a state of the same recipe
+    comes back bit for bit. For two `nnx.Optimizer`s of flax, give the `opt_state` of each;
     `nnx.update(new.opt_state, nnx.state(state))` puts the result into the second.
 
     Moments keep the step that belongs to them. Any other counter goes on from one that has counted
     the same thing: updates inside of `accumulate`, mini-batches around it.
 
-    The step is kept: schedules and bias correction count it. A second moment that starts at zero
-    beside a large step would make the first steps of Adam far too long. So where a first moment is
-    kept, the second one is estimated: an average of gradients that are noise, with momentum 0.9,
-    has 1/19 of their mean square; for sums of gradients the factor is 0.19. Where neither is there,
-    both start at zero, and a note in the account says it.
+    The step is kept, since schedules and bias correction use it. A second moment that starts at
+    zero beside a large step would make the first steps of Adam far too long. So where a first
+    moment is kept, the second one is estimated: an average of gradients that are noise, with
+    momentum 0.9, has 1/19 of their mean square; for sums of gradients the factor is 0.19. Where
+    neither is there, both start at zero, and a note in the account says it.
 
     A first moment is an average of gradients, as in `adam`, a sum of them, as in
     `gradient_descent(momentum=)`, or a sum of steps, with the learning rate inside, as in `lars`.
@@ -82,7 +82,7 @@ def carry_over(
     correct it. They also do for the matrices of `muon`, which are assumed to be averages: with a
     `fraction` they are sums, of which fraction (1 - error_decay) is an average. States of
     `optax.adamax` and `optax.contrib.adopt` look like Adam's but hold other numbers, and so do
-    those of `optax.adabelief` in files: give `reset=True`.
+    those of `optax.adabelief` in files: pass `reset=True`.
 
     Args:
       old: a state, of arrays.

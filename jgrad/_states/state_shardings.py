@@ -45,8 +45,8 @@ def state_shardings(
     With `shard_over`, moments are sharded over one more mesh axis, so that each device along it has
     1/n of the state: ZeRO-1.
 
-    For `jax.jit(tx.init, out_shardings=...)`, for the `out_shardings` of a train step, and for
-    restoring a checkpoint.
+    Use it in `jax.jit(tx.init, out_shardings=...)`, as `out_shardings` of a train step, and to
+    restore a checkpoint.
 
     Args:
       tx: a transformation whose state holds trees like the parameters.

@@ -234,6 +234,8 @@ def parameters(arg: ArgLeaves) -> list[Leaf]:
         if not is_numeric(x):
             does = "as `eqx.filter(model, eqx.is_inexact_array)` does"
             remedy = f"put None in the place of other leaves, {does}"
+            if isinstance(x, jax.ShapeDtypeStruct):
+                remedy = "call it under `jax.eval_shape` if you only have shapes"
             arg.fail(i, TypeError, f"{describe(x)}, expected an array of numbers; {remedy}")
     return list(arg.leaves)
 

@@ -198,7 +198,7 @@ def accumulate(
     Raises:
       ValueError: `every` below 1, or a function where no state inside counts its updates; a
         negative weight, or one without `weighted`.
-      TypeError: `tx` is not a transformation, `every` is no int and no function that returns it, or
+      TypeError: `tx` is not a transformation, `every` is neither an int nor a function, or
         a weight is missing.
 
     Example:

@@ -30,10 +30,11 @@ def apply_gradients(
         updates, state' = tx.update(grads, state, params)
         params'         = params + updates
 
-    Bit for bit what `tx.update` and `optax.apply_updates` return. With moments in 8 bits, a program
-    for a TPU has one kernel for each leaf, which reads the gradient, codes and weights once, and
-    writes codes and weights in their place: no update is written, unless a transformation of
-    another library is behind the optimizer. Without 8 bits XLA makes the same program of both.
+    The results are bit for bit those of `tx.update` and `optax.apply_updates`. With moments in 8
+    bits, a program for a TPU has one kernel for each leaf, which reads the gradient, codes and
+    weights once, and writes codes and weights in their place: no update is written, unless a
+    transformation of another library is behind the optimizer. Without 8 bits XLA makes the same
+    program of both.
 
     Donate `params` and `state`. The kernel is used on one device, inside `shard_map`, on meshes
     with explicit axes, and with `mesh_axes`; `leaf_programs` says which leaves have it.

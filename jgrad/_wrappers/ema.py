@@ -53,11 +53,12 @@ def ema(
 
         average' = decay average + (1 - decay) (w + updates)
 
-    The average starts at the first parameters, or at those after `start` updates: up to then it is
+    The average starts at the first parameters, or at those after `start` updates; up to then it is
     a copy of the newest ones. With `debias` the parameters at the start have no weight of their
-    own: after n updates the average is that of n parameters, of weights (1 - decay) decay^i /
-    (1 - decay^n), i = 0 for the newest. It is what the state holds; nothing is left to correct. The
-    state is the same with either, so that both may be changed in a run.
+    own: after n updates, the n parameters since then have weights (1 - decay) decay^i / (1 -
+    decay^n), where i = 0 is the newest. The state holds this average, so you need not correct it
+    when you read it. Neither option changes the form of the state, so you can change both in the
+    middle of a run.
 
     Put `ema` last in `optax.chain`, where the updates are those that will be applied. Put the chain
     inside `accumulate`, `skip_nonfinite` and `master_weights`: there `ema` averages once per

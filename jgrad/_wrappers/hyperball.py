@@ -85,12 +85,13 @@ def hyperball(
 
         w' = R (w + learning_rate R u / |u|) / |w + learning_rate R u / |u||
 
-    with u the update of `tx`, |.| the 2-norm of a matrix and R that at `init`. So the size of u
-    cancels, and with it the learning rate of `tx`; each step turns a matrix by about
-    `learning_rate`, in radians. Around `adam` this is AdamH, around `muon` MuonH. All sums are in
-    float32 or wider, and none overflows or underflows; a norm that has drifted comes back. Since
-    updates are added, a matrix far above its radius has it up to rounding: one 1e7 times as large
-    is rounded to zeros, and has it from the next step. A matrix without a direction stays.
+    with u the update of `tx`, |.| the 2-norm of a matrix, and R its norm at `init`. The size of u
+    cancels, and with it the learning rate of `tx`, so each step turns a matrix by about
+    `learning_rate`, in radians. Around `adam` this is AdamH, around `muon` MuonH. A matrix whose
+    update is zero stays. All sums are in float32 or wider, and none overflows or underflows. Each
+    step sets the norm anew, so it does not drift; but as the update is a difference that is added,
+    a matrix that begins 1e7 times too large is rounded to zeros in its first step, and has the norm
+    from the next.
 
     A matrix that is zero at `init` has no norm to keep, so it is moved by the updates of `tx`, with
     the learning rate of `tx`. `state.describe()` shows them; `radius` gives them a norm, which they

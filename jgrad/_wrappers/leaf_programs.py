@@ -54,9 +54,9 @@ def leaf_programs(
       >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
       >>> for path, answer in jgrad.leaf_programs(tx, params).items():
       ...     print(path, answer)
-      .mw['v'] XLA: its last axis, 100, is no multiple of 256
+      .mw['v'] XLA: its last axis, 100, is not a multiple of 256
       .mw['w'] one kernel
-      .vw['v'] XLA: its last axis, 100, is no multiple of 256
+      .vw['v'] XLA: its last axis, 100, is not a multiple of 256
       .vw['w'] one kernel
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
@@ -76,7 +76,7 @@ def leaf_programs(
         elif len(x.shape) < 2:
             answer = "XLA: it has no rows"
         elif x.shape[-1] % SIZE:
-            answer = f"XLA: its last axis, {x.shape[-1]}, is no multiple of {SIZE}"
+            answer = f"XLA: its last axis, {x.shape[-1]}, is not a multiple of {SIZE}"
         else:
             answer = "XLA: it is stored in other blocks than along its last axis"
         programs[jax.tree_util.keystr(path)] = answer

@@ -31,10 +31,10 @@ def pack_small(
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
 
     The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. With moments in 8 bits
-    they are too, as long as no leaf of 4096 elements or more is packed: it would take the buffer
-    that it shares with smaller leaves into 8 bits, unless `small_apart=True`. Training on packed
-    parameters gains more, since then no step packs and unpacks. In a step in which a small leaf has
-    the gradient None, `tx` works on the tree.
+    they are the same as long as no leaf of 4096 elements or more is packed, because the buffer that
+    it shares with smaller leaves would be in 8 bits as a whole; `small_apart=True` prevents that.
+    Training on packed parameters gains more, since no step then packs and unpacks. In a step in
+    which a small leaf has the gradient None, `tx` works on the tree.
 
     Args:
       tx: any transformation of this library, whose options are given for the tree, or any other

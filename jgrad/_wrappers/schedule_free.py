@@ -75,10 +75,10 @@ def schedule_free(
         average' = (1 - c) average + c z'
         y'       = beta average' + (1 - beta) z'
 
-    The parameters of the training are y. Evaluate, and save for use, `average`:
+    You train y. To evaluate the model or to deploy it, use the average instead,
     `optax.tree.get(state, "average")`. `beta` stands in for momentum, so give `tx` none:
-    `schedule_free(adam(0.0025, beta1=0.0, beta2=0.999, bias_correction="moments"))` is the
-    authors' AdamW. Weight decay inside `tx` is of y, as theirs. Half-precision parameters have
+    `schedule_free(adam(0.0025, beta1=0.0, beta2=0.999, bias_correction="moments"))` is the authors'
+    AdamW. Weight decay inside `tx` acts on y, as in their code. Half-precision parameters have
     float32 z and averages, and `tx` sees float32 ones. Integer leaves are left alone.
 
     Args:

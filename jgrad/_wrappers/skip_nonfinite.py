@@ -76,16 +76,16 @@ def skip_nonfinite(
         updates  = step if g and step are finite, and the new state and w + step stay so, else 0
         skipped' = skipped, or skipped + 1
 
-    With `loss_scale`, dynamic loss scaling: multiply the loss, in float32, by `state.loss_scale`
-    before it is differentiated. The scale halves at each step skipped, down to 1, and doubles after
+    `loss_scale` turns on dynamic loss scaling: multiply the loss, in float32, by `state.loss_scale`
+    before you differentiate it. The scale halves at each step skipped, down to 1, and doubles after
     each `growth_interval` finite steps in a row, up to 2^125; `tx` sees gradients in float32 or
     wider. Put clipping inside, so that it sees gradients without the scale.
 
-    What is looked at: transformations of this library make nothing non-finite of finite gradients,
-    since they work in float32 or wider and saturate, and their updates are clipped to 2^102 (2^118
-    for bfloat16), which can be added to any parameter. So the gradients decide, or the norm that
-    `clip_by_global_norm` has computed of them. Results of other transformations are looked at, and
-    so are float16 parameters, which overflow at 65504: that reads every new array once more.
+    Transformations of this library make nothing non-finite of finite gradients, since they work in
+    float32 or wider and saturate, and their updates are clipped to 2^102 (2^118 for bfloat16),
+    which can be added to any parameter. So it is enough to check the gradients, or the norm that
+    `clip_by_global_norm` has computed of them. The results of other transformations are checked,
+    and so are float16 parameters, which overflow at 65504; that reads every new array once more.
 
     With an `accumulate` inside, a non-finite mini-batch is left out of its window, which continues
     and closes as usual. A window whose update is non-finite is dropped as a whole.

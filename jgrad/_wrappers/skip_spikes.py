@@ -73,17 +73,19 @@ def skip_spikes(
         spread  = 1.4826 median |losses - middle|
         updates = tx(g)   if loss <= middle + deviations spread, and finite, else 0
 
-    The state is that of before then: what is left out enters no moment, counter or schedule, and
-    not the window of losses. Nothing finite is left out before a quarter of the window is full.
-    After `window` losses left out in a row the window starts anew, since the model is elsewhere.
+    A skipped step leaves the state as it was, so it enters no moment, counter or schedule, nor the
+    window of losses. Until a quarter of the window is full, only losses that are not finite are
+    skipped. After `window` skipped losses in a row the window starts anew, since that is then the
+    usual height of the loss.
 
     The spread is at least a unit in the last place of `middle`, in the dtype of the loss, float32
     at most: where most losses of a window are equal, their deviation is 0. The rule is computed in
     float32, so a float64 loss above 3.4e38 is not finite.
 
-    Gradients are not looked at: put `skip_nonfinite` inside. With it, or around it, a step costs
-    what it costs without `skip_spikes`. A non-finite gradient beside an ordinary loss is left out
-    by `skip_nonfinite` alone; inside of `skip_spikes`, it does not keep the loss from the window.
+    It does not look at gradients, so put `skip_nonfinite` inside. With it, or around it, a step
+    costs what it costs without `skip_spikes`. A non-finite gradient beside an ordinary loss is left
+    out by `skip_nonfinite` alone; inside of `skip_spikes`, it does not keep the loss from the
+    window.
 
     With an `accumulate` inside, a mini-batch is left out of its window, which continues and closes
     as usual. Put all that keeps a state inside that `accumulate`: what stands before it or beside

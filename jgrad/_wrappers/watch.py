@@ -68,20 +68,21 @@ def watch(
         update_ratio = |u| / |w|, and 0 where w is
         nonfinite    = the number of layers whose gradient is not finite, of all leaves
 
-    with |.| the 2-norm, computed without overflow or underflow: of the whole model, and of each
-    leaf, as `grad_norm/embed/table`, whose path is keys, attributes and indices joined by `/`. A
-    leaf that is a stack of layers has an array with an entry for each. A norm is at most the
-    largest number, and infinite or NaN where an element is. Without a gradient it is 0.
+    with |.| the 2-norm, computed without overflow or underflow. There is one number for the whole
+    model and one for each leaf, such as `grad_norm/embed/table`, whose path is its keys, attributes
+    and indices joined by `/`. A leaf that is a stack of layers has an array with an entry for each
+    layer. A norm is at most the largest number of its dtype, unless an element is infinite or NaN;
+    then the norm is, too. Without a gradient it is 0.
 
-    What is inside adds numbers that it computes anyway: `learning_rate`, or `learning_rate/<path>`
-    where leaves have learning rates of their own; `clip_factor`; `trust_ratio/<path>`, a number for
-    each layer; of Muon `muon_residual/<path>`, the largest |X X^T - I| / sqrt(rows) of the matrices
-    of a leaf, which costs a product. A second number of a name is `clip_factor#1`. Transformations
-    of other libraries add none, nor does what is inside `optax.MultiSteps`, or inside a
-    transformation that does not hand extra arguments on. Where `init` cannot try an update, since
-    that needs arguments such as the `value=` of optax's `reduce_on_plateau`, nothing inside adds
-    any. In a call that does not compute a number, such as one inside the window of an `accumulate`,
-    the old one stays.
+    Optimizers and wrappers inside add numbers that they compute anyway: `learning_rate`, or
+    `learning_rate/<path>` where leaves have learning rates of their own; `clip_factor`;
+    `trust_ratio/<path>`, a number for each layer; of Muon `muon_residual/<path>`, the largest |X
+    X^T - I| / sqrt(rows) of the matrices of a leaf, which costs a product. A second number of a
+    name is `clip_factor#1`. Transformations of other libraries add none, nor does what is inside
+    `optax.MultiSteps`, or inside a transformation that does not hand extra arguments on. Where
+    `init` cannot try an update, since that needs arguments such as the `value=` of optax's
+    `reduce_on_plateau`, nothing inside adds any. In a call that does not compute a number, such as
+    one inside the window of an `accumulate`, the old one stays.
 
     `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
     all by `report(state)`.
@@ -192,12 +193,12 @@ def report(state: PyTree) -> dict[str, jax.Array]:
 
         report(state) = {name: array}, of each state inside that has something to report
 
-    All that `watch` has, and, with or without it, as they are after the last call: `skipped` and
-    `loss_scale` of `skip_nonfinite`, `spikes` and `spike_restarts` of `skip_spikes`,
-    `skipped_mini_batches` of `accumulate`. Where two states have a name, that of the outer one
-    stays, or of the first in a chain, and the next is `skipped#1`. It computes nothing, so that it
-    may be called under `jit` or outside, and on the states of models under `vmap`. `jax.device_get`
-    makes numbers of all arrays at once.
+    It returns all that `watch` has measured, and, with or without `watch`, the counters after the
+    last call: `skipped` and `loss_scale` of `skip_nonfinite`, `spikes` and `spike_restarts` of
+    `skip_spikes`, `skipped_mini_batches` of `accumulate`. Where two states have a counter of the
+    same name, that of the outer one, or of the first in a chain, keeps the name, and the next is
+    `skipped#1`. `report` computes nothing, so you can call it under `jit` or outside, and on the
+    states of models under `vmap`. `jax.device_get` makes numbers of all arrays at once.
 
     Args:
       state: of a chain, a wrapper, or `optax.MultiSteps`, with one of these at some place in it.

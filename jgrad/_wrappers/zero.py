@@ -27,10 +27,10 @@ def zero(
         u_i     = tx(g_i, state_i, w_i)                        1/n of the state and of the work
         updates = u_1, ..., u_n                                one all-gather per dtype
 
-    For `shard_map` and `pmap`. It takes the mean over devices itself: give it the gradient of each
-    device's own loss. The numbers are those of `tx` with `pmean`: in float32, bit for bit for
-    elementwise methods, if reduce-scatter and all-reduce add in one order, as on CPUs. LARS, LAMB
-    and clipping see norms of whole layers, at the cost of a few small all-reduces.
+    Use it inside `shard_map` or `pmap`. It averages gradients over devices itself, so give it the
+    gradient of each device's own loss. The numbers are those of `tx` with `pmean`: in float32, bit
+    for bit for elementwise methods, if reduce-scatter and all-reduce add in one order, as on CPUs.
+    LARS, LAMB and clipping see norms of whole layers, at the cost of a few small all-reduces.
 
     Put every other wrapper inside, where it sees means: `zero(accumulate(master_weights(tx), 4),
     "data")`. A wrapper with arrays like the parameters, such as `accumulate` or `ema`, may wrap

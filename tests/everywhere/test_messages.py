@@ -198,7 +198,7 @@ TRANSFORMATIONS = [
      lambda: jgrad.lamb(0.1, rule="nvlamb")),
     # At init.
     (TypeError, "adam: `params` at ['layer_3']['b']: a ShapeDtypeStruct of float32 and shape (3,), expected an array "
-     "of numbers; put None in the place of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.",
+     "of numbers; call it under `jax.eval_shape` if you only have shapes.",
      lambda: jgrad.adam(0.1).init(with_b(jax.ShapeDtypeStruct((3,), jnp.float32)))),
     (TypeError, "adam: `params`: 'abc' of type str, expected an array of numbers; put None in the place of other leaves, as "
      "`eqx.filter(model, eqx.is_inexact_array)` does.", lambda: jgrad.adam(0.1).init("abc")),

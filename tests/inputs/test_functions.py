@@ -140,8 +140,8 @@ def test_a_tree_of_another_model_says_so():
     with pytest.raises(AssertionError) as failed:
         tx.update(MODEL, tx.init(MODEL), MODEL)
     assert failed.value.__notes__ == [
-        "adam: `learning_rate` was called with the number of updates, since its structure is no "
-        "prefix of that of `params`."
+        "adam: `learning_rate` was called with the number of updates, since its structure is not "
+        "a prefix of that of `params`."
     ]
     tx = jgrad.adam({"a": 0.1})
     with pytest.raises(ValueError, match="`learning_rate` does not have the structure of `params`"):

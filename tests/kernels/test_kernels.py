@@ -415,7 +415,7 @@ def test_no_codes_no_call():
 # ---- answers -----------------------------------------------------------------------------------
 
 ONE = "one kernel"
-ODD = "XLA: its last axis, 100, is no multiple of 256"
+ODD = "XLA: its last axis, 100, is not a multiple of 256"
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, clipped, lambda tx: jgrad.accumulate(tx, 2)])

@@ -251,7 +251,7 @@ def answers(axes=None, kind=AxisType.Auto, specs=SPECS):
 
 
 ONE = "one kernel"
-ODD = "XLA: its last axis, 100, is no multiple of 256"
+ODD = "XLA: its last axis, 100, is not a multiple of 256"
 
 
 def of_leaves(w=ONE, rows=ONE, stack=ONE):

@@ -103,7 +103,7 @@ def test_m02_a_leaf_without_a_matrix(layer_axes):
     assert_error(
         ValueError,
         f"muon: `matrices` at ['b']: True for an array of shape {shape}{over}, expected at least an "
-        "output and an input axis in each layer; without them a leaf is no matrix, and belongs to "
+        "output and an input axis in each layer; without them a leaf is not a matrix, and belongs to "
         "Adam: False.",
         lambda: muon(matrices=True, layer_axes=layer_axes).init(w),
     )
@@ -382,8 +382,8 @@ MESSAGES = [
      lambda: muon(adam_learning_rate=-1.0)),
     (ValueError, "muon: `adam_weight_decay`: -1.0, expected a number in [0, inf).",
      lambda: muon(adam_weight_decay=-1.0)),
-    (ValueError, "muon: `adam_learning_rate`: None, expected a rate for the leaves that are not in `matrices`, "
-     'such as 3e-4; or `scale="match_rms_adamw"`, with which one rate fits both.',
+    (ValueError, "muon: `adam_learning_rate`: None, expected a learning rate for the leaves that are not in `matrices`, "
+     'such as 3e-4; or `scale="match_rms_adamw"`, with which one learning rate fits both.',
      lambda: jgrad.muon(0.02, matrices=True)),
     (ValueError, "muon: `scale`: 'kj' of type str, expected one of 'original', 'match_rms_adamw', 'spectral', "
      "None.", lambda: muon(scale="kj")),

@@ -312,11 +312,11 @@ REFUSED = {
     ),
     "no matrix": (
         {"mlp": {"w": None, "b": 4}},
-        " at ['mlp']['b']: 4, expected None for a leaf that is no matrix; `by_path` chooses leaves",
+        " at ['mlp']['b']: 4, expected None for a leaf that is not a matrix; `by_path` chooses leaves",
     ),
     "all": (
         4,
-        " at ['mlp']['b']: 4, expected None for a leaf that is no matrix; `by_path` chooses leaves",
+        " at ['mlp']['b']: 4, expected None for a leaf that is not a matrix; `by_path` chooses leaves",
     ),
     "zero": ({"qkv": 0}, " at ['qkv']: 0, expected sizes of 1 or more"),
     "negative": ({"qkv": (24, -8)}, " at ['qkv']: (24, -8), expected sizes of 1 or more"),

@@ -411,7 +411,7 @@ def of_choice():
         (TypeError, "soap: `matrices`: None, expected a prefix tree of bools, or a function of the parameters' shapes; "
          "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell.", lambda: soap(matrices=None)),
         (ValueError, "soap: `matrices` at ['b']: True for an array of shape (3,), expected at least an output and an "
-         "input axis in each layer; without them a leaf is no matrix, and belongs to Adam: False.", lambda: soap().init(W)),
+         "input axis in each layer; without them a leaf is not a matrix, and belongs to Adam: False.", lambda: soap().init(W)),
         (ValueError, "soap: `split` at ['w']: (1, 1) with sum 2, expected 3, the number of outputs of an array of shape (4, 3).",
          lambda: jgrad.soap(0.1, matrices=BOTH, split=jgrad.by_path({"w": (1, 1)}, rest=None)).init(W)),
         (ValueError, "soap: `matrices` at ['w']: True for a leaf that is packed with others, expected one by itself: "
