@@ -464,6 +464,8 @@ MUTATIONS = [
     Mutation("soap._of_matrices", "soap: corrections count the first update", "jnp.asarray(done, float)", "step.as_float", SOAP + " -k layers_and"),
     Mutation("soap._of_matrices", "soap: the first gradient is in the average", "_held(is_first, n.beta2)", "n.beta2", SOAP + " -k second_moments"),
     Mutation("soap._of_matrices", "soap: bases one update later", "done % soap.every == 0", "step.number % soap.every == 0", SOAP + " -k layers_and"),
+    Mutation("soap._of_matrices", "soap: noise is a direction", "leafwise.apply(_above_noise, X, _, _)", "X", SOAP + " -k rounding_is"),
+    Mutation("factors._rounding", "soap: moments in 8 bits are exact", "_OF_CODES", "0.0", SOAP + " -k rounding_is"),
     Mutation("soap._bounded", "soap: squares overflow", "numerics.clipped(X, _)", "X", SOAP + " -k every_scale"),
     Mutation("state_shardings._of_factor", "soap: factors are on every device", "n != own", "True", SOAP + " -k shardings_of"),
     Mutation("Matcher._new", "soap: bases of another recipe are zero", "_is_basis(X)", "False", SOAP + " -k carried_over"),

@@ -470,6 +470,8 @@ def adafactor(
       Transformers" (2022), section 3.4; "torch": `torch.optim.Adafactor` of 2.5.
     """
     name, given = "adafactor", _OPTIONS.check("adafactor", locals())
+    if epsilon[0] is None and rule != "torch":
+        raise TypeError(f'{name}: `epsilon`: {epsilon}, expected two numbers; None is of "torch".')
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, NewMoments]:
         inputs.check_buffers()

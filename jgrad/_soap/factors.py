@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jgrad._inputs.matrix_axes import MatrixAxes
 from jgrad._soap import bases
 from jgrad._soap.bases import Side, product
 from jgrad._trees import checks, trees, variables
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import state_of
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
@@ -24,6 +25,9 @@ from jgrad._trees.trees import PyTree
 
 Array = jax.Array | None
 Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
+
+# Rounding of a moment in 8 bits, in parts of its elements: what some updates leave of it is 0.1.
+_OF_CODES = 0.25
 
 
 class SoapFactors(NamedTuple):
@@ -200,21 +204,25 @@ class Matrices(NamedTuple):
 
     def into_bases(self, arrays: Sequence[Array]) -> list[Array]:
         """P^H X Q of each matrix."""
-        return self._rotated(arrays, back=False)
+        return self._of_each([_into_bases] * len(arrays), arrays)
 
     def out_of_bases(self, arrays: Sequence[Array]) -> list[Array]:
         """P X Q^H of each matrix."""
-        return self._rotated(arrays, back=True)
+        return self._of_each([_out_of_bases] * len(arrays), arrays)
 
-    def _rotated(self, arrays: Sequence[Array], *, back: bool) -> list[Array]:
+    def noise(self, m: Sequence[Array], stored: Sequence[Any]) -> list[Array]:
+        """What rounding adds to P^H M Q: of each matrix a number, at each of its elements."""
+        functions = [
+            x if x is None else leafwise.fixed(_noise, rounding=_rounding(x)) for x in stored
+        ]
+        return self._of_each(functions, m)
+
+    def _of_each(self, functions: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
         calls: list[Call | None] = [None] * len(arrays)
         for i, (x, axes, own) in enumerate(zip(arrays, *self, strict=True)):
             if x is not None and axes is not None and own is not None:
                 sides = [(run.left_basis, run.right_basis) for run in own]
-                calls[i] = (
-                    leafwise.fixed(_rotation, axes=axes.whole, back=back),
-                    (axes.gathered(x), sides),
-                )
+                calls[i] = leafwise.fixed(functions[i], axes=axes.whole), (axes.gathered(x), sides)
         pairs = zip(leafwise.run(calls), self.axes, strict=True)
         return [x if x is None or axes is None else axes.local_part(x) for x, axes in pairs]
 
@@ -268,19 +276,55 @@ def _with_bases(run: SoapFactors, new: Iterator[jax.Array]) -> SoapFactors:
 # ---- on the array of one leaf ------------------------------------------------------------------
 
 
-def _rotation(x: jax.Array, sides: Sides, *, axes: MatrixAxes, back: bool) -> jax.Array:
-    def rotated(x: jax.Array, sides: Sides) -> jax.Array:
+def _into_bases(x: jax.Array, sides: Sides, *, axes: MatrixAxes) -> jax.Array:
+    def rotated(y: jax.Array, left: Array, right: Array) -> jax.Array:
+        y = y if left is None else product(left, y, adjoint_x=True)
+        return y if right is None else product(y, right)
+
+    return _of_runs(rotated, x, sides, axes)
+
+
+def _out_of_bases(x: jax.Array, sides: Sides, *, axes: MatrixAxes) -> jax.Array:
+    def rotated(y: jax.Array, left: Array, right: Array) -> jax.Array:
+        y = y if left is None else product(left, y)
+        return y if right is None else product(y, right, adjoint_y=True)
+
+    return _of_runs(rotated, x, sides, axes)
+
+
+def _noise(m: jax.Array, sides: Sides, *, axes: MatrixAxes, rounding: float) -> jax.Array:
+    """A rotation spreads the rounding of large elements over all, by their root mean square."""
+
+    def noise(y: jax.Array, left: Array, right: Array) -> jax.Array:
+        if left is None and right is None:
+            return jnp.zeros_like(y)
+        of_products = float(jnp.finfo(y.dtype).eps) * max(y.shape[-2:]) ** 0.5
+        squares = numerics.abs_squared(jax.lax.stop_gradient(y))
+        rms = jnp.sqrt(jnp.mean(squares, axis=(-2, -1), keepdims=True))
+        return jnp.broadcast_to(max(rounding, of_products) * rms, y.shape).astype(y.dtype)
+
+    return _of_runs(noise, m, sides, axes)
+
+
+def _rounding(stored: Any) -> float:
+    """Of a moment in this form, relative to its elements, as it is left after some updates."""
+    return _OF_CODES if isinstance(stored, Blocks) else 2 * float(jnp.finfo(stored.dtype).eps)
+
+
+def _of_runs(
+    function: Callable[..., jax.Array], x: jax.Array, sides: Sides, axes: MatrixAxes
+) -> jax.Array:
+    """`function(matrices, left, right)` of each run of blocks, as an array like `x`."""
+
+    def of_all(x: jax.Array, sides: Sides) -> jax.Array:
         runs = []
-        for y, run, (left, right) in zip(*_runs(x, axes), sides, strict=True):
+        for y, run, pair in zip(*_runs(x, axes), sides, strict=True):
             real = numerics.real_dtype(y)
-            if left is not None:
-                y = product(numerics.widen(left, real), y, adjoint_x=not back)
-            if right is not None:
-                y = product(y, numerics.widen(right, real), adjoint_y=back)
-            runs.append(run.as_matrices.back(y))
+            wide = (None if basis is None else numerics.widen(basis, real) for basis in pair)
+            runs.append(run.as_matrices.back(function(y, *wide)))
         return matrix_axes.joined(runs, axes, x.shape)
 
-    return _automatic(rotated, jax.typeof(x).sharding, x, sides)
+    return _automatic(of_all, jax.typeof(x).sharding, x, sides)
 
 
 def _averages(

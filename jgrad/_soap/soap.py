@@ -134,6 +134,19 @@ def _adam_in_bases(g: jax.Array, m: jax.Array, vw: Moments, n: adam_of.Numbers) 
     return adam_of.delta(m, v, n.alpha, n.epsilon)
 
 
+@on_leaf(arrays=3)
+def _above_noise(direction: jax.Array, m: jax.Array, noise: jax.Array) -> jax.Array:
+    """The direction m / sqrt(v), of which the root counts as no less than the noise of m.
+
+    Where gradients have no part along a pair of eigenvectors, m and v are what rounding left: m of
+    its form, in all elements, and v of the products alone.
+    """
+    noise = noise.real
+    is_noise = noise * numerics.magnitude(direction) > numerics.magnitude(m)
+    inverse = numerics.safe_divide(jnp.ones_like(noise), noise)
+    return jnp.where(is_noise, numerics.scaled(m, inverse), direction)
+
+
 @on_leaf(arrays=2)
 def _adam_at_first(
     direction: jax.Array, g: jax.Array, is_first: jax.Array, epsilon: jax.Array
@@ -180,6 +193,7 @@ def _of_matrices(inputs: Inputs, step: Step, soap: Soap, axes: list[Any], n: Any
     of_adam = of_adam._replace(beta2=_held(is_first, n.beta2))
     in_bases = old.into_bases(g), old.into_bases(m)
     x, vw = _adam_in_bases(*in_bases, step.vw, of_adam)
+    x = leafwise.apply(_above_noise, x, in_bases[1], old.noise(m, step.mw.old))
     direction = old.out_of_bases(x)
     if soap.first_step == "adam":
         direction = leafwise.apply(_adam_at_first, direction, g, is_first, n.epsilon)
@@ -311,6 +325,10 @@ def soap(
     with the bases P and Q, eigenvectors of L and R. In each `every`-th update one power step turns
     them: P' is that of the decomposition P' T = L' P, with columns taken in the order of diag(P^H
     L' P) and put back, so that v stays with them. Q' is computed in the same way.
+
+    The root of v' counts as no less than what rounding leaves of m' in the bases, in float32, in
+    bfloat16 or in 8 bits. Otherwise a direction in which gradients have no part would be noise
+    divided by nothing.
 
     The first update initializes P and Q, and moves nothing (`first_step="skip"`); t counts the
     updates after it. All products are in float32 or wider, by `jax.lax.Precision.HIGHEST`, since

@@ -386,6 +386,11 @@ def of_other(**options):
     [
         (TypeError, f"`epsilon`: 0.1 of type float, {OF_FACTORY}", {"epsilon": 0.1}),
         (ValueError, "`epsilon`: -1.0, expected a number in [0, inf).", {"epsilon": (-1.0, 1.0)}),
+        (
+            TypeError,
+            '`epsilon`: (None, 0.001), expected two numbers; None is of "torch".',
+            {"epsilon": (None, 1e-3)},
+        ),
         (ValueError, "`clip_threshold`: 0, expected a number in (0, inf).", {"clip_threshold": 0}),
         (ValueError, "`beta2_cap`: 1.0, expected a number in [0, 1).", {"beta2_cap": 1.0}),
         (ValueError, "`min_side`: 0, expected a number in [1, 2^31).", {"min_side": 0}),

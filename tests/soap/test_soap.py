@@ -172,6 +172,21 @@ def test_what_was_never_seen_keeps_its_place():
     close(second.factors.left_basis, first.factors.left_basis, 1e-5)
 
 
+@pytest.mark.parametrize("form", [None, jnp.bfloat16, "8bit"])
+def test_rounding_is_no_direction(form):
+    """Of one gradient of rank 2, steps are its singular vectors; m and v of other pairs are noise."""
+    g = (normal(64, 2) @ normal(2, 64, seed=1)).astype(np.float32)
+    u, _, v = np.linalg.svd(np.asarray(g, np.float64))
+    tx = jgrad.soap(1.0, matrices=True, weight_decay=0.0, moment_dtype=form)
+    state, update = tx.init(jnp.asarray(g)), jax.jit(tx.update)
+    for t in range(6):
+        updates, state = update(jnp.asarray(g), state, jnp.asarray(g))
+        off = updates + (u[:, :2] @ v[:2] if t else 0)
+        # They may be off by less than a step of Adam. Divided by its root, noise is off by thousands.
+        assert np.sqrt(np.mean(np.square(off))) < 0.5
+        assert np.max(np.abs(off)) < 8
+
+
 def test_zero_gradients():
     """Bases stay the identity, nothing moves, and slopes are finite."""
     w = jnp.ones((3, 2))
