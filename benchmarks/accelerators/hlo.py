@@ -146,8 +146,8 @@ class Placed(NamedTuple):
 def collectives_by_place(text: str) -> Placed:
     """As `collectives`, outside of branches and in each of them.
 
-    What XLA for TPUs does beside several fusions stands in each of these, and has one channel: here
-    it counts once.
+    What XLA for TPUs does beside several fusions stands in each of these, as one chain: here it
+    counts once.
     """
     program = _Program(text)
     outside = list(program.reached(program.entry, into_branches=False))
@@ -163,8 +163,8 @@ def _counted(operations: Iterable[Operation]) -> dict[str, int]:
     kinds = {}
     for x in operations:
         if found := _COLLECTIVE.fullmatch(x.kind):
-            channel = re.search(r"channel_id=(\d+)", x.rest)
-            kinds[channel[1] if channel else x.name] = found[1]
+            chain = re.search(r'channel_id=\d+.*chain_id="\d+"', x.rest)
+            kinds[chain[0] if chain else x.name] = found[1]
     return dict(sorted(collections.Counter(kinds.values()).items()))
 
 
