@@ -457,6 +457,7 @@ MUTATIONS = [
     Mutation("bases._begun", "soap: null spaces are noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),
     Mutation("moment._part", "adafactor: new averages are typed as a device's own", "jax.lax.psum(X, _) if _ else X", "X", SURROUNDINGS + " -k adafactor"),
     Mutation("factors._begun", "soap: new factors are typed as a device's own", "jax.lax.psum(X, _)", "X", SURROUNDINGS + " -k soap"),
+    Mutation("bases._apart", "soap: the partitioner divides decompositions", "whole_matrices(step(whole_matrices(X)))", "step(X)", SOAP + " -k collectives_of"),
     Mutation("bases._orthogonal", "soap: signs of the platform", "q * X", "q", SOAP + " -k keep_their_signs"),
     Mutation("bases.refreshed", "soap: a decomposition for each matrix", "varying_axes(*_)", "(varying_axes(*side), i)", SOAP + " -k decomposed_together"),
     Mutation("numerics.product", "soap: no conjugate", "x.conj() if _ else x", "x", SOAP + " -k turned_gradients"),

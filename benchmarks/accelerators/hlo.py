@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 # Operations that move nothing: a `-done` ends what its `-start` has begun.
@@ -131,6 +131,52 @@ def collectives(text: str) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
+class Placed(NamedTuple):
+    """How many collectives of each kind a program has.
+
+    Attributes:
+      outside: of conditionals.
+      branches: in each branch of a conditional that has any, those of conditionals in it too.
+    """
+
+    outside: dict[str, int]
+    branches: list[dict[str, int]]
+
+
+def collectives_by_place(text: str) -> Placed:
+    """As `collectives`, outside of branches and in each of them.
+
+    What XLA for TPUs does beside several fusions stands in each of these, as one chain: here it
+    counts once.
+    """
+    program = _Program(text)
+    outside = list(program.reached(program.entry, into_branches=False))
+    branches = [
+        _counted(program.reached(name, into_branches=True))
+        for x in outside
+        for name in _branches(x)
+    ]
+    return Placed(_counted(outside), [x for x in branches if x])
+
+
+def _counted(operations: Iterable[Operation]) -> dict[str, int]:
+    kinds = {}
+    for x in operations:
+        if found := _COLLECTIVE.fullmatch(x.kind):
+            chain = re.search(r'channel_id=\d+.*chain_id="\d+"', x.rest)
+            kinds[chain[0] if chain else x.name] = found[1]
+    return dict(sorted(collections.Counter(kinds.values()).items()))
+
+
+def _branches(x: Operation) -> list[str]:
+    """The computations of a conditional; of another operation none."""
+    if x.kind != "conditional":
+        return []
+    if found := re.search(r"branch_computations=\{([^}]*)\}", x.rest):
+        return _OPERAND.findall(found[1])
+    return re.findall(r"(?:true|false)_computation=%?([\w.-]+)", x.rest)
+
+
 def _arrays(text: str) -> tuple[Array, ...]:
     """Those of a type: `f32[8,128]{1,0:T(8,128)S(1)}`, or a tuple of such."""
     found = []
@@ -188,6 +234,14 @@ class _Program:
         self._traffic = functools.cache(self._uncached_traffic)
         self._users = functools.cache(self._uncached_users)
 
+    def reached(self, name: str, *, into_branches: bool) -> Iterator[Operation]:
+        """The operations of a computation, of loops, fusions and calls in it, and of branches."""
+        for x in self.computations[name].operations.values():
+            yield x
+            for called in (x.called, *(_branches(x) if into_branches else ())):
+                if called in self.computations:
+                    yield from self.reached(called, into_branches=into_branches)
+
     def traffic(self, name: str) -> Traffic:
         return self._traffic(name)
 
@@ -206,11 +260,7 @@ class _Program:
         return total
 
     def _conditional(self, x: Operation) -> Traffic:
-        if found := re.search(r"branch_computations=\{([^}]*)\}", x.rest):
-            names = _OPERAND.findall(found[1])
-        else:
-            names = re.findall(r"(?:true|false)_computation=%?([\w.-]+)", x.rest)
-        branches = sorted((self.traffic(name) for name in names), key=lambda y: y.bytes)
+        branches = sorted((self.traffic(name) for name in _branches(x)), key=lambda y: y.bytes)
         total = Traffic(rare=branches[-1].bytes - branches[0].bytes, kernels=1)
         total.add(branches[0])
         return total

@@ -84,9 +84,42 @@ class Sharded(NamedTuple):
 
 def counts(recipe: Recipe, arrangement: Arrangement, topology: str, *, form: str) -> Sharded:
     """Of the recipe ("tree"), or of what optax has in its place ("optax")."""
+    own, axes = shapes(arrangement), arrangement.axes(TOPOLOGIES[topology])
+    made = program(recipe, arrangement, topology, own, form=form)
+    share = sum(
+        _share(shape, arrangement.spec(name, len(shape)), axes) for name, shape in own.items()
+    )
+    return Sharded(made.counts, share)
+
+
+def _share(shape: tuple[int, ...], spec: P, axes: dict[str, int]) -> int:
+    """The elements that a device has."""
+    return math.prod(shape) // math.prod(axes[name] for name in spec if name)
+
+
+def program(
+    recipe: Recipe,
+    arrangement: Arrangement,
+    topology: str,
+    own: dict[str, tuple[int, ...]],
+    *,
+    form: str = "tree",
+    shard_over: str | None = "data",
+    state_over: str | None = None,
+) -> Program:
+    """A step of leaves of these shapes.
+
+    Args:
+      recipe: of which the step is.
+      arrangement: how the leaves are sharded.
+      topology: one of `TOPOLOGIES`.
+      own: shapes by name.
+      form: "tree", or "optax" for what optax has in the place of the recipe.
+      shard_over: what the recipe is told.
+      state_over: `shard_over` of `state_shardings`.
+    """
     target = TARGETS[topology.partition(":")[0]]
     chips = mesh(target, topology, **arrangement.axes(TOPOLOGIES[topology]))
-    own = shapes(arrangement)
     params = {
         name: jax.ShapeDtypeStruct(
             shape,
@@ -97,33 +130,37 @@ def counts(recipe: Recipe, arrangement: Arrangement, topology: str, *, form: str
     }
     layers = {name: 0 if "expert" in name else None for name in own}
     specs = {name: x.sharding.spec for name, x in params.items()}
-    known = Known(layers if arrangement.experts else None, "data", specs)
+    known = Known(layers if arrangement.experts else None, shard_over, specs)
     optaxs = form == "optax"
     tx = recipe.optaxs() if optaxs and recipe.optaxs else recipe.ours(known)
     options = {"by_optax": True} if optaxs else {"mesh_axes": specs, **recipe.options}
     with jax.sharding.set_mesh(chips):
-        where = placed(tx, params, by_paths=optaxs)
+        where = placed(tx, params, by_paths=optaxs, shard_over=state_over)
         state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             jax.eval_shape(tx.init, params),
             where,
         )
         outputs = (jax.tree.map(lambda x: x.sharding, params), where)
-        program = Program(
+        return Program(
             target,
             step(tx, **options),
             (params, state, params),
             donate=(0, 1),
             out_shardings=outputs,
         )
-    share = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in params.values())
-    return Sharded(program.counts, share)
 
 
-def placed(tx: optax.GradientTransformation, params: Any, *, by_paths: bool) -> Any:
+def placed(
+    tx: optax.GradientTransformation,
+    params: Any,
+    *,
+    by_paths: bool,
+    shard_over: str | None = None,
+) -> Any:
     """A sharding for each array of the state; by paths where the state is of another library."""
     if not by_paths:
-        return jgrad.state_shardings(tx, params)
+        return jgrad.state_shardings(tx, params, shard_over=shard_over)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     replicated = NamedSharding(leaves[0][1].sharding.mesh, P())
 

@@ -29,6 +29,7 @@ from jgrad._trees.shardings import (
     sharded_as,
     varying_axes,
     varying_over,
+    whole_matrices,
 )
 
 KEEP, BEGIN, TURN = 0, 1, 2  # what an update does with all bases
@@ -102,14 +103,19 @@ def _apart(
 ) -> list[jax.Array]:
     """A step of all matrices as one stack, whose arrays are there inside of a branch alone.
 
-    Each average is above its basis, so that both are dealt out as one.
+    Each average is beside its basis, so that both are dealt out as one; where the rows of both are
+    sharded, nothing is moved for that. What is not dealt out is whole on each device: the
+    partitioner would divide the columns of each decomposition, with collectives in its loops.
     """
     pairs = [
-        jax.lax.concatenate([_stack(average), _stack(basis)], 1)
+        jax.lax.concatenate([_stack(average), _stack(basis)], 2)
         for average, basis in zip(averages, bases, strict=True)
     ]
     x = jax.lax.concatenate(pairs, 0)
-    new = step(x) if sharing is None else orthogonalize.shared(step, x, sharing)
+    if sharing is None:
+        new = whole_matrices(step(whole_matrices(x)))
+    else:
+        new = orthogonalize.shared(step, x, sharing)
     parts = jax.lax.split(new, [len(x) for x in pairs])
     columns = zip(parts, bases, strict=True)
     return [sharded_as(part.reshape(old.shape), old) for part, old in columns]
@@ -119,13 +125,13 @@ def _stack(x: jax.Array) -> jax.Array:
     return replicated(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-# ---- on a stack of pairs, (count, 2 size, size) ------------------------------------------------
+# ---- on a stack of pairs, (count, size, 2 size) ------------------------------------------------
 
 
 def _begun(pairs: jax.Array) -> jax.Array:
     """Eigenvectors of the averages; the basis as it is where the average is zero."""
-    size = pairs.shape[-1]
-    average, is_zero = _normalized(pairs[:, :size])
+    size = pairs.shape[1]
+    average, is_zero = _normalized(pairs[:, :, :size])
     found = jnp.linalg.eigh(average)
     vectors = jax.lax.rev(found.eigenvectors, (2,))
     values = _without_noise(jax.lax.rev(found.eigenvalues, (1,)))[:, None]
@@ -134,14 +140,14 @@ def _begun(pairs: jax.Array) -> jax.Array:
     vectors = vectors * _phase(jnp.take_along_axis(vectors, largest, axis=1)).conj()
     # Those of a null space are noise: they are completed from the others.
     basis = _orthogonal(jnp.where(values == 0, jnp.zeros_like(vectors), vectors))
-    return jnp.where(is_zero, pairs[:, size:], basis)
+    return jnp.where(is_zero, pairs[:, :, size:], basis)
 
 
 def _turned(pairs: jax.Array) -> jax.Array:
     """The bases after a power step; as they are where the average is zero."""
-    size = pairs.shape[-1]
-    average, is_zero = _normalized(pairs[:, :size])
-    basis = pairs[:, size:]
+    size = pairs.shape[1]
+    average, is_zero = _normalized(pairs[:, :, :size])
+    basis = pairs[:, :, size:]
     powered = product(average, basis)
     estimates = _without_noise(jnp.sum((basis.conj() * powered).real, axis=1))[:, None]
     powered = jnp.where(estimates == 0, basis, powered)

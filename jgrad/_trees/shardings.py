@@ -68,6 +68,15 @@ def replicated(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
 
 
+def whole_matrices(x: jax.Array) -> jax.Array:
+    """A stack of matrices, none of which is sharded; automatic axes may shard their count alone."""
+    mesh = jax.typeof(x).sharding.mesh
+    if not mesh.axis_types or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return x
+    spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, None, None)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
 def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:
     """`x` sharded as `like`, if the type of that says how."""
     return jax.sharding.reshard(x, jax.typeof(like).sharding) if is_sharded(like) else x

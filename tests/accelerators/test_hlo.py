@@ -355,6 +355,44 @@ def test_collectives():
     assert hlo.collectives(text) == {"all-gather": 1, "all-reduce": 2}
 
 
+def test_collectives_by_place():
+    """In several fusions one chain is one collective; a branch has those of its loops, too."""
+
+    def fused(name, chain):
+        attributes = f'frontend_attributes={{chain_id="{chain}"}}' if chain else "dimensions={0}"
+        return f"""
+        %{name} (param_0: f32[512,512]) -> f32[512,512] {{
+          %param_0 = {F} parameter(0)
+          ROOT %gather-{name} = {F} all-gather(%param_0), channel_id=1, {attributes}
+        }}"""
+
+    def branch(name, loop):
+        return f"""
+        %{name} (param: f32[512,512]) -> f32[512,512] {{
+          %param = {F} parameter(0)
+          ROOT %{name}-result = {F} {loop}
+        }}"""
+
+    text = program(
+        f"""
+        %x = {F} parameter(0)
+        %on = pred[] parameter(1)
+        %start = {F} fusion(%x), kind=kCustom, calls=%begins
+        %done = {F} fusion(%start), kind=kCustom, calls=%ends
+        %other = {F} fusion(%done), kind=kCustom, calls=%another
+        %last = {F} all-gather(%other), channel_id=1, dimensions={{0}}
+        ROOT %if = {F} conditional(%on, %last, %x), branch_computations={{%turned, %kept}}
+        """,
+        *(fused(name, chain) for name, chain in {"begins": 1, "ends": 1, "another": 2}.items()),
+        fused("in_loop", None),
+        branch("turned", "while(%param), condition=%in_loop, body=%in_loop"),
+        branch("kept", "copy(%param)"),
+    )
+    assert hlo.collectives(text) == {"all-gather": 5}
+    found = hlo.collectives_by_place(text)
+    assert found == ({"all-gather": 3}, [{"all-gather": 1}])
+
+
 def test_calls_are_looked_into():
     moved, found = counted(
         f"""

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
-from benchmarks.accelerators import sharded, targets
+from benchmarks.accelerators import hlo, sharded, targets
 from benchmarks.accelerators.program import Program, mesh, step
 from benchmarks.accelerators.recipes import RECIPES
 from benchmarks.accelerators.sharded import ARRANGEMENTS, TOPOLOGIES
@@ -56,6 +56,44 @@ def test_collectives(name, topology, arrangement):
     if now is not None:
         reached = all(n <= most.get(x, 0) for x, n in found.counts.collectives.items())
         assert not reached, "reached: remove the entry"
+
+
+SQUARES_AND_WIDE = {"0": (64, 64), "1": (64, 64), "2": (64, 192), "3": (64, 192)}
+
+
+@accelerators
+@pytest.mark.parametrize(
+    ("shard_over", "state_over", "ordinary", "refreshed"),
+    [
+        # Gradient, moment and direction of each matrix, its left average, and two right ones that
+        # share a group with left ones. A refresh gathers the averages or the new bases of a size.
+        (None, None, {"all-gather": 18, "all-reduce": 1}, {"all-gather": 1}),
+        ("data", None, {"all-gather": 18, "all-reduce": 1}, {"all-gather": 1, "all-to-all": 1}),
+        # Averages and bases are sharded: so a basis is gathered, and an average is not.
+        ("data", "data", {"all-gather": 12, "all-reduce": 1}, {"all-to-all": 2}),
+    ],
+    ids=["whole", "dealt out", "sharded"],
+)
+def test_soap(shard_over, state_over, ordinary, refreshed):
+    """On small sides, since XLA compiles eigenvectors of large ones for minutes.
+
+    There are two sizes of bases, so two conditionals, and two branches in each make new bases. One
+    or two collectives in a branch are those around a decomposition, so its loops have none.
+    """
+    if reason := targets.missing(targets.TARGETS["v5e"], "v5e:4x4"):
+        pytest.skip(reason)
+    soap, arrangement = RECIPES["SOAP"], ARRANGEMENTS["fsdp"]
+    options = {"shard_over": shard_over, "state_over": state_over}
+    made = sharded.program(soap, arrangement, "v5e:4x4", SQUARES_AND_WIDE, **options)
+    found = hlo.collectives_by_place(made.text)
+    assert _fit(found.outside, ordinary)
+    assert found.branches
+    assert len(found.branches) <= 4
+    assert all(_fit(own, refreshed) for own in found.branches)
+
+
+def _fit(found, most):
+    return all(count <= most.get(kind, 0) for kind, count in found.items())
 
 
 @accelerators

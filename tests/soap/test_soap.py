@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
+from benchmarks.accelerators import hlo
 from jgrad._backward.step_in_backward import forced
 from tests.multi_device.meshes import mesh_of, use
 from tests.reference import optimizers as reference
@@ -386,6 +387,32 @@ def test_dealt_out_over_devices(kind):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4), found[0], expected[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("shard_over", "state_over", "expected"),
+    [
+        (None, None, {"all-gather": 1}),
+        (None, "d", {"all-gather": 1}),
+        ("d", "d", {"all-to-all": 2}),
+    ],
+)
+def test_collectives_of_new_bases(shard_over, state_over, expected):
+    """Averages are gathered or dealt out, and so are bases: nothing is moved for a decomposition."""
+    mesh = mesh_of(d=8)
+    sharding = NamedSharding(mesh, P("d"))
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    w = {name: place(jnp.ones((8, 8)), sharding) for name in "abc"}
+    with use(mesh):
+        tx = soap(shard_over=shard_over)
+        shardings = jgrad.state_shardings(tx, w, shard_over=state_over)
+        state = jax.tree.map(place, jax.eval_shape(tx.init, w), shardings)
+        step = jax.jit(step_of(tx), out_shardings=(dict.fromkeys(w, sharding), shardings))
+        text = step.lower(w, state, w).compile().as_text()
+    branches = hlo.collectives_by_place(text).branches
+    assert len(branches) == 2
+    for own in branches:
+        assert own == expected
 
 
 def test_shardings_of_factors():
