@@ -144,7 +144,7 @@ class OfCall(dict[str, Any]):
     """The keyword arguments of one call of `update`; it remembers which were asked for.
 
     Others may be meant for another transformation of a chain, and pass. But not those that are
-    nearly the name of a number that the method has.
+    nearly the name of a number that the method has, or options that it has once and for all.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -159,6 +159,7 @@ class OfCall(dict[str, Any]):
     def check_names(self, function: str) -> None:
         """After all that the method has was asked for."""
         for name in self.keys() - self._asked:
+            other_names.refuse_option(function, name)
             other_names.refuse_keyword(
                 function, name, other_names.meant_keyword(name, (*self._asked,))
             )

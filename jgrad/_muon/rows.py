@@ -43,7 +43,8 @@ class Rows:
         """Of whole matrices; `are_outputs` is for rows that are outputs of any matrix."""
         out, into = axes.sizes
         are_outputs = are_outputs or out <= into
-        count = math.ceil(fraction * (out if are_outputs else into))
+        side = out if are_outputs else into
+        count = math.ceil(round(fraction * side, 9))  # 0.28 of 25 is 7, and 7.000000000000001
         return cls(axes, are_outputs, count, count)
 
     def on_device(self, mesh_axes: MeshAxesPerAxis, sizes: dict[str, int]) -> "Rows":

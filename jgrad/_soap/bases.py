@@ -139,7 +139,7 @@ def _begun(pairs: jax.Array) -> jax.Array:
     largest = jnp.argmax(numerics.abs_squared(vectors), axis=1, keepdims=True)
     vectors = vectors * _phase(jnp.take_along_axis(vectors, largest, axis=1)).conj()
     # Those of a null space are noise: they are completed from the others.
-    basis = _orthogonal(jnp.where(values == 0, jnp.zeros_like(vectors), vectors))
+    basis, _ = _orthogonal(jnp.where(values == 0, jnp.zeros_like(vectors), vectors))
     return jnp.where(is_zero, pairs[:, :, size:], basis)
 
 
@@ -152,9 +152,21 @@ def _turned(pairs: jax.Array) -> jax.Array:
     estimates = _without_noise(jnp.sum((basis.conj() * powered).real, axis=1))[:, None]
     powered = jnp.where(estimates == 0, basis, powered)
     order, back = _order(estimates[:, 0])
-    new = _orthogonal(jnp.take_along_axis(powered, order[:, None], axis=2))
+    new = _completed(*_orthogonal(jnp.take_along_axis(powered, order[:, None], axis=2)), estimates)
     back = back[:, None]
     return jnp.where(is_zero, basis, jnp.take_along_axis(new, back, axis=2))
+
+
+def _completed(q: jax.Array, left: jax.Array, estimates: jax.Array) -> jax.Array:
+    """Q without columns that are made of noise.
+
+    Of averages of a low rank, columns follow from those before them, and what is left of one is
+    rounding. Such columns are completed from the others, by a second decomposition.
+    """
+    is_noise = left <= _noise(left) * jnp.max(estimates, axis=2, keepdims=True)
+    again = lambda q: _orthogonal(jnp.where(is_noise, jnp.zeros_like(q), q))[0]  # noqa: E731
+    completed: jax.Array = jax.lax.cond(jnp.any(is_noise), again, lambda q: q, q)
+    return completed
 
 
 def _order(values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -177,16 +189,23 @@ def _without_noise(values: jax.Array) -> jax.Array:
     noise would be another basis in each program, and whatever then comes along such a direction
     would take another step.
     """
-    size = values.shape[-1]
-    bound = _NOISE * float(np.sqrt(size)) * float(jnp.finfo(values.dtype).eps)
     largest = jnp.max(values, axis=-1, keepdims=True)
-    return jnp.where(values < bound * largest, jnp.zeros_like(values), values)
+    return jnp.where(values < _noise(values) * largest, jnp.zeros_like(values), values)
 
 
-def _orthogonal(x: jax.Array) -> jax.Array:
-    """Q of X = Q R with a positive diagonal of R: then it is the only one, on every platform."""
+def _noise(values: jax.Array) -> float:
+    """A bound of what roundings leave, in parts of the largest of some values."""
+    return _NOISE * float(np.sqrt(values.shape[-1])) * float(jnp.finfo(values.dtype).eps)
+
+
+def _orthogonal(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Q of X = Q R with a positive diagonal of R: then it is the only one, on every platform.
+
+    And that diagonal: what is left of each column behind those before it.
+    """
     q, r = jnp.linalg.qr(x)
-    return q * _phase(jnp.diagonal(r, axis1=1, axis2=2)[:, None])
+    diagonal = jnp.diagonal(r, axis1=1, axis2=2)[:, None]
+    return q * _phase(diagonal), jnp.abs(diagonal)
 
 
 def _normalized(average: jax.Array) -> tuple[jax.Array, jax.Array]:

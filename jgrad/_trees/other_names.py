@@ -83,6 +83,7 @@ KEYWORDS = (
 _OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
 _BETWEEN_WRAPPERS = ("commit", "notes", "then", "undecayed")  # which wrappers tell what is inside
 _PREFIXES = ("adam", "hyperball", "muon")  # of options, which nobody else's have
+_OPTIONS_OF: dict[str, tuple[str, ...]] = {}  # of each factory, as they are defined
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
     named = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
     most = len(parameters) - len(named)
     known = tuple(x.name for x in parameters)
+    _OPTIONS_OF[name] = known
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         if len(args) > most and named:
@@ -193,6 +195,13 @@ def _begin_alike(name: str, ours: str) -> bool:
         return name[:1] == ours[0]
     first = difflib.SequenceMatcher(None, name.partition("_")[0], ours.partition("_")[0])
     return first.ratio() > _LIKENESS_OF_BEGINNINGS
+
+
+def refuse_option(function: str, name: str) -> None:
+    """An error for an option that no transformation takes in a call."""
+    if name not in KEYWORDS and name in _OPTIONS_OF.get(function, ()):
+        expected = f"in `{function}(...)`, since no call changes it"
+        raise TypeError(f"{function}: `{name}`: given to `update`, expected {expected}.")
 
 
 def refuse_keyword(function: str, name: str, expected: str) -> None:

@@ -144,7 +144,7 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("Lion", "h100"): {"medium": (26, 3), "large": (8, 3), "stacked": (18, 3)},
     ("Adafactor", "v5e"): {"medium": (387,), "large": (101,), "stacked": (186,)},
     ("Adafactor", "h100"): {"medium": (262,), "large": (76,), "stacked": (84,)},
-    ("SOAP", "h100"): {"squares": (415,)},
+    ("SOAP", "h100"): {"squares": (439,)},
     ("AdamW", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("AdamW", "h100"): {"medium": (27, 4), "large": (9, 4), "stacked": (19, 4)},
     ("AdamW, cautious", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},

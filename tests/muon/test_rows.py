@@ -235,6 +235,24 @@ def test_messages(name, options, error, message):
     assert_error(error, f"{name}: `{message}", lambda: make(**options))
 
 
+@pytest.mark.parametrize(
+    ("side", "fraction", "count"), [(25, 0.28, 7), (25, 0.281, 8), (6, 5 / 6, 5)]
+)
+def test_how_many(side, fraction, count):
+    """ceil(fraction side), though 0.28 * 25 is 7.000000000000001 for a computer."""
+    tx, w = muon(fraction=fraction), jnp.asarray(draw((side, 30), 1)[0])
+    updates, _ = tx.update(w, tx.init(w), w)
+    assert np.sum(np.any(updates != 0, axis=1)) == count
+
+
+def test_the_fraction_of_a_call():
+    tx, w = muon(fraction=0.5), jnp.ones((2, 3))
+    message = (
+        "muon: `fraction`: given to `update`, expected in `muon(...)`, since no call changes it."
+    )
+    assert_error(TypeError, message, lambda: tx.update(w, tx.init(w), w, fraction=0.25))
+
+
 def test_the_momentum_of_a_call():
     tx, w = muon(fraction=0.5), jnp.ones((2, 3))
     message = (

@@ -274,7 +274,7 @@ def _chosen(x: np.ndarray, fraction: float, rows_only: bool) -> list[np.ndarray]
     if fraction < 1:
         axis = 0 if rows_only or x.shape[0] <= x.shape[1] else 1
         norms = np.sum(np.abs(x), axis=1 - axis)
-        count = int(np.ceil(fraction * x.shape[axis]))
+        count = int(np.ceil(np.round(fraction * x.shape[axis], 9)))
         chosen[axis] = np.argsort(-norms, kind="stable")[:count]
     return chosen
 

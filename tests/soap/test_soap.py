@@ -173,6 +173,23 @@ def test_what_was_never_seen_keeps_its_place():
     close(second.factors.left_basis, first.factors.left_basis, 1e-5)
 
 
+def test_averages_of_a_low_rank(x64):
+    """Nor do directions that an average has not seen yet, when a power step completes a basis."""
+    grads = [normal(8, 2, seed=t) for t in range(4)]
+    rounded = [g * (1 + 2.0**-52 * (normal(8, 2, seed=9 + t) > 0)) for t, g in enumerate(grads)]
+    tx, w = soap(every=2), jnp.zeros((8, 2))
+    update, ends = jax.jit(tx.update), []
+    for sequence in (grads, rounded):
+        state = tx.init(w)
+        for g in sequence:
+            updates, state = update(jnp.asarray(g), state, w)
+        basis = state.factors.left_basis
+        np.testing.assert_allclose(basis.T @ basis, np.eye(8), atol=1e-14)
+        ends.append((updates, basis))
+    for a, b in zip(*ends, strict=True):
+        close(a, b, 1e-8)
+
+
 @pytest.mark.parametrize("form", [None, jnp.bfloat16, "8bit"])
 def test_rounding_is_no_direction(form):
     """Of one gradient of rank 2, steps are its singular vectors; m and v of other pairs are noise."""
@@ -243,11 +260,14 @@ def decompositions(f, *args):
 
 
 def test_bases_of_a_size_are_decomposed_together():
-    """24 matrices, whose sides have two sizes: two conditionals, in place of 48."""
+    """24 matrices, whose sides have two sizes: two conditionals, in place of 48.
+
+    In each is another one, for averages of a low rank.
+    """
     w = {f"up{i}": jnp.ones((8, 16)) for i in range(12)} | {"down": jnp.ones((12, 16, 8))}
     tx = soap(layer_axes={k: 0 if k == "down" else None for k in w})
     found = decompositions(tx.update, w, tx.init(w), w)
-    assert len(found["cond"]) == 2
+    assert len(found["cond"]) == 4
     assert sorted(found["eigh"]) == [(24, 8, 8), (24, 16, 16)]
     assert {(24, 8, 8), (24, 16, 16)} == set(found.get("geqrf", found.get("qr")))
 
