@@ -44,7 +44,7 @@ class Rows:
         out, into = axes.sizes
         are_outputs = are_outputs or out <= into
         side = out if are_outputs else into
-        count = math.ceil(round(fraction * side, 9))  # 0.28 of 25 is 7, and 7.000000000000001
+        count = math.ceil(fraction * side * (1 - 1e-12))  # 0.28 of 25 is 7, and 7.000000000000001
         return cls(axes, are_outputs, count, count)
 
     def on_device(self, mesh_axes: MeshAxesPerAxis, sizes: dict[str, int]) -> "Rows":

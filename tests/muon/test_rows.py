@@ -236,7 +236,7 @@ def test_messages(name, options, error, message):
 
 
 @pytest.mark.parametrize(
-    ("side", "fraction", "count"), [(25, 0.28, 7), (25, 0.281, 8), (6, 5 / 6, 5)]
+    ("side", "fraction", "count"), [(25, 0.28, 7), (25, 0.281, 8), (6, 5 / 6, 5), (6, 1e-12, 1)]
 )
 def test_how_many(side, fraction, count):
     """ceil(fraction side), though 0.28 * 25 is 7.000000000000001 for a computer."""
