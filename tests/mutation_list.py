@@ -456,7 +456,7 @@ MUTATIONS = [
     Mutation("bases._in_order", "soap: columns in the order in which they stand", "jnp.take_along_axis(X, order, axis=2)", "X", SOAP + " -k layers_and"),
     Mutation("bases._turned", "soap: null spaces turn by noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),
     Mutation("bases._turned.again", "soap: columns that follow from others are noise", "jnp.where(is_noise, basis, X)", "X", SOAP + " -k low_rank"),
-    Mutation("bases._turned.again", "soap: noise enters the columns behind it", "jnp.zeros_like(X)", "X", SOAP + " -k low_rank"),
+    Mutation("bases._turned.again", "soap: old columns take room from what was seen", "jnp.zeros_like(X)", "X", SOAP + " -k low_rank"),
     Mutation("bases._begun", "soap: null spaces are noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),
     Mutation("moment._part", "adafactor: new averages are typed as a device's own", "jax.lax.psum(X, _) if _ else X", "X", SURROUNDINGS + " -k adafactor"),
     Mutation("factors._begun", "soap: new factors are typed as a device's own", "jax.lax.psum(X, _)", "X", SURROUNDINGS + " -k soap"),
