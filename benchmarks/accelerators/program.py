@@ -117,20 +117,25 @@ def on_one_device(target: Target, tree: Any) -> Any:
 
 
 def step(
-    tx: optax.GradientTransformation, *, by_optax: bool = False, **options: Any
+    tx: optax.GradientTransformation,
+    *,
+    by_optax: bool = False,
+    mesh_axes: Any = None,
+    **options: Any,
 ) -> Callable[[Any, Any, Any], Any]:
     """Update and apply: of (params, state, grads), to donate the first two of.
 
     Args:
       tx: any transformation.
       by_optax: by `tx.update` and `optax.apply_updates`, in the place of `jgrad.apply_gradients`.
+      mesh_axes: of `jgrad.apply_gradients` alone, since no `update` has it.
       options: of both.
     """
     tx = optax.with_extra_args_support(tx)
 
     def update(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         if not by_optax:
-            return jgrad.apply_gradients(tx, grads, state, params, **options)
+            return jgrad.apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **options)
         updates, state = tx.update(grads, state, params, **options)
         return optax.apply_updates(params, updates), state
 

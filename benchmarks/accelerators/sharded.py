@@ -84,17 +84,26 @@ class Sharded(NamedTuple):
 
 def counts(recipe: Recipe, arrangement: Arrangement, topology: str, *, form: str) -> Sharded:
     """Of the recipe ("tree"), or of what optax has in its place ("optax")."""
-    own, axes = shapes(arrangement), arrangement.axes(TOPOLOGIES[topology])
+    own = shapes(arrangement)
     made = program(recipe, arrangement, topology, own, form=form)
-    share = sum(
-        _share(shape, arrangement.spec(name, len(shape)), axes) for name, shape in own.items()
-    )
-    return Sharded(made.counts, share)
+    params = _params(recipe, arrangement, topology, own).values()
+    return Sharded(made.counts, sum(math.prod(x.sharding.shard_shape(x.shape)) for x in params))
 
 
-def _share(shape: tuple[int, ...], spec: P, axes: dict[str, int]) -> int:
-    """The elements that a device has."""
-    return math.prod(shape) // math.prod(axes[name] for name in spec if name)
+def _params(
+    recipe: Recipe, arrangement: Arrangement, topology: str, own: dict[str, tuple[int, ...]]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Sharded leaves of these shapes."""
+    target = TARGETS[topology.partition(":")[0]]
+    chips = mesh(target, topology, **arrangement.axes(TOPOLOGIES[topology]))
+    return {
+        name: jax.ShapeDtypeStruct(
+            shape,
+            recipe.dtype,
+            sharding=NamedSharding(chips, arrangement.spec(name, len(shape))),
+        )
+        for name, shape in own.items()
+    }
 
 
 def program(
@@ -119,22 +128,14 @@ def program(
       state_over: `shard_over` of `state_shardings`.
     """
     target = TARGETS[topology.partition(":")[0]]
-    chips = mesh(target, topology, **arrangement.axes(TOPOLOGIES[topology]))
-    params = {
-        name: jax.ShapeDtypeStruct(
-            shape,
-            recipe.dtype,
-            sharding=NamedSharding(chips, arrangement.spec(name, len(shape))),
-        )
-        for name, shape in own.items()
-    }
+    params = _params(recipe, arrangement, topology, own)
     layers = {name: 0 if "expert" in name else None for name in own}
     specs = {name: x.sharding.spec for name, x in params.items()}
     known = Known(layers if arrangement.experts else None, shard_over, specs)
     optaxs = form == "optax"
     tx = recipe.optaxs() if optaxs and recipe.optaxs else recipe.ours(known)
     options = {"by_optax": True} if optaxs else {"mesh_axes": specs, **recipe.options}
-    with jax.sharding.set_mesh(chips):
+    with jax.sharding.set_mesh(next(iter(params.values())).sharding.mesh):
         where = placed(tx, params, by_paths=optaxs, shard_over=state_over)
         state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
