@@ -110,8 +110,14 @@ CSS = {
 @pytest.mark.parametrize(
     ("selector", "rule"),
     [
-        (".highlight-diff.highlight-diff .highlight .gd", "in srgb, var(--pst-color-danger)"),
-        (".highlight-diff.highlight-diff .highlight .gi", "in srgb, var(--pst-color-success)"),
+        (
+            ".highlight-diff.highlight-diff .highlight .gd",
+            "color: color-mix(in srgb, var(--pst-color-danger)",
+        ),
+        (
+            ".highlight-diff.highlight-diff .highlight .gi",
+            "color: color-mix(in srgb, var(--pst-color-success)",
+        ),
         (".thumbnail", "object-fit: contain"),
         (".pst-scrollable-table-container::after", "animation-timeline: scroll(nearest inline)"),
         (".pre", "white-space: nowrap"),

@@ -209,7 +209,8 @@ def zeros(
     like, structure = trees.flatten(params if shapes is None else shapes)
     axes = [None] * len(like) if stacked is None else stacked
     zeros: list[Any] = [None] * len(like)
-    names = mesh_axes if len(mesh_axes) == len(like) else [None] * len(like)  # else of leaves
+    # Where leaves are packed, some methods say it of leaves and not of arrays; none is whole there.
+    names = mesh_axes if len(mesh_axes) == len(like) else [None] * len(like)
     for i, (p, x, names_of, stacked_axes) in enumerate(zip(leaves, like, names, axes, strict=True)):
         if p is not None and isinstance(x, Factors):
             zeros[i] = Factors(*(_zeros(_part(p, of, names_of), dtype, real) for of in x))

@@ -83,10 +83,15 @@ class MomentOptions(NamedTuple):
                 form = self._of_second if i == 1 else self
                 dtype: Any = None if form.is_8_bits else form.dtype
                 stacked = form._stacked(params, tree) if form.is_8_bits else None
-                arguments = params.function, params.tree, dtype
-                names = [x and x.sharded_over for x in shapes.matrices or ()]
-                of_shapes: Any = {"shapes": tree, "mesh_axes": names, "stacked": stacked}
-                moments[i] = zeros(*arguments, **of_shapes, real=i == 1)
+                moments[i] = zeros(
+                    params.function,
+                    params.tree,
+                    dtype,
+                    shapes=tree,
+                    mesh_axes=[x and x.sharded_over for x in shapes.matrices or ()],
+                    stacked=stacked,
+                    real=i == 1,
+                )
         if self.is_8_bits and not _said:
             self._say_if_small(params)
         return OptState(counter(params.tree), *moments)

@@ -201,13 +201,10 @@ def _without_noise(values: jax.Array) -> jax.Array:
     noise would be another basis in each program, and whatever then comes along such a direction
     would take another step.
     """
+    size = values.shape[-1]
+    bound = _NOISE * float(np.sqrt(size)) * float(jnp.finfo(values.dtype).eps)
     largest = jnp.max(values, axis=-1, keepdims=True)
-    return jnp.where(values < _noise(values) * largest, jnp.zeros_like(values), values)
-
-
-def _noise(values: jax.Array) -> float:
-    """A bound of what roundings leave, in parts of the largest of some values."""
-    return _NOISE * float(np.sqrt(values.shape[-1])) * float(jnp.finfo(values.dtype).eps)
+    return jnp.where(values < bound * largest, jnp.zeros_like(values), values)
 
 
 def _orthogonal(x: jax.Array) -> tuple[jax.Array, jax.Array]:

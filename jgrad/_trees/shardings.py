@@ -30,9 +30,13 @@ def is_sharded(x: jax.Array) -> bool:
 def automatic_mesh(x: jax.Array) -> Any:
     """The mesh of `x`, or that of `jax.set_mesh`, if all its axes are automatic; else None."""
     for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()):
-        if mesh.axis_types and all(kind == AxisType.Auto for kind in mesh.axis_types):
+        if _is_automatic(mesh):
             return mesh
     return None
+
+
+def _is_automatic(mesh: Any) -> bool:
+    return bool(mesh.axis_types) and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 def places(x: jax.Array) -> tuple[tuple[str, ...], ...] | None:
@@ -71,7 +75,7 @@ def replicated(x: jax.Array) -> jax.Array:
 def whole_matrices(x: jax.Array) -> jax.Array:
     """A stack of matrices, none of which is sharded; automatic axes may shard their count alone."""
     mesh = jax.typeof(x).sharding.mesh
-    if not mesh.axis_types or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if not _is_automatic(mesh):
         return x
     spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, None, None)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

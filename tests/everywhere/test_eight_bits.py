@@ -333,7 +333,9 @@ def test_e40_small_leaves_beside_large_ones(make):
             off = [np.abs(a - b).max() / np.abs(b).max() for a, b in ((state.mw[n], tree.mw[n]),)]
             if "lion" not in make.func.__name__:  # of whose steps the size is known
                 off.append(np.abs(found[n] - expected[n]).max() / moved[n])
-            assert all(x > 1e-4 if is_rounded else x < 1e-5 for x in off)
+            # Norms of a leaf make Adafactor's steps more alike than its moments are.
+            least = 1e-4 if make.func is jgrad.adafactor else 1e-3
+            assert all(x > least if is_rounded else x < 1e-5 for x in off)
 
 
 @pytest.mark.slow(one_in=12)
