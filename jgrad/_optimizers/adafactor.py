@@ -471,7 +471,8 @@ def adafactor(
     """
     name, given = "adafactor", _OPTIONS.check("adafactor", locals())
     if epsilon[0] is None and rule != "torch":
-        raise TypeError(f'{name}: `epsilon`: {epsilon}, expected two numbers; None is of "torch".')
+        expected = 'two numbers; the first may be None with `rule="torch"`'
+        raise TypeError(f"{name}: `epsilon`: {epsilon}, expected {expected}.")
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, NewMoments]:
         inputs.check_buffers()

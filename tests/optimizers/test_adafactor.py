@@ -388,7 +388,8 @@ def of_other(**options):
         (ValueError, "`epsilon`: -1.0, expected a number in [0, inf).", {"epsilon": (-1.0, 1.0)}),
         (
             TypeError,
-            '`epsilon`: (None, 0.001), expected two numbers; None is of "torch".',
+            "`epsilon`: (None, 0.001), expected two numbers; the first may be None with "
+            '`rule="torch"`.',
             {"epsilon": (None, 1e-3)},
         ),
         (ValueError, "`clip_threshold`: 0, expected a number in (0, inf).", {"clip_threshold": 0}),
