@@ -42,6 +42,7 @@ OPTIONS = {
     "independent": {"weight_decay": 0.1, "weight_decay_rule": "independent"},
     "bare": {"clip_threshold": None, "scale_by_parameter": False, "beta2_cap": 0.5},
     "torch": {"rule": "torch", "epsilon": (None, 1e-3), "weight_decay": 0.1, "momentum": 0.5},
+    "torch, bounded": {"rule": "torch", "epsilon": (2.0, 1e-3)},
     "large": {"min_side": 5},
     "epsilon": {"epsilon": (0.1, 3.0), "clip_threshold": 0.1, "beta2_decay": 0.5},
 }
