@@ -454,7 +454,7 @@ MUTATIONS = [
     # ---- SOAP
     Mutation("bases._in_order", "soap: columns change places, and v does not", "jnp.take_along_axis(X, back, axis=2)", "X", SOAP + " -k layers_and"),
     Mutation("bases._in_order", "soap: columns in the order in which they stand", "jnp.take_along_axis(X, order, axis=2)", "X", SOAP + " -k layers_and"),
-    Mutation("bases._turned", "soap: null spaces turn by noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),
+    Mutation("bases._turned", "soap: null spaces turn by noise", "jnp.any(X)", "False", SOAP + " -k never_seen"),
     Mutation("bases._turned.again", "soap: columns that follow from others are noise", "jnp.where(is_noise, basis, X)", "X", SOAP + " -k low_rank"),
     Mutation("bases._turned.again", "soap: old columns take room from what was seen", "jnp.zeros_like(X)", "X", SOAP + " -k low_rank"),
     Mutation("bases._begun", "soap: null spaces are noise", "_without_noise(X)", "X", SOAP + " -k never_seen"),

@@ -151,16 +151,15 @@ def _begun(pairs: jax.Array) -> jax.Array:
 def _turned(pairs: jax.Array) -> jax.Array:
     """The bases after a power step; as they are where the average is zero.
 
-    Where an average has a low rank, some columns follow from those before them. All that is left of
-    such a column is rounding, and it would enter the columns behind it, too. So a second
-    decomposition begins with the others, and makes the old columns orthogonal to them.
+    Where an average has a low rank, some columns are zero, or follow from those before them. All
+    that is left of such a column is rounding, and it would enter the columns behind it, too. So a
+    second decomposition begins with the others, and makes the old columns orthogonal to them.
     """
     size = pairs.shape[1]
     average, is_zero = _normalized(pairs[:, :, :size])
     basis = pairs[:, :, size:]
     powered = product(average, basis)
-    estimates = _without_noise(jnp.sum((basis.conj() * powered).real, axis=1))[:, None]
-    powered = jnp.where(estimates == 0, basis, powered)
+    estimates = jnp.sum((basis.conj() * powered).real, axis=1)[:, None]
     new, left = _in_order(powered, estimates)
     bound = float(jnp.finfo(left.dtype).eps) ** _DEPENDENT
     is_noise = left <= bound * jnp.max(estimates, axis=2, keepdims=True)
