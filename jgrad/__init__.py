@@ -116,6 +116,8 @@ Names kept for Ivy
     inplace_decrement       returns the difference, in the dtypes of the old value
 """
 
+from typing import TYPE_CHECKING
+
 from jgrad._backward.scan_layers import scan_layers
 from jgrad._backward.step_in_backward import step_in_backward
 from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
@@ -175,11 +177,14 @@ from jgrad._wrappers.zero import zero
 __version__ = "1.1.0"
 
 
-def __getattr__(name: str) -> object:
-    """An error that says what a name of other libraries, or one that is gone, is called here."""
-    if name == "muon_update":
-        raise AttributeError("jgrad.muon_update: a name of 0.6, expected `jgrad.muon`, its method.")
-    raise AttributeError(_explained_absence(name, __all__))
+if not TYPE_CHECKING:  # else a checker takes every name for one of the module
+
+    def __getattr__(name: str) -> object:
+        """An error that says what a name of other libraries, or an old one, is called here."""
+        if name == "muon_update":
+            came = "jgrad.muon_update: a name of 0.6"
+            raise AttributeError(f"{came}, expected `jgrad.muon`, its method.")
+        raise AttributeError(_explained_absence(name, __all__))
 
 
 # In the groups and the order of the docstring.

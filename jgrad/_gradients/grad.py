@@ -7,7 +7,7 @@ once, and errors name the leaf.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,29 @@ from jgrad._trees import checks, values
 from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
 
+First = TypeVar("First", bound=Any)
+Rest = ParamSpec("Rest")
+Value = TypeVar("Value")
+Aux = TypeVar("Aux")
+
 # Set on what `grad` returns, to itself: the gradient of a gradient differentiates the sum of its
 # elements, and `functools.wraps` copies attributes to wrappers that are no gradients.
 _GRADIENT = "_jgrad_gradient"
 
 
+# Of the first argument, which most people differentiate, a checker knows the type.
+@overload
+def grad(
+    func: Callable[Concatenate[First, Rest], Any], *, has_aux: Literal[False] = False
+) -> Callable[Concatenate[First, Rest], First]: ...
+@overload
+def grad(
+    func: Callable[Concatenate[First, Rest], tuple[Any, Aux]], *, has_aux: Literal[True]
+) -> Callable[Concatenate[First, Rest], tuple[First, Aux]]: ...
+@overload
+def grad(
+    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Callable[..., Any]: ...
 def grad(
     func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., PyTree]:
@@ -71,6 +89,14 @@ def grad(
     return gradient
 
 
+@overload
+def value_and_grad(
+    func: Callable[Concatenate[First, Rest], Value], *, has_aux: bool = False
+) -> Callable[Concatenate[First, Rest], tuple[Value, First]]: ...
+@overload
+def value_and_grad(
+    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Callable[..., Any]: ...
 def value_and_grad(
     func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., PyTree]:

@@ -7,11 +7,12 @@ Each update reads the options again, since they may be traced and may differ fro
 import functools
 import math
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import PerLeaf
@@ -27,9 +28,17 @@ from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
+
+class Dataclass(Protocol):
+    """A tree of a class of one's own, as an equinox module is."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
 # A number, an array, or a function of the number of updates done; or a prefix tree or `by_path` of
-# them.
-LearningRate = PyTree | Callable[[jax.Array], Any]
+# them. Trees are spelled out, so that a type checker refuses a string.
+Tree = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Dataclass
+LearningRate = ArrayLike | Callable[[jax.Array], Any] | Tree
 Number = LearningRate  # but no array of more than one element
 # A prefix tree of bools, or a function of the parameters' shapes and dtypes that returns one; None
 # is True for all.

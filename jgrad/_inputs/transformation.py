@@ -21,6 +21,7 @@ from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import OptState
 from jgrad._trees import checks, shares, trees, variables
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import check_keywords, keywords_of
 from jgrad._trees.trees import PyTree
 
@@ -196,7 +197,7 @@ def pair(
             return steps, variables.in_form_of(before, new)
         return steps, variables.blocks_of_variables(new)  # as where a sum begins
 
-    return optax.GradientTransformationExtraArgs(init_of_model, update_of_model)
+    return Transformation(init_of_model, update_of_model)
 
 
 def _has_forms(state: PyTree) -> bool:

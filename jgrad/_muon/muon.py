@@ -370,11 +370,11 @@ def muon(
     layer_axes: PyTree = None,
     shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: DTypeLike | None = None,
-    adam_learning_rate: LearningRate = None,
+    adam_learning_rate: LearningRate | None = None,
     adam_beta1: Number = 0.9,
     adam_beta2: Number = 0.95,
     adam_epsilon: Number = 1e-8,
-    adam_weight_decay: Number = None,
+    adam_weight_decay: Number | None = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:

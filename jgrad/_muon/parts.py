@@ -366,7 +366,7 @@ def _second_shape(
     return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
 
 
-def _second_packed(x: Packed, axes: Matrices, per_output: bool) -> Packed:
+def _second_packed(x: Packed[Any], axes: Matrices, per_output: bool) -> Packed[Any]:
     layout = x.layout
     spans, buffers, shapes = list(layouts.spans(layout)), dict(x.buffers), dict(layout.shapes)
     row_orders: dict[str, RowOrder] = {}

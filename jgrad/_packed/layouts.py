@@ -26,7 +26,6 @@ from jax.typing import ArrayLike
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.blocks import SIZE
-from jgrad._trees.renamed import private_attribute
 from jgrad._trees.trees import PyTree
 
 # Elements of a block. A wider block pads more: a transformer of 193 leaves by 1% at 128, 3% at 256,
@@ -448,26 +447,6 @@ def differences(layout: Layout, other: Layout, name: str, other_name: str) -> It
             yield f"{name} has {ours}{checks.at(path)} where {other_name} has {its}"
     if not differ:
         yield f"{name} has buffers {dict(layout.shapes)}, {other_name} {dict(other.shapes)}"
-
-
-def _method(f: Callable[..., object]) -> Callable[[Layout], object]:
-    return lambda layout: functools.partial(f, layout)
-
-
-# Until 0.6 users could read these of a layout.
-_PRIVATE: dict[str, Callable[[Layout], object]] = {
-    "structure": structure,
-    "runs": spans,
-    "share": shard,
-    "deals": lambda layout: layout._row_orders,
-    "within": _method(within),
-    "deal": _method(row_order),
-    "unpacked_leaf": _method(unpacked_leaf),
-    "is_part_of": _method(is_part_of),
-    "differences": _method(differences),
-}
-for _name, _read in _PRIVATE.items():
-    setattr(Layout, _name, private_attribute(_name, _read, "`tree()`, `shapes` or `width`"))
 
 
 def _described(span: Span | None) -> str:

@@ -7,7 +7,7 @@ operations of JAX that have forward and reverse mode.
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,11 @@ from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
 Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
+Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Packed:
+class Packed(Generic[Tree]):
     """A tree of arrays that are packed into buffers, one for each dtype.
 
     A pytree node whose leaves are the buffers, so that everything that works leaf by leaf works on
@@ -62,7 +63,7 @@ class Packed:
         return ((GetAttrKey("buffers"), self.buffers),), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> "Packed":
+    def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> "Packed[Any]":
         # Without a check of the buffers: JAX puts objects of all kinds there.
         self = object.__new__(cls)
         (self.buffers,) = children
@@ -80,6 +81,18 @@ class Packed:
 Packed.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
+@overload
+def pack(
+    tree: Tree,
+    *,
+    layer_axes: PyTree = None,
+    multiple_of: int = 1,
+    max_size: int | None = None,
+    matrices: PyTree | Callable[[PyTree], PyTree] = None,
+    small_apart: bool = False,
+) -> Packed[Tree]: ...
+@overload
+def pack(tree: PyTree, *, like: Tree) -> Tree: ...
 def pack(
     tree: PyTree,
     *,
@@ -174,6 +187,10 @@ def _matrices(tree: PyTree, matrices: PyTree | Callable[[PyTree], PyTree]) -> li
     return checks.bools(ArgLeaves.from_prefix("pack", "matrices", matrices, "tree", tree))
 
 
+@overload
+def unpack(tree: Packed[Tree]) -> Tree: ...
+@overload
+def unpack(tree: PyTree) -> PyTree: ...
 def unpack(tree: PyTree) -> PyTree:
     """Returns the tree of arrays that was packed, with the dtypes of the buffers.
 
@@ -201,7 +218,7 @@ def unpack(tree: PyTree) -> PyTree:
     return _map_packed(functools.partial(where_it_lies, _leaves), tree)
 
 
-def _map_packed(f: Callable[[Packed], PyTree], tree: PyTree) -> PyTree:
+def _map_packed(f: Callable[[Packed[Any]], PyTree], tree: PyTree) -> PyTree:
     """The tree with `f(packed)` for each `Packed`."""
     return jax.tree.map(lambda x: f(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
@@ -212,7 +229,7 @@ def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
     Small leaves of a buffer in 8 bits are float32 as `unpack` makes them, or Blocks `as_stored`.
     """
 
-    def of_packed(x: Packed) -> PyTree:
+    def of_packed(x: Packed[Any]) -> PyTree:
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
             return jax.eval_shape(functools.partial(_leaves, as_stored=as_stored), x)
@@ -253,7 +270,7 @@ def layout_in(tree: PyTree) -> Layout | None:
     return next((x.layout for x in nodes), None)
 
 
-def fill(layout: Layout, leaves: Sequence[Array | None]) -> Packed:
+def fill(layout: Layout, leaves: Sequence[Array | None]) -> Packed[Any]:
     """The leaves in buffers, each layer behind the one before."""
     _register_with_flax()
     buffers: dict[str, Array | None] = {}
@@ -287,7 +304,7 @@ def _register_with_flax() -> None:
         )
 
 
-def _leaves(packed: Packed, *, as_stored: bool = False) -> PyTree:
+def _leaves(packed: Packed[Any], *, as_stored: bool = False) -> PyTree:
     """The tree in the buffers, by one split of each."""
     layout = packed.layout
     leaves: list[Array | None] = [None] * len(layouts.spans(layout))
@@ -326,7 +343,7 @@ def _check_buffer(name: str, buffer: Array, shape: tuple[int, ...]) -> None:
         raise ValueError(f"unpack: `tree`: {came}, expected {expected}.")
 
 
-def _again(like: Packed, tree: PyTree) -> Packed:
+def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
     """A tree of the structure and shapes of a layout, in buffers; each buffer of one dtype."""
     layout = like.layout
     arg = ArgLeaves.from_tree("pack", "tree", tree).with_arrays()

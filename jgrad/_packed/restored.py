@@ -1,6 +1,7 @@
 """States from files that were read without a target: dictionaries for the nodes of jgrad."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -83,7 +84,7 @@ def _array(x: PyTree) -> PyTree:
     return x["value"] if isinstance(x, dict) and x.keys() == {"value"} else x
 
 
-def _packed_in(like: PyTree) -> list[tuple[list[str], Packed]]:
+def _packed_in(like: PyTree) -> list[tuple[list[str], Packed[Any]]]:
     """The packed trees and their paths."""
     nodes = jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed)
     return [(path_rules.keys_of(path), x) for path, x in nodes if packing.is_packed(x)]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -170,7 +171,7 @@ class _Shardings:
         param = self._followed(path)
         return self._like(param if isinstance(param, _Sharded) else None, x, rows_only=False)
 
-    def _of_packed(self, path: KeyPath, packed: Packed) -> Packed:
+    def _of_packed(self, path: KeyPath, packed: Packed[Any]) -> Packed[Any]:
         """The shardings of buffers: those of packed parameters, or of what `pack_small` packed."""
         params, layout = self._followed(path), packed.layout
         shardings = {}

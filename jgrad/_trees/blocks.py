@@ -103,6 +103,10 @@ class Blocks(_Arrays):
         self.form = form
         return self
 
+    def __repr__(self) -> str:
+        # Of kinds and shapes: nobody reads codes, and states are printed with many of them.
+        return f"Blocks({', '.join(map(_short, self))})"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the array."""
@@ -138,6 +142,11 @@ class Blocks(_Arrays):
     def __reduce__(self) -> tuple[Callable[..., "Blocks"], tuple[Any, ...]]:
         form = () if self.form.is_named_by_dtype else (self.form,)
         return Blocks, (*self, *form)
+
+
+def _short(x: Any) -> str:
+    is_array = hasattr(x, "dtype") and hasattr(x, "shape")
+    return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
 
 
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in Blocks._fields)

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import optax
 
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.renamed import with_arguments
 
 _Arguments = ParamSpec("_Arguments")
@@ -121,7 +122,8 @@ def _in_words(names: Iterable[str], link: str) -> str:
 def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """The same function, whose error for an argument that it does not have says which it has.
 
-    The signature stays, and so do Python's own errors where nothing is known to be meant.
+    The signature stays, and so do Python's own errors where nothing is known to be meant. A
+    transformation that it returns knows the call.
     """
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     named = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
@@ -141,7 +143,14 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
         return kwargs
 
-    return with_arguments(function, read)
+    @functools.wraps(function)
+    def noted(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        result = function(*args, **kwargs)
+        if isinstance(result, Transformation):
+            result.call = name, args, kwargs
+        return result
+
+    return with_arguments(noted, read)
 
 
 # ---- keywords of `update` ----------------------------------------------------------------------

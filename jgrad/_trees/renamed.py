@@ -97,16 +97,6 @@ def by_old_name(x: Any, old: str, new: str) -> Any:
     return getattr(x, new)
 
 
-def private_attribute(name: str, read: Callable[[Any], Any], public: str) -> Any:
-    """What users could read of an object, which is its own now; and what is public of it."""
-
-    def attribute(x: Any) -> Any:
-        _warn(f"{type(x).__name__}: `{name}`: private now", public)
-        return read(x)
-
-    return property(attribute)
-
-
 def warn_of_name(old: str, new: str) -> None:
     """Says that a function is called by its old name."""
     _warn(f"{old}: an old name", f"`{new}`")

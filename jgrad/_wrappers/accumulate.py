@@ -68,11 +68,7 @@ class AccumulateState(NamedTuple):
     @property
     def gradient_step(self) -> jax.Array:
         """Updates done, by optax's name: as the transformation inside counts them."""
-        done: jax.Array | None = inside.updates_done(self.inner)
-        if done is None:
-            came = f"{type(self).__name__}: `gradient_step`: no state inside counts its updates"
-            raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
-        return done
+        return _gradient_step(self)
 
     @property
     def has_updated(self) -> jax.Array:
@@ -80,7 +76,7 @@ class AccumulateState(NamedTuple):
 
         Also after a window that updated nothing, since no mini-batch of it was finite.
         """
-        return (self.mini_step == 0) & (self.gradient_step > 0)
+        return _has_updated(self)
 
     def __jgrad_report__(self) -> dict[str, jax.Array]:
         """What `report` reads."""
@@ -116,10 +112,40 @@ class WeightedAccumulateState(NamedTuple):
     inner: PyTree
     weight: jax.Array
 
+    @property
+    def gradient_step(self) -> jax.Array:
+        """Updates done, by optax's name: as the transformation inside counts them."""
+        return _gradient_step(self)
 
-for _name in ("gradient_step", "has_updated", inside.REPORT, inside.REJECTED):
-    # A `NamedTuple` inherits from no other.
-    setattr(WeightedAccumulateState, _name, vars(AccumulateState)[_name])
+    @property
+    def has_updated(self) -> jax.Array:
+        """As that of `AccumulateState`."""
+        return _has_updated(self)
+
+    def __jgrad_report__(self) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return {"skipped_mini_batches": self.skipped}
+
+    def __jgrad_rejected__(
+        self, new: "WeightedAccumulateState", finite: jax.Array | None
+    ) -> PyTree:
+        """What stays of an update that is rejected as a whole."""
+        return without_window(self, new, finite)
+
+
+_State = AccumulateState | WeightedAccumulateState
+
+
+def _gradient_step(state: _State) -> jax.Array:
+    done: jax.Array | None = inside.updates_done(state.inner)
+    if done is None:
+        came = f"{type(state).__name__}: `gradient_step`: no state inside counts its updates"
+        raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
+    return done
+
+
+def _has_updated(state: _State) -> jax.Array:
+    return (state.mini_step == 0) & (state.gradient_step > 0)
 
 
 def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree:

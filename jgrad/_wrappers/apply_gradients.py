@@ -1,6 +1,6 @@
 """New parameters in the place of updates: a whole step, which a TPU may take in one pass."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -15,16 +15,19 @@ from jgrad._wrappers import inside, parameters
 
 _NAME = "apply_gradients"
 
+Params = TypeVar("Params")
+State = TypeVar("State")
+
 
 def apply_gradients(
     tx: optax.GradientTransformation,
     grads: PyTree,
-    state: PyTree,
-    params: PyTree,
+    state: State,
+    params: Params,
     *,
     mesh_axes: PyTree = None,
     **extra_args: Any,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[Params, State]:
     """Applies one step of `tx`, and returns the new parameters and the new state.
 
         updates, state' = tx.update(grads, state, params)

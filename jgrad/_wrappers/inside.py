@@ -16,10 +16,11 @@ import optax
 
 from jgrad._inputs.state import OptState
 from jgrad._trees import checks, host_memory, shares, trees
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.trees import PyTree
 
 
-class Offloaded(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
+class Offloaded(Transformation):
     """What `offload` returns. Other wrappers refuse it: they compute with the state inside."""
 
 

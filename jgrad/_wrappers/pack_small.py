@@ -137,7 +137,7 @@ def _part(inputs: Inputs, g: list[Any], old: Layout | None) -> PyTree:
     return structure.unflatten(leaves)
 
 
-def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed) -> None:
+def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed[Any]) -> None:
     """A state without packed trees is right where `init` makes such a state."""
     if packing.layout_in(jax.eval_shape(tx.init, packed)) is not None:
         remedy = "`pack(state, like=jax.eval_shape(tx.init, params))`"

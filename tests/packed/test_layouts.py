@@ -191,33 +191,8 @@ def test_a_pickle_of_0_6():
     assert arguments[-1] == of_deals
 
 
-OLD = {
-    "structure": lambda x, old: old == jax.tree.structure(jgrad.unpack(x)),
-    "runs": lambda x, old: [span.num_blocks for span in old] == [1, 1],
-    "share": lambda x, old: old is None,
-    "deals": lambda x, old: old == (),
-    "within": lambda x, old: [i for i, _ in old("float32")] == [0, 1],
-    "deal": lambda x, old: old("float32") is None,
-    "unpacked_leaf": lambda x, old: old("float32") is None,
-    "is_part_of": lambda x, old: old(x.layout),
-    "differences": lambda x, old: next(old(jgrad.pack(jnp.ones(3)).layout, "A", "B")),
-}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_what_was_public(name):
-    """Until 0.6: it is readable, and warns; nothing else of the library reads it."""
-    packed = jgrad.pack({"b": jnp.ones(3), "w": jnp.ones((3, 2))})
-    with pytest.warns(
-        FutureWarning, match=f"^Layout: `{name}`: private now, expected `tree"
-    ) as caught:
-        old = getattr(packed.layout, name)
-    assert caught[0].filename == __file__
-    assert OLD[name](packed, old)
-
-
 def test_what_is_public():
-    public = {name for name in vars(jgrad.Layout) if not name.startswith("_")} - OLD.keys()
+    public = {name for name in vars(jgrad.Layout) if not name.startswith("_")}
     fields = {field.name for field in dataclasses.fields(jgrad.Layout)}
     assert public | {name for name in fields if not name.startswith("_")} == {
         "shapes",
