@@ -145,16 +145,16 @@ def test_no_weight_moves_away_or_overflows():
 # ---- independent decay -------------------------------------------------------------------------
 
 
-def test_independent_decay_is_pytorch_s_with_the_rate_in_it():
+def test_independent_decay_is_pytorch_s_with_the_rate_in_it(x64):
     """AdamW of PyTorch and optax multiplies by the rate: at a constant rate they are one."""
-    w, grads = params(), gradients(5)
+    w, grads = params("float64"), gradients(5, "float64")
     found, _ = train(
         jgrad.adam(RATE, weight_decay=RATE * DECAY, weight_decay_rule="independent"), w, grads
     )
     with jax.numpy_dtype_promotion("standard"):
         expected, _ = train(optax.adamw(RATE, weight_decay=DECAY), w, grads)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * np.max(np.abs(b), initial=0))
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12 * np.max(np.abs(b), initial=0))
 
 
 def test_decay_has_its_own_schedule_paths_and_calls():
