@@ -6,11 +6,12 @@ One table of options serves the factories and the keywords of `update`, another 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import optax
 
+from jgrad._trees.needs import check_needs
 from jgrad._trees.renamed import with_arguments
 
 _Arguments = ParamSpec("_Arguments")
@@ -82,6 +83,7 @@ KEYWORDS = (
 )
 _OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
 _BETWEEN_WRAPPERS = ("commit", "notes", "then", "undecayed")  # which wrappers tell what is inside
+_LOSS = "value_fn"  # a loss that a line search calls, with keywords of its own
 _PREFIXES = ("adam", "hyperball", "muon")  # of options, which nobody else's have
 _OPTIONS_OF: dict[str, tuple[str, ...]] = {}  # of each factory, as they are defined
 
@@ -119,11 +121,12 @@ def _in_words(names: Iterable[str], link: str) -> str:
 
 
 def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """The same function, whose error for an argument that it does not have says which it has.
+    """The same function, whose errors explain arguments that it does not have, or cannot use.
 
     The signature stays, and so do Python's own errors where nothing is known to be meant.
     """
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
+    defaults = {x.name: x.default for x in parameters}
     named = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
     most = len(parameters) - len(named)
     known = tuple(x.name for x in parameters)
@@ -141,7 +144,12 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
         return kwargs
 
-    return with_arguments(function, read)
+    @functools.wraps(function)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        check_needs(name, kwargs, defaults)
+        return function(*args, **kwargs)
+
+    return with_arguments(checked, read)
 
 
 # ---- keywords of `update` ----------------------------------------------------------------------
@@ -154,11 +162,17 @@ def keywords_of(update: Callable[..., Any], handed_on: Sequence[str] = ()) -> tu
     return tuple(x for x in KEYWORDS if x in named or x in handed_on)
 
 
-def check_keywords(function: str, keywords: Iterable[str], taken: tuple[str, ...]) -> None:
-    """No keyword of a call is a misspelt one of ours. Others are for the rest of a chain."""
+def check_keywords(function: str, keywords: Collection[str], taken: tuple[str, ...]) -> None:
+    """No keyword of a call is an option of the factory, or a misspelt keyword of ours.
+
+    Others are for the rest of a chain.
+    """
     for name in keywords:
         if name not in KEYWORDS and name not in _BETWEEN_WRAPPERS:
+            refuse_option(function, name)
             refuse_keyword(function, name, meant_keyword(name, taken))
+            if name == "weights" and _LOSS not in keywords:  # which losses have, and nobody else
+                refuse_keyword(function, name, "`weight`")
 
 
 @functools.cache
@@ -198,8 +212,8 @@ def _begin_alike(name: str, ours: str) -> bool:
 
 
 def refuse_option(function: str, name: str) -> None:
-    """An error for an option that no transformation takes in a call."""
-    if name not in KEYWORDS and name in _OPTIONS_OF.get(function, ()):
+    """An error for an option of a factory that it does not take in a call."""
+    if name in _OPTIONS_OF.get(function, ()):
         expected = f"in `{function}(...)`, since no call changes it"
         raise TypeError(f"{function}: `{name}`: given to `update`, expected {expected}.")
 
