@@ -146,8 +146,9 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
 
     @functools.wraps(function)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        made = function(*args, **kwargs)  # which has checked each value by itself
         check_needs(name, kwargs, defaults)
-        return function(*args, **kwargs)
+        return made
 
     return with_arguments(checked, read)
 

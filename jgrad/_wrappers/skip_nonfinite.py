@@ -104,7 +104,8 @@ def skip_nonfinite(
       A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
 
     Raises:
-      ValueError: a Python number out of range.
+      ValueError: a Python number out of range, or a `growth_interval` without `loss_scale`; from
+        `init`, another loss scale inside; from `update`, under `jit`, a clip before the loss scale.
       TypeError: an option of the wrong kind.
 
     Example:

@@ -180,7 +180,11 @@ def test_keywords_of_others_pass(name):
 def test_options_that_no_call_changes(name):
     """All that a factory takes, but for what its transformation, or that inside, takes in a call."""
     _, own, _ = ROWS[name]
-    elsewhere = {"hyperball": "learning_rate", "adafactor": "momentum", "scale_by_muon": "error_decay"}
+    elsewhere = {
+        "hyperball": "learning_rate",
+        "adafactor": "momentum",
+        "scale_by_muon": "error_decay",
+    }
     options = inspect.signature(getattr(jgrad, name)).parameters.keys()
     for given in options - {*own, elsewhere.get(name)}:
         expected = f"in `{name}(...)`, since no call changes it"
