@@ -32,6 +32,9 @@ ROWS = "tests/muon/test_rows.py"
 SOAP = "tests/soap/test_soap.py"
 VARIABLES = "tests/everywhere/test_nnx.py"
 WATCH = "tests/wrappers/test_watch.py"
+KEYWORDS = "tests/inputs/test_keywords.py"
+NEEDS = "tests/trees/test_needs.py"
+ORDER = "tests/wrappers/test_order.py"
 
 
 class Mutation(NamedTuple):
@@ -73,7 +76,7 @@ MUTATIONS = [
     Mutation("is_function", "a schedule that is a tree is not called", "X and is_prefix(_, _)", "X", "tests/trees"),
     Mutation("arrays_of", "Python floats without a gradient become arrays", "_ and checks.is_number(_)", "False", "tests/inputs/test_models.py"),
     Mutation("moment.check_form", "an array in the place of codes", "_ and isinstance(_, Blocks) and not isinstance(_, Blocks)", "False", "tests/inputs/test_moments.py"),
-    Mutation("check_momentum", "momentum above 1", "check(_, _, momentum=_)", "pass", MESSAGES),
+    Mutation("factory._CHECKS", "momentum above 1", "_checked(numbers.scalar_betas, optional=True)", "lambda *_: None", MESSAGES),
     Mutation("check_masks", "a mask that a count made", "arrays <= sum(map(checks.is_number, _))", "True", "tests/inputs/test_injected.py"),
     Mutation("AlignedArguments._finest", "the first argument is the finest", "None if _ is None else X[_.finest]", "X[0]", FUNCTIONAL),
     Mutation("pack_small._part", "a part of the parameters is another model", "_ is None and _ is None", "False", "tests/inputs/test_models.py"),
@@ -232,12 +235,22 @@ MUTATIONS = [
     Mutation("options._numbers_of", "a schedule sees the next step", "called(_, _, _, lambda: _.done)", "called(inputs, name, option, lambda: step.number)", MATRIX),
     Mutation("options._numbers_of.result", "a schedule of some leaves sees the next step", "_.done", "step.number", "tests/inputs/test_numbers_of_a_call.py tests/inputs/test_by_path.py"),
     Mutation("options._numbers_of.result", "each leaf calls its schedule", "id(_) not in _", "True", "tests/inputs/test_by_path.py"),
-    Mutation("OfCall.check_names", "options that no call changes pass", "other_names.refuse_option(_, _)", "pass", "tests/muon/test_rows.py"),
-    Mutation("OfCall.check_names", "misspelt numbers pass", "other_names.refuse_keyword(_, _, _)", "pass", "tests/inputs/test_keywords.py"),
-    Mutation("check_keywords", "misspelt keywords of wrappers pass", "meant_keyword(_, _)", "''", "tests/inputs/test_keywords.py"),
-    Mutation("keywords_of", "a word of somebody's loss is refused", "X in named or _", "True", "tests/inputs/test_keywords.py"),
-    Mutation("other_names.meant_keyword", "height is a misspelt weight", "_begin_alike(_, _)", "True", "tests/inputs/test_keywords.py"),
-    Mutation("other_names.meant_keyword", "a number of somebody else is refused", "[x for x in taken if x in ways]", "[x for x in KEYWORDS if x in ways]", "tests/inputs/test_keywords.py"),
+    Mutation("OfCall.check_names", "options that no call changes pass", "other_names.refuse_option(_, _)", "pass", KEYWORDS + " -k options"),
+    Mutation("OfCall.check_names", "misspelt numbers pass", "other_names.refuse_keyword(_, _, _)", "pass", KEYWORDS),
+    Mutation("check_keywords", "misspelt keywords of wrappers pass", "meant_keyword(_, _)", "''", KEYWORDS),
+    Mutation("check_keywords", "options of wrappers pass", "refuse_option(_, _)", "pass", KEYWORDS + " -k options"),
+    Mutation("check_keywords", "weights for a weight pass", "X == 'weights' and _", "False", KEYWORDS + " -k weights"),
+    Mutation("check_keywords", "weights of a loss are refused", "_LOSS not in keywords", "True", KEYWORDS + " -k others_pass"),
+    Mutation("muon.directions", "a decay of sums that are not there passes", "X is not None", "False", KEYWORDS + " -k do_not_use"),
+    Mutation("check_needs", "options without effect pass", "not any(met)", "False", NEEDS),
+    Mutation("check_needs.is_met", "a decay of 0 in a sweep is forgotten", "given[option] is not None", "bool(given[option])", NEEDS),
+    Mutation("needs._differs", "an array counts as given", "checks.is_array(_)", "False", NEEDS),
+    Mutation("needs._differs", "a default that is said again counts as given", "isinstance(_, _)", "False", NEEDS),
+    Mutation("_of_some_rows", "all rows are some", "checks.is_number(X) and X == 1", "False", NEEDS),
+    Mutation("optimizer_of_leaf", "a dtype without a moment passes", "not moments and _", "False", NEEDS),
+    Mutation("keywords_of", "a word of somebody's loss is refused", "X in named or _", "True", KEYWORDS),
+    Mutation("other_names.meant_keyword", "height is a misspelt weight", "_begin_alike(_, _)", "True", KEYWORDS),
+    Mutation("other_names.meant_keyword", "a number of somebody else is refused", "[x for x in taken if x in ways]", "[x for x in KEYWORDS if x in ways]", KEYWORDS),
     Mutation("other_names.meant", "names of other libraries pass", "OPTIONS.get(name, ())", "()", "tests/trees/test_other_names.py"),
     Mutation("PathRules._check_each_is_used", "a misspelt rule is called masked", "X or (_ and _)", "exact or hidden", "tests/inputs/test_by_path.py"),
     Mutation("path_rules._may_match", "a masked leaf looks misspelt", "not keys", "False", "tests/inputs/test_by_path.py"),
@@ -332,6 +345,11 @@ MUTATIONS = [
     Mutation("Matcher._check_something_fits", "a moment of another unit excuses all others", "not (made and had)", "not (made and had) or any(map(self._lost, had))", "tests/states/test_units.py"),
     Mutation("_without_shared_arrays", "two leaves are one array", "id(x) in seen", "False", "tests/states/test_carry_over.py"),
     # ---- _wrappers
+    Mutation("check_order", "wrong orders pass", "_around.get()", "()", ORDER),
+    Mutation("standing_around", "what is around a wrapper is forgotten", "(*_around.get(), name)", "(name,)", ORDER),
+    Mutation("ema", "an average of other updates", "order.check_order(_)", "pass", ORDER),
+    Mutation("skip_nonfinite.skip_nonfinite", "no loss scale is known", "X if Y is None else order.LOSS_SCALE", "X", ORDER),
+    Mutation("_check_unclipped", "a clip sees the loss scale", "any(_)", "False", ORDER),
     Mutation("stochastic_rounding", "the counter does not count", "optax.safe_increment(X)", "X", "tests/wrappers/test_stochastic_rounding.py"),
     Mutation("clip._ratio", "small norms are scaled up", "jnp.where(_, X, _) / jnp.where(_, Y, _)", "X / Y", "tests/wrappers/test_clip.py"),
     Mutation("clip._ratio", "an infinite norm clips to 0", "jnp.where(_ == jnp.inf, jnp.full_like(X, jnp.nan), X)", "X * 1", "tests/wrappers/test_clip.py"),

@@ -155,8 +155,10 @@ class Given:
 # ---- how a kind is checked ---------------------------------------------------------------------
 
 
-def _checked(read: Callable[[str, str, Any], Any]) -> Callable[..., None]:
-    return lambda function, name, x, _: checked(read)(function, name, x)
+def _checked(
+    read: Callable[[str, str, Any], Any], *, optional: bool = False
+) -> Callable[..., None]:
+    return lambda function, name, x, _: checked(read, optional=optional)(function, name, x)
 
 
 def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:
@@ -166,16 +168,12 @@ def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:
     )
 
 
-def _momentum(function: str, name: str, x: Any, arguments: Arguments) -> None:
-    options.check_momentum(function, x, nesterov=arguments["nesterov"])
-
-
 _CHECKS: dict[Role, Callable[[str, str, Any, Arguments], Any]] = {
     Role.RATE: _checked(numbers.number),
     Role.NUMBER: _checked(numbers.scalars),
     Role.BETA: _checked(numbers.scalar_betas),
     Role.DECAY: _decay,
-    Role.MOMENTUM: _momentum,
+    Role.MOMENTUM: _checked(numbers.scalar_betas, optional=True),
     Role.SCALAR: lambda function, name, x, _: numbers.scalar(function, name, x),
     Role.FLAG: lambda function, name, x, _: values.boolean(function, name, x),
     Role.MESH_AXES: lambda function, name, x, _: read_mesh_axes(function, x),

@@ -64,10 +64,6 @@ class MomentOptions(NamedTuple):
         if not fits:
             expected = f"a real floating dtype with the range of float32, or {_EIGHT_BITS!r}"
             raise TypeError(f"{function}: `moment_dtype`: {self.dtype!r}, expected {expected}.")
-        if self.full_precision is not None:
-            expected = f"None without `moment_dtype={_EIGHT_BITS!r}`"
-            came = checks.describe(self.full_precision)
-            raise ValueError(f"{function}: `full_precision`: {came}, expected {expected}.")
 
     @property
     def is_8_bits(self) -> bool:

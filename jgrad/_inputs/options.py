@@ -88,15 +88,6 @@ def check_decay_of_ivy(function: str, rule: str, decay_rule: str, expected_rule:
         raise ValueError(f"{function}: `weight_decay_rule`: {decay_rule!r}, expected {expected}.")
 
 
-def check_momentum(function: str, momentum: PyTree, *, nesterov: bool) -> None:
-    """A number in range; Nesterov's form needs one."""
-    values.boolean(function, "nesterov", nesterov)
-    if momentum is not None:
-        check(function, numbers.scalar_betas, momentum=momentum)
-    elif nesterov:
-        raise ValueError(f"{function}: `nesterov`: True, expected False without `momentum`.")
-
-
 def clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
     """Both clamps of the ratio as scalars; None for no upper one."""
     both = (

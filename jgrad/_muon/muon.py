@@ -30,7 +30,7 @@ from jgrad._muon import normuon, orthogonalize, residuals
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._muon.parts import Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
 from jgrad._optimizers import adam as adam_of
-from jgrad._trees import checks, values
+from jgrad._trees import checks, needs, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -240,6 +240,9 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> Directions:
     of_update = muon.given.read(inputs, step)
     if muon.fraction is not None:
         _check_no_momentum(inputs.function, muon.fraction, step.numbers.get("momentum"))
+    elif (decay := step.numbers.get("error_decay")) is not None:
+        no_fraction = "without `fraction`"
+        needs.refuse_without_effect(inputs.function, "error_decay", decay, None, no_fraction)
     axes = [
         None if x is None else part.axes.whole
         for part, x in zip(parts.all, g_of_matrices, strict=True)

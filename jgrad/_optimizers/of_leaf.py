@@ -19,7 +19,7 @@ from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, transformation
 from jgrad._optimizers import elementwise
 from jgrad._optimizers.lion import lion
-from jgrad._trees import checks, values
+from jgrad._trees import checks, needs, values
 from jgrad._trees.other_names import explained
 
 _NAME = "optimizer_of_leaf"
@@ -144,6 +144,8 @@ def optimizer_of_leaf(
                 f"{name}: `{missing[0]}`: missing, expected a value: it has no default."
             )
         given = options.check(name, bound.arguments)
+        if not moments and (dtype := bound.arguments["moment_dtype"]) is not None:
+            needs.refuse_without_effect(name, "moment_dtype", dtype, None, "without a moment")
         form = given.moments(mesh_axes=bound.arguments["mesh_axes"])
         compute = _compute(given, method, moments, own)
         has_mw, has_vw = (x in moments for x in _MOMENTS)

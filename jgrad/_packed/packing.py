@@ -24,6 +24,7 @@ from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
 from jgrad._trees.host_memory import where_it_lies
+from jgrad._trees.other_names import explained
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 
@@ -93,6 +94,7 @@ def pack(
 ) -> Packed[Tree]: ...
 @overload
 def pack(tree: PyTree, *, like: Tree) -> Tree: ...
+@explained
 def pack(
     tree: PyTree,
     *,

@@ -6,12 +6,13 @@ One table of options serves the factories and the keywords of `update`, another 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import optax
 
 from jgrad._trees.made_by import Transformation
+from jgrad._trees.needs import check_needs
 from jgrad._trees.renamed import with_arguments
 
 _Arguments = ParamSpec("_Arguments")
@@ -83,6 +84,7 @@ KEYWORDS = (
 )
 _OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
 _BETWEEN_WRAPPERS = ("commit", "notes", "then", "undecayed")  # which wrappers tell what is inside
+_LOSS = "value_fn"  # a loss that a line search calls, with keywords of its own
 _PREFIXES = ("adam", "hyperball", "muon")  # of options, which nobody else's have
 _OPTIONS_OF: dict[str, tuple[str, ...]] = {}  # of each factory, as they are defined
 
@@ -120,12 +122,13 @@ def _in_words(names: Iterable[str], link: str) -> str:
 
 
 def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """The same function, whose error for an argument that it does not have says which it has.
+    """The same function, whose errors explain arguments that it does not have, or cannot use.
 
     The signature stays, and so do Python's own errors where nothing is known to be meant. A
     transformation that it returns knows the call.
     """
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
+    defaults = {x.name: x.default for x in parameters}
     named = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
     most = len(parameters) - len(named)
     known = tuple(x.name for x in parameters)
@@ -144,13 +147,14 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
         return kwargs
 
     @functools.wraps(function)
-    def noted(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        result = function(*args, **kwargs)
-        if isinstance(result, Transformation):
-            result.call = name, args, kwargs
-        return result
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        made = function(*args, **kwargs)  # which has checked each value by itself
+        check_needs(name, kwargs, defaults)
+        if isinstance(made, Transformation):
+            made.call = name, args, kwargs
+        return made
 
-    return with_arguments(noted, read)
+    return with_arguments(checked, read)
 
 
 # ---- keywords of `update` ----------------------------------------------------------------------
@@ -163,11 +167,17 @@ def keywords_of(update: Callable[..., Any], handed_on: Sequence[str] = ()) -> tu
     return tuple(x for x in KEYWORDS if x in named or x in handed_on)
 
 
-def check_keywords(function: str, keywords: Iterable[str], taken: tuple[str, ...]) -> None:
-    """No keyword of a call is a misspelt one of ours. Others are for the rest of a chain."""
+def check_keywords(function: str, keywords: Collection[str], taken: tuple[str, ...]) -> None:
+    """No keyword of a call is an option of the factory, or a misspelt keyword of ours.
+
+    Others are for the rest of a chain.
+    """
     for name in keywords:
         if name not in KEYWORDS and name not in _BETWEEN_WRAPPERS:
+            refuse_option(function, name)
             refuse_keyword(function, name, meant_keyword(name, taken))
+            if name == "weights" and _LOSS not in keywords:  # which losses have, and nobody else
+                refuse_keyword(function, name, "`weight`")
 
 
 @functools.cache
@@ -207,8 +217,8 @@ def _begin_alike(name: str, ours: str) -> bool:
 
 
 def refuse_option(function: str, name: str) -> None:
-    """An error for an option that no transformation takes in a call."""
-    if name not in KEYWORDS and name in _OPTIONS_OF.get(function, ()):
+    """An error for an option of a factory that it does not take in a call."""
+    if name in _OPTIONS_OF.get(function, ()):
         expected = f"in `{function}(...)`, since no call changes it"
         raise TypeError(f"{function}: `{name}`: given to `update`, expected {expected}.")
 

@@ -223,7 +223,8 @@ def accumulate(
 
     Raises:
       ValueError: `every` below 1, or a function where no state inside counts its updates; a
-        negative weight, or one without `weighted`.
+        negative weight, or one without `weighted`; from `init`, another `accumulate` or a loss
+        scale inside.
       TypeError: `tx` is not a transformation, `every` is neither an int nor a function, or
         a weight is missing.
 

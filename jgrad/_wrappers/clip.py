@@ -139,7 +139,7 @@ def clip_by_global_norm(
         leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inputs.reference.leaves)
         for x, new in zip(inexact, leaves, strict=True):
             if x is not None:
-                offer(new, _clipped, x, *factors)
+                offer(new, clipped, x, *factors)
         if notes is not None:
             notes.add("clip_factor", factors[0] * factors[1])
         if commit is not None:
@@ -162,7 +162,8 @@ def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) 
     return new
 
 
-def _clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
+def clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
+    """What a gradient was made by, of which others may be told."""
     return rules.scale_by(x, *factors).astype(x.dtype)
 
 

@@ -18,7 +18,7 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inside, parameters
+from jgrad._wrappers import inside, order, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "ema"
@@ -101,6 +101,7 @@ def ema(
         raise ValueError(f"{_NAME}: `debias`: True, expected {expected}.")
 
     def init(params: PyTree) -> EmaState:
+        order.check_order(_NAME)
         return EmaState(counter(params), parameters.copies(parameters.checked(_NAME, params)))
 
     def update(

@@ -127,8 +127,8 @@ def hyperball(
       parameters.
 
     Raises:
-      ValueError: a Python number out of range; from an update, a chosen leaf with weight decay, or
-        a state of another choice of leaves.
+      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside;
+        from an update, a chosen leaf with weight decay, or a state of another choice of leaves.
       TypeError: an option of the wrong kind, or no `leaves`.
 
     Example:

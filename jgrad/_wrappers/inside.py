@@ -18,6 +18,7 @@ from jgrad._inputs.state import OptState
 from jgrad._trees import checks, host_memory, shares, trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.trees import PyTree
+from jgrad._wrappers import order
 
 
 class Offloaded(Transformation):
@@ -25,11 +26,17 @@ class Offloaded(Transformation):
 
 
 def transformation(
-    function: str, tx: Any, *, may_be_offloaded: bool = False
+    function: str, tx: Any, *, may_be_offloaded: bool = False, place: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """`tx` as a transformation whose update takes extra arguments.
 
     No `offload`, nor one inside, as far as its state shows it: a wrapper computes with the state.
+
+    Args:
+      function: the wrapper.
+      tx: what is inside.
+      may_be_offloaded: whether the wrapper leaves the state alone.
+      place: the name by which `order` knows the wrapper, where it is not that of the function.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         expected = "a transformation with `init` and `update`"
@@ -42,10 +49,11 @@ def transformation(
         raise ValueError(f"{function}: `tx`: an `offload`, {remedy}.")
 
     def init(params: PyTree) -> PyTree:
-        state = tx.init(params)
-        place = host_memory.place_on_host(state)
-        if place is not None and host_memory.place_on_host(params) is None:
-            came = f"with a state in host memory{checks.at(place)}, of an `offload` inside"
+        with order.standing_around(place or function):
+            state = tx.init(params)
+        on_host = host_memory.place_on_host(state)
+        if on_host is not None and host_memory.place_on_host(params) is None:
+            came = f"with a state in host memory{checks.at(on_host)}, of an `offload` inside"
             raise ValueError(f"{function}: `tx`: {came}, {remedy}.")
         return state
 

@@ -72,6 +72,7 @@ def master_weights(
 
     Raises:
       TypeError: `tx` is not a transformation.
+      ValueError: from `init`, another wrapper inside that rounds weights.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}

@@ -97,7 +97,7 @@ def schedule_free(
       inner)`. Its update needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range.
+      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside.
       TypeError: `tx` is not a transformation, or an option of the wrong kind.
 
     Example:

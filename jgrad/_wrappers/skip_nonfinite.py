@@ -10,7 +10,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
-from jgrad._inputs.around import offer
+from jgrad._inputs.around import offer, origin
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
@@ -22,7 +22,7 @@ from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import decisions, inside, parameters
+from jgrad._wrappers import clip, decisions, inside, order, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite
 from jgrad._wrappers.hand_over import RejectingInputs, rejected, tell
 
@@ -104,7 +104,8 @@ def skip_nonfinite(
       A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
 
     Raises:
-      ValueError: a Python number out of range.
+      ValueError: a Python number out of range, or a `growth_interval` without `loss_scale`; from
+        `init`, another loss scale inside; from `update`, under `jit`, a clip before the loss scale.
       TypeError: an option of the wrong kind.
 
     Example:
@@ -117,7 +118,8 @@ def skip_nonfinite(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
-    tx = inside.transformation(_NAME, tx)
+    place = _NAME if loss_scale is None else order.LOSS_SCALE
+    tx = inside.transformation(_NAME, tx, place=place)
     read_mesh_axes(_NAME, mesh_axes)
     values.count(_NAME, "growth_interval", growth_interval)
     values.boolean(_NAME, "branch", branch)
@@ -139,6 +141,7 @@ def skip_nonfinite(
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
         unscaled = updates
         if loss_scale is not None:
+            _check_unclipped(inputs)
             divided = apply(rules.divide, inputs.g, state.loss_scale)
             for x, g in zip(divided, inputs.g, strict=True):
                 offer(x, rules.divide, g, state.loss_scale)
@@ -166,6 +169,14 @@ def _check_scale(loss_scale: Scalar) -> None:
     if checks.is_number(value) and not 1 <= value <= _LARGEST_SCALE:
         raise ValueError(f"{_NAME}: `loss_scale`: {value}, expected a number in [1, 2^125].")
     numbers.scalar(_NAME, "loss_scale", loss_scale)
+
+
+def _check_unclipped(inputs: Inputs) -> None:
+    """No clip stands before it in a chain, as far as a traced gradient says how it was made."""
+    if any(rule is clip.clipped for g in inputs.g for rule, _ in origin(g).functions):
+        came = "gradients that `clip_by_global_norm` has clipped with their scale"
+        expected = f"the clip inside: `{_NAME}(optax.chain(clip, tx), loss_scale=...)`"
+        raise ValueError(f"{_NAME}: `updates`: {came}, expected {expected}.")
 
 
 def _in_branch(

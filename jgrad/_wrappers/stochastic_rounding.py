@@ -98,7 +98,7 @@ def stochastic_rounding(
     Raises:
       TypeError: `tx` is not a transformation, `seed` is not an int, or a parameter is of float16 or
         of 8 bits: use `master_weights` for these.
-      ValueError: `seed` below 0.
+      ValueError: `seed` below 0; from `init`, another wrapper inside that rounds weights.
 
     Example:
       >>> params = grads = {"w": jnp.ones((64, 256), jnp.bfloat16)}

@@ -255,15 +255,15 @@ TRANSFORMATIONS = [
     (ValueError, "adam: `learning_rate`: -0.1, expected a number in [0, inf).",
      lambda: update(jgrad.adam(0.1), learning_rate=-0.1)),
     (ValueError, "adam: `weight_decay`: 2.0, expected a number in [0, 1).",
-     lambda: update(jgrad.adam(0.1, weight_decay_rule="independent"), weight_decay=2.0)),
+     lambda: update(jgrad.adam(0.1, weight_decay=0.0, weight_decay_rule="independent"), weight_decay=2.0)),
     (ValueError, "adam: `weight_decay`: an array of float32 and shape (2,), expected one number.",
      lambda: update(jgrad.adam(0.1, weight_decay=jnp.ones(2)))),
     (TypeError, "adam: `learning_rate` at ['layer_3']['b']: None, expected a value, since this leaf is updated.",
      lambda: update(jgrad.adam({"layer_3": {"w": 0.1, "b": None}}))),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: 5 of type int, expected a bool.",
-     lambda: update(jgrad.adam(0.1, weight_decay_mask=5))),
+     lambda: update(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=5))),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: an array of bool and shape (3,), expected a bool.",
-     lambda: update(jgrad.adam(0.1, weight_decay_mask=np.ones(3, bool)))),
+     lambda: update(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=np.ones(3, bool)))),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: an array of bool and shape (), traced, expected a "
      "bool; masks are read while tracing: compute them with Python or NumPy.",
      lambda: jax.jit(lambda x: update(jgrad.adam(0.1, weight_decay_mask=x)))(True)),
@@ -273,7 +273,7 @@ TRANSFORMATIONS = [
      "['b']; only `params` has ['layer_3'].",
      lambda: update(jgrad.lars(0.1, weight_decay=0.1, weight_decay_mask={"b": False}))),
     # Moments in 8 bits.
-    (ValueError, "adam: `full_precision`: True of type bool, expected None without `moment_dtype='8bit'`.",
+    (ValueError, "adam: `full_precision`: True, expected None without `moment_dtype='8bit'`.",
      lambda: jgrad.adam(0.1, full_precision=True)),
     (ValueError, "adam: `full_precision` at ['layer']['b']: True, expected the same for all leaves of a packed buffer, since "
      "they share an array; leave it unpacked.",

@@ -427,7 +427,7 @@ MESSAGES = [
     (TypeError, "lamb: `layer_axes` at ['embed']: 'x' of type str, expected None, an int, or a tuple of ints.",
      lambda: jgrad.lamb(0.1, layer_axes=jgrad.by_path({"embed": "x"}, rest=None))),
     (TypeError, "adam: `weight_decay_mask` at ['embed']: 3 of type int, expected a bool.",
-     lambda: update(jgrad.adam(0.1, weight_decay_mask=jgrad.by_path({"embed": 3}, rest=True)))),
+     lambda: update(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=jgrad.by_path({"embed": 3}, rest=True)))),
     (ValueError, "by_path: `rules`: 'a//b', expected keys joined by single slashes, such as 'layers/*/bias'.",
      lambda: jgrad.by_path({"a//b": 1})),
     (ValueError, "by_path: `rules`: 'a**/b', expected `**` as a key of its own, such as '**/bias'.",

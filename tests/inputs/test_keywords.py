@@ -168,11 +168,40 @@ def test_other_keywords(name, given, meant):
 @every_row
 def test_keywords_of_others_pass(name):
     own = ROWS[name][1]
-    passing = {x: 1.0 for x in OF_OTHERS if not any(x.startswith(y[:4]) for y in own)}
-    assert len(passing) > 11
+    not_passing = *(y[:4] for y in own), *inspect.signature(getattr(jgrad, name)).parameters
+    passing = {x: 1.0 for x in OF_OTHERS if not x.startswith(not_passing)}
+    assert len(passing) > 10
     passing |= dict.fromkeys(WHERE_TAKEN, 1.0) if name in ALONE else {}
     passing |= {"hyperball_learning_rate": None, "emit": None, "finite": None}
     assert_equal(update(name, **passing), update(name))
+
+
+@every_row
+def test_options_that_no_call_changes(name):
+    """All that a factory takes, but for what its transformation, or that inside, takes in a call."""
+    _, own, _ = ROWS[name]
+    elsewhere = {
+        "hyperball": "learning_rate",
+        "adafactor": "momentum",
+        "scale_by_muon": "error_decay",
+    }
+    options = inspect.signature(getattr(jgrad, name)).parameters.keys()
+    for given in options - {*own, elsewhere.get(name)}:
+        expected = f"in `{name}(...)`, since no call changes it"
+        message = f"{name}: `{given}`: given to `update`, expected {expected}."
+        assert_error(TypeError, message, functools.partial(update, name, **{given: 0.5}))
+
+
+@pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
+def test_a_number_that_these_options_do_not_use(name):
+    message = f"{name}: `error_decay`: 0.5, expected None without `fraction`."
+    assert_error(ValueError, message, lambda: update(name, error_decay=0.5))
+
+
+@every_row
+def test_weights(name):
+    """For `weight` it is taken where no loss of a line search may have it."""
+    assert_refused(name, "weights", "`weight`")
 
 
 def test_no_keyword_is_missing(monkeypatch):
@@ -203,8 +232,8 @@ def test_through_others(around):
     tx = around(jgrad.accumulate(optax.sgd(0.1), 2, weighted=True))
     assert_error(
         TypeError,
-        "accumulate: `update` got the keyword `weights`, expected `weight`.",
-        lambda: tx.update(W, tx.init(W), W, weights=3.0),
+        "accumulate: `update` got the keyword `emits`, expected `emit`.",
+        lambda: tx.update(W, tx.init(W), W, emits=True),
     )
 
 

@@ -131,12 +131,12 @@ INNER = {
     "a chain": lambda: optax.chain(jgrad.clip_by_global_norm(1.0), optax.adam(0.1), jgrad.ema(0.9)),
     "masked": lambda: optax.masked(jgrad.skip_nonfinite(jgrad.adam(0.1)), lambda w: {"w": True}),
     "injected": lambda: optax.inject_hyperparams(optax.sgd)(0.1),
-    "twice": lambda: jgrad.accumulate(jgrad.adam(0.1), 1),
+    "watched": lambda: jgrad.watch(jgrad.adam(0.1)),
 }
 
 
 @pytest.mark.parametrize("weighted", mostly_slow([False, True], True))
-@pytest.mark.parametrize("inner", mostly_slow(INNER, "8 bits", "twice"))
+@pytest.mark.parametrize("inner", mostly_slow(INNER, "8 bits", "watched"))
 def test_a_function_of_updates_is_the_emit_of_a_caller(inner, weighted, standard_promotion):
     """Bit for bit, around any state that counts, in a scan that meets a NaN."""
     w, own = {"w": jnp.ones((64, 64))}, {"weighted": weighted}

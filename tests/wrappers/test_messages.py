@@ -101,7 +101,7 @@ INTEGERS = {
     "ema: `start`": (lambda n: jgrad.ema(0.9, start=n), 0),
     "pack_small: `max_size`": (lambda n: jgrad.pack_small(SGD, max_size=n), 0),
     "skip_nonfinite: `growth_interval`": (
-        lambda n: jgrad.skip_nonfinite(SGD, growth_interval=n),
+        lambda n: jgrad.skip_nonfinite(SGD, loss_scale=2.0, growth_interval=n),
         1,
     ),
     "skip_spikes: `window`": (lambda n: jgrad.skip_spikes(SGD, window=n), 4),
