@@ -76,14 +76,15 @@ def clipped(x: jax.Array, largest: float) -> jax.Array:
     return jax.lax.clamp(jnp.asarray(-largest, x.dtype), x, jnp.asarray(largest, x.dtype))
 
 
-def squarable(x: jax.Array) -> jax.Array:
+def squarable(x: jax.Array, terms: int = 1) -> jax.Array:
     """`x`, its parts clipped to the largest power of two whose square is finite (2^63 in float32).
 
-    Infinities stay infinite, so that a fault is seen.
+    For sums of `terms` squares, to the root of what is the largest in `bounded_square`. Infinities
+    stay infinite, so that a fault is seen.
     """
     if jnp.iscomplexobj(x):
-        return jax.lax.complex(squarable(x.real), squarable(x.imag))
-    largest = 2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 1)
+        return jax.lax.complex(squarable(x.real, terms), squarable(x.imag, terms))
+    largest = 2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 1) / math.sqrt(terms)
     return jax.lax.select(jnp.isfinite(x), clipped(x, largest), x)
 
 

@@ -99,8 +99,7 @@ class Options:
             elif kind is not None:
                 kind(function, name, arguments[name])
         masks = {name: arguments[name] for name, kind in self.kinds.items() if kind is Role.MASK}
-        of_numbers = [arguments[name] for name, kind in self.kinds.items() if kind in _NUMBERS]
-        options.check_masks(function, of_numbers, **masks)
+        options.check_masks(function, **masks)
         return Given(self.kinds, dict(arguments))
 
 
@@ -180,4 +179,3 @@ _CHECKS: dict[Role, Callable[[str, str, Any, Arguments], Any]] = {
     Role.LAYER_AXES: lambda function, name, x, _: read_layer_axes(function, x),
     Role.MASK: lambda *_: None,  # after all others
 }
-_NUMBERS = (Role.RATE, Role.NUMBER, Role.BETA, Role.DECAY, Role.MOMENTUM, Role.SCALAR)

@@ -68,7 +68,10 @@ class LeafFunction:
 
     def __init__(self, function: Function, no_kernel: str = "") -> None:
         """`no_kernel` says why a TPU cannot have the function as a kernel, where it cannot."""
-        self._function, self._no_kernel = function, no_kernel
+        # Kept here, and not for ever: a user may have made the function. One function object for
+        # each choice, so that JAX's caches find it again.
+        self._program = functools.cache(functools.partial(_program, function))
+        self._kernel = functools.cache(functools.partial(_kernel, no_kernel))
         functools.update_wrapper(self, function)
 
     def __call__(self, g: list[Any], *args: Any, **options: Any) -> tuple[Any, ...]:
@@ -79,11 +82,11 @@ class LeafFunction:
           args: lists with an entry per leaf, numbers for all of them, tuples of both, `Moment`s.
           options: of the function.
         """
-        program = _program(self._function, tuple(sorted(options.items())), None, whole=True)
+        program = self._program(tuple(sorted(options.items())), None, whole=True)
         calls: list[Call | None] = [None] * len(g)
         for i, x in enumerate(g):
             if x is not None:
-                leaf = _Leaf.of(i, g, args, self._no_kernel)
+                leaf = _Leaf.of(i, g, args, self._kernel)
                 calls[i] = leaf.in_kernel(program) if leaf.has_kernel else (program, leaf.arguments)
         return _results(calls, args)
 
@@ -103,14 +106,14 @@ class LeafFunction:
         """
         chosen = tuple(sorted(options.items()))
         rule = None if descent is None else (descent.rule, descent.has_rate)
-        program = _program(self._function, chosen, rule)
+        program = self._program(chosen, rule)
         calls: list[Call | None] = [None] * len(g)
         after: dict[int, tuple[Any, ...]] = {}
         rests: dict[int, Rest | None] = {}
         for i, x in enumerate(g):
             if x is None:
                 continue
-            leaf = _Leaf.of(i, g, args, self._no_kernel)
+            leaf = _Leaf.of(i, g, args, self._kernel)
             w = None if inputs.w is None else inputs.w[i]
             steps = (
                 () if descent is None else (w, _entry(descent.decay, i), _entry(descent.rate, i))
@@ -123,7 +126,7 @@ class LeafFunction:
                 rest = None
             is_cheap = descent is not None and descent.is_cheap_after_kernel(w)
             if not in_memory(p) or (rest is None and is_cheap):
-                calls[i] = leaf.in_kernel(_program(self._function, chosen, None))
+                calls[i] = leaf.in_kernel(self._program(chosen, None))
                 if descent is not None:
                     after[i] = steps
                 continue
@@ -149,24 +152,6 @@ def of_one_leaf(function: Function) -> LeafFunction:
     return LeafFunction(function)
 
 
-@of_one_leaf
-def average(x: jax.Array, moment: Moments, beta: BetaForms) -> jax.Array:
-    """The average of arrays, with this one in it."""
-    return moment.write(rules.average, x, moment.old, beta.value, beta.complement)
-
-
-@of_one_leaf
-def _rounded(x: jax.Array, moment: Moments) -> jax.Array:
-    return moment.write(leafwise.identity, x)
-
-
-def rounded(moment: Moment, values: list[Any]) -> list[Any]:
-    """Arrays of full precision as a moment has them; those that need no rounding as they are."""
-    with_old = zip(values, moment.old, strict=True)
-    _, new = _rounded([x if is_rounded(old) else None for x, old in with_old], moment)
-    return [x if y is None else y for x, y in zip(values, new.stored, strict=True)]
-
-
 class _Leaf(NamedTuple):
     """The arguments of a function of one leaf, the first of which is the gradient.
 
@@ -174,23 +159,23 @@ class _Leaf(NamedTuple):
       arguments: see above.
       place: how the leaf is sharded, if the user says it.
       has_kernel: whether all of its moments are in 8 bits, in whole rows.
-      no_kernel: why a TPU cannot have the function as a kernel; "" if it can.
+      make: makes a kernel of the function.
     """
 
     arguments: tuple[Any, ...]
     place: Place | None
     has_kernel: bool
-    no_kernel: str
+    make: Function
 
     @classmethod
-    def of(cls, i: int, g: list[Any], args: tuple[Any, ...], no_kernel: str) -> "_Leaf":
+    def of(cls, i: int, g: list[Any], args: tuple[Any, ...], make: Function) -> "_Leaf":
         arguments, moments, place = [g[i]], [], None
         for x in args:
             arguments.append(_entry(x, i))
             if isinstance(x, Moment):
                 moments.append(has_kernel(arguments[-1]))
                 place = x.places[i] if x.places else place
-        return cls(tuple(arguments), place, bool(moments) and all(moments), no_kernel)
+        return cls(tuple(arguments), place, bool(moments) and all(moments), make)
 
     def in_kernel(
         self,
@@ -212,7 +197,7 @@ class _Leaf(NamedTuple):
         if rest is not None:
             arguments = tuple(_HERE if x is w else x for x in arguments)
         after = None if rest is None else (rest.function, rest.weight, rest.replaces)
-        kernel = _kernel(function, made.functions, finish, after, self.place, self.no_kernel)
+        kernel = self.make(function, made.functions, finish, after, self.place)
         arrays = () if rest is None else rest.arrays
         return kernel, (made.arrays, arguments, flag, arrays)
 
@@ -239,15 +224,11 @@ def _entry(x: Any, i: int) -> Any:
     return x[i] if isinstance(x, list) else x
 
 
-# One function object for each choice, so that JAX's caches find it again.
-
-
-@functools.cache
+@functools.cache  # one function object for each choice, so that JAX's caches find it again
 def _update(rule: str, has_rate: bool) -> Function:
     return functools.partial(rules.update_of_leaf, rule=rule, has_rate=has_rate)
 
 
-@functools.cache
 def _program(
     function: Function,
     options: tuple[tuple[str, Any], ...],
@@ -282,16 +263,18 @@ class _Here:
 _HERE = _Here()
 
 
-@functools.cache
 def _kernel(
+    no_kernel: str,
     function: Function,
     before: tuple[tuple[Function, int], ...],
     finish: Function | None,
     rest: tuple[Function, Function, tuple[int | None, ...]] | None,
     place: Place | None,
-    no_kernel: str,
 ) -> Function:
-    """A function of one leaf in 8 bits, with all that follows it, as one operation."""
+    """A function of one leaf in 8 bits, with all that follows it, as one operation.
+
+    `no_kernel` says why a TPU cannot have the function as a kernel; "" if it can.
+    """
     after, weight, replaces = rest if rest is not None else (None, None, ())
 
     def step(
@@ -321,3 +304,24 @@ def _kernel(
         return values[0] if len(values) == 1 and finish is None else tuple(values), moments
 
     return call
+
+
+# ---- functions of one leaf that several methods have -------------------------------------------
+
+
+@of_one_leaf
+def average(x: jax.Array, moment: Moments, beta: BetaForms) -> jax.Array:
+    """The average of arrays, with this one in it."""
+    return moment.write(rules.average, x, moment.old, beta.value, beta.complement)
+
+
+@of_one_leaf
+def _rounded(x: jax.Array, moment: Moments) -> jax.Array:
+    return moment.write(leafwise.identity, x)
+
+
+def rounded(moment: Moment, values: list[Any]) -> list[Any]:
+    """Arrays of full precision as a moment has them; those that need no rounding as they are."""
+    with_old = zip(values, moment.old, strict=True)
+    _, new = _rounded([x if is_rounded(old) else None for x, old in with_old], moment)
+    return [x if y is None else y for x, y in zip(values, new.stored, strict=True)]

@@ -470,6 +470,8 @@ def of_leaves(
 def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
     shape, axes = layers.shape, output_axes.leaves[i].values
     remedy = "; without them a leaf is not a matrix, and belongs to Adam: False"
+    if layers.stacked:
+        remedy += ", as `hidden_matrices(layer_axes=...)` says"
     check_is_matrix(matrices, i, layers, "True for ", remedy)
     inside = all(-len(shape) <= axis < len(shape) for axis in axes)
     outputs = tuple(sorted({axis % len(shape) for axis in axes})) if inside else ()

@@ -5,6 +5,7 @@ Each update reads the options again, since they may be traced and may differ fro
 """
 
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -119,23 +120,27 @@ INJECTED = (
 )
 
 
-def check_masks(function: str, options: Sequence[Any], **masks: Mask) -> None:
-    """Refuses a function of jgrad itself, and a single bool where most numbers are arrays.
+def check_masks(function: str, **masks: Mask) -> None:
+    """Refuses a function of jgrad itself, an array, and a bool that optax made of a function.
 
-    So `optax.inject_hyperparams` calls a factory: with an array for each number that is not static,
-    defaults among them, and with what a function returned for a count, as if it were a schedule. A
-    mask that is a function of the parameters is then lost, and its bool says nothing of them.
+    `optax.inject_hyperparams` calls functions with a count, as if they were schedules. A mask that
+    is a function of the parameters is then lost, and its bool says nothing of them.
     """
     for name, mask in masks.items():
         _check_called(function, name, mask)
-    arrays = sum(isinstance(x, jax.Array) for x in options)
-    if arrays <= sum(map(checks.is_number, options)):
-        return
-    for name, mask in masks.items():
-        if isinstance(mask, (bool, np.bool_, jax.Array)):
+        is_bool = isinstance(mask, (bool, np.bool_))
+        if isinstance(mask, jax.Array) or (is_bool and _caller() == "optax"):
             expected = "a tree of bools, or a function of the parameters' shapes"
             came = checks.describe(mask)
             raise TypeError(f"{function}: `{name}`: {came}, expected {expected}; {INJECTED}.")
+
+
+def _caller() -> str:
+    """The package that called jgrad."""
+    frame, package = inspect.currentframe(), "jgrad"
+    while frame is not None and package == "jgrad":
+        package, frame = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_back
+    return package
 
 
 def _check_called(function: str, name: str, x: Any) -> None:

@@ -219,12 +219,12 @@ def kept(dtype: np.dtype, clips: bool) -> Function:
 
 def bounded(rule: Function, flag: jax.Array | None, clips: bool) -> Function:
     """A rule whose results may be kept: finite unless they are NaN, where that is asked for."""
-    return rule if flag is None or not clips else _bounded(rule)
+    if flag is None or not clips:
+        return rule
+    # Kept on the rule, with which it goes: a user may have made it.
+    kept_there: Function = vars(rule).setdefault("_bounded", functools.partial(_bounded, rule))
+    return kept_there
 
 
-@functools.cache
-def _bounded(rule: Function) -> Function:
-    def bounded(*args: PyTree) -> jax.Array:
-        return numerics.clipped(rule(*args), float(jnp.finfo(jnp.float32).max))
-
-    return bounded
+def _bounded(rule: Function, *args: PyTree) -> jax.Array:
+    return numerics.clipped(rule(*args), float(jnp.finfo(jnp.float32).max))

@@ -22,7 +22,7 @@ _NAME = "hidden_matrices"
 EXCLUDED = (
     *("embed", "emb", "unembed", "wte", "wpe"),  # `embed_tokens`, `tok_emb`, `unembedding`
     *("head", "logits", "classifier", "router"),
-    *("norm", "ln", "bias", "scale"),
+    *("norm", "ln", "bias", "scale", "gain"),
 )
 
 # Between parts of a flat key: "model.embed_tokens.weight".
@@ -36,6 +36,8 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ARRAY = ("kernel", "matrix", "table", "w", "weight", "weights")
 
 _OUTPUTS_FIRST = "weight"  # as PyTorch and equinox name a kernel of (out, in)
+
+_VECTOR = re.compile(r"[bg]\d*")  # a bias or a gain, but also one of two factors
 
 _MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, no head
 
@@ -179,10 +181,13 @@ def hidden_matrices(
 
 
 def _outputs(path: str, shape: tuple[int, ...], matrix: MatrixAxes | None) -> str:
-    """Which axes of a matrix are outputs, and whether its name says that others are."""
+    """Which axes of a matrix are outputs, and whether its name says something else."""
     axes = matrix.outputs if matrix else (len(shape) - 1,)
     text = f"outputs: {'axis' if len(axes) < 2 else 'axes'} {', '.join(map(str, axes))}"
-    if matrix or _BETWEEN.split(path)[-1].rpartition("/")[2] != _OUTPUTS_FIRST:
+    name = _BETWEEN.split(path)[-1].rpartition("/")[2]
+    if _VECTOR.fullmatch(name) and len(shape) == 2:
+        return f"{text}; if a vector of each layer: `hidden_matrices(layer_axes=...)`"
+    if matrix or name != _OUTPUTS_FIRST:
         return text
     return f"{text}; if of PyTorch or equinox, (out, in): `output_axes=0`"
 

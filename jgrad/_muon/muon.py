@@ -30,7 +30,7 @@ from jgrad._muon import normuon, orthogonalize, residuals
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._muon.parts import Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
 from jgrad._optimizers import adam as adam_of
-from jgrad._trees import checks, needs, values
+from jgrad._trees import checks, needs, trees, values
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -136,10 +136,6 @@ def check_matrices(name: str, matrices: Mask) -> None:
         expected = "a prefix tree of bools, or a function of the parameters' shapes"
         remedy = "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell"
         raise TypeError(f"{name}: `matrices`: None, expected {expected}; {remedy}.")
-    if isinstance(matrices, jax.Array):
-        expected = "a tree of Python's bools, or a function of the parameters' shapes"
-        remedy = '`optax.inject_hyperparams` needs `static_args=("matrices",)`'
-        raise TypeError(f"{name}: `matrices`: an array, expected {expected}; {remedy}.")
 
 
 def _read_fraction(function: str, arguments: Arguments) -> float | None:
@@ -450,7 +446,8 @@ def muon(
       compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
         and all else are in float32. None for float32, in JAX's default precision of products.
       adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, but only with
-        "match_rms_adamw", since learning rates for the other scales are far too large for Adam.
+        "match_rms_adamw", since learning rates for the other scales are far too large for Adam, or
+        where there are none: `matrices=True`.
       adam_beta1: decay rate of Adam's first moment, in [0, 1): a number, a schedule, or a tree of
         those.
       adam_beta2: decay rate of Adam's second moment, in [0, 1): a number, a schedule, or a tree of
@@ -492,7 +489,9 @@ def muon(
     options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
     if adam_weight_decay is not None:
         options.check_decays(name, weight_decay_rule, adam_weight_decay=adam_weight_decay)
-    if adam_learning_rate is None and scale != "match_rms_adamw":
+    chosen = jax.tree.leaves(matrices, is_leaf=trees.is_leaf)
+    is_for_all = bool(chosen) and all(x is True for x in chosen)
+    if adam_learning_rate is None and scale != "match_rms_adamw" and not is_for_all:
         expected = "a learning rate for the leaves that are not in `matrices`, such as 3e-4"
         remedy = 'or `scale="match_rms_adamw"`, with which one learning rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")

@@ -55,16 +55,20 @@ def _mean(x: jax.Array, over: Sequence[int], axes: MatrixAxes) -> jax.Array:
     return (jax.lax.psum(total, names) if names else total) / _count(x, over, axes)
 
 
+def _terms(g: jax.Array, axes: MatrixAxes) -> int:
+    """How many numbers the longer sums have."""
+    return max(_count(g, over, axes) for over in (axes.inputs, axes.outputs))
+
+
 @jit_static_kwargs
 def _mean_squares(g: jax.Array, *, axes: MatrixAxes) -> Factors:
     """The means of |g|^2 over inputs and over outputs.
 
     A square counts as at most 2^126 / n where sums have n terms, so that none overflows.
     """
-    both = axes.inputs, axes.outputs
-    terms = max(_count(g, over, axes) for over in both)
-    squares = numerics.bounded_square(numerics.widen(g, numerics.real_dtype(g)), terms)
-    return Factors(*(_mean(squares, over, axes) for over in both))
+    wide = numerics.widen(g, numerics.real_dtype(g))
+    squares = numerics.bounded_square(wide, _terms(g, axes))
+    return Factors(*(_mean(squares, over, axes) for over in (axes.inputs, axes.outputs)))
 
 
 @on_leaf(arrays=1)
@@ -110,29 +114,35 @@ def _inverse_roots(
     return jnp.sqrt(mean) * _inverse_root(rows), _inverse_root(numerics.positive(columns))
 
 
+# A gradient counts as no more than its square does: else steps would have no bound.
+
+
 @on_leaf(arrays=1)
-def _by_factors(g: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+def _by_factors(g: jax.Array, a: jax.Array, b: jax.Array, *, terms: int) -> jax.Array:
     """g / sqrt(v)"""
-    return numerics.scaled(g, a * b)
+    return numerics.scaled(numerics.squarable(g, terms), a * b)
 
 
 @on_leaf(arrays=1)
-def _by_bounded_factors(g: jax.Array, a: jax.Array, b: jax.Array, least: jax.Array) -> jax.Array:
+def _by_bounded_factors(
+    g: jax.Array, a: jax.Array, b: jax.Array, least: jax.Array, *, terms: int
+) -> jax.Array:
     """g / sqrt(max(v, least^2))"""
     largest = 1 / numerics.positive(least)
-    return numerics.scaled(g, jnp.minimum(a * b, largest))
+    return numerics.scaled(numerics.squarable(g, terms), jnp.minimum(a * b, largest))
 
 
 @on_leaf(arrays=1)
 def _by_elements(g: jax.Array, v: jax.Array, added: jax.Array) -> jax.Array:
     """g / sqrt(v + added)"""
-    return numerics.scaled(g, _inverse_root(numerics.positive(v + added)))
+    return numerics.scaled(numerics.squarable(g), _inverse_root(numerics.positive(v + added)))
 
 
 @on_leaf(arrays=1)
 def _by_bounded_elements(g: jax.Array, v: jax.Array, least: jax.Array) -> jax.Array:
     """g / sqrt(max(v, least^2))"""
-    return numerics.scaled(g, _inverse_root(numerics.positive(jnp.maximum(v, least * least))))
+    root = _inverse_root(numerics.positive(jnp.maximum(v, least * least)))
+    return numerics.scaled(numerics.squarable(g), root)
 
 
 # ---- on vectors with an entry per layer --------------------------------------------------------
@@ -236,11 +246,11 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
     elements, new_elements = average(squares, step.vw.part(None), beta)
 
     u: list[Call | None] = []
-    for x, ab, v, floor in zip(g, roots, elements, least, strict=True):
-        if ab is not None and is_torch:
-            u.append((_by_bounded_factors, (x, *ab, floor)))
-        elif ab is not None:
-            u.append((_by_factors, (x, *ab)))
+    for x, of, ab, v, floor in zip(g, axes, roots, elements, least, strict=True):
+        if of is not None and ab is not None:
+            by = _by_bounded_factors if is_torch else _by_factors
+            bounded = leafwise.fixed(by, terms=_terms(x, of))
+            u.append((bounded, (x, *ab, floor) if is_torch else (x, *ab)))
         elif v is not None:
             u.append((_by_bounded_elements if is_torch else _by_elements, (x, v, floor)))
         else:

@@ -70,6 +70,23 @@ def no_kernel(
     return f"no kernel has `{min(absent)}`" if absent else ""
 
 
+def check_zero(
+    name: str, moments: tuple[str, ...], function: Callable[..., Any], numbers: list[float]
+) -> None:
+    """An error where it returns something else than zeros for zeros, as that of padding is."""
+    with jax.ensure_compile_time_eval():
+        zeros = [jnp.zeros(_LEAF.shape, _LEAF.dtype)] * (1 + len(moments))
+        results = function(*zeros, *(jnp.asarray(x, jnp.float32) for x in numbers))
+        found = [float(jnp.max(abs(x))) for x in results]
+    for what, x in zip(("the direction", *(f"the new `{x}`" for x in moments)), found, strict=True):
+        if x != 0:
+            where = "where gradient and moments are zero"
+            expected = "zeros there, since the padding of buffers is zero and has to stay so"
+            remedy = "0 / 0 is avoided by an epsilon in the divisor" if x != x else ""
+            problem = f"{x:g} for {what} {where}, expected {expected}"
+            raise ValueError(f"{name}: returned {'; '.join(filter(None, (problem, remedy)))}.")
+
+
 def _traced(
     function: Callable[..., Any], leaf: jax.ShapeDtypeStruct, leaves: int, numbers: int
 ) -> tuple[ClosedJaxpr, tuple[Any, ...]]:

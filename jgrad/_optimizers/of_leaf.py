@@ -85,7 +85,8 @@ def optimizer_of_leaf(
 
     Raises:
       TypeError: other parameters or results, or numbers whose names are taken.
-      ValueError: the function is not elementwise, or depends on the shape of the leaf.
+      ValueError: the function is not elementwise, or depends on the shape of the leaf; from the
+        factory: it returns no zeros for zeros.
 
     Example:
       >>> @jgrad.optimizer_of_leaf
@@ -120,12 +121,14 @@ def optimizer_of_leaf(
             raise TypeError(f"{name}: returned {elementwise.shown(found)}, expected {expected}.")
         return found
 
+    rules = [functools.partial(rule, index=index) for index in range(arrays)]
+
     def of_leaf(g: jax.Array, *rest: Any) -> jax.Array:
         *olds, numbers = rest
         args = g, *(moment.old for moment in olds), *jax.tree.leaves(numbers)
-        for index, moment in enumerate(olds, start=1):
-            moment.write(leafwise.fixed(rule, index=index), *args)
-        direction: jax.Array = rule(*args, index=0)
+        for moment, rule_of_moment in zip(olds, rules[1:], strict=True):
+            moment.write(rule_of_moment, *args)
+        direction: jax.Array = rules[0](*args)
         return direction
 
     method = LeafFunction(of_leaf, no_kernel)
@@ -146,6 +149,8 @@ def optimizer_of_leaf(
         given = options.check(name, bound.arguments)
         if not moments and (dtype := bound.arguments["moment_dtype"]) is not None:
             needs.refuse_without_effect(name, "moment_dtype", dtype, None, "without a moment")
+        first = tuple(_at_first(bound.arguments.get(x, 1.0), is_beta[x]) for x in own)
+        elementwise.check_zero(name, moments, results, jax.tree.leaves(first))
         form = given.moments(mesh_axes=bound.arguments["mesh_axes"])
         compute = _compute(given, method, moments, own)
         has_mw, has_vw = (x in moments for x in _MOMENTS)
@@ -184,6 +189,12 @@ def _number(x: Any, step: Step) -> Any:
     of_leaves = isinstance(x.log, list)
     corrections = [*map(correction, x.log)] if of_leaves else correction(x.log)
     return Beta(x.value, x.complement, corrections)
+
+
+def _at_first(x: Any, is_beta: bool) -> Any:
+    """In the first update; 0.5 for a number that is not known yet."""
+    number = x if checks.is_number(x) else 0.5
+    return Beta(number, 1.0 - number, 1.0 - number) if is_beta else number
 
 
 # ---- what a user's function is -----------------------------------------------------------------

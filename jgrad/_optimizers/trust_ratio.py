@@ -62,7 +62,7 @@ def scale_by_trust_ratio(
     name = "scale_by_trust_ratio"
     options.clamps(name, min_trust_ratio, max_trust_ratio)
     options.check_axes(name, mesh_axes, layer_axes)
-    options.check_masks(name, (min_trust_ratio, max_trust_ratio), trust_ratio_mask=trust_ratio_mask)
+    options.check_masks(name, trust_ratio_mask=trust_ratio_mask)
 
     def init(params: PyTree) -> optax.EmptyState:
         return optax.EmptyState()

@@ -205,8 +205,9 @@ def accumulate(
       tx: any transformation. It sees means in the dtype of the gradients, or unrounded where
         `master_weights` or `stochastic_rounding` is inside.
       every: mini-batches per window, at least 1; or a function of the number of updates done, as
-        `tx` counts them for its schedules, that returns an int, which may be traced. With 1 the
-        state has no sum: `total` is None until a call has an `emit` that may keep its window open.
+        `tx` counts them for its schedules, that returns an int. That may be traced, and below 1 it
+        then counts as 1, where otherwise it is an error. With `every=1` the state has no sum:
+        `total` is None until a call has an `emit` that may keep its window open.
       check_finite: False adds every gradient unchecked. Checking a gradient before it is added
         reads it once more.
       weighted: True needs `weight=` in each `update`: a number or a real scalar, in [0, inf), kept
@@ -545,6 +546,8 @@ def _length(every: Every, state: PyTree) -> int | jax.Array:
         raise ValueError(f"{_NAME}: `every`: a function, expected an int, since {reason}.")
     x = every(done)
     if isinstance(x, (jax.Array, np.ndarray)) and x.shape == () and x.dtype.kind in "iu":
+        if not isinstance(x, jax.core.Tracer):
+            values.count(_NAME, "every", int(x))
         return jnp.asarray(x, jnp.int32)
     if checks.is_array(x) and not isinstance(x, np.integer):
         came = checks.describe(x)

@@ -76,12 +76,15 @@ def clip_by_global_norm(
         updates' = min(1, max_norm / |updates|) updates
 
     with |.| the 2-norm over all leaves, computed without overflow or underflow, as in
-    `global_norm`. Where one update is NaN or infinite all become NaN, so that `skip_nonfinite` sees
-    it. Dtypes are kept; integer leaves, float0 and None pass.
+    `global_norm`. Where one update is NaN or infinite all become NaN. Dtypes are kept; integer
+    leaves, float0 and None pass.
 
     With `of="previous"`, |.| is the norm of the step before, of the last one that was finite: the
-    first step is not clipped, and a sudden spike only slows down the step that follows it. It is
-    for `step_in_backward`, which then needs no first pass.
+    first step is not clipped, and a sudden spike only slows down the step that follows it. A NaN or
+    an infinity stays in its own element, since no update waits for the others. It is for
+    `step_in_backward`, which then needs no first pass.
+
+    `skip_nonfinite` around it sees what is not finite, with either norm.
 
     Args:
       max_norm: in [0, inf).

@@ -148,7 +148,7 @@ def hyperball(
         remedy = "`hidden_matrices()` chooses by names and shapes"
         raise TypeError(f"{_NAME}: `leaves`: None, expected {expected}; {remedy}.")
     options.check(_NAME, numbers.scalars, learning_rate=learning_rate)
-    options.check_masks(_NAME, (learning_rate,), leaves=leaves)
+    options.check_masks(_NAME, leaves=leaves)
     options.check_axes(_NAME, mesh_axes, layer_axes)
     if radius is not None:
         options.check(_NAME, functools.partial(numbers.scalars, positive=True), radius=radius)

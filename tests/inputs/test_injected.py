@@ -24,6 +24,7 @@ W = {
     for name, s in SHAPES.items()
 }
 G = [jax.tree.map(lambda x, t=t: jnp.cos(t + x), W) for t in range(2)]
+X = jnp.arange(1.0, 4.0)
 
 
 def rank_two(shapes):
@@ -146,6 +147,30 @@ def test_a_bool_of_a_user():
     trees = jax.tree.map(lambda _: True, W)
     injected = optax.inject_hyperparams(jgrad.adam)
     injected(0.1, weight_decay=0.1, weight_decay_mask=trees).init(W)
+
+
+def test_numbers_that_are_all_arrays():
+    """As under `vmap`, where a bool is what a user wrote."""
+
+    def moved(numbers, mask):
+        rate, momentum, decay = numbers
+        options = {"momentum": momentum, "weight_decay": decay, "weight_decay_mask": mask}
+        tx = jgrad.gradient_descent(rate, **options)
+        return tx.update(X, tx.init(X), X)[0]
+
+    numbers = jnp.array([[0.1, 0.9, 0.1], [0.2, 0.8, 0.3]])
+    for mask, factor in ((True, 1 + numbers[:, 2]), (False, jnp.ones(2))):
+        found = jax.jit(jax.vmap(lambda x, m=mask: moved(x, m)))(numbers)
+        expected = -jnp.outer(numbers[:, 0] * factor, X)
+        chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
+def test_a_mask_that_is_an_array():
+    for mask in (jnp.asarray(True), jnp.ones(3, bool)):
+        row = Row(jgrad.adam, "weight_decay_mask", {})
+        shape = str(mask.shape)
+        text = message(row, f"an array of bool and shape {shape}")
+        assert_error(TypeError, text, lambda m=mask: jgrad.adam(0.1, weight_decay_mask=m))
 
 
 def test_hidden_matrices():

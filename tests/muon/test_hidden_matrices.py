@@ -145,6 +145,31 @@ def test_describe():
     assert packed == "Muon  dense  (4, 6)  by shape alone; outputs: axis 1"
 
 
+def test_vectors_of_stacked_layers():
+    """Two axes of a leaf may be a vector of each layer: its name says it, or raises the question."""
+    params = {"layers": {"b1": MATRIX, "gain": MATRIX, "w1": jnp.ones((4, 6, 6))}, "g": MATRIX}
+    question = "if a vector of each layer: `hidden_matrices(layer_axes=...)`"
+    assert jgrad.hidden_matrices().describe(params).splitlines() == [
+        f"Muon  g            (4, 6)     by shape alone; outputs: axis 1; {question}",
+        f"Muon  layers/b1    (4, 6)     by shape alone; outputs: axis 1; {question}",
+        "Adam  layers/gain  (4, 6)     by name: 'gain' in 'gain'",
+        "Muon  layers/w1    (4, 6, 6)  by shape alone; outputs: axis 2",
+    ]
+    layers = {"layers": 0, "g": None}
+    chosen = jgrad.hidden_matrices(layer_axes=layers)(params)
+    assert chosen == {"layers": {"b1": False, "gain": False, "w1": True}, "g": True}
+    tx = jgrad.muon(
+        0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.1, layer_axes=layers
+    )
+    assert_error(
+        ValueError,
+        "muon: `matrices` at ['layers']['b1']: True for an array of shape (4, 6) with layers over the "
+        "axes (0,), expected at least an output and an input axis in each layer; without them a leaf "
+        "is not a matrix, and belongs to Adam: False, as `hidden_matrices(layer_axes=...)` says.",
+        lambda: tx.init(params),
+    )
+
+
 def test_describe_says_where_outputs_are():
     """A name that PyTorch and equinox have for kernels of (out, in) is said, unless axes are given."""
     matrices = jgrad.hidden_matrices()

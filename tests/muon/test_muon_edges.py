@@ -367,8 +367,9 @@ MESSAGES = [
     (TypeError, "muon: `matrices`: None, expected a prefix tree of bools, or a function of the parameters' "
      "shapes; `hidden_matrices()` chooses by names and shapes; shapes alone cannot tell.",
      lambda: jgrad.muon(0.1, matrices=None)),
-    (TypeError, "muon: `matrices`: an array, expected a tree of Python's bools, or a function of the parameters' "
-     'shapes; `optax.inject_hyperparams` needs `static_args=("matrices",)`.',
+    (TypeError, "muon: `matrices`: an array of bool and shape (), expected a tree of bools, or a function of the "
+     "parameters' shapes; `optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or "
+     "wrap the factory in a function of the numbers alone; where a bool is meant, give a tree of it.",
      lambda: muon(matrices=jnp.array(True))),
     (TypeError, "muon: `matrices` at ['w']: 1 of type int, expected a bool.",
      lambda: muon(matrices={"w": 1, "b": False}).init(X)),
@@ -384,7 +385,7 @@ MESSAGES = [
      lambda: muon(adam_weight_decay=-1.0)),
     (ValueError, "muon: `adam_learning_rate`: None, expected a learning rate for the leaves that are not in `matrices`, "
      'such as 3e-4; or `scale="match_rms_adamw"`, with which one learning rate fits both.',
-     lambda: jgrad.muon(0.02, matrices=True)),
+     lambda: jgrad.muon(0.02, matrices={"w": True, "b": False})),
     (ValueError, "muon: `scale`: 'kj' of type str, expected one of 'original', 'match_rms_adamw', 'spectral', "
      "None.", lambda: muon(scale="kj")),
     (TypeError, "muon: `scale(4, 3)`: None, expected a real array or a number.",
@@ -431,6 +432,16 @@ def test_m12_messages(error, message, call):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("matrices", [True, {"w": True}])
+def test_m12_no_rate_for_no_leaves(matrices):
+    """Where all leaves are matrices, nothing is asked for the others."""
+    w = {"w": jnp.arange(6.0).reshape(2, 3)}
+    asked = jgrad.muon(0.1, matrices=matrices, adam_learning_rate=1.0)
+    for tx in (jgrad.muon(0.1, matrices=matrices), asked):
+        updates, _ = tx.update(w, tx.init(w), w)
+        assert 0.04 < float(jnp.max(jnp.abs(updates["w"]))) < 0.15
+
+
 def test_m12_what_optax_says(standard_promotion):
     """A documented name raises, a momentum of 1.5 and 20 steps of 5 do not, (1, 8) is broadcast."""
     w, g = {"w": jnp.ones((8, 8))}, {"w": normal(8, 8)}

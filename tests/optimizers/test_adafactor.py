@@ -186,12 +186,25 @@ def test_every_scale(scale, factored):
         chex.assert_tree_all_finite((updates, state))
         found, exact = np.asarray(updates["w"], float), after - before
         w, before = optax.apply_updates(w, updates), after
-        # Squares above 2^126 count as that, or above 2^126 / 90 in a matrix: directions are gradients.
+        # Squares above 2^126 count as that, or above 2^126 / 90 in a matrix, and so do gradients.
         if scale > (1e17 if factored else 1e18):
             assert rms(found) <= 1.1 * RATE
             assert np.all(np.sign(found) == np.sign(exact))
         else:
             assert rms(found - exact) < 1e-6 * rms(exact)
+
+
+@pytest.mark.parametrize("rule", ["paper", "torch"])
+def test_no_gradient_counts_as_more_than_its_square(rule):
+    """Equal gradients of any size make steps of the learning rate, whether they are clipped or not."""
+    w = {"matrix": jnp.ones((32, 64)), "vector": jnp.ones(32)}
+    options = {"rule": rule, "min_side": 1, "scale_by_parameter": False, "clip_threshold": None}
+    tx = jgrad.adafactor(RATE, **options)
+    update = jax.jit(tx.update)
+    for scale in (1e3, 1e19, 1e25, 3e38):
+        updates, _ = update(jax.tree.map(lambda x, s=scale: s * x, w), tx.init(w), w)
+        for x in jax.tree.leaves(updates):
+            np.testing.assert_allclose(x, -RATE, rtol=2e-6)
 
 
 def test_rows_of_any_scale():

@@ -4,7 +4,9 @@ Loops, meshes, `vmap` and x64 are in `everywhere/test_surroundings.py`, which ta
 """
 
 import functools
+import gc
 import inspect
+import weakref
 
 import chex
 import jax
@@ -256,19 +258,13 @@ def test_lion_in_nnx():
 # ---- what users get wrong ----------------------------------------------------------------------
 
 
-@jgrad.optimizer_of_leaf
-def without_epsilon(g, vw, *, beta=0.9):
-    vw = beta.value * vw + beta.complement * jnp.square(g)
-    return g / jnp.sqrt(vw), vw
-
-
 def test_a_step_that_is_not_finite_is_skipped():
-    """Zero by zero, of finite gradients: wrappers look at the results of a user's method."""
-    tx = jgrad.skip_nonfinite(without_epsilon(RATE))
-    w, g = {"w": jnp.ones(3)}, {"w": jnp.asarray([1.0, 0.0, 2.0])}
+    """The root of a negative gradient: wrappers look at the results of a user's method."""
+    tx = jgrad.skip_nonfinite(jgrad.optimizer_of_leaf(lambda g: jnp.sqrt(g))(RATE))
+    w, g = {"w": jnp.ones(3)}, {"w": jnp.asarray([1.0, -1.0, 2.0])}
     found, state = train(tx, w, [g, jax.tree.map(jnp.ones_like, g)])
     assert int(state.skipped) == 1
-    np.testing.assert_allclose(found["w"], 1 - RATE / np.sqrt(0.1), rtol=1e-6)
+    np.testing.assert_allclose(found["w"], 1 - RATE, rtol=1e-6)
 
 
 @pytest.mark.slow(always=["bf16"])
@@ -325,9 +321,9 @@ def test_operations_that_kernels_have(name):
     @jgrad.optimizer_of_leaf
     def method(g, mw, *, number=0.5):
         if name in OF_TILES:
-            return OF_TILES[name](g) * number, mw
+            return g * OF_TILES[name](g) * number, mw
         f = OF_KERNELS[name]
-        return f(g, mw) * f(number, 2 * number), mw
+        return g * f(g, mw + 1) * f(number, 2 * number), mw
 
     w = {"w": jnp.ones((16, 256))}
     tx = method(RATE, moment_dtype="8bit")
@@ -355,7 +351,7 @@ OF_XLA = {
     "an array": lambda g, x: g * HALF * x,
     "a table": lambda g, x: g * HALVES[(2 * x).astype(jnp.int32)],
     "a branch": lambda g, x: jax.lax.cond(x > 0.25, lambda: 2 * g, lambda: g),
-    "a loop": lambda g, x: jax.lax.fori_loop(0, 3, lambda i, y: y * x + i, g),
+    "a loop": lambda g, x: jax.lax.fori_loop(0, 3, lambda i, y: y * x + i * g, g),
     "a while": lambda g, x: jax.lax.while_loop(
         lambda y: y[0] < 1, lambda y: (1.0, y[1] * x), (x, g)
     )[1],
@@ -391,9 +387,9 @@ OTHERS = [jnp.cbrt, jnp.sinc, jnp.log2, jax.nn.gelu, jax.scipy.special.erfinv, j
 def test_other_operations_of_elements(f, standard_promotion):
     """They are known by their names, some of which are of one version of JAX."""
     w = {"w": jnp.linspace(0.125, 0.75, 7)}
-    tx = jgrad.optimizer_of_leaf(lambda g: f(g))(1.0)
+    tx = jgrad.optimizer_of_leaf(lambda g: g * f(g + 0.125))(1.0)  # 0 for 0
     updates, _ = tx.update(w, tx.init(w), w)
-    np.testing.assert_allclose(updates["w"], -f(w["w"]), rtol=1e-6)
+    np.testing.assert_allclose(updates["w"], -w["w"] * f(w["w"] + 0.125), rtol=1e-6)
 
 
 def test_a_complex_moment_of_magnitudes(standard_promotion):
@@ -508,7 +504,31 @@ def test_other_functions(name):
     assert_error(*MESSAGES[name], lambda: jgrad.optimizer_of_leaf(of_kind(name)))
 
 
+@jgrad.optimizer_of_leaf
+def normalized(g, vw, *, beta=0.9, epsilon=0.0):
+    """0 / 0 at zero, without an epsilon."""
+    vw = beta.value * vw + beta.complement * g * g
+    return g / (jnp.sqrt(vw / beta.correction) + epsilon), vw
+
+
+@jgrad.optimizer_of_leaf
+def lifted(g, mw, *, floor=0.0, step):
+    return g, mw + g + floor / step
+
+
+ZEROS = "expected zeros there, since the padding of buffers is zero and has to stay so"
 CALLS = {
+    "no number at zero": (
+        ValueError,
+        f"normalized: returned nan for the direction where gradient and moments are zero, {ZEROS}; "
+        "0 / 0 is avoided by an epsilon in the divisor.",
+        lambda: normalized(0.1),
+    ),
+    "no zero at zero": (
+        ValueError,
+        f"lifted: returned 0.5 for the new `mw` where gradient and moments are zero, {ZEROS}.",
+        lambda: lifted(0.1, floor=0.5),
+    ),
     "stays_finite": (
         TypeError,
         "optimizer_of_leaf: `stays_finite`: 1 of type int, expected True or False.",
@@ -564,6 +584,18 @@ def test_calls(name):
     assert_error(*CALLS[name])
 
 
+def test_zeros_of_zeros():
+    """They are asked for with the numbers of the factory, where these are known."""
+    w = {"w": jnp.ones(300)}
+    for epsilon in (lambda done: 1e-8, {"w": 1e-8}, jnp.float32(1e-8)):
+        normalized(RATE, epsilon=epsilon)
+    tx = optax.chain(normalized(RATE, epsilon=1e-8), jgrad.clip_by_global_norm(1.0))
+    packed = jgrad.pack(w)
+    updates, _ = jax.jit(tx.update)(packed, tx.init(packed), packed)
+    np.testing.assert_allclose(jgrad.unpack(updates)["w"], -RATE, rtol=1e-6)
+    jax.eval_shape(lambda x: normalized(RATE, epsilon=x).init(w), jnp.float32(1e-8))
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -587,3 +619,23 @@ def test_a_beta_in_arithmetic(use):
         "`.complement` or `.correction` of it."
     )
     assert_error(TypeError, text, lambda: jgrad.optimizer_of_leaf(wrong))
+
+
+def test_it_goes_with_its_last_use():
+    """In a loop over functions nothing stays of them, but for what JAX has in its caches."""
+
+    def used(moment_dtype):
+        def signum(g, mw, *, beta=0.9):
+            mw = beta.value * mw + g
+            return jnp.sign(mw), mw
+
+        make = jgrad.optimizer_of_leaf(signum)
+        tx = jgrad.skip_nonfinite(make(RATE, moment_dtype=moment_dtype))
+        w = {"w": jnp.ones((16, 256))}
+        jax.make_jaxpr(tx.update)(w, tx.init(w), w)
+        return weakref.ref(signum)
+
+    found = [used(form) for form in (None, "8bit")]
+    jax.clear_caches()
+    gc.collect()
+    assert [x() for x in found] == [None, None]

@@ -126,6 +126,19 @@ def test_beside_multi_steps(every, mean, standard_promotion):
     assert updated == [i in ((1, 3, 5, 7) if every == 2 else (0, 1, 4, 7)) for i in range(9)]
 
 
+def test_a_traced_length_below_one():
+    """Counts as 1; what is not traced is an error."""
+    tx = jgrad.accumulate(jgrad.gradient_descent(0.1), lambda done: 1 - done)
+    w, update = jnp.ones(3), jax.jit(tx.update)
+    state = tx.init(w)
+    for i in range(1, 4):
+        updates, state = update(w, state)
+        np.testing.assert_allclose(updates, -0.1, rtol=1e-6)
+        assert int(state.gradient_step) == i
+    with pytest.raises(ValueError, match="`every`: -2, expected a number in"):
+        tx.update(w, state)
+
+
 INNER = {
     "8 bits": lambda: jgrad.adam(0.1, moment_dtype="8bit"),
     "a chain": lambda: optax.chain(jgrad.clip_by_global_norm(1.0), optax.adam(0.1), jgrad.ema(0.9)),

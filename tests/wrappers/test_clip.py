@@ -300,6 +300,25 @@ def test_a_skipped_step_leaves_the_previous_norm():
     assert float(state.inner.norm) == pytest.approx(2**0.5)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_where_it_is(bad):
+    """By the previous norm, which it leaves alone; a wrapper around sees it and skips the step."""
+    tx = jgrad.clip_by_global_norm(1.0, of="previous")
+    first = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+    g = {"a": jnp.array([bad, 10.0]), "b": jnp.ones(1)}
+    _, state = tx.update(first, tx.init(first))
+    updates, new = tx.update(g, state)
+    chex.assert_trees_all_close(updates, {"a": jnp.array([bad, 2.0]), "b": jnp.full(1, 0.2)})
+    assert float(new.norm) == float(state.norm) == 5
+    for skip in (jgrad.skip_nonfinite, lambda tx: optax.apply_if_finite(tx, 9)):
+        around = skip(optax.chain(tx, optax.scale(-1.0)))
+        _, state = around.update(first, around.init(first), first)
+        updates, _ = around.update(g, state, first)
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, g))
+    current, _ = jgrad.clip_by_global_norm(1.0).update(g, optax.EmptyState())
+    assert all(bool(jnp.all(jnp.isnan(x))) for x in jax.tree.leaves(current))
+
+
 def test_the_largest_norm():
     """A norm above the largest number is that number, and clips what follows."""
     tx = jgrad.clip_by_global_norm(1.0, of="previous")

@@ -154,6 +154,8 @@ MESSAGES = [
      "as the states of jgrad's optimizers do.", lambda: jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)),
     (ValueError, "accumulate: `every`: 0, expected a number in [1, 2^31).",
      lambda: jgrad.accumulate(SGD, lambda n: 0).init(X)),
+    (ValueError, "accumulate: `every`: -1, expected a number in [1, 2^31).",
+     lambda: jgrad.accumulate(SGD, lambda n: n - 1).init(X)),
     (ValueError, "accumulate: `state.total` does not have the structure of `params`: only `state.total` has ['a']; "
      "only `params` has ['layer_3'].", lambda: update(window, state=window.init({"a": X}))),
     (ValueError, "lamb: the trust ratio needs the parameters: call `update(updates, state, params)`.",
