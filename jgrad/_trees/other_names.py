@@ -81,7 +81,6 @@ KEYWORDS = (
     *("error_decay", "shampoo_beta", "hyperball_learning_rate", "emit", "finite", "weight", "loss"),
 )
 _OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
-_BETWEEN_WRAPPERS = ("commit", "notes", "then", "undecayed")  # which wrappers tell what is inside
 _PREFIXES = ("adam", "hyperball", "muon")  # of options, which nobody else's have
 _OPTIONS_OF: dict[str, tuple[str, ...]] = {}  # of each factory, as they are defined
 
@@ -157,7 +156,7 @@ def keywords_of(update: Callable[..., Any], handed_on: Sequence[str] = ()) -> tu
 def check_keywords(function: str, keywords: Iterable[str], taken: tuple[str, ...]) -> None:
     """No keyword of a call is a misspelt one of ours. Others are for the rest of a chain."""
     for name in keywords:
-        if name not in KEYWORDS and name not in _BETWEEN_WRAPPERS:
+        if name not in KEYWORDS:
             refuse_keyword(function, name, meant_keyword(name, taken))
 
 
