@@ -143,10 +143,8 @@ class RejectingInputs(Inputs):
 
         `extra` are more arguments for it.
         """
-        said: dict[str, Any] = {"commit": commit}
-        if self.leaves_out:
-            said = {"commit": commit.for_windows(), "finite": finite}
-        with telling(**said):
+        said = commit.for_windows() if self.leaves_out else commit
+        with telling(commit=said, finite=finite):
             steps, new = tx.update(gradients, self.state, self.params, **self.extra_args | extra)
         if self.leaves_out:
             self.state = _with_sums(self.state, new)

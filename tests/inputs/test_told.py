@@ -275,6 +275,15 @@ def test_a_window_inside(third_party, standard_promotion):
     assert int(state.skipped) == 1
 
 
+def test_what_a_caller_says_of_a_window():
+    """A mini-batch that is not finite is left out, though the caller says that it is finite."""
+    tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.gradient_descent(1.0), 2))
+    state = tx.init(W)
+    for g in G, BAD:
+        steps, state = tx.update(g, state, W, finite=True)
+    close(steps, jax.tree.map(jnp.negative, G))
+
+
 @pytest.mark.slow(one_in=15)
 @third_parties
 @pytest.mark.parametrize("wrap", [jgrad.stochastic_rounding, jgrad.master_weights, lambda tx: tx])
