@@ -221,7 +221,7 @@ THIRD_PARTIES = HANDS_NOTHING_ON | OF_OPTAX
 third_parties = pytest.mark.parametrize("third_party", THIRD_PARTIES.values(), ids=THIRD_PARTIES)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(one_in=4, always=["loss-in_jit"])
 @third_parties
 @pytest.mark.parametrize("decides", ["gradients", "loss"])
 def test_a_step_that_is_skipped(third_party, decides, standard_promotion):
@@ -249,6 +249,7 @@ def close(found, truth):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow(one_in=4, always=["masked"])
 @third_parties
 def test_what_makes_nan_of_finite_gradients_is_looked_at(third_party, standard_promotion):
     """Inside of it, and behind it."""
@@ -261,6 +262,7 @@ def test_what_makes_nan_of_finite_gradients_is_looked_at(third_party, standard_p
         assert_equal(new.inner, state.inner)
 
 
+@pytest.mark.slow(one_in=4)
 @third_parties
 def test_a_window_inside(third_party, standard_promotion):
     """A mini-batch that is not finite is left out, or the call; the window closes with the others."""
