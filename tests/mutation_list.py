@@ -17,6 +17,7 @@ NORMS = "tests/layers/test_norms.py"
 PACKED = "tests/packed/test_optimizers.py tests/packed/test_packing.py"
 DEVICES = "tests/multi_device"
 HAND_OVER = "tests/wrappers/test_hand_over.py"
+TOLD = "tests/inputs/test_told.py"
 ADAFACTOR = "tests/optimizers/test_adafactor.py"
 HYPERBALL = "tests/wrappers/test_hyperball.py"
 SPIKES = "tests/wrappers/test_skip_spikes.py"
@@ -64,7 +65,7 @@ MUTATIONS = [
     Mutation("named_leaves", "what a tree in a variable has loses a key", "name == path[:-1]", "True", "tests/states/test_variables.py"),
     Mutation("trees.names", "boxes are named as variables are", "leaves_with_paths(_, _, boxes=False)", "leaves_with_paths(tree, is_leaf)", "tests/trees/test_variables.py"),
     Mutation("watch._keys", "a report knows one form of the parameters", "_ not in names and _ in names", "False", VARIABLES),
-    Mutation("pair.of_arrays", "a new state has the structure of the old", "structure == _", "True", "tests/everywhere/test_linen.py"),
+    Mutation("pair.update_of_model", "a new state has the structure of the old", "structure == _", "True", "tests/everywhere/test_linen.py"),
     Mutation("carry_over", "the form of variables is lost", "variables.in_form_of(_, X)", "X", VARIABLES),
     Mutation("state_shardings", "shardings of variables in 8 bits", "variables.variables_of_blocks(X)", "X", "tests/trees/test_variables.py"),
     Mutation("restored._array", "variables in files", "X['value'] if _ else X", "X", VARIABLES),
@@ -138,7 +139,7 @@ MUTATIONS = [
     Mutation("elementwise.no_kernel", "a kernel has arrays from outside", "traced.consts", "False", OF_LEAF),
     Mutation("optimizer_of_leaf.rule", "a complex second moment loses its imaginary part", "jnp.iscomplexobj(found) and X", "False", OF_LEAF),
     Mutation("elementwise.no_kernel", "a kernel has each operation of a user's method", "X if absent else Y", "Y", OF_LEAF),
-    Mutation("transformation.update", "a user's method is trusted to be finite", "X if stays_finite else None", "X", OF_LEAF),
+    Mutation("transformation.update", "a user's method is trusted to be finite", "X if stays_finite else _", "X", OF_LEAF),
     Mutation("numerics.sign", "the sign of a complex number is its largest part", "safe_sqrt(X)", "jnp.ones_like(x.real)", "tests/arithmetic/test_numerics.py"),
     Mutation("adam_of_leaf", "the signs of directions are those of second moments", "X, m", "X, v", DECAY),
     Mutation("rules.kept", "an update that is not committed is kept", "jnp.where(_, X, _)", "X", SKIP),
@@ -212,6 +213,14 @@ MUTATIONS = [
     Mutation("_next_sum", "the sum of a closed window is kept", "_zero_if(X, _)", "X", "tests/wrappers/test_accumulate.py"),
     Mutation("Shard.first_row", "every device has the first rows", "_.num_rows(_)", "0", "tests/packed/test_rows.py"),
     # ---- _inputs
+    # ---- what wrappers tell what is inside
+    Mutation("Told.here", "a decision is one in each trace", "self is NOTHING or _ == _", "True", TOLD),
+    Mutation("telling", "nobody hears a decision", "trace_state()", "None", HAND_OVER),
+    Mutation("Told.finite_with", "a caller overrules what was seen of gradients", "self.finite & given", "given", TOLD),
+    Mutation("Told.commit_of", "gradients that nobody knows are clipped", "commit is None or _ or commit.is_finite(X)", "True", TOLD),
+    Mutation("around._held", "a trace that fails is kept", "weakref.ref(x) if _ else X", "X", TOLD),
+    Mutation("Then.__init__", "float32 is asked what follows", "X if has_codes(state) else ()", "X", TOLD),
+    Mutation("Then.__init__", "one of two arrays is taken", "None if id(w) in X else i", "i", TOLD),
     Mutation("Commit.has_settled", "every array is settled", "_arrays(_).keys() <= _._updates.keys()", "True", SKIP),
     Mutation("Commit.is_old_or_new", "an update is a state", "_.get(id(X), (None, None))", "self._states.get(id(new), (None, self._updates.get(id(new)) is new and old))", HAND_OVER),
     Mutation("Commit.is_finite", "every gradient is finite", "_arrays(_).keys() <= _._finite.keys() | _._updates.keys()", "True", SKIP),
@@ -436,10 +445,9 @@ MUTATIONS = [
     Mutation("_Shardings._like", "moments of other shapes follow", "X or Y.shape != _.shape", "X", DEVICES),
     Mutation("_Shardings._of_packed", "unpacked leaves are replicated", "None if _ is None else _.leaves[_]", "None", DEVICES),
     Mutation("_in_dtype", "states drift to other dtypes", "X.astype(_.dtype) if checks.is_numeric(_) else X", "X", "tests/wrappers"),
-    Mutation("skip_nonfinite._in_branch", "branch: the update runs always", "decisions.noted_branch(_, _, X, _)", "X({})", SKIP),
+    Mutation("skip_nonfinite._in_branch", "branch: the update runs always", "decisions.noted_branch(_, X, _)", "X()", SKIP),
     Mutation("branch", "a branch that keeps what it was given is the last", "jax.lax.switch(X.astype(jnp.int32), Y)", "jax.lax.cond(X, *Y[::-1])", "tests/wrappers/test_accumulate.py"),
     Mutation("watch", "watch: the first call is not measured", "(X == 1) | Y", "Y", WATCH),
-    Mutation("watch", "watch: the outer decision goes into the branch", "_ != 'commit'", "True", WATCH),
     Mutation("watch._kept", "watch: the report of a rejected step", "X | dict(zip(Y, Z, strict=True))", "X", WATCH),
     Mutation("_after", "watch: donated arrays are copied on a CPU", "jnp.where(_, X, _)", "X", WATCH),
     Mutation("measures._norms_of", "watch: finite layers are counted", "~jnp.isfinite(X)", "jnp.isfinite(X)", WATCH),

@@ -2,12 +2,13 @@
 
 A kernel computes a whole step of a leaf: it reads the gradient, the weight and the codes once, and
 writes new ones in their place. So what follows an update, as the addition to the weight, has to be
-told to the method before it computes the update. A wrapper that changes weights hands a `Then`
-inwards, as the extra argument `then`, and the method looks for the function of each of its leaves.
-The wrapper then finds what that function returned by the update that belongs to it. If a
-transformation of another library stands between them, or the leaf has no kernel, it finds nothing,
-and computes the same afterwards. What precedes a gradient is told the other way: a transformation
-that makes a gradient of another one says so by `offer`.
+told to the method before it computes the update. A wrapper that changes weights tells a `Then` (see
+`told`), and the method looks for the function of each of its leaves. The wrapper then finds what
+that function returned by the update that belongs to it. If a transformation of another library
+changes that, or the leaf has no kernel, it finds nothing, and computes the same afterwards. What
+precedes a gradient is told the other way: a transformation that makes a gradient of another one
+says so by `offer`. `optax.chain` may call both, with no wrapper around, so a record that a wrapper
+makes could not hold this.
 """
 
 import functools
@@ -38,13 +39,23 @@ class Origin(NamedTuple):
     arrays: tuple[Any, ...]
 
 
-_made: dict[int, tuple[weakref.ref[Any], Callable[..., jax.Array], Any, tuple[Any, ...]]] = {}
+class _Making(NamedTuple):
+    """How a traced array was made: it, a function and its arguments, none of them kept alive."""
+
+    new: Callable[[], Any]
+    function: Callable[..., jax.Array]
+    arguments: tuple[Callable[[], Any], ...]
+
+
+# By the identity of each new array, as long as that is there. A trace keeps its arrays, so it would
+# never end if one were kept here.
+_made: dict[int, _Making] = {}
 
 
 def offer(new: Any, function: Callable[..., jax.Array], old: Any, *numbers: Any) -> None:
     """Says that an array is `function(old, *numbers)`, of what a kernel may read in its place.
 
-    So a clipped gradient need not be written. It is remembered as long as a trace has the array.
+    So a clipped gradient need not be written. It is remembered as long as a trace has the arrays.
 
     Args:
       new: the array.
@@ -55,7 +66,21 @@ def offer(new: Any, function: Callable[..., jax.Array], old: Any, *numbers: Any)
     if isinstance(new, jax.core.Tracer) and new is not old:
         key = id(new)
         alive = weakref.ref(new, lambda _: _made.pop(key, None))
-        _made[key] = alive, function, old, numbers
+        _made[key] = _Making(alive, function, tuple(map(_held, (old, *numbers))))
+
+
+def _held(x: Any) -> Callable[[], Any]:
+    """Returns an argument. One that is traced is as long there as its trace needs it."""
+    return weakref.ref(x) if isinstance(x, jax.core.Tracer) else lambda: x
+
+
+def _making(array: Any) -> tuple[Callable[..., jax.Array], list[Any]] | None:
+    """What an array was made by and of; None where nothing is known."""
+    made = _made.get(id(array))
+    if made is None or made.new() is not array:
+        return None
+    arguments = [x() for x in made.arguments]
+    return None if any(x is None for x in arguments) else (made.function, arguments)
 
 
 def offered(calls: Sequence[Call | None]) -> list[Any]:
@@ -73,8 +98,8 @@ def origin(array: Any) -> Origin:
     """Of an array; of one of which nothing was said, the array itself."""
     functions: list[tuple[Callable[..., jax.Array], int]] = []
     numbers: tuple[Any, ...] = ()
-    while (entry := _made.get(id(array))) is not None and entry[0]() is array:
-        _, function, array, of_step = entry
+    while (made := _making(array)) is not None:
+        function, (array, *of_step) = made
         functions.insert(0, (function, len(of_step)))
         numbers = (*of_step, *numbers)
     return Origin(tuple(functions), (array, *numbers))
@@ -98,9 +123,8 @@ def narrow(array: Any) -> Any:
 
     XLA writes what a branch reads, as the rare one that repeats norms.
     """
-    entry = _made.get(id(array))
-    is_wide = entry is not None and entry[0]() is array and entry[1] is in_float32
-    return entry[2] if entry is not None and is_wide else array
+    made = _making(array)
+    return array if made is None or made[0] is not in_float32 else made[1][0]
 
 
 class Rest(NamedTuple):
@@ -167,16 +191,16 @@ def _both(
     return both
 
 
-@jax.tree_util.register_pytree_node_class
 class Then:
     """What a wrapper does with each update, told to the transformation inside.
 
     It exists while a program is traced, and remembers arrays by identity. In another trace, as that
-    of a branch, it knows of none; nor handed through `jax.jit` or `jax.vmap`.
+    of a branch, nothing follows. Without moments in 8 bits nobody asks, and it knows of no array.
     """
 
     def __init__(
         self,
+        state: PyTree,
         weights: Sequence[Any],
         rest: Callable[[int], Rest | None],
         places: Sequence[Place | None] = (),
@@ -187,6 +211,7 @@ class Then:
         """Of one update.
 
         Args:
+          state: of what is inside.
           weights: the parameters as they are inside.
           rest: what is done with the update of each of them; asked by the method, when all that is
             in front of it has been traced.
@@ -197,13 +222,10 @@ class Then:
         self._makes_weights = makes_weights
         self._outer, self._trace = outer, trace_state()
         self._weights, self._rest, self._places = list(weights), rest, places
-        ids = list(map(id, weights))
-        self._index = {key: i for i, key in enumerate(ids) if ids.count(key) == 1}
+        self._index: dict[int, int | None] = {}
+        for i, w in enumerate(weights if has_codes(state) else ()):
+            self._index[id(w)] = None if id(w) in self._index else i  # of two it may be either
         self._results: dict[int, tuple[Any, tuple[jax.Array, ...]]] = {}
-
-    def extra(self, state: PyTree) -> dict[str, "Then"]:
-        """As an extra argument of an update; none without moments in 8 bits, which ask for it."""
-        return {"then": self} if has_codes(state) else {}
 
     def of(self, weight: Any) -> Rest | None:
         """What is done with the update of a parameter."""
@@ -235,10 +257,3 @@ class Then:
         if self._outer is not None:
             self._outer.note(results[count - 1] if count else update, results[count:])
         return results[:count]
-
-    def tree_flatten(self) -> tuple[tuple[()], None]:
-        return (), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[()]) -> "Then":
-        return cls((), lambda _: None)

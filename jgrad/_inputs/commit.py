@@ -2,16 +2,15 @@
 
 `skip_nonfinite` could compute an update and choose between new and old arrays afterwards. Each new
 moment would then be read by the choice and by the step, and XLA would write it out for both. So the
-wrapper passes a `Commit` inwards, as the extra argument `commit`, and every transformation of this
-library makes the choice itself, before anything reads its new moments. `optax.chain` and the like
-hand extra arguments on; a transformation that does not know `commit` ignores it.
+wrapper tells a `Commit` to what is inside (see `told`), and every transformation of this library
+makes the choice itself, before anything reads its new moments. Others know nothing of it.
 
 A `Commit` exists while a program is traced. It remembers arrays by identity. *Finite* are the
 gradients, and what is computed from such arrays alone by a transformation that makes nothing
 non-finite. *Settled* are updates and arrays of a state that are right whatever the decision is:
 zero, or the old array, if the update is not committed. The wrapper looks at all others. So whatever
-stands between both transformations, and makes other arrays or forgets the `Commit`, costs time and
-no more.
+stands between both transformations, and makes other arrays or another trace, costs time and no
+more.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +24,8 @@ from jgrad._trees.traces import trace_state
 from jgrad._trees.trees import PyTree
 
 
-@jax.tree_util.register_pytree_node_class
 class Commit:
     """The decision about one update, and what is known of its arrays.
-
-    Handed through `jax.jit` or `jax.vmap`, where arrays have other identities, it knows of none.
 
     Attributes:
       clips: whether what overflows in a committed update is to become the largest number; False
@@ -121,20 +117,13 @@ class Commit:
             self._flag, self._is_joined = flag, True
         return flag
 
-    def applies_to(self, gradients: PyTree) -> bool:
-        """Whether a transformation of these gradients keeps its old state where this flag says so.
-
-        One that clips has to know that they are finite.
-        """
-        return not self.clips or self.is_finite(gradients)
-
     def is_finite(self, tree: PyTree) -> bool:
         """Whether each inexact array of the tree is finite if the update is committed."""
         return _arrays(tree).keys() <= self._finite.keys() | self._updates.keys()
 
     def add_finite(self, new: PyTree, of: PyTree) -> None:
         """Says that new arrays are finite if those are of which they are computed."""
-        for commit in self._both():
+        for commit in filter(None, (self, self.of_windows)):
             if commit.is_finite(of):
                 commit._finite |= _arrays(new)
 
@@ -148,12 +137,9 @@ class Commit:
 
     def settle_moved(self, new: PyTree, of: PyTree) -> None:
         """Says that new arrays are settled if others are, whose elements they have."""
-        for commit in self._both():
+        for commit in filter(None, (self, self.of_windows)):
             if commit.has_settled(of):
                 commit.settle(new)
-
-    def _both(self) -> list["Commit"]:
-        return [self] if self.of_windows is None else [self, self.of_windows]
 
     def has_kept(self, new: Any, old: Any) -> bool:
         """Whether an array is no inexact one, or finite, and the old one if not committed."""
@@ -174,20 +160,12 @@ class Commit:
         """Says whether the arrays are finite, for a transformation that has their norm anyway.
 
         Taken if all gradients are among them and nobody read the flag; then what computed the flag
-        before is not in the compiled program. Not from inside a branch or a loop.
+        before is not in the compiled program.
         """
         if self._outer is not None:
             self._outer.offer(finite, tree)
-        same_trace = trace_state() == self._trace
-        if same_trace and not self._is_read and _arrays(tree).keys() >= self._gradients.keys():
+        if not self._is_read and _arrays(tree).keys() >= self._gradients.keys():
             self._flag = self._agreed(finite)
-
-    def tree_flatten(self) -> tuple[tuple[()], None]:
-        return (), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[()]) -> "Commit":
-        return cls((), jnp.asarray(True))
 
 
 def _arrays(tree: PyTree) -> dict[int, Any]:

@@ -6,7 +6,7 @@ Options are read beside it, an entry per leaf; methods and wrappers compute with
 import functools
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,10 @@ from jax.sharding import AxisType, PartitionSpec
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
-from jgrad._inputs.around import Rest, Then
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Rest
 from jgrad._inputs.moment import check_form, kept_arrays
 from jgrad._inputs.notes import Notes
+from jgrad._inputs.told import NOTHING, Told
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import as_stored
 from jgrad._layers.layer_axes import check_names, read_mesh_axes
@@ -162,10 +162,8 @@ class Inputs(Parameters):
 
     Attributes:
       w: parameters, or `None` if they were not given.
-      commit: whether the update is committed, if a wrapper decides it; None where it always is.
-      notes: where numbers of this update are noted, if a wrapper reports them; else None.
-      undecayed: names of leaves whose norm a wrapper keeps: decay would act against it.
-      then: what a wrapper does with the updates, if it says so.
+      commit: the decision of a wrapper around, if it is one about these gradients.
+      notes, undecayed, then: see `Told`.
     """
 
     def __init__(
@@ -173,10 +171,7 @@ class Inputs(Parameters):
         function: str,
         updates: PyTree,
         params: PyTree,
-        commit: Commit | None = None,
-        notes: Notes | None = None,
-        undecayed: Collection[str] = (),
-        then: Then | None = None,
+        around: Told = NOTHING,
     ) -> None:
         if params is None:
             super().__init__(function, updates, "updates")
@@ -184,8 +179,8 @@ class Inputs(Parameters):
         else:
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
-        self.commit = commit if commit is not None and commit.applies_to(updates) else None
-        self.notes, self.undecayed, self.then = notes, undecayed, then
+        self.commit = None if around is NOTHING else around.commit_of(updates)
+        self.notes, self.undecayed, self.then = around.notes, around.undecayed, around.then
         self._structure = trees.flatten(self.tree)[1]
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())

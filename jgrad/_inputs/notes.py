@@ -1,9 +1,7 @@
 """What transformations know of an update anyway, for a wrapper that reports it.
 
-`watch` passes `Notes` inwards as the extra argument `notes`, as `skip_nonfinite` passes `commit`.
-A transformation adds numbers that it computes in any case: a learning rate, a factor, ratios.
-Nothing is computed where no `Notes` came. `optax.chain` and the like hand extra arguments on; what
-does not know `notes` ignores it.
+`watch` tells `Notes` to what is inside (see `told`), which adds numbers that it computes in any
+case: a learning rate, a factor, ratios. Nothing is computed where no `Notes` came.
 
 A note belongs to the trace in which its `Notes` was made. One from inside a branch or a loop that
 knows nothing of notes is left out, so that no traced value leaves it. A wrapper of this library
@@ -19,11 +17,8 @@ import jax.numpy as jnp
 from jgrad._trees.traces import trace_state
 
 
-@jax.tree_util.register_pytree_node_class
 class Notes:
     """Numbers of one update, by name.
-
-    Handed through `jax.jit` or `jax.vmap`, it is another one, which nobody reads.
 
     Attributes:
       old: the numbers of the update before; None where only the form of the new ones is asked for,
@@ -78,13 +73,6 @@ class Notes:
         else:
             for path, x in noted:
                 self.add(f"{name}/{path}", jnp.mean(jnp.asarray(x)))
-
-    def tree_flatten(self) -> tuple[tuple[()], None]:
-        return (), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[()]) -> "Notes":
-        return cls({})
 
 
 def unique(name: str, taken: Iterable[str]) -> str:

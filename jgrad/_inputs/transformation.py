@@ -5,21 +5,19 @@ of parameters that are not `None` are arrays, or are numbers with a gradient, or
 methods and wrappers see no model, only a tree of arrays.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs.around import Then
-from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
 from jgrad._inputs.moment_options import MomentOptions
-from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import OptState
+from jgrad._inputs.told import told
 from jgrad._trees import checks, shares, trees, variables
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import check_keywords, keywords_of
@@ -91,18 +89,12 @@ def transformation(
         return state if more is None else kind(*state, *more.init(inputs, of_moments))
 
     def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree = None,
-        *,
-        commit: Commit | None = None,
-        notes: Notes | None = None,
-        undecayed: Collection[str] = (),
-        then: Then | None = None,
-        **numbers: Any,
+        updates: PyTree, state: Any, params: PyTree = None, **numbers: Any
     ) -> tuple[PyTree, Any]:
-        decided = commit if stays_finite else None
-        inputs = Inputs(name, updates, params, decided, notes, undecayed, then)
+        around = told()
+        inputs = Inputs(
+            name, updates, params, around if stays_finite else around._replace(commit=None)
+        )
         if params_for is not None:
             inputs.require_params(params_for)
         of_moments = shapes(inputs)
@@ -175,21 +167,15 @@ def pair(
             check_keywords(name, extra_args, taken)
         updates, state = checks.values_of(updates), checks.values_of(state)
         params = arrays_of(params, updates)
+        before = state
+        if _has_forms(state):
+            state = variables.variables_of_blocks(state)
         share = shares.current()
-        if share is None:
-            return of_arrays(updates, state, params, extra_args)
-        share.check(name, updates)
-        steps, new = of_arrays(updates, state, params, extra_args)
-        share.add(steps)
-        return steps, new
-
-    def of_arrays(
-        updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
-    ) -> tuple[PyTree, Any]:
-        if not _has_forms(state):
-            return update(updates, state, params, **extra_args)
-        before, state = state, variables.variables_of_blocks(state)
+        if share is not None:
+            share.check(name, updates)
         steps, new = update(updates, state, params, **extra_args)
+        if share is not None:
+            share.add(steps)
         if state is before:
             return steps, new
         structure: Any = jax.tree.structure(state)

@@ -27,9 +27,9 @@ _MOMENTS = ("mw", "vw")
 _STEP = "step"  # is no option
 _SHARED: dict[str, Any] = {**DECAY, "mesh_axes": None, **FORM}  # options, as `lion` has them
 
-# Names of other options, and of what `update` and its wrappers know.
+# Names of other options, and of what `update` knows.
 _TAKEN = (*_SHARED, "learning_rate", "descent", "emit", "finite", "weight", "loss")
-_TAKEN += ("commit", "notes", "undecayed", "then", "updates", "state", "params", "self")
+_TAKEN += ("updates", "state", "params", "self")
 _TAKEN += ("function", "read", "value", "grad", "value_fn")  # the last three are optax's
 
 

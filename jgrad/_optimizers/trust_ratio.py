@@ -9,6 +9,7 @@ from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
+from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
 from jgrad._trees.other_names import explained
@@ -70,7 +71,7 @@ def scale_by_trust_ratio(
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, optax.EmptyState]:
-        inputs = Inputs(name, updates, params, notes=extra_args.get("notes"))
+        inputs = Inputs(name, updates, params, told()._replace(commit=None))
         w = inputs.require_params("the trust ratio")
         directions = [None if g is None else (leafwise.identity, (g,)) for g in inputs.g]
         scaled_directions = scaled_by_trust_ratio(

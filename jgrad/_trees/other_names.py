@@ -83,7 +83,6 @@ KEYWORDS = (
     *("error_decay", "shampoo_beta", "hyperball_learning_rate", "emit", "finite", "weight", "loss"),
 )
 _OF_SEVERAL_WORDS = tuple(x for x in KEYWORDS if "_" in x)
-_BETWEEN_WRAPPERS = ("commit", "notes", "then", "undecayed")  # which wrappers tell what is inside
 _LOSS = "value_fn"  # a loss that a line search calls, with keywords of its own
 _PREFIXES = ("adam", "hyperball", "muon")  # of options, which nobody else's have
 _OPTIONS_OF: dict[str, tuple[str, ...]] = {}  # of each factory, as they are defined
@@ -173,7 +172,7 @@ def check_keywords(function: str, keywords: Collection[str], taken: tuple[str, .
     Others are for the rest of a chain.
     """
     for name in keywords:
-        if name not in KEYWORDS and name not in _BETWEEN_WRAPPERS:
+        if name not in KEYWORDS:
             refuse_option(function, name)
             refuse_keyword(function, name, meant_keyword(name, taken))
             if name == "weights" and _LOSS not in keywords:  # which losses have, and nobody else

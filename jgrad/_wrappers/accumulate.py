@@ -15,8 +15,8 @@ from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
-from jgrad._inputs.notes import Notes
 from jgrad._inputs.state import counter
+from jgrad._inputs.told import telling, told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, shares, trees, values
@@ -263,8 +263,6 @@ def accumulate(
         emit: Flag | None = None,
         finite: Flag | None = None,
         weight: Any = None,
-        commit: Commit | None = None,
-        notes: Notes | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
         inside.check_state(_NAME, state, kind)
@@ -276,12 +274,14 @@ def accumulate(
             state = state._replace(total=zeros(_NAME, inputs.tree))
         values.flag(_NAME, "emit", emit)
         values.flag(_NAME, "finite", finite)
+        around = told().here
+        finite = around.finite_with(finite)
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         devices = _sharded_over(inputs, state.inner, mesh_axes)
         emit, finite = decisions.agreed(emit, devices), decisions.agreed(finite, devices)
-        use, outer = _use(inputs, updates, finite, commit, check_finite, devices)
+        use, outer = _use(inputs, updates, finite, around.commit, check_finite, devices)
         if weighted:
-            weight, use = _summed(weight, use, inputs, notes, devices)
+            weight, use = _summed(weight, use, inputs, devices)
         before = state
         if state.total is None:  # nor a window that was open in the state of another `every`
             state = without_window(state, state, None)
@@ -291,7 +291,7 @@ def accumulate(
         if isinstance(emit, (bool, np.bool_)) and not emit:
             steps, total, inner, settled = inputs.zeros(), window.total(), state.inner, None
         else:
-            call = state.inner, params, outer, notes, extra_args
+            call = state.inner, params, outer, extra_args
             steps, total, inner, settled = _branches(window, tx, *call)
         new = window.next_state(kind, total, inner)
         _tell(outer, steps, new, before, settled)
@@ -345,10 +345,10 @@ def _use(
 
 
 def _summed(
-    weight: Any, use: Flag, inputs: Inputs, notes: Notes | None, devices: tuple[str, ...]
+    weight: Any, use: Flag, inputs: Inputs, devices: tuple[str, ...]
 ) -> tuple[jax.Array, Flag]:
     """The weight of a mini-batch that is used, over all devices, and whether it is used."""
-    if weight is None and notes is not None and notes.is_dry:
+    if weight is None and told().is_dry:
         weight = decisions.of_models(_NAME, inputs.tree, 1.0)
     if weight is None:
         remedy = "call `update(updates, state, params, weight=tokens)`"
@@ -451,7 +451,6 @@ def _branches(
     state: PyTree,
     params: PyTree,
     outer: Commit | None,
-    notes: Notes | None,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, Leaves, PyTree, Settled | None]:
     """Updates, sums and the state of `tx` where the window may close; and what `tx` has settled.
@@ -478,13 +477,13 @@ def _branches(
         rounded = x.astype(g.dtype)
         return rounded if window.mean else numerics.saturated(rounded, x)
 
-    def run(noting: dict[str, Any]) -> tuple[tuple[Leaves, PyTree], Settled | None]:
+    def run() -> tuple[tuple[Leaves, PyTree], Settled | None]:
         means = divided if window.has_sum else window.means()
         gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
         # Means of finite gradients are finite, so that a window is committed always.
         commit = None if outer is None else Commit.always(gradients)
-        known = {} if commit is None else {"commit": commit}
-        steps, new = tx.update(gradients, state, params, **known, **noting, **extra_args)
+        with telling(commit=commit):
+            steps, new = tx.update(gradients, state, params, **extra_args)
         if commit is None or not commit.has_settled(steps):
             steps = inputs.directions(trees.flatten(steps)[0])
         new = decisions.in_dtypes(new, state)
@@ -503,7 +502,7 @@ def _branches(
             for x, old, p, fit in stored
         ], state
 
-    (held, new), settled = decisions.noted_branch(notes, close, run, hold)
+    (held, new), settled = decisions.noted_branch(close, run, hold)
     is_open = jnp.logical_not(close)
     moved = [
         (_zero_if, (x, is_open)) if fit else (leafwise.identity, (x,))

@@ -7,6 +7,7 @@ import optax
 
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.told import telling
 from jgrad._inputs.transformation import arrays_of
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees
@@ -76,9 +77,9 @@ def apply_gradients(
     def rest(i: int) -> Rest:
         return Rest(_added, (weights[i],), _itself, (0,))
 
-    then = Then(weights, rest, places, makes_weights=True)
-    extra_args |= then.extra(state)
-    updates, state = tx.update(grads, state, params, **extra_args)
+    then = Then(state, weights, rest, places, makes_weights=True)
+    with telling(then=then):
+        updates, state = tx.update(grads, state, params, **extra_args)
     new = optax.apply_updates(params, updates)  # of which XLA computes what is read
 
     def chosen(w: Any, update: Any) -> Any:

@@ -12,9 +12,9 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import narrow, offer
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Parameters
-from jgrad._inputs.notes import Notes
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
+from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
@@ -121,14 +121,10 @@ def clip_by_global_norm(
         return decisions.as_updated(name, state, update, params, mesh_axes)
 
     def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        *,
-        commit: Commit | None = None,
-        notes: Notes | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
+        around = told().here
+        commit = around.commit
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
@@ -143,8 +139,8 @@ def clip_by_global_norm(
         for x, new in zip(inexact, leaves, strict=True):
             if x is not None:
                 offer(new, clipped, x, *factors)
-        if notes is not None:
-            notes.add("clip_factor", factors[0] * factors[1])
+        if around.notes is not None:
+            around.notes.add("clip_factor", factors[0] * factors[1])
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
             commit.offer(jnp.isfinite(norm.mantissa), updates)

@@ -15,6 +15,7 @@ from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.notes import Notes
+from jgrad._inputs.told import telling, told
 from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shardings, shares, trees
@@ -171,7 +172,8 @@ def as_updated(
         return state
 
     def dry(params: PyTree, state: T) -> T:
-        return update(params, state, params, notes=Notes(None))[1]
+        with telling(notes=Notes(None)):
+            return update(params, state, params)[1]
 
     def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:
         return shardings.varying_over(x, shardings.varying_axes(new))
@@ -222,23 +224,22 @@ def _varying(names: tuple[str, ...], f: Callable[[], PyTree]) -> PyTree:
 
 
 def noted_branch(
-    notes: Notes | None,
     use: Flag,
-    then: Callable[[dict[str, Any]], tuple[T, Static]],
+    then: Callable[[], tuple[T, Static]],
     otherwise: Callable[[], T],
 ) -> tuple[T, Static | None]:
     """`branch`, of a `then` with more to say than arrays: what is static, and notes.
 
     Args:
-      notes: where notes come out: those that `then` makes, or else the old ones.
       use: whether to take `then`.
-      then: called with the extra arguments of an update in which to make notes, if any. It returns
-        arrays, and what is known once it is traced.
+      then: calls what is inside, which is told no decision. It returns arrays, and what is known
+        once it is traced. What it notes is noted, and else the old numbers.
       otherwise: returns the arrays of the other branch.
 
     Returns:
       Arrays, and what is known; None for that where `then` was not called.
     """
+    notes = told().notes
     if notes is not None and not notes.is_here:
         notes = None
     static: Static | None = None
@@ -249,11 +250,11 @@ def noted_branch(
     # array, which would be one of that trace.
     def run() -> tuple[T, dict[str, jax.Array]]:
         nonlocal static, made
-        if notes is None:
-            arrays, static = then({})
+        inside = None if notes is None else Notes(notes.old, taken=notes.names)
+        with telling(commit=None, finite=None, notes=inside):
+            arrays, static = then()
+        if notes is None or inside is None:
             return arrays, {}
-        inside = Notes(notes.old, taken=notes.names)
-        arrays, static = then({"notes": inside})
         made = list(inside.new)
         return arrays, old | {k: inside.new[k] for k in made if k in old or notes.is_dry}
 

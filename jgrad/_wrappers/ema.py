@@ -117,10 +117,8 @@ def ema(
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
         # Where the average has None, `init` saw no parameter: of a model it may be given a part.
-        then = extra_args.get("then")
-        stepped = zip(
-            trees.flatten(parameters.applied(params, updates, then))[0], old.leaves, strict=True
-        )
+        applied = parameters.applied(params, updates, inputs.then)
+        stepped = zip(trees.flatten(applied)[0], old.leaves, strict=True)
         new = [None if o is None else x for x, o in stepped]
         decay_now = options.called(inputs, "decay", decay, lambda: state.done)
         beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)

@@ -1,13 +1,11 @@
 """The input of a wrapper's update, and the hand-over to the transformation inside.
 
 `WrapperInputs` is for wrappers that change gradients, parameters or updates, `RejectingInputs` for
-those that reject updates. Their decision goes inwards as a `Commit`. What comes back unsettled is
-chosen afterwards, and a wrapper around, which has a decision of its own, is told that nothing is
-left to choose.
+those that reject updates. They tell their decision as a `Commit` to what is inside. What comes back
+unsettled is chosen afterwards, and a wrapper around, which has a decision of its own, is told that
+nothing is left to choose.
 """
 
-import types
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ import optax
 from jgrad._arithmetic import numerics
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.told import telling, told
 from jgrad._trees import checks, trees, values
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
@@ -39,8 +38,11 @@ class WrapperInputs(Inputs):
         self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> None:
         self._extra_args, self._updates = extra_args, updates
-        self._outer: Commit | None = extra_args.get("commit")
-        super().__init__(function, updates, params, self._outer)
+        around = told().here
+        self._outer = around.commit
+        super().__init__(
+            function, updates, params, around._replace(notes=None, undecayed=frozenset())
+        )
 
     def hand_over(
         self,
@@ -50,7 +52,7 @@ class WrapperInputs(Inputs):
         params: PyTree,
         *,
         stay_finite: bool = False,
-        extra: Mapping[str, Any] = types.MappingProxyType({}),
+        **said: Any,
     ) -> tuple[PyTree, PyTree]:
         """Updates and the new state of the transformation inside; see `follow`.
 
@@ -61,11 +63,12 @@ class WrapperInputs(Inputs):
           params: what it is to optimize.
           stay_finite: True where nothing non-finite is made of finite gradients on the way to
             these; without it `skip_nonfinite` around both looks at all results.
-          extra: more arguments for it.
+          said: what it is told, beside what is told to this wrapper.
         """
         if stay_finite and self._outer is not None:
             self._outer.add_finite(gradients, of=self._updates)
-        steps, new = tx.update(gradients, state, params, **self._extra_args, **extra)
+        with telling(**said):
+            steps, new = tx.update(gradients, state, params, **self._extra_args)
         self.follow(steps)
         return steps, new
 
@@ -105,7 +108,7 @@ class RejectingInputs(Inputs):
         on.
       outer: the decision of a wrapper around, or None. Where something inside leaves gradients out,
         it is the decision about these.
-      finite: the argument `finite`, which is for what leaves gradients out.
+      finite: whether the gradients are finite, for what leaves them out, if somebody says so.
     """
 
     def __init__(
@@ -119,25 +122,30 @@ class RejectingInputs(Inputs):
         super().__init__(function, updates, params)
         self.state, self.extra_args, self.params = state, extra_args, params
         self.leaves_out = bool(inside.parts(state, inside.REJECTED))
-        self.outer: Commit | None = extra_args.pop("commit", None)
+        around = told().here
+        self.outer = around.commit
         self.finite: Flag | None = None
         if self.leaves_out:
             self.outer = None if self.outer is None else self.outer.of_windows
-            self.finite = extra_args.get("finite")
-            values.flag(function, "finite", self.finite)
+            given = extra_args.get("finite")
+            values.flag(function, "finite", given)
+            self.finite = around.finite_with(given)
 
     def hand_over(
         self,
         tx: optax.GradientTransformationExtraArgs,
         commit: Commit,
         gradients: PyTree,
+        finite: Flag | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
-        """Updates and the new state from inside, where the decision and `extra` are known, too."""
-        known = {"commit": commit.for_windows() if self.leaves_out else commit}
-        steps, new = tx.update(
-            gradients, self.state, self.params, **self.extra_args | known | extra
-        )
+        """Updates and the new state from inside, where the decision and `finite` are told.
+
+        `extra` are more arguments for it.
+        """
+        said = commit.for_windows() if self.leaves_out else commit
+        with telling(commit=said, finite=finite):
+            steps, new = tx.update(gradients, self.state, self.params, **self.extra_args | extra)
         if self.leaves_out:
             self.state = _with_sums(self.state, new)
         if not commit.has_settled(steps):

@@ -17,6 +17,7 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import counter
+from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
@@ -173,7 +174,6 @@ def hyperball(
         params: PyTree = None,
         *,
         hyperball_learning_rate: PyTree = None,
-        undecayed: frozenset[str] = frozenset(),
         **extra_args: Any,
     ) -> tuple[PyTree, HyperballState]:
         inside.check_state(_NAME, state, HyperballState)
@@ -182,15 +182,14 @@ def hyperball(
         chosen = _keeping(inputs, leaves)
         axes = options.layers(inputs, mesh_axes, layer_axes)
         radii = _of_state(inputs, axes, chosen, state.radius)
-        undecayed |= set(itertools.compress(trees.names(inputs.shapes), chosen))
-        extra = {"undecayed": undecayed}
-        steps, inner = inputs.hand_over(tx, updates, state.inner, params, extra=extra)
+        undecayed = told().undecayed | set(itertools.compress(trees.names(inputs.shapes), chosen))
+        steps, inner = inputs.hand_over(tx, updates, state.inner, params, undecayed=undecayed)
         done = jnp.asarray(state.done)
         option = "learning_rate", learning_rate
         if hyperball_learning_rate is not None:
             option = "hyperball_learning_rate", hyperball_learning_rate
         rates = options.number_per_array(inputs, Step.of_count(done), *option)
-        if (notes := extra_args.get("notes")) is not None and not isinstance(rates, list):
+        if (notes := told().notes) is not None and not isinstance(rates, list):
             notes.add("hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
         new = hypersphere.steps(w, u, radii, leafwise.per_leaf(rates, len(u)), axes)

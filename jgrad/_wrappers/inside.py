@@ -1,10 +1,10 @@
 """The transformation inside a wrapper, and what is asked of its state.
 
-Between two wrappers there may be transformations of other libraries. They hold the state of what is
-inside, as a part of their own, and most of them hand extra arguments on. So a wrapper never asks
-which transformation is inside. It tells what it knows in extra arguments, and is right where they
-do not arrive. And it asks the state, whose parts may say things by attributes of their types: which
-they are, and what they promise, is in `jgrad/_trees/protocols.py`.
+Between two wrappers there may be transformations of other libraries, which hold the state of what
+is inside as a part of their own. So a wrapper never asks which transformation is inside. It tells
+what it knows (see `told`), and is right where nobody hears it. And it asks the state, whose parts
+may say things by attributes of their types: which they are, and what they promise, is in
+`jgrad/_trees/protocols.py`.
 """
 
 import functools

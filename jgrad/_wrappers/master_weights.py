@@ -97,9 +97,7 @@ def master_weights(
         **extra_args: Any,
     ) -> tuple[PyTree, MasterState]:
         inside.check_state(_NAME, state, MasterState)
-        outer = extra_args.pop("then", None)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
-        inputs.then = outer
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
         _check_copies(copies, inputs)
@@ -118,10 +116,8 @@ def master_weights(
             return Rest.of_wrapper(_followed(clips), arrays, *ending, replaces=(1,))
 
         weights = trees.flatten(master)[0]
-        then = Then(weights, rest, inputs.places_of(None), outer)
-        steps, inner = inputs.hand_over(
-            tx, wide, state.inner, master, stay_finite=True, extra=then.extra(state.inner)
-        )
+        then = Then(state.inner, weights, rest, inputs.places_of(None), inputs.then)
+        steps, inner = inputs.hand_over(tx, wide, state.inner, master, stay_finite=True, then=then)
         new: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
         directions: list[Any] = trees.flatten(steps)[0]
         for i, (u, p) in enumerate(zip(directions, inputs.reference.leaves, strict=True)):

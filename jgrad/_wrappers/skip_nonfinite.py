@@ -191,14 +191,14 @@ def _in_branch(
     finite = all_finite(inputs.g, mesh_axes)
     if inputs.outer is not None:
         finite = decisions.agreed(finite & inputs.outer.flag, mesh_axes)
-    notes, old = inputs.extra_args.pop("notes", None), inputs.state
+    old = inputs.state
 
-    def take(noting: dict[str, Any]) -> tuple[tuple[PyTree, PyTree], None]:
-        steps, new = tx.update(gradients, old, inputs.params, **inputs.extra_args, **noting)
+    def take() -> tuple[tuple[PyTree, PyTree], None]:
+        steps, new = tx.update(gradients, old, inputs.params, **inputs.extra_args)
         steps = inputs.directions(trees.flatten(steps)[0])
         return (steps, decisions.in_dtypes(new, old)), None
 
-    results, _ = decisions.noted_branch(notes, finite, take, lambda: (inputs.zeros(), old))
+    results, _ = decisions.noted_branch(finite, take, lambda: (inputs.zeros(), old))
     return finite, *results
 
 
@@ -218,8 +218,9 @@ def _committed(
         finite &= inputs.finite
     agreed = functools.partial(decisions.agreed, mesh_axes=mesh_axes)
     commit = Commit(gradients, finite, agreed, inputs.outer)
-    extra = {"finite": commit.flag} if inputs.leaves_out else {}
-    steps, new = inputs.hand_over(tx, commit, gradients, **extra)
+    steps, new = inputs.hand_over(
+        tx, commit, gradients, finite=commit.flag if inputs.leaves_out else None
+    )
     unknown = [None if commit.has_settled(u) else u for u in trees.flatten(steps)[0]]
     states = zip(jax.tree.leaves(new), jax.tree.leaves(inputs.state), strict=True)
     changed = [(n, o) for n, o in states if not commit.has_kept(n, o)]

@@ -11,6 +11,7 @@ from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
+from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, values
@@ -147,7 +148,7 @@ def skip_spikes(
             raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
         inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
-        if loss is None and getattr(extra_args.get("notes"), "is_dry", False):
+        if loss is None and told().is_dry:
             loss = decisions.of_models(_NAME, inputs.tree, 0.0)
         loss = _read(loss)
         value = loss.astype(jnp.float32)
@@ -158,8 +159,8 @@ def skip_spikes(
         accepted = _is_accepted(value, state, spreads, epsilon)
         # ---- the update
         commit = Commit.by_loss(updates, accepted, inputs.outer)
-        extra = {} if inputs.finite is None else {"finite": inputs.finite & accepted}
-        new = inputs.hand_over(tx, commit, updates, loss=loss, **extra)
+        finite = None if inputs.finite is None else inputs.finite & accepted
+        new = inputs.hand_over(tx, commit, updates, finite, loss=loss)
         use = True if commit.is_left_out else accepted if inputs.leaves_out else commit.flag
         settles = not inputs.leaves_out
         steps, inner = inputs.chosen(commit, use, new, inputs.state, settles=settles)

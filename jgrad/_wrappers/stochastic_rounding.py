@@ -127,9 +127,7 @@ def stochastic_rounding(
         **extra_args: Any,
     ) -> tuple[PyTree, StochasticState]:
         inside.check_state(_NAME, state, StochasticState)
-        outer = extra_args.pop("then", None)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
-        inputs.then = outer
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
         step = optax.safe_increment(_counter(state.done))
@@ -148,9 +146,9 @@ def stochastic_rounding(
             return Rest.of_wrapper(_rounded_alone, arrays(i), _wide_weight, finishing, after)
 
         weights = trees.flatten(wide_params)[0]
-        then = Then(weights, rest, inputs.places_of(None), outer)
+        then = Then(state.inner, weights, rest, inputs.places_of(None), inputs.then)
         steps, inner = inputs.hand_over(
-            tx, wide, state.inner, wide_params, stay_finite=True, extra=then.extra(state.inner)
+            tx, wide, state.inner, wide_params, stay_finite=True, then=then
         )
         new: list[Any] = trees.flatten(steps)[0]
         calls: list[Call | None] = [None] * len(new)

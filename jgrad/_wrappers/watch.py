@@ -12,6 +12,7 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs import options
 from jgrad._inputs.notes import Notes, unique
 from jgrad._inputs.state import counter
+from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import axis_exists
 from jgrad._packed import packing
@@ -78,10 +79,10 @@ def watch(
     `learning_rate/<path>` where leaves have learning rates of their own; `clip_factor`;
     `trust_ratio/<path>`, a number for each layer; of Muon `muon_residual/<path>`, the largest |X
     X^T - I| / sqrt(rows) of the matrices of a leaf, which costs a product. A second number of a
-    name is `clip_factor#1`. Transformations of other libraries add none, nor does what is inside
-    `optax.MultiSteps`, or inside a transformation that does not hand extra arguments on. Where
-    `init` cannot try an update, since that needs arguments such as the `value=` of optax's
-    `reduce_on_plateau`, nothing inside adds any. In a call that does not compute a number, such as
+    name is `clip_factor#1`. Transformations of other libraries add none, nor does what they call in
+    a branch, a loop or a `jax.jit` of their own, as `optax.MultiSteps` does. Where `init` cannot
+    try an update, since that needs arguments such as the `value=` of optax's `reduce_on_plateau`,
+    nothing inside adds any. In a call that does not compute a number, such as
     one inside the window of an `accumulate`, the old one stays.
 
     `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
@@ -135,7 +136,7 @@ def watch(
             return WatchState(stands_for_any, inner)
 
         def dry(params: PyTree, inner: PyTree) -> Numbers:
-            return update_of(params, params, inner, {}, Notes(None))[1]
+            return update_of(params, params, inner, {}, notes=Notes(None))[1]
 
         def without_notes(params: PyTree, inner: PyTree) -> Numbers:
             inputs = WrapperInputs(_NAME, params, params, {})
@@ -149,39 +150,40 @@ def watch(
         return WatchState(_report(form, params, mesh_axes), inner)
 
     def update_of(
-        updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], notes: Notes
+        updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **said: Any
     ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Numbers]:
         """The update of what is inside, and what is measured of it."""
-        inputs = WrapperInputs(_NAME, updates, params, extra_args | {"notes": notes})
+        inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
         layers = options.layers(inputs, mesh_axes, layer_axes)
-        steps, inner = inputs.hand_over(tx, updates, state, params)
+        steps, inner = inputs.hand_over(tx, updates, state, params, **said)
         numbers = measures.norms_of_update(inputs, layers, w, trees.flatten(steps)[0])
-        return (inputs, steps, inner), numbers | notes.new
+        return (inputs, steps, inner), numbers | said["notes"].new
 
     def update(
         updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, WatchState]:
         inside.check_state(_NAME, state, WatchState)
-        extra_args.pop("notes", None)  # of another `watch`: `report` finds both
         keys = _keys(state.report, params)
         old = {name: state.report[key] for name, key in keys.items()}
-        calls = optax.safe_increment(old[_CALLS])
+        calls, finite = optax.safe_increment(old[_CALLS]), told().here.finite
 
-        def measured(extra_args: dict[str, Any]) -> tuple[PyTree, Numbers]:
+        def measured() -> tuple[PyTree, Numbers]:
             notes = Notes({key: x for key, x in old.items() if not _is_own(key)})
-            results, new = update_of(updates, params, state.inner, extra_args, notes)
+            said = {"notes": notes, "finite": finite}  # also in a branch
+            results, new = update_of(updates, params, state.inner, extra_args, **said)
             return results, _in_form(old, new | {_MEASURED: calls})
 
         if every == 1:
-            (inputs, steps, inner), report = measured(extra_args)
+            (inputs, steps, inner), report = measured()
         else:
-            others = {key: x for key, x in extra_args.items() if key != "commit"}
             is_next = (calls == 1) | (calls % every == 0)
-            report = decisions.branch(is_next, lambda: measured(others)[1], lambda: old)
+            report = decisions.branch(is_next, lambda: measured()[1], lambda: old)
             inputs = WrapperInputs(_NAME, updates, params, extra_args)
             later = inputs.gradients(_after(report[_MEASURED], inputs.g))
-            steps, inner = inputs.hand_over(tx, later, state.inner, params, stay_finite=True)
+            steps, inner = inputs.hand_over(
+                tx, later, state.inner, params, stay_finite=True, notes=None
+            )
         report = _kept(inputs, report | {_CALLS: calls}, old)
         return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
 

@@ -182,13 +182,6 @@ def test_a_note_of_another_trace():
     assert not notes.new
 
 
-def test_handed_through_jit():
-    """It is another one, which nobody reads."""
-    notes = Notes({})
-    jax.jit(lambda n: n.add("x", 1.0))(notes)
-    assert not notes.new
-
-
 @pytest.mark.parametrize("swapped", [False, True])
 def test_two_methods_in_a_chain(swapped):
     """One has rates by path, the other one rate: neither takes the names of the other."""

@@ -18,6 +18,7 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
+from jgrad._inputs.told import telling
 from jgrad._inputs.transformation import pair
 from jgrad._trees import trees
 from jgrad._wrappers import inside, parameters
@@ -95,9 +96,11 @@ def test_what_it_makes_needs_no_look(weighted):
         tx, options = jgrad.accumulate(jgrad.adam(0.1), weighted, weighted=True), {"weight": 3.0}
     (g,), state = gradients(1), tx.init(w)
     commit = Commit(g, jnp.asarray(True))
+    said = {"commit": commit}
     if weighted:
-        options |= {"commit": commit.for_windows(), "finite": commit.flag}
-    steps, new = tx.update(g, state, w, **{"commit": commit} | options)
+        said = {"commit": commit.for_windows(), "finite": commit.flag}
+    with telling(**said):
+        steps, new = tx.update(g, state, w, **options)
     assert commit.has_settled(steps)
     for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
         assert commit.has_kept(n, o)
