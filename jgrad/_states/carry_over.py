@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jgrad._arithmetic import numerics
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
-from jgrad._quantized import encoding
 from jgrad._states import account as accounts, forms, matching, parts
 from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Momentum, Source
@@ -20,7 +19,6 @@ from jgrad._states.parts import Keys, Part
 from jgrad._trees import checks, trees, values, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.factors import Factors
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import Leaf
@@ -187,7 +185,7 @@ class _Leaves:
             return forms.in_memory_of(like, jnp.array(jnp.broadcast_to(one, like.shape), copy=True))
         if source.what in (accounts.ZERO, accounts.RESET):
             beside = self._beside.get(part.keys, self._weights.get(part.keys))
-            is_array = isinstance(beside, (Blocks, Factors)) or checks.is_array(beside)
+            is_array = all(map(checks.is_array, jax.tree.leaves(beside)))
             zeros = functools.partial(forms.zeros, like)
             return forms.in_memory_of(like, where_it_lies(zeros, beside if is_array else None))
         if source.what == accounts.FROM_LIKE:
@@ -197,12 +195,12 @@ class _Leaves:
         leaves = [self._arg.leaves[i] for i in source.old]
         if source.what == accounts.OF_WEIGHTS:
             x = leaves[0] if leaves else self._parameter(part)  # no copies in `old`
-            x = numerics.strong(jnp.array(_wide(x), copy=True))
+            x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
             return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [part.at]), 0, like, x)
         x = leaves[0]
         if source.how:
             made = _sum if source.how == matching.SUM else _mean
-            x = where_it_lies(lambda leaves: made(*map(_wide, leaves)), leaves)
+            x = where_it_lies(lambda leaves: made(*map(parameters.wide, leaves)), leaves)
         return _in_form(self._arg, source.old[0], like, x)
 
     def _parameter(self, part: Part) -> Leaf:
@@ -210,8 +208,7 @@ class _Leaves:
             came = f"None, expected the parameters: `old` has nothing for {part.at} of `like`"
             raise ValueError(f"{_NAME}: `params`: {came}.")
         x = self._weights.get(part.keys)
-        shape = getattr(x, "shape", None)
-        if shape != part.leaf.shape or not checks.is_array(x):
+        if not checks.is_array(x) or x.shape != part.leaf.shape:
             came = f"{checks.describe(x)} at {'/'.join(part.keys)}"
             expected = f"an array of shape {tuple(part.leaf.shape)}, as `like` has at {part.at}"
             raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
@@ -224,13 +221,6 @@ def _sum(mean: jax.Array, count: jax.Array) -> jax.Array:
 
 def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
     return total / jnp.maximum(count, 1).astype(total.dtype)
-
-
-def _wide(x: Leaf) -> jax.Array:
-    """What is computed with: float32 or wider, and no codes; integers as they are."""
-    if isinstance(x, Factors):
-        return forms.elements(x)
-    return encoding.decoded(x) if isinstance(x, Blocks) else parameters.wide(x)
 
 
 def _without_shared_arrays(state: PyTree) -> PyTree:

@@ -180,10 +180,12 @@ class Matcher:
         if j is None and part.field == "count":  # optax counts once
             window = _meaning(part._replace(field="mini_step"))
             j = next((j for j, x in enumerate(self._old) if _meaning(x) == window), None)
-        if j is None or self._begins_anew(part, self._old[j]):
+        if j is None:
             return self._new(part)
         old = self._old[j]
         if old.leaf.shape != part.leaf.shape:
+            if part.kind and part.role in ("like", "measured"):
+                return self._new(part)
             came = f"shape {tuple(old.leaf.shape)}, expected {tuple(part.leaf.shape)}"
             where = checks.at(old.at)
             raise ValueError(f"{self._function}: `old` does not match `like`{where}: {came}.")
@@ -192,11 +194,6 @@ class Matcher:
             return Source(account.CONVERTED, (j, self._numbers[old.owner, field]), how)
         is_kept = forms.is_form_of(old.leaf, part.leaf)
         return Source(account.KEPT if is_kept else account.CONVERTED, (j,))
-
-    def _begins_anew(self, part: Part, old: Part) -> bool:
-        """Numbers that are no parameter's, of another size."""
-        is_free = part.kind and part.role in ("like", "measured")
-        return bool(is_free and old.leaf.shape != part.leaf.shape)
 
     def _new(self, part: Part) -> Source:
         """Of a leaf that the old state does not have: as `like` has it, or as `init` makes it."""
@@ -248,9 +245,9 @@ class Matcher:
         if all(moments):
             kept = [x for x in kept if x.role in parts.OF_PARAMETERS]
         if all(states) and not kept:
+            both = zip(moments, states, strict=True)
             came, expected = (
-                ", ".join(dict.fromkeys(x.called or "arrays" for x in of or state[:3]))
-                for of, state in zip(([x for x in y[:3]] for y in moments), states, strict=True)
+                ", ".join(x.called or "arrays" for x in (of or state)[:3]) for of, state in both
             )
             raise ValueError(
                 f"{self._function}: `old`: {came}, none of which `like` would keep, expected "
@@ -289,8 +286,9 @@ def _without_owner(part: Part) -> Any:
 def _grouped(
     state: Sequence[Part], by: Callable[[Part], Any], without: Collection[int]
 ) -> dict[Any, list[int]]:
+    """Positions by a meaning, from the outside in: files sort the fields of a state."""
     groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(state):
+    for i, x in sorted(enumerate(state), key=lambda both: len(both[1].owner)):
         key = None if x.leaf is None or i in without else by(x)
         if key is not None:
             groups.setdefault(key, []).append(i)

@@ -6,7 +6,7 @@ of the fields instead: of these this file knows some names. All others are someb
 """
 
 import collections
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -215,9 +215,9 @@ def _fields(
         yield Part("", "", "like", keys_of(plain), node, path, "", keys_of(path), clock)
         return
     names = [path_rules.shown((key,)) for key, _ in children]
-    parts = _parts_of(node, names)
+    parts = _parts_of(node, set(names))
     if parts is None:
-        links = ", ".join(type(child).__name__ for child in _links(node))
+        links = ", ".join(type(x).__name__ for x in _links(node, children))
         for (key, child), name in zip(children, names, strict=True):
             is_array = variables.is_box(node) and trees.children(child) is None
             below, here = plain if is_array else (*plain, key), f"{name} of ({links})"
@@ -233,18 +233,18 @@ def _fields(
         if role == "inside":
             # Labels may have the names of fields.
             labeled = trees.children(child) if name == _LABELED else None
-            for inner, state in (
-                [((), child)] if labeled is None else [((k,), x) for k, x in labeled]
-            ):
-                yield from _fields(state, (*here, *inner), (*plain, *inner), chain, inside)
+            for inner, state in labeled or [(None, child)]:
+                label = () if inner is None else (inner,)
+                yield from _fields(state, (*here, *label), (*plain, *label), chain, inside)
             continue
         field = "step" if role == "step" else parts.names.get(name, name)
         time = inside if role == "step" else clock
         yield Part(parts.kind, field, role, (), child, here, name, keys_of(path), time, unit)
 
 
-def _links(node: PyTree) -> Sequence[PyTree]:
-    return [*node.values()] if isinstance(node, Mapping) else [*node]
+def _links(node: PyTree, children: Sequence[tuple[object, PyTree]]) -> Sequence[PyTree]:
+    """Of a chain all, those that are empty, too, which JAX does not show."""
+    return node if isinstance(node, tuple | list) else [child for _, child in children]
 
 
 def _unit(node: PyTree, names: set[str], chain: str) -> str:
@@ -256,12 +256,11 @@ def _unit(node: PyTree, names: set[str], chain: str) -> str:
     if names in _AS_ADAM and kind not in _NOT_AS_ADAM:
         return ""
     if not names.isdisjoint(("trace", "ema")):
-        return f"`{'`, `'.join(sorted(names))}` at {chain or 'the top'}"
-    is_typed = kind in _NOT_AS_ADAM
-    return f"those of {kind}" if is_typed else f"those beside `{'`, `'.join(sorted(names))}`"
+        return f"{', '.join(sorted(names))} at {chain or 'the top'}"
+    return f"moments of {kind if kind in _NOT_AS_ADAM else ', '.join(sorted(names))}"
 
 
-def _parts_of(node: PyTree, names: list[str]) -> Parts | None:
+def _parts_of(node: PyTree, names: set[str]) -> Parts | None:
     """What its fields are, if the node is the state of something and no container of states."""
     declared: Parts | None = getattr(type(node), "__jgrad_parts__", None)
     if declared is not None:
@@ -269,21 +268,14 @@ def _parts_of(node: PyTree, names: list[str]) -> Parts | None:
     is_tuple = isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, Blocks)
     if not is_tuple and not (isinstance(node, Mapping) and not _KNOWN.isdisjoint(names)):
         return None
-    return _told_by(set(names))
-
-
-def _told_by(names: set[str]) -> Parts:
-    """What fields of these names are; those that are None are missing in files."""
-    for parts in STATES:
+    for parts in STATES:  # fields that are None are missing in files
         there = {x for x, role in parts.roles.items() if role not in ("inside", "moment", "sum")}
         if there <= names <= parts.roles.keys():
             return parts
     if names == {"count"}:
         return _COUNTER
-    told_by = next((name for name in _TOLD_BY if name in names), None)
-    if told_by is not None:
-        return _TOLD_BY[told_by]
-    return Parts(",".join(sorted(names - {*_INSIDE})), {"step": "step"}, others="like")
+    unknown = Parts(",".join(sorted(names - {*_INSIDE})), {"step": "step"}, others="like")
+    return next((parts for name, parts in _TOLD_BY.items() if name in names), unknown)
 
 
 # ---- parameters that a user names --------------------------------------------------------------
@@ -313,7 +305,7 @@ def renamed(
         ends = (end for end in range(len(part.keys), 0, -1) if part.keys[:end] in rules)
         end = next(ends, 0)
         keys = (*rules[part.keys[:end]], *part.keys[end:]) if end else part.keys
-        (_, of_old), (known, of_like) = olds[part.field], likes.get(part.field, nothing)
+        (_, of_old), (known, of_like) = olds[part.shown], likes.get(part.shown, nothing)
         if keys not in known:
             plain = keys[:-1] if of_old.get(part.keys[:-1]) == part.keys else keys
             keys = plain if plain in known else of_like.get(plain, keys)
@@ -336,7 +328,7 @@ def _paths_of_fields(
     """
     paths: dict[str, set[Keys]] = {}
     for x in state:
-        paths.setdefault(x.field, set()).add(x.keys)
+        paths.setdefault(x.shown, set()).add(x.keys)
     found = {}
     for field, known in paths.items():
         below = collections.Counter(keys[:end] for keys in known for end in range(len(keys)))

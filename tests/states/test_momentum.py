@@ -73,9 +73,10 @@ def test_nothing_passes_as_another_thing(old):
         try:
             _, account = carried(before, like)
         except ValueError as error:
-            assert "`momentum" in str(error) or "reset=" in str(error)
-            assert old != new
-            continue
+            said = str(error)
+            if old != new and ("`momentum" in said or "reset=" in said):
+                continue
+            raise
         went += 1
         carries = {*account.kept, *account.converted}
         if "mw/w" in carries and first != new_first:
@@ -114,7 +115,7 @@ def test_the_words(name):
     """Without one it is an error; "keep" takes the bits, "reset" begins with zeros."""
     old, new = WORDS[name]
     before, like = state_of(old), state_of(new, 1)
-    with pytest.raises(ValueError, match='`momentum`: None, expected "keep" if .* or "reset"'):
+    with pytest.raises(ValueError, match=r'`momentum`: None, expected "keep" if .* or "reset"'):
         carried(before, like)
     state, account = carried(before, like, momentum="keep")
     assert {"mw/w", "mw/b"} <= {*account.kept}
@@ -155,7 +156,7 @@ def test_second_moments_are_not_made_up():
             ):
                 carried(state_of(old), like, momentum=momentum)
         state, account = carried(state_of(old), like, reset=True)
-        assert not (state.mw["w"].any() or state.vw["w"].any())
+        assert not any(x["w"].any() for x in (state.mw, state.vw))
         assert account.reset == ("mw/b", "mw/w", "vw/b", "vw/w")
 
 
@@ -203,7 +204,7 @@ def test_removed_words():
         )
     assert_error(
         ValueError,
-        "carry_over: `momentum`: 'steps', expected 'keep' or 'reset'.",
+        "carry_over: `momentum`: 'steps' of type str, expected one of 'keep', 'reset'.",
         lambda: jgrad.carry_over({}, like={}, momentum="steps"),
     )
 
@@ -215,7 +216,7 @@ def test_the_next_steps_are_those_of_optax(name, standard_promotion):
         "lion": (optax.lion(0.1, weight_decay=0.0), jgrad.lion(0.1, weight_decay=0.0)),
         "sgd": (METHODS["optax.sgd"][0], METHODS["momentum"][0]),
     }[name]
-    grads = [jax.tree.map(lambda x: x * (-1) ** i * (i + 1), W) for i in range(6)]
+    grads = [jax.tree.map(lambda x, scale=scale: x * scale, W) for scale in (1, -2, 3, -4, 5, -6)]
     state = theirs.init(W)
     for g in grads[:3]:
         _, state = theirs.update(g, state, W)

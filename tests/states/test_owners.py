@@ -232,12 +232,12 @@ def test_windows_of_two_labels():
     weighted, account = carried(old, labeled(accumulate(adam), accumulate(adam, weighted=True)))
     assert_same_bits(weighted.inner_states["w"], old.inner_states["w"])
     anew = weighted.inner_states["b"].inner_state
-    assert not (anew.count or anew.mini_step or anew.weight or anew.total["b"].any())
+    assert not any(x.any() for x in (anew.count, anew.mini_step, anew.weight, anew.total["b"]))
     assert "accumulate.total/b" in account.dropped
     assert "accumulate.total/b" in account.zero
     # So does one of two labels together, whose counters are two.
     whole, account = carried(old, accumulate(adam))
-    assert not (whole.count or whole.mini_step or whole.total["w"].any() or whole.total["b"].any())
+    assert not any(x.any() for x in (whole.count, whole.mini_step, *whole.total.values()))
     assert_same_bits(whole.inner.mw["w"], windows["w"].inner.mw["w"])
 
 
