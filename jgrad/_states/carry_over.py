@@ -119,8 +119,9 @@ def carry_over(
                 raise TypeError(f"{_NAME}: `{name}`{checks.at(x.at)}: {came}.")
     before = parts.renamed(_NAME, before, after, rename or {})
     chosen = () if reset is None else parts.chosen(_NAME, reset, params, shapes)
-    states = map(parts.with_seen, (before, after))
-    matcher = Matcher(_NAME, *states, chosen, momentum, has_params=params is not None)
+    before, after = map(parts.with_seen, (before, after))
+    has_params = params is not None
+    matcher = Matcher(_NAME, before, after, chosen, momentum, has_params=has_params)
     sources, account = matcher.match()
     if strict and (lines := accounts.lost_or_new(account)):
         raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
@@ -199,7 +200,7 @@ class _Leaves:
             return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [part.at]), 0, like, x)
         x = leaves[0]
         if source.how:
-            made = _sum if source.how == matching.SUM else _mean
+            made = _sum_of_mean if source.how == matching.SUM else _mean_of_sum
             x = where_it_lies(lambda leaves: made(*map(parameters.wide, leaves)), leaves)
         return _in_form(self._arg, source.old[0], like, x)
 
@@ -207,7 +208,7 @@ class _Leaves:
         if self._params is None:
             came = f"None, expected the parameters: `old` has nothing for {part.at} of `like`"
             raise ValueError(f"{_NAME}: `params`: {came}.")
-        x = self._weights.get(part.keys)
+        x: Leaf = self._weights.get(part.keys)
         if not checks.is_array(x) or x.shape != part.leaf.shape:
             came = f"{checks.describe(x)} at {'/'.join(part.keys)}"
             expected = f"an array of shape {tuple(part.leaf.shape)}, as `like` has at {part.at}"
@@ -215,11 +216,11 @@ class _Leaves:
         return x
 
 
-def _sum(mean: jax.Array, count: jax.Array) -> jax.Array:
+def _sum_of_mean(mean: jax.Array, count: jax.Array) -> jax.Array:
     return mean * count.astype(mean.dtype)
 
 
-def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+def _mean_of_sum(total: jax.Array, count: jax.Array) -> jax.Array:
     return total / jnp.maximum(count, 1).astype(total.dtype)
 
 

@@ -80,7 +80,7 @@ class Matcher:
         self._numbers = {(x.owner, x.field): j for j, x in enumerate(old) if not x.keys}
         self._in_bases = {k for x in old if x.role == "factors" for k in x.owners_keys}
         self._pair(_meaning)
-        self._pair(_without_owner, alone=True)
+        self._pair(_without_owner, as_many=True)
         self._pair(self._beside_bases)
         self._check_second_moments()
         crossing = self._pair(lambda x: None if self._is_reset(x) or x.field != MW else x.keys)
@@ -102,14 +102,14 @@ class Matcher:
 
     # ---- what goes to what ---------------------------------------------------------------------
 
-    def _pair(self, by: Callable[[Part], Any], *, alone: bool = False) -> list[tuple[int, int]]:
-        """Pairs leaves that have no partner yet, in order; `alone`, where there is one of each."""
+    def _pair(self, by: Callable[[Part], Any], *, as_many: bool = False) -> list[tuple[int, int]]:
+        """Pairs leaves without a partner, in order; `as_many`, where there are as many of both."""
         news = _grouped(self._like, by, self._assigned.keys())
         olds = _grouped(self._old, by, {*self._assigned.values()})
         pairs: list[tuple[int, int]] = []
         for key, positions in news.items():
             there = olds.get(key, [])
-            if not alone or len(positions) == len(there) == 1:
+            if not as_many or len(positions) == len(there):
                 pairs += zip(positions, there, strict=False)
         self._assigned.update(pairs)
         return pairs

@@ -139,7 +139,7 @@ def read(state: PyTree) -> list[Part]:
 
     def field_of_second(x: Part) -> str:
         """NorMuon's and SOAP's measure another thing than Adam's."""
-        first = moments.get((x.owner, x.keys, MW), x.leaf)
+        first: Leaf = moments.get((x.owner, x.keys, MW), x.leaf)
         if (x.owner, x.keys) in in_bases:
             return IN_BASES
         return VW if first.shape == x.leaf.shape else PER_OUTPUT
@@ -174,7 +174,7 @@ def with_seen(parts: Sequence[Part]) -> list[Part]:
         if x.role in OF_PARAMETERS and x.leaf is not None:
             for end in range(len(x.owner) + 1):
                 below.setdefault(x.owner[:end], set()).add(x.keys)
-        elif not x.keys and getattr(x.leaf, "shape", ()):
+        elif not (x.keys or x.leaf is None) and x.leaf.shape:
             sizes[x.owner] = f"{sizes.get(x.owner, '')} {x.name} {x.leaf.shape}"
     seen: dict[Keys, frozenset[Keys]] = {}
     for owner in dict.fromkeys(x.owner for x in parts):
@@ -220,8 +220,8 @@ def _fields(
         links = ", ".join(type(x).__name__ for x in _links(node, children))
         for (key, child), name in zip(children, names, strict=True):
             is_array = variables.is_box(node) and trees.children(child) is None
-            below, here = plain if is_array else (*plain, key), f"{name} of ({links})"
-            yield from _fields(child, (*path, key), below, here, clock)
+            below = plain if is_array else (*plain, key)
+            yield from _fields(child, (*path, key), below, f"{name} of ({links})", clock)
         return
     inside = clock + (parts.kind == ACCUMULATE)
     unit = _unit(node, set(names), chain) if parts is _OF_MOMENTS else ""
