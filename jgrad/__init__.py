@@ -89,6 +89,7 @@ States of optimizers
     quantized          an old name of `carry_over`
     unquantized        an old function that converts 8 bits to float32
     OptState           state of every optimizer but `soap`
+    AdafactorState     state of `adafactor`, an `OptState`
     SoapState          state of `soap`
     SoapFactors        averages and bases of a matrix in that state
     Blocks             an array in 8 bits
@@ -123,7 +124,7 @@ from jgrad._backward.step_in_backward import step_in_backward
 from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
 from jgrad._gradients.jac import jac, value_and_jac
 from jgrad._inputs.by_path import by_path
-from jgrad._inputs.state import OptState
+from jgrad._inputs.state import AdafactorState, OptState
 from jgrad._ivy.execution import execute_with_gradients
 from jgrad._ivy.variables import (
     inplace_decrement,
@@ -257,6 +258,7 @@ __all__ = [  # noqa: RUF022
     "quantized",
     "unquantized",
     "OptState",
+    "AdafactorState",
     "SoapState",
     "SoapFactors",
     "Blocks",

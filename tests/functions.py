@@ -93,6 +93,9 @@ def programs() -> dict[str, Callable[[], Any]]:
         "adam_update": lambda: jax.eval_shape(lambda: jgrad.adam_update(w, w, 1e-3, w, w, 1)),
         "skip(clip, adam, decay)": traced(step, w),
         "adam, decay, packed": traced(adam, jgrad.pack(w)),
+        "carry_over, adam to skip(clip, adam)": lambda: jax.eval_shape(
+            lambda: jgrad.carry_over(adam.init(w), like=jax.eval_shape(step.init, w))
+        ),
     }
 
 

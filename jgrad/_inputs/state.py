@@ -50,6 +50,21 @@ class OptState(NamedTuple):
         return self.vw
 
 
+@state_of("adafactor", step="step", mw="moment", vw="moment")
+class AdafactorState(OptState):
+    """State of `adafactor`: an `OptState` whose `mw` averages steps, with the rate inside.
+
+    So that `carry_over` does not take it for averages of gradients.
+
+    Example:
+      >>> state = jgrad.adafactor(1e-2, momentum=0.9).init({"w": jnp.ones((3, 2))})
+      >>> type(state).__name__, isinstance(state, jgrad.OptState)
+      ('AdafactorState', True)
+    """
+
+    __slots__ = ()
+
+
 def counter(params: PyTree, value: int = 0) -> jax.Array:
     """A scalar that counts, replicated over the mesh of the parameters."""
     x = jnp.asarray(value, jnp.int32)

@@ -58,6 +58,7 @@ def transformation(
     moments: MomentOptions = _AS_PARAMETERS,
     params_for: str | None = None,
     more: MoreFields | None = None,
+    state_type: type[OptState] = OptState,
     stays_finite: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with the state `OptState(step, mw, vw)`, or with one that has more fields.
@@ -71,6 +72,7 @@ def transformation(
       moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
       more: what the state has beside.
+      state_type: of the state, where it has nothing beside.
       stays_finite: whether it makes nothing non-finite of finite gradients; else wrappers that skip
         steps look at its results, as they do at those of other libraries.
     """
@@ -86,7 +88,7 @@ def transformation(
         inputs = Parameters(name, params)
         of_moments = shapes(inputs)
         state = moments.init(inputs, of_moments)
-        return state if more is None else kind(*state, *more.init(inputs, of_moments))
+        return state_type(*state) if more is None else kind(*state, *more.init(inputs, of_moments))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **numbers: Any
@@ -104,7 +106,7 @@ def transformation(
         values, new_mw, new_vw, *others = compute(inputs, step)
         if numbers:
             step.numbers.check_names(name)
-        new = kind(
+        new = type(state)(
             step.number,
             _in_state(name, "mw", step.mw, new_mw, state.mw),
             _in_state(name, "vw", step.vw, new_vw, state.vw),

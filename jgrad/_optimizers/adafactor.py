@@ -26,6 +26,7 @@ from jgrad._inputs.moment import MomentShapes, NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
+from jgrad._inputs.state import AdafactorState
 from jgrad._inputs.transformation import transformation
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
@@ -460,8 +461,8 @@ def adafactor(
         or a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
 
     Returns:
-      A transformation with state `OptState(step, mw, vw)`; `mw` is None without momentum, and `vw`
-      has `Factors` for leaves that are factored. Leaves of packed trees may not be.
+      A transformation with state `AdafactorState(step, mw, vw)`; `mw` is None without momentum, and
+      `vw` has `Factors` for leaves that are factored. Leaves of packed trees may not be.
 
     Raises:
       ValueError: a Python number out of range, or a packed matrix.
@@ -510,5 +511,10 @@ def adafactor(
     shapes_of = functools.partial(_shapes, given=given, mw=has_momentum)
     params_for = "the scale of the weights" if scale_by_parameter else None
     return transformation(
-        name, compute, shapes_of=shapes_of, moments=moments, params_for=params_for
+        name,
+        compute,
+        shapes_of=shapes_of,
+        moments=moments,
+        params_for=params_for,
+        state_type=AdafactorState,
     )

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import jax
 
-_ORDER = ("kept", "converted", "of weights", "estimated", "from like", "zero", "reset", "dropped")
-KEPT, CONVERTED, OF_WEIGHTS, ESTIMATED, FROM_LIKE, ZERO, RESET, DROPPED = _ORDER
-_LOST_OR_NEW = (OF_WEIGHTS, ESTIMATED, FROM_LIKE, ZERO, DROPPED)
+_ORDER = ("kept", "converted", "of weights", "from like", "zero", "reset", "dropped")
+KEPT, CONVERTED, OF_WEIGHTS, FROM_LIKE, ZERO, RESET, DROPPED = _ORDER
+_LOST_OR_NEW = (OF_WEIGHTS, FROM_LIKE, ZERO, DROPPED)
 
 
 class Entry(NamedTuple):
@@ -43,12 +43,11 @@ class Account:
 
     Attributes:
       kept: bit for bit.
-      converted: to another dtype, unit or sign, to 8 bits or back, from a mean to a sum, or back.
+      converted: to another dtype, to 8 bits or back, from a mean to a sum, or back.
       of_weights: made of the parameters, or of the float32 copies in `old`.
-      estimated: second moments made of first ones.
-      from_like: numbers of a wrapper that `old` does not have, which start as in `like`.
+      from_like: what `old` does not have, and starts as in `like`.
       zero: what starts at zero because `old` does not have it.
-      reset: what starts at zero because `reset` says so.
+      reset: what starts at zero because `reset` or `momentum` says so.
       dropped: what `like` has no place for.
       notes: sentences about what the new optimizer makes of it.
 
@@ -64,7 +63,6 @@ class Account:
     kept: tuple[str, ...]
     converted: tuple[str, ...]
     of_weights: tuple[str, ...]
-    estimated: tuple[str, ...]
     from_like: tuple[str, ...]
     zero: tuple[str, ...]
     reset: tuple[str, ...]

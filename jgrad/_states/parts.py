@@ -1,71 +1,63 @@
-"""What a state is made of: each array by its meaning, and by the path of its parameter.
+"""What a state is made of: each leaf by its meaning, and by the path of its parameter.
 
 A state is wrappers around wrappers, chains and partitions, around moments. States of jgrad say what
 their fields are. Those of optax do not, and files that are read without a target have dictionaries
-of the fields instead: of these this file reads the names. `rename` and `reset` name parameters.
+of the fields instead: of these this file knows some names. All others are somebody's numbers.
 """
 
 import collections
-import difflib
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
 from jgrad._packed import packing
-from jgrad._states import units
-from jgrad._states.units import Chain, Unit
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.factors import Factors
 from jgrad._trees.protocols import STATES, KeyPath, Leaf, Parts, Role
 from jgrad._trees.trees import PyTree
 
 Keys = tuple[str, ...]
-Meaning = tuple[str, str, Keys]  # kind, field and parameter
 
-# Kinds of wrappers and optimizers, as states of jgrad say them.
-MOMENTS, ACCUMULATE, SPIKES, EMA = "moments", "accumulate", "skip_spikes", "ema"
-SCHEDULE_FREE, PLAIN = "schedule_free", ""
-MW, VW, STEP, PER_OUTPUT, IN_BASES = "mw", "vw", "step", "vw per output", "vw in bases"
+MOMENTS, ADAFACTOR, ACCUMULATE, MASTER = "moments", "adafactor", "accumulate", "master"
+MW, VW, PER_OUTPUT, IN_BASES = "mw", "vw", "vw per output", "vw in bases"
+OF_PARAMETERS = ("moment", "weights", "sum")  # roles of trees like the parameters
 
-_LABELED = "inner_states"  # of a partition: a state for each label
+# What first moments are; only the first two say of which method.
+AVERAGES = "averages of gradients, as of `adam`"
+OF_STEPS = "averages of steps, as of `adafactor`"
+ALONE = "momentum of `gradient_descent`, `lars`, `lion` or `muon`"
+BESIDE_OUTPUTS = "momentum beside second moments of outputs"
+CERTAIN = (AVERAGES, OF_STEPS)
+
 # Fields that hold the state of what is inside, in jgrad and in optax.
+_LABELED = "inner_states"  # of a partition: a state for each label
 _INSIDE = (
     *("inner", "inner_state", _LABELED, "inner_opt_state", "base_optimizer_state", "opt_state"),
 )
-_BY_NAME = ("report", "hyperparams", "hyperparams_states")  # fields whose keys are no parameters
-# In accounts.
-_NAMED = (
-    *(ACCUMULATE, "skip_nonfinite", SPIKES, "master_weights", EMA, SCHEDULE_FREE),
-    *("stochastic_rounding", "hyperball"),
-)
-
 # States of optax, and the fields that tell them.
-_MOMENTS = ("mw", "vw", "mu", "nu", "trace", "ema")
+_MOMENTS = {"mu": MW, "trace": MW, "ema": MW, "nu": VW}
 _OF_MOMENTS = Parts(
     MOMENTS,
     {"step": "step", "count": "step", **dict.fromkeys(_MOMENTS, "moment")},
-    {"mu": MW, "trace": MW, "ema": MW, "nu": VW},
+    _MOMENTS,
+    "like",
 )
-_COUNTER = Parts("counter", {"count": "step", "hyperparams": "like"})
+_COUNTER = Parts("counter", {"count": "step"}, others="like")
 _TOLD_BY = {
     **dict.fromkeys(_MOMENTS, _OF_MOMENTS),
     "acc_grads": Parts(
         ACCUMULATE, {"acc_grads": "sum", "gradient_step": "step"}, {"acc_grads": "total"}
     ),
     "total_notfinite": Parts("skip_nonfinite", {}, {"total_notfinite": "skipped"}),
-    "max_lr": Parts(
-        SCHEDULE_FREE,
-        {"z": "weights", "b1": "like"},
-        {"step_count": "done", "max_lr": "largest_rate"},
-    ),
     "hyperparams": _COUNTER,
 }
-_OF_0_6 = Parts("stochastic_rounding", {}, {"step": "done"})  # its counter, up to that version
-_KNOWN = {*_INSIDE, *_TOLD_BY, "count", "step", "mini_step", "done", "notfinite_count"}
-
+_KNOWN = {*_INSIDE, *_TOLD_BY, "mw", "vw", "count", "step", "mini_step", "done"}
+# Whose second moments are averages of squares, and whose first ones beside them of gradients.
+_AS_ADAM = ({"count", "mu", "nu"}, {"count", "mu", "nu", "nu_max"}, {"nu"}, {"count", "nu"})
+_NOT_AS_ADAM = ("ScaleByBeliefState", "ScaleByNovogradState")  # with the fields of Adam's
 
 _SHOWN = 3  # paths named in a message
 _VALUE = "value"
@@ -83,7 +75,10 @@ class Part(NamedTuple):
       path: of it in the state.
       name: of the field, as it came.
       owner: the path of the state of which it is a field.
-      unit: what a moment holds; None for others.
+      clock: the number of accumulations around. Inside of one updates are counted, around it
+        mini-batches.
+      unit: what a moment holds.
+      seen: the paths of the parameters that its owner sees, by `with_seen`.
     """
 
     kind: str
@@ -94,17 +89,24 @@ class Part(NamedTuple):
     path: KeyPath
     name: str
     owner: Keys
-    unit: Unit | None = None
-
-    @property
-    def meaning(self) -> Meaning:
-        """By which leaves of two states are the same thing."""
-        return self.kind, self.field, self.keys
+    clock: int
+    unit: str = ""
+    seen: frozenset[Keys] = frozenset()
 
     @property
     def owners_keys(self) -> tuple[Keys, ...]:
         """The paths that its parameter may have: of factors it is before their names."""
         return (self.keys[:-1], self.keys[:-2]) if self.role == "factors" else (self.keys,)
+
+    @property
+    def is_basis(self) -> bool:
+        """Whether it is a basis of SOAP, which starts as the identity."""
+        return self.role == "factors" and self.keys[-1].endswith("basis")
+
+    @property
+    def called(self) -> str:
+        """The leaf, as accounts call it."""
+        return "/".join(filter(None, (self.shown, *self.keys)))
 
     @property
     def at(self) -> str:
@@ -114,9 +116,10 @@ class Part(NamedTuple):
     @property
     def shown(self) -> str:
         """How accounts call what it is a leaf of."""
-        field = VW if self.field in (PER_OUTPUT, IN_BASES) else self.field
-        is_named = self.role != "step" and self.kind in _NAMED
-        return f"{self.kind}.{field}" if is_named else field
+        if self.role in ("step", "moment", "factors"):
+            return self.field.partition(" ")[0]
+        is_named = self.kind != MOMENTS and any(x.kind == self.kind for x in STATES)
+        return f"{self.kind}.{self.field}" if is_named else self.field
 
 
 def read(state: PyTree) -> list[Part]:
@@ -126,63 +129,61 @@ def read(state: PyTree) -> list[Part]:
         for x in _fields(state)
         for path, name, leaf in variables.named_leaves(x.leaf, trees.is_leaf)
     ]
-    shapes: collections.defaultdict[Keys, set[tuple[int, ...]]] = collections.defaultdict(set)
-    for x in parts:
-        if x.field == MW and x.leaf is not None:
-            shapes[x.keys].add(x.leaf.shape)
-    in_bases = {
-        keys for x in parts if x.leaf is not None and x.role == "factors" for keys in x.owners_keys
+    moments = {
+        (x.owner, x.keys, x.field): x.leaf
+        for x in parts
+        if x.role == "moment" and x.leaf is not None
     }
+    of_steps = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
+    in_bases = {(x.owner, k) for x in parts if x.role == "factors" for k in x.owners_keys}
 
-    def measured(x: Part) -> Part:
-        """With a field of its own for a second moment that measures another thing than Adam's."""
-        if x.field == VW and x.leaf is not None and x.keys in in_bases:
-            return x._replace(field=IN_BASES)
-        return x._replace(field=PER_OUTPUT) if _is_per_output(x, shapes[x.keys]) else x
+    def field_of_second(x: Part) -> str:
+        """NorMuon's and SOAP's measure another thing than Adam's."""
+        first: Leaf = moments.get((x.owner, x.keys, MW), x.leaf)
+        if (x.owner, x.keys) in in_bases:
+            return IN_BASES
+        return VW if first.shape == x.leaf.shape else PER_OUTPUT
 
-    return list(map(measured, parts))
+    def with_unit(x: Part) -> Part:
+        if x.role != "moment" or x.leaf is None:
+            return x
+        if x.field != MW:
+            return x._replace(field=field_of_second(x), kind=MOMENTS)
+        unit = x.unit
+        if x.kind == ADAFACTOR or x.owner in of_steps:
+            unit = OF_STEPS
+        elif not unit:
+            second = moments.get((x.owner, x.keys, VW))
+            beside = second is None or field_of_second(x._replace(leaf=second))
+            unit = ALONE if beside is True else AVERAGES
+            unit = BESIDE_OUTPUTS if beside == PER_OUTPUT else unit
+        return x._replace(unit=unit, kind=MOMENTS)
+
+    return list(map(with_unit, parts))
 
 
-def _is_per_output(part: Part, of_first: set[tuple[int, ...]]) -> bool:
-    """Whether it is a second moment of NorMuon, which measures another thing than Adam's.
+def with_seen(parts: Sequence[Part]) -> list[Part]:
+    """The parts with what the owner of each sees: the parameters in its state and inside of it.
 
-    It has size 1 along the axes of inputs, where first moments have all elements.
+    Where there are none, as of a counter in a chain, those of what it stands in. Numbers of a
+    wrapper have the sizes of all of these as their unit, so that they go together.
     """
-    if part.field != VW or part.leaf is None or part.leaf.shape in of_first:
-        return False
-    shape = part.leaf.shape
-    return any(
-        len(shape) == len(whole) and all(a in (b, 1) for a, b in zip(shape, whole, strict=True))
-        for whole in of_first
-    )
-
-
-def by_meaning(parts: Sequence[Part]) -> dict[Meaning, list[int]]:
-    """The positions of leaves of one meaning, without those that are None."""
-    positions: dict[Meaning, list[int]] = {}
-    for i, x in enumerate(parts):
-        if x.leaf is not None:
-            positions.setdefault(x.meaning, []).append(i)
-    return positions
-
-
-def of_matrices(parts: Sequence[Part]) -> set[tuple[Keys, Keys]]:
-    """(owner, keys) of first moments that alone have no second one, as Muon's matrices.
-
-    Their state does not say whether they are averages, or the sums of `muon(fraction=)`.
-    """
-    first, second = (
-        {(x.owner, x.keys) for x in parts if x.field == field and x.leaf is not None}
-        for field in (MW, VW)
-    )
-    owners = {x.owner for x in parts if x.field in (VW, PER_OUTPUT) and x.name == VW}
-    return {x for x in first - second if x[0] in owners}
-
-
-def moments_tree(state: PyTree) -> PyTree:
-    """The first tree of moments in a state; None where there is none."""
-    moments = (x.leaf for x in _fields(state) if x.role == "moment" and jax.tree.leaves(x.leaf))
-    return next(moments, None)
+    below: dict[Keys, set[Keys]] = {(): set()}  # at and below a path
+    sizes: dict[Keys, str] = {}
+    for x in parts:
+        if x.role in OF_PARAMETERS and x.leaf is not None:
+            for end in range(len(x.owner) + 1):
+                below.setdefault(x.owner[:end], set()).add(x.keys)
+        elif not (x.keys or x.leaf is None) and x.leaf.shape:
+            sizes[x.owner] = f"{sizes.get(x.owner, '')} {x.name} {x.leaf.shape}"
+    seen: dict[Keys, frozenset[Keys]] = {}
+    for owner in dict.fromkeys(x.owner for x in parts):
+        ends = (owner[:end] for end in range(len(owner), -1, -1))
+        seen[owner] = frozenset(next(below[end] for end in ends if end in below))
+    return [
+        x._replace(seen=seen[x.owner], unit=x.unit if x.keys else x.unit + sizes.get(x.owner, ""))
+        for x in parts
+    ]
 
 
 def leaves_of(tree: PyTree) -> list[tuple[Keys, Leaf]]:
@@ -196,7 +197,7 @@ def keys_of(path: KeyPath) -> Keys:
 
 
 def _fields(
-    node: PyTree, path: KeyPath = (), plain: KeyPath = (), chains: tuple[Chain, ...] = ()
+    node: PyTree, path: KeyPath = (), plain: KeyPath = (), chain: str = "", clock: int = 0
 ) -> Iterator[Part]:
     """The fields of a wrapper, of a chain or a partition, and of all that is inside.
 
@@ -206,50 +207,60 @@ def _fields(
       node: its state.
       path: of the state.
       plain: the end of the path that leads through no field.
-      chains: that the state is in.
+      chain: the innermost one that the state is in, and where.
+      clock: the number of accumulations around.
     """
     children = trees.children(node)
     if children is None:
-        yield Part(PLAIN, "", "like", keys_of(plain), node, path, "", keys_of(path))
+        yield Part("", "", "like", keys_of(plain), node, path, "", keys_of(path), clock)
         return
     names = [path_rules.shown((key,)) for key, _ in children]
-    parts = _parts_of(node, names)
+    parts = _parts_of(node, set(names))
     if parts is None:
-        for (key, child), chain in zip(children, units.chains_of(node, children), strict=True):
+        links = ", ".join(type(x).__name__ for x in _links(node, children))
+        for (key, child), name in zip(children, names, strict=True):
             is_array = variables.is_box(node) and trees.children(child) is None
             below = plain if is_array else (*plain, key)
-            yield from _fields(child, (*path, key), below, (*chains, *chain))
+            yield from _fields(child, (*path, key), below, f"{name} of ({links})", clock)
         return
-    of_moments: dict[str, Unit] = {}
-    if parts.kind == MOMENTS:
-        trees_of = dict(zip(names, (child for _, child in children), strict=True))
-        of_moments = units.of_fields(node, trees_of, chains)
+    inside = clock + (parts.kind == ACCUMULATE)
+    unit = _unit(node, set(names), chain) if parts is _OF_MOMENTS else ""
+    if parts.kind == ACCUMULATE and "weight" in names:
+        unit = "weighted"
     for (key, child), name in zip(children, names, strict=True):
-        here, role = (
-            (*path, key),
-            "inside" if name in _INSIDE else parts.roles.get(name, parts.others),
-        )
+        here = (*path, key)
+        role = "inside" if name in _INSIDE else parts.roles.get(name, parts.others)
         if role == "inside":
-            for inner, state in _states_in(name, child):
-                yield from _fields(state, (*here, *inner), (*plain, *inner), chains)
+            # Labels may have the names of fields.
+            labeled = trees.children(child) if name == _LABELED else None
+            for inner, state in labeled or [(None, child)]:
+                label = () if inner is None else (inner,)
+                yield from _fields(state, (*here, *label), (*plain, *label), chain, inside)
             continue
-        field = STEP if role == "step" else parts.names.get(name, name)
-        part = Part(parts.kind, field, role, (), child, here, name, keys_of(path))
-        if name not in _BY_NAME:
-            yield part._replace(unit=of_moments.get(name))
-            continue
-        for inner, keys, leaf in variables.named_leaves(child, trees.is_leaf):
-            field = "/".join((name, *keys_of(keys)))
-            yield part._replace(field=field, leaf=leaf, path=(*here, *inner))
+        field = "step" if role == "step" else parts.names.get(name, name)
+        time = inside if role == "step" else clock
+        yield Part(parts.kind, field, role, (), child, here, name, keys_of(path), time, unit)
 
 
-def _states_in(field: str, child: PyTree) -> list[tuple[KeyPath, PyTree]]:
-    """The states in a field and their paths there; names of labels may be those of fields."""
-    labeled = trees.children(child) if field == _LABELED else None
-    return [((), child)] if labeled is None else [((key,), state) for key, state in labeled]
+def _links(node: PyTree, children: Sequence[tuple[object, PyTree]]) -> Sequence[PyTree]:
+    """Of a chain all, those that are empty, too, which JAX does not show."""
+    return node if isinstance(node, tuple | list) else [child for _, child in children]
 
 
-def _parts_of(node: PyTree, names: list[str]) -> Parts | None:
+def _unit(node: PyTree, names: set[str], chain: str) -> str:
+    """Of moments of optax; "" for those of Adam.
+
+    `trace` and `ema` are of whatever comes along their chain, so the chain is a part of it.
+    """
+    kind = type(node).__name__
+    if names in _AS_ADAM and kind not in _NOT_AS_ADAM:
+        return ""
+    if not names.isdisjoint(("trace", "ema")):
+        return f"{', '.join(sorted(names))} at {chain or 'the top'}"
+    return f"moments of {kind if kind in _NOT_AS_ADAM else ', '.join(sorted(names))}"
+
+
+def _parts_of(node: PyTree, names: set[str]) -> Parts | None:
     """What its fields are, if the node is the state of something and no container of states."""
     declared: Parts | None = getattr(type(node), "__jgrad_parts__", None)
     if declared is not None:
@@ -257,33 +268,14 @@ def _parts_of(node: PyTree, names: list[str]) -> Parts | None:
     is_tuple = isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, Blocks)
     if not is_tuple and not (isinstance(node, Mapping) and not _KNOWN.isdisjoint(names)):
         return None
-    if not is_tuple and _is_container(node):
-        return None
-    return _told_by(set(names))
-
-
-def _is_container(node: PyTree) -> bool:
-    """Whether it holds states and nothing else, by names that may be those of fields."""
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return not isinstance(node, Blocks)
-    children = node.values() if isinstance(node, Mapping) else node
-    return isinstance(node, tuple | list | Mapping) and all(map(_is_container, children))
-
-
-def _told_by(names: set[str]) -> Parts:
-    """What fields of these names are; those that are None are missing in files."""
-    for parts in STATES:
+    for parts in STATES:  # fields that are None are missing in files
         there = {x for x, role in parts.roles.items() if role not in ("inside", "moment", "sum")}
         if there <= names <= parts.roles.keys():
             return parts
     if names == {"count"}:
         return _COUNTER
-    if names == {"step", "inner"}:
-        return _OF_0_6
-    told_by = next((name for name in _TOLD_BY if name in names), None)
-    if told_by is not None:
-        return _TOLD_BY[told_by]
-    return Parts(",".join(sorted(names - {*_INSIDE})), {"step": "step"}, others="like")
+    unknown = Parts(",".join(sorted(names - {*_INSIDE})), {"step": "step"}, others="like")
+    return next((parts for name, parts in _TOLD_BY.items() if name in names), unknown)
 
 
 # ---- parameters that a user names --------------------------------------------------------------
@@ -292,7 +284,11 @@ def _told_by(names: set[str]) -> Parts:
 def renamed(
     function: str, old: Sequence[Part], like: Sequence[Part], rename: Mapping[str, str]
 ) -> list[Part]:
-    """The parts of the old state by their new paths; of prefixes of a path the longest counts."""
+    """The parts of the old state by their new paths; of prefixes of a path the longest counts.
+
+    In files that were read without a target the array of a variable of flax has the key `value`,
+    which is left out or added where the new state has the path so.
+    """
     is_mapping = isinstance(rename, Mapping)
     if not (is_mapping and all(isinstance(x, str) for both in rename.items() for x in both)):
         expected = "a mapping of old paths to new ones, keys joined by slashes"
@@ -301,52 +297,44 @@ def renamed(
         _there(function, "old", was, old): _there(function, "like", now, like)
         for was, now in rename.items()
     }
-    olds, likes = _paths_by_meaning(old), _paths_by_meaning(like)
-    everything = frozenset(x.keys for x in like)
-    of_variables = functools.cache(_of_variables)
+    olds, likes = _paths_of_fields(old), _paths_of_fields(like)
+    nothing: tuple[set[Keys], dict[Keys, Keys]] = (set(), {})
     new: list[Part] = []
-    seen: dict[Meaning, Keys] = {}
+    seen: dict[tuple[object, ...], Keys] = {}
     for part in old:
-        keys = _new_keys(part.keys, rules)
-        known = likes.get((part.kind, part.field), everything)
+        ends = (end for end in range(len(part.keys), 0, -1) if part.keys[:end] in rules)
+        end = next(ends, 0)
+        keys = (*rules[part.keys[:end]], *part.keys[end:]) if end else part.keys
+        (_, of_old), (known, of_like) = olds[part.shown], likes.get(part.shown, nothing)
         if keys not in known:
-            variable = of_variables(olds[part.kind, part.field]).get(part.keys[:-1])
-            plain = keys[:-1] if variable == part.keys else keys
-            keys = plain if plain in known else of_variables(known).get(plain, keys)
-        part_of_like = part._replace(keys=keys)
-        new.append(part_of_like)
-        was = part.keys if part.leaf is None else seen.setdefault(part_of_like.meaning, part.keys)
+            plain = keys[:-1] if of_old.get(part.keys[:-1]) == part.keys else keys
+            keys = plain if plain in known else of_like.get(plain, keys)
+        new.append(part._replace(keys=keys))
+        meaning = (part.owner, part.name, keys)
+        was = part.keys if part.leaf is None else seen.setdefault(meaning, part.keys)
         if keys and was != part.keys:
             came = " and ".join(map("/".join, (was, part.keys)))
-            raise ValueError(
-                f"{function}: `rename`: {came}, expected one leaf for {'/'.join(keys)}."
-            )
+            expected = f"one leaf for {'/'.join(keys)}"
+            raise ValueError(f"{function}: `rename`: {came}, expected {expected}.")
     return new
 
 
-def _new_keys(keys: Keys, rules: Mapping[Keys, Keys]) -> Keys:
-    for end in range(len(keys), 0, -1):
-        if keys[:end] in rules:
-            return (*rules[keys[:end]], *keys[end:])
-    return keys
+def _paths_of_fields(
+    state: Sequence[Part],
+) -> dict[str, tuple[set[Keys], dict[Keys, Keys]]]:
+    """Of each field the paths, and by those of variables of flax those of their arrays.
 
-
-def _paths_by_meaning(state: Sequence[Part]) -> dict[tuple[str, str], frozenset[Keys]]:
-    paths: dict[tuple[str, str], set[Keys]] = {}
-    for x in state:
-        paths.setdefault((x.kind, x.field), set()).add(x.keys)
-    return {meaning: frozenset(known) for meaning, known in paths.items()}
-
-
-def _of_variables(paths: Collection[Keys]) -> dict[Keys, Keys]:
-    """By the paths of variables of flax those of their arrays.
-
-    In files that were read without a target the array of a variable has the key `value`. Models
-    have such keys, too, but not alone in a subtree.
+    These have the key `value`, alone in a subtree. Models have such keys, too.
     """
-    leaves_below = collections.Counter(keys[:end] for keys in paths for end in range(len(keys)))
-    ends = {keys[:-1]: keys for keys in paths if keys[-1:] == (_VALUE,)}
-    return {plain: keys for plain, keys in ends.items() if leaves_below[plain] == 1}
+    paths: dict[str, set[Keys]] = {}
+    for x in state:
+        paths.setdefault(x.shown, set()).add(x.keys)
+    found = {}
+    for field, known in paths.items():
+        below = collections.Counter(keys[:end] for keys in known for end in range(len(keys)))
+        ends = {keys[:-1]: keys for keys in known if keys[-1:] == (_VALUE,)}
+        found[field] = known, {x: keys for x, keys in ends.items() if below[x] == 1}
+    return found
 
 
 def _there(function: str, name: str, text: str, state: Sequence[Part]) -> Keys:
@@ -358,9 +346,8 @@ def _there(function: str, name: str, text: str, state: Sequence[Part]) -> Keys:
     variable = path[:-1]
     if path[-1] == _VALUE and [x for x in known if x[: len(variable)] == variable] == [variable]:
         return variable
-    there = ["/".join(keys) for keys in sorted(known)]
-    near = difflib.get_close_matches(text, there, _SHOWN, 0) or there[:_SHOWN]
-    what = f"no such path in `{name}`, expected one such as {', '.join(near)}"
+    shown = ", ".join(sorted("/".join(keys) for keys in known)[:_SHOWN])
+    what = f"no such path in `{name}`, expected one such as {shown}"
     raise ValueError(f"{function}: `rename`: {text}: {what}.")
 
 
@@ -380,7 +367,8 @@ def chosen(
     """
     if reset is True:
         return {x.keys for x in read(like)}
-    tree = moments_tree(like) if params is None else packing.shapes(params)
+    moments = (x.leaf for x in _fields(like) if x.role == "moment" and jax.tree.leaves(x.leaf))
+    tree = next(moments, None) if params is None else packing.shapes(params)
     tree = trees.map_leaves(checks.shape_and_dtype, tree)
     if trees.is_function(reset, tree):
         reset = reset(tree)

@@ -58,6 +58,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "init_scale": ("loss_scale",),
     "weight_lr_power": ("weight_power",),
     "axis_name": ("mesh_axes",),
+    "old_momentum": ("momentum",),  # up to 1.1, as the next two
+    "like_momentum": ("momentum",),
+    "momentum_decay": ("momentum",),
 }
 
 # What others call a function, in lower case without underscores: ours, and what to add.

@@ -320,12 +320,19 @@ def test_a_file_without_a_target():
 
 
 def test_momentum_is_not_adams():
-    """Steps, and no gradients: Adam begins with none."""
+    """Steps, and no gradients, whether a leaf is factored or none is: Adam begins with none."""
     w = draw(0, jnp.float32, {"w": (8, 6)})
-    _, state = train(jgrad.adafactor(RATE, min_side=2, momentum=0.9), w, 2)
-    _, account = jgrad.carry_over(state, like=jax.eval_shape(jgrad.adam(RATE).init, w))
-    assert account.dropped == ("mw/w",)
-    assert account.zero == ("mw/w",)
+    for min_side in 2, 128:
+        tx = jgrad.adafactor(RATE, min_side=min_side, momentum=0.9)
+        _, state = train(tx, w, 2)
+        like = jax.eval_shape(jgrad.adam(RATE).init, w)
+        with pytest.raises(ValueError, match=r"`momentum`: None, .* averages of steps"):
+            jgrad.carry_over(state, like=like)
+        with pytest.raises(ValueError, match=r"`momentum`: None, .* averages of gradients"):
+            jgrad.carry_over(jgrad.adam(RATE).init(w), like=state)
+        _, account = jgrad.carry_over(state, like=like, momentum="reset")
+        assert account.reset == ("mw/w",)
+        assert not account.dropped
 
 
 def test_flax():

@@ -357,9 +357,11 @@ def test_carried_over_from_adam():
         expected,
     )
     assert_equal(new.factors["w"].left_basis, jnp.eye(4))
-    _, account = jgrad.carry_over(new, like=jax.eval_shape(adam.init, w))
-    assert account.estimated == ("vw/w",)  # what it has is of another basis
-    assert account.kept == ("step", "mw/b", "mw/w", "vw/b")
+    like = jax.eval_shape(adam.init, w)
+    with pytest.raises(ValueError, match=r"vw/w, which `old` does not have .* `reset=`"):
+        jgrad.carry_over(new, like=like)  # what it has is of another basis
+    _, account = jgrad.carry_over(new, like=like, reset={"w": True, "b": False})
+    assert account.kept == ("step", "mw/b", "vw/b")
 
 
 # ---- layers in the backward pass, and devices --------------------------------------------------

@@ -210,7 +210,7 @@ def test_value_is_a_name_of_models_too():
     assert account.kept == ("step", "mw/heads/query", "vw/heads/query")
     assert_error(
         ValueError,
-        "carry_over: `rename`: value: no such path in `old`, expected one such as heads/value, "
-        "heads/query.",
+        "carry_over: `rename`: value: no such path in `old`, expected one such as heads/query, "
+        "heads/value.",
         lambda: jgrad.carry_over(old, like=old, rename={"value": "heads/value"}),
     )

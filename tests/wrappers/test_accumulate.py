@@ -618,9 +618,9 @@ def test_an_open_window_is_left_behind():
     one, three = (jgrad.accumulate(jgrad.gradient_descent(1.0), n) for n in (1, 3))
     _, old = step_of(three)(w, three.init(w), first)
     state, account = jgrad.carry_over(old, like=one.init(w))
-    assert len(account.dropped) == 5
+    assert sum("total" in x for x in account.dropped) == 5
     found = step_of(one)(w, state, second)
     assert_equal(found, step_of(one)(w, one.init(w), second))
     back, account = jgrad.carry_over(found[1], like=three.init(w))
-    assert len(account.zero) == 5
+    assert sum("total" in x for x in account.from_like) == 5
     assert_equal(back.total, three.init(w).total)

@@ -1,0 +1,240 @@
+"""What a moment holds: no state becomes silently that of a method whose moments are others."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from tests.support.errors import assert_error
+from tests.support.states import assert_same_bits, filled
+
+W = {"w": jnp.ones((8, 6)), "b": jnp.ones(3)}
+IS_MATRIX = {"w": True, "b": False}
+
+
+def muon(**options):
+    return jgrad.muon(0.1, matrices=IS_MATRIX, adam_learning_rate=0.1, **options)
+
+
+GRADIENTS, SUM, STEPS = "average of gradients", "sum of gradients", "average of steps"
+SQUARES = "squares"
+# What the moments of `w` hold, as the papers define them; None for none.
+METHODS = {
+    "adam": (jgrad.adam(0.1), GRADIENTS, SQUARES),
+    "lamb": (jgrad.lamb(0.1), GRADIENTS, SQUARES),
+    "lion": (jgrad.lion(0.1), GRADIENTS, None),
+    "momentum": (jgrad.gradient_descent(0.1, momentum=0.9), SUM, None),
+    "lars": (jgrad.lars(0.1), "sum of steps", None),
+    "adafactor": (jgrad.adafactor(0.1, momentum=0.9), STEPS, SQUARES),
+    "adafactor, factored": (jgrad.adafactor(0.1, momentum=0.9, min_side=2), STEPS, SQUARES),
+    "adafactor alone": (jgrad.adafactor(0.1, min_side=2), None, SQUARES),
+    "muon": (muon(), GRADIENTS, None),
+    "dion2": (muon(fraction=0.5), SUM, None),
+    "normuon": (muon(rule="normuon"), GRADIENTS, "squares of outputs"),
+    "soap": (jgrad.soap(0.1, matrices=IS_MATRIX), GRADIENTS, "squares in bases"),
+    "optax.adamw": (optax.adamw(0.1), GRADIENTS, SQUARES),
+    "optax.amsgrad": (optax.amsgrad(0.1), GRADIENTS, SQUARES),
+    "optax.rmsprop": (optax.rmsprop(0.1), None, SQUARES),
+    "optax.adabelief": (optax.adabelief(0.1), GRADIENTS, "squares of deviations"),
+    "optax.novograd": (optax.novograd(0.1), "sum of directions", "squares of norms"),
+    "optax.sgd": (optax.sgd(0.1, momentum=0.9), SUM, None),
+    "optax.lars": (optax.lars(0.1), "sum of updates", None),
+    "optax.lion": (optax.lion(0.1), GRADIENTS, None),
+    "optax.muon": (optax.contrib.muon(0.1), GRADIENTS, None),
+    "sophia": (optax.contrib.sophia(0.1), GRADIENTS, "a Hessian"),
+}
+# Adam's second moments are those of SOAP in the bases with which it begins.
+SAME = {("squares", "squares in bases")}
+
+
+def carried(old, like, **options):
+    """In two forms of optax, dtypes mix."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jgrad.carry_over(old, like=like, **options)
+
+
+def state_of(name, seed=0):
+    with jax.numpy_dtype_promotion("standard"):
+        return filled(jax.eval_shape(METHODS[name][0].init, W), seed)
+
+
+@pytest.mark.parametrize("old", METHODS)
+def test_nothing_passes_as_another_thing(old):
+    """In each of all pairs it is refused, or noted where both states are of one structure."""
+    _, first, second = METHODS[old]
+    before, went = state_of(old), 0
+    for new in METHODS:
+        _, new_first, new_second = METHODS[new]
+        like = state_of(new, 1)
+        try:
+            _, account = carried(before, like)
+        except ValueError as error:
+            said = str(error)
+            if old != new and ("`momentum" in said or "reset=" in said):
+                continue
+            raise
+        went += 1
+        carries = {*account.kept, *account.converted}
+        if "mw/w" in carries and first != new_first:
+            assert "right for the same method alone" in str(account)
+        if "vw/w" in carries:
+            assert second == new_second or (second, new_second) in SAME
+    assert went
+
+
+def test_what_is_certain_passes():
+    """Without a word or a note."""
+    names = ("adam", "lamb", "optax.adamw", "optax.amsgrad")
+    for old, new in itertools.product(names, (*names, "soap")):
+        before = state_of(old)
+        state, account = carried(before, state_of(new, 1))
+        assert not account.notes
+        assert_same_bits(
+            optax.tree.get(state, "mw", optax.tree.get(state, "mu")),
+            optax.tree.get(before, "mw", optax.tree.get(before, "mu")),
+        )
+        assert {"mw/w", "vw/w"} <= {*account.kept}
+
+
+WORDS = {
+    "adam to lion": ("adam", "lion"),
+    "adam to adafactor": ("adam", "adafactor"),
+    "adafactor to adam": ("adafactor", "adam"),
+    "lion to optax.lion": ("lion", "optax.lion"),
+    "optax.sgd to lars": ("optax.sgd", "lars"),
+    "optax.sgd to optax.lars": ("optax.sgd", "optax.lars"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_words(name):
+    """Without one it is an error; "keep" takes the bits, "reset" begins with zeros."""
+    old, new = WORDS[name]
+    before, like = state_of(old), state_of(new, 1)
+    with pytest.raises(ValueError, match=r'`momentum`: None, expected "keep" if .* or "reset"'):
+        carried(before, like)
+    state, account = carried(before, like, momentum="keep")
+    assert {"mw/w", "mw/b"} <= {*account.kept}
+    assert 'by `momentum="keep"`' in str(account)
+    kept = [x for x in jax.tree.leaves(state) if x.shape == (8, 6)]
+    assert any(np.array_equal(kept[0], x) for x in jax.tree.leaves(before) if x.shape == (8, 6))
+    state, account = carried(before, like, momentum="reset")
+    assert {"mw/w", "mw/b"} <= {*account.reset}
+    assert not account.dropped or account.dropped == ("vw/b", "vw/w")
+    assert not jax.tree.leaves(optax.tree.get(state, "mw", state))[0].any() or new == "optax.lion"
+
+
+def test_of_one_structure():
+    """They are kept, and the account says what for; "reset" begins with zeros all the same."""
+    before, like = state_of("lion"), state_of("momentum", 1)
+    state, account = carried(before, like)
+    assert_same_bits(state, before)
+    assert str(account).endswith(
+        "note       mw of 2 leaves: momentum of `gradient_descent`, `lars`, `lion` or `muon`, which "
+        'look alike, so kept: right for the same method alone. `momentum="reset"` begins with zeros.'
+    )
+    assert not carried(before, like, momentum="keep")[1].notes
+    state, account = carried(before, like, momentum="reset")
+    assert account.reset == ("mw/b", "mw/w")
+    assert not state.mw["w"].any()
+    assert_same_bits(
+        carried(state_of("adam"), like=state_of("lamb", 1), momentum="reset")[0], state_of("adam")
+    )
+
+
+def test_second_moments_are_not_made_up():
+    """Neither beside a first moment that stays, nor beside one that begins anew."""
+    like = state_of("adam", 1)
+    for old in "lion", "momentum", "optax.sgd", "sophia", "soap", "normuon":
+        for momentum in None, "keep", "reset":
+            with pytest.raises(
+                ValueError, match=r"`tx.init\(params\)`, .* `reset=`; `momentum=` is"
+            ):
+                carried(state_of(old), like, momentum=momentum)
+        state, account = carried(state_of(old), like, reset=True)
+        assert not any(x["w"].any() for x in (state.mw, state.vw))
+        assert account.reset == ("mw/b", "mw/w", "vw/b", "vw/w")
+
+
+def test_what_like_gives_is_not_zeroed(standard_promotion):
+    """The coefficients of optax's `muon`, and the key of Sophia; where `like` has shapes, an error."""
+    new = METHODS["optax.muon"][0]
+    like = new.init(W)
+    state, account = carried(state_of("muon"), like, momentum="keep")
+    for old, options in (state, {}), (state_of("adam"), {"momentum": "keep"}):
+        found, _ = carried(old, like, **options)
+        of_matrices = found.inner_states["muon"].inner_state[0]
+        np.testing.assert_array_equal(
+            of_matrices.ns_coeffs, like.inner_states["muon"].inner_state[0].ns_coeffs
+        )
+        assert new.update(W, found, W)[0]["w"].any()
+    assert any("ns_coeffs" in x for x in account.from_like)
+    like = METHODS["sophia"][0].init(W)
+    key = jax.random.key_data(like[0].hessian_fn_state.key)
+    state, _ = carried(state_of("optax.lion"), like, reset=True)
+    np.testing.assert_array_equal(jax.random.key_data(state[0].hessian_fn_state.key), key)
+    assert_error(
+        ValueError,
+        "carry_over: `like` at .inner_states['muon'].inner_state[0].ns_coeffs: the shape of a part that "
+        "`old` does not have, and that starts at unknown numbers, expected arrays: "
+        "`like=tx.init(params)`.",
+        lambda: carried(state_of("muon"), jax.eval_shape(new.init, W), momentum="keep"),
+    )
+
+
+def test_numbers_that_like_gives_are_kept():
+    """Moments and counters, too: of `old` there are none."""
+    like = state_of("adam", 1)
+    old = jgrad.gradient_descent(0.1).init(W)._replace(step=jnp.asarray(5))
+    state, account = carried(old, like)
+    assert_same_bits(state, like._replace(step=old.step))
+    assert account.from_like == ("mw/b", "mw/w", "vw/b", "vw/w")
+
+
+def test_removed_words():
+    for word in "old_momentum", "like_momentum", "momentum_decay":
+        assert_error(
+            TypeError,
+            f"carry_over: `{word}`: an unknown argument, expected `momentum`.",
+            lambda word=word: jgrad.carry_over({}, like={}, **{word: "steps"}),
+        )
+    assert_error(
+        ValueError,
+        "carry_over: `momentum`: 'steps' of type str, expected one of 'keep', 'reset'.",
+        lambda: jgrad.carry_over({}, like={}, momentum="steps"),
+    )
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_the_next_steps_are_those_of_optax(name, standard_promotion):
+    """Where both keep the same, by optax's own run."""
+    theirs, ours = {
+        "lion": (optax.lion(0.1, weight_decay=0.0), jgrad.lion(0.1, weight_decay=0.0)),
+        "sgd": (METHODS["optax.sgd"][0], METHODS["momentum"][0]),
+    }[name]
+    grads = [jax.tree.map(lambda x, scale=scale: x * scale, W) for scale in (1, -2, 3, -4, 5, -6)]
+    state = theirs.init(W)
+    for g in grads[:3]:
+        _, state = theirs.update(g, state, W)
+    new, _ = jgrad.carry_over(state, like=ours.init(W), momentum="keep")
+    for g in grads[3:]:
+        expected, state = theirs.update(g, state, W)
+        found, new = ours.update(g, new, W)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
+
+
+def test_a_state_of_adafactor_says_what_it_is():
+    """Though no leaf is factored; that of 1.1, which did not, is taken by the optimizer itself."""
+    tx = METHODS["adafactor"][0]
+    state = tx.init(W)
+    assert type(state) is jgrad.AdafactorState
+    of_1_1 = jgrad.OptState(*state)
+    updates, new = tx.update(W, of_1_1, W)
+    assert type(new) is jgrad.OptState
+    assert_same_bits((updates, tuple(new)), (lambda u, s: (u, tuple(s)))(*tx.update(W, state, W)))
+    again, _ = jgrad.carry_over(of_1_1, like=state, momentum="keep")
+    assert_same_bits(again, state)
