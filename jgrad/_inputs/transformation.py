@@ -178,7 +178,8 @@ def pair(
         if share is None:
             return of_arrays(updates, state, params, extra_args)
         share.check(name, updates)
-        steps, new = of_arrays(updates, state, params, extra_args)
+        with share.within(own=True):
+            steps, new = of_arrays(updates, state, params, extra_args)
         share.add(steps)
         return steps, new
 
