@@ -29,6 +29,7 @@ SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
 OF_LEAF = "tests/optimizers/test_of_leaf.py"
+ELEMENTS, REPORTS = (f"tests/backward/test_{x}.py" for x in ("elements", "reports"))
 ROWS = "tests/muon/test_rows.py"
 SOAP = "tests/soap/test_soap.py"
 VARIABLES = "tests/everywhere/test_nnx.py"
@@ -131,11 +132,15 @@ MUTATIONS = [
     Mutation("lion_of_leaf", "Lion's direction is no sign", "numerics.sign(X)", "X", "tests/inputs/test_moments.py"),
     Mutation("of_leaf._number", "a user's method is corrected for one update less", "numerics.one_minus_power(X, Y)", "numerics.one_minus_power(X, Y - 1)", OF_LEAF),
     Mutation("optimizer_of_leaf.rule", "a user's method stores its direction", "results(*args)[index]", "results(*args)[0]", OF_LEAF),
-    Mutation("elementwise.no_kernel", "a user's method may mix elements", "_mixes(X)", "False", OF_LEAF),
     Mutation("elementwise.check_zero", "a user's method makes something of nothing", "x != 0", "False", OF_LEAF + " -k calls"),
     Mutation("_at_first", "a user's method is asked without the numbers of the factory", "checks.is_number(X)", "False", OF_LEAF + " -k calls"),
     Mutation("optimizer_of_leaf", "a user's method stays for ever", "functools.partial(X, index=Y)", "leafwise.fixed(X, index=Y)", OF_LEAF + " -k last_use"),
-    Mutation("elementwise._mixes", "a user's method may go through rows", "x.aval.ndim > 1", "False", OF_LEAF),
+    Mutation("elementwise.no_kernel", "a user's method may mix elements", "mixes(X, Y)", "False", OF_LEAF),
+    Mutation("elementwise.mixes", "a user's method may go through rows", "any(map(is_leaf, cut))", "False", OF_LEAF),
+    Mutation("elements.check", "other libraries may look at many elements", "name not in _OF_DEVICES and X", "False", ELEMENTS),
+    Mutation("elements.check", "other libraries may look at the number of layers", "not (a and b) or X", "False", ELEMENTS),
+    Mutation("elements._of_others", "norms of jgrad are those of others", "(outer or equation) if is_marked else None", "outer or equation", ELEMENTS),
+    Mutation("elements._maker", "what is around a function has made it", "name in _AROUND", "False", ELEMENTS),
     Mutation("elementwise.no_kernel", "a user's method may depend on the shape of the leaf", "_operations(X) != Y", "False", OF_LEAF),
     Mutation("elementwise.no_kernel", "a kernel has arrays from outside", "traced.consts", "False", OF_LEAF),
     Mutation("optimizer_of_leaf.rule", "a complex second moment loses its imaginary part", "jnp.iscomplexobj(found) and X", "False", OF_LEAF),
@@ -454,9 +459,15 @@ MUTATIONS = [
     Mutation("numerics.saturating_float32", "watch: a finite norm in float64 is infinite", "clipped(X, _)", "X", WATCH),
     Mutation("noted_branch", "notes: those of a window that is open", "(otherwise(), X)", "(otherwise(), jax.tree.map(jnp.zeros_like, X))", WATCH),
     Mutation("Notes.is_here", "notes of another trace", "_ == _", "True", "tests/inputs/test_notes.py"),
-    Mutation("Notes.add_leaves", "notes: rates change their form", "has_each and not one", "False", "tests/inputs/test_notes.py"),
+    Mutation("Notes.add_number", "a rate has a name where it has a leaf alone", "(was_one, not was_one)", "(False, True)", REPORTS),
+    Mutation("rate_of_leaves", "notes: the form is that of a call", "others = X if is_of_call else option", "others = option", REPORTS),
+    Mutation("Model.replaced", "layers read a number of the stack as the last one has left it", "in_loop and cut is SAME", "False", REPORTS),
+    Mutation("Portion.with_numbers_of_stack", "the rest has the numbers of stacks", "cut is None and i not in others", "False", REPORTS),
+    Mutation("Notes.add_number", "notes: rates change their form", "has_each and not one", "False", "tests/inputs/test_notes.py"),
     Mutation("scaled_by_trust_ratio", "notes: the first factor of a ratio", "functools.reduce(jnp.multiply, X)", "X[0]", "tests/inputs/test_notes.py"),
-    Mutation("_residual_of_run", "notes: the smallest residual", "jnp.max(X, initial=0.0)", "jnp.min(X)", "tests/inputs/test_notes.py"),
+    Mutation("_residual", "notes: the smallest residual of blocks", "jnp.max(y, first)", "jnp.min(y, first)", "tests/inputs/test_notes.py"),
+    Mutation("decisions.tried", "watch: an error of what is inside is lost", "not is_later", "False", WATCH),
+    Mutation("watch", "watch: what the report lacks is said again", "functools.cache(X)", "X", WATCH),
     Mutation("unique", "report: a second number hides the first", "X in Y", "False", WATCH),
     Mutation("trees.names", "report: leaves of one name", "X in Y", "False", WATCH),
     Mutation("_fits", "float64 updates are rounded to float32", "jnp.finfo(X.dtype).bits <= jnp.finfo(Y.dtype).bits", "True", "tests/wrappers/test_accumulate.py"),
@@ -536,7 +547,7 @@ MUTATIONS = [
     Mutation("in_stack", "layers share their random bits", "jnp.asarray(keys[0]) + _", "jnp.asarray(keys[0])", BACKWARD),
     Mutation("Share.number", "a number is that of one layer", "_ in self._known", "False", BACKWARD),
     Mutation("Share.number", "the numbers of layers are lost", "_ in self._others", "False", BACKWARD),
-    Mutation("Share.check", "other libraries see one layer", "not self._trusts", "False", BACKWARD),
+    Mutation("_check_promise", "other libraries see one layer", "not self._elementwise", "False", BACKWARD),
     Mutation("check_layers_of_share", "norms of one layer stand for those of the stack", "0 not in axes", "False", BACKWARD),
     Mutation("Cut.put", "a new layer takes another's place", "i * self.length", "i * self.length * 0", BACKWARD),
     Mutation("_Recorder.call", "a block's own arrays are constants", "isinstance(x, jax.core.Tracer)", "False", BACKWARD),

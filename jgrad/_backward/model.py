@@ -1,12 +1,12 @@
 """Parameters and a state as lists of arrays, of which a share reads some and replaces its own."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
-from jgrad._backward.portions import FIRST, Portion
+from jgrad._backward.portions import FIRST, SAME, Portion
 from jgrad._trees.trees import PyTree, Structure
 
 
@@ -64,13 +64,14 @@ class Model:
         weights = [self.leaves[i] for i in portion.positions]
         return Owned(weights, [self.state[i] for i, _ in portion.owned_places])
 
-    def replaced(self, portion: Portion, new: Owned) -> "Model":
-        """The same, with other arrays of a share."""
-        places = [i for i, _ in portion.owned_places]
+    def replaced(self, portion: Portion, new: Owned, *, in_loop: bool = False) -> "Model":
+        """The same, with other arrays of a share; in a loop, numbers of the stack are still old."""
+        places = zip(portion.owned_places, new.state, strict=True)
+        state = {i: x for (i, cut), x in places if not (in_loop and cut is SAME)}
         return dataclasses.replace(
             self,
-            leaves=_replaced(self.leaves, portion.positions, new.weights),
-            state=_replaced(self.state, places, new.state),
+            leaves=_replaced(self.leaves, dict(zip(portion.positions, new.weights, strict=True))),
+            state=_replaced(self.state, state),
         )
 
 
@@ -84,8 +85,5 @@ def with_layer(portion: Portion, owned: Owned, layer: Owned, i: jax.Array | int)
     )
 
 
-def _replaced(
-    arrays: Sequence[jax.Array], positions: Iterable[int], new: Iterable[jax.Array]
-) -> list[jax.Array]:
-    by_position = dict(zip(positions, new, strict=True))
-    return [by_position.get(i, x) for i, x in enumerate(arrays)]
+def _replaced(arrays: Sequence[jax.Array], new: Mapping[int, jax.Array]) -> list[jax.Array]:
+    return [new.get(i, x) for i, x in enumerate(arrays)]

@@ -45,18 +45,23 @@ class Cut(NamedTuple):
 
     def out_of(self, x: jax.Array, i: jax.Array | int) -> jax.Array:
         """Layer `i`."""
+        if self is SAME:
+            return x
         start = i * self.length
         layer: jax.Array = jax.lax.dynamic_slice_in_dim(x, start, self.length, self.axis)
         return layer
 
     def put(self, x: jax.Array, layer: jax.Array, i: jax.Array | int) -> jax.Array:
         """The array with layer `i`."""
+        if self is SAME:
+            return layer
         start = i * self.length
         new: jax.Array = jax.lax.dynamic_update_slice_in_dim(x, layer, start, self.axis)
         return new
 
 
 FIRST = Cut(0, 1)
+SAME = Cut(-1, 0)  # of a number of a stack that all its layers have, such as its learning rate
 
 
 class Portion(NamedTuple):
@@ -79,6 +84,17 @@ class Portion(NamedTuple):
     def owned(self) -> list[bool]:
         """Whether each array of its state is its own: what has no layers is that of the rest."""
         return [self.layers is None or cut is not None for _, cut in self.places]
+
+    @property
+    def of_layers(self) -> list[bool]:
+        """Whether each array of its state has an entry for each layer."""
+        return [cut is not None and cut is not SAME for _, cut in self.places]
+
+    def with_numbers_of_stack(self, rest: "Portion") -> "Portion":
+        """The same, which owns what has no layers and is not that of the rest."""
+        others = {i for i, _ in rest.places}
+        own = [(i, SAME if cut is None and i not in others else cut) for i, cut in self.places]
+        return self._replace(places=own)
 
     @property
     def owned_places(self) -> list[tuple[int, Cut | None]]:
@@ -138,12 +154,12 @@ class Whole:
         positions = [i for i in range(self._structure.num_leaves) if i not in taken]
         some, structure = self._begun(positions, None)
         places = [(self._position(path, x.shape), None) for path, x in some.items()]
-        here = {i for i, _ in places}.union(i for stack in stacks for i, _ in stack.owned_places)
+        here = {i for i, _ in places}.union(i for stack in stacks for i, _ in stack.places)
         for i, path in enumerate(self._paths):
             if i not in here:
-                expected = "expected an entry for each of its layers: `layer_axes=0` in the wrapper"
-                begin = f"{_NAME}: `state`{checks.at(path)}"
-                raise ValueError(f"{begin}: a number of a whole stack, {expected}.")
+                came = "an array that `tx.init` makes of no layer, nor of all leaves in no stack"
+                expected = "expected one of all leaves at once to be left out"
+                raise ValueError(f"{_NAME}: `state`{checks.at(path)}: {came}; {expected}.")
         return Portion(tuple(positions), None, structure, [*places])
 
     def alone(self, positions: Iterable[int], leaves: Iterable[object]) -> PyTree:

@@ -9,8 +9,9 @@ import jax
 from jax.interpreters import partial_eval  # may change, checked in JAX 0.7 to 0.12
 from jax.sharding import PartitionSpec
 
+from jgrad._backward import elements
 from jgrad._backward.model import Owned
-from jgrad._backward.portions import Portion, Whole
+from jgrad._backward.portions import FIRST, SAME, Cut, Portion, Whole
 from jgrad._trees import checks, shares
 from jgrad._trees.shares import Combine, Key, Numbers, Share
 from jgrad._trees.trees import PyTree
@@ -88,12 +89,29 @@ class ShareUpdate:
           known: numbers of all shares.
           others: of those that are not known, what all other shares have to say.
         """
+        made, share = self._run(given, known, others)
+        self._check_promise(share.foreign)
+        return made
+
+    def _check_promise(self, foreign: str | None) -> None:
+        if foreign is not None and not self._elementwise:
+            came = f"a transformation of another library hands arrays to `{foreign}`"
+            raise ValueError(
+                f"step_in_backward: `tx`: {came}. It sees one layer at a time: say "
+                "`elementwise=True` if it computes each element by itself, or use the ordinary "
+                "step."
+            )
+
+    def _run(
+        self, given: Given, known: Numbers, others: Numbers | None = None, *, marks: bool = False
+    ) -> tuple[Made, Share]:
+        """The same, and the share, which knows what came from other libraries."""
 
         def tree(leaves: Sequence[object]) -> PyTree:
             return self._whole.alone(self.portion.positions, leaves)
 
         shapes = self._whole.shapes
-        share = Share(given.layer, known, others, shapes=shapes, trusts=self._elementwise)
+        share = Share(given.layer, known, others, shapes=shapes, marks=marks)
         with shares.within(share):
             params, state = apply_gradients(
                 self._whole.tx,
@@ -105,7 +123,7 @@ class ShareUpdate:
             )
         self.combines |= {key: combine for key, (combine, _) in share.parts.items()}
         parts = {key: part for key, (_, part) in share.parts.items()}
-        return Made(jax.tree.leaves(params), jax.tree.leaves(state), parts)
+        return Made(jax.tree.leaves(params), jax.tree.leaves(state), parts), share
 
     def owned(self, made: Made) -> Owned:
         """What takes the place of its own arrays."""
@@ -113,10 +131,41 @@ class ShareUpdate:
         return Owned(made.weights, [x for x, use in pairs if use])
 
     def parts(self, given: Given) -> Numbers:
-        """The form of what it has to say."""
+        """The form of what it has to say. What other libraries do with a layer is checked first."""
         if self._forms is None:
-            self._forms = jax.eval_shape(lambda given: self(given, {}).parts, given)
+            foreign: str | None = None
+
+            def traced(given: Given) -> Numbers:
+                nonlocal foreign
+                made, share = self._run(given, {})
+                foreign = share.foreign
+                return made.parts
+
+            forms = jax.eval_shape(traced, given)
+            if foreign is not None:
+                self._check_elements(given)
+                self._check_promise(foreign)
+            self._forms = forms
         return self._forms
+
+    def _check_elements(self, layer: Given) -> None:
+        def many(x: Any, cut: Cut | None) -> Any:
+            if x is None or cut is None or cut is SAME:
+                return x
+            return jax.lax.concatenate([x] * (self.portion.layers or 1), cut.axis)
+
+        def stack(given: Given) -> Given:
+            state = zip(given.state, self.portion.places, strict=True)
+            return given._replace(
+                gradients=[many(x, FIRST) for x in given.gradients],
+                weights=[many(x, FIRST) for x in given.weights],
+                state=[many(x, cut) for x, (_, cut) in state],
+            )
+
+        def update(given: Given) -> Made:
+            return self._run(given, {}, marks=True)[0]
+
+        elements.check(update, layer, jax.eval_shape(stack, layer))
 
     def numbers_read(self, given: Given) -> dict[Key | None, set[Key]]:
         """Which numbers of all shares its own arrays need, by None; and which each number needs.
@@ -127,7 +176,7 @@ class ShareUpdate:
 
         def outputs(known: Numbers, given: Given) -> tuple[Owned, Numbers, Arrays]:
             made = self(given, known)
-            pairs = zip(made.state, self.portion.owned, strict=True)
+            pairs = zip(made.state, self.portion.of_layers, strict=True)
             return self.owned(made), made.parts, [x for x, use in pairs if not use]
 
         closed, (own, parts, others) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
@@ -143,7 +192,7 @@ class ShareUpdate:
             return read
 
         gradients = [True for g in given.gradients if g is not None]
-        alone = [True, *gradients, *[True] * len(given.weights), *self.portion.owned]
+        alone = [True, *gradients, *[True] * len(given.weights), *self.portion.of_layers]
         for i in range(len(others)):
             of_given = read_for(i)[len(of_inputs) :]
             if any(map(operator.and_, of_given, alone)):
@@ -153,7 +202,7 @@ class ShareUpdate:
     def _refuse_state(self, i: int) -> None:
         count = len(self.portion.places)
         arrays = jax.tree_util.tree_leaves_with_path(self.portion.structure.unflatten(range(count)))
-        paths = [path for path, k in arrays if not self.portion.owned[k]]
+        paths = [path for path, k in arrays if not self.portion.of_layers[k]]
         came = "an array that no layer owns, computed from the gradients of a few layers"
         expected = "expected transformations that compute each element by itself"
         where = checks.at(jax.tree_util.keystr(paths[i]))

@@ -92,7 +92,8 @@ def step_in_backward(
         depends on another, as a second clip's does, needs one more pass.
       has_aux: whether the loss returns `(value, aux)`.
       elementwise: says that the transformations of other libraries in `tx` compute each element by
-        itself, from scalars and from what stands beside it.
+        itself, from scalars and from what stands beside it. Their operations are checked: norms,
+        random bits and others of more than one element are refused by name.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
         prefix tree of those, as for `apply_gradients`. The gradient of a layer is then sharded as
         its weights are; the first axis of a stack is not sharded.
@@ -193,8 +194,9 @@ class _Step:
             axes = [_spec(places[i], portion.layers) for i in portion.positions if places]
             return ShareUpdate(whole, portion, axes or None, extra, elementwise=elementwise)
 
-        self._stacks = list(map(update, stacks))
-        self._rest = update(whole.rest(stacks))
+        rest = whole.rest(stacks)
+        self._stacks = [update(stack.with_numbers_of_stack(rest)) for stack in stacks]
+        self._rest = update(rest)
 
     def _numbers_read(self) -> dict[Key | None, set[Key]]:
         """Which numbers the update of some layer needs, by None; and which each of these needs."""
@@ -309,7 +311,9 @@ class _Step:
 
         def body(i: jax.Array, carry: Any) -> Any:
             owned, numbers, after, of_others = carry
-            model = self._model if owned is None else self._model.replaced(portion, owned)
+            model = self._model
+            if owned is not None:
+                model = model.replaced(portion, owned, in_loop=True)
             layer = last - i
             # Else XLA reads the stacks twice.
             weights = shardings.barrier(model.weights_of(portion, layer))

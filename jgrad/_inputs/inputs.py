@@ -19,7 +19,6 @@ from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.around import Rest
 from jgrad._inputs.moment import check_form, kept_arrays
-from jgrad._inputs.notes import Notes
 from jgrad._inputs.told import NOTHING, Told
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import as_stored
@@ -186,16 +185,16 @@ class Inputs(Parameters):
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
 
-    def note_leaves(self, name: str, notes: Notes, values: Sequence[Any]) -> None:
-        """Notes a number for each leaf of the unpacked tree, where it is updated."""
-        updated = {
+    def by_name(self, values: Sequence[Any]) -> list[tuple[str, Any]]:
+        """The name and the value of each leaf of the unpacked tree that is updated."""
+        updated = [
             i
             for spec, use in zip(self.specs, self.is_updated, strict=True)
             if use
             for i in spec.positions
-        }
-        of_updated = [x if i in updated else None for i, x in enumerate(values)]
-        notes.add_leaves(name, trees.names(self.shapes), of_updated)
+        ]
+        names = trees.names(self.shapes)
+        return [(names[i], values[i]) for i in sorted(updated)]
 
     def require_params(self, reason: str) -> list[Any]:
         """The parameters, which have to be there."""

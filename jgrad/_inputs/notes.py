@@ -8,13 +8,14 @@ knows nothing of notes is left out, so that no traced value leaves it. A wrapper
 that runs what is inside in a branch hands out the notes as results: `decisions.noted_branch`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jgrad._trees.traces import trace_state
+from jgrad._trees.trees import PyTree
 
 
 class Notes:
@@ -52,22 +53,30 @@ class Notes:
         if self.is_here:
             self.new[unique(name, self.names)] = jnp.asarray(value).astype(jnp.float32)
 
-    def add_leaves(self, name: str, paths: Sequence[str], values: Sequence[Any]) -> None:
-        """One number if all leaves share the object, else `name/path` of each; None for no number.
+    def add_number(
+        self, name: str, option: PyTree, *, was_one: bool, leaves: Iterable[tuple[str, Any]]
+    ) -> None:
+        """One number where the option is one, else `name/path` of each leaf.
 
-        In the form that the first update had: of leaves that do not share it any more, one number
-        is NaN. Of an array, the mean of its elements.
+        In the form that the first update had: of leaves that have not one number any more, one is
+        NaN. Of an array, the mean of its elements. The form is that of the option and not of the
+        leaves, of which `step_in_backward` shows some, or none: names are those of all of them.
+
+        Args:
+          name: of the option.
+          option: of this update; one number, or a tree.
+          was_one: whether it is one number in other updates.
+          leaves: the path of each leaf that is updated, and its number.
         """
-        noted = [(path, x) for path, x in zip(paths, values, strict=True) if x is not None]
-        if not noted:
-            return
-        first = noted[0][1]
-        is_shared = all(x is first for _, x in noted)
-        known: Iterable[str] = () if self.old is None else self.old
-        one = unique(name, self.names) in known  # not given to a transformation before this one
-        has_each = unique(f"{name}/{noted[0][0]}", self.names) in known
-        if is_shared and not (has_each and not one):
-            self.add(name, jnp.mean(jnp.asarray(first)))
+        noted = list(leaves)
+        one, has_each = was_one, not was_one
+        if noted:  # the state knows it best: it may be that of another recipe
+            known: Iterable[str] = () if self.old is None else self.old
+            one = unique(name, self.names) in known  # not given to a transformation before this one
+            has_each = unique(f"{name}/{noted[0][0]}", self.names) in known
+        is_one = jax.tree_util.all_leaves([option])
+        if is_one and not (has_each and not one):
+            self.add(name, jnp.mean(jnp.asarray(option)))
         elif one and not has_each:
             self.add(name, jnp.nan)
         else:

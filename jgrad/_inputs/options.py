@@ -228,12 +228,15 @@ def learning_rates(inputs: Inputs, learning_rate: LearningRate, step: Step) -> l
 
 def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step: Step) -> list[Any]:
     """Likewise, of each leaf of the unpacked tree."""
-    option = _numbers_of(inputs, step, name, learning_rate)
-    arg = inputs.option(name, numbers.number(inputs.function, name, option))
+    option = numbers.number(inputs.function, name, _numbers_of(inputs, step, name, learning_rate))
+    arg = inputs.option(name, option)
     if any(map(np.ndim, arg.leaves)):
         checks.broadcastable(arg, inputs.updated_shapes())
     if inputs.notes is not None:
-        inputs.note_leaves(name, inputs.notes, arg.leaves)
+        is_of_call = step.numbers.get(name) is not None
+        others = trees.opened(learning_rate) if is_of_call else option
+        was_one, leaves = jax.tree_util.all_leaves([others]), inputs.by_name(arg.leaves)
+        inputs.notes.add_number(name, option, was_one=was_one, leaves=leaves)
     return list(arg.leaves)
 
 

@@ -173,10 +173,12 @@ def pair(
         if _has_forms(state):
             state = variables.variables_of_blocks(state)
         share = shares.current()
-        if share is not None:
+        if share is None:
+            steps, new = update(updates, state, params, **extra_args)
+        else:
             share.check(name, updates)
-        steps, new = update(updates, state, params, **extra_args)
-        if share is not None:
+            with share.within(own=True):
+                steps, new = update(updates, state, params, **extra_args)
             share.add(steps)
         if state is before:
             return steps, new

@@ -28,7 +28,7 @@ def note(
     *,
     of_outputs: bool,
 ) -> None:
-    """Notes the largest |X X^T - I| / sqrt(rows) of the matrices of each leaf, X wide.
+    """Notes the largest |X X^T - I| / sqrt(rows) of the matrices of each layer of a leaf, X wide.
 
     NaN inside `zero`, where a device has some of the matrices of a leaf.
 
@@ -50,7 +50,8 @@ def note(
     of = functools.partial(_residual, fraction=fraction, of_outputs=of_outputs)
     for i, (name, axes) in enumerate(zip(trees.names(inputs.shapes), matrices, strict=True)):
         if axes is not None and is_shard:
-            inputs.notes.add(f"muon_residual/{name}", jnp.nan)
+            unknown = jnp.full([axes.shape[axis] for axis in axes.stacked], jnp.nan)
+            inputs.notes.add(f"muon_residual/{name}", unknown)
         elif axes is not None and (leaf := leaves[i]) is not None:
             inputs.notes.add(f"muon_residual/{name}", of(replicated(leaf), axes=axes.whole))
 
@@ -63,12 +64,17 @@ def _residual(
     if fraction is not None:
         chosen = [(y, Rows.of(of, fraction, are_outputs=of_outputs)) for y, of in runs]
         runs = [(rows.not_zero(y, rows=of), of.taken(None, {})) for y, of in chosen]
-    return functools.reduce(jnp.maximum, [_residual_of_run(y, of) for y, of in runs])
+    of_runs = [_residual_of_run(y, of) for y, of in runs]
+    # The axis that counts the blocks of a run is the one behind the layers in front of outputs.
+    first, layers = sum(axis < axes.outputs[0] for axis in axes.stacked), len(axes.stacked)
+    of_layers = [jnp.max(y, first) if y.ndim > layers else y for y in of_runs]
+    return functools.reduce(jnp.maximum, of_layers)
 
 
 def _residual_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
+    stack = [axes.shape[axis] for axis in axes.stacked]
     x = axes.as_wide.of(x)
     rows = x.shape[1]
     apart = numerics.product(x, x, adjoint_y=True) - jnp.eye(rows, dtype=x.dtype)[None]
     squares = jnp.sum(numerics.abs_squared(apart), axis=(1, 2))
-    return jnp.max(jnp.sqrt(squares / np.float32(max(1, rows)).astype(squares.dtype)), initial=0.0)
+    return jnp.sqrt(squares / np.float32(max(1, rows)).astype(squares.dtype)).reshape(stack)

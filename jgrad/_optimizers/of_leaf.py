@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import leafwise, numerics
+from jgrad._arithmetic import elementwise, leafwise, numerics
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Given, Options
@@ -17,7 +17,6 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import LeafFunction
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, transformation
-from jgrad._optimizers import elementwise
 from jgrad._optimizers.lion import lion
 from jgrad._trees import checks, needs, values
 from jgrad._trees.other_names import explained

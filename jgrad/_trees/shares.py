@@ -8,7 +8,7 @@ at once is refused (`refuse`).
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class Share:
     Attributes:
       layer: the number of the layer, which may be traced; None for what is in no stack.
       parts: of each number of all shares, what this one has to say.
+      foreign: the first function that was given arrays which another library has made, if any.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Share:
         others: Numbers | None = None,
         *,
         shapes: Mapping[KeyPath, jax.ShapeDtypeStruct],
-        trusts: bool = False,
         begins: bool = False,
+        marks: bool = False,
     ) -> None:
         """Of one update.
 
@@ -75,13 +76,15 @@ class Share:
           known: the numbers of all shares, where they are.
           others: those of all other shares; the number is then that of both.
           shapes: of all parameters of the model, by path.
-          trusts: whether all transformations of other libraries are elementwise, as a user says.
           begins: whether it is an `init`, which has no gradients.
+          marks: whether operations are marked, as this library's or as those of others.
         """
         self.layer = layer
         self.parts: dict[Key, tuple[Combine, PyTree]] = {}
         self._known, self._others, self._shapes = known or {}, others or {}, shapes
-        self._trusts, self._begins, self._trace = trusts or begins, begins, trace_state()
+        self.foreign: str | None = None
+        self._marks = marks
+        self._begins, self._trace = begins, trace_state()
         self._seen: dict[int, object] = {}  # arrays by identity, which are kept for it
 
     def number(self, function: str, combine: Combine, part: PyTree) -> PyTree:
@@ -113,20 +116,29 @@ class Share:
         self._seen |= {id(x): x for x in jax.tree.leaves(tree)}
 
     def check(self, function: str, tree: PyTree) -> None:
-        """No arrays that another library has made: it may have looked at all gradients."""
+        """Remembers arrays that another library has made: it may have looked at all gradients."""
         if all(id(x) in self._seen for x in jax.tree.leaves(tree)):
             return
         if trace_state() != self._trace:
             raise ValueError(
                 f"{_STEP}: `tx`: `{function}` is called inside a branch of another library, or "
-                "`jax.jit`; wrap the whole step in `jax.jit`, or use the ordinary step."
+                "`jax.jit`; wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for "
+                "`optax.apply_if_finite`, or use the ordinary step."
             )
-        if not self._trusts:
-            raise ValueError(
-                f"{_STEP}: `tx`: a transformation of another library hands arrays to `{function}`. "
-                "It sees one layer at a time: say `elementwise=True` if it computes each element "
-                "by itself, or use the ordinary step."
-            )
+        self.foreign = self.foreign or function
+
+    def within(self, *, own: bool) -> AbstractContextManager[Any]:
+        """Marks operations as this library's own, or as those of what is inside, if it marks."""
+        return jax.named_scope(_OWN if own else _OTHERS) if self._marks else nullcontext()
+
+
+_OWN, _OTHERS = "jgrad:own", "jgrad:others"
+
+
+def is_others(scopes: str) -> bool | None:
+    """Whether an operation in named scopes is one of another library; None if nothing says it."""
+    own, others = scopes.rfind(_OWN), scopes.rfind(_OTHERS)
+    return None if own == others else others > own
 
 
 _current: ContextVar[Share | None] = ContextVar("share", default=None)

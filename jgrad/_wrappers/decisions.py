@@ -5,6 +5,7 @@ Inside `shard_map`, all that is chosen varies along the mesh axes along which th
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -178,13 +179,46 @@ def as_updated(
     def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:
         return shardings.varying_over(x, shardings.varying_axes(new))
 
-    try:
-        typed: T = jax.tree.map(vary, state, jax.eval_shape(dry, params, state))
-    except Exception:
+    new = tried(function, lambda: jax.eval_shape(dry, params, state))
+    structure: Any = jax.tree.structure(state)
+    if new is None or structure != jax.tree.structure(new):
         return shardings.varying_over(state, axes_of_models(function, params, mesh_axes))
+    typed: T = jax.tree.map(vary, state, new)
     if all(map(operator.is_, *map(jax.tree.leaves, (typed, state)))):
         return typed
     return as_updated(function, typed, update, params, mesh_axes)
+
+
+# What Python says of a missing argument, and JAX of a mesh axis that is not here.
+_LATER = re.compile(r"missing \d+ required .*|unbound axis name.*")
+
+
+def tried(
+    function: str, update: Callable[[], T], warn: Callable[[str], None] | None = None
+) -> T | None:
+    """What an update returns that `init` tries; None where it needs what only a call has.
+
+    That is an argument, such as `value=`, or a mesh axis. All else is an error, as in the call.
+
+    Args:
+      function: of the `init`, for messages.
+      update: without arguments of its own.
+      warn: told what is missing, where something is lost without it.
+    """
+    try:
+        return update()
+    except Exception as error:
+        is_later = isinstance(error, (TypeError, NameError)) and _LATER.search(str(error))
+        if not is_later:
+            begin = f"{function}: `init` tried an update, of the parameters in place of gradients"
+            remedy = f"put `{function}` inside of what needs other arguments"
+            error.add_note(f"{begin}, and this was raised; {remedy}.")
+            raise
+        if warn is not None:
+            came = f"an update inside needs what `init` does not have ({is_later[0]})"
+            lost = "what is inside adds no numbers to the report"
+            warn(f"{function}: {came}, so {lost}: put `{function}` inside of it, or name the axes.")
+        return None
 
 
 def holds_shards(state: PyTree, inputs: Inputs) -> bool:

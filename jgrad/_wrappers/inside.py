@@ -72,7 +72,8 @@ def _in_shares(
         if share is None:
             return tx.update(updates, state, params, **extra_args)
         share.add(updates)
-        steps, new = tx.update(updates, state, params, **extra_args)
+        with share.within(own=False):
+            steps, new = tx.update(updates, state, params, **extra_args)
         share.check(function, steps)
         return steps, new
 

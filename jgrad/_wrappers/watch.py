@@ -1,5 +1,7 @@
 """What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
 
+import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ from jgrad._wrappers.hand_over import WrapperInputs
 from jgrad._wrappers.measures import Numbers
 
 _NAME = "watch"
+_LOG = logging.getLogger("jgrad")
 _CALLS, _MEASURED = "calls", "measured"
 _VALUE = re.compile(r"(?P<kind>[^/]*)/(?P<path>(?P<leaf>.*)/value)(?P<count>(#\d+)?)")
 
@@ -76,14 +79,14 @@ def watch(
     then the norm is, too. Without a gradient it is 0.
 
     Optimizers and wrappers inside add numbers that they compute anyway: `learning_rate`, or
-    `learning_rate/<path>` where leaves have learning rates of their own; `clip_factor`;
-    `trust_ratio/<path>`, a number for each layer; of Muon `muon_residual/<path>`, the largest |X
-    X^T - I| / sqrt(rows) of the matrices of a leaf, which costs a product. A second number of a
-    name is `clip_factor#1`. Transformations of other libraries add none, nor does what they call in
-    a branch, a loop or a `jax.jit` of their own, as `optax.MultiSteps` does. Where `init` cannot
-    try an update, since that needs arguments such as the `value=` of optax's `reduce_on_plateau`,
-    nothing inside adds any. In a call that does not compute a number, such as
-    one inside the window of an `accumulate`, the old one stays.
+    `learning_rate/<path>` where it is a tree or `by_path`; `clip_factor`; for each layer
+    `trust_ratio/<path>`, and of Muon `muon_residual/<path>`, the largest |X X^T - I| / sqrt(rows)
+    of its matrices, which costs a product. A second number of a name is `clip_factor#1`.
+    Transformations of other libraries add none, nor does what they call in a branch, a loop or a
+    `jax.jit` of their own, as `optax.MultiSteps` does. Where `init` cannot try an update, since
+    that needs arguments such as the `value=` of optax's `reduce_on_plateau`, or mesh axes, nothing
+    inside adds any, which is logged once. In a call that does not compute a number, such as one
+    inside the window of an `accumulate`, the old one stays.
 
     `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
     all by `report(state)`.
@@ -112,6 +115,7 @@ def watch(
     Raises:
       ValueError: `every` below 1.
       TypeError: `tx` is not a transformation, or an option of the wrong kind.
+      Exception: from `init`, what an update of `tx` raises.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -128,6 +132,7 @@ def watch(
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "every", every)
     options.check_axes(_NAME, mesh_axes, layer_axes)
+    warn = functools.cache(_LOG.warning)  # once for this transformation
 
     def init(params: PyTree) -> WatchState:
         inner = tx.init(params)
@@ -143,9 +148,8 @@ def watch(
             layers = options.layers(inputs, mesh_axes, layer_axes)
             return measures.norms_of_update(inputs, layers, inputs.g, inputs.g)
 
-        try:
-            form = _form(dry, mesh_axes, params, inner)
-        except Exception:  # an update may need arguments of its own, or axes that nobody named
+        form = decisions.tried(_NAME, functools.partial(_form, dry, mesh_axes, params, inner), warn)
+        if form is None:
             form = _form(without_notes, mesh_axes, params, inner)
         return WatchState(_report(form, params, mesh_axes), inner)
 

@@ -198,7 +198,8 @@ BRANCH = (
 )
 INSIDE = (
     "step_in_backward: `tx`: `adam` is called inside a branch of another library, or `jax.jit`; "
-    "wrap the whole step in `jax.jit`, or use the ordinary step."
+    "wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for `optax.apply_if_finite`, or "
+    "use the ordinary step."
 )
 
 
@@ -211,6 +212,12 @@ def norm_of_updates():
     return optax.GradientTransformation(lambda _: jnp.zeros(()), update)
 
 
+def number_of_many_leaves():
+    init = lambda params: jnp.zeros(()) if len(jax.tree.leaves(params)) == 4 else ()
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+FIRST = {"first": True, "layers": False, "last": False}
 LEAVES = {"first": False, "layers": True, "last": False}
 MATRICES = jgrad.hidden_matrices(exclude=("first", "last"))
 OF_TX = {
@@ -238,6 +245,11 @@ OF_TX = {
         at_once("offload", "use the ordinary step"),
     ),
     "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("adam")),
+    "another library's, of leaves in no stack": (
+        lambda: optax.chain(optax.masked(optax.scale(2.0), FIRST), adam()),
+        {},
+        other("adam"),
+    ),
     "another library's behind": (
         lambda: optax.chain(adam(), optax.scale(2.0)),
         {},
@@ -254,6 +266,12 @@ OF_TX = {
         INSIDE,
     ),
     "MultiSteps": (lambda: optax.MultiSteps(adam(), 2), {"elementwise": True}, INSIDE),
+    "a number of all leaves": (
+        lambda: optax.chain(adam(), number_of_many_leaves()),
+        {},
+        "step_in_backward: `state` at [1]: an array that `tx.init` makes of no layer, nor of all "
+        "leaves in no stack; expected one of all leaves at once to be left out.",
+    ),
     "a number of one layer": (
         lambda: optax.chain(adam(), norm_of_updates()),
         {},
@@ -280,16 +298,6 @@ OF_TX = {
 def test_transformations(name):
     make, options, message = OF_TX[name]
     assert_error(ValueError, message, call(make(), **options))
-
-
-def test_a_rate_of_another_library(standard_promotion):
-    """It is an estimate by all gradients, whatever the user says."""
-    assert_error(
-        ValueError,
-        "step_in_backward: `state` at .estim_lr: an array that no layer owns, computed from "
-        "the gradients of a few layers; expected transformations that compute each element by itself.",
-        call(optax.contrib.prodigy(), elementwise=True),
-    )
 
 
 def test_layers_with_axes_are_taken():

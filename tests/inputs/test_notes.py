@@ -70,9 +70,19 @@ def test_rates_of_leaves_where_there_was_one():
 
 def test_rates_of_elements():
     """Their mean."""
-    w = {"w": jnp.ones((2, 3))}
-    found = noted(jgrad.adam({"w": jnp.asarray([[1.0, 2.0, 6.0]])}), w, w)
-    close(found, {"learning_rate": 3.0})
+    w, rate = {"w": jnp.ones((2, 3))}, jnp.asarray([[1.0, 2.0, 6.0]])
+    close(noted(jgrad.adam(rate), w, w), {"learning_rate": 3.0})
+    close(noted(jgrad.adam({"w": rate}), w, w), {"learning_rate/w": 3.0})
+
+
+def test_names_are_those_of_options():
+    """Not of the leaves that a method has: its rate has a name where there is none, too."""
+    w = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    labels = {"none": jgrad.adam(0.1), "some": jgrad.adam(0.2)}
+    found = noted(optax.partition(labels, {"a": "some", "b": "some"}), w, w)
+    close(found, {"learning_rate": 0.1, "learning_rate#1": 0.2})
+    same = jgrad.by_path({"a": 0.1}, rest=0.1)
+    close(noted(jgrad.adam(same), w, w), {"learning_rate/a": 0.1, "learning_rate/b": 0.1})
 
 
 def test_rates_of_two_groups():
@@ -135,7 +145,7 @@ def test_trust_ratios(method, packed):
 @forms
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_residuals(rule, packed):
-    """The largest of the matrices of a leaf, from the updates, which are s X."""
+    """The largest of the matrices of each layer, from the updates, which are s X."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     w = {"b": draw(4), "tall": draw(40, 6), "wide": [draw(6, 40), draw(3, 5, 7)]}
@@ -155,12 +165,35 @@ def test_residuals(rule, packed):
     truth = {
         "tall": residual(direction["tall"]),
         "wide/0": residual(direction["wide"][0]),
-        "wide/1": max(map(residual, direction["wide"][1])),
+        "wide/1": list(map(residual, direction["wide"][1])),
     }
     if packed:
         w, g = (jgrad.pack(x, layer_axes=axes) for x in (w, g))
     found = noted(jgrad.scale_by_muon(rule=rule, **options), w, g)
     close(found, {f"muon_residual/{path}": x for path, x in truth.items()}, 1e-4)
+
+
+@pytest.mark.parametrize(("outputs", "split"), [(2, (4, 4, 6)), (1, (6, 6))])
+def test_residuals_of_blocks(outputs, split):
+    """The largest of a layer, wherever its axis is: in front of the outputs, or behind them."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 12, 14)), jnp.float32)
+    if outputs == 1:
+        x = jnp.moveaxis(x, 0, 2)  # inputs, outputs... layers: (12, 14, 3)
+        x, layers, outputs = jnp.swapaxes(x, 1, 2)[:, :, :5], 1, 0
+    else:
+        layers = 0
+    options = {"layer_axes": layers, "output_axes": outputs, "split": split}
+    tx = jgrad.scale_by_muon(matrices=True, scale=None, **options)
+    whole = noted(tx, {"w": x}, {"w": x})["muon_residual/w"]
+    each = [
+        noted(
+            jgrad.scale_by_muon(matrices=True, scale=None, **options | {"layer_axes": layers}),
+            {"w": y},
+            {"w": y},
+        )["muon_residual/w"]
+        for y in jnp.split(x, x.shape[layers], layers)
+    ]
+    np.testing.assert_allclose(whole, np.concatenate(each), rtol=1e-5)
 
 
 def test_a_note_of_another_trace():

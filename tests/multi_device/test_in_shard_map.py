@@ -395,3 +395,17 @@ def test_results_vary_as_what_they_replace(moment_dtype):
                 step_of(tx), mesh=mesh_of(d=8), in_specs=(*own, specs), out_specs=own
             )
             jax.eval_shape(step, w, state, w)
+
+
+def test_an_error_of_what_is_inside():
+    """`init` tries an update, to see which numbers vary; a wrong one is no missing argument."""
+
+    def update(g, state, w=None):
+        return jax.tree.map(lambda x: x @ jnp.ones((9, 9)), g), state
+
+    wrong = optax.GradientTransformation(lambda w: optax.EmptyState(), update)
+    init = jax.shard_map(
+        jgrad.skip_nonfinite(wrong).init, mesh=mesh_of(d=2), in_specs=P("d"), out_specs=P()
+    )
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        jax.eval_shape(init, {"w": jnp.ones((8, 8))})

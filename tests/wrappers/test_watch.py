@@ -349,18 +349,42 @@ def test_counters_of_wrappers():
     assert int(found["skipped_mini_batches"]) == 1
 
 
-def test_an_update_that_needs_an_argument():
-    """Of another library: at `init` nobody has it, so that its notes are left out."""
+def test_an_update_that_needs_an_argument(caplog):
+    """Of another library: at `init` nobody has it, so that its notes are left out, which is said."""
 
     def update(g, state, w=None, *, value, **extra):
         return jax.tree.map(lambda x: x * value.astype(x.dtype), g), state
 
     by_value = optax.GradientTransformationExtraArgs(lambda w: optax.EmptyState(), update)
     tx, w, (g,) = jgrad.watch(optax.chain(by_value, jgrad.adam(0.1))), params(), gradients(1)
+    jax.eval_shape(tx.init, w)
     _, state = tx.update(g, tx.init(w), w, value=jnp.float32(2.0))
     found = jgrad.report(state)
     assert "learning_rate" not in found
     assert float(found["grad_norm"]) > 0
+    (said,) = caplog.messages  # once for this transformation
+    assert said == (
+        "watch: an update inside needs what `init` does not have (missing 1 required keyword-only "
+        "argument: 'value'), so what is inside adds no numbers to the report: put `watch` inside "
+        "of it, or name the axes."
+    )
+
+
+def test_an_update_that_is_wrong(caplog):
+    """Its error is that of `init`, and no number is lost in silence."""
+
+    def update(g, state, w=None):
+        return jax.tree.map(lambda x: x @ jnp.ones((9, 9)), g), state
+
+    wrong = optax.GradientTransformation(lambda w: optax.EmptyState(), update)
+    with pytest.raises(TypeError, match="contracting dimensions") as error:
+        jgrad.watch(optax.chain(wrong, jgrad.adam(0.1))).init({"w": jnp.ones((8, 8))})
+    (note,) = (x for x in error.value.__notes__ if x.startswith("watch"))
+    assert note == (
+        "watch: `init` tried an update, of the parameters in place of gradients, and this was "
+        "raised; put `watch` inside of what needs other arguments."
+    )
+    assert not caplog.messages
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Whether a user's function computes each element of a leaf by itself, and whether in a kernel."""
+"""Whether a program computes each element of a leaf by itself, and whether it can be a kernel."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,9 +50,9 @@ def no_kernel(
         raise TypeError(f"{name}: returned {came_of}, expected {expected}, each like the leaf.")
     absent = set()
     has_float16 = False
-    for equation in _equations(traced.jaxpr):
+    for equation in inner_equations(traced.jaxpr.eqns):
         primitive = equation.primitive.name
-        if _mixes(equation):
+        if mixes(equation, lambda shape: bool(shape == _LEAF.shape)):
             problem = f"`{primitive}` mixes elements, expected elementwise operations"
             raise ValueError(f"{name}: {problem}, {_REASON}.")
         is_of_tile = any(x.aval.shape == _LEAF.shape for x in equation.outvars)
@@ -101,37 +101,45 @@ def shown(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
 
-def _mixes(equation: Any) -> bool:
-    """Whether an operation is none of the elements of a leaf, each by itself, or of numbers."""
+def mixes(equation: Any, is_leaf: Callable[[Sequence[int]], bool]) -> bool:
+    """Whether an operation is none of the elements of a leaf, each by itself, or of numbers.
+
+    Args:
+      equation: one of a jaxpr; of one with programs inside, what it does beside these.
+      is_leaf: whether an array of a shape may be a leaf, or one of its size.
+    """
     primitive, arrays = equation.primitive.name, (*equation.invars, *equation.outvars)
     if primitive in _CALLS:
         return False
     if primitive == "scan":  # a loop may carry a leaf, and not go through the rows of one
-        (body,) = _programs(equation)
+        (body,) = programs(equation)
         pairs = zip(arrays, (*body.invars, *body.outvars), strict=True)
-        return any(x.aval.shape != y.aval.shape and x.aval.ndim > 1 for x, y in pairs)
+        cut = [x.aval.shape for x, y in pairs if x.aval.shape != y.aval.shape]
+        return any(map(is_leaf, cut))
     shapes = {x.aval.shape for x in arrays}
-    is_elementwise = primitive in _ELEMENTWISE and shapes <= {(), _LEAF.shape}
-    return _LEAF.shape in shapes and not is_elementwise
+    is_elementwise = primitive in _ELEMENTWISE and len(shapes - {()}) == 1
+    return any(map(is_leaf, shapes)) and not is_elementwise
 
 
 def _operations(traced: ClosedJaxpr) -> list[Any]:
-    """Those of a program, with the numbers in them."""
-    return [
-        (equation.primitive.name, *(repr(x.val) for x in equation.invars if isinstance(x, Literal)))
-        for equation in _equations(traced.jaxpr)
-    ]
+    return list(map(operation, inner_equations(traced.jaxpr.eqns)))
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def operation(equation: Any) -> tuple[Any, ...]:
+    """What it is, with the numbers in it."""
+    numbers = (repr(x.val) for x in equation.invars if isinstance(x, Literal))
+    return (equation.primitive.name, *numbers)
+
+
+def inner_equations(equations: Sequence[Any]) -> Iterator[Any]:
     """Those of a program, each behind those of the programs in it."""
-    for equation in jaxpr.eqns:
-        for inner in _programs(equation):
-            yield from _equations(inner)
+    for equation in equations:
+        for inner in programs(equation):
+            yield from inner_equations(inner.eqns)
         yield equation
 
 
-def _programs(equation: Any) -> list[Any]:
+def programs(equation: Any) -> list[Any]:
     """Those in an operation."""
     found = jax.tree.leaves(list(equation.params.values()))
     inner = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in found]

@@ -1,0 +1,121 @@
+"""Transformations of other libraries that look at more than one element, whatever a user says."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import pytest
+
+import jgrad
+from tests.backward import models
+from tests.backward.recipes import AXES, adam
+from tests.backward.test_messages import call
+from tests.support.errors import assert_error
+
+
+def stateless(f):
+    return optax.stateless(lambda updates, params: jax.tree.map(f, updates))
+
+
+def refused(who, primitive, ours=""):
+    use = f"use {ours}, or the ordinary step" if ours else "use the ordinary step"
+    does = f"`{primitive}`, which is not of each element by itself"
+    return f"step_in_backward: `tx`: {who} computes {does}. It sees one layer at a time: {use}."
+
+
+def of_optax(name, *rest):
+    return refused(f"`{name}` of another library", *rest)
+
+
+CLIP = "`jgrad.clip_by_global_norm` for a norm of all gradients"
+RATIO = "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`"
+KEY = jax.random.key(0)
+MIX = {
+    "a clip": (
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), adam()),
+        of_optax("clip_by_global_norm", "reduce_sum", CLIP),
+    ),
+    "a clip in a wrapper": (
+        lambda: jgrad.master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
+        of_optax("clip_by_global_norm", "reduce_sum", CLIP),
+    ),
+    "a clip by block": (
+        lambda: optax.chain(adam(), optax.clip_by_block_rms(1.0)),
+        of_optax("clip_by_block_rms", "reduce_sum", CLIP),
+    ),
+    "a clip by unit": (
+        lambda: optax.chain(optax.adaptive_grad_clip(0.1), adam()),
+        of_optax("adaptive_grad_clip", "squeeze"),
+    ),
+    "noise": (
+        lambda: optax.chain(adam(), optax.add_noise(1.0, 0.1, KEY)),
+        of_optax("add_noise", "random_split"),
+    ),
+    "lamb": (lambda: optax.lamb(1e-2), of_optax("scale_by_trust_ratio", "reduce_sum", RATIO)),
+    "a rate by all gradients": (
+        lambda: optax.contrib.prodigy(),
+        of_optax("prodigy", "reshape"),
+    ),
+    "apply_if_finite": (
+        lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
+        of_optax("apply_if_finite", "reduce_and", "`jgrad.skip_nonfinite`"),
+    ),
+    "a row of a loop": (
+        lambda: stateless(lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y + c), 0.0, x)[1]),
+        of_optax("stateless", "reduce_sum", CLIP),
+    ),
+    "a place in a leaf": (
+        lambda: stateless(lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 0)),
+        of_optax("stateless", "iota"),
+    ),
+    "a function of nobody": (
+        lambda: optax.GradientTransformation(
+            lambda params: (), lambda g, s, p=None: (jax.tree.map(lambda x: x[:, ::-1], g), s)
+        ),
+        refused("a transformation of another library", "rev"),
+    ),
+    "a shape": (
+        lambda: stateless(lambda x: x * x.shape[0]),
+        "step_in_backward: `tx`: `stateless` of another library computes something else of a layer "
+        "than of its stack, by its shape. It sees one layer at a time: use the ordinary step.",
+    ),
+}
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("name", MIX)
+def test_what_looks_at_more_than_an_element(name, elementwise, standard_promotion):
+    """It is refused by name, with or without the promise."""
+    make, message = MIX[name]
+    assert_error(ValueError, message, call(make(), elementwise=elementwise))
+
+
+ELEMENTWISE = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "lion": lambda: optax.lion(optax.linear_schedule(1e-2, 0.0, 5)),
+    "rmsprop": lambda: optax.rmsprop(1e-3, centered=True, momentum=0.9),
+    "injected": lambda: optax.inject_hyperparams(optax.adamw)(1e-3),
+    "norms of ours": lambda: optax.chain(optax.trace(0.9), jgrad.lamb(1e-2, layer_axes=AXES)),
+    "a norm of one leaf": lambda: optax.masked(
+        optax.clip_by_global_norm(1.0), {"first": True, "layers": False, "last": False}
+    ),
+    "inside of ours": lambda: jgrad.master_weights(optax.chain(optax.ema(0.9), optax.scale(-0.1))),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-3),
+}
+
+
+@pytest.mark.slow(one_in=3, always=["norms of ours", "injected"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_what_does_not(name, standard_promotion):
+    call(ELEMENTWISE[name](), elementwise=True)()
+
+
+def test_a_mean_over_devices():
+    """It is of each element by itself."""
+    mean = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "device"))
+    tx = optax.chain(mean, adam())
+    step = jgrad.step_in_backward(tx, models.loss, elementwise=True)
+    params, x = models.params(), jnp.stack([models.batch(), models.batch(1)])
+    of_devices = jax.vmap(step, (None, None, 0), axis_name="device")
+    new, _, _ = jax.eval_shape(of_devices, params, tx.init(params), x)
+    assert new["first"].shape == (2, *params["first"].shape)
