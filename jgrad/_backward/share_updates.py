@@ -10,7 +10,7 @@ from jax.interpreters import partial_eval  # may change, checked in JAX 0.7 to 0
 from jax.sharding import PartitionSpec
 
 from jgrad._backward.model import Owned
-from jgrad._backward.portions import Portion, Whole
+from jgrad._backward.portions import Portion, Whole, alone, leaves_of
 from jgrad._trees import checks, shares
 from jgrad._trees.shares import Combine, Key, Numbers, Share
 from jgrad._trees.trees import PyTree
@@ -89,14 +89,15 @@ class ShareUpdate:
           others: of those that are not known, what all other shares have to say.
         """
 
-        def tree(leaves: Sequence[object]) -> PyTree:
-            return self._whole.alone(self.portion.positions, leaves)
+        whole, positions = self._whole, self.portion.positions
 
-        shapes = self._whole.shapes
-        share = Share(given.layer, known, others, shapes=shapes, trusts=self._elementwise)
+        def tree(leaves: Sequence[object]) -> PyTree:
+            return alone(whole.structure, positions, leaves)
+
+        share = Share(given.layer, known, others, shapes=whole.shapes, trusts=self._elementwise)
         with shares.within(share):
             params, state = apply_gradients(
-                self._whole.tx,
+                whole.tx,
                 tree(given.gradients),
                 self.portion.structure.unflatten(given.state),
                 tree(given.weights),
@@ -105,7 +106,8 @@ class ShareUpdate:
             )
         self.combines |= {key: combine for key, (combine, _) in share.parts.items()}
         parts = {key: part for key, (_, part) in share.parts.items()}
-        return Made(jax.tree.leaves(params), jax.tree.leaves(state), parts)
+        weights = leaves_of(whole.structure, positions, params)
+        return Made(weights, jax.tree.leaves(state), parts)
 
     def owned(self, made: Made) -> Owned:
         """What takes the place of its own arrays."""

@@ -1,5 +1,6 @@
 """`moment_dtype` and `full_precision`: in which form the moments of each leaf are stored."""
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized.encoding import SMALLEST
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -31,7 +32,6 @@ MomentDType = DTypeLike | Literal["8bit"] | None
 _EIGHT_BITS = "8bit"
 
 _LOG = logging.getLogger("jgrad")
-_said: list[str] = []  # what this process has been told once
 
 
 class MomentOptions(NamedTuple):
@@ -92,7 +92,7 @@ class MomentOptions(NamedTuple):
                     stacked=stacked,
                     real=i == 1,
                 )
-        if self.is_8_bits and not _said:
+        if self.is_8_bits and shares.current() is None:  # whose whole model was looked at
             self._say_if_small(params)
         return OptState(counter(params.tree), *moments)
 
@@ -112,12 +112,12 @@ class MomentOptions(NamedTuple):
         sizes = [x.size for x, f in zip(leaves, full, strict=True) if x is not None and not f]
         if not sizes or max(sizes) >= SMALLEST:
             return
-        _said.append(
+        _say_once(
             f"{params.function}: `moment_dtype='8bit'` has no effect on these leaves: moments are "
             f"in 8 bits from {SMALLEST} elements of a leaf on, and the largest of these has "
-            f"{max(sizes)}. Said once."
+            f"{max(sizes)}. Said once for these shapes.",
+            *(None if x is None else x.shape for x in leaves),
         )
-        _LOG.warning(_said[0])
 
     def read(
         self,
@@ -209,6 +209,12 @@ class MomentOptions(NamedTuple):
             None if not is_in else _stacked(spec, axes.leaves[spec.positions[0]].values, x)
             for spec, is_in, x in columns
         ]
+
+
+@functools.lru_cache(maxsize=128)
+def _say_once(message: str, *_: tuple[int, ...] | None) -> None:
+    """Logs it, once for the same shapes."""
+    _LOG.warning(message)
 
 
 def _has_every_element(inputs: Parameters, i: int, spec: ArraySpec, x: Any) -> bool:
