@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jgrad._backward.portions import alone, leaves_of
+from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree, Structure
@@ -23,7 +23,7 @@ _NAME = "step_in_backward"
 OfGradients = Callable[[PyTree], PyTree]
 
 
-def check(function: Any) -> None:
+def check_function(function: Any) -> None:
     """What the factory can say already."""
     if not (function is None or callable(function)):
         came = checks.describe(function)
@@ -58,7 +58,7 @@ def of_share(
       positions: of the leaves of the share among those of the parameters.
       gradients: of these leaves; None for a leaf that has none.
     """
-    old = alone(structure, positions, gradients)
+    old = tree_of_share(structure, positions, gradients)
     new = function(old)
     checks.same_structure(_NAME, "gradients(g)", new, "g", old)
     arg = ArgLeaves.from_tree(_NAME, "gradients(g)", new)
@@ -66,7 +66,7 @@ def of_share(
         expected, came = checks.describe(x), checks.describe(y)
         if came != expected:
             arg.fail(i, TypeError, f"{came}, expected {expected}, as it was given")
-    return leaves_of(structure, positions, new)
+    return leaves_of_share(structure, positions, new)
 
 
 def of_all_shares(function: OfGradients, grads: PyTree, stacks: Sequence[Sequence[int]]) -> PyTree:

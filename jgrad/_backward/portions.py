@@ -93,7 +93,9 @@ def not_packed(name: str, tree: PyTree) -> None:
         raise ValueError(f"{_NAME}: `{name}`: a packed tree, {remedy}.")
 
 
-def alone(structure: Structure, positions: Iterable[int], leaves: Iterable[object]) -> PyTree:
+def tree_of_share(
+    structure: Structure, positions: Iterable[int], leaves: Iterable[object]
+) -> PyTree:
     """A tree of that structure with these leaves, and None for all others."""
     entries: list[object] = [None] * structure.num_leaves
     for i, x in zip(positions, leaves, strict=True):
@@ -101,7 +103,7 @@ def alone(structure: Structure, positions: Iterable[int], leaves: Iterable[objec
     return structure.unflatten(entries)
 
 
-def leaves_of(structure: Structure, positions: Iterable[int], tree: PyTree) -> list[Any]:
+def leaves_of_share(structure: Structure, positions: Iterable[int], tree: PyTree) -> list[Any]:
     """The leaves of such a tree, in the order of the positions, which need not be the tree's."""
     leaves = structure.flatten_up_to(tree)
     return [leaves[i] for i in positions]
@@ -177,7 +179,7 @@ class Whole:
             for x in (shapes[i] for i in positions)
         ]
         with shares.within(Share(layer, shapes=self.shapes, begins=True)):
-            state = jax.eval_shape(self.tx.init, alone(self.structure, positions, leaves))
+            state = jax.eval_shape(self.tx.init, tree_of_share(self.structure, positions, leaves))
         arrays, structure = jax.tree_util.tree_flatten_with_path(state)
         return dict(arrays), structure
 

@@ -10,7 +10,7 @@ from jax.interpreters import partial_eval  # may change, checked in JAX 0.7 to 0
 from jax.sharding import PartitionSpec
 
 from jgrad._backward.model import Owned
-from jgrad._backward.portions import Portion, Whole, alone, leaves_of
+from jgrad._backward.portions import Portion, Whole, leaves_of_share, tree_of_share
 from jgrad._trees import checks, shares
 from jgrad._trees.shares import Combine, Key, Numbers, Share
 from jgrad._trees.trees import PyTree
@@ -92,7 +92,7 @@ class ShareUpdate:
         whole, positions = self._whole, self.portion.positions
 
         def tree(leaves: Sequence[object]) -> PyTree:
-            return alone(whole.structure, positions, leaves)
+            return tree_of_share(whole.structure, positions, leaves)
 
         share = Share(given.layer, known, others, shapes=whole.shapes, trusts=self._elementwise)
         with shares.within(share):
@@ -106,7 +106,7 @@ class ShareUpdate:
             )
         self.combines |= {key: combine for key, (combine, _) in share.parts.items()}
         parts = {key: part for key, (_, part) in share.parts.items()}
-        weights = leaves_of(whole.structure, positions, params)
+        weights = leaves_of_share(whole.structure, positions, params)
         return Made(weights, jax.tree.leaves(state), parts)
 
     def owned(self, made: Made) -> Owned:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
-from jgrad._backward import arguments, gradients as of_gradients
+from jgrad._backward import calls, gradients as of_gradients
 from jgrad._backward.gradients import OfGradients
 from jgrad._backward.losses import Cotangents, Forward, SavedCall, TracedLoss
 from jgrad._backward.model import Model, Owned, with_layer
@@ -137,15 +137,17 @@ def step_in_backward(
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         values.boolean(_NAME, name, x)
-    of_gradients.check(gradients)
+    of_gradients.check_function(gradients)
     read_mesh_axes(_NAME, mesh_axes)
 
     def ordinary(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
         if gradients is not None:
             with jax.disable_jit(False):
-                calls = TracedLoss(loss, params, args, has_aux=has_aux).calls
-            grads = of_gradients.of_all_shares(gradients, grads, [x.positions for x in calls])
+                traced = TracedLoss(loss, params, args, has_aux=has_aux)
+            grads = of_gradients.of_all_shares(
+                gradients, grads, [x.positions for x in traced.calls]
+            )
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
@@ -166,7 +168,7 @@ def step_in_backward(
 
     def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
         not_packed("params", params)
-        arguments.check(tx, loss, params, state, extra_args)
+        calls.check_call(tx, loss, params, state, extra_args)
         of_gradients.check_is_given(gradients)
         inputs = params, state, args, extra_args
         if _is_forced.get():

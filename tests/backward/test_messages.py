@@ -397,7 +397,11 @@ KEYWORDS = {
     "of the loss": ({"scale": 2.0}, of_loss("scale")),
     "of the loss, without a name for the position": ({"x": X}, of_loss("x")),
     "misspelt": ({"skale": 2.0}, unread("skale")),
-    "of a flag": ({"train": True}, unread("train")),
+    "of a flag": (
+        {"train": True},
+        "`train`: True of type bool, expected numbers or arrays, of which a program shows whether "
+        "`tx` reads them.",
+    ),
     "of another method": ({"momentum": 0.5}, unread("momentum")),
     "beside one that is read": ({"learning_rate": 0.1, "shape": X}, unread("shape")),
 }
@@ -428,7 +432,7 @@ def test_keywords_that_a_part_of_a_chain_reads():
     step = jgrad.step_in_backward(tx, models.loss, elementwise=True)
     given = PARAMS, tx.init(PARAMS), X
     keywords = {"factor": 0.0, "learning_rate": {"first": 0.1, "layers": 0.2, "last": 0.3}}
-    new = jax.jit(step)(*given, **keywords, loss=1.0)[0]
+    new = jax.jit(lambda *args: step(*args, **keywords, weight_decay=None, loss=1.0))(*given)[0]
     jax.tree.map(np.testing.assert_array_equal, new, PARAMS)
 
 

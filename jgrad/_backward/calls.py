@@ -18,7 +18,7 @@ _NAME = "step_in_backward"
 _OF_OPTAX = ("value", "grad", "value_fn")
 
 
-def check(
+def check_call(
     tx: optax.GradientTransformationExtraArgs,
     loss: Callable[..., Any],
     params: PyTree,
@@ -31,15 +31,20 @@ def check(
         came, remedy = checks.describe(params), "put it in one, as in `{'layers': params}`"
         raise ValueError(f"{_NAME}: `params`: {came}, expected a tree of arrays: {remedy}.")
     keywords = {name: x for name, x in keywords.items() if name != "loss"}  # which the step gives
-    for name in sorted(keywords.keys() & _arguments(loss)):
+    for name in sorted(keywords.keys() & _argument_names(loss)):
         expected = "expected by position, since keywords are for `tx.update`"
         raise TypeError(f"{_NAME}: `{name}`: an argument of `loss`, {expected}.")
-    for name in sorted(keywords.keys() - _read(tx, params, state, keywords)):
+    numbers = {name: x for name, x in keywords.items() if _is_traceable(x)}
+    others = {name: x for name, x in keywords.items() if name not in numbers}
+    for name in sorted(others.keys() - {*KEYWORDS, *_OF_OPTAX}):
+        expected = "expected numbers or arrays, of which a program shows whether `tx` reads them"
+        raise TypeError(f"{_NAME}: `{name}`: {checks.describe(others[name])}, {expected}.")
+    for name in sorted(numbers.keys() - _keywords_read(tx, params, state, numbers, others)):
         expected = "expected one that it reads; arguments of `loss` are given by position"
         raise TypeError(f"{_NAME}: `{name}`: a keyword that `tx` does not read, {expected}.")
 
 
-def _arguments(function: Callable[..., Any]) -> set[str]:
+def _argument_names(function: Callable[..., Any]) -> set[str]:
     """Names of the arguments of a function, as far as Python knows them."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -49,21 +54,16 @@ def _arguments(function: Callable[..., Any]) -> set[str]:
 
 
 @jax.disable_jit(False)
-def _read(
+def _keywords_read(
     tx: optax.GradientTransformationExtraArgs,
     params: PyTree,
     state: PyTree,
-    keywords: Mapping[str, PyTree],
+    numbers: dict[str, PyTree],
+    others: dict[str, PyTree],
 ) -> set[str]:
-    """The keywords that an update reads; transformations hand on those that they do not know.
-
-    Of numbers and arrays its jaxpr says so. Any other is one that has a name here.
-    """
-    numbers = {name: x for name, x in keywords.items() if _is_traceable(x)}
-    others = {name: x for name, x in keywords.items() if name not in numbers}
-    named = others.keys() & {*KEYWORDS, *_OF_OPTAX, *_arguments(tx.update)}
+    """The numbers that an update reads: a transformation hands on those that it does not know."""
     if not numbers:
-        return named
+        return set()
 
     def update(numbers: dict[str, PyTree]) -> PyTree:
         grads = jax.tree.map(
@@ -74,8 +74,10 @@ def _read(
     jaxpr = jax.make_jaxpr(update)(numbers).jaxpr
     used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
     by_name = jax.tree.unflatten(jax.tree.structure(numbers), used)
-    return named | {name for name, x in by_name.items() if any(jax.tree.leaves(x))}
+    return {name for name, x in by_name.items() if any(jax.tree.leaves(x))}
 
 
 def _is_traceable(x: PyTree) -> bool:
-    return all(checks.is_number(leaf) or checks.is_array(leaf) for leaf in jax.tree.leaves(x))
+    """Numbers and arrays, and not None, which stands for what a factory was given."""
+    leaves = jax.tree.leaves(x)
+    return bool(leaves) and all(checks.is_number(y) or checks.is_array(y) for y in leaves)
