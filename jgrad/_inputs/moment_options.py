@@ -1,6 +1,6 @@
 """`moment_dtype` and `full_precision`: in which form the moments of each leaf are stored."""
 
-import functools
+import collections
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -32,6 +32,7 @@ MomentDType = DTypeLike | Literal["8bit"] | None
 _EIGHT_BITS = "8bit"
 
 _LOG = logging.getLogger("jgrad")
+_said: collections.deque[Any] = collections.deque(maxlen=128)  # of which models, not to repeat it
 
 
 class MomentOptions(NamedTuple):
@@ -110,13 +111,14 @@ class MomentOptions(NamedTuple):
         leaves = params.updated_shapes().leaves
         full = _full_precision(params, self.full_precision)
         sizes = [x.size for x, f in zip(leaves, full, strict=True) if x is not None and not f]
-        if not sizes or max(sizes) >= SMALLEST:
+        key = params.function, [None if x is None else x.shape for x in leaves]
+        if not sizes or max(sizes) >= SMALLEST or key in _said:
             return
-        _say_once(
+        _said.append(key)
+        _LOG.warning(
             f"{params.function}: `moment_dtype='8bit'` has no effect on these leaves: moments are "
             f"in 8 bits from {SMALLEST} elements of a leaf on, and the largest of these has "
-            f"{max(sizes)}. Said once for these shapes.",
-            *(None if x is None else x.shape for x in leaves),
+            f"{max(sizes)}. Said once for these shapes."
         )
 
     def read(
@@ -209,12 +211,6 @@ class MomentOptions(NamedTuple):
             None if not is_in else _stacked(spec, axes.leaves[spec.positions[0]].values, x)
             for spec, is_in, x in columns
         ]
-
-
-@functools.lru_cache(maxsize=128)
-def _say_once(message: str, *_: tuple[int, ...] | None) -> None:
-    """Logs it, once for the same shapes."""
-    _LOG.warning(message)
 
 
 def _has_every_element(inputs: Parameters, i: int, spec: ArraySpec, x: Any) -> bool:

@@ -412,7 +412,7 @@ def test_e39_float64(x64, packed):
 
 def test_no_large_leaf_is_said_once(caplog):
     """In the log, where nothing is an error; not for a user who keeps every leaf in float32."""
-    forms._say_once.cache_clear()
+    forms._said.clear()
     small, large = {"w": jnp.ones((32, 64)), "n": jnp.arange(9000), "x": None}, jnp.ones((64, 64))
     for tx, w in (
         (jgrad.adam(0.1), small),
@@ -438,7 +438,7 @@ def test_no_large_leaf_is_said_once(caplog):
 
 def test_a_share_of_a_model_is_no_small_model(caplog):
     """A step in the backward pass begins states of its own, of layers and of what is in no stack."""
-    forms._say_once.cache_clear()
+    forms._said.clear()
     params = {"layers": {"w": jnp.ones((2, 64, 64))}, "head": jnp.ones((64, 3))}
     tx = jgrad.adam(0.1, moment_dtype="8bit")
 

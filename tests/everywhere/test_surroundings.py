@@ -406,7 +406,7 @@ def neighbours_of(subject, where):
         "lamb-packed-cuda",
         "adam-8bit-tree-cuda",
         "muon-tree-tpu",
-        "watch-tree-tpu",
+        "pack_small-tree-cuda",
         "adam-8bit-tree-injected",
         "adamax-8bit-tree-auto",
         "lamb_masked-tree-vmap in shard_map",
