@@ -92,6 +92,29 @@ def test_importing_jgrad_leaves_out_pallas():
     assert found.stdout == "set()\n", found.stderr
 
 
+# What a CPU does not run, and the default test that runs it: by a switch for tests, or as the program
+# of another platform, which `tests/support/other_platforms.py` runs on a CPU.
+ON_OTHER_PLATFORMS = {
+    "_backward/step_in_backward.py": "tests/backward/test_layouts.py::test_the_programs_of_other_platforms",
+    "_kernels/platforms.py": "tests/kernels/test_kernels.py::forced",
+    "_layers/trust.py": "tests/everywhere/test_surroundings.py::lamb-packed-cuda",
+    "_muon/newton_schulz.py": "tests/everywhere/test_surroundings.py::muon-tree-tpu",
+    "_packed/packed_layers.py": "tests/everywhere/test_surroundings.py::lamb-packed-cuda",
+    "_packed/splitting.py": "tests/everywhere/test_surroundings.py::pack_small-tree-cuda",
+    "_wrappers/watch.py": "tests/wrappers/test_watch.py::as_on",
+}
+
+
+def test_what_a_cpu_does_not_run_is_run_by_default_tests():
+    """A mistake there is one that no user sees on a CPU."""
+    choice = re.compile(r"lax\.platform_dependent|def forced\(|register_lowering")
+    chosen = {name for name, path in FILES.items() if choice.search(path.read_text())}
+    assert chosen == ON_OTHER_PLATFORMS.keys()
+    for place in ON_OTHER_PLATFORMS.values():
+        name, _, word = place.partition("::")
+        assert word in (PACKAGE.parent / name).read_text()
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_imports_what_its_docstring_says(folder):
     text = ast.get_docstring(ast.parse(FILES[f"{folder}/__init__.py"].read_text()))

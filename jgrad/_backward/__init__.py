@@ -2,7 +2,8 @@
 
 `scan_layers` says in a loss where the layers are, and `losses` cuts a loss there. `portions` says
 what of a state belongs to one layer, `model` has the arrays of all, `share_updates` is the update
-of one share, and `step_in_backward` takes the step. May import from `_wrappers`, `_inputs`,
+of one share, `gradients` is what a user does with gradients first, `calls` checks what a step is
+called with, and `step_in_backward` takes the step. May import from `_wrappers`, `_inputs`,
 `_packed`, `_layers`, `_kernels`, `_arithmetic` and `_trees`; knows no method and no wrapper but
 `apply_gradients` by name.
 """

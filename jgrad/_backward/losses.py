@@ -83,8 +83,11 @@ class TracedLoss:
 
         closed, result = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
         if not self.calls:
-            remedy = "call it to say where the layers are, or use the ordinary step"
-            raise ValueError(f"{_NAME}: `loss` does not call `scan_layers`: {remedy}.")
+            came = "no call of `scan_layers`, or only one that a cached trace of `jax.jit` hides"
+            remedy = (
+                "call it outside of `jit` to say where the layers are, or use the ordinary step"
+            )
+            raise ValueError(f"{_NAME}: `loss`: {came}; {remedy}.")
         _check_value(result, has_aux)
         self.form = _flat(result)[1]
         self._jaxpr, self._consts = closed.jaxpr, closed.consts

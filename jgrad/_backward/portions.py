@@ -7,7 +7,7 @@ for the leaves of the stack alone, and for a stack of many times as many layers.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jgrad._trees.protocols import KeyPath
 from jgrad._trees.shares import Share
 from jgrad._trees.trees import PyTree, Structure
 
-_NAME = "step_in_backward"
+_NAME, _INIT = "step_in_backward", "tx.init(params)"
 
 # Of so many times as many layers: if blocks of 256 elements cross layers, an array of scales is not
 # so many times as long.
@@ -109,19 +109,36 @@ def not_packed(name: str, tree: PyTree) -> None:
         raise ValueError(f"{_NAME}: `{name}`: a packed tree, {remedy}.")
 
 
+def tree_of_share(
+    structure: Structure, positions: Iterable[int], leaves: Iterable[object]
+) -> PyTree:
+    """A tree of that structure with these leaves, and None for all others."""
+    entries: list[object] = [None] * structure.num_leaves
+    for i, x in zip(positions, leaves, strict=True):
+        entries[i] = x
+    return structure.unflatten(entries)
+
+
+def leaves_of_share(structure: Structure, positions: Iterable[int], tree: PyTree) -> list[Any]:
+    """The leaves of such a tree, in the order of the positions, which need not be the tree's."""
+    leaves = structure.flatten_up_to(tree)
+    return [leaves[i] for i in positions]
+
+
 class Whole:
     """A transformation, all parameters and the whole state, of which shares have portions.
 
     Attributes:
       tx: the transformation.
       shapes: of the parameters, by path.
+      structure: of the parameters.
     """
 
     def __init__(
         self, tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree
     ) -> None:
         self.tx, self.shapes, self._state = tx, shares.shapes_of(params), state
-        self._structure: Structure = jax.tree.structure(params)
+        self.structure: Structure = jax.tree.structure(params)
         arrays = jax.tree_util.tree_leaves_with_path(state)
         self._paths = [jax.tree_util.keystr(path) for path, _ in arrays]
         self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
@@ -151,7 +168,7 @@ class Whole:
     def rest(self, stacks: Sequence[Portion]) -> Portion:
         """That of all leaves in no stack. It has all numbers that are of no layer, too."""
         taken = {i for stack in stacks for i in stack.positions}
-        positions = [i for i in range(self._structure.num_leaves) if i not in taken]
+        positions = [i for i in range(self.structure.num_leaves) if i not in taken]
         some, structure = self._begun(positions, None)
         places = [(self._position(path, x.shape), None) for path, x in some.items()]
         here = {i for i, _ in places}.union(i for stack in stacks for i, _ in stack.places)
@@ -161,13 +178,6 @@ class Whole:
                 expected = "expected one of all leaves at once to be left out"
                 raise ValueError(f"{_NAME}: `state`{checks.at(path)}: {came}; {expected}.")
         return Portion(tuple(positions), None, structure, [*places])
-
-    def alone(self, positions: Iterable[int], leaves: Iterable[object]) -> PyTree:
-        """A tree of parameters with these leaves, and None for all others."""
-        entries: list[object] = [None] * self._structure.num_leaves
-        for i, x in zip(positions, leaves, strict=True):
-            entries[i] = x
-        return self._structure.unflatten(entries)
 
     def _begun(
         self, positions: Sequence[int], layer: int | None, layers: int | None = None
@@ -185,7 +195,7 @@ class Whole:
             for x in (shapes[i] for i in positions)
         ]
         with shares.within(Share(layer, shapes=self.shapes, begins=True)):
-            state = jax.eval_shape(self.tx.init, self.alone(positions, leaves))
+            state = jax.eval_shape(self.tx.init, tree_of_share(self.structure, positions, leaves))
         arrays, structure = jax.tree_util.tree_flatten_with_path(state)
         return dict(arrays), structure
 
@@ -194,8 +204,11 @@ class Whole:
         i, own = self._known.get(path, (-1, None))
         if own != shape:
             not_packed("state", self._state)
+            made = jax.eval_shape(self.tx.init, self.structure.unflatten(self.shapes.values()))
+            remedy = f"pass `{_INIT}`, or what a step made of it"
+            checks.same_structure(_NAME, "state", self._state, _INIT, made, remedy=remedy)
             came = "nothing" if own is None else f"shape {own}"
             where = checks.at(jax.tree_util.keystr(path))
-            expected = f"shape {shape}, as `tx.init(params)` has it"
+            expected = f"shape {shape}, as `{_INIT}` has it"
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
         return i

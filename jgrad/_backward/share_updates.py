@@ -11,7 +11,15 @@ from jax.sharding import PartitionSpec
 
 from jgrad._backward import elements
 from jgrad._backward.model import Owned
-from jgrad._backward.portions import FIRST, SAME, Cut, Portion, Whole
+from jgrad._backward.portions import (
+    FIRST,
+    SAME,
+    Cut,
+    Portion,
+    Whole,
+    leaves_of_share,
+    tree_of_share,
+)
 from jgrad._trees import checks, shares
 from jgrad._trees.shares import Combine, Key, Numbers, Share
 from jgrad._trees.trees import PyTree
@@ -107,14 +115,15 @@ class ShareUpdate:
     ) -> tuple[Made, Share]:
         """The same, and the share, which knows what came from other libraries."""
 
-        def tree(leaves: Sequence[object]) -> PyTree:
-            return self._whole.alone(self.portion.positions, leaves)
+        whole, positions = self._whole, self.portion.positions
 
-        shapes = self._whole.shapes
-        share = Share(given.layer, known, others, shapes=shapes, marks=marks)
+        def tree(leaves: Sequence[object]) -> PyTree:
+            return tree_of_share(whole.structure, positions, leaves)
+
+        share = Share(given.layer, known, others, shapes=whole.shapes, marks=marks)
         with shares.within(share):
             params, state = apply_gradients(
-                self._whole.tx,
+                whole.tx,
                 tree(given.gradients),
                 self.portion.structure.unflatten(given.state),
                 tree(given.weights),
@@ -123,7 +132,8 @@ class ShareUpdate:
             )
         self.combines |= {key: combine for key, (combine, _) in share.parts.items()}
         parts = {key: part for key, (_, part) in share.parts.items()}
-        return Made(jax.tree.leaves(params), jax.tree.leaves(state), parts), share
+        weights = leaves_of_share(whole.structure, positions, params)
+        return Made(weights, jax.tree.leaves(state), parts), share
 
     def owned(self, made: Made) -> Owned:
         """What takes the place of its own arrays."""

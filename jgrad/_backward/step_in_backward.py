@@ -12,6 +12,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
+from jgrad._backward import calls, gradients as of_gradients
+from jgrad._backward.gradients import OfGradients
 from jgrad._backward.losses import Cotangents, Forward, SavedCall, TracedLoss
 from jgrad._backward.model import Model, Owned, with_layer
 from jgrad._backward.portions import Portion, Whole, not_packed
@@ -43,12 +45,13 @@ def step_in_backward(
     first_pass: bool = False,
     has_aux: bool = False,
     elementwise: bool = False,
+    gradients: OfGradients | None = None,
     mesh_axes: PyTree = None,
 ) -> TrainStep:
     """Builds a train step that updates each layer in the backward pass, one after the other.
 
         value, g       = value_and_grad(loss)(params, *args)
-        params, state  = apply_gradients(tx, g, state, params, loss=value)
+        params, state  = apply_gradients(tx, gradients(g), state, params, loss=value)
 
     The numbers are those of these two lines, but there is never a gradient of all layers. A step
     as it is usually written holds one, because XLA keeps what a scan over layers returns until the
@@ -77,6 +80,10 @@ def step_in_backward(
     shapes of all parameters. Functions given to another library, such as the labels of
     `optax.partition`, see a layer as a stack of one beside None, so let them look at names.
 
+    Inside `pmap`, and inside `shard_map` with `check_vma=False`, each device has the gradients of
+    its part of a batch. Their mean is `gradients=lambda g: jax.lax.pmean(g, "data")`; without a
+    function, the step refuses. With `check_vma=True` and under `jit`, JAX sums them itself.
+
     On a CPU, XLA copies everything that a loop carries in each turn. There the ordinary step is
     taken, chosen when a program is lowered. The step in the backward pass does not pay where layers
     are not stacked, because XLA then frees each gradient by itself, nor where activations fill the
@@ -94,17 +101,22 @@ def step_in_backward(
       elementwise: says that the transformations of other libraries in `tx` compute each element by
         itself, from scalars and from what stands beside it. Their operations are checked: norms,
         random bits and others of more than one element are refused by name.
+      gradients: a function of the gradients of one share, called before anything looks at them,
+        in a first pass as well. It is given a tree like `params`: of one layer, as a stack of
+        one, with None for all other leaves; and at the end of all leaves in no stack, with None
+        for those of stacks. It returns a tree of that structure, with those shapes and dtypes.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
         prefix tree of those, as for `apply_gradients`. The gradient of a layer is then sharded as
         its weights are; the first axis of a stack is not sharded.
 
     Returns:
       `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what
-      the loss returned, and `extra_args` are for `tx.update`, such as `learning_rate=`, and not for
-      the loss. Wrap it in `jax.jit`, and donate parameters and state.
+      the loss returned, and `extra_args` are for `tx.update`, such as `learning_rate=`. Arguments
+      of the loss are given by position. Wrap it in `jax.jit`, and donate parameters and state.
 
     Raises:
-      TypeError: an argument of the wrong kind; from the step, a loss that returns no scalar.
+      TypeError: an argument of the wrong kind; from the step, a loss that returns no scalar, a
+        keyword that `tx` does not take, or gradients of another shape or dtype.
       ValueError: from the step, where `tx` or the loss does not fit, with the remedy.
 
     Example:
@@ -126,10 +138,17 @@ def step_in_backward(
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         values.boolean(_NAME, name, x)
+    of_gradients.check_function(gradients)
     read_mesh_axes(_NAME, mesh_axes)
 
     def ordinary(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
+        if gradients is not None:
+            with jax.disable_jit(False):
+                traced = TracedLoss(loss, params, args, has_aux=has_aux)
+            grads = of_gradients.of_all_shares(
+                gradients, grads, [x.positions for x in traced.calls]
+            )
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
@@ -143,12 +162,15 @@ def step_in_backward(
         if mesh_axes is not None:
             places = Parameters(_NAME, params).places(mesh_axes)
         extra = {"loss": value} | extra
-        step = _Step(tx, traced, params, state, places, extra, elementwise=elementwise)
+        whole, model = Whole(tx, params, state), Model.of_trees(params, state)
+        step = _Step(whole, traced, model, places, extra, gradients, elementwise=elementwise)
         known = step.measured(forward, first_pass=first_pass)
         return *step.updated(forward, known), forward.result
 
     def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
         not_packed("params", params)
+        calls.check_call(tx, loss, params, state, extra_args)
+        of_gradients.check_is_given(gradients)
         inputs = params, state, args, extra_args
         if _is_forced.get():
             return in_backward(*inputs)
@@ -177,17 +199,17 @@ class _Step:
 
     def __init__(
         self,
-        tx: optax.GradientTransformationExtraArgs,
+        whole: Whole,
         traced: TracedLoss,
-        params: PyTree,
-        state: PyTree,
+        model: Model,
         places: Sequence[Place | None],
         extra: Extra,
+        gradients: OfGradients | None,
         *,
         elementwise: bool,
     ) -> None:
-        self._model, self._places = Model.of_trees(params, state), places
-        whole = Whole(tx, params, state)
+        self._model, self._places = model, places
+        self._gradients, self._structure = gradients, whole.structure
         stacks = [whole.stack(call.positions, call.count) for call in traced.calls]
 
         def update(portion: Portion) -> ShareUpdate:
@@ -322,6 +344,7 @@ class _Step:
                 self._placed(k, g)[None] if checks.is_inexact(g) else None
                 for k, g in zip(portion.positions, of_layer, strict=True)
             ]
+            gradients = self._of_user(portion, gradients)
             given = Given(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, given)
             if owned is not None:
@@ -355,7 +378,14 @@ class _Step:
             numerics.zeros_like(w) if grads[i] is None and checks.is_inexact(w) else grads[i]
             for i, w in zip(portion.positions, weights, strict=True)
         ]
+        gradients = self._of_user(portion, gradients)
         return Given(None, gradients, weights, self._model.state_of(portion, None))
+
+    def _of_user(self, portion: Portion, gradients: Sequence[Any]) -> list[jax.Array | None]:
+        """What a user's function makes of the gradients of a share."""
+        if self._gradients is None:
+            return list(gradients)
+        return of_gradients.of_share(self._gradients, self._structure, portion.positions, gradients)
 
 
 def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:

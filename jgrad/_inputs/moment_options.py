@@ -1,5 +1,6 @@
 """`moment_dtype` and `full_precision`: in which form the moments of each leaf are stored."""
 
+import collections
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized.encoding import SMALLEST
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -31,7 +32,7 @@ MomentDType = DTypeLike | Literal["8bit"] | None
 _EIGHT_BITS = "8bit"
 
 _LOG = logging.getLogger("jgrad")
-_said: list[str] = []  # what this process has been told once
+_said: collections.deque[Any] = collections.deque(maxlen=128)  # of which models, not to repeat it
 
 
 class MomentOptions(NamedTuple):
@@ -88,7 +89,7 @@ class MomentOptions(NamedTuple):
                     stacked=stacked,
                     real=i == 1,
                 )
-        if self.is_8_bits and not _said:
+        if self.is_8_bits and shares.current() is None:  # whose whole model was looked at
             self._say_if_small(params)
         return OptState(counter(params.tree), *moments)
 
@@ -106,14 +107,15 @@ class MomentOptions(NamedTuple):
         leaves = params.updated_shapes().leaves
         full = _full_precision(params, self.full_precision)
         sizes = [x.size for x, f in zip(leaves, full, strict=True) if x is not None and not f]
-        if not sizes or max(sizes) >= SMALLEST:
+        key = params.function, [None if x is None else x.shape for x in leaves]
+        if not sizes or max(sizes) >= SMALLEST or key in _said:
             return
-        _said.append(
+        _said.append(key)
+        _LOG.warning(
             f"{params.function}: `moment_dtype='8bit'` has no effect on these leaves: moments are "
             f"in 8 bits from {SMALLEST} elements of a leaf on, and the largest of these has "
-            f"{max(sizes)}. Said once."
+            f"{max(sizes)}. Said once for these shapes."
         )
-        _LOG.warning(_said[0])
 
     def read(
         self,

@@ -4,15 +4,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jgrad
+from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.recipes import adam, eight_bits, muon
 from tests.support.errors import assert_error
 
 PARAMS, X = models.params(), models.batch()
+FLAT = {"up": jnp.ones((3, 2)), "last": jnp.ones((3, 2))}
 CLIP = jgrad.clip_by_global_norm(1.0)
 
 
@@ -31,6 +35,11 @@ OF_FACTORY = {
         "`tx`: 3 of type int, expected a transformation with `init` and `update`.",
     ),
     "loss": ({"loss": 3}, TypeError, "`loss`: 3 of type int, expected a function."),
+    "gradients": (
+        {"gradients": 3},
+        TypeError,
+        "`gradients`: 3 of type int, expected a function of gradients.",
+    ),
     "mesh_axes": (
         {"mesh_axes": 3},
         TypeError,
@@ -72,13 +81,20 @@ def twice(name):
     )
 
 
+NO_CALL = (
+    "step_in_backward: `loss`: no call of `scan_layers`, or only one that a cached trace of "
+    "`jax.jit` hides; call it outside of `jit` to say where the layers are, or use the ordinary step."
+)
+HIDDEN = jax.jit(lambda p: scan(p))
+
+
 LOSSES = {
     "without a call": (
         lambda p, x: jnp.sum(p["first"]),
         ValueError,
-        "step_in_backward: `loss` does not call `scan_layers`: call it to say where the layers "
-        "are, or use the ordinary step.",
+        NO_CALL,
     ),
+    "a jitted model that was traced before": (lambda p, x: HIDDEN(p), ValueError, NO_CALL),
     "a vector": (
         lambda p, x: scan(p, jnp.zeros(2)),
         TypeError,
@@ -139,6 +155,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name):
+    HIDDEN(PARAMS)
     loss, error, message = LOSSES[name]
     assert_error(error, message, call(loss=loss))
 
@@ -335,10 +352,96 @@ def test_a_state_of_another_model():
     )
     assert_error(
         ValueError,
-        "step_in_backward: `state` at .mw['layers']['down']: nothing, expected shape (3, 32, 16), "
-        "as `tx.init(params)` has it.",
+        "step_in_backward: `state` does not have the structure of `tx.init(params)`: `state` has a "
+        "leaf at .mw where `tx.init(params)` has a dict; `state` has a leaf at .vw where "
+        "`tx.init(params)` has a dict; pass `tx.init(params)`, or what a step made of it.",
         call(state=jgrad.gradient_descent(0.1).init(PARAMS)),
     )
+
+
+def test_a_state_of_an_nnx_optimizer():
+    """It holds variables in the place of arrays."""
+    model = nnx.Dict({name: nnx.Param(x) for name, x in FLAT.items()})
+    state = nnx.Optimizer(model, adam(), wrt=nnx.Param).opt_state
+    assert_error(
+        ValueError,
+        "step_in_backward: `state` does not have the structure of `tx.init(params)`: `state` has an "
+        "OptArray at .step where `tx.init(params)` has a leaf; `state` has an OptVariable at "
+        ".mw['last'] where `tx.init(params)` has a Param; `state` has an OptVariable at .mw['up'] "
+        "where `tx.init(params)` has a Param (and 2 more); pass `tx.init(params)`, or what a step "
+        "made of it.",
+        call(loss=lambda p, x: scan({"layers": p}), params=nnx.state(model), state=state),
+    )
+
+
+def test_a_bare_array():
+    """Nothing would be left in no stack, which to a transformation are no parameters at all."""
+    assert_error(
+        ValueError,
+        "step_in_backward: `params`: an array of float32 and shape (3, 2), expected a tree of arrays: "
+        "put it in one, as in `{'layers': params}`.",
+        call(loss=lambda w, x: jnp.sum(w), params=jnp.ones((3, 2)), state=()),
+    )
+
+
+# ---- keywords ------------------------------------------------------------------------------------
+
+
+def of_loss(name):
+    return f"`{name}`: an argument of `loss`, expected by position, since keywords are for `tx.update`."
+
+
+def unread(name):
+    expected = "expected one that it reads; arguments of `loss` are given by position"
+    return f"`{name}`: a keyword that `tx` does not read, {expected}."
+
+
+def scaled(updates, state, params=None, *, factor=1.0, **extra):
+    return jax.tree.map(lambda x: factor * x, updates), state
+
+
+SCALED = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), scaled)
+KEYWORDS = {
+    "of the loss": ({"scale": 2.0}, of_loss("scale")),
+    "of the loss, without a name for the position": ({"x": X}, of_loss("x")),
+    "misspelt": ({"skale": 2.0}, unread("skale")),
+    "of a flag": (
+        {"train": True},
+        "`train`: True of type bool, expected numbers or arrays, of which a program shows whether "
+        "`tx` reads them.",
+    ),
+    "of another method": ({"momentum": 0.5}, unread("momentum")),
+    "beside one that is read": ({"learning_rate": 0.1, "shape": X}, unread("shape")),
+}
+
+
+@pytest.mark.parametrize("is_forced", [True, False], ids=["backward", "ordinary"])
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_keywords_that_nobody_reads(name, is_forced):
+    keywords, message = KEYWORDS[name]
+
+    def loss(params, x, scale=1.0):
+        return scale * models.loss(params, x)
+
+    step = jgrad.step_in_backward(adam(), loss)
+    args = (PARAMS, adam().init(PARAMS))
+    args = args if "x" in keywords else (*args, X)
+    with forced(is_forced):
+        assert_error(
+            TypeError,
+            f"step_in_backward: {message}",
+            lambda: jax.eval_shape(lambda: step(*args, **keywords)),
+        )
+
+
+def test_keywords_that_a_part_of_a_chain_reads():
+    """Another library's, whose names nobody knows; and `loss`, which each call is given."""
+    tx = optax.chain(adam(), SCALED)
+    step = jgrad.step_in_backward(tx, models.loss, elementwise=True)
+    given = PARAMS, tx.init(PARAMS), X
+    keywords = {"factor": 0.0, "learning_rate": {"first": 0.1, "layers": 0.2, "last": 0.3}}
+    new = jax.jit(lambda *args: step(*args, **keywords, weight_decay=None, loss=1.0))(*given)[0]
+    jax.tree.map(np.testing.assert_array_equal, new, PARAMS)
 
 
 @pytest.mark.parametrize("sizes", [{"width": 20, "hidden": 80}, {"width": 16, "hidden": 120}])

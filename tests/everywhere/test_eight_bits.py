@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jgrad
+from jgrad._backward.step_in_backward import forced
 from jgrad._inputs import moment_options as forms
 from jgrad._quantized import codec, encoding
 from jgrad._quantized.geometry import Geometry
@@ -409,9 +410,9 @@ def test_e39_float64(x64, packed):
     assert {x.dtype for x in jax.tree.leaves((state.mw, state.vw))} == {jnp.dtype("float64")}
 
 
-def test_no_large_leaf_is_said_once(caplog, monkeypatch):
+def test_no_large_leaf_is_said_once(caplog):
     """In the log, where nothing is an error; not for a user who keeps every leaf in float32."""
-    monkeypatch.setattr(forms, "_said", [])
+    forms._said.clear()
     small, large = {"w": jnp.ones((32, 64)), "n": jnp.arange(9000), "x": None}, jnp.ones((64, 64))
     for tx, w in (
         (jgrad.adam(0.1), small),
@@ -429,7 +430,24 @@ def test_no_large_leaf_is_said_once(caplog, monkeypatch):
     assert (record.name, record.levelname) == ("jgrad", "WARNING")
     assert record.getMessage() == (
         "lamb: `moment_dtype='8bit'` has no effect on these leaves: moments are in 8 bits from "
-        "4096 elements of a leaf on, and the largest of these has 2048. Said once."
+        "4096 elements of a leaf on, and the largest of these has 2048. Said once for these shapes."
     )
-    monkeypatch.setattr(forms.MomentOptions, "_say_if_small", None)  # nobody looks again
-    tx.init(small)
+    tx.init({"w": jnp.ones((16, 128))})  # another model, of as many elements
+    assert len(caplog.records) == 2
+
+
+def test_a_share_of_a_model_is_no_small_model(caplog):
+    """A step in the backward pass begins states of its own, of layers and of what is in no stack."""
+    forms._said.clear()
+    params = {"layers": {"w": jnp.ones((2, 64, 64))}, "head": jnp.ones((64, 3))}
+    tx = jgrad.adam(0.1, moment_dtype="8bit")
+
+    def loss(params, x):
+        x = jgrad.scan_layers(lambda layer, x: x @ layer["w"], params["layers"], x)
+        return jnp.mean(x @ params["head"])
+
+    state, step = tx.init(params), jgrad.step_in_backward(tx, loss)
+    for is_forced in (True, False):
+        with forced(is_forced):
+            jax.eval_shape(step, params, state, jnp.ones((2, 64)))
+    assert not caplog.records

@@ -24,6 +24,7 @@ from tests.cases import CASES, RATE
 from tests.multi_device.meshes import mesh_of
 from tests.optimizers.test_of_leaf import adamax
 from tests.support.loops import assert_equal, stack, step_of
+from tests.support.other_platforms import as_on
 from tests.support.precision import in_64_bits
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
@@ -171,6 +172,13 @@ def exported(subject, form):
     return trained(tx, w, gradients, state, step.call)
 
 
+def on_another(platform, subject, form):
+    """What depends on the platform is that of a GPU, or of a TPU."""
+    tx = subject.make()
+    w, gradients = inputs(subject, form)
+    return trained(tx, w, gradients, step=as_on(platform, step_of(tx)))
+
+
 def in_a_scan(subject, form):
     """Dtypes of the state are stable."""
     w, gradients = inputs(subject, form)
@@ -303,6 +311,8 @@ SURROUNDINGS = {
     "eager": eager,
     "donated": donated,
     "exported": exported,
+    "cuda": functools.partial(on_another, "cuda"),
+    "tpu": functools.partial(on_another, "tpu"),
     "scan": in_a_scan,
     "vmap": beside_another_model,
     "auto": on_a_mesh(AxisType.Auto, rows),
@@ -319,6 +329,7 @@ SURROUNDINGS = {
 
 
 UNPACKED = {case.name for case in CASES if not case.packs}
+NOT_ON_A_CPU = {"cuda": ("soap", "offload"), "tpu": ("soap", "offload", "8bit")}
 SHARDED = ("shard_map, sharded", "vmap in shard_map", "vmap of shard_map")
 
 
@@ -328,6 +339,8 @@ def has_specs(subject):
 
 
 def is_there(subject, form, where):
+    if any(word in subject.name for word in NOT_ON_A_CPU.get(where, ())):  # operations of theirs
+        return False
     if form == "packed" and subject.name.partition("-")[0] in UNPACKED:
         return False
     if form == "packed" and (subject.name == "pack_small" or where == "explicit columns"):
@@ -390,6 +403,10 @@ def neighbours_of(subject, where):
         "lars_masked-tree-eager",
         "adam-8bit-packed-donated",
         "lars_masked-tree-exported",
+        "lamb-packed-cuda",
+        "adam-8bit-tree-cuda",
+        "muon-tree-tpu",
+        "pack_small-tree-cuda",
         "adam-8bit-tree-injected",
         "adamax-8bit-tree-auto",
         "lamb_masked-tree-vmap in shard_map",

@@ -113,6 +113,15 @@ def four_bytes(names, printed):
     assert float(names["loss"](params, *args)) < 0.9 * before
 
 
+@after(FOUR_BYTES, 2, 0)
+def a_mean_over_devices(names, printed):
+    """In a `pmap`, replicas stay alike: `tests/backward/test_gradients.py` has the numbers."""
+    params, state = names["params"], names["tx"].init(names["params"])
+    args = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, state, names["x"], names["y"]))
+    mapped = jax.pmap(names["step"], axis_name="data", devices=jax.devices()[:2])
+    jax.eval_shape(mapped, *args)
+
+
 @after(COMPILED, 0)
 def counting_a_step(names, printed):
     """Without the compilers it says how to install them; with them, what a step costs."""

@@ -16,7 +16,8 @@ from benchmarks.accelerators.hlo import traffic
 from tests.cases import gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
-from tests.support.loops import assert_equal, every_step, step_on, train, with_loss
+from tests.support.loops import assert_equal, every_step, step_of, step_on, train, with_loss
+from tests.support.other_platforms import as_on
 
 NAN, INF, X = float("nan"), float("inf"), jnp.ones(3)
 AXES = {"embed": {"table": None}, "layers": {"w": 0, "b": 0}, "head": [None]}
@@ -483,3 +484,13 @@ def test_counters_without_watch():
     numbers = {name: float(x) for name, x in found.items()}
     assert numbers == {name: float(watched[name]) for name in found}
     assert numbers["skipped"] == 1
+
+
+def test_some_steps_as_a_gpu_measures_them():
+    """Where no copy of what a branch reads is to be avoided."""
+    tx, w, g = jgrad.watch(jgrad.adam(0.1), every=2), model(0), model(1)
+    step = step_of(tx)
+    state = jax.jit(step)(w, tx.init(w), g)[1]
+    found, expected = as_on("cuda", step)(w, state, g), jax.jit(step)(w, state, g)
+    chex.assert_trees_all_equal_structs(found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
