@@ -202,8 +202,12 @@ class Then:
         self._results: dict[int, tuple[Any, tuple[jax.Array, ...]]] = {}
 
     def extra(self, state: PyTree) -> dict[str, "Then"]:
-        """As an extra argument of an update; none without moments in 8 bits, which ask for it."""
-        return {"then": self} if has_codes(state) else {}
+        """As an extra argument of an update, where something inside asks for it.
+
+        Those are moments in 8 bits, and what rounds a shard of a leaf at random.
+        """
+        is_cut = any(place is not None and place.is_shard for place in self._places)
+        return {"then": self} if is_cut or has_codes(state) else {}
 
     def of(self, weight: Any) -> Rest | None:
         """What is done with the update of a parameter."""

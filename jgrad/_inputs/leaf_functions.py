@@ -189,7 +189,8 @@ class _Leaf(NamedTuple):
             arguments.append(_entry(x, i))
             if isinstance(x, Moment):
                 moments.append(has_kernel(arguments[-1]))
-                place = x.places[i] if x.places else place
+                said = x.places[i] if x.places else None
+                place = place if said is None or said.is_shard else said
         return cls(tuple(arguments), place, bool(moments) and all(moments), no_kernel)
 
     def in_kernel(

@@ -27,10 +27,23 @@ class Place(NamedTuple):
     Attributes:
       mesh: with the axes; None where the leaf is whole, or what is traced is a shard.
       spec: an entry for each axis of the leaf.
+      is_shard: whether what is traced is a shard although there is a mesh: no kernel needs to know
+        it, but random bits do.
     """
 
     mesh: Any = None
     spec: tuple[Any, ...] = ()
+    is_shard: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The mesh axes over which the leaf is sharded."""
+        return [name for part in self.spec for name in _names(part)]
+
+    @property
+    def cut(self) -> list[int]:
+        """The axes of the leaf that are sharded."""
+        return [axis for axis, part in enumerate(self.spec) if _names(part)]
 
     def shards(self, axis: int) -> int:
         """Into how many parts an axis of the leaf is cut."""

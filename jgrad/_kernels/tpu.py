@@ -5,6 +5,7 @@ read and written with the rows along the lanes, as XLA lays them out on a TPU, s
 transposed in memory. A number for each row is, too.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -22,6 +23,7 @@ from jgrad._kernels.leaf_step import LeafStep, Place, needed
 from jgrad._kernels.moment import TileMoment
 from jgrad._kernels.tile import Tile, TileRounding
 from jgrad._quantized.encoding import Rounding
+from jgrad._quantized.random_bits import Part
 from jgrad._trees.blocks import SIZE
 from jgrad._trees.shardings import varying_as
 from jgrad._trees.trees import PyTree
@@ -42,6 +44,7 @@ class _Keys(NamedTuple):
 
     first: jax.Array
     second: jax.Array
+    part: Part | None
 
 
 def run(
@@ -54,20 +57,24 @@ def run(
         if not isinstance(x, Rounding):
             return x
         ids = tuple(map(id, jax.tree.leaves(x)))
-        return keys[ids] if ids in keys else keys.setdefault(ids, _keys(x))
+        return keys[ids] if ids in keys else keys.setdefault(ids, _keys(x, leaf))
 
-    is_rounding = functools.partial(_is_a, Rounding)
+    leaf, is_rounding = operands[step.codes[0]].shape, functools.partial(_is_a, Rounding)
     prepared = jax.tree.map(prepare, step.arguments(operands), is_leaf=is_rounding)
     kernel = LeafKernel(step, operands, prepared, interpret=interpret)
     arrays = list(map(kernel.as_operand, kernel.arrays, kernel.kinds))
     return places.on_shards(kernel, arrays, kernel.leaf, place)
 
 
-def _keys(rounding: Rounding) -> _Keys:
-    leaf = jnp.asarray(rounding.keys.leaf)
+def _keys(rounding: Rounding, shape: tuple[int, ...]) -> _Keys:
+    of_leaf, first, part = rounding.keys
+    leaf = jnp.asarray(of_leaf)
     sums = jnp.broadcast_to(rounding.of_step, leaf.shape) + leaf
-    keys = sums[..., 0] + jnp.asarray(rounding.keys.first), sums[..., 1]
-    return _Keys(*(x[..., None] if x.ndim else x for x in keys))
+    if part is not None:
+        first, part = part.first(shape), dataclasses.replace(part, index=())
+    keys = sums[..., 0] + jnp.asarray(first), sums[..., 1]
+    in_column, second = (x[..., None] if x.ndim else x for x in keys)
+    return _Keys(in_column, second, part)
 
 
 class LeafKernel:

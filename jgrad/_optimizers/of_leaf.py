@@ -144,7 +144,7 @@ def optimizer_of_leaf(
                 f"{name}: `{missing[0]}`: missing, expected a value: it has no default."
             )
         given = options.check(name, bound.arguments)
-        form = given.moments(mesh_axes=bound.arguments["mesh_axes"])
+        form = given.moments()
         compute = _compute(given, method, moments, own)
         has_mw, has_vw = (x in moments for x in _MOMENTS)
         return transformation(
