@@ -297,7 +297,7 @@ MUTATIONS = [
     Mutation("TileRounding.bits", "elements of a kernel are counted in other strides", "whole.strides(_)[axis]", "whole.strides(_)[axis - 1]", SAME_NUMBERS),
     Mutation("Part.strides", "elements of a shard are counted in the strides of the shard", "map(operator.mul, X, _)", "X", RANDOM_BITS + " -k both"),
     Mutation("Part.first", "a shard counts its random bits from 0", "X + _ * _", "X", RANDOM_BITS + " -k both"),
-    Mutation("_keys", "a kernel counts the random bits of a shard from 0", "X.first(_)", "jnp.zeros((), jnp.uint32)", RANDOM_BITS + " -k kernels"),
+    Mutation("tpu._keys", "a kernel counts the random bits of a shard from 0", "X.first(_)", "jnp.zeros((), jnp.uint32)", RANDOM_BITS + " -k kernels"),
     Mutation("encoded_tile", "a kernel keeps new scales of a skipped step", "jnp.where(flag, X, _)", "X", SAME_NUMBERS + " -k skip"),
     Mutation("_is_here", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
     Mutation("LeafStep.aliases", "codes are written to new arrays", "itertools.chain(*_)", "itertools.chain()", KERNELS),
