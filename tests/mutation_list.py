@@ -55,6 +55,9 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     # ---- _trees
+    Mutation("Unpromised.__getattr__", "a name that JAX lacks is None", "(found := find(_)) is None", "(found := find(name)) is NotImplemented", "tests/test_unpromised.py"),
+    Mutation("trace_state", "without a name of JAX there are no wrappers", "X() if found is None else found()", "found()", "tests/test_unpromised.py"),
+    Mutation("_is_on_one_device", "a leaf of which JAX says nothing is whole", "getattr(_, 'num_devices', None)", "getattr(context, 'num_devices', 1)", "tests/test_unpromised.py"),
     Mutation("blocks_of_variables", "a variable of an array in 8 bits", "is_box(X) and isinstance(_, (Blocks, Factors))", "False", VARIABLES),
     Mutation("variables._names_of_part", "scales are sharded as codes", "X if _ == _ else None", "X", "tests/trees/test_variables.py"),
     Mutation("leaves_with_paths", "the array of a variable has a path of its own", "(*path, *inner[1:])", "(*path, *inner)", "tests/trees/test_variables.py"),

@@ -8,11 +8,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._kernels.moment import LeafMoment, written
 from jgrad._trees.blocks import SIZE, Blocks
 from jgrad._trees.trees import PyTree
+from jgrad._trees.unpromised import Unpromised
+
+core = Unpromised("moments in 8 bits")
 
 _KINDS: tuple[Any, ...] = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
 _IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
@@ -127,7 +129,7 @@ class LeafStep(NamedTuple):
 def needed(function: Callable[..., Any], operands: Sequence[Any]) -> list[bool]:
     """Which arguments the results of a function are computed from."""
     traced = jax.make_jaxpr(function)(*operands)
-    return list(dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[1])
+    return list(core.dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[1])
 
 
 def moments_of(args: PyTree) -> list[LeafMoment]:

@@ -27,11 +27,9 @@ from jgrad._quantized.random_bits import Part
 from jgrad._trees.blocks import SIZE
 from jgrad._trees.shardings import varying_as
 from jgrad._trees.trees import PyTree
+from jgrad._trees.unpromised import Unpromised
 
-try:  # in neither place promised, checked in JAX 0.7 to 0.12
-    from jax import enable_x64
-except ImportError:  # JAX 0.7
-    from jax.experimental import enable_x64  # type: ignore[attr-defined, no-redef]
+core = Unpromised("moments in 8 bits")
 
 _ROWS = 1024  # of a step of the grid at most
 _MEMORY = 8 * 2**20  # bytes of the buffers of a step; a TPU gives a kernel 16 MiB unless told
@@ -145,7 +143,7 @@ class LeafKernel:
         results = {result: i for i, (result, _) in enumerate(written)}
         aliases = {x: results[y] for y, x in self.aliases.items() if y in results}
         varying = varying_as(operands)
-        with enable_x64(False):  # Mosaic has no 64 bits, and Python's numbers would have them
+        with core.enable_x64(False):  # Mosaic has no 64 bits, and Python's numbers would have them
             new = pl.pallas_call(
                 functools.partial(self._step, tuple(lead), kinds),
                 grid=(count, pl.cdiv(rows, taken), blocks),

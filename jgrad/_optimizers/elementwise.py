@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # may change, checked in JAX 0.7 to 0.12
+
+from jgrad._trees.unpromised import Unpromised
+
+core = Unpromised("functions of one leaf")
 
 _REASON = "since it may see a part of a leaf, or several"
 _LEAF = jax.ShapeDtypeStruct((2, 3), jnp.float32)  # of what is traced when a function is given
@@ -72,7 +75,7 @@ def no_kernel(
 
 def _traced(
     function: Callable[..., Any], leaf: jax.ShapeDtypeStruct, leaves: int, numbers: int
-) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """The program of a function of leaves and numbers, and the types of its results."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
     traced = jax.make_jaxpr(function, return_shape=True)
@@ -98,10 +101,13 @@ def _mixes(equation: Any) -> bool:
     return _LEAF.shape in shapes and not is_elementwise
 
 
-def _operations(traced: ClosedJaxpr) -> list[Any]:
+def _operations(traced: Any) -> list[Any]:
     """Those of a program, with the numbers in them."""
     return [
-        (equation.primitive.name, *(repr(x.val) for x in equation.invars if isinstance(x, Literal)))
+        (
+            equation.primitive.name,
+            *(repr(x.val) for x in equation.invars if isinstance(x, core.Literal)),
+        )
         for equation in _equations(traced.jaxpr)
     ]
 
@@ -117,5 +123,5 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 def _programs(equation: Any) -> list[Any]:
     """Those in an operation."""
     found = jax.tree.leaves(list(equation.params.values()))
-    inner = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in found]
-    return [x for x in inner if isinstance(x, Jaxpr)]
+    inner = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in found]
+    return [x for x in inner if isinstance(x, core.Jaxpr)]
