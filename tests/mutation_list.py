@@ -25,6 +25,7 @@ WEIGHTS = "tests/wrappers/test_weights.py"
 SAME_NUMBERS = "tests/kernels/test_same_numbers.py"
 KERNELS = "tests/kernels/test_kernels.py"
 PLACES = "tests/kernels/test_places.py"
+RANDOM_BITS = "tests/multi_device/test_random_bits.py"
 SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
@@ -60,6 +61,9 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     # ---- _trees
+    Mutation("Unpromised.__getattr__", "a name that JAX lacks is None", "(found := find(_)) is None", "(found := find(name)) is NotImplemented", "tests/test_unpromised.py"),
+    Mutation("trace_state", "without a name of JAX there are no wrappers", "X() if found is None else found()", "found()", "tests/test_unpromised.py"),
+    Mutation("_is_on_one_device", "a leaf of which JAX says nothing is whole", "getattr(_, 'num_devices', None)", "getattr(context, 'num_devices', 1)", "tests/test_unpromised.py"),
     Mutation("blocks_of_variables", "a variable of an array in 8 bits", "is_box(X) and isinstance(_, (Blocks, Factors))", "False", VARIABLES),
     Mutation("variables._names_of_part", "scales are sharded as codes", "X if _ == _ else None", "X", "tests/trees/test_variables.py"),
     Mutation("leaves_with_paths", "the array of a variable has a path of its own", "(*path, *inner[1:])", "(*path, *inner)", "tests/trees/test_variables.py"),
@@ -323,9 +327,19 @@ MUTATIONS = [
     Mutation("_order_of_scale", "scales of stacked layers out of order", "(*_, *(X for _ in _ if Y))", "tuple(axes)", "tests/packed/test_quantized_buffers.py"),
     Mutation("LeafMoment._encoded", "codes of a skipped step are kept", "jax.tree.map(_, X, _)", "X", "tests/everywhere/test_eight_bits.py"),
     Mutation("MomentOptions._moment", "a state of another recipe is accepted", "isinstance(_, Blocks) == X", "True", "tests/everywhere/test_forms_in_8_bits.py"),
+    Mutation("_as_returned", "specs of a state are shorter than those of types", "AxisType.Explicit not in _", "True", DEVICES + "/test_compiled_once.py -k types"),
+    # ---- random bits of a shard
+    Mutation("ArraySpec.element_keys", "devices round by one stream", "X + mixed(_)", "X", RANDOM_BITS + " -k nobody"),
+    Mutation("ArraySpec.element_keys", "a layer begins where one of the size of its shard would", "X.counts if X else ()", "()", RANDOM_BITS + " -k backward"),
+    Mutation("ArraySpec.element_keys", "rows of a packed leaf begin at 0 on each device", "X + _ * sizes", "X", RANDOM_BITS + " -k packed"),
+    Mutation("Parameters.places", "a leaf that is on all devices counts as sharded", "X.difference(invariant_axes(*_))", "X", RANDOM_BITS + " -k one_spec"),
+    Mutation("Then.extra", "moments in bfloat16 are not told how they are sharded", "is_cut or _", "_", RANDOM_BITS + " -k wrapper"),
     # ---- _kernels
     Mutation("on_shards", "a shard counts its elements from 0", "place.index_of(axis) * X", "jnp.zeros((), jnp.int32) * X", PLACES),
-    Mutation("TileRounding.bits", "elements of a kernel are counted in other strides", "X[axis + 1:]", "X[axis:]", SAME_NUMBERS),
+    Mutation("TileRounding.bits", "elements of a kernel are counted in other strides", "whole.strides(_)[axis]", "whole.strides(_)[axis - 1]", SAME_NUMBERS),
+    Mutation("Part.strides", "elements of a shard are counted in the strides of the shard", "map(operator.mul, X, _)", "X", RANDOM_BITS + " -k both"),
+    Mutation("Part.first", "a shard counts its random bits from 0", "X + _ * _", "X", RANDOM_BITS + " -k both"),
+    Mutation("tpu._keys", "a kernel counts the random bits of a shard from 0", "X.first(_)", "jnp.zeros((), jnp.uint32)", RANDOM_BITS + " -k kernels"),
     Mutation("encoded_tile", "a kernel keeps new scales of a skipped step", "jnp.where(flag, X, _)", "X", SAME_NUMBERS + " -k skip"),
     Mutation("_is_here", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
     Mutation("LeafStep.aliases", "codes are written to new arrays", "itertools.chain(*_)", "itertools.chain()", KERNELS),

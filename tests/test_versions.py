@@ -10,10 +10,11 @@ import tomllib
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# What JAX does not promise. The first two may change with any release, as their documentation says.
+# What JAX does not promise. The first two may change with any release, as their documentation says;
+# `jgrad/_trees/unpromised.py` has all names of theirs.
 PRIVATE = re.compile(
     r"jax\.extend|jax\.interpreters|jax\.experimental|jax\._src|_internal_pmap|NamedAxisEffect"
-    r"|\bmanual_axes\b|\"manual_axis_type\"|get_opaque_trace_state|get_bind_params|weak_type"
+    r"|\bmanual_axes\b|\"manual_axis_type\"|get_bind_params|weak_type"
     r"|axis_context|\"manager\""
 )
 
@@ -60,7 +61,7 @@ def test_what_jax_does_not_promise():
     checked = f"checked in JAX {minor(OLDEST['jax'])} to {minor(NEWEST['jax'])}"
     files = {path: path.read_text() for path in (ROOT / "jgrad").rglob("*.py")}
     private = {path: text for path, text in files.items() if PRIVATE.search(text)}
-    assert len(private) > 5
+    assert len(private) > 3
     assert not [path for path, text in private.items() if checked not in text.replace("\n# ", " ")]
 
 

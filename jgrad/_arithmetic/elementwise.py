@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # may change, checked in JAX 0.7 to 0.12
+
+from jgrad._trees.unpromised import Unpromised
+
+core = Unpromised("functions of one leaf")
 
 _REASON = "since it may see a part of a leaf, or several"
 _LEAF = jax.ShapeDtypeStruct((2, 3), jnp.float32)  # of what is traced when a function is given
@@ -89,7 +92,7 @@ def check_zero(
 
 def _traced(
     function: Callable[..., Any], leaf: jax.ShapeDtypeStruct, leaves: int, numbers: int
-) -> tuple[ClosedJaxpr, tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """The program of a function of leaves and numbers, and the types of its results."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
     traced = jax.make_jaxpr(function, return_shape=True)
@@ -121,13 +124,13 @@ def mixes(equation: Any, is_leaf: Callable[[Sequence[int]], bool]) -> bool:
     return any(map(is_leaf, shapes)) and not is_elementwise
 
 
-def _operations(traced: ClosedJaxpr) -> list[Any]:
+def _operations(traced: Any) -> list[Any]:
     return list(map(operation, inner_equations(traced.jaxpr.eqns)))
 
 
 def operation(equation: Any) -> tuple[Any, ...]:
     """What it is, with the numbers in it."""
-    numbers = (repr(x.val) for x in equation.invars if isinstance(x, Literal))
+    numbers = (repr(x.val) for x in equation.invars if isinstance(x, core.Literal))
     return (equation.primitive.name, *numbers)
 
 
@@ -142,5 +145,5 @@ def inner_equations(equations: Sequence[Any]) -> Iterator[Any]:
 def programs(equation: Any) -> list[Any]:
     """Those in an operation."""
     found = jax.tree.leaves(list(equation.params.values()))
-    inner = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in found]
-    return [x for x in inner if isinstance(x, Jaxpr)]
+    inner = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in found]
+    return [x for x in inner if isinstance(x, core.Jaxpr)]

@@ -7,14 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.interpreters import partial_eval  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._arithmetic import numerics
 from jgrad._trees import checks
 from jgrad._trees.other_names import KEYWORDS
 from jgrad._trees.trees import PyTree, Structure
+from jgrad._trees.unpromised import Unpromised
 
 _NAME = "step_in_backward"
+
+partial_eval = Unpromised(_NAME)
 _OF_OPTAX = ("value", "grad", "value_fn")
 
 

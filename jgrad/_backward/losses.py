@@ -8,21 +8,23 @@ layers and return new ones, which is not possible inside of anything that JAX di
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._arithmetic import numerics
 from jgrad._backward.scan_layers import Block, Remat, recorded, rematerialised
 from jgrad._trees import checks, trees
-from jgrad._trees.traces import trace_state
 from jgrad._trees.trees import PyTree, Structure
+from jgrad._trees.unpromised import Unpromised
 
 _NAME = "step_in_backward"
+
+core = Unpromised(f"`{_NAME}`")
 
 Arrays = list[jax.Array]
 Cotangents = list[jax.Array | None]  # None for integers, keys and the like
@@ -52,9 +54,12 @@ class Call:
         return list(operands[start : start + self.carries]), list(operands[start + self.carries :])
 
 
-_marker = core.Primitive("jgrad_scan_layers")
-_marker.multiple_results = True
-_marker.def_abstract_eval(lambda *operands, call: call.split(operands)[0])
+@functools.cache
+def _marker() -> Any:
+    marker = core.Primitive("jgrad_scan_layers")
+    marker.multiple_results = True
+    marker.def_abstract_eval(lambda *operands, call: call.split(operands)[0])
+    return marker
 
 
 # ---- the trace ---------------------------------------------------------------------------------
@@ -100,7 +105,7 @@ class TracedLoss:
         }  # by variable
         read: set[Any] = set()
         for eqn in self._jaxpr.eqns:
-            own = len(eqn.params["call"].positions) if eqn.primitive is _marker else 0
+            own = len(eqn.params["call"].positions) if eqn.primitive is _marker() else 0
             for k, x in enumerate(eqn.invars):
                 if isinstance(x, core.Literal) or x not in stacks:
                     continue
@@ -121,12 +126,12 @@ class _Recorder:
 
     def __init__(self, leaves: Arrays, calls: list[Call]) -> None:
         self._leaves = leaves  # kept, so that no other array gets the identity of one
-        self._calls, self._trace = calls, trace_state()
+        self._calls, self._trace = calls, core.get_opaque_trace_state()
         self._position = {id(x): i for i, x in enumerate(leaves)}
 
     def call(self, block: Block, layers: PyTree, carry: PyTree, remat: Remat, count: int) -> PyTree:
         """The carry behind the layers."""
-        if trace_state() != self._trace:
+        if core.get_opaque_trace_state() != self._trace:
             expected = "expected it in the loss itself, outside of other calls of it"
             raise ValueError(
                 f"scan_layers: called inside `vmap`, `jit`, `grad`, `checkpoint`, a branch, a loop "
@@ -160,7 +165,7 @@ class _Recorder:
             consts = [
                 next(rest) if use else x for x, use in zip(closed.consts, is_read, strict=True)
             ]
-            results: Arrays = jax.core.eval_jaxpr(closed.jaxpr, consts, *layer, *carry)
+            results: Arrays = core.eval_jaxpr(closed.jaxpr, consts, *layer, *carry)
             return results
 
         # `jax.checkpoint` takes the arrays as one argument here, and as many as it has leaves.
@@ -172,7 +177,7 @@ class _Recorder:
             len(carries),
         )
         self._calls.append(made)
-        return of_carry.unflatten(_marker.bind(*stacks, *carries, *others, call=made))
+        return of_carry.unflatten(_marker().bind(*stacks, *carries, *others, call=made))
 
 
 def _refuse_twice(path: str) -> None:
@@ -310,7 +315,7 @@ class Forward:
         self._calls: list[Any] = []
         start = 0
         for end, eqn in enumerate(jaxpr.eqns):
-            if eqn.primitive is _marker:
+            if eqn.primitive is _marker():
                 self._run(jaxpr, jaxpr.eqns[start:end], _read_later(jaxpr, end))
                 self._scan(eqn)
                 start = end + 1
@@ -343,7 +348,7 @@ class Forward:
         )
 
         def run(arrays: Arrays) -> tuple[Arrays, Arrays]:
-            new = jax.core.eval_jaxpr(piece, (), *arrays, *(self._env[x] for x in fixed))
+            new = core.eval_jaxpr(piece, (), *arrays, *(self._env[x] for x in fixed))
             return new[: len(results)], new[len(results) :]
 
         new, pull, rest = jax.vjp(run, [self._env[x] for x in varied], has_aux=True)

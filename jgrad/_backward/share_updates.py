@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.interpreters import partial_eval  # may change, checked in JAX 0.7 to 0.12
 from jax.sharding import PartitionSpec
 
 from jgrad._backward import elements
@@ -23,9 +22,12 @@ from jgrad._backward.portions import (
 from jgrad._trees import checks, shares
 from jgrad._trees.shares import Combine, Key, Numbers, Share
 from jgrad._trees.trees import PyTree
+from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers.apply_gradients import apply_gradients
 
 Arrays = list[jax.Array]
+
+core = Unpromised("`step_in_backward`")
 
 
 class Given(NamedTuple):
@@ -198,7 +200,7 @@ class ShareUpdate:
 
         def read_for(result: Key | int | None) -> list[bool]:
             used = [x == result for x in of_results]
-            read: list[bool] = partial_eval.dce_jaxpr(program, used)[1]
+            read: list[bool] = core.dce_jaxpr(program, used)[1]
             return read
 
         gradients = [True for g in given.gradients if g is not None]
@@ -242,7 +244,7 @@ def pruned(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
     In a loop JAX leaves them in, and a kernel would write results that are not used.
     """
     closed, form = jax.make_jaxpr(f, return_shape=True)(*args)
-    program, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    program, used = core.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     leaves = [x for x, use in zip(jax.tree.leaves(args), used, strict=True) if use]
-    results = jax.core.eval_jaxpr(program, closed.consts, *leaves)
+    results = core.eval_jaxpr(program, closed.consts, *leaves)
     return jax.tree.unflatten(jax.tree.structure(form), results)

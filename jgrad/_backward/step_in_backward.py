@@ -360,7 +360,7 @@ class _Step:
     def _placed(self, i: int, gradient: jax.Array) -> jax.Array:
         """The gradient of a layer, sharded as its weights are."""
         place = self._places[i] if self._places else None
-        if place is None:
+        if place is None or place.is_shard:
             return gradient
         sharding = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         return jax.lax.with_sharding_constraint(gradient, sharding)

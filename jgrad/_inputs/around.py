@@ -223,7 +223,8 @@ class Then:
         self._outer, self._trace = outer, trace_state()
         self._weights, self._rest, self._places = list(weights), rest, places
         self._index: dict[int, int | None] = {}
-        for i, w in enumerate(weights if has_codes(state) else ()):
+        is_asked = has_codes(state) or any(x is not None and x.is_shard for x in places)
+        for i, w in enumerate(weights if is_asked else ()):
             self._index[id(w)] = None if id(w) in self._index else i  # of two it may be either
         self._results: dict[int, tuple[Any, tuple[jax.Array, ...]]] = {}
 

@@ -148,6 +148,7 @@ class Given:
     def moments(self, **axes: Any) -> MomentOptions:
         """In which form the moments are stored; `axes` are further options of `MomentOptions`."""
         form = self.arguments["moment_dtype"], self.arguments["full_precision"]
+        axes = {"mesh_axes": self.arguments.get("mesh_axes")} | axes
         return MomentOptions(*form, **axes)
 
 

@@ -6,7 +6,7 @@ Options are read beside it, an entry per leaf; methods and wrappers compute with
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
+from jgrad._trees.shardings import invariant_axes
 from jgrad._trees.trees import PyTree
 
 
@@ -124,15 +125,18 @@ class Parameters:
         return arg._replace(leaves=updated)
 
     def places(self, mesh_axes: PyTree) -> list[Place | None]:
-        """How each array is sharded on a mesh with automatic axes, as the PartitionSpecs say it.
+        """How each array is sharded, as the PartitionSpecs say it, where its type does not.
 
-        There the type of an array does not, and a kernel is opaque to XLA's partitioner.
+        On a mesh with automatic axes a kernel asks for it, which is opaque to XLA's partitioner;
+        and inside `shard_map` random bits do, which are those of the whole leaf. A mesh axis along
+        which types say that a leaf is the same there does not shard it.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        kinds = list(zip(mesh.axis_names, mesh.axis_types, strict=True))
         automatic = {name for name, kind in kinds if kind == AxisType.Auto}
+        manual = {name for name, kind in kinds if kind == AxisType.Manual}
         places: list[Place | None] = [None] * len(self.specs)
-        if not automatic:
+        if not automatic | manual:
             return places
         axes = self.option("mesh_axes", read_mesh_axes(self.function, mesh_axes))
         for i, (x, array) in enumerate(zip(self.reference.leaves, self.specs, strict=True)):
@@ -143,11 +147,17 @@ class Parameters:
             position = array.positions[0]
             names = axes.leaves[position].values
             check_names(axes, position, names, mesh)
-            spec = PartitionSpec(*spec[:1]) if array.is_buffer else spec  # its rows
-            if len(spec) > x.ndim:
+            found = manual.intersection(names)
+            if array.is_buffer and not found:
+                spec = PartitionSpec(*spec[:1])  # its rows
+            if len(spec) > x.ndim and not array.is_buffer:
                 expected = f"at most {x.ndim}, one for each axis of shape {x.shape}"
                 axes.fail(position, ValueError, f"{len(spec)} entries, expected {expected}")
-            if automatic.issuperset(names):
+            if found:
+                beside = [y for y in (x, self.g[i]) if y is not None]
+                sharded = found.difference(invariant_axes(*beside))
+                places[i] = Place(mesh, _only(spec, sharded, x.ndim), is_shard=True)
+            elif automatic.issuperset(names):
                 places[i] = Place(mesh, tuple(spec))
         return places
 
@@ -210,11 +220,11 @@ class Inputs(Parameters):
 
     def places_of(self, mesh_axes: PyTree) -> list[Place | None]:
         """Those of an option of the method, or else of a wrapper around it; none if nobody says."""
-        if mesh_axes is not None:
-            return self.places(mesh_axes)
+        places = [] if mesh_axes is None else self.places(mesh_axes)
         if self.then is None or self.w is None:
-            return []
-        return list(map(self.then.place_of, self.w))
+            return places
+        around = list(map(self.then.place_of, self.w))
+        return [x or y for x, y in zip(places, around, strict=True)] if places else around
 
     def rest(self, i: int) -> Rest | None:
         """What a wrapper does with the update of an array."""
@@ -349,6 +359,13 @@ _NOT_PACKED = (
 _OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
 OTHER_LEAVES = "a state only fits the choice of leaves for which `init` made it"
+
+
+def _only(spec: PartitionSpec, names: Collection[str], ndim: int) -> tuple[tuple[str, ...], ...]:
+    """An entry for each axis, with those of its names that are among some."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+    kept = (tuple(name for name in part if name in names) for part in parts)
+    return (*kept, *[()] * (ndim - len(parts)))
 
 
 def _or_zeros(x: Any, p: Any) -> Any:

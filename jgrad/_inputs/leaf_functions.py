@@ -174,7 +174,8 @@ class _Leaf(NamedTuple):
             arguments.append(_entry(x, i))
             if isinstance(x, Moment):
                 moments.append(has_kernel(arguments[-1]))
-                place = x.places[i] if x.places else place
+                said = x.places[i] if x.places else None
+                place = place if said is None or said.is_shard else said
         return cls(tuple(arguments), place, bool(moments) and all(moments), make)
 
     def in_kernel(

@@ -22,7 +22,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
-from jgrad._trees.shardings import replicated
+from jgrad._trees.shardings import replicated, varying_axes
 from jgrad._trees.trees import PyTree
 
 _SEED = 0
@@ -49,18 +49,18 @@ class RandomKeys:
 
     def __init__(self, step: jax.Array) -> None:
         self._step = step
-        self._known: dict[tuple[int, int], tuple[ArraySpec, ElementKeys]] = {}
+        self._known: dict[Any, tuple[ArraySpec, ElementKeys]] = {}
 
     @functools.cached_property
     def of_step(self) -> jax.Array:
         """Of all elements."""
         return step_keys(self._step)
 
-    def rounding(self, spec: ArraySpec, size: int) -> Rounding:
-        """How the elements of an array of so many are rounded."""
-        key = (id(spec), size)
+    def rounding(self, spec: ArraySpec, x: jax.Array | Blocks, place: Place | None) -> Rounding:
+        """How the elements of an array are rounded; moments of a leaf share their keys."""
+        key = id(spec), x.shape, varying_axes(*jax.tree.leaves(x)), place
         if key not in self._known:
-            self._known[key] = spec, spec.element_keys(_SEED, _PURPOSE, size)
+            self._known[key] = spec, spec.element_keys(_SEED, _PURPOSE, x, place)
         return Rounding(self.of_step, self._known[key][1])
 
 
@@ -101,8 +101,8 @@ class Moment:
         """The moment of one leaf, to read and to write."""
         old, rounding, flag, clips = self.old[i], None, None, False
         if self._keys is not None and is_rounded(old):
-            size = old.codes.size if isinstance(old, Blocks) else old.size
-            rounding = self._keys.rounding(self.specs[i], size)
+            place = self.places[i] if self.places else None
+            rounding = self._keys.rounding(self.specs[i], old, place)
         if self._commit is not None:
             flag, clips = self._commit.flag, self._commit.clips
         return LeafMoment(old, rounding, flag, clips, self._has_form)

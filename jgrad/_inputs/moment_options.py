@@ -17,6 +17,8 @@ from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step, zeros
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.options import Mask
 from jgrad._inputs.state import OptState, counter
+from jgrad._kernels.leaf_step import Place
+from jgrad._kernels.moment import is_rounded
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._packed.array_spec import ArraySpec
@@ -173,8 +175,24 @@ class MomentOptions(NamedTuple):
             if not (isinstance(old[i], Blocks) and self._is_possible(inputs, i)):
                 _fail(arg, i, old[i])
         specs = inputs.specs if is_whole else array_spec.specs(shapes)
-        places = inputs.places_of(self.mesh_axes) if is_whole and self.is_8_bits else ()
+        places = self._places(inputs, old, is_whole=is_whole)
         return Moment(old, specs, keys, inputs.commit, places=places)
+
+    def _places(self, inputs: Inputs, old: list[Any], *, is_whole: bool) -> list[Place | None]:
+        """How moments are sharded that are rounded at random: those that are like their leaves."""
+        if not any(map(is_rounded, old)):
+            return []
+        said = inputs.places_of(self.mesh_axes)
+        if is_whole or not said:
+            return said
+        alike = [
+            x is not None and x.shape == p.shape
+            for x, p in zip(old, inputs.reference.leaves, strict=True)
+        ]
+        return [
+            place if place is not None and place.is_shard and same else None
+            for place, same in zip(said, alike, strict=True)
+        ]
 
     def _is_possible(self, inputs: Parameters, i: int) -> bool:
         """Whether an array below the limit may be a shard of one above it, inside `shard_map`."""

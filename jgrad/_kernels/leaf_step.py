@@ -8,11 +8,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._kernels.moment import LeafMoment, written
 from jgrad._trees.blocks import SIZE, Blocks
 from jgrad._trees.trees import PyTree
+from jgrad._trees.unpromised import Unpromised
+
+core = Unpromised("moments in 8 bits")
 
 _KINDS: tuple[Any, ...] = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
 _IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
@@ -27,10 +29,23 @@ class Place(NamedTuple):
     Attributes:
       mesh: with the axes; None where the leaf is whole, or what is traced is a shard.
       spec: an entry for each axis of the leaf.
+      is_shard: whether what is traced is a shard although there is a mesh: no kernel needs to know
+        it, but random bits do.
     """
 
     mesh: Any = None
     spec: tuple[Any, ...] = ()
+    is_shard: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The mesh axes over which the leaf is sharded."""
+        return [name for part in self.spec for name in _names(part)]
+
+    @property
+    def cut(self) -> list[int]:
+        """The axes of the leaf that are sharded."""
+        return [axis for axis, part in enumerate(self.spec) if _names(part)]
 
     def shards(self, axis: int) -> int:
         """Into how many parts an axis of the leaf is cut."""
@@ -114,7 +129,7 @@ class LeafStep(NamedTuple):
 def needed(function: Callable[..., Any], operands: Sequence[Any]) -> list[bool]:
     """Which arguments the results of a function are computed from."""
     traced = jax.make_jaxpr(function)(*operands)
-    return list(dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[1])
+    return list(core.dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[1])
 
 
 def moments_of(args: PyTree) -> list[LeafMoment]:

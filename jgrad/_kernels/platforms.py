@@ -14,14 +14,15 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jgrad._kernels import passes, places
 from jgrad._kernels.leaf_step import Form, LeafStep, Place, moments_of
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.contexts import during
 from jgrad._trees.trees import PyTree
+from jgrad._trees.unpromised import Unpromised
+
+core = Unpromised("moments in 8 bits")
 
 _forced: ContextVar[Form | None] = ContextVar("forced", default=None)
 
@@ -52,7 +53,7 @@ def run(
     step = LeafStep(function, structure, places, replaced, place, no_kernel, (), ())
     types = _traced.trace(*operands, step=step).jaxpr.out_avals
     step = step._replace(types=tuple(types), used=(True,) * len(types))
-    results = iter(_step.bind(*operands, step=step))
+    results = iter(_operation().bind(*operands, step=step))
     values = list(itertools.islice(results, len(types) - 2 * len(moments)))
     return values, [Blocks(next(results), next(results), m.blocks.form) for m in moments]
 
@@ -64,10 +65,21 @@ def forced(form: Form) -> AbstractContextManager[Form | None]:
 
 # ---- the operation -----------------------------------------------------------------------------
 
-# `jax.extend` and `jax.interpreters` may change with any release: checked in JAX 0.7 to 0.12.
 
-_step = Primitive("jgrad_leaf_step")
-_step.multiple_results = True
+@functools.cache
+def _operation() -> Any:
+    """Made when it is first needed, since JAX promises none of what it takes."""
+    step = core.Primitive("jgrad_leaf_step")
+    step.multiple_results = True
+    step.def_impl(_run)
+    step.def_abstract_eval(_types)
+    core.primitive_batchers[step] = _batched
+    core.primitive_jvps[step] = _differentiated
+    core.dce_rules[step] = _without_unused
+    core.register_lowering(step, functools.partial(_lowered, by_default=None))
+    for platform, form in _ON_PLATFORMS.items():
+        core.register_lowering(step, functools.partial(_lowered, by_default=form), platform)
+    return step
 
 
 def _plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
@@ -82,7 +94,7 @@ _is_disabled = operator.attrgetter("jax_disable_jit")  # which has a type since 
 
 @functools.partial(jax.jit, static_argnames="step")
 def _compiled(*operands: Any, step: LeafStep) -> list[jax.Array]:
-    return list(_step.bind(*operands, step=step))
+    return list(_operation().bind(*operands, step=step))
 
 
 def _run(*operands: Any, step: LeafStep) -> list[jax.Array]:
@@ -102,7 +114,7 @@ def _batched(operands: Sequence[Any], axes: Sequence[Any], *, step: LeafStep) ->
 
 def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: LeafStep) -> Any:
     """Of the plain step. What has no slope is constant, and codes of it alone need none."""
-    moving = [i for i, slope in enumerate(tangents) if not isinstance(slope, ad.Zero)]
+    moving = [i for i, slope in enumerate(tangents) if not isinstance(slope, core.Zero)]
 
     def of_moving(*xs: Any) -> list[jax.Array]:
         replaced = dict(zip(moving, xs, strict=True))
@@ -124,16 +136,10 @@ def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any
     return [True] * len(equation.invars), equation.replace(outvars=results, params={"step": step})
 
 
-_step.def_impl(_run)
-_step.def_abstract_eval(_types)
-batching.primitive_batchers[_step] = _batched
-ad.primitive_jvps[_step] = _differentiated
-partial_eval.dce_rules[_step] = _without_unused
-
-
 def _lowered(context: Any, *operands: Any, by_default: Form | None, step: LeafStep) -> Any:
     form = _forced.get() or by_default
-    is_local = _is_on_one_device(context.module_context.axis_context)
+    around = getattr(getattr(context, "module_context", None), "axis_context", None)
+    is_local = _is_on_one_device(around)
     place = None
     if form is not None:
         place = places.of(step, context.avals_in, form, is_local=is_local)
@@ -148,19 +154,20 @@ def _lowered(context: Any, *operands: Any, by_default: Form | None, step: LeafSt
         interpret = _forced.get() is not None
         return tpu.run(step, operands, place, interpret=interpret)
 
-    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+    return core.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-mlir.register_lowering(_step, functools.partial(_lowered, by_default=None))
 _ON_PLATFORMS: dict[str, Form] = {"tpu": "kernel", "cuda": "two passes", "rocm": "two passes"}
-for _platform, _form in _ON_PLATFORMS.items():
-    mlir.register_lowering(_step, functools.partial(_lowered, by_default=_form), _platform)
 
 
 def _is_on_one_device(context: Any) -> bool:
-    """Whether a program is for one device, or is what each device does by itself."""
+    """Whether a program is for one device, or is what each device does by itself.
+
+    False where nothing says it: a kernel would take a shard for the leaf.
+    """
     # What a lowering knows of its devices is private, checked in JAX 0.7 to 0.12.
-    manual = getattr(context, "manual_axes", None)
-    if manual is not None:
-        return set(manual) >= {name for name, n in context.mesh.shape.items() if n > 1}
-    return bool(getattr(context, "num_devices", 1) == 1)
+    manual, mesh = (getattr(context, name, None) for name in ("manual_axes", "mesh"))
+    if manual is not None and mesh is not None:
+        return set(manual) >= {name for name, n in mesh.shape.items() if n > 1}
+    in_pmap = hasattr(context, "axis_env")  # of old versions
+    return bool(in_pmap or getattr(context, "num_devices", None) == 1)

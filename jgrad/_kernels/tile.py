@@ -11,7 +11,7 @@ import numpy as np
 
 from jgrad._quantized import codes as coding
 from jgrad._quantized.codec import Codec
-from jgrad._quantized.random_bits import mixed
+from jgrad._quantized.random_bits import Part, mixed
 from jgrad._trees.blocks import Blocks
 
 
@@ -42,12 +42,14 @@ class TileRounding(NamedTuple):
     Attributes:
       first: a number of uint32 for the tile, or for each of its rows.
       second: another one.
+      part: which part of its leaf the array is, if it is one; `first` has its first element.
       in_rows: whether elements are counted within rows.
       tile: where this is.
     """
 
     first: jax.Array
     second: jax.Array
+    part: Part | None
     in_rows: bool
     tile: Tile
 
@@ -55,9 +57,9 @@ class TileRounding(NamedTuple):
         """Random bits, as `random_bits.random_bits` has them for these elements."""
         leaf, shape = self.tile.leaf, self.tile.shape
         numbers = jnp.zeros(shape, jnp.int32)
+        whole = Part((1,) * len(leaf), ()) if self.part is None else self.part
         for axis in [len(leaf) - 1] if self.in_rows else range(len(leaf)):
-            stride = 1 if self.in_rows else int(np.prod(leaf[axis + 1 :], dtype=np.int64))
-            factor = np.uint32(stride % 2**32).astype(np.int32)
+            factor = np.uint32(whole.strides(leaf)[axis] % 2**32).astype(np.int32)
             numbers = numbers + self.tile.numbers(axis) * factor
         elements = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
         first, second = (jnp.broadcast_to(x, shape) for x in (self.first, self.second))

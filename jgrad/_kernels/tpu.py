@@ -5,6 +5,7 @@ read and written with the rows along the lanes, as XLA lays them out on a TPU, s
 transposed in memory. A number for each row is, too.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -22,14 +23,13 @@ from jgrad._kernels.leaf_step import LeafStep, Place, needed
 from jgrad._kernels.moment import TileMoment
 from jgrad._kernels.tile import Tile, TileRounding
 from jgrad._quantized.encoding import Rounding
+from jgrad._quantized.random_bits import Part
 from jgrad._trees.blocks import SIZE
 from jgrad._trees.shardings import varying_as
 from jgrad._trees.trees import PyTree
+from jgrad._trees.unpromised import Unpromised
 
-try:  # in neither place promised, checked in JAX 0.7 to 0.12
-    from jax import enable_x64
-except ImportError:  # JAX 0.7
-    from jax.experimental import enable_x64  # type: ignore[attr-defined, no-redef]
+core = Unpromised("moments in 8 bits")
 
 _ROWS = 1024  # of a step of the grid at most
 _MEMORY = 8 * 2**20  # bytes of the buffers of a step; a TPU gives a kernel 16 MiB unless told
@@ -42,6 +42,7 @@ class _Keys(NamedTuple):
 
     first: jax.Array
     second: jax.Array
+    part: Part | None
 
 
 def run(
@@ -54,20 +55,24 @@ def run(
         if not isinstance(x, Rounding):
             return x
         ids = tuple(map(id, jax.tree.leaves(x)))
-        return keys[ids] if ids in keys else keys.setdefault(ids, _keys(x))
+        return keys[ids] if ids in keys else keys.setdefault(ids, _keys(x, leaf))
 
-    is_rounding = functools.partial(_is_a, Rounding)
+    leaf, is_rounding = operands[step.codes[0]].shape, functools.partial(_is_a, Rounding)
     prepared = jax.tree.map(prepare, step.arguments(operands), is_leaf=is_rounding)
     kernel = LeafKernel(step, operands, prepared, interpret=interpret)
     arrays = list(map(kernel.as_operand, kernel.arrays, kernel.kinds))
     return places.on_shards(kernel, arrays, kernel.leaf, place)
 
 
-def _keys(rounding: Rounding) -> _Keys:
-    leaf = jnp.asarray(rounding.keys.leaf)
+def _keys(rounding: Rounding, shape: tuple[int, ...]) -> _Keys:
+    of_leaf, first, part = rounding.keys
+    leaf = jnp.asarray(of_leaf)
     sums = jnp.broadcast_to(rounding.of_step, leaf.shape) + leaf
-    keys = sums[..., 0] + jnp.asarray(rounding.keys.first), sums[..., 1]
-    return _Keys(*(x[..., None] if x.ndim else x for x in keys))
+    if part is not None:
+        first, part = part.first(shape), dataclasses.replace(part, index=())
+    keys = sums[..., 0] + jnp.asarray(first), sums[..., 1]
+    in_column, second = (x[..., None] if x.ndim else x for x in keys)
+    return _Keys(in_column, second, part)
 
 
 class LeafKernel:
@@ -138,7 +143,7 @@ class LeafKernel:
         results = {result: i for i, (result, _) in enumerate(written)}
         aliases = {x: results[y] for y, x in self.aliases.items() if y in results}
         varying = varying_as(operands)
-        with enable_x64(False):  # Mosaic has no 64 bits, and Python's numbers would have them
+        with core.enable_x64(False):  # Mosaic has no 64 bits, and Python's numbers would have them
             new = pl.pallas_call(
                 functools.partial(self._step, tuple(lead), kinds),
                 grid=(count, pl.cdiv(rows, taken), blocks),

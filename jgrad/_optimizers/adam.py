@@ -333,7 +333,8 @@ def adam(
         paper, with an epsilon that is not corrected; None for neither. See `adam_step`.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
         or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it; see `leaf_programs`.
+        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
+        are rounded with the random bits of one device if it says where their elements are.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
@@ -365,7 +366,7 @@ def adam(
     """
     given = _OPTIONS.check("adam", locals())
 
-    moments = given.moments(mesh_axes=mesh_axes)
+    moments = given.moments()
     return transformation("adam", _compute(given), mw=True, vw=True, moments=moments)
 
 
@@ -392,7 +393,8 @@ def scale_by_adam(
       bias_correction: see `adam_step`.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
         or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it; see `leaf_programs`.
+        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
+        are rounded with the random bits of one device if it says where their elements are.
       moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
@@ -418,5 +420,5 @@ def scale_by_adam(
     """
     given = _DIRECTION.check("scale_by_adam", locals())
 
-    moments = given.moments(mesh_axes=mesh_axes)
+    moments = given.moments()
     return transformation("scale_by_adam", _compute(given), mw=True, vw=True, moments=moments)

@@ -166,7 +166,8 @@ def gradient_descent(
         d' - weight_decay w, with a weight decay in [0, 1), which acts even at a learning rate of 0.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
         or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it; see `leaf_programs`.
+        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
+        are rounded with the random bits of one device if it says where their elements are.
       moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
@@ -209,5 +210,5 @@ def gradient_descent(
         )
         return updates, *(new or [None]), None
 
-    moments = given.moments(mesh_axes=mesh_axes)
+    moments = given.moments()
     return transformation("gradient_descent", compute, mw=momentum is not None, moments=moments)

@@ -140,7 +140,8 @@ def lion(
         [0, 1), which acts even at a learning rate of 0.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
         or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it; see `leaf_programs`.
+        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
+        are rounded with the random bits of one device if it says where their elements are.
       moment_dtype: dtype of the moment; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
@@ -168,7 +169,7 @@ def lion(
     """
     given = _OPTIONS.check("lion", locals())
 
-    moments = given.moments(mesh_axes=mesh_axes)
+    moments = given.moments()
     return transformation("lion", _compute(given), mw=True, moments=moments)
 
 
@@ -190,7 +191,8 @@ def scale_by_lion(
       beta2: decay rate of the moment, in [0, 1), as in `lion`.
       mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
         or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it; see `leaf_programs`.
+        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
+        are rounded with the random bits of one device if it says where their elements are.
       moment_dtype: dtype of the moment; None for the parameter's, but at least float32; "8bit" for
         `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
         parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
@@ -216,5 +218,5 @@ def scale_by_lion(
     """
     given = _DIRECTION.check("scale_by_lion", locals())
 
-    moments = given.moments(mesh_axes=mesh_axes)
+    moments = given.moments()
     return transformation("scale_by_lion", _compute(given), mw=True, moments=moments)

@@ -150,7 +150,7 @@ def optimizer_of_leaf(
             needs.refuse_without_effect(name, "moment_dtype", dtype, None, "without a moment")
         first = tuple(_at_first(bound.arguments.get(x, 1.0), is_beta[x]) for x in own)
         elementwise.check_zero(name, moments, results, jax.tree.leaves(first))
-        form = given.moments(mesh_axes=bound.arguments["mesh_axes"])
+        form = given.moments()
         compute = _compute(given, method, moments, own)
         has_mw, has_vw = (x in moments for x in _MOMENTS)
         return transformation(

@@ -4,6 +4,7 @@ The folders above ask an `ArraySpec`; they do not ask whether an array is packed
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._kernels.leaf_step import Place
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._packed import layouts
@@ -18,9 +20,11 @@ from jgrad._packed.buffers import join_leaves
 from jgrad._packed.layouts import WIDTH, RowOrder, Rows, Shard, Span
 from jgrad._packed.packed_layers import PackedLayers, ReorderedLayers
 from jgrad._packed.packing import Packed
-from jgrad._quantized.random_bits import ElementKeys, leaf_keys
+from jgrad._quantized.random_bits import ElementKeys, Part, leaf_keys, mixed
 from jgrad._trees import checks, shares, trees
+from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.shardings import varying_axes
 from jgrad._trees.trees import PyTree
 
 
@@ -97,21 +101,57 @@ class ArraySpec(NamedTuple):
         ]
         return self._in_shard_order(join_leaves(self.spans, elements, self.shape[0]))
 
-    def element_keys(self, seed: int, purpose: int, size: int) -> ElementKeys:
+    def element_keys(
+        self, seed: int, purpose: int, x: jax.Array | Blocks, place: Place | None = None
+    ) -> ElementKeys:
         """What random bits are a hash of, so that a leaf has the same ones packed or not.
 
         The elements of a leaf are counted in order; of a packed one layer after layer, which is
-        another order where layers are stacked over other axes than the first. So has one layer of
-        `size` elements, updated by itself, those that it has in its stack.
+        another order where layers are stacked over other axes than the first. So has one layer,
+        updated by itself, those that it has in its stack, and a shard those that it has in its
+        leaf. Where types alone say that it is a shard, its device has bits of its own.
+
+        Args:
+          seed: of the user.
+          purpose: what is rounded.
+          x: the array, or another one that is sharded as it is.
+          place: how it is sharded, if the user says it.
         """
-        keys = leaf_keys(seed, purpose, self.positions)
+        keys: Any = leaf_keys(seed, purpose, self.positions)
+        place = place if place is not None and place.is_shard and self._counts(place) else None
+        known = (*(place.names if place else ()), *(self.shard.axes if self.shard else ()))
+        if apart := [name for name in varying_axes(*jax.tree.leaves(x)) if name not in known]:
+            keys = keys + mixed(jax.lax.axis_index(tuple(apart)).astype(jnp.uint32))
         if self.is_unpacked:
-            return ElementKeys(shares.in_stack(keys[0], size), np.zeros((), np.uint32))
-        first = np.zeros(self.shape[0], np.uint32)
+            part = place and Part(
+                tuple(map(place.shards, range(len(x.shape)))),
+                tuple(place.index_of(i) if i in place.cut else None for i in range(len(x.shape))),
+            )
+            size = math.prod((*x.shape, *(part.counts if part else ())))
+            return ElementKeys(shares.in_stack(keys[0], size), np.zeros((), np.uint32), part)
+        first: Any = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span, self.width)
-        of_rows = ElementKeys(keys[self._leaf_of_row], self._in_shard_order(first))
-        return of_rows if self.shard is None else ElementKeys(*map(self.shard.slice, of_rows))
+        first = self._in_shard_order(first)
+        if place is not None:
+            sizes = np.array([span.size for span in self.spans], np.uint32)[self._leaf_of_row]
+            first = first + place.index_of(0).astype(jnp.uint32) * sizes
+        keys = keys[self._leaf_of_row]
+        if self.shard is not None:
+            keys, first = map(self.shard.slice, (keys, first))
+        return ElementKeys(keys, first)
+
+    def _counts(self, place: Place) -> bool:
+        """Whether the elements of a shard can be counted from its first one.
+
+        Of a packed leaf these have to follow each other. The layers of a stack that are updated one
+        by one are counted by themselves, so that nothing says where those of a device begin.
+        """
+        if self.is_unpacked:
+            share = shares.current()
+            return share is None or share.layer is None or 0 not in place.cut
+        in_order = all(span.layers.stacked[:1] in ((), (0,)) for span in self.spans)
+        return place.cut == [0] and in_order
 
     def mask_per_layer(self, mask: Sequence[bool]) -> bool | np.ndarray:
         """A bool per leaf as one for the array, or one for each layer where they differ."""

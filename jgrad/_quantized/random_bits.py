@@ -2,12 +2,16 @@
 
 So a step rounds alike on a tree, packed, on any number of devices, and after a resume. Nothing is
 kept in the state, and the program has no random number generator: the hash is ten integer
-operations per element, which XLA fuses into what is rounded.
+operations per element, which XLA fuses into what is rounded. Inside `shard_map` an array may be a
+part of a leaf: `Part` says where its elements are.
 
 Each leaf has two keys in each step. Two leaves have different ones in a step, and two steps for a
 leaf. A counter of steps that is saturated repeats them.
 """
 
+import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +26,35 @@ from jgrad._trees.shardings import sharded_as
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("index",), meta_fields=("counts",)
+)
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Which part of a leaf an array is.
+
+    Attributes:
+      counts: into how many parts each axis of the leaf is cut; static.
+      index: which of these the array has; None along an axis that is whole.
+    """
+
+    counts: tuple[int, ...]
+    index: tuple[jax.Array | None, ...]
+
+    def strides(self, shape: Sequence[int], first_axes: Sequence[int] = ()) -> list[int]:
+        """The distance of two neighbours in the leaf, along each axis of a part of this shape."""
+        whole = tuple(map(operator.mul, shape, self.counts))
+        return _strides(whole, first_axes)
+
+    def first(self, shape: Sequence[int], first_axes: Sequence[int] = ()) -> jax.Array:
+        """The number of the first element of a part of this shape."""
+        number = jnp.zeros((), jnp.uint32)
+        for i, n, stride in zip(self.index, shape, self.strides(shape, first_axes), strict=True):
+            if i is not None:
+                number = number + i.astype(jnp.uint32) * jnp.uint32(n * stride % 2**32)
+        return number
+
+
 class ElementKeys(NamedTuple):
     """What the hash knows of an array beside the step.
 
@@ -29,14 +62,18 @@ class ElementKeys(NamedTuple):
       leaf: two uint32 for each leaf, of shape (2,), or for the rows of a buffer (rows, 2). Arrays,
         since XLA compiles a scalar into the kernel of a leaf, and equal kernels only once.
       first: the number of the first element, a scalar 0; or that of each row, of shape (rows,).
+      part: which part of the leaf the array is; None for all of it, or for a buffer.
     """
 
     leaf: np.ndarray | jax.Array
     first: np.ndarray | jax.Array
+    part: Part | None = None
 
     def element_numbers(self, shape: tuple[int, ...], first_axes: Sequence[int] = ()) -> jax.Array:
         """The number of each element, layer after layer; of a buffer, in its row."""
-        return element_numbers(shape, within_rows=np.ndim(self.first) > 0, first_axes=first_axes)
+        if np.ndim(self.first):
+            return _iota(shape, len(shape) - 1)
+        return element_numbers(shape, first_axes, self.part)
 
 
 def leaf_keys(seed: int, purpose: int, positions: Sequence[int]) -> np.ndarray:
@@ -85,29 +122,40 @@ def mixed(x: Any, key: jax.Array | None = None) -> Any:
 
 
 def element_numbers(
-    shape: tuple[int, ...], *, within_rows: bool, first_axes: Sequence[int] = ()
+    shape: tuple[int, ...], first_axes: Sequence[int] = (), part: Part | None = None
 ) -> jax.Array:
-    """The number of each element in an array of this shape, or in its last axis.
+    """The number of each element in an array of this shape, or in the leaf of which it is a part.
 
     A sum over axes, without a reshape: XLA would move that through the hash, one operation in each
     round of its simplifications.
 
     Args:
       shape: of the array.
-      within_rows: whether each row counts from 0.
       first_axes: axes that are counted as if they came before all others.
+      part: see `ElementKeys`.
     """
-    if within_rows:
-        return _iota(shape, len(shape) - 1)
-    numbers, stride = None, 1
-    others = [axis for axis in range(len(shape)) if axis not in first_axes]
-    for axis in reversed([*first_axes, *others]):
+    strides = _strides(shape, first_axes) if part is None else part.strides(shape, first_axes)
+    numbers = None
+    for axis in reversed(_order(len(shape), first_axes)):
         if shape[axis] == 1:
             continue
         term = _iota(shape, axis)
-        term = term if stride == 1 else term * jnp.uint32(stride % 2**32)
-        numbers, stride = term if numbers is None else numbers + term, stride * shape[axis]
-    return jnp.zeros(shape, jnp.uint32) if numbers is None else numbers
+        term = term if strides[axis] == 1 else term * jnp.uint32(strides[axis] % 2**32)
+        numbers = term if numbers is None else numbers + term
+    numbers = jnp.zeros(shape, jnp.uint32) if numbers is None else numbers
+    return numbers if part is None else numbers + part.first(shape, first_axes)
+
+
+def _order(ndim: int, first_axes: Sequence[int]) -> list[int]:
+    return [*first_axes, *(axis for axis in range(ndim) if axis not in first_axes)]
+
+
+def _strides(shape: Sequence[int], first_axes: Sequence[int]) -> list[int]:
+    """The distance of two neighbours along each axis of an array."""
+    strides, stride = [1] * len(shape), 1
+    for axis in reversed(_order(len(shape), first_axes)):
+        strides[axis], stride = stride, stride * shape[axis]
+    return strides
 
 
 def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:

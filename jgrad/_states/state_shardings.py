@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import layouts, packing
@@ -98,7 +98,7 @@ def state_shardings(
     nodes = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=packing.is_packed))
     followed = _Shardings(nodes, sharded, replicated, axes)
     shardings = followed.of_state(variables.variables_of_blocks(state))
-    shardings = variables.in_form_of(state, shardings)
+    shardings = jax.tree.map(_as_returned, variables.in_form_of(state, shardings), state)
     if isinstance(tx, inside.Offloaded) and host_memory.is_there(_NAME):
         return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
     return shardings
@@ -257,6 +257,17 @@ def _sharded_further(
             kind = sharding.memory_kind
             return NamedSharding(sharding.mesh, _spec(names), memory_kind=kind)
     return sharding
+
+
+def _as_returned(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> NamedSharding:
+    """As an update returns it: JAX compiles once more for the same placement in other words.
+
+    Types of explicit axes have an entry for each axis of an array.
+    """
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return sharding
+    spec = PartitionSpec(*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def _spec(axes: Sequence[_Axes]) -> PartitionSpec:

@@ -195,8 +195,9 @@ def barrier(tree: PyTree) -> PyTree:
 
 def _manual_axes() -> list[str]:
     """Those of the `shard_map` or `pmap` around that have a name."""
-    # Not documented, checked in JAX 0.7 to 0.12.
-    manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = (name for name, kind in kinds if kind == AxisType.Manual)
     return [name for name in manual if not str(name).startswith(_WITHOUT_NAME)]
 
 

@@ -1,12 +1,15 @@
 """Which trace is at hand."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
-import jax
-from jax.extend import core
+from jgrad._trees import unpromised
 
-# Equal in one trace, and in no other: not inside a branch. Not documented, in `jax.core` up to JAX
-# 0.7, checked in JAX 0.7 to 0.12.
-trace_state: Callable[[], Hashable] = next(
-    x.get_opaque_trace_state for x in (core, jax.core) if hasattr(x, "get_opaque_trace_state")
-)
+
+def trace_state() -> Hashable:
+    """Equal in one trace, and in no other: not inside a branch.
+
+    Where JAX does not say it, each is another one: what wrappers tell each other is then forgotten,
+    and they compute it again.
+    """
+    found = unpromised.find("get_opaque_trace_state")
+    return object() if found is None else found()

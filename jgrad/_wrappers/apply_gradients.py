@@ -49,7 +49,8 @@ def apply_gradients(
       state: of `tx`.
       params: parameters.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
-        prefix tree of those.
+        prefix tree of those. Inside `shard_map` what is rounded at random needs it, to have the
+        bits that it has on one device.
       extra_args: for `tx.update`.
 
     Returns:

@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # may change, checked in JAX 0.7 to 0.12
 
 from jgrad._kernels import places
 from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
 from jgrad._trees.blocks import SIZE, Blocks
 from jgrad._trees.trees import PyTree
+from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers import inside
 from jgrad._wrappers.apply_gradients import apply_gradients
+
+core = Unpromised("`leaf_programs`")
 
 _NAME = "leaf_programs"
 _KERNEL = "one kernel"
@@ -87,7 +89,7 @@ def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tupl
     """The answer for each of the known values whose codes a step of a leaf reads."""
     known = dict(known)
     for equation in jaxpr.eqns:
-        operands = [None if isinstance(x, Literal) else known.get(x) for x in equation.invars]
+        operands = [None if isinstance(x, core.Literal) else known.get(x) for x in equation.invars]
         if (step := equation.params.get("step")) is not None:
             place = places.of(step, [x.aval for x in equation.invars], "kernel", is_local=is_local)
             answer = f"XLA: {place}" if isinstance(place, str) else _KERNEL
@@ -102,11 +104,11 @@ def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tupl
             yield from _answers(inner, inside, is_local)
 
 
-def _inside(params: dict[str, Any]) -> list[Jaxpr]:
+def _inside(params: dict[str, Any]) -> list[Any]:
     """The programs of an operation: those of a call, of a loop, or of branches."""
     leaves = jax.tree.leaves(list(params.values()))
-    programs = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in leaves]
-    return [x for x in programs if isinstance(x, Jaxpr)]
+    programs = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in leaves]
+    return [x for x in programs if isinstance(x, core.Jaxpr)]
 
 
 def _is_blocks(x: Any) -> bool:

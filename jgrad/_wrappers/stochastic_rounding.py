@@ -14,6 +14,7 @@ from jgrad._inputs.around import Rest, Then, in_float32, offer
 from jgrad._inputs.inputs import Finished
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
+from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._quantized import bfloat16
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys
@@ -61,7 +62,7 @@ class StochasticState(NamedTuple):
 
 @explained
 def stochastic_rounding(
-    tx: optax.GradientTransformation, *, seed: int = 0
+    tx: optax.GradientTransformation, *, seed: int = 0, mesh_axes: PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Trains bfloat16 parameters without float32 copies, by rounding new weights stochastically.
 
@@ -84,20 +85,25 @@ def stochastic_rounding(
     one unit in the last place of the larger of both weights, as it is with `master_weights`.
 
     The random bits are a hash of (seed, step, leaf, element). No key is in the state. The bits are
-    the same on a tree, packed, on any number of devices, on all replicas, and after a resume. They
-    repeat once the counter of steps is saturated, after 2^31 updates. Models under `vmap` have the
-    same bits.
+    the same on a tree, packed, on any number of devices, on all replicas, and after a resume;
+    inside `shard_map` where `mesh_axes` says how leaves are sharded, or `zero` does. They repeat
+    once the counter of steps is saturated, after 2^31 updates. Models under `vmap` have the same
+    bits.
 
     Args:
       tx: any transformation. It sees float32 gradients and parameters for bfloat16 ones.
       seed: an int of at least 0. Another seed gives other random bits.
+      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those. It
+        is told to `tx`, whose moments may be rounded at random, too. Without it the devices have
+        random bits of their own where types say that a leaf is sharded (`check_vma=True`), and
+        otherwise those of the first device.
 
     Returns:
       A transformation with state `StochasticState(done, inner)`. Its update needs the parameters.
 
     Raises:
-      TypeError: `tx` is not a transformation, `seed` is not an int, or a parameter is of float16 or
-        of 8 bits: use `master_weights` for these.
+      TypeError: `tx` is not a transformation, `seed` is not an int, `mesh_axes` is of the wrong
+        kind, or a parameter is of float16 or of 8 bits: use `master_weights` for these.
       ValueError: `seed` below 0; from `init`, another wrapper inside that rounds weights.
 
     Example:
@@ -113,6 +119,7 @@ def stochastic_rounding(
     """
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "seed", seed, low=0)
+    read_mesh_axes(_NAME, mesh_axes)
 
     def init(params: PyTree) -> StochasticState:
         arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()
@@ -133,10 +140,11 @@ def stochastic_rounding(
         step = optax.safe_increment(_counter(state.done))
         wide = parameters.wide_gradients(updates, params, _is_rounded)
         wide_params, of_step = _wide(params), step_keys(step)
+        places = inputs.places_of(mesh_axes)
 
         def arrays(i: int) -> tuple[Any, Rounding]:
-            p = inputs.reference.leaves[i]
-            return p, Rounding(of_step, inputs.specs[i].element_keys(seed, _PURPOSE, p.size))
+            p, place = inputs.reference.leaves[i], places[i] if places else None
+            return p, Rounding(of_step, inputs.specs[i].element_keys(seed, _PURPOSE, p, place))
 
         def rest(i: int) -> Rest | None:
             after = inputs.rest(i)
@@ -146,7 +154,7 @@ def stochastic_rounding(
             return Rest.of_wrapper(_rounded_alone, arrays(i), _wide_weight, finishing, after)
 
         weights = trees.flatten(wide_params)[0]
-        then = Then(state.inner, weights, rest, inputs.places_of(None), inputs.then)
+        then = Then(state.inner, weights, rest, places, inputs.then)
         steps, inner = inputs.hand_over(
             tx, wide, state.inner, wide_params, stay_finite=True, then=then
         )

@@ -9,6 +9,7 @@ import jgrad
 from jgrad._packed import array_spec
 from jgrad._quantized.random_bits import (
     ElementKeys,
+    Part,
     element_numbers,
     leaf_keys,
     random_bits,
@@ -21,7 +22,7 @@ NOISE = 5 / COUNT**0.5  # of a correlation: five standard deviations
 
 @jax.jit
 def _drawn(step, keys):
-    numbers = element_numbers((COUNT,), within_rows=False)
+    numbers = element_numbers((COUNT,))
     return random_bits(step_keys(step), ElementKeys(keys, np.zeros((), np.uint32)), numbers)
 
 
@@ -80,7 +81,7 @@ def test_no_stream_is_a_part_of_another():
 def test_streams_whose_first_keys_are_near():
     """The second key enters between the rounds: else one would be the other, five elements on."""
     of_step = step_keys(jnp.int32(1))
-    numbers = element_numbers((4096,), within_rows=False)
+    numbers = element_numbers((4096,))
     draw = lambda *keys: np.asarray(
         random_bits(
             of_step, ElementKeys(np.array(keys, np.uint32), np.zeros((), np.uint32)), numbers
@@ -126,14 +127,27 @@ def test_the_same_element_packed_or_not(axis):
     tree = {"a": jnp.zeros((3, 1000)), "b": jnp.zeros(4097), "c": jnp.zeros((2, 5))}
     packed = jgrad.pack(tree, layer_axes={"a": axis, "b": None, "c": None})
     (spec,) = array_spec.specs(packed)
-    keys = spec.element_keys(0, 1, size=0)  # read of single leaves alone
-    rows = random_bits(step_keys(jnp.int32(3)), keys, element_numbers(spec.shape, within_rows=True))
+    keys = spec.element_keys(0, 1, *jax.tree.leaves(packed))
+    rows = random_bits(step_keys(jnp.int32(3)), keys, keys.element_numbers(spec.shape))
     unpacked = jgrad.unpack(
         jax.tree.map(lambda _: jax.lax.bitcast_convert_type(rows, jnp.float32), packed)
     )
     for position, x in enumerate(jax.tree.leaves(unpacked)):
         own = ElementKeys(leaf_keys(0, 1, [position])[0], np.zeros((), np.uint32))
-        expected = random_bits(
-            step_keys(jnp.int32(3)), own, element_numbers(x.shape, within_rows=False)
-        )
+        expected = random_bits(step_keys(jnp.int32(3)), own, element_numbers(x.shape))
         np.testing.assert_array_equal(jax.lax.bitcast_convert_type(x, jnp.uint32), expected)
+
+
+@pytest.mark.parametrize("first_axes", [(), (1,), (2, 0)], ids=str)
+def test_the_same_element_in_a_part(first_axes):
+    """Numbers of all parts of a leaf are those of the leaf, in every order of its axes."""
+    shape, counts = (4, 1, 6), (2, 1, 3)
+    whole = np.asarray(element_numbers(shape, first_axes))
+    order = [*first_axes, *(i for i in range(3) if i not in first_axes)]
+    expected = np.arange(24).reshape([shape[i] for i in order]).transpose(np.argsort(order))
+    np.testing.assert_array_equal(whole, expected)
+    for i in range(2):
+        for j in range(3):
+            part = Part(counts, (jnp.int32(i), None, jnp.int32(j)))
+            found = element_numbers((2, 1, 2), first_axes, part)
+            np.testing.assert_array_equal(found, whole[2 * i : 2 * i + 2, :, 2 * j : 2 * j + 2])
