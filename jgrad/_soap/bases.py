@@ -136,7 +136,7 @@ def _stack(x: jax.Array) -> jax.Array:
 def _begun(pairs: jax.Array) -> jax.Array:
     """Eigenvectors of the averages; the basis as it is where the average is zero."""
     size = pairs.shape[1]
-    average, is_zero = _normalized(pairs[:, :, :size])
+    average, is_dead = _normalized(pairs[:, :, :size])
     found = jnp.linalg.eigh(average)
     vectors = jax.lax.rev(found.eigenvectors, (2,))
     values = _without_noise(jax.lax.rev(found.eigenvalues, (1,)))[:, None]
@@ -144,8 +144,12 @@ def _begun(pairs: jax.Array) -> jax.Array:
     largest = jnp.argmax(numerics.abs_squared(vectors), axis=1, keepdims=True)
     vectors = vectors * _phase(jnp.take_along_axis(vectors, largest, axis=1)).conj()
     # Those of a null space are noise: they are completed from the others.
-    basis, _ = _orthogonal(jnp.where(values == 0, jnp.zeros_like(vectors), vectors))
-    return jnp.where(is_zero, pairs[:, :, size:], basis)
+    places = jnp.arange(size)[None, None]
+    is_noise = (values == 0) | (places >= jnp.sum(~is_dead, axis=1, keepdims=True))
+    units = _units(is_dead, is_noise)
+    basis, _ = _orthogonal(_with_units(jnp.where(is_noise, 0, vectors), units))
+    is_zero = jnp.all(is_dead, axis=1, keepdims=True)
+    return jnp.where(is_zero, pairs[:, :, size:], _with_units(basis, units))
 
 
 def _turned(pairs: jax.Array) -> jax.Array:
@@ -156,20 +160,42 @@ def _turned(pairs: jax.Array) -> jax.Array:
     second decomposition begins with the others, and makes the old columns orthogonal to them.
     """
     size = pairs.shape[1]
-    average, is_zero = _normalized(pairs[:, :, :size])
+    average, is_dead = _normalized(pairs[:, :, :size])
     basis = pairs[:, :, size:]
+    units = is_dead & (numerics.abs_squared(basis) > 0.5)  # one in a row, and one in a column
     powered = product(average, basis)
     estimates = jnp.sum((basis.conj() * powered).real, axis=1)[:, None]
+    powered = _with_units(powered, units)
     new, left = _in_order(powered, estimates)
     bound = float(jnp.finfo(left.dtype).eps) ** _DEPENDENT
     is_noise = left <= bound * jnp.max(estimates, axis=2, keepdims=True)
 
     def again() -> jax.Array:
-        kept = jnp.where(is_noise, basis, powered)
-        return _in_order(kept, jnp.where(is_noise, jnp.zeros_like(estimates), estimates))[0]
+        others = is_dead & ~jnp.any(units, axis=2, keepdims=True)
+        all_units = units | _units(others, is_noise)
+        kept = _with_units(jnp.where(is_noise, basis, powered), all_units)
+        ordered = jnp.where(is_noise, jnp.zeros_like(estimates), estimates)
+        return _with_units(_in_order(kept, ordered)[0], all_units)
 
-    new = jax.lax.cond(jnp.any(is_noise), again, lambda: new)
+    new = jax.lax.cond(jnp.any(is_noise), again, lambda: _with_units(new, units))
+    is_zero = jnp.all(is_dead, axis=1, keepdims=True)
     return jnp.where(is_zero, basis, new)
+
+
+def _units(is_dead: jax.Array, is_noise: jax.Array) -> jax.Array:
+    """Where the unit vectors of dead rows stand: the first in the first column of noise, ..."""
+    rows, columns = (jnp.cumsum(x, axis=1 + i) for i, x in enumerate((is_dead, is_noise)))
+    return is_dead & is_noise & (rows == columns)
+
+
+def _with_units(x: jax.Array, units: jax.Array) -> jax.Array:
+    """Columns with unit vectors among them, and no part of any other in the rows of these.
+
+    So an input or an output that has no gradient is a direction by itself, to the last bit, and
+    weights there do not move.
+    """
+    is_taken = jnp.any(units, axis=1, keepdims=True) | jnp.any(units, axis=2, keepdims=True)
+    return jnp.where(is_taken, units.astype(x.dtype), x)
 
 
 def _in_order(x: jax.Array, estimates: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -217,10 +243,15 @@ def _orthogonal(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _normalized(average: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each average by its largest element, and whether that is zero."""
-    is_zero = ~jnp.any(average != 0, axis=(1, 2), keepdims=True)
+    """Each average by its largest element, and which rows are dead: zero, or rounding beside that.
+
+    These rows and columns are zero in the result.
+    """
     scale = numerics.normal_scale(numerics.magnitude(average), (1, 2))
-    return numerics.scaled(average, 1 / scale), is_zero
+    average = numerics.scaled(average, 1 / scale)
+    largest = jnp.max(numerics.magnitude(average), axis=2, keepdims=True)
+    is_dead = largest <= float(jnp.finfo(largest.dtype).eps)
+    return jnp.where(is_dead | jnp.swapaxes(is_dead, 1, 2), 0, average), is_dead
 
 
 def _phase(x: jax.Array) -> jax.Array:

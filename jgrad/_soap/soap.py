@@ -332,8 +332,14 @@ def soap(
 
     The first update initializes P and Q, and moves nothing (`first_step="skip"`); t counts the
     updates after it. All products are in float32 or wider, by `jax.lax.Precision.HIGHEST`, since
-    bases in TensorFloat-32 or bfloat16 are off by more than a step turns them. Derivatives through
-    an update treat P and Q as constants.
+    bases in TensorFloat-32 or bfloat16 are off by more than a step turns them.
+
+    Rows and columns without any gradient are directions by themselves, to the last bit, so weights
+    there do not move. Other steps have no bound, since m' turns with the bases, and v' does not.
+
+    Derivatives through an update treat P and Q as constants. Those in the learning rate are exact
+    until the first power step, and close from then on. Those in weights or gradients are useless:
+    on a full batch they are 10^4 times too large, since the same gradient made the bases.
 
     Args:
       learning_rate: of matrices. A number in [0, inf), an array, or a schedule, which is a function

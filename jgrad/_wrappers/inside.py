@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._inputs.state import OptState
 from jgrad._trees import checks, host_memory, shares, trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.trees import PyTree
@@ -88,7 +87,7 @@ def check_state(function: str, state: PyTree, kind: type) -> None:
 
 
 UNROUNDED, REJECTED = "__jgrad_unrounded__", "__jgrad_rejected__"
-REPORT = "__jgrad_report__"
+REPORT, PARTS = "__jgrad_report__", "__jgrad_parts__"
 
 
 def parts(state: PyTree, attribute: str) -> list[PyTree]:
@@ -132,7 +131,7 @@ def _counts_updates(x: PyTree) -> bool:
 
 
 _COUNTERS: dict[str, Callable[[PyTree], bool]] = {
-    "step": lambda x: isinstance(x, OptState),
+    "step": lambda x: says(x, PARTS) and x.__jgrad_parts__.kind == "moments",
     "gradient_step": lambda x: isinstance(x, optax.MultiStepsState),
     "count": _counts_updates,
 }

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from tests.cases import FEW, every_case, gradients, params
+from tests.cases import CASES, FEW, every_case, gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 from tests.support.loops import (
@@ -166,6 +166,13 @@ def test_a_function_of_updates_is_the_emit_of_a_caller(inner, weighted, standard
     found = jax.jit(trained, static_argnums=0)(growing)
     assert_equal(found, jax.jit(trained, static_argnums=0)(100, emit=emit))
     assert int(found[1].inner.gradient_step) == 4
+
+
+@pytest.mark.parametrize("case", {case.make: case for case in CASES}.values(), ids=str)
+def test_every_method_counts_its_updates(case):
+    """Whatever the type of its state."""
+    state = jgrad.accumulate(case.without_masks().tx(), growing).init({"w": jnp.ones((4, 3))})
+    assert (int(state.gradient_step), bool(state.has_updated)) == (0, False)
 
 
 class Net(NamedTuple):
