@@ -431,7 +431,6 @@ def test_m12_messages(error, message, call):
     assert_error(error, message, call)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("matrices", [True, {"w": True}])
 def test_m12_no_rate_for_no_leaves(matrices):
     """Where all leaves are matrices, nothing is asked for the others."""
@@ -442,6 +441,7 @@ def test_m12_no_rate_for_no_leaves(matrices):
         assert 0.04 < float(jnp.max(jnp.abs(updates["w"]))) < 0.15
 
 
+@pytest.mark.slow
 def test_m12_what_optax_says(standard_promotion):
     """A documented name raises, a momentum of 1.5 and 20 steps of 5 do not, (1, 8) is broadcast."""
     w, g = {"w": jnp.ones((8, 8))}, {"w": normal(8, 8)}
