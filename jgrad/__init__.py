@@ -117,7 +117,7 @@ Names kept for Ivy
     inplace_decrement       returns the difference, in the dtypes of the old value
 """
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from jgrad._backward.scan_layers import scan_layers
 from jgrad._backward.step_in_backward import step_in_backward
@@ -178,7 +178,7 @@ from jgrad._wrappers.zero import zero
 __version__ = "1.1.0"
 
 
-if not TYPE_CHECKING:  # else a checker takes every name for one of the module
+if not _typing.TYPE_CHECKING:  # else a checker takes every name for one of the module
 
     def __getattr__(name: str) -> object:
         """An error that says what a name of other libraries, or an old one, is called here."""

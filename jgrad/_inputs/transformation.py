@@ -114,7 +114,7 @@ def transformation(
         )
         return inputs.directions(values), new
 
-    return pair(init, update, name)
+    return pair(init, update, name, checks_options=True)
 
 
 def _in_state(
@@ -147,6 +147,7 @@ def pair(
     name: str,
     *,
     handed_on: Sequence[str] = (),
+    checks_options: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation of that name, of functions that see arrays alone.
 
@@ -155,6 +156,7 @@ def pair(
       update: of one call.
       name: for messages.
       handed_on: which extra arguments `update` reads itself, too.
+      checks_options: whether `update` itself knows which of the options a call may change.
     """
     taken = keywords_of(update, handed_on)
 
@@ -166,7 +168,7 @@ def pair(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         if extra_args:
-            check_keywords(name, extra_args, taken)
+            check_keywords(name, extra_args, taken, checks_options=checks_options)
         updates, state = checks.values_of(updates), checks.values_of(state)
         params = arrays_of(params, updates)
         before = state

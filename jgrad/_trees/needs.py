@@ -30,7 +30,7 @@ class Need(NamedTuple):
     is_met: Callable[[Any], bool] | None = None
 
 
-def _of_some_rows(fraction: Any) -> bool:
+def _is_part(fraction: Any) -> bool:
     return not (fraction is None or (checks.is_number(fraction) and fraction == 1))
 
 
@@ -42,7 +42,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "weight_decay_rule": (_DECAY,),
     "nesterov": (
         _MOMENTUM,
-        Need(("fraction",), "with `fraction`", lambda x: not _of_some_rows(x)),
+        Need(("fraction",), "with `fraction`", lambda x: not _is_part(x)),
     ),
     "rate_in_momentum": (_MOMENTUM,),
     "moment_dtype": (_MOMENTUM,),
@@ -50,7 +50,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need(("moment_dtype",), "without `moment_dtype='8bit'`", lambda x: str(x) == "8bit"),
     ),
     "normuon_beta": (Need(("rule",), "without `rule='normuon'`", lambda x: x == "normuon"),),
-    "error_decay": (Need(("fraction",), "without `fraction`", _of_some_rows),),
+    "error_decay": (Need(("fraction",), "without `fraction`", _is_part),),
     "growth_interval": (Need(("loss_scale",), "without `loss_scale`"),),
     "small_apart": (
         Need(

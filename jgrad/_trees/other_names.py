@@ -169,13 +169,16 @@ def keywords_of(update: Callable[..., Any], handed_on: Sequence[str] = ()) -> tu
     return tuple(x for x in KEYWORDS if x in named or x in handed_on)
 
 
-def check_keywords(function: str, keywords: Collection[str], taken: tuple[str, ...]) -> None:
+def check_keywords(
+    function: str, keywords: Collection[str], taken: tuple[str, ...], *, checks_options: bool
+) -> None:
     """No keyword of a call is an option of the factory, or a misspelt keyword of ours.
 
-    Others are for the rest of a chain.
+    Others are for the rest of a chain. `checks_options` is for an `update` that does the former.
     """
     for name in keywords:
-        if name not in KEYWORDS:
+        is_checked = checks_options and name in _OPTIONS_OF.get(function, ())
+        if name not in KEYWORDS and not is_checked:
             refuse_option(function, name)
             refuse_keyword(function, name, meant_keyword(name, taken))
             if name == "weights" and _LOSS not in keywords:  # which losses have, and nobody else

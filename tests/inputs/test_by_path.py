@@ -302,7 +302,15 @@ def test_layers_places_and_masks():
     axes = jgrad.by_path({"layers/**": 0}, rest=None)
     use = jgrad.by_path({"embed": False}, rest=True)
     for make, options in [
-        (jgrad.lamb, {"layer_axes": axes, "trust_ratio_mask": use, "weight_decay_mask": use}),
+        (
+            jgrad.lamb,
+            {
+                "layer_axes": axes,
+                "trust_ratio_mask": use,
+                "weight_decay_mask": use,
+                "weight_decay": 0.1,
+            },
+        ),
         (jgrad.lars, {"layer_axes": axes}),
         (jgrad.muon, {"layer_axes": axes, "matrices": use, "adam_learning_rate": 0.1}),
     ]:

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jgrad
+from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees.needs import NEEDS
 from tests.support.errors import assert_error
 
@@ -40,6 +41,7 @@ def rows_of(make, options, *rows):
 NO_DECAY, NO_MOMENTUM = "without `weight_decay`, which may be 0", "without `momentum`"
 MASK_WITHOUT = f"{{'w': True, 'b': False}} of type dict, expected None {NO_DECAY}"
 NO_BLOCKS = "True, expected None without `moment_dtype='8bit'`"
+SMALL = f"True, expected False with a `max_size` below {SMALLEST}"
 RATE = {"learning_rate": 0.1}
 ROWS = [
     *(
@@ -92,11 +94,11 @@ ROWS = [
     ),
     *rows_of(
         jgrad.pack_small, {"tx": SGD},
-        ("small_apart", True, "True, expected False with a `max_size` below 4096", {"max_size": 4096}),
+        ("small_apart", True, SMALL, {"max_size": 4096}),
     ),
     *rows_of(
         jgrad.pack, {"tree": W, "max_size": 300},
-        ("small_apart", True, "True, expected False with a `max_size` below 4096", {"max_size": None}),
+        ("small_apart", True, SMALL, {"max_size": None}),
     ),
 ]  # fmt: skip
 

@@ -343,7 +343,7 @@ def test_a_step_that_overflows_without_parameters():
         (8.0, 1, "+++", [16, 32, 64]),
         (4.0, 9, "-----", [2, 1, 1, 1, 1]),  # not below 1
         (3.0, 9, "--", [1.5, 1]),
-        (None, 1, "+-+", [1, 1, 1]),
+        (None, 2000, "+-+", [1, 1, 1]),
     ],
 )
 def test_dynamic_scale(first, interval, steps, scales):
