@@ -229,7 +229,7 @@ MUTATIONS = [
     Mutation("Told.finite_with", "a caller overrules what was seen of gradients", "self.finite & given", "given", TOLD),
     Mutation("Told.commit_of", "gradients that nobody knows are clipped", "commit is None or _ or commit.is_finite(X)", "True", TOLD),
     Mutation("around._held", "a trace that fails is kept", "weakref.ref(x) if _ else X", "X", TOLD),
-    Mutation("Then.__init__", "float32 is asked what follows", "X if has_codes(state) else ()", "X", TOLD),
+    Mutation("Then.__init__", "float32 is asked what follows", "X if is_asked else ()", "X", TOLD),
     Mutation("Then.__init__", "one of two arrays is taken", "None if id(w) in X else i", "i", TOLD),
     Mutation("Commit.has_settled", "every array is settled", "_arrays(_).keys() <= _._updates.keys()", "True", SKIP),
     Mutation("Commit.is_old_or_new", "an update is a state", "_.get(id(X), (None, None))", "self._states.get(id(new), (None, self._updates.get(id(new)) is new and old))", HAND_OVER),

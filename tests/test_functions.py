@@ -12,7 +12,7 @@ LIMITS = {
     "lamb, decay": (205, 25),
     "muon, decay": (227, 26),
     "adam_update": (98, 16),
-    "carry_over, adam to skip(clip, adam)": (117, 27),
+    "carry_over, adam to skip(clip, adam)": (122, 30),
 }
 
 

@@ -10,6 +10,8 @@ from tests import frozen
 (FILE,) = frozen.DATA.glob("frozen_1.*.json")
 RECORD = json.loads(FILE.read_text())
 BY_NAME = "KEYWORD_ONLY"
+# What 2.0 changes on purpose; the changelog says why.
+CHANGED = {"hidden_matrices": ["exclude"]}
 
 
 def problems(then, now):
@@ -32,7 +34,8 @@ def test_what_is_frozen(name):
     if "fields" in then:
         assert now["fields"][: len(then["fields"])] == then["fields"]
     else:
-        assert not problems(then["arguments"], now["arguments"])
+        kept = [x for x in then["arguments"] if x[0] not in CHANGED.get(name, ())]
+        assert not problems(kept, now["arguments"])
 
 
 THEN = [["tx", "POSITIONAL_OR_KEYWORD", None], ["seed", BY_NAME, "0"]]

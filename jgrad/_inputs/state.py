@@ -54,7 +54,12 @@ class OptState(NamedTuple):
 class AdafactorState(OptState):
     """State of `adafactor`: an `OptState` whose `mw` averages steps, with the rate inside.
 
-    So that `carry_over` does not take it for averages of gradients.
+    It has a type of its own so that `carry_over` does not take `mw` for averages of gradients.
+
+    Attributes:
+      step: updates done, an int32 scalar.
+      mw: averages of steps; a tree like the parameters, or None without momentum.
+      vw: averages of squares of gradients; `Factors` for matrices.
 
     Example:
       >>> state = jgrad.adafactor(1e-2, momentum=0.9).init({"w": jnp.ones((3, 2))})
