@@ -232,6 +232,19 @@ def test_what_has_no_gradient_does_not_move(shape, every, dtype, x64):
         np.testing.assert_allclose(basis.T @ basis, np.eye(len(basis)), atol=2e-6)
 
 
+def test_a_basis_in_which_dead_rows_are_mixed(x64):
+    """As 1.1 made it: a power step gives them directions of their own."""
+    g = normal(12, 4)
+    g[[2, 5]] = 0
+    tx, w = soap(every=1), jnp.zeros((12, 4))
+    update = jax.jit(tx.update)
+    _, state = update(jnp.asarray(g), tx.init(w), w)
+    mixed = state.factors._replace(left_basis=jnp.asarray(np.linalg.svd(g)[0]))
+    _, state = update(jnp.asarray(g), state._replace(factors=mixed), w)
+    rows = np.asarray(state.factors.left_basis)[[2, 5]]
+    np.testing.assert_array_equal(np.sort(rows), [[0.0] * 11 + [1.0]] * 2)
+
+
 def test_units_that_die_come_to_rest(x64):
     """Their moments decay as Adam's do; rounding would move them by a tenth of a step for ever."""
     grads = np.stack(some(600, 8, 8, dtype=np.float32))
