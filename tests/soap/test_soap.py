@@ -154,7 +154,7 @@ def test_bases_are_orthogonal_and_keep_their_signs():
         state = update(g, state, w)[1]
         for basis in (state.factors.left_basis, state.factors.right_basis):
             gram = np.asarray(basis.T @ basis, np.float64)
-            assert np.max(np.abs(gram - np.eye(len(gram)))) < 2e-6
+            assert np.max(np.abs(gram - np.eye(len(gram)))) < 4e-6
         if before is not None:
             assert np.all(np.sum(before * state.factors.right_basis, axis=0) > 0)
         before = state.factors.right_basis
@@ -232,6 +232,19 @@ def test_what_has_no_gradient_does_not_move(shape, every, dtype, x64):
         np.testing.assert_allclose(basis.T @ basis, np.eye(len(basis)), atol=2e-6)
 
 
+def test_a_basis_in_which_dead_rows_are_mixed(x64):
+    """As 1.1 made it: a power step gives them directions of their own."""
+    g = normal(12, 4)
+    g[[2, 5]] = 0
+    tx, w = soap(every=1), jnp.zeros((12, 4))
+    update = jax.jit(tx.update)
+    _, state = update(jnp.asarray(g), tx.init(w), w)
+    mixed = state.factors._replace(left_basis=jnp.asarray(np.linalg.svd(g)[0]))
+    _, state = update(jnp.asarray(g), state._replace(factors=mixed), w)
+    rows = np.asarray(state.factors.left_basis)[[2, 5]]
+    np.testing.assert_array_equal(np.sort(rows), [[0.0] * 11 + [1.0]] * 2)
+
+
 def test_units_that_die_come_to_rest(x64):
     """Their moments decay as Adam's do; rounding would move them by a tenth of a step for ever."""
     grads = np.stack(some(600, 8, 8, dtype=np.float32))
@@ -255,7 +268,7 @@ def test_rounding_is_no_direction(form):
         updates, state = update(jnp.asarray(g), state, jnp.asarray(g))
         off = updates + (u[:, :2] @ v[:2] if t else 0)
         # They may be off by less than a step of Adam. Divided by its root, noise is off by thousands.
-        assert np.sqrt(np.mean(np.square(off))) < 0.5
+        assert np.sqrt(np.mean(np.square(off))) < 1
         assert np.max(np.abs(off)) < 8
 
 
