@@ -270,7 +270,7 @@ def test_as_on_one_device(optimizer, form, way, axis_type, check_vma):
     found = on_a_mesh(optimizer, form, way, axis_type, check_vma)
     expected = on_one_device(optimizer)
     for name, wrapper, _ in subjects(optimizer, form, way):
-        # In a part of a leaf, elements are counted anew: other bits round them at each step.
+        # Nobody says where the elements of a part are: other bits round them at each step.
         other_bits = wrapper.name == "stochastic_rounding" and way.specs(form) != P()
         start = parameters(wrapper.dtype)
         assert_close(found[name], expected[name], start, *((0.3, 4) if other_bits else (EXACT, 1)))
