@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Concatenate, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,21 +33,32 @@ _NAME = "step_in_backward"
 _is_forced: ContextVar[bool] = ContextVar(_NAME, default=False)
 
 Results = tuple[PyTree, PyTree, PyTree]
-TrainStep = Callable[..., Results]
 Args = tuple[PyTree, ...]
 Extra = dict[str, PyTree]
+
+Params = TypeVar("Params")
+State = TypeVar("State")
+Value = TypeVar("Value", covariant=True)
+
+
+class TrainStep(Protocol[Params, Value]):
+    """What `step_in_backward` returns."""
+
+    def __call__(
+        self, params: Params, state: State, *args: Any, **extra_args: Any
+    ) -> tuple[Params, State, Value]: ...
 
 
 def step_in_backward(
     tx: optax.GradientTransformation,
-    loss: Callable[..., Any],
+    loss: Callable[Concatenate[Params, ...], Value],
     *,
     first_pass: bool = False,
     has_aux: bool = False,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
     mesh_axes: PyTree = None,
-) -> TrainStep:
+) -> TrainStep[Params, Value]:
     """Builds a train step that updates each layer in the backward pass, one after the other.
 
         value, g       = value_and_grad(loss)(params, *args)

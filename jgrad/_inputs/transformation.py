@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
 from jgrad._arithmetic import rules
 from jgrad._inputs.inputs import Inputs, Parameters
@@ -60,7 +59,7 @@ def transformation(
     more: MoreFields | None = None,
     state_type: type[OptState] = OptState,
     stays_finite: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """An optimizer with the state `OptState(step, mw, vw)`, or with one that has more fields.
 
     Args:
@@ -148,7 +147,7 @@ def pair(
     *,
     handed_on: Sequence[str] = (),
     checks_options: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """The transformation of that name, of functions that see arrays alone.
 
     Args:

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics, rules
@@ -31,6 +30,7 @@ from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_co
 from jgrad._muon.parts import Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, needs, trees, values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -376,7 +376,7 @@ def muon(
     adam_weight_decay: Number | None = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Muon for matrices, AdamW for all other leaves.
 
         m'  = momentum m + (1 - momentum) g
@@ -566,7 +566,7 @@ def scale_by_muon(
     adam_epsilon: Number = 1e-8,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Muon's direction for `optax.chain`: no learning rates, no minus sign and no weight decay.
 
         updates = s X for matrices, Adam's direction for all other leaves

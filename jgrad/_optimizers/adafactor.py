@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs, on_leaf
@@ -35,6 +34,7 @@ from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
@@ -405,7 +405,7 @@ def adafactor(
     layer_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Adafactor, which keeps second moments as averages over rows and columns of matrices.
 
         beta2 = min(1 - t^-beta2_decay, beta2_cap)

@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
@@ -20,6 +19,7 @@ from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import Compute, transformation
 from jgrad._kernels.moment import Moments
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
@@ -299,7 +299,7 @@ def adam(
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Adam, which is AdamW with `weight_decay`.
 
         m'    = beta1 m + (1 - beta1) g
@@ -380,7 +380,7 @@ def scale_by_adam(
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Adam's direction for `optax.chain`: no learning rate, no minus sign and no weight decay.
 
         updates = delta

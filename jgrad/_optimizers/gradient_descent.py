@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import optax
 
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
@@ -17,6 +16,7 @@ from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
@@ -137,7 +137,7 @@ def gradient_descent(
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Gradient descent, with or without momentum.
 
         d   = g + weight_decay w

@@ -4,7 +4,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
@@ -29,6 +28,7 @@ from jgrad._layers.trust import (
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import BiasCorrection
 from jgrad._trees import values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -294,7 +294,7 @@ def lamb(
     layer_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """LAMB: Adam, with each layer's learning rate scaled to the norm of its weights.
 
         delta = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon), as in `adam`

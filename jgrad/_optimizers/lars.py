@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
@@ -29,6 +28,7 @@ from jgrad._layers.trust import (
     scaled_by_trust_ratio,
 )
 from jgrad._trees import checks, values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -253,7 +253,7 @@ def lars(
     layer_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """LARS: momentum, with each layer's learning rate scaled to the norm of its weights.
 
         ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon), and 1 where a norm is 0

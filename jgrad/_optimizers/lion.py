@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import optax
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
@@ -18,6 +17,7 @@ from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import Compute, transformation
 from jgrad._kernels.moment import Moments
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
@@ -111,7 +111,7 @@ def lion(
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Lion, which moves each weight along the sign of an average of gradients.
 
         direction = sign(beta1 m + (1 - beta1) g)
@@ -181,7 +181,7 @@ def scale_by_lion(
     mesh_axes: PyTree = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Lion's direction for `optax.chain`: no learning rate, no minus sign and no weight decay.
 
         updates = sign(beta1 m + (1 - beta1) g)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jgrad._arithmetic import elementwise, leafwise, numerics
 from jgrad._arithmetic.numerics import BetaForms
@@ -19,6 +18,7 @@ from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, transformation
 from jgrad._optimizers.lion import lion
 from jgrad._trees import checks, needs, values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 
 _NAME = "optimizer_of_leaf"
@@ -54,7 +54,7 @@ class Beta(_Forms):
 
 def optimizer_of_leaf(
     function: Callable[..., Any], /, *, stays_finite: bool = False
-) -> Callable[..., optax.GradientTransformationExtraArgs]:
+) -> Callable[..., Transformation]:
     """Makes an optimizer from a function of one leaf that you write; use it as a decorator.
 
         direction, mw', vw' = function(g, mw, vw)
@@ -135,7 +135,7 @@ def optimizer_of_leaf(
     options = Options(learning_rate=Role.RATE, **kinds, **_SHARED)
     signature = _signature(function, kinds)
 
-    def factory(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+    def factory(*args: Any, **kwargs: Any) -> Transformation:
         try:
             bound = signature.bind_partial(*args, **kwargs)
         except TypeError as error:
@@ -224,4 +224,4 @@ def _signature(function: Callable[..., Any], numbers: Iterable[str]) -> inspect.
     own, others = (inspect.signature(x).parameters for x in (function, lion))
     shared = [x for name, x in others.items() if name in _SHARED]
     parameters = [others["learning_rate"], *(own[x] for x in numbers), *shared]
-    return inspect.Signature(parameters, return_annotation=optax.GradientTransformationExtraArgs)
+    return inspect.Signature(parameters, return_annotation=Transformation)

@@ -12,6 +12,7 @@ from jgrad._inputs.options import Mask
 from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
@@ -26,7 +27,7 @@ def scale_by_trust_ratio(
     trust_ratio_mask: Mask = None,
     mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Scales the update of each layer to the norm of its weights, as LAMB does.
 
         ratio    = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0

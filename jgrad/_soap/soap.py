@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import on_leaf
@@ -28,6 +27,7 @@ from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
 from jgrad._trees import trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
@@ -313,7 +313,7 @@ def soap(
     adam_weight_decay: Number | None = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """SOAP for matrices, which is Adam in Shampoo's eigenbases, and AdamW for all other leaves.
 
         m'  = beta1 m + (1 - beta1) g

@@ -20,6 +20,7 @@ from jgrad._inputs.told import telling, told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, shares, trees, values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
@@ -171,7 +172,7 @@ def accumulate(
     weighted: bool = False,
     mesh_axes: PyTree = None,
     mean: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Accumulates gradients over a window of mini-batches, and updates once with their mean.
 
         total'  = total + g          where all of g is finite; else g is left out, and counted

@@ -21,6 +21,7 @@ from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
@@ -70,7 +71,7 @@ def clip_by_global_norm(
     *,
     mesh_axes: PyTree = None,
     of: Literal["current", "previous"] = "current",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Scales all updates down together if their global norm exceeds `max_norm`.
 
         updates' = min(1, max_norm / |updates|) updates

@@ -15,6 +15,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees, values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
@@ -48,7 +49,7 @@ def ema(
     *,
     start: Scalar = 0,
     debias: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Keeps an exponential moving average of the parameters, and leaves the updates unchanged.
 
         average' = decay average + (1 - decay) (w + updates)

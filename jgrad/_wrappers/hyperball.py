@@ -23,6 +23,7 @@ from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
@@ -81,7 +82,7 @@ def hyperball(
     mesh_axes: PyTree = None,
     layer_axes: PyTree = None,
     radius: PyTree | Callable[[tuple[int, ...]], Any] = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Keeps the norms of chosen matrices fixed, and turns each along the update of `tx`.
 
         w' = R (w + learning_rate R u / |u|) / |w + learning_rate R u / |u||

@@ -14,6 +14,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._kernels.moment import kept
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
@@ -52,7 +53,7 @@ class MasterState(NamedTuple):
 @explained
 def master_weights(
     tx: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Trains float32 copies of half-precision parameters, and sets these to the rounded copies.
 
         master' = master + tx(float32 g, master)

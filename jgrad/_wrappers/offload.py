@@ -6,6 +6,7 @@ import optax
 
 from jgrad._inputs.transformation import pair
 from jgrad._trees import host_memory, shares
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -14,7 +15,7 @@ _NAME = "offload"
 
 
 @explained
-def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def offload(tx: optax.GradientTransformation) -> Transformation:
     """Keeps the state in host memory between steps, and moves it to the device for each step.
 
         updates, new = tx(g, on_device(state), w)

@@ -14,6 +14,7 @@ from jgrad._packed.new_layout import layout_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
@@ -25,7 +26,7 @@ _NAME = "pack_small"
 @explained
 def pack_small(
     tx: optax.GradientTransformation, *, max_size: int = 2048, small_apart: bool = False
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Packs small leaves inside each update, while your loop keeps working with trees.
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements

@@ -18,6 +18,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
@@ -66,7 +67,7 @@ def schedule_free(
     learning_rate: Scalar | Callable[[jax.Array], Any] = 1.0,
     weight_power: Scalar = 2.0,
     step_power: Scalar = 0.0,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Averages the iterates of an optimizer, so that it needs no schedule but a warm-up.
 
         z'       = z + tx(g, y)                                        g is the gradient at y

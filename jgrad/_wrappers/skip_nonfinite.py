@@ -18,6 +18,7 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees, values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import renamed
@@ -69,7 +70,7 @@ def skip_nonfinite(
     growth_interval: int = 2000,
     mesh_axes: PyTree = None,
     branch: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Skips every step that would make the parameters or the state non-finite.
 
         step     = tx(g / loss_scale)

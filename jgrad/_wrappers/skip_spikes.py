@@ -15,6 +15,7 @@ from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
@@ -67,7 +68,7 @@ def skip_spikes(
     deviations: Scalar = 6.0,
     restart: bool = True,
     mesh_axes: PyTree = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Skips every step whose loss is far above those of the steps before it.
 
         middle  = median of the last accepted losses

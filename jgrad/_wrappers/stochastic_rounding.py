@@ -20,6 +20,7 @@ from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.renamed import by_old_name
@@ -63,7 +64,7 @@ class StochasticState(NamedTuple):
 @explained
 def stochastic_rounding(
     tx: optax.GradientTransformation, *, seed: int = 0, mesh_axes: PyTree = None
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Trains bfloat16 parameters without float32 copies, by rounding new weights stochastically.
 
         new     = w + tx(float32 g, w)                                     in float32

@@ -19,6 +19,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import axis_exists
 from jgrad._packed import packing
 from jgrad._trees import shardings, trees, values
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
@@ -63,7 +64,7 @@ def watch(
     every: int = 1,
     layer_axes: PyTree = None,
     mesh_axes: PyTree = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """Measures the gradients, updates and parameters of each step, and changes none of them.
 
         grad_norm    = |g|, as it came in: before clipping, and with the scale of the loss

@@ -9,6 +9,7 @@ from jgrad._packed import array_spec, layouts, packing
 from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
@@ -18,9 +19,7 @@ _NAME = "zero"
 
 
 @explained
-def zero(
-    tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]
-) -> optax.GradientTransformationExtraArgs:
+def zero(tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]) -> Transformation:
     """Shards the state of `tx` over devices, while packed parameters stay replicated.
 
         g_i     = rows i of the mean of g over devices         one reduce-scatter per dtype

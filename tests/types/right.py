@@ -69,6 +69,8 @@ assert_type(packed, "jgrad.Packed[Params]")
 assert_type(jgrad.unpack(packed), Params)
 assert_type(jgrad.pack(params, like=packed), "jgrad.Packed[Params]")
 assert_type(packed.layout.width, int)
+step = jgrad.step_in_backward(tx, loss)
+assert_type(step(params, state, x), tuple[Params, jgrad.OptState, jax.Array])
 
 # States say what they have.
 count: int = int(state.step)
