@@ -127,7 +127,7 @@ REFERENCES = {
 @pytest.mark.parametrize(("name", "leaf"), OF_ROWS)
 def test_the_reference_is_what_others_do(name, leaf):
     # In the first step of emerging-optimizers gradients are diagonal: the rest is roundings over epsilon.
-    tolerance = 1e-12 if name == "soap, emerging" else 1e-13
+    tolerance = 2e-12 if name == "soap, emerging" else 1e-13
     assert error(name, leaf, REFERENCES[name](name, leaf)) < tolerance
 
 
