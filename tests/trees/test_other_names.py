@@ -19,7 +19,8 @@ FACTORIES = {
     name: x
     for name, x in FUNCTIONS.items()
     if name in jgrad.__all__
-    and inspect.signature(x).return_annotation is optax.GradientTransformationExtraArgs
+    and inspect.isclass(made := inspect.signature(x).return_annotation)
+    and issubclass(made, optax.GradientTransformationExtraArgs)
 }
 # Names of others that stand for several of ours.
 BOTH = ("betas", "beta2", "weight_dimension_numbers")
