@@ -86,8 +86,6 @@ States of optimizers
     state_shardings    returns the shardings of a state, for `jit` and for checkpoints
     carry_over         converts a state to that of another optimizer, with an account
     Account            what `carry_over` did with each part of a state
-    quantized          an old name of `carry_over`
-    unquantized        an old function that converts 8 bits to float32
     OptState           state of every optimizer but `soap`
     AdafactorState     state of `adafactor`, an `OptState`
     SoapState          state of `soap`
@@ -154,7 +152,7 @@ from jgrad._packed.packing import Packed, pack, unpack
 from jgrad._soap.factors import SoapFactors, SoapState
 from jgrad._soap.soap import soap
 from jgrad._states.account import Account
-from jgrad._states.carry_over import carry_over, quantized, unquantized
+from jgrad._states.carry_over import carry_over
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.factors import Factors
@@ -181,10 +179,7 @@ __version__ = "1.1.0"
 if not _typing.TYPE_CHECKING:  # else a checker takes every name for one of the module
 
     def __getattr__(name: str) -> object:
-        """An error that says what a name of other libraries, or an old one, is called here."""
-        if name == "muon_update":
-            came = "jgrad.muon_update: a name of 0.6"
-            raise AttributeError(f"{came}, expected `jgrad.muon`, its method.")
+        """An error that says what to use for a name of other libraries, or one that is gone."""
         raise AttributeError(_explained_absence(name, __all__))
 
 
@@ -255,8 +250,6 @@ __all__ = [  # noqa: RUF022
     "state_shardings",
     "carry_over",
     "Account",
-    "quantized",
-    "unquantized",
     "OptState",
     "AdafactorState",
     "SoapState",

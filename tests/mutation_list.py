@@ -277,6 +277,7 @@ MUTATIONS = [
     Mutation("other_names.meant_keyword", "height is a misspelt weight", "_begin_alike(_, _)", "True", KEYWORDS),
     Mutation("other_names.meant_keyword", "a number of somebody else is refused", "[x for x in taken if x in ways]", "[x for x in KEYWORDS if x in ways]", KEYWORDS),
     Mutation("other_names.meant", "names of other libraries pass", "OPTIONS.get(name, ())", "()", "tests/trees/test_other_names.py"),
+    Mutation("explained_absence", "names that are gone say nothing", "name in GONE", "False", "tests/trees/test_other_names.py -k gone"),
     Mutation("PathRules._check_each_is_used", "a misspelt rule is called masked", "X or (_ and _)", "exact or hidden", "tests/inputs/test_by_path.py"),
     Mutation("path_rules._may_match", "a masked leaf looks misspelt", "not keys", "False", "tests/inputs/test_by_path.py"),
     Mutation("options._check_called", "a function of jgrad is called with shapes", "isinstance(X, types.FunctionType) and _", "False", "tests/trees/test_other_names.py"),

@@ -1,7 +1,6 @@
 """Words that readers type into the search, and the public names or guides that they look for.
 
-No name itself: the search finds names and parts of them already. `quantized` is an old one, so
-readers who type it are shown the guide first.
+No name itself: the search finds names and parts of them already.
 """
 
 NAMES = {

@@ -32,7 +32,6 @@ from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, needs, trees, values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
-from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]
@@ -338,15 +337,6 @@ def factors_of(
 # ---- transformations ----------------------------------------------------------------------------
 
 
-_renamed = renamed(
-    norm_axes="mesh_axes",
-    share_over="shard_over",
-    beta1="adam_beta1",
-    beta2=("adam_beta2", "normuon_beta"),
-)
-
-
-@_renamed
 @explained
 def muon(
     learning_rate: LearningRate,
@@ -542,7 +532,6 @@ def of_both_kinds(
     return [y if axes is None else x for x, y, axes in columns]
 
 
-@_renamed
 @explained
 def scale_by_muon(
     *,

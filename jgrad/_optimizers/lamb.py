@@ -30,7 +30,6 @@ from jgrad._optimizers.adam import BiasCorrection
 from jgrad._trees import values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
-from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 LambRule = Literal["paper", "ivy"]
@@ -156,7 +155,6 @@ def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {"max_trust_ratio": numbers.upper_clamp(largest), "decay_lambda": decay}
 
 
-@renamed(norm_axes="mesh_axes")
 @functional.update(
     {"w": None, "mw_tm1": ("dcdw", "beta1"), "vw_tm1": ("dcdw", "beta2")},
     _read,
@@ -274,7 +272,6 @@ _OPTIONS = Options(
 )
 
 
-@renamed(norm_axes="mesh_axes")
 @explained
 def lamb(
     learning_rate: LearningRate,

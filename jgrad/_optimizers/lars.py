@@ -30,7 +30,6 @@ from jgrad._layers.trust import (
 from jgrad._trees import checks, values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
-from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 LarsRule = Literal["paper", "decayed_gradient", "ivy"]
@@ -144,7 +143,6 @@ def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@renamed(norm_axes="mesh_axes")
 @functional.update(
     {"w": None},
     _read,
@@ -234,7 +232,6 @@ _OPTIONS = Options(
 )
 
 
-@renamed(norm_axes="mesh_axes")
 @explained
 def lars(
     learning_rate: LearningRate,

@@ -14,11 +14,9 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
-from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 
 
-@renamed(norm_axes="mesh_axes")
 @explained
 def scale_by_trust_ratio(
     *,

@@ -1,7 +1,4 @@
-"""`carry_over`: a state in the form of another recipe, and an account of what became of each part.
-
-Its old names, `quantized` and `unquantized`, work for one release.
-"""
+"""`carry_over`: a state in the form of another recipe, and an account of what became of it."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +14,10 @@ from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Momentum, Source
 from jgrad._states.parts import Keys, Part
 from jgrad._trees import checks, trees, values, variables
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import Leaf
-from jgrad._trees.renamed import warn_of_name
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import parameters
 
@@ -235,67 +230,3 @@ def _without_shared_arrays(state: PyTree) -> PyTree:
         return x
 
     return jax.tree.map(alone, state)
-
-
-# ---- old names ---------------------------------------------------------------------------------
-
-
-def unquantized(state: PyTree) -> PyTree:
-    """Converts arrays in 8 bits to float32. This is an old function: use `carry_over`.
-
-        array = decode(codes) scale
-
-    Args:
-      state: any tree, such as the state of an optimizer, or its moments alone.
-
-    Returns:
-      The tree.
-
-    Raises:
-      As `carry_over`.
-
-    Example:
-      >>> params = {"w": jnp.ones((64, 256))}
-      >>> state = jgrad.adam(1e-3, moment_dtype="8bit").init(params)
-      >>> shapes = jax.eval_shape(jgrad.adam(1e-3).init, params)
-      >>> arrays, _ = jgrad.carry_over(state, like=shapes)  # in place of `unquantized(state)`
-      >>> arrays.mw["w"].shape, arrays.mw["w"].dtype.name
-      ((64, 256), 'float32')
-    """
-    warn_of_name("unquantized", "carry_over")
-    state = variables.variables_of_blocks(state)
-    return carry_over(state, like=trees.map_leaves(_shape, state), strict=True)[0]
-
-
-def quantized(state: PyTree, *, like: PyTree) -> PyTree:
-    """Converts a state to the form of another. This is an old name of `carry_over`.
-
-        codes, scale = encode(array), to the nearest code
-
-    Args:
-      state: a tree of arrays and `Blocks`.
-      like: a tree of the same structure, such as `jax.eval_shape(tx.init, params)`.
-
-    Returns:
-      The tree.
-
-    Raises:
-      As `carry_over`.
-
-    Example:
-      >>> params = {"w": jnp.ones((64, 256))}
-      >>> restored = jgrad.adam(1e-3).init(params)  # float32: a checkpoint of another recipe
-      >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
-      >>> like = jax.eval_shape(tx.init, params)
-      >>> state, _ = jgrad.carry_over(restored, like=like)  # in place of `quantized`
-      >>> state.mw["w"].codes.dtype.name, state.vw["w"].codes.dtype.name
-      ('int8', 'uint8')
-    """
-    warn_of_name("quantized", "carry_over")
-    return carry_over(state, like=like, strict=True)[0]
-
-
-def _shape(x: Leaf) -> Leaf:
-    if isinstance(x, Blocks):
-        return jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return x

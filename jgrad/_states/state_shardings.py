@@ -21,7 +21,6 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import KeyPath, Leaf
-from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 
@@ -30,7 +29,6 @@ _FACTORS = "factors"  # the field of a state with averages and bases of each mat
 _Axes = str | tuple[str, ...] | None  # of a mesh, along one axis of an array
 
 
-@renamed(cut_over="shard_over")
 @explained
 def state_shardings(
     tx: optax.GradientTransformation,

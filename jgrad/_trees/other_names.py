@@ -1,24 +1,23 @@
-"""Names that are not ours: what other libraries call things, and names that are misspelt.
+"""Names that are not ours: what other libraries call things, and what jgrad itself did.
 
-One table of options serves the factories and the keywords of `update`, another one functions.
+One table of options serves the factories and the keywords of `update`, two others functions.
 """
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import optax
 
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.needs import check_needs
-from jgrad._trees.renamed import with_arguments
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-_LIKENESS = 0.8  # of a misspelt name, as `difflib` measures it
+_LIKENESS = 0.8  # of a misspelt keyword, as `difflib` measures it
 _LIKENESS_OF_BEGINNINGS = 0.6  # of the first words: `weightdecay` begins with one word more
 
 # What optax, PyTorch and others call an option. A function is told of those that it has.
@@ -61,6 +60,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "old_momentum": ("momentum",),  # up to 1.1, as the next two
     "like_momentum": ("momentum",),
     "momentum_decay": ("momentum",),
+    "norm_axes": ("mesh_axes",),  # up to 0.6, as the next three
+    "cut_over": ("shard_over",),
+    "share_over": ("shard_over",),
+    "beta2": ("normuon_beta", "adam_beta2"),
 }
 
 # What others call a function, in lower case without underscores: ours, and what to add.
@@ -77,6 +80,12 @@ FUNCTIONS = {
     "averagedmodel": ("ema", ""),
     "schedulefreeadamw": ("schedule_free", " around `jgrad.adam`"),
     "schedulefreesgd": ("schedule_free", " around `jgrad.gradient_descent`"),
+}
+# What jgrad itself had up to 1.1.
+GONE = {
+    "quantized": "`jgrad.carry_over(state, like=...)`",
+    "unquantized": "`jgrad.carry_over(state, like=...)`, whose `like` has shapes in float32",
+    "muon_update": "`jgrad.muon`, its method",
 }
 
 # The keywords that some transformation takes in `update`.
@@ -109,10 +118,7 @@ def meant(name: str, known: tuple[str, ...]) -> str:
     ways = [name, *OPTIONS.get(name, ()), *(f"{prefix}{link}{x}" for x in OPTIONS.get(last, ()))]
     if same := [x for x in known if x in ways]:
         return _in_words(same, "and")
-    if longer := _ending(known, ways):
-        return _in_words(longer, "or")
-    near = (difflib.get_close_matches(x, known, 1, _LIKENESS) for x in ways)
-    return _in_words(next(filter(None, near), []), "or")
+    return _in_words(_ending(known, ways), "or")
 
 
 def _ending(known: Iterable[str], ways: Iterable[str]) -> list[str]:
@@ -136,7 +142,8 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
     known = tuple(x.name for x in parameters)
     _OPTIONS_OF[name] = known
 
-    def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    @functools.wraps(function)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if len(args) > most and named:
             first = min(named, key=lambda x: x.default is not x.empty).name  # required, if one is
             came = f"{len(args)} argument{'s' * (len(args) > 1)} by position"
@@ -146,17 +153,13 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
         for keyword in kwargs:
             if keyword not in known and (expected := meant(keyword, known)):
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
-        return kwargs
-
-    @functools.wraps(function)
-    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         made = function(*args, **kwargs)  # which has checked each value by itself
         check_needs(name, kwargs, defaults)
         if isinstance(made, Transformation):
             made.call = name, args, kwargs
         return made
 
-    return with_arguments(checked, read)
+    return checked
 
 
 # ---- keywords of `update` ----------------------------------------------------------------------
@@ -240,6 +243,8 @@ def refuse_keyword(function: str, name: str, expected: str) -> None:
 
 def explained_absence(name: str, public: Sequence[str]) -> str:
     """What to say of a name that the package does not have."""
+    if name in GONE:
+        return f"jgrad.{name}: gone in 2.0, expected {GONE[name]}."
     expected = "" if name.startswith("_") else _instead(name, public)
     if not expected:
         return f"module 'jgrad' has no attribute {name!r}"
@@ -258,7 +263,7 @@ def _instead(name: str, public: Sequence[str]) -> str:
         for other, x in vars(module).items():
             if _plain(other) == plain and callable(x):
                 return f"`{prefix}.{other}`, which works beside jgrad"
-    return "".join(f"`jgrad.{x}`" for x in difflib.get_close_matches(name, public, 1, _LIKENESS))
+    return ""
 
 
 def _plain(name: str) -> str:

@@ -23,7 +23,6 @@ from jgrad._trees import checks, shardings, shares, trees, values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
-from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
@@ -162,7 +161,6 @@ def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree
     return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
 
 
-@renamed(norm_axes="mesh_axes")
 @explained
 def accumulate(
     tx: optax.GradientTransformation,

@@ -24,7 +24,6 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
-from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 
@@ -64,7 +63,6 @@ class ClipState(NamedTuple):
     norm: jax.Array
 
 
-@renamed(norm_axes="mesh_axes")
 @explained
 def clip_by_global_norm(
     max_norm: Scalar,
@@ -167,7 +165,6 @@ def clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
     return rules.scale_by(x, *factors).astype(x.dtype)
 
 
-@renamed(norm_axes="mesh_axes")
 @explained
 def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
     """Computes the 2-norm of all floating leaves together.

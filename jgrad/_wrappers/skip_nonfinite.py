@@ -21,7 +21,6 @@ from jgrad._trees import checks, trees, values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
-from jgrad._trees.renamed import renamed
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import clip, decisions, inside, order, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite
@@ -61,7 +60,6 @@ class SkipState(NamedTuple):
         return {"skipped": self.skipped, "loss_scale": self.loss_scale}
 
 
-@renamed(norm_axes="mesh_axes")
 @explained
 def skip_nonfinite(
     tx: optax.GradientTransformation,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
-from jgrad._trees.renamed import by_old_name
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -37,7 +36,7 @@ class StochasticState(NamedTuple):
     """State of `stochastic_rounding`. The field names are a file format: checkpoints hold them.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates. Up to 0.6 it was `step`.
+      done: number of updates, an int32 scalar; it saturates.
       inner: state of the transformation inside.
 
     Example:
@@ -51,9 +50,9 @@ class StochasticState(NamedTuple):
     inner: PyTree
 
     @property
-    def step(self) -> jax.Array:
-        """The old name of `done`."""
-        return cast(jax.Array, by_old_name(self, "step", "done"))
+    def step(self) -> NoReturn:
+        """Gone: what `done` was called up to 0.6."""
+        raise AttributeError("StochasticState: `step`: gone in 2.0, expected `done`.")
 
     @property
     def __jgrad_unrounded__(self) -> bool:

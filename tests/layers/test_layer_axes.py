@@ -109,13 +109,9 @@ def test_messages(error, message, call):
     ],
     ids=["lars", "lamb", "scale_by_trust_ratio", "lars_update", "lamb_update", "global_norm"],
 )
-def test_the_old_name_of_mesh_axes(call):
-    """Until 0.6 it was `norm_axes`."""
+def test_an_axis_that_is_not_there(call):
     with pytest.raises(ValueError, match=r"`mesh_axes` at .*: no axis 'data' here"):
         call(mesh_axes={"a": "data", "b": None})
-    old = pytest.warns(FutureWarning, match="`norm_axes`: an old name, expected `mesh_axes`")
-    with old, pytest.raises(ValueError, match=r"`mesh_axes` at .*: no axis 'data' here"):
-        call(norm_axes={"a": "data", "b": None})
 
 
 def test_axes_of_a_functional_update_are_static():

@@ -106,16 +106,6 @@ def test_e45_a_checkpoint_of_8_bits(tmp_path):
     assert_same(eight.update(G, restored, W), eight.update(G, state, W))
 
 
-def test_the_old_names_warn():
-    state = trained(eight)
-    with pytest.warns(FutureWarning, match="unquantized: an old name, expected `carry_over`"):
-        arrays = jgrad.unquantized(state)
-    with pytest.warns(FutureWarning, match="quantized: an old name, expected `carry_over`"):
-        again = jgrad.quantized(arrays, like=state)
-    assert_same(arrays, unquantized(state))
-    assert_same(unquantized(again), arrays)
-
-
 def test_e45_errors():
     state = trained(eight)
     w = state.vw["w"]

@@ -12,5 +12,5 @@ jgrad.lars(1e-3, rule="papr")  # error
 jgrad.accumulate(tx, "4")  # error
 jgrad.muon(1e-3)  # error
 jgrad.foo  # error
-jgrad.muon_update  # error
+jgrad.unquantized  # error
 jgrad.adamw(1e-3)  # error

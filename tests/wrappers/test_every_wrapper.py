@@ -649,13 +649,7 @@ def test_an_eager_call_compiles_nothing_anew(wrap):
     ],
     ids=["accumulate", "skip", "clip"],
 )
-def test_the_old_name_of_mesh_axes(call):
-    """Until 0.6 it was `norm_axes`."""
-
-    def sees(tx):
-        with pytest.raises(ValueError, match=r"`mesh_axes`: no axis 'data' here"):
-            tx.update(X, tx.init(X))
-
-    sees(call(mesh_axes="data"))
-    with pytest.warns(FutureWarning, match="`norm_axes`: an old name, expected `mesh_axes`"):
-        sees(call(norm_axes="data"))
+def test_an_axis_that_is_not_there(call):
+    tx = call(mesh_axes="data")
+    with pytest.raises(ValueError, match=r"`mesh_axes`: no axis 'data' here"):
+        tx.update(X, tx.init(X))
