@@ -113,6 +113,7 @@ def _scaled(
         layers=layers,
         rates=rates,
         scale=scale,
+        scale_free=True,
         run=offered,
     )
 
