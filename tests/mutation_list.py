@@ -31,6 +31,7 @@ SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
 OF_LEAF = "tests/optimizers/test_of_leaf.py"
 ELEMENTS, REPORTS = (f"tests/backward/test_{x}.py" for x in ("elements", "reports"))
+SCALES = "tests/everywhere/test_scales.py -k layers"
 ROWS = "tests/muon/test_rows.py"
 SOAP = "tests/soap/test_soap.py"
 VARIABLES = "tests/everywhere/test_nnx.py"
@@ -178,6 +179,10 @@ MUTATIONS = [
     Mutation("opaque", "norms of constants are infinity times 0", "map(jax.lax.optimization_barrier, X)", "X", NORMS + " -k constants"),
     Mutation("norms._mixed", "other layers change a norm", "jnp.where(_ == 1, _, X)", "X", NORMS),
     Mutation("_norms", "norms of shards are not combined", "_over_devices(X, _) if _ else X", "X", DEVICES + "/test_layers.py"),
+    Mutation("_in_unit_of", "norms that overflow are the largest number", "jnp.where(_, X, Y)", "Y", SCALES),
+    Mutation("_in_unit_of", "tiny weights count as zeros", "numerics.positive(X)", "X", SCALES),
+    Mutation("_root_of_quotient_jvp", "a ratio of zero has no slope", "numerics.positive(X)", "X", "tests/everywhere/test_meta_gradients.py -k slopes_of_trust_ratios"),
+    Mutation("clamped_roots", "a ratio that vanishes", "return (X, X)", "return (X * X, jnp.ones_like(X))", SCALES),
     Mutation("ScaledNorm.value", "an infinite norm counts as finite", "jnp.where(_.mantissa == jnp.inf, _.mantissa, X)", "X", NORMS),
     Mutation("in_batches", "batches of other mesh axes are joined", "X or _.devices != _.devices", "X", DEVICES + "/test_layers.py"),
     Mutation("as_typed", "copies count once per device", "{*_} & {*_}", "set()", DEVICES + "/test_layers.py -k one_name"),
@@ -307,7 +312,7 @@ MUTATIONS = [
     Mutation("lars._ratio", "no decay in the denominator", "X + _ * _", "X", MATRIX),
     Mutation("lars", "the rate outside of the momentum", "X if has_rate else ()", "() if has_rate else X", MATRIX),
     Mutation("_scaled", "Ivy's rule with decay", "scaled_by_trust_ratio(X, Y, Y, ratio=_ivy_ratio, numbers=Z, layers=W, rates=V, scale=U, run=T)", "scaled_by_trust_ratio(X, [x and (rules.add_scaled, (*x[1], w, d)) for x, w, d in zip_leaves(Y, X, lars.weight_decay)], Y, ratio=_ivy_ratio, numbers=Z, layers=W, rates=V, scale=U, run=T)", MATRIX),
-    Mutation("clamped_ratio", "the ratio is not clamped from above", "X >= _ * Y", "X < 0 * Y", MATRIX),
+    Mutation("_clamp", "the ratio is not clamped from above", "X >= _ * Y", "X < 0 * Y", MATRIX),
     Mutation("_updates", "Ivy's rule with decay", "scaled_by_trust_ratio(X, _, Y, ratio=Z, numbers=W, layers=V, rates=U, scale=T)", "scaled_by_trust_ratio(X, Y, Y, ratio=Z, numbers=W, layers=V, rates=U, scale=T)", MATRIX),
     Mutation("check_clamps", "clamps in the wrong order are accepted", "not _ <= _", "False", MESSAGES),
     Mutation("_momentum_of_decayed", "decay outside of the momentum", "rules.add_scaled(rules.add_scaled(X, _, _), Y, Z)", "rules.add_scaled(X, Y, Z)", MATRIX),

@@ -66,16 +66,21 @@ class ScaledNorm(NamedTuple):
         return ScaledNorm(top * numerics.safe_sqrt(total(jnp.square(norms / top))), scale)
 
 
-def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[list[jax.Array]]:
+def layer_norms(
+    layers: Sequence[LayerAxes], *groups: Sequence[Call], scale_free: bool = False
+) -> list[list[jax.Array]]:
     """|f(*arrays)| of each layer, a list of batches for each group, in float32 or wider.
 
-    At most the largest number. The plain sum of squares overflows from 1e19 and vanishes below
-    1e-23 in float32. A scaled sum for every layer would be expensive at each step, to run and to
-    compile. So the plain sums come first. One `lax.cond` for the whole model repeats them, each
-    layer scaled by a power of two of its own, in the rare step in which some sum is not a normal
-    number. A sum of zero also takes this path: it may be an underflow. The derivative of a norm at
-    zero is zero. Layers whose sums are normal keep them, so that no norm depends on other layers,
-    not even by a rounding, and replicas of a layer on several devices stay equal bit for bit.
+    At most the largest number. With `scale_free`, for ratios, a larger norm in the last group is
+    told from it: then all norms of the layer are in another unit.
+
+    The plain sum of squares overflows from 1e19 and vanishes below 1e-23 in float32. A scaled sum
+    for every layer would be expensive at each step, to run and to compile. So the plain sums come
+    first. One `lax.cond` for the whole model repeats them, each layer scaled by a power of two of
+    its own, in the rare step in which some sum is not a normal number. A sum of zero also takes
+    this path: it may be an underflow. The derivative of a norm at zero is zero. Layers whose sums
+    are normal keep them, so that no norm depends on other layers, not even by a rounding, and
+    replicas of a layer on several devices stay equal bit for bit.
 
     Inside `shard_map` there is a `cond` for each set of mesh axes along which layers vary. Under
     `vmap` it becomes a choice, and what is chosen varies as the condition does. One for all would
@@ -90,13 +95,16 @@ def layer_norms(layers: Sequence[LayerAxes], *groups: Sequence[Call]) -> list[li
     arrays = {id(x): x for _, xs in calls for x in xs}
     spans = _spans(layers, arrays.values())
     if len(spans) > 1:
-        parts = [layer_norms(layers[span], *(group[span] for group in groups)) for span in spans]
+        parts = [
+            layer_norms(layers[span], *(group[span] for group in groups), scale_free=scale_free)
+            for span in spans
+        ]
         return [list(itertools.chain(*batches)) for batches in zip(*parts, strict=True)]
     if not layers:
         return [[] for _ in groups]
     position = {key: i for i, key in enumerate(arrays)}
     static = tuple((f, tuple(position[id(x)] for x in xs)) for f, xs in calls)
-    return _norms(list(arrays.values()), layers=tuple(layers), calls=static)
+    return _norms(list(arrays.values()), layers=tuple(layers), calls=static, scale_free=scale_free)
 
 
 def global_norm(leaves: Sequence[jax.Array | None], layers: Sequence[LayerAxes]) -> ScaledNorm:
@@ -230,6 +238,7 @@ def _norms(
     *,
     layers: tuple[LayerAxes, ...],
     calls: tuple[tuple[Function, tuple[int, ...]], ...],
+    scale_free: bool,
 ) -> list[list[jax.Array]]:
     """The norms of each group of calls, which name positions in the list of arrays."""
     arrays = _alike(arrays)
@@ -257,8 +266,13 @@ def _norms(
     whole = [
         _over_devices(x, axes) if axes else x for x, axes in zip(norms, mesh_axes, strict=True)
     ]
-    values = [x.value() for x in whole]
     per_group = len(batches) // count
+    values = [x.value() for x in whole]
+    if scale_free:
+        values = [
+            _in_unit_of(last, x, value)
+            for x, value, last in zip(whole, values, whole[-per_group:] * count, strict=True)
+        ]
     return [values[i : i + per_group] for i in range(0, len(values), per_group)]
 
 
@@ -324,6 +338,17 @@ def _plain(total: jax.Array) -> ScaledNorm:
 def _mixed(total: jax.Array, rescaled: jax.Array, unit: jax.Array) -> ScaledNorm:
     """From plain sums for layers that need no unit, from rescaled sums for the others."""
     return ScaledNorm(numerics.safe_sqrt(jnp.where(unit == 1, total, rescaled)), unit)
+
+
+@jit_static_kwargs
+def _in_unit_of(last: ScaledNorm, norm: ScaledNorm, value: jax.Array) -> jax.Array:
+    """The value of a norm, divided by 2^24 where the last norm of its layer would overflow.
+
+    What is not zero stays so, since layers of zeros have a ratio of their own.
+    """
+    overflows = (last.mantissa * last.scale == jnp.inf) & (last.mantissa != jnp.inf)
+    small = numerics.positive(norm.mantissa * (norm.scale * 2.0**-24))
+    return jnp.where(overflows & (norm.mantissa > 0), small, value)
 
 
 def _over_devices(norms: ScaledNorm, mesh_axes: tuple[str, ...]) -> ScaledNorm:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._arithmetic import leafwise, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, on_leaf, per_leaf
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
@@ -27,7 +27,7 @@ IVY_GUARD = 1e-12
 
 @jax.custom_jvp
 def root_of_quotient(a: jax.Array, b: jax.Array, times: jax.Array) -> jax.Array:
-    """times sqrt(a / b) for a, b > 0, and its slope, at every scale of a and b."""
+    """times sqrt(a / b) for a >= 0 and b > 0, and its slope, at every scale of a and b."""
     # XLA would multiply by the reciprocal of a root, for every leaf anew: here it sees no root.
     root = jnp.where(b > 0, jnp.sqrt(b), b)
     return times * jnp.sqrt(a) / root
@@ -39,7 +39,7 @@ def _root_of_quotient_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     (a, b, times), (da, db, dtimes) = primals, tangents
     root = root_of_quotient(a, b, times)
-    slope = 0.5 * root * (da / a - db / b)
+    slope = 0.5 * root * (da / numerics.positive(a) - db / b)
     return root, slope + dtimes * root_of_quotient(a, b, jnp.ones_like(times))
 
 
@@ -63,18 +63,36 @@ def one_where_zero(a: jax.Array, b: jax.Array, otherwise: jax.Array) -> jax.Arra
     return jnp.where((a == 0) | (b == 0), jnp.ones_like(otherwise), otherwise)
 
 
-@on_leaf(arrays=2)
-def clamped_ratio(
+def _clamp(
     w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> tuple[jax.Array]:
-    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone.
+) -> tuple[jax.Array, jax.Array]:
+    """Dividend and divisor of clip(|w| / |u|, smallest, largest).
 
     Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows.
     """
     above, below = w_norm >= largest * u_norm, w_norm <= smallest * u_norm
     dividend = jnp.where(above, largest, jnp.where(below, smallest, w_norm))
     divisor = jnp.where(above | below, jnp.ones_like(u_norm), u_norm)
-    return (quotient(*(one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))),)
+    dividend, divisor = (one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))
+    return dividend, divisor
+
+
+@on_leaf(arrays=2)
+def clamped_ratio(
+    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
+) -> tuple[jax.Array]:
+    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone."""
+    return (quotient(*_clamp(w_norm, u_norm, smallest, largest)),)
+
+
+@on_leaf(arrays=2)
+def clamped_roots(
+    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`clamped_ratio` as its root twice: where |u| has no bound, the ratio itself may vanish."""
+    dividend, divisor = _clamp(w_norm, u_norm, smallest, largest)
+    root = root_of_quotient(dividend, divisor, jnp.ones_like(dividend))
+    return root, root
 
 
 # ---- directions --------------------------------------------------------------------------------
@@ -106,6 +124,7 @@ def scaled_by_trust_ratio(
     layers: TrustLayers,
     rates: Sequence[PerLeaf] = (),
     scale: Function = rules.scale_by,
+    scale_free: bool = False,
     run: Callable[[Sequence[Call | None]], list[jax.Array | None]] = leafwise.run,
 ) -> list[jax.Array | None]:
     """(product of rates) ratio(|w|, |measured|, *numbers) direction, layer by layer.
@@ -120,6 +139,8 @@ def scaled_by_trust_ratio(
       layers: where the layers are.
       rates: factors that multiply the ratio.
       scale: the rule that multiplies a direction by the ratio's factors and the rates.
+      scale_free: whether a factor of all norms does not change the ratio. Then those of `measured`
+        may be above the largest number.
       run: makes arrays of calls.
     """
     count = len(w)
@@ -131,7 +152,8 @@ def scaled_by_trust_ratio(
         chosen = sorted(calls, key=lambda i: layers.axes[i].sort_key)
         axes = [layers.axes[i] for i in chosen]
         weights = [(leafwise.identity, (w[i],)) for i in chosen]
-        batches = norms.layer_norms(axes, weights, [calls[i] for i in chosen])
+        gradients = [calls[i] for i in chosen]
+        batches = norms.layer_norms(axes, weights, gradients, scale_free=scale_free)
         for x in numbers:
             column = per_leaf(x, count)
             batches.append(norms.join(axes, [column[i] for i in chosen]))

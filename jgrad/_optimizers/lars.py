@@ -112,6 +112,7 @@ def _scaled(
         layers=layers,
         rates=rates,
         scale=scale,
+        scale_free=True,
         run=offered,
     )
 

@@ -11,7 +11,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
 from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
-from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
+from jgrad._layers.trust import clamped_roots, scaled_by_trust_ratio
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -77,9 +77,10 @@ def scale_by_trust_ratio(
             w,
             directions,
             directions,
-            ratio=clamped_ratio,
+            ratio=clamped_roots,
             numbers=options.clamps(name, min_trust_ratio, max_trust_ratio),
             layers=options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
+            scale_free=True,
         )
         return inputs.directions(scaled_directions), state
 

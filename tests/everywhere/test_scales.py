@@ -5,6 +5,7 @@ truth is the reference in float64, which has the squares of all these gradients.
 """
 
 import dataclasses
+import functools
 import inspect
 
 import chex
@@ -38,6 +39,8 @@ def has(case, name):
         return False
     if name == "normuon_beta":
         return case.number("rule") == "normuon"
+    if name == "rate_in_momentum":
+        return case.number("momentum") is not None
     sums = "fraction" in case.options  # of gradients, in the place of a momentum
     if name == "error_decay":
         return sums
@@ -118,6 +121,50 @@ def test_steps_of_methods(name):
             if scale > 1 and is_bounded_below:
                 usual = expected < 10  # what grows with gradients saturates somewhere
                 assert np.all((found >= expected / 4) | ~usual), (scale, found, expected)
+
+
+LARS = functools.partial(jgrad.lars, RATE, trust_coefficient=1.0, momentum=None)
+RATIOS = {
+    "paper": LARS,
+    "decayed_gradient": functools.partial(LARS, rule="decayed_gradient"),
+    "scale_by_trust_ratio": lambda **axes: optax.chain(
+        jgrad.scale_by_trust_ratio(**axes), optax.scale(-RATE)
+    ),
+}
+# What makes a tree of a list of layers, what undoes it, and the axes of layers in it.
+FORMS = {
+    "tree": (list, list, None),
+    "packed": (jgrad.pack, jgrad.unpack, None),
+    "stacked": (jnp.stack, list, 0),
+}
+
+
+@pytest.mark.slow(always=["tree-paper", "stacked-scale_by_trust_ratio"])
+@pytest.mark.parametrize("name", RATIOS)
+@pytest.mark.parametrize("form", FORMS)
+def test_layers_with_norms_above_the_largest_number(form, name):
+    """Their steps are as long as those of others, and slopes are right."""
+    rng = np.random.default_rng(2)
+    draw = lambda: rng.choice([-1, 1], (64, 64)) * rng.uniform(1, 3, (64, 64))
+    norm = lambda x: np.linalg.norm(np.asarray(x, np.float64))
+    w, grads = [draw(), draw(), 1e-37 * draw()], [1e38 * draw(), draw(), 1e38 * draw()]
+    directions = [g / norm(g) for g in grads]
+    together, apart, layer_axes = FORMS[form]
+    tx = RATIOS[name](layer_axes=layer_axes)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def moved(w, g):
+        params = together(w)
+        steps = apart(tx.update(together(g), tx.init(params), params)[0])
+        return sum(jnp.sum(x * d) for x, d in zip(steps, single(directions), strict=True)), steps
+
+    (_, steps), (of_weights, of_gradients) = moved(single(w), single(grads))
+    for i in range(2):
+        assert norm(steps[i] + RATE * norm(w[i]) * directions[i]) < 1e-5 * norm(w[i])
+        assert norm(of_weights[i] + RATE * w[i] / norm(w[i])) < 1e-5
+    assert 0 < norm(steps[2]) < 1e-30  # small numbers in a large unit are only that
+    chex.assert_tree_all_finite((of_weights, of_gradients))
 
 
 # Whose report has a norm, which is infinite above the largest number.

@@ -230,6 +230,16 @@ def test_e12_scales_in_one_shard(name, scale, others, check_vma):
     assert max(off_by(name, w, gradients, check_vma=check_vma).values()) < EXACT
 
 
+@pytest.mark.slow(always=["5e+37-lars"])
+@pytest.mark.parametrize("name", ["lars", "lars_update", "scale_by_trust_ratio"])
+@pytest.mark.parametrize("scale", [5e37, 3e38])
+def test_e12_norms_above_the_largest_number(name, scale):
+    """Where each shard has a norm that is a number, too: all find it of the whole leaf."""
+    w = uneven(LAYOUTS[GRID], 0)
+    gradients = [jax.tree.map(lambda x: np.full_like(x, scale), w)]
+    assert max(off_by(name, w, gradients, check_vma=True).values()) < EXACT
+
+
 def everything_with_norms(w, **axes):
     """Results that do not depend on quotients of norms alone, in which a factor would cancel."""
     g = jax.tree.map(jnp.cos, w)
