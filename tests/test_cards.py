@@ -86,6 +86,8 @@ def test_state(name):
     make, figures = ROWS[name][0], cells(name, 0)
     forms = [{}, {"moment_dtype": "8bit"}]
     for figure, form in zip(figures, forms[-len(figures) :], strict=True):
+        if name == "`adafactor`":
+            form = {}  # without momentum there is no form to choose
         state = jax.eval_shape(make(**form).init, w)
         found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / SIDE**2
         assert found == pytest.approx(figure, abs=EXTRA)

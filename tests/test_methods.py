@@ -49,7 +49,7 @@ def faces(file):
     for name, f in vars(module).items():
         if inspect.isfunction(f) and f.__module__ == module.__name__ and name[0] != "_":
             returned = getattr(f, "__annotations__", {}).get("return")
-            if "GradientTransformation" in str(returned) or is_update(f):
+            if "Transformation" in str(returned) or is_update(f):
                 yield name
 
 

@@ -128,11 +128,12 @@ def check_masks(function: str, **masks: Mask) -> None:
     """
     for name, mask in masks.items():
         _check_called(function, name, mask)
-        is_bool = isinstance(mask, (bool, np.bool_))
-        if isinstance(mask, jax.Array) or (is_bool and _caller() == "optax"):
+        is_of_optax = isinstance(mask, (bool, np.bool_)) and _caller() == "optax"
+        if isinstance(mask, jax.Array) or is_of_optax:
             expected = "a tree of bools, or a function of the parameters' shapes"
+            remedy = INJECTED if _caller() == "optax" else "masks are read while tracing"
             came = checks.describe(mask)
-            raise TypeError(f"{function}: `{name}`: {came}, expected {expected}; {INJECTED}.")
+            raise TypeError(f"{function}: `{name}`: {came}, expected {expected}; {remedy}.")
 
 
 def _caller() -> str:

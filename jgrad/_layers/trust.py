@@ -63,36 +63,27 @@ def one_where_zero(a: jax.Array, b: jax.Array, otherwise: jax.Array) -> jax.Arra
     return jnp.where((a == 0) | (b == 0), jnp.ones_like(otherwise), otherwise)
 
 
-def _clamp(
-    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Dividend and divisor of clip(|w| / |u|, smallest, largest).
+@on_leaf(arrays=2)
+def clamped_ratio(
+    w_norm: jax.Array,
+    u_norm: jax.Array,
+    smallest: jax.Array,
+    largest: jax.Array,
+    *,
+    in_roots: bool = False,
+) -> tuple[jax.Array, ...]:
+    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone.
 
-    Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows.
+    Clamped before it is divided: where |u| is tiny, the derivative of the quotient overflows. With
+    `in_roots` its root, twice: where |u| is huge, the ratio itself vanishes.
     """
     above, below = w_norm >= largest * u_norm, w_norm <= smallest * u_norm
     dividend = jnp.where(above, largest, jnp.where(below, smallest, w_norm))
     divisor = jnp.where(above | below, jnp.ones_like(u_norm), u_norm)
-    dividend, divisor = (one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))
-    return dividend, divisor
-
-
-@on_leaf(arrays=2)
-def clamped_ratio(
-    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> tuple[jax.Array]:
-    """clip(|w| / |u|, smallest, largest); 1 where a norm is zero, which the clamps leave alone."""
-    return (quotient(*_clamp(w_norm, u_norm, smallest, largest)),)
-
-
-@on_leaf(arrays=2)
-def clamped_roots(
-    w_norm: jax.Array, u_norm: jax.Array, smallest: jax.Array, largest: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`clamped_ratio` as its root twice: where |u| has no bound, the ratio itself may vanish."""
-    dividend, divisor = _clamp(w_norm, u_norm, smallest, largest)
-    root = root_of_quotient(dividend, divisor, jnp.ones_like(dividend))
-    return root, root
+    numbers = (one_where_zero(w_norm, u_norm, x) for x in (dividend, divisor))
+    if not in_roots:
+        return (quotient(*numbers),)
+    return (root_of_quotient(*numbers, jnp.ones_like(w_norm)),) * 2
 
 
 # ---- directions --------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Scaling by the trust ratio of LAMB alone."""
 
+import functools
 from typing import Any
 
 import optax
@@ -11,7 +12,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
 from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
-from jgrad._layers.trust import clamped_roots, scaled_by_trust_ratio
+from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -77,7 +78,7 @@ def scale_by_trust_ratio(
             w,
             directions,
             directions,
-            ratio=clamped_roots,
+            ratio=functools.partial(clamped_ratio, in_roots=True),
             numbers=options.clamps(name, min_trust_ratio, max_trust_ratio),
             layers=options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
             scale_free=True,

@@ -264,9 +264,13 @@ TRANSFORMATIONS = [
      lambda: update(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=5))),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: an array of bool and shape (3,), expected a bool.",
      lambda: update(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=np.ones(3, bool)))),
+    (TypeError, "adam: `weight_decay_mask`: an array of bool and shape (), expected a tree of bools, or a function of "
+     "the parameters' shapes; masks are read while tracing.",
+     lambda: jax.jit(lambda x: update(jgrad.adam(0.1, weight_decay_mask=x)))(True)),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: an array of bool and shape (), traced, expected a "
      "bool; masks are read while tracing: compute them with Python or NumPy.",
-     lambda: jax.jit(lambda x: update(jgrad.adam(0.1, weight_decay_mask=x)))(True)),
+     lambda: jax.jit(lambda x: update(
+         jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask={"layer_3": {"w": True, "b": x}})))(True)),
     (TypeError, "lamb: `trust_ratio_mask` at ['layer_3']['b']: 1 of type int, expected a bool.",
      lambda: update(jgrad.lamb(0.1, trust_ratio_mask={"layer_3": {"w": True, "b": 1}}))),
     (ValueError, "lars: `weight_decay_mask` does not have the structure of `params`: only `weight_decay_mask` has "

@@ -167,9 +167,9 @@ def test_numbers_that_are_all_arrays():
 
 def test_a_mask_that_is_an_array():
     for mask in (jnp.asarray(True), jnp.ones(3, bool)):
-        row = Row(jgrad.adam, "weight_decay_mask", {})
-        shape = str(mask.shape)
-        text = message(row, f"an array of bool and shape {shape}")
+        came = f"adam: `weight_decay_mask`: an array of bool and shape {mask.shape}"
+        expected = "expected a tree of bools, or a function of the parameters' shapes"
+        text = f"{came}, {expected}; masks are read while tracing."
         assert_error(TypeError, text, lambda m=mask: jgrad.adam(0.1, weight_decay_mask=m))
 
 

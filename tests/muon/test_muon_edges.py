@@ -100,11 +100,12 @@ def test_m02_a_leaf_without_a_matrix(layer_axes):
     shape, over = (
         ("(3,)", "") if layer_axes is None else ("(2, 3)", " with layers over the axes (0,)")
     )
+    asks = "" if layer_axes is None else ", as `hidden_matrices(layer_axes=...)` says"
     assert_error(
         ValueError,
         f"muon: `matrices` at ['b']: True for an array of shape {shape}{over}, expected at least an "
         "output and an input axis in each layer; without them a leaf is not a matrix, and belongs to "
-        "Adam: False.",
+        f"Adam: False{asks}.",
         lambda: muon(matrices=True, layer_axes=layer_axes).init(w),
     )
 

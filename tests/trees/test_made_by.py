@@ -15,9 +15,9 @@ def test_a_transformation_prints_its_call():
     inner = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(schedule, weight_decay=0.1))
     tx = jgrad.skip_nonfinite(jgrad.accumulate(inner, every=4), loss_scale=4.0)
     assert repr(tx) == "skip_nonfinite(accumulate(chain(...), every=4), loss_scale=4.0)"
-    of_all = jgrad.adam(schedule, moment_dtype=jnp.bfloat16, weight_decay_mask={"w": True})
+    of_all = jgrad.adam(schedule, weight_decay=0.1, weight_decay_mask={"w": True})
     assert repr(of_all).startswith(f"adam({schedule.__name__}, ")
-    assert repr(of_all).endswith("moment_dtype=bfloat16, weight_decay_mask={'w': True})")
+    assert repr(of_all).endswith("weight_decay=0.1, weight_decay_mask={'w': True})")
 
 
 def test_arrays_are_kinds_and_shapes():
