@@ -334,7 +334,7 @@ MUTATIONS = [
     Mutation("ArraySpec.element_keys", "a layer begins where one of the size of its shard would", "X.counts if X else ()", "()", RANDOM_BITS + " -k backward"),
     Mutation("ArraySpec.element_keys", "rows of a packed leaf begin at 0 on each device", "X + _ * sizes", "X", RANDOM_BITS + " -k packed"),
     Mutation("Parameters.places", "a leaf that is on all devices counts as sharded", "X.difference(invariant_axes(*_))", "X", RANDOM_BITS + " -k one_spec"),
-    Mutation("Then.extra", "moments in bfloat16 are not told how they are sharded", "is_cut or _", "_", RANDOM_BITS + " -k wrapper"),
+    Mutation("Then.__init__", "moments in bfloat16 are not told how they are sharded", "has_codes(state) or _", "has_codes(state)", RANDOM_BITS + " -k wrapper"),
     # ---- _kernels
     Mutation("on_shards", "a shard counts its elements from 0", "place.index_of(axis) * X", "jnp.zeros((), jnp.int32) * X", PLACES),
     Mutation("TileRounding.bits", "elements of a kernel are counted in other strides", "whole.strides(_)[axis]", "whole.strides(_)[axis - 1]", SAME_NUMBERS),

@@ -208,9 +208,8 @@ def tried(
     try:
         return update()
     except Exception as error:
-        is_later = isinstance(error, (TypeError, NameError, ValueError)) and _LATER.search(
-            str(error)
-        )
+        may_be = isinstance(error, (TypeError, NameError, ValueError))
+        is_later = _LATER.search(str(error)) if may_be else None
         if not is_later:
             begin = f"{function}: `init` tried an update, of the parameters in place of gradients"
             remedy = f"put `{function}` inside of what needs other arguments"
