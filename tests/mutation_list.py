@@ -345,7 +345,7 @@ MUTATIONS = [
     Mutation("_is_here", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
     Mutation("LeafStep.aliases", "codes are written to new arrays", "itertools.chain(*_)", "itertools.chain()", KERNELS),
     # ---- _fused
-    Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "enable_x64(False)", "enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
+    Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "core.enable_x64(False)", "core.enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
     Mutation("LeafKernel.__init__", "a kernel reads what it does not need", "not is_read", "False", KERNELS),
     Mutation("_without_unused", "a kernel writes what nobody reads", "is_used and next(still)", "is_used | next(still, True)", KERNELS),
     Mutation("CodesMoment.stored", "the second pass keeps no codes of a skipped step", "jax.tree.map(_, X, _)", "X", SAME_NUMBERS + " -k skip"),
