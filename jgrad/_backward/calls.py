@@ -1,7 +1,7 @@
 """What a step is called with: parameters in a tree, and keywords that `tx` reads."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,12 @@ _NAME = "step_in_backward"
 
 partial_eval = Unpromised(_NAME)
 _OF_OPTAX = ("value", "grad", "value_fn")
+# What JAX raises where Python looks at the number that a traced array stands for.
+_ASKS_PYTHON = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def check_call(
@@ -25,6 +31,7 @@ def check_call(
     loss: Callable[..., Any],
     params: PyTree,
     state: PyTree,
+    args: Sequence[Any],
     keywords: Mapping[str, PyTree],
 ) -> None:
     """A tree of parameters, and no keyword that nobody reads."""
@@ -33,53 +40,57 @@ def check_call(
         came, remedy = checks.describe(params), "put it in one, as in `{'layers': params}`"
         raise ValueError(f"{_NAME}: `params`: {came}, expected a tree of arrays: {remedy}.")
     keywords = {name: x for name, x in keywords.items() if name != "loss"}  # which the step gives
-    for name in sorted(keywords.keys() & _argument_names(loss)):
+    for name in sorted(keywords.keys() & _argument_names(loss, 1 + len(args))):
         expected = "expected by position, since keywords are for `tx.update`"
         raise TypeError(f"{_NAME}: `{name}`: an argument of `loss`, {expected}.")
-    numbers = {name: x for name, x in keywords.items() if _is_traceable(x)}
-    others = {name: x for name, x in keywords.items() if name not in numbers}
-    for name in sorted(others.keys() - {*KEYWORDS, *_OF_OPTAX}):
-        expected = "expected numbers or arrays, of which a program shows whether `tx` reads them"
-        raise TypeError(f"{_NAME}: `{name}`: {checks.describe(others[name])}, {expected}.")
-    for name in sorted(numbers.keys() - _keywords_read(tx, params, state, numbers, others)):
-        expected = "expected one that it reads; arguments of `loss` are given by position"
-        raise TypeError(f"{_NAME}: `{name}`: a keyword that `tx` does not read, {expected}.")
+    for name, x in sorted(keywords.items()):
+        if not _is_traceable(x):
+            if name not in {*KEYWORDS, *_OF_OPTAX}:
+                expected = "expected numbers or arrays, since a program shows whether `tx` reads it"
+                raise TypeError(f"{_NAME}: `{name}`: {checks.describe(x)}, {expected}.")
+        elif not _is_read(name, tx, params, state, keywords):
+            expected = "expected one that it reads; arguments of `loss` are given by position"
+            raise TypeError(f"{_NAME}: `{name}`: a keyword that `tx` does not read, {expected}.")
 
 
-def _argument_names(function: Callable[..., Any]) -> set[str]:
-    """Names of the arguments of a function, as far as Python knows them."""
+def _argument_names(function: Callable[..., Any], given: int) -> set[str]:
+    """Names of a function's arguments behind those given already, as far as Python knows them."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return set()
-    return {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+    by_position = [x for x in parameters if x.kind is not x.KEYWORD_ONLY]
+    named = [x for x in parameters if x not in by_position[:given]]
+    return {x.name for x in named if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
 
 
 @jax.disable_jit(False)
-def _keywords_read(
+def _is_read(
+    name: str,
     tx: optax.GradientTransformationExtraArgs,
     params: PyTree,
     state: PyTree,
-    numbers: dict[str, PyTree],
-    others: dict[str, PyTree],
-) -> set[str]:
-    """The numbers that an update reads: a transformation hands on those that it does not know."""
-    if not numbers:
-        return set()
+    keywords: Mapping[str, PyTree],
+) -> bool:
+    """Whether an update reads a keyword: a transformation hands on those that it does not know."""
 
-    def update(numbers: dict[str, PyTree]) -> PyTree:
+    def update(x: PyTree) -> PyTree:
         grads = jax.tree.map(
-            lambda x: numerics.zeros_like(x) if checks.is_inexact(x) else None, params
+            lambda w: numerics.zeros_like(w) if checks.is_inexact(w) else None, params
         )
-        return tx.update(grads, state, params, loss=jnp.zeros(()), **numbers, **others)
+        extra = {"loss": jnp.zeros(()), **keywords, name: x}
+        return tx.update(grads, state, params, **extra)
 
-    jaxpr = jax.make_jaxpr(update)(numbers).jaxpr
-    used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
-    by_name = jax.tree.unflatten(jax.tree.structure(numbers), used)
-    return {name for name, x in by_name.items() if any(jax.tree.leaves(x))}
+    try:
+        jaxpr = jax.make_jaxpr(update)(keywords[name]).jaxpr
+    except _ASKS_PYTHON:  # as `if is_last:` of a bool
+        return True
+    return any(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
 def _is_traceable(x: PyTree) -> bool:
     """Numbers and arrays, and not None, which stands for what a factory was given."""
     leaves = jax.tree.leaves(x)
-    return bool(leaves) and all(checks.is_number(y) or checks.is_array(y) for y in leaves)
+    return bool(leaves) and all(
+        checks.is_number(y) or checks.is_array(y) or isinstance(y, bool) for y in leaves
+    )

@@ -55,7 +55,7 @@ def check(update: Callable[..., PyTree], layer: PyTree, stack: PyTree) -> None:
 def _refuse(equation: Any, does: str) -> None:
     name = _maker(equation)
     who = f"`{name}` of another library" if name else "a transformation of another library"
-    ours = _OURS.get(name, _OF_NORMS if "`reduce_" in does else None)
+    ours = _OURS.get(name, _OF_NORMS if "`reduce_sum`" in does else None)
     remedy = f"use {ours}, or the ordinary step" if ours else "use the ordinary step"
     raise ValueError(
         f"{_NAME}: `tx`: {who} computes {does}. It sees one layer at a time: {remedy}."

@@ -180,7 +180,7 @@ def step_in_backward(
 
     def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
         not_packed("params", params)
-        calls.check_call(tx, loss, params, state, extra_args)
+        calls.check_call(tx, loss, params, state, args, extra_args)
         of_gradients.check_is_given(gradients)
         inputs = params, state, args, extra_args
         if _is_forced.get():

@@ -64,8 +64,11 @@ class Told(NamedTuple):
 
     @property
     def is_dry(self) -> bool:
-        """Whether gradients stand for those to come, and arguments of `update` may be missing."""
-        return self.notes is not None and self.notes.is_dry
+        """Whether gradients stand for those to come, and arguments of `update` may be missing.
+
+        Not inside of a `jax.jit`, which keeps its program for the calls to come.
+        """
+        return self.notes is not None and self.notes.is_dry and self.notes.is_here
 
 
 NOTHING = Told()

@@ -189,8 +189,8 @@ def as_updated(
     return as_updated(function, typed, update, params, mesh_axes)
 
 
-# What Python says of a missing argument, and JAX of a mesh axis that is not here.
-_LATER = re.compile(r"missing \d+ required .*|unbound axis name.*")
+# What Python says of a missing argument, JAX of a mesh axis that is not here, and jgrad of both.
+_LATER = re.compile(r"missing \d+ required .*|`\w+`: missing|unbound axis name.*|no axis '.*' here")
 
 
 def tried(
@@ -208,7 +208,8 @@ def tried(
     try:
         return update()
     except Exception as error:
-        is_later = isinstance(error, (TypeError, NameError)) and _LATER.search(str(error))
+        may_be = isinstance(error, (TypeError, NameError, ValueError))
+        is_later = _LATER.search(str(error)) if may_be else None
         if not is_later:
             begin = f"{function}: `init` tried an update, of the parameters in place of gradients"
             remedy = f"put `{function}` inside of what needs other arguments"

@@ -60,6 +60,10 @@ MIX = {
         lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
         of_optax("apply_if_finite", "reduce_and", "`jgrad.skip_nonfinite`"),
     ),
+    "whether there is a NaN": (
+        lambda: optax.chain(optax.zero_nans(), adam()),
+        of_optax("zero_nans", "reduce_or"),
+    ),
     "a row of a loop": (
         lambda: stateless(lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y + c), 0.0, x)[1]),
         of_optax("stateless", "reduce_sum", CLIP),

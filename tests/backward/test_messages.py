@@ -405,10 +405,11 @@ KEYWORDS = {
     "of the loss": ({"scale": 2.0}, of_loss("scale")),
     "of the loss, without a name for the position": ({"x": X}, of_loss("x")),
     "misspelt": ({"skale": 2.0}, unread("skale")),
-    "of a flag": (
-        {"train": True},
-        "`train`: True of type bool, expected numbers or arrays, of which a program shows whether "
-        "`tx` reads them.",
+    "of a flag": ({"train": True}, unread("train")),
+    "of a word": (
+        {"mode": "fast"},
+        "`mode`: 'fast' of type str, expected numbers or arrays, since a program shows whether "
+        "`tx` reads it.",
     ),
     "of another method": ({"momentum": 0.5}, unread("momentum")),
     "beside one that is read": ({"learning_rate": 0.1, "shape": X}, unread("shape")),
@@ -441,6 +442,36 @@ def test_keywords_that_a_part_of_a_chain_reads():
     given = PARAMS, tx.init(PARAMS), X
     keywords = {"factor": 0.0, "learning_rate": {"first": 0.1, "layers": 0.2, "last": 0.3}}
     new = jax.jit(lambda *args: step(*args, **keywords, weight_decay=None, loss=1.0))(*given)[0]
+    jax.tree.map(np.testing.assert_array_equal, new, PARAMS)
+
+
+def by_python(updates, state, params=None, *, is_last=False, phase=0, **extra):
+    factor = (0.0, 1.0)[phase] if is_last else 2.0
+    return jax.tree.map(lambda x: factor * x, updates), state
+
+
+def test_keywords_at_which_python_looks():
+    """No program can have them as arrays; one that nobody reads beside them is still found."""
+    tx = optax.chain(
+        adam(), optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), by_python)
+    )
+    step = jgrad.step_in_backward(tx, models.loss, elementwise=True)
+    given = PARAMS, tx.init(PARAMS), X
+    new = jax.jit(lambda *args: step(*args, is_last=True, phase=0)[0])(*given)
+    jax.tree.map(np.testing.assert_array_equal, new, PARAMS)
+    with pytest.raises(TypeError, match="`fase`: a keyword that `tx` does not read"):
+        jax.eval_shape(lambda: step(*given, is_last=True, fase=0))
+
+
+def test_a_keyword_of_tx_whose_name_the_loss_has_too():
+    """The loss was given its own by position."""
+
+    def loss(params, x, learning_rate):
+        return learning_rate * models.loss(params, x)
+
+    step = jgrad.step_in_backward(adam(), loss)
+    given = PARAMS, adam().init(PARAMS), X, 2.0
+    new = jax.jit(lambda *args: step(*args, learning_rate=0.0)[0])(*given)
     jax.tree.map(np.testing.assert_array_equal, new, PARAMS)
 
 

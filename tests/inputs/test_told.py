@@ -108,9 +108,9 @@ def test_it_ends_with_the_call(wrap):
     """Nothing is told afterwards, nor where the call has raised."""
     seen = []
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, value, **extra_args):
         seen.append(told())
-        if extra_args["value"] is None:
+        if value is None:
             raise ZeroDivisionError
         return updates, state
 

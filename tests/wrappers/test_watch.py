@@ -371,6 +371,26 @@ def test_an_update_that_needs_an_argument(caplog):
     )
 
 
+def test_a_clip_over_axes_that_init_does_not_have(caplog):
+    """`init` may stand outside of the `shard_map` in which updates are."""
+    clip = jgrad.clip_by_global_norm(1.0, mesh_axes=P("d"))
+    tx = optax.chain(clip, jgrad.adam(0.1))
+    assert "learning_rate" not in jgrad.report(jgrad.watch(tx).init(params()))
+    (said,) = caplog.messages
+    assert "needs what `init` does not have (no axis 'd' here)" in said
+
+
+def test_a_missing_loss_behind_a_compiled_update(caplog):
+    """What `init` tries may not be kept as the program of calls, where a loss is missing."""
+    inner = jgrad.skip_spikes(jgrad.adam(0.1))
+    compiled = optax.GradientTransformationExtraArgs(inner.init, jax.jit(inner.update))
+    tx, w, (g,) = jgrad.watch(compiled), params(), gradients(1)
+    state = tx.init(w)
+    assert "(`loss`: missing)" in caplog.text
+    with pytest.raises(TypeError, match="skip_spikes: `loss`: missing"):
+        tx.update(g, state, w)
+
+
 def test_an_update_that_is_wrong(caplog):
     """Its error is that of `init`, and no number is lost in silence."""
 
