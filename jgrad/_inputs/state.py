@@ -61,11 +61,6 @@ class AdafactorState(OptState):
       mw: averages of steps; a tree like the parameters, or None without momentum.
       vw: averages of squares of gradients; `Factors` for matrices.
 
-    Attributes:
-      step: as in `OptState`.
-      mw: average of steps; None without momentum.
-      vw: second moment, with `Factors` for leaves that are factored.
-
     Example:
       >>> state = jgrad.adafactor(1e-2, momentum=0.9).init({"w": jnp.ones((3, 2))})
       >>> type(state).__name__, isinstance(state, jgrad.OptState)
