@@ -333,7 +333,7 @@ MUTATIONS = [
     Mutation("ArraySpec.element_keys", "a layer begins where one of the size of its shard would", "X.counts if X else ()", "()", RANDOM_BITS + " -k backward"),
     Mutation("ArraySpec.element_keys", "rows of a packed leaf begin at 0 on each device", "X + _ * sizes", "X", RANDOM_BITS + " -k packed"),
     Mutation("Parameters.places", "a leaf that is on all devices counts as sharded", "X.difference(invariant_axes(*_))", "X", RANDOM_BITS + " -k one_spec"),
-    Mutation("Then.extra", "moments in bfloat16 are not told how they are sharded", "is_cut or _", "_", RANDOM_BITS + " -k wrapper"),
+    Mutation("Then.__init__", "moments in bfloat16 are not told how they are sharded", "X or any(_)", "X", RANDOM_BITS + " -k wrapper"),
     # ---- _kernels
     Mutation("on_shards", "a shard counts its elements from 0", "place.index_of(axis) * X", "jnp.zeros((), jnp.int32) * X", PLACES),
     Mutation("TileRounding.bits", "elements of a kernel are counted in other strides", "whole.strides(_)[axis]", "whole.strides(_)[axis - 1]", SAME_NUMBERS),
@@ -371,6 +371,7 @@ MUTATIONS = [
     Mutation("Matcher._notes", "what looks alike is not said", "now not in CERTAIN", "False", MOMENTUM),
     Mutation("parts.with_seen", "numbers of one label are those of another", "next(X)", "()", "tests/states/test_owners.py"),
     Mutation("parts.with_seen", "counters of a window of another size", "x.unit + _", "x.unit", "tests/states/test_owners.py"),
+    Mutation("Matcher._notes", "second moments beside a step of 0 pass without a word", "if kept:", "if False:", "tests/states/test_momentum.py -k without_a_step"),
     Mutation("matching._without_owner", "a window of two labels has the counters of one", "part.kind == ACCUMULATE", "False", "tests/states/test_owners.py"),
     Mutation("Matcher._assign_steps", "batches are counted as updates", "old.clock == clock", "True", "tests/states/test_owners.py"),
     Mutation("Matcher._assign_steps", "moments have the step of others", "(brought, *same, X)", "(*same, X)", "tests/states/test_owners.py"),
