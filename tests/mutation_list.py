@@ -344,7 +344,7 @@ MUTATIONS = [
     Mutation("_is_here", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
     Mutation("LeafStep.aliases", "codes are written to new arrays", "itertools.chain(*_)", "itertools.chain()", KERNELS),
     # ---- _fused
-    Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "enable_x64(False)", "enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
+    Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "core.enable_x64(False)", "core.enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
     Mutation("LeafKernel.__init__", "a kernel reads what it does not need", "not is_read", "False", KERNELS),
     Mutation("_without_unused", "a kernel writes what nobody reads", "is_used and next(still)", "is_used | next(still, True)", KERNELS),
     Mutation("CodesMoment.stored", "the second pass keeps no codes of a skipped step", "jax.tree.map(_, X, _)", "X", SAME_NUMBERS + " -k skip"),
@@ -371,7 +371,7 @@ MUTATIONS = [
     Mutation("Matcher._notes", "what looks alike is not said", "now not in CERTAIN", "False", MOMENTUM),
     Mutation("parts.with_seen", "numbers of one label are those of another", "next(X)", "()", "tests/states/test_owners.py"),
     Mutation("parts.with_seen", "counters of a window of another size", "x.unit + _", "x.unit", "tests/states/test_owners.py"),
-    Mutation("Matcher._notes", "second moments beside a step of 0 pass without a word", "if kept:", "if False:", "tests/states/test_momentum.py -k without_a_step"),
+    Mutation("Matcher._notes", "second moments beside a step of 0 pass without a word", "x.owner in begun_steps", "False", "tests/states/test_momentum.py -k without_a_step"),
     Mutation("matching._without_owner", "a window of two labels has the counters of one", "part.kind == ACCUMULATE", "False", "tests/states/test_owners.py"),
     Mutation("Matcher._assign_steps", "batches are counted as updates", "old.clock == clock", "True", "tests/states/test_owners.py"),
     Mutation("Matcher._assign_steps", "moments have the step of others", "(brought, *same, X)", "(*same, X)", "tests/states/test_owners.py"),
