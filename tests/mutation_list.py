@@ -378,6 +378,7 @@ MUTATIONS = [
     Mutation("Matcher._notes", "what looks alike is not said", "now not in CERTAIN", "False", MOMENTUM),
     Mutation("parts.with_seen", "numbers of one label are those of another", "next(X)", "()", "tests/states/test_owners.py"),
     Mutation("parts.with_seen", "counters of a window of another size", "x.unit + _", "x.unit", "tests/states/test_owners.py"),
+    Mutation("Matcher._notes", "second moments beside a step of 0 pass without a word", "x.owner in begun_steps", "False", "tests/states/test_momentum.py -k without_a_step"),
     Mutation("matching._without_owner", "a window of two labels has the counters of one", "part.kind == ACCUMULATE", "False", "tests/states/test_owners.py"),
     Mutation("Matcher._assign_steps", "batches are counted as updates", "old.clock == clock", "True", "tests/states/test_owners.py"),
     Mutation("Matcher._assign_steps", "moments have the step of others", "(brought, *same, X)", "(*same, X)", "tests/states/test_owners.py"),

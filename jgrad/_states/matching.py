@@ -30,6 +30,10 @@ _BIAS = (
     "first 100 steps there are up to 6.6 times too long (betas 0.9, 0.999). Warm up their rate, or "
     "set `step` to 0."
 )
+_UNCOUNTED = (
+    "{name}: kept beside a step of 0, by which Adam's bias correction divides: its first steps are "
+    "up to 30 times too short (beta2 0.999). Set `step` to the updates that `old` has done."
+)
 _ALIKE = (
     "{name}: {now}, which look alike, so kept: right for the same method alone. "
     '`momentum="reset"` begins with zeros.'
@@ -260,6 +264,10 @@ class Matcher:
         begun = [x for x, s in made if x.field in (VW, IN_BASES) and not s.old and x.keys in firsts]
         if begun and any(s.old for x, s in made if x.role == "step"):
             yield _BIAS.format(name=_names(begun))
+        begun_steps = {x.owner for x, s in made if x.role == "step" and not s.old}
+        kept = [x for x, s in made if x.field == VW and s.old and x.owner in begun_steps]
+        if kept:
+            yield _UNCOUNTED.format(name=_names(kept))
         units: dict[tuple[str, str], list[Part]] = {}
         for x, s in made:
             if x.field == MW and s.old:

@@ -212,14 +212,13 @@ def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:
 # ---- radii, with an entry per leaf of the unpacked tree ----------------------------------------
 
 
-def _matrices(inputs: Parameters, axes: Sequence[LayerAxes]) -> list[LayerAxes]:
-    """Where the matrices of each leaf are."""
-    per_leaf = {
+def _matrices(inputs: Parameters, axes: Sequence[LayerAxes]) -> dict[int, LayerAxes]:
+    """Where the matrices of each leaf are; packed trees may have leaves that are None."""
+    return {
         i: of_leaf
         for spec, of_array in zip(inputs.specs, axes, strict=True)
         for i, of_leaf in zip(spec.positions, spec.layers_of_leaves(of_array), strict=True)
     }
-    return [per_leaf[i] for i in range(len(per_leaf))]
 
 
 def _shape(matrices: LayerAxes) -> tuple[int, ...]:
@@ -256,7 +255,9 @@ def _of_option(
     arg = inputs.option("radius", True if is_function else radius)
     shapes = inputs.updated_shapes().leaves
     radii: list[jax.Array | None] = [None] * len(chosen)
-    for i, matrices in itertools.compress(enumerate(_matrices(inputs, axes)), chosen):
+    for i, matrices in _matrices(inputs, axes).items():
+        if not chosen[i]:
+            continue
         norm = radius if is_function else arg.leaves[i]
         if callable(norm):
             norm = norm(tuple(matrices.shape[axis] for axis in matrices.within))

@@ -348,7 +348,7 @@ def test_e41_what_was_chosen_is_visible(make):
     for choice in choices:
         state = make(full_precision=choice).init(w)
         assert {n: x.dtype for n, x in state.mw.items()} == {"a": "float32", "c": "int8"}
-        assert "Blocks(codes" in str(state)
+        assert "Blocks(int8[" in str(state)
     _, state = train(make(full_precision=choices[0]), w, gradients(2))
     _, exact = train(in_float32(make)(), w, gradients(2))
     np.testing.assert_allclose(state.mw["a"], exact.mw["a"], rtol=1e-6, atol=1e-7)

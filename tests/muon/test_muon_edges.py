@@ -369,8 +369,7 @@ MESSAGES = [
      "shapes; `hidden_matrices()` chooses by names and shapes; shapes alone cannot tell.",
      lambda: jgrad.muon(0.1, matrices=None)),
     (TypeError, "muon: `matrices`: an array of bool and shape (), expected a tree of bools, or a function of the "
-     "parameters' shapes; `optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or "
-     "wrap the factory in a function of the numbers alone; where a bool is meant, give a tree of it.",
+     "parameters' shapes; masks are read while tracing.",
      lambda: muon(matrices=jnp.array(True))),
     (TypeError, "muon: `matrices` at ['w']: 1 of type int, expected a bool.",
      lambda: muon(matrices={"w": 1, "b": False}).init(X)),

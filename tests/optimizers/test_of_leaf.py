@@ -595,6 +595,27 @@ def test_zeros_of_zeros():
     np.testing.assert_allclose(jgrad.unpack(updates)["w"], -RATE, rtol=1e-6)
     jax.eval_shape(lambda x: normalized(RATE, epsilon=x).init(w), jnp.float32(1e-8))
 
+    def first_step(temperature):
+        @jgrad.optimizer_of_leaf
+        def scaled(g):
+            return g * temperature
+
+        tx = scaled(RATE)
+        return tx.update(w, tx.init(w))[0]["w"]
+
+    # Whether a traced number from outside makes zeros of zeros is not known.
+    found = jax.jit(jax.vmap(first_step))(jnp.array([0.0, 2.0]))
+    np.testing.assert_allclose(found, np.outer([0.0, -2 * RATE], np.ones(300)), rtol=1e-6)
+
+    @jgrad.optimizer_of_leaf
+    def logarithm(g):
+        return jnp.where(g == 0, 0.0, jnp.sign(g) * jnp.log(abs(g)))
+
+    with jax.debug_nans(True):  # of what is looked for, and of what a function chooses away
+        logarithm(RATE)
+        with pytest.raises(ValueError, match="returned nan for the direction"):
+            normalized(RATE, epsilon=0.0)
+
 
 @pytest.mark.parametrize(
     "use",

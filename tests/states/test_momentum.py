@@ -195,6 +195,19 @@ def test_numbers_that_like_gives_are_kept():
     assert account.from_like == ("mw/b", "mw/w", "vw/b", "vw/w")
 
 
+def test_second_moments_without_a_step(standard_promotion):
+    """RMSprop counts nothing: Adam's next steps are too short, which the account says."""
+    theirs = METHODS["optax.rmsprop"][0]
+    _, old = theirs.update(W, theirs.init(W), W)
+    _, account = jgrad.carry_over(old, like=jax.eval_shape(METHODS["adam"][0].init, W))
+    assert account.notes == (
+        "vw of 2 leaves: kept beside a step of 0, by which Adam's bias correction divides: its first "
+        "steps are up to 30 times too short (beta2 0.999). Set `step` to the updates that `old` has done.",
+    )
+    counted = optax.scale_by_rms(0.9, bias_correction=True).init(W)
+    assert not jgrad.carry_over(counted, like=jax.eval_shape(METHODS["adam"][0].init, W))[1].notes
+
+
 def test_removed_words():
     for word in "old_momentum", "like_momentum", "momentum_decay":
         assert_error(

@@ -129,8 +129,12 @@ def make(recipe):
 
 
 def shapes_of(tx):
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        return jax.eval_shape(tx.init, W)
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # optax needs it
+            return jax.eval_shape(tx.init, W)
+    except ValueError as error:  # an order of wrappers that is refused has no state
+        assume("` inside, expected " not in str(error))
+        raise
 
 
 seeds = st.integers(0, 2**31)
@@ -194,11 +198,6 @@ SAME_KIND = {
 
 @many
 @given(recipe=recipes(), seed=seeds, added=st.sampled_from(sorted(ADDED)))
-@example(
-    recipe=("wrapper", "hyperball", ("wrapper", "hyperball", ("method", "adam"))),
-    seed=0,
-    added="MultiSteps",
-)
 @example(
     recipe=(
         "named_chain",

@@ -318,6 +318,9 @@ def test_leaves_without_a_norm():
         assert updates["none"] is None
         assert not np.any(updates["count"])
         assert state.describe().startswith("w  1 matrix")
+        packed = jgrad.pack({"": None, "w": w["w"]})
+        in_buffer = jgrad.unpack(tx.init(packed).radius)
+        np.testing.assert_allclose(in_buffer["w"], state.radius["w"], rtol=1e-6)
 
 
 # ---- options -----------------------------------------------------------------------------------
