@@ -411,7 +411,7 @@ MUTATIONS = [
     Mutation("RejectingInputs.hand_over", "a mini-batch decides for what follows its window", "X.for_windows() if _ else X", "X", HAND_OVER),
     Mutation("_Window.means", "a sum that was asked for is a mean", "X if _.mean else jnp.ones_like(X)", "X", "tests/wrappers/test_accumulate.py"),
     Mutation("_branches", "a sum becomes infinite where its dtype cannot hold it", "X if _.mean else numerics.saturated(X, _)", "X", "tests/wrappers/test_accumulate.py"),
-    Mutation("_COUNTERS", "the updates of soap are not counted", 'X.__jgrad_parts__.kind == "moments"', "type(X).__name__ == 'OptState'", "tests/wrappers/test_accumulate.py -k counts_its"),
+    Mutation("_COUNTERS", "the updates of soap are not counted", 'X.__jgrad_parts__.roles.get("step") == "step"', "type(X).__name__ == 'OptState'", "tests/wrappers/test_accumulate.py -k counts_its"),
     Mutation("_counts_updates", "losses are taken for updates", "not is_plateau", "True", "tests/wrappers/test_accumulate.py -k first_counter"),
     Mutation("_counts_updates", "a parameter is taken for a counter", "type(X).__module__.startswith('optax.')", "True", "tests/wrappers/test_accumulate.py -k first_counter"),
     Mutation("_with_sums", "a sum that an update makes has no old one", "o._replace(total=_)", "o", "tests/wrappers/test_accumulate.py -k stay_open"),

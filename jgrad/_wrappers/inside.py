@@ -131,7 +131,7 @@ def _counts_updates(x: PyTree) -> bool:
 
 
 _COUNTERS: dict[str, Callable[[PyTree], bool]] = {
-    "step": lambda x: says(x, PARTS) and x.__jgrad_parts__.kind == "moments",
+    "step": lambda x: says(x, PARTS) and x.__jgrad_parts__.roles.get("step") == "step",
     "gradient_step": lambda x: isinstance(x, optax.MultiStepsState),
     "count": _counts_updates,
 }

@@ -55,10 +55,11 @@ def test_under_jit(name, kind):
             w, state = step(w, state, place(draw(t), mesh, SPECS[name]))
     close((w, state), expected())
     if name == "rows":
-        for found, spec in zip(shardings.vw["w"], (P(None, "b"), P("a")), strict=True):
-            assert found.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), 2)
-        assert shardings.vw["layers"].rows.spec == P("a")
-        assert shardings.vw["layers"].columns.spec == P("a", "b")
+        of_w, of_layers = shardings.vw["w"], shardings.vw["layers"]
+        lie = [(x, 2) for x in of_w] + [(x, 3) for x in of_layers]
+        specs = P(None, "b"), P("a"), P("a"), P("a", "b")
+        for (found, axes), spec in zip(lie, specs, strict=True):
+            assert found.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), axes)
 
 
 @every_spec
