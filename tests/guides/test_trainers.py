@@ -20,7 +20,7 @@ PAGES = (TRAINERS,)
 # The blocks, in the order of the page.
 MAXTEXT, TUNIX, TOKENS, LEVANTER, BRAX, OPENPI, PINN = range(7)
 # A few roundings of half a unit in the last place in each of twelve steps, one way in the worst case.
-IN_STEPS = 12 * 8 * 2.0**-24
+IN_STEPS = 12 * 16 * 2.0**-24
 
 
 @after(TRAINERS, MAXTEXT, names=trainers.maxtext)
