@@ -10,7 +10,7 @@ from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("functions of one leaf")
 
-_REASON = "since it may see a part of a leaf, or several"
+_REASON = "since the function may see part of a leaf, or several leaves"
 _LEAF = jax.ShapeDtypeStruct((2, 3), jnp.float32)  # of what is traced when a function is given
 
 # What a function may do with a leaf: operations of JAX that compute each element by itself.
@@ -89,8 +89,8 @@ def check_zero(
     for what, x in zip(("the direction", *(f"the new `{x}`" for x in moments)), found, strict=True):
         if x != 0:
             where = "where gradient and moments are zero"
-            expected = "zeros there, since the padding of buffers is zero and has to stay so"
-            remedy = "0 / 0 is avoided by an epsilon in the divisor" if x != x else ""
+            expected = "zeros there, since the padding of buffers is zero and has to stay zero"
+            remedy = "add an epsilon to the divisor to avoid 0 / 0" if x != x else ""
             problem = f"{x:g} for {what} {where}, expected {expected}"
             raise ValueError(f"{name}: returned {'; '.join(filter(None, (problem, remedy)))}.")
 

@@ -46,7 +46,7 @@ def check(update: Callable[..., PyTree], layer: PyTree, stack: PyTree) -> None:
     for outer, equation in (*of_layer, *of_stack):
         name = equation.primitive.name
         if name not in _OF_DEVICES and elementwise.mixes(equation, lambda shape: shape != ()):
-            _refuse(outer, f"`{name}`, which is not of each element by itself")
+            _refuse(outer, f"`{name}`, which mixes elements")
     for a, b in itertools.zip_longest(of_layer, of_stack):
         if not (a and b) or elementwise.operation(a[1]) != elementwise.operation(b[1]):
             _refuse((a or b)[0], "something else of a layer than of its stack, by its shape")

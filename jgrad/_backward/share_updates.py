@@ -107,7 +107,7 @@ class ShareUpdate:
         if foreign is not None and not self._elementwise:
             came = f"a transformation of another library hands arrays to `{foreign}`"
             raise ValueError(
-                f"step_in_backward: `tx`: {came}. It sees one layer at a time: say "
+                f"step_in_backward: `tx`: {came}. It sees one layer at a time: pass "
                 "`elementwise=True` if it computes each element by itself, or use the ordinary "
                 "step."
             )

@@ -51,7 +51,7 @@ def carry_over(
 
     Only what is certain is converted. A second moment is never made up: where `old` has a first one
     alone, begin anew by `tx.init(params)`, or by `reset`, which keeps the step. First moments are
-    certain beside second ones of the same kind, as of `adam`, `lamb`, `soap`, `optax.adamw`. Others
+    certain beside second ones of the same kind, as in `adam`, `lamb`, `soap`, `optax.adamw`. Others
     may be averages or sums of gradients or of steps, and their states look alike: of one structure
     they are kept, with a note, which is right for the same method alone; else `momentum` says it.
     States of `optax.adamax`, `optax.contrib.adopt` and of `optimizer_of_leaf` with two moments look

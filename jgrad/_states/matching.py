@@ -133,9 +133,9 @@ class Matcher:
         for i, x in enumerate(self._like):
             is_second = x.role == "moment" and x.field != MW and x.leaf is not None
             if is_second and i not in self._assigned and x.keys in had and not self._is_reset(x):
-                came = f"{x.called}, which `old` does not have beside its own moments"
-                remedy = "begin anew by `tx.init(params)`, or keep the step alone by `reset=`"
-                also = "`momentum=` is for first moments"
+                came = f"{x.called}, a second moment that `old` lacks"
+                remedy = "start afresh by `tx.init(params)`, or keep only the step by `reset=`"
+                also = "`momentum=` concerns first moments alone"
                 where = f"`like`{checks.at(x.at)}"
                 raise ValueError(f"{self._function}: {where}: {came}; {remedy}; {also}.")
 
@@ -143,8 +143,8 @@ class Matcher:
         """What may be another thing crosses by the user's word alone."""
         if crossing and self._momentum is None:
             new, old = self._like[crossing[0][0]], self._old[crossing[0][1]]
-            remedy = '"keep" if both are the same, or "reset" to begin with zeros'
-            came = f"{old.called} of `old` is {old.unit}, and that of `like` {new.unit}"
+            remedy = '"keep" if both hold the same, or "reset" to begin with zeros'
+            came = f"{old.called} of `old` holds {old.unit}; that of `like` holds {new.unit}"
             raise ValueError(f"{self._function}: `momentum`: None, expected {remedy}: {came}.")
         self._crossing = {i for i, _ in crossing}
 

@@ -26,8 +26,8 @@ MW, VW, PER_OUTPUT, IN_BASES = "mw", "vw", "vw per output", "vw in bases"
 OF_PARAMETERS = ("moment", "weights", "sum")  # roles of trees like the parameters
 
 # What first moments are; only the first two say of which method.
-AVERAGES = "averages of gradients, as of `adam`"
-OF_STEPS = "averages of steps, as of `adafactor`"
+AVERAGES = "averages of gradients, as in `adam`"
+OF_STEPS = "averages of steps, as in `adafactor`"
 ALONE = "momentum of `gradient_descent`, `lars`, `lion` or `muon`"
 BESIDE_OUTPUTS = "momentum beside second moments of outputs"
 CERTAIN = (AVERAGES, OF_STEPS)

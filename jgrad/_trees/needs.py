@@ -34,7 +34,10 @@ def _is_part(fraction: Any) -> bool:
     return not (fraction is None or (checks.is_number(fraction) and fraction == 1))
 
 
-_DECAY = Need(("weight_decay", "adam_weight_decay"), "without `weight_decay`, which may be 0")
+_DECAY = Need(
+    ("weight_decay", "adam_weight_decay"),
+    "without `weight_decay`: pass both, even if the decay is 0",
+)
 _MOMENTUM = Need(("momentum",), "without `momentum`")
 
 NEEDS: dict[str, tuple[Need, ...]] = {

@@ -227,7 +227,7 @@ def _begin_alike(name: str, ours: str) -> bool:
 def refuse_option(function: str, name: str) -> None:
     """An error for an option of a factory that it does not take in a call."""
     if name in _OPTIONS_OF.get(function, ()):
-        expected = f"in `{function}(...)`, since no call changes it"
+        expected = f"in `{function}(...)`, since it is the same in every call"
         raise TypeError(f"{function}: `{name}`: given to `update`, expected {expected}.")
 
 

@@ -43,7 +43,7 @@ def transformation(
     tx = _in_shares(function, optax.with_extra_args_support(tx))
     if may_be_offloaded:
         return tx
-    remedy = f"expected it outside of everything: `offload({function}(...))`"
+    remedy = f"expected it outside everything: `offload({function}(...))`"
     if isinstance(tx, Offloaded):
         raise ValueError(f"{function}: `tx`: an `offload`, {remedy}.")
 

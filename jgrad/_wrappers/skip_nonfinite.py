@@ -173,7 +173,7 @@ def _check_scale(loss_scale: Scalar) -> None:
 def _check_unclipped(inputs: Inputs) -> None:
     """No clip stands before it in a chain, as far as a traced gradient says how it was made."""
     if any(rule is clip.clipped for g in inputs.g for rule, _ in origin(g).functions):
-        came = "gradients that `clip_by_global_norm` has clipped with their scale"
+        came = "gradients that `clip_by_global_norm` clipped before the loss scale was divided out"
         expected = f"the clip inside: `{_NAME}(optax.chain(clip, tx), loss_scale=...)`"
         raise ValueError(f"{_NAME}: `updates`: {came}, expected {expected}.")
 

@@ -19,7 +19,7 @@ def stateless(f):
 
 def refused(who, primitive, ours=""):
     use = f"use {ours}, or the ordinary step" if ours else "use the ordinary step"
-    does = f"`{primitive}`, which is not of each element by itself"
+    does = f"`{primitive}`, which mixes elements"
     return f"step_in_backward: `tx`: {who} computes {does}. It sees one layer at a time: {use}."
 
 

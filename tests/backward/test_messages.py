@@ -192,7 +192,7 @@ def first(name):
 def other(name):
     return (
         f"step_in_backward: `tx`: a transformation of another library hands arrays to `{name}`. It "
-        "sees one layer at a time: say `elementwise=True` if it computes each element by itself, "
+        "sees one layer at a time: pass `elementwise=True` if it computes each element by itself, "
         "or use the ordinary step."
     )
 

@@ -188,7 +188,7 @@ def test_options_that_no_call_changes(name):
     }
     options = inspect.signature(getattr(jgrad, name)).parameters.keys()
     for given in options - {*own, elsewhere.get(name)}:
-        expected = f"in `{name}(...)`, since no call changes it"
+        expected = f"in `{name}(...)`, since it is the same in every call"
         message = f"{name}: `{given}`: given to `update`, expected {expected}."
         assert_error(TypeError, message, functools.partial(update, name, **{given: 0.5}))
 

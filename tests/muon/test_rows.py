@@ -247,9 +247,7 @@ def test_how_many(side, fraction, count):
 
 def test_the_fraction_of_a_call():
     tx, w = muon(fraction=0.5), jnp.ones((2, 3))
-    message = (
-        "muon: `fraction`: given to `update`, expected in `muon(...)`, since no call changes it."
-    )
+    message = "muon: `fraction`: given to `update`, expected in `muon(...)`, since it is the same in every call."
     assert_error(TypeError, message, lambda: tx.update(w, tx.init(w), w, fraction=0.25))
 
 

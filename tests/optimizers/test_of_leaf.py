@@ -459,10 +459,10 @@ EXPECTED = "expected `g`, then `mw` and `vw` or what it has of them, then number
 PARAMETERS = "optimizer_of_leaf: the parameters of"
 TAKEN = "expected another name, since this one is taken."
 LIKE = "each like the leaf."
-MIXES = "mixes elements, expected elementwise operations, since it may see a part of a leaf, or several."
+MIXES = "mixes elements, expected elementwise operations, since the function may see part of a leaf, or several leaves."
 SHAPE = (
-    "operations that depend on the shape of the leaf, expected the same for all, since it may see a "
-    "part of a leaf, or several."
+    "operations that depend on the shape of the leaf, expected the same for all, since the function "
+    "may see part of a leaf, or several leaves."
 )
 MESSAGES = {
     "other": (TypeError, f"{PARAMETERS} `other`: (g, m), {EXPECTED}"),
@@ -516,12 +516,12 @@ def lifted(g, mw, *, floor=0.0, step):
     return g, mw + g + floor / step
 
 
-ZEROS = "expected zeros there, since the padding of buffers is zero and has to stay so"
+ZEROS = "expected zeros there, since the padding of buffers is zero and has to stay zero"
 CALLS = {
     "no number at zero": (
         ValueError,
         f"normalized: returned nan for the direction where gradient and moments are zero, {ZEROS}; "
-        "0 / 0 is avoided by an epsilon in the divisor.",
+        "add an epsilon to the divisor to avoid 0 / 0.",
         lambda: normalized(0.1),
     ),
     "no zero at zero": (

@@ -507,7 +507,7 @@ def test_the_account_is_short():
         "kept       mw, 300 leaves",
         "kept       vw/layer_0/b and 149 more",
         "dropped    vw/layer_0/w and 149 more",
-        "note       mw of 150 leaves: averages of gradients, as of `adam`, kept as momentum of "
+        "note       mw of 150 leaves: averages of gradients, as in `adam`, kept as momentum of "
         '`gradient_descent`, `lars`, `lion` or `muon` by `momentum="keep"`.',
     ]
     assert str(carried(make().init(w), make(), w)[1]) == (

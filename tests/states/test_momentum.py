@@ -152,7 +152,7 @@ def test_second_moments_are_not_made_up():
     for old in "lion", "momentum", "optax.sgd", "sophia", "soap", "normuon":
         for momentum in None, "keep", "reset":
             with pytest.raises(
-                ValueError, match=r"`tx.init\(params\)`, .* `reset=`; `momentum=` is"
+                ValueError, match=r"`tx.init\(params\)`, .* `reset=`; `momentum=` concerns"
             ):
                 carried(state_of(old), like, momentum=momentum)
         state, account = carried(state_of(old), like, reset=True)

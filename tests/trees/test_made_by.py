@@ -20,6 +20,13 @@ def test_a_transformation_prints_its_call():
     assert repr(of_all).endswith("weight_decay=0.1, weight_decay_mask={'w': True})")
 
 
+def test_hidden_matrices_print_what_they_were_given():
+    tx = jgrad.muon(0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.01)
+    assert repr(tx) == "muon(0.1, matrices=hidden_matrices(), adam_learning_rate=0.01)"
+    chosen = jgrad.hidden_matrices(exclude=["head"], layer_axes=0)
+    assert repr(chosen) == "hidden_matrices(exclude=('head',), layer_axes=0)"
+
+
 def test_arrays_are_kinds_and_shapes():
     rates = {"w": jnp.ones((4, 1, 1)), "b": 0.1}
     assert repr(jgrad.lion(rates)) == "lion({'b': 0.1, 'w': float32[4, 1, 1]})"

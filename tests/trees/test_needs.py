@@ -38,7 +38,10 @@ def rows_of(make, options, *rows):
     return [(make, *row) for row in rows]
 
 
-NO_DECAY, NO_MOMENTUM = "without `weight_decay`, which may be 0", "without `momentum`"
+NO_DECAY, NO_MOMENTUM = (
+    "without `weight_decay`: pass both, even if the decay is 0",
+    "without `momentum`",
+)
 MASK_WITHOUT = f"{{'w': True, 'b': False}} of type dict, expected None {NO_DECAY}"
 NO_BLOCKS = "True, expected None without `moment_dtype='8bit'`"
 SMALL = f"True, expected False with a `max_size` below {SMALLEST}"

@@ -359,7 +359,7 @@ def test_e47_a_jax_without_memory_spaces(backend, monkeypatch):
 
 # ---- inside of others ---------------------------------------------------------------------------
 
-OUTSIDE = "expected it outside of everything: `offload({}(...))`."
+OUTSIDE = "expected it outside everything: `offload({}(...))`."
 HOST = "with a state in host memory at {}, of an `offload` inside"
 X = jnp.ones(3)
 

@@ -126,7 +126,7 @@ def test_a_clip_before_the_loss_scale(of):
     """A chain has no `init` of its own, so the first trace of an update refuses it."""
     clip = jgrad.clip_by_global_norm(1.0, of=of)
     message = (
-        "skip_nonfinite: `updates`: gradients that `clip_by_global_norm` has clipped with their scale, "
+        "skip_nonfinite: `updates`: gradients that `clip_by_global_norm` clipped before the loss scale was divided out, "
         "expected the clip inside: `skip_nonfinite(optax.chain(clip, tx), loss_scale=...)`."
     )
     for tx in (

@@ -262,7 +262,7 @@ def test_around(place, standard_promotion):
     """Notes come out of ours; of optax's `MultiSteps`, which branches, none does, and none leaks."""
     if place == "offload":
         w, tx = params(), jgrad.offload(jgrad.adam(0.1))
-        with pytest.raises(ValueError, match="expected it outside of everything"):
+        with pytest.raises(ValueError, match="expected it outside everything"):
             jgrad.watch(tx)
         return
     w, grads = params(), gradients(4)
