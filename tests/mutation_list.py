@@ -339,6 +339,7 @@ MUTATIONS = [
     Mutation("ArraySpec.element_keys", "devices round by one stream", "X + mixed(_)", "X", RANDOM_BITS + " -k nobody"),
     Mutation("ArraySpec.element_keys", "a layer begins where one of the size of its shard would", "X.counts if X else ()", "()", RANDOM_BITS + " -k backward"),
     Mutation("ArraySpec.element_keys", "rows of a packed leaf begin at 0 on each device", "X + _ * sizes", "X", RANDOM_BITS + " -k packed"),
+    Mutation("read_mesh_axes", "random bits: names pass for PartitionSpecs", "names or X", "True or X", RANDOM_BITS + " -k too_little"),
     Mutation("Parameters.places", "a leaf that is on all devices counts as sharded", "X.difference(invariant_axes(*_))", "X", RANDOM_BITS + " -k one_spec"),
     Mutation("Then.__init__", "moments in bfloat16 are not told how they are sharded", "has_codes(state) or _", "has_codes(state)", RANDOM_BITS + " -k wrapper"),
     # ---- _kernels

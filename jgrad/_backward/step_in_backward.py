@@ -150,7 +150,7 @@ def step_in_backward(
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         values.boolean(_NAME, name, x)
     of_gradients.check_function(gradients)
-    read_mesh_axes(_NAME, mesh_axes)
+    read_mesh_axes(_NAME, mesh_axes, names=False)
 
     def ordinary(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)

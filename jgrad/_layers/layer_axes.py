@@ -111,18 +111,20 @@ class Axes:
     of_all: bool = False
 
 
-def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
-    """A tree of `Axes` with names of mesh axes."""
+def read_mesh_axes(function: str, mesh_axes: PyTree, *, names: bool = True) -> PyTree:
+    """A tree of `Axes` with names of mesh axes; or of PartitionSpecs alone."""
 
     def read(x: PyTree) -> Axes | None:
         if not isinstance(x, PartitionSpec):
-            return _axes(str, x)
+            return _axes(str, x) if names or x is None else None
         parts = [part if isinstance(part, tuple) else (part,) for part in x]
-        names = [name for part in parts for name in part if name is not None]
-        is_named = all(isinstance(name, str) for name in names)
-        return Axes(tuple(sorted(names)), x) if is_named else None
+        named = [name for part in parts for name in part if name is not None]
+        is_named = all(isinstance(name, str) for name in named)
+        return Axes(tuple(sorted(named)), x) if is_named else None
 
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
+    if not names:
+        expected = "None or a PartitionSpec, which says which axis of a leaf is sharded"
     tree = read_axes(function, "mesh_axes", mesh_axes, read, expected)
     return dataclasses.replace(tree, of_all=True) if isinstance(tree, Axes) else tree
 

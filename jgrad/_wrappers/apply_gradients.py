@@ -69,7 +69,7 @@ def apply_gradients(
       (1, (64, 256))
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
-    read_mesh_axes(_NAME, mesh_axes)
+    read_mesh_axes(_NAME, mesh_axes, names=False)
 
     inputs = Inputs(_NAME, grads, arrays_of(params, grads))
     places = () if mesh_axes is None else inputs.places(mesh_axes)

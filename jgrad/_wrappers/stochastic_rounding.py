@@ -119,7 +119,7 @@ def stochastic_rounding(
     """
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "seed", seed, low=0)
-    read_mesh_axes(_NAME, mesh_axes)
+    read_mesh_axes(_NAME, mesh_axes, names=False)
 
     def init(params: PyTree) -> StochasticState:
         arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()

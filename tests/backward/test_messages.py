@@ -43,8 +43,8 @@ OF_FACTORY = {
     "mesh_axes": (
         {"mesh_axes": 3},
         TypeError,
-        "`mesh_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a "
-        "PartitionSpec.",
+        "`mesh_axes`: 3 of type int, expected None or a PartitionSpec, which says which axis of a "
+        "leaf is sharded.",
     ),
 }
 
