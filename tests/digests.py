@@ -141,7 +141,7 @@ def transformations() -> Iterator[Any]:
         yield from _training(f"{case} pack_small", small, some, some)
         absent = {**mixed, "count": None}
         yield from _training(f"{case} mixed", case.without_masks().tx(), mixed, absent)
-        if case.state:
+        if case.rounded:
             half = case.tx(moment_dtype=jnp.bfloat16)
             yield from _training(f"{case} bfloat16 moments", half, some, some)
             codes = case.without_masks().tx(moment_dtype="8bit")

@@ -61,7 +61,7 @@ def axes_of(case):
 def subjects():
     for case in (case.without_masks() for case in CASES):
         moments = {"": {}}
-        if case.state:
+        if case.rounded:
             moments |= {"-bf16": {"moment_dtype": jnp.bfloat16}, "-8bit": {"moment_dtype": "8bit"}}
         for suffix, own in moments.items():
             make = functools.partial(case.tx, **own)

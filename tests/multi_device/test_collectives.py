@@ -196,7 +196,7 @@ def optimizers(form, *, elementwise):
             continue
         if case.elementwise == elementwise:
             yield str(case), case.tx()
-            if case.state and form in ("rows", "packed"):
+            if case.rounded and form in ("rows", "packed"):
                 yield f"{case}-8bit", case.tx(moment_dtype="8bit")
 
 
