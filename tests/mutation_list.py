@@ -87,7 +87,7 @@ MUTATIONS = [
     Mutation("factory._CHECKS", "momentum above 1", "_checked(numbers.scalar_betas, optional=True)", "lambda *_: None", MESSAGES),
     Mutation("check_masks", "a mask that a count made", "X and _caller() == 'optax'", "False", "tests/inputs/test_injected.py"),
     Mutation("check_masks", "a bool of a user is one that a count made", "X and _caller() == 'optax'", "X", "tests/inputs/test_injected.py -k array"),
-    Mutation("check_masks", "a mask that is an array", "isinstance(mask, jax.Array) or Y", "Y", "tests/inputs/test_injected.py -k array"),
+    Mutation("check_masks", "a mask that is an array", "is_array or is_of_optax", "is_of_optax", "tests/inputs/test_injected.py -k array"),
     Mutation("AlignedArguments._finest", "the first argument is the finest", "None if _ is None else X[_.finest]", "X[0]", FUNCTIONAL),
     Mutation("pack_small._part", "a part of the parameters is another model", "_ is None and _ is None", "False", "tests/inputs/test_models.py"),
     Mutation("ema", "what init did not see is averaged", "None if o is None else X", "X", "tests/inputs/test_models.py"),

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgrad._trees.blocks import in_short
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("functions of one leaf")
@@ -106,7 +107,7 @@ def _traced(
 
 def shown(x: Any) -> str:
     """The type of an array, or of what should be one."""
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+    return in_short(x) if hasattr(x, "dtype") else type(x).__name__
 
 
 def mixes(equation: Any, is_leaf: Callable[[Sequence[int]], bool]) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._backward.scan_layers import Block, Remat, recorded, rematerialised
 from jgrad._trees import checks, trees
+from jgrad._trees.blocks import in_short
 from jgrad._trees.trees import PyTree, Structure
 from jgrad._trees.unpromised import Unpromised
 
@@ -196,7 +197,7 @@ def _check_value(result: Any, has_aux: bool) -> None:
     value = result[0] if has_aux else result
     is_array = isinstance(value, jax.ShapeDtypeStruct)
     if not is_array or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
-        came = _described(value) if is_array else type(value).__name__
+        came = in_short(value) if is_array else type(value).__name__
         hint = "; use `has_aux=True` for a pair" if is_pair else ""
         raise TypeError(f"{_NAME}: `loss` returns {came}, expected a real floating scalar{hint}.")
 
@@ -206,7 +207,7 @@ def _check_carry(old: PyTree, new: PyTree) -> None:
     checks.same_structure("scan_layers", "block(layer, carry)", new, "carry", old)
     for path, x, y in zip(trees.paths(old), *map(jax.tree.leaves, (old, new)), strict=False):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
-            came, expected = map(_described, (y, x))
+            came, expected = map(in_short, (y, x))
             begin = f"scan_layers: `block` returns a carry{checks.at(path)}"
             raise TypeError(f"{begin} of {came}, expected {expected}, as it was given.")
 
@@ -214,10 +215,6 @@ def _check_carry(old: PyTree, new: PyTree) -> None:
 def _flat(tree: PyTree) -> tuple[Arrays, Structure]:
     leaves, structure = jax.tree.flatten(tree)
     return leaves, structure
-
-
-def _described(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
 
 
 # ---- forward and backward ----------------------------------------------------------------------

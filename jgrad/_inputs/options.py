@@ -128,10 +128,11 @@ def check_masks(function: str, **masks: Mask) -> None:
     """
     for name, mask in masks.items():
         _check_called(function, name, mask)
-        is_of_optax = isinstance(mask, (bool, np.bool_)) and _caller() == "optax"
-        if isinstance(mask, jax.Array) or is_of_optax:
+        is_array = isinstance(mask, jax.Array)
+        is_of_optax = (is_array or isinstance(mask, (bool, np.bool_))) and _caller() == "optax"
+        if is_array or is_of_optax:
             expected = "a tree of bools, or a function of the parameters' shapes"
-            remedy = INJECTED if _caller() == "optax" else "masks are read while tracing"
+            remedy = INJECTED if is_of_optax else "masks are read while tracing"
             came = checks.describe(mask)
             raise TypeError(f"{function}: `{name}`: {came}, expected {expected}; {remedy}.")
 

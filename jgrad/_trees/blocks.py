@@ -105,7 +105,7 @@ class Blocks(_Arrays):
 
     def __repr__(self) -> str:
         # Of kinds and shapes: nobody reads codes, and states are printed with many of them.
-        return f"Blocks({', '.join(map(_short, self))})"
+        return f"Blocks({', '.join(map(in_short, self))})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,7 +144,8 @@ class Blocks(_Arrays):
         return Blocks, (*self, *form)
 
 
-def _short(x: Any) -> str:
+def in_short(x: Any) -> str:
+    """`float32[3, 2]` for an array; the repr of what is none."""
     is_array = hasattr(x, "dtype") and hasattr(x, "shape")
     return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
 

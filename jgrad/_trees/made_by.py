@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import optax
 
+from jgrad._trees.blocks import in_short
+
 _SHOWN = 80  # characters of one argument
 
 
@@ -27,7 +29,7 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
 def _short(x: Any) -> str:
     if _is_transformation(x):
-        return _Leaf(x).__repr__()  # as long as it is: what stands inside is what one looks for
+        return repr(_Leaf(x))  # as long as it is: what stands inside is what one looks for
     text = repr(jax.tree.map(_Leaf, x, is_leaf=_is_transformation))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
@@ -48,6 +50,5 @@ class _Leaf:
             return repr(x)
         if _is_transformation(x):
             return f"{x.update.__qualname__.partition('.')[0]}(...)"
-        if hasattr(x, "dtype") and hasattr(x, "shape"):
-            return f"{x.dtype}{list(x.shape)}"
-        return x.__name__ if callable(x) and hasattr(x, "__name__") else repr(x)
+        is_function = callable(x) and hasattr(x, "__name__")
+        return x.__name__ if is_function else in_short(x)
