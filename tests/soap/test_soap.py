@@ -430,7 +430,7 @@ def test_carried_over_from_adam(x64):
     )
     assert_equal(new.factors["w"].left_basis, jnp.eye(4))
     like = jax.eval_shape(adam.init, w)
-    with pytest.raises(ValueError, match=r"vw/w, which `old` does not have .* `reset=`"):
+    with pytest.raises(ValueError, match=r"vw/w, a second moment that `old` lacks; .* `reset=`"):
         jgrad.carry_over(new, like=like)  # what it has is of another basis
     _, account = jgrad.carry_over(new, like=like, reset={"w": True, "b": False})
     assert account.kept == ("step", "mw/b", "vw/b")
