@@ -18,7 +18,10 @@ from tests.support.pages import rows, section
 RATE = optax.cosine_decay_schedule(1e-3, 1000)
 SIDE = 1024  # of the matrix whose state is counted
 EXTRA = 0.005  # counters, and digits that the table leaves out
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # schedules of optax promote
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.usefixtures("standard_promotion"),  # schedules of optax promote
+]
 
 adam = functools.partial(jgrad.adam, RATE)
 adamw = functools.partial(adam, weight_decay=0.1)

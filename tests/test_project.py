@@ -16,6 +16,7 @@ PLACEHOLDER = "OWNER"
 ADDRESS = re.compile(r"github(?:usercontent)?\.com/([\w-]+)/jgrad\b")
 GENERATED = {"_build", "gallery", "reference", "repository", "__pycache__", "data"}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+pytestmark = pytest.mark.ci
 
 
 def addresses():

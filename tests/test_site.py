@@ -18,6 +18,7 @@ HELPERS = {file.stem for file in ROOT.glob("colabs/*.py")}
 WORDS = runpy.run_path(str(ROOT / "docs/_extensions/words.py"))
 NAMES, GUIDES, RELATED = WORDS["NAMES"], WORDS["GUIDES"], WORDS["RELATED"]
 TARGETS = {**NAMES, **GUIDES}
+pytestmark = pytest.mark.ci
 
 
 def targets(word):

@@ -7,8 +7,11 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+pytestmark = pytest.mark.ci
 
 # What JAX does not promise. The first two may change with any release, as their documentation says;
 # `jgrad/_trees/unpromised.py` has all names of theirs.
