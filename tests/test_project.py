@@ -64,13 +64,6 @@ def test_the_owner_is_replaced_in_every_file(tmp_path):
         assert set(ADDRESS.findall(text)) == {"some-body"}
 
 
-@pytest.mark.parametrize("args", [[], ["a b"], ["-a"], ["a", "b"]])
-def test_no_owner_is_written_by_mistake(tmp_path, args):
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "address.py", tmp_path / ".ci")
-    assert address(tmp_path, *args).returncode == 1
-
-
 def test_one_version():
     """Of the package, its citation, the newest section of the changelog and the golden states."""
     version = jgrad.__version__

@@ -216,27 +216,6 @@ def test_lion_in_zero():
     assert_equal(outside, inside)
 
 
-@pytest.mark.slow
-def test_slopes_of_lion():
-    """By the learning rate, a beta and the first weights, through three updates."""
-    grads = [jax.tree.map(lambda x, t=t: jnp.cos(t + x), params()) for t in range(3)]
-
-    def trained(make, rate, beta1, w):
-        tx = make(rate, beta1=beta1)
-        state = tx.init(w)
-        for g in grads:
-            updates, state = tx.update(jax.tree.map(jnp.multiply, g, w), state, w)
-            w = optax.apply_updates(w, updates)
-        return optax.tree.norm(w, squared=True)
-
-    found, expected = (
-        jax.jit(jax.grad(functools.partial(trained, make), argnums=(0, 1, 2)))(RATE, 0.5, params())
-        for make in (own_lion, jgrad.lion)
-    )
-    assert float(found[0]) != 0
-    chex.assert_trees_all_close(found, expected, rtol=1e-6)
-
-
 @pytest.mark.bits
 def test_lion_in_nnx():
     """In `nnx.Optimizer`, with moments in 8 bits."""

@@ -16,14 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import export
 
 import jgrad
 from tests.cases import RATE, Case, gradients, params, rank_two
-from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
-from tests.support.loops import assert_equal, compiled, stack, step_of, told, train, with_loss
+from tests.support.loops import assert_equal, compiled, step_of, told, train, with_loss
 from tests.wrappers.test_hand_over import slowly
 
 X = jnp.ones(3)
@@ -186,21 +184,6 @@ def test_it_trains(wrapper):
         assert jnp.array_equal(found["layer"]["w"], w["layer"]["w"]) == (count < wrapper.calls)
 
 
-@pytest.mark.slow
-@few_wrappers
-def test_masked(wrapper):
-    """Leaves outside of the mask pass; the others are trained as if alone."""
-    tx, w, grads = setup(wrapper)
-    masked = optax.masked(tx, {"layer": True, "rest": False})
-    state, alone = masked.init(w), tx.init(w["layer"])
-    update, update_alone = jax.jit(masked.update), jax.jit(tx.update)
-    for g in grads:
-        updates, state = update(g, state, w)
-        expected, alone = update_alone(g["layer"], alone, w["layer"])
-        chex.assert_trees_all_equal(updates["rest"], g["rest"])
-        close(updates["layer"], expected, wrapper.dtype)
-
-
 @pytest.mark.slow(one_in=2)
 @few_wrappers
 def test_inject_hyperparams(wrapper):
@@ -273,59 +256,6 @@ def test_init_of_numpy(wrapper):
     tx = around_adam(wrapper)
     expected = tx.init(jax.tree.map(jnp.asarray, own))
     chex.assert_trees_all_equal_shapes_and_dtypes(tx.init(own), expected)
-
-
-@pytest.mark.slow(one_in=2)
-@few_wrappers
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_trace_with_donation(dtype, wrapper):
-    """Buffers of parameters and state are given away at each of five steps: no array is in both."""
-    tx, w, grads = setup(wrapper, 5, dtype=dtype)
-    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
-    expected, _ = train(tx, w, grads)
-    state = tx.init(w)
-    for g in grads:
-        given = jax.tree.leaves((w, state))
-        w, state = step(w, state, g)
-        assert all(x.is_deleted() for x in given if x.size)
-    close(w, expected, dtype)
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_scan(wrapper):
-    """A scan over the gradients is the loop: dtypes of the state are stable."""
-    tx, w, grads = setup(wrapper)
-    body = lambda carry, g: (step_of(tx)(*carry, g), None)
-    found, _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(grads)))(w)
-    as_well(wrapper, found, train(tx, w, grads))
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_vmap(wrapper):
-    """A batch of models is trained as each model would be."""
-    tx, _, _ = setup(wrapper)
-    models = [few(params(wrapper.dtype, seed=s)) for s in range(3)]
-    grads = [setup(wrapper, 2, seed=s)[2] for s in range(3)]
-    w, state, step = stack(models), jax.vmap(tx.init)(stack(models)), jax.jit(jax.vmap(step_of(tx)))
-    for i in range(2):
-        w, state = step(w, state, stack([g[i] for g in grads]))
-    alone = [train(tx, m, g) for m, g in zip(models, grads, strict=True)]
-    as_well(wrapper, (w, state), stack(alone))
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_export(wrapper):
-    """The train step lowers for CPU, CUDA and TPU."""
-    tx, w, (g,) = setup(wrapper, 1)
-    # Weak types and types of states are no part of an exported program.
-    leaves, structure = jax.tree.flatten((w, tx.init(w), g))
-    step = jax.jit(lambda *leaves: jax.tree.leaves(step_of(tx)(*structure.unflatten(leaves))))
-    exported = export.export(step, platforms=("cpu", "cuda", "tpu"))(*leaves)
-    assert exported.platforms == ("cpu", "cuda", "tpu")
-    close(exported.call(*leaves), step(*leaves), wrapper.dtype)
 
 
 # ---- the state ---------------------------------------------------------------------------------
@@ -550,57 +480,6 @@ def test_devices_of_a_mesh_axis_leave_out_the_same(count):
 # ---- all together ------------------------------------------------------------------------------
 
 LAMB = Case("lamb", jgrad.lamb, {"weight_decay": 0.1})
-MAX_NORM = 0.5
-
-
-def by_hand(w, windows):
-    """Means of windows, clipped by their norm, and LAMB of the reference, in float64 NumPy."""
-    optimizer = reference.lamb(jax.tree.leaves(w), RATE, weight_decay=0.1)
-    clipped = []
-    for grads in windows:
-        rows = [[np.asarray(x, np.float64) for x in jax.tree.leaves(g)] for g in grads]
-        mean = [np.mean(xs, axis=0) for xs in zip(*rows, strict=True)]
-        norm = np.sqrt(sum(np.sum(x**2) for x in mean))
-        clipped.append([x * min(1, MAX_NORM / norm) for x in mean])
-    return reference.trajectory(optimizer, clipped)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss_scale", [None, 16.0])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_all_together(dtype, loss_scale):
-    """Six mini-batches in half precision under scan, one of them NaN: three windows."""
-    optimizer = optax.chain(jgrad.clip_by_global_norm(MAX_NORM), LAMB.tx())
-    tx = jgrad.skip_nonfinite(
-        jgrad.accumulate(jgrad.master_weights(optimizer), 2), loss_scale=loss_scale
-    )
-    w, (a, b, c, d, e) = params(dtype), gradients(5, dtype)
-    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), a)
-    given = [a, b, c, bad, d, e]
-
-    def body(carry, g):
-        scale = carry[1].loss_scale
-        g = jax.tree.map(lambda x: (scale * x.astype(jnp.float32)).astype(dtype), g)
-        new = step_of(tx)(*carry, g)
-        chex.assert_trees_all_equal_shapes_and_dtypes(new, carry)
-        return new, new[0]
-
-    (found, state), each = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(given)))(w)
-    chex.assert_trees_all_equal_shapes_and_dtypes((found, state), (w, tx.init(w)))
-    expected = by_hand(w, [(a, b), (c,), (d, e)])
-    epsilon = float(jnp.finfo(dtype).eps)
-    for i, row in zip((1, 3, 5), expected, strict=True):
-        for x, y in zip(jax.tree.leaves(each), row, strict=True):
-            # Beside the rounding of parameters, that of scaled gradients.
-            np.testing.assert_allclose(
-                np.asarray(x[i], float), y, atol=4 * epsilon * max(RATE, np.max(np.abs(y)))
-            )
-    for m, y in zip(jax.tree.leaves(optax.tree.get(state, "master")), expected[-1], strict=True):
-        np.testing.assert_allclose(m, y, atol=epsilon * max(RATE, np.max(np.abs(y))))
-    assert int(state.skipped) == 1
-    assert int(optax.tree.get(state.inner, "skipped")) == 1
-    assert int(optax.tree.get(state, "step")) == 3
-    assert float(state.loss_scale) == (8 if loss_scale else 1)
 
 
 @pytest.mark.parametrize(
