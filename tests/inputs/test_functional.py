@@ -23,15 +23,11 @@ Pair = collections.namedtuple("Pair", "x y")
 
 UPDATES = {
     "optimizer_update": lambda w, g, lr=0.1, **k: jgrad.optimizer_update(w, g, lr, **k),
-    "gradient_descent_update": lambda w, g, lr=0.1, **k: jgrad.gradient_descent_update(
-        w, g, lr, **k
-    ),
+    "gradient_descent_update": lambda w, g, lr=0.1, **k: jgrad.gradient_descent_update(w, g, lr, **k),
     "lars_update": lambda w, g, lr=0.1, **k: jgrad.lars_update(w, g, lr, decay_lambda=0.1, **k),
     "adam_update": lambda w, g, lr=0.1, **k: jgrad.adam_update(w, g, lr, 0.0, 0.0, 1, **k),
-    "lamb_update": lambda w, g, lr=0.1, **k: jgrad.lamb_update(
-        w, g, lr, 0.0, 0.0, 1, decay_lambda=0.1, **k
-    ),
-}
+    "lamb_update": lambda w, g, lr=0.1, **k: jgrad.lamb_update(w, g, lr, 0.0, 0.0, 1, decay_lambda=0.1, **k),
+}  # fmt: skip
 every_update = pytest.mark.parametrize("name", UPDATES)
 two_updates = pytest.mark.parametrize("name", mostly_slow(UPDATES, "lars_update", "adam_update"))
 

@@ -78,28 +78,18 @@ HALF = ("stochastic", "stochastic momentum", "master", "scaled loss")  # of bflo
 WHOLE_STEPS = {
     "adam": (ADAM, [*FLOATS, "int8", "uint8"], ["float32", "int8", "uint8"]),
     "momentum": (MOMENTUM, [*FLOATS, "int8"], ["float32", "int8"]),
-    "stochastic": (
-        STOCHASTIC,
-        ["bfloat16", "bfloat16", "int8", "uint8"],
-        ["bfloat16", "int8", "uint8"],
-    ),
+    "stochastic": (STOCHASTIC, ["bfloat16", "bfloat16", "int8", "uint8"], ["bfloat16", "int8", "uint8"]),
     "stochastic momentum": (  # whose decay reads the weight in float32
         lambda: jgrad.stochastic_rounding(MOMENTUM()),
         ["bfloat16", "bfloat16", "int8"],
         ["bfloat16", "int8"],
     ),
-    "master": (
-        lambda: jgrad.master_weights(ADAM()),
-        ["bfloat16", "bfloat16", "float32", "int8", "uint8"],
-        ["bfloat16", "float32", "int8", "uint8"],
-    ),
-    "scaled loss": (
-        lambda: jgrad.skip_nonfinite(jgrad.stochastic_rounding(clipped(ADAM())), loss_scale=4.0),
-        ["bfloat16", "bfloat16", "int8", "uint8"],
-        ["bfloat16", "int8", "uint8"],
-    ),
+    "master": (lambda: jgrad.master_weights(ADAM()), ["bfloat16", "bfloat16", "float32", "int8", "uint8"],
+     ["bfloat16", "float32", "int8", "uint8"]),
+    "scaled loss": (lambda: jgrad.skip_nonfinite(jgrad.stochastic_rounding(clipped(ADAM())), loss_scale=4.0),
+     ["bfloat16", "bfloat16", "int8", "uint8"], ["bfloat16", "int8", "uint8"]),
     "skip(clip(adam))": (SKIP, [*FLOATS, "int8", "uint8"], ["float32", "int8", "uint8"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow(one_in=3, always=["stochastic", "scaled loss"])

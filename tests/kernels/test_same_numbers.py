@@ -62,9 +62,7 @@ RECIPES = {
     "step size": functools.partial(ADAM, bias_correction="step_size"),
     "cautious": functools.partial(ADAM, weight_decay_rule="cautious"),
     "independent": functools.partial(ADAM, weight_decay=2.0**-9, weight_decay_rule="independent"),
-    "scale_by_adam": lambda: optax.chain(
-        jgrad.scale_by_adam(moment_dtype="8bit", **BETAS), optax.scale(-(2.0**-6))
-    ),
+    "scale_by_adam": lambda: optax.chain(jgrad.scale_by_adam(moment_dtype="8bit", **BETAS), optax.scale(-(2.0**-6))),
     "momentum": MOMENTUM,
     "nesterov": functools.partial(MOMENTUM, nesterov=True),
     "clip": lambda: clipped(ADAM()),
@@ -73,13 +71,11 @@ RECIPES = {
     "accumulate": lambda: jgrad.accumulate(ADAM(), 2),
     "master": lambda: jgrad.master_weights(ADAM()),
     "stochastic": lambda: jgrad.stochastic_rounding(ADAM()),
-    "skip, clip, stochastic": lambda: jgrad.skip_nonfinite(
-        clipped(jgrad.stochastic_rounding(ADAM()))
-    ),
+    "skip, clip, stochastic": lambda: jgrad.skip_nonfinite(clipped(jgrad.stochastic_rounding(ADAM()))),
     "lamb": lambda: jgrad.lamb(rate, weight_decay=0.125, moment_dtype="8bit", **BETAS),
     "lars": lambda: jgrad.lars(rate, momentum=0.875, weight_decay=0.125, moment_dtype="8bit"),
     "muon": MUON,
-}
+}  # fmt: skip
 IN_BFLOAT16 = ("master", "stochastic", "skip, clip, stochastic")
 QUICK = {
     "kernel": ("lamb", "cautious", "accumulate", "skip, clip, stochastic"),

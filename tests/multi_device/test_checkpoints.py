@@ -181,27 +181,16 @@ def of_shape(dtype, size):
 SGD, MOMENTUM = jgrad.gradient_descent(0.1), jgrad.gradient_descent(0.1, momentum=0.9)
 OTHERS = {
     # orbax would cast
-    "another dtype": (
-        None,
-        lambda: packed(2, of_shape(jnp.bfloat16, 64)),
-        "[0]['layer']['b']: float32 of shape (64,) in the checkpoint, expected bfloat16 of shape "
-        "(64,); [1].inner.master['layer']['b']: nothing in the checkpoint, expected float32 of shape "
-        "(64,).",
-    ),
-    "another shape": (
-        SGD,
-        lambda: packed(2, of_shape(jnp.float32, 65), SGD),
-        "[0]['layer']['b']: float32 of shape (64,) in the checkpoint, expected float32 of shape (65,).",
-    ),
-    "another method": (
-        MOMENTUM,
-        lambda: packed(2, tx=jgrad.adam(0.1)),
-        "[1].vw['layer']['b']: nothing in the checkpoint, expected float32 of shape (64,); "
-        "[1].vw['layer']['w']: nothing in the checkpoint, expected float32 of shape (24, 20); "
-        "[1].vw['rest'][0]: nothing in the checkpoint, expected float32 of shape (3, 16, 10) (and 2 "
-        "more).",
-    ),
-}
+    "another dtype": (None, lambda: packed(2, of_shape(jnp.bfloat16, 64)),
+     "[0]['layer']['b']: float32 of shape (64,) in the checkpoint, expected bfloat16 of shape "
+     "(64,); [1].inner.master['layer']['b']: nothing in the checkpoint, expected float32 of shape (64,)."),
+    "another shape": (SGD, lambda: packed(2, of_shape(jnp.float32, 65), SGD),
+     "[0]['layer']['b']: float32 of shape (64,) in the checkpoint, expected float32 of shape (65,)."),
+    "another method": (MOMENTUM, lambda: packed(2, tx=jgrad.adam(0.1)),
+     "[1].vw['layer']['b']: nothing in the checkpoint, expected float32 of shape (64,); "
+     "[1].vw['layer']['w']: nothing in the checkpoint, expected float32 of shape (24, 20); "
+     "[1].vw['rest'][0]: nothing in the checkpoint, expected float32 of shape (3, 16, 10) (and 2 more)."),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("tx", "like", "message"), OTHERS.values(), ids=OTHERS)

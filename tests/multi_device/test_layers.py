@@ -27,15 +27,10 @@ EXACT = 3e-6  # a few roundings of float32
 GRID, LINE = "2-D", "1-D"
 MESHES = {GRID: {"data": 4, "model": 2}, LINE: {"data": 8}}
 LAYOUTS = {
-    GRID: {
-        "tiles": P("data", "model"),
-        "columns": P(None, "model"),
-        "rows": P("data"),
-        "flat": P(("data", "model")),
-        "whole": P(),
-    },
+    GRID: {"tiles": P("data", "model"), "columns": P(None, "model"), "rows": P("data"), "flat": P(("data", "model")),
+     "whole": P()},
     LINE: {"rows": P("data"), "columns": P(None, "data"), "whole": P()},
-}
+}  # fmt: skip
 
 check_or_not = pytest.mark.parametrize("check_vma", [True, False])
 

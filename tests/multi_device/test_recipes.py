@@ -221,35 +221,3 @@ def test_scan_of_micro_batches_under_zero(tx):
     assert not re.search(collective, loops)
     found = re.findall(collective, main)
     assert [found.count(kind) for kind in ("reduce-scatter", "all-gather")] == [1, 1]
-
-
-# ---- a transformer of stacked layers -------------------------------------------------------------
-
-stack = lambda w: w | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *w["layers"])}
-
-
-def next_word_loss(w, words):
-    def layer(x, w):
-        q, k, v = jnp.einsum("btd,dchk->cbthk", jax.nn.standardize(x), w["qkv"])
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + jnp.einsum("bthk,hkd->btd", mixed, w["out"])
-        return x + jax.nn.gelu(jax.nn.standardize(x) @ w["up"]) @ w["down"], None
-
-    x, _ = jax.lax.scan(layer, w["embed"][words[:, :-1]], w["layers"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(x @ w["embed"].T, words[:, 1:])
-    return jnp.mean(losses)
-
-
-@functools.cache
-def transformer():
-    """Stacked parameters, batches of words, and what one device finds with a leaf for each layer."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: np.float32(rng.normal(size=shape) / 4)
-    shapes = {"qkv": (16, 3, 2, 8), "out": (2, 8, 16), "up": (16, 32), "down": (32, 16)}
-    # Each layer is larger than the one before, so that trust ratios differ.
-    layers = [{k: (1 + i) / 2 * draw(*shapes[k]) for k in shapes} for i in range(4)]
-    w = {"embed": draw(11, 16), "layers": layers}
-    words = [np.int32(rng.integers(11, size=(32, 9))) for _ in range(3)]
-    apart, state = on_one_device(lamb(), lambda w, x: next_word_loss(stack(w), x), w, words)
-    expected = stack(apart), state._replace(mw=stack(state.mw), vw=stack(state.vw))
-    return jax.device_get((stack(w), words, expected))
