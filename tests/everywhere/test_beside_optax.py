@@ -1,6 +1,6 @@
-"""Each row of the README's comparison: what optax does, and what jgrad does.
+"""Each row of docs/from_optax.md that names a test: what optax does, and what jgrad does.
 
-A test that fails because optax has changed is a row of the README that is no longer true.
+A test that fails because optax has changed is a row of that page that is no longer true.
 """
 
 import jax

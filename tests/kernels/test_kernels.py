@@ -14,7 +14,6 @@ from jax.interpreters import partial_eval
 import jgrad
 from jgrad._kernels import platforms, tpu
 from jgrad._kernels.leaf_step import Place
-from tests import golden
 from tests.support.compilations import compilations
 from tests.support.kernels import ADAM, MOMENTUM, normal, plain, steps, with_update
 from tests.support.loops import assert_equal, stack
@@ -447,8 +446,3 @@ def test_answers_of_what_is_not_updated():
 def test_answers_refuse_what_is_no_transformation():
     with pytest.raises(TypeError, match="leaf_programs"):
         jgrad.leaf_programs(lambda g: g, model())
-
-
-# ---- states of earlier versions ----------------------------------------------------------------
-
-FILES = sorted(golden.DATA.glob("states_*.npz"))

@@ -110,10 +110,6 @@ def test_four_bits_are_rounded_stochastically():
 W = {"a": jnp.ones((16, 512)), "c": jnp.ones((70, 91)), "s": jnp.ones((5, 900)), "b": jnp.ones(10)}
 
 
-def gradients(count):
-    return [{n: jnp.asarray(numbers(x.shape, 9 * t)) for n, x in W.items()} for t in range(count)]
-
-
 def momentum():
     return jgrad.gradient_descent(0.1, momentum=0.9, moment_dtype="8bit")
 

@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.cases import RATE, Case, gradients, params, rank_two
+from tests.cases import RATE, gradients, params, rank_two
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
 from tests.support.loops import assert_equal, compiled, step_of, told, train, with_loss
@@ -477,9 +477,7 @@ def test_devices_of_a_mesh_axis_leave_out_the_same(count):
         assert found.tolist() == counts
 
 
-# ---- all together ------------------------------------------------------------------------------
-
-LAMB = Case("lamb", jgrad.lamb, {"weight_decay": 0.1})
+# ---- what stays -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
