@@ -333,7 +333,7 @@ MUTATIONS = [
     Mutation("Geometry.of_leaf", "blocks straddle layers", "not _", "True", "tests/quantized/test_encoding.py"),
     Mutation("_order_of_scale", "scales of stacked layers out of order", "(*_, *(X for _ in _ if Y))", "tuple(axes)", "tests/packed/test_quantized_buffers.py"),
     Mutation("LeafMoment._encoded", "codes of a skipped step are kept", "jax.tree.map(_, X, _)", "X", "tests/everywhere/test_eight_bits.py"),
-    Mutation("MomentOptions._moment", "a state of another recipe is accepted", "isinstance(_, Blocks) == X", "True", "tests/everywhere/test_eight_bits.py"),
+    Mutation("MomentOptions._moment", "a state of another recipe is accepted", "isinstance(_, Blocks) == X", "True", MESSAGES),
     Mutation("_as_returned", "specs of a state are shorter than those of types", "AxisType.Explicit not in _", "True", DEVICES + "/test_compiled_once.py -k types"),
     # ---- random bits of a shard
     Mutation("ArraySpec.element_keys", "devices round by one stream", "X + mixed(_)", "X", RANDOM_BITS + " -k nobody"),

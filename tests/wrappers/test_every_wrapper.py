@@ -18,10 +18,11 @@ import optax
 import pytest
 
 import jgrad
-from tests.cases import RATE, gradients, params, rank_two
+from tests.cases import RATE, Case, gradients, params, rank_two
+from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
-from tests.support.loops import assert_equal, compiled, step_of, told, train, with_loss
+from tests.support.loops import assert_equal, compiled, stack, step_of, told, train, with_loss
 from tests.wrappers.test_hand_over import slowly
 
 X = jnp.ones(3)
@@ -477,7 +478,60 @@ def test_devices_of_a_mesh_axis_leave_out_the_same(count):
         assert found.tolist() == counts
 
 
-# ---- what stays -----------------------------------------------------------------------------
+# ---- all together ------------------------------------------------------------------------------
+
+LAMB = Case("lamb", jgrad.lamb, {"weight_decay": 0.1})
+MAX_NORM = 0.5
+
+
+def by_hand(w, windows):
+    """Means of windows, clipped by their norm, and LAMB of the reference, in float64 NumPy."""
+    optimizer = reference.lamb(jax.tree.leaves(w), RATE, weight_decay=0.1)
+    clipped = []
+    for grads in windows:
+        rows = [[np.asarray(x, np.float64) for x in jax.tree.leaves(g)] for g in grads]
+        mean = [np.mean(xs, axis=0) for xs in zip(*rows, strict=True)]
+        norm = np.sqrt(sum(np.sum(x**2) for x in mean))
+        clipped.append([x * min(1, MAX_NORM / norm) for x in mean])
+    return reference.trajectory(optimizer, clipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_scale", [None, 16.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_all_together(dtype, loss_scale):
+    """Six mini-batches in half precision under scan, one of them NaN: three windows."""
+    optimizer = optax.chain(jgrad.clip_by_global_norm(MAX_NORM), LAMB.tx())
+    tx = jgrad.skip_nonfinite(
+        jgrad.accumulate(jgrad.master_weights(optimizer), 2), loss_scale=loss_scale
+    )
+    w, (a, b, c, d, e) = params(dtype), gradients(5, dtype)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), a)
+    given = [a, b, c, bad, d, e]
+
+    def body(carry, g):
+        scale = carry[1].loss_scale
+        g = jax.tree.map(lambda x: (scale * x.astype(jnp.float32)).astype(dtype), g)
+        new = step_of(tx)(*carry, g)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, carry)
+        return new, new[0]
+
+    (found, state), each = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(given)))(w)
+    chex.assert_trees_all_equal_shapes_and_dtypes((found, state), (w, tx.init(w)))
+    expected = by_hand(w, [(a, b), (c,), (d, e)])
+    epsilon = float(jnp.finfo(dtype).eps)
+    for i, row in zip((1, 3, 5), expected, strict=True):
+        for x, y in zip(jax.tree.leaves(each), row, strict=True):
+            # Beside the rounding of parameters, that of scaled gradients.
+            np.testing.assert_allclose(
+                np.asarray(x[i], float), y, atol=4 * epsilon * max(RATE, np.max(np.abs(y)))
+            )
+    for m, y in zip(jax.tree.leaves(optax.tree.get(state, "master")), expected[-1], strict=True):
+        np.testing.assert_allclose(m, y, atol=epsilon * max(RATE, np.max(np.abs(y))))
+    assert int(state.skipped) == 1
+    assert int(optax.tree.get(state.inner, "skipped")) == 1
+    assert int(optax.tree.get(state, "step")) == 3
+    assert float(state.loss_scale) == (8 if loss_scale else 1)
 
 
 @pytest.mark.parametrize(
