@@ -1,7 +1,7 @@
 """Strictness for every test, eight virtual devices, the choice of tests, and a bound on memory.
 
 Nothing is promoted implicitly, and pyproject makes warnings errors. `pytest` runs the tests that
-need no more than five minutes; `tests/support/choice.py` says which, and what `--all` adds.
+break where jgrad does; `tests/support/choice.py` says which, and what `--all` and `-m ci` add.
 """
 
 import ctypes
@@ -65,11 +65,14 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Drops slow tests, unless asked for by `--all` or by name; else runs them first."""
+    of_ci = choice.of_ci(config, items)
     named = any("::" in argument for argument in config.args)
     slow, quick = choice.of_suite(items, all_names=not named)
     if not (config.getoption("--exhaustive") or named):
         slow = choice.thinned(slow, quick)
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
+    if not config.getoption("--all"):
+        chosen = [x for x in chosen if x not in of_ci]
     # Most tests are one of many alike, with other options: each n-th has some of every kind.
     chosen = chosen[:: config.getoption("--every")]
     kept = set(chosen)

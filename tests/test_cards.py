@@ -18,7 +18,10 @@ from tests.support.pages import rows, section
 RATE = optax.cosine_decay_schedule(1e-3, 1000)
 SIDE = 1024  # of the matrix whose state is counted
 EXTRA = 0.005  # counters, and digits that the table leaves out
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # schedules of optax promote
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.usefixtures("standard_promotion"),  # schedules of optax promote
+]
 
 adam = functools.partial(jgrad.adam, RATE)
 adamw = functools.partial(adam, weight_decay=0.1)
@@ -32,21 +35,13 @@ def turned(make):
 
 # Each row of the table: what makes it of more options, and its name among compiled recipes.
 ROWS = {
-    "`gradient_descent`, momentum": (
-        functools.partial(jgrad.gradient_descent, RATE, momentum=0.9),
-        "momentum",
-    ),
+    "`gradient_descent`, momentum": (functools.partial(jgrad.gradient_descent, RATE, momentum=0.9), "momentum"),
     "`lion`": (functools.partial(jgrad.lion, RATE, weight_decay=0.1), "Lion"),
     "`adam`": (adamw, "AdamW"),
-    "`adam`, cautious decay": (
-        functools.partial(adamw, weight_decay_rule="cautious"),
-        "AdamW, cautious",
-    ),
+    "`adam`, cautious decay": (functools.partial(adamw, weight_decay_rule="cautious"), "AdamW, cautious"),
     "`adam`, 8 bits": (functools.partial(adamw, moment_dtype="8bit"), "AdamW, 8 bits"),
-    "`adam`, bfloat16, `stochastic_rounding`": (
-        lambda **options: jgrad.stochastic_rounding(adamw(**options)),
-        "bf16: stochastic(AdamW)",
-    ),
+    "`adam`, bfloat16, `stochastic_rounding`": (lambda **options: jgrad.stochastic_rounding(adamw(**options)),
+     "bf16: stochastic(AdamW)"),
     "`adafactor`": (functools.partial(jgrad.adafactor, RATE), "Adafactor"),
     "`lars`": (functools.partial(jgrad.lars, RATE, weight_decay=1e-4), "LARS"),
     "`lamb`": (functools.partial(jgrad.lamb, RATE, weight_decay=0.1), "LAMB"),
@@ -55,11 +50,9 @@ ROWS = {
     "`soap`": (functools.partial(jgrad.soap, RATE, matrices=True), "SOAP"),
     "`hyperball`, `adam`": (turned(adam), "hyperball(Adam)"),
     "`hyperball`, `muon`": (turned(muon), "hyperball(Muon)"),
-    "`schedule_free`, `adam`": (
-        lambda **options: jgrad.schedule_free(jgrad.adam(1e-3, beta1=0.0, **options)),
-        "schedule_free(Adam)",
-    ),
-}
+    "`schedule_free`, `adam`": (lambda **options: jgrad.schedule_free(jgrad.adam(1e-3, beta1=0.0, **options)),
+     "schedule_free(Adam)"),
+}  # fmt: skip
 TABLE = {row[0]: row[1:] for row in rows(section("docs/methods.md", "All at once"))}
 every_row = pytest.mark.parametrize("name", TABLE | ROWS)
 

@@ -84,3 +84,13 @@ def test_of_slow_choices_some():
     slow, kept = choice.of_suite([Item("f::t", SLOW(exhaustive=True))], all_names=True)
     assert len(slow) == 1
     assert choice.thinned(slow, kept) == []
+
+
+def test_what_ci_alone_runs(pytestconfig):
+    """Where nobody asks for it, every test of a folder is left out, and a marked one of another."""
+    items = [Item("f::t"), Item("f::u", pytest.mark.ci), Item("examples/f::t")]
+    for item, name in zip(items, ("inputs/f.py", "inputs/f.py", "examples/f.py"), strict=True):
+        item.path = pytestconfig.rootpath / name
+    assert choice.of_ci(pytestconfig, items) == {*items[1:]} - (
+        set(items) if "ci" in pytestconfig.getoption("markexpr") else set()
+    )

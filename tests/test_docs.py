@@ -24,6 +24,7 @@ from tests.support.pages import GUIDES, PAGES, ROOT, blocks, page, rows, section
 PUBLIC = [
     name for name, x in vars(jgrad).items() if not (name.startswith("_") or inspect.ismodule(x))
 ]
+pytestmark = pytest.mark.ci
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 TESTS = {test for file in FILES for test in re.findall(r"(?m)^def (test_\w+)", file.read_text())}
 

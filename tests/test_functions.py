@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.ci
 # Functions and files at most.
 LIMITS = {
     "adam, decay": (131, 19),

@@ -84,6 +84,7 @@ def test_imports_have_an_order(of):
     assert order[-1] == "__init__.py"
 
 
+@pytest.mark.ci
 def test_importing_jgrad_leaves_out_pallas():
     """A program for a TPU imports it when it is lowered; others need not wait for it."""
     code = "import sys, jgrad; print({'jax.experimental.pallas'} & {*sys.modules})"

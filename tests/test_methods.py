@@ -21,6 +21,7 @@ from tests.support.eight_bits import EACH, MAKES
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(jgrad.__file__).parent
+pytestmark = pytest.mark.ci
 FILES = sorted(
     str(path.relative_to(PACKAGE).with_suffix(""))
     for folder in ("_optimizers", "_muon", "_soap")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.mutation_list import MUTATIONS
+from tests.mutations import ROOT
 from tests.support import edits
 from tests.support.errors import assert_error
 
@@ -25,6 +26,12 @@ def test_each_mutation_fits(tmp_path):
         [sys.executable, "-m", *arguments, tmp_path], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_the_nearest_tests_are_there():
+    """pytest fails where a file is not there, as if it had noticed the mutation."""
+    paths = {word for m in MUTATIONS for word in m.near.split() if word.startswith("tests/")}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
 def test_names_and_places_differ():

@@ -18,6 +18,7 @@ HELPERS = {file.stem for file in ROOT.glob("colabs/*.py")}
 WORDS = runpy.run_path(str(ROOT / "docs/_extensions/words.py"))
 NAMES, GUIDES, RELATED = WORDS["NAMES"], WORDS["GUIDES"], WORDS["RELATED"]
 TARGETS = {**NAMES, **GUIDES}
+pytestmark = pytest.mark.ci
 
 
 def targets(word):
@@ -38,32 +39,6 @@ def test_a_word_leads_to_one_thing(word):
     assert ";" not in word  # which would be two entries for Sphinx
 
 
-def test_related_names_share_words():
-    shared = [targets(word) for words in TARGETS.values() for word in words]
-    assert all(pair in shared for pair in RELATED)
-
-
-WHAT_USERS_TYPE = {
-    "adam": ["adamw"],
-    "lamb": ["layerwise"],
-    "gradient_descent": ["sgd", "momentum"],
-    "zero": ["fsdp"],
-    "clip_by_global_norm": ["grad clipping"],
-    "accumulate": ["gradient accumulation", "multisteps"],
-    "master_weights": ["mixed precision"],
-    "skip_nonfinite": ["fp16", "loss scale"],
-    "by_path": ["param groups"],
-    "hyperball": ["muonh", "adamh"],
-    "ema": ["polyak"],
-    "memory": ["int8", "8bit", "quantized"],
-}
-
-
-@pytest.mark.parametrize("target", WHAT_USERS_TYPE)
-def test_what_users_type(target):
-    assert {*WHAT_USERS_TYPE[target]} <= {*TARGETS[target]}
-
-
 # ---- contents ----------------------------------------------------------------------------------
 
 
@@ -76,55 +51,6 @@ def test_every_page_is_in_the_site_once():
     assert len(names) == len(set(names))
     files = {f"{name.removeprefix('repository/')}.md" for name in names}
     assert files >= {name.removeprefix("docs/") for name in (*pages.GUIDES, *pages.NOTES)}
-
-
-def test_the_sidebar_can_be_read_at_a_glance():
-    """It has at most 25 entries with the home page, and what stands under one is not shown."""
-    assert '"home_page_in_toc": True' in page("docs/conf.py")
-    assert '"max_navbar_depth": 1' in page("docs/conf.py")
-    assert 1 + len(ENTRIES) <= 25
-
-
-def test_what_stands_under_an_entry_has_a_sentence():
-    assert {"contents/measurements", "contents/project", "gallery/index", "reference"} < {*ENTRIES}
-    for sentence in LISTED.values():
-        assert re.fullmatch(r"[A-Z].{10,99}\.", sentence)
-
-
-def test_pages_have_descriptions():
-    """The extension is in use: in a build, it warns of a page of which it finds no sentence."""
-    assert re.search(r"^extensions = \[[^]]*\"descriptions\",", page("docs/conf.py"), re.MULTILINE)
-
-
-# ---- looks -------------------------------------------------------------------------------------
-
-CSS = {
-    selector.strip(): rules
-    for selector, rules in re.findall(
-        r"([^{}]+)\{([^{}]*)\}",
-        re.sub(r"/\*.*?\*/", "", page("docs/_static/site.css"), flags=re.DOTALL),
-    )
-}
-
-
-@pytest.mark.parametrize(
-    ("selector", "rule"),
-    [
-        (
-            ".highlight-diff.highlight-diff .highlight .gd",
-            "color: color-mix(in srgb, var(--pst-color-danger)",
-        ),
-        (
-            ".highlight-diff.highlight-diff .highlight .gi",
-            "color: color-mix(in srgb, var(--pst-color-success)",
-        ),
-        (".thumbnail", "object-fit: contain"),
-        (".pst-scrollable-table-container::after", "animation-timeline: scroll(nearest inline)"),
-        (".pre", "white-space: nowrap"),
-    ],
-)
-def test_looks(selector, rule):
-    assert rule in CSS[selector]
 
 
 # ---- notebooks ---------------------------------------------------------------------------------

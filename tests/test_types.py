@@ -13,6 +13,7 @@ import jgrad
 
 ROOT = pathlib.Path(jgrad.__file__).parents[1]
 PROGRAMS = pathlib.Path(__file__).parent / "types"
+pytestmark = pytest.mark.ci
 
 
 def by_mypy(file, folder):
@@ -40,7 +41,6 @@ def by_pyright(file, folder):
 CHECKERS = {"mypy": by_mypy, "pyright": by_pyright}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_types(checker, tmp_path):
     """A strict checker accepts all of one program, and refuses each marked line of another."""

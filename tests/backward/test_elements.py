@@ -31,59 +31,31 @@ CLIP = "`jgrad.clip_by_global_norm` for a norm of all gradients"
 RATIO = "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`"
 KEY = jax.random.key(0)
 MIX = {
-    "a clip": (
-        lambda: optax.chain(optax.clip_by_global_norm(1.0), adam()),
-        of_optax("clip_by_global_norm", "reduce_sum", CLIP),
-    ),
-    "a clip in a wrapper": (
-        lambda: jgrad.master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
-        of_optax("clip_by_global_norm", "reduce_sum", CLIP),
-    ),
-    "a clip by block": (
-        lambda: optax.chain(adam(), optax.clip_by_block_rms(1.0)),
-        of_optax("clip_by_block_rms", "reduce_sum", CLIP),
-    ),
-    "a clip by unit": (
-        lambda: optax.chain(optax.adaptive_grad_clip(0.1), adam()),
-        of_optax("adaptive_grad_clip", "squeeze"),
-    ),
-    "noise": (
-        lambda: optax.chain(adam(), optax.add_noise(1.0, 0.1, KEY)),
-        of_optax("add_noise", "random_split"),
-    ),
+    "a clip": (lambda: optax.chain(optax.clip_by_global_norm(1.0), adam()),
+     of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
+    "a clip in a wrapper": (lambda: jgrad.master_weights(optax.chain(optax.clip_by_global_norm(1.0),
+     optax.sgd(0.1))), of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
+    "a clip by block": (lambda: optax.chain(adam(), optax.clip_by_block_rms(1.0)),
+     of_optax("clip_by_block_rms", "reduce_sum", CLIP)),
+    "a clip by unit": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), adam()),
+     of_optax("adaptive_grad_clip", "squeeze")),
+    "noise": (lambda: optax.chain(adam(), optax.add_noise(1.0, 0.1, KEY)), of_optax("add_noise", "random_split")),
     "lamb": (lambda: optax.lamb(1e-2), of_optax("scale_by_trust_ratio", "reduce_sum", RATIO)),
-    "a rate by all gradients": (
-        lambda: optax.contrib.prodigy(),
-        of_optax("prodigy", "reshape"),
-    ),
-    "apply_if_finite": (
-        lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
-        of_optax("apply_if_finite", "reduce_and", "`jgrad.skip_nonfinite`"),
-    ),
-    "whether there is a NaN": (
-        lambda: optax.chain(optax.zero_nans(), adam()),
-        of_optax("zero_nans", "reduce_or"),
-    ),
-    "a row of a loop": (
-        lambda: stateless(lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y + c), 0.0, x)[1]),
-        of_optax("stateless", "reduce_sum", CLIP),
-    ),
-    "a place in a leaf": (
-        lambda: stateless(lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 0)),
-        of_optax("stateless", "iota"),
-    ),
-    "a function of nobody": (
-        lambda: optax.GradientTransformation(
-            lambda params: (), lambda g, s, p=None: (jax.tree.map(lambda x: x[:, ::-1], g), s)
-        ),
-        refused("a transformation of another library", "rev"),
-    ),
-    "a shape": (
-        lambda: stateless(lambda x: x * x.shape[0]),
-        "step_in_backward: `tx`: `stateless` of another library computes something else of a layer "
-        "than of its stack, by its shape. It sees one layer at a time: use the ordinary step.",
-    ),
-}
+    "a rate by all gradients": (lambda: optax.contrib.prodigy(), of_optax("prodigy", "reshape")),
+    "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
+     of_optax("apply_if_finite", "reduce_and", "`jgrad.skip_nonfinite`")),
+    "whether there is a NaN": (lambda: optax.chain(optax.zero_nans(), adam()), of_optax("zero_nans", "reduce_or")),
+    "a row of a loop": (lambda: stateless(lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y + c), 0.0, x)[1]),
+     of_optax("stateless", "reduce_sum", CLIP)),
+    "a place in a leaf": (lambda: stateless(lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 0)),
+     of_optax("stateless", "iota")),
+    "a function of nobody": (lambda: optax.GradientTransformation(lambda params: (),
+     lambda g, s, p=None: (jax.tree.map(lambda x: x[:, ::-1], g), s)),
+     refused("a transformation of another library", "rev")),
+    "a shape": (lambda: stateless(lambda x: x * x.shape[0]),
+     "step_in_backward: `tx`: `stateless` of another library computes something else of a layer "
+     "than of its stack, by its shape. It sees one layer at a time: use the ordinary step."),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("elementwise", [True, False])

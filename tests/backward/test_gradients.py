@@ -149,31 +149,19 @@ def call(**options):
 
 
 OTHERS = {
-    "dtype": (
-        lambda g: jax.tree.map(lambda x: x.astype(jnp.bfloat16), g),
-        TypeError,
-        "`gradients(g)` at ['layers']['down']: an array of bfloat16 and shape (1, 32, 16), expected "
-        "an array of float32 and shape (1, 32, 16), as it was given.",
-    ),
-    "shape": (
-        lambda g: jax.tree.map(lambda x: x[:, 0], g),
-        TypeError,
-        "`gradients(g)` at ['layers']['down']: an array of float32 and shape (1, 16), expected "
-        "an array of float32 and shape (1, 32, 16), as it was given.",
-    ),
-    "None": (
-        lambda g: jax.tree.map(lambda x: None, g),
-        TypeError,
-        "`gradients(g)` at ['layers']['down']: None, expected an array of float32 and shape "
-        "(1, 32, 16), as it was given.",
-    ),
-    "structure": (
-        lambda g: g["layers"],
-        ValueError,
-        "`gradients(g)` does not have the structure of `g`: only `gradients(g)` has ['down']; only "
-        "`gradients(g)` has ['up']; only `g` has ['first'] (and 2 more).",
-    ),
-}
+    "dtype": (lambda g: jax.tree.map(lambda x: x.astype(jnp.bfloat16), g), TypeError,
+     "`gradients(g)` at ['layers']['down']: an array of bfloat16 and shape (1, 32, 16), expected "
+     "an array of float32 and shape (1, 32, 16), as it was given."),
+    "shape": (lambda g: jax.tree.map(lambda x: x[:, 0], g), TypeError,
+     "`gradients(g)` at ['layers']['down']: an array of float32 and shape (1, 16), expected "
+     "an array of float32 and shape (1, 32, 16), as it was given."),
+    "None": (lambda g: jax.tree.map(lambda x: None, g), TypeError,
+     "`gradients(g)` at ['layers']['down']: None, expected an array of float32 and shape "
+     "(1, 32, 16), as it was given."),
+    "structure": (lambda g: g["layers"], ValueError,
+     "`gradients(g)` does not have the structure of `g`: only `gradients(g)` has ['down']; only "
+     "`gradients(g)` has ['up']; only `g` has ['first'] (and 2 more)."),
+}  # fmt: skip
 
 
 @both_forms

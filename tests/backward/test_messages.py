@@ -29,24 +29,12 @@ def call(tx=None, loss=models.loss, params=PARAMS, state=None, **options):
 
 
 OF_FACTORY = {
-    "tx": (
-        {"tx": 3},
-        TypeError,
-        "`tx`: 3 of type int, expected a transformation with `init` and `update`.",
-    ),
+    "tx": ({"tx": 3}, TypeError, "`tx`: 3 of type int, expected a transformation with `init` and `update`."),
     "loss": ({"loss": 3}, TypeError, "`loss`: 3 of type int, expected a function."),
-    "gradients": (
-        {"gradients": 3},
-        TypeError,
-        "`gradients`: 3 of type int, expected a function of gradients.",
-    ),
-    "mesh_axes": (
-        {"mesh_axes": 3},
-        TypeError,
-        "`mesh_axes`: 3 of type int, expected None or a PartitionSpec, which says which axis of a "
-        "leaf is sharded.",
-    ),
-}
+    "gradients": ({"gradients": 3}, TypeError, "`gradients`: 3 of type int, expected a function of gradients."),
+    "mesh_axes": ({"mesh_axes": 3}, TypeError,
+     "`mesh_axes`: 3 of type int, expected None or a PartitionSpec, which says which axis of a leaf is sharded."),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_FACTORY)
@@ -89,68 +77,30 @@ HIDDEN = jax.jit(lambda p: scan(p))
 
 
 LOSSES = {
-    "without a call": (
-        lambda p, x: jnp.sum(p["first"]),
-        ValueError,
-        NO_CALL,
-    ),
+    "without a call": (lambda p, x: jnp.sum(p["first"]), ValueError, NO_CALL),
     "a jitted model that was traced before": (lambda p, x: HIDDEN(p), ValueError, NO_CALL),
-    "a vector": (
-        lambda p, x: scan(p, jnp.zeros(2)),
-        TypeError,
-        "step_in_backward: `loss` returns float32[2], expected a real floating scalar.",
-    ),
-    "a pair": (
-        lambda p, x: (scan(p), 1.0),
-        TypeError,
-        "step_in_backward: `loss` returns tuple, expected a real floating scalar; use "
-        "`has_aux=True` for a pair.",
-    ),
+    "a vector": (lambda p, x: scan(p, jnp.zeros(2)), TypeError,
+     "step_in_backward: `loss` returns float32[2], expected a real floating scalar."),
+    "a pair": (lambda p, x: (scan(p), 1.0), TypeError,
+     "step_in_backward: `loss` returns tuple, expected a real floating scalar; use `has_aux=True` for a pair."),
     "two calls": (lambda p, x: scan(p) + scan(p), ValueError, twice("down")),
-    "a block that reads its own stack": (
-        lambda p, x: scan(p, block=lambda layer, x: x + jnp.sum(p["layers"]["up"])),
-        ValueError,
-        twice("up"),
-    ),
-    "a stack in the carry": (
-        lambda p, x: jnp.sum(scan(p, p["layers"]["down"], lambda layer, x: x)),
-        ValueError,
-        twice("down"),
-    ),
-    "another reader": (
-        lambda p, x: scan(p) + jnp.sum(p["layers"]["up"]),
-        ValueError,
-        twice("up"),
-    ),
-    "computed layers": (
-        lambda p, x: scan({"layers": {"up": 2 * p["layers"]["up"]}}),
-        ValueError,
-        "scan_layers: `layers` at ['up']: not an unchanged leaf of `params`, expected one: change it "
-        "inside of `block`, a layer at a time.",
-    ),
-    "vmap": (
-        lambda p, x: jnp.sum(jax.vmap(functools.partial(scan, p))(jnp.zeros(3))),
-        ValueError,
-        HERE,
-    ),
+    "a block that reads its own stack": (lambda p, x: scan(p, block=lambda layer, x: x + jnp.sum(p["layers"]["up"])),
+     ValueError, twice("up")),
+    "a stack in the carry": (lambda p, x: jnp.sum(scan(p, p["layers"]["down"], lambda layer, x: x)), ValueError,
+     twice("down")),
+    "another reader": (lambda p, x: scan(p) + jnp.sum(p["layers"]["up"]), ValueError, twice("up")),
+    "computed layers": (lambda p, x: scan({"layers": {"up": 2 * p["layers"]["up"]}}), ValueError,
+     "scan_layers: `layers` at ['up']: not an unchanged leaf of `params`, expected one: change it "
+     "inside of `block`, a layer at a time."),
+    "vmap": (lambda p, x: jnp.sum(jax.vmap(functools.partial(scan, p))(jnp.zeros(3))), ValueError, HERE),
     "jit": (lambda p, x: jax.jit(scan)(p), ValueError, HERE),
-    "a call inside a block": (
-        lambda p, x: scan(p, block=lambda layer, x: scan(p, x)),
-        ValueError,
-        HERE,
-    ),
-    "a carry of another dtype": (
-        lambda p, x: scan(p, block=lambda layer, x: x.astype(jnp.bfloat16)),
-        TypeError,
-        "scan_layers: `block` returns a carry of bfloat16[], expected float32[], as it was given.",
-    ),
-    "a carry of another structure": (
-        lambda p, x: scan(p, block=lambda layer, x: (x, x)),
-        ValueError,
-        "scan_layers: `block(layer, carry)` does not have the structure of `carry`: "
-        "`block(layer, carry)` has a tuple where `carry` has a leaf.",
-    ),
-}
+    "a call inside a block": (lambda p, x: scan(p, block=lambda layer, x: scan(p, x)), ValueError, HERE),
+    "a carry of another dtype": (lambda p, x: scan(p, block=lambda layer, x: x.astype(jnp.bfloat16)), TypeError,
+     "scan_layers: `block` returns a carry of bfloat16[], expected float32[], as it was given."),
+    "a carry of another structure": (lambda p, x: scan(p, block=lambda layer, x: (x, x)), ValueError,
+     "scan_layers: `block(layer, carry)` does not have the structure of `carry`: "
+     "`block(layer, carry)` has a tuple where `carry` has a leaf."),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -240,75 +190,34 @@ MATRICES = jgrad.hidden_matrices(exclude=("first", "last"))
 OF_TX = {
     "clip": (lambda: optax.chain(CLIP, adam()), {}, first("clip_by_global_norm")),
     "skip": (lambda: jgrad.skip_nonfinite(adam()), {}, first("skip_nonfinite")),
-    "a clip in a branch": (
-        lambda: jgrad.skip_nonfinite(optax.chain(CLIP, adam()), branch=True),
-        {"first_pass": True},
-        BRANCH.format("clip_by_global_norm"),
-    ),
-    "numbers of some steps": (
-        lambda: jgrad.watch(adam(), every=2, layer_axes=models.AXES),
-        {},
-        BRANCH.format("watch"),
-    ),
-    "accumulate": (
-        lambda: jgrad.accumulate(adam(), 2),
-        {},
-        at_once("accumulate", "use a larger batch, or the ordinary step"),
-    ),
+    "a clip in a branch": (lambda: jgrad.skip_nonfinite(optax.chain(CLIP, adam()), branch=True),
+     {"first_pass": True}, BRANCH.format("clip_by_global_norm")),
+    "numbers of some steps": (lambda: jgrad.watch(adam(), every=2, layer_axes=models.AXES), {},
+     BRANCH.format("watch")),
+    "accumulate": (lambda: jgrad.accumulate(adam(), 2), {},
+     at_once("accumulate", "use a larger batch, or the ordinary step")),
     "pack_small": (lambda: jgrad.pack_small(adam()), {}, at_once("pack_small", "leave it out")),
-    "offload": (
-        lambda: jgrad.offload(adam()),
-        {},
-        at_once("offload", "use the ordinary step"),
-    ),
+    "offload": (lambda: jgrad.offload(adam()), {}, at_once("offload", "use the ordinary step")),
     "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("adam")),
-    "another library's, of leaves in no stack": (
-        lambda: optax.chain(optax.masked(optax.scale(2.0), FIRST), adam()),
-        {},
-        other("adam"),
-    ),
-    "another library's behind": (
-        lambda: optax.chain(adam(), optax.scale(2.0)),
-        {},
-        other("step_in_backward"),
-    ),
-    "another library's inside": (
-        lambda: jgrad.master_weights(optax.sgd(0.1)),
-        {},
-        other("master_weights"),
-    ),
-    "under jit": (
-        lambda: optax.GradientTransformationExtraArgs(adam().init, jax.jit(adam().update)),
-        {"elementwise": True},
-        INSIDE,
-    ),
+    "another library's, of leaves in no stack": (lambda: optax.chain(optax.masked(optax.scale(2.0), FIRST), adam()),
+     {}, other("adam")),
+    "another library's behind": (lambda: optax.chain(adam(), optax.scale(2.0)), {}, other("step_in_backward")),
+    "another library's inside": (lambda: jgrad.master_weights(optax.sgd(0.1)), {}, other("master_weights")),
+    "under jit": (lambda: optax.GradientTransformationExtraArgs(adam().init, jax.jit(adam().update)),
+     {"elementwise": True}, INSIDE),
     "MultiSteps": (lambda: optax.MultiSteps(adam(), 2), {"elementwise": True}, INSIDE),
-    "a number of all leaves": (
-        lambda: optax.chain(adam(), number_of_many_leaves()),
-        {},
-        "step_in_backward: `state` at [1]: an array that `tx.init` makes of no layer, nor of all "
-        "leaves in no stack; expected one of all leaves at once to be left out.",
-    ),
-    "a number of one layer": (
-        lambda: optax.chain(adam(), norm_of_updates()),
-        {},
-        "step_in_backward: `state` at [1]: an array that no layer owns, computed from the "
-        "gradients of a few layers; expected transformations that compute each element by itself.",
-    ),
+    "a number of all leaves": (lambda: optax.chain(adam(), number_of_many_leaves()), {},
+     "step_in_backward: `state` at [1]: an array that `tx.init` makes of no layer, nor of all "
+     "leaves in no stack; expected one of all leaves at once to be left out."),
+    "a number of one layer": (lambda: optax.chain(adam(), norm_of_updates()), {},
+     "step_in_backward: `state` at [1]: an array that no layer owns, computed from the "
+     "gradients of a few layers; expected transformations that compute each element by itself."),
     "lamb": (lambda: jgrad.lamb(1e-2), {}, layer_axes("lamb")),
     "lars": (lambda: jgrad.lars(1e-2), {}, layer_axes("lars")),
     "watch": (lambda: jgrad.watch(adam()), {}, layer_axes("watch")),
-    "muon": (
-        lambda: jgrad.muon(1e-2, matrices=MATRICES, adam_learning_rate=1e-3),
-        {},
-        layer_axes("muon"),
-    ),
-    "hyperball": (
-        lambda: jgrad.hyperball(jgrad.adam(1.0), 1e-2, leaves=LEAVES),
-        {},
-        layer_axes("hyperball"),
-    ),
-}
+    "muon": (lambda: jgrad.muon(1e-2, matrices=MATRICES, adam_learning_rate=1e-3), {}, layer_axes("muon")),
+    "hyperball": (lambda: jgrad.hyperball(jgrad.adam(1.0), 1e-2, leaves=LEAVES), {}, layer_axes("hyperball")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_TX)
@@ -406,14 +315,11 @@ KEYWORDS = {
     "of the loss, without a name for the position": ({"x": X}, of_loss("x")),
     "misspelt": ({"skale": 2.0}, unread("skale")),
     "of a flag": ({"train": True}, unread("train")),
-    "of a word": (
-        {"mode": "fast"},
-        "`mode`: 'fast' of type str, expected numbers or arrays, since a program shows whether "
-        "`tx` reads it.",
-    ),
+    "of a word": ({"mode": "fast"},
+     "`mode`: 'fast' of type str, expected numbers or arrays, since a program shows whether `tx` reads it."),
     "of another method": ({"momentum": 0.5}, unread("momentum")),
     "beside one that is read": ({"learning_rate": 0.1, "shape": X}, unread("shape")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("is_forced", [True, False], ids=["backward", "ordinary"])

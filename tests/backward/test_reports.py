@@ -10,7 +10,7 @@ import pytest
 
 import jgrad
 from tests.backward import models
-from tests.backward.recipes import RECIPES, adam, clipped, watched
+from tests.backward.recipes import adam, clipped
 
 # ---- names of rates, and numbers of stacks -------------------------------------------------------
 
@@ -84,15 +84,6 @@ def test_rates_and_residuals(name, x64):
     assert any(name.startswith("learning_rate") for name in found)
     if name == "muon":
         assert found["muon_residual/layers/w"].shape == (3,)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*RECIPES} - {"watch", "all", "optax"}))
-def test_every_method_and_wrapper_is_reported(name):
-    recipe = RECIPES[name]
-    params, x = models.params(recipe.dtype, **recipe.sizes), models.batch(dtype=recipe.dtype)
-    found, expected = reports(watched(recipe.make()), models.loss, params, x)
-    assert_same(found, expected, 1e-2 if recipe.few else 1e-4)
 
 
 # ---- numbers of a stack in other states ----------------------------------------------------------

@@ -258,27 +258,6 @@ def test_e38_leaves_of_every_size(make, packed):
 
 
 @pytest.mark.slow
-@packed_or_not
-@pytest.mark.parametrize("axis", [0, 1])
-def test_e38_layers_share_no_block(axis, packed):
-    """A gradient of 1e10 in one layer changes no code of another; 1000 elements are 4 blocks each."""
-    make = functools.partial(jgrad.lamb, RATE, layer_axes=axis, moment_dtype="8bit")
-    shape = (5, 1000) if axis == 0 else (1000, 5)
-    w, g = {"s": jnp.ones(shape)}, {"s": normal(shape)}
-    large = {"s": g["s"].at[(2, 999) if axis == 0 else (999, 2)].set(1e10)}
-    if packed:
-        pack = functools.partial(jgrad.pack, layer_axes={"s": axis})
-        w, g, large = pack(w), pack(g), pack(large)
-    (_, usual), (_, state) = (train(make(), w, [g, x, g]) for x in (g, large))
-    other = np.arange(5) != 2
-    for x, y in ((usual.mw, state.mw), (usual.vw, state.vw)):
-        for part in ("codes", "scale"):
-            a, b = (np.moveaxis(unpacked(t, part)["s"], axis, 0) for t in (x, y))
-            np.testing.assert_array_equal(a[other], b[other])
-            assert not np.array_equal(a[2], b[2])
-
-
-@pytest.mark.slow
 def test_e39_leaves_that_have_no_8_bits():
     """Integers and frozen leaves have no moments, None and keys pass; complex ones keep full precision."""
     w = {"n": jnp.arange(5000), "none": None, "k": jax.random.key(0), "w": jnp.ones(5000)}

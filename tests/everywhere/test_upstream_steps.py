@@ -20,7 +20,6 @@ from tests.support.upstream_steps import ROWS, SHAPES, SHOWN
 with np.load(upstream_steps.DATA) as _data:
     THEIRS = dict(_data)
 
-SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
 # Written out by emerging-optimizers; `jgrad.muon` has those of another cushion by this name.
 POLAR_EXPRESS = (
     (8.2051, -22.9019, 16.4607),

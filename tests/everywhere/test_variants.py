@@ -54,105 +54,48 @@ CLAMPS = {"min_trust_ratio": 0.01, "max_trust_ratio": 10.0}
 
 # Name in the table: the reference, the same by jgrad's options.
 VARIANTS = {
-    "MLPerf LARS": (
-        lambda w: source.mlperf_lars(w, RATE, weight_decay=0.1, skip=[not x for x in USE]),
-        lambda: jgrad.lars(RATE, **DECAYED, **TRUSTED),
-    ),
-    "MLPerf LARS, Nesterov": (
-        lambda w: source.mlperf_lars(
-            w, RATE, weight_decay=0.1, skip=[not x for x in USE], nesterov=True, epsilon=1e-3
-        ),
-        lambda: jgrad.lars(RATE, nesterov=True, epsilon=1e-3, **DECAYED, **TRUSTED),
-    ),
-    "apex LARC around SGD": (
-        lambda w: source.apex_larc(w, RATE, weight_decay=0.1),
-        lambda: jgrad.lars(
-            RATE, trust_coefficient=0.02, epsilon=1e-8, rate_in_momentum=False, weight_decay=0.1
-        ),
-    ),
-    "apex LARC around Nesterov's SGD": (
-        lambda w: source.apex_larc(w, RATE, nesterov=True),
-        lambda: jgrad.lars(
-            RATE, trust_coefficient=0.02, epsilon=1e-8, rate_in_momentum=False, nesterov=True
-        ),
-    ),
-    "optax LARS": (
-        lambda w: source.optax_lars(w, RATE, weight_decay=0.1, decay=USE, trust=USE),
-        lambda: jgrad.lars(RATE, rule="decayed_gradient", **DECAYED, **TRUSTED),
-    ),
-    "Ivy LARS": (
-        lambda w: source.ivy_lars(w, RATE),
-        lambda: jgrad.lars(RATE, rule="ivy", trust_coefficient=1.0, momentum=None),
-    ),
-    "Ivy LARS, decayed": (
-        lambda w: source.ivy_lars(w, RATE, decay_lambda=0.3),
-        lambda: jgrad.lars(
-            RATE, rule="ivy", trust_coefficient=1.0, momentum=None, weight_decay=0.3
-        ),
-    ),
-    "LAMB paper, phi(z) = z": (
-        lambda w: source.paper_lamb(w, RATE, weight_decay=0.1, decay=USE, trust=USE),
-        lambda: lamb(**DECAYED, **TRUSTED),
-    ),
-    "apex LAMB": (
-        lambda w: source.apex_lamb(w, RATE, weight_decay=0.1, decay=USE),
-        lambda: lamb(1.0, **DECAYED, **TRUSTED),
-    ),
-    "apex LAMB, use_nvlamb": (
-        lambda w: source.apex_lamb(w, RATE, weight_decay=0.1, decay=USE, use_nvlamb=True),
-        lambda: lamb(1.0, **DECAYED),
-    ),
-    "apex LAMB, no bias correction": (
-        lambda w: source.apex_lamb(
-            w, RATE, weight_decay=0.1, use_nvlamb=True, bias_correction=False
-        ),
-        lambda: lamb(1.0, epsilon=1e-6, bias_correction=None, weight_decay=0.1),
-    ),
-    "DeepSpeed LAMB": (
-        lambda w: source.deepspeed_lamb(w, RATE, weight_decay=0.1, decay=USE),
-        lambda: lamb(
-            rate=corrected(0.9, 0.999), epsilon=1e-8, bias_correction=None, **CLAMPS, **DECAYED
-        ),
-    ),
-    "DeepSpeed LAMB, main branch": (
-        lambda w: source.deepspeed_lamb(
-            w, RATE, weight_decay=0.1, decay=USE, bias_correction="moments"
-        ),
-        lambda: lamb(epsilon=1e-8, **CLAMPS, **DECAYED),
-    ),
-    "DeepSpeed LAMB, BERT": (
-        lambda w: source.deepspeed_lamb(
-            w, RATE, weight_decay=0.1, decay=USE, max_coeff=0.3, bias_correction=None
-        ),
-        lambda: lamb(
-            epsilon=1e-8, bias_correction=None, **(CLAMPS | {"max_trust_ratio": 0.3}), **DECAYED
-        ),
-    ),
-    "Ivy LAMB": (
-        lambda w: source.ivy_lamb(w, RATE, decay_lambda=0.1),
-        lambda: jgrad.lamb(RATE, rule="ivy", weight_decay=0.1, **IVY),
-    ),
-    "PyTorch AdamW": (
-        lambda w: source.torch_adamw(w, RATE, weight_decay=0.1, decay=USE),
-        lambda: jgrad.adam(RATE, **DECAYED),
-    ),
-    "Keras Adam": (
-        lambda w: source.keras_adam(w, RATE),
-        lambda: jgrad.adam(corrected(0.9, 0.999), epsilon=1e-7, bias_correction=None),
-    ),
-    "Keras AdamW, epsilon near 0": (
-        lambda w: source.keras_adam(w, RATE, epsilon=1e-15, weight_decay=0.1, decay=USE),
-        lambda: jgrad.adam(RATE, epsilon=1e-15, bias_correction="step_size", **DECAYED),
-    ),
-    "apex Adam": (
-        lambda w: source.apex_adam(w, RATE, weight_decay=0.1, decay=USE),
-        lambda: jgrad.adam(RATE, **DECAYED),
-    ),
-    "apex Adam, no bias correction": (
-        lambda w: source.apex_adam(w, RATE, weight_decay=0.1, decay=USE, bias_correction=False),
-        lambda: jgrad.adam(RATE, bias_correction=None, **DECAYED),
-    ),
-}
+    "MLPerf LARS": (lambda w: source.mlperf_lars(w, RATE, weight_decay=0.1, skip=[not x for x in USE]),
+     lambda: jgrad.lars(RATE, **DECAYED, **TRUSTED)),
+    "MLPerf LARS, Nesterov": (lambda w: source.mlperf_lars(w, RATE, weight_decay=0.1, skip=[not x for x in USE],
+     nesterov=True, epsilon=1e-3), lambda: jgrad.lars(RATE, nesterov=True, epsilon=1e-3, **DECAYED, **TRUSTED)),
+    "apex LARC around SGD": (lambda w: source.apex_larc(w, RATE, weight_decay=0.1),
+     lambda: jgrad.lars(RATE, trust_coefficient=0.02, epsilon=1e-8, rate_in_momentum=False, weight_decay=0.1)),
+    "apex LARC around Nesterov's SGD": (lambda w: source.apex_larc(w, RATE, nesterov=True),
+     lambda: jgrad.lars(RATE, trust_coefficient=0.02, epsilon=1e-8, rate_in_momentum=False, nesterov=True)),
+    "optax LARS": (lambda w: source.optax_lars(w, RATE, weight_decay=0.1, decay=USE, trust=USE),
+     lambda: jgrad.lars(RATE, rule="decayed_gradient", **DECAYED, **TRUSTED)),
+    "Ivy LARS": (lambda w: source.ivy_lars(w, RATE),
+     lambda: jgrad.lars(RATE, rule="ivy", trust_coefficient=1.0, momentum=None)),
+    "Ivy LARS, decayed": (lambda w: source.ivy_lars(w, RATE, decay_lambda=0.3),
+     lambda: jgrad.lars(RATE, rule="ivy", trust_coefficient=1.0, momentum=None, weight_decay=0.3)),
+    "LAMB paper, phi(z) = z": (lambda w: source.paper_lamb(w, RATE, weight_decay=0.1, decay=USE, trust=USE),
+     lambda: lamb(**DECAYED, **TRUSTED)),
+    "apex LAMB": (lambda w: source.apex_lamb(w, RATE, weight_decay=0.1, decay=USE),
+     lambda: lamb(1.0, **DECAYED, **TRUSTED)),
+    "apex LAMB, use_nvlamb": (lambda w: source.apex_lamb(w, RATE, weight_decay=0.1, decay=USE, use_nvlamb=True),
+     lambda: lamb(1.0, **DECAYED)),
+    "apex LAMB, no bias correction": (lambda w: source.apex_lamb(w, RATE, weight_decay=0.1, use_nvlamb=True,
+     bias_correction=False), lambda: lamb(1.0, epsilon=1e-6, bias_correction=None, weight_decay=0.1)),
+    "DeepSpeed LAMB": (lambda w: source.deepspeed_lamb(w, RATE, weight_decay=0.1, decay=USE),
+     lambda: lamb(rate=corrected(0.9, 0.999), epsilon=1e-8, bias_correction=None, **CLAMPS, **DECAYED)),
+    "DeepSpeed LAMB, main branch": (lambda w: source.deepspeed_lamb(w, RATE, weight_decay=0.1, decay=USE,
+     bias_correction="moments"), lambda: lamb(epsilon=1e-8, **CLAMPS, **DECAYED)),
+    "DeepSpeed LAMB, BERT": (lambda w: source.deepspeed_lamb(w, RATE, weight_decay=0.1, decay=USE, max_coeff=0.3,
+     bias_correction=None),
+     lambda: lamb(epsilon=1e-8, bias_correction=None, **(CLAMPS | {"max_trust_ratio": 0.3}), **DECAYED)),
+    "Ivy LAMB": (lambda w: source.ivy_lamb(w, RATE, decay_lambda=0.1),
+     lambda: jgrad.lamb(RATE, rule="ivy", weight_decay=0.1, **IVY)),
+    "PyTorch AdamW": (lambda w: source.torch_adamw(w, RATE, weight_decay=0.1, decay=USE),
+     lambda: jgrad.adam(RATE, **DECAYED)),
+    "Keras Adam": (lambda w: source.keras_adam(w, RATE),
+     lambda: jgrad.adam(corrected(0.9, 0.999), epsilon=1e-7, bias_correction=None)),
+    "Keras AdamW, epsilon near 0": (lambda w: source.keras_adam(w, RATE, epsilon=1e-15, weight_decay=0.1, decay=USE),
+     lambda: jgrad.adam(RATE, epsilon=1e-15, bias_correction="step_size", **DECAYED)),
+    "apex Adam": (lambda w: source.apex_adam(w, RATE, weight_decay=0.1, decay=USE),
+     lambda: jgrad.adam(RATE, **DECAYED)),
+    "apex Adam, no bias correction": (lambda w: source.apex_adam(w, RATE, weight_decay=0.1, decay=USE,
+     bias_correction=False), lambda: jgrad.adam(RATE, bias_correction=None, **DECAYED)),
+}  # fmt: skip
 
 # LARC takes decay away with the ratio where a norm is zero; Ivy's LARS with decay is 0 / 0 there.
 # Neither is followed, so these never meet a leaf or a gradient of zeros.

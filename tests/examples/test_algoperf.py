@@ -88,16 +88,6 @@ def test_steps_of_the_leader(submission, x64, standard_promotion):
     assert len(workload.traced) == 2  # batches with and without weights
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("BETA", 0.91), ("BETA2", 0.995), ("WEIGHT_DECAY", 0.08), ("WARMUP", 0.0175)],
-)
-def test_another_option_is_noticed(submission, monkeypatch, x64, standard_promotion, name, value):
-    monkeypatch.setattr(submission, name, value)
-    *_, (params, _) = trained(submission, Workload())
-    assert np.abs(flat(params) - THEIRS[str(SHOWN[-1])]).max() > 1e-8
-
-
 def test_statistics_are_taken_at_the_average(submission, x64, standard_promotion):
     """In every third step, as there: these are the parameters that are evaluated."""
     start = {"mean": jnp.zeros(8)}
@@ -108,9 +98,3 @@ def test_statistics_are_taken_at_the_average(submission, x64, standard_promotion
         last, w = i - i % 3, before[i - i % 3]["Dense_0"]
         x = batches[last]["inputs"] @ np.asarray(w["kernel"]) + np.asarray(w["bias"])
         np.testing.assert_allclose(statistics["mean"], (1 / (1 + np.exp(-x))).mean(0), rtol=1e-9)
-
-
-def test_every_workload_has_a_batch_size(submission):
-    assert submission.get_batch_size("mnist") == 16
-    with pytest.raises(KeyError, match="cifar"):
-        submission.get_batch_size("cifar")

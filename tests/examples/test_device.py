@@ -1,35 +1,17 @@
 """`python -m benchmarks.device`, on a CPU: every row on small arrays, and what it says without a device."""
 
-import math
 import os
 import re
 import subprocess
 import sys
-import time
-import types
 
 import jax
 import pytest
 
-from benchmarks.device import processes, rows, table
-from benchmarks.device.rows import ROWS, TRAIN, WORKS, Measured, Settings
-from benchmarks.measure import Ratio, in_turn
+from benchmarks.device import rows
+from benchmarks.device.rows import ROWS, TRAIN, WORKS, Settings
 from benchmarks.methods import METHODS
-from benchmarks.programs import Program
 from tests.support import pages
-
-SMALL = Settings(rounds=2, small=True)
-FOUND = Measured(
-    size=100,
-    step=Ratio(0.002, 0.004, 0.5, 0.25, 0.75),
-    copy=1e9,
-    share=0.4,
-    least=2800,
-    moved=3000,
-    kernels=7,
-    peak=1600,
-    counted=1650,
-)
 
 
 def command(*flags):
@@ -113,35 +95,6 @@ def test_only_of_no_row():
 # ---- a row -------------------------------------------------------------------------------------
 
 
-def test_the_peak_is_that_of_the_row(monkeypatch, standard_promotion):
-    """Read when the row's program is compiled and has run, and before anything else is there."""
-    events = []
-
-    def noted(name, f):
-        def call(*args):
-            events.append(name)
-            return f(*args)
-
-        return call
-
-    def memory_stats():
-        events.append("peak")
-        return {"peak_bytes_in_use": 1000 * events.count("build")}
-
-    device = types.SimpleNamespace(memory_stats=memory_stats)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    monkeypatch.setattr(Program, "build", noted("build", Program.build))
-    monkeypatch.setattr(Program, "__call__", noted("step", Program.__call__))
-    monkeypatch.setattr(rows, "_numbers", noted("arrays", rows._numbers))
-    row = rows.Row("medium", "AdamW", "packed", ("AdamW", "optax"))
-    found = rows.measured(row, SMALL)
-    assert found.peak == 1000
-    before, after = events[: events.index("peak")], events[events.index("peak") + 1 :]
-    assert before == ["build", "arrays", "arrays", "step", "step", "step"]
-    # Of the copy, and of the peer.
-    assert after[:4] == ["build", "build", "arrays", "arrays"]
-
-
 @pytest.mark.parametrize(
     ("recipe", "form", "expected"),
     [
@@ -163,66 +116,3 @@ def test_bytes_that_a_step_must_move(recipe, form, expected):
     assert size == 24 * 2048 * 1024
     # Counters are more.
     assert rows.least_bytes(task, row.again) / size == pytest.approx(expected, abs=1e-5)
-
-
-def test_peers_are_in_the_same_work():
-    for row in ROWS.values():
-        if row.peer:
-            task = rows.task(row.work, *row.peer, SMALL)
-            own = rows.task(row.work, row.recipe, row.form, SMALL)
-            sizes = [sum(x.size for x in jax.tree.leaves(y.params)) for y in (own, task)]
-            assert sizes[0] == sizes[1], row.name
-
-
-# ---- processes and time ------------------------------------------------------------------------
-
-
-def test_a_row_that_fails(tmp_path):
-    """Its reason stands in its place, and other rows go on."""
-    row = rows.Row("medium", "Lion", "tree", None)
-    reason = processes.asked(row, SMALL, cache=str(tmp_path), limit=100)
-    assert reason == "KeyError: 'medium: Lion, tree'"
-    reason = processes.asked(ROWS["medium: AdamW, tree"], SMALL, cache=str(tmp_path), limit=0.01)
-    assert reason == "no end within 0 s"
-
-
-def test_rows_share_the_time(monkeypatch):
-    """What one leaves is for the next; the limit is the time for all, and a minute."""
-    given = []
-
-    def asked(row, settings, *, cache, limit):
-        given.append((settings.until - time.time(), limit))
-        return FOUND
-
-    monkeypatch.setattr(processes, "asked", asked)
-    chosen = list(ROWS.values())[:4]
-    found = processes.all_measured(chosen, 100, SMALL)
-    assert found == {row.name: FOUND for row in chosen}
-    shares, limits = zip(*given, strict=True)
-    assert shares == pytest.approx([25, 100 / 3, 50, 100], abs=2)
-    assert limits == pytest.approx([160] * 4, abs=2)
-
-
-def test_no_row_begins_when_the_time_is_over(monkeypatch):
-    """The table has the others, and says why one is missing."""
-    first, second = list(ROWS.values())[:2]
-    monkeypatch.setattr(processes, "asked", lambda *_, **__: time.sleep(0.3) or FOUND)
-    found = processes.all_measured([first, second], 0.2, SMALL)
-    assert found[first.name] == FOUND
-    text = table.section([first, second], found).markdown("")
-    reason = "not begun, since the time was over; --seconds has more"
-    assert f"- **{second.name}** was not measured: {reason}\n" in text
-    assert cells_of(text) == {
-        first[:3]: [
-            *("optax", "2 / 4", "0.50", "0.25 to 0.75"),
-            *("28.0", "30.0", "40% / 20%", "7", "16.00", "16.50"),
-        ],
-        second[:3]: ["optax", *["-"] * 9],
-    }
-
-
-@pytest.mark.parametrize(("until", "expected"), [(0, 3), (math.inf, 5)])
-def test_rounds_end_with_the_time(until, expected):
-    """Three are for a median."""
-    found = in_turn({"a": lambda: None, "b": lambda: None}, 5, until=until)
-    assert {name: len(times) for name, times in found.items()} == {"a": expected, "b": expected}

@@ -97,15 +97,6 @@ def test_it_is_said_first(name, missing, message):
     assert found.stdout == f"Not installed: {message}\n\n", found.stderr
 
 
-@pytest.mark.slow
-def test_a_run_without_a_plot_does_without_matplotlib():
-    """But not one that measures norms: it ends with a plot of them."""
-    refused = "Not trained: --zero shards the state over devices: give --devices=2 or more, too."
-    assert refused in called("train_language_model", "matplotlib", "--plot=", "--zero").stdout
-    message = "Not installed: matplotlib. Give: pip install 'jgrad[demo]'"
-    assert message in called("train_language_model", "matplotlib", "--plot=", "--watch=1").stdout
-
-
 def called(name, missing, *flags):
     return subprocess.run(
         [sys.executable, "-c", CALL, ROOT / "colabs" / f"{name}.py", missing, *flags],

@@ -90,36 +90,6 @@ def uninterrupted(*options):
         return found
 
 
-@pytest.mark.slow(exhaustive=True)
-def test_two_processes_are_one_with_two_devices(start):
-    """Bit for bit; after the last of twenty kills, too."""
-    assert start("--processes=2").parameters() == [uninterrupted()] * 2
-
-
-@pytest.mark.slow(exhaustive=True)
-def test_four_processes(start):
-    """The same parameters on each."""
-    found = start("--processes=4", "--steps=40").parameters()
-    assert found == found[:1] * 4
-
-
-@pytest.mark.slow(exhaustive=True)
-@pytest.mark.parametrize(("process", "then"), [(1, []), (0, ONE)], ids=["worker", "coordinator"])
-def test_a_process_is_killed(start, process, then):
-    """The other ends soon, and training goes on as if nothing had happened."""
-    run = start()
-    run.wait_for("step 35:")
-    with contextlib.suppress(ProcessLookupError):  # this machine was too slow: the status says so
-        os.kill(run.pid(process), signal.SIGKILL)
-    assert run.ended(SURVIVORS) == 1, run.text
-    assert f"process {process} was ended by SIGKILL.\n" in run.text
-    said = r"Training stopped. The same command goes on after step \d+, saved in .*saved\.\n"
-    assert re.search(said, run.text)
-    again = start(*then)
-    assert set(again.parameters()) == {uninterrupted()}
-    assert re.search(r"Going on after step (30|60|90)\.", again.text)
-
-
 def test_preemption(start, tmp_path):
     """On SIGTERM all processes save the same step; one process with two devices goes on from it."""
     run = start()
@@ -130,38 +100,6 @@ def test_preemption(start, tmp_path):
     assert again.parameters() == [uninterrupted()]
     # Without the end of the line: the other process may write into the middle of it.
     assert f"Going on after step {step}." in again.text
-
-
-def test_preemption_of_a_run_that_goes_on(start):
-    """Before its first step, too, for which JAX has no number of a step: none is made, or one."""
-    run = start()
-    run.wait_for("step 30:")
-    step = run.preempted()
-    again = start()
-    again.wait_for("peer ranks")
-    assert again.preempted() == step + 1
-    assert len(again.steps()) <= 1
-    assert again.last_line().startswith("Training stopped. The same command goes on after step ")
-
-
-def is_running(pid):
-    """Not as a process that nobody has asked how it ended."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_the_command_is_killed(start):
-    """What it has started does not go on alone."""
-    run = start("--processes=1", "--steps=5000")  # more than pass before it notices
-    run.wait_for("step 20:")
-    run.process.kill()
-    deadline = time.monotonic() + SURVIVORS
-    while "Asked to end: saved step " not in run.text or is_running(run.pid(0)):
-        assert time.monotonic() < deadline, run.text
-        time.sleep(0.05)
-    assert re.search(r"saved step (\d+)\. The same command goes on after step \1,", run.text)
 
 
 @pytest.mark.slow(exhaustive=True)

@@ -6,27 +6,22 @@ Most tests train in this process. Each program takes seconds to compile, so few 
 import contextlib
 import functools
 import importlib.util
-import io
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
-import bigram
 import bits
 import jgrad
-import language_model
 import language_training
 import recipes
-import shown
 import text
 import watched
 from checkpoints import CheckpointError, Checkpoints
 from jgrad._backward.step_in_backward import forced
-from language_training import Settings, SettingsError, bytes_on_one_device
+from language_training import Settings, SettingsError
 from tests.examples.command import Command
 from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
@@ -94,86 +89,6 @@ def assert_refused(kind, message, run, *args, **options):
         run(*args, **options)
 
 
-# ---- the text, and the bigram model ------------------------------------------------------------
-
-
-def test_no_file_is_in_two_parts():
-    """The part of a file is known by its name: the same in every version of Python."""
-    paths = [path for part in text.files().values() for path in part]
-    assert len(set(paths)) == len(paths) > 400
-    sizes = [len(x.codes) for x in split()]
-    assert 0.6 < sizes[0] / sum(sizes) < 0.95
-    names = "heapq.py", "shutil.py", "json/decoder.py", "dis.py"
-    assert [*map(text.part_of, names)] == ["training", "validation", "training", "test"]
-
-
-def test_batches_are_known_by_their_number():
-    texts = split().training
-    assert_equal(texts.batches(3, seed=1, windows=2)[2], texts.batch(2, seed=1, windows=2))
-    for i, seed in ((3, 1), (2, 2)):
-        assert not np.array_equal(texts.batch(2, seed=1), texts.batch(i, seed=seed))
-    windows = text.Text(b"abcdefghi").spread(3, length=3)
-    assert windows.tobytes() == windows.dtype.type([*b"abcdefghi"]).tobytes()
-
-
-def test_bigram_by_hand():
-    """Of "abab", a is followed twice by b, and b once by a: p(b | a) = 3 / 258, p(a | b) = 2 / 257."""
-    table = bigram.log_probabilities(np.frombuffer(b"abab", np.uint8))
-    found = bigram.loss(table, np.array([[97, 98, 97, 99]]))
-    expected = -np.log([3 / 258, 2 / 257, 1 / 258]).mean()
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-    np.testing.assert_allclose(np.exp(table).sum(axis=1), 1, rtol=1e-12)
-
-
-# ---- the model -----------------------------------------------------------------------------------
-
-
-def scores(params, codes):
-    """Under strict dtypes."""
-    with jax.numpy_dtype_promotion("strict"):
-        return jax.jit(functools.partial(language_model.logits, heads=2))(params, codes)
-
-
-def small_model():
-    """With scores that differ from byte to byte."""
-    init = functools.partial(language_model.init, layers=2, width=16)
-    return jax.tree.map(lambda x: 3 * x, jax.jit(init)(jax.random.key(0)))
-
-
-@pytest.mark.slow
-def test_a_byte_does_not_see_those_after_it():
-    codes = np.arange(12, dtype=np.int32).reshape(2, 6)
-    codes[1] = codes[0] + np.array([0, 0, 0, 0, 1, 0])
-    found = scores(small_model(), codes)
-    assert_equal(found[0, :4], found[1, :4])
-    assert jnp.all(jnp.any(found[0, 4:] != found[1, 4:], axis=1))
-
-
-@pytest.mark.slow
-def test_positions_are_relative():
-    """Products of one vector, turned at two positions, depend on the distance alone."""
-    x = jax.random.normal(jax.random.key(0), (1, 1, 1, 8))
-    turned = np.asarray(language_model._rotated(jnp.broadcast_to(x, (1, 9, 1, 8)))[0, :, 0])
-    near, far = (np.diagonal(turned @ turned.T, distance) for distance in (1, 2))
-    np.testing.assert_allclose(near, near[0], rtol=1e-5)
-    np.testing.assert_allclose(far, far[0], rtol=1e-5)
-    assert not np.isclose(near[0], far[0], rtol=1e-2)
-
-
-@pytest.mark.slow
-def test_a_sample_without_chance():
-    """With a temperature near 0, each byte is the likeliest one after the six before it."""
-    params, prompt = small_model(), jnp.array([100, 101, 102, 32], jnp.int32)
-    found = language_model.sample(
-        params, prompt, jax.random.key(1), number=8, length=6, heads=2, temperature=1e-6
-    )
-    assert_equal(found[:4], prompt)
-    before = jnp.stack([found[i - 6 : i] for i in range(6, 12)])
-    likeliest = scores(params, before).argmax(axis=2).astype(jnp.int32)
-    assert_equal(found[4:], jnp.concatenate([likeliest[0, 3:5], likeliest[:, -1]]))
-    assert len(set(found[4:].tolist())) > 2
-
-
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -191,20 +106,6 @@ def test_every_combination(optimizer, recipe, layout):
     assert done == len(run.history.training) == settings.steps
     assert after < before - 1e-3
     assert run.state.skipped == 0
-
-
-@pytest.mark.slow
-def test_layouts_train_alike():
-    """The numbers are those of one device, but for the order of sums, and of one leaf each."""
-    settings = PLAIN._replace(steps=3)
-    trained = {name: train(settings._replace(**layout)) for name, layout in LAYOUTS.items()}
-    expected = jax.device_get(trained["tree"].params)
-    for name, run in trained.items():
-        found = jax.device_get(jgrad.unpack(run.params))
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), found, expected)
-        share = bytes_on_one_device(run.state) / bytes_on_one_device(trained["tree"].state)
-        whole = 0.5 if name in ("jit", "zero") else 1
-        assert whole <= share < 1.06 * whole  # packed has padding, of small leaves most
 
 
 @pytest.fixture
@@ -238,74 +139,6 @@ def test_a_step_in_the_backward_pass(changed, in_the_backward_pass):
     np.testing.assert_allclose(*losses, rtol=4 * np.finfo(np.float32).eps)
 
 
-# ---- what is shown -------------------------------------------------------------------------------
-
-
-def shown_lines(seconds, steps, *, is_terminal=False, done=0, **changed):
-    """What is written in a run, each of whose steps takes so long."""
-    output, now = io.StringIO(), [0.0]
-    console = Console(file=output, width=120 if is_terminal else 40, force_terminal=is_terminal)
-    settings = Settings(steps=steps, batch=2, length=50, **changed)
-    progress = shown.Shown(settings, console, clock=lambda: now[0])
-    with progress.progress:
-        progress.start(done, jnp.zeros(2500))
-        for i in range(done + 1, steps + 1):
-            now[0] += seconds
-            progress.step(i, 2 / shown.BITS, seconds)
-    return [line for line in output.getvalue().splitlines() if line]
-
-
-def steps_of(lines):
-    return [int(re.match(r"step (\d+) of \d+: ", line)[1]) for line in lines]
-
-
-def test_what_is_shown_of_a_run():
-    """A file gets a line each tenth of the steps, and each ten seconds; a terminal gets a bar."""
-    lines = shown_lines(0.001, 1400)
-    assert steps_of(lines) == [1, *range(140, 1401, 140)]
-    assert lines[-1] == "step 1400 of 1400: loss 2.00 bits, 100,000 tokens/s, state 0.01 MB"
-    slow = steps_of(shown_lines(4.0, 70))
-    assert {1, *range(7, 71, 7)} <= {*slow}
-    assert np.diff(slow).max() == 3
-    resumed = shown_lines(0.001, 1400, done=1000, devices=2)
-    assert resumed[0] == "Going on after step 1000."
-    assert steps_of(resumed[1:]) == [1001, 1120, 1260, 1400]
-    assert resumed[1].endswith("state 0.01 MB on each device")
-    bar = shown_lines(0.001, 20, is_terminal=True)
-    assert not [line for line in bar if line.startswith("step ")]
-    assert "20/20" in "".join(bar)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ema", [TINY.ema, 0.0])
-def test_the_weights_stand_beside_their_average(ema):
-    """Each with its own loss, which is that of a model with these parameters."""
-    settings = TINY._replace(ema=ema)
-    run = train(settings)
-    pairs = bigram.log_probabilities(split().training.codes)
-    table = shown.table(run, settings, split(), pairs, shown.Shown(settings))
-    names, *losses = ([*column.cells] for column in table.columns)
-    average = language_training.evaluated(run.params, run.state, settings)
-    trees = {"transformer": run.params} | ({"transformer, average": average} if ema else {})
-    assert names == ["bigram model", *trees]
-    loss = jax.jit(functools.partial(language_model.loss, heads=settings.heads))
-    for part, column in zip((split().validation, split().test), losses, strict=True):
-        codes = language_training.windows(part, settings).reshape(-1, settings.length + 1)
-        expected = [float(loss(x, codes)) * shown.BITS for x in trees.values()]
-        np.testing.assert_allclose([float(x) for x in column[1:]], expected, atol=1e-3)
-    assert len(set(losses[0])) == len(names)
-
-
-@pytest.mark.slow
-def test_a_digest_is_of_every_bit():
-    """Of the numbers, and not of their layout."""
-    params = small_model()
-    norm = np.array(params["norm"])
-    norm[-1] = np.nextafter(norm[-1], np.float32(9))
-    found = [bits.digest(x) for x in (params, {**params, "norm": norm}, jgrad.pack(params))]
-    assert found[0] == found[2] != found[1]
-
-
 # ---- killed, and resumed -------------------------------------------------------------------------
 
 
@@ -335,13 +168,6 @@ def test_a_run_goes_on_to_the_same_bits(optimizer, recipe, layout, tmp_path):
     assert_equal(*numbers)
     assert found.history == again.history == expected.history
     assert expected.history.validation[-1][1] < expected.history.training[0] - 1e-3
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_in_another_layout(tmp_path):
-    stopped(TINY, tmp_path, after=2)
-    run = continued(TINY._replace(**LAYOUTS["zero"]), tmp_path)
-    np.testing.assert_allclose(run.history.training, train(TINY).history.training, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -397,40 +223,6 @@ def test_goes_on_as_another_run(optimizer, recipe, layout, tmp_path):
     assert [int(x.step) for x in states if isinstance(x, jgrad.OptState)] == [2]
     assert len(run.history.training) == 4
     assert np.isfinite(run.history.training).all()
-
-
-@pytest.mark.slow
-def test_the_same_recipe_in_other_wrappers_goes_on(tmp_path):
-    """Without `skip_nonfinite` and packed, losses are those of a run that was never stopped."""
-    stopped(TINY, tmp_path, after=3)
-    run = continued(TINY._replace(skip=False, packed=True), tmp_path, resume_as=True)
-    np.testing.assert_allclose(run.history.training, train(TINY).history.training, rtol=1e-6)
-
-
-SPIKE = 35
-
-
-@pytest.mark.slow
-def test_a_spike_is_left_out(monkeypatch):
-    """Of a batch of strange bytes nothing is learned: what follows has the bits of a run without."""
-    settings = PLAIN._replace(steps=40, spikes=True)
-    batch = text.Text.batch
-
-    def with_spike(self, i, **options):
-        codes = batch(self, i, **options)
-        return 255 - codes % 16 if i == SPIKE else codes
-
-    def without(self, i, **options):
-        return batch(self, i + (i >= SPIKE), **options)
-
-    monkeypatch.setattr(text.Text, "batch", with_spike)
-    found = train(settings)
-    monkeypatch.setattr(text.Text, "batch", without)
-    expected = train(settings)
-    losses = found.history.training
-    assert losses[SPIKE] > max(losses[SPIKE - 8 : SPIKE]) + 0.5
-    assert [*losses[:SPIKE], *losses[SPIKE + 1 :]] == expected.history.training[:-1]
-    assert (int(found.state.skipped), int(expected.state.skipped)) == (1, 0)
 
 
 @pytest.mark.slow
@@ -502,29 +294,6 @@ def test_which_calls_are_measured():
 )
 def test_settings_that_do_not_fit(changed, message):
     assert_refused(SettingsError, message, train, TINY._replace(**changed))
-
-
-@pytest.mark.parametrize(
-    ("changed", "warmup"),
-    [
-        ({}, 100),
-        ({"steps": 50}, 3),
-        ({"steps": 1}, 0),
-        ({"steps": 1400, "accumulate": 4}, 25),
-        ({"steps": 50, "warmup": 20}, 20),
-        ({"steps": 50, "warmup": 0}, 0),
-    ],
-)
-def test_the_warmup_fits_the_steps(changed, warmup):
-    """By default one in 14 updates, and what a message proposes is accepted."""
-    settings = Settings(**changed).checked()
-    assert settings.warmup == warmup
-    assert settings.checked() == settings
-    with pytest.raises(SettingsError) as refused:
-        settings._replace(warmup=500, steps=400).checked()
-    proposed = [int(x) for x in re.findall(r"(?:for --warmup|--steps)=(\d+)", str(refused.value))]
-    settings._replace(warmup=proposed[0], steps=400).checked()
-    settings._replace(warmup=500, steps=proposed[1]).checked()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The whole programs of colabs/: each is short, learns, goes on from its checkpoint, and is a page."""
 
-import ast
 import importlib
 import re
 import runpy
@@ -16,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import finetune_lora
 import jgrad
-from tests.examples.command import COLABS, Command
 from tests.support.pages import ROOT
 
 PAGES = runpy.run_path(str(ROOT / "docs/_extensions/trainings.py"))
@@ -161,54 +159,3 @@ def test_lora(run):
     for moment in adam.mw, adam.vw:
         assert [x.shape for x in jax.tree.leaves(moment)] == adapters
     assert "without adapters" in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_nnx", "train_equinox"])
-def test_it_is_killed(name, tmp_path):
-    """By SIGKILL, at about the third checkpoint: the same command ends as one that was left alone."""
-
-    def ended(folder):
-        with Command(tmp_path, name, tmp_path / folder) as command:
-            assert command.ended() == 0
-            return [x for x in command.text.splitlines() if x.startswith(("step", "test"))]
-
-    whole = ended("whole")
-    with Command(tmp_path, name, tmp_path / "killed") as command:
-        command.wait_until(lambda: "step 300" in command.text)
-        command.kill()
-    rest = ended("killed")
-    assert 1 <= len(rest) < len(whole)  # orbax writes a checkpoint while training goes on
-    assert rest == whole[-len(rest) :]
-
-
-# ---- the programs as pages ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_can_be_pasted_anywhere(name):
-    """Under 80 lines, and nothing of colabs/ is needed."""
-    text = (COLABS / f"{name}.py").read_text()
-    assert len(text.splitlines()) < 80
-    imported = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            imported |= {x.name.split(".")[0] for x in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            imported.add(node.module.split(".")[0])
-    assert not imported & {x.stem for x in COLABS.glob("*.py")}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_its_page(name):
-    """A title, prose that says how to run it, and all of the code."""
-    title, sentence, text = PAGES["page"](name)
-    source = (COLABS / f"{name}.py").read_text()
-    assert source.startswith(f'"""{title}.\n\n')
-    assert text.startswith(f"# {title}\n\n{sentence.split()[0]}")
-    assert sentence.endswith(".")
-    prose, _, code = text.partition("\n```python\n")
-    assert f"python colabs/{name}.py" in prose
-    assert source.endswith("\n\n" + code.removesuffix("```\n"))
-    assert code.startswith("import ")

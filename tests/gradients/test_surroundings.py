@@ -59,37 +59,22 @@ def execute_by_hand(w, x):
 FUNCTIONS = {
     "grad": (jgrad.grad(loss), jax.grad(loss)),
     "value_and_grad": (jgrad.value_and_grad(loss), jax.value_and_grad(loss)),
-    "with aux": (
-        jgrad.grad(lambda w, x: (loss(w, x), sums(w, x)), has_aux=True),
-        jax.grad(lambda w, x: (loss(w, x), sums(w, x)), has_aux=True),
-    ),
-    "grad of grad": (
-        lambda w, x: jgrad.grad(jgrad.grad(lambda b: loss(w | {"b": b}, x)))(w["b"]),
-        lambda w, x: jax.grad(lambda b: jnp.sum(jax.grad(lambda b: loss(w | {"b": b}, x))(b)))(
-            w["b"]
-        ),
-    ),
+    "with aux": (jgrad.grad(lambda w, x: (loss(w, x), sums(w, x)), has_aux=True),
+     jax.grad(lambda w, x: (loss(w, x), sums(w, x)), has_aux=True)),
+    "grad of grad": (lambda w, x: jgrad.grad(jgrad.grad(lambda b: loss(w | {"b": b}, x)))(w["b"]),
+     lambda w, x: jax.grad(lambda b: jnp.sum(jax.grad(lambda b: loss(w | {"b": b}, x))(b)))(w["b"])),
     "jac": (jgrad.jac(sums), jax.jacrev(sums)),
     "jac, reverse": (jgrad.jac(sums, mode="reverse"), jax.jacrev(sums)),
     "jac, forward": (jgrad.jac(sums, mode="forward"), jax.jacfwd(sums)),
-    "jac, transposed": (
-        lambda w, x: jgrad.jac(lambda b: many(w | {"b": b}, x))(w["b"]),
-        lambda w, x: jax.jacfwd(lambda b: many(w | {"b": b}, x))(w["b"]),
-    ),
-    "value_and_jac": (
-        jgrad.value_and_jac(sums),
-        lambda w, x: (sums(w, x), jax.jacrev(sums)(w, x)),
-    ),
-    "hvp": (
-        lambda w, x: jgrad.hvp(at(w, x, loss), (w,), (along(w),)),
-        lambda w, x: jax.jvp(jax.grad(at(w, x, loss)), (w,), (along(w),))[1],
-    ),
-    "hvp along constants": (
-        lambda w, x: jgrad.hvp(at(w, x, loss), (w,), (jax.tree.map(jnp.ones_like, W),)),
-        lambda w, x: jax.jvp(jax.grad(at(w, x, loss)), (w,), (along(w),))[1],
-    ),
+    "jac, transposed": (lambda w, x: jgrad.jac(lambda b: many(w | {"b": b}, x))(w["b"]),
+     lambda w, x: jax.jacfwd(lambda b: many(w | {"b": b}, x))(w["b"])),
+    "value_and_jac": (jgrad.value_and_jac(sums), lambda w, x: (sums(w, x), jax.jacrev(sums)(w, x))),
+    "hvp": (lambda w, x: jgrad.hvp(at(w, x, loss), (w,), (along(w),)),
+     lambda w, x: jax.jvp(jax.grad(at(w, x, loss)), (w,), (along(w),))[1]),
+    "hvp along constants": (lambda w, x: jgrad.hvp(at(w, x, loss), (w,), (jax.tree.map(jnp.ones_like, W),)),
+     lambda w, x: jax.jvp(jax.grad(at(w, x, loss)), (w,), (along(w),))[1]),
     "execute_with_gradients": (execute, execute_by_hand),
-}
+}  # fmt: skip
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 every_mesh = pytest.mark.parametrize(
     "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]

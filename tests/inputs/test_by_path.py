@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import jgrad
 from tests.cases import every_case, gradients, params
-from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, run, train
 
@@ -363,23 +362,6 @@ def test_leaves_with_one_rule_share_a_number():
 
     program(learning_rate=jgrad.by_path({"1*": schedule}, rest=schedule))
     assert len(calls) == 1
-
-
-@pytest.mark.slow
-def test_in_shard_map(x64):
-    """With sharded leaves as on one device: `mesh_axes` by rules, beside others."""
-    w = {"a": jnp.sin(jnp.arange(32.0)).reshape(16, 2), "b": {"c": jnp.arange(8.0)}}
-    options = {
-        "learning_rate": jgrad.by_path({"a": 0.1}, rest=falling),
-        "beta2": jgrad.by_path({"**/c": 0.9}, rest=0.99),
-        "weight_decay": jgrad.by_path({"a": 0.1}, rest=0.0),
-    }
-    axes = jgrad.by_path({"a": P("x"), "**/c": "x"})
-    first = lambda tx: lambda g, w: tx.update(g, tx.init(w), w)[0]
-    cut = first(jgrad.lamb(**options, mesh_axes=axes))
-    cut = jax.shard_map(cut, mesh=mesh_of(x=8), in_specs=P("x"), out_specs=P("x"))
-    g = jax.tree.map(jnp.cos, w)
-    assert_near(jax.jit(cut)(g, w), first(jgrad.lamb(**options))(g, w), 1e-12)
 
 
 # ---- bad input ---------------------------------------------------------------------------------

@@ -38,18 +38,6 @@ def close(found, truth, rtol=1e-5):
 forms = pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 
 
-@pytest.mark.slow
-@forms
-@pytest.mark.parametrize(
-    "rate",
-    [0.1, jnp.float32(0.1), lambda done: 0.1 / (1 + done)],
-    ids=["number", "array", "schedule"],
-)
-def test_a_rate_that_all_leaves_share(rate, packed, standard_promotion):
-    (g,) = gradients(1)
-    close(noted(jgrad.adam(rate), params(), g, packed), {"learning_rate": 0.1})
-
-
 @pytest.mark.slow(always=["packed"])
 @forms
 def test_a_rate_for_each_leaf(packed):

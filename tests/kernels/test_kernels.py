@@ -14,9 +14,8 @@ from jax.interpreters import partial_eval
 import jgrad
 from jgrad._kernels import platforms, tpu
 from jgrad._kernels.leaf_step import Place
-from tests import golden
 from tests.support.compilations import compilations
-from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain, steps, with_update
+from tests.support.kernels import ADAM, MOMENTUM, normal, plain, steps, with_update
 from tests.support.loops import assert_equal, stack
 
 SHAPES = {"w": (24, 512), "odd": (50, 100)}
@@ -78,28 +77,18 @@ HALF = ("stochastic", "stochastic momentum", "master", "scaled loss")  # of bflo
 WHOLE_STEPS = {
     "adam": (ADAM, [*FLOATS, "int8", "uint8"], ["float32", "int8", "uint8"]),
     "momentum": (MOMENTUM, [*FLOATS, "int8"], ["float32", "int8"]),
-    "stochastic": (
-        STOCHASTIC,
-        ["bfloat16", "bfloat16", "int8", "uint8"],
-        ["bfloat16", "int8", "uint8"],
-    ),
+    "stochastic": (STOCHASTIC, ["bfloat16", "bfloat16", "int8", "uint8"], ["bfloat16", "int8", "uint8"]),
     "stochastic momentum": (  # whose decay reads the weight in float32
         lambda: jgrad.stochastic_rounding(MOMENTUM()),
         ["bfloat16", "bfloat16", "int8"],
         ["bfloat16", "int8"],
     ),
-    "master": (
-        lambda: jgrad.master_weights(ADAM()),
-        ["bfloat16", "bfloat16", "float32", "int8", "uint8"],
-        ["bfloat16", "float32", "int8", "uint8"],
-    ),
-    "scaled loss": (
-        lambda: jgrad.skip_nonfinite(jgrad.stochastic_rounding(clipped(ADAM())), loss_scale=4.0),
-        ["bfloat16", "bfloat16", "int8", "uint8"],
-        ["bfloat16", "int8", "uint8"],
-    ),
+    "master": (lambda: jgrad.master_weights(ADAM()), ["bfloat16", "bfloat16", "float32", "int8", "uint8"],
+     ["bfloat16", "float32", "int8", "uint8"]),
+    "scaled loss": (lambda: jgrad.skip_nonfinite(jgrad.stochastic_rounding(clipped(ADAM())), loss_scale=4.0),
+     ["bfloat16", "bfloat16", "int8", "uint8"], ["bfloat16", "int8", "uint8"]),
     "skip(clip(adam))": (SKIP, [*FLOATS, "int8", "uint8"], ["float32", "int8", "uint8"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow(one_in=3, always=["stochastic", "scaled loss"])
@@ -457,48 +446,3 @@ def test_answers_of_what_is_not_updated():
 def test_answers_refuse_what_is_no_transformation():
     with pytest.raises(TypeError, match="leaf_programs"):
         jgrad.leaf_programs(lambda g: g, model())
-
-
-# ---- states of earlier versions ----------------------------------------------------------------
-
-FILES = sorted(golden.DATA.glob("states_*.npz"))
-IN_8_BITS = ("adam_8bit", "momentum_8bit", "lamb_8bit")
-WRITTEN = [
-    pytest.param(file, name, id=f"{name}-{file.stem}")
-    for file in FILES
-    for name in IN_8_BITS
-    if any(key.startswith(f"{name}/") for key in np.load(file))
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("file", "name"), WRITTEN)
-def test_states_of_earlier_versions(file, name, form):
-    """The whole blocks of their long vector, as rows: numbered alike, they have the same bits."""
-    arrays = dict(np.load(file))
-    tx = golden.TRANSFORMATIONS[name]()
-    rows = lambda x: x[:4096].reshape(16, 256)
-    w, g = golden.weights(name), golden.gradient(2, name)
-    state = golden.with_stand_ins(f"{name}/state", tx.init(w), golden.with_new_names(arrays))
-    read = lambda what, tree: golden.like(f"{name}/{what}", tree, arrays)
-    w, state, new = read("weights", w), read("state", state), read("next_state", state)
-    state, new = map(golden.without_stand_ins, (state, new))
-
-    def as_rows(tree):
-        def one(x):
-            if isinstance(x, jgrad.Blocks):
-                return x._replace(codes=rows(x.codes), scale=x.scale[:16].reshape(16, 1))
-            return rows(x) if getattr(x, "shape", None) == (4100,) else x
-
-        return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
-
-    found = steps(tx, as_rows(w), [as_rows(g)], form, as_rows(state))
-    assert found.leaves == 1
-    for field in ("mw", "vw"):
-        a, b = getattr(found.state, field), getattr(new, field)
-        if b is None:
-            continue
-        a, b = a["large"], as_rows(b)["large"]
-        np.testing.assert_array_equal(a.scale, b.scale)
-        assert np.sum(np.asarray(a.codes) != np.asarray(b.codes)) <= 2

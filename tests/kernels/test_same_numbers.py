@@ -16,7 +16,6 @@ from tests.support.loops import assert_equal
 
 pytestmark = pytest.mark.bits
 slow = pytest.mark.slow
-both_forms = pytest.mark.parametrize("form", FORMS)
 
 # One leaf for a kernel, one of layers, and two that no kernel takes.
 SHAPES = {"w": (24, 512), "stack": (2, 9, 256), "odd": (50, 100), "b": (24,)}
@@ -63,9 +62,7 @@ RECIPES = {
     "step size": functools.partial(ADAM, bias_correction="step_size"),
     "cautious": functools.partial(ADAM, weight_decay_rule="cautious"),
     "independent": functools.partial(ADAM, weight_decay=2.0**-9, weight_decay_rule="independent"),
-    "scale_by_adam": lambda: optax.chain(
-        jgrad.scale_by_adam(moment_dtype="8bit", **BETAS), optax.scale(-(2.0**-6))
-    ),
+    "scale_by_adam": lambda: optax.chain(jgrad.scale_by_adam(moment_dtype="8bit", **BETAS), optax.scale(-(2.0**-6))),
     "momentum": MOMENTUM,
     "nesterov": functools.partial(MOMENTUM, nesterov=True),
     "clip": lambda: clipped(ADAM()),
@@ -74,13 +71,11 @@ RECIPES = {
     "accumulate": lambda: jgrad.accumulate(ADAM(), 2),
     "master": lambda: jgrad.master_weights(ADAM()),
     "stochastic": lambda: jgrad.stochastic_rounding(ADAM()),
-    "skip, clip, stochastic": lambda: jgrad.skip_nonfinite(
-        clipped(jgrad.stochastic_rounding(ADAM()))
-    ),
+    "skip, clip, stochastic": lambda: jgrad.skip_nonfinite(clipped(jgrad.stochastic_rounding(ADAM()))),
     "lamb": lambda: jgrad.lamb(rate, weight_decay=0.125, moment_dtype="8bit", **BETAS),
     "lars": lambda: jgrad.lars(rate, momentum=0.875, weight_decay=0.125, moment_dtype="8bit"),
     "muon": MUON,
-}
+}  # fmt: skip
 IN_BFLOAT16 = ("master", "stochastic", "skip, clip, stochastic")
 QUICK = {
     "kernel": ("lamb", "cautious", "accumulate", "skip, clip, stochastic"),
@@ -241,14 +236,6 @@ def test_x64(name, form, x64):
     assert_same(RECIPES[name](), form, model(dtype), gradients(2, dtype), 2)
 
 
-@in_64_bits
-@pytest.mark.slow
-@both_forms
-def test_packed_x64(form, x64):
-    grads = [jgrad.pack(g) for g in gradients(2)]
-    assert_same(PACKED["momentum"](), form, jgrad.pack(model()), grads, 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
 @pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=slow)])
@@ -262,7 +249,6 @@ def test_gradients_of_another_dtype(form, dtype):
 ROWS = {n: (n, 256 * -(-16 // n)) for n in (1, 7, 8, 127, 128, 129, 300, 1024, 1025, 2100)}
 COLUMNS = {n: (8, n) for n in (512, 2048, 2304)}
 STACKED = {"3-D": (3, 7, 256), "4-D": (2, 3, 5, 256), "with ones": (1, 20, 1, 256)}
-PLAIN = {"odd": (50, 100), "vector": (5120,), "small": (3, 256), "empty": (0, 256)}
 
 
 GROUPS = {f"{n} rows": ROWS[n] for n in ROWS} | {f"{n} columns": COLUMNS[n] for n in COLUMNS}
@@ -278,13 +264,3 @@ def test_sizes(name):
     """Leaves of less than a tile, of several steps of the grid, and of parts of these."""
     shapes = {"first": (3,), "w": GROUPS[name]}
     assert_same(MOMENTUM(), "kernel", model(shapes=shapes), gradients(2, shapes=shapes), 1)
-
-
-@pytest.mark.slow(exhaustive=True)
-@both_forms
-@pytest.mark.parametrize("make", [MOMENTUM, ADAM], ids=["momentum", "adam"])
-def test_all_sizes_together(make, form):
-    """With leaves that no kernel takes."""
-    shapes = {"some": GROUPS, "none": PLAIN}
-    count = len(GROUPS)
-    assert_same(make(), form, model(shapes=shapes), gradients(2, shapes=shapes), count)

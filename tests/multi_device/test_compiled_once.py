@@ -17,15 +17,9 @@ from tests.multi_device.meshes import mesh_of, place, specs_of, use
 
 SHAPES = {"w": (8, 12), "up": (16, 8), "wide": (16, 512), "b": (8,), "s": (6,)}
 SPECS = {
-    AxisType.Explicit: {
-        "w": P("x", "y"),
-        "up": P("x", None),
-        "wide": P(None, "y"),
-        "b": P("x"),
-        "s": P(None),
-    },
+    AxisType.Explicit: {"w": P("x", "y"), "up": P("x", None), "wide": P(None, "y"), "b": P("x"), "s": P(None)},
     AxisType.Auto: {"w": P("x", "y"), "up": P("x"), "wide": P(None, "y"), "b": P("x"), "s": P()},
-}
+}  # fmt: skip
 
 
 def placed(kind, *without):

@@ -159,18 +159,6 @@ def test_tensor_parallel_under_jit(make, axis_type):
     assert_close((found, state), on_one_device(tx, loss, w, batches))
 
 
-def test_tensor_parallel_in_shard_map():
-    """`mesh_axes` says how leaves are cut; with `check_vma=True`, `jax.grad` knows by itself."""
-    make = lambda axes=None: optax.chain(
-        jgrad.clip_by_global_norm(0.5, mesh_axes=axes), lamb(mesh_axes=axes)
-    )
-    contract = lambda hidden, down: jax.lax.psum(hidden @ down, "model")
-    mesh, (w, batches) = mesh_of(**GRID), problem()
-    gradient = functools.partial(mean_gradient, contract=contract)
-    step, *start = in_shard_map(make(SPECS), gradient, w, mesh, SPECS)
-    assert_close(train(step, *start, batches), on_one_device(make(), loss, w, batches))
-
-
 # ---- micro-batches -------------------------------------------------------------------------------
 
 EVERY = 4
@@ -233,59 +221,3 @@ def test_scan_of_micro_batches_under_zero(tx):
     assert not re.search(collective, loops)
     found = re.findall(collective, main)
     assert [found.count(kind) for kind in ("reduce-scatter", "all-gather")] == [1, 1]
-
-
-# ---- a transformer of stacked layers -------------------------------------------------------------
-
-LAYER_AXES = {"embed": None, "layers": 0}
-HEADS = {"qkv": P(None, None, None, "model"), "out": P(None, "model")}
-UNITS = {"up": P(None, None, "model"), "down": P(None, "model")}
-stack = lambda w: w | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *w["layers"])}
-
-
-def next_word_loss(w, words):
-    def layer(x, w):
-        q, k, v = jnp.einsum("btd,dchk->cbthk", jax.nn.standardize(x), w["qkv"])
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + jnp.einsum("bthk,hkd->btd", mixed, w["out"])
-        return x + jax.nn.gelu(jax.nn.standardize(x) @ w["up"]) @ w["down"], None
-
-    x, _ = jax.lax.scan(layer, w["embed"][words[:, :-1]], w["layers"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(x @ w["embed"].T, words[:, 1:])
-    return jnp.mean(losses)
-
-
-@functools.cache
-def transformer():
-    """Stacked parameters, batches of words, and what one device finds with a leaf for each layer."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: np.float32(rng.normal(size=shape) / 4)
-    shapes = {"qkv": (16, 3, 2, 8), "out": (2, 8, 16), "up": (16, 32), "down": (32, 16)}
-    # Each layer is larger than the one before, so that trust ratios differ.
-    layers = [{k: (1 + i) / 2 * draw(*shapes[k]) for k in shapes} for i in range(4)]
-    w = {"embed": draw(11, 16), "layers": layers}
-    words = [np.int32(rng.integers(11, size=(32, 9))) for _ in range(3)]
-    apart, state = on_one_device(lamb(), lambda w, x: next_word_loss(stack(w), x), w, words)
-    expected = stack(apart), state._replace(mw=stack(state.mw), vw=stack(state.vw))
-    return jax.device_get((stack(w), words, expected))
-
-
-@pytest.mark.parametrize("specs", [HEADS | UNITS, P("model")], ids=["within layers", "layers"])
-def test_stacked_transformer_under_jit(specs):
-    """Each layer is cut, or the stack of them."""
-    mesh, (w, words, expected) = mesh_of(**GRID), transformer()
-    tx, specs = lamb(layer_axes=LAYER_AXES), {"embed": P(), "layers": specs}
-    step, *start = under_jit(tx, jax.grad(next_word_loss), w, mesh, specs)
-    found, state = train(step, *start, words)
-    assert_cut([tree["layers"] for tree in (found, state.mw, state.vw)], parts=2)
-    assert_close((found, state), expected)
-
-
-def test_stacked_transformer_under_zero():
-    """The blocks of each layer are known from packing on."""
-    w, words, expected = transformer()
-    gradient = jax.grad(lambda w, words: next_word_loss(jgrad.unpack(w), words))
-    step, *start = under_zero(lamb(), gradient, w, layer_axes=LAYER_AXES)
-    found, state = train(step, *start, words)
-    assert_cut((state.mw, state.vw), parts=DEVICES)
-    assert_close(jgrad.unpack((found, state)), expected)

@@ -4,7 +4,6 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -209,62 +208,6 @@ def test_layers_shard_over_a_model_axis():
     mean = jax.tree.map(lambda *x: sum(x) / 4, *grads)
     updates, _ = whole.update(mean, whole.init(w), w)
     assert_close(found, optax.apply_updates(w, updates), 1e-5)
-
-
-def test_pmap():
-    """Each device makes its shard of the state; the step is one program."""
-    packed = packed_model()
-    tx = jgrad.master_weights(jgrad.lamb(0.1))
-    sharded = jgrad.zero(tx, "i")
-    many = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), packed)
-    state = jax.pmap(sharded.init, axis_name="i")(many)
-    assert state.inner.mw.buffers["float32"].shape == (8, 1, 256)
-    update = jax.pmap(sharded.update, axis_name="i")
-    w = many
-    for g in gradients(packed):
-        updates, state = update(g, state, w)
-        w = jax.block_until_ready(optax.apply_updates(w, updates))
-    expected, other = train(Sharded(tx, packed, whole=True), packed, gradients(packed))
-    for i in range(DEVICES):
-        assert_close(jax.tree.map(lambda x, i=i: x[i], w), expected)
-    moments = jax.tree.map(lambda x: x.reshape(-1, 256), state.inner.mw)
-    assert_close(moments, other.inner.mw)
-
-
-@pytest.mark.parametrize("mode", ["check", "no check", "pmap"])
-def test_slopes_of_a_step(mode):
-    """Of the loss after a step by the learning rate, in reverse mode, as on one device."""
-    packed, grads = packed_model(), gradients(packed_model(), 1)[0]
-    tx = jgrad.adam(0.1)
-    square = lambda tree: sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
-
-    def after(tx, axis, w, rate, g):
-        updates, _ = tx.update(g, tx.init(w), w, learning_rate=rate)
-        part = square(optax.apply_updates(w, updates)) / DEVICES
-        return part if axis is None else jax.lax.psum(part, axis)
-
-    def own(w, rate, g):
-        return after(jgrad.zero(tx, "i"), "i", w, rate, jax.tree.map(lambda x: x[0], g))
-
-    if mode == "pmap":
-        mapped = jax.pmap(
-            lambda w, r, g: after(jgrad.zero(tx, "i"), "i", w, r, g),
-            axis_name="i",
-            in_axes=(None, None, 0),
-        )
-        found = jax.grad(lambda rate: mapped(packed, rate, grads)[0])(0.1)
-    else:
-        mapped = jax.shard_map(
-            own,
-            mesh=mesh_of(i=DEVICES),
-            in_specs=(P(), P(), P("i")),
-            out_specs=P(),
-            check_vma=mode == "check",
-        )
-        found = jax.jit(jax.grad(lambda rate: mapped(packed, rate, grads)))(0.1)
-    mean = jax.tree.map(lambda x: jnp.mean(x, 0), grads)
-    alone = jax.grad(lambda rate: DEVICES * after(tx, None, packed, rate, mean))(0.1)
-    np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
 @pytest.mark.parametrize("check", [True, False])

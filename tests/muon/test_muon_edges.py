@@ -18,7 +18,7 @@ from tests.cases import rank_two
 from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, run, step_of, train
+from tests.support.loops import assert_equal, step_of
 
 pytestmark = pytest.mark.skipif(
     "adam_learning_rate" not in inspect.signature(optax.contrib.muon).parameters,
@@ -44,10 +44,6 @@ def muon(rate=1.0, matrices=rank_two, adam_learning_rate=1.0, **options):
 
 def first_update(tx, w, g):
     return jax.jit(tx.update)(g, tx.init(w), w)[0]
-
-
-def singular_values(x):
-    return np.linalg.svd(np.asarray(x, np.float64), compute_uv=False)
 
 
 # ---- 1, 2: which leaves are matrices -----------------------------------------------------------
@@ -108,45 +104,6 @@ def test_m02_a_leaf_without_a_matrix(layer_axes):
         f"Adam: False{asks}.",
         lambda: muon(matrices=True, layer_axes=layer_axes).init(w),
     )
-
-
-# ---- 3, 4: the numbers -------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_m03_nesterov_is_the_authors(x64, standard_promotion):
-    """optax mixes a corrected average and a corrected gradient: 9% off at the second step."""
-    w, mean = jnp.zeros((24, 40), "float64"), RNG.normal(size=(24, 40))
-    grads = [jnp.asarray(0.5 * mean + RNG.normal(size=w.shape)) for _ in range(5)]
-    expected = reference.trajectory(reference.muon([w], 1.0, matrices=[True]), [[g] for g in grads])
-
-    def errors(tx):
-        found, _ = run(tx, w, grads)
-        steps = zip(found[1:], found, strict=False)
-        theirs = zip(expected[1:], expected, strict=False)
-        pairs = [(b - a, d[0] - c[0]) for (b, a), (d, c) in zip(steps, theirs, strict=True)]
-        return [np.linalg.norm(u - v) / np.linalg.norm(v) for u, v in pairs]
-
-    assert errors(optax.contrib.muon(1.0))[0] > 0.05
-    assert max(errors(muon())) < 1e-12
-
-
-@pytest.mark.slow
-def test_m04_the_fallback_is_adamw(standard_promotion):
-    """optax's is NAdam as soon as Muon looks ahead: its first step is 1.47 times the rate."""
-    w, g = {"b": jnp.zeros(3), "w": jnp.zeros((3, 4))}, {"b": normal(3), "w": normal(3, 4)}
-    theirs = first_update(optax.contrib.muon(1.0, adam_learning_rate=1.0), w, g)
-    assert np.abs(theirs["b"]).min() > 1.4
-    options = {"adam_learning_rate": 0.1, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9}
-    found, _ = run(muon(**options), w, [g, w, g])
-    adamw, _ = run(
-        optax.adamw(0.1, b1=0.8, b2=0.9, weight_decay=0.1), w["b"], [g["b"], w["b"], g["b"]]
-    )
-    for a, b in zip(found, adamw, strict=True):
-        np.testing.assert_allclose(a["b"], b, rtol=1e-5)
-    size = np.abs(g["b"])
-    expected = size / (size + 1e-8)  # epsilon
-    np.testing.assert_allclose(np.abs(first_update(muon(), w, g)["b"]), expected, rtol=1e-6)
 
 
 # ---- 4: scales ---------------------------------------------------------------------------------
@@ -241,52 +198,7 @@ def test_m05_temporaries(form):
         assert used(count) <= copies * count + 2.5
 
 
-# ---- 8: the state ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_m08_dtypes_do_not_drift(standard_promotion):
-    """optax's momentum of bfloat16 parameters becomes float32 under float32 gradients."""
-    w, g = {"w": normal(8, 8, dtype=jnp.bfloat16)}, {"w": normal(8, 8)}
-    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
-    theirs, ours = optax.contrib.muon(0.1), muon()
-    state = theirs.init(w)
-    assert dtypes(theirs.update(g, state, w)[1]) != dtypes(state)
-    state = ours.init(w)
-    updates, new = ours.update(g, state, w)
-    assert dtypes(new) == dtypes(state) == [jnp.int32, jnp.float32]
-    assert updates["w"].dtype == jnp.bfloat16
-
-
-@pytest.mark.slow
-def test_m08_coefficients_are_no_state(standard_promotion):
-    """In optax those of a restored state hold, and new ones are ignored."""
-    w, g = {"w": jnp.zeros((8, 8))}, {"w": normal(8, 8)}
-    state = optax.contrib.muon(0.1).init(w)
-    a, b = optax.contrib.muon(0.1), optax.contrib.muon(0.1, ns_coeffs=(2.0, -1.5, 0.5))
-    assert_equal(a.update(g, state, w)[0], b.update(g, state, w)[0])
-    state = muon().init(w)
-    a, b = muon(), muon(coefficients=[(2.0, -1.5, 0.5)] * 5)
-    assert_equal(b.init(w), state)
-    moved = a.update(g, state, w)[0]["w"] - b.update(g, state, w)[0]["w"]
-    assert np.linalg.norm(moved) > 0.1
-
-
 # ---- 9: where outputs are ----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(64, 16), (16, 64)])
-def test_m09_kernels_of_torch_and_equinox(shape, standard_promotion):
-    """An (out, in) kernel has torch's scale by `output_axes=0`; in optax that of its transpose."""
-    w, g = jnp.zeros(shape), normal(*shape)
-    torch = max(1, shape[0] / shape[1]) ** 0.5
-    mean = lambda x: singular_values(x).mean()
-    found = first_update(muon(output_axes=0), w, g)
-    theirs = first_update(optax.contrib.muon(1.0), {"w": w}, {"w": g})["w"]
-    plain = mean(first_update(muon(scale=None), w, g))
-    assert mean(found) == pytest.approx(plain * torch, rel=1e-4)
-    assert abs(mean(theirs) / (plain * torch) - 1) > 0.4
 
 
 @pytest.mark.slow
@@ -298,34 +210,6 @@ def test_m09_convolutions(standard_promotion):
     np.testing.assert_allclose(-found, exact, atol=1e-5)
     theirs = first_update(optax.contrib.muon(1.0, nesterov=False), w, g)["w"]
     np.testing.assert_allclose(np.abs(theirs), 1, rtol=1e-3)
-
-
-# ---- 10: wrappers ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_m10_accumulation_orthogonalizes_the_mean():
-    """Once per window; the mean of orthogonal matrices is another."""
-    w, grads = normal(4, 6), [normal(4, 6), 3 * normal(4, 6)]
-    found, _ = train(jgrad.accumulate(muon(), 2), w, grads)
-    expected, _ = train(muon(), w, [(grads[0] + grads[1]) / 2])
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    each = sum(first_update(muon(), w, g) for g in grads) / 2
-    assert np.linalg.norm(w + each - expected) > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
-def test_m10_a_nan_in_one_matrix(rule):
-    """The step is skipped, with all of its state; as if it had not been."""
-    w = {"a": normal(8, 16), "b": normal(16, 8), "c": normal(40)}
-    g = jax.tree.map(lambda x: normal(*x.shape), w)
-    bad = g | {"a": g["a"].at[1, 2].set(jnp.nan)}
-    tx = jgrad.skip_nonfinite(muon(rule=rule))
-    found, state = train(tx, w, [g, bad, g])
-    expected, without = train(tx, w, [g, g])
-    assert_equal((found, state.inner), (expected, without.inner))
-    assert int(state.skipped) == 1
 
 
 # ---- 11: matrices do not know of each other ----------------------------------------------------
@@ -439,45 +323,3 @@ def test_m12_no_rate_for_no_leaves(matrices):
     for tx in (jgrad.muon(0.1, matrices=matrices), asked):
         updates, _ = tx.update(w, tx.init(w), w)
         assert 0.04 < float(jnp.max(jnp.abs(updates["w"]))) < 0.15
-
-
-@pytest.mark.slow
-def test_m12_what_optax_says(standard_promotion):
-    """A documented name raises, a momentum of 1.5 and 20 steps of 5 do not, (1, 8) is broadcast."""
-    w, g = {"w": jnp.ones((8, 8))}, {"w": normal(8, 8)}
-    with pytest.raises(ValueError, match="Unknown"):
-        optax.contrib.muon(0.1, ns_coeffs="muon").init(w)
-    first_update(optax.contrib.muon(0.1, beta=1.5), w, g)
-    first_update(optax.contrib.muon(0.1, ns_coeffs="dion", ns_steps=20), w, g)
-    with jax.numpy_rank_promotion("allow"):
-        assert first_update(optax.contrib.muon(0.1), w, {"w": g["w"][:1]})["w"].shape == (8, 8)
-    with pytest.raises(ZeroDivisionError):
-        first_update(optax.contrib.muon(0.1), {"w": jnp.ones((0, 8))}, {"w": jnp.ones((0, 8))})
-
-
-@pytest.mark.slow
-def test_m12_leaves_of_all_kinds():
-    """Integers, None, float0 and empty matrices; under strict promotion, as all tests here."""
-    w = {
-        "w": normal(3, 4),
-        "n": jnp.arange(6).reshape(2, 3),
-        "none": None,
-        "empty": jnp.ones((0, 8)),
-    }
-    g = {
-        "w": normal(3, 4),
-        "n": np.zeros((2, 3), jax.dtypes.float0),
-        "none": None,
-        "empty": w["empty"],
-    }
-    for rule in ("muon", "normuon"):
-        tx = muon(matrices=True, rule=rule)
-        state = tx.init(w)
-        updates, state = jax.jit(tx.update)(g | {"n": None}, state, w)
-        assert_equal(tx.update(g, tx.init(w), w)[0]["n"], jnp.zeros((2, 3), jnp.int32))
-        assert updates["none"] is None
-        assert updates["empty"].shape == (0, 8)
-        assert state.vw["n"] is None
-        np.testing.assert_allclose(
-            updates["w"], first_update(tx, {"w": w["w"]}, {"w": g["w"]})["w"]
-        )

@@ -1,15 +1,11 @@
 """`muon(split=)`: a fused leaf moves as its blocks do that are leaves of their own."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jgrad
-from jgrad._inputs import matrix_axes
-from jgrad._inputs.matrix_axes import MatrixAxes
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
 from tests.support.loops import train
@@ -255,38 +251,6 @@ def test_one_iteration_for_each_shape():
         line.split("tensor<")[-1] for line in text.splitlines() if "call @orthogonalized" in line
     }
     assert found == {"4x16x16xf32>", "2x8x16xf32>"}
-
-
-@pytest.mark.parametrize(
-    "shape",
-    mostly_slow([(12, 5), (5, 12), (2, 12, 3), (3, 4, 3), (4, 5, 3), (2, 3, 2, 2)], (4, 5, 3)),
-)
-def test_there_and_back(shape):
-    """Every place of outputs and layers: blocks as NumPy cuts them, and the array again."""
-    x = np.arange(np.prod(shape)).reshape(shape)
-    for kinds in itertools.product("loi", repeat=len(shape)):
-        stacked, outputs, inputs = (
-            tuple(i for i, kind in enumerate(kinds) if kind == own) for own in "loi"
-        )
-        n = int(np.prod([shape[axis] for axis in outputs]))
-        if not inputs or n not in (4, 12):
-            continue
-        for blocks in [((n // 2, 2),), ((1, 2), (n - 2, 1)), ((1, 1), (1, n - 1))]:
-            axes = MatrixAxes(shape, stacked, outputs, blocks)
-            flat = x.transpose(*stacked, *inputs, *outputs).reshape(
-                *(shape[axis] for axis in (*stacked, *inputs)), n
-            )
-            bounds = np.cumsum([size for count, size in blocks for _ in range(count)])[:-1]
-            expected = {
-                tuple(sorted(map(int, m.ravel())))
-                for y in np.split(flat, bounds, axis=-1)
-                for m in y.reshape(int(np.prod([shape[a] for a in stacked])), -1)
-            }
-            runs, pieces = matrix_axes.cut(jnp.asarray(x), axes), matrix_axes.pieces(axes)
-            assert [y.shape for y in runs] == [own.shape for own in pieces]
-            found = [m for y, own in zip(runs, pieces, strict=True) for m in own.as_wide.of(y)]
-            assert {tuple(sorted(map(int, np.ravel(m)))) for m in found} == expected
-            np.testing.assert_array_equal(matrix_axes.joined(runs, axes, shape), x)
 
 
 # ---- what users give ---------------------------------------------------------------------------

@@ -335,30 +335,6 @@ def test_momentum_is_not_adams():
         assert not account.dropped
 
 
-def test_flax():
-    """`nnx.Optimizer` keeps rows and columns as variables of their own, sharded as the weight."""
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Model(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones((8, 6)))
-            self.b = nnx.Param(jnp.zeros(6))
-
-    model = Model()
-    tx = jgrad.adafactor(RATE, min_side=2)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    for t in (1, 2):
-        g = draw(t, jnp.float32, {"w": (8, 6), "b": (6,)})
-        structure = jax.tree.structure(nnx.state(model, nnx.Param))
-        grads = jax.tree.unflatten(structure, [g["b"], g["w"]])
-        optimizer.update(model, grads)
-    w = {"w": jnp.ones((8, 6)), "b": jnp.zeros(6)}
-    expected, state = train(tx, w, 2)
-    np.testing.assert_allclose(model.w[...], expected["w"], rtol=1e-6)
-    found = jax.tree.leaves(optimizer.opt_state)
-    assert {x.shape for x in found} == {x.shape for x in jax.tree.leaves(state)}
-
-
 # ---- packed trees -------------------------------------------------------------------------------
 
 

@@ -165,37 +165,6 @@ def test_norms_that_overflow_or_vanish(method, scale):
 
 # ---- around others -------------------------------------------------------------------------------
 
-WRAPPED = {
-    "clip": lambda: optax.chain(jgrad.clip_by_global_norm(0.5), jgrad.adam(0.1)),
-    "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1), 2),
-    "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.lamb(0.1), loss_scale=16.0),
-    "master_weights": lambda: jgrad.master_weights(jgrad.adam(0.01)),
-    "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
-    "scale_by_adam": lambda: optax.chain(jgrad.scale_by_adam(), optax.scale(-0.1)),
-    "trust_ratio": lambda: optax.chain(
-        jgrad.scale_by_adam(), jgrad.scale_by_trust_ratio(trust_ratio_mask=MASK), optax.scale(-0.1)
-    ),
-    "inject": lambda: optax.inject_hyperparams(jgrad.adam)(0.1, beta1=0.8),
-    "bfloat16 moments": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16),
-    "optax.adam": lambda: optax.adam(0.1),
-    "optax.MultiSteps": lambda: optax.MultiSteps(jgrad.adam(0.1), 2).gradient_transformation(),
-    "optax.masked": lambda: optax.masked(jgrad.adam(0.1), lambda w: jax.tree.map(lambda _: True, w)),
-}  # fmt: skip
-# The global norm is summed in another order, ratios are of norms, and of optax's Adam XLA makes
-# other loops.
-ROUNDED = ("clip", "trust_ratio", "optax.adam", "skip_nonfinite")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(WRAPPED, "trust_ratio"))
-def test_transformations_around(name, standard_promotion):
-    """One leaf that is not finite skips all."""
-    dtype = jnp.bfloat16 if name == "master_weights" else jnp.float32
-    w, grads = normal(0, dtype), gradients(dtype)
-    if name == "skip_nonfinite":
-        grads[2]["rest"][1] = grads[2]["rest"][1].at[0].set(jnp.nan)
-    assert_same(WRAPPED[name](), exact=name not in ROUNDED, w=w, grads=grads, max_size=SMALL)
-
 
 def test_flax_train_state():
     """flax asks parameters for a name."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import strategies as st
 
 import jgrad
 from tests.support.errors import assert_error
@@ -70,17 +70,6 @@ def test_leaves_without_elements_between_others():
 
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=6)
-
-
-@pytest.mark.slow
-@given(shapes, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_any_shapes(sizes, multiple_of, random):
-    """Stacked over any axes or none."""
-    rng = np.random.default_rng(0)
-    tree = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in sizes]
-    axes = [tuple(i for i in range(len(shape)) if random.random() < 0.5) for shape in sizes]
-    packed = jgrad.pack(tree, layer_axes=axes, multiple_of=multiple_of)
-    assert_equal(jgrad.unpack(packed), tree)
 
 
 def test_one_trace_for_trees_that_are_alike():

@@ -87,17 +87,6 @@ def test_numbers_of_an_unpacked_state(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(["plain", "shards", "large", "apart"], "shards"))
-def test_codes_of_the_tree(name):
-    """Bit for bit, without layers that the tree does not know."""
-    unpacked = unpack(trained(lambda w: jgrad.pack(w, **PACKINGS[name])))
-    alone = trained(lambda w: w)
-    for key in SHAPES:
-        if key not in SMALL or name == "apart":
-            assert_same((unpacked.mw[key], unpacked.vw[key]), (alone.mw[key], alone.vw[key]))
-
-
-@pytest.mark.slow
 @packings
 def test_the_state_of_a_tree_is_packed_by_value(name):
     alone = trained(lambda w: w)

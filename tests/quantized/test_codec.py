@@ -20,9 +20,7 @@ from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
 from jgrad._trees.blocks import Form
 from tests.reference import eight_bits
-from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, train
 
 # ---- a codec of 4 bits ---------------------------------------------------------------------------
 
@@ -112,10 +110,6 @@ def test_four_bits_are_rounded_stochastically():
 W = {"a": jnp.ones((16, 512)), "c": jnp.ones((70, 91)), "s": jnp.ones((5, 900)), "b": jnp.ones(10)}
 
 
-def gradients(count):
-    return [{n: jnp.asarray(numbers(x.shape, 9 * t)) for n, x in W.items()} for t in range(count)]
-
-
 def momentum():
     return jgrad.gradient_descent(0.1, momentum=0.9, moment_dtype="8bit")
 
@@ -125,45 +119,6 @@ def as_first_moments(monkeypatch, form):
     usual = codec.of_moments
     choose = lambda *, second: usual(second=True) if second else form
     monkeypatch.setattr(codec, "of_moments", choose)
-
-
-def blocks_in(tree):
-    return [
-        x
-        for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
-        if isinstance(x, jgrad.Blocks)
-    ]
-
-
-def assert_near(state, exact, share):
-    """Large moments off by less than a share of their norm, and by something."""
-    for name, x in unquantized(state).mw.items():
-        off = np.linalg.norm(np.asarray(x - exact.mw[name])) / np.linalg.norm(exact.mw[name])
-        assert 0 < off < share if isinstance(state.mw[name], jgrad.Blocks) else off < 1e-6
-
-
-@pytest.mark.slow
-def test_training_in_four_bits(monkeypatch):
-    """The whole optimizer: bytes, the same codes on a tree and packed, and near float32."""
-    as_first_moments(monkeypatch, Form(FOUR))
-    grads = gradients(3)
-    _, state = train(momentum(), W, grads)
-    assert all(x.form.codec is FOUR for x in blocks_in(state.mw))
-    assert [n for n, x in state.mw.items() if isinstance(x, jgrad.Blocks)] == ["a", "c", "s"]
-    size = sum(x.nbytes for x in jax.tree.leaves(blocks_in(state.mw)))
-    count = sum(x.size for n, x in W.items() if n != "b")
-    assert size <= (0.5 + 4 / 256) * count + 70 / 2 + 3 * 4  # of odd rows, half a byte; last blocks
-    _, exact = train(jgrad.gradient_descent(0.1, momentum=0.9), W, grads)
-    assert_near(state, exact, 0.5)  # a gap of two thirds of a deviation, in each of three steps
-    packed, in_buffers = train(momentum(), jgrad.pack(W), [jgrad.pack(g) for g in grads])
-    (buffer,) = blocks_in(in_buffers.mw)
-    assert buffer.shape == dict(packed.layout.shapes)["float32"]
-    assert buffer.codes.shape == (buffer.shape[0], 128)
-    unpacked = jax.jit(jgrad.unpack)(in_buffers)
-    assert_equal({n: unpacked.mw[n] for n in "acs"}, {n: state.mw[n] for n in "acs"})
-    again = jgrad.pack(state, like=in_buffers)
-    assert_equal(jgrad.unpack(again).mw["c"], state.mw["c"])
-    assert jax.tree.structure(again) == jax.tree.structure(in_buffers)
 
 
 # ---- another axis --------------------------------------------------------------------------------
@@ -198,48 +153,6 @@ def test_blocks_along_another_axis(shape, axis, which):
         np.testing.assert_array_equal(np.ravel(own.scale), block)
         each = np.moveaxis(np.asarray(decoded(found)), axis, -1).reshape(rows.shape)
         np.testing.assert_array_equal(decoded(own), each[:, 256 * i : 256 * (i + 1)])
-
-
-@pytest.mark.slow
-def test_another_size_of_blocks():
-    """128 elements share a scale, along the last axis and in a flattened array."""
-    for shape in ((8, 640), (700,)):
-        x, own = numbers(shape), Geometry.of_leaf(shape, size=128)
-        found = encoded(x, own, SIGNED)
-        assert np.size(found.scale) == -(-x.size // 128)
-        assert (found.form.size, geometry(found)) == (128, own)
-        step = np.maximum(
-            np.abs(x) / 16, 1.125 * 2.0**-14 * np.asarray(own.per_element(found.scale))
-        )
-        assert np.all(np.abs(decoded(found) - x) <= step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", [SIGNED, FOUR], ids=["signed", "4 bits"])
-def test_training_with_blocks_along_another_axis(monkeypatch, which):
-    """A state says where its blocks lie: an update keeps them, and so does a file's way back."""
-    form, tx = Form(which, axis=-2), momentum()
-    usual, grads = tx.init(W), gradients(2)
-    as_first_moments(monkeypatch, form)
-    state = tx.init(W)
-    assert state.mw["a"].scale.shape == (1, 512)
-    for g in grads:
-        _, new = jax.jit(tx.update)(g, state, W)
-        assert jax.tree.structure(new) == jax.tree.structure(state)
-        state = new
-    arrays = unquantized(state)
-    _, exact = train(jgrad.gradient_descent(0.1, momentum=0.9), W, grads)
-    assert_near(state, exact, 0.5 if which is FOUR else 0.05)
-    again = quantized(arrays, like=state)
-    assert jax.tree.structure(again) == jax.tree.structure(state)
-    assert_equal(unquantized(again), arrays)
-    # Blocks of another state are made anew where its own lie.
-    here = quantized(unquantized(usual), like=state)
-    assert jax.tree.structure(here) == jax.tree.structure(state)
-    if which is SIGNED:
-        there = quantized(state, like=usual)
-        assert jax.tree.structure(there) == jax.tree.structure(usual)
-        assert int(jax.jit(tx.update)(grads[0], usual, W)[1].step) == 1  # of 0.6 and before
 
 
 def test_layers_and_packed_rows_have_no_other_axis(monkeypatch):

@@ -11,6 +11,10 @@ One marker says it, beside the test:
 `one_in` and `always` may stand together. A hash of the names chooses, so that tests with the same
 parameters take different ones, and a choice stays where others are added. `--all` runs also what is
 slow, of a test with many slow choices one in 64; `--all --exhaustive` runs every choice.
+
+Another marker, `ci`, is for tests of prose, examples and type checkers, and for those that start
+Python again: they run with `-m ci`, with `--all`, or where their file is named. Every test of
+`FOLDERS_OF_CI` has it.
 """
 
 import collections
@@ -22,6 +26,7 @@ from typing import Any
 import pytest
 
 ONE_IN = 64  # of slow choices one in so many runs by `--all`
+FOLDERS_OF_CI = {"examples", "guides"}
 _OPTIONS = {"one_in", "always", "exhaustive"}
 
 
@@ -113,6 +118,19 @@ def mostly_slow(values: Iterable[Any], *quick: Any) -> list[Any]:
     assert all(x in values or x in map(str, values) for x in quick), (quick, values)
     slow = pytest.mark.slow
     return [x if i in kept else pytest.param(x, marks=slow) for i, x in enumerate(values)]
+
+
+def of_ci(config: pytest.Config, items: list[Any]) -> set[Any]:
+    """Gives the marker `ci` to the tests of its folders, and returns those that nobody asked for."""
+    found = set()
+    for item in items:
+        home = item.path
+        if home.parent.name in FOLDERS_OF_CI:
+            home = home.parent
+            item.add_marker(pytest.mark.ci)
+        if item.get_closest_marker("ci") and not asked_for(config, home, "ci"):
+            found.add(item)
+    return found
 
 
 def asked_for(config: pytest.Config, folder: pathlib.Path, marker: str) -> bool:

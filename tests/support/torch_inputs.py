@@ -30,17 +30,12 @@ _BETAS = [
     ("large eps", {"eps": 0.1, "weight_decay": 0.1, "maximize": True}),
 ]
 OWN = {
-    "SGD": [
-        ("lr of 0", {"lr": 0.0, "momentum": 0.9}),
-        ("maximize w/ nesterov", {"momentum": 0.9, "nesterov": True, "maximize": True}),
-    ],
+    "SGD": [("lr of 0", {"lr": 0.0, "momentum": 0.9}),
+     ("maximize w/ nesterov", {"momentum": 0.9, "nesterov": True, "maximize": True})],
     "Adam": _BETAS,
     "AdamW": _BETAS,
-    "Muon": [
-        ("momentum of 0", {"momentum": 0.0}),
-        ("without nesterov", {"nesterov": False, "weight_decay": 0.0}),
-    ],
-}
+    "Muon": [("momentum of 0", {"momentum": 0.0}), ("without nesterov", {"nesterov": False, "weight_decay": 0.0})],
+}  # fmt: skip
 
 
 def problem(method):

@@ -1,6 +1,5 @@
 """One update for a window of mini-batches, with the mean of their gradients."""
 
-import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -10,11 +9,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES, FEW, every_case, gradients, params
-from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 from tests.support.loops import (
     assert_equal,
@@ -221,27 +218,6 @@ def test_models_whose_windows_differ():
         found.append(w.tolist())
     assert found == [[-1, 0], [-3, 0], [-3, -3], [-3, -7], [-15, -7]]
     assert (state.gradient_step.tolist(), state.has_updated.tolist()) == ([3, 2], [True, False])
-
-
-@pytest.mark.slow
-def test_windows_of_parts_of_a_model():
-    """In `shard_map` all devices count the same updates, and close the same windows."""
-    w, grads = jnp.ones((16, 8)), jnp.sin(jnp.arange(9 * 16 * 8.0)).reshape(9, 16, 8)
-
-    def trained(w, grads, axes=None):
-        tx = jgrad.accumulate(jgrad.lamb(0.1, mesh_axes=axes), growing, mean=False, mesh_axes=axes)
-        body = lambda carry, g: (step_of(tx)(*carry, g), None)
-        (w, state), _ = jax.lax.scan(body, (w, tx.init(w)), grads)
-        return w, state.gradient_step
-
-    of_parts = jax.shard_map(
-        functools.partial(trained, axes="d"),
-        mesh=mesh_of(d=8),
-        in_specs=(P("d"), P(None, "d")),
-        out_specs=(P("d"), P()),
-    )
-    found, expected = jax.jit(of_parts)(w, grads), jax.jit(trained)(w, grads)
-    chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

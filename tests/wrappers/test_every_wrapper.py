@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import export
 
 import jgrad
 from tests.cases import RATE, Case, gradients, params, rank_two
@@ -186,21 +185,6 @@ def test_it_trains(wrapper):
         assert jnp.array_equal(found["layer"]["w"], w["layer"]["w"]) == (count < wrapper.calls)
 
 
-@pytest.mark.slow
-@few_wrappers
-def test_masked(wrapper):
-    """Leaves outside of the mask pass; the others are trained as if alone."""
-    tx, w, grads = setup(wrapper)
-    masked = optax.masked(tx, {"layer": True, "rest": False})
-    state, alone = masked.init(w), tx.init(w["layer"])
-    update, update_alone = jax.jit(masked.update), jax.jit(tx.update)
-    for g in grads:
-        updates, state = update(g, state, w)
-        expected, alone = update_alone(g["layer"], alone, w["layer"])
-        chex.assert_trees_all_equal(updates["rest"], g["rest"])
-        close(updates["layer"], expected, wrapper.dtype)
-
-
 @pytest.mark.slow(one_in=2)
 @few_wrappers
 def test_inject_hyperparams(wrapper):
@@ -273,59 +257,6 @@ def test_init_of_numpy(wrapper):
     tx = around_adam(wrapper)
     expected = tx.init(jax.tree.map(jnp.asarray, own))
     chex.assert_trees_all_equal_shapes_and_dtypes(tx.init(own), expected)
-
-
-@pytest.mark.slow(one_in=2)
-@few_wrappers
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_trace_with_donation(dtype, wrapper):
-    """Buffers of parameters and state are given away at each of five steps: no array is in both."""
-    tx, w, grads = setup(wrapper, 5, dtype=dtype)
-    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1), donate_argnums=(0, 1))
-    expected, _ = train(tx, w, grads)
-    state = tx.init(w)
-    for g in grads:
-        given = jax.tree.leaves((w, state))
-        w, state = step(w, state, g)
-        assert all(x.is_deleted() for x in given if x.size)
-    close(w, expected, dtype)
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_scan(wrapper):
-    """A scan over the gradients is the loop: dtypes of the state are stable."""
-    tx, w, grads = setup(wrapper)
-    body = lambda carry, g: (step_of(tx)(*carry, g), None)
-    found, _ = jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), stack(grads)))(w)
-    as_well(wrapper, found, train(tx, w, grads))
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_vmap(wrapper):
-    """A batch of models is trained as each model would be."""
-    tx, _, _ = setup(wrapper)
-    models = [few(params(wrapper.dtype, seed=s)) for s in range(3)]
-    grads = [setup(wrapper, 2, seed=s)[2] for s in range(3)]
-    w, state, step = stack(models), jax.vmap(tx.init)(stack(models)), jax.jit(jax.vmap(step_of(tx)))
-    for i in range(2):
-        w, state = step(w, state, stack([g[i] for g in grads]))
-    alone = [train(tx, m, g) for m, g in zip(models, grads, strict=True)]
-    as_well(wrapper, (w, state), stack(alone))
-
-
-@pytest.mark.slow
-@few_wrappers
-def test_export(wrapper):
-    """The train step lowers for CPU, CUDA and TPU."""
-    tx, w, (g,) = setup(wrapper, 1)
-    # Weak types and types of states are no part of an exported program.
-    leaves, structure = jax.tree.flatten((w, tx.init(w), g))
-    step = jax.jit(lambda *leaves: jax.tree.leaves(step_of(tx)(*structure.unflatten(leaves))))
-    exported = export.export(step, platforms=("cpu", "cuda", "tpu"))(*leaves)
-    assert exported.platforms == ("cpu", "cuda", "tpu")
-    close(exported.call(*leaves), step(*leaves), wrapper.dtype)
 
 
 # ---- the state ---------------------------------------------------------------------------------

@@ -107,22 +107,6 @@ def test_definition(dtype, pack, x64):
     assert int(state.done) == 30
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rate", mostly_slow([1e-3, 7.0], 7.0))
-@pytest.mark.parametrize("method", mostly_slow(["adam", "muon"], "adam"))
-def test_the_rate_of_the_optimizer_cancels(method, rate):
-    make = {
-        "adam": lambda rate: jgrad.adam(rate),
-        "muon": lambda rate: jgrad.muon(
-            rate, matrices=LEAVES, layer_axes=LAYERS, adam_learning_rate=1e-3
-        ),
-    }[method]
-    w, grads = params(), gradients(5, params())
-    found, _ = train(around(make(rate)), w, grads)
-    same, _ = train(around(make(0.1)), w, grads)
-    assert_close(found, {name: np.asarray(same[name]) for name in ("layers", "w")}, 2e-6)
-
-
 @pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("packed", [False, True])
 def test_each_leaf_in_its_precision(packed, x64):
@@ -405,19 +389,6 @@ def test_messages_of_decay():
 # ---- in its surroundings -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["master_weights", "stochastic_rounding"])
-def test_bfloat16_weights(name):
-    """Norms are in float32: weights have theirs to a rounding."""
-    w, grads = params("bfloat16"), gradients(20, params("bfloat16"))
-    tx = getattr(jgrad, name)(ADAMH)
-    found, state = train(tx, w, grads)
-    assert state.inner.radius["w"].dtype == np.float32
-    np.testing.assert_allclose(norms(found["w"]), norms(w["w"]), rtol=4e-3)
-    if name == "master_weights":
-        np.testing.assert_allclose(norms(state.master["w"]), norms(w["w"]), rtol=1e-6)
-
-
 @pytest.mark.slow(always=["1.0-True-of_w1", "1e-25-True-of_w2"])
 @pytest.mark.parametrize(
     ("scale", "check", "of_w"),
@@ -470,22 +441,6 @@ def test_sharded_experts(check):
         found, state = step(found, state, g)
     np.testing.assert_allclose(state.radius, norms(w), rtol=1e-6)
     np.testing.assert_allclose(found, expected_steps(w, grads), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_slopes():
-    """By the rate of the method, through a step."""
-    w, (g,) = params(), gradients(1, params())
-    tx = around(jgrad.gradient_descent(0.1))
-    state = tx.init(w)
-
-    def moved(rate):
-        updates, _ = tx.update(g, state, w, hyperball_learning_rate=rate)
-        return jnp.sum(updates["w"] * g["w"])
-
-    slope, step = jax.grad(moved)(0.02), 1e-2
-    differences = (moved(0.02 + step) - moved(0.02 - step)) / (2 * step)
-    np.testing.assert_allclose(slope, differences, rtol=1e-2)
 
 
 @pytest.mark.slow(one_in=2)

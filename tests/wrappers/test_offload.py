@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jgrad
 from jgrad._trees import host_memory
 from tests.cases import gradients, params
-from tests.support import packed_model as packed
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, stack, step_of, step_on, train
+from tests.support.loops import assert_equal, stack, step_of, train
 
 ADAMW = jgrad.adam(1e-2, weight_decay=0.1)
 
@@ -70,27 +69,6 @@ def test_e47_the_same_numbers(tx, dtype):
     large = lambda i: {"large": jnp.sin(i + jnp.arange(8192.0)).reshape(32, 256).astype(dtype)}
     grads = [g | large(i) for i, g in enumerate(gradients(4, dtype))]
     assert_same_training(tx, params(dtype) | large(-1), grads)
-
-
-@pytest.mark.slow
-def test_e47_eager():
-    w, grads = params(), gradients(2)
-    tx = jgrad.offload(ADAMW)
-    found, state = w, tx.init(w)
-    for g in grads:
-        found, state = step_of(tx)(found, state, g)
-        assert kinds(state) == {"pinned_host"}
-    expected = w, ADAMW.init(w)
-    for g in grads:
-        expected = step_of(ADAMW)(*expected, g)
-    assert_equal((found, state), expected)
-
-
-@pytest.mark.slow
-def test_e47_packed():
-    w, grads = packed.normal(0), packed.gradients()[:2]
-    assert_same_training(ADAMW, jgrad.pack(w), [jgrad.pack(g) for g in grads])
-    assert_same_training(jgrad.pack_small(ADAMW, max_size=packed.SMALL), w, grads)
 
 
 @pytest.mark.slow(always=["tree-jit"])
@@ -212,26 +190,6 @@ def test_e47_sharded_over_devices():
         assert jax.tree.map(lambda x: x.sharding, state) == shardings
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
     assert_equal((found, state), expected)
-
-
-@pytest.mark.slow
-def test_e47_around_zero():
-    """In `shard_map` under jit, each device has its rows on the host."""
-    w = jgrad.pack(packed.normal(0), multiple_of=8)
-    grads = [jgrad.pack(g, multiple_of=8) for g in packed.gradients()[:2]]
-    zero, results = jgrad.zero(ADAMW, "data"), []
-    for tx, kind in ((zero, "device"), (jgrad.offload(zero), "pinned_host")):
-        found = placed(w)
-        shardings = jgrad.state_shardings(tx, found, shard_over="data")
-        specs = jax.tree.map(lambda x: x.spec, shardings)
-        step = step_on(mesh(), tx, P(), specs, check_vma=False)
-        state = jax.jit(tx.init, out_shardings=shardings)(found)
-        for g in grads:
-            found, state = step(found, state, placed(g))
-            assert kinds(state) == {kind}
-            assert jax.tree.leaves(state)[1].sharding.spec == P("data")
-        results.append((found, state))
-    assert_equal(*results)
 
 
 def test_e47_a_state_on_the_device():

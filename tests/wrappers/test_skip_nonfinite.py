@@ -14,7 +14,7 @@ from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.transformation import transformation
 from jgrad._wrappers import decisions
 from tests.cases import CASES, every_case, gradients, params
-from tests.support.loops import assert_equal, compiled, stack, step_of
+from tests.support.loops import assert_equal, compiled, step_of
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
@@ -410,37 +410,6 @@ def test_the_state_is_one_tree():
         assert jax.tree.structure(states[0]) == jax.tree.structure(state)
     assert [float(state.loss_scale) for state in states] == [1, 2**15, 8, 8]
     assert states[0].loss_scale.dtype == jnp.float32
-
-
-# ---- under JAX's transformations ---------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss_scale", [None, 2.0**4])
-def test_vmap_and_scan_over_models_that_skip_apart(loss_scale):
-    """Each model skips its own steps, and has a scale of its own."""
-    rng, count = np.random.default_rng(0), 6
-    tx = jgrad.skip_nonfinite(jgrad.lamb(0.05), loss_scale=loss_scale, growth_interval=2)
-    models = [params(seed=s) for s in range(3)]
-    grads = [gradients(count, seed=s) for s in range(3)]
-    for model, steps in ((0, (1,)), (2, (0, 3, 5))):
-        for i in steps:
-            grads[model][i] = poisoned(grads[model][i], rng)
-    step = jax.jit(chex.assert_max_traces(step_of(tx), n=1))
-    alone = []
-    for w, given in zip(models, grads, strict=True):
-        carry = w, tx.init(w)
-        for g in given:
-            carry = step(*carry, g)
-        alone.append(carry)
-    steps = stack([stack([g[i] for g in grads]) for i in range(count)])
-    carry = stack(models), jax.vmap(tx.init)(stack(models))
-    body = lambda carry, g: (jax.vmap(step_of(tx))(*carry, g), None)
-    found, _ = jax.jit(lambda carry: jax.lax.scan(body, carry, steps))(carry)
-    chex.assert_trees_all_close(found, stack(alone), rtol=1e-5, atol=1e-5)
-    assert found[1].skipped.tolist() == [1, 0, 3]
-    if loss_scale:
-        assert found[1].loss_scale.tolist() == [32, 128, 4]
 
 
 # ---- many leaves ---------------------------------------------------------------------------------

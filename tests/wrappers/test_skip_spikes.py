@@ -11,11 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
-from benchmarks.recipes import clipped, program
+from benchmarks.recipes import clipped
 from jgrad._inputs.notes import Notes
 from jgrad._inputs.told import telling
 from tests.multi_device.meshes import mesh_of
-from tests.support.choice import mostly_slow
 from tests.support.loops import assert_equal, compiled, stack, step_of, step_on
 from tests.wrappers.test_hand_over import counting, storing_bytes
 
@@ -424,40 +423,6 @@ def test_zero_takes_the_mean_of_losses():
 
 
 # ---- what it costs -----------------------------------------------------------------------------
-
-LOSS = {"loss": jnp.float32(1)}
-SIZE = 256
-
-
-def bytes_of(tx, options, *, packed):
-    tree = {f"w{i}": jnp.ones((SIZE, SIZE)) for i in range(3)}
-    tree = jgrad.pack(tree) if packed else tree
-    step = program(tx, tree, tree, options)
-    step.build()
-    return step.counted_bytes, step.temporary_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes sums' terms out."
-)
-@pytest.mark.parametrize("packed", mostly_slow([False, True], False))
-@pytest.mark.parametrize("inner", mostly_slow(["adam", "clip + adam", "accumulate"], "clip + adam"))
-def test_bytes(inner, packed):
-    """Alone, around and inside `skip_nonfinite`: those of `skip_nonfinite`, and the window's."""
-    adam = jgrad.adam(0.1, weight_decay=0.1)
-    tx = {
-        "adam": adam, "clip + adam": clipped(adam), "accumulate": jgrad.accumulate(adam, 4)
-    }[inner]  # fmt: skip
-    skip, window = jgrad.skip_nonfinite, 128
-    most, temporaries = bytes_of(skip(tx), {}, packed=packed)
-    for safe in (
-        jgrad.skip_spikes(tx), jgrad.skip_spikes(skip(tx)), skip(jgrad.skip_spikes(tx))
-    ):  # fmt: skip
-        found = bytes_of(safe, LOSS, packed=packed)
-        # Two sorts of the window, and what is computed of it, all in a hundredth of a percent.
-        assert found[0] <= most + 40 * 4 * window
-        assert found[1] <= temporaries + 8 * 4 * window
 
 
 def test_no_norm_of_gradients_decides():

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.cases import gradients, params
 from tests.support import packed_model as packed
-from tests.support.choice import mostly_slow
 from tests.support.loops import assert_equal, step_of, train
 
 BF16 = jnp.bfloat16
@@ -118,38 +116,6 @@ def test_e46_decay_and_step_are_rounded_once():
     found = [jax.tree.leaves(optax.apply_updates(w, x)) for x in (updates, expected)]
     same = [np.mean(wide(a) == wide(b)) for a, b in zip(*found, strict=True) if a.size]
     assert min(same) > 0.9  # XLA may contract products and sums in one program only
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", mostly_slow(["tree", "packed"], "packed"))
-def test_e46_replicas_have_the_same_bits(form):
-    """On eight devices: replicated and sharded under jit, and inside shard_map, as on one."""
-    w, grads = packed.normal(0, BF16), packed.gradients(BF16)[:2]
-    if form == "packed":
-        w, grads = jgrad.pack(w, multiple_of=8), [jgrad.pack(g, multiple_of=8) for g in grads]
-    tx = jgrad.stochastic_rounding(jgrad.adam(1e-3))
-    expected = train(tx, w, grads)
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    on = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-    rows = jax.tree.map(lambda x: P("data") if x.shape[0] % 8 == 0 else P(), w)
-    cut = lambda tree: jax.tree.map(on, tree, rows)
-    assert_equal(train(tx, cut(w), [cut(g) for g in grads]), expected)
-    inside = jax.jit(
-        jax.shard_map(
-            lambda *args: jax.tree.map(lambda x: x[None], step_of(tx)(*args)),
-            mesh=mesh,
-            in_specs=P(),
-            out_specs=P("data"),
-            check_vma=False,
-        )
-    )
-    found = on((w, tx.init(w)), P())
-    for g in grads:
-        every = inside(*found, on(g, P()))
-        for x in jax.tree.leaves(every):
-            assert all(np.array_equal(wide(x[0]), wide(row)) for row in x)
-        found = jax.tree.map(lambda x: x[0], every)
-    assert_equal(found, expected)
 
 
 # ---- edge 17: which bits -----------------------------------------------------------------------
@@ -275,39 +241,6 @@ def test_slopes_are_those_of_the_step():
     state = tx.init(w)
     total = lambda u: jnp.sum(tx.update(u, state, w)[0].astype(jnp.float32))
     np.testing.assert_array_equal(jax.grad(total)(jnp.full(64, 1e-6)), 1)
-
-
-def step_program(tx, w):
-    """The compiled step, with weights and state donated."""
-    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
-    return step.lower(w, jax.eval_shape(tx.init, w), w).compile()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
-)
-@pytest.mark.parametrize("form", ["tree", "packed"])
-def test_memory_of_a_step(form):
-    """No temporaries beyond those of float32, and less traffic than with copies."""
-    shapes = {"a": (512, 512), "b": (512, 256), "c": (512,)}
-    count = sum(np.prod(s) for s in shapes.values())
-    pack = jgrad.pack if form == "packed" else lambda tree: tree
-    programs = {}
-    for name, tx, dtype in (
-        ("float32", ADAMW, jnp.float32),
-        ("copies", jgrad.master_weights(ADAMW), BF16),
-        ("stochastic", jgrad.stochastic_rounding(ADAMW), BF16),
-    ):
-        w = pack({k: jnp.ones(shape, dtype) for k, shape in shapes.items()})
-        programs[name] = step_program(tx, w)
-    temporary = {k: x.memory_analysis().temp_size_in_bytes for k, x in programs.items()}
-    moved = {k: x.cost_analysis()["bytes accessed"] / count for k, x in programs.items()}
-    assert temporary["stochastic"] <= temporary["float32"] + 0.05 * count
-    assert moved["stochastic"] <= 33 < 39 < moved["float32"] < moved["copies"]
-    text = programs["stochastic"].as_text()
-    assert "rng" not in text
-    assert "gather" not in text
 
 
 def test_leaves_of_one_shape_share_their_trace():

@@ -11,8 +11,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
-from benchmarks import recipes
-from benchmarks.accelerators.hlo import traffic
 from tests.cases import gradients, params
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
@@ -256,33 +254,6 @@ def test_inside(place, standard_promotion):
     assert float(numbers["grad_norm/layer/w"]) > 0
 
 
-@pytest.mark.slow
-@places
-def test_around(place, standard_promotion):
-    """Notes come out of ours; of optax's `MultiSteps`, which branches, none does, and none leaks."""
-    if place == "offload":
-        w, tx = params(), jgrad.offload(jgrad.adam(0.1))
-        with pytest.raises(ValueError, match="expected it outside everything"):
-            jgrad.watch(tx)
-        return
-    w, grads = params(), gradients(4)
-    tx = PLACES[place](clipped(jgrad.adam(0.1)))
-    found, state = train(jgrad.watch(tx), w, grads)
-    chex.assert_trees_all_close(found, train(tx, w, grads)[0], rtol=1e-6)
-    numbers = jgrad.report(state)
-    np.testing.assert_allclose(
-        numbers["grad_norm"],
-        size_of(jnp.concatenate([x.ravel() for x in jax.tree.leaves(grads[-1])])),
-        rtol=1e-6,
-    )
-    assert float(numbers["update_norm"]) > 0
-    if place == "MultiSteps":
-        assert "clip_factor" not in numbers
-    else:
-        assert 0 < float(numbers["clip_factor"]) < 1
-        np.testing.assert_allclose(numbers["learning_rate"], 0.1, rtol=1e-6)
-
-
 def test_notes_of_an_open_window():
     """The numbers of the last window stay while the next is open, and with `emit=False`."""
     rate = lambda done: 0.1 / (1 + done.astype(jnp.float32))
@@ -295,16 +266,6 @@ def test_notes_of_an_open_window():
     np.testing.assert_allclose(jgrad.report(state)["learning_rate"], 0.1, rtol=1e-6)
     _, state = tx.update(grads[2], state, w, emit=True)
     np.testing.assert_allclose(jgrad.report(state)["learning_rate"], 0.05, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_every_around_a_window():
-    """A multiple of the window measures calls that close one."""
-    tx = jgrad.watch(jgrad.accumulate(jgrad.adam(0.1), 2), every=4)
-    found = jgrad.report(train(tx, params(), gradients(4))[1])
-    assert int(found["measured"]) == 4
-    assert float(found["update_norm"]) > 0
-    np.testing.assert_allclose(found["learning_rate"], 0.1, rtol=1e-6)
 
 
 def test_skipping_looks_at_nothing_again():
@@ -408,18 +369,6 @@ def test_an_update_that_is_wrong(caplog):
     assert not caplog.messages
 
 
-@pytest.mark.slow
-def test_weights_in_8_bits():
-    w = {"w": jnp.ones((64, 80)), "b": jnp.ones(64)}
-    for tree in (w, jgrad.pack(w)):
-        tx = clipped(jgrad.adam(0.1, moment_dtype="8bit"))
-        u, state = updated(jgrad.watch(tx), tree, tree)
-        assert_equal(u, updated(tx, tree, tree)[0])
-        found = jgrad.report(state)
-        np.testing.assert_allclose(found["grad_norm"], np.sqrt(64 * 81), rtol=1e-6)
-        np.testing.assert_allclose(found["learning_rate"], 0.1, rtol=1e-6)
-
-
 # ---- devices -----------------------------------------------------------------------------------
 
 
@@ -452,41 +401,6 @@ def test_state_shardings():
     assert {x.spec for x in shardings.report.values()} == {P()}
     assert shardings.inner.mw["w"].spec == P("data")
     assert all(x.sharding.is_fully_replicated for x in tx.init(w).report.values())
-
-
-# ---- bytes -------------------------------------------------------------------------------------
-
-# Per parameter, beside the same without `watch`: bytes, copies included; and in a branch.
-COST = {"AdamW": (48, 12, 0), "clip + AdamW": (36, 12, 8)}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The counts are those of the newest XLA."
-)
-@pytest.mark.parametrize("name", mostly_slow(COST, "AdamW"))
-def test_bytes(name):
-    """On a CPU, whose program writes what a norm reads; `tests/accelerators` has a GPU and a TPU.
-
-    With `every`, what is beside the branch costs nothing.
-    """
-    tree = {f"w{i}": jnp.ones((512, 512)) for i in range(3)}
-    make, elements = recipes.RECIPES[name].ours, 3 * 512**2
-    each, rare, others = COST[name]
-
-    def counted(tx):
-        step = recipes.program(tx, tree, tree, {})
-        step.build()
-        found = traffic(step.text)
-        return found.bytes / elements, found.rare / elements
-
-    with jax.numpy_dtype_promotion("standard"):
-        alone, before = counted(make())
-        own, own_rare = counted(jgrad.watch(make()))
-        seldom, _ = counted(jgrad.watch(make(), every=100))
-    assert own <= alone + each + 0.01
-    assert own_rare <= before + rare + 0.01
-    assert seldom <= alone + others + 0.01
 
 
 # ---- a report without it -------------------------------------------------------------------------
