@@ -54,7 +54,7 @@ WHAT_USERS_TYPE = {
     "skip_nonfinite": ["fp16", "loss scale"],
     "by_path": ["param groups"],
     "hyperball": ["muonh", "adamh"],
-    "ema": ["polyak"],
+    "average_params": ["ema", "polyak"],
     "memory": ["int8", "8bit", "quantized"],
 }
 

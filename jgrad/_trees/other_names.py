@@ -37,8 +37,15 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "accumulator_dtype": ("moment_dtype",),
     "eta": ("trust_coefficient",),
     "ns_coeffs": ("coefficients",),
+    "ns_coefficients": ("coefficients",),
     "adjust_lr_fn": ("scale",),
+    "consistent_rms": ("scale",),
+    "decoupled_weight_decay": ("weight_decay_rule",),
+    "use_grad_mean": ("mean",),
+    "avg_fn": ("decay",),
+    "multi_avg_fn": ("decay",),
     "weight_dimension_numbers": ("matrices", "output_axes"),
+    "muon_weight_dimension_numbers": ("matrices", "output_axes"),
     "max_grad_norm": ("max_norm",),
     "min_dim_size_to_factor": ("min_side",),
     "multiply_by_parameter_scale": ("scale_by_parameter",),
@@ -66,6 +73,51 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "beta2": ("normuon_beta", "adam_beta2"),
 }
 
+_METHODS = ("gradient_descent", "adam", "lion", "lars", "lamb", "adafactor", "muon", "soap")
+_ADAMS, _MUONS = ("adam", "scale_by_adam"), ("muon", "scale_by_muon")
+_OPTAX = "`optax.{0}({1}=...)`, which works beside jgrad"
+_CONTRIB = "`optax.contrib.{0}({1}=...)`, which works beside jgrad"
+_JIT = "nothing: `jax.jit` compiles the whole step"
+_WIDE = "nothing: it is float32, or wider where a parameter is"
+
+# What optax and PyTorch have and jgrad has not: in which functions, and what to use instead.
+LACKING: dict[str, tuple[tuple[str, ...], str]] = {
+    "nesterov": (_ADAMS, _OPTAX),
+    "eps_root": ((*_ADAMS, "lamb"), _OPTAX),
+    "amsgrad": (("adam",), "`optax.amsgrad`, which works beside jgrad"),
+    "decay_offset": (("adafactor",), _OPTAX),
+    "factored": (("adafactor",), "a `min_side` larger than each side"),
+    "adam_eps_root": (("muon",), _CONTRIB),
+    "adaptive": (_MUONS, _CONTRIB),
+    "preconditioning": (_MUONS, _CONTRIB),
+    "ns_steps": (_MUONS, "`coefficients`, with a triple for each step"),
+    "mode": (("scale_by_lion",), _OPTAX),
+    "smooth_beta": (("scale_by_lion",), _OPTAX),
+    "min_norm": (("scale_by_trust_ratio",), _OPTAX),
+    "trust_coefficient": (("scale_by_trust_ratio",), _OPTAX),
+    "eps": (("scale_by_trust_ratio",), _OPTAX),
+    "dampening": (
+        ("gradient_descent",),
+        "`learning_rate` times `1 - dampening`, and the first gradient divided by that",
+    ),
+    "maximize": (_METHODS, "`optax.chain(optax.scale(-1.0), {0}(...))`"),
+    "params": (_METHODS, "them in `init`: `{0}(...).init(params)`"),
+    "foreach": ((*_METHODS, "clip_by_global_norm"), _JIT),
+    "fused": (_METHODS, _JIT),
+    "capturable": (_METHODS, _JIT),
+    "differentiable": (_METHODS, "nothing: JAX differentiates updates"),
+    "norm_type": (("clip_by_global_norm",), "nothing: the norm is the square root of a sum"),
+    "error_if_nonfinite": (("clip_by_global_norm",), "`skip_nonfinite` around the chain"),
+    "should_skip_update_fn": (("accumulate",), "`update(..., finite=flag)`"),
+    "accumulator_dtype": (("accumulate", "average_params"), _WIDE),
+    "state_dtype": (("schedule_free",), _WIDE),
+    "b1": (("schedule_free",), "`beta`"),
+    "small_apart": (("pack_small",), "nothing: leaves too small for 8 bits are always apart"),
+    "max_consecutive_errors": (("skip_nonfinite",), "nothing: all such steps are skipped"),
+    "growth_factor": (("skip_nonfinite",), "nothing: it is 2"),
+    "backoff_factor": (("skip_nonfinite",), "nothing: it is 0.5"),
+}
+
 # What others call a function, in lower case without underscores: ours, and what to add.
 FUNCTIONS = {
     "adamw": ("adam", " with `weight_decay=`"),
@@ -77,7 +129,7 @@ FUNCTIONS = {
     "applyiffinite": ("skip_nonfinite", ""),
     "gradscaler": ("skip_nonfinite", " with `loss_scale=`"),
     "flatten": ("pack_small", ""),
-    "averagedmodel": ("ema", ""),
+    "averagedmodel": ("average_params", ""),
     "schedulefreeadamw": ("schedule_free", " around `jgrad.adam`"),
     "schedulefreesgd": ("schedule_free", " around `jgrad.gradient_descent`"),
 }
@@ -86,6 +138,7 @@ GONE = {
     "quantized": "`jgrad.carry_over(state, like=...)`",
     "unquantized": "`jgrad.carry_over(state, like=...)`, whose `like` has shapes in float32",
     "muon_update": "`jgrad.muon`, its method",
+    "ema": "`average_params(tx, decay)`, which wraps the optimizer; `optax.ema` averages updates",
 }
 
 # The keywords that some transformation takes in `update`.
@@ -121,6 +174,12 @@ def meant(name: str, known: tuple[str, ...]) -> str:
     return _in_words(_ending(known, ways), "or")
 
 
+def _lack(function: str, name: str) -> str:
+    """What to use for an option that a function does not have, in words; "" for others."""
+    functions, instead = LACKING.get(name, ((), ""))
+    return instead.format(function, name) if function in functions else ""
+
+
 def _ending(known: Iterable[str], ways: Iterable[str]) -> list[str]:
     return [x for x in known if any(x.endswith(f"_{way}") for way in ways)]
 
@@ -151,7 +210,7 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             rest = ", and all others by name too" if len(named) > 1 else ""
             raise TypeError(f"{name}: {came}, expected {expected}; write `{first}=`{rest}.")
         for keyword in kwargs:
-            if keyword not in known and (expected := meant(keyword, known)):
+            if keyword not in known and (expected := meant(keyword, known) or _lack(name, keyword)):
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
         made = function(*args, **kwargs)  # which has checked each value by itself
         check_needs(name, kwargs, defaults)

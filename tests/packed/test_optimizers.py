@@ -170,7 +170,7 @@ WRAPPED = {
     "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1), 2),
     "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.lamb(0.1), loss_scale=16.0),
     "master_weights": lambda: jgrad.master_weights(jgrad.adam(0.01)),
-    "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
+    "ema": lambda: jgrad.average_params(jgrad.adam(0.1), 0.9),
     "scale_by_adam": lambda: optax.chain(jgrad.scale_by_adam(), optax.scale(-0.1)),
     "trust_ratio": lambda: optax.chain(
         jgrad.scale_by_adam(), jgrad.scale_by_trust_ratio(trust_ratio_mask=MASK), optax.scale(-0.1)

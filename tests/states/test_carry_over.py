@@ -166,7 +166,7 @@ RECIPES = {
     "accumulate(skip)": jgrad.accumulate(jgrad.skip_nonfinite(make()), 2),
     "skip(accumulate)": jgrad.skip_nonfinite(jgrad.accumulate(make(), 2)),
     "all": all_of_it(jgrad.pack_small(make())),
-    "chain": optax.chain(jgrad.clip_by_global_norm(1.0), make(), jgrad.ema(0.9)),
+    "chain": jgrad.average_params(optax.chain(jgrad.clip_by_global_norm(1.0), make()), 0.9),
     "schedule_free": jgrad.schedule_free(make()),
     "lamb": jgrad.lamb(1e-2),
 }
@@ -261,7 +261,7 @@ def test_bfloat16_weights():
     assert_same(state.master, wide)
     assert len(account.of_weights) == 5
     moved = state._replace(master=W)
-    with_ema = jgrad.master_weights(optax.chain(make(), jgrad.ema(0.9)))
+    with_ema = jgrad.master_weights(jgrad.average_params(make(), 0.9))
     averaged, account = carried(moved, with_ema, half)
     assert_same((averaged.master, averaged.inner[1].average), (W, W))
     assert "ema.average, 5 leaves: the float32 copies" in str(account)
@@ -536,7 +536,7 @@ def test_strict():
 OLD = make().init(W)
 LIKE = jax.eval_shape(make().init, W)
 OTHER = {**W, "embed": {"table": jnp.ones((10, 5))}}
-AVERAGED = optax.chain(make(), jgrad.ema(0.9))
+AVERAGED = jgrad.average_params(make(), 0.9)
 MAPPING = "expected a mapping of old paths to new ones, keys joined by slashes."
 ERRORS = [
     (ValueError, "`old` does not match `like` at .mw['embed']['table']: shape (10, 5), expected (9, 5).",
@@ -679,7 +679,7 @@ def test_states_without_moments():
 MANY = {
     "a wrapper more": (make(), jgrad.skip_nonfinite(make()), None),
     "a word for each": (optax.sgd(0.1, 0.9), jgrad.gradient_descent(0.1, momentum=0.9), "keep"),
-    "averages": (make(), optax.chain(make(), jgrad.ema(0.9)), None),
+    "averages": (make(), jgrad.average_params(make(), 0.9), None),
 }
 
 

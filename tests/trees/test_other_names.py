@@ -23,7 +23,7 @@ FACTORIES = {
     and issubclass(made, optax.GradientTransformationExtraArgs)
 }
 # Names of others that stand for several of ours.
-BOTH = ("betas", "beta2", "weight_dimension_numbers")
+BOTH = ("betas", "beta2", "weight_dimension_numbers", "muon_weight_dimension_numbers")
 
 
 def named(factory):
@@ -31,7 +31,14 @@ def named(factory):
 
 
 def test_every_factory_is_found():
-    assert {"adam", "muon", "scale_by_muon", "ema", "accumulate", "offload"} <= FACTORIES.keys()
+    assert {
+        "adam",
+        "muon",
+        "scale_by_muon",
+        "average_params",
+        "accumulate",
+        "offload",
+    } <= FACTORIES.keys()
     assert len(FACTORIES) == 25
 
 
