@@ -73,49 +73,44 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "beta2": ("normuon_beta", "adam_beta2"),
 }
 
-_METHODS = ("gradient_descent", "adam", "lion", "lars", "lamb", "adafactor", "muon", "soap")
-_ADAMS, _MUONS = ("adam", "scale_by_adam"), ("muon", "scale_by_muon")
+_METHODS = "gradient_descent adam lion lars lamb adafactor muon soap"
 _OPTAX = "`optax.{0}({1}=...)`, which works beside jgrad"
 _CONTRIB = "`optax.contrib.{0}({1}=...)`, which works beside jgrad"
-_JIT = "nothing: `jax.jit` compiles the whole step"
 _WIDE = "nothing: it is float32, or wider where a parameter is"
-
-# What optax and PyTorch have and jgrad has not: in which functions, and what to use instead.
-LACKING: dict[str, tuple[tuple[str, ...], str]] = {
-    "nesterov": (_ADAMS, _OPTAX),
-    "eps_root": ((*_ADAMS, "lamb"), _OPTAX),
-    "amsgrad": (("adam",), "`optax.amsgrad`, which works beside jgrad"),
-    "decay_offset": (("adafactor",), _OPTAX),
-    "factored": (("adafactor",), "a `min_side` larger than each side"),
-    "adam_eps_root": (("muon",), _CONTRIB),
-    "adaptive": (_MUONS, _CONTRIB),
-    "preconditioning": (_MUONS, _CONTRIB),
-    "ns_steps": (_MUONS, "`coefficients`, with a triple for each step"),
-    "mode": (("scale_by_lion",), _OPTAX),
-    "smooth_beta": (("scale_by_lion",), _OPTAX),
-    "min_norm": (("scale_by_trust_ratio",), _OPTAX),
-    "trust_coefficient": (("scale_by_trust_ratio",), _OPTAX),
-    "eps": (("scale_by_trust_ratio",), _OPTAX),
-    "dampening": (
-        ("gradient_descent",),
-        "`learning_rate` times `1 - dampening`, and the first gradient divided by that",
-    ),
-    "maximize": (_METHODS, "`optax.chain(optax.scale(-1.0), {0}(...))`"),
-    "params": (_METHODS, "them in `init`: `{0}(...).init(params)`"),
-    "foreach": ((*_METHODS, "clip_by_global_norm"), _JIT),
-    "fused": (_METHODS, _JIT),
-    "capturable": (_METHODS, _JIT),
-    "differentiable": (_METHODS, "nothing: JAX differentiates updates"),
-    "norm_type": (("clip_by_global_norm",), "nothing: the norm is the square root of a sum"),
-    "error_if_nonfinite": (("clip_by_global_norm",), "`skip_nonfinite` around the chain"),
-    "should_skip_update_fn": (("accumulate",), "`update(..., finite=flag)`"),
-    "accumulator_dtype": (("accumulate", "average_params"), _WIDE),
-    "state_dtype": (("schedule_free",), _WIDE),
-    "b1": (("schedule_free",), "`beta`"),
-    "small_apart": (("pack_small",), "nothing: leaves too small for 8 bits are always apart"),
-    "max_consecutive_errors": (("skip_nonfinite",), "nothing: all such steps are skipped"),
-    "growth_factor": (("skip_nonfinite",), "nothing: it is 2"),
-    "backoff_factor": (("skip_nonfinite",), "nothing: it is 0.5"),
+# Functions of ours, what optax and PyTorch have there and jgrad has not, and what to use instead.
+_LACKING = (
+    ("adam scale_by_adam", "nesterov eps_root", _OPTAX),
+    ("adam", "amsgrad", "`optax.amsgrad`, which works beside jgrad"),
+    ("lamb", "eps_root", _OPTAX),
+    ("adafactor", "decay_offset", _OPTAX),
+    ("adafactor", "factored", "a `min_side` larger than each side"),
+    ("muon scale_by_muon", "adaptive preconditioning", _CONTRIB),
+    ("muon", "adam_eps_root", _CONTRIB),
+    ("muon scale_by_muon", "ns_steps", "`coefficients`, with a triple for each step"),
+    ("scale_by_lion", "mode smooth_beta", _OPTAX),
+    ("scale_by_trust_ratio", "min_norm trust_coefficient eps", _OPTAX),
+    ("gradient_descent", "dampening", "`learning_rate` times 1 - {1}, the first gradient over it"),
+    (_METHODS, "maximize", "`optax.chain(optax.scale(-1.0), {0}(...))`"),
+    (_METHODS, "params", "them in `init`: `{0}(...).init(params)`"),
+    (_METHODS, "foreach fused capturable", "nothing: `jax.jit` compiles the whole step"),
+    (_METHODS, "differentiable", "nothing: JAX differentiates updates"),
+    ("clip_by_global_norm", "foreach", "nothing: `jax.jit` compiles the whole step"),
+    ("clip_by_global_norm", "norm_type", "nothing: the norm is the square root of a sum"),
+    ("clip_by_global_norm", "error_if_nonfinite", "`skip_nonfinite` around the chain"),
+    ("accumulate", "should_skip_update_fn", "`update(..., finite=flag)`"),
+    ("accumulate average_params", "accumulator_dtype", _WIDE),
+    ("schedule_free", "state_dtype", _WIDE),
+    ("schedule_free", "b1", "`beta`"),
+    ("pack_small", "small_apart", "nothing: leaves too small for 8 bits are always apart"),
+    ("skip_nonfinite", "max_consecutive_errors", "nothing: all such steps are skipped"),
+    ("skip_nonfinite", "growth_factor", "nothing: it is 2"),
+    ("skip_nonfinite", "backoff_factor", "nothing: it is 0.5"),
+)
+LACKING = {
+    (function, option): instead.format(function, option)
+    for functions, options, instead in _LACKING
+    for function in functions.split()
+    for option in options.split()
 }
 
 # What others call a function, in lower case without underscores: ours, and what to add.
@@ -174,12 +169,6 @@ def meant(name: str, known: tuple[str, ...]) -> str:
     return _in_words(_ending(known, ways), "or")
 
 
-def _lack(function: str, name: str) -> str:
-    """What to use for an option that a function does not have, in words; "" for others."""
-    functions, instead = LACKING.get(name, ((), ""))
-    return instead.format(function, name) if function in functions else ""
-
-
 def _ending(known: Iterable[str], ways: Iterable[str]) -> list[str]:
     return [x for x in known if any(x.endswith(f"_{way}") for way in ways)]
 
@@ -209,8 +198,8 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             expected = f"at most {most}" if most else "none"
             rest = ", and all others by name too" if len(named) > 1 else ""
             raise TypeError(f"{name}: {came}, expected {expected}; write `{first}=`{rest}.")
-        for keyword in kwargs:
-            if keyword not in known and (expected := meant(keyword, known) or _lack(name, keyword)):
+        for keyword in [x for x in kwargs if x not in known]:
+            if expected := meant(keyword, known) or LACKING.get((name, keyword)):
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
         made = function(*args, **kwargs)  # which has checked each value by itself
         check_needs(name, kwargs, defaults)

@@ -123,21 +123,16 @@ def average_params(
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
+        after = trees.flatten(parameters.applied(params, steps, inputs.then))[0]
         # Where the average has None, `init` saw no parameter: of a model it may be given a part.
-        applied = parameters.applied(params, steps, inputs.then)
-        stepped = zip(trees.flatten(applied)[0], old.leaves, strict=True)
-        new = [None if o is None else x for x, o in stepped]
+        new = [None if o is None else x for x, o in zip(after, old.leaves, strict=True)]
         decay_now = options.called(inputs, "decay", decay, lambda: state.done)
         beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)
-        # Integers are copied.
-        floating = [
-            x if checks.is_inexact(o) else None for x, o in zip(new, old.leaves, strict=True)
-        ]
+        floating = [x if checks.is_inexact(x) else None for x in new]  # integers are copied
         averaged = apply(rules.average, floating, list(old.leaves), beta.value, beta.complement)
         averaged = inputs.kept(averaged, old.leaves)
-        average = inputs.moments(
-            [x if a is None else a for a, x in zip(averaged, new, strict=True)], old.leaves
-        )
+        both = zip(averaged, new, strict=True)
+        average = inputs.moments([x if a is None else a for a, x in both], old.leaves)
         return steps, EmaState(optax.safe_increment(state.done), average, inner)
 
     return pair(init, update, _NAME)

@@ -264,7 +264,7 @@ def test_bfloat16_weights():
     with_ema = jgrad.master_weights(jgrad.average_params(make(), 0.9))
     averaged, account = carried(moved, with_ema, half)
     assert_same((averaged.master, averaged.inner[1].average), (W, W))
-    assert "ema.average, 5 leaves: the float32 copies" in str(account)
+    assert "average_params.average, 5 leaves: the float32 copies" in str(account)
     removed, account = carried(moved, make())
     assert_same(removed, state.inner)
     assert len(account.dropped) == 5

@@ -127,9 +127,9 @@ def test_updates_alone_move_the_average():
     """Neither a mini-batch inside of a window, nor a step that is left out, in whatever order."""
     descent = jgrad.gradient_descent(1.0)
     tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.average_params(descent, 0.5), 2))
-    grads = [X, X, X, jnp.nan * X, X]
+    grads = [X, X, jnp.nan * X, jnp.nan * X, X, X]
     found = [float(state.inner.inner.average[0]) for _, state in every_step(tx, 0 * X, grads)]
-    assert found == [0.0, -0.5, -0.5, -0.5, -1.25]
+    assert found == [0.0, -0.5, -0.5, -0.5, -0.5, -1.25]
     tx = optax.MultiSteps(jgrad.average_params(descent, 0.5), 2)
     found = [float(x.inner_opt_state.average[0]) for _, x in every_step(tx, 0 * X, [X] * 4)]
     assert found == [0.0, -0.5, -0.5, -1.25]
