@@ -123,8 +123,8 @@ def test_half_precision_moves(dtype):
     assert int(state.done) == 5000
 
 
-def test_updates_alone_move_the_average():
-    """Neither a mini-batch inside of a window, nor a step that is left out, in whatever order."""
+def test_updates_alone_move_the_average(standard_promotion):
+    """Neither a mini-batch inside of a window, nor a step that is left out."""
     descent = jgrad.gradient_descent(1.0)
     tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.average_params(descent, 0.5), 2))
     grads = [X, X, jnp.nan * X, jnp.nan * X, X, X]
