@@ -395,7 +395,6 @@ MUTATIONS = [
     Mutation("check_order", "wrong orders pass", "_around.get()", "()", ORDER),
     Mutation("standing_around", "what is around a wrapper is forgotten", "(*_around.get(), name)", "(name,)", ORDER),
     Mutation("inside.transformation.init", "wrappers of optax are not seen", "order.check_others(_)", "pass", ORDER),
-    Mutation("average_params.init", "the average is the parameters themselves", "parameters.copies(X)", "X", "tests/wrappers/test_average_params.py"),
     Mutation("skip_nonfinite.skip_nonfinite", "no loss scale is known", "X if Y is None else order.LOSS_SCALE", "X", ORDER),
     Mutation("_check_unclipped", "a clip sees the loss scale", "any(_)", "False", ORDER),
     Mutation("stochastic_rounding", "the counter does not count", "optax.safe_increment(X)", "X", "tests/wrappers/test_stochastic_rounding.py"),
