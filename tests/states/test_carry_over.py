@@ -263,7 +263,7 @@ def test_bfloat16_weights():
     moved = state._replace(master=W)
     with_ema = jgrad.master_weights(jgrad.average_params(make(), 0.9))
     averaged, account = carried(moved, with_ema, half)
-    assert_same((averaged.master, averaged.inner[1].average), (W, W))
+    assert_same((averaged.master, averaged.inner.average), (W, W))
     assert "average_params.average, 5 leaves: the float32 copies" in str(account)
     removed, account = carried(moved, make())
     assert_same(removed, state.inner)
@@ -544,10 +544,10 @@ ERRORS = [
     (TypeError, "`like`: a transformation, expected a state: `jax.eval_shape(tx.init, params)`.",
      lambda: jgrad.carry_over(OLD, like=make())),
     (TypeError, "`old` at .step: 'a' of type str, expected an array.", lambda: carried(OLD._replace(step="a"), make())),
-    (ValueError, "`params`: None, expected the parameters: `old` has nothing for [1].average['embed']['table'] of `like`.",
+    (ValueError, "`params`: None, expected the parameters: `old` has nothing for .average['embed']['table'] of `like`.",
      lambda: carried(OLD, AVERAGED)),
     (ValueError, "`params`: an array of float32 and shape (10, 5) at embed/table, expected an array of shape (9, 5), as "
-     "`like` has at [1].average['embed']['table'].", lambda: carried(OLD, AVERAGED, params=OTHER)),
+     "`like` has at .average['embed']['table'].", lambda: carried(OLD, AVERAGED, params=OTHER)),
     (ValueError, "`rename`: embe: no such path in `old`, expected one such as embed/table, layers/0/b, layers/0/w.",
      lambda: carried(OLD, make(), rename={"embe": "embed"})),
     (ValueError, "`rename`: tokens: no such path in `like`, expected one such as embed/table, layers/0/b, layers/0/w.",
