@@ -66,7 +66,7 @@ def clipped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
 def stack() -> optax.GradientTransformation:
     """All of README's stack."""
-    tx = optax.chain(jgrad.clip_by_global_norm(1.0), lamb(), jgrad.ema(0.999))
+    tx = jgrad.average_params(optax.chain(jgrad.clip_by_global_norm(1.0), lamb()), 0.999)
     return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(tx), 4))
 
 
@@ -116,7 +116,7 @@ RECIPES = {
     "accumulate, emit=False": Recipe(
         lambda: jgrad.accumulate(clipped(adamw()), 4), options={"emit": False}
     ),
-    "AdamW + ema": Recipe(lambda: optax.chain(adamw(), jgrad.ema(0.999))),
+    "AdamW + ema": Recipe(lambda: jgrad.average_params(adamw(), 0.999)),
     "LARS": Recipe(lars, functools.partial(optax.lars, RATE, weight_decay=1e-4, **_MASKS)),
     "clip + LAMB": Recipe(
         lambda: clipped(lamb()),

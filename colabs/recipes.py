@@ -83,7 +83,7 @@ def transformation(
 ) -> Transformation:
     """The optimizer in its wrappers.
 
-        watch(skip_spikes(skip_nonfinite(accumulate(master_weights(chain(clip, optimizer, ema))))))
+        watch(skip_spikes(skip_nonfinite(accumulate(master_weights(average_params(clip, tx))))))
 
     Args:
       optimizer: a name in `OPTIMIZERS`.
@@ -110,9 +110,10 @@ def transformation(
         moment_dtype=own.moment_dtype,
         **options,
     )
-    if clip or ema:
-        first = [jgrad.clip_by_global_norm(clip)] if clip else []
-        tx = optax.chain(*first, tx, *([jgrad.ema(ema)] if ema else []))
+    if clip:
+        tx = optax.chain(jgrad.clip_by_global_norm(clip), tx)
+    if ema:
+        tx = jgrad.average_params(tx, ema)
     tx = own.around(tx)
     if accumulate > 1:
         tx = jgrad.accumulate(tx, accumulate)

@@ -31,7 +31,6 @@ Parts of optimizers, for `optax.chain`
     scale_by_muon         Muon's direction
     scale_by_trust_ratio  LAMB's scaling of each layer's update
     clip_by_global_norm   scales all gradients down together
-    ema                   keeps an exponential moving average of the parameters
 
 Options
 
@@ -45,6 +44,7 @@ Wrappers: what goes around an optimizer
     master_weights       trains half-precision parameters through float32 copies
     stochastic_rounding  trains bfloat16 parameters without copies
     schedule_free        averages the iterates, in place of a schedule
+    average_params       keeps an exponential moving average of the parameters
     hyperball            keeps the norms of matrices, and turns them by an angle
     offload              keeps the state in host memory between steps
     pack_small           packs small leaves inside each update
@@ -83,26 +83,9 @@ Packed trees: many arrays as one
 
 States of optimizers
 
-    state_shardings    returns the shardings of a state, for `jit` and for checkpoints
-    carry_over         converts a state to that of another optimizer, with an account
-    Account            what `carry_over` did with each part of a state
-    OptState           state of every optimizer but `soap`
-    AdafactorState     state of `adafactor`, an `OptState`
-    SoapState          state of `soap`
-    SoapFactors        averages and bases of a matrix in that state
-    Blocks             an array in 8 bits
-    Factors            averages of squares over rows and columns
-    AccumulateState    state of `accumulate`
-    WeightedAccumulateState  state of `accumulate(..., weighted=True)`
-    SkipState          state of `skip_nonfinite`
-    ClipState          state of `clip_by_global_norm(..., of="previous")`
-    SpikeState         state of `skip_spikes`
-    MasterState        state of `master_weights`
-    StochasticState    state of `stochastic_rounding`
-    EmaState           state of `ema`
-    ScheduleFreeState  state of `schedule_free`
-    HyperballState     state of `hyperball`
-    WatchState         state of `watch`
+    state_shardings  returns the shardings of a state, for `jit` and for checkpoints
+    carry_over       converts a state to that of another optimizer, with an account
+    Account          what `carry_over` did with each part of a state
 
 Names kept for Ivy
 
@@ -113,6 +96,12 @@ Names kept for Ivy
     inplace_update          returns the new value, in the shapes and dtypes of the old
     inplace_increment       returns the sum, in the dtypes of the old value
     inplace_decrement       returns the difference, in the dtypes of the old value
+
+Types of states
+
+    OptState, AdafactorState, SoapState, SoapFactors, Blocks, Factors, AccumulateState,
+    WeightedAccumulateState, SkipState, ClipState, SpikeState, MasterState, StochasticState,
+    EmaState, ScheduleFreeState, HyperballState, WatchState
 """
 
 import typing as _typing
@@ -159,8 +148,8 @@ from jgrad._trees.factors import Factors
 from jgrad._trees.other_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
+from jgrad._wrappers.average_params import EmaState, average_params
 from jgrad._wrappers.clip import ClipState, clip_by_global_norm, global_norm
-from jgrad._wrappers.ema import EmaState, ema
 from jgrad._wrappers.hyperball import HyperballState, hyperball
 from jgrad._wrappers.leaf_programs import leaf_programs
 from jgrad._wrappers.master_weights import MasterState, master_weights
@@ -209,7 +198,6 @@ __all__ = [  # noqa: RUF022
     "scale_by_muon",
     "scale_by_trust_ratio",
     "clip_by_global_norm",
-    "ema",
     # Options
     "by_path",
     # Wrappers: what goes around an optimizer
@@ -219,6 +207,7 @@ __all__ = [  # noqa: RUF022
     "master_weights",
     "stochastic_rounding",
     "schedule_free",
+    "average_params",
     "hyperball",
     "offload",
     "pack_small",
@@ -250,6 +239,15 @@ __all__ = [  # noqa: RUF022
     "state_shardings",
     "carry_over",
     "Account",
+    # Names kept for Ivy
+    "execute_with_gradients",
+    "variable",
+    "is_variable",
+    "variable_data",
+    "inplace_update",
+    "inplace_increment",
+    "inplace_decrement",
+    # Types of states
     "OptState",
     "AdafactorState",
     "SoapState",
@@ -267,12 +265,4 @@ __all__ = [  # noqa: RUF022
     "ScheduleFreeState",
     "HyperballState",
     "WatchState",
-    # Names kept for Ivy
-    "execute_with_gradients",
-    "variable",
-    "is_variable",
-    "variable_data",
-    "inplace_update",
-    "inplace_increment",
-    "inplace_decrement",
 ]

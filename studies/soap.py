@@ -111,7 +111,7 @@ def _muon(rate: Any, task: Task) -> optax.GradientTransformation:
 
 
 def _soap(rate: Any, task: Task, every: int = 10) -> optax.GradientTransformation:
-    own = {"every": every, "layer_axes": task.layer_axes, "weight_decay": 0.0}
+    own = {"every": every, "layer_axes": task.layer_axes}
     return jgrad.soap(rate, matrices=_all, **own)
 
 

@@ -51,7 +51,7 @@ JGRAD: dict[str, Callable[[Any], Any]] = {
     'muon(rule="normuon")': lambda rate: jgrad.muon(
         rate, matrices=_matrices, adam_learning_rate=rate, rule="normuon"
     ),
-    "soap": lambda rate: jgrad.soap(rate, matrices=_matrices),
+    "soap": lambda rate: jgrad.soap(rate, matrices=_matrices, weight_decay=0.01),
     "schedule_free(adam)": lambda rate: jgrad.schedule_free(jgrad.adam(rate), learning_rate=rate),
     "hyperball(adam)": lambda rate: jgrad.hyperball(jgrad.adam(rate), rate, leaves=_matrices),
     "clip_by_global_norm(1.0), jgrad.adam": lambda rate: optax.chain(

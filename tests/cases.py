@@ -430,7 +430,7 @@ CASES = [
     Case(
         "soap",
         jgrad.soap,
-        {"matrices": rank_two, "every": 3},
+        {"matrices": rank_two, "every": 3, "weight_decay": 0.01},
         ("mw", "vw"),
         elementwise=False,
         decays=True,

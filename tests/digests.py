@@ -184,14 +184,16 @@ def transformations() -> Iterator[Any]:
 def wrappers() -> dict[str, Any]:
     """Transformations around others, alone and together."""
     adam = jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=MASK)
-    clipped = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.lamb(0.01), jgrad.ema(0.999))
+    clipped = jgrad.average_params(
+        optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.lamb(0.01)), 0.999
+    )
     return {
         "scale_by_adam": jgrad.scale_by_adam(),
         "scale_by_trust_ratio": jgrad.scale_by_trust_ratio(trust_ratio_mask=MASK),
         "clip_by_global_norm": jgrad.clip_by_global_norm(1.0),
         "accumulate": jgrad.accumulate(adam, 4),
         "accumulate unchecked": jgrad.accumulate(adam, 4, check_finite=False),
-        "ema": optax.chain(adam, jgrad.ema(lambda done: jnp.minimum(0.9, done.astype(float) / 10))),
+        "ema": jgrad.average_params(adam, lambda done: jnp.minimum(0.9, done.astype(float) / 10)),
         "master_weights": jgrad.master_weights(adam),
         "stochastic_rounding": jgrad.stochastic_rounding(adam),
         "schedule_free": jgrad.schedule_free(adam),

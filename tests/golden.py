@@ -42,7 +42,7 @@ _WRITTEN = {
     "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1, **IVY), 3),
     "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1, **IVY), loss_scale=2.0**10),
     "master_weights": lambda: jgrad.master_weights(jgrad.lamb(0.1, **IVY)),
-    "ema": lambda: optax.chain(jgrad.adam(0.1, **IVY), jgrad.ema(0.9)),
+    "ema": lambda: jgrad.average_params(jgrad.adam(0.1, **IVY), 0.9),
     "adam_8bit": lambda: jgrad.adam(0.1, weight_decay=0.01, moment_dtype="8bit", **IVY),
     "adam_bfloat16": lambda: jgrad.adam(0.1, moment_dtype=jnp.bfloat16, **IVY),
     "muon": lambda: jgrad.muon(0.1, matrices=MATRICES, adam_learning_rate=0.01),
@@ -147,6 +147,13 @@ def with_new_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Of a file of 0.6 or before; `StochasticState.done` was `step`."""
     names = {f"stochastic_rounding/{x}.step": f"stochastic_rounding/{x}.done" for x in STATES}
     return {names.get(key, key): array for key, array in arrays.items()}
+
+
+def as_in_11(name: str, state: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """A state as a file of 1.1 or before has it: the average was the last part of a chain."""
+    if f"{name}/state[1].average['half']" not in arrays:
+        return state
+    return state.inner, state._replace(inner=None)
 
 
 def with_stand_ins(name: str, tree: Any, arrays: dict[str, np.ndarray]) -> Any:

@@ -51,7 +51,7 @@ DIFFERENT = {
     ("muon", "rule"): "rules of its own",
     ("adafactor", "epsilon"): "two numbers, and the paper's",
     ("lamb", "epsilon"): "its paper's, and optax's",
-    **{("soap", key): "its authors'" for key in ("beta1", "beta2", "weight_decay")},
+    **{("soap", key): "its authors'" for key in ("beta1", "beta2")},
     **{
         ("soap", f"adam_{key}"): "its own Adam has these numbers: None is the same"
         for key in ("beta1", "beta2", "epsilon")

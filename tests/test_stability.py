@@ -12,7 +12,7 @@ RECORD = json.loads(FILE.read_text())
 BY_NAME = "KEYWORD_ONLY"
 # What 2.0 changes on purpose; the changelog says why.
 CHANGED = {"hidden_matrices": ["exclude"]}
-GONE = ("quantized", "unquantized")
+GONE = ("quantized", "unquantized", "ema")
 
 
 def problems(then, now):

@@ -90,7 +90,7 @@ def _eight_bits() -> optax.GradientTransformation:
 
 
 def _stack(known: Known) -> optax.GradientTransformation:
-    tx = _clipped(_lamb(known), jgrad.ema(0.999))
+    tx = jgrad.average_params(_clipped(_lamb(known)), 0.999)
     return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(tx), 4))
 
 
@@ -162,7 +162,7 @@ RECIPES = {
         options={"loss": 1.0},
     ),
     "hyperball(Adam)": Recipe(_hyperball),
-    "AdamW + ema": Recipe(lambda _: optax.chain(_adamw(), jgrad.ema(0.999))),
+    "AdamW + ema": Recipe(lambda _: jgrad.average_params(_adamw(), 0.999)),
     "accumulate(clip + AdamW)": Recipe(
         lambda _: jgrad.accumulate(_clipped(_adamw()), 4),
         lambda: optax.MultiSteps(_optax_clipped(_optax_adamw()), 4).gradient_transformation(),

@@ -22,7 +22,14 @@ NAMES = {
         "clip_grad_norm_",
         "max_grad_norm",
     ),
-    "ema": ("polyak", "polyak averaging", "exponential moving average", "moving average", "swa"),
+    "average_params": (
+        "ema",
+        "polyak",
+        "polyak averaging",
+        "exponential moving average",
+        "moving average",
+        "swa",
+    ),
     "by_path": (
         "param groups",
         "param_groups",

@@ -297,7 +297,7 @@ def soap(
     every: int = 10,
     epsilon: Number = 1e-8,
     max_side: int = 8192,
-    weight_decay: Number = 0.01,
+    weight_decay: Number = 0.0,
     weight_decay_mask: Mask = None,
     weight_decay_rule: DecayRule = "decoupled",
     first_step: FirstStep = "skip",

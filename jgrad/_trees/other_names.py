@@ -37,8 +37,15 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "accumulator_dtype": ("moment_dtype",),
     "eta": ("trust_coefficient",),
     "ns_coeffs": ("coefficients",),
+    "ns_coefficients": ("coefficients",),
     "adjust_lr_fn": ("scale",),
+    "consistent_rms": ("scale",),
+    "decoupled_weight_decay": ("weight_decay_rule",),
+    "use_grad_mean": ("mean",),
+    "avg_fn": ("decay",),
+    "multi_avg_fn": ("decay",),
     "weight_dimension_numbers": ("matrices", "output_axes"),
+    "muon_weight_dimension_numbers": ("matrices", "output_axes"),
     "max_grad_norm": ("max_norm",),
     "min_dim_size_to_factor": ("min_side",),
     "multiply_by_parameter_scale": ("scale_by_parameter",),
@@ -66,6 +73,46 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "beta2": ("normuon_beta", "adam_beta2"),
 }
 
+_METHODS = "gradient_descent adam lion lars lamb adafactor muon soap"
+_OPTAX = "`optax.{0}({1}=...)`, which works beside jgrad"
+_CONTRIB = "`optax.contrib.{0}({1}=...)`, which works beside jgrad"
+_WIDE = "nothing: it is float32, or wider where a parameter is"
+# Functions of ours, what optax and PyTorch have there and jgrad has not, and what to use instead.
+_LACKING = (
+    ("adam scale_by_adam", "nesterov eps_root", _OPTAX),
+    ("adam", "amsgrad", "`optax.amsgrad`, which works beside jgrad"),
+    ("lamb", "eps_root", _OPTAX),
+    ("adafactor", "decay_offset", _OPTAX),
+    ("adafactor", "factored", "a `min_side` larger than each side"),
+    ("muon scale_by_muon", "adaptive preconditioning", _CONTRIB),
+    ("muon", "adam_eps_root", _CONTRIB),
+    ("muon scale_by_muon", "ns_steps", "`coefficients`, with a triple for each step"),
+    ("scale_by_lion", "mode smooth_beta", _OPTAX),
+    ("scale_by_trust_ratio", "min_norm trust_coefficient eps", _OPTAX),
+    ("gradient_descent", "dampening", "`learning_rate` times 1 - {1}, the first gradient over it"),
+    (_METHODS, "maximize", "`optax.chain(optax.scale(-1.0), {0}(...))`"),
+    (_METHODS, "params", "them in `init`: `{0}(...).init(params)`"),
+    (_METHODS, "foreach fused capturable", "nothing: `jax.jit` compiles the whole step"),
+    (_METHODS, "differentiable", "nothing: JAX differentiates updates"),
+    ("clip_by_global_norm", "foreach", "nothing: `jax.jit` compiles the whole step"),
+    ("clip_by_global_norm", "norm_type", "nothing: the norm is the square root of a sum"),
+    ("clip_by_global_norm", "error_if_nonfinite", "`skip_nonfinite` around the chain"),
+    ("accumulate", "should_skip_update_fn", "`update(..., finite=flag)`"),
+    ("accumulate average_params", "accumulator_dtype", _WIDE),
+    ("schedule_free", "state_dtype", _WIDE),
+    ("schedule_free", "b1", "`beta`"),
+    ("pack_small", "small_apart", "nothing: leaves too small for 8 bits are always apart"),
+    ("skip_nonfinite", "max_consecutive_errors", "nothing: all such steps are skipped"),
+    ("skip_nonfinite", "growth_factor", "nothing: it is 2"),
+    ("skip_nonfinite", "backoff_factor", "nothing: it is 0.5"),
+)
+LACKING = {
+    (function, option): instead.format(function, option)
+    for functions, options, instead in _LACKING
+    for function in functions.split()
+    for option in options.split()
+}
+
 # What others call a function, in lower case without underscores: ours, and what to add.
 FUNCTIONS = {
     "adamw": ("adam", " with `weight_decay=`"),
@@ -77,7 +124,7 @@ FUNCTIONS = {
     "applyiffinite": ("skip_nonfinite", ""),
     "gradscaler": ("skip_nonfinite", " with `loss_scale=`"),
     "flatten": ("pack_small", ""),
-    "averagedmodel": ("ema", ""),
+    "averagedmodel": ("average_params", ""),
     "schedulefreeadamw": ("schedule_free", " around `jgrad.adam`"),
     "schedulefreesgd": ("schedule_free", " around `jgrad.gradient_descent`"),
 }
@@ -86,6 +133,7 @@ GONE = {
     "quantized": "`jgrad.carry_over(state, like=...)`",
     "unquantized": "`jgrad.carry_over(state, like=...)`, whose `like` has shapes in float32",
     "muon_update": "`jgrad.muon`, its method",
+    "ema": "`average_params(tx, decay)`, which wraps the optimizer; `optax.ema` averages updates",
 }
 
 # The keywords that some transformation takes in `update`.
@@ -150,8 +198,8 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             expected = f"at most {most}" if most else "none"
             rest = ", and all others by name too" if len(named) > 1 else ""
             raise TypeError(f"{name}: {came}, expected {expected}; write `{first}=`{rest}.")
-        for keyword in kwargs:
-            if keyword not in known and (expected := meant(keyword, known)):
+        for keyword in [x for x in kwargs if x not in known]:
+            if expected := meant(keyword, known) or LACKING.get((name, keyword)):
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
         made = function(*args, **kwargs)  # which has checked each value by itself
         check_needs(name, kwargs, defaults)

@@ -185,8 +185,8 @@ def accumulate(
     the call that closes the window, the leaf is unchanged. A sum that overflows is the largest
     number.
 
-    Put clipping and `ema` inside, where they see means and updates. Put loss scaling directly
-    outside, where it sees non-finite gradients: `skip_nonfinite(accumulate(tx, every),
+    Put clipping and `average_params` inside, where they see means and updates. Put loss scaling
+    directly outside, where it sees non-finite gradients: `skip_nonfinite(accumulate(tx, every),
     loss_scale=...)`.
 
     `update(..., emit=True)` closes the window with this call, for a last window that is not full.

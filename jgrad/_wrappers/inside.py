@@ -50,6 +50,7 @@ def transformation(
     def init(params: PyTree) -> PyTree:
         with order.standing_around(place or function):
             state = tx.init(params)
+            order.check_others(state)
         on_host = host_memory.place_on_host(state)
         if on_host is not None and host_memory.place_on_host(params) is None:
             came = f"with a state in host memory{checks.at(on_host)}, of an `offload` inside"

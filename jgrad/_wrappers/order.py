@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import jax
+import optax
+
 from jgrad._trees.contexts import during
+from jgrad._trees.trees import PyTree
 
 LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # told apart from one that scales no loss
 
@@ -18,6 +22,20 @@ _ROUNDING = ("master_weights", "stochastic_rounding")
 _MOVING = ("hyperball", "schedule_free")  # weights by other updates than those inside
 _IS_WIDE = "what is inside sees float32 weights, and has nothing to round"
 _IS_OTHER = "the updates inside are not those that move the weights"
+_EACH_CALL = "the average would move in each call, and not in each update"
+# Those that do not update in each call, with a wrapper inside; of optax their states are seen.
+_OF_CALLS = {
+    "accumulate": "accumulate({}, every)",
+    "skip_nonfinite": "skip_nonfinite({})",
+    LOSS_SCALE: "skip_nonfinite({}, loss_scale=...)",
+    "skip_spikes": "skip_spikes({})",
+    "optax.MultiSteps": "optax.MultiSteps({}, every_k_schedule)",
+    "optax.apply_if_finite": "optax.apply_if_finite({}, max_consecutive_errors)",
+}
+_OF_OPTAX = {
+    optax.MultiStepsState: "optax.MultiSteps",
+    optax.ApplyIfFiniteState: "optax.apply_if_finite",
+}
 
 # By (around, inside): what is expected, and why.
 _REFUSED: dict[tuple[str, str], tuple[str, str]] = {
@@ -36,7 +54,7 @@ _REFUSED: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("schedule_free", "accumulate"): (
         "it outside: `accumulate(schedule_free(tx), every)`",
-        "the average would move in each call, and not in each update",
+        _EACH_CALL,
     ),
     ("hyperball", "hyperball"): (
         "one `hyperball`, whose `leaves`, `learning_rate` and `radius` may be trees",
@@ -51,7 +69,17 @@ _REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         for x, reason in (("schedule_free", _IS_WIDE), ("hyperball", _IS_OTHER))
         for y in _ROUNDING
     },
-    **{(x, "ema"): (f"it behind: `optax.chain({x}(tx), ema(decay))`", _IS_OTHER) for x in _MOVING},
+    **{
+        (x, "average_params"): (f"it outside: `average_params({x}(tx), decay)`", _IS_OTHER)
+        for x in _MOVING
+    },
+    **{
+        ("average_params", x): (
+            f"it outside: `{y.format('average_params(tx, decay)')}`",
+            _EACH_CALL,
+        )
+        for x, y in _OF_CALLS.items()
+    },
 }
 
 
@@ -72,3 +100,11 @@ def standing_around(name: str) -> Iterator[None]:
     check_order(name)
     with during(_around, (*_around.get(), name)):
         yield
+
+
+def check_others(state: PyTree) -> None:
+    """The same for wrappers of optax, in the state of what is inside."""
+    kinds = tuple(_OF_OPTAX)
+    for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(x, kinds):
+            check_order(_OF_OPTAX[type(x)])

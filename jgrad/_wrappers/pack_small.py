@@ -12,6 +12,7 @@ from jgrad._packed import layouts, packing
 from jgrad._packed.layouts import Layout
 from jgrad._packed.new_layout import layout_of
 from jgrad._packed.packing import Packed
+from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
@@ -24,16 +25,13 @@ _NAME = "pack_small"
 
 
 @explained
-def pack_small(
-    tx: optax.GradientTransformation, *, max_size: int = 2048, small_apart: bool = False
-) -> Transformation:
+def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Transformation:
     """Packs small leaves inside each update, while your loop keeps working with trees.
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
 
-    The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. With moments in 8 bits
-    they are the same as long as no leaf of 4096 elements or more is packed, because the buffer that
-    it shares with smaller leaves would be in 8 bits as a whole; `small_apart=True` prevents that.
+    The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. With a `max_size` of
+    4096 or more, smaller leaves have a buffer of their own, so that 8 bits are the same, too.
     Training on packed parameters gains more, since no step then packs and unpacks. In a step in
     which a small leaf has the gradient None, `tx` works on the tree.
 
@@ -42,7 +40,6 @@ def pack_small(
         that treats each element by itself and maps 0 to 0. Masks and labels of optax see the tree
         only from outside: `optax.masked(pack_small(tx), mask)`.
       max_size: elements of the largest leaf that is packed; larger ones gain nothing.
-      small_apart: as in `pack`, for a `max_size` of 4096 or more.
 
     Returns:
       A transformation whose state is that of `tx` for packed parameters. `unpack` of it is the
@@ -65,10 +62,10 @@ def pack_small(
     """
     tx = inside.transformation(_NAME, tx)
     values.count(_NAME, "max_size", max_size, low=0)
-    values.boolean(_NAME, "small_apart", small_apart)
 
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
-        return layout_of(_NAME, tree, max_size=max_size, small_apart=small_apart, others=True)
+        is_apart = max_size >= SMALLEST
+        return layout_of(_NAME, tree, max_size=max_size, small_apart=is_apart, others=True)
 
     def init(params: PyTree) -> PyTree:
         shares.refuse(_NAME, "leave it out")
@@ -101,8 +98,8 @@ def pack_small(
         else:
             phrase = next(layouts.differences(layout, old, "`params`", "it"))
             raise ValueError(
-                f"{_NAME}: `state` was made for other parameters, or with another `max_size` or "
-                f"`small_apart`: {phrase}."
+                f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
+                f"{phrase}."
             )
         # Parts of the state may have layouts of their own, of some leaves alone.
         state = _with_structure(state, layouts.structure(layout))

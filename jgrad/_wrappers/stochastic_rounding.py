@@ -78,7 +78,7 @@ def stochastic_rounding(
     of `tx` as for a float32 parameter; `moment_dtype` of `tx` makes that smaller.
 
     It stands where `master_weights` stands: inside `accumulate` and `skip_nonfinite`, around
-    clipping, the optimizer and `ema`, which averages the weights before they are rounded.
+    clipping, the optimizer and `average_params`, which averages weights before they are rounded.
 
     `w + updates` is `rounded`, bit for bit, where a weight goes to half of itself at least, and to
     the double at most. Beyond that no bfloat16 update may lead there: then `w + updates` is within

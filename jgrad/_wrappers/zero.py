@@ -32,9 +32,9 @@ def zero(tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]) -> 
     LARS, LAMB and clipping see norms of whole layers, at the cost of a few small all-reduces.
 
     Put every other wrapper inside, where it sees means: `zero(accumulate(master_weights(tx), 4),
-    "data")`. A wrapper with arrays like the parameters, such as `accumulate` or `ema`, may wrap
-    `zero` only under `pmap`; pass `mesh_axes=axis_name` if the wrapper accepts it, so that all
-    devices skip the same steps.
+    "data")`. A wrapper with arrays like the parameters, such as `accumulate` or
+    `average_params`, may wrap `zero` only under `pmap`; pass `mesh_axes=axis_name` if the wrapper
+    accepts it, so that all devices skip the same steps.
 
     Pack for n devices: `pack(params, multiple_of=n)`; for Muon with its `matrices`, too, so that
     each device has whole matrices, and none waits for another inside an iteration. Outside of

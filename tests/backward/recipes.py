@@ -92,7 +92,7 @@ RECIPES = {
     ),
     "momentum": Recipe(momentum, dtype=BF16, few=1e-3),
     "master": Recipe(lambda: jgrad.master_weights(adam()), dtype=BF16),
-    "ema": Recipe(lambda: optax.chain(adam(), jgrad.ema(decay=0.9))),
+    "ema": Recipe(lambda: jgrad.average_params(adam(), decay=0.9)),
     "schedule": Recipe(lambda: adam(optax.linear_schedule(1e-2, 0.0, 5))),
     "by_path": Recipe(
         lambda: jgrad.adam(jgrad.by_path({"first": 1e-2, "**/down": 1e-3}, rest=1e-4))

@@ -64,7 +64,9 @@ calls: collections.Counter[str] = collections.Counter()
 
 def wrapped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """All wrappers around a transformation; together they change no float32 number."""
-    clipped = optax.chain(jgrad.clip_by_global_norm(1e9), jgrad.pack_small(tx), jgrad.ema(0.99))
+    clipped = jgrad.average_params(
+        optax.chain(jgrad.clip_by_global_norm(1e9), jgrad.pack_small(tx)), 0.99
+    )
     return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(clipped), 1))
 
 

@@ -121,7 +121,7 @@ def test_what_stands_for_them_is_there():
     states = {
         "MultiSteps": jgrad.accumulate(jgrad.adam(0.1), 2).init(w),
         "apply_if_finite": jgrad.skip_nonfinite(jgrad.adam(0.1)).init(w),
-        "ema": jgrad.ema(0.9).init(w),
+        "ema": jgrad.average_params(optax.identity(), 0.9).init(w),
     }
     for name, _, ours in EQUALS:
         for field in re.findall(r"`state\.(\w+)`", ours):

@@ -317,10 +317,7 @@ FLAGS = {
     "accumulate: `weighted`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, weighted=x),
     "accumulate: `mean`": lambda x: jgrad.accumulate(jgrad.adam(0.1), 2, mean=x),
     "pack: `small_apart`": lambda x: jgrad.pack({"w": jnp.ones(3)}, small_apart=x),
-    "pack_small: `small_apart`": lambda x: jgrad.pack_small(
-        jgrad.adam(0.1), max_size=4096, small_apart=x
-    ),
-    "ema: `debias`": lambda x: jgrad.ema(0.9, debias=x),
+    "average_params: `debias`": lambda x: jgrad.average_params(optax.identity(), 0.9, debias=x),
     "skip_spikes: `restart`": lambda x: jgrad.skip_spikes(jgrad.adam(0.1), restart=x),
     "skip_nonfinite: `branch`": lambda x: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=x),
     "muon: `nesterov`": lambda x: jgrad.muon(

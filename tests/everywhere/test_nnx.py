@@ -127,7 +127,7 @@ RECIPES = {
     "MultiSteps": lambda: optax.MultiSteps(eight_bits(), 2),
     "master_weights": lambda: jgrad.master_weights(eight_bits()),
     "six bytes": six_bytes,
-    "ema": lambda: jgrad.skip_spikes(optax.chain(eight_bits(), jgrad.ema(0.9))),
+    "ema": lambda: jgrad.skip_spikes(jgrad.average_params(eight_bits(), 0.9)),
     "schedule_free": lambda: jgrad.schedule_free(eight_bits(beta1=0.0)),
     "hyperball": lambda: jgrad.hyperball(eight_bits(), RATE, leaves=jgrad.hidden_matrices()),
     "offload": lambda: jgrad.offload(eight_bits()),

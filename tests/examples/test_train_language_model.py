@@ -216,7 +216,7 @@ def test_goes_on_as_another_run(optimizer, recipe, layout, tmp_path):
     ((done, account),) = accounts
     assert done == 2
     assert "step" in account.kept
-    assert any(name.startswith("ema") for name in account.dropped)
+    assert any(name.startswith("average_params") for name in account.dropped)
     dtypes = {str(x.dtype) for x in jax.tree.leaves(run.params)}
     assert dtypes == {"float32" if recipe == "float32" else "bfloat16"}
     states = jax.tree.leaves(run.state, is_leaf=lambda x: isinstance(x, jgrad.OptState))

@@ -206,14 +206,14 @@ def test_bools_of_numpy(true, compiled):
 )
 @pytest.mark.parametrize("params", [W, MODEL], ids=["dict", "model"])
 def test_decay_of_an_average(decay, params):
-    tx = lambda decay: optax.chain(jgrad.adam(0.1), jgrad.ema(decay))
+    tx = lambda decay: jgrad.average_params(jgrad.adam(0.1), decay)
     expected = trained(tx(lambda done: 0.9 / (done + 1).astype(float)), params)
     assert_same(trained(tx(decay), params), expected)
 
 
 def test_a_tree_of_decays_is_not_called():
-    tx = jgrad.ema(Model(0.9, 0.8))
+    tx = jgrad.average_params(optax.identity(), Model(0.9, 0.8))
     with pytest.raises(ValueError) as caught:
         tx.update(MODEL, tx.init(MODEL), MODEL)
-    assert str(caught.value).startswith("ema: `decay`: Model(")
+    assert str(caught.value).startswith("average_params: `decay`: Model(")
     assert str(caught.value).endswith(", expected one number.")

@@ -50,7 +50,7 @@ ROWS = {
     ),
     "scale_by_trust_ratio": row(jgrad.scale_by_trust_ratio()),
     "clip_by_global_norm": row(jgrad.clip_by_global_norm(1.0)),
-    "ema": row(jgrad.ema(0.9)),
+    "average_params": row(jgrad.average_params(ADAM, 0.9)),
     "accumulate": row(
         jgrad.accumulate(ADAM, 2, weighted=True), "emit", "finite", "weight", weight=2.0
     ),

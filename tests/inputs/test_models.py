@@ -65,7 +65,7 @@ RECIPES = {
     "lars": lambda: jgrad.lars(0.1, trust_ratio_mask=matrices),
     "lamb": lambda: jgrad.lamb(0.1),
     "clip": lambda: optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1)),
-    "ema": lambda: optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
+    "ema": lambda: jgrad.average_params(jgrad.adam(0.1), 0.9),
     "master_weights": lambda: jgrad.master_weights(jgrad.adam(0.1)),
     "accumulate": lambda: jgrad.accumulate(jgrad.adam(0.1), 2),
     "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.adam(0.1)),
@@ -74,8 +74,8 @@ RECIPES = {
         jgrad.accumulate(
             jgrad.master_weights(
                 jgrad.pack_small(
-                    optax.chain(
-                        jgrad.clip_by_global_norm(0.1), jgrad.lamb(0.1), jgrad.ema(lambda _: 0.9)
+                    jgrad.average_params(
+                        optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.lamb(0.1)), lambda _: 0.9
                     )
                 )
             ),
@@ -245,5 +245,5 @@ def test_variables_as_numbers():
     tx = jgrad.gradient_descent(Variable(jnp.asarray(0.2)), momentum=Variable(jnp.asarray(0.9)))
     updates, _ = tx.update(G, tx.init(W), W)
     assert_same(updates, jax.tree.map(lambda x: -0.2 * x, G))
-    average = jgrad.ema(Variable(jnp.asarray(0.9)))
+    average = jgrad.average_params(optax.identity(), Variable(jnp.asarray(0.9)))
     average.update(G, average.init(W), W)

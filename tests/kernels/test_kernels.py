@@ -168,8 +168,8 @@ def test_float16_stays_outside(wrap):
 
 
 def test_an_average_of_the_weights_that_a_kernel_wrote():
-    """`ema` reads new weights: of old ones, which are written over, there would be a copy."""
-    (kernel,) = kernels(optax.chain(ADAM(), jgrad.ema(0.9)), model())
+    """`average_params` reads new weights: of old ones, which are written over, there would be a copy."""
+    (kernel,) = kernels(jgrad.average_params(ADAM(), 0.9), model())
     assert dtypes(kernel.outvars) == ["float32", "int8", "uint8"]
 
 

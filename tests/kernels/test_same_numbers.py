@@ -58,7 +58,7 @@ MUON = functools.partial(
 )
 RECIPES = {
     "adam": ADAM,
-    "adam, two steps in one": lambda: optax.chain(ADAM(), jgrad.ema(0.875)),
+    "adam, two steps in one": lambda: jgrad.average_params(ADAM(), 0.875),
     "step size": functools.partial(ADAM, bias_correction="step_size"),
     "cautious": functools.partial(ADAM, weight_decay_rule="cautious"),
     "independent": functools.partial(ADAM, weight_decay=2.0**-9, weight_decay_rule="independent"),

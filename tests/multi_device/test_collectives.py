@@ -113,8 +113,8 @@ STACKS = {"layers": P("d"), "within": P(None, "d")}
 
 
 def recipe():
-    inner = optax.chain(
-        jgrad.clip_by_global_norm(1.0), jgrad.lamb(RATE, weight_decay=0.1), jgrad.ema(0.9)
+    inner = jgrad.average_params(
+        optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.lamb(RATE, weight_decay=0.1)), 0.9
     )
     return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(inner), 4))
 

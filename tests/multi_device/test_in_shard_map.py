@@ -48,7 +48,7 @@ def of_a_user(tx, **axes):
 
 
 def recipe(tx, **axes):
-    inner = optax.chain(jgrad.clip_by_global_norm(0.5, **axes), tx, jgrad.ema(0.9))
+    inner = jgrad.average_params(optax.chain(jgrad.clip_by_global_norm(0.5, **axes), tx), 0.9)
     return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.master_weights(inner), 2, **axes), **axes)
 
 

@@ -37,7 +37,7 @@ WRAPPED = {
     "accumulate": lambda: jgrad.accumulate(jgrad.lamb(0.1), 2),
     "skip_nonfinite": lambda: jgrad.skip_nonfinite(jgrad.lamb(0.1), loss_scale=8.0),
     "master_weights": lambda: jgrad.master_weights(jgrad.lamb(0.1)),
-    "ema": lambda: optax.chain(jgrad.lamb(0.1), jgrad.ema(0.9)),
+    "ema": lambda: jgrad.average_params(jgrad.lamb(0.1), 0.9),
 }
 
 every_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)

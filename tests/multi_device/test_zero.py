@@ -118,7 +118,7 @@ OPTIONS = {
     "a schedule": jgrad.adam(optax.linear_schedule(0.1, 0.0, 3)),
     "sqrt": optax.adam(0.1),
     "clipped": optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1)),
-    "averaged": optax.chain(jgrad.adam(0.1), jgrad.ema(0.9)),
+    "averaged": jgrad.average_params(jgrad.adam(0.1), 0.9),
     "layers": jgrad.lamb(RATES, weight_decay=DECAYS, trust_ratio_mask=MASK),
     "a ratio": optax.chain(
         jgrad.scale_by_adam(), jgrad.scale_by_trust_ratio(), optax.scale(-0.1)

@@ -500,7 +500,7 @@ def _soap_of_matrix(
 
 def soap(
     w: Leaves, lr, *, matrices, beta1=0.95, beta2=0.95, shampoo_beta=0.95, every=10, epsilon=1e-8,
-    max_side=8192, weight_decay=0.01, decay=None, weight_decay_rule="decoupled", first_step="skip",
+    max_side=8192, weight_decay=0.0, decay=None, weight_decay_rule="decoupled", first_step="skip",
     bias_correction="moments", output_axes=-1, layer_axes=None, adam_learning_rate=None,
     adam_beta1=None, adam_beta2=None, adam_epsilon=None, adam_weight_decay=None, bases=None,
     kept=None, lift=0.0,

@@ -119,7 +119,7 @@ def test_second_moments_are_averages_of_every_update(updates, x64):
     close(np.diag(state.vw / turned**2), np.full(4, 1 - 0.95 ** (updates - 1)), 1e-9)
 
 
-undecayed = soap(every=2, epsilon=0.0, weight_decay=0.0)  # one program for all examples
+undecayed = soap(every=2, epsilon=0.0)  # one program for all examples
 
 
 @settings(max_examples=12, deadline=None)
@@ -202,7 +202,7 @@ def test_averages_of_a_low_rank(x64):
 @functools.cache
 def trained_by(every, shape):
     """The update of an undecayed SOAP in one program, with the number of updates as its length."""
-    tx = soap(every=every, weight_decay=0.0)
+    tx = soap(every=every)
 
     def trained(w, grads):
         def body(carry, g):
@@ -262,7 +262,7 @@ def test_rounding_is_no_direction(form):
     """Of one gradient of rank 2, steps are its singular vectors; m and v of other pairs are noise."""
     g = (normal(64, 2) @ normal(2, 64, seed=1)).astype(np.float32)
     u, _, v = np.linalg.svd(np.asarray(g, np.float64))
-    tx = jgrad.soap(1.0, matrices=True, weight_decay=0.0, moment_dtype=form)
+    tx = jgrad.soap(1.0, matrices=True, moment_dtype=form)
     state, update = tx.init(jnp.asarray(g)), jax.jit(tx.update)
     for t in range(6):
         updates, state = update(jnp.asarray(g), state, jnp.asarray(g))
@@ -274,7 +274,7 @@ def test_rounding_is_no_direction(form):
 
 def test_a_clip_by_root_mean_squares_bounds_steps(x64):
     """It is no less than that of ordinary steps, as docs/methods.md promises of this remedy."""
-    tx, w = jgrad.soap(1.0, matrices=True, weight_decay=0.0, every=1), jnp.zeros((6, 6))
+    tx, w = jgrad.soap(1.0, matrices=True, every=1), jnp.zeros((6, 6))
     update = jax.jit(
         lambda grads: jax.lax.scan(lambda s, g: tx.update(g, s, w)[::-1], tx.init(w), grads)[1]
     )
@@ -289,7 +289,7 @@ def test_a_clip_by_root_mean_squares_bounds_steps(x64):
 def test_zero_gradients():
     """Bases stay the identity, nothing moves, and slopes are finite."""
     w = jnp.ones((3, 2))
-    tx = soap(every=1, weight_decay=0.0, epsilon=0.0)
+    tx = soap(every=1, epsilon=0.0)
 
     def moved(g, rate):
         state, p = tx.init(w), w
@@ -403,7 +403,7 @@ def test_carried_over_from_adam(x64):
         for t in range(3)
     ]
     adam = jgrad.adam(RATE, beta1=0.95, beta2=0.95)
-    tx = jgrad.soap(RATE, matrices={"w": True, "b": False}, weight_decay=0.0)
+    tx = jgrad.soap(RATE, matrices={"w": True, "b": False})
     w, old = train(adam, w, grads[:2])
     state, account = jgrad.carry_over(old, like=jax.eval_shape(tx.init, w))
     assert account.kept == ("step", "mw/b", "mw/w", "vw/b", "vw/w")

@@ -166,7 +166,7 @@ RECIPES = {
     "accumulate(skip)": jgrad.accumulate(jgrad.skip_nonfinite(make()), 2),
     "skip(accumulate)": jgrad.skip_nonfinite(jgrad.accumulate(make(), 2)),
     "all": all_of_it(jgrad.pack_small(make())),
-    "chain": optax.chain(jgrad.clip_by_global_norm(1.0), make(), jgrad.ema(0.9)),
+    "chain": jgrad.average_params(optax.chain(jgrad.clip_by_global_norm(1.0), make()), 0.9),
     "schedule_free": jgrad.schedule_free(make()),
     "lamb": jgrad.lamb(1e-2),
 }
@@ -261,10 +261,10 @@ def test_bfloat16_weights():
     assert_same(state.master, wide)
     assert len(account.of_weights) == 5
     moved = state._replace(master=W)
-    with_ema = jgrad.master_weights(optax.chain(make(), jgrad.ema(0.9)))
+    with_ema = jgrad.master_weights(jgrad.average_params(make(), 0.9))
     averaged, account = carried(moved, with_ema, half)
-    assert_same((averaged.master, averaged.inner[1].average), (W, W))
-    assert "ema.average, 5 leaves: the float32 copies" in str(account)
+    assert_same((averaged.master, averaged.inner.average), (W, W))
+    assert "average_params.average, 5 leaves: the float32 copies" in str(account)
     removed, account = carried(moved, make())
     assert_same(removed, state.inner)
     assert len(account.dropped) == 5
@@ -536,7 +536,7 @@ def test_strict():
 OLD = make().init(W)
 LIKE = jax.eval_shape(make().init, W)
 OTHER = {**W, "embed": {"table": jnp.ones((10, 5))}}
-AVERAGED = optax.chain(make(), jgrad.ema(0.9))
+AVERAGED = jgrad.average_params(make(), 0.9)
 MAPPING = "expected a mapping of old paths to new ones, keys joined by slashes."
 ERRORS = [
     (ValueError, "`old` does not match `like` at .mw['embed']['table']: shape (10, 5), expected (9, 5).",
@@ -544,10 +544,10 @@ ERRORS = [
     (TypeError, "`like`: a transformation, expected a state: `jax.eval_shape(tx.init, params)`.",
      lambda: jgrad.carry_over(OLD, like=make())),
     (TypeError, "`old` at .step: 'a' of type str, expected an array.", lambda: carried(OLD._replace(step="a"), make())),
-    (ValueError, "`params`: None, expected the parameters: `old` has nothing for [1].average['embed']['table'] of `like`.",
+    (ValueError, "`params`: None, expected the parameters: `old` has nothing for .average['embed']['table'] of `like`.",
      lambda: carried(OLD, AVERAGED)),
     (ValueError, "`params`: an array of float32 and shape (10, 5) at embed/table, expected an array of shape (9, 5), as "
-     "`like` has at [1].average['embed']['table'].", lambda: carried(OLD, AVERAGED, params=OTHER)),
+     "`like` has at .average['embed']['table'].", lambda: carried(OLD, AVERAGED, params=OTHER)),
     (ValueError, "`rename`: embe: no such path in `old`, expected one such as embed/table, layers/0/b, layers/0/w.",
      lambda: carried(OLD, make(), rename={"embe": "embed"})),
     (ValueError, "`rename`: tokens: no such path in `like`, expected one such as embed/table, layers/0/b, layers/0/w.",
@@ -679,7 +679,7 @@ def test_states_without_moments():
 MANY = {
     "a wrapper more": (make(), jgrad.skip_nonfinite(make()), None),
     "a word for each": (optax.sgd(0.1, 0.9), jgrad.gradient_descent(0.1, momentum=0.9), "keep"),
-    "averages": (make(), optax.chain(make(), jgrad.ema(0.9)), None),
+    "averages": (make(), jgrad.average_params(make(), 0.9), None),
 }
 
 

@@ -31,7 +31,7 @@ METHODS = {
     "muon": muon,
     "normuon": lambda: muon(rule="normuon"),
     "trust ratio": lambda: jgrad.scale_by_trust_ratio(),
-    "ema": lambda: jgrad.ema(0.9),
+    "average_params": lambda: jgrad.average_params(optax.identity(), 0.9),
     "clip": lambda: jgrad.clip_by_global_norm(1.0),
 }
 OF_OPTAX = {

@@ -113,11 +113,11 @@ def test_rename_and_reset(path):
 def test_parameters_of_variables():
     old = states()[0]
     params = jax.tree.map(lambda x: nnx.Param(x + 1), old.mw)
-    tx = optax.chain(jgrad.adam(0.1), jgrad.ema(0.9))
+    tx = jgrad.average_params(jgrad.adam(0.1), 0.9)
     for given in (params, as_pure(params)):
         for w in (params, as_pure(params)):
             state, _ = jgrad.carry_over(old, like=jax.eval_shape(tx.init, w), params=given)
-            assert_same(state[1].average, params)
+            assert_same(state.average, params)
 
 
 class Heads(eqx.Module):
@@ -150,8 +150,8 @@ def test_value_is_an_attribute_of_models_too(kind):
         "by_path: no rule matches 'attn/query', 'attn/value', expected one, or `rest=`.",
         lambda: jgrad.by_path({"x": 1})(params | {"x": jnp.ones(1)}),
     )
-    like = jax.eval_shape(optax.chain(tx, jgrad.ema(0.9)).init, params)
-    assert_same(jgrad.carry_over(state, like=like, params=params)[0][1].average, params)
+    like = jax.eval_shape(jgrad.average_params(tx, 0.9).init, params)
+    assert_same(jgrad.carry_over(state, like=like, params=params)[0].average, params)
 
 
 def in_dicts(state):

@@ -96,10 +96,6 @@ ROWS = [
         ("growth_interval", 3, "3, expected 2000 without `loss_scale`", {"loss_scale": 4.0}),
     ),
     *rows_of(
-        jgrad.pack_small, {"tx": SGD},
-        ("small_apart", True, SMALL, {"max_size": 4096}),
-    ),
-    *rows_of(
         jgrad.pack, {"tree": W, "max_size": 300},
         ("small_apart", True, SMALL, {"max_size": None}),
     ),
@@ -130,7 +126,6 @@ def test_what_passes():
     jgrad.muon(0.1, **MATRICES, normuon_beta=0.95, error_decay=0.95, weight_decay_rule="decoupled")
     for decay in (0, 0.0, np.float32(0), jnp.zeros(()), {"w": 0.0, "b": 0.0}, lambda done: 0.0):
         jgrad.adam(0.1, weight_decay=decay, weight_decay_mask=MASK, weight_decay_rule="cautious")
-    jgrad.soap(0.1, matrices=MASK, weight_decay_mask=MASK)  # which has a decay by default
     jax.eval_shape(lambda x: jgrad.muon(0.1, **MATRICES, error_decay=x).init(W), 0.5)
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._trees.other_names import OPTIONS
+from jgrad._trees.other_names import LACKING, OPTIONS
 from tests.support.errors import assert_error
 
 FUNCTIONS = {name: x for name, x in vars(jgrad).items() if inspect.isfunction(x)}
@@ -23,7 +23,7 @@ FACTORIES = {
     and issubclass(made, optax.GradientTransformationExtraArgs)
 }
 # Names of others that stand for several of ours.
-BOTH = ("betas", "beta2", "weight_dimension_numbers")
+BOTH = ("betas", "beta2", "weight_dimension_numbers", "muon_weight_dimension_numbers")
 
 
 def named(factory):
@@ -31,7 +31,14 @@ def named(factory):
 
 
 def test_every_factory_is_found():
-    assert {"adam", "muon", "scale_by_muon", "ema", "accumulate", "offload"} <= FACTORIES.keys()
+    assert {
+        "adam",
+        "muon",
+        "scale_by_muon",
+        "average_params",
+        "accumulate",
+        "offload",
+    } <= FACTORIES.keys()
     assert len(FACTORIES) == 25
 
 
@@ -62,8 +69,65 @@ def test_an_unknown_option_is_pythons_error(name):
         FACTORIES[name](zzz=1)
 
 
+# Factories of optax, of which each option is one of ours, or has a word.
+OF_OPTAX = {
+    "gradient_descent": optax.sgd,
+    "adam": optax.adamw,
+    "lion": optax.lion,
+    "lars": optax.lars,
+    "lamb": optax.lamb,
+    "adafactor": optax.adafactor,
+    "muon": optax.contrib.muon,
+    "scale_by_adam": optax.scale_by_adam,
+    "scale_by_lion": optax.scale_by_lion,
+    "scale_by_muon": optax.contrib.scale_by_muon,
+    "scale_by_trust_ratio": optax.scale_by_trust_ratio,
+    "clip_by_global_norm": optax.clip_by_global_norm,
+    "accumulate": optax.MultiSteps,
+    "skip_nonfinite": optax.apply_if_finite,
+    "schedule_free": optax.contrib.schedule_free,
+    "average_params": optax.ema,
+}
+# The same of PyTorch, beside those that are ours.
+OF_TORCH = {
+    "gradient_descent": "params lr dampening maximize foreach differentiable fused",
+    "adam": "params lr betas eps amsgrad foreach maximize capturable differentiable fused "
+    "decoupled_weight_decay",
+    "adafactor": "params lr eps d foreach maximize",
+    "muon": "params lr ns_coefficients eps ns_steps adjust_lr_fn",
+    "clip_by_global_norm": "norm_type error_if_nonfinite foreach",
+    "skip_nonfinite": "init_scale growth_factor backoff_factor",
+    "average_params": "avg_fn multi_avg_fn",
+}
+
+
+@pytest.mark.parametrize("name", OF_OPTAX)
+def test_each_option_of_others_is_explained(name):
+    factory = FACTORIES[name]
+    theirs = {*inspect.signature(OF_OPTAX[name]).parameters, *OF_TORCH.get(name, "").split()}
+    for option in theirs - named(factory).keys():
+        with pytest.raises(TypeError) as caught:
+            factory(**{option: 1})
+        assert f"{name}: `{option}`: an unknown argument, expected " in str(caught.value)
+
+
+def test_what_is_lacking_is_there():
+    """In functions of jgrad that have no such option, and in optax."""
+    for (name, option), instead in LACKING.items():
+        assert option not in named(FACTORIES[name])
+        for path, its in re.findall(r"`optax\.([\w.]+)\((\w+)=", instead):
+            theirs = functools.reduce(getattr, path.split("."), optax)
+            assert its in inspect.signature(theirs).parameters
+
+
 MUON = functools.partial(jgrad.muon, 0.1, matrices=True)
 OTHERS = [
+    ("adam: `nesterov`: an unknown argument, expected `optax.adam(nesterov=...)`, which works beside jgrad.",
+     lambda: jgrad.adam(0.1, nesterov=True)),
+    ("lamb: `eps_root`: an unknown argument, expected `optax.lamb(eps_root=...)`, which works beside jgrad.",
+     lambda: jgrad.lamb(0.1, eps_root=1e-8)),
+    ("adam: `maximize`: an unknown argument, expected `optax.chain(optax.scale(-1.0), adam(...))`.",
+     lambda: jgrad.adam(0.1, maximize=True)),
     ("muon: `b1`: an unknown argument, expected `adam_beta1`.", lambda: MUON(b1=0.9)),
     ("muon: `adam_b2`: an unknown argument, expected `adam_beta2`.", lambda: MUON(adam_b2=0.9)),
     ("muon: `adam_lr`: an unknown argument, expected `adam_learning_rate`.", lambda: MUON(adam_lr=1)),
@@ -156,6 +220,8 @@ GONE = {
         lambda: jgrad.quantized,
     "jgrad.unquantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`, whose `like` has shapes in "
     "float32.": lambda: jgrad.unquantized,
+    "jgrad.ema: gone in 2.0, expected `average_params(tx, decay)`, which wraps the optimizer; `optax.ema` averages "
+    "updates.": lambda: jgrad.ema,
     "jgrad.muon_update: gone in 2.0, expected `jgrad.muon`, its method.": lambda: jgrad.muon_update,
     "StochasticState: `step`: gone in 2.0, expected `done`.": lambda: jgrad.StochasticState(1, ()).step,
 }  # fmt: skip

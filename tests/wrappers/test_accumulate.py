@@ -138,7 +138,9 @@ def test_a_traced_length_below_one():
 
 INNER = {
     "8 bits": lambda: jgrad.adam(0.1, moment_dtype="8bit"),
-    "a chain": lambda: optax.chain(jgrad.clip_by_global_norm(1.0), optax.adam(0.1), jgrad.ema(0.9)),
+    "a chain": lambda: jgrad.average_params(
+        optax.chain(jgrad.clip_by_global_norm(1.0), optax.adam(0.1)), 0.9
+    ),
     "masked": lambda: optax.masked(jgrad.skip_nonfinite(jgrad.adam(0.1)), lambda w: {"w": True}),
     "injected": lambda: optax.inject_hyperparams(optax.sgd)(0.1),
     "watched": lambda: jgrad.watch(jgrad.adam(0.1)),
@@ -183,7 +185,7 @@ class Net(NamedTuple):
 NOT_THE_FIRST_COUNTER = {
     "losses": lambda: optax.chain(optax.contrib.reduce_on_plateau(), jgrad.adam(0.1)),
     "losses of optax": lambda: optax.chain(optax.contrib.reduce_on_plateau(), optax.adam(0.1)),
-    "parameters": lambda: optax.chain(jgrad.ema(0.9), jgrad.adam(0.1)),
+    "parameters": lambda: jgrad.average_params(jgrad.adam(0.1), 0.9),
     "parameters of optax": lambda: optax.chain(optax.trace(0.9), optax.adam(0.1)),
 }
 

@@ -122,7 +122,9 @@ WRAPPERS = [
         shares=True,
     ),
     Wrapper("offload", jgrad.offload),
-    Wrapper("ema", lambda tx: optax.chain(tx, jgrad.ema(0.9)), {}, ("average",), jgrad.EmaState),
+    Wrapper(
+        "average_params", lambda tx: jgrad.average_params(tx, 0.9), {}, ("average",), jgrad.EmaState
+    ),
     Wrapper("watch", jgrad.watch, {}, (), jgrad.WatchState, shares=True),
     Wrapper(
         "schedule_free",
@@ -212,7 +214,7 @@ OWN_NUMBERS = {
         lambda loss_scale: jgrad.skip_nonfinite(optax.identity(), loss_scale=loss_scale),
         8.0,
     ),
-    "decay": (lambda decay: jgrad.ema(decay), 0.75),
+    "decay": (lambda decay: jgrad.average_params(optax.identity(), decay), 0.75),
 }
 
 
@@ -296,9 +298,9 @@ def test_tree_map_params(wrapper):
 def test_the_state_of_another(wrapper):
     """A message that names both, for each state that is not this wrapper's own."""
     kind = wrapper.state
-    tx = jgrad.ema(0.9) if wrapper.name == "ema" else wrapper.around(jgrad.adam(RATE))
-    others = [w.around(jgrad.adam(RATE)).init(X) for w in WRAPPERS if w.state and w.name != "ema"]
-    for state in (*others, jgrad.ema(0.9).init(X), None, (), tuple(tx.init(X))):
+    tx = wrapper.around(jgrad.adam(RATE))
+    others = [w.around(jgrad.adam(RATE)).init(X) for w in WRAPPERS if w.state]
+    for state in (*others, None, (), tuple(tx.init(X))):
         if isinstance(state, kind):
             continue
         with pytest.raises(TypeError) as caught:

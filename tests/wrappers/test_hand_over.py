@@ -280,7 +280,8 @@ def test_a_window_whose_update_overflows_elsewhere():
 def test_what_follows_a_window_sees_its_updates():
     """An average beside `accumulate` averages the step of a window that a bad mini-batch closes."""
     descent = jgrad.gradient_descent(1.0)
-    tx = jgrad.skip_nonfinite(optax.chain(jgrad.accumulate(descent, 2), jgrad.ema(0.5)))
+    average = jgrad.average_params(optax.identity(), 0.5)
+    tx = jgrad.skip_nonfinite(optax.chain(jgrad.accumulate(descent, 2), average))
     (_, state), *_ = reversed(every_step(tx, 0 * X, [X, NAN * X]))
     np.testing.assert_array_equal(optax.tree.get(state, "average"), -0.5 * X)
 
@@ -294,7 +295,7 @@ def test_updates_that_another_keeps_in_its_state():
 
 def test_states_that_another_swaps():
     """Of two states inside, each is updated in turn: a skipped step swaps nothing."""
-    tx = jgrad.ema(0.5)
+    tx = jgrad.average_params(optax.identity(), 0.5)
 
     def update(g, state, w=None, **extra_args):
         a, b = state

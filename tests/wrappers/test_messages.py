@@ -38,14 +38,14 @@ def test_each_wrapper(wrapper):
     tx, name = wrapper.around(ADAM), wrapper.name
     state = tx.init(W)
     says = lambda error, message, call: assert_error(error, f"{name}: {message}", call)
-    if name not in ("clip_by_global_norm", "ema"):
+    if name != "clip_by_global_norm":
         for value, came in ((3, "3 of type int"), (None, "None")):
             message = f"`tx`: {came}, expected a transformation with `init` and `update`."
             says(TypeError, message, lambda value=value: wrapper.around(value))
     if wrapper.shares:
         message = f"`mesh_axes`: 3 of type int, {AXES}"
         says(TypeError, message, lambda: wrapper.around(ADAM, mesh_axes=3))
-    if name in ("clip_by_global_norm", "ema", "offload"):
+    if name in ("clip_by_global_norm", "offload"):
         name = "adam"
     message = "`updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,)."
     says(ValueError, message, lambda: tx.update(with_b(jnp.ones((3, 1))), state, W))
@@ -56,7 +56,7 @@ def test_each_wrapper(wrapper):
 
 
 NEEDS = {
-    "ema": (jgrad.ema(0.9), "the average"),
+    "average_params": (jgrad.average_params(SGD, 0.9), "the average"),
     "lamb": (jgrad.skip_nonfinite(LAMB), "the trust ratio"),
     "master_weights": (jgrad.master_weights(SGD), "the master copy"),
     "schedule_free": (jgrad.schedule_free(SGD), "the average"),
@@ -82,7 +82,7 @@ NUMBERS = {
         -1.0,
     ),
     "clip_by_global_norm: `max_norm`": (jgrad.clip_by_global_norm, "[0, inf)", -1.0),
-    "ema: `decay`": (jgrad.ema, "[0, 1)", 1.0),
+    "average_params: `decay`": (lambda x: jgrad.average_params(SGD, x), "[0, 1)", 1.0),
     "hyperball: `hyperball_learning_rate`": (
         lambda x: keep_norm.update(W, keep_norm.init(W), W, hyperball_learning_rate=x),
         "[0, inf)",
@@ -98,7 +98,7 @@ NUMBERS = {
 }
 INTEGERS = {
     "accumulate: `every`": (lambda n: jgrad.accumulate(SGD, n), 1),
-    "ema: `start`": (lambda n: jgrad.ema(0.9, start=n), 0),
+    "average_params: `start`": (lambda n: jgrad.average_params(SGD, 0.9, start=n), 0),
     "pack_small: `max_size`": (lambda n: jgrad.pack_small(SGD, max_size=n), 0),
     "skip_nonfinite: `growth_interval`": (
         lambda n: jgrad.skip_nonfinite(SGD, loss_scale=2.0, growth_interval=n),
@@ -143,7 +143,11 @@ FITS = "`init` made this state for other parameters or options."
 POWER = "expected a number in [0, 4], with which weights have ratios in float32."
 
 window = jgrad.accumulate(SGD, 2)
-clip, ema, half = jgrad.clip_by_global_norm, jgrad.ema(0.9), jgrad.master_weights(SGD)
+clip, averaged, half = (
+    jgrad.clip_by_global_norm,
+    jgrad.average_params(SGD, 0.9),
+    jgrad.master_weights(SGD),
+)
 rounded, spikes, watched = jgrad.stochastic_rounding(SGD), jgrad.skip_spikes(SGD), jgrad.watch(ADAM)
 free = jgrad.schedule_free
 in_window = jgrad.skip_nonfinite(window)
@@ -187,20 +191,20 @@ MESSAGES = [
      "number.", lambda: update(clip(1.0), with_b("abc"))),
     (TypeError, f"clip_by_global_norm: `mesh_axes` at ['a']: 3 of type int, {AXES}",
      lambda: clip(1.0, mesh_axes={"a": 3})),
-    (ValueError, "ema: `debias`: True, expected False where `decay` is a function.",
-     lambda: jgrad.ema(lambda done: 0.9, debias=True)),
-    (ValueError, "ema: `decay`: 1.5, expected a number in [0, 1).", lambda: update(jgrad.ema(lambda done: 1.5))),
-    (ValueError, "ema: `state.average` does not have the structure of `params`: only `params` has ['layer_3'].",
-     lambda: update(ema, state=ema.init({}))),
-    (ValueError, "ema: `state.average` does not match `params` at ['layer_3']['b']: shape (2,), expected (3,).",
-     lambda: update(ema, state=ema.init(with_b(jnp.ones(2))))),
-    (ValueError, "ema: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
-     lambda: update(ema, with_b(jnp.ones((3, 1))))),
-    (TypeError, "ema: `decay`: None, expected a real array or a number.", lambda: jgrad.ema(None)),
-    (TypeError, "ema: `decay`: 'x' of type str, expected a real array or a number.",
-     lambda: update(jgrad.ema(lambda done: "x"))),
-    (TypeError, f"ema: `params` at ['layer_3']['b']: 'abc' of type str, {NUMBERS_ONLY}",
-     lambda: update(ema, w=with_b("abc"))),
+    (ValueError, "average_params: `debias`: True, expected False where `decay` is a function.",
+     lambda: jgrad.average_params(SGD, lambda done: 0.9, debias=True)),
+    (ValueError, "average_params: `decay`: 1.5, expected a number in [0, 1).", lambda: update(jgrad.average_params(SGD, lambda done: 1.5))),
+    (ValueError, "average_params: `state.average` does not have the structure of `params`: only `params` has ['layer_3'].",
+     lambda: update(averaged, state=averaged.init({}))),
+    (ValueError, "average_params: `state.average` does not match `params` at ['layer_3']['b']: shape (2,), expected (3,).",
+     lambda: update(averaged, state=averaged.init(with_b(jnp.ones(2))))),
+    (ValueError, "average_params: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
+     lambda: update(averaged, with_b(jnp.ones((3, 1))))),
+    (TypeError, "average_params: `decay`: None, expected a real array or a number.", lambda: jgrad.average_params(SGD, None)),
+    (TypeError, "average_params: `decay`: 'x' of type str, expected a real array or a number.",
+     lambda: update(jgrad.average_params(SGD, lambda done: "x"))),
+    (TypeError, f"average_params: `params` at ['layer_3']['b']: 'abc' of type str, {NUMBERS_ONLY}",
+     lambda: update(averaged, w=with_b("abc"))),
     (TypeError, f"global_norm: `mesh_axes`: 3 of type int, {AXES}", lambda: jgrad.global_norm(W, mesh_axes=3)),
     (TypeError, "global_norm: `tree` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.",
      lambda: jgrad.global_norm(with_b("abc"))),

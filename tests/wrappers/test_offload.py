@@ -45,7 +45,7 @@ def assert_same_training(tx, w, grads, step=None):
 
 
 def stack_of_wrappers():
-    chain = optax.chain(jgrad.clip_by_global_norm(1.0), ADAMW, jgrad.ema(0.9))
+    chain = jgrad.average_params(optax.chain(jgrad.clip_by_global_norm(1.0), ADAMW), 0.9)
     return jgrad.skip_nonfinite(jgrad.accumulate(jgrad.stochastic_rounding(chain), 2))
 
 
@@ -159,7 +159,8 @@ def test_e47_scan_and_vmap():
 
 def test_e47_in_a_chain():
     """Its own part of the state is on the host."""
-    tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.offload(ADAMW), jgrad.ema(0.9))
+    average = jgrad.average_params(optax.identity(), 0.9)
+    tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.offload(ADAMW), average)
     _, state = train(tx, params(), gradients(2))
     assert [kinds(x) for x in state[1:]] == [{"pinned_host"}, {"device"}]
 

@@ -19,15 +19,19 @@ WRAPPERS = {
     "accumulate": lambda tx: jgrad.accumulate(tx, 2),
     "skip_nonfinite": jgrad.skip_nonfinite,
     "skip_nonfinite(loss_scale=)": lambda tx: jgrad.skip_nonfinite(tx, loss_scale=4.0),
+    "skip_spikes": jgrad.skip_spikes,
+    "optax.MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "optax.apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "master_weights": jgrad.master_weights,
     "stochastic_rounding": jgrad.stochastic_rounding,
     "schedule_free": jgrad.schedule_free,
     "hyperball": lambda tx: jgrad.hyperball(tx, 0.01, leaves=LEAVES),
-    "ema": lambda tx: optax.chain(tx, jgrad.ema(0.9)),
+    "average_params": lambda tx: jgrad.average_params(tx, 0.9),
 }
 SCALED = "skip_nonfinite(loss_scale=)"
 ONE_OF_TWO = "one of the two"
 WIDE = "what is inside sees float32 weights, and has nothing to round"
+EACH_CALL = "the average would move in each call, and not in each update"
 OTHER = "the updates inside are not those that move the weights"
 
 # What is expected, and why.
@@ -55,10 +59,12 @@ REFUSED = {
     ),
     ("schedule_free", "schedule_free"): ("one `schedule_free`", OTHER),
     ("schedule_free", "hyperball"): (ONE_OF_TWO, "an average leaves the sphere"),
-    ("schedule_free", "ema"): ("it behind: `optax.chain(schedule_free(tx), ema(decay))`", OTHER),
+    ("schedule_free", "average_params"): (
+        "it outside: `average_params(schedule_free(tx), decay)`", OTHER,
+    ),
     ("schedule_free", "accumulate"): (
         "it outside: `accumulate(schedule_free(tx), every)`",
-        "the average would move in each call, and not in each update",
+        EACH_CALL,
     ),
     ("hyperball", "master_weights"): ("it outside: `master_weights(hyperball(tx))`", OTHER),
     ("hyperball", "stochastic_rounding"): ("it outside: `stochastic_rounding(hyperball(tx))`", OTHER),
@@ -66,7 +72,26 @@ REFUSED = {
     ("hyperball", "hyperball"): (
         "one `hyperball`, whose `leaves`, `learning_rate` and `radius` may be trees", OTHER,
     ),
-    ("hyperball", "ema"): ("it behind: `optax.chain(hyperball(tx), ema(decay))`", OTHER),
+    ("hyperball", "average_params"): ("it outside: `average_params(hyperball(tx), decay)`", OTHER),
+    ("average_params", "accumulate"): (
+        "it outside: `accumulate(average_params(tx, decay), every)`", EACH_CALL,
+    ),
+    ("average_params", "skip_nonfinite"): (
+        "it outside: `skip_nonfinite(average_params(tx, decay))`", EACH_CALL,
+    ),
+    ("average_params", SCALED): (
+        "it outside: `skip_nonfinite(average_params(tx, decay), loss_scale=...)`", EACH_CALL,
+    ),
+    ("average_params", "skip_spikes"): (
+        "it outside: `skip_spikes(average_params(tx, decay))`", EACH_CALL,
+    ),
+    ("average_params", "optax.MultiSteps"): (
+        "it outside: `optax.MultiSteps(average_params(tx, decay), every_k_schedule)`", EACH_CALL,
+    ),
+    ("average_params", "optax.apply_if_finite"): (
+        "it outside: `optax.apply_if_finite(average_params(tx, decay), max_consecutive_errors)`",
+        EACH_CALL,
+    ),
 }  # fmt: skip
 
 BETWEEN = {
@@ -111,10 +136,8 @@ def test_all_other_orders_are_accepted():
 
 def test_the_recipe_of_the_guide():
     """docs/wrappers.md, all at once."""
-    tx = optax.chain(
-        jgrad.clip_by_global_norm(1.0),
-        jgrad.hyperball(SGD, 0.01, leaves=LEAVES),
-        jgrad.ema(0.9),
+    tx = jgrad.average_params(
+        optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.hyperball(SGD, 0.01, leaves=LEAVES)), 0.9
     )
     tx = jgrad.accumulate(jgrad.master_weights(jgrad.pack_small(tx)), 2)
     tx = jgrad.watch(jgrad.skip_spikes(jgrad.skip_nonfinite(tx, loss_scale=4.0)))

@@ -48,18 +48,18 @@ def test_what_is_packed():
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.mw))
     everything = jgrad.pack_small(jgrad.adam(0.1), max_size=0).init(w)
     assert len(everything.mw.buffers) == 4
-    apart = jgrad.pack_small(jgrad.adam(0.1), max_size=4096, small_apart=True).init(w)
+    apart = jgrad.pack_small(jgrad.adam(0.1), max_size=4096).init(w)
     assert set(apart.mw.buffers) == {"leaf 3", "bfloat16 small", "float32 small"}
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"max_size": 9000, "small_apart": True}, marks=pytest.mark.slow)],
+    [{}, pytest.param({"max_size": 9000}, marks=pytest.mark.slow)],
     ids=["default", "large leaves packed"],
 )
 def test_small_leaves_beside_moments_in_8_bits(options):
-    """Up to 2048 elements they fill no buffer in 8 bits; beside larger ones with `small_apart`."""
+    """Up to 2048 elements they fill no buffer in 8 bits, and beside larger ones they are apart."""
     rng = np.random.default_rng(0)
     shapes = {"a": (16, 512), "b": (90,), "c": (70, 90), "e": (2000,)}
     w, *grads = (
@@ -106,7 +106,7 @@ def test_inside_and_outside_of_others():
     ways = (
         lambda pack: jgrad.accumulate(pack(jgrad.adam(rates)), 2),
         lambda pack: pack(jgrad.accumulate(jgrad.adam(rates), 2)),
-        lambda pack: jgrad.skip_nonfinite(pack(optax.chain(jgrad.adam(rates), jgrad.ema(0.9)))),
+        lambda pack: jgrad.skip_nonfinite(pack(jgrad.average_params(jgrad.adam(rates), 0.9))),
         lambda pack: pack(jgrad.master_weights(jgrad.adam(rates))),
         lambda pack: pack(jgrad.hyperball(jgrad.adam(rates), 0.02, leaves=rank_two)),
     )
@@ -169,12 +169,12 @@ def test_a_state_of_other_parameters():
     tx = jgrad.pack_small(jgrad.adam(0.1))
     state = tx.init({"a": jnp.ones(3), "b": jnp.ones(5)})
     message = (
-        "pack_small: `state` was made for other parameters, or with another `max_size` or "
-        "`small_apart`: `params` has packed {}float32 of shape (4,) at ['b'] where it has packed "
+        "pack_small: `state` was made for other parameters, or with another `max_size`: "
+        "`params` has packed {}float32 of shape (4,) at ['b'] where it has packed "
         "float32 of shape (5,)."
     )
     assert_error(ValueError, message.format(""), lambda: tx.update(w, state, w))
-    apart = jgrad.pack_small(jgrad.adam(0.1), max_size=4096, small_apart=True)
+    apart = jgrad.pack_small(jgrad.adam(0.1), max_size=4096)
     message = message.replace("['b']", "['a']").replace("(4,)", "(3,)").replace("(5,)", "(3,)")
     assert_error(ValueError, message.format("apart, "), lambda: apart.update(w, tx.init(w), w))
     message = "pack_small: `updates` does not match `state` at ['b']: shape (4,), expected (5,)."

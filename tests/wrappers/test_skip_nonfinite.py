@@ -194,7 +194,7 @@ def test_e24_one_element_among_many(dtype, bad, size):
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_skipped_step_changes_nothing(jit, branch, bad):
     """Moments, averages, float32 copies and counters; the streak and the count of skips aside."""
-    chain = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1), jgrad.ema(0.9))
+    chain = jgrad.average_params(optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(0.1)), 0.9)
     tx, w = jgrad.skip_nonfinite(jgrad.master_weights(chain), branch=branch), params("bfloat16")
     step = compiled(tx) if jit else step_of(tx)
     start = step(w, tx.init(w), gradients(1, "bfloat16")[0])

@@ -155,7 +155,7 @@ def test_counters_saturate():
 BIG = {"w": jnp.ones((64, 80)), "b": jnp.ones(64)}
 HALF = jax.tree.map(lambda x: x.astype(jnp.bfloat16), W)
 RATE = optax.linear_schedule(0.1, 0.0, 50)
-CHAIN = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(RATE), jgrad.ema(0.9))
+CHAIN = jgrad.average_params(optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(RATE)), 0.9)
 SUBJECTS = {
     "adam": (CHAIN, W),
     "packed": (CHAIN, jgrad.pack(W)),

@@ -226,7 +226,7 @@ def test_skipping_is_that_of_nothing_to_skip():
 
 
 def test_the_average_inside_is_of_unrounded_weights():
-    tx = jgrad.stochastic_rounding(optax.chain(jgrad.gradient_descent(1e-5), jgrad.ema(0.0)))
+    tx = jgrad.stochastic_rounding(jgrad.average_params(jgrad.gradient_descent(1e-5), 0.0))
     updates, state = tx.update(X, tx.init(X), X)
     np.testing.assert_allclose(optax.tree.get(state, "average"), 1 - 1e-5, rtol=1e-7)
     assert updates.dtype == BF16

@@ -225,7 +225,7 @@ PLACES = {
     "schedule_free": lambda tx: jgrad.schedule_free(tx, learning_rate=0.1),
     "pack_small": jgrad.pack_small,
     "offload": jgrad.offload,
-    "ema": lambda tx: optax.chain(tx, jgrad.ema(0.9)),
+    "ema": lambda tx: jgrad.average_params(tx, 0.9),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "partition": lambda tx: optax.partition(
         {"a": tx, "b": optax.set_to_zero()}, {"layer": "a", "rest": ["a", "a", "b"]}
@@ -410,7 +410,12 @@ def test_counters_without_watch():
     """Those of each wrapper, from anywhere in a state: the same as with `watch`."""
     w, bad = {"w": X}, {"w": X * jnp.nan}
     tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.skip_spikes(optax.identity()), 2))
-    tx = with_loss(optax.chain(optax.masked(tx, {"w": True}), jgrad.skip_nonfinite(jgrad.ema(0.9))))
+    tx = with_loss(
+        optax.chain(
+            optax.masked(tx, {"w": True}),
+            jgrad.skip_nonfinite(jgrad.average_params(optax.identity(), 0.9)),
+        )
+    )
     watched = jgrad.report(train(jgrad.watch(tx), w, [w, bad])[1])
     found = jgrad.report(train(tx, w, [w, bad])[1])
     names = ["skipped", "loss_scale", "skipped_mini_batches", "spikes", "spike_restarts"]

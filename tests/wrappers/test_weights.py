@@ -110,7 +110,9 @@ def test_half_precision_gradients(split):
 @pytest.mark.parametrize(
     "inner",
     [
-        lambda: optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1), jgrad.ema(0.9)),
+        lambda: jgrad.average_params(
+            optax.chain(jgrad.clip_by_global_norm(0.1), jgrad.adam(0.1)), 0.9
+        ),
         lambda: jgrad.adam(0.1, moment_dtype="8bit"),
         lambda: optax.adam(0.1),
     ],

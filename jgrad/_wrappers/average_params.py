@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters."""
+"""An exponential moving average of the parameters as they are after each step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -19,39 +19,44 @@ from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inside, order, parameters
+from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
-_NAME = "ema"
+_NAME = "average_params"
 
 
-@state_of("ema", average="weights")
+@state_of("average_params", average="weights")
 class EmaState(NamedTuple):
-    """State of `ema`. The field names are a file format: checkpoints hold them.
+    """State of `average_params`. The field names are a file format: checkpoints hold them.
 
     Attributes:
       done: number of updates, an int32 scalar; it saturates.
       average: a tree like the parameters, float32 for half-precision ones.
+      inner: state of the transformation inside; a pickle of 1.1 has none.
 
     Example:
-      >>> state = jgrad.ema(0.999).init({"w": jnp.ones((3, 2), jnp.bfloat16)})
+      >>> tx = jgrad.average_params(jgrad.adam(1e-3), 0.999)
+      >>> state = tx.init({"w": jnp.ones((3, 2), jnp.bfloat16)})
       >>> int(state.done), state.average["w"].shape, state.average["w"].dtype.name
       (0, (3, 2), 'float32')
     """
 
     done: jax.Array
     average: PyTree
+    inner: PyTree = None
 
 
 @explained
-def ema(
+def average_params(
+    tx: optax.GradientTransformation,
     decay: Scalar | Callable[[jax.Array], Any],
     *,
     start: Scalar = 0,
     debias: bool = False,
 ) -> Transformation:
-    """Keeps an exponential moving average of the parameters, and leaves the updates unchanged.
+    """Keeps an exponential moving average of the parameters as they are after each step of `tx`.
 
+        updates = tx(g, w)
         average' = decay average + (1 - decay) (w + updates)
 
     The average starts at the first parameters, or at those after `start` updates; up to then it is
@@ -61,27 +66,27 @@ def ema(
     when you read it. Neither option changes the form of the state, so you can change both in the
     middle of a run.
 
-    Put `ema` last in `optax.chain`, where the updates are those that will be applied. Put the chain
-    inside `accumulate`, `skip_nonfinite` and `master_weights`: there `ema` averages once per
-    update, and averages the float32 copies. `optax.tree.get(state, "average")` reads the average.
-    Integer leaves are copied.
+    Put it around the whole chain, inside `accumulate` and `skip_nonfinite`: then it averages once
+    per update. Inside `master_weights` it averages the float32 copies. `optax.tree.get(state,
+    "average")` reads the average. Integer leaves are copied.
 
     Args:
+      tx: any transformation, whose updates are those that will be applied.
       decay: in [0, 1), or a function of the number of updates done (0 at the first): a schedule, a
         module, or `lambda done: jnp.minimum(0.999, (1 + done) / (10 + done))`.
       start: updates before the average begins, an int in [0, 2^31).
       debias: see above. Not with a function as `decay`.
 
     Returns:
-      A transformation with state `EmaState(done, average)`. Its update needs the parameters.
+      A transformation with state `EmaState(done, average, inner)`. Its update needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside.
+      TypeError: `tx` is not a transformation, or an option of the wrong kind.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
-      >>> tx = optax.chain(jgrad.gradient_descent(0.1), jgrad.ema(0.999))
+      >>> tx = jgrad.average_params(jgrad.gradient_descent(0.1), 0.999)
       >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
       >>> average = optax.tree.get(state, "average")
       >>> jax.tree.map(jnp.shape, average)
@@ -90,6 +95,7 @@ def ema(
     Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992), in
       the exponential form of Tarvainen and Valpola (2017), section 2.
     """
+    tx = inside.transformation(_NAME, tx)
     if not trees.may_be_function(decay):
         numbers.beta(_NAME, "decay", cast(Scalar, decay))
     if checks.is_array(start):  # it may be traced
@@ -102,8 +108,8 @@ def ema(
         raise ValueError(f"{_NAME}: `debias`: True, expected {expected}.")
 
     def init(params: PyTree) -> EmaState:
-        order.check_order(_NAME)
-        return EmaState(counter(params), parameters.copies(parameters.checked(_NAME, params)))
+        average = parameters.copies(parameters.checked(_NAME, params))
+        return EmaState(counter(params), average, tx.init(params))
 
     def update(
         updates: PyTree,
@@ -113,26 +119,21 @@ def ema(
     ) -> tuple[PyTree, EmaState]:
         inside.check_state(_NAME, state, EmaState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
-        inputs.follow(updates)
         inputs.require_params("the average")
+        steps, inner = inputs.hand_over(tx, updates, state.inner, params)
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
+        after = trees.flatten(parameters.applied(params, steps, inputs.then))[0]
         # Where the average has None, `init` saw no parameter: of a model it may be given a part.
-        applied = parameters.applied(params, updates, inputs.then)
-        stepped = zip(trees.flatten(applied)[0], old.leaves, strict=True)
-        new = [None if o is None else x for x, o in stepped]
+        new = [None if o is None else x for x, o in zip(after, old.leaves, strict=True)]
         decay_now = options.called(inputs, "decay", decay, lambda: state.done)
         beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)
-        # Integers are copied.
-        floating = [
-            x if checks.is_inexact(o) else None for x, o in zip(new, old.leaves, strict=True)
-        ]
+        floating = [x if checks.is_inexact(x) else None for x in new]  # integers are copied
         averaged = apply(rules.average, floating, list(old.leaves), beta.value, beta.complement)
         averaged = inputs.kept(averaged, old.leaves)
-        average = inputs.moments(
-            [x if a is None else a for a, x in zip(averaged, new, strict=True)], old.leaves
-        )
-        return updates, EmaState(optax.safe_increment(state.done), average)
+        both = zip(averaged, new, strict=True)
+        average = inputs.moments([x if a is None else a for a, x in both], old.leaves)
+        return steps, EmaState(optax.safe_increment(state.done), average, inner)
 
     return pair(init, update, _NAME)
 

@@ -51,16 +51,16 @@ def assert_reference(states, trees, decay, rtol):
 )
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.9999])
 def test_reference(dtype, decay, rtol, x64):
-    """100 steps, last in a chain: that of the weights as they are stored, in float32 or wider."""
+    """100 steps: that of the weights as they are stored, in float32 or wider."""
     w, grads = params(dtype), gradients(100, dtype)
-    tx = optax.chain(jgrad.gradient_descent(0.01), jgrad.ema(decay))
+    tx = jgrad.average_params(jgrad.gradient_descent(0.01), decay)
     found = every_step(tx, w, grads)
     states = [state for _, state in found]
     assert_reference(states, [w, *(w for w, _ in found)], decay, rtol)
-    average, wide = states[-1][-1].average, "float64" if dtype == "float64" else "float32"
+    average, wide = states[-1].average, "float64" if dtype == "float64" else "float32"
     wide = "complex128" if dtype == "complex128" else wide
     assert {x.dtype for x in jax.tree.leaves(average)} == {jnp.dtype(wide)}
-    assert int(states[-1][-1].done) == 100
+    assert int(states[-1].done) == 100
 
 
 DECAYS = {
@@ -79,7 +79,7 @@ DECAYS = {
 def test_decay_as_a_function(decay, same, standard_promotion):
     """Of the number of updates done, 0 at the first, in one trace."""
     w, grads = params(), gradients(40)
-    chain = optax.chain(jgrad.gradient_descent(0.01), jgrad.ema(decay))
+    chain = jgrad.average_params(jgrad.gradient_descent(0.01), decay)
     tx = chain._replace(update=chex.assert_max_traces(chain.update, n=1))
     found = every_step(tx, w, grads)
     trees = [w, *(w for w, _ in found)]
@@ -88,7 +88,11 @@ def test_decay_as_a_function(decay, same, standard_promotion):
 
 def test_decay_as_a_traced_number():
     """With `inject_hyperparams`, another decay is no new trace."""
-    tx, w, grads = optax.inject_hyperparams(jgrad.ema)(decay=0.9), params(), gradients(6)
+    tx, w, grads = (
+        optax.inject_hyperparams(jgrad.average_params)(optax.identity(), decay=0.9),
+        params(),
+        gradients(6),
+    )
     step = jax.jit(chex.assert_max_traces(step_of(tx), n=1))
     state, trees, states = tx.init(w), [w], []
     for i, g in enumerate(grads):
@@ -102,7 +106,7 @@ def test_decay_as_a_traced_number():
 @pytest.mark.parametrize("decay", [0.999, 0.9999, 0.999999])
 def test_a_decay_close_to_one(decay):
     """1 - decay has all its digits: of a decay in float32, 0.999999 would leave 5 % of an error."""
-    tx = jgrad.ema(decay)
+    tx = jgrad.average_params(optax.identity(), decay)
     zero = jnp.zeros(())
     _, state = tx.update(jnp.ones(()), tx.init(zero), zero)
     np.testing.assert_allclose(state.average, 1 - decay, rtol=1e-6)
@@ -111,12 +115,24 @@ def test_a_decay_close_to_one(decay):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_moves(dtype):
     """An average of decay 0.999 in half precision would stand still; in float32 it arrives."""
-    w, tx = jnp.ones(3, dtype), jgrad.ema(0.999)
+    w, tx = jnp.ones(3, dtype), jgrad.average_params(optax.identity(), 0.999)
     state = tx.init(w)._replace(average=jnp.zeros(3))
     body = lambda state, _: (tx.update(jnp.zeros_like(w), state, w)[1], None)
     state, _ = jax.lax.scan(body, state, length=5000)
     np.testing.assert_allclose(state.average, 1 - 0.999**5000, rtol=1e-4)
     assert int(state.done) == 5000
+
+
+def test_updates_alone_move_the_average(standard_promotion):
+    """Neither a mini-batch inside of a window, nor a step that is left out."""
+    descent = jgrad.gradient_descent(1.0)
+    tx = jgrad.skip_nonfinite(jgrad.accumulate(jgrad.average_params(descent, 0.5), 2))
+    grads = [X, X, jnp.nan * X, jnp.nan * X, X, X]
+    found = [float(state.inner.inner.average[0]) for _, state in every_step(tx, 0 * X, grads)]
+    assert found == [0.0, -0.5, -0.5, -0.5, -0.5, -1.25]
+    tx = optax.MultiSteps(jgrad.average_params(descent, 0.5), 2)
+    found = [float(x.inner_opt_state.average[0]) for _, x in every_step(tx, 0 * X, [X] * 4)]
+    assert found == [0.0, -0.5, -0.5, -1.25]
 
 
 # ---- leaves, and what passes -------------------------------------------------------------------
@@ -128,7 +144,7 @@ def test_leaves_that_are_not_averaged(count):
     zeros = {None: None, "float0": np.zeros(3, jax.dtypes.float0), "int": jnp.zeros(3, jnp.int32)}
     w = {"a": X, "b": jnp.full(2, 4.0), "n": jnp.arange(3), "flag": jnp.array(True), "none": None}
     u = {"a": X, "b": None, "n": zeros[count], "flag": None, "none": None}
-    tx = jgrad.ema(0.75)
+    tx = jgrad.average_params(optax.identity(), 0.75)
     state = tx.init(w)
     chex.assert_trees_all_equal(state.average, w)
     moved = w | {"n": jnp.arange(3) + 1, "flag": jnp.array(False), "b": jnp.full(2, 8.0)}
@@ -149,7 +165,7 @@ def test_debiased(start, x64, standard_promotion):
     """The weighted mean of the parameters after the start, written from its definition."""
     decay, count = 0.9, 8
     w = jnp.zeros(3, jnp.float64) + 5
-    tx = optax.chain(jgrad.gradient_descent(1.0), jgrad.ema(decay, start=start, debias=True))
+    tx = jgrad.average_params(jgrad.gradient_descent(1.0), decay, start=start, debias=True)
     state, seen = tx.init(w), []
     for g in np.random.RandomState(0).randn(count, 3):
         updates, state = jax.jit(tx.update)(jnp.asarray(g), state, w)
@@ -165,7 +181,7 @@ def test_late_start(x64, standard_promotion):
     """A copy of the newest parameters up to the start, and their average from there on."""
     decay, start = 0.9, 3
     w = jnp.zeros(3, jnp.float64)
-    tx = optax.chain(jgrad.gradient_descent(1.0), jgrad.ema(decay, start=start))
+    tx = jgrad.average_params(jgrad.gradient_descent(1.0), decay, start=start)
     state, expected = tx.init(w), np.zeros(3)
     for i, g in enumerate(np.random.RandomState(0).randn(8, 3)):
         updates, state = jax.jit(tx.update)(jnp.asarray(g), state, w)
@@ -178,7 +194,7 @@ def test_late_start(x64, standard_promotion):
 def test_start_and_debias_keep_the_form_of_the_state():
     w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
     forms = [
-        jax.tree.structure(jgrad.ema(0.9, **options).init(w))
+        jax.tree.structure(jgrad.average_params(optax.identity(), 0.9, **options).init(w))
         for options in ({}, {"start": 5}, {"debias": True})
     ]
     assert forms[0] == forms[1] == forms[2]
@@ -187,8 +203,8 @@ def test_start_and_debias_keep_the_form_of_the_state():
 def test_debiased_where_the_counter_is_full():
     """It saturates, and the average goes on."""
     w = jnp.ones(3)
-    tx = jgrad.ema(0.9, debias=True)
-    state = jgrad.EmaState(jnp.int32(2**31 - 1), jnp.zeros(3))
+    tx = jgrad.average_params(optax.identity(), 0.9, debias=True)
+    state = jgrad.EmaState(jnp.int32(2**31 - 1), jnp.zeros(3), optax.EmptyState())
     _, state = jax.jit(tx.update)(jnp.zeros(3), state, w)
     np.testing.assert_allclose(state.average, 0.1, rtol=1e-6)
     assert state.done == 2**31 - 1
@@ -197,7 +213,7 @@ def test_debiased_where_the_counter_is_full():
 def test_an_injected_start():
     """A number of the state, which may be changed in a run."""
     w = jnp.ones(3)
-    tx = optax.inject_hyperparams(jgrad.ema)(0.9, start=1, debias=True)
+    tx = optax.inject_hyperparams(jgrad.average_params)(optax.identity(), 0.9, start=1, debias=True)
     state = tx.init(w)
     for g, expected in ((2.0, 3.0), (3.0, 4.0), (4.0, (5 + 0.9 * 4) / 1.9)):
         _, state = jax.jit(tx.update)(jnp.full(3, g), state, w)
@@ -212,12 +228,12 @@ def test_start_and_debias_of_sharded_leaves(check_vma, options):
     """Those of one device: a leaf is averaged where its shards are."""
     w = {"w": jnp.arange(8.0).reshape(4, 2), "b": jnp.ones(3)}
     grads = [jax.tree.map(lambda x, i=i: (i + 1) * jnp.ones_like(x), w) for i in range(4)]
-    tx = optax.chain(jgrad.gradient_descent(0.1), jgrad.ema(0.9, **options))
+    tx = jgrad.average_params(jgrad.gradient_descent(0.1), 0.9, **options)
     (_, expected), found, state = every_step(tx, w, grads)[-1], w, tx.init(w)
     spec = {"w": P("model"), "b": P()}
-    of_state = jax.tree.map(lambda _: P(), state[0]), jgrad.EmaState(P(), spec)
+    of_state = jgrad.EmaState(P(), spec, jax.tree.map(lambda _: P(), state.inner))
     step = step_on(mesh_of(model=2), tx, spec, of_state, check_vma)
     for g in grads:
         found, state = step(found, state, g)
-    chex.assert_trees_all_close(state[1].average, expected[1].average, rtol=1e-6)
-    assert state[1].average["w"].sharding.spec == P("model")
+    chex.assert_trees_all_close(state.average, expected.average, rtol=1e-6)
+    assert state.average["w"].sharding.spec == P("model")
