@@ -1,8 +1,8 @@
 """Data-parallel training on paper: `python -m studies.traffic`.
 
 What each device sends, keeps, reads and writes, for more parameters and devices than there are
-here. Bytes over rates: nothing is timed. The bytes were compared with programs compiled for 2, 4 and 8
-devices.
+here. Bytes over rates: nothing is timed. The bytes were compared with programs compiled for 2, 4
+and 8 devices.
 
 Nothing overlaps here, which makes what is not compute look larger than it is. Latency is left out,
 and a ring of 512 devices has 511 hops each way; so are activations.
