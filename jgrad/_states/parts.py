@@ -31,6 +31,8 @@ OF_STEPS = "averages of steps, as in `adafactor`"
 ALONE = "momentum of `gradient_descent`, `lars`, `lion` or `muon`"
 BESIDE_OUTPUTS = "momentum beside second moments of outputs"
 CERTAIN = (AVERAGES, OF_STEPS)
+SQUARES = "averages of squares, as in `adam`"
+OF_FACTORED = "averages of squares, as in `adafactor`"  # which corrects no bias
 
 # Fields that hold the state of what is inside, in jgrad and in optax.
 _LABELED = "inner_states"  # of a partition: a state for each label
@@ -55,8 +57,9 @@ _TOLD_BY = {
     "hyperparams": _COUNTER,
 }
 _KNOWN = {*_INSIDE, *_TOLD_BY, "mw", "vw", "count", "step", "mini_step", "done"}
-# Whose second moments are averages of squares, and whose first ones beside them of gradients.
-_AS_ADAM = ({"count", "mu", "nu"}, {"count", "mu", "nu", "nu_max"}, {"nu"}, {"count", "nu"})
+# Whose second moments are averages of squares that are counted, and whose first ones beside them of
+# gradients.
+_AS_ADAM = ({"count", "mu", "nu"}, {"count", "mu", "nu", "nu_max"}, {"count", "nu"})
 _NOT_AS_ADAM = ("ScaleByBeliefState", "ScaleByNovogradState")  # with the fields of Adam's
 
 _SHOWN = 3  # paths named in a message
@@ -134,30 +137,23 @@ def read(state: PyTree) -> list[Part]:
         for x in parts
         if x.role == "moment" and x.leaf is not None
     }
-    of_steps = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
+    factored = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
     in_bases = {(x.owner, k) for x in parts if x.role == "factors" for k in x.owners_keys}
 
-    def field_of_second(x: Part) -> str:
-        """NorMuon's and SOAP's measure another thing than Adam's."""
-        first: Leaf = moments.get((x.owner, x.keys, MW), x.leaf)
-        if (x.owner, x.keys) in in_bases:
-            return IN_BASES
-        return VW if first.shape == x.leaf.shape else PER_OUTPUT
-
     def with_unit(x: Part) -> Part:
+        """NorMuon's and SOAP's second moments measure another thing than Adam's."""
         if x.role != "moment" or x.leaf is None:
             return x
+        first, second = (moments.get((x.owner, x.keys, field)) for field in (MW, VW))
+        field = IN_BASES if (x.owner, x.keys) in in_bases else VW
+        if first is not None and second is not None and first.shape != second.shape:
+            field = PER_OUTPUT
+        is_factored = x.kind == ADAFACTOR or x.owner in factored
         if x.field != MW:
-            return x._replace(field=field_of_second(x), kind=MOMENTS)
-        unit = x.unit
-        if x.kind == ADAFACTOR or x.owner in of_steps:
-            unit = OF_STEPS
-        elif not unit:
-            second = moments.get((x.owner, x.keys, VW))
-            beside = second is None or field_of_second(x._replace(leaf=second))
-            unit = ALONE if beside is True else AVERAGES
-            unit = BESIDE_OUTPUTS if beside == PER_OUTPUT else unit
-        return x._replace(unit=unit, kind=MOMENTS)
+            unit = x.unit or (OF_FACTORED if is_factored else SQUARES)
+            return x._replace(field=field, unit=unit, kind=MOMENTS)
+        beside = ALONE if second is None else BESIDE_OUTPUTS if field == PER_OUTPUT else AVERAGES
+        return x._replace(unit=OF_STEPS if is_factored else x.unit or beside, kind=MOMENTS)
 
     return list(map(with_unit, parts))
 
