@@ -14,17 +14,7 @@ import jax.numpy as jnp
 
 from jgrad._states import account, forms, parts
 from jgrad._states.account import Account, Entry
-from jgrad._states.parts import (
-    ACCUMULATE,
-    CERTAIN,
-    IN_BASES,
-    MW,
-    OF_FACTORED,
-    SQUARES,
-    VW,
-    Keys,
-    Part,
-)
+from jgrad._states.parts import ACCUMULATE, IN_BASES, MW, VW, Keys, Part
 from jgrad._trees import checks
 
 Momentum = Literal["keep", "reset"]
@@ -130,7 +120,7 @@ class Matcher:
 
     def _by_word(self, part: Part) -> Any:
         """What the user may say to be the same: first moments, and second ones of Adafactor's."""
-        is_second = part.field == VW and part.unit in (SQUARES, OF_FACTORED)
+        is_second = part.field == VW and part.unit in (parts.SQUARES, parts.OF_FACTORED)
         is_said = part.field == MW or (is_second and self._momentum != RESET)
         return (part.keys, part.field) if is_said and not self._is_reset(part) else None
 
@@ -189,7 +179,7 @@ class Matcher:
 
     def _source(self, i: int, part: Part) -> Source:
         j = self._assigned.get(i)
-        is_open = j is not None and part.field == MW and part.unit not in CERTAIN
+        is_open = j is not None and part.field == MW and part.unit not in parts.CERTAIN
         if self._is_reset(part) or (self._momentum == RESET and (is_open or i in self._crossing)):
             return Source(account.RESET, (), IDENTITY if part.is_basis else "")
         if j is None and part.field == "count":  # optax counts once
@@ -281,7 +271,7 @@ class Matcher:
                 units.setdefault((self._old[s.old[0]].unit, x.unit), []).append(x)
         for (was, now), leaves in units.items():
             said = _KEPT if was != now else _ALIKE
-            is_open = leaves[0].field == MW and now not in CERTAIN and self._momentum is None
+            is_open = leaves[0].field == MW and now not in parts.CERTAIN and self._momentum is None
             if was != now or is_open:
                 yield said.format(name=_names(leaves), was=was, now=now)
 

@@ -293,18 +293,21 @@ def renamed(
         _there(function, "old", was, old): _there(function, "like", now, like)
         for was, now in rename.items()
     }
-    olds, likes = _paths_of_fields(old), _paths_of_fields(like)
-    nothing: tuple[set[Keys], dict[Keys, Keys]] = (set(), {})
+    known = {(x.shown, x.keys) for x in like}
+    if not rules and all((x.shown, x.keys) in known for x in old):
+        return list(old)
+    olds, likes = map(_variables, (old, like))
     new: list[Part] = []
     seen: dict[tuple[object, ...], Keys] = {}
     for part in old:
         ends = (end for end in range(len(part.keys), 0, -1) if part.keys[:end] in rules)
         end = next(ends, 0)
         keys = (*rules[part.keys[:end]], *part.keys[end:]) if end else part.keys
-        (_, of_old), (known, of_like) = olds[part.shown], likes.get(part.shown, nothing)
-        if keys not in known:
-            plain = keys[:-1] if of_old.get(part.keys[:-1]) == part.keys else keys
-            keys = plain if plain in known else of_like.get(plain, keys)
+        if (part.shown, keys) not in known:
+            is_variable = olds.get((part.shown, part.keys[:-1])) == part.keys
+            plain = keys[:-1] if is_variable else keys
+            is_there = (part.shown, plain) in known
+            keys = plain if is_there else likes.get((part.shown, plain), keys)
         new.append(part._replace(keys=keys))
         meaning = (part.owner, part.name, keys)
         was = part.keys if part.leaf is None else seen.setdefault(meaning, part.keys)
@@ -315,22 +318,15 @@ def renamed(
     return new
 
 
-def _paths_of_fields(
-    state: Sequence[Part],
-) -> dict[str, tuple[set[Keys], dict[Keys, Keys]]]:
-    """Of each field the paths, and by those of variables of flax those of their arrays.
+def _variables(state: Sequence[Part]) -> dict[tuple[str, Keys], Keys]:
+    """By fields and paths of variables of flax the paths of their arrays.
 
     These have the key `value`, alone in a subtree. Models have such keys, too.
     """
-    paths: dict[str, set[Keys]] = {}
-    for x in state:
-        paths.setdefault(x.shown, set()).add(x.keys)
-    found = {}
-    for field, known in paths.items():
-        below = collections.Counter(keys[:end] for keys in known for end in range(len(keys)))
-        ends = {keys[:-1]: keys for keys in known if keys[-1:] == (_VALUE,)}
-        found[field] = known, {x: keys for x, keys in ends.items() if below[x] == 1}
-    return found
+    paths = {(x.shown, x.keys) for x in state}
+    below = collections.Counter((field, x[:end]) for field, x in paths for end in range(len(x)))
+    ends = {(field, x[:-1]): x for field, x in paths if x[-1:] == (_VALUE,)}
+    return {path: x for path, x in ends.items() if below[path] == 1}
 
 
 def _there(function: str, name: str, text: str, state: Sequence[Part]) -> Keys:
