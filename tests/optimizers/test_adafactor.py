@@ -279,14 +279,14 @@ def test_momentum_in_8_bits():
 
 def test_carry_over():
     """Elements become means of rows and columns; the elements of these are only guessed."""
-    w = draw(0, jnp.float32, {"w": (8, 6), "b": (3,)})
+    w = draw(0, jnp.float32, {"w": (2, 8, 6), "b": (3,)})
     tx, whole = jgrad.adafactor(RATE, min_side=2), jgrad.adafactor(RATE)
     _, before = train(whole, w, 3)
     like = jax.eval_shape(tx.init, w)
     state, account = jgrad.carry_over(before, like=like)
     v = np.asarray(before.vw["w"])
-    np.testing.assert_allclose(state.vw["w"].rows, v.mean(0, keepdims=True), rtol=1e-6)
-    np.testing.assert_allclose(state.vw["w"].columns, v.mean(1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(state.vw["w"].rows, v.mean((0, 1), keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(state.vw["w"].columns, v.mean(2, keepdims=True), rtol=1e-6)
     assert "converted  vw/w: float32 to rows and columns in float32" in str(account)
     assert account.kept == ("step", "vw/b")
     same, account = jgrad.carry_over(state, like=like, strict=True)
