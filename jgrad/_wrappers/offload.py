@@ -47,6 +47,8 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     raises, up to 0.12, since it makes no zeros in host memory, from which derivatives start:
     differentiate `tx` alone, whose numbers are the same.
 
+    On the CPU of JAX 0.8 the state stays where it is, in the only memory that is used.
+
     Args:
       tx: any transformation.
 
