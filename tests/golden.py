@@ -5,11 +5,14 @@
 writes the file of this version, once, before it is released; it is never written again. A file
 holds, for each transformation of `TRANSFORMATIONS`, weights and state after two steps, a gradient,
 and weights and state after one step more, each array under its path. Those of the methods come from
-their rows in `cases.py`: a method is in the file of the first version that has it.
+their rows in `cases.py`: a method is in the file of the first version that has it. Files of 1.x whose
+names end with `_more` were written later, by the code of that version: rules of Muon, packed trees,
+and wrappers that the first ones lack.
 """
 
 import functools
 import pathlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +24,7 @@ import optax
 import jgrad
 from tests.cases import CASES, ONE_EACH, Case
 
+_KEY = re.compile(r"\.(\w+)|\['(.*?)'\]|\[(\d+)\]")  # of a path: a field, a key, a position
 DATA = pathlib.Path(__file__).parent / "data"
 BFLOAT16 = ":bfloat16"  # NumPy's own files do not know it: stored as float32, which is exact
 
@@ -54,6 +58,10 @@ _WRITTEN = {
     "stochastic_rounding": lambda: jgrad.stochastic_rounding(
         jgrad.adam(0.1, weight_decay=0.01, **IVY)
     ),
+    "clip_of_previous": lambda: optax.chain(
+        jgrad.clip_by_global_norm(1.0, of="previous"), jgrad.adam(0.1)
+    ),
+    "offload": lambda: jgrad.offload(jgrad.adam(0.1)),
 }
 
 # What `update` of some needs beside.
@@ -66,6 +74,20 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+# In each form of moments, as those of the rows.
+_IN_FORMS: dict[str, Callable[..., Any]] = {
+    "muon_fraction": lambda **form: _muon(fraction=0.5, **form),
+    "normuon": lambda **form: _muon(rule="normuon", **form),
+    "packed_adam": functools.partial(jgrad.adam, 0.1),
+    "pack_small": lambda **form: jgrad.pack_small(jgrad.adam(0.1, **form)),
+}
+
+
+def _muon(**options: Any) -> Any:
+    is_matrix = lambda shapes: jax.tree.map(lambda x: x.ndim == 2, shapes)
+    return jgrad.muon(0.1, matrices=is_matrix, adam_learning_rate=0.01, **options)
+
+
 def _of_rows() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each method with each choice of moments, in each form of them."""
     for case in CASES:
@@ -73,6 +95,9 @@ def _of_rows() -> Iterator[tuple[str, Callable[[], Any]]]:
             for form, options in FORMS.items():
                 if case.rounded or not options:
                     yield case.name + form, functools.partial(_row, case, options)
+    for name, make in _IN_FORMS.items():
+        for form, options in FORMS.items():
+            yield name + form, functools.partial(make, **options)
 
 
 def _row(case: Case, options: dict[str, Any]) -> Any:
@@ -93,21 +118,28 @@ def gap(name: str) -> float:
     return GAPS.get(name.rpartition("_")[2], 1e-5)
 
 
-def weights(name: str = "") -> dict[str, Any]:
+def weights(name: str = "") -> Any:
     """A tree with leaves of several kinds; with one that is large enough for 8 bits."""
     tree = {
         "layer": {"w": jnp.asarray([[1.0, -2.0], [0.5, 4.0]]), "b": jnp.zeros(2)},
         "half": jnp.asarray([1.0, 2.0, 3.0], jnp.bfloat16),
         "count": jnp.asarray([1, 2]),
     }
-    large = {"large": jnp.linspace(-1.0, 1.0, 4100)} if name.endswith("_8bit") else {}
-    return tree | large
+    if name.endswith("_8bit"):
+        large = jnp.linspace(-1.0, 1.0, 4100)
+        is_matrix = name.startswith(("muon_fraction", "normuon"))
+        tree["large"] = large.reshape(50, 82) if is_matrix else large
+    if name.startswith("packed_"):
+        return jgrad.pack(tree | {"count": None})  # integers are not packed
+    return tree
 
 
-def gradient(t: int, name: str = "") -> dict[str, Any]:
+def gradient(t: int, name: str = "") -> Any:
     """That of step t."""
     grow = lambda p: jnp.sin(t + jnp.arange(p.size, dtype=float)).reshape(p.shape).astype(p.dtype)
-    return {k: None if k == "count" else jax.tree.map(grow, v) for k, v in weights(name).items()}
+    tree = jgrad.unpack(weights(name))
+    grads = {k: None if k == "count" else jax.tree.map(grow, v) for k, v in tree.items()}
+    return jgrad.pack(grads) if name.startswith("packed_") else grads
 
 
 def step(
@@ -141,6 +173,20 @@ def like(name: str, tree: Any, arrays: dict[str, np.ndarray]) -> Any:
         assert arrays[key].dtype == own[key].dtype, key
         assert leaf.shape == x.shape, key
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def without_target(name: str, arrays: dict[str, np.ndarray]) -> Any:
+    """What orbax restores of a file if it is given no tree: dictionaries and lists."""
+    tree: dict[str, Any] = {}
+    for key, array in arrays.items():
+        if key.startswith(f"{name}/state"):
+            path = _KEY.findall(key.removeprefix(f"{name}/state").removesuffix(BFLOAT16))
+            *outer, last = ("".join(groups) for groups in path)
+            node = tree
+            for part in outer:
+                node = node.setdefault(part, {})
+            node[last] = jnp.asarray(array, jnp.bfloat16 if key.endswith(BFLOAT16) else None)
+    return tree
 
 
 def with_new_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -36,7 +36,7 @@ def floating(x: ArrayLike) -> jax.Array:
 
 def strong(x: jax.Array) -> jax.Array:
     """`x` without a weak type: a weakly typed argument is traced again after one update."""
-    # `weak_type` is not documented, checked in JAX 0.7 to 0.12.
+    # `weak_type` is not documented, checked in JAX 0.8 to 0.12.
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 

@@ -81,7 +81,7 @@ def _of_others(equations: Sequence[Any], outer: Any = None) -> Iterator[tuple[An
 
 def _maker(equation: Any) -> str:
     """The function that made the transformation which an operation is of; "" if nothing says it."""
-    traceback = equation.source_info.traceback  # may change, checked in JAX 0.7 to 0.12
+    traceback = equation.source_info.traceback  # may change, checked in JAX 0.8 to 0.12
     codes = traceback.raw_frames()[0] if hasattr(traceback, "raw_frames") else ()
     names = (_UPDATE.match(code.co_qualname) for code in codes)
     name = next((name[1] for name in names if name), "")

@@ -169,7 +169,7 @@ def _is_numbers(x: Any) -> bool:
 
 
 def _strong_arrays(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
-    if all(  # `weak_type` is not documented, checked in JAX 0.7 to 0.12
+    if all(  # `weak_type` is not documented, checked in JAX 0.8 to 0.12
         isinstance(x, jax.Array) and not getattr(x, "weak_type", True)
         for x in jax.tree.leaves(tree)
     ):

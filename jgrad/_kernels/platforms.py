@@ -165,7 +165,7 @@ def _is_on_one_device(context: Any) -> bool:
 
     False where nothing says it: a kernel would take a shard for the leaf.
     """
-    # What a lowering knows of its devices is private, checked in JAX 0.7 to 0.12.
+    # What a lowering knows of its devices is private, checked in JAX 0.8 to 0.12.
     manual, mesh = (getattr(context, name, None) for name in ("manual_axes", "mesh"))
     if manual is not None and mesh is not None:
         return set(manual) >= {name for name, n in mesh.shape.items() if n > 1}

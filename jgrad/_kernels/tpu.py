@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl  # which may change, checked in JAX 0.7 to 0.12
+from jax.experimental import pallas as pl  # which may change, checked in JAX 0.8 to 0.12
 from jax.experimental.pallas import tpu as pltpu
 
 from jgrad._kernels import places

@@ -53,7 +53,8 @@ def carry_over(
     alone, begin anew by `tx.init(params)`, or by `reset`, which keeps the step. First moments are
     certain beside second ones of the same kind, as in `adam`, `lamb`, `soap`, `optax.adamw`. Others
     may be averages or sums of gradients or of steps, and their states look alike: of one structure
-    they are kept, with a note, which is right for the same method alone; else `momentum` says it.
+    they are kept, with a note, which is right for the same method alone; else `momentum` says it,
+    as it does of second moments of `adafactor`, whose bias nothing corrects.
     States of `optax.adamax`, `optax.contrib.adopt` and of `optimizer_of_leaf` with two moments look
     like Adam's: pass `reset=True` where they are not.
 
@@ -69,10 +70,10 @@ def carry_over(
       reset: moments to set to zero: a prefix tree of bools, `by_path`, or a function of the
         parameters' `jax.ShapeDtypeStruct`s that returns one. Without `params`, the shapes are those
         of the first tree of moments in `like`. True resets all of them.
-      momentum: what becomes of first moments that are not certain: "keep" takes them as they are,
+      momentum: what becomes of moments that are not certain: "keep" takes them as they are,
         right if both methods keep the same, as `optax.sgd` and `gradient_descent` do, or
-        `optax.lion` and `lion`; "reset" sets them to zero. None is an error, unless the states have
-        one structure.
+        `optax.lion` and `lion`; "reset" sets first ones to zero. None is an error, unless the
+        states have one structure.
 
     Returns:
       `(state, account)`. The state has the structure, shapes and dtypes of `like`; no two of its

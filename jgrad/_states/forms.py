@@ -13,6 +13,8 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
 from jgrad._trees.protocols import Leaf
 
+_GUESS = "rows and columns, of which others can only be guessed, expected `reset=` for this leaf"
+
 
 def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     """A leaf in the form of another; the same array where it has it already."""
@@ -29,12 +31,10 @@ def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
         return encoding.recoded(array, geometry(like), codec)
     if isinstance(x, Blocks):
         x = encoding.decoded(x)
+    if isinstance(x, Factors) and getattr(like, "_fields", None) != Factors._fields:
+        arg.fail(i, ValueError, _GUESS)
     if isinstance(like, Factors):
-        if isinstance(x, Factors) and not is_form_of(x, like):
-            x = elements(x)
         return _factors(arg, i, like, x)
-    if isinstance(x, Factors):
-        x = elements(x)
     if getattr(x, "dtype", None) == like.dtype:
         return x
     if not _is_alike(x, like):
@@ -42,15 +42,8 @@ def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     return x.astype(like.dtype)
 
 
-def elements(x: Factors) -> jax.Array:
-    """The array of which factors are the rows and columns, as far as these tell."""
-    outputs = tuple(axis for axis, n in enumerate(x.columns.shape) if n < x.shape[axis])
-    mean = numerics.positive(jnp.mean(x.rows, axis=outputs, keepdims=True))
-    return x.rows / mean * x.columns
-
-
 def _factors(arg: ArgLeaves, i: int, like: Factors, x: Leaf) -> Factors:
-    """Rows and columns, of the means of an array, or of others in the same form."""
+    """Rows and columns, of the means of an array, or of others along the same axes."""
     if not isinstance(x, Factors):
         if not _is_alike(x, like):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected real floating numbers")
@@ -58,6 +51,8 @@ def _factors(arg: ArgLeaves, i: int, like: Factors, x: Leaf) -> Factors:
         sizes = [enumerate(zip(x.shape, of.shape, strict=True)) for of in like]
         over = [tuple(axis for axis, (a, b) in pairs if a != b) for pairs in sizes]
         x = Factors(*(jnp.mean(wide, axis=axes, keepdims=True) for axes in over))
+    if [y.shape for y in x] != [y.shape for y in like]:
+        arg.fail(i, ValueError, _GUESS)
     return Factors(
         *(a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(x, like, strict=True))
     )

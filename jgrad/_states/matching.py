@@ -5,7 +5,6 @@ it sees the same parameters. A first moment that may be another thing than that 
 needs a word of the user.
 """
 
-import collections
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 
 from jgrad._states import account, forms, parts
 from jgrad._states.account import Account, Entry
-from jgrad._states.parts import ACCUMULATE, CERTAIN, IN_BASES, MW, VW, Keys, Part
+from jgrad._states.parts import ACCUMULATE, IN_BASES, MW, VW, Keys, Part
 from jgrad._trees import checks
 
 Momentum = Literal["keep", "reset"]
@@ -29,10 +28,6 @@ _BIAS = (
     "{name}: zero beside a step that is kept, which schedules and bias correction count: Adam's "
     "first 100 steps there are up to 6.6 times too long (betas 0.9, 0.999). Warm up their rate, or "
     "set `step` to 0."
-)
-_UNCOUNTED = (
-    "{name}: kept beside a step of 0, by which Adam's bias correction divides: its first steps are "
-    "up to 30 times too short (beta2 0.999). Set `step` to the updates that `old` has done."
 )
 _ALIKE = (
     "{name}: {now}, which look alike, so kept: right for the same method alone. "
@@ -86,8 +81,8 @@ class Matcher:
         self._pair(_meaning)
         self._pair(_without_owner, as_many=True)
         self._pair(self._beside_bases)
+        crossing = self._pair(self._by_word)
         self._check_second_moments()
-        crossing = self._pair(lambda x: None if self._is_reset(x) or x.field != MW else x.keys)
         self._check_first_moments(crossing)
         self._assign_steps()
 
@@ -123,6 +118,12 @@ class Matcher:
         is_second = part.field in (VW, IN_BASES) and part.keys not in self._in_bases
         return (part.keys, part.unit) if is_second else None
 
+    def _by_word(self, part: Part) -> Any:
+        """What the user may say to be the same: first moments, and second ones of Adafactor's."""
+        is_second = part.field == VW and part.unit in (parts.SQUARES, parts.OF_FACTORED)
+        is_said = part.field == MW or (is_second and self._momentum != RESET)
+        return (part.keys, part.field) if is_said and not self._is_reset(part) else None
+
     def _is_reset(self, part: Part) -> bool:
         is_moment = part.role in ("moment", "factors")
         return is_moment and any(keys in self._reset for keys in part.owners_keys)
@@ -143,19 +144,19 @@ class Matcher:
         """What may be another thing crosses by the user's word alone."""
         if crossing and self._momentum is None:
             new, old = self._like[crossing[0][0]], self._old[crossing[0][1]]
-            remedy = '"keep" if both hold the same, or "reset" to begin with zeros'
+            remedy = '"keep" if both hold the same, or ' + (
+                '"reset" to begin with zeros' if new.field == MW else "`reset=` for the leaf"
+            )
             came = f"{old.called} of `old` holds {old.unit}; that of `like` holds {new.unit}"
             raise ValueError(f"{self._function}: `momentum`: None, expected {remedy}: {came}.")
         self._crossing = {i for i, _ in crossing}
 
     def _assign_steps(self) -> None:
         """Moments bring the counter that is theirs; others go on from one of the same things."""
-        owners: dict[Keys, collections.Counter[Keys]] = {}
+        brought: dict[Keys, Keys] = {}
         for i, j in self._assigned.items():
             if self._like[i].role == "moment":
-                owners.setdefault(self._like[i].owner, collections.Counter())[
-                    self._old[j].owner
-                ] += 1
+                brought.setdefault(self._like[i].owner, self._old[j].owner)
         clocks = {x.owner: x.clock for x in self._old}
         news, olds = (
             _grouped(x, lambda x: x.kind if x.role == "step" else None, ())
@@ -164,11 +165,11 @@ class Matcher:
         ranks = {j: (kind, k) for kind, steps in olds.items() for k, j in enumerate(steps)}
 
         def likeness(i: int, kind: str, k: int, j: int) -> tuple[float, ...]:
-            new, old, own = self._like[i], self._old[j], owners.get(self._like[i].owner)
-            clock = clocks[max(own, key=own.__getitem__)] if own else new.clock
-            brought = own[old.owner] if own else 0
+            new, old = self._like[i], self._old[j]
+            owner = brought.get(new.owner)
+            clock = new.clock if owner is None else clocks[owner]
             same = (old.clock == clock, old.seen == new.seen, ranks[j][0] == kind)
-            return (brought, *same, -abs(ranks[j][1] - k))
+            return (old.owner == owner, *same, -abs(ranks[j][1] - k))
 
         for kind, steps in news.items() if ranks else ():
             for k, i in enumerate(steps):
@@ -178,7 +179,7 @@ class Matcher:
 
     def _source(self, i: int, part: Part) -> Source:
         j = self._assigned.get(i)
-        is_open = j is not None and part.field == MW and part.unit not in CERTAIN
+        is_open = j is not None and part.field == MW and part.unit not in parts.CERTAIN
         if self._is_reset(part) or (self._momentum == RESET and (is_open or i in self._crossing)):
             return Source(account.RESET, (), IDENTITY if part.is_basis else "")
         if j is None and part.field == "count":  # optax counts once
@@ -264,17 +265,14 @@ class Matcher:
         begun = [x for x, s in made if x.field in (VW, IN_BASES) and not s.old and x.keys in firsts]
         if begun and any(s.old for x, s in made if x.role == "step"):
             yield _BIAS.format(name=_names(begun))
-        begun_steps = {x.owner for x, s in made if x.role == "step" and not s.old}
-        kept = [x for x, s in made if x.field == VW and s.old and x.owner in begun_steps]
-        if kept:
-            yield _UNCOUNTED.format(name=_names(kept))
         units: dict[tuple[str, str], list[Part]] = {}
         for x, s in made:
-            if x.field == MW and s.old:
+            if x.field in (MW, VW) and s.old:
                 units.setdefault((self._old[s.old[0]].unit, x.unit), []).append(x)
         for (was, now), leaves in units.items():
             said = _KEPT if was != now else _ALIKE
-            if was != now or (now not in CERTAIN and self._momentum is None):
+            is_open = leaves[0].field == MW and now not in parts.CERTAIN and self._momentum is None
+            if was != now or is_open:
                 yield said.format(name=_names(leaves), was=was, now=now)
 
 

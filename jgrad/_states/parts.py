@@ -31,6 +31,8 @@ OF_STEPS = "averages of steps, as in `adafactor`"
 ALONE = "momentum of `gradient_descent`, `lars`, `lion` or `muon`"
 BESIDE_OUTPUTS = "momentum beside second moments of outputs"
 CERTAIN = (AVERAGES, OF_STEPS)
+SQUARES = "averages of squares, as in `adam`"
+OF_FACTORED = "averages of squares, as in `adafactor`"  # which corrects no bias
 
 # Fields that hold the state of what is inside, in jgrad and in optax.
 _LABELED = "inner_states"  # of a partition: a state for each label
@@ -55,8 +57,9 @@ _TOLD_BY = {
     "hyperparams": _COUNTER,
 }
 _KNOWN = {*_INSIDE, *_TOLD_BY, "mw", "vw", "count", "step", "mini_step", "done"}
-# Whose second moments are averages of squares, and whose first ones beside them of gradients.
-_AS_ADAM = ({"count", "mu", "nu"}, {"count", "mu", "nu", "nu_max"}, {"nu"}, {"count", "nu"})
+# Whose second moments are averages of squares that are counted, and whose first ones beside them of
+# gradients.
+_AS_ADAM = ({"count", "mu", "nu"}, {"count", "mu", "nu", "nu_max"}, {"count", "nu"})
 _NOT_AS_ADAM = ("ScaleByBeliefState", "ScaleByNovogradState")  # with the fields of Adam's
 
 _SHOWN = 3  # paths named in a message
@@ -134,30 +137,23 @@ def read(state: PyTree) -> list[Part]:
         for x in parts
         if x.role == "moment" and x.leaf is not None
     }
-    of_steps = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
+    factored = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
     in_bases = {(x.owner, k) for x in parts if x.role == "factors" for k in x.owners_keys}
 
-    def field_of_second(x: Part) -> str:
-        """NorMuon's and SOAP's measure another thing than Adam's."""
-        first: Leaf = moments.get((x.owner, x.keys, MW), x.leaf)
-        if (x.owner, x.keys) in in_bases:
-            return IN_BASES
-        return VW if first.shape == x.leaf.shape else PER_OUTPUT
-
     def with_unit(x: Part) -> Part:
+        """NorMuon's and SOAP's second moments measure another thing than Adam's."""
         if x.role != "moment" or x.leaf is None:
             return x
+        first, second = (moments.get((x.owner, x.keys, field)) for field in (MW, VW))
+        field = IN_BASES if (x.owner, x.keys) in in_bases else VW
+        if first is not None and second is not None and first.shape != second.shape:
+            field = PER_OUTPUT
+        is_factored = x.kind == ADAFACTOR or x.owner in factored
         if x.field != MW:
-            return x._replace(field=field_of_second(x), kind=MOMENTS)
-        unit = x.unit
-        if x.kind == ADAFACTOR or x.owner in of_steps:
-            unit = OF_STEPS
-        elif not unit:
-            second = moments.get((x.owner, x.keys, VW))
-            beside = second is None or field_of_second(x._replace(leaf=second))
-            unit = ALONE if beside is True else AVERAGES
-            unit = BESIDE_OUTPUTS if beside == PER_OUTPUT else unit
-        return x._replace(unit=unit, kind=MOMENTS)
+            unit = x.unit or (OF_FACTORED if is_factored else SQUARES)
+            return x._replace(field=field, unit=unit, kind=MOMENTS)
+        beside = ALONE if second is None else BESIDE_OUTPUTS if field == PER_OUTPUT else AVERAGES
+        return x._replace(unit=OF_STEPS if is_factored else x.unit or beside, kind=MOMENTS)
 
     return list(map(with_unit, parts))
 
@@ -297,18 +293,21 @@ def renamed(
         _there(function, "old", was, old): _there(function, "like", now, like)
         for was, now in rename.items()
     }
-    olds, likes = _paths_of_fields(old), _paths_of_fields(like)
-    nothing: tuple[set[Keys], dict[Keys, Keys]] = (set(), {})
+    known = {(x.shown, x.keys) for x in like}
+    if not rules and all((x.shown, x.keys) in known for x in old):
+        return list(old)
+    olds, likes = map(_variables, (old, like))
     new: list[Part] = []
     seen: dict[tuple[object, ...], Keys] = {}
     for part in old:
         ends = (end for end in range(len(part.keys), 0, -1) if part.keys[:end] in rules)
         end = next(ends, 0)
         keys = (*rules[part.keys[:end]], *part.keys[end:]) if end else part.keys
-        (_, of_old), (known, of_like) = olds[part.shown], likes.get(part.shown, nothing)
-        if keys not in known:
-            plain = keys[:-1] if of_old.get(part.keys[:-1]) == part.keys else keys
-            keys = plain if plain in known else of_like.get(plain, keys)
+        if (part.shown, keys) not in known:
+            is_variable = olds.get((part.shown, part.keys[:-1])) == part.keys
+            plain = keys[:-1] if is_variable else keys
+            is_there = (part.shown, plain) in known
+            keys = plain if is_there else likes.get((part.shown, plain), keys)
         new.append(part._replace(keys=keys))
         meaning = (part.owner, part.name, keys)
         was = part.keys if part.leaf is None else seen.setdefault(meaning, part.keys)
@@ -319,22 +318,15 @@ def renamed(
     return new
 
 
-def _paths_of_fields(
-    state: Sequence[Part],
-) -> dict[str, tuple[set[Keys], dict[Keys, Keys]]]:
-    """Of each field the paths, and by those of variables of flax those of their arrays.
+def _variables(state: Sequence[Part]) -> dict[tuple[str, Keys], Keys]:
+    """By fields and paths of variables of flax the paths of their arrays.
 
     These have the key `value`, alone in a subtree. Models have such keys, too.
     """
-    paths: dict[str, set[Keys]] = {}
-    for x in state:
-        paths.setdefault(x.shown, set()).add(x.keys)
-    found = {}
-    for field, known in paths.items():
-        below = collections.Counter(keys[:end] for keys in known for end in range(len(keys)))
-        ends = {keys[:-1]: keys for keys in known if keys[-1:] == (_VALUE,)}
-        found[field] = known, {x: keys for x, keys in ends.items() if below[x] == 1}
-    return found
+    paths = {(x.shown, x.keys) for x in state}
+    below = collections.Counter((field, x[:end]) for field, x in paths for end in range(len(x)))
+    ends = {(field, x[:-1]): x for field, x in paths if x[-1:] == (_VALUE,)}
+    return {path: x for path, x in ends.items() if below[path] == 1}
 
 
 def _there(function: str, name: str, text: str, state: Sequence[Part]) -> Keys:

@@ -97,7 +97,8 @@ def state_shardings(
     followed = _Shardings(nodes, sharded, replicated, axes)
     shardings = followed.of_state(variables.variables_of_blocks(state))
     shardings = jax.tree.map(_as_returned, variables.in_form_of(state, shardings), state)
-    if isinstance(tx, inside.Offloaded) and host_memory.is_there(_NAME):
+    if isinstance(tx, inside.Offloaded):
+        host_memory.check(_NAME)
         return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
     return shardings
 

@@ -13,23 +13,14 @@ KIND = "pinned_host"
 
 
 @functools.cache
-def is_there(function: str) -> bool:
-    """Whether the backend has host memory of its own; an error where the state has no other place.
-
-    The CPU of JAX 0.7 has one memory only, which is the host's.
-    """
+def check(function: str) -> None:
+    """Raises an error where the backend has no host memory of its own."""
     device = jax.local_devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if KIND in kinds and hasattr(jax, "memory"):
-        return True
-    if device.platform == "cpu":
-        return False
-    problem = (
-        f"memory of the kinds {', '.join(map(repr, kinds))}, expected {KIND!r} among them"
-        if KIND not in kinds
-        else f"JAX {jax.__version__} without `jax.memory`, expected a newer one"
-    )
-    raise RuntimeError(f"{function}: the backend {device.platform!r}: {problem}.")
+    if KIND not in kinds:
+        came = f"memory of the kinds {', '.join(map(repr, kinds))}"
+        backend = f"the backend {device.platform!r}"
+        raise RuntimeError(f"{function}: {backend}: {came}, expected {KIND!r} among them.")
 
 
 def to_host(tree: PyTree) -> PyTree:
@@ -55,8 +46,6 @@ def _moved(tree: PyTree, space: Any) -> PyTree:
 
 def place_on_host(tree: PyTree) -> str | None:
     """The path of the first array that lies in host memory; None if there is none."""
-    if not hasattr(jax, "memory"):
-        return None
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
             return jax.tree_util.keystr(path)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._trees.trees import PyTree
 
-# How JAX names the axis of a `pmap` that was given none. Private, checked in JAX 0.7 to 0.12.
+# How JAX names the axis of a `pmap` that was given none. Private, checked in JAX 0.8 to 0.12.
 _WITHOUT_NAME = "_internal_pmap"
 
 
@@ -105,7 +105,7 @@ def all_gather(x: jax.Array, names: tuple[str, ...], axis: int = 0) -> jax.Array
     """
     if not any(is_known_to_be_invariant(name) for name in names):
         return jax.lax.all_gather(x, names, axis=axis, tiled=True)
-    if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # JAX 0.7 alone
+    if (gather := getattr(jax.lax, "all_gather_invariant", None)) is not None:  # JAX 0.8
         return gather(x, names, axis=axis, tiled=True)
     return jax.lax.all_gather(x, names, axis=axis, tiled=True, to="invarying")
 
@@ -137,12 +137,12 @@ def varying_axes(*arrays: Any) -> tuple[str, ...]:
     Also of a `jax.ShapeDtypeStruct`.
     """
     varying: set[str] = set()
-    for x in arrays:  # what types say of it is not documented, checked in JAX 0.7 to 0.12
+    for x in arrays:  # what types say of it is not documented, checked in JAX 0.8 to 0.12
         kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
         if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
             varying.update(() if kind.manual_axis_type is None else kind.manual_axis_type.varying)
         else:
-            varying.update(kind.vma or ())  # JAX 0.7
+            varying.update(kind.vma or ())  # JAX 0.8
     return tuple(sorted(varying))
 
 
@@ -163,7 +163,7 @@ def varying_as(arrays: Sequence[jax.Array]) -> dict[str, Any]:
     axes = frozenset(varying_axes(*arrays))
     if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
         return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
-    return {"vma": axes}  # JAX 0.7
+    return {"vma": axes}  # JAX 0.8
 
 
 def unknown_axes(*arrays: jax.Array) -> tuple[str, ...]:
@@ -204,4 +204,4 @@ def _manual_axes() -> list[str]:
 def _varying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, names, to="varying")
-    return jax.lax.pvary(x, names)  # type: ignore[attr-defined]  # JAX 0.7
+    return jax.lax.pvary(x, names)  # type: ignore[attr-defined]  # JAX 0.8

@@ -9,16 +9,16 @@ from typing import Any
 
 import jax
 
-# Where each name is, in one of these modules: checked in JAX 0.7 to 0.12.
+# Where each name is, in one of these modules: checked in JAX 0.8 to 0.12.
 _HOMES = {
     **dict.fromkeys(("ClosedJaxpr", "Jaxpr", "Literal", "Primitive"), ("jax.extend.core",)),
-    "get_opaque_trace_state": ("jax.extend.core", "jax.core"),  # the latter up to JAX 0.7
+    "get_opaque_trace_state": ("jax.extend.core", "jax.core"),  # the latter up to JAX 0.8
     "eval_jaxpr": ("jax.core",),
     **dict.fromkeys(("dce_jaxpr", "dce_rules"), ("jax.interpreters.partial_eval",)),
     **dict.fromkeys(("lower_fun", "register_lowering"), ("jax.interpreters.mlir",)),
     "primitive_batchers": ("jax.interpreters.batching",),
     **dict.fromkeys(("Zero", "primitive_jvps"), ("jax.interpreters.ad",)),
-    "enable_x64": ("jax", "jax.experimental"),  # the latter up to JAX 0.7
+    "enable_x64": ("jax",),
 }
 
 

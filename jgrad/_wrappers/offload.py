@@ -47,7 +47,7 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     raises, up to 0.12, since it makes no zeros in host memory, from which derivatives start:
     differentiate `tx` alone, whose numbers are the same.
 
-    On the CPU of JAX 0.7, whose only memory is the host's, `offload(tx)` is `tx`.
+    On the CPU of JAX 0.8 the state stays where it is, in the only memory that is used.
 
     Args:
       tx: any transformation.
@@ -58,8 +58,8 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     Raises:
       TypeError: `tx` is not a transformation.
       ValueError: `tx` is an `offload`, or has one inside.
-      RuntimeError: in `init` and `update`, on an accelerator without memory of the kind
-        `pinned_host`, or with a JAX that has no `jax.memory`.
+      RuntimeError: in `init` and `update`, on a backend without memory of the kind
+        `pinned_host`.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -74,19 +74,16 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     """
     tx = inside.transformation(_NAME, tx)
 
-    def to_host(state: PyTree) -> PyTree:
-        return host_memory.to_host(state) if host_memory.is_there(_NAME) else state
-
     def init(params: PyTree) -> PyTree:
         shares.refuse(_NAME, "use the ordinary step")
-        return to_host(tx.init(params))
+        host_memory.check(_NAME)
+        return host_memory.to_host(tx.init(params))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        if host_memory.is_there(_NAME):
-            state = host_memory.to_device(state)
-        steps, new = tx.update(updates, state, params, **extra_args)
-        return steps, to_host(new)
+        host_memory.check(_NAME)
+        steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
+        return steps, host_memory.to_host(new)
 
     return inside.Offloaded(*pair(init, update, _NAME))

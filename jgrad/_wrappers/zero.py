@@ -44,8 +44,7 @@ def zero(tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]) -> 
 
     Under `shard_map` with `check_vma=True`, `jax.grad` with respect to replicated parameters sums
     gradients over devices by itself, and `zero` refuses such gradients. Differentiate with respect
-    to `jax.lax.pcast(params, axis_name, to="varying")` (`jax.lax.pvary` in JAX 0.7), or choose
-    `check_vma=False`.
+    to `jax.lax.pcast(params, axis_name, to="varying")`, or choose `check_vma=False`.
 
     Half-precision gradients are summed in their dtype; cast them to float32 first if that is not
     enough.

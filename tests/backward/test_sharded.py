@@ -17,7 +17,7 @@ from benchmarks.accelerators import hlo
 from tests.backward import models
 from tests.backward.models import AXES, assert_equal
 from tests.backward.recipes import adam, clipped, eight_bits, muon
-from tests.multi_device.meshes import mesh_of, place, shardings_of, use
+from tests.multi_device.meshes import mesh_of, place, shardings_of
 
 SIZES = {"width": 32, "hidden": 256}
 SPECS = {
@@ -78,7 +78,7 @@ def test_under_jit(kind, name):
     """FSDP along one axis and tensors along another."""
     (make, options), mesh = SUBJECTS[name], mesh_of(getattr(AxisType, kind), d=4, m=2)
     tx, loss = make(), models.loss if kind == "Auto" else sharded_loss
-    with use(mesh):
+    with jax.set_mesh(mesh):
         params, x = place(models.params(**SIZES), mesh, SPECS), place(X, mesh, P("d"))
         state = jax.jit(tx.init, out_shardings=jgrad.state_shardings(tx, params))(params)
         steps = (
@@ -180,7 +180,7 @@ def test_a_gradient_lies_as_its_weights_do():
     """Where types do not say it, `mesh_axes` does: no layer is gathered for its update."""
     mesh, tx = mesh_of(d=8), adam()
     specs = {"first": P(), "layers": {"up": P(None, "d"), "down": P(None, "d")}, "last": P()}
-    with use(mesh):
+    with jax.set_mesh(mesh):
         params = place(models.params(**SIZES), mesh, specs)
         step = jgrad.step_in_backward(tx, models.loss, mesh_axes=specs)
         text = jax.jit(step).lower(params, tx.init(params), X).as_text()
@@ -191,7 +191,7 @@ def test_a_gradient_lies_as_its_weights_do():
 
 def test_shardings_stay():
     mesh, tx = mesh_of(d=4, m=2), adam()
-    with use(mesh):
+    with jax.set_mesh(mesh):
         params = place(models.params(**SIZES), mesh, SPECS)
         step = jax.jit(jgrad.step_in_backward(tx, models.loss, mesh_axes=SPECS))
         new, state, _ = step(params, jax.jit(tx.init)(params), place(X, mesh, P("d")))

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests.multi_device.meshes import mesh_of, use
+from tests.multi_device.meshes import mesh_of
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 
@@ -68,7 +68,7 @@ def without_boxes():
 def test_sharded_as_the_boxes_say(is_unboxed):
     make = functools.partial(start, eight_bits(), is_boxed=True)
     mesh = mesh_of(model=8)
-    with use(mesh):
+    with jax.set_mesh(mesh):
         specs = nn.get_partition_spec(jax.eval_shape(make, jax.random.key(0)))
         codes, scale = specs.opt_state.inner.mw["params"]["Dense_1"]["kernel"]
         assert (codes, scale) == (P("model", None), P("model", None))

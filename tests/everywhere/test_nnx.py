@@ -5,7 +5,6 @@ The truth is what the same recipe does to the same parameters as a dict of array
 
 import functools
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from jgrad._trees import variables
-from tests.multi_device.meshes import mesh_of, use
+from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
@@ -138,8 +137,6 @@ RECIPES = {
 }
 IN_BFLOAT16 = ("master_weights", "six bytes")
 NOT_IN_8_BITS = ("decays by path", "momentum", "normuon", "lamb")
-# Up to flax 0.11 no variable can hold None, as a leaf without a moment or without a norm has.
-WITH_NONE = ("muon", "normuon", "hyperball")
 
 
 @pytest.fixture(autouse=True)
@@ -153,14 +150,8 @@ def has_8_bits(tree):
     return jnp.int8 in [x.dtype for x in jax.tree.leaves(tree)]
 
 
-def is_older(version):
-    return tuple(map(int, flax.__version__.split(".")[:2])) < version
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(name):
-    if name in WITH_NONE and is_older((0, 12)):
-        pytest.skip("flax 0.11 has no variables of None")
     dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
     tx = RECIPES[name]()
     model, optimizer = start(tx, dtype=dtype)
@@ -262,7 +253,7 @@ def test_states_of_1_0():
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.skipif(is_older((0, 12)), reason="flax 0.11 has no hijax variables")
+@pytest.mark.skipif(not hasattr(nnx, "var_defaults"), reason="flax 0.12.1 has no such defaults")
 def test_hijax_variables():
     """They are no nodes of JAX's trees: moments are arrays, and so are both parts of those in 8 bits."""
     expected = plain(eight_bits())[0]
@@ -299,7 +290,7 @@ def test_scan():
 def test_names_of_mesh_axes(names):
     """Codes are sharded as the parameter is, and scales along the axes without blocks."""
     mesh = mesh_of(data=2, model=4)
-    with use(mesh):
+    with jax.set_mesh(mesh):
         model, optimizer = start(eight_bits(), names=names, width=256)
         codes, scale = optimizer.opt_state.mw["a"]["kernel"]
         specs = nnx.get_partition_spec(nnx.state(optimizer.opt_state.mw["a"]))["kernel"]

@@ -4,7 +4,6 @@ import importlib
 import re
 import runpy
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +20,9 @@ PAGES = runpy.run_path(str(ROOT / "docs/_extensions/trainings.py"))
 NAMES = PAGES["NAMES"]
 STEPS = 200  # of a run: fewer than the programs' own
 BOUND = 0.9  # of test digits named rightly; a tenth by chance
-IS_OLD = not hasattr(jax, "set_mesh") or tuple(map(int, flax.__version__.split(".")[:2])) < (0, 12)
-OLD = pytest.mark.skipif(IS_OLD, reason="its page asks for flax 0.12, which asks for jax.set_mesh")
 MARKS = {
     "train_linen": [pytest.mark.slow],
-    "train_sharded_nnx": [pytest.mark.slow, OLD],
+    "train_sharded_nnx": [pytest.mark.slow],
     "finetune_lora": [pytest.mark.slow],
 }
 
@@ -111,7 +108,6 @@ def test_equinox(run, tmp_path):
     assert [x.name for x in (tmp_path / "run").iterdir()] == ["digits.eqx"]
 
 
-@OLD
 def test_shardings(run):
     """Codes lie where weights do, by the same names, and a checkpoint goes on anywhere."""
     (model, optimizer), *_ = run("train_sharded_nnx", 100)
@@ -136,7 +132,6 @@ def test_shardings(run):
     assert accuracy > BOUND
 
 
-@OLD
 def test_on_one_device(run):
     """The same numbers after ten steps, to a few roundings of weights below 1/2."""
     (sharded, _), *_ = run("train_sharded_nnx", 10)

@@ -97,7 +97,7 @@ def on_the_host(names, params, state, losses):
     large, adam = params["hidden"]["w"], state.inner.inner
     found = 2 * large.nbytes + nbytes((adam.mw["hidden"]["w"], adam.vw["hidden"]["w"]))
     assert found == pytest.approx(6.03 * large.size, rel=0.002)
-    if hasattr(jax, "memory"):
+    if jax.__version_info__ >= (0, 10):  # the CPU of JAX 0.8 moves nothing there
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from benchmarks import collectives
 from jgrad._kernels import passes as two_passes, places, platforms
-from tests.multi_device.meshes import mesh_of, use
+from tests.multi_device.meshes import mesh_of
 from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain
 from tests.support.loops import assert_equal
 
@@ -74,7 +74,7 @@ def assert_same(name, form, mesh, leaves, specs=SPECS, moved=None, **options):
     tx, dtype = RECIPES[name](), jnp.bfloat16 if name == "stochastic" else jnp.float32
     grads = gradients(dtype=dtype)
     expected = plain(tx, model(dtype), grads)
-    with use(mesh), forced(form) as count:
+    with jax.set_mesh(mesh), forced(form) as count:
         w = on_mesh(model(dtype), mesh, specs)
         before = jax.tree.map(lambda x: x.sharding, w)
         state = tx.init(w)
@@ -229,7 +229,7 @@ def test_packed(kind):
     put = lambda tree: jax.tree.map(
         lambda x: jax.device_put(x, NamedSharding(mesh, P("x") if x.ndim else P())), tree
     )
-    with use(mesh), forced("kernel") as count:
+    with jax.set_mesh(mesh), forced("kernel") as count:
         own, state = put(w), put(tx.init(w))
         step = jax.jit(functools.partial(jgrad.apply_gradients, tx, **options))
         step = step.lower(own, state, own).compile()
@@ -245,7 +245,7 @@ def test_packed(kind):
 
 def answers(axes=None, kind=AxisType.Auto, specs=SPECS):
     mesh = mesh_of(kind, x=4, y=2)
-    with use(mesh):
+    with jax.set_mesh(mesh):
         w = on_mesh(model(), mesh, specs)
         return jgrad.leaf_programs(MOMENTUM(), w, mesh_axes=axes)
 

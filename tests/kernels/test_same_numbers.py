@@ -220,13 +220,7 @@ def test_usual_numbers(form):
         assert np.sum(different) <= 4  # those of other codes
 
 
-in_64_bits = pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="JAX 0.7 interprets kernels in the 64 bits around them."
-)
-
-
 @pytest.mark.slow(always=["momentum-kernel"])
-@in_64_bits
 @recipes(
     ("adam", "momentum", "accumulate", "skip, clip, stochastic"),
     {"kernel": ("momentum",), "two passes": ()},

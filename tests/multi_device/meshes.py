@@ -19,11 +19,6 @@ def mesh_of(axis_type=AxisType.Auto, **axes):
     )
 
 
-def use(mesh):
-    """A context with this mesh, in each supported JAX."""
-    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh)
-
-
 def shardings_of(mesh, specs):
     """A sharding for each spec."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -43,7 +38,7 @@ def varying(x, axis):
     """The type of what differs from device to device along an axis, inside `shard_map`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axis, to="varying")
-    return jax.lax.pvary(x, axis)  # JAX 0.7
+    return jax.lax.pvary(x, axis)  # JAX 0.8
 
 
 def update_in_shard_map(tx, w, mesh, specs, *, step=None, check_vma=True):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from tests.multi_device.meshes import mesh_of, place, update_in_shard_map, use
+from tests.multi_device.meshes import mesh_of, place, update_in_shard_map
 from tests.support.errors import assert_error
 from tests.support.loops import step_of, train
 
@@ -46,7 +46,7 @@ def test_under_jit(name, kind):
     """Rows and columns lie as the weights do along the axes that they have."""
     mesh = mesh_of(kind, a=2, b=2)
     tx = jgrad.adafactor(0.05, **OPTIONS)
-    with use(mesh):
+    with jax.set_mesh(mesh):
         w = place(draw(0), mesh, SPECS[name])
         shardings = jgrad.state_shardings(tx, w)
         state = jax.jit(tx.init, out_shardings=shardings)(w)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from tests.cases import CASES
-from tests.multi_device.meshes import mesh_of, place, specs_of, use
+from tests.multi_device.meshes import mesh_of, place, specs_of
 
 SHAPES = {"w": (8, 12), "up": (16, 8), "wide": (16, 512), "b": (8,), "s": (6,)}
 SPECS = {
@@ -43,7 +43,7 @@ def test_one_trace_and_one_compilation(case, kind):
         updates, state = tx.update(w, state, w)
         return optax.apply_updates(w, updates), state
 
-    with use(mesh):
+    with jax.set_mesh(mesh):
         shardings = jgrad.state_shardings(tx, w)
         # With automatic axes XLA chooses where SOAP's averages are, unless a user does.
         chooses = kind is AxisType.Auto and case.make is jgrad.soap
@@ -64,7 +64,7 @@ def test_specs_are_those_of_types(case, moment_dtype):
         pytest.skip("has no moments")
     options = {} if moment_dtype is None else {"moment_dtype": moment_dtype}
     tx, (mesh, w) = case.tx(**options), placed(AxisType.Explicit)
-    with use(mesh):
+    with jax.set_mesh(mesh):
         shardings = jgrad.state_shardings(tx, w)
         state = jax.device_put(tx.init(w), shardings)
         _, new = jax.eval_shape(tx.update, w, state, w)

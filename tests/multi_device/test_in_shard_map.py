@@ -264,9 +264,6 @@ def choices():
 @pytest.mark.parametrize(("optimizer", "form", "way", "axis_type", "check_vma"), list(choices()))
 def test_as_on_one_device(optimizer, form, way, axis_type, check_vma):
     """Weights and states; a step whose gradient has a NaN in one row is left out on all devices."""
-    varies = form == "packed" and way is not WAYS["data parallel"]
-    if varies and check_vma and jax.__version_info__ < (0, 8):
-        pytest.skip("JAX 0.7 has no gradient of a split of what varies over devices, in a scan.")
     found = on_a_mesh(optimizer, form, way, axis_type, check_vma)
     expected = on_one_device(optimizer)
     for name, wrapper, _ in subjects(optimizer, form, way):

@@ -377,7 +377,7 @@ def test_e12_few_collectives(layouts):
 
     Norms come in columns of up to 16 leaves that are cut alike, so that there are three columns of
     weights and three of directions here, with at most two maxima and a sum for each. XLA joins some
-    that are over the same axes: in jax 0.10.2, 8 remain for one layout and 12 for five; in 0.7.0,
+    that are over the same axes: in jax 0.10.2, 8 remain for one layout and 12 for five; in 0.8.1,
     all 18.
     """
     kinds = {f"layer_{i:02}": layouts[i % len(layouts)] for i in range(40)}

@@ -500,7 +500,7 @@ def test_pmap():
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="JAX 0.7 does not say inside `pmap` what has a name."
+    jax.__version_info__ < (0, 10), reason="JAX 0.8 does not say inside `pmap` what has a name."
 )
 @pytest.mark.slow(always=True)
 def test_pmap_without_a_spec():
@@ -557,8 +557,6 @@ def test_no_mesh(name):
         "a mesh, or a call of the compiled function under `jax.set_mesh(mesh)`.",
         lambda: jax.jit(tx.update)(w, tx.init(w), w),
     )
-    if not hasattr(jax, "set_mesh"):  # JAX 0.7
-        return
     with jax.set_mesh(mesh_of(data=DEVICES)):
         found, _ = jax.jit(tx.update)(w, tx.init(w), w)
     plain = muon_of_matrices()

@@ -130,7 +130,7 @@ def test_explicit_axes(moment_dtype):
 
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10),
-    reason="JAX 0.7 has no types for such tangents of a custom rule.",
+    reason="JAX 0.8 has no types for such tangents of a custom rule.",
 )
 def test_gradients_on_explicit_axes():
     """They have the type of the parameters."""

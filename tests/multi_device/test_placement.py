@@ -385,7 +385,7 @@ def test_e25_mean_on_one_side(way):
 
     Outside alone, it is 28 under `shard_map` with `check_vma`, where the gradient of a replicated
     weight is summed already. Inside alone, each device has its own elsewhere. JAX may change this;
-    as of 0.7.0 and 0.10.2 the numbers are these.
+    as of 0.8.1 and 0.10.2 the numbers are these.
     """
     w, x = jnp.float32(1.0), jnp.arange(8.0)
     checked = way == "shard_map"

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from benchmarks.accelerators import hlo
 from jgrad._backward.step_in_backward import forced
-from tests.multi_device.meshes import mesh_of, use
+from tests.multi_device.meshes import mesh_of
 from tests.reference import optimizers as reference
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, run, step_of, train
@@ -474,7 +474,7 @@ def test_dealt_out_over_devices(kind, x64):
     ]
     expected = train(soap(every=1), w, grads)
     shardings = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
-    with use(mesh):
+    with jax.set_mesh(mesh):
         tx = soap(every=1, shard_over="d")
         state_shardings = jgrad.state_shardings(tx, w, shardings)
         start = jax.device_put(w, shardings)
@@ -505,7 +505,7 @@ def test_collectives_of_new_bases(shard_over, state_over, expected):
     sharding = NamedSharding(mesh, P("d"))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     w = {name: place(jnp.ones((8, 8)), sharding) for name in "abc"}
-    with use(mesh):
+    with jax.set_mesh(mesh):
         tx = soap(shard_over=shard_over)
         shardings = jgrad.state_shardings(tx, w, shard_over=state_over)
         state = jax.tree.map(place, jax.eval_shape(tx.init, w), shardings)

@@ -28,24 +28,6 @@ def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-packings = pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
-
-
-@pytest.mark.slow
-@packings
-def test_e45_the_state_of_another_recipe(pack):
-    """An optimizer without 8 bits takes the state, and the other one takes it back."""
-    w, g = pack(W), pack(G)
-    state = trained(eight, w, g)
-    arrays = unquantized(state)
-    assert jax.tree.structure(arrays) == jax.tree.structure(plain.init(w))
-    assert int(plain.update(g, arrays, w)[1].step) == 2
-    again = quantized(arrays, like=jax.eval_shape(eight.init, w))
-    assert jax.tree.structure(again) == jax.tree.structure(state)
-    assert_same(unquantized(again), arrays)
-    assert_same(quantized(state, like=plain.init(w)), arrays)
-
-
 def apart(w):
     return jgrad.pack(w, small_apart=True)
 
@@ -88,12 +70,6 @@ def test_what_is_there_stays():
     state = trained(eight)
     assert quantized(state, like=state).mw["w"].codes is state.mw["w"].codes
     assert unquantized(state).mw["b"] is state.mw["b"]
-
-
-def test_other_dtypes_of_moments():
-    half = jgrad.adam(1e-2, moment_dtype=jnp.bfloat16)
-    found = quantized(trained(eight), like=half.init(W))
-    assert found.mw["w"].dtype == found.mw["b"].dtype == jnp.bfloat16
 
 
 def test_e45_a_checkpoint_of_8_bits(tmp_path):

@@ -49,26 +49,6 @@ def carried(old, tx, **options):
 
 # ---- counters of updates and of mini-batches ---------------------------------------------------
 
-RECIPES = {
-    "the schedule of hyperball": hyperball(optax.sgd(0.1)),
-    "hyperball around accumulate": hyperball(accumulate(adam)),
-    "a schedule beside accumulate": optax.chain(scheduled, accumulate(adam)),
-    "a schedule beside MultiSteps": optax.chain(scheduled, multi_steps(adam)),
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_trained_states_come_back(name, standard_promotion):
-    tx = RECIPES[name]
-    state = tx.init(W)
-    update = jax.jit(tx.update)
-    for _ in range(7):
-        _, state = update(W, state, W)
-    again, account = jgrad.carry_over(state, like=tx.init(W), strict=True)
-    assert_same_bits(again, state)
-    assert not account.converted
-
-
 # The counter of each state, and what is inside of it.
 COUNTS = {
     jgrad.HyperballState: ("done", "inner"),
@@ -159,13 +139,6 @@ def test_a_counter_of_another_thing_is_lost():
     assert account.dropped == ("step",)
     old = after_seven(optax.chain(scheduled, adam))
     assert not carried(old, adam, strict=True)[1].dropped
-
-
-def test_in_places_whose_paths_end_alike():
-    tx = optax.chain(optax.chain(adam, scheduled), scheduled)
-    old = state_of(tx)
-    assert old[0][1].count != old[1].count
-    assert_same_bits(carried(old, tx, strict=True)[0], old)
 
 
 def test_moments_bring_their_step():

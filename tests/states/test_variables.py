@@ -34,7 +34,7 @@ RECIPES = {
 }
 
 
-as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # by its older name
+as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # by its name in flax 0.12.1
 
 
 def restored(path, state):

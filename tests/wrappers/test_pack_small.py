@@ -257,7 +257,6 @@ def test_optax_maps_what_is_like_the_parameters():
     assert named[1].vw == {"a": "A", "big": "B", "n": "N"}
 
 
-@pytest.mark.skipif(not hasattr(nnx.Param, "get_value"), reason="flax before 0.12")
 def test_packed_parameters_of_nnx():
     """`nnx.Optimizer` takes the state apart, whatever the optimizer: the message says what to do."""
 
