@@ -1,15 +1,13 @@
 """The layout for a tree: which leaves are packed, in which order, and where each starts."""
 
-import collections
 import math
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import Axes
-from jgrad._packed.layouts import APART, WIDTH, Layout, RowOrder, Segment, Span
+from jgrad._packed.layouts import APART, WIDTH, Layout, Span
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -28,15 +26,13 @@ def layout_of(
     layer_axes: PyTree = None,
     multiple_of: int = 1,
     max_size: int | None = None,
-    matrices: Sequence[bool] | None = None,
     *,
     small_apart: bool = False,
     others: bool = False,
 ) -> tuple[Layout, list[jax.Array | None]]:
     """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
 
-    Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. The
-    layers of leaves with True in `matrices` are whole in each of `multiple_of` shards. With
+    Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. With
     `small_apart`, leaves that are too small for 8 bits share no buffer with larger ones.
     """
     arg = ArgLeaves.from_tree(function, "tree", tree).with_arrays()
@@ -69,73 +65,11 @@ def layout_of(
     buffers: dict[str, list[tuple[int, Span]]] = {}
     for member in packed:
         buffers.setdefault(member[1].buffer, []).append(member)
-    row_orders: dict[str, RowOrder] = {}
     for name, members in buffers.items():
-        chosen = [matrices is not None and multiple_of > 1 and matrices[i] for i, _ in members]
-        starts, row_order = _assign_rows([span for _, span in members], chosen, multiple_of)
-        if any(chosen):
-            _check_padding(arg, members, chosen, row_order)
-            row_orders[name] = row_order
-        for start, (i, span) in zip(starts, members, strict=True):
-            spans[i] = span._replace(start=start)
-        shapes[name] = (row_order.num_rows, WIDTH)
-    layout = Layout(
-        trees.flatten(tree)[1],
-        tuple(spans),
-        tuple(sorted(shapes.items())),
-        _row_orders=tuple(sorted(row_orders.items())),
-    )
+        row = 0
+        for i, span in members:
+            spans[i] = span._replace(start=row)
+            row += span.num_blocks
+        shapes[name] = (-(-row // multiple_of) * multiple_of, WIDTH)
+    layout = Layout(trees.flatten(tree)[1], tuple(spans), tuple(sorted(shapes.items())))
     return layout, list(arg.leaves)
-
-
-def _assign_rows(
-    spans: Sequence[Span], chosen: Sequence[bool], shards: int
-) -> tuple[list[int], RowOrder]:
-    """The first row of each span, and the order of rows; layers of chosen spans stay whole.
-
-    Without chosen ones there is one segment, in which leaves follow each other.
-    """
-    alike: dict[tuple[bool, tuple[int, ...], int], list[int]] = {}
-    for i, (span, is_matrix) in enumerate(zip(spans, chosen, strict=True)):
-        kind = (True, _layer_shape(span), span.blocks_per_layer) if is_matrix else (False, (), 1)
-        alike.setdefault(kind, []).append(i)
-    starts, segments, start = [0] * len(spans), [], 0
-    for is_matrix, shape, blocks in sorted(alike, key=lambda kind: not kind[0]):  # matrices first
-        row = start
-        for i in alike[is_matrix, shape, blocks]:
-            starts[i] = row
-            row += spans[i].num_blocks
-        capacity = -(-(row - start) // (blocks * shards)) if blocks else 0
-        segments.append(Segment(capacity * blocks, capacity if is_matrix else 0))
-        start += shards * capacity * blocks
-    return starts, RowOrder(shards, tuple(segments))
-
-
-def _check_padding(
-    arg: ArgLeaves, members: list[tuple[int, Span]], chosen: list[bool], row_order: RowOrder
-) -> None:
-    """No more than half of such a buffer is padding: some shape has too few matrices."""
-    shards, num_rows = row_order.shards, row_order.num_rows
-    used = sum(span.num_blocks for _, span in members)
-    if 2 * used >= num_rows:
-        return
-    counts: collections.Counter[tuple[int, ...]] = collections.Counter()
-    first: dict[tuple[int, ...], tuple[int, Span]] = {}
-    for (i, span), is_matrix in zip(members, chosen, strict=True):
-        if is_matrix:
-            counts[_layer_shape(span)] += span.layers.num_layers
-            first.setdefault(_layer_shape(span), (i, span))
-    shape = max(counts, key=lambda x: (-counts[x] % shards) * first[x][1].blocks_per_layer)
-    count = counts[shape]
-    problem = (
-        f"{'1 matrix' if count == 1 else f'{count} matrices'} of shape {shape} for "
-        f"{shards} shards: {100 * (num_rows - used) // num_rows}% of the buffer would be "
-        "padding, expected at most half; shard over a smaller mesh axis, with a smaller "
-        "`multiple_of`"
-    )
-    arg.fail(first[shape][0], ValueError, problem)
-
-
-def _layer_shape(span: Span) -> tuple[int, ...]:
-    """The shape of a layer of the leaf."""
-    return tuple(span.layers.shape[axis] for axis in span.layers.within)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import matrix_axes, numbers, options
+from jgrad._inputs import matrix_options, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import FORM, MATRICES, Given, Options, checked, count, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average, of_one_leaf
-from jgrad._inputs.matrix_axes import LAST
+from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import MomentShapes, NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
@@ -26,7 +26,6 @@ from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
 from jgrad._trees import trees, values
-from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -86,14 +85,8 @@ class Soap(NamedTuple):
     def shapes_of(self, inputs: Parameters) -> MomentShapes:
         """Those of all elements; and where the matrices of each leaf are."""
         axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
-        matrices = matrix_axes.find(inputs, self.matrices, *axes)
-        for spec in inputs.specs:
-            for i in () if spec.is_unpacked else spec.positions:
-                if matrices[i] is not None:
-                    arg = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
-                    came = "True for a leaf that is packed with others"
-                    expected = "expected one by itself: `pack(params, max_size=...)` below its size"
-                    arg.fail(i, ValueError, f"{came}, {expected}")
+        matrices = matrix_options.find(inputs, self.matrices, *axes)
+        matrix_options.refuse_packed(inputs, matrices)
         return MomentShapes(inputs.tree, inputs.tree, matrices)
 
     @property

@@ -87,6 +87,13 @@ GONE = {
     "unquantized": "`jgrad.carry_over(state, like=...)`, whose `like` has shapes in float32",
     "muon_update": "`jgrad.muon`, its method",
 }
+# What functions took up to 1.1.
+GONE_OPTIONS = {
+    ("pack", "matrices"): (
+        "`max_size`, which leaves matrices unpacked, and `shard_over` of `muon`, which deals them "
+        "out under `jit`; `unpack` a state with packed matrices in jgrad 1.1"
+    ),
+}
 
 # The keywords that some transformation takes in `update`.
 KEYWORDS = (
@@ -151,6 +158,8 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             rest = ", and all others by name too" if len(named) > 1 else ""
             raise TypeError(f"{name}: {came}, expected {expected}; write `{first}=`{rest}.")
         for keyword in kwargs:
+            if gone := GONE_OPTIONS.get((name, keyword)):
+                raise TypeError(f"{name}: `{keyword}`: gone in 2.0, expected {gone}.")
             if keyword not in known and (expected := meant(keyword, known)):
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
         made = function(*args, **kwargs)  # which has checked each value by itself

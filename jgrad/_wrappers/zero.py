@@ -1,11 +1,12 @@
 """ZeRO-1: each device keeps and updates a shard of the state."""
 
+import dataclasses
 from typing import Any
 
 import optax
 
 from jgrad._inputs.transformation import pair
-from jgrad._packed import array_spec, layouts, packing
+from jgrad._packed import array_spec, packing
 from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
@@ -125,7 +126,7 @@ def _with_shard(tree: PyTree, local: Shard | None) -> PyTree:
 
     Outside of `tx` each array is whole, or sharded as its sharding says, and layouts do not say it.
     """
-    return packing.with_layouts(tree, lambda layout: layouts.with_shard(layout, local))
+    return packing.with_layouts(tree, lambda x: dataclasses.replace(x, shard=local))
 
 
 def _sliced(params: PyTree, local: Shard) -> PyTree:

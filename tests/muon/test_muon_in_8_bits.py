@@ -9,7 +9,7 @@ import pytest
 
 import jgrad
 from tests.support.choice import mostly_slow
-from tests.support.loops import assert_equal, every_step, run
+from tests.support.loops import assert_equal, run
 
 SHAPES = {"embed": (64, 100), "up": (64, 256), "down": (256, 64), "bias": (64,)}
 MATRICES = {"embed": False, "up": True, "down": True, "bias": False}
@@ -26,10 +26,6 @@ def tree(seed):
 
 
 GRADIENTS = [tree(seed) for seed in (1, 2, 3)]
-PACKINGS = {
-    "plain": {},
-    "matrices": {"matrices": MATRICES, "multiple_of": 2},
-}
 
 
 def kinds(moments):
@@ -54,18 +50,16 @@ def test_the_form_of_the_state():
     assert per_output["up"].dtype == jnp.float32
 
 
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("form", ["tree", "packed"])
-def test_numbers_per_output_are_no_codes(form):
-    """NorMuon's stay in float32 where there are 4096 of them, too, and all else in their buffer."""
+@pytest.mark.slow
+def test_numbers_per_output_are_no_codes():
+    """NorMuon's stay in float32 where there are 4096 of them, too."""
     layers = {"embed": None, "stack": 0}
     w = {"embed": jnp.ones((64, 100)), "stack": jnp.ones((16, 8, 256))}
-    w = jgrad.pack(w, layer_axes=layers) if form == "packed" else w
     tx = muon(rule="normuon", matrices={"embed": False, "stack": True}, layer_axes=layers)
-    seconds = jgrad.unpack(tx.init(w)).vw
+    seconds = tx.init(w).vw
     assert seconds["stack"].shape == (16, 1, 256)
     assert seconds["stack"].dtype == jnp.float32
-    assert isinstance(seconds["embed"], jgrad.Blocks) == (form == "tree")
+    assert isinstance(seconds["embed"], jgrad.Blocks)
 
 
 def test_a_leaf_alone_has_a_state():
@@ -92,21 +86,3 @@ def test_leaves_of_adam_are_those_of_adam(skip):
         assert_equal(ours[-1][name], theirs[-1][name])
         assert_equal(state.mw[name], expected.mw[name])
         assert_equal(state.vw[name], expected.vw[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", mostly_slow(PACKINGS, "matrices"))
-def test_packed(packing):
-    """The codes of the tree; small leaves are in 8 bits as their buffer is, so they differ."""
-    packed = functools.partial(jgrad.pack, **PACKINGS[packing])
-    found = every_step(muon(), packed(tree(0)), [packed(g) for g in GRADIENTS])
-    expected = every_step(muon(), tree(0), GRADIENTS)
-    assert {str(x.dtype) for x in jax.tree.leaves(found[0][1].vw)} == {"uint8", "float32"}
-    for (w, state), (w_tree, of_tree) in zip(found, expected, strict=True):
-        w, state = jgrad.unpack(w), jgrad.unpack(state)
-        for name in ("embed", "up", "down"):
-            # The products of a stack of one are summed in another order than those of several.
-            np.testing.assert_allclose(w[name], w_tree[name], rtol=0, atol=1e-5)
-        assert_equal(w["embed"], w_tree["embed"])
-        assert_equal(state.vw["embed"], of_tree.vw["embed"])
-        assert_equal(state.mw, of_tree.mw | {"bias": state.mw["bias"]})
