@@ -508,7 +508,7 @@ MUTATIONS = [
     Mutation("_look_ahead", "muon: momentum of Adam, which clips", "mw.write(rules.average, g, _, X, Y)", "mw.write(adam_of.first_moment, g, mw.old, X, Y)", "tests/muon/test_muon_edges.py"),
     Mutation("directions.directions", "muon: Adam corrects the step size", "'moments'", "'step_size'", "tests/muon/test_muon.py"),
     Mutation("directions._normalized", "muon: NorMuon without the norm of before", "numerics.scaled(X, numerics.safe_divide(norm(_), norm(X)))", "X", "tests/muon/test_muon.py"),
-    Mutation("of_both_kinds", "muon: the decay of matrices for all leaves", "_ if _ is None else X", "X", "tests/muon/test_muon.py"),
+    Mutation("_of_both_kinds", "muon: the decay of matrices for all leaves", "_ if _ is None else X", "X", "tests/muon/test_muon.py"),
     Mutation("HiddenMatrices._reason", "muon: layers count as axes", "X - len(_.values)", "X", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices.describe", "muon: axes that are named are not looked at", "_.values != ()", "False", "tests/muon/test_hidden_matrices.py"),
     Mutation("HiddenMatrices._reason", "muon: flat keys are one part", "_BETWEEN.split(X)", "[X]", "tests/muon/test_hidden_matrices.py"),

@@ -134,9 +134,7 @@ def _shapes(inputs: Parameters, given: Given) -> MomentShapes:
 
     Second ones are those of all leaves but matrices; in NorMuon, one number per output of these.
     """
-    axes = given.output_axes, given.layer_axes, given.mesh_axes, given.split
-    matrices = matrix_options.find(inputs, given.matrices, *axes)
-    matrix_options.refuse_packed(inputs, matrices)
+    matrices = matrices_of(inputs, given)
 
     def of_second(x: Array, of: MatrixAxes | None) -> jax.ShapeDtypeStruct | None:
         if x is None or not checks.is_inexact(x) or (of is not None and given.rule == "muon"):
@@ -154,6 +152,60 @@ def _made(
     moments = given.moments(layer_axes=given.layer_axes)
     shapes_of = functools.partial(_shapes, given=given)
     return transformation(name, compute, shapes_of=shapes_of, moments=moments)
+
+
+# ---- what every method of matrices has, and Adam beside it ---------------------------------------
+
+
+def check_decays(name: str, given: Given) -> None:
+    """Those of matrices, and of all other leaves."""
+    decays = {"weight_decay": given.weight_decay}
+    if given.adam_weight_decay is not None:
+        decays["adam_weight_decay"] = given.adam_weight_decay
+    options.check_decays(name, given.weight_decay_rule, **decays)
+
+
+def matrices_of(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
+    """Where the matrices of each leaf are; an error where one is packed with others."""
+    axes = given.output_axes, given.layer_axes, given.mesh_axes, given.split
+    matrices = matrix_options.find(inputs, given.matrices, *axes)
+    matrix_options.refuse_packed(inputs, matrices)
+    return matrices
+
+
+def descent_of(inputs: Inputs, step: Step, given: Given) -> Descent:
+    """What makes updates of directions: learning rates and decays of both kinds of leaves."""
+    rule = given.weight_decay_rule
+    use = options.mask(inputs, "weight_decay_mask", given.weight_decay_mask)
+
+    def decays_of(name: str, x: PyTree) -> list[Any]:
+        return options.decay_of_leaves(inputs, name, x, use, step, rule)
+
+    def rates_of(name: str, x: PyTree) -> list[Any]:
+        return options.rate_of_leaves(inputs, name, x, step)
+
+    decays = inputs.per_array(_of_both_kinds("weight_decay", decays_of, step, given))
+    rates = inputs.per_array(_of_both_kinds("learning_rate", rates_of, step, given))
+    return Descent(rules.optional(decays, rule), rates, rule)
+
+
+def _of_both_kinds(
+    name: str, read: Callable[[str, PyTree], list[Any]], step: Step, given: Given
+) -> list[Any]:
+    """An option for each leaf: that of matrices, or Adam's, which is the same unless it is given.
+
+    Args:
+      name: of that of matrices.
+      read: (name, option) -> an entry for each leaf.
+      step: of the update, which may have another option of Adam.
+      given: the options of the factory.
+    """
+    of_matrices = read(name, getattr(given, name))
+    own = getattr(given, f"adam_{name}")
+    if own is None and step.numbers.get(f"adam_{name}") is None:
+        return of_matrices
+    columns = zip(of_matrices, read(f"adam_{name}", own), step.matrices, strict=True)
+    return [y if axes is None else x for x, y, axes in columns]
 
 
 # ---- transformations ----------------------------------------------------------------------------
@@ -297,9 +349,7 @@ def muon(
       2602.15763), "Muon Split"; sizes: `split_sizes` of `dion`.
     """
     name, given = "muon", _checked("muon", _OPTIONS, locals())
-    options.check_decays(name, weight_decay_rule, weight_decay=weight_decay)
-    if adam_weight_decay is not None:
-        options.check_decays(name, weight_decay_rule, adam_weight_decay=adam_weight_decay)
+    check_decays(name, given)
     chosen = jax.tree.leaves(matrices, is_leaf=trees.is_leaf)
     is_for_all = bool(chosen) and all(x is True for x in chosen)
     if adam_learning_rate is None and scale != "match_rms_adamw" and not is_for_all:
@@ -309,47 +359,11 @@ def muon(
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Array], NewMoments, NewMoments]:
         new = directions(inputs, step, given)
-        use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
-        decays = of_both_kinds(
-            "weight_decay",
-            (weight_decay, adam_weight_decay),
-            lambda name, x: options.decay_of_leaves(inputs, name, x, use, step, weight_decay_rule),
-            step,
-        )
-        rates = of_both_kinds(
-            "learning_rate",
-            (learning_rate, adam_learning_rate),
-            lambda name, x: options.rate_of_leaves(inputs, name, x, step),
-            step,
-        )
-        decay = rules.optional(inputs.per_array(decays), weight_decay_rule)
-        descent = Descent(decay, inputs.per_array(rates), weight_decay_rule)
         signs = new.signs if weight_decay_rule == "cautious" else None
-        return descent.updates(new.direction, inputs.w, signs), new.mw, new.vw
+        updates = descent_of(inputs, step, given).updates(new.direction, inputs.w, signs)
+        return updates, new.mw, new.vw
 
     return _made(name, given, compute)
-
-
-def of_both_kinds(
-    name: str,
-    options_of: tuple[PyTree, PyTree],
-    read: Callable[[str, PyTree], list[Any]],
-    step: Step,
-) -> list[Any]:
-    """An option for each leaf: that of matrices, or Adam's, which is the same unless it is given.
-
-    Args:
-      name: of that of matrices.
-      options_of: of matrices, and of Adam.
-      read: (name, option) -> an entry for each leaf.
-      step: of the update, which may have another option of Adam.
-    """
-    of_matrices = read(name, options_of[0])
-    if options_of[1] is None and step.numbers.get(f"adam_{name}") is None:
-        return of_matrices
-    of_adam = read(f"adam_{name}", options_of[1])
-    columns = zip(of_matrices, of_adam, step.matrices, strict=True)
-    return [y if axes is None else x for x, y, axes in columns]
 
 
 @explained
