@@ -124,7 +124,8 @@ def pack(
         over that many devices.
       max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
         all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
-        give some thousands where large leaves are most of the model.
+        give some thousands where large leaves are most of the model, and less than the smallest
+        matrix of `muon` or `soap`, which refuse packed ones.
       like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
         function that makes them. The subtrees of `tree` in their places are packed in their
         layouts; everything else is unchanged.
