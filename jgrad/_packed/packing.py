@@ -15,8 +15,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
-from jgrad._packed.layouts import Layout, Span
-from jgrad._packed.new_layout import layout_of
+from jgrad._packed.layouts import Layout, Span, layout_of
 from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks

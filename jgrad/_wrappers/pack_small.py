@@ -10,8 +10,7 @@ import optax
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import pair
 from jgrad._packed import packing
-from jgrad._packed.layouts import Layout
-from jgrad._packed.new_layout import layout_of
+from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves

@@ -13,7 +13,7 @@ import pytest
 
 import jgrad
 from jgrad._packed import layouts
-from jgrad._packed.new_layout import layout_of
+from jgrad._packed.layouts import layout_of
 from tests.support.errors import assert_error
 
 
