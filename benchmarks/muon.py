@@ -1,4 +1,4 @@
-"""Muon beside `optax.contrib.muon`: matrices of one shape, as a tree and packed; and on devices.
+"""Muon beside `optax.contrib.muon`: matrices of one shape; and on devices.
 
 `python -m benchmarks.muon` prints the collectives of one update on eight virtual devices, compiled
 and not run: the section asks a process of its own for them, which has that many.
@@ -32,11 +32,10 @@ RATE = 1e-3
 
 
 class Result(NamedTuple):
-    """One work in one form, ours over optax's.
+    """One work, ours over optax's.
 
     Attributes:
       work: the matrices.
-      form: "tree" or "packed"; optax has the tree.
       step: of an update and its addition, parameters and state donated.
       build: of tracing and compiling it.
       temporaries: bytes that ours needs beside arguments and results, in copies of the parameters.
@@ -44,7 +43,6 @@ class Result(NamedTuple):
     """
 
     work: str
-    form: str
     step: Ratio
     build: Ratio
     temporaries: float
@@ -65,7 +63,7 @@ class Program(NamedTuple):
 
 
 def compare(work: str, *, rounds: int, builds: int) -> list[Result]:
-    """Both forms of ours beside optax's."""
+    """Ours beside optax's."""
     count, shape = WORKS[work]
     keys = jax.random.split(jax.random.key(0), count)
     w = {f"{i:03}": jax.random.normal(key, shape) for i, key in enumerate(keys)}
@@ -73,8 +71,7 @@ def compare(work: str, *, rounds: int, builds: int) -> list[Result]:
     size = count * shape[0] * shape[1] * 4
     made = {
         "optax": functools.partial(_program, optax.contrib.muon(RATE), w),
-        "tree": functools.partial(_program, ours, w),
-        "packed": functools.partial(_program, ours, jgrad.pack(w)),
+        "jgrad": functools.partial(_program, ours, w),
     }
     programs: dict[str, list[Program]] = {name: [] for name in made}
     for _ in range(builds):
@@ -90,13 +87,11 @@ def compare(work: str, *, rounds: int, builds: int) -> list[Result]:
     return [
         Result(
             work,
-            form,
-            Ratio.of(steps[form], steps["optax"]),
-            Ratio.of(built[form], built["optax"]),
-            used[form],
+            Ratio.of(steps["jgrad"], steps["optax"]),
+            Ratio.of(built["jgrad"], built["optax"]),
+            used["jgrad"],
             used["optax"],
         )
-        for form in ("tree", "packed")
     ]
 
 

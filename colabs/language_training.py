@@ -72,6 +72,9 @@ class Settings(NamedTuple):
             return _unknown("optimizer", self.optimizer, recipes.OPTIMIZERS)
         if self.recipe not in recipes.RECIPES:
             return _unknown("recipe", self.recipe, recipes.RECIPES)
+        if self.optimizer == "muon" and (self.packed or self.zero):
+            given = "--zero" if self.zero else "--packed"
+            return f"{given} packs parameters, and Muon's matrices are not packed: leave it out."
         if self.zero and self.devices == 1:
             return "--zero shards the state over devices: give --devices=2 or more, too."
         if self.packed and self.devices > 1 and not self.zero:
@@ -227,18 +230,8 @@ def _first(settings: Settings, key: jax.Array) -> Any:
     params = jax.tree.map(lambda x: jax.lax.reduce_precision(x, 8, 7).astype(dtype), params)
     if not (settings.packed or settings.zero):
         return params
-    matrices = recipes.hidden if settings.zero and settings.optimizer == "muon" else None
-    try:
-        return jgrad.pack(
-            params,
-            layer_axes=language_model.LAYER_AXES,
-            multiple_of=settings.devices,
-            matrices=matrices,
-        )
-    except ValueError as error:  # more than half of a buffer would be padding
-        shared = f"--layers={settings.layers} are too few matrices for --devices={settings.devices}"
-        remedy = "give more layers or fewer devices, or leave out --zero"
-        raise SettingsError(f"{shared} with --zero and Muon: {remedy}.") from error
+    layer_axes = language_model.LAYER_AXES
+    return jgrad.pack(params, layer_axes=layer_axes, multiple_of=settings.devices)
 
 
 def _loss(params: Any, codes: jax.Array, *, heads: int) -> jax.Array:

@@ -41,7 +41,6 @@ class Case:
         None where that has no such options.
       elementwise: whether the elements of a leaf do not know of each other.
       decays: whether weights move under a zero gradient.
-      packs: whether its parameters may be packed: a matrix that is factored may not.
       in_full: the moments that have no `moment_dtype`.
     """
 
@@ -52,7 +51,6 @@ class Case:
     update: dict[str, Any] | None = None
     elementwise: bool = True
     decays: bool = False
-    packs: bool = True
     in_full: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -99,6 +97,11 @@ class Case:
     def has_matrices(self) -> bool:
         """Whether some leaves are matrices, and all others Adam's."""
         return "matrices" in self.options
+
+    @property
+    def packs(self) -> bool:
+        """Whether its parameters may be packed: a matrix may not."""
+        return not self.has_matrices and "min_side" not in self.options
 
     @property
     def has_specs(self) -> bool:
@@ -402,7 +405,6 @@ CASES = [
         ("vw",),
         elementwise=False,
         decays=True,
-        packs=False,
         in_full=("vw",),
     ),
     Case(
@@ -424,7 +426,6 @@ CASES = [
         {"min_side": 1, "rule": "torch", "epsilon": (1e-8, 1e-3), "scale_by_parameter": False},
         ("vw",),
         elementwise=False,
-        packs=False,
         in_full=("vw",),
     ),
     Case(
@@ -434,7 +435,6 @@ CASES = [
         ("mw", "vw"),
         elementwise=False,
         decays=True,
-        packs=False,
     ),
     Case(
         "soap_masked",
@@ -455,7 +455,6 @@ CASES = [
         ("mw", "vw"),
         elementwise=False,
         decays=True,
-        packs=False,
     ),
 ]
 

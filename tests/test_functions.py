@@ -11,7 +11,7 @@ LIMITS = {
     "adam, decay": (131, 19),
     "adam, decay, 8 bits of small leaves": (139, 20),
     "lamb, decay": (206, 25),
-    "muon, decay": (227, 26),
+    "muon, decay": (219, 27),
     "adam_update": (98, 16),
     "carry_over, adam to skip(clip, adam)": (122, 30),
 }

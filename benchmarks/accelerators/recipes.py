@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
       dtype: of parameters and gradients.
       options: of `program.step`, and through it of each `update` of ours.
       models: names of `MODELS` to compile it on.
-      forms: in which it is compiled; matrices whose factors are kept are not packed.
+      forms: in which it is compiled; matrices are not packed.
       on_tpu: whether it is compiled for TPUs, too; sharded, only there.
     """
 
@@ -203,9 +203,12 @@ RECIPES = {
         _muon,
         lambda: optax.contrib.muon(RATE, weight_decay=0.1),
         models=("two shapes",),
+        forms=("tree",),
     ),
-    "hyperball(Muon)": Recipe(_muonh, models=("two shapes",)),
-    "NorMuon": Recipe(lambda known: _muon(known, rule="normuon"), models=("two shapes",)),
+    "hyperball(Muon)": Recipe(_muonh, models=("two shapes",), forms=("tree",)),
+    "NorMuon": Recipe(
+        lambda known: _muon(known, rule="normuon"), models=("two shapes",), forms=("tree",)
+    ),
     # For a TPU, XLA compiles eigenvectors of a side of 1024 for a minute, of 4096 for over ten.
     "SOAP": Recipe(_soap, models=("squares",), forms=("tree",), on_tpu=False),
 }

@@ -7,12 +7,12 @@ Each update reads the numbers again, since they may be traced and may differ fro
 import functools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs import matrix_axes, numbers, options
+from jgrad._inputs import matrix_options, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent
@@ -51,8 +51,14 @@ def count(low: int = 1) -> Callable[[str, str, Any], None]:
     return check
 
 
+class Reads(NamedTuple):
+    """The kind of an option that a factory reads once: `Given` has what `read(function, x)` is."""
+
+    read: Callable[[str, Any], Any]
+
+
 # What a check is given: the names of the factory and of the option, and its value.
-Kind = Role | Callable[[str, str, Any], Any] | None
+Kind = Role | Callable[[str, str, Any], Any] | Reads | None
 
 # What every method has that decays, and every one whose moments have a form.
 DECAY: dict[str, Kind] = {
@@ -64,11 +70,14 @@ COUPLED_DECAY = DECAY | {"weight_decay_rule": one_of("coupled", *options.DECAY_R
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
 # What every method has that looks at matrices.
 MATRICES: dict[str, Kind] = {
-    "output_axes": lambda function, _, x: matrix_axes.read_output_axes(function, x),
-    "split": lambda function, _, x: matrix_axes.read_split(function, x),
+    "output_axes": lambda function, _, x: matrix_options.read_output_axes(function, x),
+    "split": lambda function, _, x: matrix_options.read_split(function, x),
     "layer_axes": Role.LAYER_AXES,
-    "mesh_axes": lambda function, _, x: matrix_axes.read_shardings(function, x),
+    "mesh_axes": lambda function, _, x: matrix_options.read_shardings(function, x),
 }
+SHARD_OVER = Reads(
+    lambda function, x: () if x is None else values.axis_names(function, "shard_over", x)
+)
 
 
 class Options:
@@ -93,25 +102,33 @@ class Options:
             raise TypeError(
                 f"{function}: {sorted(unknown)} not both in its table and its signature."
             )
+        read = {}
         for name, kind in self.kinds.items():
             if isinstance(kind, Role):
                 _CHECKS[kind](function, name, arguments[name], arguments)
+            elif isinstance(kind, Reads):
+                read[name] = kind.read(function, arguments[name])
             elif kind is not None:
                 kind(function, name, arguments[name])
         masks = {name: arguments[name] for name, kind in self.kinds.items() if kind is Role.MASK}
         options.check_masks(function, **masks)
-        return Given(self.kinds, dict(arguments))
+        return Given(self.kinds, dict(arguments) | read)
 
 
 class Given:
-    """The options of one transformation.
+    """The options of one transformation, each an attribute.
 
     Attributes:
-      arguments: as a user gave them.
+      arguments: as a user gave them, or as their kind reads them.
     """
 
     def __init__(self, kinds: Mapping[str, Kind], arguments: Arguments) -> None:
         self._kinds, self.arguments = kinds, arguments
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # which Python asks for, before there are arguments
+            raise AttributeError(name)
+        return self.arguments[name]
 
     def read(self, inputs: Inputs, step: Step) -> Any:
         """The numbers of one update: an attribute for each option that is one.

@@ -20,7 +20,7 @@ from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
 from jgrad._kernels.leaf_step import Place, has_kernel, in_memory
-from jgrad._kernels.moment import KernelMoment, LeafMoment, Moments, is_rounded, written
+from jgrad._kernels.moment import KernelMoment, LeafMoment, Moments, written
 
 Function = Callable[..., Any]
 
@@ -314,15 +314,3 @@ def _kernel(
 def average(x: jax.Array, moment: Moments, beta: BetaForms) -> jax.Array:
     """The average of arrays, with this one in it."""
     return moment.write(rules.average, x, moment.old, beta.value, beta.complement)
-
-
-@of_one_leaf
-def _rounded(x: jax.Array, moment: Moments) -> jax.Array:
-    return moment.write(leafwise.identity, x)
-
-
-def rounded(moment: Moment, values: list[Any]) -> list[Any]:
-    """Arrays of full precision as a moment has them; those that need no rounding as they are."""
-    with_old = zip(values, moment.old, strict=True)
-    _, new = _rounded([x if is_rounded(old) else None for x, old in with_old], moment)
-    return [x if y is None else y for x, y in zip(values, new.stored, strict=True)]

@@ -20,7 +20,6 @@ from jgrad._inputs.state import OptState, counter
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import is_rounded
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
-from jgrad._packed import array_spec
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, shares, trees
@@ -174,9 +173,8 @@ class MomentOptions(NamedTuple):
                 continue
             if not (isinstance(old[i], Blocks) and self._is_possible(inputs, i)):
                 _fail(arg, i, old[i])
-        specs = inputs.specs if is_whole else array_spec.specs(shapes)
         places = self._places(inputs, old, is_whole=is_whole)
-        return Moment(old, specs, keys, inputs.commit, places=places)
+        return Moment(old, inputs.specs, keys, inputs.commit, places=places)
 
     def _places(self, inputs: Inputs, old: list[Any], *, is_whole: bool) -> list[Place | None]:
         """How moments are sharded that are rounded at random: those that are like their leaves."""
@@ -209,10 +207,10 @@ class MomentOptions(NamedTuple):
         if shapes is params.tree:
             pairs = zip(params.specs, params.reference.leaves, strict=True)
             return [_is_in_8_bits(params, spec, x, full) for spec, x in pairs]
-        arrays = zip(array_spec.specs(shapes), trees.flatten(shapes)[0], strict=True)
+        leaves = params.reference.leaves
         return [
-            _has_every_element(params, i, spec, x) and _is_in_8_bits(params, spec, x, full)
-            for i, (spec, x) in enumerate(arrays)
+            x is not None and x.shape == p.shape and _is_in_8_bits(params, spec, x, full)
+            for spec, x, p in zip(params.specs, trees.flatten(shapes)[0], leaves, strict=True)
         ]
 
     def _stacked(self, params: Parameters, shapes: PyTree) -> list[tuple[int, ...] | None]:
@@ -225,17 +223,6 @@ class MomentOptions(NamedTuple):
             None if not is_in else _stacked(spec, axes.leaves[spec.positions[0]].values, x)
             for spec, is_in, x in columns
         ]
-
-
-def _has_every_element(inputs: Parameters, i: int, spec: ArraySpec, x: Any) -> bool:
-    """Whether second moments of some leaves are one for each element of these."""
-    if x is None:
-        return False
-    if not spec.spans:
-        return bool(x.shape == inputs.reference.leaves[i].shape)
-    leaves = trees.flatten(inputs.shapes)[0]
-    leaves_of_buffer = zip(spec.positions, spec.spans, strict=True)
-    return all(span.layers.shape == leaves[j].shape for j, span in leaves_of_buffer)
 
 
 def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int, ...]:

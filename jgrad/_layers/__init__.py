@@ -1,4 +1,4 @@
-"""What makes a layer, its norm at every scale, and trust ratios.
+"""What makes a layer or a matrix, norms at every scale, and trust ratios.
 
 May import from `_arithmetic` and `_trees`; knows leaves, and that a subclass of `LayerAxes` may
 find layers elsewhere.

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad._inputs import matrix_axes
+from jgrad._inputs import matrix_options
 from jgrad._inputs.by_path import check_parameters
-from jgrad._inputs.matrix_axes import MatrixAxes
 from jgrad._layers.layer_axes import Axes, read_layer_axes
+from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
@@ -95,8 +95,8 @@ class HiddenMatrices:
         leaves = [jax.ShapeDtypeStruct(shape, float) if use else None for shape, use in pairs]
         reference = outputs._replace(name="params", leaves=leaves)
         chosen = reference._replace(leaves=named)
-        layers = matrix_axes.layers_of(chosen, self._stacked(tree), reference)
-        return matrix_axes.of_leaves(layers, outputs, chosen)
+        layers = matrix_options.layers_of(chosen, self._stacked(tree), reference)
+        return matrix_options.of_leaves(layers, outputs, chosen)
 
     def _stacked(self, tree: PyTree) -> ArgLeaves:
         return ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)

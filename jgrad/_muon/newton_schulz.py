@@ -104,6 +104,11 @@ def check_compute_dtype(function: str, dtype: DTypeLike | None) -> np.dtype | No
     return read
 
 
+def steps(coefficients: Coefficients, compute_dtype: np.dtype | None) -> Function:
+    """`orthogonalized` with these."""
+    return functools.partial(orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype)
+
+
 @jit_static_kwargs
 def orthogonalized(
     x: jax.Array, *, coefficients: Coefficients, compute_dtype: np.dtype | None
@@ -112,12 +117,12 @@ def orthogonalized(
     x = numerics.widen(x, numerics.real_dtype(x))
     if 0 in x.shape:
         return x
-    steps = functools.partial(_chunk, coefficients=coefficients, compute_dtype=compute_dtype)
+    of_chunk = functools.partial(_chunk, coefficients=coefficients, compute_dtype=compute_dtype)
     return jax.lax.platform_dependent(
         x,
-        cpu=lambda x: _in_chunks(steps, x, _CPU_CHUNK),
-        tpu=lambda x: _in_chunks(steps, x, _TPU_CHUNK),
-        default=lambda x: _in_chunks(steps, x, _CHUNK),
+        cpu=lambda x: _in_chunks(of_chunk, x, _CPU_CHUNK),
+        tpu=lambda x: _in_chunks(of_chunk, x, _TPU_CHUNK),
+        default=lambda x: _in_chunks(of_chunk, x, _CHUNK),
     )
 
 
@@ -151,9 +156,9 @@ def _chunk(
 ) -> jax.Array:
     """Each matrix of a chunk."""
     x = _normalized(x, coefficients.divisor)
-    steps = functools.partial(_iterated, coefficients=coefficients, compute_dtype=compute_dtype)
+    iterated = functools.partial(_iterated, coefficients=coefficients, compute_dtype=compute_dtype)
     # Products of one matrix are faster on CPUs than those of a stack of one.
-    return steps(x[0])[None] if len(x) == 1 else steps(x)
+    return iterated(x[0])[None] if len(x) == 1 else iterated(x)
 
 
 def _normalized(x: jax.Array, divisor: float) -> jax.Array:

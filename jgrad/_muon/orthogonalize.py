@@ -18,14 +18,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
-from jgrad._arithmetic.leafwise import Function
+from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
 from jgrad._arithmetic.rules import cast_back
-from jgrad._inputs import matrix_axes
-from jgrad._inputs.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
+from jgrad._inputs import matrix_options
+from jgrad._layers import matrix_axes
 from jgrad._layers.layer_axes import read_layer_axes
+from jgrad._layers.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
 from jgrad._muon import all_to_all, newton_schulz, rows
 from jgrad._muon.all_to_all import Mesh, Sharing
-from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
+from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.rows import Rows
 from jgrad._packed import packing, splitting
 from jgrad._trees import checks, trees
@@ -88,19 +89,20 @@ def orthogonalize(
             arg.fail(i, TypeError, f"{checks.describe(leaf)}, expected a floating array")
     stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", read_layer_axes(_NAME, layer_axes), "x", x)
     outputs = ArgLeaves.from_prefix(
-        _NAME, "output_axes", matrix_axes.read_output_axes(_NAME, output_axes), "x", x
+        _NAME, "output_axes", matrix_options.read_output_axes(_NAME, output_axes), "x", x
     )
     chosen = arg._replace(leaves=[x is not None for x in arg.leaves])
-    layers = matrix_axes.layers_of(chosen, stacked, arg)
+    layers = matrix_options.layers_of(chosen, stacked, arg)
     for i, of in enumerate(layers):
         if chosen.leaves[i]:
-            matrix_axes.check_is_matrix(arg, i, of)
+            matrix_options.check_is_matrix(arg, i, of)
     new = orthogonalized(
         _NAME,
         arg.leaves,
-        matrix_axes.of_leaves(layers, outputs, chosen),
-        coefficients=read_coefficients(_NAME, coefficients),
-        compute_dtype=check_compute_dtype(_NAME, compute_dtype),
+        matrix_options.of_leaves(layers, outputs, chosen),
+        newton_schulz.steps(
+            read_coefficients(_NAME, coefficients), check_compute_dtype(_NAME, compute_dtype)
+        ),
     )
     return trees.flatten(x)[1].unflatten(cast_back(new, arg.leaves))
 
@@ -109,9 +111,7 @@ def orthogonalized(
     function: str,
     arrays: Sequence[jax.Array | None],
     axes: Sequence[MatrixAxes | None],
-    *,
-    coefficients: Coefficients,
-    compute_dtype: np.dtype | None,
+    steps: Function,
     shard_over: tuple[str, ...] = (),
 ) -> list[jax.Array | None]:
     """Each matrix of each array, in float32 or wider; None for None.
@@ -120,11 +120,9 @@ def orthogonalized(
       function: whose errors they are.
       arrays: in which the matrices are.
       axes: where they are.
-      coefficients: of Newton-Schulz.
-      compute_dtype: of what its products read.
+      steps: of Newton-Schulz, on a stack.
       shard_over: mesh axes over which the matrices of a shape are dealt out, under `jit`.
     """
-    steps = _steps(coefficients, compute_dtype)
 
     def compute(*runs: Any) -> tuple[list[jax.Array]]:
         return (_of_whole_matrices(steps, *runs),)
@@ -136,28 +134,25 @@ def orthogonalized_rows(
     function: str,
     arrays: Sequence[jax.Array | None],
     axes: Sequence[MatrixAxes | None],
+    steps: Function,
+    shard_over: tuple[str, ...] = (),
     *,
     fraction: float,
     of_outputs: bool,
-    coefficients: Coefficients,
-    compute_dtype: np.dtype | None,
-    shard_over: tuple[str, ...] = (),
 ) -> list[list[jax.Array | None]]:
     """Of each matrix the rows with the largest 1-norms, orthogonalized, and zeros in the others.
 
     And of each array which of its elements are in such rows.
 
     Args:
-      function: as in `orthogonalized`, and so are all others.
+      function: as in `orthogonalized`, and so are the next four.
       arrays: in which the matrices are.
       axes: where they are.
+      steps: of Newton-Schulz.
+      shard_over: mesh axes over which the matrices of a shape are dealt out.
       fraction: how many of the rows, below 1.
       of_outputs: whether rows are outputs in every matrix; else they are the shorter side.
-      coefficients: of Newton-Schulz.
-      compute_dtype: of what its products read.
-      shard_over: mesh axes over which the matrices of a shape are dealt out.
     """
-    steps = _steps(coefficients, compute_dtype)
 
     def compute(
         runs: Sequence[jax.Array], of_runs: Sequence[MatrixAxes], sharing: Sharing | None
@@ -166,12 +161,6 @@ def orthogonalized_rows(
         return _of_rows(steps, runs, chosen, sharing)
 
     return _of_runs(function, arrays, axes, shard_over, compute)
-
-
-def _steps(coefficients: Coefficients, compute_dtype: np.dtype | None) -> Function:
-    return functools.partial(
-        newton_schulz.orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype
-    )
 
 
 def _of_runs(
@@ -412,3 +401,34 @@ def _split(x: jax.Array, counts: list[int]) -> list[jax.Array]:
     shape = x.shape[1:]
     sizes = tuple(count * math.prod(shape) for count in counts)
     return [part.reshape(-1, *shape) for part in splitting.split(x.reshape(-1), sizes)]
+
+
+# ---- how near they are -------------------------------------------------------------------------
+
+
+@jit_static_kwargs
+def residual(
+    x: jax.Array, *, axes: MatrixAxes, fraction: float | None, of_outputs: bool
+) -> jax.Array:
+    """The largest |X X^T - I| / sqrt(rows) of the matrices of each layer of an array, X wide.
+
+    With a fraction, of the rows that are taken.
+    """
+    runs = list(zip(matrix_axes.cut(x, axes), matrix_axes.pieces(axes), strict=True))
+    if fraction is not None:
+        chosen = [(y, Rows.of(of, fraction, are_outputs=of_outputs)) for y, of in runs]
+        runs = [(rows.not_zero(y, rows=of), of.taken(None, {})) for y, of in chosen]
+    of_runs = [_residual_of_run(y, of) for y, of in runs]
+    # The axis that counts the blocks of a run is the one behind the layers in front of outputs.
+    first, layers = sum(axis < axes.outputs[0] for axis in axes.stacked), len(axes.stacked)
+    of_layers = [jnp.max(y, first) if y.ndim > layers else y for y in of_runs]
+    return functools.reduce(jnp.maximum, of_layers)
+
+
+def _residual_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
+    stack = [axes.shape[axis] for axis in axes.stacked]
+    x = axes.as_wide.of(x)
+    side = x.shape[1]
+    apart = numerics.product(x, x, adjoint_y=True) - jnp.eye(side, dtype=x.dtype)[None]
+    squares = jnp.sum(numerics.abs_squared(apart), axis=(1, 2))
+    return jnp.sqrt(squares / np.float32(max(1, side)).astype(squares.dtype)).reshape(stack)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
-from jgrad._inputs.matrix_axes import MatrixAxes, MeshAxesPerAxis, View
+from jgrad._layers.matrix_axes import MatrixAxes, MeshAxesPerAxis, View
 from jgrad._trees.shardings import all_gather
 
 

@@ -14,21 +14,22 @@ import numpy as np
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import matrix_axes, numbers, options
+from jgrad._inputs import matrix_options, numbers, options
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.around import narrow
 from jgrad._inputs.factory import DECAY, FORM, MATRICES, Given, Options, checked, count, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average
-from jgrad._inputs.matrix_axes import LAST, MatrixAxes
+from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import MomentShapes, NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.state import AdafactorState
 from jgrad._inputs.transformation import transformation
-from jgrad._layers import norms
+from jgrad._layers import matrix_axes, norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
+from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, shares, trees
@@ -191,7 +192,7 @@ def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
             counts[i] = max(counts[i], len(span.layers.stacked))
     is_matrix = [np.ndim(x) - count > 1 for x, count in zip(leaves, counts, strict=True)]
     mask = structure.unflatten(is_matrix)
-    found = matrix_axes.find(inputs, mask, output_axes, layer_axes, chosen["mesh_axes"], None)
+    found = matrix_options.find(inputs, mask, output_axes, layer_axes, chosen["mesh_axes"], None)
     factored = [
         None if of is None or min(of.whole.sizes) < chosen["min_side"] else of
         for of in (of and of.in_shard_map for of in found)
@@ -324,7 +325,7 @@ def _layers(inputs: Inputs, given: Given) -> list[LayerAxes]:
     axes = options.layers(inputs, mesh_axes, given.arguments["layer_axes"])
     if mesh_axes is None:
         return axes
-    shardings = matrix_axes.read_shardings(inputs.function, mesh_axes)
+    shardings = matrix_options.read_shardings(inputs.function, mesh_axes)
     given_to = inputs.function, "mesh_axes", shardings, inputs.reference.name, inputs.shapes
     specs = ArgLeaves.from_prefix(*given_to).leaves
     for i, (of, spec) in enumerate(zip(axes, inputs.specs, strict=True)):

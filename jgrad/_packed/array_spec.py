@@ -15,10 +15,9 @@ import numpy as np
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed import layouts
 from jgrad._packed.buffers import join_leaves
-from jgrad._packed.layouts import WIDTH, RowOrder, Rows, Shard, Span
-from jgrad._packed.packed_layers import PackedLayers, ReorderedLayers
+from jgrad._packed.layouts import WIDTH, Shard, Span
+from jgrad._packed.packed_layers import PackedLayers
 from jgrad._packed.packing import Packed
 from jgrad._quantized.random_bits import ElementKeys, Part, leaf_keys, mixed
 from jgrad._trees import checks, shares, trees
@@ -37,7 +36,6 @@ class ArraySpec(NamedTuple):
       shape: of the whole buffer.
       width: elements of a block.
       shard: the rows that this device has; None for all of them.
-      row_order: of the whole buffer; None where leaves follow each other.
     """
 
     positions: tuple[int, ...]
@@ -45,7 +43,6 @@ class ArraySpec(NamedTuple):
     shape: tuple[int, ...] = ()
     width: int = 0
     shard: Shard | None = None
-    row_order: RowOrder | None = None
 
     @property
     def is_buffer(self) -> bool:
@@ -63,13 +60,6 @@ class ArraySpec(NamedTuple):
         if self.shard is None or self.is_unpacked:
             return self.shape
         return (self.shard.num_rows(self.shape[0]), *self.shape[1:])
-
-    @property
-    def local_row_order(self) -> RowOrder | None:
-        """The order of the rows that this device has; None where leaves follow each other."""
-        if self.row_order is None or self.shard is None:
-            return self.row_order
-        return self.row_order.on_one_of(self.shard.devices)
 
     def per_array(self, entries: Sequence[Any]) -> Any:
         """One entry per leaf of the tree as one for the array.
@@ -99,7 +89,7 @@ class ArraySpec(NamedTuple):
             jnp.broadcast_to(jnp.asarray(x, dtype=float), span.layers.shape)
             for span, x in zip(self.spans, values, strict=True)
         ]
-        return self._in_shard_order(join_leaves(self.spans, elements, self.shape[0]))
+        return join_leaves(self.spans, elements, self.shape[0])
 
     def element_keys(
         self, seed: int, purpose: int, x: jax.Array | Blocks, place: Place | None = None
@@ -132,7 +122,6 @@ class ArraySpec(NamedTuple):
         first: Any = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span, self.width)
-        first = self._in_shard_order(first)
         if place is not None:
             sizes = np.array([span.size for span in self.spans], np.uint32)[self._leaf_of_row]
             first = first + place.index_of(0).astype(jnp.uint32) * sizes
@@ -199,16 +188,12 @@ class ArraySpec(NamedTuple):
         sharded_over = first.mesh_axes
         if self.shard is not None:
             sharded_over = tuple(sorted({*sharded_over, *self.shard.axes}))
-        layers = PackedLayers(
+        return PackedLayers(
             self.local_shape,
             mesh_axes=sharded_over,
             blocks=tuple(span.blocks_per_layer for span in self.spans for _ in span.first_rows),
             shard=self.shard,
         )
-        if self.row_order is None:
-            return layers
-        starts = tuple(row for span in self.spans for row in span.first_rows)
-        return ReorderedLayers(**vars(layers), starts=starts, row_order=self.row_order)
 
     @property
     def _leaf_of_row(self) -> np.ndarray:
@@ -216,11 +201,7 @@ class ArraySpec(NamedTuple):
         leaves = np.zeros(self.shape[0], np.int32)
         for i, span in enumerate(self.spans):
             leaves[span.first :] = i
-        return self._in_shard_order(leaves)
-
-    def _in_shard_order(self, x: Rows) -> Rows:
-        """Rows of the whole buffer in the order in which devices have them."""
-        return x if self.row_order is None else self.row_order.to_shard_order(x)
+        return leaves
 
 
 def _first_elements(span: Span, width: int) -> np.ndarray:
@@ -240,11 +221,10 @@ def specs(tree: PyTree) -> list[ArraySpec]:
             continue
         layout = x.layout
         for name, shape in layout.shapes:
-            positions, spans = zip(*layouts.within(layout, name), strict=True)
+            positions, spans = zip(*layout.within(name), strict=True)
             positions = tuple(count + i for i in positions)
-            shard, row_order = layouts.shard(layout), layouts.row_order(layout, name)
-            arrays.append(ArraySpec(positions, spans, shape, WIDTH, shard, row_order))
-        count += len(layouts.spans(layout))
+            arrays.append(ArraySpec(positions, spans, shape, WIDTH, layout.shard))
+        count += len(layout.spans)
     return arrays
 
 

@@ -5,17 +5,16 @@ that a number per layer (a norm, a rate, a decay) is a column of one number per 
 last element of a layer is padding, always zero. A leaf too large to gain may stay unpacked, as a
 buffer of its own shape.
 
-A `Span` says where one leaf is. A `RowOrder` says in which order devices have the rows of a buffer,
-and a `Shard` which of them this device has. A `Layout` has those of a whole tree.
+A `Span` says where one leaf is, a `Shard` which rows of a buffer this device has. A `Layout` has
+the spans of a whole tree.
 """
 
 import collections
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,12 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
-from jgrad._layers.layer_axes import LayerAxes, axis_exists
+from jgrad._layers import layer_axes as layer_axes_of
+from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists
+from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.blocks import SIZE
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
 
 # Elements of a block. A wider block pads more: a transformer of 193 leaves by 1% at 128, 3% at 256,
@@ -34,8 +36,6 @@ from jgrad._trees.trees import PyTree
 # the chunks of its norms leave the first-level cache (`rows`). A TPU's lanes are 128 wide, so a
 # multiple of that. Unmeasured on accelerators. In 8 bits a row is what shares a scale.
 WIDTH = SIZE
-
-Rows = TypeVar("Rows", jax.Array, np.ndarray)
 
 _SHOWN = 10  # leaves of a buffer that are printed
 APART = " small"  # how the names of buffers end that have small leaves alone
@@ -103,87 +103,6 @@ class Span(NamedTuple):
 # ---- rows on devices ---------------------------------------------------------------------------
 
 
-class Segment(NamedTuple):
-    """Rows of each shard for one kind of leaves.
-
-    Attributes:
-      rows: of each shard.
-      capacity: how many items of equal shape it has room for, leaves or layers of leaves; 0 for
-        other leaves.
-    """
-
-    rows: int
-    capacity: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class RowOrder:
-    """The order of rows in a buffer whose shards have whole matrices, or in some shards of one.
-
-    The rows of a buffer are divided evenly between devices. So that no device has a part of a
-    matrix, each shard has the same segments in the same rows: some matrices of each shape, and then
-    its part of all other leaves. Spans count rows in another order, segment by segment, in which a
-    leaf is in one piece. Behind the last matrix of a shape are zero matrices, and behind the last
-    of the others zero rows.
-
-    Attributes:
-      shards: how many there are.
-      segments: of each shard, in order.
-    """
-
-    shards: int
-    segments: tuple[Segment, ...]
-
-    @property
-    def rows_per_shard(self) -> int:
-        """Rows of a shard."""
-        return sum(segment.rows for segment in self.segments)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all shards."""
-        return self.shards * self.rows_per_shard
-
-    @property
-    def starts(self) -> list[int]:
-        """The first row of each segment where segments follow each other."""
-        sizes = (self.shards * segment.rows for segment in self.segments)
-        return list(itertools.accumulate(sizes, initial=0))[:-1]
-
-    def to_leaf_order(self, x: Rows) -> Rows:
-        """Rows shard by shard as rows segment by segment."""
-        if self._is_plain:
-            return x
-        per_shard = x.reshape(self.shards, self.rows_per_shard, *x.shape[1:])
-        ends = np.cumsum([segment.rows for segment in self.segments])
-        parts = [per_shard[:, e - s.rows : e] for e, s in zip(ends, self.segments, strict=True)]
-        return _concatenate([part.reshape(-1, *x.shape[1:]) for part in parts], 0)
-
-    def to_shard_order(self, x: Rows) -> Rows:
-        """The rows as they were before `to_leaf_order`."""
-        if self._is_plain:
-            return x
-        parts = []
-        for start, segment in zip(self.starts, self.segments, strict=True):
-            part = x[start : start + self.shards * segment.rows]
-            parts.append(part.reshape(self.shards, segment.rows, *x.shape[1:]))
-        return _concatenate(parts, 1).reshape(x.shape)
-
-    def on_one_of(self, devices: int) -> "RowOrder":
-        """The order of rows in the shards of one device."""
-        return dataclasses.replace(self, shards=self.shards // devices)
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.shards == 1 or len(self.segments) == 1
-
-
-def _concatenate(parts: Sequence[Rows], axis: int) -> Rows:
-    is_numpy = isinstance(parts[0], np.ndarray)
-    concatenate: Any = np.concatenate if is_numpy else jax.lax.concatenate
-    return concatenate(parts, axis)
-
-
 class Shard(NamedTuple):
     """A device's rows of each buffer, where buffers are sharded over mesh axes, as inside `zero`.
 
@@ -239,7 +158,10 @@ class Layout:
     """Where each leaf of a tree is in the buffers of a `Packed`.
 
     Attributes:
+      structure: of the tree, in which None is a leaf.
+      spans: the blocks of each leaf, or None for None.
       shapes: (name, shape) of each buffer, in the order in which JAX has them.
+      shard: inside `zero` the rows that this device has; None for all of them.
       width: elements of a block.
 
     Example:
@@ -250,11 +172,10 @@ class Layout:
       (3, 2)
     """
 
-    _structure: PyTreeDef  # of the tree, in which None is a leaf
-    _spans: tuple[Span | None, ...]  # the blocks of each leaf, or None for None
+    structure: PyTreeDef
+    spans: tuple[Span | None, ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    _shard: Shard | None = None  # inside `zero`, the rows that this device has
-    _row_orders: tuple[tuple[str, RowOrder], ...] = ()  # where shards have whole matrices
+    shard: Shard | None = None
 
     @property
     def width(self) -> int:
@@ -271,13 +192,43 @@ class Layout:
             None
             if span is None or (dtype := of_buffers.get(span.buffer, span.dtype)) is None
             else jax.ShapeDtypeStruct(span.layers.shape, dtype)
-            for span in self._spans
+            for span in self.spans
         ]
-        return self._structure.unflatten(structs)
+        return self.structure.unflatten(structs)
+
+    def within(self, name: str) -> list[tuple[int, Span]]:
+        """The leaves of one buffer in the order in which they are there: positions and spans."""
+        return self._by_buffer[name]
+
+    def unpacked_leaf(self, name: str) -> int | None:
+        """The position of the leaf that is this buffer, unpacked; None for a buffer of blocks."""
+        (i, span), *_ = self.within(name)
+        return i if span.is_unpacked else None
+
+    def is_part_of(self, other: "Layout") -> bool:
+        """Whether each leaf is one of the other's at its position, in trees of any structure."""
+        if self == other:
+            return True
+        if len(self.spans) != len(other.spans):
+            return False
+        both = zip(self.spans, other.spans, strict=True)
+        return all(ours is None or (its and ours.is_alike(its)) for ours, its in both)
 
     def __jgrad_differences__(self, other: "Layout", name: str, other_name: str) -> Iterator[str]:
-        """What `trees.differences` says of two packed trees."""
-        return differences(self, other, name, other_name)
+        """Where two layouts differ, phrase by phrase: what `trees.differences` says of them."""
+        differ = False
+        for phrase in trees.differences(self.tree(), other.tree(), name, other_name):
+            differ = True
+            yield f"{phrase} packed"
+        if differ or self.structure != other.structure:
+            return
+        for path, *pair in zip(trees.paths(self.tree()), self.spans, other.spans, strict=True):
+            ours, its = map(_described, pair)
+            if ours != its:
+                differ = True
+                yield f"{name} has {ours}{checks.at(path)} where {other_name} has {its}"
+        if not differ:
+            yield f"{name} has buffers {dict(self.shapes)}, {other_name} {dict(other.shapes)}"
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -285,7 +236,7 @@ class Layout:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return self._structure, self._spans, self.shapes, self._shard, self._row_orders
+        return self.structure, self.spans, self.shapes, self.shard
 
     def __hash__(self) -> int:
         return self._hash
@@ -301,7 +252,7 @@ class Layout:
     @functools.cached_property
     def _by_buffer(self) -> dict[str, list[tuple[int, Span]]]:
         buffers: dict[str, list[tuple[int, Span]]] = collections.defaultdict(list)
-        for i, span in enumerate(self._spans):
+        for i, span in enumerate(self.spans):
             if span is not None:
                 buffers[span.buffer].append((i, span))
         for members in buffers.values():
@@ -319,14 +270,13 @@ class Layout:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., "Layout"], tuple[Any, ...]]:
-        numbers = self._structure.unflatten(range(len(self._spans)))
+        numbers = self.structure.unflatten(range(len(self.spans)))
         spans = [
             span and (*span[:2], dataclasses.astuple(span.layers)[:3], *span[3:])
-            for span in self._spans
+            for span in self.spans
         ]
-        shard = self._shard and tuple(self._shard)
-        orders = [(name, x.shards, tuple(map(tuple, x.segments))) for name, x in self._row_orders]
-        return Layout._rebuilt, (numbers, spans, self.shapes, shard, self.width, orders)
+        shard = self.shard and tuple(self.shard)
+        return Layout._rebuilt, (numbers, spans, self.shapes, shard, self.width)
 
     @staticmethod
     def _rebuilt(
@@ -334,119 +284,30 @@ class Layout:
     ) -> "Layout":
         if width != WIDTH:
             raise ValueError(f"Layout: blocks of {width} elements, expected {WIDTH}.")
+        if orders:  # up to 1.1, of whole matrices for each shard
+            came = "a file with the rows of `pack(matrices=...)`, which is gone in 2.0"
+            raise ValueError(f"Layout: {came}, expected it unpacked: `unpack` it with jgrad 1.1.")
         structure = trees.flatten(numbers)[1]
         rebuilt = tuple(x and Span(*x)._replace(layers=LayerAxes(*x[2])) for x in spans)
-        row_orders = tuple(
-            (name, RowOrder(n, tuple(Segment(*x) for x in segments)))
-            for name, n, segments in orders
-        )
-        return Layout(structure, rebuilt, shapes, shard and Shard(*shard), row_orders)
+        return Layout(structure, rebuilt, shapes, shard and Shard(*shard))
 
     def __repr__(self) -> str:
-        leaves = [span for span in self._spans if span is not None]
+        leaves = [span for span in self.spans if span is not None]
         elements = sum(span.size for span in leaves)
         room = sum(math.prod(shape) for _, shape in self.shapes)
         padding = 0 if room == 0 else 100 * (1 - elements / room)
         count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
         lines = [f"{count}, {elements:,} elements, {padding:.1f}% padding"]
         for name, shape in self.shapes:
-            if unpacked_leaf(self, name) is None:
-                lines += [f"  {name} {shape}", *_listed([span for _, span in within(self, name)])]
-        buffers = (within(self, name) for name, _ in self.shapes)
+            if self.unpacked_leaf(name) is None:
+                lines += [f"  {name} {shape}", *_listed([span for _, span in self.within(name)])]
+        buffers = (self.within(name) for name, _ in self.shapes)
         if unpacked := [span for ((_, span), *_) in buffers if span.is_unpacked]:
             lines += ["  unpacked", *_listed(unpacked)]
         return "\n".join(lines)
 
 
 Layout.__module__ = "jgrad"  # where users import it from, and what a pickle names
-
-
-# ---- what the library asks a layout, and its users need not know -------------------------------
-
-
-def structure(layout: Layout) -> PyTreeDef:
-    """The structure of the tree, in which None is a leaf."""
-    return layout._structure
-
-
-def spans(layout: Layout) -> tuple[Span | None, ...]:
-    """The blocks of each leaf, or None for None."""
-    return layout._spans
-
-
-def shard(layout: Layout) -> Shard | None:
-    """Which rows of the buffers are on this device; None outside of `zero`."""
-    return layout._shard
-
-
-def within(layout: Layout, name: str) -> list[tuple[int, Span]]:
-    """The leaves of one buffer in the order in which they are there: positions and spans."""
-    return layout._by_buffer[name]
-
-
-def row_order(layout: Layout, name: str) -> RowOrder | None:
-    """The order of the rows of a buffer; None where leaves follow each other."""
-    return dict(layout._row_orders).get(name)
-
-
-def unpacked_leaf(layout: Layout, name: str) -> int | None:
-    """The position of the leaf that is this buffer, unpacked; None for a buffer of blocks."""
-    (i, span), *_ = within(layout, name)
-    return i if span.is_unpacked else None
-
-
-def with_structure(layout: Layout, structure: PyTreeDef) -> Layout:
-    """The same buffers, for another tree with the same leaves."""
-    return dataclasses.replace(layout, _structure=structure)
-
-
-def with_shard(layout: Layout, shard: Shard | None) -> Layout:
-    """The same buffers, of which this device has these rows; None for all of them."""
-    return dataclasses.replace(layout, _shard=shard)
-
-
-def with_places(
-    layout: Layout,
-    spans: Sequence[Span | None],
-    shapes: Mapping[str, tuple[int, ...]],
-    row_orders: Mapping[str, RowOrder],
-) -> Layout:
-    """The same tree in other rows of buffers of other shapes; equal layouts are one object."""
-    orders = {**dict(layout._row_orders), **row_orders}
-    new = dataclasses.replace(
-        layout,
-        _spans=tuple(spans),
-        shapes=tuple(sorted(shapes.items())),
-        _row_orders=tuple(sorted(orders.items())),
-    )
-    return layout if new == layout else new
-
-
-def is_part_of(layout: Layout, other: Layout) -> bool:
-    """Whether each leaf is one of the other's at its position, in trees of any structure."""
-    if layout == other:
-        return True
-    if len(layout._spans) != len(other._spans):
-        return False
-    both = zip(layout._spans, other._spans, strict=True)
-    return all(ours is None or (its and ours.is_alike(its)) for ours, its in both)
-
-
-def differences(layout: Layout, other: Layout, name: str, other_name: str) -> Iterator[str]:
-    """Where two layouts differ, phrase by phrase."""
-    differ = False
-    for phrase in trees.differences(layout.tree(), other.tree(), name, other_name):
-        differ = True
-        yield f"{phrase} packed"
-    if differ or layout._structure != other._structure:
-        return
-    for path, *pair in zip(trees.paths(layout.tree()), layout._spans, other._spans, strict=True):
-        ours, its = map(_described, pair)
-        if ours != its:
-            differ = True
-            yield f"{name} has {ours}{checks.at(path)} where {other_name} has {its}"
-    if not differ:
-        yield f"{name} has buffers {dict(layout.shapes)}, {other_name} {dict(other.shapes)}"
 
 
 def _described(span: Span | None) -> str:
@@ -462,3 +323,67 @@ def _described(span: Span | None) -> str:
 def _listed(spans: list[Span]) -> list[str]:
     more = [f"    and {len(spans) - _SHOWN} more"] if len(spans) > _SHOWN else []
     return [f"    {span}" for span in spans[:_SHOWN]] + more
+
+
+# ---- of a tree ----------------------------------------------------------------------------------
+
+_EXPECTED = (
+    "expected a floating array, since the gradient of a Packed could not hold others; pack those "
+    "alone: `floating, others = equinox.partition(tree, equinox.is_inexact_array)`, or with None "
+    "in the place of each other leaf"
+)
+
+
+def layout_of(
+    function: str,
+    tree: PyTree,
+    layer_axes: PyTree = None,
+    multiple_of: int = 1,
+    max_size: int | None = None,
+    *,
+    small_apart: bool = False,
+    others: bool = False,
+) -> tuple[Layout, list[jax.Array | None]]:
+    """The layout for a tree of floating arrays, and its leaves; with `others`, for any arrays.
+
+    Leaves of more than `max_size` elements stay unpacked, and so do others than floating ones. With
+    `small_apart`, leaves that are too small for 8 bits share no buffer with larger ones.
+    """
+    arg = ArgLeaves.from_tree(function, "tree", tree).with_arrays()
+    for i, x in enumerate(arg.leaves):
+        if not (x is None or checks.is_inexact(x) or (others and checks.is_numeric(x))):
+            arg.fail(i, TypeError, f"{checks.describe(x)}, {_EXPECTED}")
+    axes = layer_axes_of.read_layer_axes(function, layer_axes)
+    stacked = ArgLeaves.from_prefix(function, "layer_axes", axes, "tree", tree)
+    not_sharded = arg._replace(name="mesh_axes", leaves=[Axes()] * len(arg.leaves))
+    layers = layer_axes_of.of_leaves(not_sharded, stacked, arg)
+
+    spans: list[Span | None] = [None] * len(arg.leaves)
+    packed: list[tuple[int, Span]] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, (x, path, leaf_layers) in enumerate(zip(arg.leaves, arg.paths(), layers, strict=True)):
+        if x is None:
+            continue
+        large = max_size is not None and math.prod(x.shape) > max_size
+        if large or not checks.is_inexact(x):
+            name = f"leaf {i}"  # not the path: two leaves may have one
+            spans[i] = Span(path, np.dtype(x.dtype), leaf_layers, name, None, 0)
+            shapes[name] = x.shape
+            continue
+        blocks_per_layer = -(-leaf_layers.layer_size // WIDTH)
+        is_apart = small_apart and math.prod(x.shape) < SMALLEST
+        name = x.dtype.name + APART * is_apart
+        packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, blocks_per_layer)))
+    # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
+    packed.sort(key=lambda member: (member[1].layers.shape, member[1].layers.stacked))
+    buffers: dict[str, list[tuple[int, Span]]] = {}
+    for member in packed:
+        buffers.setdefault(member[1].buffer, []).append(member)
+    for name, members in buffers.items():
+        row = 0
+        for i, span in members:
+            spans[i] = span._replace(start=row)
+            row += span.num_blocks
+        shapes[name] = (-(-row // multiple_of) * multiple_of, WIDTH)
+    layout = Layout(trees.flatten(tree)[1], tuple(spans), tuple(sorted(shapes.items())))
+    return layout, list(arg.leaves)

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._packed.layouts import RowOrder, Shard
+from jgrad._packed.layouts import Shard
 from jgrad._trees.shardings import is_on_mesh, is_sharded, on_automatic_axes
 
 # Rows per iteration: 64 kB in float32 at a width of 256, which fits the first-level caches with
@@ -102,18 +102,13 @@ class PackedLayers(LayerAxes):
 
         def per_layer(per_row: jax.Array) -> jax.Array:
             return jax.ops.segment_sum(
-                per_row, self.layer_of_row, self.num_layers, indices_are_sorted=self._in_order
+                per_row, self.layer_of_row, self.num_layers, indices_are_sorted=True
             )
 
         if not is_sharded(per_row):
             return per_layer(per_row)
         everywhere = NamedSharding(jax.typeof(per_row).sharding.mesh, PartitionSpec())
         return on_automatic_axes(per_layer, everywhere, per_row)
-
-    @property
-    def _in_order(self) -> bool:
-        """Whether layers follow each other."""
-        return True
 
     @property
     def _all_rows(self) -> int:
@@ -125,62 +120,6 @@ class PackedLayers(LayerAxes):
         """The first row of each layer, and the row behind its last."""
         ends = np.cumsum(self.blocks, dtype=np.int32)
         return ends - np.array(self.blocks, np.int32), ends
-
-
-@dataclasses.dataclass(frozen=True)
-class ReorderedLayers(PackedLayers):
-    """Where the layers are of a packed buffer whose shards have whole matrices.
-
-    Attributes:
-      starts: the first row of each layer, in the order in which spans count rows.
-      row_order: of the whole buffer.
-    """
-
-    starts: tuple[int, ...] = ()
-    row_order: RowOrder | None = None
-
-    @property
-    def nonempty(self) -> np.ndarray | jax.Array:
-        layers = np.arange(self.num_layers)
-        return self._of_device(np.stack([np.isin(layers, there) for there in self._layer_of_row]))
-
-    @property
-    def layer_of_row(self) -> np.ndarray | jax.Array:
-        """Rows between layers are zeros, and may count for any."""
-        return self._of_device(np.maximum(self._layer_of_row, 0))
-
-    def per_layer(self, number: ArrayLike) -> jax.Array:
-        x = jnp.asarray(number, dtype=float)
-        if x.ndim < 2 or self.shape[0] == 0:
-            return super().per_layer(x)
-        firsts = [
-            [np.argmax(there == i) for i in range(self.num_layers)] for there in self._layer_of_row
-        ]
-        return x[self._of_device(np.array(firsts, np.int32)), 0]
-
-    @property
-    def sort_key(self) -> tuple[Any, ...]:
-        return (*super().sort_key, self.starts)
-
-    @property
-    def _in_order(self) -> bool:
-        return False
-
-    @property
-    def _layer_of_row(self) -> np.ndarray:
-        """The layer of each row, for each device; -1 for rows between layers."""
-        layers = np.full(self._all_rows, -1, np.int32)
-        for i, (start, blocks) in enumerate(zip(self.starts, self.blocks, strict=True)):
-            layers[start : start + blocks] = i
-        assert self.row_order is not None
-        devices = 1 if self.shard is None else self.shard.devices
-        return self.row_order.to_shard_order(layers).reshape(devices, -1)
-
-    def _of_device(self, entries: np.ndarray) -> np.ndarray | jax.Array:
-        """This device's entry."""
-        if self.shard is None:
-            return entries[0]
-        return jnp.asarray(entries)[jax.lax.axis_index(self.shard.axes)]
 
 
 def _in_chunks(count: int, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
-from jgrad._packed import layouts
 from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
-from jgrad._packed.layouts import Layout, Span
-from jgrad._packed.new_layout import layout_of
+from jgrad._packed.layouts import Layout, Span, layout_of
 from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees, values
 from jgrad._trees.blocks import Blocks
@@ -89,7 +87,6 @@ def pack(
     layer_axes: PyTree = None,
     multiple_of: int = 1,
     max_size: int | None = None,
-    matrices: PyTree | Callable[[PyTree], PyTree] = None,
     small_apart: bool = False,
 ) -> Packed[Tree]: ...
 @overload
@@ -101,7 +98,6 @@ def pack(
     layer_axes: PyTree = None,
     multiple_of: int = 1,
     max_size: int | None = None,
-    matrices: PyTree | Callable[[PyTree], PyTree] = None,
     like: PyTree = None,
     small_apart: bool = False,
 ) -> PyTree:
@@ -127,11 +123,8 @@ def pack(
         over that many devices.
       max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
         all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
-        give some thousands where large leaves are most of the model.
-      matrices: which leaves are matrices that `muon` is to see whole on each of `multiple_of`
-        shards, inside `zero`: as in `muon`. With `layer_axes` each layer is a matrix. Every shard
-        holds the same number of matrices of each shape (padded with zero matrices), followed by its
-        rows of the remaining leaves. `multiple_of` has to be a multiple of the number of devices.
+        give some thousands where large leaves are most of the model, and less than the smallest
+        matrix of `muon` or `soap`, which refuse packed ones.
       like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
         function that makes them. The subtrees of `tree` in their places are packed in their
         layouts; everything else is unchanged.
@@ -161,13 +154,12 @@ def pack(
         values.count("pack", "multiple_of", multiple_of)
         if max_size is not None:
             values.count("pack", "max_size", max_size, low=0)
-        chosen = None if matrices is None else _matrices(tree, matrices)
         values.boolean("pack", "small_apart", small_apart)
         layout, leaves = layout_of(
-            "pack", tree, layer_axes, multiple_of, max_size, chosen, small_apart=small_apart
+            "pack", tree, layer_axes, multiple_of, max_size, small_apart=small_apart
         )
         return where_it_lies(functools.partial(fill, layout), leaves)
-    options = (layer_axes, max_size, matrices)
+    options = (layer_axes, max_size)
     if multiple_of != 1 or small_apart is not False or any(x is not None for x in options):
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
@@ -176,17 +168,6 @@ def pack(
         return where_it_lies(functools.partial(_again, node), part) if is_packed(node) else part
 
     return jax.tree.map(as_in_like, like, tree, is_leaf=is_packed)
-
-
-def _matrices(tree: PyTree, matrices: PyTree | Callable[[PyTree], PyTree]) -> list[bool]:
-    """Which leaves are matrices."""
-    if trees.is_function(matrices, tree):
-        matrices = matrices(
-            trees.map_leaves(
-                lambda x: checks.shape_and_dtype(x) if checks.is_numeric(x) else x, tree
-            )
-        )
-    return checks.bools(ArgLeaves.from_prefix("pack", "matrices", matrices, "tree", tree))
 
 
 @overload
@@ -235,9 +216,15 @@ def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
             return jax.eval_shape(functools.partial(_leaves, as_stored=as_stored), x)
-        return x.layout.tree(
-            {k: getattr(b, "dtype", None) for k, b in buffers if b is None or hasattr(b, "dtype")}
-        )
+        dtypes = {
+            k: getattr(b, "dtype", None) for k, b in buffers if b is None or hasattr(b, "dtype")
+        }
+        leaves, structure = trees.flatten(x.layout.tree(dtypes))
+        for name, b in buffers:  # of a leaf as it is, maybe a part of it, or with fewer elements
+            i = x.layout.unpacked_leaf(name)
+            if i is not None and leaves[i] is not None and hasattr(b, "dtype"):
+                leaves[i] = jax.ShapeDtypeStruct(b.shape, b.dtype)
+        return structure.unflatten(leaves)
 
     return _map_packed(of_packed, tree)
 
@@ -252,9 +239,9 @@ def is_packed(x: PyTree) -> bool:
     return isinstance(x, Packed)
 
 
-def any_packed(*trees: PyTree) -> bool:
+def any_packed(*of: PyTree) -> bool:
     """Whether there is a `Packed` somewhere."""
-    return any(map(is_packed, jax.tree.leaves(trees, is_leaf=is_packed)))
+    return any(map(is_packed, jax.tree.leaves(of, is_leaf=is_packed)))
 
 
 def check_unpacked(function: str, name: str, tree: PyTree) -> None:
@@ -277,17 +264,14 @@ def fill(layout: Layout, leaves: Sequence[Array | None]) -> Packed[Any]:
     _register_with_flax()
     buffers: dict[str, Array | None] = {}
     for name, shape in layout.shapes:
-        positions, spans = zip(*layouts.within(layout, name), strict=True)
+        positions, spans = zip(*layout.within(name), strict=True)
         first = leaves[positions[0]]
         if spans[0].is_unpacked or checks.is_nothing(first, spans[0].layers.shape):
             buffers[name] = first
             continue
         parts = jax.tree.map(replicated, [leaves[i] for i in positions])
         join = join_codes if isinstance(first, Blocks) else join_leaves
-        buffer = join(spans, parts, shape[0])
-        if (row_order := layouts.row_order(layout, name)) is not None:
-            buffer = jax.tree.map(row_order.to_shard_order, buffer)
-        buffers[name] = buffer
+        buffers[name] = join(spans, parts, shape[0])
     return Packed(buffers, layout)
 
 
@@ -309,10 +293,10 @@ def _register_with_flax() -> None:
 def _leaves(packed: Packed[Any], *, as_stored: bool = False) -> PyTree:
     """The tree in the buffers, by one split of each."""
     layout = packed.layout
-    leaves: list[Array | None] = [None] * len(layouts.spans(layout))
+    leaves: list[Array | None] = [None] * len(layout.spans)
     for name, shape in layout.shapes:
         buffer = packed.buffers[name]
-        positions, spans = zip(*layouts.within(layout, name), strict=True)
+        positions, spans = zip(*layout.within(name), strict=True)
         if spans[0].is_unpacked:
             parts = [buffer]
         elif checks.is_nothing(buffer, shape):
@@ -320,15 +304,13 @@ def _leaves(packed: Packed[Any], *, as_stored: bool = False) -> PyTree:
         else:
             _check_buffer(name, buffer, shape)
             buffer = jax.tree.map(replicated, buffer)
-            if (row_order := layouts.row_order(layout, name)) is not None:
-                buffer = jax.tree.map(row_order.to_leaf_order, buffer)
             if isinstance(buffer, Blocks):
                 parts = split_codes(spans, buffer, as_stored=as_stored)
             else:
                 parts = split_leaves(spans, buffer)
         for i, part in zip(positions, parts, strict=True):
             leaves[i] = part
-    return layouts.structure(layout).unflatten(leaves)
+    return layout.structure.unflatten(leaves)
 
 
 def _check_buffer(name: str, buffer: Array, shape: tuple[int, ...]) -> None:
@@ -352,7 +334,7 @@ def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
     leaves = list(arg.leaves)
     expected: list[Any] = [None] * len(leaves)
     for name, shape in layout.shapes:
-        buffer, members = like.buffers[name], layouts.within(layout, name)
+        buffer, members = like.buffers[name], layout.within(name)
         is_nothing = checks.is_nothing(buffer, shape)
         dtype = getattr(leaves[members[0][0]], "dtype", None)
         for i, span in members:
@@ -365,13 +347,13 @@ def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
             else:
                 of_leaf = jnp.float32 if isinstance(buffer, Blocks) else dtype
                 expected[i] = jax.ShapeDtypeStruct(span.layers.shape, of_leaf)
-    for i, leaf in enumerate(layouts.spans(layout)):
+    for i, leaf in enumerate(layout.spans):
         if leaf is None and leaves[i] is not None:
             arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected None")
     checks.same_shapes(arg, arg._replace(name="like", leaves=expected))
     for name, buffer in like.buffers.items():
         if isinstance(buffer, Blocks):
-            for i, span in layouts.within(layout, name):
+            for i, span in layout.within(name):
                 leaves[i] = recoded(span, leaves[i], codec_of(buffer))
     return fill(layout, leaves)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgrad._packed import layouts, packing
+from jgrad._packed import packing
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed
 from jgrad._quantized.codec import BY_DTYPE
@@ -37,7 +37,10 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
         buffers = {name: _blocks(b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
         layout = _layout(buffers, path, likes)
         if layout is None:
-            remedy = "`like` packed as it was, or `params`; or restore it with a target"
+            remedy = (
+                "`like` packed as it was, or `params`; or restore it with a target; matrices of "
+                "Muon that jgrad 1.1 packed, `unpack` there"
+            )
             came = "the buffers of a packed tree, without their layout"
             where = checks.at(jax.tree_util.keystr(path))
             raise ValueError(f"{function}: `old`{where}: {came}, expected {remedy}.")
@@ -103,6 +106,6 @@ def _layout(
         for _, x in sorted(
             _packed_in(like), key=lambda node: -path_rules.common_end(node[0], keys)
         ):
-            if of_arrays(x.buffers) == shapes and layouts.shard(x.layout) is None:
+            if of_arrays(x.buffers) == shapes and x.layout.shard is None:
                 return x.layout
     return None

@@ -11,9 +11,9 @@ import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
-from jgrad._inputs import matrix_axes
 from jgrad._inputs.inputs import OTHER_LEAVES, Inputs, Parameters
-from jgrad._inputs.matrix_axes import MatrixAxes
+from jgrad._layers import matrix_axes
+from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._soap import bases
 from jgrad._soap.bases import Side, product
 from jgrad._trees import checks, trees, variables

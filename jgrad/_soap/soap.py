@@ -1,5 +1,6 @@
 """SOAP: Adam in the eigenvectors of Shampoo's factors; all other leaves are AdamW's."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -7,26 +8,25 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import matrix_axes, numbers, options
+from jgrad._inputs import numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.factory import FORM, MATRICES, Given, Options, checked, count, one_of
+from jgrad._inputs.factory import FORM, MATRICES, SHARD_OVER, Given, Options, checked, count, one_of
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.leaf_functions import Descent, average, of_one_leaf
-from jgrad._inputs.matrix_axes import LAST
+from jgrad._inputs.leaf_functions import average, of_one_leaf
+from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import MomentShapes, NewMoments, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import MoreFields, transformation
 from jgrad._kernels.moment import Moments
-from jgrad._muon.muon import check_matrices, of_both_kinds
+from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
-from jgrad._trees import trees, values
-from jgrad._trees.checks import ArgLeaves
+from jgrad._trees import trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -51,62 +51,27 @@ _OPTIONS = Options(
     adam_beta2=_OPTIONAL_BETA,
     adam_epsilon=checked(numbers.scalars, optional=True),
     weight_decay_mask=Role.MASK,
-    **dict.fromkeys(("weight_decay", "adam_weight_decay", "weight_decay_rule", "shard_over")),
+    **dict.fromkeys(("weight_decay", "adam_weight_decay", "weight_decay_rule")),
+    shard_over=SHARD_OVER,
     **FORM,
 )
 
 
-class Soap(NamedTuple):
-    """The options of SOAP that are no numbers; `soap` explains each of them.
+def _shapes(inputs: Parameters, given: Given) -> MomentShapes:
+    """Those of all elements; and where the matrices of each leaf are."""
+    return MomentShapes(inputs.tree, inputs.tree, matrices_of(inputs, given))
 
-    Attributes:
-      given: those that are numbers are read from here in each update.
-    """
 
-    given: Given
-    matrices: Mask
-    every: int
-    max_side: int
-    output_axes: PyTree
-    layer_axes: PyTree
-    mesh_axes: PyTree
-    split: PyTree
-    shard_over: tuple[str, ...]
-    first_step: FirstStep
+def _factors(max_side: int) -> MoreFields:
+    """What the state has beside moments."""
 
-    @classmethod
-    def of(cls, given: Given) -> "Soap":
-        """What the factory was given."""
-        soap = cls(given, *(given.arguments[field] for field in cls._fields[1:]))
-        check_matrices(_NAME, soap.matrices)
-        over = soap.shard_over
-        over = () if over is None else values.axis_names(_NAME, "shard_over", over)
-        return soap._replace(shard_over=over)
+    def init(inputs: Parameters, shapes: MomentShapes) -> tuple[PyTree]:
+        return (factors.init(inputs, shapes.matrices or [], max_side),)
 
-    def shapes_of(self, inputs: Parameters) -> MomentShapes:
-        """Those of all elements; and where the matrices of each leaf are."""
-        axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
-        matrices = matrix_axes.find(inputs, self.matrices, *axes)
-        for spec in inputs.specs:
-            for i in () if spec.is_unpacked else spec.positions:
-                if matrices[i] is not None:
-                    arg = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
-                    came = "True for a leaf that is packed with others"
-                    expected = "expected one by itself: `pack(params, max_size=...)` below its size"
-                    arg.fail(i, ValueError, f"{came}, {expected}")
-        return MomentShapes(inputs.tree, inputs.tree, matrices)
+    def read(inputs: Inputs, shapes: MomentShapes, state: SoapState) -> list[OfLeaf | None]:
+        return factors.read(inputs, shapes.matrices or [], max_side, state.factors)
 
-    @property
-    def fields(self) -> MoreFields:
-        """What the state has beside moments."""
-
-        def init(inputs: Parameters, shapes: MomentShapes) -> tuple[PyTree]:
-            return (factors.init(inputs, shapes.matrices or [], self.max_side),)
-
-        def read(inputs: Inputs, shapes: MomentShapes, state: SoapState) -> list[OfLeaf | None]:
-            return factors.read(inputs, shapes.matrices or [], self.max_side, state.factors)
-
-        return MoreFields(SoapState, init, read)
+    return MoreFields(SoapState, init, read)
 
 
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
@@ -174,7 +139,7 @@ class _New(NamedTuple):
     factors: Sequence[OfLeaf | None]
 
 
-def _of_matrices(inputs: Inputs, step: Step, soap: Soap, axes: list[Any], n: Any) -> _New:
+def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: Any) -> _New:
     """The step in the bases as they are; behind it new averages, and sometimes new bases."""
     old = Matrices(axes, _per_array(inputs, step.more))
     sizes = [of and math.prod(of.in_shard_map.whole.shape) for of in axes]
@@ -234,11 +199,11 @@ def _or_else(some: list[Any], others: list[Any]) -> list[Any]:
     return [y if x is None else x for x, y in zip(some, others, strict=True)]
 
 
-def _of_adam(soap: Soap, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
+def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
     """The numbers of all other leaves, which are SOAP's where they are not given."""
 
     def number(name: str, read: Callable[..., Any]) -> Any:
-        own = soap.given.arguments[f"adam_{name}"]
+        own = getattr(soap, f"adam_{name}")
         if own is None and step.numbers.get(f"adam_{name}") is None:
             return getattr(n, name)
         return read(inputs, step, f"adam_{name}", own)
@@ -248,33 +213,18 @@ def _of_adam(soap: Soap, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
     return adam_of.numbers_of(beta1, beta2, epsilon, "moments", step.as_float)
 
 
-def _update(inputs: Inputs, step: Step, soap: Soap) -> tuple[Any, ...]:
+def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
     """Updates, new moments and new factors."""
     inputs.check_buffers()
-    given, axes = soap.given.arguments, _per_array(inputs, step.matrices)
-    n = soap.given.read(inputs, step)
+    axes, n = _per_array(inputs, step.matrices), soap.read(inputs, step)
     new = _of_matrices(inputs, step, soap, axes, n)
     g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
     both, mw, vw = adam_of.adam_of_leaf(g, step.mw, step.vw, _of_adam(soap, inputs, step, n))
     others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
     direction = _or_else(new.direction, others)
 
-    rule = given["weight_decay_rule"]
-    use = options.mask(inputs, "weight_decay_mask", given["weight_decay_mask"])
-    decays, rates = (
-        of_both_kinds(name, (given[name], given[f"adam_{name}"]), read, step)
-        for name, read in (
-            (
-                "weight_decay",
-                lambda name, x: options.decay_of_leaves(inputs, name, x, use, step, rule),
-            ),
-            ("learning_rate", lambda name, x: options.rate_of_leaves(inputs, name, x, step)),
-        )
-    )
-    decay = rules.optional(inputs.per_array(decays), rule)
-    descent = Descent(decay, inputs.per_array(rates), rule)
-    signs = _or_else(new.direction, like) if rule == "cautious" else None
-    updates = descent.updates(direction, inputs.w, signs)
+    signs = _or_else(new.direction, like) if soap.weight_decay_rule == "cautious" else None
+    updates = descent_of(inputs, step, soap).updates(direction, inputs.w, signs)
     if soap.first_step == "skip":
         pairs = zip(new.direction, updates, strict=True)
         of_matrices = [None if x is None else u for x, u in pairs]
@@ -405,15 +355,12 @@ def soap(
       and 4; the first step, the order of columns and corrections: `soap.py` of nikhilvyas/SOAP.
     """
     given = _OPTIONS.check(_NAME, locals())
-    method = Soap.of(given)
-    options.check_decays(_NAME, weight_decay_rule, weight_decay=weight_decay)
-    if adam_weight_decay is not None:
-        options.check_decays(_NAME, weight_decay_rule, adam_weight_decay=adam_weight_decay)
-
-    def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
-        return _update(inputs, step, method)
-
-    moments = given.moments(layer_axes=layer_axes)
+    check_matrices(_NAME, given.matrices)
+    check_decays(_NAME, given)
     return transformation(
-        _NAME, compute, shapes_of=method.shapes_of, moments=moments, more=method.fields
+        _NAME,
+        functools.partial(_update, soap=given),
+        shapes_of=functools.partial(_shapes, given=given),
+        moments=given.moments(layer_axes=layer_axes),
+        more=_factors(max_side),
     )

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._inputs.transformation import arrays_of
-from jgrad._packed import layouts, packing
+from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import host_memory, trees, values, variables
@@ -175,7 +175,7 @@ class _Shardings:
         params, layout = self._followed(path), packed.layout
         shardings = {}
         for name, buffer in packed.buffers.items():
-            leaf = layouts.unpacked_leaf(layout, name)
+            leaf = layout.unpacked_leaf(name)
             if packing.is_packed(params):
                 followed = params.buffers.get(name)
                 if leaf is None:  # moments of some leaves alone have fewer rows

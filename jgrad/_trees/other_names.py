@@ -135,6 +135,13 @@ GONE = {
     "muon_update": "`jgrad.muon`, its method",
     "ema": "`average_params(tx, decay)`, which wraps the optimizer; `optax.ema` averages updates",
 }
+# What functions took up to 1.1.
+GONE_OPTIONS = {
+    ("pack", "matrices"): (
+        "`max_size`, which leaves matrices unpacked, and `shard_over` of `muon`, which deals them "
+        "out under `jit`; `unpack` a state with packed matrices in jgrad 1.1"
+    ),
+}
 
 # The keywords that some transformation takes in `update`.
 KEYWORDS = (
@@ -198,7 +205,11 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             expected = f"at most {most}" if most else "none"
             rest = ", and all others by name too" if len(named) > 1 else ""
             raise TypeError(f"{name}: {came}, expected {expected}; write `{first}=`{rest}.")
-        for keyword in [x for x in kwargs if x not in known]:
+        for keyword in kwargs:
+            if gone := GONE_OPTIONS.get((name, keyword)):
+                raise TypeError(f"{name}: `{keyword}`: gone in 2.0, expected {gone}.")
+            if keyword in known:
+                continue
             if expected := meant(keyword, known) or LACKING.get((name, keyword)):
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
         made = function(*args, **kwargs)  # which has checked each value by itself

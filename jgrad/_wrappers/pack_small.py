@@ -1,5 +1,6 @@
 """Small leaves packed inside a transformation, for training loops that remain unchanged."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +9,8 @@ import optax
 
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import pair
-from jgrad._packed import layouts, packing
-from jgrad._packed.layouts import Layout
-from jgrad._packed.new_layout import layout_of
+from jgrad._packed import packing
+from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, shares, trees, values
@@ -92,44 +92,44 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
         elif inputs.w is None:
             checks.same_shapes(inputs.reference, ArgLeaves.from_tree(_NAME, "state", old.tree()))
             layout = old
-        elif layouts.is_part_of(layout, old):
+        elif layout.is_part_of(old):
             # The tree may be another with the same leaves: flax's nnx wraps them for `init` alone.
-            layout = layouts.with_structure(old, layouts.structure(layout))
+            layout = dataclasses.replace(old, structure=layout.structure)
         else:
-            phrase = next(layouts.differences(layout, old, "`params`", "it"))
+            phrase = next(layout.__jgrad_differences__(old, "`params`", "it"))
             raise ValueError(
                 f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
                 f"{phrase}."
             )
         # Parts of the state may have layouts of their own, of some leaves alone.
-        state = _with_structure(state, layouts.structure(layout))
+        state = _with_structure(state, layout.structure)
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves)
             packed = packing.fill(layout, g)
             steps, new = inputs.hand_over(tx, packed, state, w, stay_finite=True)
             steps = inputs.moved(packing.unpack(steps), of=steps)
         else:
-            g, w = (layouts.structure(layout).unflatten(x) for x in (g, leaves))
+            g, w = (layout.structure.unflatten(x) for x in (g, leaves))
             w = None if params is None else w
             steps, new = inputs.hand_over(tx, g, packing.unpack(state), w)
             new = packing.pack(new, like=state)
         steps = inputs.with_zeros(steps)
-        return steps, new if old is None else _with_structure(new, layouts.structure(old))
+        return steps, new if old is None else _with_structure(new, old.structure)
 
     return pair(init, update, _NAME)
 
 
 def _with_structure(state: PyTree, structure: Any) -> PyTree:
     """A state with the layouts of another tree that has the same leaves."""
-    return packing.with_layouts(state, lambda layout: layouts.with_structure(layout, structure))
+    return packing.with_layouts(state, lambda x: dataclasses.replace(x, structure=structure))
 
 
 def _part(inputs: Inputs, g: list[Any], old: Layout | None) -> PyTree:
     """The parameters; and of a model None for what `init` did not see, if it is not updated."""
     leaves, structure = trees.flatten(inputs.tree)
-    if old is None or len(layouts.spans(old)) != len(leaves):
+    if old is None or len(old.spans) != len(leaves):
         return inputs.tree
-    for i, span in enumerate(layouts.spans(old)):
+    for i, span in enumerate(old.spans):
         if span is None and inputs.g[i] is None:
             leaves[i] = g[i] = None
     return structure.unflatten(leaves)
@@ -148,7 +148,7 @@ def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed[A
 def _fit(layout: Layout, g: Sequence[Any]) -> bool:
     """Whether the gradients of each buffer are there, and of one dtype; and there is a buffer."""
     for name, _ in layout.shapes:
-        dtypes = {None if g[i] is None else g[i].dtype for i, _ in layouts.within(layout, name)}
-        if layouts.unpacked_leaf(layout, name) is None and (len(dtypes) > 1 or None in dtypes):
+        dtypes = {None if g[i] is None else g[i].dtype for i, _ in layout.within(name)}
+        if layout.unpacked_leaf(name) is None and (len(dtypes) > 1 or None in dtypes):
             return False
     return bool(layout.shapes)

@@ -1,11 +1,12 @@
 """ZeRO-1: each device keeps and updates a shard of the state."""
 
+import dataclasses
 from typing import Any
 
 import optax
 
 from jgrad._inputs.transformation import pair
-from jgrad._packed import array_spec, layouts, packing
+from jgrad._packed import array_spec, packing
 from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
@@ -36,11 +37,11 @@ def zero(tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]) -> 
     `average_params`, may wrap `zero` only under `pmap`; pass `mesh_axes=axis_name` if the wrapper
     accepts it, so that all devices skip the same steps.
 
-    Pack for n devices: `pack(params, multiple_of=n)`; for Muon with its `matrices`, too, so that
-    each device has whole matrices, and none waits for another inside an iteration. Outside of
-    `shard_map` and `pmap`, `init` returns the whole state, to be sharded as
-    `state_shardings(tx, params, shard_over=axis_name)` says; inside, it returns this device's
-    shard. A checkpoint of `unpack(state)` fits any number of devices, and `tx` alone.
+    Pack for n devices: `pack(params, multiple_of=n)`. Matrices of Muon are refused inside: their
+    `shard_over` under `jit` is in the place of `zero`. Outside of `shard_map` and `pmap`, `init`
+    returns the whole state, to be sharded as `state_shardings(tx, params, shard_over=axis_name)`
+    says; inside, it returns this device's shard. A checkpoint of `unpack(state)` fits any number of
+    devices, and `tx` alone.
 
     Under `shard_map` with `check_vma=True`, `jax.grad` with respect to replicated parameters sums
     gradients over devices by itself, and `zero` refuses such gradients. Differentiate with respect
@@ -124,7 +125,7 @@ def _with_shard(tree: PyTree, local: Shard | None) -> PyTree:
 
     Outside of `tx` each array is whole, or sharded as its sharding says, and layouts do not say it.
     """
-    return packing.with_layouts(tree, lambda layout: layouts.with_shard(layout, local))
+    return packing.with_layouts(tree, lambda x: dataclasses.replace(x, shard=local))
 
 
 def _sliced(params: PyTree, local: Shard) -> PyTree:

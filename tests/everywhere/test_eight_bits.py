@@ -278,7 +278,7 @@ def test_e39_leaves_that_have_no_8_bits():
 
 # NorMuon's second moments are no blocks, and of matrices that are rounded elsewhere when packed.
 @pytest.mark.slow
-@optimizers([name for name in MAKES if name not in ("normuon", "muon_dion3") and packs(name)])
+@optimizers([name for name in MAKES if packs(name)])
 def test_e40_tree_and_packed(make):
     """Codes and scales bit for bit where no norm enters a moment; updates to rounding."""
     w, grads = model(), gradients(4)

@@ -325,7 +325,7 @@ def test_layers_places_and_masks():
     state = tx.init(large)
     assert isinstance(state.mw["b"], jgrad.Blocks)
     assert not isinstance(state.mw["a"], jgrad.Blocks)
-    packed = [jgrad.pack(stacked, layer_axes=x, matrices=use) for x in (axes, axes(stacked))]
+    packed = [jgrad.pack(stacked, layer_axes=x) for x in (axes, axes(stacked))]
     assert_equal(*packed)
 
 

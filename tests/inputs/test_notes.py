@@ -129,10 +129,9 @@ def test_trust_ratios(method, packed):
     close(noted(tx, w, g), truth, 2e-5)
 
 
-@pytest.mark.slow(always=["muon-packed"])
-@forms
+@pytest.mark.slow(always=["muon"])
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
-def test_residuals(rule, packed):
+def test_residuals(rule):
     """The largest of the matrices of each layer, from the updates, which are s X."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -155,8 +154,6 @@ def test_residuals(rule, packed):
         "wide/0": residual(direction["wide"][0]),
         "wide/1": list(map(residual, direction["wide"][1])),
     }
-    if packed:
-        w, g = (jgrad.pack(x, layer_axes=axes) for x in (w, g))
     found = noted(jgrad.scale_by_muon(rule=rule, **options), w, g)
     close(found, {f"muon_residual/{path}": x for path, x in truth.items()}, 1e-4)
 

@@ -244,7 +244,7 @@ PEERS = {
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("name", "form"),
-    # Packed, optax's Muon finds no matrices.
+    # Packed, there are no matrices.
     [(name, form) for name in PEERS for form in FORMS if (name, form) != ("muon", "packed")],
 )
 def test_at_most_as_many_as_optax(name, form):

@@ -13,12 +13,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
-from jgrad._packed import layouts
 from tests.multi_device.meshes import mesh_of, place, update_in_shard_map
-from tests.multi_device.test_zero import Sharded, train
-from tests.support import loops
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, stack
+from tests.support.loops import stack
 from tests.support.packed_model import assert_close
 
 pytestmark = pytest.mark.slow
@@ -61,21 +58,6 @@ def muon_of_matrices(**options):
     return jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1, **options)
 
 
-def packed_model(tree=None, **options):
-    options = {"matrices": MATRICES, "layer_axes": LAYERS, "multiple_of": DEVICES} | options
-    return jgrad.pack(normal(0) if tree is None else tree, **options)
-
-
-def of_devices(packed, devices, steps=3):
-    """For each step the gradients of each device, and their mean."""
-    stacks, means = [], []
-    for step in range(steps):
-        trees = [normal(1 + step * devices + i) for i in range(devices)]
-        stacks.append(stack([jgrad.pack(g, like=packed) for g in trees]))
-        means.append(jax.tree.map(lambda *xs: sum(xs) / devices, *trees))
-    return stacks, means
-
-
 def in_loops(text):
     """The collectives in the bodies of loops, and in what those call."""
     bodies = {m[1]: m[2] for m in re.finditer(r"^%?([\w.-]+) .*?\{\n(.*?)^\}", text, re.M | re.S)}
@@ -88,102 +70,6 @@ def in_loops(text):
         todo |= called(bodies.get(name, "")) - seen
     kinds = r"(all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(?:-start)?\("
     return [kind for name in seen for kind in re.findall(kinds, bodies.get(name, ""))]
-
-
-# ---- zero ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("devices", [8, 4, 2])
-@four_rules
-def test_numbers_of_the_tree(devices, rule):
-    """Packed for eight shards, on any number that divides eight; rates and masks are of leaves."""
-    rates = dict.fromkeys(SHAPES, 0.2) | {"up": [0.1, 0.2, 0.3, 0.4, 0.5], "b": 0.3}
-    mask = jax.tree.map(lambda x: x.size % 3 == 0, normal(0))
-    tx = muon(rates, **RULES[rule], weight_decay_mask=mask)
-    packed = packed_model()
-    grads, means = of_devices(packed, devices)
-    found, state = train(Sharded(tx, packed, mesh=mesh_of(data=devices)), packed, grads)
-    w, expected = loops.train(tx, normal(0), means)
-    assert_close(jgrad.unpack(found), w, 1e-5)
-    unpacked = jgrad.unpack(state)
-    assert jax.tree.map(jnp.shape, unpacked) == jax.tree.map(jnp.shape, expected)
-    assert_close(unpacked.vw, expected.vw, 1e-5)
-
-
-def test_8_bits():
-    """Codes and scales of a device's rows: those of the tree, where Adam's leaves are large."""
-    shapes = {"up": [(8, 512)] * 8, "embed": (64, 100)}
-    matrices = {"up": True, "embed": False}
-
-    def tree(seed):
-        rng = np.random.default_rng(seed)
-        draw = lambda shape: jnp.asarray(rng.integers(-8, 9, shape), jnp.float32)
-        return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
-
-    packed = jgrad.pack(tree(0), matrices=matrices, multiple_of=DEVICES)
-    g = tree(1)  # integers: their mean over devices is exact
-    tx = jgrad.muon(0.1, matrices=matrices, adam_learning_rate=0.01, moment_dtype="8bit")
-    _, state = train(Sharded(tx, packed), packed, [stack([jgrad.pack(g, like=packed)] * 8)] * 2)
-    _, expected = loops.train(tx, tree(0), [g, g])
-    found = jgrad.unpack(jax.device_get(state))
-    assert found.vw["embed"].codes.dtype == jnp.uint8
-    assert_equal(found.vw["embed"], expected.vw["embed"])
-    assert_equal(found.mw["embed"], expected.mw["embed"])
-
-
-@both_rules
-def test_collectives(rule):
-    """One reduce-scatter and one all-gather, outside of loops: as for any method."""
-    packed = packed_model()
-    run = Sharded(muon(rule=rule), packed)
-    (g,), _ = of_devices(packed, DEVICES, 1)
-    text = run.update.lower(packed, run.state, g).compile().as_text()
-    assert sorted(x.kind for x in collectives.of(text, DEVICES)) == ["all-gather", "reduce-scatter"]
-    assert not in_loops(text)
-
-
-@pytest.mark.slow(always=True)
-def test_bytes_of_each_device():
-    """An eighth of the momentum with its padding, and of the second moments of other leaves."""
-    packed = packed_model()
-    run = Sharded(muon(), packed)
-    rows = packed.layout.shapes[0][1][0]
-    row_order = layouts.row_order(packed.layout, packed.layout.shapes[0][0])
-    others = sum(segment.rows for segment in row_order.segments if not segment.capacity)
-    assert others == 1  # 8 x 256 elements for 716
-    mw, vw = run.state.mw.buffers["float32"], run.state.vw.buffers["float32"]
-    assert mw.addressable_shards[0].data.shape == (rows // DEVICES, 256)
-    assert vw.addressable_shards[0].data.shape == (others, 256)
-
-
-def test_a_checkpoint_fits_any_number_of_devices():
-    """From eight to two, and to the tree."""
-    packed = packed_model()
-    grads, means = of_devices(packed, DEVICES, 2)
-    tx = muon()
-    w, state = jgrad.unpack(train(Sharded(tx, packed), packed, grads[:1]))
-    other = packed_model(w, multiple_of=2)
-    run = Sharded(tx, other, mesh=mesh_of(data=2))
-    again = jgrad.pack(state, like=jax.eval_shape(tx.init, other))
-    run.state = jax.device_put(jax.device_get(again), jax.tree.map(lambda x: x.sharding, run.state))
-    found, _ = train(run, other, [stack([jgrad.pack(means[1], like=other)] * 2)])
-    updates, _ = jax.jit(tx.update)(means[1], state, w)
-    expected = optax.apply_updates(jax.device_get(w), jax.device_get(updates))
-    assert_close(jgrad.unpack(found), expected, 1e-5)
-
-
-@pytest.mark.slow(always=True)
-def test_buffers_that_would_cut_a_matrix():
-    """An error when `update` is traced, and never a part of a matrix by itself."""
-    packed = jgrad.pack(normal(0), layer_axes=LAYERS, multiple_of=DEVICES)
-    run = Sharded(muon(), packed)
-    (g,), _ = of_devices(packed, DEVICES, 1)
-    assert_error(
-        ValueError,
-        "muon: `matrices` at ['down'][0]: a matrix in a buffer of which each of 8 devices has some "
-        "rows, expected whole matrices on each: `pack(params, matrices=..., multiple_of=8)`.",
-        lambda: run.update(packed, run.state, g),
-    )
 
 
 # ---- leaves that are sharded -----------------------------------------------------------------------
@@ -530,11 +416,6 @@ def test_pmap_without_a_spec():
             ValueError,
             "at ['down'][0]: 3 entries, expected at most 2, one for each axis of shape (64, 8).",
             lambda: muon(mesh_axes=P(None, None, "data")).init(normal(0)),
-        ),
-        (
-            ValueError,
-            "at ['down'][0]: a PartitionSpec of a packed leaf, expected None: `zero` knows its rows.",
-            lambda: muon(mesh_axes=P("data")).init(jgrad.pack(normal(0))),
         ),
     ],
 )

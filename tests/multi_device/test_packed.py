@@ -94,18 +94,6 @@ def test_layers_on_explicit_axes():
     assert_close(jgrad.unpack(update(w)), update(tree))
 
 
-@pytest.mark.slow(always=True)
-def test_matrices_on_explicit_axes():
-    """They are gathered for their iteration, and each device keeps its rows of what comes of it."""
-    mesh, tree = mesh_of(AxisType.Explicit, d=DEVICES), {"w": jnp.ones((64, 96)), "b": jnp.ones(64)}
-    w = place(jgrad.pack(tree, multiple_of=DEVICES), mesh, P("d"))
-    matrices = {"w": True, "b": False}
-    tx = jgrad.muon(0.1, matrices=matrices, adam_learning_rate=0.1)
-    updates, state = jax.jit(lambda w: tx.update(w, tx.init(w), w))(w)
-    types = lambda tree: [jax.typeof(x) for x in jax.tree.leaves(tree)]
-    assert types(updates) == types(state.mw) == types(w)
-
-
 @pytest.mark.parametrize("moment_dtype", [None, "8bit"])
 def test_explicit_axes(moment_dtype):
     """Rows that are sharded by their type: what is unpacked is on each device, and packs again."""

@@ -105,7 +105,7 @@ def assert_same(tx, *, exact, packed=None, grads=None, **options):
 
 @pytest.mark.slow(always=["adamw"])
 @pytest.mark.bits
-@pytest.mark.parametrize("case", [x for x in CASES if x.packs and not x.has_matrices], ids=str)
+@pytest.mark.parametrize("case", [x for x in CASES if x.packs], ids=str)
 def test_every_optimizer(case):
     """Bit for bit where each element is on its own; layers of which a device has a part, or none."""
     assert_same(case.tx(), exact=case.elementwise)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad._inputs.matrix_axes import MatrixAxes
+from jgrad._layers.matrix_axes import MatrixAxes
 from tests.reference.optimizers import as_matrices
 
 

@@ -181,21 +181,18 @@ def test_m05_optax_has_one_for_each(standard_promotion):
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
 )
-@pytest.mark.parametrize("form", ["tree", "packed"])
-def test_m05_temporaries(form):
-    """2.5 chunks beside a stack of the matrices, and of a tree the same cut into leaves."""
+def test_m05_temporaries():
+    """2.5 chunks beside a stack of the matrices, and the same cut into leaves."""
 
     def used(count):
         w = {f"{i:02}": jnp.zeros((128, 512)) for i in range(count)}
-        w = jgrad.pack(w) if form == "packed" else w
         tx = muon(weight_decay=0.1)
         step = jax.jit(step_of(tx), donate_argnums=(0, 1))
         program = step.lower(w, jax.eval_shape(tx.init, w), w).compile()
         return program.memory_analysis().temp_size_in_bytes / (128 * 512 * 4)
 
-    copies = {"tree": 2, "packed": 1}[form]
     for count in (8, 32):
-        assert used(count) <= copies * count + 2.5
+        assert used(count) <= 2 * count + 2.5
 
 
 # ---- 9: where outputs are ----------------------------------------------------------------------
@@ -218,15 +215,14 @@ def test_m09_convolutions(standard_promotion):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_m11_one_matrix_changes_no_other(rule, standard_promotion):
-    """By a bit, in a stack, in a group and packed; with a norm of all layers optax's do."""
+    """By a bit, in a stack and in a group; with a norm of all layers optax's do."""
     w = {"stack": jnp.zeros((3, 8, 16)), "alone": jnp.zeros((16, 8)), "b": jnp.zeros(40)}
     g = jax.tree.map(lambda x: normal(*x.shape), w)
     more = g | {"stack": g["stack"].at[0].multiply(1e30)}
     layers = {"stack": 0, "alone": None, "b": None}
     tx = muon(matrices={"stack": True, "alone": True, "b": False}, layer_axes=layers, rule=rule)
-    for pack in (lambda tree: tree, lambda tree: jgrad.pack(tree, layer_axes=layers)):
-        a, b = (jgrad.unpack(first_update(tx, pack(w), pack(x))) for x in (g, more))
-        assert_equal((a["stack"][1:], a["alone"], a["b"]), (b["stack"][1:], b["alone"], b["b"]))
+    a, b = (first_update(tx, w, x) for x in (g, more))
+    assert_equal((a["stack"][1:], a["alone"], a["b"]), (b["stack"][1:], b["alone"], b["b"]))
 
     dimensions = optax.contrib.MuonDimensionNumbers(1, 2)
     theirs = optax.contrib.muon(

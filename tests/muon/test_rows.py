@@ -83,18 +83,15 @@ def test_all_rows_are_the_program_of_muon():
 @pytest.mark.slow(always=True)
 @both_rules
 def test_blocks_are_leaves_of_their_own(rule):
-    """Fused leaves choose rows of each block; packed, and in 8 bits, they choose the same."""
+    """Fused leaves choose rows of each block; in 8 bits they choose the same."""
     options = {"fraction": 0.4, "rule": rule}
     tx = fused(**options)
     w, grads = on_device(normal(0)), [on_device(normal(i)) for i in (1, 2, 3)]
-    found, state = train(tx, w, grads)
+    found, _ = train(tx, w, grads)
     apart = {"q": slice(16), "k": slice(16, 24), "v": slice(24, 32)}
     cut = lambda x: {name: x["qkv"][:, own] for name, own in apart.items()}
     alone, _ = train(muon(weight_decay=0.1, **options), cut(w), [cut(g) for g in grads])
     assert_close(cut(found), alone, 1e-5)
-    packed, of_buffers = train(tx, jgrad.pack(w), list(map(jgrad.pack, grads)))
-    assert_close(jgrad.unpack(packed), found, 1e-5)
-    assert_close(jgrad.unpack(of_buffers).mw, state.mw, 1e-5)
     # A block of a scale has elements of several rows, and those that wait do not move either.
     rounded, _ = train(fused(moment_dtype="8bit", **options), w, grads[:1])
     moved, _ = train(tx, w, grads[:1])
@@ -147,13 +144,12 @@ def test_wrappers(rule):
     np.testing.assert_allclose(new, moved, rtol=1e-5)
 
 
-@pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
 @pytest.mark.parametrize(("rule", "shape"), [("muon", (20, 6)), ("normuon", (6, 20))])
-def test_residual_of_the_rows_that_are_taken(rule, shape, pack):
-    w, g = (pack({"w": jnp.asarray(x)}) for x in draw(shape, 2))
+def test_residual_of_the_rows_that_are_taken(rule, shape):
+    w, g = ({"w": jnp.asarray(x)} for x in draw(shape, 2))
     tx = jgrad.watch(muon(1.0, fraction=0.5, rule=rule))
     found = jgrad.report(jax.jit(tx.update)(g, tx.init(w), w)[1])["muon_residual/w"]
-    m = np.asarray(jgrad.unpack(g)["w"], np.float64).T  # outputs are rows, and taken
+    m = np.asarray(g["w"], np.float64).T  # outputs are rows, and taken
     few = m[np.sort(np.argsort(-np.abs(m).sum(1))[: len(m) // 2])]
     x = reference.newton_schulz(few)
     x = x if len(x) <= x.shape[1] else x.T

@@ -171,24 +171,7 @@ def test_moments_in_8_bits():
         assert np.linalg.norm(updates[name] - x) < 0.05 * np.linalg.norm(x)
 
 
-# ---- packed, loops, the state ------------------------------------------------------------------
-
-
-@pytest.mark.slow(always=True)
-def test_leaves_of_one_shape_that_are_split_in_two_ways(standard_promotion):
-    """Neighbours in a buffer are two parts; where shards have matrices of both it is an error."""
-    leaves = {"a": ALL["heads"], "b": (*ALL["heads"][:3], (16, 8, 8)), "c": ALL["heads"]}
-    tx, w = fused(leaves), on_device({name: normal(0)["heads"] for name in leaves})
-    expected, _ = jax.jit(tx.update)(w, tx.init(w), w)
-    packed = jgrad.pack(w)
-    found, _ = jax.jit(tx.update)(packed, tx.init(packed), packed)
-    assert_close(jgrad.unpack(found), expected, 1e-5)
-    assert_error(
-        ValueError,
-        "muon: `matrices` at ['b']: another `split` than in ['a'], of equal shape, expected the same, "
-        "as they share a part of the buffer.",
-        lambda: tx.init(jgrad.pack(w, matrices=True, multiple_of=2)),
-    )
+# ---- loops, the state --------------------------------------------------------------------------
 
 
 @pytest.mark.slow(always=True)
@@ -205,8 +188,7 @@ def test_a_state_goes_on_with_another_split():
     assert not np.allclose(updates["qkv"], others["qkv"], rtol=1e-2)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
-def test_residuals_are_those_of_blocks(packed):
+def test_residuals_are_those_of_blocks():
     """The largest of a leaf's; the whole leaf is far from orthogonal."""
     leaves = {name: ALL[name] for name in ("b", "heads", "qkv")}
     w = on_device(normal(0, leaves))
@@ -216,7 +198,7 @@ def test_residuals_are_those_of_blocks(packed):
         found = jgrad.report(jax.jit(tx.update)(w, tx.init(w), w)[1])
         return {k.split("/", 1)[1]: float(x) for k, x in found.items() if "residual" in k}
 
-    found = residuals(fused(leaves), jgrad.pack(w) if packed else w)
+    found = residuals(fused(leaves), w)
     each = residuals(separate(leaves), on_device(apart(w)))
     assert found.keys() == {"heads", "qkv"}
     for name, x in found.items():

@@ -1,7 +1,6 @@
 """Where leaves lie: sizes, order, equality, and what is printed."""
 
 import copy
-import dataclasses
 import os
 import pickle
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 import jgrad
 from jgrad._packed import layouts
-from jgrad._packed.new_layout import layout_of
+from jgrad._packed.layouts import layout_of
 from tests.support.errors import assert_error
 
 
@@ -34,12 +33,12 @@ def of(tree, *args, **options):
 def test_sizes():
     """Each layer takes whole blocks; no two overlap, and leaves of one shape are neighbours."""
     layout = of(tree(), {"a": None, "b": None, "c": None, "d": 0})
-    of_path = {span.path: span for span in layouts.spans(layout) if span is not None}
+    of_path = {span.path: span for span in layout.spans if span is not None}
     assert of_path["['a']"].num_blocks == 3  # 600 of 768
     assert of_path["['c']"].num_blocks == 1
     of_stack = of_path["['d']"]
     assert (of_stack.blocks_per_layer, of_stack.num_blocks) == (2, 8)  # four layers of 300
-    spans = [span for _, span in layouts.within(layout, "float32")]
+    spans = [span for _, span in layout.within("float32")]
     ends = [span.start + span.num_blocks for span in spans]
     assert [span.start for span in spans] == [0, *ends[:-1]]
     shapes = [span.layers.shape for span in spans]
@@ -76,7 +75,7 @@ def test_small_leaves_apart():
     }
     options = {"multiple_of": 2, "max_size": 8000, "small_apart": True}
     apart = jgrad.pack(leaves, **options).layout
-    assert {name: [i for i, _ in layouts.within(apart, name)] for name, _ in apart.shapes} == {
+    assert {name: [i for i, _ in apart.within(name)] for name, _ in apart.shapes} == {
         "bfloat16": [3],
         "bfloat16 small": [4],
         "float32": [1],
@@ -156,48 +155,42 @@ def test_a_row_is_what_shares_a_scale_in_8_bits():
     (moment,) = state.mw.buffers.values()
     assert packed.layout.width == moment.form.size == moment.codes.shape[1]
     assert moment.scale.shape == (moment.codes.shape[0], 1)
-    rebuild, (*first, width, orders) = packed.layout.__reduce__()
-    assert rebuild(*first, width, orders) == packed.layout
+    rebuild, (*first, width) = packed.layout.__reduce__()
+    assert rebuild(*first, width) == packed.layout
     assert_error(
         ValueError,
         "Layout: blocks of 128 elements, expected 256.",
-        lambda: rebuild(*first, 128, orders),
+        lambda: rebuild(*first, 128),
     )
 
 
-def test_a_pickle_of_0_6():
+def test_a_pickle_of_1_1():
     """It names `Layout._rebuilt` of this module, and has plain data and no names of fields."""
-    span = ("['w']", np.dtype("float32"), ((16, 16), (), ()), "float32", 0, 1)
-    stack = ("['b']", np.dtype("float32"), ((3, 2), (0,), ()), "float32", 2, 1)
-    of_deals = [("float32", 2, ((1, 1), (2, 0)))]
-    found = layouts.Layout._rebuilt(
-        {"b": 0, "none": 1, "w": 2},
-        [stack, None, span],
-        (("float32", (6, 256)),),
-        None,
-        256,
-        of_deals,
-    )
-    matrices = {"w": True, "b": False, "none": False}
-    axes = {"w": None, "b": 0, "none": None}
+    span = ("['w']", np.dtype("float32"), ((16, 16), (), ()), "float32", 3, 1)
+    stack = ("['b']", np.dtype("float32"), ((3, 2), (0,), ()), "float32", 0, 1)
+    numbers = {"b": 0, "none": 1, "w": 2}
+    plain = numbers, [stack, None, span], (("float32", (4, 256)),), None, 256
     tree = {"w": jnp.ones((16, 16)), "b": jnp.ones((3, 2)), "none": None}
-    made = jgrad.pack(tree, layer_axes=axes, matrices=matrices, multiple_of=2).layout
-    assert found == made
-    rebuild, arguments = made.__reduce__()
+    made = jgrad.pack(tree, layer_axes={"w": None, "b": 0, "none": None}).layout
+    assert layouts.Layout._rebuilt(*plain, []) == made
+    rebuild, _ = made.__reduce__()
     assert (rebuild.__module__, rebuild.__qualname__) == (
         "jgrad._packed.layouts",
         "Layout._rebuilt",
     )
-    assert arguments[-1] == of_deals
+    assert_error(
+        ValueError,
+        "Layout: a file with the rows of `pack(matrices=...)`, which is gone in 2.0, expected it "
+        "unpacked: `unpack` it with jgrad 1.1.",
+        lambda: layouts.Layout._rebuilt(*plain, [("float32", 2, ((1, 1), (2, 0)))]),
+    )
 
 
 def test_what_is_public():
-    public = {name for name in vars(jgrad.Layout) if not name.startswith("_")}
-    fields = {field.name for field in dataclasses.fields(jgrad.Layout)}
-    assert public | {name for name in fields if not name.startswith("_")} == {
-        "shapes",
-        "tree",
-        "width",
+    """The first three are for users; the library asks for the others."""
+    assert {name for name in dir(jgrad.pack(jnp.ones(3)).layout) if not name.startswith("_")} == {
+        *("shapes", "tree", "width"),
+        *("structure", "spans", "shard", "within", "unpacked_leaf", "is_part_of"),
     }
 
 
@@ -248,7 +241,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize(("a", "b", "options", "phrases"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_differences(a, b, options, phrases):
     """The leaf is named."""
-    assert list(layouts.differences(of(a), of(b, **options), "A", "B")) == phrases
+    assert list(of(a).__jgrad_differences__(of(b, **options), "A", "B")) == phrases
 
 
 REMEDY = (

@@ -559,7 +559,7 @@ def of_choice():
         (ValueError, "soap: `split` at ['w']: (1, 1) with sum 2, expected 3, the number of outputs of an array of shape (4, 3).",
          lambda: jgrad.soap(0.1, matrices=BOTH, split=jgrad.by_path({"w": (1, 1)}, rest=None)).init(W)),
         (ValueError, "soap: `matrices` at ['w']: True for a leaf that is packed with others, expected one by itself: "
-         "`pack(params, max_size=...)` below its size.", lambda: of_choice().init(jgrad.pack(W))),
+         "a smaller `max_size` of `pack` or `pack_small`; in the place of `zero`, `shard_over` under `jit`.", lambda: of_choice().init(jgrad.pack(W))),
         (TypeError, "soap: `state`: OptState, expected the SoapState that this `soap` made with `init`.",
          lambda: updated(of_choice(), jgrad.adam(0.1).init(W))),
         (ValueError, "soap: `state.factors` does not have the structure of `params`: `state.factors` has a SoapFactors at ['w'] "

@@ -115,7 +115,7 @@ def make(recipe):
     if kind in ("method", "optax", "unknown"):
         return {"method": METHODS, "optax": OF_OPTAX, "unknown": UNKNOWN}[kind][rest[0]]()
     if kind == "pack_small":
-        return jgrad.pack_small(make(rest[0]))
+        return jgrad.pack_small(make(rest[0]), max_size=8)  # below the size of a matrix
     if kind == "wrapper":
         return {**WRAPPERS, **WRAPPERS_OF_OPTAX}[rest[0]](make(rest[1]))
     if kind == "chain":

@@ -1,0 +1,296 @@
+"""Where the matrices of each leaf are, as options say it.
+
+A method works on one matrix at a time. `layer_axes` says over which axes matrices are stacked:
+layers for `lax.scan`, experts, heads. `output_axes` says which of the others are outputs. What is
+left is input, so that the kernel of a convolution is one matrix.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jgrad._inputs import options
+from jgrad._inputs.inputs import Parameters
+from jgrad._inputs.options import Mask
+from jgrad._layers import layer_axes as axes_of
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_axes, read_layer_axes
+from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._packed.array_spec import ArraySpec
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.shardings import automatic_mesh, unknown_axes
+from jgrad._trees.trees import PyTree
+
+# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
+LAST = (-1,)
+
+
+# ---- as a factory reads them -------------------------------------------------------------------
+
+
+def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
+    """A tree of `Axes` with indices of array axes."""
+    return read_layer_axes(function, output_axes, "output_axes")
+
+
+def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
+    """A tree of `Axes`, of which each value is a tuple of names; None stays."""
+    leaves, structure = trees.flatten(mesh_axes)
+    arg = ArgLeaves.from_tree(function, "mesh_axes", mesh_axes)
+    axes: list[Axes | None] = []
+    for i, spec in enumerate(leaves):
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            expected = "None, or a PartitionSpec, which says which axes are sharded"
+            arg.fail(i, TypeError, f"{checks.describe(spec)}, expected {expected}")
+        parts = [part if isinstance(part, tuple) else (part,) for part in spec or ()]
+        values = tuple(tuple(name for name in part if name is not None) for part in parts)
+        axes.append(None if spec is None else Axes(values))
+    return structure.unflatten(axes)
+
+
+def read_split(function: str, split: PyTree) -> PyTree:
+    """A tree of `Axes` with sizes: (a, b) for those, (a, ...) for a head size, () for None."""
+
+    def is_size(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool)
+
+    def read(x: Any) -> Axes | None:
+        if x is None or is_size(x):
+            return Axes() if x is None else Axes((x, ...))
+        return Axes(x) if type(x) is tuple and x and all(map(is_size, x)) else None
+
+    expected = "None, a head size (an int), or a tuple of sizes"
+    if type(split) is tuple and not split:
+        raise ValueError(f"{function}: `split`: (), expected {expected}.")
+    tree = read_axes(function, "split", split, read, expected)
+    arg = ArgLeaves.from_tree(function, "split", tree)
+    for i, sizes in enumerate(arg.leaves):
+        if any(size is not ... and size < 1 for size in sizes.values):
+            arg.fail(i, ValueError, f"{_shown(sizes)}, expected sizes of 1 or more")
+    return tree
+
+
+def _shown(sizes: Axes) -> Any:
+    return sizes.values[0] if sizes.values[-1] is ... else sizes.values
+
+
+# ---- for each leaf of the unpacked tree --------------------------------------------------------
+
+
+def find(
+    inputs: Parameters,
+    matrices: Mask,
+    output_axes: PyTree,
+    layer_axes: PyTree,
+    mesh_axes: PyTree,
+    split: PyTree,
+) -> list[MatrixAxes | None]:
+    """Where the matrices of each leaf are; None for a leaf that is none."""
+    if not inputs.specs:
+        return []
+    function = inputs.function
+    reference = ArgLeaves.from_tree(function, "params", inputs.shapes).with_arrays()
+    mask = options.mask(inputs, "matrices", matrices)
+    chosen = reference._replace(
+        name="matrices",
+        leaves=[
+            use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
+            for use, x in zip(mask, reference.leaves, strict=True)
+        ],
+    )
+    stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
+    outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
+    layers = layers_of(chosen, stacked, reference)
+    of_matrices = zip(layers, chosen.leaves, strict=True)
+    options.check_layers_of_share(
+        inputs, stacked, [x.stacked if use else None for x, use in of_matrices]
+    )
+    if inputs.has_buffers:
+        _as_packed(inputs.specs, layers, chosen, stacked)
+    axes = of_leaves(layers, outputs, chosen)
+    shardings = read_shardings(function, mesh_axes)
+    sharded_axes = ArgLeaves.from_prefix(
+        function, "mesh_axes", shardings, inputs.reference.name, inputs.shapes
+    )
+    axes = _with_shardings(inputs, axes, sharded_axes)
+    if split is None:
+        return axes
+    return _with_blocks(inputs, axes, inputs.option("split", read_split(function, split)))
+
+
+def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
+    """The layers of each leaf with True in `chosen`; the others may have any `layer_axes`."""
+    pairs = zip(layer_axes.leaves, chosen.leaves, strict=True)
+    stacked = layer_axes._replace(leaves=[axes if use else Axes() for axes, use in pairs])
+    not_sharded = layer_axes._replace(name="mesh_axes", leaves=[Axes()] * len(stacked.leaves))
+    return axes_of.of_leaves(not_sharded, stacked, reference)
+
+
+def refuse_packed(inputs: Parameters, matrices: Sequence[MatrixAxes | None]) -> None:
+    """No matrix shares a buffer with other leaves."""
+    for spec in inputs.specs:
+        for i in () if spec.is_unpacked else spec.positions:
+            if matrices[i] is not None:
+                arg = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
+                came = "True for a leaf that is packed with others"
+                expected = "expected one by itself: a smaller `max_size` of `pack` or `pack_small`"
+                remedy = "in the place of `zero`, `shard_over` under `jit`"
+                arg.fail(i, ValueError, f"{came}, {expected}; {remedy}")
+
+
+def _as_packed(
+    specs: Sequence[ArraySpec], layers: list[LayerAxes], chosen: ArgLeaves, layer_axes: ArgLeaves
+) -> None:
+    """Puts the layers of leaves that were packed with `layer_axes` in the place of those given."""
+    packed = [pair for spec in specs for pair in zip(spec.positions, spec.spans, strict=False)]
+    for i, span in packed:
+        stacked = span.layers.stacked
+        if chosen.leaves[i] and stacked:
+            if layers[i].stacked not in ((), stacked):
+                expected = f"the axes with which it was packed, {stacked}"
+                layer_axes.fail(i, ValueError, f"{layers[i].stacked}, expected {expected}")
+            layers[i] = span.layers
+
+
+def of_leaves(
+    layers: Sequence[LayerAxes], output_axes: ArgLeaves, matrices: ArgLeaves
+) -> list[MatrixAxes | None]:
+    """The matrices of each leaf with True in `matrices`; None for the others."""
+    pairs = enumerate(zip(layers, matrices.leaves, strict=True))
+    return [_of_leaf(i, of, output_axes, matrices) if use else None for i, (of, use) in pairs]
+
+
+def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
+    shape, axes = layers.shape, output_axes.leaves[i].values
+    remedy = "; without them a leaf is not a matrix, and belongs to Adam: False"
+    if layers.stacked:
+        remedy += ", as `hidden_matrices(layer_axes=...)` says"
+    check_is_matrix(matrices, i, layers, "True for ", remedy)
+    inside = all(-len(shape) <= axis < len(shape) for axis in axes)
+    outputs = tuple(sorted({axis % len(shape) for axis in axes})) if inside else ()
+    if not outputs or len(outputs) < len(axes) or not set(outputs) < set(layers.within):
+        shown = axes[0] if len(axes) == 1 else axes
+        expected = f"some of the axes {layers.within} of {_described(layers)}"
+        problem = f"{shown}, expected {expected}, and another left as input"
+        output_axes.fail(i, ValueError, problem)
+    return MatrixAxes(shape, layers.stacked, outputs)
+
+
+def check_is_matrix(
+    arg: ArgLeaves, i: int, layers: LayerAxes, before: str = "", remedy: str = ""
+) -> None:
+    """A layer has two axes or more; `before` and `remedy` say what else a message says."""
+    if len(layers.within) < 2:
+        expected = "at least an output and an input axis in each layer"
+        arg.fail(i, ValueError, f"{before}{_described(layers)}, expected {expected}{remedy}")
+
+
+def _described(layers: LayerAxes) -> str:
+    over = f" with layers over the axes {layers.stacked}" if layers.stacked else ""
+    return f"an array of shape {layers.shape}{over}"
+
+
+# ---- how they are sharded ----------------------------------------------------------------------
+
+
+def _with_shardings(
+    inputs: Parameters, axes: Sequence[MatrixAxes | None], mesh_axes: ArgLeaves
+) -> list[MatrixAxes | None]:
+    """The matrices of each leaf, with what a device has of it inside of `shard_map`."""
+    arrays = zip(inputs.specs, inputs.reference.leaves, strict=True)
+    array_of = {i: x for spec, x in arrays if spec.is_unpacked for i in spec.positions}
+    sharded = list(axes)
+    for i, matrices in enumerate(axes):
+        if matrices is None or i not in array_of:  # no matrix, or a packed one, which is refused
+            continue
+        x, named = array_of[i], mesh_axes.leaves[i]
+        if named is None:
+            _check_whole(mesh_axes, i, x)
+        elif len(named.values) > len(matrices.shape):
+            count, shape = len(named.values), matrices.shape
+            expected = f"at most {len(shape)}, one for each axis of shape {shape}"
+            mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
+        else:
+            sharded[i] = _sharded(matrices, mesh_axes, i, x)
+    return sharded
+
+
+def _sharded(matrices: MatrixAxes, mesh_axes: ArgLeaves, i: int, x: jax.Array) -> MatrixAxes:
+    """With the mesh axes of an array under `jit`, or of what a device has inside of `shard_map`.
+
+    Under `jit`, each part of a leaf has whole elements of mesh axes that there are.
+    """
+    values = mesh_axes.leaves[i].values
+    mesh = automatic_mesh(x) if isinstance(x, jax.Array) else None
+    if mesh is None:
+        named = tuple((axis, names) for axis, names in enumerate(values) if names)
+        return dataclasses.replace(matrices, sharded_axes=named)
+    for axis, names in enumerate(values):
+        axes_of.check_names(mesh_axes, i, names, mesh)
+        count = math.prod(mesh.shape[name] for name in names)
+        if x.shape[axis] % count:
+            problem = f"{names} for axis {axis} of shape {x.shape}, expected a multiple of {count}"
+            mesh_axes.fail(i, ValueError, problem)
+    missing = len(matrices.shape) - len(values)
+    return dataclasses.replace(matrices, mesh_axes=values + ((),) * missing)
+
+
+def _check_whole(mesh_axes: ArgLeaves, i: int, x: jax.Array) -> None:
+    """Inside `shard_map` a leaf may be a part of a matrix, unless JAX knows that it is whole.
+
+    To JAX 0.10, `pmap` is a `shard_map` that checks nothing.
+    """
+    if unknown := unknown_axes(x):
+        which = ", ".join(map(repr, unknown))
+        problem = (
+            f"None inside `shard_map` or `pmap`, where a device may have a part of a matrix along "
+            f"{which}, expected the PartitionSpec of the leaf; where each device has whole "
+            "matrices, `mesh_axes=PartitionSpec()`"
+        )
+        mesh_axes.fail(i, ValueError, problem)
+
+
+# ---- how they are split ------------------------------------------------------------------------
+
+
+def _with_blocks(
+    inputs: Parameters, axes: Sequence[MatrixAxes | None], split: ArgLeaves
+) -> list[MatrixAxes | None]:
+    """The matrices of each leaf, with the blocks into which it is split."""
+    leaves = trees.flatten(inputs.shapes)[0]
+    blocks = list(axes)
+    for i, (matrices, x, sizes) in enumerate(zip(axes, leaves, split.leaves, strict=True)):
+        if x is None or not sizes.values:
+            continue
+        if matrices is None:
+            expected = "None for a leaf that is not a matrix; `by_path` chooses leaves"
+            split.fail(i, ValueError, f"{_shown(sizes)}, expected {expected}")
+        blocks[i] = dataclasses.replace(matrices, blocks=_runs(split, i, matrices, sizes))
+    return blocks
+
+
+def _runs(
+    split: ArgLeaves, i: int, matrices: MatrixAxes, sizes: Axes
+) -> tuple[tuple[int, int], ...]:
+    """(number, size) of neighbours of one size; nothing for one block, which is the matrix."""
+    # Inside `shard_map` the matrix, of which a device may have a part; before it leaves are whole.
+    outputs = matrices.in_shard_map.whole.sizes[0]
+    shape = f"an array of shape {matrices.shape}"
+    if sizes.values[-1] is ...:
+        size = sizes.values[0]
+        if outputs % size:
+            expected = f"a divisor of {outputs}, the number of outputs of {shape}"
+            split.fail(i, ValueError, f"{size}, expected {expected}")
+        return ((outputs // size, size),) if outputs > size else ()
+    if sum(sizes.values) != outputs:
+        expected = f"{outputs}, the number of outputs of {shape}"
+        came = f"{sizes.values} with sum {sum(sizes.values)}"
+        split.fail(i, ValueError, f"{came}, expected {expected}")
+    alike = itertools.groupby(sizes.values)
+    return tuple((len(list(run)), size) for size, run in alike) if len(sizes.values) > 1 else ()

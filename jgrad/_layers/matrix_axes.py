@@ -1,0 +1,331 @@
+"""Where the matrices of an array are, and how to see them one by one.
+
+Queries, keys and values may be one kernel, and all heads of each. By `split` such an array is cut
+along its outputs into runs of blocks of one size; a run is one array, with an axis that counts its
+blocks. So heads are one reshape, and what is computed for matrices knows of no blocks.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jgrad._arithmetic import leafwise
+from jgrad._arithmetic.leafwise import Function
+from jgrad._layers.layer_axes import axis_exists
+from jgrad._trees.shardings import all_gather, replicated
+
+
+class View(NamedTuple):
+    """The elements of an array with axes split, put in order and merged; and the way back.
+
+    One description of both. `jax.linear_transpose` would trace each view of each leaf once more;
+    and all is by operations of `lax`, which are a fraction of those of `jnp` to trace, and which
+    return the array itself where there is nothing to do.
+
+    Attributes:
+      start: the shape of the array.
+      split: its shape with more axes, or with fewer.
+      order: of the axes of `split`.
+      shape: that of the view.
+    """
+
+    start: tuple[int, ...]
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """The array in this view."""
+        x = jax.lax.transpose(jax.lax.reshape(x, self.split), self.order)
+        return jax.lax.reshape(x, self.shape)
+
+    def back(self, x: jax.Array) -> jax.Array:
+        """The array of which `x` is the view."""
+        x = jax.lax.reshape(x, [self.split[axis] for axis in self.order])
+        return jax.lax.reshape(jax.lax.transpose(x, np.argsort(self.order)), self.start)
+
+
+Array = jax.Array | None
+# For each axis of an array the mesh axes over which it is sharded.
+MeshAxesPerAxis: TypeAlias = tuple[tuple[str, ...], ...]
+
+
+def partition_spec(mesh_axes: MeshAxesPerAxis) -> PartitionSpec:
+    """How an array is sharded, as JAX writes it."""
+    return PartitionSpec(*(names or None for names in mesh_axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixAxes:
+    """Where the matrices of one array are.
+
+    Attributes:
+      shape: shape of the array.
+      stacked: axes of the array with a matrix for each index, in order and none negative.
+      outputs: axes that are outputs, likewise.
+      blocks: (number, size) of runs of blocks along the outputs of whole matrices, which are
+        matrices of their own; none where the array has whole matrices alone.
+      sharded_axes: (axis, names of mesh axes) of each axis of which a device has a part.
+      mesh_axes: under `jit`, how the array is sharded; None where nothing says it.
+    """
+
+    shape: tuple[int, ...]
+    stacked: tuple[int, ...]
+    outputs: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
+    sharded_axes: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    mesh_axes: MeshAxesPerAxis | None = None
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The axes that are inputs."""
+        return tuple(sorted({*range(len(self.shape))} - {*self.stacked, *self.outputs}))
+
+    @property
+    def count(self) -> int:
+        """The number of matrices."""
+        return self._size(self.stacked)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs of a matrix."""
+        return self._size(self.outputs), self._size(self.inputs)
+
+    @property
+    def wide(self) -> tuple[int, int]:
+        """The shape of a matrix, transposed where it has more rows than columns."""
+        return min(self.sizes), max(self.sizes)
+
+    @property
+    def per_output(self) -> tuple[int, ...]:
+        """The shape of one number per output and matrix, which broadcasts to the array."""
+        return tuple(1 if axis in self.inputs else n for axis, n in enumerate(self.shape))
+
+    # ---- all matrices as one stack -------------------------------------------------------------
+
+    @property
+    def as_wide(self) -> View:
+        """The matrices of the array, as (count, *wide)."""
+        return View(self.shape, self.shape, self.in_order, (self.count, *self.wide))
+
+    @property
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the rows and those of the columns, as the array has them."""
+        rows_are_outputs = min(self.outputs) < min(self.inputs)
+        return (self.outputs, self.inputs) if rows_are_outputs else (self.inputs, self.outputs)
+
+    @property
+    def as_matrices(self) -> View:
+        """The matrices of the array, as (*stacked, rows, columns) with the `sides` of each."""
+        rows, columns = self.sides
+        stack = tuple(self.shape[axis] for axis in self.stacked)
+        shape = (*stack, self._size(rows), self._size(columns))
+        return View(self.shape, self.shape, (*self.stacked, *rows, *columns), shape)
+
+    @property
+    def in_order(self) -> tuple[int, ...]:
+        """Stacked axes, those of the rows and those of the columns of wide matrices.
+
+        A square matrix has them as they come, which transposes nothing.
+        """
+        out, into = self.sizes
+        rows_are_outputs = min(self.outputs) < min(self.inputs) if out == into else out < into
+        pair = (self.outputs, self.inputs) if rows_are_outputs else (self.inputs, self.outputs)
+        return (*self.stacked, *pair[0], *pair[1])
+
+    def _size(self, axes: tuple[int, ...]) -> int:
+        return math.prod(map(self.shape.__getitem__, axes))
+
+    # ---- whole matrices, of parts on devices ---------------------------------------------------
+
+    @property
+    def whole(self) -> "MatrixAxes":
+        """Those of the array after `gathered`; inside `shard_map` alone."""
+        shape = list(self.shape)
+        for axis, names in self._gathered_axes():
+            shape[axis] *= jax.lax.psum(1, names)
+        return dataclasses.replace(self, shape=tuple(shape), sharded_axes=())
+
+    @property
+    def in_shard_map(self) -> "MatrixAxes":
+        """The same, sharded over no mesh axes but those of the `shard_map` around, if any."""
+        named = [
+            (axis, tuple(name for name in names if axis_exists(name)))
+            for axis, names in self.sharded_axes
+        ]
+        return dataclasses.replace(self, sharded_axes=tuple(x for x in named if x[1]))
+
+    @property
+    def gathered_over(self) -> tuple[str, ...]:
+        """The mesh axes along which whatever is made of whole matrices is the same."""
+        return tuple(itertools.chain(*(names for _, names in self._gathered_axes())))
+
+    def sharded_over(self, axes: Sequence[int]) -> tuple[str, ...]:
+        """The mesh axes of the `shard_map` around, along which some axes are sharded."""
+        of_axes = self.in_shard_map.sharded_axes
+        return tuple(itertools.chain(*(names for axis, names in of_axes if axis in axes)))
+
+    def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """Whole matrices, of parts of them; or whole outputs, of one number per output."""
+        for axis, names in self._gathered_axes(per_output):
+            x = all_gather(x, names, axis)
+        return x
+
+    def local_part(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+        """This device's part, of what `gathered` returned."""
+        for axis, names in self._gathered_axes(per_output):
+            first = jax.lax.axis_index(names) * self.shape[axis]
+            x = jax.lax.dynamic_slice_in_dim(x, first, self.shape[axis], axis)
+        return x
+
+    def _gathered_axes(self, per_output: bool = False) -> list[tuple[int, tuple[str, ...]]]:
+        """No stacked ones: where layers are sharded, each device has whole matrices."""
+        others = {*self.stacked, *(self.inputs if per_output else ())}
+        return [(axis, names) for axis, names in self.sharded_axes if axis not in others]
+
+
+# ---- runs of blocks ----------------------------------------------------------------------------
+
+
+def pieces(axes: MatrixAxes) -> list[MatrixAxes]:
+    """Where the matrices are in each array that `cut` returns."""
+    if not axes.blocks:
+        return [axes]
+    first, others = axes.outputs[0], _all_but_outputs(axes)
+    matrices = []
+    for count, size in axes.blocks:
+        # The old axes, with the outputs as one in the place of their first; -1 counts blocks.
+        order = others[:first] + [-1] * (count > 1) + [first] + others[first:]
+        lengths = dict(enumerate(axes.shape)) | {-1: count, first: size}
+        names: dict[int, tuple[str, ...]] = {}
+        if axes.mesh_axes is not None:
+            names = dict(enumerate(axes.mesh_axes)) | {-1: axes.mesh_axes[first]}
+            names |= {first: ()} if count > 1 else {}
+        matrices.append(
+            MatrixAxes(
+                tuple(lengths[axis] for axis in order),
+                tuple(i for i, axis in enumerate(order) if axis == -1 or axis in axes.stacked),
+                (order.index(first),),
+                mesh_axes=tuple(names[axis] for axis in order) if names else None,
+            )
+        )
+    return matrices
+
+
+def cut(x: jax.Array, axes: MatrixAxes) -> list[jax.Array]:
+    """An array for each run of blocks, of the whole array or of one number per output."""
+    if not axes.blocks:
+        return [x]
+    whole, runs = _views(axes, x.shape)
+    x, axis = whole.of(x), axes.outputs[0]
+    ends = list(itertools.accumulate(run.start[axis] for run in runs))
+    bounds = zip([0, *ends], ends, strict=False)
+    slices = [jax.lax.slice_in_dim(x, *bound, axis=axis) for bound in bounds]
+    return [run.of(y) for run, y in zip(runs, slices, strict=True)]
+
+
+def joined(blocks: Sequence[jax.Array], axes: MatrixAxes, shape: Sequence[int]) -> jax.Array:
+    """The array of a shape from what `cut` made of it."""
+    if not axes.blocks:
+        return blocks[0]
+    whole, runs = _views(axes, shape)
+    flat = [run.back(x) for run, x in zip(runs, blocks, strict=True)]
+    return whole.back(jax.lax.concatenate(flat, axes.outputs[0]))
+
+
+def _views(axes: MatrixAxes, shape: Sequence[int]) -> tuple[View, list[View]]:
+    """Of an array with all outputs in the place of the first of them; of each run of blocks."""
+    first, others = axes.outputs[0], _all_but_outputs(axes)
+    order = (*others[:first], *axes.outputs, *others[first:])
+    before, behind = ([shape[i] for i in part] for part in (others[:first], others[first:]))
+    shape = tuple(shape)
+    whole = View(shape, shape, order, (*before, axes.sizes[0], *behind))
+    runs = []
+    for count, size in axes.blocks:
+        start, counted = (*before, count * size, *behind), (count,) if count > 1 else ()
+        run = (*before, *counted, size, *behind)
+        runs.append(View(start, run, tuple(range(len(run))), run))
+    return whole, runs
+
+
+def _all_but_outputs(axes: MatrixAxes) -> list[int]:
+    return [axis for axis in range(len(axes.shape)) if axis not in axes.outputs]
+
+
+def mesh_axes_to_cut(axes: MatrixAxes, sizes: dict[str, int]) -> MeshAxesPerAxis:
+    """How to shard an array, so that a device cuts its part by itself.
+
+    Along outputs where it has whole blocks there; else along another axis: one all-to-all.
+
+    Args:
+      axes: of the array, with `mesh_axes`.
+      sizes: of mesh axes.
+    """
+    assert axes.mesh_axes is not None
+    names = [axes.mesh_axes[axis] for axis in axes.outputs]
+    together = tuple(itertools.chain(*names))
+    devices = math.prod(sizes[name] for name in together)
+    is_first = names[0] == together
+    if not together or (is_first and len(axes.blocks) == 1 and axes.blocks[0][0] % devices == 0):
+        return axes.mesh_axes
+    new = [() if axis in axes.outputs else names for axis, names in enumerate(axes.mesh_axes)]
+    for axis in (*axes.inputs, *axes.stacked):
+        if not new[axis] and axes.shape[axis] % devices == 0:
+            new[axis] = together
+            break
+    return tuple(new)
+
+
+# ---- what is computed of matrices --------------------------------------------------------------
+
+
+def apply(
+    rule: Function, axes: Sequence[MatrixAxes | None], /, *columns: Sequence[Any], **options: Any
+) -> list[Any]:
+    """The rule of the entries of each array that has matrices, and all of them."""
+    calls = [
+        None
+        if of is None or any(x is None for x in row)
+        else (leafwise.fixed(rule, axes=of, **options), tuple(row))
+        for of, *row in zip(axes, *columns, strict=True)
+    ]
+    return leafwise.run(calls)
+
+
+def each(
+    method: Callable[..., jax.Array],
+    axes: Sequence[MatrixAxes | None],
+    arrays: Sequence[Array],
+    **options: Any,
+) -> list[Array]:
+    """`MatrixAxes.gathered` of each array, or `MatrixAxes.local_part`; None for None."""
+    pairs = zip(axes, arrays, strict=True)
+    return [None if of is None or x is None else method(of, x, **options) for of, x in pairs]
+
+
+def sums(x: jax.Array, axes: MatrixAxes) -> jax.Array:
+    """The sum over each matrix, of a shape that broadcasts to the array."""
+    if not axes.blocks:
+        return jnp.sum(x, axis=(*axes.outputs, *axes.inputs), keepdims=True)
+    per_output = jnp.sum(x, axis=axes.inputs, keepdims=True)
+    totals = [
+        jnp.broadcast_to(jnp.sum(y, axis=run.outputs, keepdims=True), y.shape)
+        for y, run in zip(cut(replicated(per_output), axes), pieces(axes), strict=True)
+    ]
+    return joined(totals, axes, per_output.shape)
+
+
+def per_output(numbers: Sequence[jax.Array], axes: MatrixAxes) -> jax.Array:
+    """One scalar for each run as one number per output, of a shape that broadcasts to the array."""
+    sizes = [count * size for count, size in axes.blocks]
+    real = np.result_type(*(x.dtype for x in numbers))
+    repeated = map(jnp.broadcast_to, (x.astype(real) for x in numbers), ((n,) for n in sizes))
+    x = jax.lax.concatenate(list(repeated), 0)
+    return x.reshape([n if axis in axes.outputs else 1 for axis, n in enumerate(axes.shape)])

@@ -1,0 +1,106 @@
+"""Matrices of Muon beside packed leaves: a buffer of their own each, and refused in one with others."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgrad
+from tests.support.errors import assert_error
+from tests.support.loops import assert_equal, train
+from tests.support.packed_model import assert_close
+
+SHAPES = {
+    "a": {"w": (8, 40), "b": (8,)},
+    "stack": {"w": (3, 8, 20), "b": (3, 20)},
+    "embed": (12, 5),
+}
+MATRICES = {"a": {"w": True, "b": False}, "stack": {"w": True, "b": False}, "embed": False}
+LAYERS = {"a": None, "stack": 0, "embed": None}
+
+
+def normal(seed):
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def muon(**options):
+    own = {"matrices": MATRICES, "layer_axes": LAYERS, "adam_learning_rate": 0.01}
+    return jgrad.muon(0.1, weight_decay=0.1, **own | options)
+
+
+W, GRADS = normal(0), [normal(1), normal(2)]
+
+
+@pytest.mark.slow(always=["layers-normuon"])
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+@pytest.mark.parametrize("how", ["plain", "layers", "pack_small"])
+def test_numbers_of_the_tree(how, rule):
+    """The unpacked state is that of the tree, and packs again."""
+    tx = muon(rule=rule)
+    expected, state = train(tx, W, GRADS)
+    if how == "pack_small":
+        found, packed_state = train(jgrad.pack_small(tx, max_size=200), W, GRADS)
+    else:
+        pack = lambda x: jgrad.pack(x, max_size=200, layer_axes=LAYERS if how == "layers" else None)
+        found, packed_state = train(tx, pack(W), list(map(pack, GRADS)))
+    assert_close(jgrad.unpack(found), expected, 1e-5)
+    unpacked = jgrad.unpack(packed_state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(unpacked, state)
+    assert_close(unpacked.vw, state.vw, 1e-4)
+    assert_equal(jgrad.pack(unpacked, like=packed_state), packed_state)
+    again, _ = jgrad.carry_over(state, like=jax.eval_shape(lambda: packed_state), strict=True)
+    assert_equal(jgrad.unpack(again), state)
+
+
+def test_residuals():
+    """The name is that of the leaf."""
+    w = jgrad.pack(W, max_size=200, layer_axes=LAYERS)
+    tx = jgrad.watch(muon())
+    found = jgrad.report(jax.eval_shape(lambda: tx.update(w, tx.init(w), w)[1]))
+    names = {"muon_residual/a/w", "muon_residual/stack/w"}
+    assert {name for name in found if "residual" in name} == names
+
+
+def test_layer_axes_have_to_agree():
+    packed = jgrad.pack(W, max_size=200, layer_axes=LAYERS)
+    with pytest.raises(
+        ValueError, match=r"muon: `layer_axes` at \['stack'\]\['w'\]: \(1,\), expected "
+    ):
+        muon(layer_axes=LAYERS | {"stack": {"w": 1, "b": 0}}).init(packed)
+
+
+IN_A_BUFFER = (
+    "True for a leaf that is packed with others, expected one by itself: a smaller `max_size` of "
+    "`pack` or `pack_small`; in the place of `zero`, `shard_over` under `jit`."
+)
+GONE = (
+    "pack: `matrices`: gone in 2.0, expected `max_size`, which leaves matrices unpacked, and "
+    "`shard_over` of `muon`, which deals them out under `jit`; `unpack` a state with packed matrices "
+    "in jgrad 1.1."
+)
+WRONG = {
+    "packed": (
+        ValueError,
+        f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
+        lambda: muon().init(jgrad.pack(W)),
+    ),
+    "packed inside": (
+        ValueError,
+        f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
+        lambda: jgrad.pack_small(muon()).init(W),
+    ),
+    "in zero": (
+        ValueError,
+        f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
+        lambda: jgrad.zero(muon(), "data").init(jgrad.pack(W, multiple_of=8)),
+    ),
+    "whole shards": (TypeError, GONE, lambda: jgrad.pack(W, matrices=MATRICES, multiple_of=8)),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "call"), WRONG.values(), ids=WRONG)
+def test_messages(error, message, call):
+    assert_error(error, message, call)
