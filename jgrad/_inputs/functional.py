@@ -27,7 +27,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._inputs import numbers
 from jgrad._inputs.aligned import ARRAYS, MOMENTS, AlignedArguments, Role, Roles
-from jgrad._inputs.moment import Moment, NewMoments
+from jgrad._inputs.moment import Moment
 from jgrad._layers.layer_axes import static_axes
 from jgrad._packed import packing
 from jgrad._trees import checks, trees, values
@@ -53,7 +53,7 @@ def update(
     The signature and the docstring are those of the body, and so are the static options. The body
     gets for an argument with a role what `AlignedArguments` makes of it, for a moment a `Moment`,
     and for `layer_axes` the layers of each leaf. It returns what is added to the weights, new
-    gradients, and `NewMoments`. All is compiled as one program.
+    gradients, and new moments. All is compiled as one program.
 
     Args:
       replaced: what the results replace, in order.
@@ -117,7 +117,6 @@ def _results(
             stop = static["stop_gradients"]
             trees_of_results.append(arguments.new_weights(new, stop_gradients=stop))
         else:
-            new = new.stored if isinstance(new, NewMoments) else new
             trees_of_results.append(arguments.replaced(key, new, computed_from))
     return tuple(trees_of_results) if len(trees_of_results) > 1 else trees_of_results[0]
 

@@ -325,4 +325,4 @@ def rounded(moment: Moment, values: list[Any]) -> list[Any]:
     """Arrays of full precision as a moment has them; those that need no rounding as they are."""
     with_old = zip(values, moment.old, strict=True)
     _, new = _rounded([x if is_rounded(old) else None for x, old in with_old], moment)
-    return [x if y is None else y for x, y in zip(values, new.stored, strict=True)]
+    return [x if y is None else y for x, y in zip(values, new, strict=True)]

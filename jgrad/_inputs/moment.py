@@ -32,18 +32,6 @@ _PURPOSE = 1  # moments; weights are rounded with other bits
 MeshAxesOf: TypeAlias = Callable[[Sequence[int]], tuple[str, ...]]
 
 
-class NewMoments(NamedTuple):
-    """What a function of one leaf wrote, of all leaves; `None` without a gradient.
-
-    Attributes:
-      stored: what the state will hold.
-      exact: what updates are computed from, before it was rounded, where a method needs it again.
-    """
-
-    stored: list[Any]
-    exact: list[Any]
-
-
 class RandomKeys:
     """What the random bits of one update are a hash of; computed where something is rounded."""
 
@@ -123,11 +111,11 @@ class Moment:
         ]
         return Moment(old, self.specs, self._keys, self._commit, has_form=self._has_form)
 
-    def written(self, new: list[Any]) -> NewMoments:
-        """New moments that were written leaf by leaf."""
+    def written(self, new: list[Any]) -> list[Any]:
+        """New moments as the state will hold them, which were written leaf by leaf."""
         if self._has_form and self._commit is not None:
             self._commit.keep(new, self.old)
-        return NewMoments(new, new)
+        return new
 
 
 class MomentShapes(NamedTuple):

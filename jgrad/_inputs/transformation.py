@@ -12,7 +12,7 @@ import jax
 
 from jgrad._arithmetic import rules
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
+from jgrad._inputs.moment import Moment, MomentShapes, Step, check_form
 from jgrad._inputs.moment_options import MomentOptions
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import OptState
@@ -117,11 +117,11 @@ def transformation(
 
 
 def _in_state(
-    name: str, field: str, moment: Moment, new: NewMoments | None, state: PyTree
+    name: str, field: str, moment: Moment, new: list[Any] | None, state: PyTree
 ) -> PyTree:
     """The new part of the state, which has to come from the door."""
-    if isinstance(new, NewMoments):
-        fits = state is not None or all(x is None for x in new.stored)
+    if isinstance(new, list):
+        fits = state is not None or all(x is None for x in new)
     else:
         fits = state is None and new is None
     if not fits:
@@ -132,9 +132,9 @@ def _in_state(
         raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
     if new is None or state is None:
         return None
-    check_form(name, new.stored, moment.old)
+    check_form(name, new, moment.old)
     # The old moments stay where there is no new one.
-    return trees.flatten(state)[1].unflatten(rules.cast_back(new.stored, moment.old))
+    return trees.flatten(state)[1].unflatten(rules.cast_back(new, moment.old))
 
 
 # ---- trees as users have them ------------------------------------------------------------------

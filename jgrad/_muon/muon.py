@@ -19,7 +19,7 @@ from jgrad._inputs.factory import FORM, MATRICES, Arguments, Given, Options, che
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average, of_one_leaf
 from jgrad._inputs.matrix_axes import LAST, Array, MatrixAxes
-from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, in_full_precision
+from jgrad._inputs.moment import Moment, MomentShapes, Step, in_full_precision
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
@@ -218,8 +218,8 @@ class Directions(NamedTuple):
     """
 
     direction: PerArray[Array]
-    mw: NewMoments
-    vw: NewMoments
+    mw: list[Any]
+    vw: list[Any]
     signs: PerArray[Array] | None = None
 
 
@@ -276,7 +276,7 @@ def _of_all_rows(
     axes: PerPart[MatrixAxes | None],
     mw: Moment,
     of_update: Any,
-) -> tuple[PerPart[Array], PerPart[Array], NewMoments]:
+) -> tuple[PerPart[Array], PerPart[Array], list[Any]]:
     """Averages of gradients, orthogonalized; nothing for rows that wait; the new moments."""
     momentum = _look_ahead if muon.nesterov else average
     m, new = momentum(g, mw, parts.numbers(of_update.momentum))
@@ -294,7 +294,7 @@ def _of_some_rows(
     axes: PerPart[MatrixAxes | None],
     mw: Moment,
     of_update: Any,
-) -> tuple[PerPart[Array], PerPart[Array], NewMoments]:
+) -> tuple[PerPart[Array], PerPart[Array], list[Any]]:
     """Rows of sums of gradients, orthogonalized; which they are; the sums, which decay there."""
     assert muon.fraction is not None
     old = [None if x is None else y for x, y in zip(g, mw.old, strict=True)]
@@ -486,7 +486,7 @@ def muon(
         remedy = 'or `scale="match_rms_adamw"`, with which one learning rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
-    def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], list[Any], list[Any]]:
         new = directions(inputs, step, method)
         use = options.mask(inputs, "weight_decay_mask", weight_decay_mask)
         decays = of_both_kinds(
@@ -606,7 +606,7 @@ def scale_by_muon(
     name, given = "scale_by_muon", _DIRECTION.check("scale_by_muon", locals())
     method = Muon.of(name, given)
 
-    def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[PerArray[Array], list[Any], list[Any]]:
         new = directions(inputs, step, method)
         return new.direction, new.mw, new.vw
 

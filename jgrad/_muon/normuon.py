@@ -9,7 +9,7 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_axes
 from jgrad._inputs.leaf_functions import average, of_one_leaf
 from jgrad._inputs.matrix_axes import Array, MatrixAxes
-from jgrad._inputs.moment import Moment, NewMoments
+from jgrad._inputs.moment import Moment
 from jgrad._kernels.moment import Moments
 from jgrad._muon.parts import Part, Parts, PerPart
 
@@ -24,7 +24,7 @@ def with_equal_outputs(
     axes: PerPart[MatrixAxes | None],
     vw: Moment,
     beta: BetaForms,
-) -> tuple[PerPart[Array], NewMoments]:
+) -> tuple[PerPart[Array], PerPart[Array]]:
     """NorMuon: outputs divided by the root of their mean squares, averaged over updates.
 
     Those of rows that wait are zeros, and their averages wait, too.

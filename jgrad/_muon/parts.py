@@ -18,7 +18,7 @@ import numpy as np
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import rounded
 from jgrad._inputs.matrix_axes import Array, MatrixAxes, View
-from jgrad._inputs.moment import Moment, NewMoments, in_full_precision
+from jgrad._inputs.moment import Moment, in_full_precision
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._packed import layouts, packing
 from jgrad._packed.array_spec import ArraySpec
@@ -157,15 +157,15 @@ class Parts:
         old = self.split(in_full_precision(moment.old), moment.specs if second else None)
         return Moment(old, commit=self._inputs.commit, has_form=True)
 
-    def stored(self, moment: Moment, *new: NewMoments, second: bool = False) -> NewMoments:
+    def stored(self, moment: Moment, *new: list[Any], second: bool = False) -> list[Any]:
         """The new moment as the state has it, from those that were written of some parts each."""
-        written = new[0].stored
+        written = new[0]
         for moments in new[1:]:
-            written = [y if x is None else x for x, y in zip(written, moments.stored, strict=True)]
+            written = [y if x is None else x for x, y in zip(written, moments, strict=True)]
         if self._inputs.has_buffers:
             seconds = moment.specs if second else None
             written = rounded(moment, self.join(written, moment.old, seconds))
-        return NewMoments(written, written)
+        return written
 
 
 # ---- arrays as parts, and back -----------------------------------------------------------------

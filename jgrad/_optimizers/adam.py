@@ -14,7 +14,7 @@ from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Given, Options, one_of
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
-from jgrad._inputs.moment import NewMoments, Step
+from jgrad._inputs.moment import Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import Compute, transformation
@@ -273,7 +273,7 @@ def adam_update(
 
 
 def _compute(given: Given) -> Compute:
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         n, correction = given.read(inputs, step), given.arguments["bias_correction"]
         numbers = numbers_of(n.beta1, n.beta2, n.epsilon, correction, step.as_float)
         return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, numbers, descent=n.descent)

@@ -16,7 +16,7 @@ from jgrad._inputs.factory import FORM, MATRICES, Given, Options, checked, count
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average, of_one_leaf
 from jgrad._inputs.matrix_axes import LAST
-from jgrad._inputs.moment import MomentShapes, NewMoments, Step
+from jgrad._inputs.moment import MomentShapes, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import MoreFields, transformation
@@ -169,8 +169,8 @@ class _New(NamedTuple):
     """What one update makes of the matrices; None for other arrays."""
 
     direction: list[Any]
-    mw: NewMoments
-    vw: NewMoments
+    mw: list[Any]
+    vw: list[Any]
     factors: Sequence[OfLeaf | None]
 
 
@@ -225,11 +225,6 @@ def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
     return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
 
 
-def _both(a: NewMoments, b: NewMoments) -> NewMoments:
-    """Moments of matrices and of other arrays."""
-    return NewMoments(*map(_or_else, a, b))
-
-
 def _or_else(some: list[Any], others: list[Any]) -> list[Any]:
     return [y if x is None else x for x, y in zip(some, others, strict=True)]
 
@@ -280,7 +275,7 @@ def _update(inputs: Inputs, step: Step, soap: Soap) -> tuple[Any, ...]:
         of_matrices = [None if x is None else u for x, u in pairs]
         updates = _or_else(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
     of_factors = tree_of(inputs, inputs.per_leaf(new.factors))
-    return updates, _both(new.mw, mw), _both(new.vw, vw), of_factors
+    return updates, _or_else(new.mw, mw), _or_else(new.vw, vw), of_factors
 
 
 # ---- the transformation ------------------------------------------------------------------------
