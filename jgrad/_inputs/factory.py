@@ -71,6 +71,9 @@ MATRICES: dict[str, Kind] = {
 }
 
 
+_NUMBERS = {Role.RATE, Role.NUMBER, Role.BETA, Role.DECAY, Role.MOMENTUM, Role.SCALAR}
+
+
 class Options:
     """The options of a factory.
 
@@ -120,10 +123,22 @@ class Given:
         """
         of_update = SimpleNamespace(descent=None)
         for name, kind in self._kinds.items():
+            if kind not in _NUMBERS:
+                continue
             x = self.arguments[name]
+            is_of_factory = kind is Role.SCALAR or step.numbers.get(name) is None
+            is_constant = is_of_factory and checks.is_number(x)
             match kind:
+                case Role.NUMBER | Role.SCALAR if is_constant:
+                    read: Any = numbers.strong_scalar(x)
+                case Role.BETA if is_constant:
+                    read = numbers.forms(x)
+                case Role.MOMENTUM if is_constant:
+                    read = numbers.forms(x).value
+                case Role.RATE if is_constant and not (inputs.has_buffers or inputs.notes):
+                    read = [numbers.strong_scalar(x)] * len(inputs.specs)
                 case Role.RATE:
-                    read: Any = options.learning_rates(inputs, x, step)
+                    read = options.learning_rates(inputs, x, step)
                 case Role.NUMBER:
                     read = options.number_per_array(inputs, step, name, x)
                 case Role.BETA:
@@ -136,12 +151,14 @@ class Given:
                 case Role.MOMENTUM:
                     read = options.beta_per_array(inputs, step, name, x).value
                 case Role.DECAY:
-                    mask, rule = (self.arguments[f"weight_decay_{x}"] for x in ("mask", "rule"))
-                    read = options.weight_decays(inputs, x, mask, step, rule)
-                    decay = rules.optional(read, rule)
+                    rule, decay = self.arguments["weight_decay_rule"], None
+                    if is_constant and x == 0:
+                        read = [0.0] * len(inputs.specs)
+                    else:
+                        mask = self.arguments["weight_decay_mask"]
+                        read = options.weight_decays(inputs, x, mask, step, rule)
+                        decay = rules.optional(read, rule)
                     of_update.descent = Descent(decay, of_update.learning_rate, rule)
-                case _:
-                    continue
             setattr(of_update, name, read)
         return of_update
 

@@ -76,7 +76,7 @@ def update(
             static = dict(options)
             if "layer_axes" in static:
                 static["layer_axes"] = arguments.layer_axes(static["layer_axes"])
-            first = [entries.pop(key) for key in positional]
+            first = list(map(entries.pop, positional))
             results = body(*first, **entries, **static)
             return _results(arguments, roles, replaced, results, static)
 
@@ -143,6 +143,8 @@ def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[
 
 def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree]:
     """A list of numbers is an array, as in Ivy, unless another list holds arrays: it is a tree."""
+    if {list, tuple}.isdisjoint(map(type, named.values())):
+        return named
     lists = {name: tree for name, tree in named.items() if _is_list(tree)}
     if not all(map(_is_numbers, lists.values())) or (lists and packing.any_packed(*named.values())):
         return named
@@ -168,6 +170,8 @@ def _is_numbers(x: Any) -> bool:
 
 
 def _strong_arrays(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
+    if role is not Role.WEIGHTS and checks.is_number(tree):
+        return numbers.strong_scalar(tree)
     if all(  # `weak_type` is not documented, checked in JAX 0.7 to 0.12
         isinstance(x, jax.Array) and not getattr(x, "weak_type", True)
         for x in jax.tree.leaves(tree)

@@ -1,7 +1,7 @@
 """Moments of all leaves in one update: their old values, and how the new ones are stored."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.numbers import OfCall
 from jgrad._kernels.leaf_step import Place, in_rows
 from jgrad._kernels.moment import LeafMoment, is_rounded, kept
 from jgrad._packed.array_spec import ArraySpec
@@ -150,7 +149,7 @@ class Step(NamedTuple):
     mw: Moment
     vw: Moment
     matrices: list[Any]
-    numbers: OfCall
+    numbers: Mapping[str, Any]
     more: Any = None
 
     @property
@@ -162,7 +161,7 @@ class Step(NamedTuple):
     def of_count(cls, done: jax.Array) -> "Step":
         """Of a wrapper, for options: they ask a step for its number alone."""
         nothing = Moment([], [])
-        return cls(done, done, nothing, nothing, [], OfCall({}))
+        return cls(done, done, nothing, nothing, [], {})
 
 
 # ---- arrays of moments -------------------------------------------------------------------------

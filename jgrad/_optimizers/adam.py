@@ -107,9 +107,9 @@ def numbers_of(
     """With both corrections computed, once for all leaves that share their numbers."""
     correct = functools.partial(corrections, bias_correction=bias_correction)
     args = (step, beta1.log, beta2.log, epsilon)
-    if not any(isinstance(x, list) for x in args):
+    if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))
-    of_leaves = [None if any(x is None for x in row) else row for row in zip_leaves(*args)]
+    of_leaves = [None if type(None) in map(type, row) else row for row in zip_leaves(*args)]
     # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
     known = {
         tuple(map(id, row)): correct(*row)

@@ -372,7 +372,7 @@ def lamb(
         numbers_of_lamb = Lamb(
             adam.numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float),
             n.learning_rate,
-            n.weight_decay,
+            n.descent.decay,
             *options.clamps("lamb", min_trust_ratio, max_trust_ratio),
         )
         layers = options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
