@@ -54,13 +54,14 @@ def count(low: int = 1) -> Callable[[str, str, Any], None]:
 # What a check is given: the names of the factory and of the option, and its value.
 Kind = Role | Callable[[str, str, Any], Any] | None
 
+_RULE = "weight_decay_rule"
 # What every method has that decays, and every one whose moments have a form.
 DECAY: dict[str, Kind] = {
-    "weight_decay_rule": one_of(*options.DECAY_RULES),
+    _RULE: one_of(*options.DECAY_RULES),
     "weight_decay": Role.DECAY,
     "weight_decay_mask": Role.MASK,
 }
-COUPLED_DECAY = DECAY | {"weight_decay_rule": one_of("coupled", *options.DECAY_RULES)}
+COUPLED_DECAY = DECAY | {_RULE: one_of("coupled", *options.DECAY_RULES)}
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
 # What every method has that looks at matrices.
 MATRICES: dict[str, Kind] = {
@@ -151,11 +152,14 @@ class Given:
                 case Role.MOMENTUM:
                     read = options.beta_per_array(inputs, step, name, x).value
                 case Role.DECAY:
-                    rule, decay = self.arguments["weight_decay_rule"], None
+                    mask, rule = self.arguments["weight_decay_mask"], self.arguments[_RULE]
+                    is_for_some = mask is not None or inputs.undecayed
                     if is_constant and x == 0:
-                        read = [0.0] * len(inputs.specs)
+                        read, decay = [0.0] * len(inputs.specs), None
+                    elif is_constant and not (inputs.has_buffers or is_for_some):
+                        inputs.require_params("`weight_decay`")
+                        read = decay = [numbers.strong_scalar(x)] * len(inputs.specs)
                     else:
-                        mask = self.arguments["weight_decay_mask"]
                         read = options.weight_decays(inputs, x, mask, step, rule)
                         decay = rules.optional(read, rule)
                     of_update.descent = Descent(decay, of_update.learning_rate, rule)
@@ -179,7 +183,7 @@ def _checked(
 
 
 def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:
-    rule = arguments["weight_decay_rule"]
+    rule = arguments[_RULE]
     options.check(
         function, functools.partial(numbers.scalars, high=options.limit(rule)), **{name: x}
     )
