@@ -117,8 +117,8 @@ class Moment:
         return new
 
 
-class MomentShapes(NamedTuple):
-    """What a method keeps, for given parameters.
+class Shapes(NamedTuple):
+    """The moments that a method keeps, for given parameters.
 
     Attributes:
       mw: a tree like the parameters with the shape of each first moment; None for no moment.
@@ -139,7 +139,7 @@ class Step(NamedTuple):
       done: updates done before, as the state has it.
       mw: first moment, of nothing where the method has none.
       vw: second moment; likewise.
-      matrices: of `MomentShapes`.
+      matrices: of `Shapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
       more: what else the state has, as the method reads it.
     """

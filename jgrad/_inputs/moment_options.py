@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step, zeros
+from jgrad._inputs.moment import Moment, RandomKeys, Shapes, Step, zeros
 from jgrad._inputs.options import Mask
 from jgrad._inputs.state import OptState, counter
 from jgrad._kernels.leaf_step import Place
@@ -72,7 +72,7 @@ class MomentOptions(NamedTuple):
             raise TypeError(f"{function}: `moment_dtype`: {self.dtype!r}, expected {expected}.")
         return self
 
-    def init(self, params: Parameters, shapes: MomentShapes) -> OptState:
+    def init(self, params: Parameters, shapes: Shapes) -> OptState:
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
         checks.parameters(params.reference)
         moments: list[PyTree] = [None, None]
@@ -121,7 +121,7 @@ class MomentOptions(NamedTuple):
         self,
         inputs: Inputs,
         state: Any,
-        shapes: MomentShapes,
+        shapes: Shapes,
         numbers: Mapping[str, Any],
         kind: Any = OptState,
     ) -> Step:

@@ -13,7 +13,7 @@ import jax
 
 from jgrad._arithmetic import rules
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, MomentShapes, Step, check_form
+from jgrad._inputs.moment import Moment, Shapes, Step, check_form
 from jgrad._inputs.moment_options import AS_PARAMETERS, MomentOptions
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import OptState
@@ -29,7 +29,7 @@ from jgrad._trees.trees import PyTree
 Compute = Callable[[Inputs, Step], tuple[Any, ...]]
 
 # (parameters) -> the shapes of the moments.
-ShapesOf = Callable[[Parameters], MomentShapes]
+ShapesOf = Callable[[Parameters], Shapes]
 
 
 class MoreFields(NamedTuple):
@@ -42,8 +42,8 @@ class MoreFields(NamedTuple):
     """
 
     state: Any
-    init: Callable[[Parameters, MomentShapes], tuple[PyTree, ...]]
-    read: Callable[[Inputs, MomentShapes, Any], Any]
+    init: Callable[[Parameters, Shapes], tuple[PyTree, ...]]
+    read: Callable[[Inputs, Shapes, Any], Any]
 
 
 def transformation(
@@ -77,10 +77,10 @@ def transformation(
     moments = moments.checked(name)
     kind = OptState if more is None else more.state
 
-    def shapes(inputs: Parameters) -> MomentShapes:
+    def shapes(inputs: Parameters) -> Shapes:
         if shapes_of is not None:
             return shapes_of(inputs)
-        return MomentShapes(inputs.tree if mw else None, inputs.tree if vw else None)
+        return Shapes(inputs.tree if mw else None, inputs.tree if vw else None)
 
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)

@@ -19,7 +19,7 @@ from jgrad._inputs.factory import FORM, MATRICES, Arguments, Given, Options, che
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average, of_one_leaf
 from jgrad._inputs.matrix_axes import LAST, Array, MatrixAxes
-from jgrad._inputs.moment import Moment, MomentShapes, Step, in_full_precision
+from jgrad._inputs.moment import Moment, Shapes, Step, in_full_precision
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
@@ -98,12 +98,12 @@ class Muon(NamedTuple):
         """Whether matrices have second moments: one number per output."""
         return self.rule == "normuon"
 
-    def shapes_of(self, inputs: Parameters) -> MomentShapes:
+    def shapes_of(self, inputs: Parameters) -> Shapes:
         """The shapes of the moments; and where the matrices of each leaf are."""
         axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
         matrices = matrix_axes.find(inputs, self.matrices, *axes)
         vw = second_shapes(inputs, matrices, per_output=self.is_normuon)
-        return MomentShapes(inputs.tree, vw, matrices)
+        return Shapes(inputs.tree, vw, matrices)
 
 
 # What a factory checks, and reads in its own way.

@@ -21,7 +21,7 @@ from jgrad._inputs.factory import DECAY, FORM, MATRICES, Given, Options, checked
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average
 from jgrad._inputs.matrix_axes import LAST, MatrixAxes
-from jgrad._inputs.moment import MomentShapes, Step
+from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
@@ -165,12 +165,12 @@ def _scale(norm: jax.Array, inverse: jax.Array, least: jax.Array) -> jax.Array:
 # ---- which leaves are factored -----------------------------------------------------------------
 
 
-def _shapes(inputs: Parameters, given: Given, *, mw: bool) -> MomentShapes:
+def _shapes(inputs: Parameters, given: Given, *, mw: bool) -> Shapes:
     """The shapes of the moments; and where the matrices are of each array that is factored."""
     matrices = _matrices(inputs, given)
     leaves, structure = trees.flatten(inputs.tree)
     vw = [x if axes is None else _shape(axes, x) for x, axes in zip(leaves, matrices, strict=True)]
-    return MomentShapes(inputs.tree if mw else None, structure.unflatten(vw), matrices)
+    return Shapes(inputs.tree if mw else None, structure.unflatten(vw), matrices)
 
 
 def _shape(axes: MatrixAxes, x: Any) -> Factors:

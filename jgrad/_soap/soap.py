@@ -16,7 +16,7 @@ from jgrad._inputs.factory import FORM, MATRICES, Given, Options, checked, count
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average, of_one_leaf
 from jgrad._inputs.matrix_axes import LAST
-from jgrad._inputs.moment import MomentShapes, Step
+from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import MoreFields, transformation
@@ -83,7 +83,7 @@ class Soap(NamedTuple):
         over = () if over is None else values.axis_names(_NAME, "shard_over", over)
         return soap._replace(shard_over=over)
 
-    def shapes_of(self, inputs: Parameters) -> MomentShapes:
+    def shapes_of(self, inputs: Parameters) -> Shapes:
         """Those of all elements; and where the matrices of each leaf are."""
         axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
         matrices = matrix_axes.find(inputs, self.matrices, *axes)
@@ -94,16 +94,16 @@ class Soap(NamedTuple):
                     came = "True for a leaf that is packed with others"
                     expected = "expected one by itself: `pack(params, max_size=...)` below its size"
                     arg.fail(i, ValueError, f"{came}, {expected}")
-        return MomentShapes(inputs.tree, inputs.tree, matrices)
+        return Shapes(inputs.tree, inputs.tree, matrices)
 
     @property
     def fields(self) -> MoreFields:
         """What the state has beside moments."""
 
-        def init(inputs: Parameters, shapes: MomentShapes) -> tuple[PyTree]:
+        def init(inputs: Parameters, shapes: Shapes) -> tuple[PyTree]:
             return (factors.init(inputs, shapes.matrices or [], self.max_side),)
 
-        def read(inputs: Inputs, shapes: MomentShapes, state: SoapState) -> list[OfLeaf | None]:
+        def read(inputs: Inputs, shapes: Shapes, state: SoapState) -> list[OfLeaf | None]:
             return factors.read(inputs, shapes.matrices or [], self.max_side, state.factors)
 
         return MoreFields(SoapState, init, read)
