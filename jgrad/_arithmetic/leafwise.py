@@ -13,6 +13,7 @@ float64, not yet in the dtypes of state and parameters.
 import collections
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -65,7 +66,9 @@ def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @jit_static_kwargs
         @functools.wraps(rule)
         def call(*args: jax.Array, **options: Any) -> Any:
-            leading = list(map(_array, args[:arrays]))
+            leading = args[:arrays]
+            if Blocks in map(type, leading):
+                leading = tuple(map(_array, leading))
             shape = np.broadcast_shapes(*map(np.shape, leading))
             wide = functools.partial(_widened, numerics.real_dtype(*leading), shape)
             return rule(*map(wide, (*leading, *args[arrays:])), **options)
@@ -86,6 +89,9 @@ def _widened(real: np.dtype, shape: tuple[int, ...], x: jax.Array) -> jax.Array:
     """
     x = x if x.dtype == np.bool_ else numerics.widen(x, real)
     return x if x.ndim == 0 or x.shape == shape else jnp.broadcast_to(x, shape)
+
+
+_kind = operator.attrgetter("shape", "dtype")  # of an array
 
 
 def identity(x: R) -> R:
@@ -112,16 +118,16 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
             repeated[i] = j
             continue
         places = tuple(map(ids.index, ids))  # an array that is there twice is one argument
-        arrays = [x for k, x in enumerate(leaves) if places[k] == k]
-        alike[f, structure, places, *((x.shape, x.dtype) for x in arrays)].append((i, arrays))
+        arrays = list(map(leaves.__getitem__, dict.fromkeys(places)))
+        alike[f, structure, places, *map(_kind, arrays)].append((i, arrays))
     for (f, structure, places, *_), members in alike.items():
         for start in range(0, len(members), _TOGETHER):
             indices, of_leaves = zip(*members[start : start + _TOGETHER], strict=True)
-            columns = list(zip(*of_leaves, strict=True))
-            shared = tuple(all(x is column[0] for x in column) for column in columns)
-            pairs = zip(columns, shared, strict=True)
-            together = [column[0] if is_one else column for column, is_one in pairs]
-            options = {"f": f, "structure": structure, "places": places, "shared": shared}
+            together, shared = [], []
+            for column in zip(*of_leaves, strict=True):
+                shared.append(len(set(map(id, column))) == 1)
+                together.append(column[0] if shared[-1] else column)
+            options = {"f": f, "structure": structure, "places": places, "shared": tuple(shared)}
             outputs = _together(together, count=len(indices), **options)
             for i, output in zip(indices, outputs, strict=True):
                 results[i] = output
@@ -141,13 +147,12 @@ def _together(
     count: int,
 ) -> list[Any]:
     """`f` of `count` leaves: an entry of `arguments` is shared by all, or has one for each."""
-    of_place = {k: i for i, k in enumerate(sorted(set(places)))}
-
-    def one(i: int) -> Any:
+    position = list(map(sorted(set(places)).index, places))
+    results = []
+    for i in range(count):
         arrays = [x if is_one else x[i] for x, is_one in zip(arguments, shared, strict=True)]
-        return f(*structure.unflatten([arrays[of_place[k]] for k in places]))
-
-    return list(map(one, range(count)))
+        results.append(f(*structure.unflatten(map(arrays.__getitem__, position))))
+    return results
 
 
 # ---- lists of leaves ---------------------------------------------------------------------------
@@ -167,7 +172,7 @@ def zip_leaves(*args: PerLeaf) -> list[tuple[Any, ...]]:
 def calls(rule: Function, *args: PerLeaf) -> list[Call | None]:
     """The call of `rule` on each leaf's entries."""
     rows = zip_leaves(*args)
-    return [None if any(x is None for x in row) else (rule, row) for row in rows]
+    return [None if type(None) in map(type, row) else (rule, row) for row in rows]
 
 
 def apply(rule: Function, *args: PerLeaf) -> list[Any]:

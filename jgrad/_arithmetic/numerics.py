@@ -24,8 +24,10 @@ _LOG_OF_ZERO = -1e30
 
 def real_dtype(*arrays: jax.Array) -> np.dtype:
     """The real dtype to work in: float64 where one of the arrays has it, else float32."""
-    wide = any(jnp.finfo(a.dtype).bits == 64 for a in arrays)
-    return np.dtype(np.float64 if wide else np.float32)
+    for a in arrays:
+        if jnp.finfo(a.dtype).bits == 64:
+            return np.dtype(np.float64)
+    return np.dtype(np.float32)
 
 
 def floating(x: ArrayLike) -> jax.Array:

@@ -104,7 +104,7 @@ def optional(decay: PerLeaf, rule: str = "") -> Any:
     all.
     """
     if not isinstance(decay, list):
-        return None if is_zero(decay) else decay
+        return None if decay is None or is_zero(decay) else decay
     some = rule == "independent" and not all(map(is_zero, decay))
     none = jnp.zeros(()) if some else None
     return [none if is_zero(x) else x for x in decay]

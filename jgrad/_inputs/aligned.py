@@ -68,14 +68,14 @@ class AlignedArguments:
 
     def __init__(self, function: str, roles: Roles, named: dict[str, Any]) -> None:
         self._function = function
-        absent = {
-            name
+        present = {
+            name: role
             for name, role in roles.items()
-            if role is Role.OPTIONAL_NUMBER and named[name] is None
+            if role is not Role.OPTIONAL_NUMBER or named[name] is not None
         }
-        present = {name: role for name, role in roles.items() if name not in absent}
-        self._gradient = _with_role(Role.GRADIENT, roles)
-        self._reference = _with_role(Role.WEIGHTS, roles) or self._gradient
+        names = dict(zip(roles.values(), roles, strict=True))
+        self._gradient = names.get(Role.GRADIENT, "")
+        self._reference = names.get(Role.WEIGHTS, self._gradient)
         self._trees = {
             name: _floating(function, name, named[name], role) for name, role in present.items()
         }
@@ -94,7 +94,7 @@ class AlignedArguments:
         }
         self._check(present, list(self._trees.values())[aligned.finest])
         for name, role in roles.items():
-            if name in absent:
+            if name not in present:
                 self._leaves[name] = [0.0] * self._structure.num_leaves
             elif role is Role.BETA:
                 forms = named[name]
@@ -228,10 +228,6 @@ class AlignedArguments:
                     checks.one_element(given)
 
 
-def _with_role(role: Role, roles: Roles) -> str:
-    return next((name for name in roles if roles[name] is role), "")
-
-
 def _first_below(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
     """For each leaf of a coarser tree, the first of the leaves that it stands for, if any."""
     starts = itertools.accumulate(counts[:-1], initial=0)
@@ -251,9 +247,10 @@ def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
         if isinstance(x, Blocks):
             remedy = "make it one by `carry_over(tree, like=shapes)`"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
-    leaves = [x if x is None else jnp.asarray(x) for x in leaves]
-    for i, x in enumerate(leaves):
-        if x is None or jnp.issubdtype(x.dtype, jnp.floating):
+        if x is None:
+            continue
+        x = leaves[i] = jnp.asarray(x)
+        if jnp.issubdtype(x.dtype, jnp.floating):
             continue
         if jnp.issubdtype(x.dtype, jnp.integer) and role is not Role.WEIGHTS:
             leaves[i] = numerics.floating(x)

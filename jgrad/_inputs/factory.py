@@ -60,13 +60,14 @@ class Reads(NamedTuple):
 # What a check is given: the names of the factory and of the option, and its value.
 Kind = Role | Callable[[str, str, Any], Any] | Reads | None
 
+_RULE = "weight_decay_rule"
 # What every method has that decays, and every one whose moments have a form.
 DECAY: dict[str, Kind] = {
-    "weight_decay_rule": one_of(*options.DECAY_RULES),
+    _RULE: one_of(*options.DECAY_RULES),
     "weight_decay": Role.DECAY,
     "weight_decay_mask": Role.MASK,
 }
-COUPLED_DECAY = DECAY | {"weight_decay_rule": one_of("coupled", *options.DECAY_RULES)}
+COUPLED_DECAY = DECAY | {_RULE: one_of("coupled", *options.DECAY_RULES)}
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
 # What every method has that looks at matrices.
 MATRICES: dict[str, Kind] = {
@@ -78,6 +79,9 @@ MATRICES: dict[str, Kind] = {
 SHARD_OVER = Reads(
     lambda function, x: () if x is None else values.axis_names(function, "shard_over", x)
 )
+
+
+_NUMBERS = {Role.RATE, Role.NUMBER, Role.BETA, Role.DECAY, Role.MOMENTUM, Role.SCALAR}
 
 
 class Options:
@@ -137,10 +141,22 @@ class Given:
         """
         of_update = SimpleNamespace(descent=None)
         for name, kind in self._kinds.items():
+            if kind not in _NUMBERS:
+                continue
             x = self.arguments[name]
+            is_of_factory = kind is Role.SCALAR or step.numbers.get(name) is None
+            is_constant = is_of_factory and checks.is_number(x)
             match kind:
+                case Role.NUMBER | Role.SCALAR if is_constant:
+                    read: Any = numbers.strong_scalar(x)
+                case Role.BETA if is_constant:
+                    read = numbers.forms(x)
+                case Role.MOMENTUM if is_constant:
+                    read = numbers.forms(x).value
+                case Role.RATE if is_constant and not (inputs.has_buffers or inputs.notes):
+                    read = [numbers.strong_scalar(x)] * len(inputs.specs)
                 case Role.RATE:
-                    read: Any = options.learning_rates(inputs, x, step)
+                    read = options.learning_rates(inputs, x, step)
                 case Role.NUMBER:
                     read = options.number_per_array(inputs, step, name, x)
                 case Role.BETA:
@@ -153,12 +169,17 @@ class Given:
                 case Role.MOMENTUM:
                     read = options.beta_per_array(inputs, step, name, x).value
                 case Role.DECAY:
-                    mask, rule = (self.arguments[f"weight_decay_{x}"] for x in ("mask", "rule"))
-                    read = options.weight_decays(inputs, x, mask, step, rule)
-                    decay = rules.optional(read, rule)
+                    mask, rule = self.arguments["weight_decay_mask"], self.arguments[_RULE]
+                    is_for_some = mask is not None or inputs.undecayed
+                    if is_constant and x == 0:
+                        read, decay = [0.0] * len(inputs.specs), None
+                    elif is_constant and not (inputs.has_buffers or is_for_some):
+                        inputs.require_params("`weight_decay`")
+                        read = decay = [numbers.strong_scalar(x)] * len(inputs.specs)
+                    else:
+                        read = options.weight_decays(inputs, x, mask, step, rule)
+                        decay = rules.optional(read, rule)
                     of_update.descent = Descent(decay, of_update.learning_rate, rule)
-                case _:
-                    continue
             setattr(of_update, name, read)
         return of_update
 
@@ -179,7 +200,7 @@ def _checked(
 
 
 def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:
-    rule = arguments["weight_decay_rule"]
+    rule = arguments[_RULE]
     options.check(
         function, functools.partial(numbers.scalars, high=options.limit(rule)), **{name: x}
     )

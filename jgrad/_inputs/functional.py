@@ -27,7 +27,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._inputs import numbers
 from jgrad._inputs.aligned import ARRAYS, MOMENTS, AlignedArguments, Role, Roles
-from jgrad._inputs.moment import Moment, NewMoments
+from jgrad._inputs.moment import Moment
 from jgrad._layers.layer_axes import static_axes
 from jgrad._packed import packing
 from jgrad._trees import checks, trees, values
@@ -53,7 +53,7 @@ def update(
     The signature and the docstring are those of the body, and so are the static options. The body
     gets for an argument with a role what `AlignedArguments` makes of it, for a moment a `Moment`,
     and for `layer_axes` the layers of each leaf. It returns what is added to the weights, new
-    gradients, and `NewMoments`. All is compiled as one program.
+    gradients, and new moments. All is compiled as one program.
 
     Args:
       replaced: what the results replace, in order.
@@ -76,7 +76,7 @@ def update(
             static = dict(options)
             if "layer_axes" in static:
                 static["layer_axes"] = arguments.layer_axes(static["layer_axes"])
-            first = [entries.pop(key) for key in positional]
+            first = list(map(entries.pop, positional))
             results = body(*first, **entries, **static)
             return _results(arguments, roles, replaced, results, static)
 
@@ -117,7 +117,6 @@ def _results(
             stop = static["stop_gradients"]
             trees_of_results.append(arguments.new_weights(new, stop_gradients=stop))
         else:
-            new = new.stored if isinstance(new, NewMoments) else new
             trees_of_results.append(arguments.replaced(key, new, computed_from))
     return tuple(trees_of_results) if len(trees_of_results) > 1 else trees_of_results[0]
 
@@ -144,6 +143,8 @@ def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[
 
 def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree]:
     """A list of numbers is an array, as in Ivy, unless another list holds arrays: it is a tree."""
+    if {list, tuple}.isdisjoint(map(type, named.values())):
+        return named
     lists = {name: tree for name, tree in named.items() if _is_list(tree)}
     if not all(map(_is_numbers, lists.values())) or (lists and packing.any_packed(*named.values())):
         return named
@@ -169,6 +170,8 @@ def _is_numbers(x: Any) -> bool:
 
 
 def _strong_arrays(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
+    if role is not Role.WEIGHTS and checks.is_number(tree):
+        return numbers.strong_scalar(tree)
     if all(  # `weak_type` is not documented, checked in JAX 0.8 to 0.12
         isinstance(x, jax.Array) and not getattr(x, "weak_type", True)
         for x in jax.tree.leaves(tree)

@@ -1,7 +1,7 @@
 """Moments of all leaves in one update: their old values, and how the new ones are stored."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.numbers import OfCall
 from jgrad._kernels.leaf_step import Place, in_rows
 from jgrad._kernels.moment import LeafMoment, is_rounded, kept
 from jgrad._packed.array_spec import ArraySpec
@@ -30,18 +29,6 @@ _PURPOSE = 1  # moments; weights are rounded with other bits
 
 # The names of the mesh axes along which some axes of an array are sharded.
 MeshAxesOf: TypeAlias = Callable[[Sequence[int]], tuple[str, ...]]
-
-
-class NewMoments(NamedTuple):
-    """What a function of one leaf wrote, of all leaves; `None` without a gradient.
-
-    Attributes:
-      stored: what the state will hold.
-      exact: what updates are computed from, before it was rounded, where a method needs it again.
-    """
-
-    stored: list[Any]
-    exact: list[Any]
 
 
 class RandomKeys:
@@ -123,15 +110,15 @@ class Moment:
         ]
         return Moment(old, self.specs, self._keys, self._commit, has_form=self._has_form)
 
-    def written(self, new: list[Any]) -> NewMoments:
-        """New moments that were written leaf by leaf."""
+    def written(self, new: list[Any]) -> list[Any]:
+        """New moments as the state will hold them, which were written leaf by leaf."""
         if self._has_form and self._commit is not None:
             self._commit.keep(new, self.old)
-        return NewMoments(new, new)
+        return new
 
 
-class MomentShapes(NamedTuple):
-    """What a method keeps, for given parameters.
+class Shapes(NamedTuple):
+    """The moments that a method keeps, for given parameters.
 
     Attributes:
       mw: a tree like the parameters with the shape of each first moment; None for no moment.
@@ -152,7 +139,7 @@ class Step(NamedTuple):
       done: updates done before, as the state has it.
       mw: first moment, of nothing where the method has none.
       vw: second moment; likewise.
-      matrices: of `MomentShapes`.
+      matrices: of `Shapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
       more: what else the state has, as the method reads it.
     """
@@ -162,7 +149,7 @@ class Step(NamedTuple):
     mw: Moment
     vw: Moment
     matrices: list[Any]
-    numbers: OfCall
+    numbers: Mapping[str, Any]
     more: Any = None
 
     @property
@@ -174,7 +161,7 @@ class Step(NamedTuple):
     def of_count(cls, done: jax.Array) -> "Step":
         """Of a wrapper, for options: they ask a step for its number alone."""
         nothing = Moment([], [])
-        return cls(done, done, nothing, nothing, [], OfCall({}))
+        return cls(done, done, nothing, nothing, [], {})
 
 
 # ---- arrays of moments -------------------------------------------------------------------------

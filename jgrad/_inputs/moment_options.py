@@ -1,8 +1,9 @@
 """`moment_dtype` and `full_precision`: in which form the moments of each leaf are stored."""
 
 import collections
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,8 +14,7 @@ from jax.typing import DTypeLike
 
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, MomentShapes, RandomKeys, Step, zeros
-from jgrad._inputs.numbers import OfCall
+from jgrad._inputs.moment import Moment, RandomKeys, Shapes, Step, zeros
 from jgrad._inputs.options import Mask
 from jgrad._inputs.state import OptState, counter
 from jgrad._kernels.leaf_step import Place
@@ -53,11 +53,14 @@ class MomentOptions(NamedTuple):
     mesh_axes: PyTree = None
     of_first: bool = False
 
-    def check(self, function: str) -> None:
-        """What the factory can say already. A dtype has the range of float32, so no float16."""
+    def checked(self, function: str) -> "MomentOptions":
+        """The same, with `_EIGHT_BITS` itself for 8 bits, which is asked for by `is`.
+
+        What the factory can say already. A dtype has the range of float32, so no float16.
+        """
         read_mesh_axes(function, self.mesh_axes)
         if isinstance(self.dtype, str) and self.dtype == _EIGHT_BITS:
-            return
+            return self._replace(dtype=_EIGHT_BITS)
         try:
             dtype = np.dtype(np.float32 if self.dtype is None else self.dtype)
             fits = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
@@ -66,41 +69,36 @@ class MomentOptions(NamedTuple):
         if not fits:
             expected = f"a real floating dtype with the range of float32, or {_EIGHT_BITS!r}"
             raise TypeError(f"{function}: `moment_dtype`: {self.dtype!r}, expected {expected}.")
+        return self
 
-    @property
-    def is_8_bits(self) -> bool:
-        """Whether large leaves are stored in blocks."""
-        return isinstance(self.dtype, str) and self.dtype == _EIGHT_BITS
-
-    def init(self, params: Parameters, shapes: MomentShapes) -> OptState:
+    def init(self, params: Parameters, shapes: Shapes) -> OptState:
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
         checks.parameters(params.reference)
         moments: list[PyTree] = [None, None]
-        for i, tree in enumerate((shapes.mw, shapes.vw)):
+        forms, some = (self, AS_PARAMETERS if self.of_first else self), False
+        sharded = [x and x.sharded_over for x in shapes.matrices] if shapes.matrices else []
+        for i, (form, tree) in enumerate(zip(forms, (shapes.mw, shapes.vw), strict=True)):
             if tree is not None:
-                form = self._of_second if i == 1 else self
-                dtype: Any = None if form.is_8_bits else form.dtype
-                stacked = form._stacked(params, tree) if form.is_8_bits else None
+                is_8_bits = form.dtype is _EIGHT_BITS
+                stacked = form._stacked(params, tree) if is_8_bits else None
+                some = some or not {None}.issuperset(stacked or ())
                 moments[i] = zeros(
                     params.function,
                     params.tree,
-                    dtype,
+                    None if is_8_bits else form.dtype,
                     shapes=tree,
-                    mesh_axes=[x and x.sharded_over for x in shapes.matrices or ()],
+                    mesh_axes=sharded,
                     stacked=stacked,
                     real=i == 1,
                 )
-        if self.is_8_bits and shares.current() is None:  # whose whole model was looked at
+        if self.dtype is _EIGHT_BITS and not some and shares.current() is None:
             self._say_if_small(params)
         return OptState(counter(params.tree), *moments)
 
-    @property
-    def _of_second(self) -> "MomentOptions":
-        """Those of second moments."""
-        return MomentOptions(None) if self.of_first else self
-
     def _say_if_small(self, params: Parameters) -> None:
         """Where no leaf is large enough, so that a user who counts on 8 bits knows it.
+
+        A share says nothing, of whose model the whole was looked at.
 
         To a log and not as a warning, which would be an error in the tests of users with a small
         model, where nothing is wrong.
@@ -122,8 +120,8 @@ class MomentOptions(NamedTuple):
         self,
         inputs: Inputs,
         state: Any,
-        shapes: MomentShapes,
-        numbers: OfCall,
+        shapes: Shapes,
+        numbers: Mapping[str, Any],
         kind: Any = OptState,
     ) -> Step:
         """What an update starts from; an error where the state is of another method or form."""
@@ -147,9 +145,10 @@ class MomentOptions(NamedTuple):
             problem = f"shape {step.shape}, expected (); {remedy}"
             raise ValueError(f"{inputs.function}: `state.step`: {problem}.")
         step = optax.safe_increment(step)
-        keys = RandomKeys(step)
+        keys = functools.cache(functools.partial(RandomKeys, step))  # where something is rounded
         mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
-        vw = self._of_second._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
+        of_second = AS_PARAMETERS if self.of_first else self
+        vw = of_second._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
         return Step(step, state.step, mw, vw, shapes.matrices or [], numbers)
 
     def _moment(
@@ -158,7 +157,7 @@ class MomentOptions(NamedTuple):
         name: str,
         tree: PyTree,
         shapes: PyTree,
-        keys: RandomKeys,
+        keys: Callable[[], RandomKeys],
         *,
         real: bool,
     ) -> Moment:
@@ -168,18 +167,20 @@ class MomentOptions(NamedTuple):
         is_whole = shapes is inputs.tree
         old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
         arg = inputs.reference._replace(name=name, leaves=old)
-        for i, expected in enumerate(self._in_8_bits(inputs, shapes)):
+        is_8_bits = self.dtype is _EIGHT_BITS
+        in_8_bits = self._in_8_bits(inputs, shapes) if is_8_bits else [False] * len(old)
+        for i, expected in enumerate(in_8_bits):
             if not inputs.is_updated[i] or isinstance(old[i], Blocks) == expected:
                 continue
-            if not (isinstance(old[i], Blocks) and self._is_possible(inputs, i)):
+            if not (isinstance(old[i], Blocks) and is_8_bits and self._is_possible(inputs, i)):
                 _fail(arg, i, old[i])
+        if not any(map(is_rounded, old)):
+            return Moment(old, inputs.specs, None, inputs.commit, has_form=True)
         places = self._places(inputs, old, is_whole=is_whole)
-        return Moment(old, inputs.specs, keys, inputs.commit, places=places)
+        return Moment(old, inputs.specs, keys(), inputs.commit, places=places)
 
     def _places(self, inputs: Inputs, old: list[Any], *, is_whole: bool) -> list[Place | None]:
         """How moments are sharded that are rounded at random: those that are like their leaves."""
-        if not any(map(is_rounded, old)):
-            return []
         said = inputs.places_of(self.mesh_axes)
         if is_whole or not said:
             return said
@@ -194,15 +195,13 @@ class MomentOptions(NamedTuple):
 
     def _is_possible(self, inputs: Parameters, i: int) -> bool:
         """Whether an array below the limit may be a shard of one above it, inside `shard_map`."""
-        if not self.is_8_bits or inputs.specs[i].is_buffer:
+        if inputs.specs[i].is_buffer:
             return False
         full = _full_precision(inputs, self.full_precision)
         return not full[inputs.specs[i].positions[0]]
 
     def _in_8_bits(self, params: Parameters, shapes: PyTree) -> list[bool]:
         """Whether each array of these shapes is stored in 8 bits."""
-        if not self.is_8_bits:
-            return [False] * len(params.specs)
         full = _full_precision(params, self.full_precision)
         if shapes is params.tree:
             pairs = zip(params.specs, params.reference.leaves, strict=True)
@@ -215,26 +214,33 @@ class MomentOptions(NamedTuple):
 
     def _stacked(self, params: Parameters, shapes: PyTree) -> list[tuple[int, ...] | None]:
         """For each array the axes of its layers; None where it is not stored in 8 bits."""
-        axes = params.option("layer_axes", read_layer_axes(params.function, self.layer_axes))
-        columns = zip(
-            params.specs, self._in_8_bits(params, shapes), params.reference.leaves, strict=True
-        )
+        in_8_bits = self._in_8_bits(params, shapes)
+        of_leaves: Any = None
+        if self.layer_axes is not None:
+            axes = read_layer_axes(params.function, self.layer_axes)
+            of_leaves = params.option("layer_axes", axes).leaves
+        columns = zip(params.specs, in_8_bits, params.reference.leaves, strict=True)
         return [
-            None if not is_in else _stacked(spec, axes.leaves[spec.positions[0]].values, x)
+            None
+            if not is_in
+            else _stacked(spec, of_leaves[spec.positions[0]].values if of_leaves else (), x)
             for spec, is_in, x in columns
         ]
+
+
+AS_PARAMETERS = MomentOptions(None)
 
 
 def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int, ...]:
     if spec.is_buffer:
         return spec.spans[0].layers.stacked if spec.is_unpacked else ()
-    return tuple(sorted({axis % x.ndim for axis in axes}))
+    return tuple(sorted({axis % x.ndim for axis in axes})) if axes else ()
 
 
 def _full_precision(inputs: Parameters, mask: Mask) -> list[bool]:
     """For each leaf of the unpacked tree, whether the user keeps it in full precision."""
     if mask is None:
-        return [False] * len(inputs.updated_shapes().leaves)
+        return [False] * len(trees.flatten(inputs.shapes)[0])
     return options.mask(inputs, "full_precision", mask)
 
 
@@ -246,16 +252,16 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
     is_full = [full[i] for i in spec.positions]
     if max(sizes) < SMALLEST or all(is_full):
         return False
-    arg = inputs.updated_shapes()._replace(name="full_precision")
-    position = spec.positions[int(np.argmax(sizes))]
     if any(is_full):
+        arg = inputs.updated_shapes()._replace(name="full_precision")
         remedy = (
             "the same for all leaves of a packed buffer, since they share an array; leave it "
             "unpacked"
         )
         arg.fail(spec.positions[is_full.index(True)], ValueError, f"True, expected {remedy}")
     if x.dtype == np.float64:
-        arg = arg._replace(name=inputs.reference.name)
+        arg = inputs.updated_shapes()._replace(name=inputs.reference.name)
+        position = spec.positions[int(np.argmax(sizes))]
         remedy = "expected at most float32 beside 8 bits; keep it by `full_precision`"
         arg.fail(position, TypeError, f"dtype float64, {remedy}")
     return True

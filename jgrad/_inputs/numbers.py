@@ -33,15 +33,21 @@ def number(
     function: str, name: str, tree: PyTree, high: float = math.inf, *, positive: bool = False
 ) -> PyTree:
     """A hyper-parameter or a tree of them, in [0, high), or (0, high) if `positive`."""
+    if checks.is_number(tree):
+        in_range(ArgLeaves.from_tree(function, name, tree), 0.0, high, above_low=positive)
+        return strong_scalar(tree)
     checked = _checked(function, name, tree, high, positive=positive)
     return trees.map_leaves(strong_scalar, checked)
 
 
 def betas(function: str, name: str, tree: PyTree) -> BetaForms:
     """The forms of a beta in [0, 1), or of a tree of them, in double precision for a number."""
+    if checks.is_number(tree):
+        in_range(ArgLeaves.from_tree(function, name, tree), 0.0, 1.0)
+        return forms(tree)
     leaves, structure = trees.flatten(_checked(function, name, tree, 1.0))
-    forms = list(map(_forms, leaves))
-    columns = zip(*forms, strict=True) if forms else ((), (), ())
+    of_leaves = list(map(forms, leaves))
+    columns = zip(*of_leaves, strict=True) if of_leaves else ((), (), ())
     return BetaForms(*map(structure.unflatten, columns))
 
 
@@ -78,7 +84,8 @@ def in_range(
             arg.fail(i, ValueError, f"{checks.describe(x)}, expected {expected}")
 
 
-def _forms(beta: Any) -> BetaForms:
+def forms(beta: Any) -> BetaForms:
+    """The forms of one beta: a number of Python, or an array."""
     if beta is None:
         return BetaForms(None, None, None)  # where there is no parameter either
     if checks.is_number(beta):
@@ -101,6 +108,8 @@ def strong_scalar(x: Any) -> Any:
 
 def scalar(function: str, name: str, x: Scalar) -> Any:
     """One number in [0, inf)."""
+    if checks.is_number(x):
+        return number(function, name, x)
     return scalars(function, name, _no_tree(function, name, x))
 
 

@@ -294,7 +294,8 @@ def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[La
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     axes = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
-    check_layers_of_share(inputs, stacked, [x.stacked for x in axes])
+    if shares.current() is not None:
+        check_layers_of_share(inputs, stacked, [x.stacked for x in axes])
     return as_typed(axes, sharded, zip(inputs.reference.leaves, inputs.g, strict=True))
 
 

@@ -6,14 +6,15 @@ methods and wrappers see no model, only a tree of arrays.
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 
 from jgrad._arithmetic import rules
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, MomentShapes, NewMoments, Step, check_form
-from jgrad._inputs.moment_options import MomentOptions
+from jgrad._inputs.moment import Moment, Shapes, Step, check_form
+from jgrad._inputs.moment_options import AS_PARAMETERS, MomentOptions
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import OptState
 from jgrad._inputs.told import told
@@ -28,9 +29,7 @@ from jgrad._trees.trees import PyTree
 Compute = Callable[[Inputs, Step], tuple[Any, ...]]
 
 # (parameters) -> the shapes of the moments.
-ShapesOf = Callable[[Parameters], MomentShapes]
-
-_AS_PARAMETERS = MomentOptions(None)
+ShapesOf = Callable[[Parameters], Shapes]
 
 
 class MoreFields(NamedTuple):
@@ -43,8 +42,8 @@ class MoreFields(NamedTuple):
     """
 
     state: Any
-    init: Callable[[Parameters, MomentShapes], tuple[PyTree, ...]]
-    read: Callable[[Inputs, MomentShapes, Any], Any]
+    init: Callable[[Parameters, Shapes], tuple[PyTree, ...]]
+    read: Callable[[Inputs, Shapes, Any], Any]
 
 
 def transformation(
@@ -54,7 +53,7 @@ def transformation(
     mw: bool = False,
     vw: bool = False,
     shapes_of: ShapesOf | None = None,
-    moments: MomentOptions = _AS_PARAMETERS,
+    moments: MomentOptions = AS_PARAMETERS,
     params_for: str | None = None,
     more: MoreFields | None = None,
     state_type: type[OptState] = OptState,
@@ -75,13 +74,13 @@ def transformation(
       stays_finite: whether it makes nothing non-finite of finite gradients; else wrappers that skip
         steps look at its results, as they do at those of other libraries.
     """
-    moments.check(name)
+    moments = moments.checked(name)
     kind = OptState if more is None else more.state
 
-    def shapes(inputs: Parameters) -> MomentShapes:
+    def shapes(inputs: Parameters) -> Shapes:
         if shapes_of is not None:
             return shapes_of(inputs)
-        return MomentShapes(inputs.tree if mw else None, inputs.tree if vw else None)
+        return Shapes(inputs.tree if mw else None, inputs.tree if vw else None)
 
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
@@ -99,12 +98,13 @@ def transformation(
         if params_for is not None:
             inputs.require_params(params_for)
         of_moments = shapes(inputs)
-        step = moments.read(inputs, state, of_moments, OfCall(numbers), kind)
+        of_call = OfCall(numbers) if numbers else None
+        step = moments.read(inputs, state, of_moments, of_call or {}, kind)
         if more is not None:
             step = step._replace(more=more.read(inputs, of_moments, state))
         values, new_mw, new_vw, *others = compute(inputs, step)
-        if numbers:
-            step.numbers.check_names(name)
+        if of_call is not None:
+            of_call.check_names(name)
         new = type(state)(
             step.number,
             _in_state(name, "mw", step.mw, new_mw, state.mw),
@@ -117,11 +117,11 @@ def transformation(
 
 
 def _in_state(
-    name: str, field: str, moment: Moment, new: NewMoments | None, state: PyTree
+    name: str, field: str, moment: Moment, new: list[Any] | None, state: PyTree
 ) -> PyTree:
     """The new part of the state, which has to come from the door."""
-    if isinstance(new, NewMoments):
-        fits = state is not None or all(x is None for x in new.stored)
+    if isinstance(new, list):
+        fits = state is not None or all(x is None for x in new)
     else:
         fits = state is None and new is None
     if not fits:
@@ -132,9 +132,9 @@ def _in_state(
         raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
     if new is None or state is None:
         return None
-    check_form(name, new.stored, moment.old)
+    check_form(name, new, moment.old)
     # The old moments stay where there is no new one.
-    return trees.flatten(state)[1].unflatten(rules.cast_back(new.stored, moment.old))
+    return trees.flatten(state)[1].unflatten(rules.cast_back(new, moment.old))
 
 
 # ---- trees as users have them ------------------------------------------------------------------
@@ -160,27 +160,28 @@ def pair(
     taken = keywords_of(update, handed_on)
 
     def init_of_model(params: PyTree) -> Any:
-        state = init(arrays_of(params))
-        return variables.blocks_of_variables(state) if _has_forms(state) else state
+        return variables.blocks_of_variables(init(arrays_of(params)))
 
     def update_of_model(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         if extra_args:
             check_keywords(name, extra_args, taken, checks_options=checks_options)
-        updates, state = checks.values_of(updates), checks.values_of(state)
-        params = arrays_of(params, updates)
         before = state
-        if _has_forms(state):
-            state = variables.variables_of_blocks(state)
-        share = shares.current()
-        if share is None:
-            steps, new = update(updates, state, params, **extra_args)
-        else:
-            share.check(name, updates)
-            with share.within(own=True):
+        if not _is_inside.get():
+            updates, before = checks.values_of(updates), checks.values_of(state)
+            params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
+        share, outside = shares.current(), _is_inside.set(True)
+        try:
+            if share is None:
                 steps, new = update(updates, state, params, **extra_args)
-            share.add(steps)
+            else:
+                share.check(name, updates)
+                with share.within(own=True):
+                    steps, new = update(updates, state, params, **extra_args)
+                share.add(steps)
+        finally:
+            _is_inside.reset(outside)
         if state is before:
             return steps, new
         structure: Any = jax.tree.structure(state)
@@ -191,10 +192,8 @@ def pair(
     return Transformation(init_of_model, update_of_model)
 
 
-def _has_forms(state: PyTree) -> bool:
-    """Whether some array of a state is in 8 bits, or by rows and columns."""
-    leaves = jax.tree.leaves(state, is_leaf=trees.is_leaf)
-    return any(x is not None and trees.is_leaf(x) for x in leaves)
+# Whether a transformation of this library is called by another: it is then given arrays alone.
+_is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:

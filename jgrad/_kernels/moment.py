@@ -2,8 +2,8 @@
 
 A method is a function of one leaf. It is given a moment of each kind, reads `old`, and gives
 `write` the rule that makes the new one. `LeafMoment` does it with arrays, as any program of XLA. In
-a kernel for a TPU the same function is called with a `TileMoment`, some rows of the leaf; for a GPU
-it is called twice, first with `ScaleMoment`s and then with `CodesMoment`s.
+a kernel for a TPU the same function is called with an `InTile`, some rows of the leaf; for a GPU
+it is called twice, first with a `ScalePass` for each, and then with a `CodesPass`.
 
 Moments in bfloat16 and in 8 bits are rounded stochastically. To the nearest, a moment would neither
 decay nor grow by less than half the distance between two numbers of its form: 0.2% in bfloat16, 3
@@ -122,7 +122,7 @@ class KernelMoment:
         return tree
 
 
-class TileMoment(KernelMoment):
+class InTile(KernelMoment):
     """Some rows of 256 elements inside a kernel: the codes, and a column of scales."""
 
     def __init__(self, moment: LeafMoment, tile: Tile) -> None:
@@ -137,7 +137,7 @@ class TileMoment(KernelMoment):
         return Blocks(*arrays, self.blocks.form)
 
 
-class ScaleMoment(KernelMoment):
+class ScalePass(KernelMoment):
     """The first pass of a GPU: the new scale alone."""
 
     def __init__(self, moment: LeafMoment) -> None:
@@ -155,7 +155,7 @@ class ScaleMoment(KernelMoment):
         return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
-class CodesMoment(ScaleMoment):
+class CodesPass(ScalePass):
     """The second pass: codes, with a scale that is known."""
 
     def __init__(self, moment: LeafMoment, scale: jax.Array) -> None:

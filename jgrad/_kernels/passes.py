@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import jax
 
 from jgrad._kernels.leaf_step import LeafStep
-from jgrad._kernels.moment import CodesMoment, ScaleMoment
+from jgrad._kernels.moment import CodesPass, ScalePass
 from jgrad._trees.shardings import barrier
 
 
 def run(step: LeafStep, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The results of the step: its function, called with two kinds of moments."""
-    _, scales = step.call(step.arguments(operands), ScaleMoment)
+    _, scales = step.call(step.arguments(operands), ScalePass)
     # Without the barrier XLA would find that both passes begin alike, and join them.
     again, known = barrier((list(operands), [moment.new for moment in scales]))
     scale = iter(known)
     args = step.arguments(again)
-    return step.results(*step.call(args, lambda moment: CodesMoment(moment, next(scale))))
+    return step.results(*step.call(args, lambda moment: CodesPass(moment, next(scale))))

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jgrad._kernels import places
 from jgrad._kernels.leaf_step import LeafStep, Place, needed
-from jgrad._kernels.moment import TileMoment
+from jgrad._kernels.moment import InTile
 from jgrad._kernels.tile import Tile, TileRounding
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import Part
@@ -219,7 +219,7 @@ class LeafKernel:
             jax.tree.unflatten(self.structure, values),
             is_leaf=functools.partial(_is_a, _Keys),
         )
-        return self.step.results(*self.step.call(args, lambda moment: TileMoment(moment, tile)))
+        return self.step.results(*self.step.call(args, lambda moment: InTile(moment, tile)))
 
 
 def _is_a(kind: type, x: Any) -> bool:

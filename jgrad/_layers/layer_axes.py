@@ -45,12 +45,13 @@ class LayerAxes:
     @property
     def num_layers(self) -> int:
         """The number of layers in the array."""
-        return math.prod(self.shape[axis] for axis in self.stacked)
+        return math.prod(map(self.shape.__getitem__, self.stacked))
 
     @property
     def within(self) -> tuple[int, ...]:
         """The axes of a single layer."""
-        return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
+        axes = set(range(len(self.shape)))
+        return tuple(sorted(axes.difference(self.stacked)))
 
     @property
     def layer_size(self) -> int:
@@ -165,15 +166,16 @@ def axis_exists(name: str) -> bool:
 
 def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
     """All mesh axes that are named, sorted; an error if one does not exist here."""
-    different = set(mesh_axes.leaves)
-    for axes in different:
+    existing: set[str] = set()
+    for axes in set(mesh_axes.leaves):
+        existing.update(axes.values)
         for name in axes.values:
             if not axis_exists(name):
                 remedy = "is for `shard_map` and `pmap`; under `jit` norms are of whole leaves"
                 i = mesh_axes.leaves.index(axes)
                 problem = f"no axis {name!r} here; `{mesh_axes.name}` {remedy}"
                 mesh_axes.fail(i, ValueError, problem)
-    return tuple(sorted({name for axes in different for name in axes.values}))
+    return tuple(sorted(existing))
 
 
 def check_names(
@@ -218,8 +220,10 @@ def as_typed(
     for axes, beside in zip(layers, arrays, strict=True):
         present = [x for x in beside if x is not None]
         varying = unknown_axes(*present)
-        copies = {*overruled} & {*invariant_axes(*present)} if overruled else set()
-        names = tuple(name for name in axes.mesh_axes if name not in copies)
+        names = axes.mesh_axes
+        if overruled:
+            copies = {*overruled} & {*invariant_axes(*present)}
+            names = tuple(name for name in names if name not in copies)
         if (varying, names) != axes.devices:
             axes = dataclasses.replace(axes, mesh_axes=names, varying=varying)
         typed.append(axes)
@@ -228,7 +232,9 @@ def as_typed(
 
 def _axes(kind: type, x: PyTree) -> Axes | None:
     """`Axes` of None, of one value of a type, or of a tuple of those; True is no int here."""
-    values = () if x is None else x if type(x) is tuple else (x,)
+    if x is None:
+        return Axes()
+    values = x if type(x) is tuple else (x,)
     fits = all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
     return Axes(values) if fits else None
 
@@ -237,6 +243,8 @@ def read_axes(
     function: str, name: str, tree: PyTree, read: Callable[[PyTree], Axes | None], expected: str
 ) -> PyTree:
     """`tree` with each leaf as `read` understands it, which returns None for what is no leaf."""
+    if tree is None and (none := read(tree)) is not None:
+        return none
     leaves, structure = jax.tree_util.tree_flatten_with_path(
         trees.opened(tree), is_leaf=lambda x: x is None or read(x) is not None
     )

@@ -17,7 +17,7 @@ from jgrad._inputs import numbers
 from jgrad._inputs.factory import Given
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import average, of_one_leaf
-from jgrad._inputs.moment import Moment, NewMoments, Step, in_full_precision
+from jgrad._inputs.moment import Moment, Step, in_full_precision
 from jgrad._kernels.moment import Moments
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import Array, MatrixAxes
@@ -47,8 +47,8 @@ class Directions(NamedTuple):
     """
 
     direction: PerArray[Array]
-    mw: NewMoments
-    vw: NewMoments
+    mw: PerArray[Any]
+    vw: PerArray[Any]
     signs: PerArray[Array]
 
 
@@ -94,8 +94,7 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     vw_of_matrices: PerArray[Any] = [None] * len(x)
     if is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
-        x, new = _with_equal_outputs(x, matrices, axes, is_taken, step.vw, beta)
-        vw_of_matrices = new.stored
+        x, vw_of_matrices = _with_equal_outputs(x, matrices, axes, is_taken, step.vw, beta)
     x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
 
     betas = n.adam_beta1, n.adam_beta2
@@ -104,19 +103,14 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     others, signs = ([pair and pair[k] for pair in pairs] for k in (0, 1))
     return Directions(
         _either(matrix_axes.each(MatrixAxes.local_part, matrices, x), others),
-        _moments(mw_of_matrices.stored, mw.stored),
-        _moments(vw_of_matrices, vw.stored),
+        _either(mw_of_matrices, mw),
+        _either(vw_of_matrices, vw),
         signs,
     )
 
 
 def _either(first: PerArray[Any], second: PerArray[Any]) -> PerArray[Any]:
     return [y if x is None else x for x, y in zip(first, second, strict=True)]
-
-
-def _moments(of_matrices: PerArray[Any], of_others: PerArray[Any]) -> NewMoments:
-    stored = _either(of_matrices, of_others)
-    return NewMoments(stored, stored)
 
 
 def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
@@ -168,7 +162,7 @@ def _with_equal_outputs(
     is_taken: PerArray[Array] | None,
     vw: Moment,
     beta: BetaForms,
-) -> tuple[PerArray[Array], NewMoments]:
+) -> tuple[PerArray[Array], PerArray[Any]]:
     """NorMuon: outputs divided by the root of their mean squares, averaged over updates.
 
     Those of rows that wait are zeros, and their averages wait, too.

@@ -26,7 +26,7 @@ from jgrad._inputs.factory import (
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.matrix_options import LAST
-from jgrad._inputs.moment import MomentShapes, NewMoments, Step
+from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
@@ -129,7 +129,7 @@ def _checked(name: str, table: Options, arguments: Arguments) -> Given:
     return given
 
 
-def _shapes(inputs: Parameters, given: Given) -> MomentShapes:
+def _shapes(inputs: Parameters, given: Given) -> Shapes:
     """The shapes of the moments; and where the matrices of each leaf are.
 
     Second ones are those of all leaves but matrices; in NorMuon, one number per output of these.
@@ -143,7 +143,7 @@ def _shapes(inputs: Parameters, given: Given) -> MomentShapes:
 
     pairs = zip(inputs.reference.leaves, inputs.per_array(matrices), strict=True)
     vw = trees.flatten(inputs.tree)[1].unflatten([of_second(*pair) for pair in pairs])
-    return MomentShapes(inputs.tree, vw, matrices)
+    return Shapes(inputs.tree, vw, matrices)
 
 
 def _made(
@@ -357,7 +357,7 @@ def muon(
         remedy = 'or `scale="match_rms_adamw"`, with which one learning rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Any], list[Any]]:
         new = directions(inputs, step, given)
         signs = new.signs if weight_decay_rule == "cautious" else None
         updates = descent_of(inputs, step, given).updates(new.direction, inputs.w, signs)
@@ -417,7 +417,7 @@ def scale_by_muon(
     """
     name, given = "scale_by_muon", _checked("scale_by_muon", _DIRECTION, locals())
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Any], list[Any]]:
         new = directions(inputs, step, given)
         return new.direction, new.mw, new.vw
 

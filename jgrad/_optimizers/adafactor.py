@@ -21,7 +21,7 @@ from jgrad._inputs.factory import DECAY, FORM, MATRICES, Given, Options, checked
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average
 from jgrad._inputs.matrix_options import LAST
-from jgrad._inputs.moment import MomentShapes, NewMoments, Step
+from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
@@ -166,12 +166,12 @@ def _scale(norm: jax.Array, inverse: jax.Array, least: jax.Array) -> jax.Array:
 # ---- which leaves are factored -----------------------------------------------------------------
 
 
-def _shapes(inputs: Parameters, given: Given, *, mw: bool) -> MomentShapes:
+def _shapes(inputs: Parameters, given: Given, *, mw: bool) -> Shapes:
     """The shapes of the moments; and where the matrices are of each array that is factored."""
     matrices = _matrices(inputs, given)
     leaves, structure = trees.flatten(inputs.tree)
     vw = [x if axes is None else _shape(axes, x) for x, axes in zip(leaves, matrices, strict=True)]
-    return MomentShapes(inputs.tree if mw else None, structure.unflatten(vw), matrices)
+    return Shapes(inputs.tree if mw else None, structure.unflatten(vw), matrices)
 
 
 def _shape(axes: MatrixAxes, x: Any) -> Factors:
@@ -223,7 +223,7 @@ class _Direction(NamedTuple):
     """
 
     u: list[Call | None]
-    vw: NewMoments
+    vw: list[Any]
 
 
 def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
@@ -257,9 +257,8 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
             u.append((_by_bounded_elements if is_torch else _by_elements, (x, v, floor)))
         else:
             u.append(None)
-    both = zip(new_rows.stored, new_columns.stored, new_elements.stored, strict=True)
-    stored: list[Any] = [v if r is None else Factors(r, c) for r, c, v in both]
-    return _Direction(u, NewMoments(stored, stored))
+    both = zip(new_rows, new_columns, new_elements, strict=True)
+    return _Direction(u, [v if r is None else Factors(r, c) for r, c, v in both])
 
 
 def _epsilon(x: Any) -> float:
@@ -486,7 +485,7 @@ def adafactor(
         expected = 'two numbers; the first may be None with `rule="torch"`'
         raise TypeError(f"{name}: `epsilon`: {epsilon}, expected {expected}.")
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any] | None, list[Any]]:
         inputs.check_buffers()
         n = given.read(inputs, step)
         u, vw = _direction(inputs, step, given)

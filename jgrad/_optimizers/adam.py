@@ -14,7 +14,7 @@ from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Given, Options, one_of
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
-from jgrad._inputs.moment import NewMoments, Step
+from jgrad._inputs.moment import Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import Compute, transformation
@@ -107,9 +107,9 @@ def numbers_of(
     """With both corrections computed, once for all leaves that share their numbers."""
     correct = functools.partial(corrections, bias_correction=bias_correction)
     args = (step, beta1.log, beta2.log, epsilon)
-    if not any(isinstance(x, list) for x in args):
+    if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))
-    of_leaves = [None if any(x is None for x in row) else row for row in zip_leaves(*args)]
+    of_leaves = [None if type(None) in map(type, row) else row for row in zip_leaves(*args)]
     # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
     known = {
         tuple(map(id, row)): correct(*row)
@@ -273,7 +273,7 @@ def adam_update(
 
 
 def _compute(given: Given) -> Compute:
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         n, correction = given.read(inputs, step), given.arguments["bias_correction"]
         numbers = numbers_of(n.beta1, n.beta2, n.epsilon, correction, step.as_float)
         return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, numbers, descent=n.descent)

@@ -11,7 +11,7 @@ from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
-from jgrad._inputs.moment import NewMoments, Step
+from jgrad._inputs.moment import Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
@@ -197,7 +197,7 @@ def gradient_descent(
     given = _OPTIONS.check("gradient_descent", locals())
     coupled = weight_decay_rule == "coupled"
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any] | None, None]:
         n = given.read(inputs, step)
         inside = rules.optional(n.weight_decay) if coupled else None
         descent = n.descent._replace(decay=None) if coupled else n.descent

@@ -12,7 +12,7 @@ from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Options, one_of
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
-from jgrad._inputs.moment import Moment, NewMoments, Step
+from jgrad._inputs.moment import Moment, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
@@ -106,7 +106,7 @@ def _updates(
     *,
     rule: LambRule,
     decay_rule: DecayRule = "decoupled",
-) -> tuple[list[Any], NewMoments, NewMoments]:
+) -> tuple[list[Any], list[Any], list[Any]]:
     """-lr ratio (delta + decay w), and the new moments; in Ivy's rule decay is in norms only."""
     independent = decay_rule == "independent"
     with_decay = _cautiously_decayed_delta if decay_rule == "cautious" else _decayed_delta
@@ -366,13 +366,13 @@ def lamb(
     options.check_decay_of_ivy("lamb", rule, weight_decay_rule, "decoupled")
     options.clamps("lamb", min_trust_ratio, max_trust_ratio)
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, NewMoments]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         w = inputs.require_params("the trust ratio")
         n = given.read(inputs, step)
         numbers_of_lamb = Lamb(
             adam.numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float),
             n.learning_rate,
-            n.weight_decay,
+            n.descent.decay,
             *options.clamps("lamb", min_trust_ratio, max_trust_ratio),
         )
         layers = options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)

@@ -14,7 +14,7 @@ from jgrad._inputs.around import offered
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
-from jgrad._inputs.moment import NewMoments, Step
+from jgrad._inputs.moment import Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
@@ -330,7 +330,7 @@ def lars(
     _check_rule("lars", rule, epsilon)
     coupled = weight_decay_rule == "coupled"
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments | None, None]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any] | None, None]:
         w = inputs.require_params("the trust ratio")
         n = given.read(inputs, step)
         in_gradient, outside = (n.weight_decay, 0.0) if coupled else (0.0, n.weight_decay)

@@ -12,7 +12,7 @@ from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Given, Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
-from jgrad._inputs.moment import NewMoments, Step
+from jgrad._inputs.moment import Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import Compute, transformation
@@ -87,7 +87,7 @@ def lion_update(
 
 
 def _compute(given: Given) -> Compute:
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], NewMoments, None]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], None]:
         n = given.read(inputs, step)
         args = inputs.g, step.mw, n.beta1, n.beta2
         return *lion_of_leaf.update(inputs, *args, descent=n.descent), None

@@ -97,7 +97,8 @@ def inverse(scale: jax.Array) -> jax.Array:
 
 def _select(which: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """`jnp.where` without a nested `jit`, of which each would be a call for XLA to copy inline."""
-    return jax.lax.select(which, *(jnp.broadcast_to(x, which.shape) for x in (a, b)))
+    shape = which.shape
+    return jax.lax.select(which, jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape))
 
 
 def _clamped(low: int, code: jax.Array, high: int) -> jax.Array:

@@ -8,6 +8,7 @@ the codec, is static: `Form`.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from jgrad._trees import checks
 from jgrad._trees.blocks import Blocks, Form
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
+from jgrad._trees.variables import is_leaf
+
+_DTYPE = operator.attrgetter("dtype")
 
 # Elements of a global array from which it is stored in 8 bits: below, nothing is gained.
 SMALLEST = 4096
@@ -44,7 +48,7 @@ def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
     codes, scale = x
     named = x.form.codec if form is None else form.codec
     codecs = [named] if named is not None else list(BY_DTYPE.values())
-    if not (checks.is_array(codes) and any(codes.dtype == codec.dtype for codec in codecs)):
+    if not (checks.is_array(codes) and codes.dtype in map(_DTYPE, codecs)):
         expected = " or ".join(codec.dtype.name for codec in codecs)
         arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
     codec = codec_of(x)
@@ -185,8 +189,9 @@ def _cut_alike(x: jax.Array | Blocks, target: Geometry) -> jax.Array | Blocks:
 
 def _sharded(make: Callable[..., Blocks], target: Geometry, codec: Codec, *args: Any) -> Blocks:
     """`make(*args)`, sharded as the one among its arguments that has the shape of the array."""
-    arrays = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Blocks))
-    like = next(x for x in arrays if x.shape == target.shape)
+    for like in jax.tree.leaves(args, is_leaf=is_leaf):
+        if like is not None and like.shape == target.shape:
+            break
     codes = like.codes if isinstance(like, Blocks) else like
     if not is_sharded(codes):
         return make(*args)

@@ -100,7 +100,7 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
     column = (*np.shape(keys.first), *[1] * (elements.ndim - 1)) if np.ndim(keys.first) else ()
     leaf = jnp.asarray(keys.leaf)
     sums = jnp.broadcast_to(of_step, leaf.shape) + leaf
-    first, second = (sums[..., i].reshape(column) for i in range(2))
+    first, second = sums[..., 0].reshape(column), sums[..., 1].reshape(column)
     if np.ndim(keys.first):
         first = first + jnp.asarray(keys.first).reshape(column)
     # The second key enters between the rounds, so that streams are not shifts of each other.
@@ -147,6 +147,8 @@ def element_numbers(
 
 
 def _order(ndim: int, first_axes: Sequence[int]) -> list[int]:
+    if not first_axes:
+        return list(range(ndim))
     return [*first_axes, *(axis for axis in range(ndim) if axis not in first_axes)]
 
 

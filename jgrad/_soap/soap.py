@@ -17,7 +17,7 @@ from jgrad._inputs.factory import FORM, MATRICES, SHARD_OVER, Given, Options, ch
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import average, of_one_leaf
 from jgrad._inputs.matrix_options import LAST
-from jgrad._inputs.moment import MomentShapes, NewMoments, Step
+from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import MoreFields, transformation
@@ -57,18 +57,18 @@ _OPTIONS = Options(
 )
 
 
-def _shapes(inputs: Parameters, given: Given) -> MomentShapes:
+def _shapes(inputs: Parameters, given: Given) -> Shapes:
     """Those of all elements; and where the matrices of each leaf are."""
-    return MomentShapes(inputs.tree, inputs.tree, matrices_of(inputs, given))
+    return Shapes(inputs.tree, inputs.tree, matrices_of(inputs, given))
 
 
 def _factors(max_side: int) -> MoreFields:
     """What the state has beside moments."""
 
-    def init(inputs: Parameters, shapes: MomentShapes) -> tuple[PyTree]:
+    def init(inputs: Parameters, shapes: Shapes) -> tuple[PyTree]:
         return (factors.init(inputs, shapes.matrices or [], max_side),)
 
-    def read(inputs: Inputs, shapes: MomentShapes, state: SoapState) -> list[OfLeaf | None]:
+    def read(inputs: Inputs, shapes: Shapes, state: SoapState) -> list[OfLeaf | None]:
         return factors.read(inputs, shapes.matrices or [], max_side, state.factors)
 
     return MoreFields(SoapState, init, read)
@@ -134,8 +134,8 @@ class _New(NamedTuple):
     """What one update makes of the matrices; None for other arrays."""
 
     direction: list[Any]
-    mw: NewMoments
-    vw: NewMoments
+    mw: list[Any]
+    vw: list[Any]
     factors: Sequence[OfLeaf | None]
 
 
@@ -190,11 +190,6 @@ def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
     return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
 
 
-def _both(a: NewMoments, b: NewMoments) -> NewMoments:
-    """Moments of matrices and of other arrays."""
-    return NewMoments(*map(_or_else, a, b))
-
-
 def _or_else(some: list[Any], others: list[Any]) -> list[Any]:
     return [y if x is None else x for x, y in zip(some, others, strict=True)]
 
@@ -230,7 +225,7 @@ def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
         of_matrices = [None if x is None else u for x, u in pairs]
         updates = _or_else(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
     of_factors = tree_of(inputs, inputs.per_leaf(new.factors))
-    return updates, _both(new.mw, mw), _both(new.vw, vw), of_factors
+    return updates, _or_else(new.mw, mw), _or_else(new.vw, vw), of_factors
 
 
 # ---- the transformation ------------------------------------------------------------------------

@@ -212,6 +212,8 @@ def value_of(x: Leaf) -> Leaf:
 
 def values_of(tree: PyTree) -> PyTree:
     """The tree with arrays for variables that are leaves."""
+    if all(map(is_array, jax.tree.leaves(tree))):
+        return tree  # in most calls
     leaves, structure = jax.tree.flatten(tree, is_leaf=trees.is_none)
     values = list(map(value_of, leaves))
     is_same = all(map(operator.is_, values, leaves))
@@ -228,6 +230,8 @@ def arrays_or_numbers(function: str, name: str, tree: PyTree) -> None:
 
 def parameters(arg: ArgLeaves) -> list[Leaf]:
     """Parameters are arrays of any numbers or bools; `None` may be."""
+    if all(map(is_inexact, arg.leaves)):
+        return list(arg.leaves)  # in most calls
     for i, x in enumerate(arg.leaves):
         if x is None:
             continue
@@ -252,9 +256,12 @@ def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgL
 
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
-    both = [(i, _as_array(x), _as_array(r)) for i, x, r in arg.beside(reference)]
+    both = list(arg.beside(reference))
+    _, found, expected = zip(*both, strict=True) if both else ((), (), ())
     try:
-        chex.assert_trees_all_equal_shapes([x for _, x, _ in both], [r for _, _, r in both])
+        chex.assert_trees_all_equal_shapes(
+            list(map(_as_array, found)), list(map(_as_array, expected))
+        )
     except AssertionError:
         i, x, r = next((i, x, r) for i, x, r in both if x.shape != r.shape)
         problem = f"shape {x.shape}, expected {r.shape}"
@@ -302,15 +309,10 @@ def shape_and_dtype(x: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def is_of_kind(x: Leaf, reference: Leaf) -> bool:
-    """Complex exactly where the reference is."""
-    return bool(jnp.iscomplexobj(x) == jnp.iscomplexobj(reference))
-
-
 def same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Complex exactly where the reference is; `None` matches everything."""
     for i, x, r in arg.beside(reference):
-        if not is_of_kind(x, r):
+        if jnp.iscomplexobj(x) != jnp.iscomplexobj(r):
             expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
             problem = f"{describe(x)}, expected {expected} to match {r.dtype}"
             arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")

@@ -210,8 +210,8 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
                 raise TypeError(f"{name}: `{keyword}`: gone in 2.0, expected {gone}.")
             if keyword in known:
                 continue
-            if expected := meant(keyword, known) or LACKING.get((name, keyword)):
-                raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {expected}.")
+            if other := meant(keyword, known) or LACKING.get((name, keyword)):
+                raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {other}.")
         made = function(*args, **kwargs)  # which has checked each value by itself
         check_needs(name, kwargs, defaults)
         if isinstance(made, Transformation):

@@ -24,7 +24,7 @@ _WITHOUT_NAME = "_internal_pmap"
 
 def is_sharded(x: jax.Array) -> bool:
     """Whether the type of `x` says that it is sharded: its mesh has explicit axes."""
-    return any(part is not None for part in jax.typeof(x).sharding.spec)
+    return not {None}.issuperset(jax.typeof(x).sharding.spec)
 
 
 def automatic_mesh(x: jax.Array) -> Any:
@@ -196,6 +196,8 @@ def barrier(tree: PyTree) -> PyTree:
 def _manual_axes() -> list[str]:
     """Those of the `shard_map` or `pmap` around that have a name."""
     mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return []
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     manual = (name for name, kind in kinds if kind == AxisType.Manual)
     return [name for name in manual if not str(name).startswith(_WITHOUT_NAME)]

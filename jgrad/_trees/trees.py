@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jgrad._trees.blocks import Blocks
-from jgrad._trees.factors import Factors
 from jgrad._trees.path_rules import shown
 from jgrad._trees.protocols import KeyPath, Leaf
-from jgrad._trees.variables import leaves_with_paths, named_leaves
+from jgrad._trees.variables import is_leaf as is_leaf, leaves_with_paths, named_leaves
 
 PyTree = Any
 Structure = Any  # `jax.tree_util.PyTreeDef`, whose methods have no types
@@ -25,11 +23,6 @@ Structure = Any  # `jax.tree_util.PyTreeDef`, whose methods have no types
 def is_none(x: PyTree) -> bool:
     """What makes `None` a leaf, for JAX's tree functions."""
     return x is None
-
-
-def is_leaf(x: PyTree) -> bool:
-    """What makes `None` and an array in another form leaves, for JAX's tree functions."""
-    return x is None or isinstance(x, (Blocks, Factors))
 
 
 def may_be_function(x: object) -> bool:
@@ -148,12 +141,15 @@ def align(*trees: PyTree) -> Aligned | None:
     structures = [flatten(tree)[1] for tree in trees]
     for finest in sorted(range(len(trees)), key=lambda i: -structures[i].num_nodes):
         tree, structure = trees[finest], structures[finest]
-        both = zip(trees, structures, strict=True)
-        if all(other == structure or is_prefix(prefix, tree) for prefix, other in both):
-            counts = [
-                [1] * other.num_leaves if other == structure else _counts(other, tree)
-                for other in structures
-            ]
+        counts = []
+        for prefix, other in zip(trees, structures, strict=True):
+            if other == structure:
+                counts.append([1] * other.num_leaves)
+            elif other.num_nodes == other.num_leaves == 1:  # one leaf for all
+                counts.append([structure.num_leaves])
+            elif is_prefix(prefix, tree):
+                counts.append(_counts(other, tree))
+        if len(counts) == len(trees):
             return Aligned(counts, structure, finest)
     return None
 

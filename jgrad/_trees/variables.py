@@ -21,6 +21,11 @@ from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 _SHARDINGS = ("sharding", "sharding_names", "out_sharding", "optimizer_sharding")
 
 
+def is_leaf(x: PyTree) -> bool:
+    """What makes `None` and an array in another form leaves, for JAX's tree functions."""
+    return x is None or isinstance(x, (Blocks, Factors))
+
+
 def is_variable(x: object) -> bool:
     """Whether `x` is a variable of nnx. One that is no node is an array for this library."""
     kind = type(x)
@@ -83,6 +88,12 @@ def blocks_of_variables(tree: PyTree) -> PyTree:
     And `Factors` likewise.
     """
 
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
+        if isinstance(x, (Blocks, Factors)) and getattr(path[-1], "name", None) == "value":
+            break
+    else:
+        return tree  # in most calls
+
     def holds_blocks(x: PyTree) -> bool:
         return is_box(x) and isinstance(_value(x), (Blocks, Factors))
 
@@ -101,6 +112,12 @@ def blocks_of_variables(tree: PyTree) -> PyTree:
 def variables_of_blocks(tree: PyTree) -> PyTree:
     """The tree with variables of `Blocks` for `Blocks` of variables; the same if there are none."""
 
+    for x in jax.tree.leaves(tree, is_leaf=is_leaf):
+        if isinstance(x, (Blocks, Factors)) and not isinstance(x[0], jax.Array):
+            break
+    else:
+        return tree  # in most calls
+
     def turned(x: PyTree) -> PyTree:
         if not _has_variables(x):
             return x
@@ -109,8 +126,6 @@ def variables_of_blocks(tree: PyTree) -> PyTree:
         scale = _value(x.scale) if is_box(x.scale) else x.scale
         return _with_value(x.codes, x._replace(codes=_value(x.codes), scale=scale))
 
-    if not any(map(_has_variables, jax.tree.leaves(tree, is_leaf=_has_variables))):
-        return tree
     return jax.tree.map(turned, tree, is_leaf=_has_variables)
 
 

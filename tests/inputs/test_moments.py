@@ -15,7 +15,6 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import Options
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.moment import NewMoments
 from jgrad._inputs.moment_options import MomentOptions
 from jgrad._inputs.transformation import transformation
 from jgrad._optimizers import adam
@@ -119,18 +118,18 @@ def test_a_moment_that_the_method_does_not_have():
         "none: new moments `mw`: list, expected None, since the method has no `mw`.",
         lambda: tx.update(GRADS[0], tx.init(W), W),
     )
-    tx = transformation("none", lambda inputs, step: (inputs.g, None, NewMoments([1.0], [1.0])))
+    tx = transformation("none", lambda inputs, step: (inputs.g, None, [1.0]))
     assert_error(
         TypeError,
-        "none: new moments `vw`: NewMoments, expected None, since the method has no `vw`.",
+        "none: new moments `vw`: list, expected None, since the method has no `vw`.",
         lambda: tx.update(GRADS[0], tx.init(W), W),
     )
 
 
 def test_moments_that_were_named_by_hand():
-    """`NewMoments` of arrays, beside codes."""
+    """Arrays, beside codes."""
     form = MomentOptions("8bit")
-    by_hand = lambda inputs, step: (inputs.g, NewMoments(inputs.g, inputs.g), None)
+    by_hand = lambda inputs, step: (inputs.g, inputs.g, None)
     tx = transformation("none", by_hand, mw=True, moments=form)
     assert_error(
         TypeError,
