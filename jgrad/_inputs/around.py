@@ -23,7 +23,7 @@ import numpy as np
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
 from jgrad._kernels.leaf_step import Place
-from jgrad._trees.traces import trace_state
+from jgrad._trees.contexts import trace_state
 from jgrad._trees.trees import PyTree
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._trees import checks
-from jgrad._trees.traces import trace_state
+from jgrad._trees.contexts import trace_state
 from jgrad._trees.trees import PyTree
 
 

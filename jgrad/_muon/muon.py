@@ -25,7 +25,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import transformation
 from jgrad._kernels.moment import Moments
-from jgrad._muon import normuon, orthogonalize, residuals
+from jgrad._muon import normuon, orthogonalize
 from jgrad._muon.newton_schulz import Coefficients, check_compute_dtype, read_coefficients
 from jgrad._muon.parts import Part, Parts, PerArray, PerLeaf, PerPart, second_shapes
 from jgrad._optimizers import adam as adam_of
@@ -244,9 +244,6 @@ def directions(inputs: Inputs, step: Step, muon: Muon) -> Directions:
     ]
     function = _of_all_rows if muon.fraction is None else _of_some_rows
     x, is_taken, mw_of_matrices = function(inputs, muon, parts, g_of_matrices, axes, mw, of_update)
-    if inputs.notes is not None:
-        of = inputs, step.matrices, parts, x, muon.fraction
-        residuals.note(*of, of_outputs=muon.is_normuon)
     vw_of_matrices = []
     if muon.is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)

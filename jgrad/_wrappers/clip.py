@@ -14,7 +14,6 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
-from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
@@ -24,6 +23,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
+from jgrad._trees.told import note, told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 
@@ -138,8 +138,7 @@ def clip_by_global_norm(
         for x, new in zip(inexact, leaves, strict=True):
             if x is not None:
                 offer(new, clipped, x, *factors)
-        if around.notes is not None:
-            around.notes.add("clip_factor", factors[0] * factors[1])
+        note(around.notes, "clip_factor", factors[0] * factors[1])
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
             commit.offer(jnp.isfinite(norm.mantissa), updates)

@@ -15,8 +15,8 @@ import optax
 from jgrad._arithmetic import numerics
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.told import telling, told
 from jgrad._trees import checks, trees, values
+from jgrad._trees.told import telling, told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag

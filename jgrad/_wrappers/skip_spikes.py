@@ -11,13 +11,13 @@ from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
-from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import computed_once
@@ -149,7 +149,7 @@ def skip_spikes(
             raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
         inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
-        if loss is None and told().is_dry:
+        if loss is None and told().here.is_dry:
             loss = decisions.of_models(_NAME, inputs.tree, 0.0)
         loss = _read(loss)
         value = loss.astype(jnp.float32)

@@ -11,7 +11,7 @@ import pytest
 
 import jgrad
 from jgrad._inputs import around
-from jgrad._inputs.told import NOTHING, told
+from jgrad._trees.told import NOTHING, told
 from tests.support.loops import assert_equal, step_of
 
 W = {"w": jnp.linspace(0.5, 1.5, 6).reshape(3, 2), "b": jnp.arange(3.0)}

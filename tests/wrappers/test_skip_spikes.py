@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jgrad._inputs.notes import Notes
 
 import jgrad
 from benchmarks.recipes import clipped, program
-from jgrad._inputs.notes import Notes
-from jgrad._inputs.told import telling
+from jgrad._trees.told import telling
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 from tests.support.loops import assert_equal, compiled, stack, step_of, step_on
