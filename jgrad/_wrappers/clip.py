@@ -9,7 +9,7 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
-from jgrad._inputs.around import narrow, offer
+from jgrad._inputs.around import made_of, narrow
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.numbers import Scalar
@@ -137,11 +137,11 @@ def clip_by_global_norm(
         leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inputs.reference.leaves)
         for x, new in zip(inexact, leaves, strict=True):
             if x is not None:
-                offer(new, clipped, x, *factors)
+                made_of(new, clipped, x, *factors)
         note(around.notes, "clip_factor", factors[0] * factors[1])
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
-            commit.offer(jnp.isfinite(norm.mantissa), updates)
+            commit.take_finite(jnp.isfinite(norm.mantissa), updates)
             commit.add_finite(leaves, of=updates)
         return trees.flatten(updates)[1].unflatten(leaves), state
 
