@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -235,8 +236,8 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     arg = inputs.option(name, option)
     if any(map(np.ndim, arg.leaves)):
         checks.broadcastable(arg, inputs.updated_shapes())
-    if jax.tree_util.all_leaves([option]):
-        note(inputs.notes, name, option)
+    if inputs.notes is not None and jax.tree_util.all_leaves([option]):
+        note(inputs.notes, name, jnp.mean(jnp.asarray(option)))
     return list(arg.leaves)
 
 

@@ -66,9 +66,9 @@ told: Callable[[], Told] = _told.get
 
 
 def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:
-    """Says a number that is known anyway, where a wrapper reports it; of an array the mean."""
+    """Says a number that is known anyway, where a wrapper reports it."""
     if notes is not None:
-        notes[name] = jnp.mean(jnp.asarray(value)).astype(jnp.float32)
+        notes[name] = jnp.asarray(value).astype(jnp.float32)
 
 
 def telling(**said: Any) -> AbstractContextManager[Told]:
