@@ -308,19 +308,6 @@ def specs_of_explicit_axes():
     assert jgrad.state_shardings(ADAM, w).mw.spec == P("x", None)
 
 
-@row("`muon_residual/<path>`")
-def a_residual_for_each_layer():
-    tx = jgrad.watch(jgrad.muon(0.1, matrices=True, layer_axes=0, adam_learning_rate=0.1))
-    state = jax.eval_shape(tx.init, {"w": jnp.ones((2, 3, 3))})
-    assert jgrad.report(state)["muon_residual/w"].shape == (2,)
-
-
-@row("happened to share a number")
-def a_rate_for_each_path():
-    state = jax.eval_shape(jgrad.watch(jgrad.adam(TREE)).init, W)
-    assert {"learning_rate/w", "learning_rate/b"} <= jgrad.report(state).keys()
-
-
 @row("`soap(...)` had a decay of 0.01")
 def soap_has_no_decay():
     updates = jax.jit(lambda tx, w: tx.update(0 * w, tx.init(w), w)[0], static_argnums=0)

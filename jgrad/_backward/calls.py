@@ -44,13 +44,13 @@ def check_call(
         expected = "expected by position, since keywords are for `tx.update`"
         raise TypeError(f"{_NAME}: `{name}`: an argument of `loss`, {expected}.")
     for name, x in sorted(keywords.items()):
-        if not _is_traceable(x):
-            if name not in {*KEYWORDS, *_OF_OPTAX}:
-                expected = "expected numbers or arrays, since a program shows whether `tx` reads it"
-                raise TypeError(f"{_NAME}: `{name}`: {checks.describe(x)}, {expected}.")
-        elif not _is_read(name, tx, params, state, keywords):
-            expected = "expected one that it reads; arguments of `loss` are given by position"
-            raise TypeError(f"{_NAME}: `{name}`: a keyword that `tx` does not read, {expected}.")
+        if not _is_traceable(x) and name not in {*KEYWORDS, *_OF_OPTAX}:
+            expected = "expected numbers or arrays, since a program shows whether `tx` reads it"
+            raise TypeError(f"{_NAME}: `{name}`: {checks.describe(x)}, {expected}.")
+    shown = sorted(name for name, x in keywords.items() if _is_traceable(x))
+    for name in _unread(shown, tx, params, state, keywords):
+        expected = "expected one that it reads; arguments of `loss` are given by position"
+        raise TypeError(f"{_NAME}: `{name}`: a keyword that `tx` does not read, {expected}.")
 
 
 def _argument_names(function: Callable[..., Any], given: int) -> set[str]:
@@ -65,27 +65,33 @@ def _argument_names(function: Callable[..., Any], given: int) -> set[str]:
 
 
 @jax.disable_jit(False)
-def _is_read(
-    name: str,
+def _unread(
+    names: Sequence[str],
     tx: optax.GradientTransformationExtraArgs,
     params: PyTree,
     state: PyTree,
     keywords: Mapping[str, PyTree],
-) -> bool:
-    """Whether an update reads a keyword: a transformation hands on those that it does not know."""
+) -> list[str]:
+    """Those that an update does not read: a transformation hands on what it does not know."""
+    given = {name: keywords[name] for name in names}
 
-    def update(x: PyTree) -> PyTree:
+    def update(given: dict[str, PyTree]) -> PyTree:
         grads = jax.tree.map(
             lambda w: numerics.zeros_like(w) if checks.is_inexact(w) else None, params
         )
-        extra = {"loss": jnp.zeros(()), **keywords, name: x}
+        extra = {"loss": jnp.zeros(()), **keywords, **given}
         return tx.update(grads, state, params, **extra)
 
+    if not given:
+        return []
     try:
-        jaxpr = jax.make_jaxpr(update)(keywords[name]).jaxpr
-    except _ASKS_PYTHON:  # as `if is_last:` of a bool
-        return True
-    return any(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+        jaxpr = jax.make_jaxpr(update)(given).jaxpr
+    except _ASKS_PYTHON:  # as `if is_last:` of a bool, which is read; of several it may be any
+        alone = [[name] for name in names] if len(names) > 1 else []
+        return [x for name in alone for x in _unread(name, tx, params, state, keywords)]
+    are_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+    read: Any = jax.tree.structure(given)
+    return [name for name, xs in read.unflatten(are_read).items() if not any(jax.tree.leaves(xs))]
 
 
 def _is_traceable(x: PyTree) -> bool:

@@ -17,6 +17,7 @@ from jgrad._packed import packing
 from jgrad._trees import checks, shares
 from jgrad._trees.protocols import KeyPath
 from jgrad._trees.shares import Share
+from jgrad._trees.told import telling
 from jgrad._trees.trees import PyTree, Structure
 
 _NAME, _INIT = "step_in_backward", "tx.init(params)"
@@ -194,7 +195,7 @@ class Whole:
             jax.ShapeDtypeStruct(x.shape if layers is None else (layers, *x.shape[1:]), x.dtype)
             for x in (shapes[i] for i in positions)
         ]
-        with shares.within(Share(layer, shapes=self.shapes, begins=True)):
+        with telling(share=Share(layer, shapes=self.shapes, begins=True)):
             state = jax.eval_shape(self.tx.init, tree_of_share(self.structure, positions, leaves))
         arrays, structure = jax.tree_util.tree_flatten_with_path(state)
         return dict(arrays), structure

@@ -19,8 +19,9 @@ from jgrad._backward.portions import (
     leaves_of_share,
     tree_of_share,
 )
-from jgrad._trees import checks, shares
+from jgrad._trees import checks
 from jgrad._trees.shares import Combine, Key, Numbers, Share
+from jgrad._trees.told import telling
 from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers.apply_gradients import apply_gradients
@@ -123,7 +124,7 @@ class ShareUpdate:
             return tree_of_share(whole.structure, positions, leaves)
 
         share = Share(given.layer, known, others, shapes=whole.shapes, marks=marks)
-        with shares.within(share):
+        with telling(share=share):
             params, state = apply_gradients(
                 whole.tx,
                 tree(given.gradients),

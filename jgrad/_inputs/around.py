@@ -6,11 +6,12 @@ told to the method before it computes the update. A wrapper that changes weights
 `told`), and the method looks for the function of each of its leaves. The wrapper then finds what
 that function returned by the update that belongs to it. If a transformation of another library
 changes that, or the leaf has no kernel, it finds nothing, and computes the same afterwards. What
-precedes a gradient is told the other way: a transformation that makes a gradient of another one
-says so by `offer`. `optax.chain` may call both, with no wrapper around, so a record that a wrapper
-makes could not hold this.
+precedes a gradient or a weight is told the other way: who makes one of another array says so by
+`made_of`. `optax.chain` may call both, with no wrapper around, so a record that a wrapper makes
+could not hold this. What each of them saves is in `benchmarks/notes/eight_bits.md`.
 """
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,32 +19,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
 from jgrad._kernels.leaf_step import Place
-from jgrad._trees.traces import trace_state
-from jgrad._trees.trees import PyTree
+from jgrad._trees.contexts import trace_state
 
+Function = Callable[..., Any]
 
-class Origin(NamedTuple):
-    """How an array was made of another one, element by element.
-
-    Attributes:
-      functions: one after the other, each of an array and of so many numbers.
-      arrays: the first array, and then the numbers of all functions.
-    """
-
-    functions: tuple[tuple[Callable[..., jax.Array], int], ...]
-    arrays: tuple[Any, ...]
+# ---- what precedes -------------------------------------------------------------------------------
 
 
 class _Making(NamedTuple):
     """How a traced array was made: it, a function and its arguments, none of them kept alive."""
 
     new: Callable[[], Any]
-    function: Callable[..., jax.Array]
+    function: Function
     arguments: tuple[Callable[[], Any], ...]
 
 
@@ -52,13 +43,13 @@ class _Making(NamedTuple):
 _made: dict[int, _Making] = {}
 
 
-def offer(new: Any, function: Callable[..., jax.Array], old: Any, *numbers: Any) -> None:
+def made_of(new: Any, function: Function, old: Any, *numbers: Any) -> Any:
     """Says that an array is `function(old, *numbers)`, of what a kernel may read in its place.
 
     So a clipped gradient need not be written. It is remembered as long as a trace has the arrays.
 
     Args:
-      new: the array.
+      new: the array, which is returned.
       function: elementwise, and the same object in each trace.
       old: of the same shape.
       numbers: of one element, or a column with one for each row, or arrays of the same shape.
@@ -67,6 +58,7 @@ def offer(new: Any, function: Callable[..., jax.Array], old: Any, *numbers: Any)
         key = id(new)
         alive = weakref.ref(new, lambda _: _made.pop(key, None))
         _made[key] = _Making(alive, function, tuple(map(_held, (old, *numbers))))
+    return new
 
 
 def _held(x: Any) -> Callable[[], Any]:
@@ -74,7 +66,7 @@ def _held(x: Any) -> Callable[[], Any]:
     return weakref.ref(x) if isinstance(x, jax.core.Tracer) else lambda: x
 
 
-def _making(array: Any) -> tuple[Callable[..., jax.Array], list[Any]] | None:
+def _making(array: Any) -> tuple[Function, list[Any]] | None:
     """What an array was made by and of; None where nothing is known."""
     made = _made.get(id(array))
     if made is None or made.new() is not array:
@@ -83,34 +75,47 @@ def _making(array: Any) -> tuple[Callable[..., jax.Array], list[Any]] | None:
     return None if any(x is None for x in arguments) else (made.function, arguments)
 
 
-def offered(calls: Sequence[Call | None]) -> list[Any]:
-    """The result of each call of an elementwise rule, offered where a kernel may compute it."""
+def run_and_say(calls: Sequence[Call | None]) -> list[Any]:
+    """The result of each call of an elementwise rule, where a kernel may compute it itself."""
     results = leafwise.run(calls)
     for call, new in zip(calls, results, strict=True):
         if call is not None and call[0] is not leafwise.identity:
             function, (old, *others) = call
             if all(x.ndim == 0 or x.shape == old.shape for x in others):
-                offer(new, function, old, *others)
+                made_of(new, function, old, *others)
     return results
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Origin:
+    """How an array was made of another one, element by element.
+
+    Attributes:
+      arrays: the first array, and then the numbers of all functions.
+      functions: one after the other, each of an array and of so many numbers.
+    """
+
+    arrays: tuple[Any, ...]
+    functions: tuple[tuple[Function, int], ...] = dataclasses.field(metadata={"static": True})
+
+    def array(self) -> Any:
+        """The array, made again."""
+        x, *numbers = self.arrays
+        for function, count in self.functions:
+            x, numbers = function(x, *numbers[:count]), numbers[count:]
+        return x
 
 
 def origin(array: Any) -> Origin:
     """Of an array; of one of which nothing was said, the array itself."""
-    functions: list[tuple[Callable[..., jax.Array], int]] = []
+    functions: list[tuple[Function, int]] = []
     numbers: tuple[Any, ...] = ()
     while (made := _making(array)) is not None:
         function, (array, *of_step) = made
         functions.insert(0, (function, len(of_step)))
         numbers = (*of_step, *numbers)
-    return Origin(tuple(functions), (array, *numbers))
-
-
-_CODES = (np.int8, np.uint8)  # the dtypes of moments in 8 bits
-
-
-def has_codes(state: PyTree) -> bool:
-    """Whether some array of a state is in 8 bits."""
-    return any(getattr(x, "dtype", None) in _CODES for x in jax.tree.leaves(state))
+    return Origin((array, *numbers), tuple(functions))
 
 
 def in_float32(x: jax.Array) -> jax.Array:
@@ -127,66 +132,45 @@ def narrow(array: Any) -> Any:
     return array if made is None or made[0] is not in_float32 else made[1][0]
 
 
+# ---- what follows --------------------------------------------------------------------------------
+
+
 class Rest(NamedTuple):
     """What is done with the update of one leaf after the transformation inside has computed it.
 
     Attributes:
-      function: (update, *arrays) -> arrays; elementwise, and the same object in each trace.
-      arrays: the first is the parameter as it is outside.
-      weight: (*arrays) -> the parameter as it is inside.
-      replaces: for each array that `function` returns the position in `arrays` of the one that may
-        be overwritten with it; None for none.
+      function: (update, *args) -> arrays; elementwise, and the same object in each trace.
+      args: trees of arrays, the first of which is the parameter as it is outside.
+      replaces: for each array that `function` returns the one of `args` that may be overwritten
+        with it; None for none.
     """
 
     function: Callable[..., tuple[jax.Array, ...]]
-    arrays: tuple[Any, ...]
-    weight: Callable[..., jax.Array]
-    replaces: tuple[int | None, ...]
+    args: tuple[Any, ...]
+    replaces: tuple[Any, ...]
 
-    @classmethod
-    def of_wrapper(
-        cls,
-        function: Callable[..., tuple[jax.Array, ...]],
-        arrays: tuple[Any, ...],
-        weight: Callable[..., jax.Array],
-        finishing: tuple[Callable[..., jax.Array], tuple[jax.Array, ...]],
-        after: "Rest | None",
-        replaces: tuple[int | None, ...] = (),
+    def then(
+        self, finishing: tuple[Function, tuple[jax.Array, ...]], after: "Rest | None"
     ) -> "Rest":
-        """What a wrapper does with an update, and then what is done with its own.
+        """This, whose last array is an update, and then what is done with that, if something is.
 
-        Args:
-          function: (update, *arrays) -> (*arrays of its state, its own update).
-          arrays: see above.
-          weight: see above.
-          finishing: of its own update, see `Inputs.finishing`.
-          after: what is done with that, if something is.
-          replaces: of the arrays of its state.
+        `finishing` is that of this update, see `Inputs.finishing`.
         """
-        finish, flag = finishing
-        arrays = (*arrays, *flag)
-        both = _both(function, finish, len(arrays), len(flag), after and after.function)
-        replaces = (*replaces, None)
-        if after is not None:  # the parameter, and then what it alone needs
-            later = (None if i is None else i and i + len(arrays) - 1 for i in after.replaces)
-            arrays, replaces = (*arrays, *after.arrays[1:]), (*replaces, *later)
-        return cls(both, arrays, weight, replaces)
+        (finish, flag), later = finishing, after or Rest(_nothing, (), ())
+        both = _both(self.function, finish, later.function)
+        return Rest(both, (self.args, flag, later.args), (*self.replaces, *later.replaces))
+
+
+def _nothing(update: jax.Array) -> tuple[jax.Array, ...]:
+    return ()
 
 
 @functools.cache  # one function object for each choice, so that JAX's caches find it again
-def _both(
-    function: Callable[..., tuple[jax.Array, ...]],
-    finish: Callable[..., jax.Array],
-    arrays: int,
-    flags: int,
-    after: Callable[..., tuple[jax.Array, ...]] | None,
-) -> Callable[..., tuple[jax.Array, ...]]:
-    def both(update: jax.Array, *args: Any) -> tuple[jax.Array, ...]:
-        flag = args[arrays - flags : arrays]
-        *kept, new = function(update, *args[: arrays - flags])
+def _both(function: Function, finish: Function, after: Function) -> Function:
+    def both(update: jax.Array, own: Any, flag: Any, later: Any) -> tuple[jax.Array, ...]:
+        *kept, new = function(update, *own)
         new = finish(new, *flag)
-        others = () if after is None else after(new, args[0], *args[arrays:])
-        return (*kept, new, *others)
+        return (*kept, new, *after(new, *later))
 
     return both
 
@@ -195,36 +179,29 @@ class Then:
     """What a wrapper does with each update, told to the transformation inside.
 
     It exists while a program is traced, and remembers arrays by identity. In another trace, as that
-    of a branch, nothing follows. Without moments in 8 bits nobody asks, and it knows of no array.
+    of a branch, nothing follows.
     """
 
     def __init__(
         self,
-        state: PyTree,
         weights: Sequence[Any],
         rest: Callable[[int], Rest | None],
         places: Sequence[Place | None] = (),
         outer: "Then | None" = None,
-        *,
-        makes_weights: bool = False,
     ) -> None:
         """Of one update.
 
         Args:
-          state: of what is inside.
           weights: the parameters as they are inside.
           rest: what is done with the update of each of them; asked by the method, when all that is
             in front of it has been traced.
           places: how each of them is sharded, where the user says it.
           outer: what a wrapper around does with the updates of this one.
-          makes_weights: whether the first array that is made of an update is the new weight.
         """
-        self._makes_weights = makes_weights
         self._outer, self._trace = outer, trace_state()
         self._weights, self._rest, self._places = list(weights), rest, places
         self._index: dict[int, int | None] = {}
-        is_asked = has_codes(state) or any(x is not None and x.is_shard for x in places)
-        for i, w in enumerate(weights if is_asked else ()):
+        for i, w in enumerate(self._weights):
             self._index[id(w)] = None if id(w) in self._index else i  # of two it may be either
         self._results: dict[int, tuple[Any, tuple[jax.Array, ...]]] = {}
 
@@ -243,9 +220,8 @@ class Then:
         self._results[id(update)] = update, results
 
     def new_weight(self, update: Any) -> jax.Array | None:
-        """The weight after an update, if a kernel has made it."""
-        results = self._results.get(id(update), (None, None))[1]
-        return results[0] if self._makes_weights and results else None
+        """The first array that was made of an update: if it is a weight, that after it."""
+        return next(iter(self._results.get(id(update), (None, ()))[1]), None)
 
     def results(self, update: Any, count: int = 1) -> tuple[jax.Array, ...] | None:
         """The first arrays that were made of an update; None where the wrapper has to do it.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._trees import checks
-from jgrad._trees.traces import trace_state
+from jgrad._trees.contexts import trace_state
 from jgrad._trees.trees import PyTree
 
 
@@ -156,14 +156,14 @@ class Commit:
                 arrays = zip(*map(jax.tree.leaves, pair), strict=True)
                 self._states |= {id(n): (n, o) for n, o in arrays}
 
-    def offer(self, finite: jax.Array, tree: PyTree) -> None:
+    def take_finite(self, finite: jax.Array, tree: PyTree) -> None:
         """Says whether the arrays are finite, for a transformation that has their norm anyway.
 
         Taken if all gradients are among them and nobody read the flag; then what computed the flag
         before is not in the compiled program.
         """
         if self._outer is not None:
-            self._outer.offer(finite, tree)
+            self._outer.take_finite(finite, tree)
         if not self._is_read and _arrays(tree).keys() >= self._gradients.keys():
             self._flag = self._agreed(finite)
 

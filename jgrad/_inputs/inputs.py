@@ -17,9 +17,9 @@ from jax.sharding import AxisType, PartitionSpec
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
-from jgrad._inputs.around import Rest
+from jgrad._inputs.around import Rest, Then
+from jgrad._inputs.commit import Commit
 from jgrad._inputs.moment import check_form, kept_arrays
-from jgrad._inputs.told import NOTHING, Told
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import as_stored
 from jgrad._layers.layer_axes import check_names, read_mesh_axes
@@ -30,6 +30,7 @@ from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.factors import Factors
 from jgrad._trees.shardings import invariant_axes
+from jgrad._trees.told import NOTHING, Told
 from jgrad._trees.trees import PyTree
 
 
@@ -188,23 +189,16 @@ class Inputs(Parameters):
         else:
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
-        self.commit = None if around is NOTHING else around.commit_of(updates)
-        self.notes, self.undecayed, self.then = around.notes, around.undecayed, around.then
+        around = around.here
+        self.commit: Commit | None = around.commit
+        if self.commit is not None and self.commit.clips and not self.commit.is_finite(updates):
+            self.commit = None  # one that clips has to know them
+        self.notes, self.undecayed = around.notes, around.undecayed
+        self.then: Then | None = around.then
         self._structure = trees.flatten(self.tree)[1]
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
-
-    def by_name(self, values: Sequence[Any]) -> list[tuple[str, Any]]:
-        """The name and the value of each leaf of the unpacked tree that is updated."""
-        updated = [
-            i
-            for spec, use in zip(self.specs, self.is_updated, strict=True)
-            if use
-            for i in spec.positions
-        ]
-        names = trees.names(self.shapes)
-        return [(names[i], values[i]) for i in sorted(updated)]
 
     def require_params(self, reason: str) -> list[Any]:
         """The parameters, which have to be there."""

@@ -21,6 +21,7 @@ from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
 from jgrad._kernels.leaf_step import Place, has_kernel, in_memory
 from jgrad._kernels.moment import KernelMoment, LeafMoment, Moments, written
+from jgrad._trees import checks
 
 Function = Callable[..., Any]
 
@@ -47,14 +48,6 @@ class Descent(NamedTuple):
         columns = leafwise.zip_leaves(directions, like, w, self.decay, self.rate)
         update = _update(self.rule, self.has_rate)
         return leafwise.run([None if x[0] is None else (update, x) for x in columns])
-
-    def is_cheap_after_kernel(self, w: Any) -> bool:
-        """Whether a kernel had better write the direction.
-
-        XLA joins what follows with what reads the update, so that the weight is read once. Not if
-        the direction is larger than the update, nor if its signs were a second array.
-        """
-        return self.rule != "cautious" and (w is None or w.dtype.itemsize >= 4)
 
 
 class LeafFunction:
@@ -108,8 +101,8 @@ class LeafFunction:
         rule = None if descent is None else (descent.rule, descent.has_rate)
         program = self._program(chosen, rule)
         calls: list[Call | None] = [None] * len(g)
-        after: dict[int, tuple[Any, ...]] = {}
-        rests: dict[int, Rest | None] = {}
+        told: list[int] = []
+        later: dict[int, tuple[Any, ...]] = {}  # XLA joins it with what reads the update
         for i, x in enumerate(g):
             if x is None:
                 continue
@@ -121,28 +114,25 @@ class LeafFunction:
             if not leaf.has_kernel:
                 calls[i] = program, (*leaf.arguments, *steps)
                 continue
-            rest, p = inputs.rest(i), inputs.reference.leaves[i]
-            if rest is not None and not in_memory(p, rest.arrays[0]):
-                rest = None
-            is_cheap = descent is not None and descent.is_cheap_after_kernel(w)
-            if not in_memory(p) or (rest is None and is_cheap):
+            rest = inputs.rest(i)
+            if rest is None or not in_memory(w, jax.tree.leaves(rest.args)[0]):
                 calls[i] = leaf.in_kernel(self._program(chosen, None))
                 if descent is not None:
-                    after[i] = steps
+                    later[i] = steps
                 continue
-            rests[i] = rest
+            told.append(i)
             calls[i] = leaf.in_kernel(program, *steps, ending=inputs.finishing(i), rest=rest, w=w)
         updates, *new = _results(calls, args)
-        for i, rest in rests.items():
+        for i in told:
             update, *others = updates[i]
-            if rest is not None and inputs.then is not None:
+            if inputs.then is not None:
                 inputs.then.note(update, tuple(others))
             updates[i] = Finished(update)
-        if after and rule is not None:
-            later: list[Call] = [
-                (_update(*rule), (updates[i], None, *steps)) for i, steps in after.items()
+        if rule is not None:
+            then: list[Call] = [
+                (_update(*rule), (updates[i], None, *steps)) for i, steps in later.items()
             ]
-            for i, update in zip(after, leafwise.run(later), strict=True):
+            for i, update in zip(later, leafwise.run(then), strict=True):
                 updates[i] = update
         return updates, *new
 
@@ -186,21 +176,22 @@ class _Leaf(NamedTuple):
         rest: Rest | None = None,
         w: Any = None,
     ) -> Call:
-        """The function, what the gradient is made of, and what follows, as one operation.
+        """The function, what its gradient and the weight `w` are made of, and what follows."""
+        (finish, flag), (g, *others) = ending, self.arguments
+        follows, rest_args, replaces = rest or (None, (), ())
+        arguments = [_as_read(g), *(_as_read(x) if x is w else x for x in (*others, *more))]
+        kernel = self.make(function, finish, follows, self.place)
+        return kernel, (tuple(arguments), flag, rest_args, replaces)
 
-        Of the weight `w` the rest knows how it is made of what the operation reads.
-        """
-        (finish, flag), g = ending, self.arguments[0]
-        made = origin(g)
-        if not in_memory(made.arrays[0]):  # what reads it is not in the kernel
-            made = Origin((), (g if in_memory(g) else in_float32(g),))
-        arguments = (*self.arguments[1:], *more)
-        if rest is not None:
-            arguments = tuple(_HERE if x is w else x for x in arguments)
-        after = None if rest is None else (rest.function, rest.weight, rest.replaces)
-        kernel = self.make(function, made.functions, finish, after, self.place)
-        arrays = () if rest is None else rest.arrays
-        return kernel, (made.arrays, arguments, flag, arrays)
+
+def _as_read(x: Any) -> Any:
+    """What a kernel reads in the place of a gradient or a weight."""
+    if not checks.is_array(x):
+        return x
+    made = origin(x)
+    if in_memory(made.arrays[0]):
+        return made
+    return x if in_memory(x) else in_float32(x)  # what reads it is not in the kernel
 
 
 def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -256,51 +247,30 @@ def _program(
     return program
 
 
-@jax.tree_util.register_static
-class _Here:
-    """Stands for the weight, where what follows the update has it."""
-
-
-_HERE = _Here()
-
-
 def _kernel(
     no_kernel: str,
     function: Function,
-    before: tuple[tuple[Function, int], ...],
     finish: Function | None,
-    rest: tuple[Function, Function, tuple[int | None, ...]] | None,
+    follows: Function | None,
     place: Place | None,
 ) -> Function:
     """A function of one leaf in 8 bits, with all that follows it, as one operation.
 
     `no_kernel` says why a TPU cannot have the function as a kernel; "" if it can.
     """
-    after, weight, replaces = rest if rest is not None else (None, None, ())
 
     def step(
-        made: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        flag: tuple[jax.Array, ...],
-        arrays: tuple[Any, ...],
+        arguments: tuple[Any, ...], flag: tuple[jax.Array, ...], rest_args: tuple[Any, ...]
     ) -> tuple[jax.Array, ...]:
-        g, *numbers = made
-        for f, count in before:
-            g, numbers = f(g, *numbers[:count]), numbers[count:]
-        if weight is not None:
-            arguments = tuple(weight(*arrays) if x is _HERE else x for x in arguments)
-        results, _ = function(g, *arguments)
-        if finish is None:
+        results, _ = function(*(x.array() if isinstance(x, Origin) else x for x in arguments))
+        if finish is None or follows is None:
             return results if isinstance(results, tuple) else (results,)
         update = finish(results, *flag)
-        return (update, *(() if after is None else after(update, *arrays)))
+        return (update, *follows(update, *rest_args))
 
     def call(*args: Any) -> tuple[Any, list[Any]]:
-        counts = [len(jax.tree.leaves(x)) for x in (args[:3], *args[3])]
-        first = list(itertools.accumulate(counts))  # of each array of the rest
-        where = [None if i is None else first[i] for i in replaces]
         values, moments = platforms.run(
-            step, args, replaces=where, place=place, no_kernel=no_kernel
+            step, args[:3], replaces=args[3], place=place, no_kernel=no_kernel
         )
         return values[0] if len(values) == 1 and finish is None else tuple(values), moments
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -27,6 +28,7 @@ from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees, values
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.told import note
 from jgrad._trees.trees import PyTree
 
 
@@ -234,11 +236,8 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     arg = inputs.option(name, option)
     if any(map(np.ndim, arg.leaves)):
         checks.broadcastable(arg, inputs.updated_shapes())
-    if inputs.notes is not None:
-        is_of_call = step.numbers.get(name) is not None
-        others = trees.opened(learning_rate) if is_of_call else option
-        was_one, leaves = jax.tree_util.all_leaves([others]), inputs.by_name(arg.leaves)
-        inputs.notes.add_number(name, option, was_one=was_one, leaves=leaves)
+    if inputs.notes is not None and jax.tree_util.all_leaves([option]):
+        note(inputs.notes, name, jnp.mean(jnp.asarray(option)))
     return list(arg.leaves)
 
 
@@ -324,22 +323,7 @@ def trust_layers(
     """Likewise, and which have a trust ratio."""
     axes = layers(inputs, mesh_axes, layer_axes)
     use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
-    trusted = TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
-    if inputs.notes is None:
-        return trusted
-    return trusted._replace(note=lambda ratios: _note_ratios(inputs, ratios, axes, use))
-
-
-def _note_ratios(
-    inputs: Inputs, ratios: list[Any], axes: Sequence[LayerAxes], use: Sequence[bool]
-) -> None:
-    """Notes the ratios of the layers of each leaf that has some."""
-    names = trees.names(inputs.shapes)
-    for spec, x, layers in zip(inputs.specs, ratios, axes, strict=True):
-        if x is not None and inputs.notes is not None:
-            for i, ratio in zip(spec.positions, spec.per_leaf(x, layers), strict=True):
-                if use[i]:
-                    inputs.notes.add(f"trust_ratio/{names[i]}", ratio)
+    return TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
 
 
 def mask(inputs: Parameters, name: str, tree: Mask) -> list[bool]:

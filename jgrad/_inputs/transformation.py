@@ -17,10 +17,10 @@ from jgrad._inputs.moment import Moment, Shapes, Step, check_form
 from jgrad._inputs.moment_options import AS_PARAMETERS, MomentOptions
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import OptState
-from jgrad._inputs.told import told
 from jgrad._trees import checks, shares, trees, variables
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import check_keywords, keywords_of
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
 # (inputs, step) -> (updates, new first moments, new second moments), as a function of one leaf

@@ -20,7 +20,7 @@ _KINDS: tuple[Any, ...] = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int
 _IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
 
 # How a leaf is computed: by a kernel of Pallas, or by two passes of XLA.
-Form = Literal["kernel", "two passes"]
+Lowering = Literal["kernel", "two passes"]
 
 
 class Place(NamedTuple):
@@ -69,7 +69,7 @@ class LeafStep(NamedTuple):
     Attributes:
       function: of the arguments, some of which are moments, to a tuple of arrays.
       structure: of the arguments.
-      places: for each of their leaves the position of the operand that it is.
+      positions: for each of their leaves that of the operand that it is.
       replaces: for the last arrays of that tuple the position of the operand that each replaces, or
         None.
       place: how the leaf is sharded, if the user says it.
@@ -80,7 +80,7 @@ class LeafStep(NamedTuple):
 
     function: Callable[..., tuple[jax.Array, ...]]
     structure: Any
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     replaces: tuple[int | None, ...]
     place: Place | None
     no_kernel: str
@@ -89,12 +89,12 @@ class LeafStep(NamedTuple):
 
     def arguments(self, operands: Sequence[Any]) -> PyTree:
         """The arguments of the function."""
-        return jax.tree.unflatten(self.structure, [operands[i] for i in self.places])
+        return jax.tree.unflatten(self.structure, [operands[i] for i in self.positions])
 
     @property
     def codes(self) -> list[int]:
         """For each moment the position of its codes among the operands; the scale comes next."""
-        args = self.arguments(range(1 + max(self.places)))
+        args = self.arguments(range(1 + max(self.positions)))
         return [moment.blocks.codes for moment in moments_of(args)]
 
     @property

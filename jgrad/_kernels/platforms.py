@@ -15,23 +15,25 @@ from typing import Any
 
 import jax
 
-from jgrad._kernels import passes, places
-from jgrad._kernels.leaf_step import Form, LeafStep, Place, moments_of
+from jgrad._kernels import sharded
+from jgrad._kernels.leaf_step import LeafStep, Lowering, Place, moments_of
+from jgrad._kernels.moment import CodesPass, ScalePass
 from jgrad._trees.blocks import Blocks
 from jgrad._trees.contexts import during
+from jgrad._trees.shardings import barrier
 from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("moments in 8 bits")
 
-_forced: ContextVar[Form | None] = ContextVar("forced", default=None)
+_forced: ContextVar[Lowering | None] = ContextVar("forced", default=None)
 
 
 def run(
     function: Callable[..., tuple[jax.Array, ...]],
     args: PyTree,
     *,
-    replaces: Sequence[int | None],
+    replaces: Sequence[Any] = (),
     place: Place | None = None,
     no_kernel: str = "",
 ) -> tuple[list[jax.Array], list[Blocks]]:
@@ -40,17 +42,17 @@ def run(
     Args:
       function: pure, elementwise in its arrays, and the same object in each call.
       args: its arguments, among which are moments with `has_kernel`.
-      replaces: for the last arrays that it returns, the position among the leaves of `args` of the
-        array that may be overwritten with each; None for none.
+      replaces: for the last arrays that it returns, the one of `args` that may be overwritten with
+        each; None for none.
       place: how the leaf is sharded, where types do not say it.
       no_kernel: why the function cannot be a kernel of a TPU; "" if it can.
     """
     leaves, structure = jax.tree.flatten(args)
     operands = list({id(x): x for x in leaves}.values())  # each is read once
     position = {id(x): i for i, x in enumerate(operands)}
-    places, moments = tuple(position[id(x)] for x in leaves), moments_of(args)
-    replaced = tuple(None if i is None else places[i] for i in replaces)
-    step = LeafStep(function, structure, places, replaced, place, no_kernel, (), ())
+    positions, moments = tuple(position[id(x)] for x in leaves), moments_of(args)
+    replaced = tuple(None if x is None else position[id(x)] for x in replaces)
+    step = LeafStep(function, structure, positions, replaced, place, no_kernel, (), ())
     types = _traced.trace(*operands, step=step).jaxpr.out_avals
     step = step._replace(types=tuple(types), used=(True,) * len(types))
     results = iter(_operation().bind(*operands, step=step))
@@ -58,7 +60,7 @@ def run(
     return values, [Blocks(next(results), next(results), m.blocks.form) for m in moments]
 
 
-def forced(form: Form) -> AbstractContextManager[Form | None]:
+def forced(form: Lowering) -> AbstractContextManager[Lowering | None]:
     """One form on every platform, for tests; kernels one operation after the other."""
     return during(_forced, form)
 
@@ -136,19 +138,19 @@ def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any
     return [True] * len(equation.invars), equation.replace(outvars=results, params={"step": step})
 
 
-def _lowered(context: Any, *operands: Any, by_default: Form | None, step: LeafStep) -> Any:
+def _lowered(context: Any, *operands: Any, by_default: Lowering | None, step: LeafStep) -> Any:
     form = _forced.get() or by_default
     around = getattr(getattr(context, "module_context", None), "axis_context", None)
     is_local = _is_on_one_device(around)
     place = None
     if form is not None:
-        place = places.of(step, context.avals_in, form, is_local=is_local)
+        place = sharded.place_of(step, context.avals_in, form, is_local=is_local)
 
     def run(*operands: Any) -> list[jax.Array]:
         if not isinstance(place, Place):
             return step.plain(*operands)
         if form == "two passes":
-            return passes.run(step, operands)
+            return in_two_passes(step, operands)
         from jgrad._kernels import tpu  # Pallas: a third of `import jgrad`
 
         interpret = _forced.get() is not None
@@ -157,7 +159,21 @@ def _lowered(context: Any, *operands: Any, by_default: Form | None, step: LeafSt
     return core.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-_ON_PLATFORMS: dict[str, Form] = {"tpu": "kernel", "cuda": "two passes", "rocm": "two passes"}
+def in_two_passes(step: LeafStep, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of a step as a GPU takes it: the scale of each block, and everything else.
+
+    Left to itself XLA reads a leaf once for the scales of each moment, and keeps what it has
+    computed for that. Here all scales of a leaf are known before its codes are read again.
+    """
+    _, scales = step.call(step.arguments(operands), ScalePass)
+    # Without the barrier XLA would find that both passes begin alike, and join them.
+    again, known = barrier((list(operands), [moment.new for moment in scales]))
+    scale = iter(known)
+    args = step.arguments(again)
+    return step.results(*step.call(args, lambda moment: CodesPass(moment, next(scale))))
+
+
+_ON_PLATFORMS: dict[str, Lowering] = {"tpu": "kernel", "cuda": "two passes", "rocm": "two passes"}
 
 
 def _is_on_one_device(context: Any) -> bool:

@@ -96,13 +96,10 @@ class TrustLayers(NamedTuple):
       axes: an entry per array.
       mask: True for all; or for each array a bool, or bools of shape (num_layers,). A layer with
         False has the ratio 1.
-      note: called with the ratios where somebody reports them: a list with a vector per array, and
-        None for an array without one.
     """
 
     axes: list[LayerAxes]
     mask: PerLeaf = True
-    note: Callable[[list[jax.Array | None]], None] | None = None
 
 
 def scaled_by_trust_ratio(
@@ -149,12 +146,6 @@ def scaled_by_trust_ratio(
             column = per_leaf(x, count)
             batches.append(norms.join(axes, [column[i] for i in chosen]))
         per_batch = [ratio(*xs) for xs in zip(*batches, strict=True)]
-        if layers.note is not None:
-            ratios: list[jax.Array | None] = [None] * count
-            products = [functools.reduce(jnp.multiply, factor) for factor in per_batch]
-            for i, x in zip(chosen, norms.split(axes, products, as_elements=False), strict=True):
-                ratios[i] = x
-            layers.note(ratios)
         per_factor = [norms.split(axes, factor) for factor in zip(*per_batch, strict=True)]
         for i, *of_layers in zip(chosen, *per_factor, strict=True):
             if isinstance(mask[i], np.ndarray):

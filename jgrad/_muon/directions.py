@@ -23,8 +23,7 @@ from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon import newton_schulz, orthogonalize
 from jgrad._optimizers import adam as adam_of
-from jgrad._trees import checks, needs, trees
-from jgrad._trees.shardings import replicated
+from jgrad._trees import checks, needs
 
 MOMENTUM = 0.95  # by default
 
@@ -89,8 +88,6 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
         _, mw_of_matrices = _stored(
             leafwise.apply(_decayed_rows, sums, there, n.error_decay.value), step.mw
         )
-    if inputs.notes is not None:
-        _note_residuals(inputs, x, matrices, muon)
     vw_of_matrices: PerArray[Any] = [None] * len(x)
     if is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
@@ -121,17 +118,6 @@ def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
     came = momentum if checks.is_number(momentum) else checks.describe(momentum)
     expected = f"none with `fraction={fraction}`, where gradients are summed; `error_decay` is the"
     raise ValueError(f"{function}: `momentum`: {came}, expected {expected} decay of the sum.")
-
-
-def _note_residuals(inputs: Inputs, x: PerArray[Array], matrices: Axes, muon: Given) -> None:
-    """Notes how far the results of Newton-Schulz are from orthogonal matrices."""
-    assert inputs.notes is not None
-    names = trees.names(inputs.shapes)
-    rows = {"fraction": muon.fraction, "of_outputs": muon.rule == "normuon"}
-    for spec, y, of in zip(inputs.specs, x, matrices, strict=True):
-        if of is not None and y is not None:
-            found = orthogonalize.residual(replicated(y), axes=of.whole, **rows)
-            inputs.notes.add(f"muon_residual/{names[spec.positions[0]]}", found)
 
 
 def factors_of(

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
-from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
+from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs import matrix_options
 from jgrad._layers import matrix_axes
@@ -401,34 +401,3 @@ def _split(x: jax.Array, counts: list[int]) -> list[jax.Array]:
     shape = x.shape[1:]
     sizes = tuple(count * math.prod(shape) for count in counts)
     return [part.reshape(-1, *shape) for part in splitting.split(x.reshape(-1), sizes)]
-
-
-# ---- how near they are -------------------------------------------------------------------------
-
-
-@jit_static_kwargs
-def residual(
-    x: jax.Array, *, axes: MatrixAxes, fraction: float | None, of_outputs: bool
-) -> jax.Array:
-    """The largest |X X^T - I| / sqrt(rows) of the matrices of each layer of an array, X wide.
-
-    With a fraction, of the rows that are taken.
-    """
-    runs = list(zip(matrix_axes.cut(x, axes), matrix_axes.pieces(axes), strict=True))
-    if fraction is not None:
-        chosen = [(y, Rows.of(of, fraction, are_outputs=of_outputs)) for y, of in runs]
-        runs = [(rows.not_zero(y, rows=of), of.taken(None, {})) for y, of in chosen]
-    of_runs = [_residual_of_run(y, of) for y, of in runs]
-    # The axis that counts the blocks of a run is the one behind the layers in front of outputs.
-    first, layers = sum(axis < axes.outputs[0] for axis in axes.stacked), len(axes.stacked)
-    of_layers = [jnp.max(y, first) if y.ndim > layers else y for y in of_runs]
-    return functools.reduce(jnp.maximum, of_layers)
-
-
-def _residual_of_run(x: jax.Array, axes: MatrixAxes) -> jax.Array:
-    stack = [axes.shape[axis] for axis in axes.stacked]
-    x = axes.as_wide.of(x)
-    side = x.shape[1]
-    apart = numerics.product(x, x, adjoint_y=True) - jnp.eye(side, dtype=x.dtype)[None]
-    squares = jnp.sum(numerics.abs_squared(apart), axis=(1, 2))
-    return jnp.sqrt(squares / np.float32(max(1, side)).astype(squares.dtype)).reshape(stack)

@@ -165,13 +165,6 @@ def spread(
     return [view.back(_found(*stack)) for stack in stacks]
 
 
-@jit_static_kwargs
-def not_zero(x: jax.Array, *, rows: Rows) -> jax.Array:
-    """As `compact`, of an array that `spread` made."""
-    is_some = jnp.any(x != 0, axis=rows.sides[1], keepdims=True)
-    return compact([x], [is_some], rows=rows)[0]
-
-
 def of_few(steps: Function, count: int, *, are_columns: bool) -> Function:
     """Steps of a stack of wide matrices, of which only so many rows, or columns, are not zero."""
 

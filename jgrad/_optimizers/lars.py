@@ -10,7 +10,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.aligned import Role
-from jgrad._inputs.around import offered
+from jgrad._inputs.around import run_and_say
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
@@ -95,7 +95,7 @@ def _scaled(
             layers=layers,
             rates=rates,
             scale=scale,
-            run=offered,
+            run=run_and_say,
         )
     columns = zip_leaves(gradients, rules.optional(lars.weight_decay), w)
     directions = [
@@ -113,7 +113,7 @@ def _scaled(
         rates=rates,
         scale=scale,
         scale_free=True,
-        run=offered,
+        run=run_and_say,
     )
 
 

@@ -10,11 +10,11 @@ from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import Mask
-from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.trust import clamped_ratio, scaled_by_trust_ratio
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
 

@@ -1,7 +1,7 @@
 """A share of an update: one layer of a stack, or all leaves that no stack has.
 
 `step_in_backward` updates a layer as soon as its gradient is known, so a transformation is called
-with the leaves of one share, and None for all others. While it is, a `Share` is `current`. What an
+with the leaves of one share, and None for all others, while `told` has this `Share`. What an
 update computes of all leaves together asks it for the number of all shares (`of_all`), what rounds
 at random for the place of a layer in its stack, and what needs the gradients of the whole model
 at once is refused (`refuse`).
@@ -9,16 +9,15 @@ at once is refused (`refuse`).
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._trees.contexts import during
+from jgrad._trees.contexts import trace_state
 from jgrad._trees.protocols import KeyPath
-from jgrad._trees.traces import trace_state
+from jgrad._trees.told import told
 
 PyTree = Any  # as in `trees`, which reads rules by path, and these ask for the share
 
@@ -141,17 +140,10 @@ def is_others(scopes: str) -> bool | None:
     return None if own == others else others > own
 
 
-_current: ContextVar[Share | None] = ContextVar("share", default=None)
-
-
 def current() -> Share | None:
     """The share whose update is traced, if any."""
-    return _current.get()
-
-
-def within(share: Share) -> AbstractContextManager[Share | None]:
-    """Makes a share the current one."""
-    return during(_current, share)
+    share: Share | None = told().share
+    return share
 
 
 def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:

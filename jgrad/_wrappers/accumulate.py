@@ -16,13 +16,13 @@ from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
 from jgrad._inputs.state import counter
-from jgrad._inputs.told import telling, told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, shares, trees, values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
+from jgrad._trees.told import telling, told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
@@ -347,7 +347,7 @@ def _summed(
     weight: Any, use: Flag, inputs: Inputs, devices: tuple[str, ...]
 ) -> tuple[jax.Array, Flag]:
     """The weight of a mini-batch that is used, over all devices, and whether it is used."""
-    if weight is None and told().is_dry:
+    if weight is None and told().here.is_dry:
         weight = decisions.of_models(_NAME, inputs.tree, 1.0)
     if weight is None:
         remedy = "call `update(updates, state, params, weight=tokens)`"

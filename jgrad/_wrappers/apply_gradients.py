@@ -7,10 +7,10 @@ import optax
 
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.told import telling
 from jgrad._inputs.transformation import arrays_of
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees
+from jgrad._trees.told import telling
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 
@@ -76,9 +76,9 @@ def apply_gradients(
     weights = inputs.reference.leaves
 
     def rest(i: int) -> Rest:
-        return Rest(_added, (weights[i],), _itself, (0,))
+        return Rest(_added, (weights[i],), (weights[i],))
 
-    then = Then(state, weights, rest, places, makes_weights=True)
+    then = Then(weights, rest, places)
     with telling(then=then):
         updates, state = tx.update(grads, state, params, **extra_args)
     new = optax.apply_updates(params, updates)  # of which XLA computes what is read
@@ -93,7 +93,3 @@ def apply_gradients(
 def _added(update: jax.Array, w: jax.Array) -> tuple[jax.Array]:
     """The new weight; in float32 for half precision, which a TPU has no arithmetic for."""
     return ((parameters.wide(w) + parameters.wide(update)).astype(w.dtype),)
-
-
-def _itself(w: jax.Array) -> jax.Array:
-    return w

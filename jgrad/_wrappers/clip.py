@@ -9,12 +9,11 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
-from jgrad._inputs.around import narrow, offer
+from jgrad._inputs.around import made_of, narrow
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
-from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
@@ -24,6 +23,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
+from jgrad._trees.told import note, told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 
@@ -137,12 +137,11 @@ def clip_by_global_norm(
         leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inputs.reference.leaves)
         for x, new in zip(inexact, leaves, strict=True):
             if x is not None:
-                offer(new, clipped, x, *factors)
-        if around.notes is not None:
-            around.notes.add("clip_factor", factors[0] * factors[1])
+                made_of(new, clipped, x, *factors)
+        note(around.notes, "clip_factor", factors[0] * factors[1])
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
-            commit.offer(jnp.isfinite(norm.mantissa), updates)
+            commit.take_finite(jnp.isfinite(norm.mantissa), updates)
             commit.add_finite(leaves, of=updates)
         return trees.flatten(updates)[1].unflatten(leaves), state
 

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.notes import Notes
-from jgrad._inputs.told import telling, told
 from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shardings, shares, trees
 from jgrad._trees.shares import EVERY
+from jgrad._trees.told import telling, told
 from jgrad._trees.trees import PyTree
 
 T = TypeVar("T")
@@ -173,7 +172,7 @@ def as_updated(
         return state
 
     def dry(params: PyTree, state: T) -> T:
-        with telling(notes=Notes(None)):
+        with telling(is_dry=True):
             return update(params, state, params)[1]
 
     def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:
@@ -274,40 +273,27 @@ def noted_branch(
     Returns:
       Arrays, and what is known; None for that where `then` was not called.
     """
-    notes = told().notes
-    if notes is not None and not notes.is_here:
-        notes = None
-    static: Static | None = None
-    made: list[str] = []
-    old = {} if notes is None else dict(notes.old or {})
+    here, static = told().here, None
+    old = here.notes
 
     # A branch returns arrays alone, and is traced once: here it leaves what else it knows, and no
     # array, which would be one of that trace.
-    def run() -> tuple[T, dict[str, jax.Array]]:
-        nonlocal static, made
-        inside = None if notes is None else Notes(notes.old, taken=notes.names)
-        with telling(commit=None, finite=None, notes=inside):
+    def run() -> tuple[T, dict[str, jax.Array] | None]:
+        nonlocal static
+        new = None if old is None else dict(old)
+        with telling(commit=None, finite=None, notes=new, is_dry=here.is_dry):
             arrays, static = then()
-        if notes is None or inside is None:
-            return arrays, {}
-        made = list(inside.new)
-        return arrays, old | {k: inside.new[k] for k in made if k in old or notes.is_dry}
+        if old is not None and new is not None and not here.is_dry:
+            new = {name: new[name] for name in old}
+        return arrays, new
 
-    if notes is not None and notes.is_dry:
-        form = jax.eval_shape(lambda: run()[1])
-        old = {key: _zeros(x) for key, x in form.items()}
-    arrays, new = branch(use, run, lambda: (otherwise(), old))
-    if notes is not None:
-        notes.new |= {key: new[key] for key in made if key in new}
+    if here.is_dry and old is not None:  # which numbers there are is not known before
+        arrays, new = run()
+    else:
+        arrays, new = branch(use, run, lambda: (otherwise(), old))
+    if old is not None and new is not None:
+        old |= new
     return arrays, static
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of a shape and a dtype, which vary along the same mesh axes."""
-    zeros: jax.Array = shardings.varying_over(
-        jnp.zeros(x.shape, x.dtype), shardings.varying_axes(x)
-    )
-    return zeros
 
 
 def choose(

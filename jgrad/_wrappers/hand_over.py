@@ -1,9 +1,9 @@
 """The input of a wrapper's update, and the hand-over to the transformation inside.
 
-`WrapperInputs` is for wrappers that change gradients, parameters or updates, `RejectingInputs` for
-those that reject updates. They tell their decision as a `Commit` to what is inside. What comes back
-unsettled is chosen afterwards, and a wrapper around, which has a decision of its own, is told that
-nothing is left to choose.
+`WrapperInputs` is for wrappers that change gradients, parameters or updates; `RejectingInputs` are
+those of one that rejects updates, and tells a `Commit` to what is inside. What comes back unsettled
+is chosen afterwards, and a wrapper around, which has a decision of its own, is told that nothing is
+left to choose.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ import optax
 from jgrad._arithmetic import numerics
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.told import telling, told
 from jgrad._trees import checks, trees, values
+from jgrad._trees.told import telling, told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
@@ -32,17 +32,21 @@ class WrapperInputs(Inputs):
       updates: gradients, or updates of a transformation before.
       params: parameters, or None.
       extra_args: the other arguments of the call; all are handed on.
+
+    Attributes:
+      outer: the decision of a wrapper around, or None.
+      extra_args: see above.
     """
 
     def __init__(
         self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> None:
-        self._extra_args, self._updates = extra_args, updates
         around = told().here
-        self._outer = around.commit
         super().__init__(
             function, updates, params, around._replace(notes=None, undecayed=frozenset())
         )
+        self.outer: Commit | None = around.commit
+        self.extra_args, self._updates = extra_args, updates
 
     def hand_over(
         self,
@@ -65,10 +69,10 @@ class WrapperInputs(Inputs):
             these; without it `skip_nonfinite` around both looks at all results.
           said: what it is told, beside what is told to this wrapper.
         """
-        if stay_finite and self._outer is not None:
-            self._outer.add_finite(gradients, of=self._updates)
+        if stay_finite and self.outer is not None:
+            self.outer.add_finite(gradients, of=self._updates)
         with telling(**said):
-            steps, new = tx.update(gradients, state, params, **self._extra_args)
+            steps, new = tx.update(gradients, state, params, **self.extra_args)
         self.follow(steps)
         return steps, new
 
@@ -77,37 +81,27 @@ class WrapperInputs(Inputs):
 
         In an update that is not committed they are zero, or somebody looks at all results.
         """
-        outer = self._outer
+        outer = self.outer
         self.commit = outer if outer is not None and outer.has_settled(steps) else None
 
     def moved(self, new: PyTree, of: PyTree) -> PyTree:
         """Updates that have the elements of others in other shapes: zero, where these are."""
-        if self._outer is not None:
-            self._outer.settle_moved(new, of)
+        if self.outer is not None:
+            self.outer.settle_moved(new, of)
         return new
 
 
 # ---- rejected updates ----------------------------------------------------------------------------
 
 
-class RejectingInputs(Inputs):
-    """The input of an update that may be rejected, what is around it and what is inside.
-
-    Args:
-      function: the name of the wrapper, for messages.
-      updates: gradients, or updates of a transformation before.
-      params: parameters, or None.
-      state: of the transformation inside.
-      extra_args: the other arguments of the call.
+class RejectingInputs(WrapperInputs):
+    """The input of an update that may be rejected, for a wrapper with the state inside.
 
     Attributes:
-      params: see above.
-      state: see above; once the update was handed over, with zeros for the sums that it made.
-      extra_args: what is handed on.
+      params: parameters, or None.
+      state: of what is inside; once the update was handed over, with zeros for sums that it made.
       leaves_out: whether something inside leaves out gradients by itself, so that its window goes
-        on.
-      outer: the decision of a wrapper around, or None. Where something inside leaves gradients out,
-        it is the decision about these.
+        on. Then `outer` is the decision about these.
       finite: whether the gradients are finite, for what leaves them out, if somebody says so.
     """
 
@@ -119,33 +113,27 @@ class RejectingInputs(Inputs):
         state: PyTree,
         extra_args: dict[str, Any],
     ) -> None:
-        super().__init__(function, updates, params)
-        self.state, self.extra_args, self.params = state, extra_args, params
+        super().__init__(function, updates, params, extra_args)
+        self.commit, self.state, self.params = None, state, params
         self.leaves_out = bool(inside.parts(state, inside.REJECTED))
-        around = told().here
-        self.outer = around.commit
         self.finite: Flag | None = None
         if self.leaves_out:
             self.outer = None if self.outer is None else self.outer.of_windows
             given = extra_args.get("finite")
             values.flag(function, "finite", given)
-            self.finite = around.finite_with(given)
+            self.finite = told().here.finite_with(given)
 
-    def hand_over(
+    def try_it(
         self,
         tx: optax.GradientTransformationExtraArgs,
         commit: Commit,
         gradients: PyTree,
-        finite: Flag | None = None,
-        **extra: Any,
+        finite: Flag | None,
     ) -> tuple[PyTree, PyTree]:
-        """Updates and the new state from inside, where the decision and `finite` are told.
-
-        `extra` are more arguments for it.
-        """
+        """Updates and the new state from inside, where the decision and `finite` are told."""
         said = commit.for_windows() if self.leaves_out else commit
         with telling(commit=said, finite=finite):
-            steps, new = tx.update(gradients, self.state, self.params, **self.extra_args | extra)
+            steps, new = tx.update(gradients, self.state, self.params, **self.extra_args)
         if self.leaves_out:
             self.state = _with_sums(self.state, new)
         if not commit.has_settled(steps):
@@ -164,16 +152,14 @@ class RejectingInputs(Inputs):
           old: the old state.
           settles: whether what is settled by `commit` needs no choice.
         """
-        if not settles:
-            return decisions.choose(use, new, (self.zeros(), old))
 
         def is_settled(u: jax.Array, zero: jax.Array) -> bool:
             is_kept = commit.is_old_or_new(u, zero)
             return is_kept or (checks.is_inexact(u) and commit.has_settled(u))
 
         return (
-            decisions.choose(use, new[0], self.zeros(), is_settled),
-            decisions.choose(use, new[1], old, commit.is_old_or_new),
+            decisions.choose(use, new[0], self.zeros(), is_settled if settles else None),
+            decisions.choose(use, new[1], old, commit.is_old_or_new if settles else None),
         )
 
     def counted(self, new: Arrays, old: Arrays) -> Arrays:
@@ -182,15 +168,18 @@ class RejectingInputs(Inputs):
             return new
         return tuple(jnp.where(self.outer.flag, n, o) for n, o in zip(new, old, strict=True))
 
+    def tell(self, updates: PyTree, new: PyTree, old: PyTree, of: Commit | None = None) -> None:
+        """Says to a wrapper around what is right whatever it decides.
 
-def tell(
-    outer: Commit, updates: PyTree, new: PyTree, old: PyTree, of: Commit | None = None
-) -> None:
-    """Says to a wrapper around what is right whatever it decides: all, or what `of` has settled."""
-    outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
-    for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-        if of is None or of.is_old_or_new(n, o):
-            outer.keep([n], [o])
+        That is all, or what `of` has settled. `old` is the wrapper's state.
+        """
+        if self.outer is None:
+            return
+        self.outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
+        old = old._replace(inner=self.state)
+        for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+            if of is None or of.is_old_or_new(n, o):
+                self.outer.keep([n], [o])
 
 
 def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:

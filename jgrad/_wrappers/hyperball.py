@@ -17,7 +17,6 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.state import counter
-from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
@@ -26,6 +25,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
+from jgrad._trees.told import note, told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, hypersphere, inside, measures
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -190,8 +190,8 @@ def hyperball(
         if hyperball_learning_rate is not None:
             option = "hyperball_learning_rate", hyperball_learning_rate
         rates = options.number_per_array(inputs, Step.of_count(done), *option)
-        if (notes := told().notes) is not None and not isinstance(rates, list):
-            notes.add("hyperball_learning_rate", rates)
+        if not isinstance(rates, list):
+            note(told().here.notes, "hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
         new = hypersphere.steps(w, u, radii, leafwise.per_leaf(rates, len(u)), axes)
         done = optax.safe_increment(done)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._kernels import places
+from jgrad._kernels import sharded
 from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
 from jgrad._trees.blocks import SIZE, Blocks
@@ -91,7 +91,9 @@ def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tupl
     for equation in jaxpr.eqns:
         operands = [None if isinstance(x, core.Literal) else known.get(x) for x in equation.invars]
         if (step := equation.params.get("step")) is not None:
-            place = places.of(step, [x.aval for x in equation.invars], "kernel", is_local=is_local)
+            place = sharded.place_of(
+                step, [x.aval for x in equation.invars], "kernel", is_local=is_local
+            )
             answer = f"XLA: {place}" if isinstance(place, str) else _KERNEL
             yield from ((x, answer) for i in step.codes if (x := operands[i]) is not None)
         if equation.primitive.name in _SAME_VALUE:

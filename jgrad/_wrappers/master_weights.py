@@ -113,11 +113,11 @@ def master_weights(
             arrays: tuple[Any, ...] = p, copies.leaves[i]
             if commit is not None:
                 arrays, clips = (*arrays, commit.flag), commit.clips
-            ending = _copy_of, inputs.finishing(i), after
-            return Rest.of_wrapper(_followed(clips), arrays, *ending, replaces=(1,))
+            own = Rest(_followed(clips), arrays, (copies.leaves[i], None))
+            return own.then(inputs.finishing(i), after)
 
         weights = trees.flatten(master)[0]
-        then = Then(state.inner, weights, rest, inputs.places_of(None), inputs.then)
+        then = Then(weights, rest, inputs.places_of(None), inputs.then)
         steps, inner = inputs.hand_over(tx, wide, state.inner, master, stay_finite=True, then=then)
         new: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
         directions: list[Any] = trees.flatten(steps)[0]
@@ -161,10 +161,6 @@ def _followed(clips: bool | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
         return new, _to_follow(new, p)
 
     return followed
-
-
-def _copy_of(p: jax.Array, copy: jax.Array, *_: Any) -> jax.Array:
-    return copy
 
 
 def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic import numerics
-from jgrad._inputs.around import Then, in_float32, offer
+from jgrad._inputs.around import Then, in_float32, made_of
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.trees import PyTree
@@ -45,9 +45,7 @@ def wide_gradients(grads: PyTree, params: PyTree, is_wide: Callable[[Any], bool]
     def wide_one(g: Any, p: Any) -> Any:
         if g is None or not is_wide(p):
             return g
-        new = jnp.asarray(g, jnp.float32)
-        offer(new, in_float32, g)
-        return new
+        return made_of(jnp.asarray(g, jnp.float32), in_float32, g)
 
     return jax.tree.map(wide_one, grads, params, is_leaf=trees.is_none)
 

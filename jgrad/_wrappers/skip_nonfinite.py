@@ -10,7 +10,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
-from jgrad._inputs.around import offer, origin
+from jgrad._inputs.around import made_of, origin
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
@@ -24,7 +24,7 @@ from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import clip, decisions, inside, order, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite
-from jgrad._wrappers.hand_over import RejectingInputs, rejected, tell
+from jgrad._wrappers.hand_over import RejectingInputs, rejected
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -143,7 +143,7 @@ def skip_nonfinite(
             _check_unclipped(inputs)
             divided = apply(rules.divide, inputs.g, state.loss_scale)
             for x, g in zip(divided, inputs.g, strict=True):
-                offer(x, rules.divide, g, state.loss_scale)
+                made_of(x, rules.divide, g, state.loss_scale)
             unscaled = inputs.gradients(divided)
         take = _in_branch if branch else _committed
         finite, steps, inner = take(inputs, tx, unscaled, sharded_over)
@@ -155,8 +155,8 @@ def skip_nonfinite(
         old = state.skipped, state.streak, state.loss_scale
         skipped, streak, scale = inputs.counted((skipped, streak, scale), old)
         new = SkipState(skipped, inner, streak, scale)
-        if inputs.outer is not None and not (branch and inputs.outer.clips):
-            tell(inputs.outer, steps, new, state._replace(inner=inputs.state))
+        if not (branch and inputs.outer is not None and inputs.outer.clips):
+            inputs.tell(steps, new, state)
         return steps, new
 
     return pair(init, update, _NAME)
@@ -217,9 +217,7 @@ def _committed(
         finite &= inputs.finite
     agreed = functools.partial(decisions.agreed, mesh_axes=mesh_axes)
     commit = Commit(gradients, finite, agreed, inputs.outer)
-    steps, new = inputs.hand_over(
-        tx, commit, gradients, finite=commit.flag if inputs.leaves_out else None
-    )
+    steps, new = inputs.try_it(tx, commit, gradients, commit.flag if inputs.leaves_out else None)
     unknown = [None if commit.has_settled(u) else u for u in trees.flatten(steps)[0]]
     states = zip(jax.tree.leaves(new), jax.tree.leaves(inputs.state), strict=True)
     changed = [(n, o) for n, o in states if not commit.has_kept(n, o)]

@@ -11,17 +11,17 @@ from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
-from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import computed_once
-from jgrad._wrappers.hand_over import RejectingInputs, tell
+from jgrad._wrappers.hand_over import RejectingInputs
 
 _NAME = "skip_spikes"
 _DEVIATION = 1.4826  # standard deviations of a normal distribution in its MAD
@@ -149,7 +149,7 @@ def skip_spikes(
             raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
         inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
-        if loss is None and told().is_dry:
+        if loss is None and told().here.is_dry:
             loss = decisions.of_models(_NAME, inputs.tree, 0.0)
         loss = _read(loss)
         value = loss.astype(jnp.float32)
@@ -161,7 +161,8 @@ def skip_spikes(
         # ---- the update
         commit = Commit.by_loss(updates, accepted, inputs.outer)
         finite = None if inputs.finite is None else inputs.finite & accepted
-        new = inputs.hand_over(tx, commit, updates, finite, loss=loss)
+        inputs.extra_args |= {"loss": loss}
+        new = inputs.try_it(tx, commit, updates, finite)
         use = True if commit.is_left_out else accepted if inputs.leaves_out else commit.flag
         settles = not inputs.leaves_out
         steps, inner = inputs.chosen(commit, use, new, inputs.state, settles=settles)
@@ -172,10 +173,9 @@ def skip_spikes(
             counts = decisions.choose(inputs.finite, counts, old)
         counts = inputs.counted(counts, old)
         new_state = SpikeState(counts[0], inner, *counts[1:])
-        if inputs.outer is not None and (commit.clips or not inputs.outer.clips):
+        if commit.clips or inputs.outer is None or not inputs.outer.clips:
             commit.keep(counts, old)
-            of = None if settles else commit
-            tell(inputs.outer, steps, new_state, state._replace(inner=inputs.state), of)
+            inputs.tell(steps, new_state, state, None if settles else commit)
         return steps, new_state
 
     return pair(init, update, _NAME)

@@ -10,7 +10,7 @@ import optax
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
-from jgrad._inputs.around import Rest, Then, in_float32, offer
+from jgrad._inputs.around import Rest, Then, in_float32, made_of
 from jgrad._inputs.inputs import Finished
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
@@ -150,11 +150,10 @@ def stochastic_rounding(
             after = inputs.rest(i)
             if not _is_rounded(inputs.reference.leaves[i]):
                 return after
-            finishing = inputs.finishing(i)
-            return Rest.of_wrapper(_rounded_alone, arrays(i), _wide_weight, finishing, after)
+            return Rest(_rounded_alone, arrays(i), (None,)).then(inputs.finishing(i), after)
 
         weights = trees.flatten(wide_params)[0]
-        then = Then(state.inner, weights, rest, places, inputs.then)
+        then = Then(weights, rest, places, inputs.then)
         steps, inner = inputs.hand_over(
             tx, wide, state.inner, wide_params, stay_finite=True, then=then
         )
@@ -184,10 +183,6 @@ def _rounded_update(u: jax.Array, p: jax.Array, rounding: Rounding) -> jax.Array
 def _rounded_alone(u: jax.Array, p: jax.Array, rounding: Rounding) -> tuple[jax.Array]:
     """The same where it follows the update in one kernel."""
     return (_difference(rounding.to_bfloat16, p, u, rounding.bits(p)),)
-
-
-def _wide_weight(p: jax.Array, *_: Any) -> jax.Array:
-    return parameters.wide(p)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -243,10 +238,6 @@ def _wide(params: PyTree) -> PyTree:
     """What the transformation inside sees: float32 for bfloat16 parameters."""
 
     def wide(p: Any) -> Any:
-        if not _is_rounded(p):
-            return p
-        new = parameters.wide(p)
-        offer(new, in_float32, p)
-        return new
+        return made_of(parameters.wide(p), in_float32, p) if _is_rounded(p) else p
 
     return trees.map_leaves(wide, params)

@@ -1,9 +1,10 @@
 """What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
 
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,7 @@ import optax
 
 from jgrad._arithmetic import numerics
 from jgrad._inputs import options
-from jgrad._inputs.notes import Notes, unique
 from jgrad._inputs.state import counter
-from jgrad._inputs.told import told
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import axis_exists
 from jgrad._packed import packing
@@ -22,6 +21,7 @@ from jgrad._trees import shardings, trees, values
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside, measures
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -79,15 +79,13 @@ def watch(
     layer. A norm is at most the largest number of its dtype, unless an element is infinite or NaN;
     then the norm is, too. Without a gradient it is 0.
 
-    Optimizers and wrappers inside add numbers that they compute anyway: `learning_rate`, or
-    `learning_rate/<path>` where it is a tree or `by_path`; `clip_factor`; for each layer
-    `trust_ratio/<path>`, and of Muon `muon_residual/<path>`, the largest |X X^T - I| / sqrt(rows)
-    of its matrices, which costs a product. A second number of a name is `clip_factor#1`.
-    Transformations of other libraries add none, nor does what they call in a branch, a loop or a
-    `jax.jit` of their own, as `optax.MultiSteps` does. Where `init` cannot try an update, since
-    that needs arguments such as the `value=` of optax's `reduce_on_plateau`, or mesh axes, nothing
-    inside adds any, which is logged once. In a call that does not compute a number, such as one
-    inside the window of an `accumulate`, the old one stays.
+    Optimizers inside add their `learning_rate`, where it is one number and no tree, and clipping
+    its `clip_factor`; of two with one name, the last says it. Transformations of other libraries
+    add none, nor does what they call in a branch, a loop or a `jax.jit` of their own, as
+    `optax.MultiSteps` does. Where `init` cannot try an update, since that needs arguments such as
+    the `value=` of optax's `reduce_on_plateau`, or mesh axes, nothing inside adds any, which is
+    logged once. In a call that does not compute a number, such as one inside the window of an
+    `accumulate`, the old one stays.
 
     `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
     all by `report(state)`.
@@ -142,7 +140,7 @@ def watch(
             return WatchState(stands_for_any, inner)
 
         def dry(params: PyTree, inner: PyTree) -> Numbers:
-            return update_of(params, params, inner, {}, notes=Notes(None))[1]
+            return update_of(params, params, inner, {}, notes={}, is_dry=True)[1]
 
         def without_notes(params: PyTree, inner: PyTree) -> Numbers:
             inputs = WrapperInputs(_NAME, params, params, {})
@@ -163,7 +161,7 @@ def watch(
         layers = options.layers(inputs, mesh_axes, layer_axes)
         steps, inner = inputs.hand_over(tx, updates, state, params, **said)
         numbers = measures.norms_of_update(inputs, layers, w, trees.flatten(steps)[0])
-        return (inputs, steps, inner), numbers | said["notes"].new
+        return (inputs, steps, inner), numbers | said["notes"]
 
     def update(
         updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
@@ -174,9 +172,9 @@ def watch(
         calls, finite = optax.safe_increment(old[_CALLS]), told().here.finite
 
         def measured() -> tuple[PyTree, Numbers]:
-            notes = Notes({key: x for key, x in old.items() if not _is_own(key)})
-            said = {"notes": notes, "finite": finite}  # also in a branch
-            results, new = update_of(updates, params, state.inner, extra_args, **said)
+            notes = {key: x for key, x in old.items() if not _is_own(key)}
+            said = updates, params, state.inner, extra_args
+            results, new = update_of(*said, notes=notes, finite=finite)  # also in a branch
             return results, _in_form(old, new | {_MEASURED: calls})
 
         if every == 1:
@@ -231,8 +229,14 @@ def report(state: PyTree) -> dict[str, jax.Array]:
         raise TypeError(f"report: `state`: {came}, expected {expected}.")
     named: dict[str, jax.Array] = {}
     for numbers in parts:
-        named |= {unique(key, named): x for key, x in numbers.items()}
+        named |= {_unique(key, named): x for key, x in numbers.items()}
     return named
+
+
+def _unique(name: str, taken: Container[str]) -> str:
+    """The name, or with the first number behind it that makes it another than those taken."""
+    names = (f"{name}#{i}" if i else name for i in itertools.count())
+    return next(x for x in names if x not in taken)
 
 
 # ---- the form of a report ----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
-from jgrad._kernels import passes as two_passes, places, platforms
+from jgrad._kernels import platforms, sharded
 from tests.multi_device.meshes import mesh_of
 from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain
 from tests.support.loops import assert_equal
@@ -63,8 +63,8 @@ def forced(form):
     """Yields a function that says how many leaves took the form."""
     with (
         platforms.forced(form),
-        mock.patch.object(places, "on_shards", wraps=places.on_shards) as kernels,
-        mock.patch.object(two_passes, "run", wraps=two_passes.run) as passes,
+        mock.patch.object(sharded, "on_shards", wraps=sharded.on_shards) as kernels,
+        mock.patch.object(platforms, "in_two_passes", wraps=platforms.in_two_passes) as passes,
     ):
         yield lambda: kernels.call_count + passes.call_count
 

@@ -337,17 +337,6 @@ def test_flops_of_each_device():
     assert max(int(s.split(",")[0]) if s.count(",") == 2 else 1 for s in shapes) == 1
 
 
-@pytest.mark.parametrize("split", [None, (32, 16, 16)], ids=["whole", "split"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_residuals(kind, split):
-    """What `watch` notes of sharded leaves is what it notes of whole ones."""
-    w = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)}
-    sharded = place(w, mesh_of(kind, data=DEVICES), P(None, "data"))
-    tx = jgrad.watch(muon_of_matrices(split=split))
-    of = lambda w: jgrad.report(jax.jit(tx.update)(w, jax.jit(tx.init)(w), w)[1])
-    np.testing.assert_allclose(of(sharded)["muon_residual/w"], of(w)["muon_residual/w"], rtol=1e-4)
-
-
 # ---- parameters that each device has ---------------------------------------------------------------
 
 

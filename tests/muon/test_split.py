@@ -188,24 +188,6 @@ def test_a_state_goes_on_with_another_split():
     assert not np.allclose(updates["qkv"], others["qkv"], rtol=1e-2)
 
 
-def test_residuals_are_those_of_blocks():
-    """The largest of a leaf's; the whole leaf is far from orthogonal."""
-    leaves = {name: ALL[name] for name in ("b", "heads", "qkv")}
-    w = on_device(normal(0, leaves))
-
-    def residuals(tx, w):
-        tx = jgrad.watch(tx)
-        found = jgrad.report(jax.jit(tx.update)(w, tx.init(w), w)[1])
-        return {k.split("/", 1)[1]: float(x) for k, x in found.items() if "residual" in k}
-
-    found = residuals(fused(leaves), w)
-    each = residuals(separate(leaves), on_device(apart(w)))
-    assert found.keys() == {"heads", "qkv"}
-    for name, x in found.items():
-        own = [y for key, y in each.items() if key.startswith(name)]
-        np.testing.assert_allclose(x, max(own), rtol=1e-3)
-
-
 # ---- programs ----------------------------------------------------------------------------------
 
 

@@ -55,15 +55,6 @@ def test_numbers_of_the_tree(how, rule):
     assert_equal(jgrad.unpack(again), state)
 
 
-def test_residuals():
-    """The name is that of the leaf."""
-    w = jgrad.pack(W, max_size=200, layer_axes=LAYERS)
-    tx = jgrad.watch(muon())
-    found = jgrad.report(jax.eval_shape(lambda: tx.update(w, tx.init(w), w)[1]))
-    names = {"muon_residual/a/w", "muon_residual/stack/w"}
-    assert {name for name in found if "residual" in name} == names
-
-
 def test_layer_axes_have_to_agree():
     packed = jgrad.pack(W, max_size=200, layer_axes=LAYERS)
     with pytest.raises(

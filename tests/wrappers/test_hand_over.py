@@ -18,9 +18,9 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.commit import Commit
-from jgrad._inputs.told import telling
 from jgrad._inputs.transformation import pair
 from jgrad._trees import trees
+from jgrad._trees.told import telling
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 from tests.cases import gradients, params

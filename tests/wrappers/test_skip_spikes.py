@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks.recipes import clipped
-from jgrad._inputs.notes import Notes
-from jgrad._inputs.told import telling
+from jgrad._trees.told import telling
 from tests.multi_device.meshes import mesh_of
 from tests.support.loops import assert_equal, compiled, stack, step_of, step_on
 from tests.wrappers.test_hand_over import counting, storing_bytes
@@ -458,7 +457,7 @@ def test_what_float32_cannot_hold(loss):
 def test_a_dry_run_knows_no_loss():
     tx = jgrad.skip_spikes(jgrad.adam(0.1))
     state = tx.init(X)
-    with telling(notes=Notes(None)):
+    with telling(is_dry=True):
         _, state = tx.update(X, state, X)
     assert int(state.accepted) == 1
 

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jgrad._kernels.leaf_step import Form, LeafStep, Place, in_memory
+from jgrad._kernels.leaf_step import LeafStep, Lowering, Place, in_memory
 from jgrad._trees.blocks import SIZE
 
 
-def of(step: LeafStep, operands: Sequence[Any], form: Form, *, is_local: bool) -> Place | str:
+def place_of(
+    step: LeafStep, operands: Sequence[Any], form: Lowering, *, is_local: bool
+) -> Place | str:
     """The place of the kernel of a step; a text that says why it has none.
 
     Args:

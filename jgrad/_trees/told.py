@@ -1,4 +1,4 @@
-"""What wrappers tell the transformations inside: one record, current while they call these.
+"""What is told to the transformations inside: one record, current while these are called.
 
 A wrapper calls what is inside of it in a `with telling(...)`. What is called there asks for the
 record by `told`, whatever stands between, and an `update` keeps its keywords for users. After the
@@ -15,46 +15,41 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from jgrad._inputs.around import Then
-from jgrad._inputs.commit import Commit
-from jgrad._inputs.notes import Notes
-from jgrad._trees.contexts import during
-from jgrad._trees.traces import trace_state
-from jgrad._trees.trees import PyTree
+from jgrad._trees.contexts import during, trace_state
 
 
 class Told(NamedTuple):
     """What the wrappers around say.
 
     Attributes:
-      commit: whether the update is committed, if a wrapper decides it; None where it always is.
+      commit: a `Commit`, whether the update is committed, if a wrapper decides it; None where it
+        always is.
       finite: whether gradients are finite, for what leaves them out by itself; None if nobody says.
-      notes: where numbers of this update are noted, if a wrapper reports them; else None.
-      then: what a wrapper does with the updates, if it says so.
+      notes: by name, numbers of the last update, if a wrapper reports them; see `note`.
+      is_dry: whether gradients stand for those to come, and arguments of `update` may be missing.
+      trace: in which those before are read, by `here`; the others look at it themselves.
+      then: a `Then`, what a wrapper does with the updates, if it says so.
       undecayed: names of leaves whose norm a wrapper keeps: decay would act against it.
-      trace: in which `commit` and `finite` are read, by `here`; the others look at it themselves.
+      share: the `Share` whose update is traced, in `step_in_backward`.
     """
 
-    commit: Commit | None = None
+    commit: Any = None
     finite: bool | jax.Array | None = None
-    notes: Notes | None = None
-    then: Then | None = None
-    undecayed: frozenset[str] = frozenset()
+    notes: dict[str, jax.Array] | None = None
+    is_dry: bool = False
     trace: Hashable = None
+    then: Any = None
+    undecayed: frozenset[str] = frozenset()
+    share: Any = None
 
     @property
     def here(self) -> "Told":
-        """What holds in this trace."""
+        """What holds in this trace: a `jax.jit` keeps its program for calls to come."""
         if self is NOTHING or self.trace == trace_state():
             return self
-        return self._replace(commit=None, finite=None)
-
-    def commit_of(self, gradients: PyTree) -> Commit | None:
-        """The decision, if it is one about these gradients. One that clips has to know them."""
-        commit = self.here.commit
-        is_known = commit is None or not commit.clips or commit.is_finite(gradients)
-        return commit if is_known else None
+        return self._replace(commit=None, finite=None, notes=None, is_dry=False)
 
     def finite_with(self, given: bool | jax.Array | None) -> bool | jax.Array | None:
         """`finite`, and what a call says of it by an argument."""
@@ -62,20 +57,18 @@ class Told(NamedTuple):
             return given if self.finite is None else self.finite
         return self.finite & given
 
-    @property
-    def is_dry(self) -> bool:
-        """Whether gradients stand for those to come, and arguments of `update` may be missing.
-
-        Not inside of a `jax.jit`, which keeps its program for the calls to come.
-        """
-        return self.notes is not None and self.notes.is_dry and self.notes.is_here
-
 
 NOTHING = Told()
 _told: ContextVar[Told] = ContextVar("told", default=NOTHING)
 
-# The record of the wrappers around.
+# The record of what is around.
 told: Callable[[], Told] = _told.get
+
+
+def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:
+    """Says a number that is known anyway, where a wrapper reports it."""
+    if notes is not None:
+        notes[name] = jnp.asarray(value).astype(jnp.float32)
 
 
 def telling(**said: Any) -> AbstractContextManager[Told]:
