@@ -130,7 +130,7 @@ def test_adapters_beside_a_base_that_stays(x64, seed):
     assert {name for name, x in moves.items() if x} == {"encoder/a", "encoder/b"}
 
 
-@pytest.mark.slow(always=["tpu"])
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_programs_of_other_platforms(x64, platform):
     """What a GPU and a TPU run, without the switch that other tests use."""

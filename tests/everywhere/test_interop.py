@@ -180,6 +180,7 @@ def test_schedule_free_takes_it(case, standard_promotion):
 # ---- equinox -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equinox_whole_model(standard_promotion):
     """`watch` and 8 bits, with the model itself as the parameters: the numbers of its arrays alone."""
     model = eqx.nn.MLP(64, 8, 96, 1, activation=jnp.tanh, key=jax.random.key(0))

@@ -157,6 +157,7 @@ def is_older(version):
     return tuple(map(int, flax.__version__.split(".")[:2])) < version
 
 
+@pytest.mark.slow(always=["momentum", "8 bits"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(name):
     if name in WITH_NONE and is_older((0, 12)):
@@ -283,6 +284,7 @@ def test_hijax_variables():
 # ---- many steps, many devices, files -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scan():
     model, optimizer = start(jgrad.watch(eight_bits()))
 

@@ -132,7 +132,7 @@ def test_the_program_grows_with_the_leaves(name):
     assert counts[2] - counts[1] <= 2.05 * (counts[1] - counts[0])
 
 
-@pytest.mark.slow(always=["one device-AdamW, schedule", "eight devices-AdamW, schedule"])
+@pytest.mark.slow(always=["eight devices-AdamW, schedule"])
 @of_new_xla
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_of_each_leaf(name, devices):
@@ -195,6 +195,7 @@ def test_twenty_leaves(name, packed):
     assert "threefry" not in eight.text
 
 
+@pytest.mark.slow
 def test_small_leaves_apart_cost_no_bytes():
     """In 8 bits and in float32: a step moves as much, with a few kernels more."""
     params = many(8) | {f"b{i}": jnp.ones(700) for i in range(8)}

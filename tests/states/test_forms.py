@@ -74,6 +74,7 @@ def test_the_account_of_small_leaves(of_old, of_new, change):
     assert jax.tree.structure(eight.update(of_new(G), new, of_new(W))[1]) == jax.tree.structure(new)
 
 
+@pytest.mark.slow
 def test_rounding_is_to_the_nearest():
     state = trained(plain)
     found = unquantized(quantized(state, like=eight.init(W)))
@@ -96,6 +97,7 @@ def test_other_dtypes_of_moments():
     assert found.mw["w"].dtype == found.mw["b"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_e45_a_checkpoint_of_8_bits(tmp_path):
     """Training goes on with the same bits."""
     state = trained(eight)

@@ -57,6 +57,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow(always=["a schedule beside MultiSteps"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_trained_states_come_back(name, standard_promotion):
     tx = RECIPES[name]

@@ -139,6 +139,7 @@ def test_each_leaf_in_its_precision(packed, x64):
         np.testing.assert_allclose(found[name], expected, rtol, rtol * np.max(np.abs(expected)))
 
 
+@pytest.mark.slow
 def test_the_sign_counts():
     w, (g,) = params(), gradients(1, params())
     up, _ = train(around(optax.sgd(-1.0)), w, [g])
@@ -170,6 +171,7 @@ def test_the_norm_after_1000_steps(pack):
         np.testing.assert_allclose(state.radius[name], norms(w[name]), rtol=3e-7)
 
 
+@pytest.mark.slow
 def test_the_norm_is_that_of_the_first_step():
     """Weights that were changed from outside come back to it: it is not that of the current step."""
     w = params()
@@ -181,7 +183,7 @@ def test_the_norm_is_that_of_the_first_step():
     np.testing.assert_allclose(norms(found["w"]), norms(w["w"]), rtol=1e-6)
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(always=["1e+25-1e-25-tree", "1e+25-1e-25-packed"])
 @forms
 @pytest.mark.parametrize("size", [1e25, 1e-25])
 @pytest.mark.parametrize("of_gradient", [1e25, 1e-25, 1.0])
@@ -197,6 +199,7 @@ def test_any_scale(size, of_gradient, pack):
     assert_close(jgrad.unpack(found), expected, 1e-6)
 
 
+@pytest.mark.slow(always=["1e-25", "0"])
 @pytest.mark.parametrize("size", [1e25, 1e-25, 0])
 def test_constants(size):
     """Weights and directions that a jitted function closes over: as those that it is given."""
@@ -210,6 +213,15 @@ def _labels(tree):
     return {name: "own" if LEAVES[name] else "none" for name in tree}
 
 
+@pytest.mark.slow(
+    always=[
+        "float32-1.0-1e+25",
+        "float32-1e-10-0.0001",
+        "float32-1000000000000.0-1e+17",
+        "float64-1e-150-1.0",
+        "float64-1.0-1000000000000.0",
+    ]
+)
 @pytest.mark.parametrize(
     ("dtype", "radius", "scale"),
     [
@@ -234,6 +246,7 @@ def test_weights_far_above_the_radius(dtype, radius, scale, x64):
     np.testing.assert_allclose(in_radii(found), 1.0, rtol=1e-6)
 
 
+@pytest.mark.slow(always=["3e+38"])
 @pytest.mark.parametrize("rate", [2e19, 3e38])
 def test_a_large_rate_has_the_direction_of_the_update(rate):
     w, (g,) = params(), gradients(1, params())
@@ -243,6 +256,7 @@ def test_a_large_rate_has_the_direction_of_the_update(rate):
         np.testing.assert_allclose(found[name] / norms(w[name]), u, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_direction():
     """A gradient of zeros moves nothing, also beside one that is not."""
     w = params()
@@ -255,6 +269,7 @@ def test_no_direction():
     np.testing.assert_array_equal(moved, [[False, True, False], [False, False, False]])
 
 
+@pytest.mark.slow
 def test_matrices_of_zeros():
     """They have no norm to keep: the step of the optimizer passes."""
     w = params() | {"w": jnp.zeros((4, 6))}
@@ -283,6 +298,7 @@ def test_what_describe_says_of_others():
     )
 
 
+@pytest.mark.slow(always=["1e-05-0.0001"])
 @pytest.mark.parametrize("rate", mostly_slow([1e-4, 0.02], 1e-4))
 @pytest.mark.parametrize("size", [0.0, 1e-5])
 def test_a_radius_is_the_norm_from_the_first_step(size, rate):
@@ -294,7 +310,7 @@ def test_a_radius_is_the_norm_from_the_first_step(size, rate):
         np.testing.assert_allclose(norms(found[name]), 2.0, rtol=1e-6)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.02])
 def test_zeros_without_a_direction(rate):
     """Matrices of zeros that are to have a norm stay where the rate is 0 or no gradient came."""
@@ -455,6 +471,7 @@ def test_shardings_of_norms():
         assert jgrad.state_shardings(ADAMH, w).radius["layers"].spec == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sharded_experts(check):
     """A device has whole experts, whose norms are its own: no axis is named, and none reduced."""
@@ -488,7 +505,7 @@ def test_slopes():
     np.testing.assert_allclose(slope, differences, rtol=1e-2)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @forms
 def test_slopes_where_no_norm_is_kept(pack):
     """Of a matrix of zeros, and of a buffer that has both: those of plain steps, and finite."""
