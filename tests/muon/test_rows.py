@@ -52,6 +52,9 @@ def taken(g, **options):
 # ---- the method ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(
+    always=["muon-0.25-wide", "muon-0.5-heads", "normuon-0.25-heads", "normuon-0.01-wide"]
+)
 @pytest.mark.parametrize("name", mostly_slow(MATRICES, "wide", "heads"))
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.01])
 @both_rules

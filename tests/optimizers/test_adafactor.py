@@ -48,6 +48,15 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow(
+    always=[
+        "paper-float64",
+        "bare-float64",
+        "torch, bounded-float64",
+        "epsilon-float64",
+        "momentum-complex128",
+    ]
+)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_reference(name, dtype, x64):
@@ -109,6 +118,7 @@ def test_stacked_layers_are_separate():
 # ---- others' steps ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["wide-adafactor, decay", "square-adafactor", "bias-adafactor"])
 @pytest.mark.parametrize("name", ["adafactor", "adafactor, decay"])
 @pytest.mark.parametrize("leaf", [*upstream_methods.MATRICES, "bias"])
 def test_torch(name, leaf, x64):
@@ -217,6 +227,7 @@ def test_rows_of_any_scale():
     np.testing.assert_allclose(updates["w"], -np.ones((16, 16)), rtol=1e-5)
 
 
+@pytest.mark.slow(always=["paper-1e-30"])
 @pytest.mark.parametrize("epsilon", [1e-30, 0.0])
 @pytest.mark.parametrize("rule", ["paper", "torch"])
 def test_slopes_at_zero_gradients(rule, epsilon):
