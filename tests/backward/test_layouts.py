@@ -121,7 +121,7 @@ def test_layers_in_another_order(x64, seed):
     assert 5e-3 < min(jax.tree.leaves(moved)) <= max(jax.tree.leaves(moved)) < 2e-2
 
 
-@pytest.mark.slow(always=["2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_adapters_beside_a_base_that_stays(x64, seed):
     params, loss, names = model(seed)

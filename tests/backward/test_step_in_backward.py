@@ -31,7 +31,7 @@ def both(tx, params, batches, loss=models.loss, *, extra=None, **options):
 
 
 @pytest.mark.bits
-@pytest.mark.slow(always=["stochastic", "clip"])
+@pytest.mark.slow(always=["clip"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_method_and_wrapper(name):
     recipe = RECIPES[name]

@@ -219,6 +219,7 @@ def test_words_of_hidden_matrices():
 # ---- variables outside of `nnx.Optimizer` ------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_variables_on_both_sides():
     """`init` and `update` of variables, as without `nnx.Optimizer`; a scan finds one structure."""
     tx = jgrad.watch(jgrad.accumulate(eight_bits(), 2))
@@ -297,6 +298,7 @@ def test_scan():
     np.testing.assert_allclose(losses, plain(eight_bits())[0], rtol=2e-6)
 
 
+@pytest.mark.slow(always=["names1"])
 @pytest.mark.parametrize("names", [(None, "model"), ("model", None)])
 def test_names_of_mesh_axes(names):
     """Codes are sharded as the parameter is, and scales along the axes without blocks."""
@@ -330,6 +332,7 @@ def saved(state, folder):
         return files.restore(folder / "state", state), files.restore(folder / "state")
 
 
+@pytest.mark.slow(always=["arrays"])
 @pytest.mark.parametrize("form", ["variables", "arrays"])
 def test_orbax(tmp_path, form):
     """The run goes on from a file as if nothing had been, whatever the file was restored into."""

@@ -93,6 +93,7 @@ def test_what_is_factored():
     assert (state.vw["w"].ndim, state.vw["w"].size, state.vw["w"].dtype) == (2, 48, jnp.float32)
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_separate():
     """As layers one by one; those of optax are mixed, since it takes the two longest axes."""
     shapes = {"layers": (7, 5, 8)}
@@ -134,6 +135,7 @@ def test_torch(name, leaf, x64):
         np.testing.assert_allclose(found[t - 1][leaf], expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow(always=["0.75"])
 @pytest.mark.parametrize("momentum", [None, 0.75])
 def test_optax(momentum, x64):
     """One matrix and a bias in float64; it takes its decay's exponent in float32."""
@@ -150,6 +152,7 @@ def test_optax(momentum, x64):
         chex.assert_trees_all_close(a, b, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision():
     """What optax rounds to bfloat16, and divides by zero in float16."""
     for dtype, name in ((jnp.bfloat16, "bfloat16"), (jnp.float16, "float16")):

@@ -50,6 +50,7 @@ def apart(w):
     return jgrad.pack(w, small_apart=True)
 
 
+@pytest.mark.slow(always=["apart to tree", "packed to apart"])
 @pytest.mark.parametrize(
     ("of_old", "of_new", "change"),
     [

@@ -590,13 +590,7 @@ def test_a_state_of_1_0_with_a_sum(weighted):
 
 
 @pytest.mark.slow(
-    always=[
-        "python-both",
-        "traced-bare",
-        "traced-skip_nonfinite",
-        "traced-skip_spikes",
-        "traced-both",
-    ]
+    always=["traced-bare", "traced-skip_nonfinite", "traced-skip_spikes", "traced-both"]
 )
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("emit", EMITS.values(), ids=EMITS)
