@@ -102,7 +102,7 @@ def unit(g):
     return jax.tree.map(lambda x: x / norm, g)
 
 
-@pytest.mark.slow(always=["ordinary"])
+@pytest.mark.slow(always=["backward"])
 @both_forms
 def test_a_function_of_a_whole_layer(x64, is_forced):
     """The same in both forms, since both call it with one layer at a time."""

@@ -55,7 +55,15 @@ def expected_of(name, rule, w, grads, rate=RATE):
     return reference.trajectory(optimizer, list(map(leaves, grads)))
 
 
-@pytest.mark.slow(always=["nesterov-cautious", "lamb-cautious", "lamb-independent"])
+@pytest.mark.slow(
+    always=[
+        "nesterov-cautious",
+        "lamb-cautious",
+        "lars-independent",
+        "lamb-independent",
+        "muon-cautious",
+    ]
+)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", METHODS)
 def test_trajectory(name, rule, x64):

@@ -132,7 +132,7 @@ def test_the_program_grows_with_the_leaves(name):
     assert counts[2] - counts[1] <= 2.05 * (counts[1] - counts[0])
 
 
-@pytest.mark.slow(always=["eight devices-AdamW, schedule"])
+@pytest.mark.slow(always=["one device-AdamW, schedule", "eight devices-AdamW, schedule"])
 @of_new_xla
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_of_each_leaf(name, devices):

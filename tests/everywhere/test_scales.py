@@ -147,7 +147,7 @@ FORMS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(always=["tree-paper", "stacked-scale_by_trust_ratio"])
 @pytest.mark.parametrize("name", RATIOS)
 @pytest.mark.parametrize("form", FORMS)
 def test_layers_with_norms_above_the_largest_number(form, name):

@@ -181,7 +181,7 @@ def test_e22_weak_types(case):
         w, state = step(w, state, weak)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(always=["lamb_decayed"])
 @every_case(
     ("momentum", "adam_moments", "lamb_decayed"),
     # Adafactor's decay depends on the step for ever, and so do the steps with new bases of SOAP.

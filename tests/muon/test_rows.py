@@ -83,7 +83,7 @@ def test_all_rows_are_the_program_of_muon():
     assert len(programs) == 1
 
 
-@pytest.mark.slow(always=True)
+@pytest.mark.slow(always=["muon"])
 @both_rules
 def test_blocks_are_leaves_of_their_own(rule):
     """Fused leaves choose rows of each block; packed, and in 8 bits, they choose the same."""

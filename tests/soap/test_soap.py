@@ -268,7 +268,7 @@ def test_units_that_die_come_to_rest(x64):
     assert np.max(moved[[0, 2, 3, 6, 7]]) > RATE
 
 
-@pytest.mark.slow(always=["bfloat16"])
+@pytest.mark.slow(always=["8bit", "bfloat16"])
 @pytest.mark.parametrize("form", [None, jnp.bfloat16, "8bit"])
 def test_rounding_is_no_direction(form):
     """Of one gradient of rank 2, steps are its singular vectors; m and v of other pairs are noise."""

@@ -335,7 +335,7 @@ def test_e11_one_nan_and_optax_never_recovers(standard_promotion):
     chex.assert_tree_all_finite((found, state))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(always=["full"])
 @pytest.mark.parametrize("how", mostly_slow(["full", "emit"], "full"))
 def test_a_window_without_any_finite_mini_batch(how):
     """It updates nothing, closes, and the next window is as if it had not been."""

@@ -116,7 +116,7 @@ def test_a_step_that_would_overflow(dtype):
     np.testing.assert_allclose(found[-1][1].inner.mw, -2.5e30, rtol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(always=["float32-lars_masked"])
 @every_case(("momentum", "adamw", "lars_masked", "lamb_decayed"))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_finite_gradients_make_nothing_that_is_not(case, dtype):
