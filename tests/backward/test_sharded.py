@@ -71,7 +71,7 @@ def compiled(step, params, state, x):
     return step.lower(params, state, x).compile()
 
 
-@pytest.mark.slow(always=["Explicit-skip(clip)"])
+@pytest.mark.slow(always=["Auto-8 bits", "Explicit-skip(clip)"])
 @of_subjects
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_under_jit(kind, name):

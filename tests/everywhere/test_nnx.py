@@ -332,7 +332,7 @@ def saved(state, folder):
         return files.restore(folder / "state", state), files.restore(folder / "state")
 
 
-@pytest.mark.slow(always=["arrays"])
+@pytest.mark.slow(always=["variables"])
 @pytest.mark.parametrize("form", ["variables", "arrays"])
 def test_orbax(tmp_path, form):
     """The run goes on from a file as if nothing had been, whatever the file was restored into."""

@@ -83,7 +83,7 @@ def test_all_rows_are_the_program_of_muon():
     assert len(programs) == 1
 
 
-@pytest.mark.slow(always=["muon"])
+@pytest.mark.slow
 @both_rules
 def test_blocks_are_leaves_of_their_own(rule):
     """Fused leaves choose rows of each block; packed, and in 8 bits, they choose the same."""
@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_skipped():
     np.testing.assert_array_equal(after.inner.mw, state.inner.mw)
 
 
-@pytest.mark.slow(always=["muon"])
+@pytest.mark.slow
 @both_rules
 def test_wrappers(rule):
     """A rotation, and steps in the backward pass, of the rows that are taken."""
@@ -150,6 +150,7 @@ def test_wrappers(rule):
     np.testing.assert_allclose(new, moved, rtol=1e-5)
 
 
+@pytest.mark.slow(always=["muon-shape0-tree", "normuon-shape1-packed"])
 @pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
 @pytest.mark.parametrize(("rule", "shape"), [("muon", (20, 6)), ("normuon", (6, 20))])
 def test_residual_of_the_rows_that_are_taken(rule, shape, pack):

@@ -278,6 +278,7 @@ def train(tx, w, count, seed=1):
     return found[-1], state
 
 
+@pytest.mark.slow
 def test_momentum_in_8_bits():
     """Of the momentum alone, also inside of what rounds weights."""
     w = draw(0, jnp.bfloat16, {"w": (64, 256), "b": (4,)})
@@ -376,6 +377,7 @@ def test_flax():
 # ---- packed trees -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pack_small():
     """Leaves that are factored stay as they are."""
     w = draw(0, jnp.float32, {"w": (50, 60), "b": (3,), "c": (5, 4)})
@@ -389,6 +391,7 @@ def test_pack_small():
     assert (50, 60) in shapes
 
 
+@pytest.mark.slow
 def test_packed_matrices():
     w = draw(0, jnp.float32, {"w": (50, 60), "b": (3,)})
     tx = jgrad.adafactor(RATE, min_side=16)
