@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
     named = any("::" in argument for argument in config.args)
     slow, quick = choice.of_suite(items, all_names=not named)
     if not (config.getoption("--exhaustive") or named):
-        slow = choice.thinned(slow, quick)
+        slow = choice.thinned(slow)
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
     # Most tests are one of many alike, with other options: each n-th has some of every kind.
     chosen = chosen[:: config.getoption("--every")]
