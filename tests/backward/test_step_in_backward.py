@@ -31,7 +31,7 @@ def both(tx, params, batches, loss=models.loss, *, extra=None, **options):
 
 
 @pytest.mark.bits
-@pytest.mark.slow(always=["clip"])
+@pytest.mark.slow(always=["clip", "muon"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_method_and_wrapper(name):
     recipe = RECIPES[name]
@@ -196,7 +196,6 @@ def test_a_step_that_is_not_finite():
     assert int(first[1].skipped) > 0
 
 
-@pytest.mark.slow
 def test_a_number_that_needs_another():
     """A norm of updates, which a first norm has clipped."""
     tx = optax.chain(clipped(adam()), jgrad.clip_by_global_norm(0.01))
