@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
     named = any("::" in argument for argument in config.args)
     slow, quick = choice.of_suite(items, all_names=not named)
     if not (config.getoption("--exhaustive") or named):
-        slow = choice.thinned(slow, quick)
+        slow = choice.thinned(slow)
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
     if not config.getoption("--all"):
         chosen = [x for x in chosen if x not in of_ci]

@@ -80,10 +80,12 @@ def test_an_option_that_there_is_not():
 def test_of_slow_choices_some():
     slow, kept = choice.of_suite(choices(640, SLOW), all_names=True)
     assert kept == []
-    assert len(choice.thinned(slow, kept)) == 10
+    assert len(choice.thinned(slow)) == 10
+    slow, kept = choice.of_suite(choices(12, SLOW(always=["3"])), all_names=True)
+    assert len(kept) == len(choice.thinned(slow)) == 1
     slow, kept = choice.of_suite([Item("f::t", SLOW(exhaustive=True))], all_names=True)
     assert len(slow) == 1
-    assert choice.thinned(slow, kept) == []
+    assert choice.thinned(slow) == []
 
 
 def test_what_ci_alone_runs(pytestconfig):

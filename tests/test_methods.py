@@ -121,6 +121,7 @@ def test_what_comes_from_the_row(method):
         assert any(case.name + form in TRANSFORMATIONS for case in cases), form
 
 
+@pytest.mark.slow(always=["adam", "lion", "lars", "lamb", "muon", "adafactor"])
 @every_method
 def test_a_mutation_breaks_the_method(method):
     """At least one, in its file."""

@@ -87,6 +87,7 @@ def test_abs_squared():
     assert numerics.abs_squared(z).dtype == jnp.float32
 
 
+@pytest.mark.slow(always=["float64"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
 def test_squarable(dtype, x64):
     """Finite numbers get finite squares; smaller ones, NaN and infinity stay as they are."""

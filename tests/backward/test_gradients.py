@@ -73,7 +73,7 @@ def assert_as_on_one_device(around, tx, *, loss=models.loss, is_forced=True, **o
         np.testing.assert_allclose(a[0], b, rtol=1e-11, atol=1e-15)
 
 
-@pytest.mark.slow(always=["pmap-backward", "shard_map-ordinary"])
+@pytest.mark.slow(always=["shard_map-ordinary"])
 @both_forms
 @pytest.mark.parametrize("around", AROUND)
 def test_a_mean_over_devices(x64, around, is_forced):
@@ -82,6 +82,7 @@ def test_a_mean_over_devices(x64, around, is_forced):
     assert_as_on_one_device(AROUND[around], skip(), **options)
 
 
+@pytest.mark.slow
 def test_types_that_say_what_varies(x64):
     """There JAX has summed the gradients, and a mean of them changes nothing."""
 
@@ -101,6 +102,7 @@ def unit(g):
     return jax.tree.map(lambda x: x / norm, g)
 
 
+@pytest.mark.slow(always=["backward"])
 @both_forms
 def test_a_function_of_a_whole_layer(x64, is_forced):
     """The same in both forms, since both call it with one layer at a time."""
@@ -119,6 +121,7 @@ def test_a_function_of_a_whole_layer(x64, is_forced):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-15)
 
 
+@pytest.mark.slow(always=["ordinary"])
 @both_forms
 def test_what_it_is_given(is_forced):
     """A layer as a stack of one beside None, then all leaves in no stack; integers have none."""
@@ -164,6 +167,17 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(
+    always=[
+        "dtype-backward",
+        "shape-backward",
+        "shape-ordinary",
+        "None-backward",
+        "None-ordinary",
+        "structure-backward",
+        "structure-ordinary",
+    ]
+)
 @both_forms
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_trees(name, is_forced):
@@ -190,6 +204,7 @@ def test_gradients_of_a_device_alone_are_refused(around, is_forced):
         assert_error(ValueError, message, run)
 
 
+@pytest.mark.slow
 def test_models_of_their_own(x64):
     """As the function says that hands gradients on, or a `pmap` without a name."""
     params, x, tx = models.params(jnp.float64), models.batch(0, jnp.float64), adam()

@@ -121,7 +121,7 @@ def test_layers_in_another_order(x64, seed):
     assert 5e-3 < min(jax.tree.leaves(moved)) <= max(jax.tree.leaves(moved)) < 2e-2
 
 
-@pytest.mark.slow(always=["2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_adapters_beside_a_base_that_stays(x64, seed):
     params, loss, names = model(seed)
@@ -130,7 +130,7 @@ def test_adapters_beside_a_base_that_stays(x64, seed):
     assert {name for name, x in moves.items() if x} == {"encoder/a", "encoder/b"}
 
 
-@pytest.mark.slow(always=["tpu"])
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_programs_of_other_platforms(x64, platform):
     """What a GPU and a TPU run, without the switch that other tests use."""

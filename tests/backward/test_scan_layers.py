@@ -28,6 +28,7 @@ def scanned(layers, x, shift, remat):
 REMAT = [True, False, jax.checkpoint_policies.dots_saveable]
 
 
+@pytest.mark.slow(always=["False"])
 @pytest.mark.parametrize("remat", REMAT, ids=["True", "False", "policy"])
 def test_values_and_derivatives(remat):
     """In reverse and in forward mode, also by an array that blocks read beside their layer."""

@@ -71,7 +71,7 @@ def compiled(step, params, state, x):
     return step.lower(params, state, x).compile()
 
 
-@pytest.mark.slow(one_in=3, always=["Auto-adam", "Explicit-skip(clip)"])
+@pytest.mark.slow(always=["Auto-8 bits", "Explicit-skip(clip)"])
 @of_subjects
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_under_jit(kind, name):
@@ -136,7 +136,7 @@ def in_shard_map(step, tx, params, x, specs, of_batch, *, check_vma):
     return jax.jit(mapped)(place(params, mesh, specs), x)
 
 
-@pytest.mark.slow(one_in=3, always=["True-skip(clip)", "True-adam"])
+@pytest.mark.slow(always=["True-8 bits", "True-skip(clip)"])
 @pytest.mark.parametrize("name", ["adam", "8 bits", "skip(clip)", "lamb", "watch"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map(check_vma, name):
@@ -153,7 +153,7 @@ def test_in_shard_map(check_vma, name):
     assert_equal(*(run(step, check_vma=check_vma) for step in steps), 256, few=1e-3)
 
 
-@pytest.mark.slow(one_in=2, always=["True"])
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_models_side_by_side_on_devices(check_vma):
     """`vmap` inside `shard_map`: two models on each device."""

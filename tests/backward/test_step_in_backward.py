@@ -31,7 +31,7 @@ def both(tx, params, batches, loss=models.loss, *, extra=None, **options):
 
 
 @pytest.mark.bits
-@pytest.mark.slow(one_in=12, always=["adam", "stochastic", "clip", "lamb", "watch"])
+@pytest.mark.slow(always=["clip", "muon"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_method_and_wrapper(name):
     recipe = RECIPES[name]
@@ -43,7 +43,7 @@ def test_every_method_and_wrapper(name):
 # ---- losses ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=3, always=["True"])
+@pytest.mark.slow(always=["True"])
 @pytest.mark.parametrize(
     "remat",
     [True, False, jax.checkpoint_policies.dots_saveable],
@@ -56,6 +56,7 @@ def test_two_stacks(remat):
     assert_equal(found, expected, 16)
 
 
+@pytest.mark.slow
 def test_two_stacks_and_a_norm_of_all():
     tx = jgrad.watch(clipped(adam()), layer_axes={**dict.fromkeys(models.tied_params()), **STACKS})
     found, expected = both(tx, models.tied_params(), TOKENS, models.tied_loss, first_pass=True)
@@ -65,6 +66,7 @@ def test_two_stacks_and_a_norm_of_all():
 STACKS = {"encoder": 0, "decoder": 0}
 
 
+@pytest.mark.slow
 def test_other_results_of_a_loss():
     def loss(params, x):
         return models.loss(params, x), {"inputs": x, "first": jnp.max(params["first"])}
@@ -77,6 +79,7 @@ def test_other_results_of_a_loss():
     assert_equal(*(models.run(step, params, adam().init(params), batches()) for step in steps))
 
 
+@pytest.mark.slow
 def test_a_carry_of_several_arrays():
     """A tree, of a weak type where it begins."""
 
@@ -128,6 +131,7 @@ def test_what_python_knows_is_read_in_each_trace():
             np.testing.assert_allclose(value(3.0), 3 * value(1.0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_traces():
     params, x, tx = models.params(), models.batch(), jgrad.gradient_descent(0.1)
     with jax.disable_jit():
@@ -135,6 +139,7 @@ def test_without_traces():
     assert_equal(found, models.ordinary(tx)(params, tx.init(params), x), 16)
 
 
+@pytest.mark.slow(always=["first axis", "largest"])
 @pytest.mark.parametrize("mask", ["size", "first axis", "largest"])
 def test_masks_see_the_whole_model(mask):
     """Not one layer, nor one share: a mask may ask for a shape, or for the largest leaf."""
@@ -152,6 +157,7 @@ def test_masks_see_the_whole_model(mask):
     assert_equal(*both(tx, models.params(), batches()), 4)
 
 
+@pytest.mark.slow
 def test_numbers_of_one_call():
     found, expected = both(adam(), models.params(), batches(), extra={"learning_rate": 0.3})
     assert_equal(found, expected)
@@ -159,6 +165,7 @@ def test_numbers_of_one_call():
     assert not jnp.allclose(found[0]["first"], other[0]["first"])
 
 
+@pytest.mark.slow
 def test_without_jit():
     params, x = models.params(), models.batch()
     step = jgrad.step_in_backward(adam(), models.loss)
@@ -169,6 +176,7 @@ def test_without_jit():
 # ---- what is decided -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite():
     """It changes nothing but the counter, though the gradients of the last layers are finite."""
     tx = jgrad.skip_nonfinite(clipped(adam()))
@@ -206,6 +214,7 @@ def test_a_number_that_needs_another_where_no_layer_needs_one():
     assert_equal(found, expected, 64)
 
 
+@pytest.mark.slow
 def test_loss_scaling():
     """In float16, where what is decided by the gradients is decided by new parameters, too."""
     tx = jgrad.skip_nonfinite(jgrad.master_weights(adam()), loss_scale=2.0**14)
@@ -265,6 +274,7 @@ def test_layers_have_random_bits_of_their_own():
 # ---- where it runs -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_models_side_by_side():
     """Under `vmap`, with a parameter of each."""
     tx, x = clipped(adam()), models.batch()
@@ -275,6 +285,7 @@ def test_models_side_by_side():
     assert_equal(*results, 64)
 
 
+@pytest.mark.slow
 def test_double_precision(x64):
     tx = clipped(adam())
     found, expected = both(tx, models.params(jnp.float64), batches(jnp.float64), first_pass=True)
@@ -304,6 +315,7 @@ def test_the_form_is_chosen_when_a_program_is_lowered():
     assert max(line.count(gradients) for line in loops) == 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_fits_the_other_form():
     """Steps may change from one form to the other."""
     tx, params = optax.chain(adam()), models.params()

@@ -76,6 +76,7 @@ def test_trajectory(name, rule, x64):
             np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12 * np.max(np.abs(y)))
 
 
+@pytest.mark.slow(always=["gradient_descent"])
 @pytest.mark.parametrize("name", ["gradient_descent", "lars"])
 def test_coupled_is_the_default(name):
     make = functools.partial(getattr(jgrad, name), RATE, weight_decay=DECAY)
@@ -145,6 +146,7 @@ def test_no_weight_moves_away_or_overflows():
 # ---- independent decay -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_independent_decay_is_pytorch_s_with_the_rate_in_it(x64):
     """AdamW of PyTorch and optax multiplies by the rate: at a constant rate they are one."""
     w, grads = params("float64"), gradients(5, "float64")

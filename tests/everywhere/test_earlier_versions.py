@@ -29,7 +29,7 @@ def written():
                 yield pytest.param(name, file, id=f"{name}-{file.stem}")
 
 
-@pytest.mark.slow(one_in=100)
+@pytest.mark.slow(always=["lamb-states_0.6.0-as of today"])
 @pytest.mark.parametrize("form", ["as it was", "as of today"])
 @pytest.mark.parametrize(("name", "file"), list(written()))
 def test_golden_checkpoint(file, name, form):
@@ -116,6 +116,7 @@ def is_rounding(x):
     return isinstance(x, jgrad.StochasticState)
 
 
+@pytest.mark.slow
 def test_orbax_restores_what_stochastic_rounding_had_under_another_name(tmp_path):
     """`done` was `step` up to 0.6."""
     tx = jgrad.skip_nonfinite(jgrad.stochastic_rounding(jgrad.adam(0.1)))
@@ -139,6 +140,18 @@ def test_this_version_has_a_file():
     assert any(f.stem == f"states_{jgrad.__version__}" for f in FILES)
 
 
+@pytest.mark.slow(
+    always=[
+        "lion",
+        "lion_bfloat16",
+        "lars",
+        "lars_bfloat16",
+        "lars_plain",
+        "skip_spikes",
+        "accumulate_weighted",
+        "stochastic_rounding",
+    ]
+)
 @pytest.mark.parametrize("name", golden.TRANSFORMATIONS)
 def test_states_are_read_by_name(name):
     """`optax.tree.get`, however deep a state is wrapped."""
@@ -179,7 +192,7 @@ def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
     assert_equal(jgrad.unpack(again), saved)
 
 
-@pytest.mark.slow(one_in=48)
+@pytest.mark.slow(always=["schedule_free-tree"])
 @pytest.mark.parametrize(
     ("name", "pack"),
     [

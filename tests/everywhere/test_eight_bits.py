@@ -203,7 +203,7 @@ def test_e35_first_moments_reach_a_constant_gradient(beta, low, high):
 # ---- what is not finite ------------------------------------------------------------------------
 
 
-@pytest.mark.slow(always=["nan-adam-tree"])
+@pytest.mark.slow
 @packed_or_not
 @optimizers(ELEMENTWISE)
 @pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf])
@@ -293,7 +293,7 @@ def test_e40_tree_and_packed(make):
         assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
 
 
-@pytest.mark.slow(always=["adam"])
+@pytest.mark.slow
 @optimizers([name for name in EACH if packs(name)])
 def test_e40_small_leaves_beside_large_ones(make):
     """On a tree they stay float32, and packed where they share no buffer with a large one."""

@@ -67,7 +67,7 @@ def test_the_table():
     assert len(TABLE) >= 18
 
 
-@pytest.mark.slow(always=["optax.adamw(lr, mask=mask)"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_same_numbers(name, x64, standard_promotion):
     theirs, ours = ROWS[name]
@@ -148,6 +148,7 @@ def test_steps_that_are_left_out_by_the_caller(standard_promotion):
     assert (int(found.skipped), int(found.gradient_step)) == (1, 1)
 
 
+@pytest.mark.slow
 def test_lookahead_around_ours(x64, standard_promotion):
     w, *grads = trees(6)
     w = optax.LookaheadParams.init_synced(w)

@@ -123,6 +123,7 @@ def test_tree_map_params(case):
 # ---- equinox -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equinox_whole_model(standard_promotion):
     """`watch` and 8 bits, with the model itself as the parameters: the numbers of its arrays alone."""
     model = eqx.nn.MLP(64, 8, 96, 1, activation=jnp.tanh, key=jax.random.key(0))

@@ -124,7 +124,7 @@ def test_update(case, double, x64):
     compare(function(*args, **kwargs), wanted, rtol=1e-6 if loose else None)
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(always=["lars_update-021", "lamb_update-034"])
 @cases("lars_update", "lamb_update", every=6)
 def test_paper_rule_without_decay(case, x64):
     """Without decay, and with norms that are not zero, the papers' rules are Ivy's.

@@ -64,6 +64,7 @@ def without_boxes():
     return train(start(eight_bits(), jax.random.key(0), is_boxed=False), jax.jit(step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_unboxed", [False, True])
 def test_sharded_as_the_boxes_say(is_unboxed):
     make = functools.partial(start, eight_bits(), is_boxed=True)

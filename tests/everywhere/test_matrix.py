@@ -42,12 +42,11 @@ def close(found, expected, rtol):
         "float64-decayed_descent",
         "float64-adam_moments",
         "float64-adamw",
-        "float64-lars_outside",
-        "float64-lamb",
-        "float64-lamb_masked",
-        "float64-muon",
-        "float64-soap_masked",
         "float64-lars_ivy",
+        "float64-lars_outside",
+        "float64-lamb_masked",
+        "float64-lamb",
+        "float64-muon",
     ]
 )
 @every_case(NUMBERS)
@@ -91,7 +90,7 @@ def test_reference_in_half_precision(case, dtype):
 every_twin = every_case((*ONE_EACH, "lamb_decayed"), lambda case: case.step)
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(always=["lion"])
 @pytest.mark.bits
 @every_twin
 def test_functional_twin(case):
@@ -143,7 +142,7 @@ def roundings(case, w, g, moments):
     return jax.tree.map(number, direction, w)
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(always=["lion"])
 @pytest.mark.bits
 @every_twin
 def test_complex_functional_twin(case):
@@ -172,6 +171,7 @@ def test_schedule(case, x64):
         close(a, b, 1e-12)
 
 
+@pytest.mark.slow
 @every_case(("lars_masked",))
 def test_rate_tree(case, x64):
     """A prefix tree of rates gives each leaf what a scalar rate would give it."""
@@ -213,6 +213,18 @@ def test_state_has_what_the_method_uses(case):
     assert (state.step.dtype, state.step.shape) == (jnp.int32, ())
 
 
+@pytest.mark.slow(
+    always=[
+        "float16-float16-lamb_decayed",
+        "float32-bfloat16-momentum",
+        "float32-float64-momentum",
+        "float32-float64-lamb_decayed",
+        "float64-float64-momentum",
+        "float64-float64-lamb_decayed",
+        "float64-float16-momentum",
+        "float64-float16-lamb_decayed",
+    ]
+)
 @every_case(("momentum", "lamb_decayed"))
 @pytest.mark.parametrize(("dtype", "grads_dtype"), PAIRS)
 def test_e18_dtypes_do_not_drift(case, dtype, grads_dtype, x64):
@@ -230,6 +242,18 @@ def test_e18_dtypes_do_not_drift(case, dtype, grads_dtype, x64):
     chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
 
 
+@pytest.mark.slow(
+    always=[
+        "bfloat16-adam",
+        "bfloat16-lion",
+        "bfloat16-lamb",
+        "8bit-lion",
+        "8bit-lars",
+        "8bit-lamb",
+        "8bit-muon",
+        "8bit-adafactor_momentum",
+    ]
+)
 @every_case(ONE_EACH, lambda case: case.rounded)
 @pytest.mark.parametrize("form", [jnp.bfloat16, "8bit"], ids=["bfloat16", "8bit"])
 def test_moment_dtype(case, form):
@@ -258,6 +282,7 @@ def test_complex_moments(case):
 # ---- leaves that are not updated ---------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["momentum", "adam_moments", "adamw", "lamb_decayed"])
 @every_case()
 def test_e20_e29_integer_leaves_and_missing_gradients(case):
     """They and their moments are left alone, bit for bit; the others do not notice."""
@@ -304,6 +329,7 @@ def test_empty_tree(case):
     assert int(state.step) == 1
 
 
+@pytest.mark.slow(always=["float32-lars_masked"])
 @every_case(("lars_masked", "lamb_decayed"))
 @pytest.mark.parametrize(
     "dtype", mostly_slow([jnp.float16, jnp.bfloat16, jnp.float32], jnp.float32)

@@ -150,6 +150,7 @@ def has_8_bits(tree):
     return jnp.int8 in [x.dtype for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow(always=["momentum", "8 bits"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(name):
     dtype = jnp.bfloat16 if name in IN_BFLOAT16 else jnp.float32
@@ -209,6 +210,7 @@ def test_words_of_hidden_matrices():
 # ---- variables outside of `nnx.Optimizer` ------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_variables_on_both_sides():
     """`init` and `update` of variables, as without `nnx.Optimizer`; a scan finds one structure."""
     tx = jgrad.watch(jgrad.accumulate(eight_bits(), 2))
@@ -274,6 +276,7 @@ def test_hijax_variables():
 # ---- many steps, many devices, files -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scan():
     model, optimizer = start(jgrad.watch(eight_bits()))
 
@@ -286,6 +289,7 @@ def test_scan():
     np.testing.assert_allclose(losses, plain(eight_bits())[0], rtol=2e-6)
 
 
+@pytest.mark.slow(always=["names1"])
 @pytest.mark.parametrize("names", [(None, "model"), ("model", None)])
 def test_names_of_mesh_axes(names):
     """Codes are sharded as the parameter is, and scales along the axes without blocks."""
@@ -319,6 +323,7 @@ def saved(state, folder):
         return files.restore(folder / "state", state), files.restore(folder / "state")
 
 
+@pytest.mark.slow(always=["variables"])
 @pytest.mark.parametrize("form", ["variables", "arrays"])
 def test_orbax(tmp_path, form):
     """The run goes on from a file as if nothing had been, whatever the file was restored into."""

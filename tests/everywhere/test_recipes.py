@@ -165,6 +165,7 @@ def many(leaves):
     return {f"w{i}": jnp.ones(SHAPES[i % len(SHAPES)]) for i in range(leaves)}
 
 
+@pytest.mark.slow
 def test_small_leaves_apart_cost_no_bytes():
     """In 8 bits and in float32: a step moves as much, with a few kernels more."""
     params = many(8) | {f"b{i}": jnp.ones(700) for i in range(8)}

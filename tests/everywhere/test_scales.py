@@ -102,6 +102,14 @@ def expected_sizes(case, w, grads):
     return [largest([new - old for new, old in zip(*pair, strict=True)]) for pair in pairs]
 
 
+@pytest.mark.slow(
+    always=[
+        "lion",
+        "adafactor-clip_threshold",
+        "adafactor_factored-clip_threshold",
+        "adafactor_torch-clip_threshold",
+    ]
+)
 @pytest.mark.parametrize("name", mostly_slow(VARIANTS, *QUICK))
 def test_steps_of_methods(name):
     """Finite, and no longer than in float64; nor shorter, where the size of gradients is no matter."""
@@ -181,6 +189,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow(always=["adam-clip-previous"])
 @pytest.mark.parametrize("name", mostly_slow(AROUND, "accumulate-sum", "clip-previous"))
 @pytest.mark.parametrize("inner", mostly_slow([jgrad.adam, jgrad.gradient_descent], jgrad.adam))
 def test_steps_in_wrappers(name, inner):

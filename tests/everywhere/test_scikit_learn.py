@@ -94,6 +94,7 @@ def assert_same_losses(theirs, found):
     np.testing.assert_allclose(ours, theirs[0], rtol=CHANGED)
 
 
+@pytest.mark.slow(always=["diabetes"])
 @pytest.mark.parametrize("name", NAMES)
 def test_adam(name, x64, monkeypatch):
     theirs = losses(name)
@@ -101,6 +102,7 @@ def test_adam(name, x64, monkeypatch):
     assert_same_losses(theirs, losses(name))
 
 
+@pytest.mark.slow(always=["True"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum(nesterov, x64, monkeypatch):
     options = {"solver": "sgd", "nesterovs_momentum": nesterov, "learning_rate_init": 0.01}
@@ -109,6 +111,7 @@ def test_momentum(nesterov, x64, monkeypatch):
     assert_same_losses(theirs, losses("wine", **options))
 
 
+@pytest.mark.slow(always=["diabetes"])
 @pytest.mark.parametrize("name", ["digits", "diabetes"])
 def test_another_beta_is_noticed(name, x64, monkeypatch):
     """A beta2 of 0.998 changes the losses by more than they may differ."""

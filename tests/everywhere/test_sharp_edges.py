@@ -164,6 +164,7 @@ def test_e10_the_state_does_not_depend_on_options(case):
         assert jax.tree.structure(jax.eval_shape(tx.init, w)) == plain
 
 
+@pytest.mark.slow
 @every_case(("lars_masked",))
 def test_e22_weak_types(case):
     """Weakly typed weights and moments; rates through `learning_rate=` are in `test_matrix.py`."""
@@ -180,7 +181,7 @@ def test_e22_weak_types(case):
         w, state = step(w, state, weak)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(always=["lamb_decayed"])
 @every_case(
     ("momentum", "adam_moments", "lamb_decayed"),
     # Adafactor's decay depends on the step for ever, and so do the steps with new bases of SOAP.
@@ -240,7 +241,7 @@ def test_e14_layers_stacked_for_scan(case, axes):
         chex.assert_trees_all_close(layers(once), each, rtol=2e-6)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @with_ratio()
 def test_e15_leaves_that_start_at_zero(case):
     """They move: their ratio is 1 while they are zero, and with a mask for good (not by Ivy's rule)."""

@@ -28,6 +28,7 @@ def calls(tx, w, step=jgrad.apply_gradients):
     return exported.mlir_module().count("tpu_custom_call")
 
 
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize(
     ("case", "form"),
     [(case, form) for case in IN_8_BITS for form in ("tree", "packed")[: 1 + case.packs]],
@@ -51,6 +52,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.slow(always=["skip(clip)"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_in_a_wrapper(wrapper):
     dtype = jnp.bfloat16 if wrapper in ("stochastic", "master") else jnp.float32

@@ -52,6 +52,9 @@ def taken(g, **options):
 # ---- the method ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(
+    always=["muon-0.25-wide", "muon-0.5-heads", "normuon-0.25-heads", "normuon-0.01-wide"]
+)
 @pytest.mark.parametrize("name", mostly_slow(MATRICES, "wide", "heads"))
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.01])
 @both_rules
@@ -80,7 +83,7 @@ def test_all_rows_are_the_program_of_muon():
     assert len(programs) == 1
 
 
-@pytest.mark.slow(always=True)
+@pytest.mark.slow
 @both_rules
 def test_blocks_are_leaves_of_their_own(rule):
     """Fused leaves choose rows of each block; in 8 bits they choose the same."""
@@ -129,7 +132,7 @@ def test_what_is_not_finite_is_skipped():
     np.testing.assert_array_equal(after.inner.mw, state.inner.mw)
 
 
-@pytest.mark.slow(always=["muon"])
+@pytest.mark.slow
 @both_rules
 def test_wrappers(rule):
     """A rotation, and steps in the backward pass, of the rows that are taken."""

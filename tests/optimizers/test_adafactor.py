@@ -48,6 +48,15 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow(
+    always=[
+        "paper-float64",
+        "bare-float64",
+        "torch, bounded-float64",
+        "epsilon-float64",
+        "momentum-complex128",
+    ]
+)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_reference(name, dtype, x64):
@@ -84,6 +93,7 @@ def test_what_is_factored():
     assert (state.vw["w"].ndim, state.vw["w"].size, state.vw["w"].dtype) == (2, 48, jnp.float32)
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_separate():
     """As layers one by one; those of optax are mixed, since it takes the two longest axes."""
     shapes = {"layers": (7, 5, 8)}
@@ -109,6 +119,7 @@ def test_stacked_layers_are_separate():
 # ---- others' steps ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["wide-adafactor, decay", "square-adafactor", "bias-adafactor"])
 @pytest.mark.parametrize("name", ["adafactor", "adafactor, decay"])
 @pytest.mark.parametrize("leaf", [*upstream_methods.MATRICES, "bias"])
 def test_torch(name, leaf, x64):
@@ -124,6 +135,7 @@ def test_torch(name, leaf, x64):
         np.testing.assert_allclose(found[t - 1][leaf], expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow(always=["0.75"])
 @pytest.mark.parametrize("momentum", [None, 0.75])
 def test_optax(momentum, x64):
     """One matrix and a bias in float64; it takes its decay's exponent in float32."""
@@ -140,6 +152,7 @@ def test_optax(momentum, x64):
         chex.assert_trees_all_close(a, b, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision():
     """What optax rounds to bfloat16, and divides by zero in float16."""
     for dtype, name in ((jnp.bfloat16, "bfloat16"), (jnp.float16, "float16")):
@@ -217,6 +230,7 @@ def test_rows_of_any_scale():
     np.testing.assert_allclose(updates["w"], -np.ones((16, 16)), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [1e-30, 0.0])
 @pytest.mark.parametrize("rule", ["paper", "torch"])
 def test_slopes_at_zero_gradients(rule, epsilon):
@@ -264,6 +278,7 @@ def train(tx, w, count, seed=1):
     return found[-1], state
 
 
+@pytest.mark.slow
 def test_momentum_in_8_bits():
     """Of the momentum alone, also inside of what rounds weights."""
     w = draw(0, jnp.bfloat16, {"w": (64, 256), "b": (4,)})
@@ -336,6 +351,7 @@ def test_momentum_is_not_adams():
 # ---- packed trees -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pack_small():
     """Leaves that are factored stay as they are."""
     w = draw(0, jnp.float32, {"w": (50, 60), "b": (3,), "c": (5, 4)})
@@ -349,6 +365,7 @@ def test_pack_small():
     assert (50, 60) in shapes
 
 
+@pytest.mark.slow
 def test_packed_matrices():
     w = draw(0, jnp.float32, {"w": (50, 60), "b": (3,)})
     tx = jgrad.adafactor(RATE, min_side=16)

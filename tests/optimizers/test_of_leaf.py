@@ -85,6 +85,7 @@ def assert_is(found, grads, rates, rtol, betas=0.9, decays=0.0):
         np.testing.assert_allclose(np.asarray(new, np.float64), right, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.slow(always=["tree"])
 @pytest.mark.parametrize("pack", [lambda x: x, jgrad.pack], ids=["tree", "packed"])
 def test_adamax(pack):
     """With numbers of each leaf, a schedule, decay and its mask."""
@@ -137,6 +138,7 @@ def both(outside=own_lion, **options):
     return (make(2.0**-6, **BETAS, **options) for make in (jgrad.lion, outside))
 
 
+@pytest.mark.slow(always=["float32-tree", "8bit-packed"])
 @pytest.mark.bits
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("form", FORMS)
@@ -160,7 +162,7 @@ def test_lion_in_a_kernel(form):
     assert_equal((found.w, found.state), (expected.w, expected.state))
 
 
-@pytest.mark.slow(one_in=6, always=["untold-skip_nonfinite0", "trusted-skip_nonfinite0"])
+@pytest.mark.slow(always=["untold-skip_nonfinite0", "trusted-skip_nonfinite0"])
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=str)
 @pytest.mark.parametrize("make", [own_lion, trusted], ids=["untold", "trusted"])
 def test_lion_in_each_wrapper(make, wrapper):

@@ -94,7 +94,7 @@ def test_blocks_and_codes(shape, stacked, second):
     assert np.all(loaded * x >= 0)
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(always=["((5, 16, 16), (0,))"])
 @every_shape
 def test_zeros(shape, stacked):
     """Codes 0 and scale 0, of the shapes that the first step writes."""

@@ -69,6 +69,7 @@ def test_neighbours_are_independent(distance):
         assert correlation(following[distance:], bits[:-distance]) < NOISE
 
 
+@pytest.mark.slow
 def test_no_stream_is_a_part_of_another():
     """Of two leaves, or two steps, no run of four numbers is common, wherever each of them starts."""
     streams = [drawn(t, i) for t, i in ((1, 0), (2, 0), (1, 1), (7, 3))]
@@ -92,6 +93,7 @@ def test_streams_whose_first_keys_are_near():
     assert correlation(a[5:], b[:-5]) < 5 / 4096**0.5
 
 
+@pytest.mark.slow
 def test_e44_keys_of_leaves_and_steps():
     """1000 leaves and 1000 steps: a million pairs of keys, of which no two are equal.
 

@@ -46,6 +46,12 @@ def close(found, expected, rtol=1e-11):
 # ---- beside the reference ----------------------------------------------------------------------
 
 
+@pytest.mark.slow(
+    always=[
+        "(4, 3, 2)-{'layer_axes': 2, 'output_axes': 1, 'every': 2, 'first_step': 'adam'}",
+        "(4, 3)-{'output_axes': 0, 'max_side': 3, 'every': 1}",
+    ]
+)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -64,6 +70,7 @@ def test_layers_and_outputs(shape, options, x64):
         close(a, b)
 
 
+@pytest.mark.slow
 def test_packed_beside_matrices(x64):
     """Leaves of a buffer stand before, between and behind matrices, which keep their factors."""
     w = {
@@ -82,6 +89,7 @@ def test_packed_beside_matrices(x64):
     chex.assert_trees_all_close(packed.factors, state.factors, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [2, (3, 2, 2)], ids=str)
 def test_split(sizes, x64):
     """Blocks are matrices of their own, in runs of one size; weights move as if they were apart."""
@@ -99,6 +107,7 @@ def test_split(sizes, x64):
     assert shapes == ([(3, 2, 2)] if sizes == 2 else [(3, 3), (2, 2, 2)])
 
 
+@pytest.mark.slow
 def test_stacked_as_separate(x64):
     w, grads = normal(3, 4, 5), some(5, 3, 4, 5)
     (*_, together), _ = run(
@@ -109,6 +118,7 @@ def test_stacked_as_separate(x64):
         close(together[i], alone)
 
 
+@pytest.mark.slow(always=["20"])
 @pytest.mark.parametrize("updates", [2, 10, 20, 40])
 def test_second_moments_are_averages_of_every_update(updates, x64):
     """Of one gradient; the first update is in none. A copy that is known keeps one in ten."""
@@ -160,6 +170,7 @@ def test_bases_are_orthogonal_and_keep_their_signs():
         before = state.factors.right_basis
 
 
+@pytest.mark.slow
 def test_what_was_never_seen_keeps_its_place(x64):
     """Directions of a null space do not depend on the last bit, and are not turned by noise."""
     g = jnp.asarray(normal(32, 2))
@@ -213,6 +224,7 @@ def trained_by(every, shape):
     return jax.jit(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("shape", "every"), [((6, 6), 10), ((12, 4), 1)], ids=str)
 def test_what_has_no_gradient_does_not_move(shape, every, dtype, x64):
@@ -257,6 +269,7 @@ def test_units_that_die_come_to_rest(x64):
     assert np.max(moved[[0, 2, 3, 6, 7]]) > RATE
 
 
+@pytest.mark.slow(always=["8bit", "bfloat16"])
 @pytest.mark.parametrize("form", [None, jnp.bfloat16, "8bit"])
 def test_rounding_is_no_direction(form):
     """Of one gradient of rank 2, steps are its singular vectors; m and v of other pairs are noise."""
@@ -272,6 +285,7 @@ def test_rounding_is_no_direction(form):
         assert np.max(np.abs(off)) < 8
 
 
+@pytest.mark.slow
 def test_a_clip_by_root_mean_squares_bounds_steps(x64):
     """It is no less than that of ordinary steps, as docs/methods.md promises of this remedy."""
     tx, w = jgrad.soap(1.0, matrices=True, every=1), jnp.zeros((6, 6))
@@ -286,6 +300,7 @@ def test_a_clip_by_root_mean_squares_bounds_steps(x64):
     assert sizes[1] > 4
 
 
+@pytest.mark.slow
 def test_zero_gradients():
     """Bases stay the identity, nothing moves, and slopes are finite."""
     w = jnp.ones((3, 2))
@@ -306,6 +321,7 @@ def test_zero_gradients():
     assert all(np.all(np.isfinite(x)) for x in slopes)
 
 
+@pytest.mark.slow
 def test_slopes_take_bases_for_constants(x64):
     """They are those of finite differences where no basis depends on what is differentiated."""
     g0, g1, g2 = (jnp.asarray(x) for x in some(3, 3, 3))
@@ -371,6 +387,7 @@ def test_large_sides_have_no_factors():
     assert state.factors.right.shape == (3, 3)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_no_factor():
     w, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.inf)
     tx = jgrad.skip_nonfinite(soap(every=1))
@@ -395,6 +412,7 @@ def test_gradients_at_every_scale():
             assert np.max(np.abs(np.asarray(state.factors.left_basis) - np.eye(6))) > 0.1
 
 
+@pytest.mark.slow
 def test_carried_over_from_adam(x64):
     """With the identity for bases, moments of Adam are right, and the next step is AdamW's."""
     w = {"w": jnp.asarray(normal(4, 3)), "b": jnp.ones(3)}
@@ -439,6 +457,7 @@ def test_carried_over_from_adam(x64):
 # ---- layers in the backward pass, and devices --------------------------------------------------
 
 
+@pytest.mark.slow
 def test_step_in_backward(x64):
     params = {
         "layers": {"w": jnp.asarray(normal(3, 4, 4))},
@@ -463,6 +482,7 @@ def test_step_in_backward(x64):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-10), *found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_dealt_out_over_devices(kind, x64):
     """The numbers stay, and each of four devices decomposes a quarter of the bases of a size."""
@@ -491,6 +511,7 @@ def test_dealt_out_over_devices(kind, x64):
     )
 
 
+@pytest.mark.slow(always=["None-d-expected1"])
 @pytest.mark.parametrize(
     ("shard_over", "state_over", "expected"),
     [

@@ -127,6 +127,7 @@ def test_frozen_leaves_of_a_partition(standard_promotion):
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_counters_by_meaning(standard_promotion):
     bad = jax.tree.map(lambda x: x * jnp.nan, W)
     theirs = optax.apply_if_finite(optax.adam(1e-2), 3)
@@ -170,6 +171,7 @@ def test_8_bits_and_layouts(pack):
     assert_same(carried(carried(state, make(), pack(W))[0], make())[0], state)
 
 
+@pytest.mark.slow
 def test_other_layouts():
     state = trained(make())[1]
     for options in {"multiple_of": 8}, {"max_size": 100}, {"layer_axes": None}:

@@ -32,6 +32,7 @@ def apart(w):
     return jgrad.pack(w, small_apart=True)
 
 
+@pytest.mark.slow(always=["apart to tree", "packed to apart"])
 @pytest.mark.parametrize(
     ("of_old", "of_new", "change"),
     [
@@ -56,6 +57,7 @@ def test_the_account_of_small_leaves(of_old, of_new, change):
     assert jax.tree.structure(eight.update(of_new(G), new, of_new(W))[1]) == jax.tree.structure(new)
 
 
+@pytest.mark.slow
 def test_rounding_is_to_the_nearest():
     state = trained(plain)
     found = unquantized(quantized(state, like=eight.init(W)))
@@ -72,6 +74,7 @@ def test_what_is_there_stays():
     assert unquantized(state).mw["b"] is state.mw["b"]
 
 
+@pytest.mark.slow
 def test_e45_a_checkpoint_of_8_bits(tmp_path):
     """Training goes on with the same bits."""
     state = trained(eight)

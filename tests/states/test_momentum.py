@@ -162,6 +162,7 @@ def test_second_moments_are_not_made_up():
         assert account.reset == ("mw/b", "mw/w", "vw/b", "vw/w")
 
 
+@pytest.mark.slow
 def test_what_like_gives_is_not_zeroed(standard_promotion):
     """The coefficients of optax's `muon`, and the key of Sophia; where `like` has shapes, an error."""
     new = METHODS["optax.muon"][0]

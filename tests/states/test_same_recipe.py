@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
 import jgrad
@@ -147,6 +148,7 @@ def state_of(recipe, seed):
     return state
 
 
+@pytest.mark.slow
 @many
 @given(recipe=recipes(), seed=seeds)
 def test_the_same_bits(recipe, seed):
@@ -196,6 +198,7 @@ SAME_KIND = {
 }
 
 
+@pytest.mark.slow
 @many
 @given(recipe=recipes(), seed=seeds, added=st.sampled_from(sorted(ADDED)))
 @example(

@@ -53,6 +53,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow(always=["jgrad"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_form_from_each(tmp_path, name, standard_promotion):
     """States of variables, of arrays, dictionaries, whole optimizers, and files of each."""

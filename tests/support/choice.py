@@ -49,20 +49,18 @@ def of_suite(items: list[Any], *, all_names: bool) -> tuple[list[Any], list[Any]
     return [x for x in items if x not in quick], [x for x in items if x in quick]
 
 
-def thinned(slow: list[Any], quick: list[Any]) -> list[Any]:
+def thinned(slow: list[Any]) -> list[Any]:
     """Of each test one in 64 of its slow choices of parameters, of another test another one.
 
-    One at least, unless others of its choices are quick. The choices are those of the whole matrix,
-    of which the default suite runs a core. Together the tests still meet every optimizer, dtype and
-    form.
+    One at least. The choices are those of the whole matrix, of which the default suite runs a core.
+    Together the tests still meet every optimizer, dtype and form.
     """
     choices = collections.defaultdict(list)
     for item in slow:
         choices[_test(item)].append(item)
-    begun, kept = {_test(item) for item in quick}, set()
+    kept = set()
     for test, of_test in choices.items():
-        start = _hash(test) % ONE_IN
-        kept.update(of_test[start if test in begun else start % len(of_test) :: ONE_IN])
+        kept.update(of_test[_hash(test) % ONE_IN % len(of_test) :: ONE_IN])
     return [x for x in slow if x in kept and not _options([x]).get("exhaustive")]
 
 

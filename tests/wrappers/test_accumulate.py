@@ -83,6 +83,7 @@ def counting():
     return optax.GradientTransformation(lambda w: jnp.int32(0), update), ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", mostly_slow([False, True], True))
 def test_the_inner_optimizer_waits(jit):
     """Inside a window nothing of it runs, and updates are zero in the parameters' dtypes."""
@@ -103,6 +104,7 @@ def test_the_inner_optimizer_waits(jit):
 growing = lambda done: jnp.where(done < 2, 1, 3)  # windows of 1, 1, 3, 3, ...
 
 
+@pytest.mark.slow(always=["<lambda>-False"])
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("every", mostly_slow([2, growing], growing))
 def test_beside_multi_steps(every, mean, standard_promotion):
@@ -147,6 +149,7 @@ INNER = {
 }
 
 
+@pytest.mark.slow(always=["8 bits-True"])
 @pytest.mark.parametrize("weighted", mostly_slow([False, True], True))
 @pytest.mark.parametrize("inner", mostly_slow(INNER, "8 bits", "watched"))
 def test_a_function_of_updates_is_the_emit_of_a_caller(inner, weighted, standard_promotion):
@@ -190,6 +193,7 @@ NOT_THE_FIRST_COUNTER = {
 }
 
 
+@pytest.mark.slow(always=["parameters", "parameters of optax"])
 @pytest.mark.parametrize("inner", NOT_THE_FIRST_COUNTER.values(), ids=NOT_THE_FIRST_COUNTER)
 def test_the_first_counter_may_count_something_else(inner, standard_promotion):
     """Windows grow by the updates of the method, and a window without any mini-batch is none."""
@@ -222,6 +226,7 @@ def test_models_whose_windows_differ():
     assert (state.gradient_step.tolist(), state.has_updated.tolist()) == ([3, 2], [True, False])
 
 
+@pytest.mark.slow(always=["bfloat16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_sum_that_its_dtype_cannot_hold(dtype):
     """The largest number, as a sum in float32 is; what is infinite before stays so."""
@@ -242,6 +247,7 @@ def test_the_sum_of_weighted_gradients():
     np.testing.assert_array_equal(tx.update(10 * X, state, X, weight=0.5)[0], 8 * X)
 
 
+@pytest.mark.slow
 def test_e50_fractional_weights(standard_promotion, x64):
     """The gradient of the whole batch, from mini-batches that weigh 1/8, 5/2, and nothing.
 
@@ -297,6 +303,7 @@ def test_a_mini_batch_that_is_not_finite_is_left_out(bad, at, x64):
     assert (int(state.skipped), int(state.mini_step), int(state.count)) == (len(at), 0, 0)
 
 
+@pytest.mark.slow
 def test_e11_one_nan_and_optax_never_recovers(standard_promotion):
     w, grads = params(), gradients(6)
     grads[1] = poisoned(grads[1], np.nan)
@@ -336,7 +343,7 @@ def test_unchecked_gradients_are_added_as_they_are():
 # ---- emit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [bool, np.bool_, jnp.asarray], ids=["bool", "numpy", "traced"])
 def test_emit(flag, x64):
     """True closes a partial window, False keeps a full one open: the mean is of all that there were."""
@@ -541,6 +548,7 @@ def test_one_mini_batch_needs_no_sum():
     assert abs(costs[1][1] - costs[0][1]) < size / 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_state_of_1_0_with_a_sum(weighted):
     """It goes on as it is, with the same numbers; one mini-batch is not finite."""
@@ -559,6 +567,9 @@ def test_a_state_of_1_0_with_a_sum(weighted):
     assert (int(new[1].skipped), int(new[1].inner.step)) == (1, 3)
 
 
+@pytest.mark.slow(
+    always=["traced-bare", "traced-skip_nonfinite", "traced-skip_spikes", "traced-both"]
+)
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("emit", EMITS.values(), ids=EMITS)
 def test_a_window_that_may_stay_open_has_a_sum(emit, around):
@@ -580,6 +591,7 @@ def test_a_window_that_may_stay_open_has_a_sum(emit, around):
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_file_with_a_sum(tmp_path):
     """By orbax into a target that has it, or without a target and by `carry_over`."""
     w, g = params(), gradients(1)[0]

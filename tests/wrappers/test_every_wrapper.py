@@ -328,7 +328,14 @@ def test_e07_the_copy_sees_the_mean_unrounded():
 ZEROS = {"None": None, "float0": np.zeros(3, jax.dtypes.float0), "int": jnp.zeros(3, jnp.int32)}
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(
+    always=[
+        "None-accumulate",
+        "float0-clip_by_global_norm",
+        "float0-schedule_free",
+        "int-schedule_free",
+    ]
+)
 @every_wrapper
 @pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
 def test_leaves_that_are_not_updated(zero, wrapper):
@@ -347,7 +354,18 @@ def test_leaves_that_are_not_updated(zero, wrapper):
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(
+    always=[
+        "float16-master_weights",
+        "float16-hyperball",
+        "bfloat16-offload",
+        "bfloat16-ema",
+        "bfloat16-watch",
+        "float32-hyperball",
+        "float32-watch",
+        "float64-stochastic_rounding",
+    ]
+)
 @every_wrapper
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_do_not_drift(dtype, wrapper, x64):
@@ -366,6 +384,7 @@ def test_dtypes_do_not_drift(dtype, wrapper, x64):
     assert {x.dtype for x in jax.tree.leaves(optax.tree.get(state, "mw"))} == {jnp.dtype(wide)}
 
 
+@pytest.mark.slow(always=["accumulate", "master_weights"])
 @every_wrapper
 def test_a_rate_for_one_call(wrapper):
     """Arguments of the call reach the optimizer inside."""
@@ -374,6 +393,7 @@ def test_a_rate_for_one_call(wrapper):
     close(train(other, w, grads)[0], train(tx, w, grads)[0], wrapper.dtype)
 
 
+@pytest.mark.slow(always=["offload", "pack_small"])
 @pytest.mark.parametrize(
     "wrap",
     [jgrad.skip_nonfinite, lambda tx: jgrad.accumulate(tx, 2), jgrad.offload, jgrad.pack_small],
@@ -428,6 +448,7 @@ INSIDE_SKIP += [
 ]
 
 
+@pytest.mark.slow(always=["skip_nonfinite-adam0", "skip_spikes-adam0", "watch-2-adam0"])
 @pytest.mark.parametrize("make", mostly_slow([jgrad.adam, optax.adam], jgrad.adam))
 @pytest.mark.parametrize("wrapper", INSIDE_SKIP, ids=str)
 def test_as_if_a_skipped_step_had_not_been(wrapper, make, standard_promotion):

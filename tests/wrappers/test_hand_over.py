@@ -87,6 +87,7 @@ def test_it_is_what_it_says():
     close(train(slowly(tx, 0.25), w, grads)[0], by_hand(tx, 0.25, w, grads))
 
 
+@pytest.mark.slow(always=["1", "2"])
 @pytest.mark.parametrize("weighted", [None, 1, 2])
 def test_what_it_makes_needs_no_look(weighted):
     """It speaks no word of `Commit`, and all that it makes is settled; so is what `accumulate` makes."""
@@ -193,7 +194,7 @@ OTHERS = [counting, deaf, scaling, remembering, optax.chain]
 between = pytest.mark.parametrize("third_party", OTHERS, ids=lambda f: f.__name__)
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(always=["copies-remembering"])
 @between
 @pytest.mark.parametrize(
     "wrap", [jgrad.master_weights, jgrad.stochastic_rounding], ids=["copies", "rounding"]
@@ -255,7 +256,7 @@ def test_a_state_in_which_nobody_finds_the_window():
     assert int(found[-1][1].skipped) == 1
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(always=["adam-deaf"])
 @pytest.mark.parametrize("third_party", [counting, deaf], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("before", [optax.trace(0.9), jgrad.scale_by_adam()], ids=["trace", "adam"])
 def test_a_mini_batch_that_spoils_the_state_of_another(before, third_party):

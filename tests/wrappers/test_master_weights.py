@@ -34,7 +34,7 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.mark.slow(one_in=8)
+@pytest.mark.slow
 @every_dtype
 @every_case
 def test_the_copy_is_the_papers(case, dtype):
@@ -143,7 +143,7 @@ HALVES = [
 ]
 
 
-@pytest.mark.slow(one_in=8)
+@pytest.mark.slow(always=["stochastic_rounding-bfloat16-momentum"])
 @every_case
 @pytest.mark.parametrize(("wrap", "dtype"), HALVES)
 def test_other_leaves_are_those_of_the_plain_transformation(wrap, dtype, case):

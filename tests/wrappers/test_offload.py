@@ -146,6 +146,7 @@ def test_slopes_through_a_loop():
         jax.grad(end)(0.1, mw, True, jgrad.offload)
 
 
+@pytest.mark.slow
 def test_e47_scan_and_vmap():
     """The state stays on the host."""
     tx, w = jgrad.offload(ADAMW), params()
@@ -157,6 +158,7 @@ def test_e47_scan_and_vmap():
     assert kinds(step(models, jax.vmap(tx.init)(models), models)[1]) == {"pinned_host"}
 
 
+@pytest.mark.slow
 def test_e47_in_a_chain():
     """Its own part of the state is on the host."""
     average = jgrad.average_params(optax.identity(), 0.9)
@@ -193,6 +195,7 @@ def test_e47_sharded_over_devices():
     assert_equal((found, state), expected)
 
 
+@pytest.mark.slow
 def test_e47_a_state_on_the_device():
     """Taken as it is; the next one is on the host. NumPy's arrays, too."""
     w, (g,) = params(), gradients(1)

@@ -52,6 +52,7 @@ def test_what_is_packed():
     assert set(apart.mw.buffers) == {"leaf 3", "bfloat16 small", "float32 small"}
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "options",
@@ -199,7 +200,7 @@ def test_a_state_that_is_not_packed():
 SAVED = {"pack_small": (jgrad.pack_small, lambda w: w), "packed": (lambda tx: tx, jgrad.pack)}
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", SAVED)
 def test_flax_saves_the_tree(form):
     """The file is that of the state of a tree, and fits both."""

@@ -52,7 +52,7 @@ OPTIONS = [{"beta": 0.5}, {"step_power": 1.0}, {"weight_power": 0.0}]
 STEPS = [*((rate, {}) for rate in RATES), *(("warm-up", options) for options in OPTIONS)]
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(always=["float64-falling-options3", "float64-warm-up-options5"])
 @pytest.mark.parametrize(("rate", "options"), STEPS)
 @pytest.mark.parametrize("dtype", mostly_slow(["float64", "float32", "complex128"], "float64"))
 def test_reference(rate, options, dtype, x64, standard_promotion):
@@ -76,6 +76,7 @@ RATES_OF_A_CALL = {
 }
 
 
+@pytest.mark.slow(always=["number-False", "rules-False"])
 @pytest.mark.parametrize("packed", mostly_slow([False, True], False))
 @pytest.mark.parametrize("form", RATES_OF_A_CALL)
 def test_the_rate_of_each_call(form, packed, standard_promotion):
@@ -120,6 +121,7 @@ def test_equal_weights_are_the_mean():
     np.testing.assert_allclose(w.astype(jnp.float32), state.z, rtol=2**-8)
 
 
+@pytest.mark.slow
 def test_leaves_that_do_not_move():
     """Integers, None, and a missing gradient: z and average stay, bit for bit."""
     w = {"a": jnp.ones(3), "b": jnp.full(2, 2.0), "n": jnp.arange(2), "x": None}
@@ -152,6 +154,14 @@ def test_double_precision(x64):
     assert tx.init({"b": w["b"], "n": w["n"]}).weight_sum.dtype == jnp.float32
 
 
+@pytest.mark.slow(
+    always=[
+        "['float64', 'float64']-float32",
+        "['float64', 'float64']-float64",
+        "['float32', 'float64']-float32",
+        "['float32', 'float64']-float64",
+    ]
+)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
     "rates", [["float32"] * 2, ["float64"] * 2, ["float32", "float64"]], ids=str

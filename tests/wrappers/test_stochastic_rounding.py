@@ -217,6 +217,7 @@ def test_a_weight_that_jumps():
     assert abs(np.mean(error)) < 0.02
 
 
+@pytest.mark.slow
 def test_skipping_is_that_of_nothing_to_skip():
     """With finite gradients `skip_nonfinite` around it changes no bit."""
     w, grads = params(BF16), gradients(3, BF16)

@@ -372,7 +372,7 @@ def test_an_update_that_is_wrong(caplog):
 # ---- devices -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(every, check_vma):
