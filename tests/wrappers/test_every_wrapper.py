@@ -359,7 +359,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
         "float16-master_weights",
         "float16-hyperball",
         "bfloat16-offload",
-        "bfloat16-ema",
+        "bfloat16-average_params",
         "bfloat16-watch",
         "float32-hyperball",
         "float32-watch",
