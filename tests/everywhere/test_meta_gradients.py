@@ -252,7 +252,7 @@ def expected_of(subject):
 SUBJECTS = list(subjects())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(always=["scale_by_trust_ratio-closed over-unrolled"])
 @pytest.mark.parametrize("looped", [False, True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize("closed_over", [True, False], ids=["closed over", "arguments"])
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
