@@ -143,8 +143,7 @@ from jgrad._soap.soap import soap
 from jgrad._states.account import Account
 from jgrad._states.carry_over import carry_over
 from jgrad._states.state_shardings import state_shardings
-from jgrad._trees.blocks import Blocks
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.other_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients

@@ -23,7 +23,7 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._quantized import encoding
-from jgrad._trees.blocks import Blocks
+from jgrad._trees.forms import Blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")

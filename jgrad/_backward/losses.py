@@ -19,7 +19,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._backward.scan_layers import Block, Remat, recorded, rematerialised
 from jgrad._trees import checks, trees
-from jgrad._trees.blocks import in_short
+from jgrad._trees.forms import in_short
 from jgrad._trees.trees import PyTree, Structure
 from jgrad._trees.unpromised import Unpromised
 

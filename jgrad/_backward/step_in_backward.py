@@ -21,7 +21,7 @@ from jgrad._backward.share_updates import Given, ShareUpdate, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, shardings, values
+from jgrad._trees import checks, shardings
 from jgrad._trees.contexts import during
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.trees import PyTree
@@ -148,7 +148,7 @@ def step_in_backward(
     if not callable(loss):
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
-        values.boolean(_NAME, name, x)
+        checks.boolean(_NAME, name, x)
     of_gradients.check_function(gradients)
     read_mesh_axes(_NAME, mesh_axes, names=False)
 

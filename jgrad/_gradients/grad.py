@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
-from jgrad._trees import checks, values
+from jgrad._trees import checks
 from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
 
@@ -130,7 +130,7 @@ def _value_and_grad(
     name: str, func: Callable[..., PyTree], argnums: Argnums, *, has_aux: bool
 ) -> Callable[..., PyTree]:
     """`value_and_grad` under the name that messages give."""
-    values.boolean(name, "has_aux", has_aux)
+    checks.boolean(name, "has_aux", has_aux)
 
     @functools.wraps(func)
     def value_and_gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -221,8 +221,8 @@ def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None)
       >>> bool(jgrad.grad(lambda w: jnp.sum(targets(w)))(jnp.ones(3)).any())
       False
     """
-    values.no_out("stop_gradient", out)
-    values.boolean("stop_gradient", "preserve_type", preserve_type)
+    checks.no_out("stop_gradient", out)
+    checks.boolean("stop_gradient", "preserve_type", preserve_type)
     return jax.tree.map(
         lambda leaf: jax.lax.stop_gradient(leaf) if checks.is_array(leaf) else leaf, x
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
-from jgrad._trees import checks, values
+from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
@@ -99,7 +99,7 @@ def _value_and_jac(
     name: str, func: Callable[..., PyTree], argnums: Argnums, mode: Mode
 ) -> Callable[..., PyTree]:
     """`value_and_jac` under the name that messages give."""
-    values.one_of(name, "mode", mode, ("reverse", "forward", None))
+    checks.one_of(name, "mode", mode, ("reverse", "forward", None))
 
     @functools.wraps(func)
     def value_and_jacobian(*args: PyTree, **kwargs: PyTree) -> PyTree:

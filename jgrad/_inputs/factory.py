@@ -13,13 +13,13 @@ import jax
 
 from jgrad._arithmetic import rules
 from jgrad._inputs import matrix_options, numbers, options
-from jgrad._inputs.aligned import Role
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.moment import Step
 from jgrad._inputs.moment_options import MomentOptions
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
-from jgrad._trees import checks, values
+from jgrad._trees import checks
 
 Arguments = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def checked(read: Callable[[str, str, Any], Any], *, optional: bool = False) -> 
 
 def one_of(*choices: Any) -> Callable[[str, str, Any], None]:
     """The kind of an option that is one of some values."""
-    return lambda function, name, x: values.one_of(function, name, x, choices)
+    return lambda function, name, x: checks.one_of(function, name, x, choices)
 
 
 def count(low: int = 1) -> Callable[[str, str, Any], None]:
@@ -46,7 +46,7 @@ def count(low: int = 1) -> Callable[[str, str, Any], None]:
         if isinstance(x, jax.Array):
             problem = f"{checks.describe(x)}, expected an int; {checks.INJECTED}"
             raise TypeError(f"{function}: `{name}`: {problem}.")
-        values.count(function, name, x, low)
+        checks.count(function, name, x, low)
 
     return check
 
@@ -77,7 +77,7 @@ MATRICES: dict[str, Kind] = {
     "mesh_axes": lambda function, _, x: matrix_options.read_shardings(function, x),
 }
 SHARD_OVER = Reads(
-    lambda function, x: () if x is None else values.axis_names(function, "shard_over", x)
+    lambda function, x: () if x is None else checks.axis_names(function, "shard_over", x)
 )
 
 
@@ -213,7 +213,7 @@ _CHECKS: dict[Role, Callable[[str, str, Any, Arguments], Any]] = {
     Role.DECAY: _decay,
     Role.MOMENTUM: _checked(numbers.scalar_betas, optional=True),
     Role.SCALAR: lambda function, name, x, _: numbers.scalar(function, name, x),
-    Role.FLAG: lambda function, name, x, _: values.boolean(function, name, x),
+    Role.FLAG: lambda function, name, x, _: checks.boolean(function, name, x),
     Role.MESH_AXES: lambda function, name, x, _: read_mesh_axes(function, x),
     Role.LAYER_AXES: lambda function, name, x, _: read_layer_axes(function, x),
     Role.MASK: lambda *_: None,  # after all others

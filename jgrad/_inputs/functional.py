@@ -14,26 +14,271 @@ What functional updates share:
   array is. Integer gradients, moments and numbers are read as the default float dtype; integer
   weights are an error.
 - `None` as a gradient leaves its leaf, and the moments of it, unchanged.
+
+The trees are aligned once. From then on the method works on lists with an entry per leaf, as the
+`init`/`update` pairs do.
 """
 
+import enum
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jgrad._arithmetic import numerics
+from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.leafwise import apply
+from jgrad._arithmetic.numerics import BetaForms
+from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs import numbers
-from jgrad._inputs.aligned import ARRAYS, MOMENTS, AlignedArguments, Role, Roles
 from jgrad._inputs.moment import Moment
-from jgrad._layers.layer_axes import static_axes
-from jgrad._packed import packing
-from jgrad._trees import checks, trees, values
+from jgrad._layers.layer_axes import LayerAxes, StaticAxes, as_typed, static_axes
+from jgrad._packed import array_spec, packing
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.forms import Blocks
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
+
+
+class Role(enum.Enum):
+    """What an argument is, of a functional update or of the factory of a pair."""
+
+    # of a functional update
+    WEIGHTS = enum.auto()
+    GRADIENT = enum.auto()
+    FIRST_MOMENT = enum.auto()
+    SECOND_MOMENT = enum.auto()
+    OPTIONAL_NUMBER = enum.auto()  # in [0, inf), one element per leaf; None compiles to nothing
+    # of both
+    RATE = enum.auto()  # of any shape that broadcasts; in a functional update of any sign
+    NUMBER = enum.auto()  # in [0, inf), one element per leaf
+    BETA = enum.auto()  # in [0, 1), one element per leaf
+    # of a factory
+    DECAY = enum.auto()  # a number, whose range is that of `weight_decay_rule`
+    MOMENTUM = enum.auto()  # a beta, or None where there is no buffer
+    SCALAR = enum.auto()  # in [0, inf), one for the model
+    MASK = enum.auto()  # a prefix tree of bools, or a function of shapes; None for all
+    FLAG = enum.auto()  # a bool
+    MESH_AXES = enum.auto()
+    LAYER_AXES = enum.auto()
+
+
+MOMENTS = {Role.FIRST_MOMENT, Role.SECOND_MOMENT}
+# They may have any shape that broadcasts to the weights.
+BROADCAST = MOMENTS | {Role.RATE}
+# They have elements of their own, and not one number per leaf.
+ARRAYS = BROADCAST | {Role.WEIGHTS, Role.GRADIENT}
+# They are complex where the weights are.
+COMPLEX = {Role.WEIGHTS, Role.GRADIENT, Role.FIRST_MOMENT}
+
+Roles = Mapping[str, Role]
+
+
+class AlignedArguments:
+    """The checked arguments of one functional update, aligned: a list with an entry per leaf.
+
+    Numbers are scalars, or what an `ArraySpec` makes of them beside packed weights. An absent
+    number is the Python number 0.
+    """
+
+    def __init__(self, function: str, roles: Roles, named: dict[str, Any]) -> None:
+        self._function = function
+        present = {
+            name: role
+            for name, role in roles.items()
+            if role is not Role.OPTIONAL_NUMBER or named[name] is not None
+        }
+        names = dict(zip(roles.values(), roles, strict=True))
+        self._gradient = names.get(Role.GRADIENT, "")
+        self._reference = names.get(Role.WEIGHTS, self._gradient)
+        self._trees = {
+            name: _floating(function, name, named[name], role) for name, role in present.items()
+        }
+        self._packed = packing.any_packed(*self._trees.values())
+        if self._packed:
+            self._trees = {
+                name: self._beside_packed(name, tree, present[name])
+                for name, tree in self._trees.items()
+            }
+        aligned = checks.common_structure(function, **self._trees)
+        self._structure = aligned.structure
+        self._counts = dict(zip(self._trees, aligned.counts, strict=True))
+        self._leaves: dict[str, Any] = {
+            name: trees.repeat(trees.flatten(tree)[0], self._counts[name])
+            for name, tree in self._trees.items()
+        }
+        self._check(present, list(self._trees.values())[aligned.finest])
+        for name, role in roles.items():
+            if name not in present:
+                self._leaves[name] = [0.0] * self._structure.num_leaves
+            elif role is Role.BETA:
+                forms = named[name]
+                self._leaves[name] = BetaForms(
+                    self._scalar_entries(name, self._trees[name], checked=True),
+                    self._scalar_entries(name, forms.complement),
+                    self._scalar_entries(name, forms.log),
+                )
+            elif role not in ARRAYS:
+                self._leaves[name] = self._scalar_entries(name, self._trees[name], checked=True)
+
+    def __getitem__(self, name: str) -> Any:
+        """The entries of an argument; of a beta, `BetaForms` with a list in each field."""
+        return self._leaves[name]
+
+    def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
+        """Where the layers of each leaf are, from `mesh_axes` and `layer_axes`."""
+        # The weights may be one array for a tree of gradients: the finer of both has the leaves.
+        both = (self._reference, self._gradient)
+        name = max(both, key=lambda name: len(self._counts[name]))
+        tree, counts = self._trees[name], self._counts[name]
+        unpacked = packing.shapes(tree)
+        if self._packed:
+            leaves = trees.flatten(unpacked)[0]
+        else:
+            leaves = _first_below(self[self._reference], counts)
+        reference = ArgLeaves(
+            self._function, self._reference, leaves, lambda: trees.paths(unpacked)
+        )
+
+        def read(name: str, static: tuple[Any, tuple[Any, ...]]) -> ArgLeaves:
+            structure, entries = static
+            option = structure.unflatten(entries)
+            return ArgLeaves.from_prefix(self._function, name, option, self._reference, unpacked)
+
+        options = read("mesh_axes", axes[0]), read("layer_axes", axes[1])
+        per_array = array_spec.layer_axes_per_array(array_spec.specs(tree), *options, reference)
+        arrays = zip(*(self[name] for name in both), strict=True)
+        return as_typed(trees.repeat(per_array, counts), options[0], arrays)
+
+    def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
+        """w + update, in the dtypes of `w`."""
+        checks.boolean(self._function, "stop_gradients", stop_gradients)
+        new = self.replaced(self._reference, apply(rules.add, self[self._reference], updates))
+        return trees.map_leaves(jax.lax.stop_gradient, new) if stop_gradients else new
+
+    def replaced(
+        self, name: str, new: Sequence[Any], computed_from: Sequence[str] | None = None
+    ) -> PyTree:
+        """New values of an argument in its dtypes; the old ones where the new are `None`.
+
+        The tree is as fine as the finest argument that the values are computed from, which by
+        default is all of them.
+        """
+        leaves = cast_back(new, self[name])
+        if trees.flatten(self._trees[name])[1] == self._structure:
+            return self._structure.unflatten(leaves)  # no tree is finer
+        finest = None if computed_from is None else self._finest((name, *computed_from))
+        if finest is None:
+            return self._structure.unflatten(leaves)
+        below = _first_below(leaves, self._counts[finest])
+        old = trees.broadcast(self._trees[name], self._trees[finest])
+        counts = zip(self._counts[finest], below, old, strict=True)
+        structure = trees.flatten(self._trees[finest])[1]
+        return structure.unflatten([x if count else y for count, x, y in counts])
+
+    def _finest(self, names: Sequence[str]) -> str | None:
+        """The one of these arguments that all of them are prefixes of; None if there is none."""
+        aligned = trees.align(*(self._trees[name] for name in names))
+        return None if aligned is None else names[aligned.finest]
+
+    def _beside_packed(self, name: str, tree: PyTree, role: Role) -> PyTree:
+        """An argument in the form of packed weights.
+
+        A number as a moment would fill the padding, so moments have to be packed.
+        """
+        reference = self._trees[self._reference]
+        if role is Role.RATE:
+            same = trees.flatten(tree)[1] == trees.flatten(reference)[1]
+            return tree if same else self._per_array(name, tree)
+        if role in ARRAYS:
+            checks.same_structure(self._function, name, tree, self._reference, reference)
+            return tree
+        checks.one_element(ArgLeaves.from_tree(self._function, name, tree))
+        return self._per_array(name, trees.map_leaves(_scalar, tree))
+
+    def _per_array(self, name: str, tree: PyTree) -> PyTree:
+        """An option for the leaves of a packed reference as one for its arrays."""
+        reference = self._trees[self._reference]
+        unpacked = packing.shapes(reference)
+        arg = ArgLeaves.from_prefix(self._function, name, tree, self._reference, unpacked)
+        specs = array_spec.specs(reference)
+        for spec in specs:
+            for i in spec.positions if spec.is_buffer else ():
+                if arg.leaves[i] is None:
+                    arg.fail(i, TypeError, "None, expected an array or a number")
+        shapes = ArgLeaves.from_tree(self._function, self._reference, unpacked)
+        checks.broadcastable(arg, shapes.with_arrays())
+        structure = trees.flatten(reference)[1]
+        return structure.unflatten([spec.per_array(arg.leaves) for spec in specs])
+
+    def _scalar_entries(self, name: str, tree: PyTree, *, checked: bool = False) -> list[Any]:
+        """A number per leaf as scalars; beside packed weights what was checked has their form."""
+        if not (self._packed and checked):
+            tree = trees.map_leaves(_scalar, tree)
+        if self._packed and not checked:
+            tree = self._per_array(name, tree)
+        return trees.repeat(trees.flatten(tree)[0], self._counts[name])
+
+    def _check(self, roles: Roles, finest: PyTree) -> None:
+        """Kinds and shapes, leaf against leaf."""
+        args = {
+            name: ArgLeaves(self._function, name, self._leaves[name], lambda: trees.paths(finest))
+            for name in roles
+        }
+        gradient, reference = args[self._gradient], args[self._reference]
+        checks.none_together(reference, gradient, list(args.values()))
+        for name, role in roles.items():
+            arg = args[name]
+            if role in COMPLEX:
+                checks.same_kinds(arg, reference)
+            if role is Role.GRADIENT:
+                checks.same_shapes(arg, reference)
+            elif role in BROADCAST:
+                # Without weights nothing can be enlarged: a moment of shape (1,) beside a scalar
+                # is fine.
+                checks.broadcastable(arg, reference, rank_may_grow=reference is gradient)
+            elif not (role in ARRAYS or self._packed):
+                given = ArgLeaves.from_tree(self._function, name, self._trees[name])
+                if any(map(np.ndim, given.leaves)):
+                    checks.one_element(given)
+
+
+def _first_below(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    """For each leaf of a coarser tree, the first of the leaves that it stands for, if any."""
+    starts = itertools.accumulate(counts[:-1], initial=0)
+    return [leaves[i] if n else None for i, n in zip(starts, counts, strict=False)]
+
+
+def _scalar(x: Any) -> jax.Array:
+    return numerics.floating(x).reshape(())
+
+
+def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
+    """Integers in the default float dtype, except as weights, where they are an error."""
+    tree = tree.value if isinstance(tree, BetaForms) else tree
+    leaves, structure = trees.flatten(tree)
+    arg = ArgLeaves(function, name, leaves, lambda: trees.paths(tree))
+    for i, x in enumerate(leaves):
+        if isinstance(x, Blocks):
+            remedy = "make it one by `carry_over(tree, like=shapes)`"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
+        if x is None:
+            continue
+        x = leaves[i] = jnp.asarray(x)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        if jnp.issubdtype(x.dtype, jnp.integer) and role is not Role.WEIGHTS:
+            leaves[i] = numerics.floating(x)
+        elif not (jnp.issubdtype(x.dtype, jnp.complexfloating) and role in COMPLEX):
+            remedy = "; cast it, or leave it out of the update" if role is Role.WEIGHTS else ""
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating dtype{remedy}")
+    return structure.unflatten(leaves)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,7 +333,7 @@ def update(
             if len(args) != len(positional) or not kwargs.keys() <= defaults.keys():
                 return explained(body)(*args, **kwargs)  # an error
             given = defaults | dict(zip(positional, args, strict=True)) | kwargs
-            values.no_out(name, given["out"])
+            checks.no_out(name, given["out"])
             given = given if before is None else before(given)
             named = canonicalize(name, roles, {key: given.pop(key) for key in roles})
             if "layer_axes" in given:

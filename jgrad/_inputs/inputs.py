@@ -26,9 +26,8 @@ from jgrad._layers.layer_axes import check_names, read_mesh_axes
 from jgrad._packed import array_spec, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.shardings import invariant_axes
 from jgrad._trees.told import NOTHING, Told
 from jgrad._trees.trees import PyTree

@@ -18,9 +18,8 @@ from jgrad._quantized import codec, encoding
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import ElementKeys, step_keys
 from jgrad._trees import checks, trees
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.shardings import replicated, varying_axes
 from jgrad._trees.trees import PyTree
 

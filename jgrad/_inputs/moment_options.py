@@ -23,8 +23,8 @@ from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, shares, trees
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.forms import Blocks
 from jgrad._trees.trees import PyTree
 
 # A dtype, 8 bits in blocks, or None for the parameter's dtype, but at least float32.

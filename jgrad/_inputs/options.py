@@ -26,7 +26,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._layers.layer_axes import LayerAxes, as_typed, read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
-from jgrad._trees import checks, shares, trees, values
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.told import note
 from jgrad._trees.trees import PyTree
@@ -74,7 +74,7 @@ def check_decays(
     function: str, rule: str, rules: Sequence[str] = DECAY_RULES, **decays: PyTree
 ) -> None:
     """A known rule, and decays in its range."""
-    values.one_of(function, "weight_decay_rule", rule, rules)
+    checks.one_of(function, "weight_decay_rule", rule, rules)
     check(function, functools.partial(numbers.scalars, high=limit(rule)), **decays)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._gradients.grad import stop_gradient
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees
 from jgrad._trees.protocols import KeyPath, Leaf
 from jgrad._trees.trees import PyTree
 
@@ -75,7 +75,7 @@ def execute_with_gradients(
       >>> jax.tree.map(jnp.shape, grads)
       {'w': (3, 2)}
     """
-    values.boolean("execute_with_gradients", "retain_grads", retain_grads)
+    checks.boolean("execute_with_gradients", "retain_grads", retain_grads)
     inputs = _Inputs(xs, xs_grad_idxs)
     keys: list[str] = []
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._inputs.functional import lists_as_arrays
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
@@ -56,7 +56,7 @@ def is_variable(x: object, /, exclusive: bool = False) -> bool:
       >>> jgrad.is_variable(jnp.ones(3)), jgrad.is_variable("relu")
       (True, False)
     """
-    values.boolean("is_variable", "exclusive", exclusive)
+    checks.boolean("is_variable", "exclusive", exclusive)
     return isinstance(x, jax.Array) and not exclusive
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._kernels.moment import LeafMoment, written
-from jgrad._trees.blocks import SIZE, Blocks
+from jgrad._trees.forms import SIZE, Blocks
 from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 

@@ -27,7 +27,7 @@ from jgrad._quantized import bfloat16, codes as coding, encoding
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import geometry
-from jgrad._trees.blocks import Blocks
+from jgrad._trees.forms import Blocks
 from jgrad._trees.shardings import barrier
 from jgrad._trees.trees import PyTree
 

@@ -18,8 +18,8 @@ import jax
 from jgrad._kernels import sharded
 from jgrad._kernels.leaf_step import LeafStep, Lowering, Place, moments_of
 from jgrad._kernels.moment import CodesPass, ScalePass
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.contexts import during
+from jgrad._trees.forms import Blocks
 from jgrad._trees.shardings import barrier
 from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._kernels.leaf_step import LeafStep, Lowering, Place, in_memory
-from jgrad._trees.blocks import SIZE
+from jgrad._trees.forms import SIZE
 
 
 def place_of(

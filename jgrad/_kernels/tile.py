@@ -12,7 +12,7 @@ import numpy as np
 from jgrad._quantized import codes as coding
 from jgrad._quantized.codec import Codec
 from jgrad._quantized.random_bits import Part, mixed
-from jgrad._trees.blocks import Blocks
+from jgrad._trees.forms import Blocks
 
 
 class Tile(NamedTuple):

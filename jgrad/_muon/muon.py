@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
 from jgrad._inputs import matrix_options, numbers, options
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import (
     FORM,
     MATRICES,
@@ -23,6 +22,7 @@ from jgrad._inputs.factory import (
     checked,
     one_of,
 )
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.matrix_options import LAST
@@ -35,7 +35,7 @@ from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon.directions import MOMENTUM, check_no_momentum, directions
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -58,7 +58,7 @@ _SCALES: dict[str | None, ScaleFunction] = {
 def read_scale(function: str, scale: Scale) -> ScaleFunction:
     """The function of (outputs, inputs)."""
     if not callable(scale):
-        values.one_of(function, "scale", scale, _SCALES)
+        checks.one_of(function, "scale", scale, _SCALES)
         return _SCALES[scale]
     try:
         signature = inspect.signature(scale)

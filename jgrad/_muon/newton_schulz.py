@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
-from jgrad._trees import checks, values
+from jgrad._trees import checks
 
 # Bytes of a chunk. On CPUs a chunk with its two squares should stay in the second-level cache: 300
 # matrices of 32 x 32 take 3.6 ms at once, 3.1 in chunks of 64 kB, 3.2 of 128 kB, 5 of 256 kB, and
@@ -75,7 +75,7 @@ COEFFICIENTS = {
 def read_coefficients(function: str, coefficients: Any) -> Coefficients:
     """Those of a name, or triples of numbers."""
     if isinstance(coefficients, str):
-        values.one_of(function, "coefficients", coefficients, COEFFICIENTS)
+        checks.one_of(function, "coefficients", coefficients, COEFFICIENTS)
         return COEFFICIENTS[coefficients]
     names = ", ".join(map(repr, COEFFICIENTS))
     expected = f"one of {names}, or a sequence of triples (a, b, c), one for each step"

@@ -15,9 +15,9 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import matrix_options, numbers, options
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.around import narrow
 from jgrad._inputs.factory import DECAY, FORM, MATRICES, Given, Options, checked, count, one_of
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average
 from jgrad._inputs.matrix_options import LAST
@@ -34,7 +34,7 @@ from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Factors
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree

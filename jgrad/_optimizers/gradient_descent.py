@@ -7,8 +7,8 @@ import jax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import functional
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Options, one_of
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
@@ -27,7 +27,7 @@ from jgrad._layers.trust import (
 )
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import BiasCorrection
-from jgrad._trees import values
+from jgrad._trees import checks
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -243,7 +243,7 @@ def lamb_update(
       (2020), algorithm 2, with phi the clamp of the ratio.
     """
     name = "lamb_update"
-    values.one_of(name, "rule", rule, _RULES)
+    checks.one_of(name, "rule", rule, _RULES)
     adam.BIAS_CORRECTION(name, "bias_correction", bias_correction)
     lamb = Lamb(
         adam=adam.numbers_of(beta1, beta2, epsilon, bias_correction, step),

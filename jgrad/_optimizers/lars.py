@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.around import run_and_say
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Step
@@ -27,7 +27,7 @@ from jgrad._layers.trust import (
     root_of_quotient,
     scaled_by_trust_ratio,
 )
-from jgrad._trees import checks, values
+from jgrad._trees import checks
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -127,7 +127,7 @@ def _momentum_of_leaf(d: jax.Array, mw: Moments | None, beta: Any, *, nesterov: 
 
 
 def _check_rule(name: str, rule: LarsRule, epsilon: Any) -> None:
-    values.one_of(name, "rule", rule, ("paper", "decayed_gradient", "ivy"))
+    checks.one_of(name, "rule", rule, ("paper", "decayed_gradient", "ivy"))
     if rule == "ivy" and checks.is_number(epsilon) and epsilon != 0:
         raise ValueError(f"{name}: `epsilon`: {epsilon}, expected 0 with `rule='ivy'`.")
 

@@ -8,8 +8,8 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import functional
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Given, Options
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import elementwise, leafwise, numerics
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import DECAY, FORM, Given, Options
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import LeafFunction
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, transformation
 from jgrad._optimizers.lion import lion
-from jgrad._trees import checks, needs, values
+from jgrad._trees import checks, needs
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 
@@ -96,7 +96,7 @@ def optimizer_of_leaf(
       >>> tx.init({"w": jnp.ones((16, 256))}).mw["w"].codes.dtype.name
       'int8'
     """
-    values.boolean(_NAME, "stays_finite", stays_finite)
+    checks.boolean(_NAME, "stays_finite", stays_finite)
     name, moments, own = _read(function)
     is_beta = {x: x.startswith("beta") for x in own}
     forms = tuple(Beta(0, 0, 0) if is_beta[x] else 0 for x in own)

@@ -21,8 +21,8 @@ from jgrad._packed.packed_layers import PackedLayers
 from jgrad._packed.packing import Packed
 from jgrad._quantized.random_bits import ElementKeys, Part, leaf_keys, mixed
 from jgrad._trees import checks, shares, trees
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.forms import Blocks
 from jgrad._trees.shardings import varying_axes
 from jgrad._trees.trees import PyTree
 

@@ -17,7 +17,7 @@ from jgrad._quantized import encoding
 from jgrad._quantized.codec import Codec, codec_of
 from jgrad._quantized.encoding import SMALLEST
 from jgrad._quantized.geometry import Geometry
-from jgrad._trees.blocks import Blocks
+from jgrad._trees.forms import Blocks
 
 
 def join_leaves(spans: Sequence[Span], leaves: Sequence[jax.Array], rows: int) -> jax.Array:

@@ -17,10 +17,9 @@ from jax.tree_util import GetAttrKey
 from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
 from jgrad._packed.layouts import Layout, Span, layout_of
 from jgrad._quantized.codec import codec_of
-from jgrad._trees import checks, trees, values
-from jgrad._trees.blocks import Blocks
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
 from jgrad._trees.shardings import replicated
@@ -151,10 +150,10 @@ def pack(
     tree = checks.values_of(tree)
     if like is None:
         check_unpacked("pack", "tree", tree)
-        values.count("pack", "multiple_of", multiple_of)
+        checks.count("pack", "multiple_of", multiple_of)
         if max_size is not None:
-            values.count("pack", "max_size", max_size, low=0)
-        values.boolean("pack", "small_apart", small_apart)
+            checks.count("pack", "max_size", max_size, low=0)
+        checks.boolean("pack", "small_apart", small_apart)
         layout, leaves = layout_of(
             "pack", tree, layer_axes, multiple_of, max_size, small_apart=small_apart
         )

@@ -11,8 +11,7 @@ from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed
 from jgrad._quantized.codec import BY_DTYPE
 from jgrad._trees import checks, path_rules, trees
-from jgrad._trees.blocks import Blocks
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.trees import PyTree
 
 _BUFFERS = {"buffers"}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._quantized import codes as coding
-from jgrad._trees.blocks import SIZE, Blocks, Form
+from jgrad._trees.forms import SIZE, Blocks, Form
 
 
 @dataclasses.dataclass(frozen=True)

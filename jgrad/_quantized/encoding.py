@@ -20,8 +20,8 @@ from jgrad._quantized.codec import BY_DTYPE, Codec, codec_of
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, random_bits
 from jgrad._trees import checks
-from jgrad._trees.blocks import Blocks, Form
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.forms import Blocks, Form
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
 from jgrad._trees.variables import is_leaf
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._quantized.codec import Codec, form_of
-from jgrad._trees.blocks import SIZE, Blocks, Form
+from jgrad._trees.forms import SIZE, Blocks, Form
 
 
 @dataclasses.dataclass(frozen=True)

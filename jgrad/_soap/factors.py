@@ -17,8 +17,8 @@ from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._soap import bases
 from jgrad._soap.bases import Side, product
 from jgrad._trees import checks, trees, variables
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.forms import Blocks
 from jgrad._trees.protocols import state_of
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
 from jgrad._trees.trees import PyTree

@@ -12,8 +12,8 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import FORM, MATRICES, SHARD_OVER, Given, Options, checked, count, one_of
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import average, of_one_leaf
 from jgrad._inputs.matrix_options import LAST

@@ -13,7 +13,7 @@ from jgrad._states import account as accounts, forms, matching, parts
 from jgrad._states.account import Account
 from jgrad._states.matching import Matcher, Momentum, Source
 from jgrad._states.parts import Keys, Part
-from jgrad._trees import checks, trees, values, variables
+from jgrad._trees import checks, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
@@ -98,9 +98,9 @@ def carry_over(
     if hasattr(like, "init") and hasattr(like, "update"):
         remedy = "expected a state: `jax.eval_shape(tx.init, params)`"
         raise TypeError(f"{_NAME}: `like`: a transformation, {remedy}.")
-    values.boolean(_NAME, "strict", strict)
+    checks.boolean(_NAME, "strict", strict)
     if momentum is not None:
-        values.one_of(_NAME, "momentum", momentum, (matching.KEEP, matching.RESET))
+        checks.one_of(_NAME, "momentum", momentum, (matching.KEEP, matching.RESET))
     params = None if params is None else arrays_of(params)
     old = trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, old)
     old = restored.with_nodes(_NAME, old, like, params)

@@ -8,9 +8,8 @@ from jgrad._quantized import encoding
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import Leaf
 
 _GUESS = "rows and columns, of which others can only be guessed, expected `reset=` for this leaf"

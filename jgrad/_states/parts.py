@@ -13,9 +13,8 @@ import jax
 
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
-from jgrad._trees.blocks import Blocks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import STATES, KeyPath, Leaf, Parts, Role
 from jgrad._trees.trees import PyTree
 

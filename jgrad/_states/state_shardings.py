@@ -15,10 +15,9 @@ from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
-from jgrad._trees import host_memory, trees, values, variables
-from jgrad._trees.blocks import Blocks
+from jgrad._trees import checks, host_memory, trees, variables
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import KeyPath, Leaf
 from jgrad._trees.trees import PyTree
@@ -80,7 +79,7 @@ def state_shardings(
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     params = arrays_of(params)
-    axes = () if shard_over is None else values.axis_names(_NAME, "shard_over", shard_over)
+    axes = () if shard_over is None else checks.axis_names(_NAME, "shard_over", shard_over)
     name = "params" if params_shardings is None else "params_shardings"
     if params_shardings is None:
         params_shardings = trees.map_leaves(lambda p: getattr(p, "sharding", None), params)

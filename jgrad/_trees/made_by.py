@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._trees.blocks import in_short
+from jgrad._trees.forms import in_short
 
 _SHOWN = 80  # characters of one argument
 

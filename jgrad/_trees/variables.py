@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jgrad._trees.blocks import Blocks
-from jgrad._trees.factors import Factors
+from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 # Where variables of nnx name the mesh axes of each axis: the first two up to flax 0.11.

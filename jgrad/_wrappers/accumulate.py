@@ -18,7 +18,7 @@ from jgrad._inputs.moment import zeros
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, shardings, shares, trees, values
+from jgrad._trees import checks, shardings, shares, trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
@@ -239,10 +239,10 @@ def accumulate(
     """
     tx = inside.transformation(_NAME, tx)
     if not callable(every):
-        values.count(_NAME, "every", every)
-    values.boolean(_NAME, "check_finite", check_finite)
-    values.boolean(_NAME, "weighted", weighted)
-    values.boolean(_NAME, "mean", mean)
+        checks.count(_NAME, "every", every)
+    checks.boolean(_NAME, "check_finite", check_finite)
+    checks.boolean(_NAME, "weighted", weighted)
+    checks.boolean(_NAME, "mean", mean)
     read_mesh_axes(_NAME, mesh_axes)
     kind: type[PyTree] = WeightedAccumulateState if weighted else AccumulateState
     has_windows = callable(every) or every > 1
@@ -271,8 +271,8 @@ def accumulate(
         inputs = Inputs(_NAME, updates, params)
         if state.total is None and (has_windows or not (emit is None or emit is True)):
             state = state._replace(total=zeros(_NAME, inputs.tree))
-        values.flag(_NAME, "emit", emit)
-        values.flag(_NAME, "finite", finite)
+        checks.flag(_NAME, "emit", emit)
+        checks.flag(_NAME, "finite", finite)
         around = told().here
         finite = around.finite_with(finite)
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
@@ -545,12 +545,12 @@ def _length(every: Every, state: PyTree) -> int | jax.Array:
     x = every(done)
     if isinstance(x, (jax.Array, np.ndarray)) and x.shape == () and x.dtype.kind in "iu":
         if not isinstance(x, jax.core.Tracer):
-            values.count(_NAME, "every", int(x))
+            checks.count(_NAME, "every", int(x))
         return jnp.asarray(x, jnp.int32)
     if checks.is_array(x) and not isinstance(x, np.integer):
         came = checks.describe(x)
         raise TypeError(f"{_NAME}: `every`: a function that returns {came}, expected an int.")
-    values.count(_NAME, "every", x)
+    checks.count(_NAME, "every", x)
     return int(x)
 
 

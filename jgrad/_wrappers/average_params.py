@@ -14,7 +14,7 @@ from jgrad._inputs import numbers, options
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
@@ -101,8 +101,8 @@ def average_params(
     if checks.is_array(start):  # it may be traced
         numbers.scalar(_NAME, "start", start)
     else:
-        values.count(_NAME, "start", start, low=0)
-    values.boolean(_NAME, "debias", debias)
+        checks.count(_NAME, "start", start, low=0)
+    checks.boolean(_NAME, "debias", debias)
     if debias and trees.may_be_function(decay):
         expected = "False where `decay` is a function"
         raise ValueError(f"{_NAME}: `debias`: True, expected {expected}.")

@@ -18,7 +18,7 @@ from jgrad._inputs.transformation import pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec
-from jgrad._trees import checks, shares, trees, values
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
@@ -110,7 +110,7 @@ def clip_by_global_norm(
     """
     name = "clip_by_global_norm"
     numbers.scalar(name, "max_norm", max_norm)
-    values.one_of(name, "of", of, ("current", "previous"))
+    checks.one_of(name, "of", of, ("current", "previous"))
     read_mesh_axes(name, mesh_axes)
 
     def init(params: PyTree) -> optax.EmptyState | ClipState:

@@ -15,7 +15,7 @@ import optax
 from jgrad._arithmetic import numerics
 from jgrad._inputs.commit import Commit
 from jgrad._inputs.inputs import Inputs
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees
 from jgrad._trees.told import telling, told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
@@ -120,7 +120,7 @@ class RejectingInputs(WrapperInputs):
         if self.leaves_out:
             self.outer = None if self.outer is None else self.outer.of_windows
             given = extra_args.get("finite")
-            values.flag(function, "finite", given)
+            checks.flag(function, "finite", given)
             self.finite = told().here.finite_with(given)
 
     def try_it(

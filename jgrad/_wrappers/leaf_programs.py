@@ -10,7 +10,7 @@ import optax
 from jgrad._kernels import sharded
 from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
-from jgrad._trees.blocks import SIZE, Blocks
+from jgrad._trees.forms import SIZE, Blocks
 from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers import inside

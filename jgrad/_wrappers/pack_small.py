@@ -13,7 +13,7 @@ from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
 from jgrad._quantized.encoding import SMALLEST
-from jgrad._trees import checks, shares, trees, values
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
@@ -61,7 +61,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
       (3, 2)
     """
     tx = inside.transformation(_NAME, tx)
-    values.count(_NAME, "max_size", max_size, low=0)
+    checks.count(_NAME, "max_size", max_size, low=0)
 
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
         is_apart = max_size >= SMALLEST

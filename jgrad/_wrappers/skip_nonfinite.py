@@ -17,7 +17,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
@@ -120,8 +120,8 @@ def skip_nonfinite(
     place = _NAME if loss_scale is None else order.LOSS_SCALE
     tx = inside.transformation(_NAME, tx, place=place)
     read_mesh_axes(_NAME, mesh_axes)
-    values.count(_NAME, "growth_interval", growth_interval)
-    values.boolean(_NAME, "branch", branch)
+    checks.count(_NAME, "growth_interval", growth_interval)
+    checks.boolean(_NAME, "branch", branch)
     if loss_scale is not None:
         _check_scale(loss_scale)
 

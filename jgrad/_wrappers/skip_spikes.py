@@ -13,7 +13,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, values
+from jgrad._trees import checks
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
@@ -124,9 +124,9 @@ def skip_spikes(
     """
     tx = inside.transformation(_NAME, tx)
     read_mesh_axes(_NAME, mesh_axes)
-    values.count(_NAME, "window", window, _LEAST)
+    checks.count(_NAME, "window", window, _LEAST)
     numbers.scalar(_NAME, "deviations", deviations)
-    values.boolean(_NAME, "restart", restart)
+    checks.boolean(_NAME, "restart", restart)
 
     def init(params: PyTree) -> SpikeState:
         zero = counter(params)

@@ -18,7 +18,7 @@ from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._quantized import bfloat16
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys
-from jgrad._trees import checks, trees, values
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
@@ -118,7 +118,7 @@ def stochastic_rounding(
       the rounding; Zamirai et al., "Revisiting BFloat16 Training" (2020), section 4, for weights.
     """
     tx = inside.transformation(_NAME, tx)
-    values.count(_NAME, "seed", seed, low=0)
+    checks.count(_NAME, "seed", seed, low=0)
     read_mesh_axes(_NAME, mesh_axes, names=False)
 
     def init(params: PyTree) -> StochasticState:

@@ -17,7 +17,7 @@ from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair
 from jgrad._layers.layer_axes import axis_exists
 from jgrad._packed import packing
-from jgrad._trees import shardings, trees, values
+from jgrad._trees import checks, shardings, trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import state_of
@@ -129,7 +129,7 @@ def watch(
       (2019); LAMB's paper, You et al. (2020), section 3, for layers.
     """
     tx = inside.transformation(_NAME, tx)
-    values.count(_NAME, "every", every)
+    checks.count(_NAME, "every", every)
     options.check_axes(_NAME, mesh_axes, layer_axes)
     warn = functools.cache(_LOG.warning)  # once for this transformation
 

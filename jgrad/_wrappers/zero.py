@@ -8,7 +8,7 @@ import optax
 from jgrad._inputs.transformation import pair
 from jgrad._packed import array_spec, packing
 from jgrad._packed.layouts import Shard
-from jgrad._trees import checks, shares, trees, values
+from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
@@ -76,7 +76,7 @@ def zero(tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]) -> 
       Models" (2020), section 5.1, with the reduce-scatter of section 7.2.1.
     """
     tx = inside.transformation(_NAME, tx)
-    axes = values.axis_names(_NAME, "axis_name", axis_name)
+    axes = checks.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> PyTree:
         shares.refuse(_NAME, "shard the leaves under `jax.jit`, or use the ordinary step")

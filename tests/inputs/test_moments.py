@@ -12,8 +12,8 @@ import pytest
 
 import jgrad
 from jgrad._arithmetic.leafwise import apply
-from jgrad._inputs.aligned import Role
 from jgrad._inputs.factory import Options
+from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment_options import MomentOptions
 from jgrad._inputs.transformation import transformation

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgrad
 from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec, codec_of, of_moments
-from jgrad._trees.blocks import Form
+from jgrad._trees.forms import Form
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal

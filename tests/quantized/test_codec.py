@@ -18,7 +18,7 @@ from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, leaf_keys, step_keys
-from jgrad._trees.blocks import Form
+from jgrad._trees.forms import Form
 from tests.reference import eight_bits
 from tests.support.errors import assert_error
 

@@ -1,4 +1,4 @@
-"""The node of an array in 8 bits, which is a leaf for this library."""
+"""The other forms of an array, each a leaf for this library: in 8 bits, or by rows and columns."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 SIZE = 256  # elements of a block; each row of a packed buffer is one
 
@@ -153,3 +154,50 @@ def in_short(x: Any) -> str:
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in Blocks._fields)
 
 Blocks.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+class Factors(NamedTuple):
+    """Averages of the squares of a matrix over its rows and over its columns.
+
+        element = rows columns / (mean of the rows of its matrix)
+
+    A second moment of `adafactor` in an `OptState`. The field names are a file format: checkpoints
+    hold them. Of a matrix with n outputs and m inputs these are n + m numbers.
+
+    Attributes:
+      rows: a number for each output, the mean over its inputs; of the array's shape, with inputs of
+        size 1.
+      columns: a number for each input, the mean over its outputs; with outputs of size 1.
+
+    Example:
+      >>> state = jgrad.adafactor(1e-2).init({"w": jnp.ones((512, 256)), "b": jnp.zeros(256)})
+      >>> rows, columns = state.vw["w"]
+      >>> rows.shape, columns.shape, state.vw["w"].shape, state.vw["b"].shape
+      ((1, 256), (512, 1), (512, 256), (256,))
+    """
+
+    rows: Any  # arrays, or what JAX and its users put in their place
+    columns: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the array."""
+        return np.broadcast_shapes(self.rows.shape, self.columns.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Likewise."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Likewise."""
+        return int(np.prod(self.shape))
+
+    @property
+    def dtype(self) -> Any:
+        """That of the averages."""
+        return self.rows.dtype
+
+
+Factors.__module__ = "jgrad"  # where users import it from, and what a pickle names
