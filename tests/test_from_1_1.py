@@ -3,6 +3,8 @@
 import functools
 import pathlib
 import re
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
+from jgrad._trees import host_memory
 from tests.backward import models
 
 W = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
@@ -43,6 +46,20 @@ def in_pmap():
     params, state = models.params(), SGD.init(models.params())
     run = jax.pmap(jgrad.step_in_backward(SGD, models.loss), axis_name="d", in_axes=(None, None, 0))
     jax.eval_shape(run, params, state, jnp.stack([models.batch()] * 2))
+
+
+def in_zero():
+    tx = jgrad.zero(jgrad.muon(0.1, **MATRICES), "d")
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P())
+    jax.eval_shape(init, jgrad.pack(W, multiple_of=2))
+
+
+def without_host_memory():
+    """As on a backend whose devices have one kind of memory."""
+    one_kind = SimpleNamespace(platform="cpu", addressable_memories=list)
+    with mock.patch.object(jax, "local_devices", return_value=[one_kind]):
+        host_memory.check.__wrapped__("offload")
 
 
 def carried(old, new, **options):
@@ -199,6 +216,36 @@ ERRORS = {
         refused((TypeError, AttributeError), "acumulate"),
         lambda: jgrad.acumulate,
     ),
+    "`pack(params, matrices=": (
+        refused(TypeError, "pack: `matrices`: gone in 2.0", "`max_size`", "`shard_over`"),
+        lambda: jgrad.pack(W, matrices=MASK),
+    ),
+    "`muon` of matrices in a packed buffer": (
+        refused(ValueError, "muon: `matrices` at ['w']: True for a leaf that is packed with others"),
+        lambda: jgrad.muon(0.1, **MATRICES).init(jgrad.pack(W)),
+    ),
+    "`zero(muon(...)": (
+        refused(ValueError, "in the place of `zero`, `shard_over` under `jit`"),
+        in_zero,
+    ),
+    "Adam's squares for those of an `adafactor`": (
+        refused(ValueError, "carry_over: `momentum`: None, expected", "`reset=`"),
+        lambda: carried(ADAM, jgrad.adafactor(0.1)),
+        lambda: carried(jgrad.adafactor(0.1), ADAM),
+    ),
+    "squares of `optax.rmsprop`": (
+        refused(ValueError, "a second moment that `old` lacks", "`reset=`"),
+        lambda: carried(optax.rmsprop(0.1), ADAM),
+        lambda: carried(ADAM, optax.rmsprop(0.1)),
+    ),
+    "made elements of rows and columns": (
+        refused(ValueError, "rows and columns, of which others can only be guessed", "`reset=`"),
+        lambda: carried(jgrad.adafactor(0.1, min_side=2), ADAM, momentum="keep"),
+    ),
+    "`offload(tx)` on a CPU": (
+        refused(RuntimeError, "offload: the backend 'cpu'", "expected 'pinned_host' among them"),
+        without_host_memory,
+    ),
     "`optax.chain(tx, jgrad.ema(decay))`": (
         refused(AttributeError, "`average_params(tx, decay)`", "`optax.ema` averages updates"),
         lambda: optax.chain(ADAM, jgrad.ema(0.9)),
@@ -306,6 +353,37 @@ def specs_of_explicit_axes():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     w = jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, P("x", None)))
     assert jgrad.state_shardings(ADAM, w).mw.spec == P("x", None)
+
+
+def names_of_report(tx):
+    return {*jgrad.report(jax.eval_shape(jgrad.watch(tx).init, W))}
+
+
+@row("`report`: `trust_ratio/<path>`")
+def norms_say_how_far_a_leaf_moves():
+    names = names_of_report(jgrad.lars(0.1)) | names_of_report(jgrad.muon(0.1, **MATRICES))
+    assert {"update_ratio/w", "learning_rate"} <= names
+    assert not any("trust" in x or "residual" in x for x in names)
+
+
+@row("`report`: `learning_rate/<path>`")
+def a_tree_of_rates_is_what_you_gave():
+    assert not any("learning_rate" in x for x in names_of_report(jgrad.adam(TREE)))
+
+
+@row("`report`: a second rate")
+def the_last_rate_counts():
+    tx = jgrad.watch(optax.chain(jgrad.adam(0.1), jgrad.adam(0.2)))
+    numbers = jgrad.report(tx.update(W, tx.init(W), W)[1])
+    assert "learning_rate#1" not in numbers
+    assert float(numbers["learning_rate"]) == pytest.approx(0.2)
+
+
+@row("JAX 0.7, optax 0.2.5")
+def the_oldest_versions_are_of_a_year_ago():
+    project = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert '"jax>=0.8.1"' in project
+    assert '"optax>=0.2.6"' in project
 
 
 @row("`soap(...)` had a decay of 0.01")

@@ -153,7 +153,7 @@ class Given:
                     read = numbers.forms(x)
                 case Role.MOMENTUM if is_constant:
                     read = numbers.forms(x).value
-                case Role.RATE if is_constant and not (inputs.has_buffers or inputs.notes):
+                case Role.RATE if is_constant and inputs.notes is None and not inputs.has_buffers:
                     read = [numbers.strong_scalar(x)] * len(inputs.specs)
                 case Role.RATE:
                     read = options.learning_rates(inputs, x, step)
