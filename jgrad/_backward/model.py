@@ -56,18 +56,18 @@ class Model:
         """The arrays of the state of a share, likewise."""
         return [
             self.state[i] if cut is None or layer is None else cut.out_of(self.state[i], layer)
-            for i, cut in portion.places
+            for i, cut in portion.cuts
         ]
 
     def owned(self, portion: Portion) -> Owned:
         """What a share replaces."""
         weights = [self.leaves[i] for i in portion.positions]
-        return Owned(weights, [self.state[i] for i, _ in portion.owned_places])
+        return Owned(weights, [self.state[i] for i, _ in portion.owned_cuts])
 
     def replaced(self, portion: Portion, new: Owned, *, in_loop: bool = False) -> "Model":
         """The same, with other arrays of a share; in a loop, numbers of the stack are still old."""
-        places = zip(portion.owned_places, new.state, strict=True)
-        state = {i: x for (i, cut), x in places if not (in_loop and cut is SAME)}
+        cuts = zip(portion.owned_cuts, new.state, strict=True)
+        state = {i: x for (i, cut), x in cuts if not (in_loop and cut is SAME)}
         return dataclasses.replace(
             self,
             leaves=_replaced(self.leaves, dict(zip(portion.positions, new.weights, strict=True))),
@@ -78,7 +78,7 @@ class Model:
 def with_layer(portion: Portion, owned: Owned, layer: Owned, i: jax.Array | int) -> Owned:
     """The arrays of a stack, with those of layer `i`."""
     weights = zip(owned.weights, layer.weights, strict=True)
-    state = zip(portion.owned_places, owned.state, layer.state, strict=True)
+    state = zip(portion.owned_cuts, owned.state, layer.state, strict=True)
     return Owned(
         [FIRST.put(x, new, i) for x, new in weights],
         [x if cut is None else cut.put(x, new, i) for (_, cut), x, new in state],

@@ -72,35 +72,35 @@ class Portion(NamedTuple):
       positions: of its leaves among those of the parameters.
       layers: how many; None where it is all that no stack has.
       structure: of its state, when it is alone.
-      places: for each array of that the position in the whole state, and where it is cut; None for
+      cuts: for each array of that the position in the whole state, and where it is cut; None for
         an array that has no layers.
     """
 
     positions: tuple[int, ...]
     layers: int | None
     structure: Structure
-    places: list[tuple[int, Cut | None]]
+    cuts: list[tuple[int, Cut | None]]
 
     @property
     def owned(self) -> list[bool]:
         """Whether each array of its state is its own: what has no layers is that of the rest."""
-        return [self.layers is None or cut is not None for _, cut in self.places]
+        return [self.layers is None or cut is not None for _, cut in self.cuts]
 
     @property
     def of_layers(self) -> list[bool]:
         """Whether each array of its state has an entry for each layer."""
-        return [cut is not None and cut is not SAME for _, cut in self.places]
+        return [cut is not None and cut is not SAME for _, cut in self.cuts]
 
     def with_numbers_of_stack(self, rest: "Portion") -> "Portion":
         """The same, which owns what has no layers and is not that of the rest."""
-        others = {i for i, _ in rest.places}
-        own = [(i, SAME if cut is None and i not in others else cut) for i, cut in self.places]
-        return self._replace(places=own)
+        others = {i for i, _ in rest.cuts}
+        own = [(i, SAME if cut is None and i not in others else cut) for i, cut in self.cuts]
+        return self._replace(cuts=own)
 
     @property
-    def owned_places(self) -> list[tuple[int, Cut | None]]:
+    def owned_cuts(self) -> list[tuple[int, Cut | None]]:
         """Where these are."""
-        return [x for x, use in zip(self.places, self.owned, strict=True) if use]
+        return [x for x, use in zip(self.cuts, self.owned, strict=True) if use]
 
 
 def not_packed(name: str, tree: PyTree) -> None:
@@ -148,7 +148,7 @@ class Whole:
         """That of a stack."""
         some, structure = self._begun(positions, 0)
         many, _ = self._begun(positions, 0, layers * _MANY)
-        places: list[tuple[int, Cut | None]] = []
+        cuts: list[tuple[int, Cut | None]] = []
         for path, x in some.items():
             i, others, count = self._position(path, x.shape), many, layers * _MANY
             if path not in many:  # in 8 bits from some size on, and not yet: as with one layer
@@ -156,29 +156,29 @@ class Whole:
             other = others[path].shape
             axes = [k for k, (a, b) in enumerate(zip(x.shape, other, strict=True)) if a != b]
             if not axes and count > 1:
-                places.append((i, None))
+                cuts.append((i, None))
                 continue
             axis = axes[0] if axes else 0
             grows = other[axis] * layers == x.shape[axis] * count
             if len(axes) > 1 or not grows or x.shape[axis] % layers:
                 came = f"shape {x.shape} of {layers} layers"
                 raise ValueError(f"{_NAME}: `state`{checks.at(self._paths[i])}: {came}, {_BLOCKS}.")
-            places.append((i, Cut(axis, x.shape[axis] // layers)))
-        return Portion(tuple(positions), layers, structure, places)
+            cuts.append((i, Cut(axis, x.shape[axis] // layers)))
+        return Portion(tuple(positions), layers, structure, cuts)
 
     def rest(self, stacks: Sequence[Portion]) -> Portion:
         """That of all leaves in no stack. It has all numbers that are of no layer, too."""
         taken = {i for stack in stacks for i in stack.positions}
         positions = [i for i in range(self.structure.num_leaves) if i not in taken]
         some, structure = self._begun(positions, None)
-        places = [(self._position(path, x.shape), None) for path, x in some.items()]
-        here = {i for i, _ in places}.union(i for stack in stacks for i, _ in stack.places)
+        cuts = [(self._position(path, x.shape), None) for path, x in some.items()]
+        here = {i for i, _ in cuts}.union(i for stack in stacks for i, _ in stack.cuts)
         for i, path in enumerate(self._paths):
             if i not in here:
                 came = "an array that `tx.init` makes of no layer, nor of all leaves in no stack"
                 expected = "expected one of all leaves at once to be left out"
                 raise ValueError(f"{_NAME}: `state`{checks.at(path)}: {came}; {expected}.")
-        return Portion(tuple(positions), None, structure, [*places])
+        return Portion(tuple(positions), None, structure, [*cuts])
 
     def _begun(
         self, positions: Sequence[int], layer: int | None, layers: int | None = None

@@ -31,7 +31,7 @@ Arrays = list[jax.Array]
 core = Unpromised("`step_in_backward`")
 
 
-class Given(NamedTuple):
+class Start(NamedTuple):
     """What the update of a share starts from.
 
     Attributes:
@@ -92,7 +92,7 @@ class ShareUpdate:
         self._forms: Numbers | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
-    def __call__(self, given: Given, known: Numbers, others: Numbers | None = None) -> Made:
+    def __call__(self, given: Start, known: Numbers, others: Numbers | None = None) -> Made:
         """One update.
 
         Args:
@@ -114,7 +114,7 @@ class ShareUpdate:
             )
 
     def _run(
-        self, given: Given, known: Numbers, others: Numbers | None = None, *, marks: bool = False
+        self, given: Start, known: Numbers, others: Numbers | None = None, *, marks: bool = False
     ) -> tuple[Made, Share]:
         """The same, and the share, which knows what came from other libraries."""
 
@@ -143,12 +143,12 @@ class ShareUpdate:
         pairs = zip(made.state, self.portion.owned, strict=True)
         return Owned(made.weights, [x for x, use in pairs if use])
 
-    def parts(self, given: Given) -> Numbers:
+    def parts(self, given: Start) -> Numbers:
         """The form of what it has to say. What other libraries do with a layer is checked first."""
         if self._forms is None:
             foreign: str | None = None
 
-            def traced(given: Given) -> Numbers:
+            def traced(given: Start) -> Numbers:
                 nonlocal foreign
                 made, share = self._run(given, {})
                 foreign = share.foreign
@@ -161,33 +161,33 @@ class ShareUpdate:
             self._forms = forms
         return self._forms
 
-    def _check_elements(self, layer: Given) -> None:
+    def _check_elements(self, layer: Start) -> None:
         def many(x: Any, cut: Cut | None) -> Any:
             if x is None or cut is None or cut is SAME:
                 return x
             return jax.lax.concatenate([x] * (self.portion.layers or 1), cut.axis)
 
-        def stack(given: Given) -> Given:
-            state = zip(given.state, self.portion.places, strict=True)
+        def stack(given: Start) -> Start:
+            state = zip(given.state, self.portion.cuts, strict=True)
             return given._replace(
                 gradients=[many(x, FIRST) for x in given.gradients],
                 weights=[many(x, FIRST) for x in given.weights],
                 state=[many(x, cut) for x, (_, cut) in state],
             )
 
-        def update(given: Given) -> Made:
+        def update(given: Start) -> Made:
             return self._run(given, {}, marks=True)[0]
 
         elements.check(update, layer, jax.eval_shape(stack, layer))
 
-    def numbers_read(self, given: Given) -> dict[Key | None, set[Key]]:
+    def numbers_read(self, given: Start) -> dict[Key | None, set[Key]]:
         """Which numbers of all shares its own arrays need, by None; and which each number needs.
 
         What has no layers is the same for all of them: an error where it is computed of one.
         """
         forms = self.parts(given)
 
-        def outputs(known: Numbers, given: Given) -> tuple[Owned, Numbers, Arrays]:
+        def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers, Arrays]:
             made = self(given, known)
             pairs = zip(made.state, self.portion.of_layers, strict=True)
             return self.owned(made), made.parts, [x for x, use in pairs if not use]
@@ -213,7 +213,7 @@ class ShareUpdate:
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
 
     def _refuse_state(self, i: int) -> None:
-        count = len(self.portion.places)
+        count = len(self.portion.cuts)
         arrays = jax.tree_util.tree_leaves_with_path(self.portion.structure.unflatten(range(count)))
         paths = [path for path, k in arrays if not self.portion.of_layers[k]]
         came = "an array that no layer owns, computed from the gradients of a few layers"

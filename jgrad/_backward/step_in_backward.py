@@ -17,7 +17,7 @@ from jgrad._backward.gradients import OfGradients
 from jgrad._backward.losses import Cotangents, Forward, SavedCall, TracedLoss
 from jgrad._backward.model import Model, Owned, with_layer
 from jgrad._backward.portions import Portion, Whole, not_packed
-from jgrad._backward.share_updates import Given, ShareUpdate, pruned
+from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
@@ -202,7 +202,7 @@ def forced(use: bool = True) -> AbstractContextManager[bool]:
 # Cotangents in front of the layers of a call, and of what else its block reads.
 _Before = tuple[Cotangents, Cotangents]
 # What is done with a layer: new arrays, or none, and what it has to say.
-_Turn = Callable[[Given], tuple[Owned | None, Numbers]]
+_Turn = Callable[[Start], tuple[Owned | None, Numbers]]
 
 
 class _Step:
@@ -239,7 +239,7 @@ class _Step:
                 read[key] = read.get(key, set()) | keys
         return read
 
-    def _example(self, update: ShareUpdate) -> Given:
+    def _example(self, update: ShareUpdate) -> Start:
         """The types of what an update of a layer is given: a gradient has that of its weight."""
 
         model, portion = self._model, update.portion
@@ -247,7 +247,7 @@ class _Step:
             lambda: (model.weights_of(portion, 0), model.state_of(portion, 0))
         )
         gradients = [w if jnp.issubdtype(w.dtype, jnp.inexact) else None for w in weights]
-        return Given(0, gradients, weights, state)
+        return Start(0, gradients, weights, state)
 
     def measured(self, forward: Forward, *, first_pass: bool) -> Numbers:
         """The numbers that are needed before a layer is updated.
@@ -271,7 +271,7 @@ class _Step:
         """Some numbers of all shares, by a backward pass that updates nothing."""
         said: Numbers = {}
 
-        def parts(update: ShareUpdate, given: Given) -> Numbers:
+        def parts(update: ShareUpdate, given: Start) -> Numbers:
             return {key: x for key, x in update(given, known).parts.items() if key in ready}
 
         def visit(k: int, saved: SavedCall, after: Cotangents) -> _Before:
@@ -301,7 +301,7 @@ class _Step:
             update = self._stacks[k]
             nothing = self._nothing(update, update.combines.keys() - known.keys())
 
-            def turn(given: Given) -> tuple[Owned, Numbers]:
+            def turn(given: Start) -> tuple[Owned, Numbers]:
                 made = update(given, known)
                 return update.owned(made), {k: x for k, x in made.parts.items() if k in nothing}
 
@@ -356,7 +356,7 @@ class _Step:
                 for k, g in zip(portion.positions, of_layer, strict=True)
             ]
             gradients = self._of_user(portion, gradients)
-            given = Given(layer, gradients, weights, model.state_of(portion, layer))
+            given = Start(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, given)
             if owned is not None:
                 owned = with_layer(portion, owned, new, layer)
@@ -381,7 +381,7 @@ class _Step:
         forms = update.parts(self._example(update))
         return {key: update.combines[key].neutral(forms[key]) for key in forms if key in keys}
 
-    def _of_rest(self, grads: Sequence[jax.Array | None]) -> Given:
+    def _of_rest(self, grads: Sequence[jax.Array | None]) -> Start:
         """What the update of all leaves in no stack is given; zeros where the loss reads none."""
         portion = self._rest.portion
         weights = self._model.weights_of(portion, None)
@@ -390,7 +390,7 @@ class _Step:
             for i, w in zip(portion.positions, weights, strict=True)
         ]
         gradients = self._of_user(portion, gradients)
-        return Given(None, gradients, weights, self._model.state_of(portion, None))
+        return Start(None, gradients, weights, self._model.state_of(portion, None))
 
     def _of_user(self, portion: Portion, gradients: Sequence[Any]) -> list[jax.Array | None]:
         """What a user's function makes of the gradients of a share."""

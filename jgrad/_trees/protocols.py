@@ -64,7 +64,7 @@ class Reporting(Protocol):
 Role = Literal["step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"]
 
 
-class Parts(NamedTuple):
+class FieldRoles(NamedTuple):
     """What the fields of a state are.
 
     Attributes:
@@ -83,11 +83,11 @@ class Parts(NamedTuple):
 class Declared(Protocol):
     """A state that says what its fields are."""
 
-    __jgrad_parts__: Parts
+    __jgrad_fields__: FieldRoles
 
 
 _State = TypeVar("_State")
-STATES: list[Parts] = []  # all that are declared, by which `carry_over` reads files
+STATES: list[FieldRoles] = []  # all that are declared, by which `carry_over` reads files
 
 
 def state_of(kind: str, **roles: Role) -> Callable[[type[_State]], type[_State]]:
@@ -104,10 +104,10 @@ def state_of(kind: str, **roles: Role) -> Callable[[type[_State]], type[_State]]
     def declared(state: type[_State]) -> type[_State]:
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
         others: dict[str, Role] = {x: "inside" if x == "inner" else "zero" for x in names}
-        parts = Parts(kind, others | roles)
-        STATES.append(parts)
+        fields = FieldRoles(kind, others | roles)
+        STATES.append(fields)
         state.__module__ = "jgrad"
-        state.__jgrad_parts__ = parts  # type: ignore[attr-defined]  # as `Declared` has it
+        state.__jgrad_fields__ = fields  # type: ignore[attr-defined]  # as `Declared` has it
         return state
 
     return declared

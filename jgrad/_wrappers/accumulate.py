@@ -466,7 +466,7 @@ def _branches(
     # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
     names = shardings.varying_axes(close)
     params, extra_args = shardings.varying_over((params, extra_args), names)
-    is_unrounded = inside.parts(state, inside.UNROUNDED)
+    is_unrounded = inside.states_with(state, inside.UNROUNDED)
 
     def gradient(x: jax.Array, g: jax.Array | None) -> jax.Array | None:
         if g is None:

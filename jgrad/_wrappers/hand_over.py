@@ -115,7 +115,7 @@ class RejectingInputs(WrapperInputs):
     ) -> None:
         super().__init__(function, updates, params, extra_args)
         self.commit, self.state, self.params = None, state, params
-        self.leaves_out = bool(inside.parts(state, inside.REJECTED))
+        self.leaves_out = bool(inside.states_with(state, inside.REJECTED))
         self.finite: Flag | None = None
         if self.leaves_out:
             self.outer = None if self.outer is None else self.outer.of_windows

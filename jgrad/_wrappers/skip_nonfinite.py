@@ -117,8 +117,8 @@ def skip_nonfinite(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
-    place = _NAME if loss_scale is None else order.LOSS_SCALE
-    tx = inside.transformation(_NAME, tx, place=place)
+    name = _NAME if loss_scale is None else order.LOSS_SCALE
+    tx = inside.transformation(_NAME, tx, name_in_order=name)
     read_mesh_axes(_NAME, mesh_axes)
     checks.count(_NAME, "growth_interval", growth_interval)
     checks.boolean(_NAME, "branch", branch)
