@@ -28,7 +28,7 @@ from jgrad._muon import all_to_all, newton_schulz, rows
 from jgrad._muon.all_to_all import Dealing, Mesh
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.rows import Rows
-from jgrad._packed import packing, splitting
+from jgrad._packed import buffers, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
@@ -387,7 +387,7 @@ def mesh_with(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str,
 
 
 def _joined(stacks: list[jax.Array]) -> jax.Array:
-    return stacks[0] if len(stacks) == 1 else splitting.join(_alike(stacks))
+    return stacks[0] if len(stacks) == 1 else buffers.join(_alike(stacks))
 
 
 def _alike(stacks: list[jax.Array]) -> list[jax.Array]:
@@ -400,4 +400,4 @@ def _split(x: jax.Array, counts: list[int]) -> list[jax.Array]:
         return [x]
     shape = x.shape[1:]
     sizes = tuple(count * math.prod(shape) for count in counts)
-    return [part.reshape(-1, *shape) for part in splitting.split(x.reshape(-1), sizes)]
+    return [part.reshape(-1, *shape) for part in buffers.split(x.reshape(-1), sizes)]

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
-from jgrad._layers import norms, sums
+from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._trees.shardings import varying_axes, varying_over
 
@@ -99,7 +99,7 @@ def _steps_alike(
 ) -> list[jax.Array]:
     """What is added to arrays of one precision, which vary alike and all have radii."""
     real = numerics.real_dtype(w[0], u[0])
-    radius = list(map(sums.concatenate, norms.in_batches(layers, [r.astype(real) for r in radii])))
+    radius = list(map(norms.concatenate, norms.in_batches(layers, [r.astype(real) for r in radii])))
     arrays = list(zip(w, u, strict=True))
     batches = _over_devices(layers, _all_sums(arrays, radius, layers=tuple(layers)))
     factors = [
@@ -199,7 +199,7 @@ def _products_of(layers: LayerAxes) -> Function:
     def products(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
         real = numerics.real_dtype(w, u)
         if by_w is not None:
-            w, u = sums.opaque((w, u))
+            w, u = norms.opaque((w, u))
 
         def wide(x: jax.Array, by: Factor) -> jax.Array:
             x = numerics.widen(x, real)
