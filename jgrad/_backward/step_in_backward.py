@@ -12,18 +12,17 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
-from jgrad._backward import calls, gradients as of_gradients
-from jgrad._backward.gradients import OfGradients
+from jgrad._backward import calls
+from jgrad._backward.calls import OfGradients
 from jgrad._backward.losses import Cotangents, Forward, SavedCall, TracedLoss
-from jgrad._backward.model import Model, Owned, with_layer
-from jgrad._backward.portions import Portion, Whole, not_packed
+from jgrad._backward.portions import Model, Owned, Portion, Whole, not_packed, with_layer
 from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings
-from jgrad._trees.contexts import during
 from jgrad._trees.shares import Key, Numbers
+from jgrad._trees.told import during
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.apply_gradients import apply_gradients
@@ -149,7 +148,7 @@ def step_in_backward(
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         checks.boolean(_NAME, name, x)
-    of_gradients.check_function(gradients)
+    calls.check_function(gradients)
     read_mesh_axes(_NAME, mesh_axes, names=False)
 
     def ordinary(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
@@ -157,9 +156,7 @@ def step_in_backward(
         if gradients is not None:
             with jax.disable_jit(False):
                 traced = TracedLoss(loss, params, args, has_aux=has_aux)
-            grads = of_gradients.of_all_shares(
-                gradients, grads, [x.positions for x in traced.calls]
-            )
+            grads = calls.of_all_shares(gradients, grads, [x.positions for x in traced.calls])
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
@@ -181,7 +178,7 @@ def step_in_backward(
     def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
         not_packed("params", params)
         calls.check_call(tx, loss, params, state, args, extra_args)
-        of_gradients.check_is_given(gradients)
+        calls.check_is_given(gradients)
         inputs = params, state, args, extra_args
         if _is_forced.get():
             return in_backward(*inputs)
@@ -396,7 +393,7 @@ class _Step:
         """What a user's function makes of the gradients of a share."""
         if self._gradients is None:
             return list(gradients)
-        return of_gradients.of_share(self._gradients, self._structure, portion.positions, gradients)
+        return calls.of_share(self._gradients, self._structure, portion.positions, gradients)
 
 
 def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:

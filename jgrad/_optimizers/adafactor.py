@@ -22,10 +22,9 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average_of_leaf
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import AdafactorState
+from jgrad._inputs.state import AdafactorState, MomentDType
 from jgrad._inputs.transformation import transformation
 from jgrad._layers import matrix_axes, norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes

@@ -9,15 +9,14 @@ import jax.numpy as jnp
 from jgrad._arithmetic import numerics
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
-from jgrad._states import account as accounts, forms, matching, state_leaves
-from jgrad._states.account import Account
-from jgrad._states.matching import Matcher, Momentum, Source
+from jgrad._states import forms, matching, state_leaves
+from jgrad._states.matching import Account, Matcher, Momentum, Source
 from jgrad._states.state_leaves import Keys, StateLeaf, read
 from jgrad._trees import checks, trees, variables
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import Leaf
+from jgrad._trees.shardings import where_it_lies
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import parameters
 
@@ -119,7 +118,7 @@ def carry_over(
     has_params = params is not None
     matcher = Matcher(_NAME, before, after, chosen, momentum, has_params=has_params)
     sources, account = matcher.match()
-    if strict and (lines := accounts.lost_or_new(account)):
+    if strict and (lines := matching.lost_or_new(account)):
         raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
     if _is_change_of_forms(old, like, sources):  # buffers of packed trees stay as they are
         arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
@@ -180,17 +179,17 @@ class _Leaves:
         if source.how == matching.IDENTITY:
             one = jnp.eye(like.shape[-1], dtype=like.dtype)
             return forms.in_memory_of(like, jnp.array(jnp.broadcast_to(one, like.shape), copy=True))
-        if source.what in (accounts.ZERO, accounts.RESET):
+        if source.what in (matching.ZERO, matching.RESET):
             beside = self._beside.get(leaf.keys, self._weights.get(leaf.keys))
             is_array = all(map(checks.is_array, jax.tree.leaves(beside)))
             zeros = functools.partial(forms.zeros, like)
             return forms.in_memory_of(like, where_it_lies(zeros, beside if is_array else None))
-        if source.what == accounts.FROM_LIKE:
+        if source.what == matching.FROM_LIKE:
             if source.how:
                 return jnp.ones(like.shape, like.dtype)
             return jax.tree.map(lambda x: jnp.array(x, copy=True), like)
         leaves = [self._arg.leaves[i] for i in source.old]
-        if source.what == accounts.OF_WEIGHTS:
+        if source.what == matching.OF_WEIGHTS:
             x = leaves[0] if leaves else self._parameter(leaf)  # no copies in `old`
             x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
             return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [leaf.at]), 0, like, x)

@@ -1,10 +1,12 @@
-"""Which leaves of an old state each leaf of a new one is made of; by shapes alone, so static.
+"""Which leaves of an old state each leaf of a new one is made of, and the account of it.
 
 The k-th leaf with a meaning is the k-th of the old state. Numbers of a wrapper mean the same where
 it sees the same parameters. A first moment that may be another thing than that of the old state
 needs a word of the user.
 """
 
+import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -12,8 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgrad._states import account, forms
-from jgrad._states.account import Account, Entry
+from jgrad._states import forms
 from jgrad._states.state_leaves import (
     ACCUMULATE,
     CERTAIN,
@@ -29,9 +30,114 @@ from jgrad._states.state_leaves import (
 )
 from jgrad._trees import checks
 
+_ORDER = ("kept", "converted", "of weights", "from like", "zero", "reset", "dropped")
+KEPT, CONVERTED, OF_WEIGHTS, FROM_LIKE, ZERO, RESET, DROPPED = _ORDER
+_LOST_OR_NEW = (OF_WEIGHTS, FROM_LIKE, ZERO, DROPPED)
+
+
+class Entry(NamedTuple):
+    """One leaf.
+
+    Attributes:
+      what: happened to it.
+      part: of the state that it belongs to.
+      keys: of its parameter.
+      detail: more of it, or "".
+    """
+
+    what: str
+    part: str
+    keys: tuple[str, ...]
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        """As accounts call it: `mw/embed/table`."""
+        return "/".join(filter(None, (self.part, *self.keys)))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
+class Account:
+    """What `carry_over` did with each part of a state; `str(account)` says it line by line.
+
+    Each attribute is a tuple of names such as `mw/embed/table`. It is static, so that functions
+    under `jax.jit` can return it.
+
+    Attributes:
+      kept: bit for bit.
+      converted: to another dtype, to 8 bits or back, from a mean to a sum, or back.
+      of_weights: made of the parameters, or of the float32 copies in `old`.
+      from_like: what `old` does not have, and starts as in `like`.
+      zero: what starts at zero because `old` does not have it.
+      reset: what starts at zero because `reset` or `momentum` says so.
+      dropped: what `like` has no place for.
+      notes: sentences about what the new optimizer makes of it.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> old = jgrad.adam(1e-3).init(params)
+      >>> tx = jgrad.accumulate(jgrad.adam(1e-3), every=4)
+      >>> state, account = jgrad.carry_over(old, like=jax.eval_shape(tx.init, params))
+      >>> account.kept
+      ('step', 'mw/b', 'mw/w', 'vw/b', 'vw/w')
+    """
+
+    kept: tuple[str, ...]
+    converted: tuple[str, ...]
+    of_weights: tuple[str, ...]
+    from_like: tuple[str, ...]
+    zero: tuple[str, ...]
+    reset: tuple[str, ...]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+    _entries: tuple[Entry, ...]
+
+    @classmethod
+    def of_entries(cls, entries: Sequence[Entry], notes: Sequence[str]) -> "Account":
+        """The account of leaves, each with what happened to it."""
+        ways = {
+            what.replace(" ", "_"): tuple(x.name for x in entries if x.what == what)
+            for what in _ORDER
+        }
+        return cls(**ways, notes=tuple(notes), _entries=tuple(entries))
+
+    def __str__(self) -> str:
+        return "\n".join((*_lines(self._entries), *(f"{'note':<11}{x}" for x in self.notes)))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+Account.__module__ = "jgrad"
+
+
+def lost_or_new(account: Account) -> str:
+    """The lines of what was dropped or is new; what was asked for by `reset` is neither."""
+    lines = _lines(account._entries)
+    return "\n".join(line for line in lines if line.startswith(_LOST_OR_NEW))
+
+
+def _lines(entries: Sequence[Entry]) -> list[str]:
+    """A line for all leaves of a part that went one way, in the order of the ways."""
+    alike: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries:
+        alike.setdefault((entry.what, entry.part, entry.detail), []).append(entry)
+    of_part = collections.Counter(x.part for x in entries)
+    lines = []
+    for (what, part, detail), leaves in sorted(alike.items(), key=lambda x: _ORDER.index(x[0][0])):
+        count, name = len(leaves), leaves[0].name or "the tree"
+        if 1 < count == of_part[part]:
+            name = f"{part or name}, {count} leaves"
+        elif count > 1:
+            name = f"{name} and {count - 1} more"
+        lines.append(f"{what:<11}{name}{f': {detail}' if detail else ''}")
+    return lines
+
+
 Momentum = Literal["keep", "reset"]
 _Meaning = Callable[[StateLeaf], Any]  # by which leaves are paired; None of one that is not
-KEEP, RESET = "keep", "reset"
+KEEP = "keep"
 
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
 IDENTITY = "the identity, in which moments are Adam's"
@@ -111,7 +217,7 @@ class Matcher:
             for leaf, source in made
             if leaf.role != "measured"
         ]
-        entries += [Entry(account.DROPPED, x.shown, x.keys) for x in self._unused(made)]
+        entries += [Entry(DROPPED, x.shown, x.keys) for x in self._unused(made)]
         return sources, Account.of_entries(entries, list(self._notes(made)))
 
     # ---- what goes to what ---------------------------------------------------------------------
@@ -196,7 +302,7 @@ class Matcher:
         j = self._assigned.get(i)
         is_open = j is not None and leaf.field == MW and leaf.unit not in CERTAIN
         if self._is_reset(leaf) or (self._momentum == RESET and (is_open or i in self._crossing)):
-            return Source(account.RESET, (), IDENTITY if leaf.is_basis else "")
+            return Source(RESET, (), IDENTITY if leaf.is_basis else "")
         if j is None and leaf.field == "count":  # optax counts once
             window = _meaning(leaf._replace(field="mini_step"))
             j = next((j for j, x in enumerate(self._old) if _meaning(x) == window), None)
@@ -211,9 +317,9 @@ class Matcher:
             raise ValueError(f"{self._function}: `old` does not match `like`{where}: {came}.")
         if leaf.role == "sum" and leaf.name != old.name:  # optax has the mean of a window
             how, field = (MEAN, "count") if leaf.name == "acc_grads" else (SUM, "mini_step")
-            return Source(account.CONVERTED, (j, self._numbers[old.owner, field]), how)
+            return Source(CONVERTED, (j, self._numbers[old.owner, field]), how)
         is_kept = forms.is_form_of(old.array, leaf.array)
-        return Source(account.KEPT if is_kept else account.CONVERTED, (j,))
+        return Source(KEPT if is_kept else CONVERTED, (j,))
 
     def _new(self, leaf: StateLeaf) -> Source:
         """Of a leaf that the old state does not have: as `like` has it, or as `init` makes it."""
@@ -221,16 +327,16 @@ class Matcher:
         if leaf.role == "weights":
             j = self._masters.get(leaf.keys)
             if j is not None or self._has_params or not is_array:
-                return Source(account.OF_WEIGHTS, () if j is None else (j,))
+                return Source(OF_WEIGHTS, () if j is None else (j,))
         if is_array:
-            return Source(account.FROM_LIKE)
+            return Source(FROM_LIKE)
         if leaf.is_basis:
-            return Source(account.FROM_LIKE, (), IDENTITY)
+            return Source(FROM_LIKE, (), IDENTITY)
         if leaf.field == "loss_scale":
-            return Source(account.FROM_LIKE, (), ONE)
+            return Source(FROM_LIKE, (), ONE)
         is_counter = not leaf.array.shape and jnp.issubdtype(leaf.array.dtype, jnp.integer)
         if leaf.role != "like" or is_counter:
-            return Source(account.ZERO)
+            return Source(ZERO)
         problem = "the shape of a part that `old` does not have, and that starts at unknown numbers"
         remedy = "expected arrays: `like=tx.init(params)`"
         raise ValueError(f"{self._function}: `like`{checks.at(leaf.at)}: {problem}, {remedy}.")
@@ -240,9 +346,9 @@ class Matcher:
     def _detail(self, leaf: StateLeaf, source: Source) -> str:
         if source.how:
             return source.how
-        if source.what == account.OF_WEIGHTS:
+        if source.what == OF_WEIGHTS:
             return "the float32 copies" if source.old else "the parameters"
-        if source.what != account.CONVERTED:
+        if source.what != CONVERTED:
             return ""
         was, now = map(forms.description, (self._old[source.old[0]].array, leaf.array))
         return f"{was} to {now}" if was != now else f"{now} in other blocks"
@@ -251,7 +357,7 @@ class Matcher:
         """What the new state has no place for. Of counters of one thing one is enough."""
         used = {j for _, source in made for j in source.old}
         counted = {self._old[j].clock for j in used if self._old[j].role == "step"}
-        reset = {(x.field, x.keys) for x, source in made if source.what == account.RESET}
+        reset = {(x.field, x.keys) for x, source in made if source.what == RESET}
         for j, x in enumerate(self._old):
             is_said = x.role == "measured" or (x.role == "step" and x.clock in counted)
             if not (x.array is None or j in used or is_said or (x.field, x.keys) in reset):
@@ -260,7 +366,7 @@ class Matcher:
     def _check_something_fits(self, made: Sequence[tuple[StateLeaf, Source]]) -> None:
         """Something is kept or reset; and some moments or weights, where both states have some."""
         states = [x for x in self._old if x.array is not None], [x for x, _ in made]
-        kept = [x for x, source in made if source.old or source.what == account.RESET]
+        kept = [x for x, source in made if source.old or source.what == RESET]
         moments = [[x for x in state if x.role == "moment"] for state in states]
         if all(moments):
             kept = [x for x in kept if x.role in OF_PARAMETERS]

@@ -12,7 +12,7 @@ import optax
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, apply, on_leaf
 from jgrad._inputs import numbers
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
 from jgrad._inputs.state import counter

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, trees
 from jgrad._trees.told import telling, told

@@ -10,8 +10,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
-from jgrad._inputs.around import made_of, origin
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit, made_of, origin
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
