@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from jgrad._trees import shardings
+from jgrad._trees import host_memory
 from tests.backward import models
 
 W = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
@@ -59,7 +59,7 @@ def without_host_memory():
     """As on a backend whose devices have one kind of memory."""
     one_kind = SimpleNamespace(platform="cpu", addressable_memories=list)
     with mock.patch.object(jax, "local_devices", return_value=[one_kind]):
-        shardings.check.__wrapped__("offload")
+        host_memory.check.__wrapped__("offload")
 
 
 def carried(old, new, **options):

@@ -7,7 +7,7 @@ from jgrad._arithmetic import numerics
 from jgrad._quantized import encoding
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.geometry import geometry
-from jgrad._trees import checks, shardings
+from jgrad._trees import checks, host_memory
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import Leaf
@@ -99,10 +99,10 @@ def in_memory_of(like: Leaf, x: Leaf) -> Leaf:
     concrete = [y for y in jax.tree.leaves((like, x)) if isinstance(y, jax.Array)]
     if len(concrete) < 2 or any(isinstance(y, jax.core.Tracer) for y in concrete):
         return x
-    is_there, is_wanted = (shardings.place_on_host(y) is not None for y in (x, like))
+    is_there, is_wanted = (host_memory.place_on_host(y) is not None for y in (x, like))
     if is_there == is_wanted:
         return x
-    return shardings.to_host(x) if is_wanted else shardings.to_device(x)
+    return host_memory.to_host(x) if is_wanted else host_memory.to_device(x)
 
 
 def _is_alike(x: Leaf, like: Leaf) -> bool:

@@ -15,7 +15,7 @@ from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
-from jgrad._trees.protocols import STATES, FieldRoles, KeyPath, Leaf, Role
+from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf
 from jgrad._trees.trees import PyTree
 
 Keys = tuple[str, ...]
@@ -85,7 +85,7 @@ class StateLeaf(NamedTuple):
 
     kind: str
     field: str
-    role: Role
+    role: FieldRole
     keys: Keys
     array: Leaf
     path: KeyPath

@@ -15,7 +15,7 @@ from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
-from jgrad._trees import checks, trees, variables
+from jgrad._trees import checks, host_memory, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.other_names import explained
@@ -97,8 +97,8 @@ def state_shardings(
     shardings = followed.of_state(variables.variables_of_blocks(state))
     shardings = jax.tree.map(_as_returned, variables.in_form_of(state, shardings), state)
     if isinstance(tx, inside.Offloaded):
-        shardings.check(_NAME)
-        return jax.tree.map(lambda x: x.with_memory_kind(shardings.KIND), shardings)
+        host_memory.check(_NAME)
+        return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
     return shardings
 
 

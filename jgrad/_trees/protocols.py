@@ -61,7 +61,9 @@ class Reporting(Protocol):
 # - like: what starts as `init` makes it; measured: what the next update measures again
 # - inside: the state of what is inside
 # - factors: averages of matrices, which start at zero, and their bases, which start as the identity
-Role = Literal["step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"]
+FieldRole = Literal[
+    "step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"
+]
 
 
 class FieldRoles(NamedTuple):
@@ -75,9 +77,9 @@ class FieldRoles(NamedTuple):
     """
 
     kind: str
-    roles: Mapping[str, Role]
+    roles: Mapping[str, FieldRole]
     names: Mapping[str, str] = {}
-    others: Role = "zero"
+    others: FieldRole = "zero"
 
 
 class Declared(Protocol):
@@ -90,7 +92,7 @@ _State = TypeVar("_State")
 STATES: list[FieldRoles] = []  # all that are declared, by which `carry_over` reads files
 
 
-def state_of(kind: str, **roles: Role) -> Callable[[type[_State]], type[_State]]:
+def state_of(kind: str, **roles: FieldRole) -> Callable[[type[_State]], type[_State]]:
     """A state type of jgrad, a `NamedTuple`, which says what its fields are.
 
     Its module becomes the one that users import it from, and that a pickle names.
@@ -103,7 +105,7 @@ def state_of(kind: str, **roles: Role) -> Callable[[type[_State]], type[_State]]
 
     def declared(state: type[_State]) -> type[_State]:
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
-        others: dict[str, Role] = {x: "inside" if x == "inner" else "zero" for x in names}
+        others: dict[str, FieldRole] = {x: "inside" if x == "inner" else "zero" for x in names}
         fields = FieldRoles(kind, others | roles)
         STATES.append(fields)
         state.__module__ = "jgrad"

@@ -1,4 +1,4 @@
-"""What is known of an array's place, on a mesh or in host memory, and what to do about it.
+"""What the type of an array says of its place on a mesh, and what to do about it.
 
 With explicit axes a type says how an array is sharded, and JAX refuses operations whose result
 might be sharded in several ways. With automatic axes it only says that there is a mesh. Inside
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._trees.trees import PyTree
@@ -208,53 +207,3 @@ def _varying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, names, to="varying")
     return jax.lax.pvary(x, names)  # type: ignore[attr-defined]  # JAX 0.8
-
-
-KIND = "pinned_host"
-
-
-@functools.cache
-def check(function: str) -> None:
-    """Raises an error where the backend has no host memory of its own."""
-    device = jax.local_devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if KIND not in kinds:
-        came = f"memory of the kinds {', '.join(map(repr, kinds))}"
-        backend = f"the backend {device.platform!r}"
-        raise RuntimeError(f"{function}: {backend}: {came}, expected {KIND!r} among them.")
-
-
-def to_host(tree: PyTree) -> PyTree:
-    """The tree with its arrays in host memory, sharded as they are."""
-    return _moved(tree, jax.memory.Space.Host)
-
-
-def to_device(tree: PyTree) -> PyTree:
-    """The tree with its arrays in the memory of their devices."""
-    return _moved(tree, jax.memory.Space.Device)
-
-
-def _moved(tree: PyTree, space: Any) -> PyTree:
-    def is_array(x: object) -> bool:
-        return isinstance(x, (jax.Array, np.ndarray))
-
-    arrays = list(filter(is_array, jax.tree.leaves(tree)))
-    # JAX takes derivatives back to the source, and to the host where none is named.
-    sources = [jax.typeof(x).memory_space for x in arrays]
-    moved = iter(jax.device_put(arrays, space, src=sources))
-    return jax.tree.map(lambda x: next(moved) if is_array(x) else x, tree)
-
-
-def place_on_host(tree: PyTree) -> str | None:
-    """The path of the first array that lies in host memory; None if there is none."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
-            return jax.tree_util.keystr(path)
-    return None
-
-
-def where_it_lies(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """`f(tree)`, computed on the device; in host memory if arrays of the tree lie there."""
-    if place_on_host(tree) is None:
-        return f(tree)
-    return to_host(f(to_device(tree)))

@@ -76,7 +76,7 @@ class _Sums(NamedTuple):
         return cls(stacked[0], stacked[1], stacked[2], unit)
 
 
-def steps(
+def steps_on_sphere(
     w: Sequence[Any],
     u: Sequence[Any],
     radii: Sequence[jax.Array | None],
@@ -456,7 +456,7 @@ def hyperball(
         if not isinstance(rates, list):
             note(told().here.notes, "hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
-        new = steps(w, u, radii, leafwise.per_leaf(rates, len(u)), axes)
+        new = steps_on_sphere(w, u, radii, leafwise.per_leaf(rates, len(u)), axes)
         done = optax.safe_increment(done)
         return inputs.directions(new), HyperballState(done, state.radius, inner)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._trees import checks, shardings, shares, trees
+from jgrad._trees import checks, host_memory, shares, trees
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import order
@@ -51,8 +51,8 @@ def transformation(
         with order.standing_around(name_in_order or function):
             state = tx.init(params)
             order.check_others(state)
-        on_host = shardings.place_on_host(state)
-        if on_host is not None and shardings.place_on_host(params) is None:
+        on_host = host_memory.place_on_host(state)
+        if on_host is not None and host_memory.place_on_host(params) is None:
             came = f"with a state in host memory{checks.at(on_host)}, of an `offload` inside"
             raise ValueError(f"{function}: `tx`: {came}, {remedy}.")
         return state

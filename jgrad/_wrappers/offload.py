@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from jgrad._inputs.transformation import pair
-from jgrad._trees import shardings, shares
+from jgrad._trees import host_memory, shares
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
@@ -76,14 +76,14 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         shares.refuse(_NAME, "use the ordinary step")
-        shardings.check(_NAME)
-        return shardings.to_host(tx.init(params))
+        host_memory.check(_NAME)
+        return host_memory.to_host(tx.init(params))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        shardings.check(_NAME)
-        steps, new = tx.update(updates, shardings.to_device(state), params, **extra_args)
-        return steps, shardings.to_host(new)
+        host_memory.check(_NAME)
+        steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
+        return steps, host_memory.to_host(new)
 
     return inside.Offloaded(*pair(init, update, _NAME))

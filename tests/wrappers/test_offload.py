@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgrad
-from jgrad._trees import shardings
+from jgrad._trees import host_memory
 from tests.cases import gradients, params
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
@@ -86,7 +86,7 @@ def test_states_in_other_forms_stay_on_the_host(place, jit):
     w = {"w": jnp.sin(jnp.arange(8192.0)).reshape(32, 256), "b": jnp.ones(7), "x": jnp.ones(())}
     make = functools.partial(jgrad.adam, 0.1)
     _, state = train(make(moment_dtype="8bit"), place(w), [place(w)] * 2)
-    offloaded = shardings.to_host(state)
+    offloaded = host_memory.to_host(state)
     conversions = [
         jgrad.unpack,
         unquantized,
@@ -133,7 +133,7 @@ def test_slopes():
     slopes = jax.jit(jax.grad(end, argnums=(0, 1)), static_argnums=(2, 3))
     on_device = {"w": jnp.arange(3.0)}
     expected = slopes(0.1, on_device, False)
-    for mw in (on_device, shardings.to_host(on_device)):
+    for mw in (on_device, host_memory.to_host(on_device)):
         found = slopes(0.1, mw, False, jgrad.offload)
         assert kinds(found[1]) == kinds(mw)
         chex.assert_trees_all_close(jax.device_get(found), expected, rtol=1e-6)
@@ -141,7 +141,7 @@ def test_slopes():
 
 def test_slopes_through_a_loop():
     """JAX makes no zeros in host memory, from which the slopes of what a loop carries start."""
-    mw = shardings.to_host({"w": jnp.arange(3.0)})
+    mw = host_memory.to_host({"w": jnp.arange(3.0)})
     with pytest.raises(ValueError, match="Expected cotangent type float32<host>"):
         jax.grad(end)(0.1, mw, True, jgrad.offload)
 
@@ -278,12 +278,12 @@ def backend(monkeypatch):
     """Makes JAX have another first device."""
 
     def choose(*args):
-        shardings.check.cache_clear()
+        host_memory.check.cache_clear()
         monkeypatch.setattr(jax, "local_devices", lambda: [Device(*args)])
 
     yield choose
     monkeypatch.undo()
-    shardings.check.cache_clear()
+    host_memory.check.cache_clear()
 
 
 def test_e47_an_accelerator_without_host_memory(backend):
@@ -334,6 +334,6 @@ def test_parameters_in_host_memory():
     """Their moments lie beside them, which is no `offload`."""
     w = jax.device_put(jnp.ones(3), jax.memory.Space.Host)
     jgrad.accumulate(optax.GradientTransformation(lambda w: w, lambda g, s, w=None: (g, s)), 2)
-    assert shardings.place_on_host({"w": w}) == "['w']"
+    assert host_memory.place_on_host({"w": w}) == "['w']"
     keep = optax.GradientTransformation(lambda w: w, lambda g, s, w=None: (g, s))
     jgrad.skip_nonfinite(keep).init(w)
