@@ -131,17 +131,16 @@ from jgrad._optimizers.gradient_descent import (
     gradient_descent_update,
     optimizer_update,
 )
-from jgrad._optimizers.lamb import lamb, lamb_update
+from jgrad._optimizers.lamb import lamb, lamb_update, scale_by_trust_ratio
 from jgrad._optimizers.lars import lars, lars_update
 from jgrad._optimizers.lion import lion, lion_update, scale_by_lion
 from jgrad._optimizers.of_leaf import optimizer_of_leaf
-from jgrad._optimizers.trust_ratio import scale_by_trust_ratio
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
 from jgrad._soap.factors import SoapFactors, SoapState
 from jgrad._soap.soap import soap
-from jgrad._states.account import Account
 from jgrad._states.carry_over import carry_over
+from jgrad._states.matching import Account
 from jgrad._states.state_shardings import state_shardings
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.other_names import explained_absence as _explained_absence

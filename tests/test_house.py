@@ -101,7 +101,7 @@ ON_OTHER_PLATFORMS = {
     "_layers/trust.py": "tests/everywhere/test_surroundings.py::lamb-packed-cuda",
     "_muon/newton_schulz.py": "tests/everywhere/test_surroundings.py::muon-tree-tpu",
     "_packed/packed_layers.py": "tests/everywhere/test_surroundings.py::lamb-packed-cuda",
-    "_packed/splitting.py": "tests/everywhere/test_surroundings.py::pack_small-tree-cuda",
+    "_packed/buffers.py": "tests/everywhere/test_surroundings.py::pack_small-tree-cuda",
     "_wrappers/watch.py": "tests/wrappers/test_watch.py::as_on",
 }
 

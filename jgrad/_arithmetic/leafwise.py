@@ -117,17 +117,22 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
         if (j := first.setdefault((f, structure, *ids), i)) != i:
             repeated[i] = j
             continue
-        places = tuple(map(ids.index, ids))  # an array that is there twice is one argument
-        arrays = list(map(leaves.__getitem__, dict.fromkeys(places)))
-        alike[f, structure, places, *map(_kind, arrays)].append((i, arrays))
-    for (f, structure, places, *_), members in alike.items():
+        positions = tuple(map(ids.index, ids))  # an array that is there twice is one argument
+        arrays = list(map(leaves.__getitem__, dict.fromkeys(positions)))
+        alike[f, structure, positions, *map(_kind, arrays)].append((i, arrays))
+    for (f, structure, positions, *_), members in alike.items():
         for start in range(0, len(members), _TOGETHER):
             indices, of_leaves = zip(*members[start : start + _TOGETHER], strict=True)
             together, shared = [], []
             for column in zip(*of_leaves, strict=True):
                 shared.append(len(set(map(id, column))) == 1)
                 together.append(column[0] if shared[-1] else column)
-            options = {"f": f, "structure": structure, "places": places, "shared": tuple(shared)}
+            options = {
+                "f": f,
+                "structure": structure,
+                "positions": positions,
+                "shared": tuple(shared),
+            }
             outputs = _together(together, count=len(indices), **options)
             for i, output in zip(indices, outputs, strict=True):
                 results[i] = output
@@ -142,12 +147,12 @@ def _together(
     *,
     f: Function,
     structure: Any,
-    places: tuple[int, ...],
+    positions: tuple[int, ...],
     shared: tuple[bool, ...],
     count: int,
 ) -> list[Any]:
     """`f` of `count` leaves: an entry of `arguments` is shared by all, or has one for each."""
-    position = list(map(sorted(set(places)).index, places))
+    position = list(map(sorted(set(positions)).index, positions))
     results = []
     for i in range(count):
         arrays = [x if is_one else x[i] for x, is_one in zip(arguments, shared, strict=True)]

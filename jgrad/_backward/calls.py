@@ -1,5 +1,12 @@
-"""What a step is called with: parameters in a tree, and keywords that `tx` reads."""
+"""What a step is called with: parameters, keywords that `tx` reads, a function of gradients.
 
+A device of `pmap`, or of `shard_map` without a check, has gradients of its part of a batch, which
+JAX does not sum. In an ordinary step their mean is a line behind `jax.grad`. Here that line is a
+function of the gradients of a share, and the ordinary step calls it in the same way: of one layer
+at a time, so that both forms of a step agree whatever it computes.
+"""
+
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics
-from jgrad._trees import checks
+from jgrad._backward.portions import leaves_of_share, tree_of_share
+from jgrad._trees import checks, shardings, trees
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import KEYWORDS
 from jgrad._trees.trees import PyTree, Structure
 from jgrad._trees.unpromised import Unpromised
@@ -100,3 +109,78 @@ def _is_traceable(x: PyTree) -> bool:
     return bool(leaves) and all(
         checks.is_number(y) or checks.is_array(y) or isinstance(y, bool) for y in leaves
     )
+
+
+# (gradients of one layer, or of all leaves in no stack) -> gradients
+OfGradients = Callable[[PyTree], PyTree]
+
+
+def check_function(function: Any) -> None:
+    """What the factory can say already."""
+    if not (function is None or callable(function)):
+        came = checks.describe(function)
+        raise TypeError(f"{_NAME}: `gradients`: {came}, expected a function of gradients.")
+
+
+def check_is_given(function: OfGradients | None) -> None:
+    """An error where nobody sums the gradients of several devices, and nobody says so."""
+    axes = shardings.unknown_axes()
+    if function is not None or not axes:
+        return
+    names = repr(axes[0] if len(axes) == 1 else axes)
+    raise ValueError(
+        f"{_NAME}: `gradients`: None inside `pmap`, or `shard_map` with `check_vma=False`, over "
+        f"{names}, where JAX does not sum the gradients of all devices. Expected their mean, "
+        f"`gradients=lambda g: jax.lax.pmean(g, {names})`; or `gradients=lambda g: g`, which says "
+        "that each device has a model of its own, or a loss whose gradients are complete."
+    )
+
+
+def of_share(
+    function: OfGradients,
+    structure: Structure,
+    positions: Sequence[int],
+    gradients: Sequence[Any],
+) -> list[Any]:
+    """What the function makes of the gradients of one share.
+
+    Args:
+      function: of a user.
+      structure: of the parameters.
+      positions: of the leaves of the share among those of the parameters.
+      gradients: of these leaves; None for a leaf that has none.
+    """
+    old = tree_of_share(structure, positions, gradients)
+    new = function(old)
+    checks.same_structure(_NAME, "gradients(g)", new, "g", old)
+    arg = ArgLeaves.from_tree(_NAME, "gradients(g)", new)
+    for i, (x, y) in enumerate(zip(trees.flatten(old)[0], arg.leaves, strict=True)):
+        expected, came = checks.describe(x), checks.describe(y)
+        if came != expected:
+            arg.fail(i, TypeError, f"{came}, expected {expected}, as it was given")
+    return leaves_of_share(structure, positions, new)
+
+
+def of_all_shares(function: OfGradients, grads: PyTree, stacks: Sequence[Sequence[int]]) -> PyTree:
+    """The same of all gradients: for each layer of each stack, then for all other leaves.
+
+    Args:
+      function: of a user.
+      grads: of all parameters.
+      stacks: the positions of the leaves of each.
+    """
+    leaves: list[Any] = jax.tree.leaves(grads)
+    structure: Structure = jax.tree.structure(grads)
+    rest = sorted({*range(len(leaves))}.difference(*stacks))
+    for share in (*stacks, rest):
+        # Integers have None, as in the backward pass.
+        positions = [i for i in share if checks.is_inexact(leaves[i])]
+        arrays = [leaves[i] for i in positions]
+        of_arrays = functools.partial(of_share, function, structure, positions)
+        if share is rest or not arrays:
+            new = of_arrays(arrays)
+        else:
+            new = [x[:, 0] for x in jax.vmap(of_arrays)([x[:, None] for x in arrays])]
+        for i, x in zip(positions, new, strict=True):
+            leaves[i] = x
+    return structure.unflatten(leaves)

@@ -34,7 +34,7 @@ Environment = dict[Any, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class ScanCall:
     """One call of `scan_layers`.
 
     Attributes:
@@ -79,7 +79,7 @@ class TracedLoss:
     ) -> None:
         """Of arrays, which may be traced."""
         leaves, structure = _flat(params)
-        self.calls: list[Call] = []
+        self.calls: list[ScanCall] = []
         paths = trees.paths(params)
 
         def of_leaves(leaves: Arrays) -> Any:
@@ -125,7 +125,7 @@ class TracedLoss:
 class _Recorder:
     """Makes a marker of each call."""
 
-    def __init__(self, leaves: Arrays, calls: list[Call]) -> None:
+    def __init__(self, leaves: Arrays, calls: list[ScanCall]) -> None:
         self._leaves = leaves  # kept, so that no other array gets the identity of one
         self._calls, self._trace = calls, core.get_opaque_trace_state()
         self._position = {id(x): i for i, x in enumerate(leaves)}
@@ -171,7 +171,7 @@ class _Recorder:
 
         # `jax.checkpoint` takes the arrays as one argument here, and as many as it has leaves.
         again: Any = rematerialised(lambda layer, rest: evaluated(layer, *rest), remat)
-        made = Call(
+        made = ScanCall(
             tuple(i for i in positions if i is not None),
             count,
             lambda layer, carry, others: again(layer, (carry, others)),
@@ -238,7 +238,7 @@ class SavedCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, call: Call, stacks: Arrays, carry: Arrays, others: Arrays
+        cls, call: ScanCall, stacks: Arrays, carry: Arrays, others: Arrays
     ) -> tuple[Arrays, "SavedCall"]:
         """The carry behind the layers, and what is kept."""
         form: Any = None

@@ -6,7 +6,8 @@ a state are those of a stack, and along which axis they are cut, is asked of `tx
 for the leaves of the stack alone, and for a stack of many times as many layers.
 """
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -72,35 +73,35 @@ class Portion(NamedTuple):
       positions: of its leaves among those of the parameters.
       layers: how many; None where it is all that no stack has.
       structure: of its state, when it is alone.
-      places: for each array of that the position in the whole state, and where it is cut; None for
+      cuts: for each array of that the position in the whole state, and where it is cut; None for
         an array that has no layers.
     """
 
     positions: tuple[int, ...]
     layers: int | None
     structure: Structure
-    places: list[tuple[int, Cut | None]]
+    cuts: list[tuple[int, Cut | None]]
 
     @property
     def owned(self) -> list[bool]:
         """Whether each array of its state is its own: what has no layers is that of the rest."""
-        return [self.layers is None or cut is not None for _, cut in self.places]
+        return [self.layers is None or cut is not None for _, cut in self.cuts]
 
     @property
     def of_layers(self) -> list[bool]:
         """Whether each array of its state has an entry for each layer."""
-        return [cut is not None and cut is not SAME for _, cut in self.places]
+        return [cut is not None and cut is not SAME for _, cut in self.cuts]
 
     def with_numbers_of_stack(self, rest: "Portion") -> "Portion":
         """The same, which owns what has no layers and is not that of the rest."""
-        others = {i for i, _ in rest.places}
-        own = [(i, SAME if cut is None and i not in others else cut) for i, cut in self.places]
-        return self._replace(places=own)
+        others = {i for i, _ in rest.cuts}
+        own = [(i, SAME if cut is None and i not in others else cut) for i, cut in self.cuts]
+        return self._replace(cuts=own)
 
     @property
-    def owned_places(self) -> list[tuple[int, Cut | None]]:
+    def owned_cuts(self) -> list[tuple[int, Cut | None]]:
         """Where these are."""
-        return [x for x, use in zip(self.places, self.owned, strict=True) if use]
+        return [x for x, use in zip(self.cuts, self.owned, strict=True) if use]
 
 
 def not_packed(name: str, tree: PyTree) -> None:
@@ -148,7 +149,7 @@ class Whole:
         """That of a stack."""
         some, structure = self._begun(positions, 0)
         many, _ = self._begun(positions, 0, layers * _MANY)
-        places: list[tuple[int, Cut | None]] = []
+        cuts: list[tuple[int, Cut | None]] = []
         for path, x in some.items():
             i, others, count = self._position(path, x.shape), many, layers * _MANY
             if path not in many:  # in 8 bits from some size on, and not yet: as with one layer
@@ -156,29 +157,29 @@ class Whole:
             other = others[path].shape
             axes = [k for k, (a, b) in enumerate(zip(x.shape, other, strict=True)) if a != b]
             if not axes and count > 1:
-                places.append((i, None))
+                cuts.append((i, None))
                 continue
             axis = axes[0] if axes else 0
             grows = other[axis] * layers == x.shape[axis] * count
             if len(axes) > 1 or not grows or x.shape[axis] % layers:
                 came = f"shape {x.shape} of {layers} layers"
                 raise ValueError(f"{_NAME}: `state`{checks.at(self._paths[i])}: {came}, {_BLOCKS}.")
-            places.append((i, Cut(axis, x.shape[axis] // layers)))
-        return Portion(tuple(positions), layers, structure, places)
+            cuts.append((i, Cut(axis, x.shape[axis] // layers)))
+        return Portion(tuple(positions), layers, structure, cuts)
 
     def rest(self, stacks: Sequence[Portion]) -> Portion:
         """That of all leaves in no stack. It has all numbers that are of no layer, too."""
         taken = {i for stack in stacks for i in stack.positions}
         positions = [i for i in range(self.structure.num_leaves) if i not in taken]
         some, structure = self._begun(positions, None)
-        places = [(self._position(path, x.shape), None) for path, x in some.items()]
-        here = {i for i, _ in places}.union(i for stack in stacks for i, _ in stack.places)
+        cuts = [(self._position(path, x.shape), None) for path, x in some.items()]
+        here = {i for i, _ in cuts}.union(i for stack in stacks for i, _ in stack.cuts)
         for i, path in enumerate(self._paths):
             if i not in here:
                 came = "an array that `tx.init` makes of no layer, nor of all leaves in no stack"
                 expected = "expected one of all leaves at once to be left out"
                 raise ValueError(f"{_NAME}: `state`{checks.at(path)}: {came}; {expected}.")
-        return Portion(tuple(positions), None, structure, [*places])
+        return Portion(tuple(positions), None, structure, [*cuts])
 
     def _begun(
         self, positions: Sequence[int], layer: int | None, layers: int | None = None
@@ -213,3 +214,82 @@ class Whole:
             expected = f"shape {shape}, as `{_INIT}` has it"
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
         return i
+
+
+class Owned(NamedTuple):
+    """The arrays that a share replaces, or those of one of its layers.
+
+    Attributes:
+      weights: its leaves of the parameters.
+      state: its own arrays of the state.
+    """
+
+    weights: list[jax.Array]
+    state: list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """See above.
+
+    Attributes:
+      leaves: of the parameters.
+      state: the arrays of the state.
+      structures: of both trees.
+    """
+
+    leaves: Sequence[jax.Array]
+    state: Sequence[jax.Array]
+    structures: tuple[Structure, Structure]
+
+    @classmethod
+    def of_trees(cls, params: PyTree, state: PyTree) -> "Model":
+        """Of parameters and a state."""
+        both = jax.tree.flatten(params), jax.tree.flatten(state)
+        return cls(both[0][0], both[1][0], (both[0][1], both[1][1]))
+
+    def trees(self) -> tuple[PyTree, PyTree]:
+        """Parameters and state."""
+        of_params, of_state = self.structures
+        return of_params.unflatten(self.leaves), of_state.unflatten(self.state)
+
+    def weights_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
+        """The leaves of a share, in one of its layers if it has some."""
+        leaves = [self.leaves[i] for i in portion.positions]
+        return leaves if layer is None else [FIRST.out_of(x, layer) for x in leaves]
+
+    def state_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
+        """The arrays of the state of a share, likewise."""
+        return [
+            self.state[i] if cut is None or layer is None else cut.out_of(self.state[i], layer)
+            for i, cut in portion.cuts
+        ]
+
+    def owned(self, portion: Portion) -> Owned:
+        """What a share replaces."""
+        weights = [self.leaves[i] for i in portion.positions]
+        return Owned(weights, [self.state[i] for i, _ in portion.owned_cuts])
+
+    def replaced(self, portion: Portion, new: Owned, *, in_loop: bool = False) -> "Model":
+        """The same, with other arrays of a share; in a loop, numbers of the stack are still old."""
+        cuts = zip(portion.owned_cuts, new.state, strict=True)
+        state = {i: x for (i, cut), x in cuts if not (in_loop and cut is SAME)}
+        return dataclasses.replace(
+            self,
+            leaves=_replaced(self.leaves, dict(zip(portion.positions, new.weights, strict=True))),
+            state=_replaced(self.state, state),
+        )
+
+
+def with_layer(portion: Portion, owned: Owned, layer: Owned, i: jax.Array | int) -> Owned:
+    """The arrays of a stack, with those of layer `i`."""
+    weights = zip(owned.weights, layer.weights, strict=True)
+    state = zip(portion.owned_cuts, owned.state, layer.state, strict=True)
+    return Owned(
+        [FIRST.put(x, new, i) for x, new in weights],
+        [x if cut is None else cut.put(x, new, i) for (_, cut), x, new in state],
+    )
+
+
+def _replaced(arrays: Sequence[jax.Array], new: Mapping[int, jax.Array]) -> list[jax.Array]:
+    return [new.get(i, x) for i, x in enumerate(arrays)]

@@ -9,7 +9,7 @@ import jax
 
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.contexts import during
+from jgrad._trees.told import during
 from jgrad._trees.trees import PyTree
 
 _NAME = "scan_layers"

@@ -1,37 +1,115 @@
-"""The update of one share, as a function of arrays."""
+"""The update of one share, as a function of arrays; whether each element is computed by itself.
+
+An update of a layer, and one of its whole stack, are traced, and operations that do not come from
+jgrad are looked at. A norm of a layer is not that of the stack, and its random bits are others.
+"""
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jgrad._backward import elements
-from jgrad._backward.model import Owned
+from jgrad._arithmetic import elementwise
 from jgrad._backward.portions import (
     FIRST,
     SAME,
     Cut,
+    Owned,
     Portion,
     Whole,
     leaves_of_share,
     tree_of_share,
 )
-from jgrad._trees import checks
+from jgrad._trees import checks, shares
 from jgrad._trees.shares import Combine, Key, Numbers, Share
 from jgrad._trees.told import telling
 from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers.apply_gradients import apply_gradients
 
+_NAME = "step_in_backward"
+
+# What to use in the place of transformations of optax, by names of functions that make them.
+_OURS = {
+    "apply_if_finite": "`jgrad.skip_nonfinite`",
+    "scale_by_factored_rms": "`jgrad.adafactor`",
+    "scale_by_trust_ratio": "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`",
+}
+# What devices do with arrays, each of whose elements stays by itself.
+_OF_DEVICES = {
+    *("device_put", "pcast", "pmax", "pmin", "psum", "psum_invariant", "pvary", "reshard"),
+    "sharding_constraint",
+}
+_OF_NORMS = "`jgrad.clip_by_global_norm` for a norm of all gradients"
+_AROUND = {"_in_shares", "chain", "with_extra_args_support"}  # of what has no such function
+_UPDATE = re.compile(r"(\w+)\.<locals>\.update")
+
+
+def check(update: Callable[..., PyTree], layer: PyTree, stack: PyTree) -> None:
+    """An error where another library does something else.
+
+    Args:
+      update: of a share, in which all that is jgrad's is marked.
+      layer: its argument.
+      stack: the same for all layers at once.
+    """
+    programs = [jax.make_jaxpr(update)(x).jaxpr for x in (layer, stack)]
+    of_layer, of_stack = (list(_of_others(program.eqns)) for program in programs)
+    for outer, equation in (*of_layer, *of_stack):
+        name = equation.primitive.name
+        if name not in _OF_DEVICES and elementwise.mixes(equation, lambda shape: shape != ()):
+            _refuse(outer, f"`{name}`, which mixes elements")
+    for a, b in itertools.zip_longest(of_layer, of_stack):
+        if not (a and b) or elementwise.operation(a[1]) != elementwise.operation(b[1]):
+            _refuse((a or b)[0], "something else of a layer than of its stack, by its shape")
+
+
+def _refuse(equation: Any, does: str) -> None:
+    name = _maker(equation)
+    who = f"`{name}` of another library" if name else "a transformation of another library"
+    ours = _OURS.get(name, _OF_NORMS if "`reduce_sum`" in does else None)
+    remedy = f"use {ours}, or the ordinary step" if ours else "use the ordinary step"
+    raise ValueError(
+        f"{_NAME}: `tx`: {who} computes {does}. It sees one layer at a time: {remedy}."
+    )
+
+
+def _of_others(equations: Sequence[Any], outer: Any = None) -> Iterator[tuple[Any, Any]]:
+    """The operations of other libraries, each with the outermost that it is in.
+
+    Args:
+      equations: of a program.
+      outer: the operation whose program it is, if that is of another library.
+    """
+    for equation in equations:
+        scopes = str(equation.source_info.name_stack)
+        is_marked = shares.is_others(scopes)
+        around = outer if is_marked is None else (outer or equation) if is_marked else None
+        for inner in elementwise.programs(equation):
+            yield from _of_others(inner.eqns, around)
+        if around is not None:
+            yield around, equation
+
+
+def _maker(equation: Any) -> str:
+    """The function that made the transformation which an operation is of; "" if nothing says it."""
+    traceback = equation.source_info.traceback  # may change, checked in JAX 0.8 to 0.12
+    codes = traceback.raw_frames()[0] if hasattr(traceback, "raw_frames") else ()
+    names = (_UPDATE.match(code.co_qualname) for code in codes)
+    name = next((name[1] for name in names if name), "")
+    return "" if name in _AROUND else name
+
+
 Arrays = list[jax.Array]
 
 core = Unpromised("`step_in_backward`")
 
 
-class Given(NamedTuple):
+class Start(NamedTuple):
     """What the update of a share starts from.
 
     Attributes:
@@ -92,7 +170,7 @@ class ShareUpdate:
         self._forms: Numbers | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
-    def __call__(self, given: Given, known: Numbers, others: Numbers | None = None) -> Made:
+    def __call__(self, given: Start, known: Numbers, others: Numbers | None = None) -> Made:
         """One update.
 
         Args:
@@ -114,7 +192,7 @@ class ShareUpdate:
             )
 
     def _run(
-        self, given: Given, known: Numbers, others: Numbers | None = None, *, marks: bool = False
+        self, given: Start, known: Numbers, others: Numbers | None = None, *, marks: bool = False
     ) -> tuple[Made, Share]:
         """The same, and the share, which knows what came from other libraries."""
 
@@ -143,12 +221,12 @@ class ShareUpdate:
         pairs = zip(made.state, self.portion.owned, strict=True)
         return Owned(made.weights, [x for x, use in pairs if use])
 
-    def parts(self, given: Given) -> Numbers:
+    def parts(self, given: Start) -> Numbers:
         """The form of what it has to say. What other libraries do with a layer is checked first."""
         if self._forms is None:
             foreign: str | None = None
 
-            def traced(given: Given) -> Numbers:
+            def traced(given: Start) -> Numbers:
                 nonlocal foreign
                 made, share = self._run(given, {})
                 foreign = share.foreign
@@ -161,33 +239,33 @@ class ShareUpdate:
             self._forms = forms
         return self._forms
 
-    def _check_elements(self, layer: Given) -> None:
+    def _check_elements(self, layer: Start) -> None:
         def many(x: Any, cut: Cut | None) -> Any:
             if x is None or cut is None or cut is SAME:
                 return x
             return jax.lax.concatenate([x] * (self.portion.layers or 1), cut.axis)
 
-        def stack(given: Given) -> Given:
-            state = zip(given.state, self.portion.places, strict=True)
+        def stack(given: Start) -> Start:
+            state = zip(given.state, self.portion.cuts, strict=True)
             return given._replace(
                 gradients=[many(x, FIRST) for x in given.gradients],
                 weights=[many(x, FIRST) for x in given.weights],
                 state=[many(x, cut) for x, (_, cut) in state],
             )
 
-        def update(given: Given) -> Made:
+        def update(given: Start) -> Made:
             return self._run(given, {}, marks=True)[0]
 
-        elements.check(update, layer, jax.eval_shape(stack, layer))
+        check(update, layer, jax.eval_shape(stack, layer))
 
-    def numbers_read(self, given: Given) -> dict[Key | None, set[Key]]:
+    def numbers_read(self, given: Start) -> dict[Key | None, set[Key]]:
         """Which numbers of all shares its own arrays need, by None; and which each number needs.
 
         What has no layers is the same for all of them: an error where it is computed of one.
         """
         forms = self.parts(given)
 
-        def outputs(known: Numbers, given: Given) -> tuple[Owned, Numbers, Arrays]:
+        def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers, Arrays]:
             made = self(given, known)
             pairs = zip(made.state, self.portion.of_layers, strict=True)
             return self.owned(made), made.parts, [x for x, use in pairs if not use]
@@ -213,7 +291,7 @@ class ShareUpdate:
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
 
     def _refuse_state(self, i: int) -> None:
-        count = len(self.portion.places)
+        count = len(self.portion.cuts)
         arrays = jax.tree_util.tree_leaves_with_path(self.portion.structure.unflatten(range(count)))
         paths = [path for path, k in arrays if not self.portion.of_layers[k]]
         came = "an array that no layer owns, computed from the gradients of a few layers"

@@ -12,18 +12,17 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
-from jgrad._backward import calls, gradients as of_gradients
-from jgrad._backward.gradients import OfGradients
+from jgrad._backward import calls
+from jgrad._backward.calls import OfGradients
 from jgrad._backward.losses import Cotangents, Forward, SavedCall, TracedLoss
-from jgrad._backward.model import Model, Owned, with_layer
-from jgrad._backward.portions import Portion, Whole, not_packed
-from jgrad._backward.share_updates import Given, ShareUpdate, pruned
+from jgrad._backward.portions import Model, Owned, Portion, Whole, not_packed, with_layer
+from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings
-from jgrad._trees.contexts import during
 from jgrad._trees.shares import Key, Numbers
+from jgrad._trees.told import during
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.apply_gradients import apply_gradients
@@ -149,7 +148,7 @@ def step_in_backward(
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         checks.boolean(_NAME, name, x)
-    of_gradients.check_function(gradients)
+    calls.check_function(gradients)
     read_mesh_axes(_NAME, mesh_axes, names=False)
 
     def ordinary(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
@@ -157,9 +156,7 @@ def step_in_backward(
         if gradients is not None:
             with jax.disable_jit(False):
                 traced = TracedLoss(loss, params, args, has_aux=has_aux)
-            grads = of_gradients.of_all_shares(
-                gradients, grads, [x.positions for x in traced.calls]
-            )
+            grads = calls.of_all_shares(gradients, grads, [x.positions for x in traced.calls])
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
@@ -181,7 +178,7 @@ def step_in_backward(
     def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
         not_packed("params", params)
         calls.check_call(tx, loss, params, state, args, extra_args)
-        of_gradients.check_is_given(gradients)
+        calls.check_is_given(gradients)
         inputs = params, state, args, extra_args
         if _is_forced.get():
             return in_backward(*inputs)
@@ -202,7 +199,7 @@ def forced(use: bool = True) -> AbstractContextManager[bool]:
 # Cotangents in front of the layers of a call, and of what else its block reads.
 _Before = tuple[Cotangents, Cotangents]
 # What is done with a layer: new arrays, or none, and what it has to say.
-_Turn = Callable[[Given], tuple[Owned | None, Numbers]]
+_Turn = Callable[[Start], tuple[Owned | None, Numbers]]
 
 
 class _Step:
@@ -239,7 +236,7 @@ class _Step:
                 read[key] = read.get(key, set()) | keys
         return read
 
-    def _example(self, update: ShareUpdate) -> Given:
+    def _example(self, update: ShareUpdate) -> Start:
         """The types of what an update of a layer is given: a gradient has that of its weight."""
 
         model, portion = self._model, update.portion
@@ -247,7 +244,7 @@ class _Step:
             lambda: (model.weights_of(portion, 0), model.state_of(portion, 0))
         )
         gradients = [w if jnp.issubdtype(w.dtype, jnp.inexact) else None for w in weights]
-        return Given(0, gradients, weights, state)
+        return Start(0, gradients, weights, state)
 
     def measured(self, forward: Forward, *, first_pass: bool) -> Numbers:
         """The numbers that are needed before a layer is updated.
@@ -271,7 +268,7 @@ class _Step:
         """Some numbers of all shares, by a backward pass that updates nothing."""
         said: Numbers = {}
 
-        def parts(update: ShareUpdate, given: Given) -> Numbers:
+        def parts(update: ShareUpdate, given: Start) -> Numbers:
             return {key: x for key, x in update(given, known).parts.items() if key in ready}
 
         def visit(k: int, saved: SavedCall, after: Cotangents) -> _Before:
@@ -301,7 +298,7 @@ class _Step:
             update = self._stacks[k]
             nothing = self._nothing(update, update.combines.keys() - known.keys())
 
-            def turn(given: Given) -> tuple[Owned, Numbers]:
+            def turn(given: Start) -> tuple[Owned, Numbers]:
                 made = update(given, known)
                 return update.owned(made), {k: x for k, x in made.parts.items() if k in nothing}
 
@@ -356,7 +353,7 @@ class _Step:
                 for k, g in zip(portion.positions, of_layer, strict=True)
             ]
             gradients = self._of_user(portion, gradients)
-            given = Given(layer, gradients, weights, model.state_of(portion, layer))
+            given = Start(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, given)
             if owned is not None:
                 owned = with_layer(portion, owned, new, layer)
@@ -381,7 +378,7 @@ class _Step:
         forms = update.parts(self._example(update))
         return {key: update.combines[key].neutral(forms[key]) for key in forms if key in keys}
 
-    def _of_rest(self, grads: Sequence[jax.Array | None]) -> Given:
+    def _of_rest(self, grads: Sequence[jax.Array | None]) -> Start:
         """What the update of all leaves in no stack is given; zeros where the loss reads none."""
         portion = self._rest.portion
         weights = self._model.weights_of(portion, None)
@@ -390,13 +387,13 @@ class _Step:
             for i, w in zip(portion.positions, weights, strict=True)
         ]
         gradients = self._of_user(portion, gradients)
-        return Given(None, gradients, weights, self._model.state_of(portion, None))
+        return Start(None, gradients, weights, self._model.state_of(portion, None))
 
     def _of_user(self, portion: Portion, gradients: Sequence[Any]) -> list[jax.Array | None]:
         """What a user's function makes of the gradients of a share."""
         if self._gradients is None:
             return list(gradients)
-        return of_gradients.of_share(self._gradients, self._structure, portion.positions, gradients)
+        return calls.of_share(self._gradients, self._structure, portion.positions, gradients)
 
 
 def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:

@@ -17,8 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
-from jgrad._inputs.around import Rest, Then
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit, Rest, Then
 from jgrad._inputs.moment import check_form, kept_arrays
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import as_stored

@@ -281,6 +281,6 @@ def _kernel(
 
 
 @of_one_leaf
-def average(x: jax.Array, moment: Moments, beta: BetaForms) -> jax.Array:
+def average_of_leaf(x: jax.Array, moment: Moments, beta: BetaForms) -> jax.Array:
     """The average of arrays, with this one in it."""
     return moment.write(rules.average, x, moment.old, beta.value, beta.complement)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit
 from jgrad._kernels.leaf_step import Place, in_rows
 from jgrad._kernels.moment import LeafMoment, is_rounded, kept
 from jgrad._packed.array_spec import ArraySpec

@@ -14,9 +14,8 @@ import jax
 from jgrad._arithmetic import rules
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, Shapes, Step, check_form
-from jgrad._inputs.moment_options import AS_PARAMETERS, MomentOptions
 from jgrad._inputs.numbers import OfCall
-from jgrad._inputs.state import OptState
+from jgrad._inputs.state import AS_PARAMETERS, MomentOptions, OptState
 from jgrad._trees import checks, shares, trees, variables
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import check_keywords, keywords_of

@@ -107,13 +107,13 @@ class _Inputs:
         self._tree = xs
         self._all, self._structure = trees.flatten(xs)
         self._chosen: set[int] = set()
-        for place in _places("xs_grad_idxs", xs, idxs):
-            arrays = [i for i in place.leaves if checks.is_array(self._all[i])]
+        for target in _targets("xs_grad_idxs", xs, idxs):
+            arrays = [i for i in target.leaves if checks.is_array(self._all[i])]
             floats = [i for i in arrays if jnp.issubdtype(self._all[i].dtype, jnp.inexact)]
             integers = [i for i in arrays if jnp.issubdtype(self._all[i].dtype, jnp.integer)]
             if not (floats or integers):
                 expected = "floating or integer arrays, as `jgrad.variable` makes them"
-                _fail("xs_grad_idxs", place, self._all, expected)
+                _fail("xs_grad_idxs", target, self._all, expected)
             self._chosen.update(floats or integers)
         self.leaves = [numerics.floating(self._all[i]) for i in sorted(self._chosen)]
 
@@ -154,10 +154,10 @@ def _outputs(ret: PyTree, idxs: Sequence[Path] | None) -> list[tuple[str, jax.Ar
     leaves, _ = trees.flatten(ret)
     names = _names(ret)
     chosen: dict[int, None] = {}
-    for place in _places("ret_grad_idxs", ret, idxs):
-        fitting = [i for i in place.leaves if _is_scalar(leaves[i])]
+    for target in _targets("ret_grad_idxs", ret, idxs):
+        fitting = [i for i in target.leaves if _is_scalar(leaves[i])]
         if not fitting:
-            _fail("ret_grad_idxs", place, leaves, "a real floating array of one element")
+            _fail("ret_grad_idxs", target, leaves, "a real floating array of one element")
         chosen.update(dict.fromkeys(fitting))
     paths: dict[str, KeyPath] = {}
     for i in chosen:
@@ -175,22 +175,22 @@ def _is_scalar(y: Leaf) -> bool:
     return checks.is_array(y) and y.size == 1 and jnp.issubdtype(y.dtype, jnp.floating)
 
 
-class _Place(NamedTuple):
+class _Target(NamedTuple):
     """A subtree that a path leads to."""
 
     named: str
     leaves: range
 
 
-def _fail(argument: str, place: _Place, leaves: Sequence[Leaf], expected: str) -> NoReturn:
-    only = [leaves[i] for i in place.leaves]
+def _fail(argument: str, target: _Target, leaves: Sequence[Leaf], expected: str) -> NoReturn:
+    only = [leaves[i] for i in target.leaves]
     what = checks.describe(only[0]) if len(only) == 1 else f"{len(only)} leaves"
-    raise ValueError(f"{_NAME}: `{argument}`: {place.named}: {what}, expected {expected}.")
+    raise ValueError(f"{_NAME}: `{argument}`: {target.named}: {what}, expected {expected}.")
 
 
-def _places(argument: str, tree: PyTree, idxs: Sequence[Path] | None) -> list[_Place]:
+def _targets(argument: str, tree: PyTree, idxs: Sequence[Path] | None) -> list[_Target]:
     """The subtrees that are asked for."""
-    everything = [_Place("all", range(len(trees.flatten(tree)[0])))]
+    everything = [_Target("all", range(len(trees.flatten(tree)[0])))]
     if idxs is None or (idxs is _DEFAULT and type(tree) not in (list, tuple)):
         return everything
     paths = _paths(argument, idxs)
@@ -211,7 +211,7 @@ def _paths(argument: str, idxs: Any) -> list[KeyPath]:
     return [tuple(path) if isinstance(path, (list, tuple)) else (path,) for path in idxs]
 
 
-def _locate(argument: str, tree: PyTree, path: KeyPath) -> _Place:
+def _locate(argument: str, tree: PyTree, path: KeyPath) -> _Target:
     node, start = tree, 0
     for depth, key in enumerate(path):
         children = trees.children(node) or []
@@ -228,7 +228,7 @@ def _locate(argument: str, tree: PyTree, path: KeyPath) -> _Place:
             raise ValueError(f"{_NAME}: `{argument}`: {came}; {there}.")
         start += sum(len(trees.flatten(child)[0]) for _, child in children[:position])
         node = children[position][1]
-    return _Place(f"path {path}", range(start, start + len(trees.flatten(node)[0])))
+    return _Target(f"path {path}", range(start, start + len(trees.flatten(node)[0])))
 
 
 def _is_position(key: Leaf, node: PyTree) -> bool:

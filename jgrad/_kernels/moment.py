@@ -23,7 +23,7 @@ import numpy as np
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Function
 from jgrad._kernels.tile import Tile, encoded_tile
-from jgrad._quantized import bfloat16, codes as coding, encoding
+from jgrad._quantized import bfloat16, codec as coding, encoding
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import geometry

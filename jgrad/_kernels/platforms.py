@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
-from jgrad._kernels import sharded
+from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import LeafStep, Lowering, Place, moments_of
 from jgrad._kernels.moment import CodesPass, ScalePass
-from jgrad._trees.contexts import during
 from jgrad._trees.forms import Blocks
 from jgrad._trees.shardings import barrier
+from jgrad._trees.told import during
 from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 
@@ -144,7 +144,7 @@ def _lowered(context: Any, *operands: Any, by_default: Lowering | None, step: Le
     is_local = _is_on_one_device(around)
     place = None
     if form is not None:
-        place = sharded.place_of(step, context.avals_in, form, is_local=is_local)
+        place = leaf_step.place_of(step, context.avals_in, form, is_local=is_local)
 
     def run(*operands: Any) -> list[jax.Array]:
         if not isinstance(place, Place):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import pallas as pl  # which may change, checked in JAX 0.8 to 0.12
 from jax.experimental.pallas import tpu as pltpu
 
-from jgrad._kernels import sharded
+from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import LeafStep, Place, needed
 from jgrad._kernels.moment import InTile
 from jgrad._kernels.tile import Tile, TileRounding
@@ -61,7 +61,7 @@ def run(
     prepared = jax.tree.map(prepare, step.arguments(operands), is_leaf=is_rounding)
     kernel = LeafKernel(step, operands, prepared, interpret=interpret)
     arrays = list(map(kernel.as_operand, kernel.arrays, kernel.kinds))
-    return sharded.on_shards(kernel, arrays, kernel.leaf, place)
+    return leaf_step.on_shards(kernel, arrays, kernel.leaf, place)
 
 
 def _keys(rounding: Rounding, shape: tuple[int, ...]) -> _Keys:

@@ -286,7 +286,7 @@ def mesh_axes_to_cut(axes: MatrixAxes, sizes: dict[str, int]) -> MeshAxesPerAxis
 # ---- what is computed of matrices --------------------------------------------------------------
 
 
-def apply(
+def on_matrices(
     rule: Function, axes: Sequence[MatrixAxes | None], /, *columns: Sequence[Any], **options: Any
 ) -> list[Any]:
     """The rule of the entries of each array that has matrices, and all of them."""

@@ -23,7 +23,7 @@ from jgrad._layers.matrix_axes import MatrixAxes, MeshAxesPerAxis, View, partiti
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
-class Sharing(NamedTuple):
+class Dealing(NamedTuple):
     """The mesh of arrays, and the axes over which their matrices are dealt out."""
 
     mesh: Mesh
@@ -34,7 +34,7 @@ def orthogonalized(
     steps: Function,
     arrays: Sequence[jax.Array],
     axes: Sequence[MatrixAxes],
-    sharing: Sharing,
+    dealing: Dealing,
 ) -> list[jax.Array]:
     """Each matrix of each array, all of one shape.
 
@@ -42,12 +42,12 @@ def orthogonalized(
       steps: of Newton-Schulz, on a stack of wide matrices.
       arrays: in which the matrices are.
       axes: where they are, with `mesh_axes`.
-      sharing: over which mesh axes, beside those over which they are sharded.
+      dealing: over which mesh axes, beside those over which they are sharded.
     """
     real = numerics.real_dtype(*arrays)
     arrays = [numerics.widen(x, real) for x in arrays]
     specs = tuple(partition_spec(of.mesh_axes or ()) for of in axes)
-    exchanges = _exchanges(axes, sharing)
+    exchanges = _exchanges(axes, dealing)
 
     def on_each(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         dealt = [exchange.deal(blocks) for exchange in exchanges]
@@ -58,7 +58,7 @@ def orthogonalized(
         return tuple(collected[i] for i in range(len(blocks)))
 
     shared = jax.shard_map(
-        on_each, mesh=sharing.mesh, in_specs=specs, out_specs=specs, check_vma=False
+        on_each, mesh=dealing.mesh, in_specs=specs, out_specs=specs, check_vma=False
     )
     return list(shared(*arrays))
 
@@ -194,16 +194,16 @@ def _in_tiles(start: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, ..
     return View(start, split, order, (count, *grid, *tile))
 
 
-def _exchanges(axes: Sequence[MatrixAxes], sharing: Sharing) -> list[_Exchange]:
+def _exchanges(axes: Sequence[MatrixAxes], dealing: Dealing) -> list[_Exchange]:
     """Kinds are dealt out together where devices would have more matrices otherwise."""
-    sizes = dict(sharing.mesh.shape)
+    sizes = dict(dealing.mesh.shape)
     groups: dict[tuple[tuple[str, ...], ...], dict[_Kind, _Members]] = collections.defaultdict(dict)
     for i, of in enumerate(axes):
         kind, view = _divided(of, of.mesh_axes or (), sizes)
         within = {*itertools.chain(*kind.mesh_axes)}
         known = {*itertools.chain(*(of.mesh_axes or ()))}
         over = tuple(name for name in sizes if name in within)
-        among = tuple(name for name in sizes if name in sharing.over and name not in known)
+        among = tuple(name for name in sizes if name in dealing.over and name not in known)
         groups[over, among].setdefault(kind, {})[i] = view
     exchanges = []
     for (over, among), kinds in groups.items():

@@ -16,7 +16,7 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers
 from jgrad._inputs.factory import Given
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import average, of_one_leaf
+from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.moment import Moment, Step, in_full_precision
 from jgrad._kernels.moment import Moments
 from jgrad._layers import matrix_axes
@@ -67,7 +67,7 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
         if (decay := step.numbers.get("error_decay")) is not None:
             without = "without `fraction`"
             needs.refuse_without_effect(inputs.function, "error_decay", decay, None, without)
-        momentum = _look_ahead if muon.nesterov else average
+        momentum = _look_ahead if muon.nesterov else average_of_leaf
         m, mw_of_matrices = momentum(g, step.mw, n.momentum)
         m = matrix_axes.each(MatrixAxes.gathered, matrices, m)
         x = orthogonalize.orthogonalized(inputs.function, m, axes, steps, muon.shard_over)
@@ -157,14 +157,14 @@ def _with_equal_outputs(
     def local(numbers: PerArray[Array]) -> PerArray[Array]:
         return matrix_axes.each(MatrixAxes.local_part, matrices, numbers, per_output=True)
 
-    mean_squares = local(matrix_axes.apply(_mean_square, axes, x))
+    mean_squares = local(matrix_axes.on_matrices(_mean_square, axes, x))
     if is_taken is None:
-        averages, new = average(mean_squares, vw, beta)
+        averages, new = average_of_leaf(mean_squares, vw, beta)
     else:
-        there = local(matrix_axes.apply(_any, axes, is_taken))
+        there = local(matrix_axes.on_matrices(_any, axes, is_taken))
         averages, new = _average_of_outputs(mean_squares, vw, beta, there)
     averages = matrix_axes.each(MatrixAxes.gathered, matrices, averages, per_output=True)
-    return matrix_axes.apply(_normalized, axes, x, averages), new
+    return matrix_axes.on_matrices(_normalized, axes, x, averages), new
 
 
 # ---- on the arrays of one leaf -----------------------------------------------------------------

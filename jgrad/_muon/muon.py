@@ -27,9 +27,9 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
+from jgrad._inputs.state import MomentDType
 from jgrad._inputs.transformation import transformation
 from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon.directions import MOMENTUM, check_no_momentum, directions

@@ -25,14 +25,14 @@ from jgrad._layers import matrix_axes
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
 from jgrad._muon import all_to_all, newton_schulz, rows
-from jgrad._muon.all_to_all import Mesh, Sharing
+from jgrad._muon.all_to_all import Dealing, Mesh
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.rows import Rows
-from jgrad._packed import packing, splitting
+from jgrad._packed import buffers, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.other_names import explained
-from jgrad._trees.shardings import places, replicated, sharded_as, unknown_axes
+from jgrad._trees.shardings import axes_in_type, replicated, sharded_as, unknown_axes
 from jgrad._trees.trees import PyTree
 
 _NAME = "orthogonalize"
@@ -155,10 +155,10 @@ def orthogonalized_rows(
     """
 
     def compute(
-        runs: Sequence[jax.Array], of_runs: Sequence[MatrixAxes], sharing: Sharing | None
+        runs: Sequence[jax.Array], of_runs: Sequence[MatrixAxes], dealing: Dealing | None
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         chosen = [rows.Rows.of(of, fraction, are_outputs=of_outputs) for of in of_runs]
-        return _of_rows(steps, runs, chosen, sharing)
+        return _of_rows(steps, runs, chosen, dealing)
 
     return _of_runs(function, arrays, axes, shard_over, compute)
 
@@ -177,20 +177,20 @@ def _of_runs(
       arrays: see there.
       axes: see there.
       shard_over: see there.
-      compute: (arrays, axes, sharing) -> lists of arrays of the same shapes.
+      compute: (arrays, axes, dealing) -> lists of arrays of the same shapes.
     """
     pairs = [(x, of) for x, of in zip(arrays, axes, strict=True) if x is not None and of]
-    sharing = sharing_of(function, [x for x, _ in pairs], shard_over) if shard_over else None
-    ready = [_ready_to_cut(x, of, sharing) for x, of in pairs]
+    dealing = mesh_with(function, [x for x, _ in pairs], shard_over) if shard_over else None
+    ready = [_ready_to_cut(x, of, dealing) for x, of in pairs]
     runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
     of_runs = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
     lists = []
-    for column in compute(runs, of_runs, sharing):
+    for column in compute(runs, of_runs, dealing):
         remaining, new = iter(column), []
         for (x, of), (_, moved) in zip(pairs, ready, strict=True):
             o = matrix_axes.joined([next(remaining) for _ in matrix_axes.pieces(of)], of, of.shape)
-            if sharing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
-                o = _moved(o, sharing.mesh, moved.mesh_axes, of.mesh_axes)
+            if dealing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
+                o = _moved(o, dealing.mesh, moved.mesh_axes, of.mesh_axes)
             new.append(sharded_as(o, x))
         in_order = iter(new)
         lists.append([None if x is None else next(in_order) for x in arrays])
@@ -198,25 +198,25 @@ def _of_runs(
 
 
 def _ready_to_cut(
-    x: jax.Array, axes: MatrixAxes, sharing: Sharing | None
+    x: jax.Array, axes: MatrixAxes, dealing: Dealing | None
 ) -> tuple[jax.Array, MatrixAxes]:
     """An array that is to be cut in blocks, sharded so that each device cuts its part by itself."""
     if not axes.blocks:
         return x, axes
-    known = None if sharing is None or not x.size else axes.mesh_axes or places(x)
-    if sharing is None or known is None:
+    known = None if dealing is None or not x.size else axes.mesh_axes or axes_in_type(x)
+    if dealing is None or known is None:
         return replicated(x), dataclasses.replace(axes, mesh_axes=None)
     to = matrix_axes.mesh_axes_to_cut(
-        dataclasses.replace(axes, mesh_axes=known), dict(sharing.mesh.shape)
+        dataclasses.replace(axes, mesh_axes=known), dict(dealing.mesh.shape)
     )
     if to != known:
-        x = _moved(x, sharing.mesh, known, to)
+        x = _moved(x, dealing.mesh, known, to)
     return x, dataclasses.replace(axes, mesh_axes=to)
 
 
 def _moved(x: jax.Array, mesh: Mesh, start: MeshAxesPerAxis, to: MeshAxesPerAxis) -> jax.Array:
     """`x`, sharded over some mesh axes, sharded over others: here, and nowhere before or behind."""
-    shard = jax.lax.with_sharding_constraint if places(x) is None else jax.sharding.reshard
+    shard = jax.lax.with_sharding_constraint if axes_in_type(x) is None else jax.sharding.reshard
     for names in (start, to):
         x = shard(x, NamedSharding(mesh, partition_spec(names)))
     return x
@@ -229,7 +229,7 @@ def _of_rows(
     steps: Function,
     arrays: Sequence[jax.Array],
     chosen: Sequence[Rows],
-    sharing: Sharing | None,
+    dealing: Dealing | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The rows that are taken, orthogonalized, and which they are.
 
@@ -240,14 +240,14 @@ def _of_rows(
     alike: dict[object, list[int]] = collections.defaultdict(list)
     for i, (x, of) in enumerate(zip(arrays, chosen, strict=True)):
         if x.size:
-            alike[of, x.dtype, places(x), unknown_axes(x)].append(i)
+            alike[of, x.dtype, axes_in_type(x), unknown_axes(x)].append(i)
     few: dict[int, jax.Array] = {}
     axes: dict[int, MatrixAxes] = {}
     groups: dict[tuple[int, bool] | None, list[int]] = collections.defaultdict(list)
     back: list[tuple[list[int], Callable[[list[jax.Array]], list[jax.Array]]]] = []
     for members in alike.values():
         of = chosen[members[0]]
-        found, masks, where, put_back = _compact([arrays[i] for i in members], of, sharing)
+        found, masks, where, put_back = _compact([arrays[i] for i in members], of, dealing)
         back.append((members, put_back))
         slots, *columns = where.shape[len(where.stacked) :]
         key = (of.count, slots > math.prod(columns)) if slots > of.count else None
@@ -258,7 +258,7 @@ def _of_rows(
     for key, members in groups.items():
         of_few = steps if key is None else rows.of_few(steps, key[0], are_columns=key[1])
         own = [few[i] for i in members], [axes[i] for i in members]
-        few |= zip(members, _of_whole_matrices(of_few, *own, sharing), strict=True)
+        few |= zip(members, _of_whole_matrices(of_few, *own, dealing), strict=True)
     for members, put_back in back:
         for i, x in zip(members, put_back([few[i] for i in members]), strict=True):
             new[i] = x
@@ -266,7 +266,7 @@ def _of_rows(
 
 
 def _compact(
-    arrays: list[jax.Array], of: Rows, sharing: Sharing | None
+    arrays: list[jax.Array], of: Rows, dealing: Dealing | None
 ) -> tuple[
     list[jax.Array], list[jax.Array], MatrixAxes, Callable[[list[jax.Array]], list[jax.Array]]
 ]:
@@ -274,18 +274,18 @@ def _compact(
 
     On each device of its part, where it is known how the arrays are sharded.
     """
-    known = None if sharing is None else of.axes.mesh_axes or places(arrays[0])
-    if known is None or sharing is None:
+    known = None if dealing is None else of.axes.mesh_axes or axes_in_type(arrays[0])
+    if known is None or dealing is None:
         arrays = [replicated(x) for x in arrays]
         masks = rows.largest(arrays, rows=of)
         few = rows.compact(arrays, masks, rows=of)
         return few, masks, of.taken(None, {}), lambda new: rows.spread(new, masks, rows=of)
-    sizes = dict(sharing.mesh.shape)
+    sizes = dict(dealing.mesh.shape)
     local = of.on_device(known, sizes)
     axes = local.taken(known, sizes)
     per_row = tuple(() if i in of.sides[1] else names for i, names in enumerate(known))
     whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes or (), per_row))
-    on_each = functools.partial(jax.shard_map, mesh=sharing.mesh, check_vma=False)
+    on_each = functools.partial(jax.shard_map, mesh=dealing.mesh, check_vma=False)
 
     def first(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         masks = rows.largest(arrays, rows=local)
@@ -304,10 +304,10 @@ def _of_whole_matrices(
     steps: Function,
     arrays: Sequence[jax.Array],
     axes: Sequence[MatrixAxes],
-    sharing: Sharing | None,
+    dealing: Dealing | None,
 ) -> list[jax.Array]:
     """Each matrix of each array, of arrays without blocks."""
-    new = {} if sharing is None else _exchanged(steps, arrays, axes, sharing)
+    new = {} if dealing is None else _exchanged(steps, arrays, axes, dealing)
     stacks = {
         i: of.as_wide.of(replicated(x))
         for i, (x, of) in enumerate(zip(arrays, axes, strict=True))
@@ -320,9 +320,9 @@ def _of_whole_matrices(
         groups[*_kind(x, axes[i]), unknown_axes(x)].append(i)
     for members in groups.values():
         counts, alike = [axes[i].count for i in members], [stacks[i] for i in members]
-        if sharing is not None:
+        if dealing is not None:
             stack = jax.lax.concatenate(_alike(alike), 0)
-            parts = jax.lax.split(shared(steps, stack, sharing), counts)
+            parts = jax.lax.split(dealt_out(steps, stack, dealing), counts)
         else:
             parts = _split(steps(_joined(alike)), counts)
         new |= {i: axes[i].as_wide.back(x) for i, x in zip(members, parts, strict=True)}
@@ -335,30 +335,30 @@ def _kind(x: jax.Array, axes: MatrixAxes) -> tuple[object, ...]:
 
 
 def _exchanged(
-    steps: Function, arrays: Sequence[jax.Array], axes: Sequence[MatrixAxes], sharing: Sharing
+    steps: Function, arrays: Sequence[jax.Array], axes: Sequence[MatrixAxes], dealing: Dealing
 ) -> dict[int, jax.Array]:
     """Those of which it is known how they are sharded, by number."""
     known: dict[int, MatrixAxes] = {}
     groups: dict[object, list[int]] = collections.defaultdict(list)
     for i, (x, of) in enumerate(zip(arrays, axes, strict=True)):
-        if x.size and (names := of.mesh_axes or places(x)) is not None:
+        if x.size and (names := of.mesh_axes or axes_in_type(x)) is not None:
             known[i] = dataclasses.replace(of, mesh_axes=names)
             groups[_kind(x, of)].append(i)
     new: dict[int, jax.Array] = {}
     for members in groups.values():
         alike = [arrays[i] for i in members], [known[i] for i in members]
-        orthogonal = all_to_all.orthogonalized(steps, *alike, sharing)
+        orthogonal = all_to_all.orthogonalized(steps, *alike, dealing)
         new |= zip(members, orthogonal, strict=True)
     return new
 
 
-def shared(steps: Function, x: jax.Array, sharing: Sharing) -> jax.Array:
+def dealt_out(steps: Function, x: jax.Array, dealing: Dealing) -> jax.Array:
     """The steps on a stack, of which each device along the mesh axes takes some matrices.
 
     Two all-to-alls where matrices are sharded, one all-gather where they are replicated: the stack
     is not sharded over its count before and after, which the partitioner does not find by itself.
     """
-    mesh, shard_over = sharing
+    mesh, shard_over = dealing
     count, devices = len(x), math.prod(mesh.shape[name] for name in shard_over)
     missing = -count % devices
     x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, missing, 0), (0, 0, 0), (0, 0, 0)))
@@ -372,12 +372,12 @@ def shared(steps: Function, x: jax.Array, sharing: Sharing) -> jax.Array:
     return x[:count]
 
 
-def sharing_of(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]) -> Sharing:
+def mesh_with(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str, ...]) -> Dealing:
     """The axes on the mesh of the arrays that has these axes, or that of `jax.set_mesh`."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if set(shard_over) <= set(mesh.axis_names):
-            return Sharing(mesh, shard_over)
+            return Dealing(mesh, shard_over)
     names = ", ".join(map(repr, shard_over))
     raise ValueError(
         f"{function}: `shard_over`: no mesh with {names} here, expected leaves with a "
@@ -387,7 +387,7 @@ def sharing_of(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str
 
 
 def _joined(stacks: list[jax.Array]) -> jax.Array:
-    return stacks[0] if len(stacks) == 1 else splitting.join(_alike(stacks))
+    return stacks[0] if len(stacks) == 1 else buffers.join(_alike(stacks))
 
 
 def _alike(stacks: list[jax.Array]) -> list[jax.Array]:
@@ -400,4 +400,4 @@ def _split(x: jax.Array, counts: list[int]) -> list[jax.Array]:
         return [x]
     shape = x.shape[1:]
     sizes = tuple(count * math.prod(shape) for count in counts)
-    return [part.reshape(-1, *shape) for part in splitting.split(x.reshape(-1), sizes)]
+    return [part.reshape(-1, *shape) for part in buffers.split(x.reshape(-1), sizes)]

@@ -159,8 +159,8 @@ def spread(
     """The arrays of which `compact` made these; zeros in rows that are not taken."""
     view, flat = rows.view(), _flat(masks, rows)
     count, _, columns = view.shape
-    places = jax.lax.split(_places(flat, rows.slots), [count] * len(arrays))
-    of_arrays = zip(arrays, jax.lax.split(flat, [count] * len(arrays)), places, strict=True)
+    slots = jax.lax.split(_slots_of(flat, rows.slots), [count] * len(arrays))
+    of_arrays = zip(arrays, jax.lax.split(flat, [count] * len(arrays)), slots, strict=True)
     stacks = ((x.reshape(count, rows.slots, columns), *of) for x, *of in of_arrays)
     return [view.back(_found(*stack)) for stack in stacks]
 
@@ -176,7 +176,7 @@ def of_few(steps: Function, count: int, *, are_columns: bool) -> Function:
         new = steps(jnp.swapaxes(few, 1, 2) if is_tall else few)
         # Where fewer rows are not zero, those behind them are put nowhere: they are zeros.
         new = jnp.swapaxes(new, 1, 2) if is_tall else new
-        x = _found(new, is_some, _places(is_some, count))
+        x = _found(new, is_some, _slots_of(is_some, count))
         return jnp.swapaxes(x, 1, 2) if are_columns else x
 
     return of_stack
@@ -196,7 +196,7 @@ def _first(mask: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return flags > 0, numbers
 
 
-def _places(mask: jax.Array, count: int) -> jax.Array:
+def _slots_of(mask: jax.Array, count: int) -> jax.Array:
     """Of each row of each matrix its place among those that are chosen."""
     return jnp.clip(jnp.cumsum(mask, axis=1, dtype=np.int32) - 1, 0, count - 1)
 

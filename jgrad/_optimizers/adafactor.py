@@ -19,13 +19,12 @@ from jgrad._inputs.around import narrow
 from jgrad._inputs.factory import DECAY, FORM, MATRICES, Given, Options, checked, count, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.leaf_functions import Descent, average
+from jgrad._inputs.leaf_functions import Descent, average_of_leaf
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import AdafactorState
+from jgrad._inputs.state import AdafactorState, MomentDType
 from jgrad._inputs.transformation import transformation
 from jgrad._layers import matrix_axes, norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
@@ -237,15 +236,15 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
     beta = _beta2(name, chosen, step)
 
     g = list(map(_as_read_in_branches, inputs.g))
-    means = matrix_axes.apply(_mean_squares, axes, g)
+    means = matrix_axes.on_matrices(_mean_squares, axes, g)
     (rows, new_rows), (columns, new_columns) = (
-        average([x and x[k] for x in means], step.vw.part(field), beta)
+        average_of_leaf([x and x[k] for x in means], step.vw.part(field), beta)
         for k, field in enumerate(Factors._fields)
     )
-    roots = matrix_axes.apply(_inverse_roots, axes, rows, columns, least, rule=chosen["rule"])
+    roots = matrix_axes.on_matrices(_inverse_roots, axes, rows, columns, least, rule=chosen["rule"])
     alone = [x if of is None else None for x, of in zip(g, axes, strict=True)]
     squares = leafwise.apply(_squares, alone)
-    elements, new_elements = average(squares, step.vw.part(None), beta)
+    elements, new_elements = average_of_leaf(squares, step.vw.part(None), beta)
 
     u: list[Call | None] = []
     for x, of, ab, v, floor in zip(g, axes, roots, elements, least, strict=True):
@@ -503,7 +502,7 @@ def adafactor(
             options.without_momentum(inputs, step)
             return descent.updates(d, inputs.w), None, vw
         beta = options.beta_per_array(inputs, step, "momentum", momentum)
-        updates, mw = average.update(inputs, d, step.mw, beta, descent=descent)
+        updates, mw = average_of_leaf.update(inputs, d, step.mw, beta, descent=descent)
         return updates, mw, vw
 
     has_momentum = momentum is not None

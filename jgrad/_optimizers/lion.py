@@ -13,8 +13,8 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
+from jgrad._inputs.state import MomentDType
 from jgrad._inputs.transformation import Compute, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._trees.made_by import Transformation

@@ -1,17 +1,30 @@
-"""One buffer from its leaves, and the leaves from the buffer, as numbers or in 8 bits.
+"""One buffer from its leaves, and the leaves from the buffer; one vector in many pieces, and back.
 
 In 8 bits the rows of a buffer are its blocks, so that a leaf has the codes that it has unpacked. A
 leaf that is too small for 8 bits by itself is stored in them where its buffer is. Unpacked, it is
 an array of float32.
+
+XLA's CPU backend compiles equal kernels once. But a slice at another offset is another kernel, and
+so is everything that it is fused into: a layer that occurs twelve times compiles twelve times where
+its weights are sliced from one buffer, and a thousand slices take half a minute. So the vector is
+split inside a branch, which XLA does not fuse across. Many pieces of one size are split in two
+turns: groups of them first, then each group in the same way.
+
+In an eager call no program is worth compiling for thousands of pieces: there each piece is a small
+program that all pieces of its size share.
 """
 
+import functools
+import itertools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._packed import splitting
+from jgrad._arithmetic import numerics
 from jgrad._packed.layouts import WIDTH, Span
 from jgrad._quantized import encoding
 from jgrad._quantized.codec import Codec, codec_of
@@ -45,7 +58,7 @@ def join_codes(spans: Sequence[Span], leaves: Sequence[Blocks], rows: int) -> Bl
 
 def split_leaves(spans: Sequence[Span], buffer: jax.Array) -> list[jax.Array]:
     """The leaves of a buffer."""
-    return list(map(_from_blocks, spans, _split(spans, buffer)))
+    return list(map(_from_blocks, spans, _cut(spans, buffer)))
 
 
 def split_codes(
@@ -56,7 +69,7 @@ def split_codes(
     They are Blocks `as_stored`; else those that are too small for it by themselves are float32.
     """
     codec = codec_of(buffer)
-    codes, scales = _split(spans, encoding.elements(buffer)), _split(spans, buffer.scale)
+    codes, scales = _cut(spans, encoding.elements(buffer)), _cut(spans, buffer.scale)
     leaves: list[jax.Array | Blocks] = []
     for span, code, column in zip(spans, codes, scales, strict=True):
         geometry, order = _geometry(span), _order_of_scale(span)
@@ -95,14 +108,14 @@ def _join(spans: Sequence[Span], vectors: Sequence[jax.Array], shape: tuple[int,
         jnp.zeros((count * width,), vectors[0].dtype) if span is None else next(leaves)
         for span, count in _pieces(spans, rows)
     ]
-    return splitting.join(pieces).reshape(shape)
+    return join(pieces).reshape(shape)
 
 
-def _split(spans: Sequence[Span], x: jax.Array) -> list[jax.Array]:
+def _cut(spans: Sequence[Span], x: jax.Array) -> list[jax.Array]:
     """The vector of each leaf, from an array of rows."""
     rows, width = x.shape
     pieces = _pieces(spans, rows)
-    vectors = splitting.split(x.reshape(-1), tuple(count * width for _, count in pieces))
+    vectors = split(x.reshape(-1), tuple(count * width for _, count in pieces))
     return [y for (span, _), y in zip(pieces, vectors, strict=True) if span is not None]
 
 
@@ -148,3 +161,102 @@ def _order_of_scale(span: Span) -> tuple[int, ...]:
     axes = range(len(_geometry(span).scales))
     stacked = span.layers.stacked if len(axes) == len(span.layers.shape) else ()
     return (*stacked, *(axis for axis in axes if axis not in stacked))
+
+
+# Pieces of one size up to which one turn compiles as quickly as two; a kernel takes 5 to 10 ms.
+_FEW = 8
+
+
+# Pieces from which an eager call takes them one by one, and joins them by so many at a time: 5,000
+# pieces are split in a second, and in half a minute by one program.
+_MANY = 256
+_AT_A_TIME = 64
+
+
+def split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+    """The vector in pieces of these sizes, which add up to its own."""
+    if _is_eager(x) and len(sizes) > _MANY > 2 * len(set(sizes)):
+        starts = itertools.accumulate(sizes, initial=0)
+        ranges = zip(sizes, starts, strict=False)
+        return [_piece(x, np.int32(start), size=size) for size, start in ranges]
+    return _in_one_program(x, sizes)
+
+
+def join(pieces: Sequence[jax.Array]) -> jax.Array:
+    """The vector of these pieces."""
+    if len(pieces) > _MANY and all(map(_is_eager, pieces)):
+        starts = range(0, len(pieces), _AT_A_TIME)
+        pieces = [jax.lax.concatenate(pieces[i : i + _AT_A_TIME], 0) for i in starts]
+    return jax.lax.concatenate(pieces, 0)
+
+
+def _is_eager(x: jax.Array) -> bool:
+    """An array on one device, or NumPy's, outside of any program."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or len(x.devices()) == 1
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _piece(x: jax.Array, start: jax.Array, *, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice(x, (start,), (size,))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _in_one_program(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+    return _split(x, sizes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+    groups = _groups(sizes)
+    parts = _split_each([x], [[size * count for size, count in groups]])
+    if len(groups) < len(sizes):
+        parts = _split_each(parts, [[size] * count for size, count in groups])
+    return parts
+
+
+@_split.defjvp
+def _split_jvp(sizes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+    """By one plain split: JAX takes long to trace the derivative of a branch."""
+    return _split(*primals, sizes), jax.lax.split(tangents[0], sizes)
+
+
+def _groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """What to split off in the first turn: (size, count) of pieces that stay together."""
+    starts = [i for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
+    groups = []
+    for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
+        step = math.isqrt(end - start) if end - start > _FEW else 1
+        groups += [(sizes[start], min(step, end - i)) for i in range(start, end, step)]
+    return groups
+
+
+def _split_each(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Array]:
+    """Each vector in pieces of its sizes."""
+
+    def plain(vectors: list[jax.Array]) -> list[jax.Array]:
+        return [y for x, of_x in zip(vectors, sizes, strict=True) for y in jax.lax.split(x, of_x)]
+
+    def nothing(vectors: list[jax.Array]) -> list[jax.Array]:
+        # Zeros computed from the vectors, as the pieces are: `shard_map` requires that.
+        zero = numerics.zeros_like(_first(vectors))
+        pieces = list(itertools.chain(*sizes))
+        zeros = {size: jnp.broadcast_to(zero, (size,)) for size in pieces}
+        return [zeros[size] for size in pieces]
+
+    def in_branch(vectors: list[jax.Array]) -> list[jax.Array]:
+        # The condition is always true, but XLA does not see that.
+        number = _first(vectors).real.astype(jnp.float32)
+        bits = jax.lax.bitcast_convert_type(number, jnp.uint32)
+        return jax.lax.cond((bits | 1) > 0, plain, nothing, vectors)
+
+    if not any(x.size for x in vectors) or sum(map(len, sizes)) == len(vectors):
+        return plain(vectors)
+    # On other devices the host would wait for the condition.
+    return jax.lax.platform_dependent(vectors, cpu=in_branch, default=plain)
+
+
+def _first(vectors: list[jax.Array]) -> jax.Array:
+    """Some element."""
+    return next(x for x in vectors if x.size)[0]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgrad._quantized import bfloat16, codes as coding
+from jgrad._quantized import bfloat16, codec as coding
 from jgrad._quantized.codec import BY_DTYPE, Codec, codec_of
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, random_bits

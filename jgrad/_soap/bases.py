@@ -23,7 +23,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
 from jgrad._muon import orthogonalize
-from jgrad._muon.all_to_all import Sharing
+from jgrad._muon.all_to_all import Dealing
 from jgrad._trees.shardings import (
     replicated,
     sharded_as,
@@ -81,30 +81,30 @@ def refreshed(
     constants = [Side(*map(jax.lax.stop_gradient, side)) for side in sides]
     for i, side in enumerate(constants):
         groups[side.basis.shape[-1], side.basis.dtype, varying_axes(*side)].append(i)
-    sharing = None
+    dealing = None
     if shard_over and sides:
-        sharing = orthogonalize.sharing_of(function, [side.basis for side in sides], shard_over)
+        dealing = orthogonalize.mesh_with(function, [side.basis for side in sides], shard_over)
     new: list[jax.Array] = [side.basis for side in sides]
     for members in groups.values():
         of_size = [constants[i] for i in members]
-        for i, basis in zip(members, _of_one_size(of_size, what, sharing), strict=True):
+        for i, basis in zip(members, _of_one_size(of_size, what, dealing), strict=True):
             new[i] = basis
     return new
 
 
 def _of_one_size(
-    sides: Sequence[Side], what: jax.Array, sharing: Sharing | None
+    sides: Sequence[Side], what: jax.Array, dealing: Dealing | None
 ) -> list[jax.Array]:
     varying = varying_axes(*itertools.chain(*sides))
     averages, bases = (varying_over(list(x), varying) for x in zip(*sides, strict=True))
     keep = lambda averages, bases: bases  # noqa: E731
-    steps = (functools.partial(_apart, step, sharing) for step in (_begun, _turned))
+    steps = (functools.partial(_apart, step, dealing) for step in (_begun, _turned))
     new: list[jax.Array] = jax.lax.switch(what, [keep, *steps], averages, bases)
     return new
 
 
 def _apart(
-    step: Function, sharing: Sharing | None, averages: list[jax.Array], bases: list[jax.Array]
+    step: Function, dealing: Dealing | None, averages: list[jax.Array], bases: list[jax.Array]
 ) -> list[jax.Array]:
     """A step of all matrices as one stack, whose arrays are there inside of a branch alone.
 
@@ -117,10 +117,10 @@ def _apart(
         for average, basis in zip(averages, bases, strict=True)
     ]
     x = jax.lax.concatenate(pairs, 0)
-    if sharing is None:
+    if dealing is None:
         new = whole_matrices(step(whole_matrices(x)))
     else:
-        new = orthogonalize.shared(step, x, sharing)
+        new = orthogonalize.dealt_out(step, x, dealing)
     parts = jax.lax.split(new, [len(x) for x in pairs])
     columns = zip(parts, bases, strict=True)
     return [sharded_as(part.reshape(old.shape), old) for part, old in columns]
@@ -144,8 +144,8 @@ def _begun(pairs: jax.Array) -> jax.Array:
     largest = jnp.argmax(numerics.abs_squared(vectors), axis=1, keepdims=True)
     vectors = vectors * _phase(jnp.take_along_axis(vectors, largest, axis=1)).conj()
     # Those of a null space are noise: they are completed from the others.
-    places = jnp.arange(size)[None, None]
-    is_noise = (values == 0) | (places >= jnp.sum(~is_dead, axis=1, keepdims=True))
+    indices = jnp.arange(size)[None, None]
+    is_noise = (values == 0) | (indices >= jnp.sum(~is_dead, axis=1, keepdims=True))
     units = _units(is_dead, is_noise)
     basis, _ = _orthogonal(_with_units(jnp.where(is_noise, 0, vectors), units))
     is_zero = jnp.all(is_dead, axis=1, keepdims=True)
@@ -211,11 +211,11 @@ def _order(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     By comparisons of all pairs, since a program that sorts takes long to compile.
     """
-    places = jnp.arange(values.shape[-1])
+    indices = jnp.arange(values.shape[-1])
     a, b = values[:, :, None], values[:, None, :]
-    is_before = (a > b) | ((a == b) & (places[:, None] < places[None, :])[None])
+    is_before = (a > b) | ((a == b) & (indices[:, None] < indices[None, :])[None])
     ranks = jnp.sum(is_before, axis=1)
-    order = jnp.argmax(ranks[:, None, :] == places[None, :, None], axis=2)
+    order = jnp.argmax(ranks[:, None, :] == indices[None, :, None], axis=2)
     return order, ranks
 
 

@@ -15,11 +15,11 @@ from jgrad._inputs import numbers, options
 from jgrad._inputs.factory import FORM, MATRICES, SHARD_OVER, Given, Options, checked, count, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.leaf_functions import average, of_one_leaf
+from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.moment_options import MomentDType
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
+from jgrad._inputs.state import MomentDType
 from jgrad._inputs.transformation import MoreFields, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
@@ -152,7 +152,7 @@ def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: An
     )
 
     is_first, done = step.number == 1, step.number - 1
-    m, mw = average(g, step.mw, _held(is_first, n.beta1))
+    m, mw = average_of_leaf(g, step.mw, _held(is_first, n.beta1))
     count = jnp.asarray(done, float)
     of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
     of_adam = of_adam._replace(beta2=_held(is_first, n.beta2))

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jgrad._arithmetic import numerics
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
-from jgrad._states import account as accounts, forms, matching, parts
-from jgrad._states.account import Account
-from jgrad._states.matching import Matcher, Momentum, Source
-from jgrad._states.parts import Keys, Part
+from jgrad._states import forms, matching, state_leaves
+from jgrad._states.matching import Account, Matcher, Momentum, Source
+from jgrad._states.state_leaves import Keys, StateLeaf, read
 from jgrad._trees import checks, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
@@ -107,19 +106,19 @@ def carry_over(
     form = like
     old, like = map(variables.variables_of_blocks, (old, like))
     shapes = packing.shapes(like, as_stored=True)
-    before, after = parts.read(packing.shapes(old, as_stored=True)), parts.read(shapes)
+    before, after = read(packing.shapes(old, as_stored=True)), read(shapes)
     for name, state in ("old", before), ("like", after):
         for x in state:
-            if not (x.leaf is None or hasattr(x.leaf, "shape")):
-                came = f"{checks.describe(x.leaf)}, expected an array"
+            if not (x.array is None or hasattr(x.array, "shape")):
+                came = f"{checks.describe(x.array)}, expected an array"
                 raise TypeError(f"{_NAME}: `{name}`{checks.at(x.at)}: {came}.")
-    before = parts.renamed(_NAME, before, after, rename or {})
-    chosen = () if reset is None else parts.chosen(_NAME, reset, params, shapes)
-    before, after = map(parts.with_seen, (before, after))
+    before = state_leaves.renamed(_NAME, before, after, rename or {})
+    chosen = () if reset is None else state_leaves.chosen(_NAME, reset, params, shapes)
+    before, after = map(state_leaves.with_seen, (before, after))
     has_params = params is not None
     matcher = Matcher(_NAME, before, after, chosen, momentum, has_params=has_params)
     sources, account = matcher.match()
-    if strict and (lines := accounts.lost_or_new(account)):
+    if strict and (lines := matching.lost_or_new(account)):
         raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
     if _is_change_of_forms(old, like, sources):  # buffers of packed trees stay as they are
         arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
@@ -129,7 +128,7 @@ def carry_over(
     else:
         leaves = _Leaves(old, before, params)
         both = zip(after, sources, strict=True)
-        new = [None if source is None else leaves.of(part, source) for part, source in both]
+        new = [None if source is None else leaves.of(leaf, source) for leaf, source in both]
         state = packing.pack(trees.flatten(shapes)[1].unflatten(new), like=like)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
 
@@ -161,53 +160,53 @@ class _Leaves:
       params: the parameters, or None.
     """
 
-    def __init__(self, old: PyTree, before: Sequence[Part], params: PyTree) -> None:
+    def __init__(self, old: PyTree, before: Sequence[StateLeaf], params: PyTree) -> None:
         self._arg = ArgLeaves.from_tree(_NAME, "old", packing.unpack(old)).with_arrays()
         self._params = params
         self._beside: dict[Keys, Leaf] = {}
-        for part, x in zip(before, self._arg.leaves, strict=True):
-            if x is not None and part.keys:
-                self._beside.setdefault(part.keys, x)
+        for leaf, x in zip(before, self._arg.leaves, strict=True):
+            if x is not None and leaf.keys:
+                self._beside.setdefault(leaf.keys, x)
 
     @functools.cached_property
     def _weights(self) -> dict[Keys, Leaf]:
         """The parameters by their paths; none if there are none."""
-        return dict(parts.leaves_of(packing.unpack(self._params)))
+        return dict(state_leaves.leaves_of(packing.unpack(self._params)))
 
-    def of(self, part: Part, source: Source) -> Leaf:
+    def of(self, leaf: StateLeaf, source: Source) -> Leaf:
         """A leaf of the new state."""
-        like = part.leaf
+        like = leaf.array
         if source.how == matching.IDENTITY:
             one = jnp.eye(like.shape[-1], dtype=like.dtype)
             return forms.in_memory_of(like, jnp.array(jnp.broadcast_to(one, like.shape), copy=True))
-        if source.what in (accounts.ZERO, accounts.RESET):
-            beside = self._beside.get(part.keys, self._weights.get(part.keys))
+        if source.what in (matching.ZERO, matching.RESET):
+            beside = self._beside.get(leaf.keys, self._weights.get(leaf.keys))
             is_array = all(map(checks.is_array, jax.tree.leaves(beside)))
             zeros = functools.partial(forms.zeros, like)
             return forms.in_memory_of(like, where_it_lies(zeros, beside if is_array else None))
-        if source.what == accounts.FROM_LIKE:
+        if source.what == matching.FROM_LIKE:
             if source.how:
                 return jnp.ones(like.shape, like.dtype)
             return jax.tree.map(lambda x: jnp.array(x, copy=True), like)
         leaves = [self._arg.leaves[i] for i in source.old]
-        if source.what == accounts.OF_WEIGHTS:
-            x = leaves[0] if leaves else self._parameter(part)  # no copies in `old`
+        if source.what == matching.OF_WEIGHTS:
+            x = leaves[0] if leaves else self._parameter(leaf)  # no copies in `old`
             x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
-            return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [part.at]), 0, like, x)
+            return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [leaf.at]), 0, like, x)
         x = leaves[0]
         if source.how:
             made = _sum_of_mean if source.how == matching.SUM else _mean_of_sum
             x = where_it_lies(lambda leaves: made(*map(parameters.wide, leaves)), leaves)
         return _in_form(self._arg, source.old[0], like, x)
 
-    def _parameter(self, part: Part) -> Leaf:
+    def _parameter(self, leaf: StateLeaf) -> Leaf:
         if self._params is None:
-            came = f"None, expected the parameters: `old` has nothing for {part.at} of `like`"
+            came = f"None, expected the parameters: `old` has nothing for {leaf.at} of `like`"
             raise ValueError(f"{_NAME}: `params`: {came}.")
-        x: Leaf = self._weights.get(part.keys)
-        if not checks.is_array(x) or x.shape != part.leaf.shape:
-            came = f"{checks.describe(x)} at {'/'.join(part.keys)}"
-            expected = f"an array of shape {tuple(part.leaf.shape)}, as `like` has at {part.at}"
+        x: Leaf = self._weights.get(leaf.keys)
+        if not checks.is_array(x) or x.shape != leaf.array.shape:
+            came = f"{checks.describe(x)} at {'/'.join(leaf.keys)}"
+            expected = f"an array of shape {tuple(leaf.array.shape)}, as `like` has at {leaf.at}"
             raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
         return x
 

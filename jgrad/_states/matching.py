@@ -1,10 +1,12 @@
-"""Which parts of an old state each part of a new one is made of; by shapes alone, so static.
+"""Which leaves of an old state each leaf of a new one is made of, and the account of it.
 
 The k-th leaf with a meaning is the k-th of the old state. Numbers of a wrapper mean the same where
 it sees the same parameters. A first moment that may be another thing than that of the old state
 needs a word of the user.
 """
 
+import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -12,13 +14,130 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgrad._states import account, forms, parts
-from jgrad._states.account import Account, Entry
-from jgrad._states.parts import ACCUMULATE, IN_BASES, MW, VW, Keys, Part
+from jgrad._states import forms
+from jgrad._states.state_leaves import (
+    ACCUMULATE,
+    CERTAIN,
+    IN_BASES,
+    MASTER,
+    MW,
+    OF_FACTORED,
+    OF_PARAMETERS,
+    SQUARES,
+    VW,
+    Keys,
+    StateLeaf,
+)
 from jgrad._trees import checks
 
+_ORDER = ("kept", "converted", "of weights", "from like", "zero", "reset", "dropped")
+KEPT, CONVERTED, OF_WEIGHTS, FROM_LIKE, ZERO, RESET, DROPPED = _ORDER
+_LOST_OR_NEW = (OF_WEIGHTS, FROM_LIKE, ZERO, DROPPED)
+
+
+class Entry(NamedTuple):
+    """One leaf.
+
+    Attributes:
+      what: happened to it.
+      part: of the state that it belongs to.
+      keys: of its parameter.
+      detail: more of it, or "".
+    """
+
+    what: str
+    part: str
+    keys: tuple[str, ...]
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        """As accounts call it: `mw/embed/table`."""
+        return "/".join(filter(None, (self.part, *self.keys)))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
+class Account:
+    """What `carry_over` did with each part of a state; `str(account)` says it line by line.
+
+    Each attribute is a tuple of names such as `mw/embed/table`. It is static, so that functions
+    under `jax.jit` can return it.
+
+    Attributes:
+      kept: bit for bit.
+      converted: to another dtype, to 8 bits or back, from a mean to a sum, or back.
+      of_weights: made of the parameters, or of the float32 copies in `old`.
+      from_like: what `old` does not have, and starts as in `like`.
+      zero: what starts at zero because `old` does not have it.
+      reset: what starts at zero because `reset` or `momentum` says so.
+      dropped: what `like` has no place for.
+      notes: sentences about what the new optimizer makes of it.
+
+    Example:
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> old = jgrad.adam(1e-3).init(params)
+      >>> tx = jgrad.accumulate(jgrad.adam(1e-3), every=4)
+      >>> state, account = jgrad.carry_over(old, like=jax.eval_shape(tx.init, params))
+      >>> account.kept
+      ('step', 'mw/b', 'mw/w', 'vw/b', 'vw/w')
+    """
+
+    kept: tuple[str, ...]
+    converted: tuple[str, ...]
+    of_weights: tuple[str, ...]
+    from_like: tuple[str, ...]
+    zero: tuple[str, ...]
+    reset: tuple[str, ...]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+    _entries: tuple[Entry, ...]
+
+    @classmethod
+    def of_entries(cls, entries: Sequence[Entry], notes: Sequence[str]) -> "Account":
+        """The account of leaves, each with what happened to it."""
+        ways = {
+            what.replace(" ", "_"): tuple(x.name for x in entries if x.what == what)
+            for what in _ORDER
+        }
+        return cls(**ways, notes=tuple(notes), _entries=tuple(entries))
+
+    def __str__(self) -> str:
+        return "\n".join((*_lines(self._entries), *(f"{'note':<11}{x}" for x in self.notes)))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+Account.__module__ = "jgrad"
+
+
+def lost_or_new(account: Account) -> str:
+    """The lines of what was dropped or is new; what was asked for by `reset` is neither."""
+    lines = _lines(account._entries)
+    return "\n".join(line for line in lines if line.startswith(_LOST_OR_NEW))
+
+
+def _lines(entries: Sequence[Entry]) -> list[str]:
+    """A line for all leaves of a part that went one way, in the order of the ways."""
+    alike: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries:
+        alike.setdefault((entry.what, entry.part, entry.detail), []).append(entry)
+    of_part = collections.Counter(x.part for x in entries)
+    lines = []
+    for (what, part, detail), leaves in sorted(alike.items(), key=lambda x: _ORDER.index(x[0][0])):
+        count, name = len(leaves), leaves[0].name or "the tree"
+        if 1 < count == of_part[part]:
+            name = f"{part or name}, {count} leaves"
+        elif count > 1:
+            name = f"{name} and {count - 1} more"
+        lines.append(f"{what:<11}{name}{f': {detail}' if detail else ''}")
+    return lines
+
+
 Momentum = Literal["keep", "reset"]
-KEEP, RESET = "keep", "reset"
+_Meaning = Callable[[StateLeaf], Any]  # by which leaves are paired; None of one that is not
+KEEP = "keep"
 
 # What an array is made of, beside one that is carried over as it is; as accounts say it.
 IDENTITY = "the identity, in which moments are Adam's"
@@ -55,8 +174,8 @@ class Matcher:
 
     Args:
       function: whose errors they are.
-      old: the parts of the old state, by their paths in the new one.
-      like: the parts of the new state.
+      old: the leaves of the old state, by their paths in the new one.
+      like: the leaves of the new state.
       reset: paths of parameters whose moments start at zero.
       momentum: what becomes of first moments that may be another thing.
       has_params: whether weights can be made of parameters.
@@ -65,8 +184,8 @@ class Matcher:
     def __init__(
         self,
         function: str,
-        old: Sequence[Part],
-        like: Sequence[Part],
+        old: Sequence[StateLeaf],
+        like: Sequence[StateLeaf],
         reset: Collection[Keys],
         momentum: Momentum | None,
         *,
@@ -75,7 +194,7 @@ class Matcher:
         self._function, self._reset, self._momentum = function, reset, momentum
         self._old, self._like, self._has_params = old, like, has_params
         self._assigned: dict[int, int] = {}
-        self._masters = {x.keys: j for j, x in enumerate(old) if x.field == parts.MASTER}
+        self._masters = {x.keys: j for j, x in enumerate(old) if x.field == MASTER}
         self._numbers = {(x.owner, x.field): j for j, x in enumerate(old) if not x.keys}
         self._in_bases = {k for x in old if x.role == "factors" for k in x.owners_keys}
         self._pair(_meaning)
@@ -88,20 +207,22 @@ class Matcher:
 
     def match(self) -> tuple[list[Source | None], Account]:
         """A source for each leaf of the new state, None for None; and the account of all."""
-        sources = [None if x.leaf is None else self._source(i, x) for i, x in enumerate(self._like)]
+        sources = [
+            None if x.array is None else self._source(i, x) for i, x in enumerate(self._like)
+        ]
         made = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
         self._check_something_fits(made)
         entries = [
-            Entry(source.what, part.shown, part.keys, self._detail(part, source))
-            for part, source in made
-            if part.role != "measured"
+            Entry(source.what, leaf.shown, leaf.keys, self._detail(leaf, source))
+            for leaf, source in made
+            if leaf.role != "measured"
         ]
-        entries += [Entry(account.DROPPED, x.shown, x.keys) for x in self._unused(made)]
+        entries += [Entry(DROPPED, x.shown, x.keys) for x in self._unused(made)]
         return sources, Account.of_entries(entries, list(self._notes(made)))
 
     # ---- what goes to what ---------------------------------------------------------------------
 
-    def _pair(self, by: Callable[[Part], Any], *, as_many: bool = False) -> list[tuple[int, int]]:
+    def _pair(self, by: _Meaning, *, as_many: bool = False) -> list[tuple[int, int]]:
         """Pairs leaves without a partner, in order; `as_many`, where there are as many of both."""
         news = _grouped(self._like, by, self._assigned.keys())
         olds = _grouped(self._old, by, {*self._assigned.values()})
@@ -113,26 +234,26 @@ class Matcher:
         self._assigned.update(pairs)
         return pairs
 
-    def _beside_bases(self, part: Part) -> Any:
+    def _beside_bases(self, leaf: StateLeaf) -> Any:
         """A second moment of Adam in the bases with which SOAP begins; None for others."""
-        is_second = part.field in (VW, IN_BASES) and part.keys not in self._in_bases
-        return (part.keys, part.unit) if is_second else None
+        is_second = leaf.field in (VW, IN_BASES) and leaf.keys not in self._in_bases
+        return (leaf.keys, leaf.unit) if is_second else None
 
-    def _by_word(self, part: Part) -> Any:
+    def _by_word(self, leaf: StateLeaf) -> Any:
         """What the user may say to be the same: first moments, and second ones of Adafactor's."""
-        is_second = part.field == VW and part.unit in (parts.SQUARES, parts.OF_FACTORED)
-        is_said = part.field == MW or (is_second and self._momentum != RESET)
-        return (part.keys, part.field) if is_said and not self._is_reset(part) else None
+        is_second = leaf.field == VW and leaf.unit in (SQUARES, OF_FACTORED)
+        is_said = leaf.field == MW or (is_second and self._momentum != RESET)
+        return (leaf.keys, leaf.field) if is_said and not self._is_reset(leaf) else None
 
-    def _is_reset(self, part: Part) -> bool:
-        is_moment = part.role in ("moment", "factors")
-        return is_moment and any(keys in self._reset for keys in part.owners_keys)
+    def _is_reset(self, leaf: StateLeaf) -> bool:
+        is_moment = leaf.role in ("moment", "factors")
+        return is_moment and any(keys in self._reset for keys in leaf.owners_keys)
 
     def _check_second_moments(self) -> None:
         """None is made up beside others of its parameter."""
-        had = {x.keys for x in self._old if x.role == "moment" and x.leaf is not None}
+        had = {x.keys for x in self._old if x.role == "moment" and x.array is not None}
         for i, x in enumerate(self._like):
-            is_second = x.role == "moment" and x.field != MW and x.leaf is not None
+            is_second = x.role == "moment" and x.field != MW and x.array is not None
             if is_second and i not in self._assigned and x.keys in had and not self._is_reset(x):
                 came = f"{x.called}, a second moment that `old` lacks"
                 remedy = "start afresh by `tx.init(params)`, or keep only the step by `reset=`"
@@ -177,78 +298,78 @@ class Matcher:
 
     # ---- what a leaf is made of ----------------------------------------------------------------
 
-    def _source(self, i: int, part: Part) -> Source:
+    def _source(self, i: int, leaf: StateLeaf) -> Source:
         j = self._assigned.get(i)
-        is_open = j is not None and part.field == MW and part.unit not in parts.CERTAIN
-        if self._is_reset(part) or (self._momentum == RESET and (is_open or i in self._crossing)):
-            return Source(account.RESET, (), IDENTITY if part.is_basis else "")
-        if j is None and part.field == "count":  # optax counts once
-            window = _meaning(part._replace(field="mini_step"))
+        is_open = j is not None and leaf.field == MW and leaf.unit not in CERTAIN
+        if self._is_reset(leaf) or (self._momentum == RESET and (is_open or i in self._crossing)):
+            return Source(RESET, (), IDENTITY if leaf.is_basis else "")
+        if j is None and leaf.field == "count":  # optax counts once
+            window = _meaning(leaf._replace(field="mini_step"))
             j = next((j for j, x in enumerate(self._old) if _meaning(x) == window), None)
         if j is None:
-            return self._new(part)
+            return self._new(leaf)
         old = self._old[j]
-        if old.leaf.shape != part.leaf.shape:
-            if part.kind and part.role in ("like", "measured"):
-                return self._new(part)
-            came = f"shape {tuple(old.leaf.shape)}, expected {tuple(part.leaf.shape)}"
+        if old.array.shape != leaf.array.shape:
+            if leaf.kind and leaf.role in ("like", "measured"):
+                return self._new(leaf)
+            came = f"shape {tuple(old.array.shape)}, expected {tuple(leaf.array.shape)}"
             where = checks.at(old.at)
             raise ValueError(f"{self._function}: `old` does not match `like`{where}: {came}.")
-        if part.role == "sum" and part.name != old.name:  # optax has the mean of a window
-            how, field = (MEAN, "count") if part.name == "acc_grads" else (SUM, "mini_step")
-            return Source(account.CONVERTED, (j, self._numbers[old.owner, field]), how)
-        is_kept = forms.is_form_of(old.leaf, part.leaf)
-        return Source(account.KEPT if is_kept else account.CONVERTED, (j,))
+        if leaf.role == "sum" and leaf.name != old.name:  # optax has the mean of a window
+            how, field = (MEAN, "count") if leaf.name == "acc_grads" else (SUM, "mini_step")
+            return Source(CONVERTED, (j, self._numbers[old.owner, field]), how)
+        is_kept = forms.is_form_of(old.array, leaf.array)
+        return Source(KEPT if is_kept else CONVERTED, (j,))
 
-    def _new(self, part: Part) -> Source:
+    def _new(self, leaf: StateLeaf) -> Source:
         """Of a leaf that the old state does not have: as `like` has it, or as `init` makes it."""
-        is_array = all(map(checks.is_array, jax.tree.leaves(part.leaf)))
-        if part.role == "weights":
-            j = self._masters.get(part.keys)
+        is_array = all(map(checks.is_array, jax.tree.leaves(leaf.array)))
+        if leaf.role == "weights":
+            j = self._masters.get(leaf.keys)
             if j is not None or self._has_params or not is_array:
-                return Source(account.OF_WEIGHTS, () if j is None else (j,))
+                return Source(OF_WEIGHTS, () if j is None else (j,))
         if is_array:
-            return Source(account.FROM_LIKE)
-        if part.is_basis:
-            return Source(account.FROM_LIKE, (), IDENTITY)
-        if part.field == "loss_scale":
-            return Source(account.FROM_LIKE, (), ONE)
-        is_counter = not part.leaf.shape and jnp.issubdtype(part.leaf.dtype, jnp.integer)
-        if part.role != "like" or is_counter:
-            return Source(account.ZERO)
+            return Source(FROM_LIKE)
+        if leaf.is_basis:
+            return Source(FROM_LIKE, (), IDENTITY)
+        if leaf.field == "loss_scale":
+            return Source(FROM_LIKE, (), ONE)
+        is_counter = not leaf.array.shape and jnp.issubdtype(leaf.array.dtype, jnp.integer)
+        if leaf.role != "like" or is_counter:
+            return Source(ZERO)
         problem = "the shape of a part that `old` does not have, and that starts at unknown numbers"
         remedy = "expected arrays: `like=tx.init(params)`"
-        raise ValueError(f"{self._function}: `like`{checks.at(part.at)}: {problem}, {remedy}.")
+        raise ValueError(f"{self._function}: `like`{checks.at(leaf.at)}: {problem}, {remedy}.")
 
     # ---- what is said of it --------------------------------------------------------------------
 
-    def _detail(self, part: Part, source: Source) -> str:
+    def _detail(self, leaf: StateLeaf, source: Source) -> str:
         if source.how:
             return source.how
-        if source.what == account.OF_WEIGHTS:
+        if source.what == OF_WEIGHTS:
             return "the float32 copies" if source.old else "the parameters"
-        if source.what != account.CONVERTED:
+        if source.what != CONVERTED:
             return ""
-        was, now = map(forms.description, (self._old[source.old[0]].leaf, part.leaf))
+        was, now = map(forms.description, (self._old[source.old[0]].array, leaf.array))
         return f"{was} to {now}" if was != now else f"{now} in other blocks"
 
-    def _unused(self, made: Sequence[tuple[Part, Source]]) -> Iterator[Part]:
+    def _unused(self, made: Sequence[tuple[StateLeaf, Source]]) -> Iterator[StateLeaf]:
         """What the new state has no place for. Of counters of one thing one is enough."""
         used = {j for _, source in made for j in source.old}
         counted = {self._old[j].clock for j in used if self._old[j].role == "step"}
-        reset = {(x.field, x.keys) for x, source in made if source.what == account.RESET}
+        reset = {(x.field, x.keys) for x, source in made if source.what == RESET}
         for j, x in enumerate(self._old):
             is_said = x.role == "measured" or (x.role == "step" and x.clock in counted)
-            if not (x.leaf is None or j in used or is_said or (x.field, x.keys) in reset):
+            if not (x.array is None or j in used or is_said or (x.field, x.keys) in reset):
                 yield x
 
-    def _check_something_fits(self, made: Sequence[tuple[Part, Source]]) -> None:
+    def _check_something_fits(self, made: Sequence[tuple[StateLeaf, Source]]) -> None:
         """Something is kept or reset; and some moments or weights, where both states have some."""
-        states = [x for x in self._old if x.leaf is not None], [x for x, _ in made]
-        kept = [x for x, source in made if source.old or source.what == account.RESET]
+        states = [x for x in self._old if x.array is not None], [x for x, _ in made]
+        kept = [x for x, source in made if source.old or source.what == RESET]
         moments = [[x for x in state if x.role == "moment"] for state in states]
         if all(moments):
-            kept = [x for x in kept if x.role in parts.OF_PARAMETERS]
+            kept = [x for x in kept if x.role in OF_PARAMETERS]
         if all(states) and not kept:
             both = zip(moments, states, strict=True)
             came, expected = (
@@ -259,48 +380,48 @@ class Matcher:
                 f"{expected}: name other paths by `rename`, or begin with zeros by `reset=True`."
             )
 
-    def _notes(self, made: Sequence[tuple[Part, Source]]) -> Iterator[str]:
+    def _notes(self, made: Sequence[tuple[StateLeaf, Source]]) -> Iterator[str]:
         """What an account says beside its lines: what the new optimizer makes of the state."""
         firsts = {x.keys for x, _ in made if x.field == MW}
         begun = [x for x, s in made if x.field in (VW, IN_BASES) and not s.old and x.keys in firsts]
         if begun and any(s.old for x, s in made if x.role == "step"):
             yield _BIAS.format(name=_names(begun))
-        units: dict[tuple[str, str], list[Part]] = {}
+        units: dict[tuple[str, str], list[StateLeaf]] = {}
         for x, s in made:
             if x.field in (MW, VW) and s.old:
                 units.setdefault((self._old[s.old[0]].unit, x.unit), []).append(x)
         for (was, now), leaves in units.items():
             said = _KEPT if was != now else _ALIKE
-            is_open = leaves[0].field == MW and now not in parts.CERTAIN and self._momentum is None
+            is_open = leaves[0].field == MW and now not in CERTAIN and self._momentum is None
             if was != now or is_open:
                 yield said.format(name=_names(leaves), was=was, now=now)
 
 
-def _meaning(part: Part) -> Any:
+def _meaning(leaf: StateLeaf) -> Any:
     """By which leaves of two states are the same thing; None for counters of updates."""
-    of_params = part.role in ("moment", "weights", "factors")
-    owner = frozenset() if of_params else part.seen
-    return None if part.role == "step" else (part.kind, part.field, part.keys, part.unit, owner)
+    of_params = leaf.role in ("moment", "weights", "factors")
+    owner = frozenset() if of_params else leaf.seen
+    return None if leaf.role == "step" else (leaf.kind, leaf.field, leaf.keys, leaf.unit, owner)
 
 
-def _without_owner(part: Part) -> Any:
+def _without_owner(leaf: StateLeaf) -> Any:
     """The same without the parameters that a wrapper sees; a window of gradients begins anew."""
-    no_other = part.role in ("step", "moment") or part.kind == ACCUMULATE
-    return None if no_other else (part.kind, part.field, part.keys, part.unit)
+    no_other = leaf.role in ("step", "moment") or leaf.kind == ACCUMULATE
+    return None if no_other else (leaf.kind, leaf.field, leaf.keys, leaf.unit)
 
 
 def _grouped(
-    state: Sequence[Part], by: Callable[[Part], Any], without: Collection[int]
+    state: Sequence[StateLeaf], by: _Meaning, without: Collection[int]
 ) -> dict[Any, list[int]]:
     """Positions by a meaning, from the outside in: files sort the fields of a state."""
     groups: dict[Any, list[int]] = {}
     for i, x in sorted(enumerate(state), key=lambda both: len(both[1].owner)):
-        key = None if x.leaf is None or i in without else by(x)
+        key = None if x.array is None or i in without else by(x)
         if key is not None:
             groups.setdefault(key, []).append(i)
     return groups
 
 
-def _names(leaves: Sequence[Part]) -> str:
+def _names(leaves: Sequence[StateLeaf]) -> str:
     one = len(leaves) == 1
     return leaves[0].called if one else f"{leaves[0].shown} of {len(leaves)} leaves"

@@ -61,10 +61,12 @@ class Reporting(Protocol):
 # - like: what starts as `init` makes it; measured: what the next update measures again
 # - inside: the state of what is inside
 # - factors: averages of matrices, which start at zero, and their bases, which start as the identity
-Role = Literal["step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"]
+FieldRole = Literal[
+    "step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"
+]
 
 
-class Parts(NamedTuple):
+class FieldRoles(NamedTuple):
     """What the fields of a state are.
 
     Attributes:
@@ -75,22 +77,22 @@ class Parts(NamedTuple):
     """
 
     kind: str
-    roles: Mapping[str, Role]
+    roles: Mapping[str, FieldRole]
     names: Mapping[str, str] = {}
-    others: Role = "zero"
+    others: FieldRole = "zero"
 
 
 class Declared(Protocol):
     """A state that says what its fields are."""
 
-    __jgrad_parts__: Parts
+    __jgrad_fields__: FieldRoles
 
 
 _State = TypeVar("_State")
-STATES: list[Parts] = []  # all that are declared, by which `carry_over` reads files
+STATES: list[FieldRoles] = []  # all that are declared, by which `carry_over` reads files
 
 
-def state_of(kind: str, **roles: Role) -> Callable[[type[_State]], type[_State]]:
+def state_of(kind: str, **roles: FieldRole) -> Callable[[type[_State]], type[_State]]:
     """A state type of jgrad, a `NamedTuple`, which says what its fields are.
 
     Its module becomes the one that users import it from, and that a pickle names.
@@ -103,11 +105,11 @@ def state_of(kind: str, **roles: Role) -> Callable[[type[_State]], type[_State]]
 
     def declared(state: type[_State]) -> type[_State]:
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
-        others: dict[str, Role] = {x: "inside" if x == "inner" else "zero" for x in names}
-        parts = Parts(kind, others | roles)
-        STATES.append(parts)
+        others: dict[str, FieldRole] = {x: "inside" if x == "inner" else "zero" for x in names}
+        fields = FieldRoles(kind, others | roles)
+        STATES.append(fields)
         state.__module__ = "jgrad"
-        state.__jgrad_parts__ = parts  # type: ignore[attr-defined]  # as `Declared` has it
+        state.__jgrad_fields__ = fields  # type: ignore[attr-defined]  # as `Declared` has it
         return state
 
     return declared

@@ -39,7 +39,7 @@ def _is_automatic(mesh: Any) -> bool:
     return bool(mesh.axis_types) and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
-def places(x: jax.Array) -> tuple[tuple[str, ...], ...] | None:
+def axes_in_type(x: jax.Array) -> tuple[tuple[str, ...], ...] | None:
     """For each axis the mesh axes over which it is sharded, if the type of `x` says all of them."""
     sharding = jax.typeof(x).sharding
     kinds = sharding.mesh.axis_types

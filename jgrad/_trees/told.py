@@ -9,15 +9,37 @@ library, of `jax.jit` or of `jax.vmap`, there is no decision, nothing is noted, 
 what follows: what is inside computes as if it were alone, and the wrapper does its part afterwards.
 """
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jgrad._trees.contexts import during, trace_state
+from jgrad._trees import unpromised
+
+T = TypeVar("T")
+
+
+@contextmanager
+def during(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """Gives a variable a value; afterwards it has the one that it had."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def trace_state() -> Hashable:
+    """Equal in one trace, and in no other: not inside a branch.
+
+    Where JAX does not say it, each is another one: what wrappers tell each other is then forgotten,
+    and they compute it again.
+    """
+    found = unpromised.find("get_opaque_trace_state")
+    return object() if found is None else found()
 
 
 class Told(NamedTuple):

@@ -12,7 +12,7 @@ import optax
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, apply, on_leaf
 from jgrad._inputs import numbers
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
 from jgrad._inputs.state import counter
@@ -466,7 +466,7 @@ def _branches(
     # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
     names = shardings.varying_axes(close)
     params, extra_args = shardings.varying_over((params, extra_args), names)
-    is_unrounded = inside.parts(state, inside.UNROUNDED)
+    is_unrounded = inside.states_with(state, inside.UNROUNDED)
 
     def gradient(x: jax.Array, g: jax.Array | None) -> jax.Array | None:
         if g is None:

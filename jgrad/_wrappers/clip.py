@@ -9,8 +9,7 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
-from jgrad._inputs.around import made_of, narrow
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit, made_of, narrow
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter

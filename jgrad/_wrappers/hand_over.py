@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, trees
 from jgrad._trees.told import telling, told
@@ -115,7 +115,7 @@ class RejectingInputs(WrapperInputs):
     ) -> None:
         super().__init__(function, updates, params, extra_args)
         self.commit, self.state, self.params = None, state, params
-        self.leaves_out = bool(inside.parts(state, inside.REJECTED))
+        self.leaves_out = bool(inside.states_with(state, inside.REJECTED))
         self.finite: Flag | None = None
         if self.leaves_out:
             self.outer = None if self.outer is None else self.outer.of_windows

@@ -25,7 +25,7 @@ class Offloaded(Transformation):
 
 
 def transformation(
-    function: str, tx: Any, *, may_be_offloaded: bool = False, place: str | None = None
+    function: str, tx: Any, *, may_be_offloaded: bool = False, name_in_order: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """`tx` as a transformation whose update takes extra arguments.
 
@@ -35,7 +35,7 @@ def transformation(
       function: the wrapper.
       tx: what is inside.
       may_be_offloaded: whether the wrapper leaves the state alone.
-      place: the name by which `order` knows the wrapper, where it is not that of the function.
+      name_in_order: by which `order` knows the wrapper, if not by that of the function.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         expected = "a transformation with `init` and `update`"
@@ -48,7 +48,7 @@ def transformation(
         raise ValueError(f"{function}: `tx`: an `offload`, {remedy}.")
 
     def init(params: PyTree) -> PyTree:
-        with order.standing_around(place or function):
+        with order.standing_around(name_in_order or function):
             state = tx.init(params)
             order.check_others(state)
         on_host = host_memory.place_on_host(state)
@@ -88,11 +88,11 @@ def check_state(function: str, state: PyTree, kind: type) -> None:
 
 
 UNROUNDED, REJECTED = "__jgrad_unrounded__", "__jgrad_rejected__"
-REPORT, PARTS = "__jgrad_report__", "__jgrad_parts__"
+REPORT, FIELDS = "__jgrad_report__", "__jgrad_fields__"
 
 
-def parts(state: PyTree, attribute: str) -> list[PyTree]:
-    """The parts of a state, however deep, whose types have an attribute; none inside of another."""
+def states_with(state: PyTree, attribute: str) -> list[PyTree]:
+    """States within a state, however deep, whose types have an attribute; none inside another."""
     has_it = functools.partial(says, attribute=attribute)
     return list(filter(has_it, jax.tree.leaves(state, is_leaf=has_it)))
 
@@ -105,7 +105,7 @@ def says(x: PyTree, attribute: str) -> bool:
 def reports(state: PyTree) -> list[dict[str, jax.Array]]:
     """What the parts of a state report, from outside to inside."""
     numbers = []
-    for part in parts(state, REPORT):
+    for part in states_with(state, REPORT):
         numbers.append(part.__jgrad_report__())
         for _, child in trees.children(part) or ():
             numbers += reports(child)
@@ -132,7 +132,7 @@ def _counts_updates(x: PyTree) -> bool:
 
 
 _COUNTERS: dict[str, Callable[[PyTree], bool]] = {
-    "step": lambda x: says(x, PARTS) and x.__jgrad_parts__.roles.get("step") == "step",
+    "step": lambda x: says(x, FIELDS) and x.__jgrad_fields__.roles.get("step") == "step",
     "gradient_step": lambda x: isinstance(x, optax.MultiStepsState),
     "count": _counts_updates,
 }

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._kernels import sharded
+from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
 from jgrad._trees.forms import SIZE, Blocks
@@ -91,7 +91,7 @@ def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tupl
     for equation in jaxpr.eqns:
         operands = [None if isinstance(x, core.Literal) else known.get(x) for x in equation.invars]
         if (step := equation.params.get("step")) is not None:
-            place = sharded.place_of(
+            place = leaf_step.place_of(
                 step, [x.aval for x in equation.invars], "kernel", is_local=is_local
             )
             answer = f"XLA: {place}" if isinstance(place, str) else _KERNEL

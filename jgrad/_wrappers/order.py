@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import jax
 import optax
 
-from jgrad._trees.contexts import during
+from jgrad._trees.told import during
 from jgrad._trees.trees import PyTree
 
 LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # told apart from one that scales no loss

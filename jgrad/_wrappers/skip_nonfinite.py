@@ -10,8 +10,7 @@ import optax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
-from jgrad._inputs.around import made_of, origin
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit, made_of, origin
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
@@ -117,8 +116,8 @@ def skip_nonfinite(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
-    place = _NAME if loss_scale is None else order.LOSS_SCALE
-    tx = inside.transformation(_NAME, tx, place=place)
+    name = _NAME if loss_scale is None else order.LOSS_SCALE
+    tx = inside.transformation(_NAME, tx, name_in_order=name)
     read_mesh_axes(_NAME, mesh_axes)
     checks.count(_NAME, "growth_interval", growth_interval)
     checks.boolean(_NAME, "branch", branch)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._inputs import numbers
-from jgrad._inputs.commit import Commit
+from jgrad._inputs.around import Commit
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.state import counter
 from jgrad._inputs.transformation import pair

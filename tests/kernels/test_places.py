@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import collectives
-from jgrad._kernels import platforms, sharded
+from jgrad._kernels import leaf_step, platforms
 from tests.multi_device.meshes import mesh_of
 from tests.support.kernels import ADAM, FORMS, MOMENTUM, normal, plain
 from tests.support.loops import assert_equal
@@ -63,7 +63,7 @@ def forced(form):
     """Yields a function that says how many leaves took the form."""
     with (
         platforms.forced(form),
-        mock.patch.object(sharded, "on_shards", wraps=sharded.on_shards) as kernels,
+        mock.patch.object(leaf_step, "on_shards", wraps=leaf_step.on_shards) as kernels,
         mock.patch.object(platforms, "in_two_passes", wraps=platforms.in_two_passes) as passes,
     ):
         yield lambda: kernels.call_count + passes.call_count

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._packed import splitting
+from jgrad._packed import buffers
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
 from tests.support.loops import assert_equal
@@ -35,7 +35,7 @@ def test_pieces(sizes, first):
     """Whatever the first number is, by which XLA is kept from looking through."""
     x = vector(sizes, first)
     ends = np.cumsum(sizes)[:-1]
-    found = jax.jit(lambda x: splitting.split(x, sizes))(x)
+    found = jax.jit(lambda x: buffers.split(x, sizes))(x)
     for a, b in zip(found, np.split(np.asarray(x), ends), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -47,7 +47,7 @@ def test_derivatives(sizes):
     x = vector(sizes)
     weights = [float(i + 1) for i in range(len(sizes))]
     f = lambda x: sum(
-        w * jnp.sum(jnp.sin(y)) for w, y in zip(weights, splitting.split(x, sizes), strict=True)
+        w * jnp.sum(jnp.sin(y)) for w, y in zip(weights, buffers.split(x, sizes), strict=True)
     )
     factor = jnp.asarray(np.repeat(weights, sizes), jnp.float32)
     np.testing.assert_allclose(jax.grad(f)(x), factor * jnp.cos(x), rtol=1e-6)
@@ -61,9 +61,7 @@ def test_few_kernels():
     """Hundreds of pieces in the kernels of some dozens."""
     sizes = (8,) * 300
     x = vector(sizes)
-    text = (
-        jax.jit(lambda x: [2 * y for y in splitting.split(x, sizes)]).lower(x).compile().as_text()
-    )
+    text = jax.jit(lambda x: [2 * y for y in buffers.split(x, sizes)]).lower(x).compile().as_text()
     cuts = set(re.findall(r"slice=\{\[(\d+:\d+)\]\}", text))
     assert 0 < len(cuts) < 60
 
@@ -72,7 +70,7 @@ def test_few_kernels():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
 def test_dtypes(dtype):
     x = vector(SIZES["many"]).astype(dtype)
-    for i, piece in enumerate(jax.jit(lambda x: splitting.split(x, SIZES["many"]))(x)):
+    for i, piece in enumerate(jax.jit(lambda x: buffers.split(x, SIZES["many"]))(x)):
         np.testing.assert_array_equal(piece, x[4 * i : 4 * i + 4])
 
 

@@ -1,7 +1,7 @@
 """Another codec, of 4 bits, and blocks along another axis, by the same functions as those of 8 bits.
 
 Neither is public. What they take is a `Codec` and a `Form`, as here, and a word for users in
-`_inputs/moment_options.py`.
+`_inputs/state.py`.
 """
 
 import functools

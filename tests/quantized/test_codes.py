@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgrad._quantized import codec, codes as coding
+from jgrad._quantized import codec
 from tests.reference import eight_bits
 
 RANDOM = (0, 1, 2**20, 2**31, 2**32 - 1)
@@ -26,7 +26,7 @@ def encode(x, scale, random, *, second):
     function = codec_of(second=second).encode
     x, scale = jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32)
     random = jnp.broadcast_to(jnp.asarray(random, jnp.uint32), x.shape)
-    inverse = coding.inverse(jnp.broadcast_to(scale, x.shape))
+    inverse = codec.inverse(jnp.broadcast_to(scale, x.shape))
     return np.asarray(jax.jit(function)(x, inverse, random))
 
 
@@ -37,8 +37,8 @@ def decode(codes, scale):
 
 
 def scale_of(x):
-    largest = jnp.max(coding.magnitude(jnp.asarray(x, jnp.float32)), axis=-1, keepdims=True)
-    return np.asarray(jax.jit(coding.scale_of)(largest))
+    largest = jnp.max(codec.magnitude(jnp.asarray(x, jnp.float32)), axis=-1, keepdims=True)
+    return np.asarray(jax.jit(codec.scale_of)(largest))
 
 
 def stored(x, random, *, second):
@@ -114,7 +114,7 @@ def test_a_number_is_rounded_to_a_neighbour(second):
     smallest = eight_bits.grid(second=second)[1] if second else 0
     assert np.all((size == np.maximum(below, smallest)) | (size == above))
     assert 0.4 < np.mean(size == above) < 0.6
-    found = decode(encode(x, 1.0, coding.HALF, second=second), 1.0)
+    found = decode(encode(x, 1.0, codec.HALF, second=second), 1.0)
     nearest = np.where(np.abs(x) - below < above - np.abs(x), below, above)
     halfway = np.abs(x) - below == above - np.abs(x)
     chosen = (np.abs(x) >= eight_bits.grid(second=second)[1]) & ~halfway
@@ -207,9 +207,9 @@ def test_e37_stored_again_a_thousand_times(second):
     @jax.jit
     def again(x, random):
         def body(x, random):
-            scale = coding.scale_of(jnp.max(coding.magnitude(x), axis=-1, keepdims=True))
+            scale = codec.scale_of(jnp.max(codec.magnitude(x), axis=-1, keepdims=True))
             scale = jnp.broadcast_to(scale, x.shape)
-            codes = own.encode(x, coding.inverse(scale), jnp.full(x.shape, random))
+            codes = own.encode(x, codec.inverse(scale), jnp.full(x.shape, random))
             return own.decode(codes, scale), None
 
         return jax.lax.scan(body, x, random)[0]

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import jgrad
-from jgrad._kernels import platforms, sharded
+from jgrad._kernels import leaf_step, platforms
 
 FORMS = ("kernel", "two passes")
 BETAS = {"beta1": 0.875, "beta2": 1 - 2.0**-5}
@@ -79,7 +79,7 @@ def steps(tx, w, grads, form, state=None, step=jgrad.apply_gradients):
     """Steps whose leaves have a form."""
     with (
         platforms.forced(form),
-        mock.patch.object(sharded, "on_shards", wraps=sharded.on_shards) as kernels,
+        mock.patch.object(leaf_step, "on_shards", wraps=leaf_step.on_shards) as kernels,
         mock.patch.object(platforms, "in_two_passes", wraps=platforms.in_two_passes) as passes,
     ):
         run = _run(functools.partial(step, tx), w, grads, tx.init(w) if state is None else state)

@@ -15,7 +15,7 @@ from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
-from jgrad._trees.protocols import STATES, KeyPath, Leaf, Parts, Role
+from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf
 from jgrad._trees.trees import PyTree
 
 Keys = tuple[str, ...]
@@ -40,19 +40,19 @@ _INSIDE = (
 )
 # States of optax, and the fields that tell them.
 _MOMENTS = {"mu": MW, "trace": MW, "ema": MW, "nu": VW}
-_OF_MOMENTS = Parts(
+_OF_MOMENTS = FieldRoles(
     MOMENTS,
     {"step": "step", "count": "step", **dict.fromkeys(_MOMENTS, "moment")},
     _MOMENTS,
     "like",
 )
-_COUNTER = Parts("counter", {"count": "step"}, others="like")
+_COUNTER = FieldRoles("counter", {"count": "step"}, others="like")
 _TOLD_BY = {
     **dict.fromkeys(_MOMENTS, _OF_MOMENTS),
-    "acc_grads": Parts(
+    "acc_grads": FieldRoles(
         ACCUMULATE, {"acc_grads": "sum", "gradient_step": "step"}, {"acc_grads": "total"}
     ),
-    "total_notfinite": Parts("skip_nonfinite", {}, {"total_notfinite": "skipped"}),
+    "total_notfinite": FieldRoles("skip_nonfinite", {}, {"total_notfinite": "skipped"}),
     "hyperparams": _COUNTER,
 }
 _KNOWN = {*_INSIDE, *_TOLD_BY, "mw", "vw", "count", "step", "mini_step", "done"}
@@ -65,7 +65,7 @@ _SHOWN = 3  # paths named in a message
 _VALUE = "value"
 
 
-class Part(NamedTuple):
+class StateLeaf(NamedTuple):
     """One leaf of a state.
 
     Attributes:
@@ -73,7 +73,7 @@ class Part(NamedTuple):
       field: its meaning there, by the names of jgrad.
       role: what it holds.
       keys: the path of its parameter; () for a number of all.
-      leaf: an array, its shape, `Blocks`, or None.
+      array: that, its shape, `Blocks`, or None.
       path: of it in the state.
       name: of the field, as it came.
       owner: the path of the state of which it is a field.
@@ -85,9 +85,9 @@ class Part(NamedTuple):
 
     kind: str
     field: str
-    role: Role
+    role: FieldRole
     keys: Keys
-    leaf: Leaf
+    array: Leaf
     path: KeyPath
     name: str
     owner: Keys
@@ -124,24 +124,24 @@ class Part(NamedTuple):
         return f"{self.kind}.{self.field}" if is_named else self.field
 
 
-def read(state: PyTree) -> list[Part]:
-    """The parts of a state, in the order of `trees.flatten`."""
-    parts = [
-        x._replace(path=(*x.path, *path), keys=(*x.keys, *keys_of(name)), leaf=leaf)
+def read(state: PyTree) -> list[StateLeaf]:
+    """The leaves of a state, in the order of `trees.flatten`."""
+    leaves = [
+        x._replace(path=(*x.path, *path), keys=(*x.keys, *keys_of(name)), array=leaf)
         for x in _fields(state)
-        for path, name, leaf in variables.named_leaves(x.leaf, trees.is_leaf)
+        for path, name, leaf in variables.named_leaves(x.array, trees.is_leaf)
     ]
     moments = {
-        (x.owner, x.keys, x.field): x.leaf
-        for x in parts
-        if x.role == "moment" and x.leaf is not None
+        (x.owner, x.keys, x.field): x.array
+        for x in leaves
+        if x.role == "moment" and x.array is not None
     }
     factored = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
-    in_bases = {(x.owner, k) for x in parts if x.role == "factors" for k in x.owners_keys}
+    in_bases = {(x.owner, k) for x in leaves if x.role == "factors" for k in x.owners_keys}
 
-    def with_unit(x: Part) -> Part:
+    def with_unit(x: StateLeaf) -> StateLeaf:
         """NorMuon's and SOAP's second moments measure another thing than Adam's."""
-        if x.role != "moment" or x.leaf is None:
+        if x.role != "moment" or x.array is None:
             return x
         first, second = (moments.get((x.owner, x.keys, field)) for field in (MW, VW))
         field = IN_BASES if (x.owner, x.keys) in in_bases else VW
@@ -154,30 +154,30 @@ def read(state: PyTree) -> list[Part]:
         beside = ALONE if second is None else BESIDE_OUTPUTS if field == PER_OUTPUT else AVERAGES
         return x._replace(unit=OF_STEPS if is_factored else x.unit or beside, kind=MOMENTS)
 
-    return list(map(with_unit, parts))
+    return list(map(with_unit, leaves))
 
 
-def with_seen(parts: Sequence[Part]) -> list[Part]:
-    """The parts with what the owner of each sees: the parameters in its state and inside of it.
+def with_seen(leaves: Sequence[StateLeaf]) -> list[StateLeaf]:
+    """The leaves with what the owner of each sees: the parameters in its state and inside of it.
 
     Where there are none, as of a counter in a chain, those of what it stands in. Numbers of a
     wrapper have the sizes of all of these as their unit, so that they go together.
     """
     below: dict[Keys, set[Keys]] = {(): set()}  # at and below a path
     sizes: dict[Keys, str] = {}
-    for x in parts:
-        if x.role in OF_PARAMETERS and x.leaf is not None:
+    for x in leaves:
+        if x.role in OF_PARAMETERS and x.array is not None:
             for end in range(len(x.owner) + 1):
                 below.setdefault(x.owner[:end], set()).add(x.keys)
-        elif not (x.keys or x.leaf is None) and x.leaf.shape:
-            sizes[x.owner] = f"{sizes.get(x.owner, '')} {x.name} {x.leaf.shape}"
+        elif not (x.keys or x.array is None) and x.array.shape:
+            sizes[x.owner] = f"{sizes.get(x.owner, '')} {x.name} {x.array.shape}"
     seen: dict[Keys, frozenset[Keys]] = {}
-    for owner in dict.fromkeys(x.owner for x in parts):
+    for owner in dict.fromkeys(x.owner for x in leaves):
         ends = (owner[:end] for end in range(len(owner), -1, -1))
         seen[owner] = frozenset(next(below[end] for end in ends if end in below))
     return [
         x._replace(seen=seen[x.owner], unit=x.unit if x.keys else x.unit + sizes.get(x.owner, ""))
-        for x in parts
+        for x in leaves
     ]
 
 
@@ -193,10 +193,10 @@ def keys_of(path: KeyPath) -> Keys:
 
 def _fields(
     node: PyTree, path: KeyPath = (), plain: KeyPath = (), chain: str = "", clock: int = 0
-) -> Iterator[Part]:
+) -> Iterator[StateLeaf]:
     """The fields of a wrapper, of a chain or a partition, and of all that is inside.
 
-    Parts, whose leaves are trees.
+    Each as a `StateLeaf`, whose array is the tree in it.
 
     Args:
       node: its state.
@@ -207,24 +207,24 @@ def _fields(
     """
     children = trees.children(node)
     if children is None:
-        yield Part("", "", "like", keys_of(plain), node, path, "", keys_of(path), clock)
+        yield StateLeaf("", "", "like", keys_of(plain), node, path, "", keys_of(path), clock)
         return
     names = [path_rules.shown((key,)) for key, _ in children]
-    parts = _parts_of(node, set(names))
-    if parts is None:
+    fields = _fields_of(node, set(names))
+    if fields is None:
         links = ", ".join(type(x).__name__ for x in _links(node, children))
         for (key, child), name in zip(children, names, strict=True):
             is_array = variables.is_box(node) and trees.children(child) is None
             below = plain if is_array else (*plain, key)
             yield from _fields(child, (*path, key), below, f"{name} of ({links})", clock)
         return
-    inside = clock + (parts.kind == ACCUMULATE)
-    unit = _unit(node, set(names), chain) if parts is _OF_MOMENTS else ""
-    if parts.kind == ACCUMULATE and "weight" in names:
+    inside = clock + (fields.kind == ACCUMULATE)
+    unit = _unit(node, set(names), chain) if fields is _OF_MOMENTS else ""
+    if fields.kind == ACCUMULATE and "weight" in names:
         unit = "weighted"
     for (key, child), name in zip(children, names, strict=True):
         here = (*path, key)
-        role = "inside" if name in _INSIDE else parts.roles.get(name, parts.others)
+        role = "inside" if name in _INSIDE else fields.roles.get(name, fields.others)
         if role == "inside":
             # Labels may have the names of fields.
             labeled = trees.children(child) if name == _LABELED else None
@@ -232,9 +232,9 @@ def _fields(
                 label = () if inner is None else (inner,)
                 yield from _fields(state, (*here, *label), (*plain, *label), chain, inside)
             continue
-        field = "step" if role == "step" else parts.names.get(name, name)
+        field = "step" if role == "step" else fields.names.get(name, name)
         time = inside if role == "step" else clock
-        yield Part(parts.kind, field, role, (), child, here, name, keys_of(path), time, unit)
+        yield StateLeaf(fields.kind, field, role, (), child, here, name, keys_of(path), time, unit)
 
 
 def _links(node: PyTree, children: Sequence[tuple[object, PyTree]]) -> Sequence[PyTree]:
@@ -255,31 +255,31 @@ def _unit(node: PyTree, names: set[str], chain: str) -> str:
     return f"moments of {kind if kind in _NOT_AS_ADAM else ', '.join(sorted(names))}"
 
 
-def _parts_of(node: PyTree, names: set[str]) -> Parts | None:
+def _fields_of(node: PyTree, names: set[str]) -> FieldRoles | None:
     """What its fields are, if the node is the state of something and no container of states."""
-    declared: Parts | None = getattr(type(node), "__jgrad_parts__", None)
+    declared: FieldRoles | None = getattr(type(node), "__jgrad_fields__", None)
     if declared is not None:
         return declared
     is_tuple = isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, Blocks)
     if not is_tuple and not (isinstance(node, Mapping) and not _KNOWN.isdisjoint(names)):
         return None
-    for parts in STATES:  # fields that are None are missing in files
-        there = {x for x, role in parts.roles.items() if role not in ("inside", "moment", "sum")}
-        if there <= names <= parts.roles.keys():
-            return parts
+    for fields in STATES:  # fields that are None are missing in files
+        there = {x for x, role in fields.roles.items() if role not in ("inside", "moment", "sum")}
+        if there <= names <= fields.roles.keys():
+            return fields
     if names == {"count"}:
         return _COUNTER
-    unknown = Parts(",".join(sorted(names - {*_INSIDE})), {"step": "step"}, others="like")
-    return next((parts for name, parts in _TOLD_BY.items() if name in names), unknown)
+    unknown = FieldRoles(",".join(sorted(names - {*_INSIDE})), {"step": "step"}, others="like")
+    return next((fields for name, fields in _TOLD_BY.items() if name in names), unknown)
 
 
 # ---- parameters that a user names --------------------------------------------------------------
 
 
 def renamed(
-    function: str, old: Sequence[Part], like: Sequence[Part], rename: Mapping[str, str]
-) -> list[Part]:
-    """The parts of the old state by their new paths; of prefixes of a path the longest counts.
+    function: str, old: Sequence[StateLeaf], like: Sequence[StateLeaf], rename: Mapping[str, str]
+) -> list[StateLeaf]:
+    """The leaves of the old state by their new paths; of prefixes of a path the longest counts.
 
     In files that were read without a target the array of a variable of flax has the key `value`,
     which is left out or added where the new state has the path so.
@@ -296,28 +296,28 @@ def renamed(
     if not rules and all((x.shown, x.keys) in known for x in old):
         return list(old)
     olds, likes = map(_variables, (old, like))
-    new: list[Part] = []
+    new: list[StateLeaf] = []
     seen: dict[tuple[object, ...], Keys] = {}
-    for part in old:
-        ends = (end for end in range(len(part.keys), 0, -1) if part.keys[:end] in rules)
+    for leaf in old:
+        ends = (end for end in range(len(leaf.keys), 0, -1) if leaf.keys[:end] in rules)
         end = next(ends, 0)
-        keys = (*rules[part.keys[:end]], *part.keys[end:]) if end else part.keys
-        if (part.shown, keys) not in known:
-            is_variable = olds.get((part.shown, part.keys[:-1])) == part.keys
+        keys = (*rules[leaf.keys[:end]], *leaf.keys[end:]) if end else leaf.keys
+        if (leaf.shown, keys) not in known:
+            is_variable = olds.get((leaf.shown, leaf.keys[:-1])) == leaf.keys
             plain = keys[:-1] if is_variable else keys
-            is_there = (part.shown, plain) in known
-            keys = plain if is_there else likes.get((part.shown, plain), keys)
-        new.append(part._replace(keys=keys))
-        meaning = (part.owner, part.name, keys)
-        was = part.keys if part.leaf is None else seen.setdefault(meaning, part.keys)
-        if keys and was != part.keys:
-            came = " and ".join(map("/".join, (was, part.keys)))
+            is_there = (leaf.shown, plain) in known
+            keys = plain if is_there else likes.get((leaf.shown, plain), keys)
+        new.append(leaf._replace(keys=keys))
+        meaning = (leaf.owner, leaf.name, keys)
+        was = leaf.keys if leaf.array is None else seen.setdefault(meaning, leaf.keys)
+        if keys and was != leaf.keys:
+            came = " and ".join(map("/".join, (was, leaf.keys)))
             expected = f"one leaf for {'/'.join(keys)}"
             raise ValueError(f"{function}: `rename`: {came}, expected {expected}.")
     return new
 
 
-def _variables(state: Sequence[Part]) -> dict[tuple[str, Keys], Keys]:
+def _variables(state: Sequence[StateLeaf]) -> dict[tuple[str, Keys], Keys]:
     """By fields and paths of variables of flax the paths of their arrays.
 
     These have the key `value`, alone in a subtree. Models have such keys, too.
@@ -328,9 +328,9 @@ def _variables(state: Sequence[Part]) -> dict[tuple[str, Keys], Keys]:
     return {path: x for path, x in ends.items() if below[path] == 1}
 
 
-def _there(function: str, name: str, text: str, state: Sequence[Part]) -> Keys:
+def _there(function: str, name: str, text: str, state: Sequence[StateLeaf]) -> Keys:
     """The path of one leaf or subtree at least; that of a variable may end in `value`."""
-    known = {x.keys for x in state if x.leaf is not None and x.keys}
+    known = {x.keys for x in state if x.array is not None and x.keys}
     path = tuple(text.split("/"))
     if any(keys[: len(path)] == path for keys in known):
         return path
@@ -358,7 +358,7 @@ def chosen(
     """
     if reset is True:
         return {x.keys for x in read(like)}
-    moments = (x.leaf for x in _fields(like) if x.role == "moment" and jax.tree.leaves(x.leaf))
+    moments = (x.array for x in _fields(like) if x.role == "moment" and jax.tree.leaves(x.array))
     tree = next(moments, None) if params is None else packing.shapes(params)
     tree = trees.map_leaves(checks.shape_and_dtype, tree)
     if trees.is_function(reset, tree):
