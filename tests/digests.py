@@ -64,7 +64,7 @@ def _equation(equation: Any, inputs: list[str]) -> list[str]:
     if name == "jgrad_leaf_step":
         inner = jax.make_jaxpr(parameters["step"].plain)(*(x.aval for x in equation.invars))
         return _outputs(inner.jaxpr, inner.consts, inputs)
-    if name in ("jit", "pjit", "closed_call"):
+    if name in ("jit", "closed_call"):
         inner = parameters["jaxpr"]
         return _outputs(inner.jaxpr, inner.consts, inputs)
     if name == "custom_jvp_call":

@@ -112,7 +112,8 @@ def test_where_they_are_taken_from():
         ({"manual_axes": {"a"}, "mesh": types.SimpleNamespace(shape={"a": 4, "b": 1})}, True),
         ({"manual_axes": {"a"}, "mesh": types.SimpleNamespace(shape={"a": 4, "b": 2})}, False),
         ({"manual_axes": {"a"}, "devices": 8}, False),
-        ({"axis_env": None}, True),
+        ({"axis_env": None}, True),  # `pmap`, in JAX 0.8
+        ({"axis_env": None, "num_devices": 4}, False),  # `jit`, in JAX 0.8
     ],
 )
 def test_whether_a_leaf_is_whole(context, expected):

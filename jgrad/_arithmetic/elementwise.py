@@ -30,14 +30,14 @@ _ELEMENTWISE = {
 }
 # Those that do what the programs in them do.
 _CALLS = {
-    *("checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"),
-    *("custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "while"),
+    *("checkpoint", "closed_call", "cond", "custom_jvp_call", "custom_vjp_call"),
+    *("jit", "remat", "remat2", "while"),
 }
 # Those that a kernel has, of scalars and of tiles, in each version of JAX and lowered anywhere.
 _IN_KERNELS = {
     *("abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "div", "eq", "ge"),
     *("gt", "integer_pow", "jit", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or"),
-    *("pjit", "select_n", "square", "sub"),
+    *("select_n", "square", "sub"),
 }
 _IN_KERNELS_OF_TILES = _IN_KERNELS | {"exp", "log", "rsqrt", "sqrt", "tanh"}
 

@@ -99,14 +99,10 @@ class Moment:
 
     def part(self, name: str | None) -> "Moment":
         """Those rows or columns that leaves have, or with None the leaves that are not factored."""
-        old = [
-            getattr(x, name)
-            if name and isinstance(x, Factors)
-            else None
-            if name or isinstance(x, Factors)
-            else x
-            for x in self.old
-        ]
+        if name is None:
+            old = [None if isinstance(x, Factors) else x for x in self.old]
+        else:
+            old = [getattr(x, name) if isinstance(x, Factors) else None for x in self.old]
         return Moment(old, self.specs, self._keys, self._commit, has_form=self._has_form)
 
     def written(self, new: list[Any]) -> list[Any]:

@@ -118,7 +118,7 @@ def transformation(
 def _in_state(
     name: str, field: str, moment: Moment, new: list[Any] | None, state: PyTree
 ) -> PyTree:
-    """The new part of the state, which has to come from the door."""
+    """The new part of the state, which has to be what `write` stored."""
     if isinstance(new, list):
         fits = state is not None or all(x is None for x in new)
     else:

@@ -1,4 +1,4 @@
-"""A moment of one leaf, and the one door for the new one: on each platform another `write`.
+"""A moment of one leaf, and `write`, which stores the new one in a way of each platform.
 
 A method is a function of one leaf. It is given a moment of each kind, reads `old`, and gives
 `write` the rule that makes the new one. `LeafMoment` does it with arrays, as any program of XLA. In

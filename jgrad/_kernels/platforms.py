@@ -185,5 +185,6 @@ def _is_on_one_device(context: Any) -> bool:
     manual, mesh = (getattr(context, name, None) for name in ("manual_axes", "mesh"))
     if manual is not None and mesh is not None:
         return set(manual) >= {name for name, n in mesh.shape.items() if n > 1}
-    in_pmap = hasattr(context, "axis_env")  # of old versions
-    return bool(in_pmap or getattr(context, "num_devices", None) == 1)
+    count = getattr(context, "num_devices", None)
+    in_pmap = count is None and hasattr(context, "axis_env")  # of JAX 0.8
+    return in_pmap or count == 1

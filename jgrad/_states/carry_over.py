@@ -51,9 +51,10 @@ def carry_over(
     Only what is certain is converted. A second moment is never made up: where `old` has a first one
     alone, begin anew by `tx.init(params)`, or by `reset`, which keeps the step. First moments are
     certain beside second ones of the same kind, as in `adam`, `lamb`, `soap`, `optax.adamw`. Others
-    may be averages or sums of gradients or of steps, and their states look alike: of one structure
-    they are kept, with a note, which is right for the same method alone; else `momentum` says it,
-    as it does of second moments of `adafactor`, whose bias nothing corrects.
+    may be averages or sums, of gradients or of steps, and their states look alike. If both states
+    have one structure, they are kept, with a note: that is right only for the same method.
+    Otherwise say by `momentum` what becomes of them, and also of second moments of `adafactor`,
+    whose bias nothing corrects.
     States of `optax.adamax`, `optax.contrib.adopt` and of `optimizer_of_leaf` with two moments look
     like Adam's: pass `reset=True` where they are not.
 

@@ -30,6 +30,7 @@ OF_STEPS = "averages of steps, as in `adafactor`"
 ALONE = "momentum of `gradient_descent`, `lars`, `lion` or `muon`"
 BESIDE_OUTPUTS = "momentum beside second moments of outputs"
 CERTAIN = (AVERAGES, OF_STEPS)
+# What second moments are.
 SQUARES = "averages of squares, as in `adam`"
 OF_FACTORED = "averages of squares, as in `adafactor`"  # which corrects no bias
 

@@ -14,7 +14,7 @@ def double(x):
 
 
 def nested_calls(jaxpr):
-    return sum(eqn.primitive.name in ("jit", "pjit") for eqn in jaxpr.eqns)
+    return sum(eqn.primitive.name == "jit" for eqn in jaxpr.eqns)
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
