@@ -8,14 +8,14 @@ import pytest
 pytestmark = pytest.mark.ci
 # Functions and files at most.
 LIMITS = {
-    "adam, decay": (93, 19),
-    "adam, decay, 8 bits of small leaves": (97, 19),
-    "adam, decay, 8 bits": (176, 26),
-    "lamb, decay": (172, 26),
-    "muon, decay": (207, 27),
-    "adam_update": (82, 17),
-    "skip(clip, adam, decay)": (207, 36),
-    "carry_over, adam to skip(clip, adam)": (114, 29),
+    "adam, decay": (94, 19),
+    "adam, decay, 8 bits of small leaves": (98, 19),
+    "adam, decay, 8 bits": (177, 25),
+    "lamb, decay": (173, 25),
+    "muon, decay": (199, 28),
+    "adam_update": (82, 15),
+    "skip(clip, adam, decay)": (211, 31),
+    "carry_over, adam to skip(clip, adam)": (114, 26),
 }
 
 
@@ -40,4 +40,4 @@ def test_little_to_pass(table):
 def test_what_is_counted(table):
     """Each function once, however often it is called; comprehensions are counted apart."""
     for functions, files, with_comprehensions, calls in table.values():
-        assert 0 < files < functions < with_comprehensions < calls
+        assert 0 < files < functions <= with_comprehensions < calls

@@ -6,7 +6,6 @@ methods and wrappers see no model, only a tree of arrays.
 """
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -166,21 +165,16 @@ def pair(
     ) -> tuple[PyTree, Any]:
         if extra_args:
             check_keywords(name, extra_args, taken, checks_options=checks_options)
-        before = state
-        if not _is_inside.get():
-            updates, before = checks.values_of(updates), checks.values_of(state)
-            params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
-        share, outside = shares.current(), _is_inside.set(True)
-        try:
-            if share is None:
+        updates, before = checks.values_of(updates), checks.values_of(state)
+        params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
+        share = shares.current()
+        if share is None:
+            steps, new = update(updates, state, params, **extra_args)
+        else:
+            share.check(name, updates)
+            with share.within(own=True):
                 steps, new = update(updates, state, params, **extra_args)
-            else:
-                share.check(name, updates)
-                with share.within(own=True):
-                    steps, new = update(updates, state, params, **extra_args)
-                share.add(steps)
-        finally:
-            _is_inside.reset(outside)
+            share.add(steps)
         if state is before:
             return steps, new
         structure: Any = jax.tree.structure(state)
@@ -189,10 +183,6 @@ def pair(
         return steps, variables.blocks_of_variables(new)  # as where a sum begins
 
     return Transformation(init_of_model, update_of_model)
-
-
-# Whether a transformation of this library is called by another: it is then given arrays alone.
-_is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:

@@ -288,7 +288,7 @@ def noted_branch(
         return arrays, new
 
     if here.is_dry and old is not None:  # which numbers there are is not known before
-        arrays, new = run()
+        arrays, new = shardings.varying_over(run(), shardings.varying_axes(use))
     else:
         arrays, new = branch(use, run, lambda: (otherwise(), old))
     if old is not None and new is not None:

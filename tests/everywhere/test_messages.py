@@ -262,6 +262,8 @@ TRANSFORMATIONS = [
      lambda: update(jgrad.adam({"layer_3": {"w": 0.1, "b": None}}))),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: 5 of type int, expected a bool.",
      lambda: update(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=5))),
+    (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: 5 of type int, expected a bool.",
+     lambda: update(jgrad.adam(0.1, weight_decay=0.0, weight_decay_mask=5))),
     (TypeError, "adam: `weight_decay_mask` at ['layer_3']['b']: an array of bool and shape (3,), expected a bool.",
      lambda: update(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=np.ones(3, bool)))),
     (TypeError, "adam: `weight_decay_mask`: an array of bool and shape (), expected a tree of bools, or a function of "

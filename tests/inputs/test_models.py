@@ -247,3 +247,19 @@ def test_variables_as_numbers():
     assert_same(updates, jax.tree.map(lambda x: -0.2 * x, G))
     average = jgrad.average_params(optax.identity(), Variable(jnp.asarray(0.9)))
     average.update(G, average.init(W), W)
+
+
+def test_a_model_from_a_third_party():
+    """One that hands on whole models, inside a wrapper, which makes arrays of them outside of it."""
+    adam, whole = jgrad.adam(0.1), model()
+
+    def update(updates, state, params=None):
+        del params
+        return adam.update(updates, state, whole)
+
+    third_party = optax.GradientTransformation(lambda _: adam.init(whole), update)
+    found = [
+        tx.update(gradient(whole), tx.init(whole), whole)[0]
+        for tx in (third_party, jgrad.watch(third_party))
+    ]
+    assert_same(*found)

@@ -406,3 +406,23 @@ def test_an_error_of_what_is_inside():
     )
     with pytest.raises(TypeError, match="contracting dimensions"):
         jax.eval_shape(init, {"w": jnp.ones((8, 8))})
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=True),
+        lambda: jgrad.skip_nonfinite(jgrad.accumulate(jgrad.adam(0.1), 2)),
+    ],
+)
+def test_a_report_fits_the_carry(inner):
+    """Each device decides for its shard, so a rate that is noted in a branch varies, from `init`."""
+    tx = jgrad.watch(inner(), mesh_axes={"w": P("d")})
+
+    def run(w):
+        step = lambda carry, _: (step_of(tx)(*carry, carry[0]), None)
+        return jax.lax.scan(step, (w, tx.init(w)), length=2)[0][0]
+
+    spec = {"w": P("d")}
+    of_shards = jax.shard_map(run, mesh=mesh_of(d=2), in_specs=(spec,), out_specs=spec)
+    assert jax.eval_shape(of_shards, {"w": jnp.ones((4, 3))})["w"].shape == (4, 3)

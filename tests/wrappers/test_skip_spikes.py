@@ -261,7 +261,7 @@ def test_a_gradient_that_skip_nonfinite_leaves_out(way, bad):
         chex.assert_tree_all_finite((w, state))
     spikes, skip = find(state, jgrad.SpikeState), find(state, jgrad.SkipState)
     inside = way == "inside skip"
-    assert int(inner_of(state)[1].step) == 3
+    assert int(find(state, jgrad.OptState).step) == 3
     assert (int(spikes.skipped), int(skip.skipped)) == ((1, 2) if inside else (2, 1))
     assert int(spikes.accepted) == (3 if inside else 4)
     assert int(skip.streak) == 2
