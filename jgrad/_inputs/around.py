@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise
-from jgrad._arithmetic.leafwise import Call
+from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._kernels.leaf_step import Place
 from jgrad._trees import checks
 from jgrad._trees.told import trace_state
@@ -77,7 +77,7 @@ class Commit:
         self._updates: dict[int, Any] = {}
         self._states: dict[int, tuple[Any, Any]] = {}
         self._of_windows: Commit | None = None
-        self._is_always = False  # and no reference to itself, which would keep tracers alive
+        self._is_always = False  # not `_of_windows = self`: a cycle keeps tracers alive
 
     @classmethod
     def always(cls, gradients: PyTree) -> "Commit":
@@ -188,8 +188,6 @@ def _arrays(tree: PyTree) -> dict[int, Any]:
     """By identity. The arrays are kept, so that no other gets the identity of one."""
     return {id(x): x for x in jax.tree.leaves(tree) if checks.is_inexact(x)}
 
-
-Function = Callable[..., Any]
 
 # ---- what precedes -------------------------------------------------------------------------------
 

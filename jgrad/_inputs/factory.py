@@ -27,7 +27,7 @@ Arguments = Mapping[str, Any]
 def checked(read: Callable[[str, str, Any], Any], *, optional: bool = False) -> Callable[..., None]:
     """The kind of numbers that a factory checks as others, and reads in its own way."""
 
-    def check(function: str, name: str, x: Any) -> None:
+    def check(function: str, name: str, x: Any, _: Any = None) -> None:
         if not (optional and x is None):
             options.check(function, read, **{name: x})
 
@@ -100,7 +100,7 @@ class Options:
 
         Args:
           function: what users call it, for messages.
-          arguments: `locals()`, as the first that the factory does: all of the table, and no other.
+          arguments: `locals()`, taken first in the factory: each option of the table, and no other.
         """
         if unknown := arguments.keys() ^ self.kinds.keys():
             raise TypeError(
@@ -193,12 +193,6 @@ class Given:
 # ---- how a kind is checked ---------------------------------------------------------------------
 
 
-def _checked(
-    read: Callable[[str, str, Any], Any], *, optional: bool = False
-) -> Callable[..., None]:
-    return lambda function, name, x, _: checked(read, optional=optional)(function, name, x)
-
-
 def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:
     rule = arguments[_RULE]
     options.check(
@@ -207,11 +201,11 @@ def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:
 
 
 _CHECKS: dict[Role, Callable[[str, str, Any, Arguments], Any]] = {
-    Role.RATE: _checked(numbers.number),
-    Role.NUMBER: _checked(numbers.scalars),
-    Role.BETA: _checked(numbers.scalar_betas),
+    Role.RATE: checked(numbers.number),
+    Role.NUMBER: checked(numbers.scalars),
+    Role.BETA: checked(numbers.scalar_betas),
     Role.DECAY: _decay,
-    Role.MOMENTUM: _checked(numbers.scalar_betas, optional=True),
+    Role.MOMENTUM: checked(numbers.scalar_betas, optional=True),
     Role.SCALAR: lambda function, name, x, _: numbers.scalar(function, name, x),
     Role.FLAG: lambda function, name, x, _: checks.boolean(function, name, x),
     Role.MESH_AXES: lambda function, name, x, _: read_mesh_axes(function, x),

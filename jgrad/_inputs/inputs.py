@@ -190,7 +190,7 @@ class Inputs(Parameters):
         around = around.here
         self.commit: Commit | None = around.commit
         if self.commit is not None and self.commit.clips and not self.commit.is_finite(updates):
-            self.commit = None  # one that clips has to know them
+            self.commit = None  # it clips what overflows, for gradients that it knows alone
         self.notes, self.undecayed = around.notes, around.undecayed
         self.then: Then | None = around.then
         self._structure = trees.flatten(self.tree)[1]

@@ -7,13 +7,12 @@ adds the update to the weight if `apply_gradients` says so.
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from jgrad._arithmetic import leafwise, rules
-from jgrad._arithmetic.leafwise import Call, PerLeaf
+from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs.around import Origin, Rest, in_float32, origin
 from jgrad._inputs.inputs import Finished, Inputs
@@ -22,8 +21,6 @@ from jgrad._kernels import platforms
 from jgrad._kernels.leaf_step import Place, has_kernel, in_memory
 from jgrad._kernels.moment import KernelMoment, LeafMoment, Moments, written
 from jgrad._trees import checks
-
-Function = Callable[..., Any]
 
 
 class Descent(NamedTuple):

@@ -1,8 +1,4 @@
-"""Options of the transformations: checked by the factory, and an entry per leaf in each update.
-
-The factory checks what it can before there are parameters, so that an error points at its call.
-Each update reads the options again, since they may be traced and may differ from leaf to leaf.
-"""
+"""Options of the transformations: checked by the factory, and an entry per leaf in each update."""
 
 import functools
 import inspect

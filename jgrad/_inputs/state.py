@@ -147,13 +147,13 @@ class MomentOptions(NamedTuple):
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
         checks.parameters(params.reference)
         moments: list[PyTree] = [None, None]
-        forms, some = (self, AS_PARAMETERS if self.of_first else self), False
+        forms, some = (self, AS_PARAMETERS if self.of_first else self), False  # some in 8 bits
         sharded = [x and x.sharded_over for x in shapes.matrices] if shapes.matrices else []
         for i, (form, tree) in enumerate(zip(forms, (shapes.mw, shapes.vw), strict=True)):
             if tree is not None:
                 is_8_bits = form.dtype is _EIGHT_BITS
                 stacked = form._stacked(params, tree) if is_8_bits else None
-                some = some or not {None}.issuperset(stacked or ())
+                some = some or any(x is not None for x in stacked or ())
                 moments[i] = zeros(
                     params.function,
                     params.tree,
@@ -206,8 +206,8 @@ class MomentOptions(NamedTuple):
             for name, expected in ("mw", shapes.mw), ("vw", shapes.vw):
                 if (getattr(state, name) is None) != (expected is None):
                     without = "with" if expected is None else "without"
-                    options = f"{without} `{name}`, from another method or other options"
-                    came = f"{trees.with_article(kind.__name__)} {options}"
+                    origin = f"{without} `{name}`, from another method or other options"
+                    came = f"{trees.with_article(kind.__name__)} {origin}"
         if came:
             expected = checks.made_by_init(inputs.function, kind)
             raise TypeError(f"{inputs.function}: `state`: {came}, {expected}{remedy}")

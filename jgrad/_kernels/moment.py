@@ -53,7 +53,7 @@ class LeafMoment:
     flag: jax.Array | None = None
     clips: bool = dataclasses.field(default=False, metadata={"static": True})
     has_form: bool = dataclasses.field(default=True, metadata={"static": True})
-    new = None
+    new = None  # without a type, so that it is no field, and no argument of a program
 
     @property
     def blocks(self) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jgrad._trees import checks
 
-_IN_BLOCKS = 4096  # elements of the smallest leaf in 8 bits
+_IN_BLOCKS = 4096  # elements of the smallest leaf in 8 bits; in `encoding`, above this folder
 _SCALARS = (bool, int, float, str, np.generic)
 
 

@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._trees.protocols import KeyPath
+from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.told import told, trace_state
-
-PyTree = Any  # as in `trees`, which reads rules by path, and these ask for the share
 
 _STEP = "step_in_backward"
 

@@ -23,7 +23,7 @@ _MOVING = ("hyperball", "schedule_free")  # weights by other updates than those 
 _IS_WIDE = "what is inside sees float32 weights, and has nothing to round"
 _IS_OTHER = "the updates inside are not those that move the weights"
 _EACH_CALL = "the average would move in each call, and not in each update"
-# Those that do not update in each call, with a wrapper inside; of optax their states are seen.
+# Wrappers that do not update in each call, and how each goes around; optax's are known by states.
 _OF_CALLS = {
     "accumulate": "accumulate({}, every)",
     "skip_nonfinite": "skip_nonfinite({})",
@@ -96,7 +96,7 @@ def check_order(name: str) -> None:
 
 @contextmanager
 def standing_around(name: str) -> Iterator[None]:
-    """While the `init` of what is inside of a wrapper runs; checked itself."""
+    """Checks a wrapper, and stands it around what is inside, while the `init` of that runs."""
     check_order(name)
     with during(_around, (*_around.get(), name)):
         yield
