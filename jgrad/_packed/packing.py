@@ -214,7 +214,8 @@ def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
     def of_packed(x: Packed[Any]) -> PyTree:
         buffers = x.buffers.items()
         if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
-            return jax.eval_shape(functools.partial(_leaves, as_stored=as_stored), x)
+            leaves_of = functools.partial(_leaves, as_stored=as_stored)
+            return jax.eval_shape(functools.partial(where_it_lies, leaves_of), x)
         dtypes = {
             k: getattr(b, "dtype", None) for k, b in buffers if b is None or hasattr(b, "dtype")
         }
