@@ -422,6 +422,8 @@ def test_e19_e42_as_alone(subject, form, where):
     A rounding may turn a code, or the last bit of a weight in bfloat16, into its neighbour: of a few
     elements.
     """
+    if where in SHARDED and "vmap" in where and jax.__version_info__ < (0, 10):
+        pytest.skip("JAX 0.8 maps no sum over devices where it checks what varies over them.")
     found = SURROUNDINGS[where](subject, form)
     expected = expected_of(subject.name, form)
     assert jax.tree.structure(found) == jax.tree.structure(expected)

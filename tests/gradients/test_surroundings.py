@@ -103,6 +103,8 @@ def assert_alike(name, run):
 @pytest.mark.parametrize("kind", ["unchecked", "w on all devices", "w of each device"])
 def test_shard_map(name, axis_type, kind):
     """The usual data-parallel step: each device has a part of the batch, so its loss varies."""
+    if kind == "w on all devices" and "jac" in name and jax.__version_info__ < (0, 10):
+        pytest.skip("JAX 0.8 maps no sum over devices where it checks what varies over them.")
     mesh = mesh_of(axis_type, data=8)
 
     def run(f):

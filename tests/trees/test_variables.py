@@ -49,7 +49,9 @@ def test_paths(name):
 def box_of(kind, x, names):
     if kind == "linen":
         return nn.Partitioned(x, names)
-    return nnx.Param.from_metadata(x, {kind: names, "hijax": False, "ref": False})
+    return nnx.Param.from_metadata(
+        x, {kind: names, "hijax": False, "is_hijax": False, "ref": False}
+    )
 
 
 def names_in(kind, box):
