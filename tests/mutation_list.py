@@ -84,7 +84,7 @@ MUTATIONS = [
     Mutation("is_function", "a schedule that is a tree is not called", "X and is_prefix(_, _)", "X", "tests/trees"),
     Mutation("arrays_of", "Python floats without a gradient become arrays", "_ and checks.is_number(_)", "False", "tests/inputs/test_models.py"),
     Mutation("moment.check_form", "an array in the place of codes", "_ and isinstance(_, Blocks) and not isinstance(_, Blocks)", "False", "tests/inputs/test_moments.py"),
-    Mutation("factory._CHECKS", "momentum above 1", "_checked(numbers.scalar_betas, optional=True)", "lambda *_: None", MESSAGES),
+    Mutation("factory._CHECKS", "momentum above 1", "checked(numbers.scalar_betas, optional=True)", "lambda *_: None", MESSAGES),
     Mutation("check_masks", "a mask that a count made", "X and _caller() == 'optax'", "False", "tests/inputs/test_injected.py"),
     Mutation("check_masks", "a bool of a user is one that a count made", "X and _caller() == 'optax'", "X", "tests/inputs/test_injected.py -k array"),
     Mutation("check_masks", "a mask that is an array", "is_array or is_of_optax", "is_of_optax", "tests/inputs/test_injected.py -k array"),
